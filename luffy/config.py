@@ -1,0 +1,376 @@
+"""Every knob, typed, documented where it is defined, and checked when it is built.
+
+A recipe is YAML with the sections below; ``base: other.yaml`` inherits another recipe, and
+``section.key=value`` on the command line overrides both. See ``load_config``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from luffy.core.kl import ESTIMATORS
+from luffy.core.losses import PolicyLoss
+from luffy.core.reduce import REDUCTIONS
+from luffy.core.shaping import Shape
+from luffy.errors import ConfigError
+from luffy.guidance.choice import TraceChoice
+from luffy.guidance.ratios import RatioSchedule, Strategy
+from luffy.schema import build, knob, nearest, to_dict
+from luffy.types import Sampling
+
+BUILT_IN_RECIPES = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    rank: int = knob(16, "rank of the adapters", ge=1)
+    alpha: float = knob(32.0, "scale of the adapters: the update is alpha / rank * B A", gt=0)
+    dropout: float = knob(0.0, "dropout on the adapters' input; 0 keeps old and new log-probs comparable", ge=0, le=1)
+    target_modules: str | tuple[str, ...] = knob("all-linear", "module names to adapt, or 'all-linear'")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = knob("", "Hugging Face folder or hub id of the policy (safetensors), or a .gguf file")
+    tokenizer: str | None = knob(None, "folder or hub id of the tokenizer when it is not with the model")
+    reference: str | None = knob(None, "reference model of the KL term; null: the policy as it was at the start")
+    dtype: Literal["float32", "bfloat16"] = knob(
+        "float32", "dtype of the weights; with bfloat16 the optimizer keeps float32 master weights"
+    )
+    device: Literal["auto", "cpu", "cuda"] = knob("auto", "auto takes the GPU when there is one")
+    gradient_checkpointing: bool = knob(False, "recompute activations in the backward pass: less memory, more time")
+    lora: LoraConfig | None = knob(None, "train low-rank adapters instead of all weights (needs the peft extra)")
+    trust_remote_code: bool = knob(False, "run Python code that comes with the model; off unless you read it")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: str | tuple[str, ...] = knob("", "JSONL or parquet file, dataset folder, hub id, or a list of them")
+    eval: str | tuple[str, ...] | None = knob(None, "held-out problems, same forms; null: no evaluation")
+    split: str = knob("train", "split to take from a dataset folder or hub id for training")
+    eval_split: str = knob("test", "split to take from a dataset folder or hub id for evaluation")
+    format: Literal["auto", "luffy", "verl", "openr1", "gsm8k", "completion"] = knob(
+        "auto", "schema of the rows; auto recognises it by the columns"
+    )
+    columns: dict[str, str] = knob(
+        factory=dict, help="own column names, e.g. {prompt: instruction, answer: label}; dotted for nested"
+    )
+    bad_rows: Literal["error", "skip"] = knob("error", "a malformed row stops the run, or is skipped and counted")
+    strip_calculator: bool = knob(True, "remove GSM8K's <<...>> calculator marks from its solutions")
+    limit: int | None = knob(None, "use the first so many training problems only", ge=1)
+    style: Literal["chat", "paper", "paper_simple", "plain"] = knob(
+        "chat", "how a question becomes a prompt; paper and paper_simple are the two of the paper's appendix C.2"
+    )
+    system_prompt: str | None = knob(None, "system message in front of the question (style chat)")
+    chat_template: str | None = knob(None, "Jinja chat template, as text or a file, instead of the tokenizer's")
+    max_prompt_tokens: int = knob(1024, "longest prompt", ge=1)
+    overlong_prompt: Literal["error", "drop"] = knob(
+        "error", "a longer prompt stops the run, or is dropped and counted"
+    )
+    overlong_trace: Literal["drop", "truncate", "error"] = knob(
+        "drop", "a trace longer than rollout.max_tokens; never silent: drops and cuts are counted"
+    )
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    kind: str = knob("math", "math, numeric, gsm8k, choice, format, or module:function of your own")
+    weights: dict[str, float] = knob(
+        factory=dict, help="weighted sum of kinds, e.g. {math: 1, format: 0.1}; overrides kind"
+    )
+    workers: int = knob(2, "verifier processes", ge=1)
+    timeout_s: float = knob(8.0, "a verification running longer is killed, scores 0 and is counted", gt=0)
+    success: float = knob(1.0, "the score of a solved problem: groups all at it are 'solve_all'")
+    failure: float = knob(0.0, "the score of an unsolved problem: groups all at it are 'solve_none'")
+
+
+@dataclass(frozen=True)
+class GuidanceConfig:
+    n_prefix: int = knob(1, "samples of each group that start from a teacher's trace (of rollout.n in all)", ge=0)
+    strategy: Strategy = knob("fixed", "how the prefix ratio is drawn; fixed at ratio 1 is a whole trace")
+    min_ratio: float = knob(1.0, "smallest share of the trace", ge=0, le=1)
+    max_ratio: float = knob(1.0, "largest share of the trace", ge=0, le=1)
+    prefix_steps: int | None = knob(None, "steps over which a schedule runs; null: the whole training", ge=1)
+    shared: bool = knob(False, "one ratio for all prefix samples of a problem instead of one each")
+    trace_choice: TraceChoice = knob("random", "which traces of a problem that has several")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    engine: Literal["native"] = knob("native", "native runs the policy's own weights in the same process")
+    n: int = knob(8, "samples of each problem in all, traces included", ge=1)
+    temperature: float = knob(1.0, "sampling temperature; log-probs are taken at it", gt=0)
+    top_p: float = knob(1.0, "nucleus sampling; 1 is off", gt=0, le=1)
+    top_k: int = knob(0, "sample among the k most likely tokens; 0 is off", ge=0)
+    max_tokens: int = knob(2048, "longest response", ge=1)
+    slots: int = knob(256, "sequences decoded at once", ge=1)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    advantage: Literal["grpo", "grpo_split"] = knob(
+        "grpo", "baseline of a group: all samples (paper Eq. 4), or the on-policy ones alone"
+    )
+    normalize_std: bool = knob(False, "divide advantages by the group's standard deviation (Dr. GRPO does not)")
+    loss_reduction: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        knob("seq-mean-token-sum-norm", "denominator of the loss; -norm divides by rollout.max_tokens (Dr. GRPO)")
+    )
+    remove_clip: bool = knob(True, "no clipping of the on-policy ratio (best row of the paper's Table 4)")
+    clip_ratio: float = knob(0.2, "on-policy ratio clipped at 1 - this", ge=0, le=1)
+    clip_ratio_high: float | None = knob(None, "and at 1 + this; null: the same (DAPO's clip-higher: 0.28)", ge=0)
+    off_policy_reshape: str = knob(
+        "p_div_p_0.1", "f(p) on teacher tokens: no_reshape, logp, p_logp, square_root, pow, p_div_p_<gamma>"
+    )
+    off_policy_reshape_weight: float = knob(1.0, "weight in logp and p_logp")
+    off_policy_reshape_pow_exp: float = knob(0.5, "exponent of pow")
+    on_policy_reshape: str = knob("no_reshape", "the same shapes on the policy's own ratio")
+    on_policy_reshape_weight: float = knob(1.0, "weight in p_logp")
+    on_policy_reshape_pow_exp: float = knob(0.5, "exponent of pow")
+    off_max_clip: float | None = knob(None, "upper bound of the off-policy ratio", gt=0)
+    off_min_clip: float | None = knob(None, "lower bound of the off-policy ratio", ge=0)
+    off_normalize: bool = knob(False, "divide the off-policy ratio by its mean over the mini-batch")
+    all_max_clip: float | None = knob(None, "drop tokens whose probability exceeds this", gt=0, le=1)
+    teacher_probs: Literal["one", "recorded"] = knob(
+        "one", "teacher's probability in the off-policy ratio: 1 (paper), or the recorded log-probs (then no reshape)"
+    )
+    prefix_alpha: float = knob(1.0, "weight of the advantage on off-policy tokens")
+    prefix_beta: float = knob(1.0, "weight of the advantage on the policy's own tokens")
+    entropy_coef: float = knob(0.01, "weight of the entropy bonus", ge=0)
+    kl_coef: float = knob(0.0, "weight of the KL term against the reference model; 0 loads none", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = knob("k3", "estimator of the KL term")
+    kl_in: Literal["loss", "reward"] = knob("loss", "where the KL term goes")
+    trace_term: Literal["rl", "sft"] = knob(
+        "rl", "teacher samples enter the policy-gradient term, or (RL with SFT loss) an SFT term only"
+    )
+    sft_coef: float = knob(1.0, "weight of the SFT term when trace_term is sft", ge=0)
+    reject_extreme: bool = knob(True, "drop groups whose rewards are all success or all failure")
+    oversample_rounds: int = knob(0, "extra batches to draw until the batch is full again after rejection", ge=0)
+
+    def __post_init__(self) -> None:
+        self.policy_loss()  # reshape names are checked here, once
+
+    def policy_loss(self) -> PolicyLoss:
+        high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+        try:
+            on = Shape(self.on_policy_reshape, self.on_policy_reshape_weight, self.on_policy_reshape_pow_exp)
+            off = Shape(self.off_policy_reshape, self.off_policy_reshape_weight, self.off_policy_reshape_pow_exp)
+        except ValueError as error:
+            raise ConfigError(f"algorithm: {error}") from None
+        return PolicyLoss(
+            clip_low=1.0 - self.clip_ratio,
+            clip_high=1.0 + high,
+            remove_clip=self.remove_clip,
+            on_shape=on,
+            off_shape=off,
+            off_max_clip=self.off_max_clip,
+            off_min_clip=self.off_min_clip,
+            off_normalize=self.off_normalize,
+            all_max_clip=self.all_max_clip,
+        )
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    lr: float = knob(1e-6, "peak learning rate", gt=0)
+    betas: tuple[float, ...] = knob((0.9, 0.999), "AdamW's decay rates")
+    eps: float = knob(1e-8, "AdamW's epsilon", gt=0)
+    weight_decay: float = knob(0.0, "decoupled weight decay on matrices (not on biases and norms)", ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = knob("constant", "learning rate after the warm-up")
+    warmup: float = knob(0.0, "warm-up: below 1 a share of all optimizer steps, else their number", ge=0)
+    min_lr_ratio: float = knob(0.0, "where linear and cosine end, as a share of lr", ge=0, le=1)
+    grad_clip: float = knob(1.0, "largest gradient norm; 0 is off", ge=0)
+
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ConfigError(f"'optim.betas' must be two numbers in [0, 1), got {list(self.betas)}")
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    problems: int = knob(128, "problems per rollout batch (traces per batch in SFT)", ge=1)
+    mini_batch: int | None = knob(None, "problems per optimizer step; null: the whole rollout batch", ge=1)
+    tokens: int = knob(16384, "tokens per micro-batch, packed without padding", ge=1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int | None = knob(None, "training steps (rollout batches); null: take epochs", ge=1)
+    epochs: float | None = knob(None, "passes over the data, when steps is null", gt=0)
+    save_every: int = knob(50, "steps between checkpoints; the last step is always saved", ge=1)
+    keep: int = knob(2, "checkpoints kept besides the best one", ge=1)
+    max_bad_steps: int = knob(3, "stop after so many steps skipped for a non-finite loss or gradient", ge=1)
+    threads: int | None = knob(None, "CPU threads of torch; null: leave as is", ge=1)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = knob(0, "steps between evaluations on data.eval, and one at start and end; 0: only at the end", ge=0)
+    limit: int | None = knob(None, "evaluate on the first so many problems", ge=1)
+    n: int = knob(1, "samples per problem; the accuracy is their mean", ge=1)
+    temperature: float = knob(0.6, "0 is greedy", ge=0)
+    top_p: float = knob(1.0, "nucleus sampling; 1 is off", gt=0, le=1)
+    max_tokens: int | None = knob(None, "longest response; null: rollout.max_tokens", ge=1)
+
+
+@dataclass(frozen=True)
+class RecordConfig:
+    tensorboard: bool = knob(True, "write TensorBoard events (when the package is there)")
+    wandb: bool = knob(False, "log to Weights & Biases (needs the wandb extra)")
+    wandb_project: str = knob("luffy", "W&B project")
+    samples_every: int = knob(10, "steps between records of samples.jsonl; 0: none", ge=0)
+    samples: int = knob(4, "groups recorded at such a step", ge=1)
+
+
+@dataclass(frozen=True)
+class Config:
+    name: str = knob("run", "name of the run: its folder below out")
+    out: str = knob("runs", "folder that holds runs")
+    seed: int = knob(0, "seed of everything random", ge=0)
+    model: ModelConfig = knob(factory=ModelConfig)
+    data: DataConfig = knob(factory=DataConfig)
+    reward: RewardConfig = knob(factory=RewardConfig)
+    guidance: GuidanceConfig = knob(factory=GuidanceConfig)
+    rollout: RolloutConfig = knob(factory=RolloutConfig)
+    algorithm: AlgorithmConfig = knob(factory=AlgorithmConfig)
+    optim: OptimConfig = knob(factory=OptimConfig)
+    batch: BatchConfig = knob(factory=BatchConfig)
+    train: TrainConfig = knob(factory=TrainConfig)
+    eval: EvalConfig = knob(factory=EvalConfig)
+    record: RecordConfig = knob(factory=RecordConfig)
+
+    def __post_init__(self) -> None:
+        _check_name(self.name)
+        _check_guidance(self)
+        _check_batch(self)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out) / self.name
+
+    @property
+    def sampling(self) -> Sampling:
+        r = self.rollout
+        return Sampling(max_tokens=r.max_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k)
+
+    def schedule(self, total_steps: int) -> RatioSchedule:
+        g = self.guidance
+        return RatioSchedule(g.strategy, g.min_ratio, g.max_ratio, g.prefix_steps or total_steps, g.shared)
+
+
+def _check_name(name: str) -> None:
+    parts = Path(name).parts
+    if not name or Path(name).is_absolute() or ".." in parts or parts == ():
+        raise ConfigError(f"'name' must be a relative folder name without '..', got {name!r}")
+
+
+def _check_guidance(c: Config) -> None:
+    g, n = c.guidance, c.rollout.n
+    if g.n_prefix > n:
+        raise ConfigError(
+            f"'guidance.n_prefix' ({g.n_prefix}) exceeds 'rollout.n' ({n}), the TOTAL number of samples; "
+            f"raise rollout.n or lower guidance.n_prefix"
+        )
+    if g.min_ratio > g.max_ratio:
+        raise ConfigError(f"'guidance.min_ratio' ({g.min_ratio}) exceeds 'guidance.max_ratio' ({g.max_ratio})")
+    if g.n_prefix == n and (c.algorithm.advantage == "grpo_split" or c.algorithm.trace_term == "sft"):
+        raise ConfigError(
+            f"with guidance.n_prefix = rollout.n = {n} no on-policy sample is left, which "
+            f"advantage grpo_split and trace_term sft need; lower guidance.n_prefix"
+        )
+    if c.algorithm.trace_term == "sft" and (g.strategy, g.min_ratio, g.max_ratio) != ("fixed", 1.0, 1.0):
+        raise ConfigError("trace_term sft takes whole traces: set guidance.strategy=fixed, min_ratio=1, max_ratio=1")
+
+
+def _check_batch(c: Config) -> None:
+    longest = c.data.max_prompt_tokens + c.rollout.max_tokens
+    if c.batch.tokens < longest:
+        raise ConfigError(
+            f"'batch.tokens' ({c.batch.tokens}) cannot hold one sequence of data.max_prompt_tokens + "
+            f"rollout.max_tokens = {longest} tokens; raise it or lower those"
+        )
+    if c.batch.mini_batch is not None and c.batch.mini_batch > c.batch.problems:
+        raise ConfigError(f"'batch.mini_batch' ({c.batch.mini_batch}) exceeds 'batch.problems' ({c.batch.problems})")
+
+
+assert set(ESTIMATORS) == {"k1", "k2", "k3"} and len(REDUCTIONS) == 4, "the Literals above repeat core's names"
+
+
+def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """A recipe file (or the name of a built-in one) with ``key.sub=value`` overrides, checked."""
+    values: dict[str, Any] = {} if recipe is None else read_recipe(recipe)
+    for override in overrides:
+        merge(values, parse_override(override))
+    return build(Config, values)
+
+
+def read_recipe(recipe: str | Path, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The recipe's values on top of those of the recipe it names as ``base``."""
+    path = find_recipe(recipe, _seen[-1].parent if _seen else None)
+    if path in _seen:
+        raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in _seen)}")
+    values = _parse_yaml(path)
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: 'base' must name one recipe, got {base!r}")
+    return merge(read_recipe(base, (*_seen, path)), values)
+
+
+def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
+    name = str(recipe)
+    places = [Path(name)] if beside is None else [beside / name, Path(name)]
+    built_in = BUILT_IN_RECIPES / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+    for path in (*places, built_in):
+        if path.is_file():
+            return path.resolve()
+    known = sorted(str(p.relative_to(BUILT_IN_RECIPES).with_suffix("")) for p in BUILT_IN_RECIPES.rglob("*.yaml"))
+    hint = nearest(name, known) or (f"; built-in recipes: {', '.join(known)}" if known else "")
+    raise ConfigError(f"no recipe {name!r}: neither a file nor a built-in one{hint}")
+
+
+def _parse_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of sections, got {type(values).__name__}")
+    return values
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """``"optim.lr=1e-5"`` -> ``{"optim": {"lr": "1e-5"}}``, the value read as YAML."""
+    key, sign, raw = text.partition("=")
+    if not sign or not key.strip():
+        raise ConfigError(f"override {text!r} must look like section.key=value")
+    value: Any
+    try:
+        value = yaml.safe_load(raw) if raw.strip() else None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {text!r}: not a YAML value: {' '.join(str(error).split())}") from None
+    for part in reversed(key.strip().split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """``top`` laid over ``base``, section by section; changes and returns ``base``."""
+    for key, value in top.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            merge(base[key], value)
+        else:
+            base[key] = dict(value) if isinstance(value, Mapping) else value
+    return base
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config: reading it back gives the same object."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)

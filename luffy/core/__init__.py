@@ -1,0 +1,1 @@
+"""The algorithm: pure torch, tensors in, tensors out, no I/O."""

@@ -1,0 +1,64 @@
+"""Group baselines: how good a response is beside the others of its problem."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def group_advantages(
+    scores: Tensor,
+    index: Sequence[Hashable],
+    in_baseline: Tensor,
+    *,
+    use_std: bool,
+    epsilon: float = 1e-6,
+) -> Tensor:
+    """Score minus the group's baseline, over its spread when ``use_std``.  scores, in_baseline: [B]
+
+    Mean and unbiased std are taken over the samples ``in_baseline``: all of them is the paper's
+    Eq. 4 (``grpo``); the on-policy ones alone is ``grpo_split``. One such sample alone: mean 0, std 1.
+    """
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for row, key in enumerate(index):
+        members[key].append(row)
+    advantages = torch.empty_like(scores)
+    for key, rows in members.items():
+        own = scores[rows]
+        baseline = own[in_baseline[rows].bool()]
+        if baseline.numel() == 0:
+            raise ValueError(f"group {key!r} has no on-policy sample to take a baseline from")
+        mean, std = _mean_std(baseline)
+        advantages[rows] = (own - mean) / (std + epsilon) if use_std else own - mean
+    return advantages
+
+
+def _mean_std(values: Tensor) -> tuple[Tensor, Tensor]:
+    if values.numel() == 1:
+        return values.new_zeros(()), values.new_ones(())
+    std = values.std()
+    return values.mean(), torch.where(std == 0, torch.ones_like(std), std)
+
+
+def compute_grpo_outcome_advantage_split(
+    token_level_rewards: Tensor,
+    eos_mask: Tensor,
+    index: Sequence[Hashable],
+    on_policy_mask: Tensor,
+    epsilon: float = 1e-6,
+    use_std: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """GRPO advantages with the baseline of on-policy samples only; returns (advantages, returns).
+
+    token_level_rewards, eos_mask: [B, T]; index: B group keys; on_policy_mask: [B].
+    Off-policy samples are normalised with the on-policy statistics too.
+    """
+    with torch.no_grad():
+        scores = token_level_rewards.sum(dim=-1)
+        keys = index.tolist() if isinstance(index, Tensor) else index
+        per_sample = group_advantages(scores, keys, on_policy_mask, use_std=use_std, epsilon=epsilon)
+        advantages = per_sample.unsqueeze(-1) * eos_mask
+    return advantages, advantages

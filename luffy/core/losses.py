@@ -1,0 +1,194 @@
+"""The mixed objective (paper Eq. 6): on-policy term, off-policy term, SFT term.
+
+``policy_loss_terms`` is the one elementwise implementation. The public functions reduce it over
+padded [B, T] tensors; the trainer reduces it over packed ones. Nothing here depends on the shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from luffy.core.masked import keep, masked_mean
+from luffy.core.shaping import Shape
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The settings of the objective; ``clip_high`` and the off-policy clips are absolute ratios."""
+
+    clip_low: float = 0.8
+    clip_high: float = 1.2
+    remove_clip: bool = False
+    on_shape: Shape = Shape()
+    off_shape: Shape = Shape()
+    off_max_clip: float | None = None
+    off_min_clip: float | None = None
+    off_normalize: bool = False
+    all_max_clip: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LossTerms:
+    """Per token, in the shape of the inputs; 0 at tokens outside the mask.
+
+    ``loss`` is the off-policy term on off-policy tokens and the on-policy term elsewhere, 0 where
+    ``all_max_clip`` dropped the token (``kept`` False).
+    """
+
+    loss: Tensor
+    on_loss: Tensor
+    off_loss: Tensor
+    off_ratio: Tensor
+    clipped: Tensor
+    off_max_clipped: Tensor
+    off_min_clipped: Tensor
+    log_ratio: Tensor
+    prob: Tensor
+    old_prob: Tensor
+    kept: Tensor
+
+
+def policy_loss_terms(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    off_policy: Tensor,
+    settings: PolicyLoss,
+    *,
+    target_probs: Tensor | None = None,
+    off_ratio_mean: Tensor | None = None,
+) -> LossTerms:
+    """``off_ratio_mean`` is the mean that ``off_normalize`` divides by when the caller holds only part
+    of the batch; without it the mean over the given off-policy tokens is taken."""
+    mask = mask.bool()
+    old, logp = keep(old_log_prob, mask), keep(log_prob, mask)
+    # Each term sees gradients of its own tokens only: an overflow in the other cannot turn into 0 * inf.
+    on_loss, clipped = _on_policy_term(old, torch.where(off_policy, logp.detach(), logp), advantages, settings)
+    off = off_policy & mask
+    off_logp = torch.where(off_policy, logp, logp.detach())
+    off_ratio = off_policy_ratio(off_logp, off, settings.off_shape, target_probs)
+    if settings.off_normalize:
+        off_ratio = _normalized(off_ratio, off, off_ratio_mean)
+    bounded = _clamp_off_ratio(off_ratio, settings)
+    off_loss = -advantages * bounded
+    prob = torch.exp(logp.detach())
+    kept = mask if settings.all_max_clip is None else mask & (prob <= settings.all_max_clip)
+    return LossTerms(
+        loss=keep(torch.where(off_policy, off_loss, on_loss), kept),
+        on_loss=keep(on_loss, mask),
+        off_loss=keep(off_loss, mask),
+        off_ratio=bounded,
+        clipped=clipped,
+        off_max_clipped=_beyond(off_ratio, settings.off_max_clip, upper=True),
+        off_min_clipped=_beyond(off_ratio, settings.off_min_clip, upper=False),
+        log_ratio=logp - old,
+        prob=prob,
+        old_prob=torch.exp(old),
+        kept=kept,
+    )
+
+
+def _on_policy_term(old: Tensor, logp: Tensor, advantages: Tensor, s: PolicyLoss) -> tuple[Tensor, Tensor]:
+    ratio = s.on_shape.on_policy(logp, old)
+    plain = -advantages * ratio
+    if s.remove_clip:
+        return plain, torch.zeros_like(plain, dtype=torch.bool)
+    clipped = -advantages * ratio.clamp(s.clip_low, s.clip_high)
+    return torch.maximum(plain, clipped), clipped > plain
+
+
+def off_policy_ratio(logp: Tensor, off: Tensor, shape: Shape, target_probs: Tensor | None) -> Tensor:
+    """f(p) of the off-policy tokens, or p over the teacher's recorded probability; 0 elsewhere."""
+    if target_probs is None:
+        return keep(shape.off_policy(logp), off)
+    return keep(torch.exp(logp) / (keep(target_probs, off) + 1e-6), off)
+
+
+def _normalized(ratio: Tensor, off: Tensor, mean: Tensor | None) -> Tensor:
+    mean = masked_mean(ratio, off).detach() if mean is None else mean
+    return ratio / torch.where(mean == 0, torch.ones_like(mean), mean)
+
+
+def _clamp_off_ratio(ratio: Tensor, s: PolicyLoss) -> Tensor:
+    if s.off_max_clip is not None:
+        ratio = ratio.clamp(max=s.off_max_clip)
+    if s.off_min_clip is not None:
+        ratio = ratio.clamp(min=s.off_min_clip)
+    return ratio
+
+
+def _beyond(ratio: Tensor, bound: float | None, *, upper: bool) -> Tensor:
+    if bound is None:
+        return torch.zeros_like(ratio, dtype=torch.bool)
+    return ratio >= bound if upper else ratio <= bound
+
+
+def compute_token_on_off_policy_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    eos_mask: Tensor,
+    cliprange: float,
+    clip_upper_bound: float,
+    prefix_mask: Tensor,
+    off_cliprange: float | None,
+    off_normalize: bool = False,
+    off_abs_cliprange: float | None = None,
+    off_max_clip: float | None = None,
+    off_min_clip: float | None = None,
+    all_max_clip: float | None = None,
+    off_policy_reshape: str = "no_reshape",
+    off_policy_reshape_weight: float = 1.0,
+    off_policy_reshape_pow_exp: float = 0.5,
+    on_policy_reshape: str = "no_reshape",
+    on_policy_reshape_weight: float = 1.0,
+    on_policy_reshape_pow_exp: float = 0.5,
+    target_probs: Tensor | None = None,
+    loss_remove_token_mean: bool = False,
+    loss_remove_clip: bool = False,
+) -> dict[str, Tensor]:
+    """The mixed loss of a padded batch and its metrics; all tensors [B, T], ``prefix_mask`` bool.
+
+    ``off_cliprange`` and ``off_abs_cliprange`` belong to the published signature and change nothing:
+    the paper leaves the off-policy ratio unclipped (section 3.1); use ``off_max_clip`` to bound it.
+    """
+    settings = PolicyLoss(
+        clip_low=1.0 - cliprange,
+        clip_high=max(clip_upper_bound, 1.0 + cliprange),
+        remove_clip=loss_remove_clip,
+        on_shape=Shape(on_policy_reshape, on_policy_reshape_weight, on_policy_reshape_pow_exp),
+        off_shape=Shape(off_policy_reshape, off_policy_reshape_weight, off_policy_reshape_pow_exp),
+        off_max_clip=off_max_clip,
+        off_min_clip=off_min_clip,
+        off_normalize=off_normalize,
+        all_max_clip=all_max_clip,
+    )
+    mask, prefix = eos_mask.bool(), prefix_mask.bool()
+    terms = policy_loss_terms(old_log_prob, log_prob, advantages, mask, prefix, settings, target_probs=target_probs)
+    if loss_remove_token_mean:
+        pg_loss = terms.loss.sum() / terms.loss.shape[-1]
+    else:
+        pg_loss = masked_mean(terms.loss, terms.kept)
+    on, off = mask & ~prefix, mask & prefix
+    return {
+        "pg_loss": pg_loss,
+        "off_pg_loss": masked_mean(terms.off_loss, off),
+        "on_pg_loss": masked_mean(terms.on_loss, on),
+        "off_pg_clipfrac": pg_loss.new_zeros(()),
+        "on_pg_clipfrac": masked_mean(terms.clipped.float(), mask),
+        "ppo_kl": masked_mean(-terms.log_ratio, mask),
+        "off_policy_prob": masked_mean(terms.prob, off),
+        "on_policy_prob": masked_mean(terms.old_prob, on),
+        "off_ratio_mean": masked_mean(terms.off_ratio, off),
+        "off_ratio_max_clip_frac": masked_mean(terms.off_max_clipped.float(), off),
+        "off_ratio_min_clip_frac": masked_mean(terms.off_min_clipped.float(), off),
+    }
+
+
+def compute_sft_pure_loss(log_prob: Tensor, eos_mask: Tensor) -> Tensor:
+    """Masked mean of the negative log-likelihood; an empty mask gives 0 with a gradient of 0."""
+    return masked_mean(-log_prob, eos_mask)

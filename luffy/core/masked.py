@@ -1,0 +1,16 @@
+"""Means over a mask. An empty mask gives 0, with a gradient of 0, never NaN."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def keep(values: Tensor, mask: Tensor) -> Tensor:
+    """``values`` where ``mask`` is on, else 0: whatever lies under the mask (NaN, inf) cannot leak,
+    neither forward nor backward."""
+    return values.masked_fill(~mask.bool(), 0.0)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    mask = mask.bool()
+    return keep(values, mask).sum() / mask.sum().clamp(min=1)

@@ -1,0 +1,37 @@
+"""Named denominators: every reduction is a weight per token, fixed before the first backward pass.
+
+A loss is then the plain sum of weight * token loss, so cutting a mini-batch into micro-batches or
+spreading it over ranks cannot change it. The names are those verl users know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+REDUCTIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def token_weights(masks: Sequence[Tensor], reduction: str, max_response_tokens: int) -> list[Tensor]:
+    """The weight of each token of each sequence, [T_i] each; a masked-out token weighs 0.
+
+    ``seq-mean-token-sum-norm`` is Dr. GRPO's: a constant, the response budget, instead of the length.
+    A sequence with no token in its mask is no sequence of this loss.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"unknown loss reduction {reduction!r}; known: {', '.join(REDUCTIONS)}")
+    counts = [int(m.sum()) for m in masks]
+    tokens, sequences = sum(counts), sum(c > 0 for c in counts)
+
+    def denominator(count: int) -> int:
+        if reduction == "token-mean":
+            return tokens
+        if reduction == "seq-mean-token-sum":
+            return sequences
+        if reduction == "seq-mean-token-mean":
+            return sequences * count
+        return sequences * max_response_tokens
+
+    return [m.to(torch.float32) / max(denominator(c), 1) for m, c in zip(masks, counts, strict=True)]

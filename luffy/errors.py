@@ -1,0 +1,17 @@
+"""Errors that are the user's to mend: the command line prints them on one line and exits with code 2."""
+
+
+class UserError(ValueError):
+    """Bad input. The message says what was found, where, and what to change."""
+
+
+class ConfigError(UserError):
+    """A recipe or an override that cannot be honoured."""
+
+
+class DataError(UserError):
+    """A dataset or a row that cannot be used; names file, row, column and value."""
+
+
+class TrainingStopped(RuntimeError):
+    """A run that stopped itself; the message says why and what to look at."""

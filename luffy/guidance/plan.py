@@ -1,0 +1,134 @@
+"""The plan of a step: what the engine has to generate and what a teacher already wrote."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from luffy.guidance.choice import TraceChoice, choose
+from luffy.guidance.ratios import RatioSchedule
+from luffy.types import Completion, Demonstration, Request, Rollout, Sampling, Task
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One sample to come: ``prefix`` teacher tokens, then the engine's (none when the trace is whole)."""
+
+    task: Task
+    request: Request | None
+    demonstration: Demonstration | None = None
+    prefix: int = 0
+
+    @property
+    def prefix_ratio(self) -> float:
+        return self.prefix / len(self.demonstration.token_ids) if self.demonstration else 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Planned samples per task, ``n`` each; traces first, then the policy's own."""
+
+    groups: tuple[tuple[Planned, ...], ...]
+
+    @property
+    def requests(self) -> list[Request]:
+        return [p.request for group in self.groups for p in group if p.request is not None]
+
+    def assemble(self, completions: Sequence[Completion], version: int) -> list[tuple[Rollout, ...]]:
+        """Completions, in the order of ``requests``, joined with their prefixes and the whole traces."""
+        done = iter(completions)
+        return [
+            tuple(_rollout(p, None if p.request is None else next(done), version) for p in group)
+            for group in self.groups
+        ]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans ``n`` samples a task, ``n_prefix`` of which start from a trace where the task has one."""
+
+    n: int
+    n_prefix: int
+    sampling: Sampling
+    schedule: RatioSchedule
+    trace_choice: TraceChoice
+    seed: int
+
+    def plan(
+        self,
+        tasks: Sequence[Task],
+        step: int,
+        visits: Sequence[int],
+        trace_rewards: Callable[[Task], Sequence[float]] | None = None,
+        first_position: int = 0,
+    ) -> Plan:
+        """``first_position`` is where these tasks start in the step's global batch: it keeps seeds apart
+        when the same problem comes twice in one step."""
+        return Plan(
+            tuple(
+                self._group(task, step, visit, first_position + i, trace_rewards)
+                for i, (task, visit) in enumerate(zip(tasks, visits, strict=True))
+            )
+        )
+
+    def _group(
+        self,
+        task: Task,
+        step: int,
+        visit: int,
+        position: int,
+        trace_rewards: Callable[[Task], Sequence[float]] | None,
+    ) -> tuple[Planned, ...]:
+        key = f"{self.seed}:{step}:{position}:{task.problem.id}"
+        count = self.n_prefix if task.demonstrations else 0
+        demonstrations: list[Demonstration | None] = [None] * self.n
+        prefixes = [0] * self.n
+        if count:
+            rewards = trace_rewards(task) if self.trace_choice == "best_reward" and trace_rewards else None
+            chosen = choose(task.demonstrations, count, self.trace_choice, visit=visit, key=key, rewards=rewards)
+            ratios = self.schedule.ratios(count, step, f"{self.seed}:{task.problem.id}")
+            for j, (demonstration, ratio) in enumerate(zip(chosen, ratios, strict=True)):
+                demonstrations[j] = demonstration
+                prefixes[j] = int(ratio * len(demonstration.token_ids))
+        return tuple(
+            self._planned(task, d, p, seed_of(f"{key}:{j}"))
+            for j, (d, p) in enumerate(zip(demonstrations, prefixes, strict=True))
+        )
+
+    def _planned(self, task: Task, demonstration: Demonstration | None, prefix: int, seed: int) -> Planned:
+        if demonstration is None or prefix == 0:
+            return Planned(task, Request(task.prompt_ids, seed, self.sampling))
+        if prefix == len(demonstration.token_ids):
+            return Planned(task, None, demonstration, prefix)
+        sampling = replace(self.sampling, max_tokens=self.sampling.max_tokens - prefix)
+        request = Request(task.prompt_ids, seed, sampling, demonstration.token_ids[:prefix])
+        return Planned(task, request, demonstration, prefix)
+
+
+def seed_of(key: str) -> int:
+    """A 63-bit seed from a name, the same in every process."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
+
+
+def _rollout(planned: Planned, completion: Completion | None, version: int) -> Rollout:
+    demonstration, prefix = planned.demonstration, planned.prefix
+    teacher_ids: tuple[int, ...] = demonstration.token_ids[:prefix] if demonstration else ()
+    recorded = demonstration.log_probs if demonstration else None
+    ids = torch.tensor(teacher_ids, dtype=torch.long)
+    log_probs = torch.tensor(recorded[:prefix] if recorded else [0.0] * prefix, dtype=torch.float32)
+    finish = "trace" if completion is None else completion.finish
+    if completion is not None:
+        ids = torch.cat([ids, completion.token_ids.cpu()])
+        log_probs = torch.cat([log_probs, completion.log_probs.float().cpu()])
+    return Rollout(
+        task=planned.task,
+        token_ids=ids,
+        off_policy=torch.arange(ids.numel()) < prefix,
+        behavior_log_probs=log_probs,
+        finish=finish,
+        prefix_ratio=planned.prefix_ratio,
+        policy_version=version,
+    )

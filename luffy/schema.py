@@ -1,0 +1,222 @@
+"""Typed configuration objects from plain dictionaries, on standard dataclasses.
+
+A knob is a dataclass field with its meaning and its bounds beside its default. Reading checks names
+(an unknown key is an error that names the nearest known one), types and bounds, with the dotted path
+of the key in every message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from luffy.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def knob(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    factory: Any = dataclasses.MISSING,
+) -> Any:
+    """A documented field; ``ge``, ``gt`` and ``le`` bound a number."""
+    metadata = {"help": help, "ge": ge, "gt": gt, "le": le}
+    if factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """`` (did you mean 'x'?)`` or nothing."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """An instance of the dataclass ``cls`` from a nested mapping, every value checked."""
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    arguments = {}
+    for name, value in values.items():
+        where = f"{path}.{name}" if path else str(name)
+        if name not in fields:
+            raise ConfigError(f"unknown key '{where}'{_nearest_key(str(name), cls, path)}")
+        arguments[name] = _convert(value, hints[name], where)
+        _check_bounds(arguments[name], fields[name].metadata, where)
+    for name, field in fields.items():
+        if name not in arguments and dataclasses.is_dataclass(hints[name]):
+            where = f"{path}.{name}" if path else name
+            arguments[name] = build(typing.cast(type, hints[name]), {}, where)
+        elif name not in arguments and _is_required(field):
+            raise ConfigError(f"'{path}.{name}' is required".replace("'.", "'"))
+    return cls(**arguments)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _nearest_key(name: str, cls: type, path: str) -> str:
+    """The same name in a deeper section, else the closest one here, else all there are."""
+    prefix = f"{path}." if path else ""
+    deeper = [doc.path for doc in describe(cls, path) if doc.path.rpartition(".")[2] == name]
+    known = sorted(f.name for f in dataclasses.fields(cls))
+    close = deeper or [prefix + match for match in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
+    if close:
+        return f" (did you mean {close[0]!r}?)"
+    return f"; known here: {', '.join(prefix + k for k in known)}"
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(value, get_args(hint), where)
+    if origin is Literal:
+        if value not in get_args(hint):
+            options = ", ".join(map(str, get_args(hint)))
+            raise ConfigError(f"'{where}' must be one of {options}; got {value!r}{_close(value, get_args(hint))}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"'{where}' must be a mapping of keys, got {value!r}")
+        return build(typing.cast(type, hint), value, where)
+    if origin is dict:
+        return _convert_mapping(value, get_args(hint), where)
+    if origin is tuple:
+        return _convert_sequence(value, get_args(hint)[0], where)
+    return _convert_scalar(value, hint, where)
+
+
+def _close(value: Any, options: Sequence[Any]) -> str:
+    return nearest(value, [o for o in options if isinstance(o, str)]) if isinstance(value, str) else ""
+
+
+def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
+    if value is None:
+        if types.NoneType in options:
+            return None
+        raise ConfigError(f"'{where}' must not be empty")
+    messages = []
+    for option in options:
+        if option is types.NoneType:
+            continue
+        try:
+            return _convert(value, option, where)
+        except ConfigError as error:
+            messages.append(str(error))
+    raise ConfigError(messages[0] if len(messages) == 1 else f"'{where}': no accepted form fits {value!r}")
+
+
+def _convert_mapping(value: Any, hints: tuple[Any, ...], where: str) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"'{where}' must be a mapping, got {value!r}")
+    return {str(k): _convert(v, hints[1], f"{where}.{k}") for k, v in value.items()}
+
+
+def _convert_sequence(value: Any, hint: Any, where: str) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"'{where}' must be a list, got {value!r}")
+    return tuple(_convert(item, hint, f"{where}[{i}]") for i, item in enumerate(value))
+
+
+def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
+    if hint is float and isinstance(value, str):
+        value = _number_in(value)  # YAML reads 1e-6 (no dot) as a string
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"'{where}' must be {_spoken(hint)}, got {value!r}")
+    if hint is float and not math.isfinite(value):
+        raise ConfigError(f"'{where}' must be a finite number, got {value!r}")
+    return value
+
+
+def _number_in(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _spoken(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names.get(hint, str(hint))
+
+
+def _check_bounds(value: Any, metadata: Mapping[str, Any], where: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    for name, holds, sign in (
+        ("ge", lambda bound: value >= bound, ">="),
+        ("gt", lambda bound: value > bound, ">"),
+        ("le", lambda bound: value <= bound, "<="),
+    ):
+        bound = metadata.get(name)
+        if bound is not None and not holds(bound):
+            raise ConfigError(f"'{where}' must be {sign} {bound}, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class KnobDoc:
+    path: str
+    kind: str
+    default: Any
+    help: str
+
+
+def describe(cls: type, path: str = "") -> Iterator[KnobDoc]:
+    """Every knob below ``cls`` with its dotted path, for ``--help`` and the reference page."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        where = f"{path}.{field.name}" if path else field.name
+        inner = _dataclass_in(hints[field.name])
+        if inner is not None:
+            yield from describe(inner, where)
+            continue
+        default = field.default
+        if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        yield KnobDoc(where, kind_of(hints[field.name]), default, field.metadata.get("help", ""))
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    for option in (hint, *get_args(hint)):
+        if dataclasses.is_dataclass(option):
+            return typing.cast(type, option)
+    return None
+
+
+def kind_of(hint: Any) -> str:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return " | ".join(map(str, get_args(hint)))
+    if origin in (Union, types.UnionType):
+        return " | ".join("null" if a is types.NoneType else kind_of(a) for a in get_args(hint))
+    if origin is tuple:
+        return f"list of {kind_of(get_args(hint)[0])}"
+    if origin is dict:
+        return "mapping"
+    return str(getattr(hint, "__name__", hint))
+
+
+def to_dict(config: Any) -> Any:
+    """Plain dictionaries and lists, ready for YAML or JSON."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, tuple | list):
+        return [to_dict(v) for v in config]
+    if isinstance(config, dict):
+        return {k: to_dict(v) for k, v in config.items()}
+    return config

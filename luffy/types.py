@@ -1,0 +1,193 @@
+"""The nouns: one frozen dataclass per stage of a step, in the order data flows.
+
+    row of a file -> Problem (+ Trace)           text
+                  -> Task (+ Demonstration)      token ids under the model's tokenizer
+                  -> Request -> Completion       what an engine takes and gives
+                  -> Rollout                     one response of a task, whoever wrote its tokens
+                  -> Group                       all rollouts of one task with their rewards
+                  -> Sample                      one response with its credit as per-token streams
+                  -> MicroBatch                  samples packed end to end, no padding
+
+Per-token streams are 1-D CPU tensors whose length is the number of RESPONSE tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Finish = Literal["stop", "length", "trace"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a chat prompt, e.g. ``Message("user", "What is 2+3?")``."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A teacher's demonstration: text, or token ids when they were recorded.
+
+    ``log_probs`` are the teacher's own, one per token id (they make no sense without ids).
+    """
+
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    log_probs: tuple[float, ...] | None = None
+    teacher: str = "teacher"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a dataset row says. A plain ``str`` prompt is the question and gets the configured
+    prompt style; a tuple of messages is a chat the dataset already wrote. The gold stays a string."""
+
+    id: str
+    prompt: str | tuple[Message, ...]
+    answer: str
+    traces: tuple[Trace, ...] = ()
+    source: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A trace under the policy's tokenizer, EOS included."""
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...] | None = None
+    teacher: str = "teacher"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A problem as the model sees it."""
+
+    problem: Problem
+    prompt_ids: tuple[int, ...]
+    demonstrations: tuple[Demonstration, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw tokens. ``temperature == 0`` is greedy; ``top_k == 0`` and ``top_p == 1`` are off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    eos_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to make. The engine continues ``prompt_ids + prefix_ids``; ``max_tokens`` of the
+    sampling counts generated tokens only. The same seed gives the same tokens in any batch."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+    sampling: Sampling
+    prefix_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """What an engine generated after the prefix: the EOS that ended it is the last token."""
+
+    token_ids: Tensor  # [T] long
+    log_probs: Tensor  # [T] float32, at the sampling temperature
+    finish: Finish
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One response to a task. ``off_policy[t]`` is True where a teacher wrote token t.
+
+    ``behavior_log_probs`` are of whoever wrote the token: the engine's for its own tokens; the
+    recorded teacher's for off-policy tokens, 0 (probability 1) where none was recorded.
+    """
+
+    task: Task
+    token_ids: Tensor  # [T] long
+    off_policy: Tensor  # [T] bool
+    behavior_log_probs: Tensor  # [T] float32
+    finish: Finish
+    prefix_ratio: float = 0.0
+    policy_version: int = 0
+
+    @property
+    def is_on_policy(self) -> bool:
+        return not bool(self.off_policy.any())
+
+
+@dataclass(frozen=True)
+class Score:
+    """A verifier's verdict. ``status`` is "ok", or why the score is a failure: "no_answer",
+    "timeout", "crashed", "error"."""
+
+    value: float
+    status: str = "ok"
+
+
+@dataclass(frozen=True)
+class Group:
+    """All rollouts of one task with their scores, in the order they were planned."""
+
+    task: Task
+    rollouts: tuple[Rollout, ...]
+    scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One response with its credit. The loss executes these streams and knows nothing else.
+
+    ``rl_mask`` marks tokens of the policy-gradient term, ``sft_mask`` those of the SFT term.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: Tensor  # [T] long
+    off_policy: Tensor  # [T] bool
+    rl_mask: Tensor  # [T] bool
+    sft_mask: Tensor  # [T] bool
+    advantages: Tensor  # [T] float32
+    behavior_log_probs: Tensor  # [T] float32
+    old_log_probs: Tensor | None = None  # [T] float32; None: take the current ones
+    ref_log_probs: Tensor | None = None  # [T] float32
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + int(self.token_ids.numel())
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Samples laid end to end: ``N`` tokens, of which ``R`` are response tokens.
+
+    ``predict_from[r]`` is the packed position whose hidden state predicts response token ``r``.
+    ``rl_weights`` and ``sft_weights`` are the loss reduction, already divided by the denominator of
+    the whole mini-batch, so that a loss is always a plain weighted sum.
+    """
+
+    input_ids: Tensor  # [N] long
+    position_ids: Tensor  # [N] long
+    lengths: tuple[int, ...]  # per sample, sums to N
+    predict_from: Tensor  # [R] long
+    targets: Tensor  # [R] long
+    off_policy: Tensor  # [R] bool
+    rl_weights: Tensor  # [R] float32
+    sft_weights: Tensor  # [R] float32
+    advantages: Tensor  # [R] float32
+    behavior_log_probs: Tensor  # [R] float32
+    old_log_probs: Tensor | None
+    ref_log_probs: Tensor | None
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return MicroBatch(**{**vars(self), **moved})

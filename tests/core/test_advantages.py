@@ -1,0 +1,114 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import luffy
+from luffy.core.advantages import compute_grpo_outcome_advantage_split, group_advantages
+
+
+def rewards(scores, width=3):
+    """The score on the last token, as an outcome reward comes."""
+    out = torch.zeros(len(scores), width, dtype=torch.float64)
+    out[:, -1] = torch.tensor(scores, dtype=torch.float64)
+    return out
+
+
+def test_hand_computed_split():
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 1]], dtype=torch.float64)
+    on = torch.tensor([False, True, True, True])
+    advantages, returns = compute_grpo_outcome_advantage_split(rewards([1.0, 0.0, 1.0, 0.0]), mask, ["a"] * 4, on)
+    std = math.sqrt((2 * (1 / 3) ** 2 + (2 / 3) ** 2) / 2)  # of 0, 1, 0: unbiased
+    up, down = (2 / 3) / (std + 1e-6), (-1 / 3) / (std + 1e-6)
+    expected = torch.tensor([[up] * 3, [down] * 3, [up, up, 0.0], [down] * 3], dtype=torch.float64)
+    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(returns, advantages, rtol=0, atol=0)
+
+
+def test_scores_are_summed_over_time_and_without_std_only_centred():
+    token_rewards = torch.tensor([[0.5, 0.25], [0.0, 0.25]])
+    advantages, _ = compute_grpo_outcome_advantage_split(
+        token_rewards, torch.ones(2, 2), [0, 0], torch.tensor([True, True]), use_std=False
+    )
+    torch.testing.assert_close(advantages, torch.tensor([[0.25, 0.25], [-0.25, -0.25]]))
+
+
+def test_one_on_policy_sample_has_mean_zero_and_std_one():
+    advantages, _ = compute_grpo_outcome_advantage_split(
+        rewards([1.0, 0.5]), torch.ones(2, 3), ["x", "x"], torch.tensor([False, True])
+    )
+    torch.testing.assert_close(advantages[:, 0], torch.tensor([1.0, 0.5], dtype=torch.float64) / (1 + 1e-6))
+
+
+def test_equal_rewards_give_zero_not_nan():
+    advantages, _ = compute_grpo_outcome_advantage_split(
+        rewards([1.0, 1.0, 1.0]), torch.ones(3, 3), [7, 7, 7], torch.tensor([True, True, True])
+    )
+    assert (advantages == 0).all()
+
+
+def test_a_group_without_on_policy_sample_is_named():
+    with pytest.raises(ValueError, match="'lonely'"):
+        compute_grpo_outcome_advantage_split(
+            rewards([1.0, 0.0]), torch.ones(2, 3), ["lonely", "other"], torch.tensor([False, True])
+        )
+
+
+def test_any_hashable_and_a_tensor_index_group_alike():
+    scores, mask, on = rewards([1.0, 0.0, 0.0, 1.0]), torch.ones(4, 3), torch.ones(4, dtype=torch.bool)
+    expected, _ = compute_grpo_outcome_advantage_split(scores, mask, [0, 0, 1, 1], on)
+    for index in (["p", "p", ("q", 1), ("q", 1)], torch.tensor([5, 5, 3, 3])):
+        advantages, _ = compute_grpo_outcome_advantage_split(scores, mask, index, on)
+        torch.testing.assert_close(advantages, expected, rtol=0, atol=0)
+
+
+def test_grpo_takes_its_baseline_from_all_samples():
+    scores = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    everyone = torch.ones(4, dtype=torch.bool)
+    torch.testing.assert_close(
+        group_advantages(scores, "aaaa", everyone, use_std=False), torch.tensor([0.75, -0.25, -0.25, -0.25])
+    )
+
+
+def test_importable_from_the_root():
+    assert luffy.compute_grpo_outcome_advantage_split is compute_grpo_outcome_advantage_split
+
+
+groups = st.lists(
+    st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.booleans()), min_size=2, max_size=5).filter(
+        lambda g: any(on for _, on in g)
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(groups, st.randoms(use_true_random=False), st.booleans())
+def test_permuting_samples_permutes_advantages(group_list, rng, use_std):
+    rows = [(s, on, key) for key, g in enumerate(group_list) for s, on in g]
+    order = list(range(len(rows)))
+    rng.shuffle(order)
+
+    def run(rows):
+        scores, on, index = zip(*rows, strict=True)
+        out, _ = compute_grpo_outcome_advantage_split(
+            rewards(scores), torch.ones(len(rows), 3), index, torch.tensor(on), use_std=use_std
+        )
+        return out
+
+    torch.testing.assert_close(run([rows[i] for i in order]), run(rows)[order], rtol=1e-9, atol=1e-9)
+
+
+@given(groups, groups)
+def test_another_group_changes_nothing(first, second):
+    def run(*parts):
+        rows = [(s, on, (key, n)) for n, part in enumerate(parts) for key, g in enumerate(part) for s, on in g]
+        scores, on, index = zip(*rows, strict=True)
+        return compute_grpo_outcome_advantage_split(rewards(scores), torch.ones(len(rows), 3), index, torch.tensor(on))[
+            0
+        ]
+
+    alone = run(first)
+    torch.testing.assert_close(run(first, second)[: len(alone)], alone, rtol=0, atol=0)

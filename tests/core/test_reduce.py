@@ -1,0 +1,32 @@
+import pytest
+import torch
+
+from luffy.core.reduce import token_weights
+
+MASKS = [torch.tensor([True, True, False]), torch.tensor([True]), torch.tensor([False, False])]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        ("token-mean", [1 / 3, 1 / 3]),
+        ("seq-mean-token-sum", [1 / 2, 1 / 2]),
+        ("seq-mean-token-mean", [1 / 4, 1 / 2]),
+        ("seq-mean-token-sum-norm", [1 / 20, 1 / 20]),
+    ],
+)
+def test_weights_by_hand(reduction, expected):
+    first, second, empty = token_weights(MASKS, reduction, max_response_tokens=10)
+    torch.testing.assert_close(first, torch.tensor([expected[0], expected[0], 0.0]))
+    torch.testing.assert_close(second, torch.tensor([expected[1]]))
+    torch.testing.assert_close(empty, torch.zeros(2))
+
+
+def test_no_token_at_all_weighs_nothing():
+    (weights,) = token_weights([torch.tensor([False, False])], "token-mean", 10)
+    assert weights.tolist() == [0.0, 0.0]
+
+
+def test_unknown_reduction():
+    with pytest.raises(ValueError, match="token-mean, seq-mean-token-sum"):
+        token_weights(MASKS, "mean", 10)

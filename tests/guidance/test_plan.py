@@ -1,0 +1,91 @@
+import pytest
+import torch
+
+from luffy.guidance.choice import choose
+from luffy.guidance.plan import Planner, seed_of
+from luffy.guidance.ratios import RatioSchedule
+from luffy.types import Completion, Demonstration, Problem, Sampling, Task
+
+LONG = Demonstration((10, 11, 12, 13, 14, 15, 16, 17, 18, 1), log_probs=tuple(-0.1 * i for i in range(10)))
+SHORT = Demonstration((20, 21, 1))
+
+
+def task(name="p", demonstrations=(LONG,)):
+    return Task(Problem(name, "?", "1"), (5, 6), tuple(demonstrations))
+
+
+def planner(n=4, n_prefix=1, ratio=1.0, choice="shortest", seed=0, strategy="fixed"):
+    schedule = RatioSchedule(strategy, ratio, ratio, 10)
+    return Planner(n, n_prefix, Sampling(max_tokens=20, eos_ids=(1,)), schedule, choice, seed)
+
+
+def completions(requests, length=3):
+    return [Completion(torch.full((length,), 7), torch.full((length,), -0.5), "length") for _ in requests]
+
+
+def test_n_is_the_total_and_a_whole_trace_never_reaches_the_engine():
+    plan = planner().plan([task()], 0, [0])
+    assert len(plan.groups[0]) == 4 and len(plan.requests) == 3
+    (rollouts,) = plan.assemble(completions(plan.requests), version=9)
+    trace, own = rollouts[0], rollouts[1]
+    assert trace.token_ids.tolist() == list(LONG.token_ids) and trace.off_policy.all() and trace.finish == "trace"
+    torch.testing.assert_close(trace.behavior_log_probs, torch.tensor(LONG.log_probs))
+    assert own.is_on_policy and own.token_ids.tolist() == [7, 7, 7] and own.policy_version == 9
+
+
+def test_a_partial_prefix_is_continued_within_the_response_budget():
+    plan = planner(ratio=0.55).plan([task()], 0, [0])
+    request = plan.requests[0]
+    assert request.prefix_ids == LONG.token_ids[:5]  # int(0.55 * 10)
+    assert request.sampling.max_tokens == 15 and plan.requests[1].sampling.max_tokens == 20
+    (rollouts,) = plan.assemble(completions(plan.requests), version=0)
+    assert rollouts[0].off_policy.tolist() == [True] * 5 + [False] * 3
+    assert rollouts[0].behavior_log_probs.tolist() == pytest.approx([0, -0.1, -0.2, -0.3, -0.4, -0.5, -0.5, -0.5])
+    assert rollouts[0].prefix_ratio == 0.5 and rollouts[1].prefix_ratio == 0.0
+
+
+def test_a_prefix_of_no_token_is_an_on_policy_sample():
+    plan = planner(ratio=0.05).plan([task()], 0, [0])
+    (rollouts,) = plan.assemble(completions(plan.requests), 0)
+    assert len(plan.requests) == 4 and all(r.is_on_policy for r in rollouts)
+
+
+def test_a_task_without_traces_is_plain_on_policy():
+    with_trace, without = task("a"), task("b", ())
+    plan = planner(n_prefix=2).plan([with_trace, without], 3, [0, 0])
+    assert [p.request is None for p in plan.groups[0]] == [True, True, False, False]
+    assert all(p.request is not None and p.prefix == 0 for p in plan.groups[1])
+
+
+def test_unrecorded_teacher_tokens_have_probability_one():
+    plan = planner().plan([task(demonstrations=[SHORT])], 0, [0])
+    assert plan.assemble(completions(plan.requests), 0)[0][0].behavior_log_probs.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_seeds_differ_by_sample_step_position_and_seed_and_nothing_else():
+    seeds = lambda step=0, first=0, seed=0: [  # noqa: E731
+        r.seed for r in planner(seed=seed).plan([task("a"), task("a")], step, [0, 0], first_position=first).requests
+    ]
+    assert len(set(seeds())) == 6
+    assert seeds() == seeds() and not set(seeds()) & (set(seeds(step=1)) | set(seeds(first=2)) | set(seeds(seed=1)))
+    # the second half of a batch planned by itself, as another rank would
+    alone = planner().plan([task("a")], 0, [0], first_position=1).requests
+    assert [r.seed for r in alone] == seeds()[3:]
+    assert 0 <= seed_of("x") < 2**63
+
+
+def names(demonstrations):
+    return [len(d.token_ids) for d in demonstrations]
+
+
+def test_choices():
+    three = [Demonstration((1,) * n) for n in (5, 2, 9)]
+    pick = lambda how, count=1, visit=0, key="k", rewards=None: names(  # noqa: E731
+        choose(three, count, how, visit=visit, key=key, rewards=rewards)
+    )
+    assert pick("shortest", 2) == [2, 5] and pick("shortest", 4) == [2, 5, 9, 2]
+    assert [pick("round_robin", visit=v) for v in range(4)] == [[5], [2], [9], [5]]
+    assert pick("round_robin", 2, visit=1) == [9, 5]
+    assert pick("best_reward", 2, rewards=[0.0, 1.0, 1.0]) == [2, 9]
+    assert pick("random") == pick("random") and sorted(pick("random", 3)) == [2, 5, 9]
+    assert {pick("random", key=str(k))[0] for k in range(40)} == {2, 5, 9}

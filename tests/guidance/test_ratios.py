@@ -1,0 +1,53 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from luffy.guidance.ratios import RatioSchedule, evenly_spaced
+
+
+def ratio(strategy, step, low=0.2, high=0.8, steps=100, count=1, **kw):
+    return RatioSchedule(strategy, low, high, steps, **kw).ratios(count, step, "seed:problem")
+
+
+def test_fixed_is_evenly_spaced_and_a_single_one_is_the_maximum():
+    assert ratio("fixed", 7, count=4) == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert ratio("fixed", 7) == [0.8] and evenly_spaced(0.0, 1.0, 2) == [0.0, 1.0]
+
+
+def test_linear_falls_from_the_maximum_to_zero_and_stays():
+    assert [ratio("linear", s)[0] for s in (0, 50, 100, 300)] == pytest.approx([0.8, 0.4, 0.0, 0.0])
+
+
+def test_cosine_goes_from_high_to_low():
+    assert [ratio("cosine", s)[0] for s in (0, 50, 100, 300)] == pytest.approx([0.8, 0.5, 0.2, 0.2])
+    assert ratio("cosine", 25)[0] == pytest.approx(0.2 + 0.3 * (1 + math.cos(math.pi / 4)))
+
+
+@pytest.mark.parametrize(("step", "top"), [(0, 0.8), (9, 0.8), (10, 0.74), (95, 0.26), (1000, 0.26)])
+def test_linear_max_has_ten_shrinking_windows(step, top):
+    drawn = ratio("linear_max", step, count=2000)
+    assert min(drawn) >= 0.2 and max(drawn) <= top + 1e-12
+    assert max(drawn) > top - 0.02 and min(drawn) < 0.2 + 0.02
+
+
+@pytest.mark.parametrize(("step", "top"), [(0, 0.26), (10, 0.32), (95, 0.8), (1000, 0.8)])
+def test_reverse_linear_has_ten_growing_windows(step, top):
+    drawn = ratio("reverse_linear", step, count=2000)
+    assert min(drawn) >= 0.2 and top - 0.02 < max(drawn) <= top + 1e-12
+
+
+@given(st.sampled_from(["random", "fixed", "linear", "linear_max", "reverse_linear", "cosine"]), st.integers(0, 400))
+def test_pure_function_of_seed_step_and_problem(strategy, step):
+    assert ratio(strategy, step, count=3) == ratio(strategy, step, count=3)
+    assert all(0 <= r <= 0.8 for r in ratio(strategy, step, count=3))
+
+
+def test_random_differs_by_problem_step_and_sample_unless_shared():
+    schedule = RatioSchedule("random", 0.0, 1.0, 10)
+    a, b = schedule.ratios(2, 1, "s:p")
+    assert a != b
+    assert schedule.ratios(2, 2, "s:p") != [a, b] and schedule.ratios(2, 1, "s:q") != [a, b]
+    shared = RatioSchedule("random", 0.0, 1.0, 10, shared=True).ratios(3, 1, "s:p")
+    assert shared == [shared[0]] * 3

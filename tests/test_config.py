@@ -1,0 +1,93 @@
+import pytest
+import yaml
+
+from luffy.config import Config, build, load_config, to_yaml
+from luffy.errors import ConfigError
+from luffy.schema import describe
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_recipe_inherits_shows_what_differs_and_is_overridden(tmp_path):
+    write(tmp_path, "base.yaml", "name: base\noptim: {lr: 1e-5, warmup: 5}\nreward: {weights: {math: 1.0}}\n")
+    child = write(tmp_path, "deep/child.yaml", "base: ../base.yaml\nname: child\noptim: {lr: 3e-5}\n")
+    cfg = load_config(child, ["optim.warmup=0.1", "rollout.n=4", "model.lora.rank=8", "reward.weights.format=0.5"])
+    assert (cfg.name, cfg.optim.lr, cfg.optim.warmup, cfg.rollout.n) == ("child", 3e-5, 0.1, 4)
+    assert cfg.model.lora.rank == 8 and cfg.reward.weights == {"math": 1.0, "format": 0.5}
+
+
+def test_defaults_are_the_paper_s_choices():
+    cfg = load_config(None)
+    a = cfg.algorithm
+    assert (a.advantage, a.normalize_std, a.loss_reduction) == ("grpo", False, "seq-mean-token-sum-norm")
+    assert (a.remove_clip, a.off_policy_reshape, a.entropy_coef, a.kl_coef) == (True, "p_div_p_0.1", 0.01, 0.0)
+    assert (cfg.rollout.n, cfg.guidance.n_prefix, cfg.guidance.max_ratio) == (8, 1, 1.0)
+
+
+def test_the_resolved_config_reads_back_to_the_same_object():
+    cfg = load_config(None, ["optim.lr=2e-6", "data.train=[a.jsonl, b.jsonl]", "model.lora.target_modules=[q_proj]"])
+    assert build(Config, yaml.safe_load(to_yaml(cfg))) == cfg
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lrr=1", r"unknown key 'optim\.lrr' \(did you mean 'optim\.lr'\?\)"),
+        ("rolout.n=3", r"unknown key 'rolout' \(did you mean 'rollout'\?\)"),
+        ("n_prefix=1", r"did you mean 'guidance\.n_prefix'"),
+        ("data.xyzzy=1", "known here: .*data.bad_rows"),
+        ("guidance.n_prefix=9", "'guidance.n_prefix' .9. exceeds 'rollout.n' .8."),
+        ("optim.lr=fast", "'optim.lr' must be a number, got 'fast'"),
+        ("optim.lr=.nan", "finite"),
+        ("optim.lr=0", "'optim.lr' must be > 0"),
+        ("rollout.n=2.5", "'rollout.n' must be a whole number"),
+        ("rollout.n=true", "'rollout.n' must be a whole number"),
+        ("rollout.n=", "must be a whole number, got None"),
+        ("optim=3", "'optim' must be a mapping"),
+        ("optim.betas=[0.9]", "two numbers"),
+        ("algorithm.advantage=grpo_splt", "did you mean 'grpo_split'"),
+        ("algorithm.off_policy_reshape=cube", "unknown reshape 'cube'; known: no_reshape"),
+        ("guidance.min_ratio=0.9 guidance.max_ratio=0.5", "exceeds 'guidance.max_ratio'"),
+        ("algorithm.advantage=grpo_split guidance.n_prefix=8", "no on-policy sample is left"),
+        ("algorithm.trace_term=sft guidance.strategy=random", "whole traces"),
+        ("batch.tokens=100", "'batch.tokens' .100. cannot hold one sequence"),
+        ("batch.mini_batch=200", "exceeds 'batch.problems'"),
+        ("name=../escape", "without '..'"),
+        ("name=/abs", "relative"),
+        ("no-equals-sign", "must look like section.key=value"),
+        ("optim.lr=[1", "not a YAML value"),
+    ],
+)
+def test_a_wrong_key_or_value_names_itself_and_the_remedy(override, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(None, override.split(" "))
+    assert "\n" not in str(caught.value)
+
+
+def test_recipes_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="no recipe 'nowhere.yaml'"):
+        load_config("nowhere.yaml")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(write(tmp_path, "bad.yaml", "a: [1"))
+    with pytest.raises(ConfigError, match="mapping of sections"):
+        load_config(write(tmp_path, "list.yaml", "- 1\n"))
+    write(tmp_path, "a.yaml", "base: b.yaml\n")
+    with pytest.raises(ConfigError, match="inherits itself"):
+        load_config(write(tmp_path, "b.yaml", "base: a.yaml\n"))
+    assert load_config(write(tmp_path, "empty.yaml", "")) == load_config(None)
+
+
+def test_yaml_cannot_run_code(tmp_path):
+    with pytest.raises(ConfigError):
+        load_config(write(tmp_path, "evil.yaml", "name: !!python/object/apply:os.system ['true']\n"))
+
+
+def test_every_knob_is_documented():
+    docs = list(describe(Config))
+    assert len(docs) > 80
+    assert [d.path for d in docs if not d.help] == []
