@@ -1,0 +1,180 @@
+"""Problems by index: every row is checked once, in a streaming pass, and read again when it is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from luffy.data.schemas import ABSENT, READERS, ReadOptions, RowView, check_columns, detect, lookup, unknown_layout
+from luffy.data.sources import Row, RowError, RowSource, open_source
+from luffy.errors import ConfigError, DataError
+from luffy.types import Problem
+
+SHOWN_MESSAGES = 5
+
+
+class ProblemDataset:
+    """The usable problems of a source.
+
+    ``bad_rows="error"`` stops at the first unusable row; ``"skip"`` counts them in ``skipped`` (by column) and
+    keeps the first messages in ``messages``. Memory: sixteen bytes per row while checking, eight afterwards.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        schema: str = "auto",
+        columns: Mapping[str, str] | None = None,
+        bad_rows: str = "error",
+        strip_calculator: bool = True,
+        limit: int | None = None,
+        require_traces: bool = False,
+        require_answer: bool = True,
+    ) -> None:
+        self.source = source
+        self._schema = _checked_schema(schema, columns)
+        self._bad_rows = _checked_bad_rows(bad_rows)
+        self._limit = _checked_limit(limit)
+        self._options = ReadOptions(require_answer, require_traces, strip_calculator, dict(columns or {}))
+        self._schema_of_part: dict[int, str] = {}
+        self.skipped: Counter[str] = Counter()
+        self.messages: list[str] = []
+        self._good = array("q")
+        self._check_rows()
+
+    def __len__(self) -> int:
+        return len(self._good)
+
+    def __getitem__(self, index: int) -> Problem:
+        row = self._good[index]
+        return self._problem(row, self.source[row])
+
+    def __iter__(self) -> Iterator[Problem]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def schemas(self) -> tuple[str, ...]:
+        """The layouts that were recognised, one per file."""
+        return tuple(self._schema_of_part[part] for part in sorted(self._schema_of_part))
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the bytes do, or an option that changes the problems."""
+        what = [self.source.fingerprint, self._schema, self._bad_rows, self._limit, vars(self._options)]
+        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+    def _problem(self, index: int, row: Row) -> Problem:
+        view = RowView(row, self.source.name(index), self.source.default_id(index), self._options)
+        return READERS[self._schema_for(index, view)](view)
+
+    def _schema_for(self, index: int, view: RowView) -> str:
+        """The first recognisable row of a file decides for the file: a later row that differs is a bad row."""
+        if self._schema != "auto":
+            return self._schema_of_part.setdefault(self.source.part(index), self._schema)
+        part = self.source.part(index)
+        if part not in self._schema_of_part:
+            found = detect(view.values)
+            if found is None:
+                raise unknown_layout(view.where, view.values)
+            self._schema_of_part[part] = found
+        return self._schema_of_part[part]
+
+    def _check_rows(self) -> None:
+        hashes = array("Q")
+        unseen = dict(self._options.columns)
+        for index, row in enumerate(self.source.scan()):
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                unseen = {key: column for key, column in unseen.items() if lookup(row, column) is ABSENT}
+                problem = self._problem(index, row)
+            except RowError as error:
+                self._reject(error)
+                continue
+            self._good.append(index)
+            hashes.append(_hash(problem.id))
+            if len(self._good) == self._limit:
+                break
+        self._check_map_was_used(unseen)
+        self._reject_duplicates(hashes)
+        self._check_not_empty()
+
+    def _reject(self, error: RowError) -> None:
+        if self._bad_rows == "error":
+            raise error
+        self.skipped[error.kind] += 1
+        if len(self.messages) < SHOWN_MESSAGES:
+            self.messages.append(str(error))
+
+    def _check_map_was_used(self, unseen: Mapping[str, str]) -> None:
+        """A mistyped optional column would otherwise read as 'no row has traces'."""
+        for key, column in unseen.items():
+            raise DataError(f"{self.source.path}: no row has the column {column!r}; correct data.columns.{key}")
+
+    def _check_not_empty(self) -> None:
+        if not self._good:
+            first = self.messages[0] if self.messages else "none"
+            raise DataError(f"{self.source.path}: no usable row, {self.skipped.total()} skipped; the first: {first}")
+
+    def _reject_duplicates(self, hashes: array[int]) -> None:
+        """Equal hashes point at rows to read again, so that ids themselves need not be kept."""
+        first: dict[str, int] = {}
+        repeated: set[int] = set()
+        for place in _places_of_repeats(hashes):
+            row = self._good[place]
+            problem_id = self._problem(row, self.source[row]).id
+            if problem_id in first:
+                names = f"{self.source.name(row)} and {self.source.name(first[problem_id])}"
+                self._reject(RowError(names, f"both have the id {problem_id!r}", "duplicate id"))
+                repeated.add(row)
+            first.setdefault(problem_id, row)
+        if repeated:
+            self._good = array("q", (row for row in self._good if row not in repeated))
+
+
+def load_problems(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], split: str = "train", **options: Any
+) -> ProblemDataset:
+    """Open a file, folder or hub dataset and read its problems; ``options`` are those of ``ProblemDataset``."""
+    return ProblemDataset(open_source(path, split), **options)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def _places_of_repeats(hashes: array[int]) -> list[int]:
+    keys = np.frombuffer(hashes, dtype=np.uint64) if hashes else np.empty(0, dtype=np.uint64)
+    order = np.argsort(keys, kind="stable")
+    equal = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
+    return sorted({int(order[place + step]) for place in equal for step in (0, 1)})
+
+
+def _checked_schema(schema: str, columns: Mapping[str, str] | None) -> str:
+    if schema not in ("auto", *READERS):
+        raise ConfigError(f"data.schema={schema!r} is unknown; known: auto, {', '.join(READERS)}")
+    if columns and schema not in ("auto", "columns"):
+        raise ConfigError(f"data.columns and data.schema={schema!r} contradict each other; drop one of them")
+    if schema == "columns" or columns:
+        check_columns(columns or {})
+        return "columns"
+    return schema
+
+
+def _checked_bad_rows(bad_rows: str) -> str:
+    if bad_rows not in ("error", "skip"):
+        raise ConfigError(f"data.bad_rows={bad_rows!r} is unknown; known: error, skip")
+    return bad_rows
+
+
+def _checked_limit(limit: int | None) -> int | None:
+    if limit is not None and limit < 1:
+        raise ConfigError(f"data.limit={limit} leaves no problem; give 1 or more, or leave it out")
+    return limit

@@ -1,0 +1,294 @@
+"""From a ``Problem`` to a ``Task``: the exact text the model sees, and traces as token ids."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+from jinja2 import TemplateError
+
+from luffy.data.schemas import ROW_KEY, log_prob_fault
+from luffy.errors import ConfigError, DataError
+from luffy.types import Demonstration, Message, Problem, Task, Trace
+
+THINK = "<think>"
+
+PAPER_SYSTEM_PROMPT = (
+    "Your task is to follow a systematic, thorough reasoning process before providing the final solution. "
+    "This involves analyzing, summarizing, exploring, reassessing, and refining your thought process through "
+    "multiple iterations. Structure your response into two sections: Thought and Solution. In the Thought section, "
+    'present your reasoning using the format: "<think>\n thoughts </think>\n". Each thought should include detailed '
+    'analysis, brainstorming, verification, and refinement of ideas. After "</think>\n" in the Solution section, '
+    "provide the final, logical, and accurate answer, clearly derived from the exploration in the Thought section. "
+    "If applicable, include the answer in \\boxed{} for closed-form results like multiple choices or mathematical "
+    "solutions."
+)
+"""LUFFY paper, appendix C.2. Rows that carry their own system message keep theirs."""
+
+
+class PromptStyle(StrEnum):
+    """How a question becomes a prompt. A prompt that is already a chat always takes the chat template."""
+
+    CHAT = "chat"
+    """The chat template over the system prompt, if any, and the question."""
+    PAPER = "paper"
+    """The paper's system prompt and question line, the answer opened with ``<think>`` and a newline."""
+    PAPER_SIMPLE = "paper_simple"
+    """The paper's plain prompt for models that follow no system prompt; no template."""
+    PLAIN = "plain"
+    """The question as it is; no template."""
+
+
+TEMPLATE_STYLES = (PromptStyle.CHAT, PromptStyle.PAPER)
+
+
+class Encoder:
+    """Renders and tokenises problems for one tokenizer.
+
+    ``eos_ids`` are the ids that end a response; the first is the one appended to traces (default: the
+    tokenizer's). ``chat_template`` is Jinja text or a file with it. ``counts`` says what options dropped or cut:
+    ``prompts_dropped``, ``traces_dropped``, ``traces_truncated``.
+
+    Recorded traces (token ids) are used as they are; their log-probs may leave out the EOS that ends the
+    trace, which then gets log-prob 0 (probability 1), the value of every token without a record.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        style: str = "chat",
+        system_prompt: str | None = None,
+        chat_template: str | None = None,
+        max_prompt_tokens: int = 1024,
+        overlong_prompt: str = "error",
+        max_response_tokens: int = 2048,
+        overlong_trace: str = "drop",
+        eos_ids: Sequence[int] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.style = PromptStyle(_one_of("style", style, tuple(PromptStyle)))
+        self.overlong_prompt = _one_of("overlong_prompt", overlong_prompt, ("error", "drop"))
+        self.overlong_trace = _one_of("overlong_trace", overlong_trace, ("drop", "truncate", "error"))
+        self.max_prompt_tokens = _at_least_one("max_prompt_tokens", max_prompt_tokens)
+        self.max_response_tokens = _at_least_one("max_response_tokens", max_response_tokens)
+        self.vocabulary = len(tokenizer)
+        self.eos_ids = _checked_eos(tokenizer, eos_ids, self.vocabulary)
+        self.chat_template = _template_text(chat_template)
+        self.system_prompt = self._checked_system_prompt(system_prompt)
+        self._bos = _leading_special(tokenizer)
+        self.counts: Counter[str] = Counter()
+        if self.style in TEMPLATE_STYLES and not self._has_template:
+            raise ConfigError(
+                f"the tokenizer {_name(tokenizer)} has no chat template, which data.style={self.style} needs; "
+                "set data.style=plain or give data.chat_template"
+            )
+
+    @property
+    def _has_template(self) -> bool:
+        return bool(self.chat_template or getattr(self.tokenizer, "chat_template", None))
+
+    def _checked_system_prompt(self, system_prompt: str | None) -> str | None:
+        if system_prompt and self.style not in TEMPLATE_STYLES:
+            raise ConfigError(
+                f"data.system_prompt is set, but data.style={self.style} has no place for it; "
+                "remove it or set data.style=chat"
+            )
+        return PAPER_SYSTEM_PROMPT if system_prompt is None and self.style == PromptStyle.PAPER else system_prompt
+
+    # ---- prompts
+
+    def render(self, problem: Problem) -> str:
+        """The exact text of the prompt, special tokens included."""
+        text, bos = self._prompt_text(problem)
+        return (str(self.tokenizer.bos_token) if bos else "") + text
+
+    def _prompt_text(self, problem: Problem) -> tuple[str, tuple[int, ...]]:
+        """Text to tokenise and the ids before it. A chat template writes its own BOS, so none comes before it."""
+        prompt = problem.prompt
+        if isinstance(prompt, str):
+            if self.style == PromptStyle.PLAIN:
+                return prompt, self._bos
+            if self.style == PromptStyle.PAPER_SIMPLE:
+                return f"User: {prompt}\n\nAnswer: Let's think step by step.", self._bos
+            question = f"This is the problem: {prompt}" if self.style == PromptStyle.PAPER else prompt
+            prompt = (Message("user", question),)
+        return self._chat_text(problem, prompt), ()
+
+    def _chat_text(self, problem: Problem, chat: tuple[Message, ...]) -> str:
+        if self.system_prompt and not any(message.role == "system" for message in chat):
+            chat = (Message("system", self.system_prompt), *chat)
+        text = self._apply_template(problem, chat)
+        if self.style != PromptStyle.PAPER or text.endswith(f"{THINK}\n"):
+            return text
+        return text + ("\n" if text.endswith(THINK) else f"{THINK}\n")
+
+    def _apply_template(self, problem: Problem, chat: tuple[Message, ...]) -> str:
+        if not self._has_template:
+            raise DataError(
+                f"{_where(problem)}: the prompt is a chat, but the tokenizer {_name(self.tokenizer)} has no chat "
+                "template; give data.chat_template"
+            )
+        messages = [{"role": message.role, "content": message.content} for message in chat]
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, chat_template=self.chat_template
+            )
+        except TemplateError as error:
+            roles = ", ".join(message.role for message in chat)
+            raise DataError(
+                f"{_where(problem)}: the chat template refuses a chat of {roles} ({error}); "
+                "change data.system_prompt or give data.chat_template"
+            ) from error
+        return text
+
+    def _tokenize(self, text: str) -> list[int]:
+        # verbose=False: lengths are checked here against the run's own budgets, not the tokenizer's.
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    # ---- tasks
+
+    def encode(self, problem: Problem) -> Task | None:
+        """The problem as the model sees it, or None when its prompt is too long and may be dropped."""
+        text, bos = self._prompt_text(problem)
+        prompt_ids = (*bos, *self._tokenize(text))
+        if not prompt_ids:
+            raise DataError(f"{_where(problem)}: the prompt has no tokens; fix the row")
+        if len(prompt_ids) > self.max_prompt_tokens:
+            if self.overlong_prompt == "error":
+                raise self._too_long(
+                    problem, "the prompt", len(prompt_ids), "max_prompt_tokens", "overlong_prompt=drop"
+                )
+            self.counts["prompts_dropped"] += 1
+            return None
+        traces = (self._demonstration(problem, trace, text) for trace in problem.traces)
+        return Task(problem, prompt_ids, tuple(trace for trace in traces if trace is not None))
+
+    def _demonstration(self, problem: Problem, trace: Trace, prompt: str) -> Demonstration | None:
+        ids = self._trace_ids(problem, trace, prompt)
+        log_probs = self._trace_log_probs(problem, trace, ids)
+        limit = self.max_response_tokens
+        if len(ids) <= limit:
+            return Demonstration(ids, log_probs, trace.teacher)
+        if self.overlong_trace == "error":
+            raise self._too_long(
+                problem, "a trace with its EOS", len(ids), "max_response_tokens", "overlong_trace=drop or truncate"
+            )
+        if self.overlong_trace == "drop":
+            self.counts["traces_dropped"] += 1
+            return None
+        self.counts["traces_truncated"] += 1
+        return Demonstration(ids[:limit], log_probs and log_probs[:limit], trace.teacher)
+
+    def _trace_ids(self, problem: Problem, trace: Trace, prompt: str) -> tuple[int, ...]:
+        """Token ids that end in exactly one EOS."""
+        if trace.token_ids is None:
+            ids = self._tokenize(without_open_think(trace.text or "", prompt))
+        else:
+            ids = list(trace.token_ids)
+            self._check_recorded(problem, ids)
+        body = self._body_length(ids)
+        return (*ids[:body], ids[body] if body < len(ids) else self.eos_ids[0])
+
+    def _check_recorded(self, problem: Problem, ids: Sequence[int]) -> None:
+        for token in ids:
+            if not 0 <= token < self.vocabulary:
+                raise DataError(
+                    f"{_where(problem)}: a recorded trace has token id {token}, but the tokenizer "
+                    f"{_name(self.tokenizer)} has {self.vocabulary} ids; record the trace with this tokenizer"
+                )
+
+    def _body_length(self, ids: Sequence[int]) -> int:
+        """Number of tokens before the EOS (or several) at the end."""
+        length = len(ids)
+        while length and ids[length - 1] in self.eos_ids:
+            length -= 1
+        return length
+
+    def _trace_log_probs(self, problem: Problem, trace: Trace, ids: tuple[int, ...]) -> tuple[float, ...] | None:
+        """One log-prob per id of the finished trace; a missing one for the EOS is 0."""
+        if trace.log_probs is None:
+            return None
+        if trace.token_ids is None:
+            raise DataError(f"{_where(problem)}: a text trace has log-probs; record its token ids or drop them")
+        wrong = log_prob_fault(trace.log_probs)
+        body = len(ids) - 1
+        lengths = {body, body + 1, len(trace.token_ids)}
+        if wrong is None and len(trace.log_probs) not in lengths:
+            wrong = f"found {len(trace.log_probs)} log-probs for {len(trace.token_ids)} token ids"
+        if wrong is not None:
+            raise DataError(f"{_where(problem)}: column 'log_probs': {wrong}; fix the row")
+        known = trace.log_probs[: body + 1]
+        return known if len(known) == body + 1 else (*known, 0.0)
+
+    def _too_long(self, problem: Problem, what: str, length: int, knob: str, way_out: str) -> DataError:
+        limit = getattr(self, knob)
+        return DataError(
+            f"{_where(problem)}: {what} has {length} tokens, more than data.{knob}={limit}; "
+            f"raise it or set data.{way_out}"
+        )
+
+
+def without_open_think(trace: str, prompt: str) -> str:
+    """The trace without the ``<think>`` that the prompt already opened; a newline goes only if the prompt has it."""
+    if not trace.startswith(THINK):
+        return trace
+    if prompt.endswith(f"{THINK}\n"):
+        return trace.removeprefix(THINK).removeprefix("\n")
+    return trace.removeprefix(THINK) if prompt.endswith(THINK) else trace
+
+
+def _where(problem: Problem) -> str:
+    return str(problem.meta.get(ROW_KEY, f"problem {problem.id!r}"))
+
+
+def _name(tokenizer: Any) -> str:
+    return repr(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+
+
+def _one_of(knob: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise ConfigError(f"data.{knob}={value!r} is unknown; known: {', '.join(known)}")
+    return value
+
+
+def _at_least_one(knob: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"data.{knob}={value} leaves no room; give 1 or more")
+    return value
+
+
+def _checked_eos(tokenizer: Any, eos_ids: Sequence[int] | None, vocabulary: int) -> tuple[int, ...]:
+    """Without an EOS no response ever ends and every trace teaches to go on."""
+    own = tokenizer.eos_token_id
+    ids = tuple(eos_ids) if eos_ids is not None else (() if own is None else (own,))
+    if not ids:
+        raise ConfigError(
+            f"the tokenizer {_name(tokenizer)} has no EOS token; set eos_token in its tokenizer_config.json "
+            "or give data.eos_ids"
+        )
+    wrong = [token for token in ids if not 0 <= token < vocabulary]
+    if wrong:
+        raise ConfigError(f"data.eos_ids: {wrong[0]} is not one of the tokenizer's {vocabulary} ids; correct it")
+    return ids
+
+
+def _template_text(chat_template: str | None) -> str | None:
+    """Jinja text is taken as it is; anything without a brace must be a file."""
+    if chat_template is None or "{" in chat_template:
+        return chat_template
+    if not os.path.isfile(chat_template):
+        raise ConfigError(f"data.chat_template: {chat_template!r} is neither Jinja text nor a file; check the path")
+    with open(chat_template, encoding="utf-8") as file:
+        return file.read()
+
+
+def _leading_special(tokenizer: Any) -> tuple[int, ...]:
+    """The BOS, where the tokenizer itself puts one before plain text. (An EOS it may add after is not wanted.)"""
+    bos = tokenizer.bos_token_id
+    if bos is None:
+        return ()
+    ids = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+    return (bos,) if ids[:1] == [bos] else ()

@@ -1,0 +1,483 @@
+"""Random access to the raw rows of a dataset, in memory that does not grow with the data.
+
+JSON lines keep only byte offsets; Arrow files are memory-mapped; a Parquet file small enough is decoded
+once, a larger one is copied once to an Arrow file on disk (shuffled access to a Parquet file would decode a
+whole row group per row). A row that cannot be read is a ``RowError``, so that the caller may skip it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from abc import ABC, abstractmethod
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from luffy.errors import DataError
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+DATA_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow")
+METADATA_FILES = {"state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "config.json"}
+SPLIT_WORDS = {
+    "train": {"train", "training"},
+    "test": {"test", "testing"},
+    "validation": {"validation", "valid", "val", "dev"},
+}
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(/[\w./-]+)?")
+BOM = b"\xef\xbb\xbf"
+IN_MEMORY_BYTES = 64 << 20
+"""A Parquet file up to this size (as its own metadata says, uncompressed) is decoded into memory."""
+ROWS_PER_BATCH = 64
+
+Row = dict[str, Any]
+
+
+class RowError(DataError):
+    """One row is unusable. ``kind`` is what skipped rows are counted under, usually the column."""
+
+    def __init__(
+        self, where: str, fault: str, kind: str, advice: str = "fix the row or set data.bad_rows=skip"
+    ) -> None:
+        super().__init__(f"{where}: {fault}; {advice}")
+        self.kind = kind
+
+
+class JsonFloat(float):
+    """A float that remembers how the file wrote it, because a gold answer ``0.50`` must stay ``0.50``."""
+
+    __slots__ = ("text",)
+    text: str
+
+    def __new__(cls, text: str) -> JsonFloat:
+        number = super().__new__(cls, text)
+        number.text = str(text)
+        return number
+
+
+class RowSource(ABC):
+    """Rows by index. ``scan`` gives unreadable rows as values; ``__iter__`` and indexing raise them."""
+
+    path: str
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def scan(self) -> Iterator[Row | RowError]:
+        """All rows in order, in one streaming pass."""
+
+    @abstractmethod
+    def _row(self, index: int) -> Row: ...
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)} in {self.path}")
+        return self._row(index)
+
+    def __iter__(self) -> Iterator[Row]:
+        for row in self.scan():
+            if isinstance(row, RowError):
+                raise row
+            yield row
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of the file's bytes."""
+        with open(self.path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def number(self, index: int) -> int:
+        """The row's number in its file, from 1, as an editor shows it."""
+        return index + 1
+
+    def name(self, index: int) -> str:
+        """``file:row`` for messages."""
+        return f"{self.path}:{self.number(index)}"
+
+    def default_id(self, index: int) -> str:
+        """The id of a row that has none of its own."""
+        return f"{Path(self.path).stem}:{self.number(index)}"
+
+    def part(self, index: int) -> int:
+        """Which file of several the row is in; columns may differ between files."""
+        return 0
+
+
+class JsonLines(RowSource):
+    """One JSON object per line; blank lines are ignored."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._starts = array("q")
+        self._lines = array("q")
+        self._index()
+        if not self._lines:
+            raise DataError(f"{path}: the file is empty; give a file with one JSON object per line")
+
+    def _index(self) -> None:
+        """One pass gives the rows' places and the fingerprint, so that the file is read once less."""
+        digest, position = hashlib.sha256(), 0
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                digest.update(line)
+                skipped = len(BOM) if position == 0 and line.startswith(BOM) else 0
+                text = line[skipped:].strip()
+                if text:
+                    if not self._lines and text.startswith(b"["):
+                        raise self._list_error()
+                    self._starts.append(position + skipped)
+                    self._lines.append(number)
+                position += len(line)
+        self._starts.append(position)
+        self._digest = digest.hexdigest()
+
+    def _list_error(self) -> DataError:
+        return DataError(
+            f"{self.path}: holds one JSON list instead of one object per line; convert it with "
+            f"jq -c '.[]' {self.path} > {Path(self.path).with_suffix('.jsonl').name}"
+        )
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return self._digest
+
+    def number(self, index: int) -> int:
+        return self._lines[index]
+
+    def scan(self) -> Iterator[Row | RowError]:
+        with open(self.path, "rb") as file:
+            for index in range(len(self)):
+                try:
+                    row: Row | RowError = self._parse(index, self._line(file, index))
+                except RowError as error:
+                    row = error
+                yield row
+
+    def _row(self, index: int) -> Row:
+        # A file opened per row, not held: safe across threads, forks and pickling.
+        with open(self.path, "rb") as file:
+            return self._parse(index, self._line(file, index))
+
+    def _line(self, file: BinaryIO, index: int) -> bytes:
+        if os.fstat(file.fileno()).st_size != self._starts[-1]:
+            raise DataError(f"{self.path}: the file changed while it was in use; start again")
+        file.seek(self._starts[index])
+        return file.read(self._starts[index + 1] - self._starts[index])
+
+    def _parse(self, index: int, line: bytes) -> Row:
+        try:
+            row = json.loads(line.decode("utf-8"), parse_float=JsonFloat)
+        except UnicodeDecodeError as error:
+            raise RowError(self.name(index), f"not UTF-8 text ({error.reason})", "json") from error
+        except (ValueError, RecursionError) as error:
+            reason = str(error).partition(": line")[0]
+            raise RowError(self.name(index), f"not valid JSON ({reason}), found {shown(line)}", "json") from error
+        if not isinstance(row, dict):
+            raise RowError(self.name(index), f"expected a JSON object, found {shown(row)}", "json")
+        if b"\\ud" in line.lower() and _has_lone_surrogate(row):
+            raise RowError(self.name(index), "half of a surrogate pair (\\ud...) is no text", "json")
+        return row
+
+
+class ArrowRows(RowSource):
+    """Rows of record batches that lie in a memory map, or in memory when they are few."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        if not len(self):
+            raise DataError(f"{path}: the file has no rows; give a file with data")
+
+    @cached_property
+    def _batches(self) -> list[pa.RecordBatch]:
+        return _mapped_batches(self.path)
+
+    @cached_property
+    def _ends(self) -> array[int]:
+        return _running_ends(batch.num_rows for batch in self._batches)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def scan(self) -> Iterator[Row | RowError]:
+        for batch in self._batches:
+            for start in range(0, batch.num_rows, ROWS_PER_BATCH):
+                yield from batch.slice(start, ROWS_PER_BATCH).to_pylist()
+
+    def _row(self, index: int) -> Row:
+        which = bisect_right(self._ends, index)
+        before = self._ends[which - 1] if which else 0
+        row: Row = self._batches[which].slice(index - before, 1).to_pylist()[0]
+        return row
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A worker process maps the file again instead of receiving its bytes."""
+        return {key: value for key, value in vars(self).items() if key != "_batches"}
+
+
+class ParquetRows(ArrowRows):
+    """A Parquet file: scanned as a stream, opened for random access only at the first index."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            metadata = pq.read_metadata(path)
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{path}: not a Parquet file ({error}); check the file") from error
+        self._rows = metadata.num_rows
+        self._bytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+        super().__init__(path)
+
+    def __len__(self) -> int:
+        return int(self._rows)
+
+    def scan(self) -> Iterator[Row | RowError]:
+        for batch in self._stream():
+            yield from batch.to_pylist()
+
+    def _stream(self) -> Iterator[pa.RecordBatch]:
+        # Buffered and without prefetch: a file that is one huge row group still passes page by page.
+        with pq.ParquetFile(self.path, buffer_size=1 << 16, pre_buffer=False) as file:
+            yield from file.iter_batches(batch_size=ROWS_PER_BATCH)
+
+    @cached_property
+    def _batches(self) -> list[pa.RecordBatch]:
+        return list(self._stream()) if self._bytes <= IN_MEMORY_BYTES else _mapped_batches(self._arrow_copy())
+
+    def _arrow_copy(self) -> str:
+        """An uncompressed copy in the cache folder, named by the content, so that later runs find it."""
+        folder = cache_folder() / "arrow"
+        target = folder / f"{self.fingerprint}.arrow"
+        if target.exists():
+            return str(target)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._write_arrow(target)
+        except OSError as error:
+            raise DataError(
+                f"{self.path}: cannot write its random-access copy {target} ({error.strerror or error}); "
+                "set LUFFY_CACHE to a writable folder with room"
+            ) from error
+        return str(target)
+
+    def _write_arrow(self, target: Path) -> None:
+        schema = pq.read_schema(self.path)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                with pa.ipc.new_stream(file, schema) as writer:
+                    for batch in self._stream():
+                        writer.write_batch(batch)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+class ConcatSource(RowSource):
+    """Several files one after the other."""
+
+    def __init__(self, parts: Sequence[RowSource]) -> None:
+        self.parts = list(parts)
+        self.path = ", ".join(part.path for part in parts)
+        self._ends = _running_ends(len(part) for part in parts)
+        stems = [Path(part.path).stem for part in parts]
+        self._labels = stems if len(set(stems)) == len(stems) else [str(Path(p.path).with_suffix("")) for p in parts]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def part(self, index: int) -> int:
+        return bisect_right(self._ends, index)
+
+    def _place(self, index: int) -> tuple[RowSource, int]:
+        which = self.part(index)
+        return self.parts[which], index - (self._ends[which - 1] if which else 0)
+
+    def scan(self) -> Iterator[Row | RowError]:
+        for part in self.parts:
+            yield from part.scan()
+
+    def _row(self, index: int) -> Row:
+        part, inner = self._place(index)
+        return part[inner]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return hashlib.sha256("".join(part.fingerprint for part in self.parts).encode()).hexdigest()
+
+    def number(self, index: int) -> int:
+        part, inner = self._place(index)
+        return part.number(inner)
+
+    def name(self, index: int) -> str:
+        part, inner = self._place(index)
+        return part.name(inner)
+
+    def default_id(self, index: int) -> str:
+        return f"{self._labels[self.part(index)]}:{self.number(index)}"
+
+
+def open_source(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], split: str = "train") -> RowSource:
+    """Rows of a file, a folder, a hub dataset (``org/name`` or ``org/name/folder``), or several of these."""
+    paths = [path] if isinstance(path, str | os.PathLike) else list(path)
+    if not paths:
+        raise DataError("no data path was given; name a file, a folder or a hub dataset")
+    files = [file for one in paths for file in _files_of(os.fspath(one), split)]
+    sources = [_open_file(file) for file in files]
+    return sources[0] if len(sources) == 1 else ConcatSource(sources)
+
+
+def shown(value: object, width: int = 60) -> str:
+    """A value for an error message, on one line and short."""
+    text = repr(value)
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def _has_lone_surrogate(row: Row) -> bool:
+    """JSON may escape half a character; no tokenizer can read it."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("LUFFY_CACHE") or Path.home() / ".cache" / "luffy")
+
+
+def _open_file(path: str) -> RowSource:
+    suffix = Path(path).suffix.lower()
+    if suffix in JSON_SUFFIXES:
+        return JsonLines(path)
+    if suffix not in DATA_SUFFIXES:
+        raise DataError(f"{path}: unknown file type {suffix!r}; give one of {', '.join(DATA_SUFFIXES)}")
+    if os.path.getsize(path) == 0:
+        raise DataError(f"{path}: the file is empty; give a file with data")
+    return ParquetRows(path) if suffix == ".parquet" else ArrowRows(path)
+
+
+def _running_ends(lengths: Iterable[int]) -> array[int]:
+    """Index after the last row of each part, so that a bisection finds the part of a row."""
+    return array("q", accumulate(lengths))
+
+
+def _mapped_batches(path: str) -> list[pa.RecordBatch]:
+    """Batches that point into the memory map; ``datasets`` writes the stream format, others the file format."""
+    mapped = pa.memory_map(path)
+    try:
+        return list(pa.ipc.open_stream(mapped))
+    except pa.ArrowInvalid:
+        mapped.seek(0)
+    try:
+        reader = pa.ipc.open_file(mapped)
+        return [reader.get_batch(which) for which in range(reader.num_record_batches)]
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{path}: not an Arrow file ({error}); check the file") from error
+
+
+def _files_of(path: str, split: str) -> list[str]:
+    if os.path.isfile(path):
+        return [path]
+    if os.path.isdir(path):
+        return [str(file) for file in _folder_files(Path(path), split)]
+    if HUB_ID.fullmatch(path) and not path.endswith(DATA_SUFFIXES):
+        return [str(file) for file in _folder_files(_hub_folder(path), split)]
+    raise DataError(f"{path}: no such file or folder; check the path")
+
+
+def _folder_files(folder: Path, split: str) -> list[Path]:
+    """Files of the split in the folder itself, else in its subfolder for the split, ``data``, or the only one."""
+    direct = sorted(file for file in folder.iterdir() if _is_data_file(file))
+    if direct:
+        return _of_one_type(folder, _of_split(folder, direct, split))
+    subfolders = sorted(sub for sub in folder.iterdir() if sub.is_dir() and _has_data(sub))
+    if not subfolders:
+        raise DataError(f"{folder}: no data file in this folder; known types: {', '.join(DATA_SUFFIXES)}")
+    for wanted in (_words(split), {"data"}):
+        chosen = [sub for sub in subfolders if sub.name.lower() in wanted]
+        if chosen:
+            return _folder_files(chosen[0], split)
+    if len(subfolders) > 1 or any(subfolders[0].name.lower() in words for words in SPLIT_WORDS.values()):
+        names = ", ".join(sub.name for sub in subfolders)
+        raise DataError(
+            f"{folder}: no file of split {split!r} here, only the subfolders {names}; name one, e.g. {subfolders[0]}"
+        )
+    return _folder_files(subfolders[0], split)
+
+
+def _is_data_file(file: Path) -> bool:
+    ignored = file.name in METADATA_FILES or file.name.startswith((".", "_", "cache-"))
+    return file.is_file() and file.suffix.lower() in DATA_SUFFIXES and not ignored
+
+
+def _has_data(folder: Path) -> bool:
+    hidden = folder.name.startswith(".")
+    return not hidden and any(_is_data_file(file) for file in folder.rglob("*"))
+
+
+def _words(split: str) -> set[str]:
+    known = [words for words in SPLIT_WORDS.values() if split.lower() in words]
+    return known[0] if known else {split.lower()}
+
+
+def _of_split(folder: Path, files: list[Path], split: str) -> list[Path]:
+    """Files whose names carry the split; all of them when no name carries any."""
+    tokens = {file: set(re.split(r"[-_.]", file.stem.lower())) for file in files}
+    chosen = [file for file in files if tokens[file] & _words(split)]
+    if chosen:
+        return chosen
+    others = [name for name, words in SPLIT_WORDS.items() if any(words & found for found in tokens.values())]
+    if others:
+        raise DataError(f"{folder}: no file of split {split!r}; the names say {', '.join(others)}; set data.split")
+    return files
+
+
+def _of_one_type(folder: Path, files: list[Path]) -> list[Path]:
+    """The same rows are often there in two formats; reading both would double them unseen."""
+    suffixes = sorted({file.suffix.lower() for file in files})
+    if len(suffixes) > 1:
+        raise DataError(f"{folder}: holds {' and '.join(suffixes)} files; name the files to read")
+    return files
+
+
+def _hub_folder(path: str) -> Path:
+    """Local folder of a hub dataset, fetched when it is not in the hub's cache."""
+    owner, name, *inner = path.split("/")
+    repo = f"{owner}/{name}"
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise DataError(
+            f"{path}: no such file or folder; to fetch it as a hub dataset install huggingface_hub, "
+            "or give a local path"
+        ) from error
+    prefix = "/".join([*inner, ""])
+    patterns = [f"{prefix}*{suffix}" for suffix in DATA_SUFFIXES]
+    try:
+        root = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(
+            f"{path}: no such file or folder, and hub dataset {repo!r} cannot be fetched "
+            f"({type(error).__name__}: {reason}); check the name, or give a local path"
+        ) from error
+    folder = root.joinpath(*inner)
+    if not folder.is_dir():
+        raise DataError(f"{path}: hub dataset {repo!r} has no data files under {'/'.join(inner)!r}; check the name")
+    return folder

@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from luffy.data import PAPER_SYSTEM_PROMPT, Encoder, PromptStyle
+from luffy.data.encode import without_open_think
+from luffy.errors import ConfigError, DataError
+from luffy.types import Message, Problem, Trace
+
+PROBLEM = Problem(id="p1", prompt="1+1?", answer="2", meta={"__row__": "d.jsonl:4"})
+
+
+def with_traces(*traces: Trace) -> Problem:
+    return replace(PROBLEM, traces=traces)
+
+
+def decode(encoder: Encoder, ids) -> str:
+    return encoder.tokenizer.decode(list(ids))
+
+
+# ---- prompts
+
+
+def test_chat_style(tokenizer):
+    encoder = Encoder(tokenizer)
+    assert encoder.render(PROBLEM) == "<bos>[user]1+1?[/][assistant]"
+    brief = Encoder(tokenizer, system_prompt="Be brief.")
+    assert brief.render(PROBLEM) == "<bos>[system]Be brief.[/][user]1+1?[/][assistant]"
+
+
+def test_bos_appears_exactly_once_and_no_eos_is_added(tokenizer):
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id  # this tokenizer adds BOS and EOS by itself
+    for style in PromptStyle:
+        task = Encoder(tokenizer, style=style).encode(PROBLEM)
+        assert task.prompt_ids.count(tokenizer.bos_token_id) == 1 and task.prompt_ids[0] == tokenizer.bos_token_id
+        assert tokenizer.eos_token_id not in task.prompt_ids
+
+
+def test_no_bos_where_the_tokenizer_adds_none(make_tokenizer):
+    encoder = Encoder(make_tokenizer(adds_bos=False), style="plain")
+    assert encoder.render(PROBLEM) == "1+1?"
+    assert encoder.encode(PROBLEM).prompt_ids == tuple(encoder.tokenizer.convert_tokens_to_ids(list("1+1?")))
+
+
+def test_what_is_rendered_is_what_is_tokenised(tokenizer):
+    chat = replace(PROBLEM, prompt=(Message("user", "é ∑"), Message("assistant", "?"), Message("user", "x")))
+    for style in PromptStyle:
+        encoder = Encoder(tokenizer, style=style)
+        for problem in (PROBLEM, chat):
+            assert decode(encoder, encoder.encode(problem).prompt_ids) == encoder.render(problem)
+
+
+def test_paper_style(tokenizer):
+    encoder = Encoder(tokenizer, style="paper")
+    assert encoder.render(PROBLEM) == (
+        f"<bos>[system]{PAPER_SYSTEM_PROMPT}[/][user]This is the problem: 1+1?[/][assistant]<think>\n"
+    )
+    assert PAPER_SYSTEM_PROMPT.startswith("Your task is to follow a systematic, thorough reasoning process before")
+    assert 'the format: "<think>\n thoughts </think>\n". Each thought' in PAPER_SYSTEM_PROMPT
+    assert PAPER_SYSTEM_PROMPT.endswith(
+        "include the answer in \\boxed{} for closed-form results like multiple choices or mathematical solutions."
+    )
+    assert Encoder(tokenizer, style="paper", system_prompt="Hm.").render(PROBLEM).startswith("<bos>[system]Hm.[/]")
+
+
+@pytest.mark.parametrize("opening", ["", "<think>", "<think>\n"])
+def test_paper_style_opens_the_thought_once_whatever_the_template_does(make_tokenizer, opening):
+    template = "{{ messages[-1].content }}|" + opening
+    encoder = Encoder(make_tokenizer(chat_template=template), style="paper")
+    assert encoder.render(PROBLEM) == "This is the problem: 1+1?|<think>\n"
+
+
+def test_plain_text_styles(tokenizer):
+    simple = Encoder(tokenizer, style="paper_simple")
+    assert simple.render(PROBLEM) == "<bos>User: 1+1?\n\nAnswer: Let's think step by step."
+    assert Encoder(tokenizer, style="plain").render(PROBLEM) == "<bos>1+1?"
+
+
+def test_a_chat_prompt_is_taken_as_it_is(tokenizer):
+    own = replace(PROBLEM, prompt=(Message("system", "mine"), Message("user", "q")))
+    bare = replace(PROBLEM, prompt=(Message("user", "q"),))
+    for style in ("chat", "paper"):
+        encoder = Encoder(tokenizer, style=style, system_prompt="yours")
+        end = "<think>\n" if style == "paper" else ""
+        assert encoder.render(own) == f"<bos>[system]mine[/][user]q[/][assistant]{end}"
+        assert encoder.render(bare) == f"<bos>[system]yours[/][user]q[/][assistant]{end}"
+    assert Encoder(tokenizer, style="plain").render(own) == "<bos>[system]mine[/][user]q[/][assistant]"
+
+
+def test_own_chat_template_as_text_or_file(make_tokenizer, tmp_path):
+    bare = make_tokenizer(chat_template=None)
+    template = "<<{{ messages[0].content }}>>"
+    assert Encoder(bare, chat_template=template).render(PROBLEM) == "<<1+1?>>"
+    (tmp_path / "chat.jinja").write_text(template)
+    assert Encoder(bare, chat_template=str(tmp_path / "chat.jinja")).render(PROBLEM) == "<<1+1?>>"
+    with pytest.raises(ConfigError, match=r"'nowhere.jinja' is neither Jinja text nor a file"):
+        Encoder(bare, chat_template="nowhere.jinja")
+
+
+def test_no_chat_template(make_tokenizer):
+    bare = make_tokenizer(chat_template=None)
+    for style in ("chat", "paper"):
+        with pytest.raises(
+            ConfigError, match=f"no chat template, which data.style={style} needs; set data.style=plain or give"
+        ):
+            Encoder(bare, style=style)
+    chat = replace(PROBLEM, prompt=(Message("user", "q"),))
+    with pytest.raises(DataError, match=r"^d.jsonl:4: the prompt is a chat, but .* give data.chat_template$"):
+        Encoder(bare, style="plain").encode(chat)
+
+
+def test_a_template_that_refuses_the_chat_is_one_clear_line(make_tokenizer):
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
+    encoder = Encoder(make_tokenizer(chat_template=template), system_prompt="s")
+    with pytest.raises(DataError, match=r"^d.jsonl:4: the chat template refuses a chat of system, user \(System role"):
+        encoder.encode(PROBLEM)
+
+
+def test_overlong_prompts(tokenizer):
+    exact = Encoder(tokenizer, style="plain", max_prompt_tokens=5)
+    assert len(exact.encode(PROBLEM).prompt_ids) == 5
+    with pytest.raises(DataError) as caught:
+        Encoder(tokenizer, style="plain", max_prompt_tokens=4).encode(PROBLEM)
+    assert str(caught.value) == (
+        "d.jsonl:4: the prompt has 5 tokens, more than data.max_prompt_tokens=4; "
+        "raise it or set data.overlong_prompt=drop"
+    )
+    dropping = Encoder(tokenizer, style="plain", max_prompt_tokens=4, overlong_prompt="drop")
+    assert dropping.encode(PROBLEM) is None and dropping.encode(PROBLEM) is None
+    assert dropping.counts == {"prompts_dropped": 2}
+
+
+def test_a_problem_without_its_row_is_named_by_id(tokenizer):
+    with pytest.raises(DataError, match=r"^problem 'p1': the prompt has"):
+        Encoder(tokenizer, max_prompt_tokens=1).encode(replace(PROBLEM, meta={}))
+
+
+def test_an_empty_prompt_has_no_token_to_predict_from(make_tokenizer):
+    with pytest.raises(DataError, match="the prompt has no tokens"):
+        Encoder(make_tokenizer(adds_bos=False), style="plain").encode(replace(PROBLEM, prompt=""))
+
+
+# ---- the tokenizer's ends
+
+
+def test_a_tokenizer_without_eos(make_tokenizer):
+    blind = make_tokenizer(eos=None)
+    with pytest.raises(ConfigError, match=r"has no EOS token; set eos_token in .* or give data.eos_ids"):
+        Encoder(blind)
+    assert Encoder(blind, eos_ids=[3]).eos_ids == (3,)
+    with pytest.raises(ConfigError, match="has no EOS token"):
+        Encoder(blind, eos_ids=[])
+    with pytest.raises(ConfigError, match=r"data.eos_ids: 9999 is not one of the tokenizer's 259 ids"):
+        Encoder(blind, eos_ids=[9999])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"style": "alpaca"}, "data.style='alpaca' is unknown; known: chat, paper, paper_simple, plain"),
+        ({"overlong_prompt": "cut"}, "data.overlong_prompt='cut' is unknown; known: error, drop"),
+        ({"overlong_trace": "cut"}, "data.overlong_trace='cut' is unknown; known: drop, truncate, error"),
+        ({"max_prompt_tokens": 0}, "data.max_prompt_tokens=0 leaves no room"),
+        ({"max_response_tokens": 0}, "data.max_response_tokens=0 leaves no room"),
+        ({"style": "plain", "system_prompt": "x"}, "data.style=plain has no place for it"),
+    ],
+)
+def test_options_that_cannot_be_honoured(tokenizer, options, message):
+    with pytest.raises(ConfigError, match=message):
+        Encoder(tokenizer, **options)
+
+
+# ---- traces
+
+
+@pytest.mark.parametrize("text", ["two", "two<eos>", "two<eos><eos>"])
+def test_eos_exactly_once(tokenizer, text):
+    encoder = Encoder(tokenizer)
+    (demonstration,) = encoder.encode(with_traces(Trace(text=text, teacher="big"))).demonstrations
+    assert decode(encoder, demonstration.token_ids) == "two<eos>"
+    assert demonstration.token_ids.count(tokenizer.eos_token_id) == 1 and demonstration.token_ids[0] != 256
+    assert demonstration.teacher == "big" and demonstration.log_probs is None
+
+
+def test_any_of_several_ends_counts_and_the_first_is_appended(tokenizer):
+    end, eos = tokenizer.convert_tokens_to_ids(["<end>", "<eos>"])
+    encoder = Encoder(tokenizer, eos_ids=[end, eos])
+    traces = [Trace(text="a"), Trace(text="a<eos>"), Trace(text="a<end>"), Trace(text="a<end><eos>")]
+    demonstrations = encoder.encode(with_traces(*traces)).demonstrations
+    assert [d.token_ids[1:] for d in demonstrations] == [(end,), (eos,), (end,), (end,)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "trace", "left"),
+    [
+        ("..<think>\n", "<think>\nHm", "Hm"),
+        ("..<think>\n", "<think>Hm", "Hm"),
+        ("..<think>\n", "<think>\n\nHm", "\nHm"),
+        ("..<think>", "<think>\nHm", "\nHm"),
+        ("..", "<think>\nHm", "<think>\nHm"),
+        ("..<think>\n", "Hm <think>\n", "Hm <think>\n"),
+    ],
+)
+def test_the_opened_thought_is_not_opened_again(prompt, trace, left):
+    assert without_open_think(trace, prompt) == left
+
+
+def test_think_is_removed_through_the_encoder_only_where_the_prompt_has_it(tokenizer):
+    problem = with_traces(Trace(text="<think>\nHm</think>\n2"))
+    for style, text in (("paper", "Hm</think>\n2<eos>"), ("chat", "<think>\nHm</think>\n2<eos>")):
+        encoder = Encoder(tokenizer, style=style, max_prompt_tokens=2000)
+        assert decode(encoder, encoder.encode(problem).demonstrations[0].token_ids) == text
+
+
+def test_overlong_traces(tokenizer):
+    fits, long = Trace(text="abc"), Trace(text="abcd")  # 4 and 5 tokens with EOS
+    problem = with_traces(long, fits)
+    dropping = Encoder(tokenizer, max_response_tokens=4)
+    assert [decode(dropping, d.token_ids) for d in dropping.encode(problem).demonstrations] == ["abc<eos>"]
+    assert dropping.counts == {"traces_dropped": 1}
+    cutting = Encoder(tokenizer, max_response_tokens=4, overlong_trace="truncate")
+    assert [decode(cutting, d.token_ids) for d in cutting.encode(problem).demonstrations] == ["abcd", "abc<eos>"]
+    assert cutting.counts == {"traces_truncated": 1}
+    with pytest.raises(
+        DataError, match=r"^d.jsonl:4: a trace with its EOS has 5 tokens, more than data.max_response_tok"
+    ):
+        Encoder(tokenizer, max_response_tokens=4, overlong_trace="error").encode(problem)
+
+
+def test_recorded_traces(tokenizer):
+    eos = tokenizer.eos_token_id
+    encoder = Encoder(tokenizer)
+
+    def encoded(ids, log_probs=None):
+        trace = Trace(token_ids=tuple(ids), log_probs=None if log_probs is None else tuple(log_probs))
+        (demonstration,) = encoder.encode(with_traces(trace)).demonstrations
+        return demonstration.token_ids, demonstration.log_probs
+
+    assert encoded([7, 8]) == ((7, 8, eos), None)
+    assert encoded([7, 8, eos]) == ((7, 8, eos), None)
+    assert encoded([7, 8], [-1, -2]) == ((7, 8, eos), (-1, -2, 0.0))
+    assert encoded([7, 8], [-1, -2, -3]) == ((7, 8, eos), (-1, -2, -3))
+    assert encoded([7, 8, eos], [-1, -2, -3]) == ((7, 8, eos), (-1, -2, -3))
+    assert encoded([7, 8, eos], [-1, -2]) == ((7, 8, eos), (-1, -2, 0.0))
+    assert encoded([7, eos, eos], [-1, -2, -3]) == ((7, eos), (-1, -2))
+
+
+def test_a_truncated_recorded_trace_keeps_its_log_probs_aligned(tokenizer):
+    encoder = Encoder(tokenizer, max_response_tokens=2, overlong_trace="truncate")
+    trace = Trace(token_ids=(7, 8, 9), log_probs=(-1.0, -2.0, -3.0))
+    (demonstration,) = encoder.encode(with_traces(trace)).demonstrations
+    assert (demonstration.token_ids, demonstration.log_probs) == ((7, 8), (-1.0, -2.0))
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        (Trace(token_ids=(7, 999)), "token id 999, but the tokenizer .* has 259 ids; record the trace with this"),
+        (Trace(token_ids=(7, 8, 9), log_probs=(-1.0,)), "found 1 log-probs for 3 token ids"),
+        (Trace(token_ids=(7, 8), log_probs=(-1.0,)), "found 1 log-probs for 2 token ids"),
+        (Trace(token_ids=(7,), log_probs=(-1.0, -1.0, -1.0)), "found 3 log-probs for 1 token ids"),
+        (Trace(token_ids=(7,), log_probs=(0.1,)), "at most 0, found 0.1 at position 0"),
+        (Trace(token_ids=(7,), log_probs=(float("nan"),)), "found nan"),
+        (Trace(text="a", log_probs=(-1.0,)), "a text trace has log-probs"),
+    ],
+)
+def test_recorded_traces_that_cannot_be_right(tokenizer, trace, message):
+    with pytest.raises(DataError, match=f"^d.jsonl:4: .*{message}"):
+        Encoder(tokenizer).encode(with_traces(trace))
+
+
+def test_a_problem_without_traces_is_a_plain_task(tokenizer):
+    task = Encoder(tokenizer).encode(PROBLEM)
+    assert task.demonstrations == () and task.problem is PROBLEM
+
+
+def test_long_texts_raise_no_warning_of_the_tokenizer(tokenizer, caplog):
+    tokenizer.model_max_length = 5
+    Encoder(tokenizer).encode(with_traces(Trace(text="a" * 100)))
+    assert "longer than the specified maximum" not in caplog.text
