@@ -1,0 +1,33 @@
+"""Verifiers: from a problem and a response to a score, safely.
+
+Names are resolved on first use: a worker process imports this package too, and must not load torch
+(which ``luffy.types`` needs) to compare two formulas.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from luffy.rewards.pool import Outcome, WorkerPool
+    from luffy.rewards.scores import ScoreSummary, score_file
+    from luffy.rewards.verifier import KINDS, Verifier, build_verifier
+
+__all__ = ["KINDS", "Outcome", "ScoreSummary", "Verifier", "WorkerPool", "build_verifier", "score_file"]
+
+_HOMES = {
+    "KINDS": "verifier",
+    "Outcome": "pool",
+    "ScoreSummary": "scores",
+    "Verifier": "verifier",
+    "WorkerPool": "pool",
+    "build_verifier": "verifier",
+    "score_file": "scores",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,24 @@
+"""The shape "think first, then solve": one ``<think>...</think>`` block, then a solution."""
+
+from __future__ import annotations
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def score(answer: str, response: str) -> tuple[float, str]:
+    """The gold plays no part. A response has the shape or not, so there is always an answer."""
+    return float(has_think_block(response)), "ok"
+
+
+def has_think_block(response: str) -> bool:
+    """Exactly one closing tag, thought before it and text after it; the opening tag stands at the very
+    start, or is missing because the prompt already ended with it."""
+    if response.count(CLOSE) != 1 or response.count(OPEN) > 1:
+        return False
+    thought, solution = response.split(CLOSE)
+    if OPEN in solution:
+        return False
+    thought = thought.strip()
+    if OPEN in thought and not thought.startswith(OPEN):
+        return False
+    return bool(thought.removeprefix(OPEN).strip()) and bool(solution.strip())

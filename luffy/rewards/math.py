@@ -1,0 +1,141 @@
+"""Mathematical answers compared by Math-Verify. Runs inside a worker process (see ``pool``).
+
+Math-Verify limits itself with SIGALRM, which works only in a process's main thread and not inside one
+long C call. So its 2 s limits are the polite first line, and the pool's kill is the one that holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from luffy.errors import UserError
+from luffy.rewards.extract import boxed_answer, tail
+
+SOFT_LIMIT_S = 2
+INSTALL_HINT = 'pip install "math-verify[antlr4_13_2]==0.9.0"'
+
+# (gold, response, expected score): wrong percentages are what an old antlr runtime silently causes.
+SELF_CHECKS = (
+    (r"50\%", r"\boxed{0.5}", 1.0),
+    (r"\frac{1}{2}", r"\boxed{0.5}", 1.0),
+    ("1", r"\boxed{2}", 0.0),
+)
+
+_SPACING = re.compile(r"\\[,;:! ]|~")
+_SIZING = re.compile(r"\\(?:left|right)(?![a-zA-Z])")
+_FRACTION = re.compile(r"\\[dt]frac(?![a-zA-Z])")
+_LOOSE_SPACE = re.compile(r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])")
+_MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]\+?(-?\d{1,4})", re.ASCII)
+_WORD = re.compile(r"[A-Za-z]{4,}")
+
+
+def load() -> Callable[[str, str], tuple[float, str]]:
+    """Import Math-Verify once per worker and return the scoring function."""
+    try:
+        import math_verify  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"the math reward needs Math-Verify ({error}); {INSTALL_HINT}") from error
+    # It would log one line per timeout; the status of the score says the same.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    return score
+
+
+def score(answer: str, response: str) -> tuple[float, str]:
+    """(1 or 0, status). The last box is the answer; without one, what Math-Verify finds in the text."""
+    from math_verify.errors import TimeoutException
+
+    text = tail(response)
+    boxed = boxed_answer(text)
+    if boxed is not None and same_text(boxed, answer):
+        return 1.0, "ok"
+    try:
+        gold = parse_gold(answer)
+        guess = _parse(as_boxed(boxed) if boxed is not None else text)
+        if not guess:
+            return 0.0, "no_answer"
+        return float(_any_equal(gold, guess)), "ok"
+    except TimeoutException:
+        return 0.0, "timeout"
+
+
+def same_text(boxed: str, answer: str) -> bool:
+    """Equal up to LaTeX layout that never changes the meaning: certainly right, no parser needed."""
+    gold = normalise(_gold_text(answer))
+    return bool(gold) and normalise(boxed) == gold
+
+
+def normalise(latex: str) -> str:
+    latex = undress(latex).rstrip(".")
+    latex = _SIZING.sub("", _SPACING.sub(" ", latex))
+    latex = _FRACTION.sub(r"\\frac", latex)
+    return _LOOSE_SPACE.sub("", " ".join(latex.split())).strip()
+
+
+def undress(latex: str) -> str:
+    """Without the delimiters around the whole of it: ``$x$`` is ``x``, ``$x$ or $y$`` stays."""
+    latex = latex.strip()
+    for opening, closing in _MATH_DELIMITERS:
+        inner = latex[len(opening) : -len(closing)]
+        if latex == opening + inner + closing and inner and "$" not in inner:
+            return inner.strip()
+    return latex
+
+
+def as_boxed(latex: str) -> str:
+    """A form Math-Verify reads as one answer. It takes ``1e3`` for ``1*e*3`` and a word for a product
+    of letters (any anagram would be right), so both are rewritten."""
+    latex = undress(latex)
+    scientific = _SCIENTIFIC.fullmatch(latex)
+    if scientific:
+        latex = rf"{scientific[1]} \cdot 10^{{{scientific[2]}}}"
+    elif _WORD.fullmatch(latex):
+        latex = rf"\text{{{latex}}}"
+    return rf"\boxed{{{latex}}}"
+
+
+@lru_cache(maxsize=1024)
+def parse_gold(answer: str) -> list[Any]:
+    """Cached, because all samples of a problem share the gold. Raises when nothing can be read from it."""
+    gold = _parse(as_boxed(_gold_text(answer)))
+    if not gold:
+        raise ValueError(f"Math-Verify finds no answer in the gold {answer[:80]!r}")
+    return gold
+
+
+def _gold_text(answer: str) -> str:
+    boxed = boxed_answer(answer)
+    return answer if boxed is None else boxed
+
+
+def _parse(text: str) -> list[Any]:
+    from math_verify import parse
+
+    try:
+        found: list[Any] = parse(text, parsing_timeout=SOFT_LIMIT_S, raise_on_error=True)
+        return found
+    except (MemoryError, OSError):
+        raise
+    except Exception:  # whatever the grammar or sympy raises on nonsense: there is no answer in it
+        return []
+
+
+def _any_equal(gold: list[Any], guess: list[Any]) -> bool:
+    """Math-Verify keeps a parsed and a literal reading of each side; one equal pair is enough. An error
+    in comparing a pair means that Math-Verify cannot show it equal; running out of time is reported."""
+    from math_verify import verify
+
+    for one_gold, one_guess in product(gold, guess):
+        try:
+            if verify(one_gold, one_guess, timeout_seconds=SOFT_LIMIT_S, raise_on_error=True):
+                return True
+        except (MemoryError, OSError):
+            raise
+        except Exception:
+            continue
+    return False

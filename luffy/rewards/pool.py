@@ -1,0 +1,336 @@
+"""A fixed number of worker processes that can be killed without losing anything but one item.
+
+Workers are started by exec, not fork: they work from any thread, beside loaded CUDA libraries and
+from scripts without a ``__main__`` guard, and no lock of the parent can be held inside them. One item
+is with a worker at a time, so a kill costs exactly that item.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from luffy.errors import UserError
+from luffy.rewards.worker import Setup
+
+# Generous, because an importing worker may share a busy machine with a training run.
+START_TIMEOUT_S = 180.0
+MOST_FAILED_STARTS = 3
+
+# One thread each: the pool is the parallelism. Plain Python integers: with gmpy2 beside it, sympy
+# computes (10^9)! in one C call that no alarm can interrupt, so each such answer would cost a hard kill.
+_WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "SYMPY_GROUND_TYPES": "python",
+    "MPMATH_NOGMPY": "1",
+}
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from luffy.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an item: "ok" with the function's value, or "timeout", "crashed" (the process
+    died or ran out of memory) or "error" (the function raised), with a one-line message."""
+
+    status: str
+    value: Any = None
+    message: str = ""
+
+
+class _Run:
+    """The bookkeeping of one ``map``. Items are drawn as workers become free, and one ahead: after a kill,
+    the run must know that nothing is left to do, and not wait for the new worker."""
+
+    def __init__(
+        self, items: Iterable[tuple[Any, ...]], on_result: Callable[[int, Outcome], None] | None = None
+    ) -> None:
+        self._items = iter(items)
+        self._upcoming = next(self._items, None)
+        self._on_result = on_result
+        self.outcomes: dict[int, Outcome] = {}
+        self.drawn = 0
+
+    @property
+    def exhausted(self) -> bool:
+        return self._upcoming is None
+
+    def draw(self) -> tuple[int, tuple[Any, ...]]:
+        assert self._upcoming is not None
+        drawn = (self.drawn, self._upcoming)
+        self._upcoming = next(self._items, None)
+        self.drawn += 1
+        return drawn
+
+    def settle(self, index: int, outcome: Outcome) -> None:
+        self.outcomes[index] = outcome
+        if self._on_result is not None:
+            self._on_result(len(self.outcomes), outcome)
+
+    @property
+    def finished(self) -> bool:
+        return self.exhausted and len(self.outcomes) == self.drawn
+
+
+class WorkerPool:
+    """Calls ``module:function`` on items in killable processes.
+
+    ``map([(1, 2), (3, 4)])`` returns the outcomes of ``function(1, 2)`` and ``function(3, 4)``, in order.
+    With ``factory_args`` the path names a factory, called once per process, that returns the function.
+    ``memory_bytes`` is what a worker may use beyond its imports; ``preload`` modules are imported first.
+    """
+
+    def __init__(
+        self,
+        function_path: str,
+        workers: int = 2,
+        timeout_s: float = 8.0,
+        memory_bytes: int = 2 << 30,
+        preload: Sequence[str] = (),
+        factory_args: tuple[Any, ...] | None = None,
+    ) -> None:
+        if workers < 1:
+            raise UserError(f"a worker pool needs at least 1 worker, found workers={workers}")
+        if not timeout_s > 0:
+            raise UserError(f"a worker pool needs a positive timeout_s, found timeout_s={timeout_s}")
+        self.timeout_s = timeout_s
+        self._setup = Setup(function_path, factory_args, tuple(preload), memory_bytes)
+        self._owner = os.getpid()
+        self._lock = threading.RLock()
+        self._closing = False
+        self._failed_starts = 0
+        self._workers = [_Worker(self._setup, timeout_s) for _ in range(workers)]
+        atexit.register(self.close)
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers]
+
+    def map(
+        self, items: Iterable[tuple[Any, ...]], on_result: Callable[[int, Outcome], None] | None = None
+    ) -> list[Outcome]:
+        """Outcomes in the order of the items. ``on_result(done, outcome)`` is called as each one ends."""
+        with self._lock:
+            self._require_usable()
+            run = _Run(items, on_result)
+            try:
+                while self._feed(run):
+                    self._collect(run)
+            finally:
+                self._replace_busy()
+            return [run.outcomes[index] for index in range(run.drawn)]
+
+    def wait_ready(self) -> None:
+        """Wait until every worker has loaded the function; a UserError says why one cannot."""
+        with self._lock:
+            self._require_usable()
+            nothing = _Run(())
+            while not all(worker.ready for worker in self._workers):
+                self._collect(nothing)
+
+    def close(self) -> None:
+        """End every worker now. A forked copy of this object must not touch its parent's workers."""
+        if os.getpid() != self._owner:
+            return
+        atexit.unregister(self.close)
+        self._closing = True
+        for worker in self._workers:  # wakes a map that runs in another thread, which then lets go of the lock
+            worker.kill_process()
+        with self._lock:
+            for worker in self._workers:
+                worker.release()
+            self._workers = []
+
+    def _require_usable(self) -> None:
+        if os.getpid() != self._owner:
+            raise RuntimeError("this worker pool belongs to another process; build one after the fork")
+        self._require_open()
+
+    def _require_open(self) -> None:
+        if self._closing:
+            raise RuntimeError("this worker pool is closed")
+
+    def _feed(self, run: _Run) -> bool:
+        """Give every free worker an item; False when all items are settled."""
+        for slot in range(len(self._workers)):
+            if self._workers[slot].idle and not self._workers[slot].alive:
+                self._replace(slot)  # killed from outside between items: nobody's item is lost
+            while not run.exhausted and self._workers[slot].idle:
+                self._hand_over(slot, run, *run.draw())
+        return not run.finished
+
+    def _hand_over(self, slot: int, run: _Run, index: int, item: tuple[Any, ...]) -> None:
+        try:
+            self._workers[slot].send(index, item)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:  # nothing was sent
+            run.settle(index, Outcome("error", message=f"item cannot be sent to a worker: {error}"))
+        except OSError as error:
+            run.settle(index, Outcome("crashed", message=f"worker could not take the item: {error}"))
+            self._replace(slot)
+
+    def _collect(self, run: _Run) -> None:
+        waiting = {worker.connection: slot for slot, worker in enumerate(self._workers) if not worker.idle}
+        if not waiting:
+            return
+        deadline = min(self._workers[slot].deadline for slot in waiting.values())
+        readable = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        for connection, slot in waiting.items():
+            if connection in readable:
+                self._receive(slot, run)
+            elif self._workers[slot].deadline <= time.monotonic():
+                self._give_up(slot, run)
+
+    def _receive(self, slot: int, run: _Run) -> None:
+        worker = self._workers[slot]
+        try:
+            status, value, message = worker.connection.recv()
+        except (EOFError, OSError):
+            status, value, message = "crashed", None, f"worker died with {worker.exit_reason()}"
+        if worker.item is None:
+            self._started(slot, status, bool(value), message)
+            return
+        run.settle(worker.item, Outcome(status, value, message))
+        worker.item = None
+        if status == "crashed":
+            self._replace(slot)
+
+    def _started(self, slot: int, status: str, is_user_error: bool, message: str) -> None:
+        if status == "ready":
+            self._workers[slot].ready = True
+            self._failed_starts = 0
+            return
+        self._failed_starts += 1
+        if status == "crashed" and self._failed_starts < MOST_FAILED_STARTS:
+            self._replace(slot)  # killed while importing, for instance by the out-of-memory killer
+            return
+        self.close()
+        where = "" if is_user_error else f"a worker could not load {self._setup.function_path!r}: "
+        raise UserError(where + message)
+
+    def _give_up(self, slot: int, run: _Run) -> None:
+        item = self._workers[slot].item
+        if item is None:
+            self.close()
+            raise RuntimeError(f"a worker did not start within {START_TIMEOUT_S:.0f} s: {self._setup.function_path}")
+        run.settle(item, Outcome("timeout", message=f"killed after {self.timeout_s:g} s"))
+        self._workers[slot].item = None
+        self._replace(slot)
+
+    def _replace(self, slot: int) -> None:
+        self._require_open()
+        self._workers[slot].release()
+        self._workers[slot] = _Worker(self._setup, self.timeout_s)
+
+    def _replace_busy(self) -> None:
+        """After an interrupted run: a late reply must never be taken for the answer to a later item."""
+        for slot in range(len(self._workers)):
+            if self._workers[slot].item is not None and not self._closing:
+                self._replace(slot)
+
+
+class _Worker:
+    """One process and the parent's ends of its two channels."""
+
+    def __init__(self, setup: Setup, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.ready = False
+        self.item: int | None = None
+        self.deadline = time.monotonic() + START_TIMEOUT_S
+        ours, theirs = (_above_stdio(end.detach()) for end in socket.socketpair())
+        lifeline_read, self._lifeline = (_above_stdio(end) for end in os.pipe())
+        self.connection = Connection(ours)
+        _bound_blocking(ours, timeout_s)
+        try:
+            self.process = _start_process(theirs, lifeline_read)
+        finally:
+            os.close(theirs)
+            os.close(lifeline_read)
+        with suppress(OSError):  # a process that died at once is reported when it is read from
+            self.connection.send(setup)
+
+    @property
+    def idle(self) -> bool:
+        return self.ready and self.item is None
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def send(self, index: int, item: tuple[Any, ...]) -> None:
+        self.connection.send(item)
+        self.item = index
+        self.deadline = time.monotonic() + self.timeout_s
+
+    def exit_reason(self) -> str:
+        try:
+            code = self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "its connection closed"
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def kill_process(self) -> None:
+        """End the process and whatever it started (it leads its own process group)."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def release(self) -> None:
+        self.kill_process()
+        if not self.connection.closed:
+            self.connection.close()
+            os.close(self._lifeline)
+
+
+def _start_process(connection_fd: int, lifeline_fd: int) -> subprocess.Popen[bytes]:
+    path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+    return subprocess.Popen(
+        [sys.executable, "-c", _BOOT, str(connection_fd), str(lifeline_fd), path],
+        pass_fds=(connection_fd, lifeline_fd),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, **_WORKER_ENVIRONMENT},
+        start_new_session=True,  # a Ctrl-C in the terminal is the parent's to handle
+    )
+
+
+def _above_stdio(fd: int) -> int:
+    """With stdin closed, a new descriptor may get number 0, which the child's own stdin would overwrite."""
+    if fd > 2:
+        return fd
+    moved: int = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(fd)
+    return moved
+
+
+def _bound_blocking(fd: int, timeout_s: float) -> None:
+    """A stopped worker must not block the parent in the middle of a message."""
+    limit = struct.pack("ll", int(timeout_s) + 1, 0)
+    with socket.socket(fileno=os.dup(fd)) as shared:
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

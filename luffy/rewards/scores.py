@@ -1,0 +1,165 @@
+"""``luffy verify``: score the rows of a JSONL file from the shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+from luffy.errors import DataError
+from luffy.rewards.verifier import Verifier
+from luffy.types import Problem
+
+# Few enough to keep memory flat and the bar moving, many enough that one slow row seldom idles a worker.
+_ROWS_AT_ONCE = 128
+_COPIED = ("id", "problem")
+_LINES_WHEN_PIPED = 10
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class ScoreSummary:
+    """What was scored: ``counts`` maps each status to its number of rows."""
+
+    rows: int
+    mean_score: float
+    counts: Counter[str]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Row:
+    line: int
+    answer: str
+    response: str
+    copied: dict[str, Any]
+
+    def problem(self) -> Problem:
+        identity = self.copied.get("id", self.line)
+        return Problem(id=str(identity), prompt=str(self.copied.get("problem", "")), answer=self.answer)
+
+
+def score_file(rows_path: str | Path, out_path: str | Path, verifier: Verifier, progress: bool = True) -> ScoreSummary:
+    """Score each row ``{"answer", "response"}`` and write one line ``{"score", "status"}`` for it, in order.
+
+    All rows are checked before the first is scored, and the output appears only when it is complete.
+    """
+    rows_path, out_path = Path(rows_path), Path(out_path)
+    started = time.monotonic()
+    total = sum(1 for _ in read_rows(rows_path))
+    counts: Counter[str] = Counter()
+    sum_of_scores = 0.0
+    with complete_or_nothing(out_path) as out, _progress(total if progress else None) as advance:
+        rows = read_rows(rows_path)
+        while batch := list(islice(rows, _ROWS_AT_ONCE)):
+            scores = verifier.score([(row.problem(), row.response) for row in batch])
+            for row, score in zip(batch, scores, strict=True):
+                out.write(json.dumps({**row.copied, "score": score.value, "status": score.status}) + "\n")
+                sum_of_scores += score.value
+                counts[score.status] += 1
+            advance(len(batch))
+    return ScoreSummary(total, sum_of_scores / total if total else 0.0, counts, time.monotonic() - started)
+
+
+def read_rows(path: Path) -> Iterator[_Row]:
+    """Rows of the file, streamed; blank lines are skipped."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _row(path, number, line)
+
+
+def _row(path: Path, number: int, line: bytes) -> _Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:  # bad UTF-8 or bad JSON
+        raise DataError(f"{path}:{number}: not a JSON object ({error})") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}")
+    answer, response = (_text(path, number, row, column) for column in ("answer", "response"))
+    return _Row(number, answer, response, {key: row[key] for key in _COPIED if key in row})
+
+
+def _text(path: Path, number: int, row: dict[str, Any], column: str) -> str:
+    if column not in row:
+        found = ", ".join(map(str, row)) or "none"
+        raise DataError(f"{path}:{number}: column {column!r} is missing (found: {found})")
+    value = row[column]
+    if not isinstance(value, str):
+        raise DataError(
+            f"{path}:{number}: column {column!r} must be a string, found {type(value).__name__} {str(value)[:80]}; "
+            "put it in quotes"
+        )
+    if column == "answer" and not value.strip():
+        raise DataError(f"{path}:{number}: column 'answer' is empty")
+    return value
+
+
+@contextmanager
+def complete_or_nothing(path: Path) -> Iterator[TextIO]:
+    """A text file that takes its name only when everything in it is on disk."""
+    if not path.parent.is_dir():
+        raise DataError(f"{path}: the folder {path.parent} does not exist")
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder; name a file to write")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _progress(total: int | None) -> Iterator[Advance]:
+    """A bar on a terminal's stderr, a plain line now and then when stderr is a file or a pipe."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
+
+    console = Console(stderr=True)
+    if total is None:
+        yield lambda count: None
+    elif not console.is_terminal:
+        yield _line_printer(console.file, total)
+    else:
+        with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar:
+            task = bar.add_task("verify", total=total)
+            yield lambda count: bar.update(task, advance=count)
+
+
+def _line_printer(out: Any, total: int) -> Advance:
+    started = time.monotonic()
+    done = 0
+    shown = 0
+
+    def advance(count: int) -> None:
+        nonlocal done, shown
+        done += count
+        if done * _LINES_WHEN_PIPED // total > shown or done == total:
+            shown = done * _LINES_WHEN_PIPED // total
+            speed = done / max(time.monotonic() - started, 1e-9)
+            print(f"verified {done}/{total} rows ({100 * done // total}%), {speed:.0f}/s", file=out, flush=True)
+
+    return advance

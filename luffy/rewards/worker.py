@@ -1,0 +1,135 @@
+"""What runs inside a worker process: load one function, then answer one item after another.
+
+The parent kills this process when an item takes too long, so nothing here needs to be interruptible.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from luffy.errors import UserError
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How to build the function: ``function_path`` itself, or, with ``factory_args``, what it returns."""
+
+    function_path: str
+    factory_args: tuple[Any, ...] | None
+    preload: tuple[str, ...]
+    memory_bytes: int
+
+
+def main(connection_fd: int, lifeline_fd: int) -> None:
+    """Entry of the process. ``lifeline_fd`` is a pipe whose other end only the parent holds."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a blocked SIGALRM would be inherited and disarm soft limits
+    die_with_parent(lifeline_fd)
+    # A function that prints must not write into a command's standard output.
+    sys.stdout = sys.stderr
+    with Connection(connection_fd) as connection:
+        try:
+            setup: Setup = connection.recv()
+            function = _load(setup)
+        except Exception as error:
+            connection.send(("failed", isinstance(error, UserError), describe(error)))
+            return
+        limit_memory(setup.memory_bytes)
+        connection.send(("ready", None, ""))
+        _serve(connection, function)
+
+
+def die_with_parent(lifeline_fd: int) -> None:
+    """Ask the kernel for SIGIO, which ends this process, when the parent's end of the pipe closes.
+
+    Unlike a watching thread it also ends a worker that holds the interpreter lock in a long
+    big-integer operation; unlike a parent-death signal it does not depend on the spawning thread.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
+    try:
+        os.read(lifeline_fd, 1)
+    except BlockingIOError:
+        return
+    os._exit(0)  # the parent was gone before the kernel was asked
+
+
+def limit_memory(memory_bytes: int) -> None:
+    """Cap the address space at what the imports took plus ``memory_bytes``; no core files either."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    limit = _address_space() + memory_bytes
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def describe(error: BaseException) -> str:
+    """One line. Some exceptions (a truncated expression, a huge number) cannot even be printed."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception as again:
+        text = f"(unprintable: {type(again).__name__})"
+    if isinstance(error, UserError):
+        return text
+    return f"{type(error).__name__}: {text}"[:500]
+
+
+def resolve(path: str) -> Callable[..., Any]:
+    """The function that ``module:function`` names."""
+    module_name, _, function_name = path.partition(":")
+    if not module_name or not function_name:
+        raise UserError(f"{path!r} is no import path; write it as module:function")
+    try:
+        module = import_module(module_name)
+    except Exception as error:
+        raise UserError(f"cannot import {module_name!r} for {path!r}: {describe(error)}") from error
+    function = getattr(module, function_name, None)
+    if function is None:
+        raise UserError(f"module {module_name!r} ({getattr(module, '__file__', '?')}) has no {function_name!r}")
+    if not callable(function):
+        raise UserError(f"{path!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _load(setup: Setup) -> Callable[..., Any]:
+    for name in setup.preload:
+        import_module(name)
+    function = resolve(setup.function_path)
+    if setup.factory_args is None:
+        return function
+    return function(*setup.factory_args)  # type: ignore[no-any-return]
+
+
+def _serve(connection: Connection, function: Callable[..., Any]) -> None:
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        try:
+            connection.send(("ok", function(*pickle.loads(message)), ""))
+        except MemoryError:
+            # Whatever was half-built stays in the heap, so this process is not fit for another item.
+            connection.send(("crashed", None, "out of memory"))
+            return
+        except Exception as error:
+            connection.send(("error", None, describe(error)))
+
+
+def _address_space() -> int:
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return 0
+    return int(statm.read_text().split()[0]) * resource.getpagesize()

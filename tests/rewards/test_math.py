@@ -1,0 +1,126 @@
+"""Values of the math reward, and the batch of hostile inputs that must not disturb the honest ones."""
+
+import time
+
+import pytest
+from adversarial_inputs import RESPONSES
+
+from luffy.rewards import build_verifier
+from luffy.rewards.math import as_boxed, normalise, same_text, undress
+from luffy.types import Problem
+
+pytest.importorskip("math_verify", reason="the math reward needs Math-Verify")
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with build_verifier("math", workers=2, timeout_s=8.0) as verifier:
+        yield verifier
+
+
+def score_all(verifier, pairs):
+    return verifier.score([(Problem(id=str(i), prompt="", answer=gold), text) for i, (gold, text) in enumerate(pairs)])
+
+
+RIGHT = [
+    ("5", r"\boxed{5}"),
+    (r"\frac{1}{2}", r"\boxed{0.5}"),
+    (r"\frac{1}{2}", r"\boxed{\dfrac12}"),
+    ("1/2", r"\boxed{\frac{2}{4}}"),
+    (r"50\%", r"\boxed{0.5}"),
+    ("50%", r"\boxed{50\%}"),
+    ("(1,2)", r"\boxed{(1, 2)}"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3,\pi/2)}"),
+    ("x=3", r"\boxed{3}"),
+    ("3", r"\boxed{x = 3}"),
+    ("A", r"\boxed{A}"),
+    ("A", r"\boxed{\text{A}}"),
+    ("$5$", r"\boxed{5}"),
+    (r"\boxed{5}", r"$\boxed{5.0}$"),
+    ("1,234", r"\boxed{1234}"),
+    ("1e3", r"\boxed{1000}"),
+    ("2.5e-3", r"\boxed{0.0025}"),
+    ("007", r"\boxed{7}"),
+    ("x^2+2x+1", r"\boxed{(x+1)^2}"),
+    (r"\{1,2\}", r"\boxed{\{2, 1\}}"),
+    ("1,2", r"$x = \boxed{1}$ or $x = \boxed{2}$"),
+    (r"10^\circ", r"\boxed{10}"),
+    (r"\text{Evelyn}", r"\boxed{Evelyn}"),
+    ("Evelyn", r"\boxed{\text{evelyn}}"),
+    (r"6\frac{1}{2}", r"\boxed{6.5}"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{bmatrix}1\\2\end{bmatrix}}"),
+    ("12", "The final answer is $12$."),
+    ("12", "So the answer is 12"),
+    ("5", "x" * 10_000 + r" \boxed{5}"),
+    ("5", r"first \boxed{4}, but after checking: \boxed{5}"),
+]
+
+WRONG = [
+    ("1", r"\boxed{2}"),
+    ("5", r"\boxed{5} is tempting, but no: \boxed{6}"),
+    ("2", r"\boxed{1} or \boxed{2}"),
+    ("0.5", r"\boxed{0.05}"),
+    ("Evelyn", r"\boxed{nylevE}"),
+    ("(1,2)", r"\boxed{(2,1)}"),
+    ("x^2", r"\boxed{x^3}"),
+    ("12", r"\boxed{1 2}"),
+]
+
+SILENT = [("5", "nothing here"), ("5", ""), ("5", r"\boxed{}"), ("5", r"\boxed{5}" + " pad" * 2000)]
+
+
+def test_values(verifier):
+    scores = score_all(verifier, RIGHT)
+    assert [pair for pair, score in zip(RIGHT, scores, strict=True) if (score.value, score.status) != (1.0, "ok")] == []
+    scores = score_all(verifier, WRONG)
+    assert [pair for pair, score in zip(WRONG, scores, strict=True) if (score.value, score.status) != (0.0, "ok")] == []
+    scores = score_all(verifier, SILENT)
+    assert [(score.value, score.status) for score in scores] == [(0.0, "no_answer")] * len(SILENT)
+
+
+def test_an_empty_gold_is_an_error_and_never_right(verifier, caplog):
+    [score] = score_all(verifier, [("", r"\boxed{}")])
+    assert (score.value, score.status) == (0.0, "error")
+    assert "finds no answer in the gold ''" in caplog.text
+
+
+def check_hostile(verifier, hostile, seconds):
+    """Each hostile response between two honest ones: one needs no parser, one needs sympy."""
+    pairs = []
+    for number, response in enumerate(hostile):
+        equal = rf"\boxed{{\frac{{{2 * number}}}{{14}}}}"
+        pairs += [("-31337.5", response), (str(number), rf"so \boxed{{{number}}}"), (f"{number}/7", equal)]
+    started = time.monotonic()
+    scores = score_all(verifier, pairs)
+    assert time.monotonic() - started < seconds
+    assert {score.value for score in scores[0::3]} == {0.0}
+    assert "timeout" in {score.status for score in scores[0::3]}
+    assert {(score.value, score.status) for score in scores[1::3] + scores[2::3]} == {(1.0, "ok")}
+
+
+def test_a_sample_of_hostile_inputs(verifier):
+    check_hostile(verifier, RESPONSES[::4], seconds=60)
+
+
+@pytest.mark.slow
+def test_all_hostile_inputs(verifier):
+    assert len(RESPONSES) >= 44
+    check_hostile(verifier, RESPONSES, seconds=120)
+
+
+def test_text_shortcut_is_exact():
+    assert same_text(r" \left( 3, \dfrac{\pi}{2} \right) ", r"(3,\frac{\pi}{2})")
+    assert same_text("$x$", "x")
+    assert not same_text("1 2", "12")
+    assert not same_text("", "")
+    assert not same_text(r"\leftarrow", "arrow")
+    assert normalise(r"3\, \text{a b}.") == r"3\text{a b}"
+
+
+def test_rewriting_for_the_parser():
+    assert undress("$$x$$") == "x"
+    assert undress(r"\(x\)") == "x"
+    assert undress("$x$ or $y$") == "$x$ or $y$"
+    assert as_boxed("-1.5e+3") == r"\boxed{-1.5 \cdot 10^{3}}"
+    assert as_boxed("odd") == r"\boxed{odd}"
+    assert as_boxed("even") == r"\boxed{\text{even}}"

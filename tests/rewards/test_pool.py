@@ -1,0 +1,274 @@
+"""The pool must lose exactly the item that misbehaves, keep its size, and leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from luffy.errors import UserError
+from luffy.rewards.pool import WorkerPool
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parent.parent
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with WorkerPool("reward_functions:misbehave", workers=2, timeout_s=1.5, memory_bytes=512 << 20) as pool:
+        pool.wait_ready()
+        yield pool
+
+
+def test_results_come_back_in_the_order_of_the_items(pool):
+    outcomes = pool.map(("echo", number) for number in range(500))
+    assert [outcome.value for outcome in outcomes] == list(range(500))
+    assert {outcome.status for outcome in outcomes} == {"ok"}
+
+
+def test_items_are_drawn_only_when_a_worker_is_free(pool):
+    drawn = 0
+    ahead = []
+
+    def items():
+        nonlocal drawn
+        for number in range(200):
+            drawn += 1
+            yield ("echo", number)
+
+    pool.map(items(), on_result=lambda done, outcome: ahead.append(drawn - done))
+    assert max(ahead) <= 3  # one per worker and one in hand
+
+
+def test_every_kind_of_failure_costs_exactly_its_own_item(pool):
+    failures = {
+        "hang": ("timeout", "killed after 1.5 s"),
+        "hold_the_lock": ("timeout", "killed after 1.5 s"),
+        "bomb": ("crashed", "out of memory"),
+        "kill": ("crashed", "worker died with SIGKILL"),
+        "exit": ("crashed", "worker died with exit code 3"),
+        "raise": ("error", "EOFError: nothing left to read"),
+        "unpicklable": ("error", None),
+    }
+    items = []
+    for name in failures:
+        items += [(name, 8 << 30), ("echo", name)]
+    started = time.monotonic()
+    outcomes = pool.map(items)
+    assert time.monotonic() - started < 25
+    for (name, (status, message)), failed, healthy in zip(failures.items(), outcomes[::2], outcomes[1::2], strict=True):
+        assert failed.status == status, name
+        assert message is None or failed.message == message
+        assert (healthy.status, healthy.value) == ("ok", name)
+    assert len(set(pool.pids)) == 2
+
+
+def test_the_last_timeout_does_not_wait_for_the_new_worker(pool):
+    pool.wait_ready()
+    old = pool.pids
+    started = time.monotonic()
+    assert [outcome.status for outcome in pool.map([("hang",), ("hang",)])] == ["timeout", "timeout"]
+    assert time.monotonic() - started < 2.0
+    assert not set(old) & set(pool.pids)
+
+
+def test_an_item_within_the_memory_limit_is_fine(pool):
+    assert pool.map([("bomb", 100 << 20)])[0].value == 100 << 20
+
+
+def test_kill_9_of_a_worker_in_mid_flight(tmp_path):
+    """The other worker's items, before and after the kill, are all answered."""
+    mark = tmp_path / "pid"
+    with WorkerPool("reward_functions:misbehave", workers=2, timeout_s=60) as pool:
+
+        def kill_the_sleeper():
+            assert wait_until(lambda: mark.exists() and mark.read_text())
+            os.kill(int(mark.read_text()), signal.SIGKILL)
+
+        killer = threading.Thread(target=kill_the_sleeper)
+        killer.start()
+        outcomes = pool.map([("echo", -1), ("sleep_marked", str(mark)), *[("echo", n) for n in range(50)]])
+        killer.join()
+        assert (outcomes[1].status, outcomes[1].message) == ("crashed", "worker died with SIGKILL")
+        assert [outcome.value for outcome in outcomes[2:]] == list(range(50))
+        assert len(pool.pids) == 2 and all(map(is_running, pool.pids))
+
+
+def test_a_worker_killed_between_items_costs_nothing(pool):
+    pool.wait_ready()
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: not any(map(is_running, pool.pids)))
+    assert [outcome.value for outcome in pool.map([("echo", 1), ("echo", 2), ("echo", 3)])] == [1, 2, 3]
+
+
+def test_a_stopped_worker_is_replaced(pool):
+    pool.wait_ready()
+    stopped = pool.pids
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    outcomes = pool.map([("echo", "x" * 4_000_000), ("echo", "small"), ("echo", 3)])
+    assert [outcome.status for outcome in outcomes] == ["crashed", "timeout", "ok"]
+    assert not set(stopped) & set(pool.pids)
+
+
+def test_items_that_cannot_be_pickled_are_errors(pool):
+    outcomes = pool.map([("echo", lambda: 0), ("echo", 2)])
+    assert [outcome.status for outcome in outcomes] == ["error", "ok"]
+
+
+def test_an_interrupted_map_leaves_no_late_reply(pool):
+    def interrupt(done, outcome):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.map([("echo", "old")] * 8, on_result=interrupt)
+    assert [outcome.value for outcome in pool.map([("echo", n) for n in range(4)])] == [0, 1, 2, 3]
+
+
+def test_called_from_threads(pool):
+    results = {}
+
+    def work(name):
+        results[name] = [outcome.value for outcome in pool.map([("echo", (name, n)) for n in range(50)])]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert results == {name: [(name, n) for n in range(50)] for name in "abc"}
+
+
+def test_printing_does_not_reach_our_standard_output(pool, capfd):
+    assert pool.map([("print", 7)])[0].value == 7
+    captured = capfd.readouterr()
+    assert captured.out == ""
+
+
+def test_a_timeout_also_ends_what_the_worker_started():
+    with WorkerPool("reward_functions:misbehave", workers=1, timeout_s=1.0) as pool:
+        grandchild = pool.map([("grandchild",)])[0].value
+        assert is_running(grandchild)
+        assert pool.map([("hang",)])[0].status == "timeout"
+        assert wait_until(lambda: not is_running(grandchild))
+
+
+def test_close_leaves_no_process_and_refuses_further_work():
+    pool = WorkerPool("reward_functions:square")
+    pids = pool.pids
+    assert [outcome.value for outcome in pool.map([(3,), (4,)])] == [9, 16]
+    pool.close()
+    pool.close()
+    assert not any(map(is_running, pids))
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.map([(1,)])
+
+
+def test_close_from_another_thread_ends_a_running_map():
+    pool = WorkerPool("reward_functions:misbehave", workers=1, timeout_s=60)
+    pool.wait_ready()
+    threading.Timer(0.3, pool.close).start()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.map([("hang",), ("hang",)])
+    assert time.monotonic() - started < 5
+
+
+def run_script(body, **options):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(HERE)])}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(body)], env=environment, text=True, stdout=subprocess.PIPE, **options
+    )
+
+
+@pytest.mark.parametrize("occupation", ["idle", "hang", "hold_the_lock"])
+def test_workers_end_when_the_parent_is_killed(occupation):
+    parent = run_script(f"""
+        import threading, time
+        from luffy.rewards.pool import WorkerPool
+        pool = WorkerPool("reward_functions:misbehave", timeout_s=60)
+        pool.wait_ready()
+        print(*pool.pids, flush=True)
+        if {occupation!r} == "idle":
+            time.sleep(1000)
+        pool.map([({occupation!r},)] * 2)
+    """)
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    time.sleep(0.5)
+    assert len(pids) == 2 and all(map(is_running, pids))
+    parent.kill()
+    parent.wait()
+    assert wait_until(lambda: not any(map(is_running, pids)), seconds=5)
+
+
+def test_script_without_guard_without_stdin_and_without_close():
+    """No ``__main__`` guard, standard streams closed, torch loaded, used off the main thread, never closed."""
+    script = run_script("""
+        import os, sys, threading
+        os.close(0)
+        import torch
+        from luffy.rewards.pool import WorkerPool
+        out = []
+        def work():
+            pool = WorkerPool("reward_functions:misbehave")
+            out.append(pool.map([("environment",), ("echo", 5)]))
+            out.append(pool.pids)
+        thread = threading.Thread(target=work)
+        thread.start(); thread.join()
+        print(out[0][0].value["stdin"], out[0][1].value, *out[1], flush=True)
+    """)
+    words = script.communicate(timeout=90)[0].split()
+    assert script.returncode == 0
+    assert words[:2] == ["/dev/null", "5"]
+    assert not any(is_running(int(pid)) for pid in words[2:])
+
+
+def test_a_forked_child_leaves_the_parents_workers_alone(pool):
+    pool.wait_ready()
+    child = os.fork()
+    if child == 0:
+        pool.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert all(map(is_running, pool.pids))
+    assert pool.map([("echo", 1)])[0].value == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:f", r"cannot import 'no_such_module' .*No module named 'no_such_module'"),
+        ("reward_functions:nothing", r"module 'reward_functions' \(.*\) has no 'nothing'"),
+        ("reward_functions:NOT_A_FUNCTION", "is a int, not a function"),
+        ("reward_functions", "write it as module:function"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_one_clear_error(path, message):
+    with WorkerPool(path, workers=1) as pool, pytest.raises(UserError, match=message):
+        pool.map([(1,)])
+
+
+@pytest.mark.parametrize("options", [{"workers": 0}, {"timeout_s": 0.0}, {"timeout_s": float("nan")}])
+def test_impossible_settings_are_refused(options):
+    with pytest.raises(UserError, match=next(iter(options))):
+        WorkerPool("reward_functions:square", **options)
