@@ -1,0 +1,279 @@
+"""One attention function for training, prefill and decoding, over tokens laid end to end.
+
+The model's own modules and weights run unchanged: `transformers` lets a model look its attention
+function up by name, and ours is registered as "luffy". Every forward pass takes a flat row of N
+tokens, and a *layout* (which tokens belong together, and where their keys and values live) travels
+to the attention layers as a keyword argument. So padding exists at most inside attention.
+
+No mask function is registered on purpose: `transformers` then builds no mask at all, which saves an
+[N, N] tensor and the search for packed sequences in every forward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from luffy.errors import UserError
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # older torch: the padded path serves
+    varlen_attn = None  # type: ignore[assignment]
+
+# Fewer key heads than query heads have always been fine with the kernel; newer torch wants to be told.
+_PARAMETERS = inspect.signature(varlen_attn).parameters if varlen_attn is not None else {}
+VARLEN_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _PARAMETERS else {}
+
+ATTENTION_NAME = "luffy"
+LAYOUT_KEY = "luffy_layout"
+SDPA_HINT = "call model.set_attn_implementation('sdpa') before running it outside luffy"
+
+# Terms some architectures add to attention. Leaving one out would give wrong numbers in silence.
+UNSUPPORTED_TERMS = ("softcap", "s_aux", "position_bias", "attention_bias", "head_mask")
+
+
+class KVStore(Protocol):
+    """Keys and values of slots. ``write`` puts token i at (slots[i], positions[i]); ``read`` gives
+    the first ``span`` positions of the first ``rows`` slots as [rows, KV heads, span, D], uncopied."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> None: ...
+
+    def read(self, layer: int, rows: int, span: int) -> tuple[Tensor, Tensor]: ...
+
+
+class Layout(Protocol):
+    """How a flat row of tokens attends. Tensors are [N, heads, D]; ``calls`` counts attention layers."""
+
+    calls: int
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor: ...
+
+
+class PackedLayout:
+    """Whole sequences end to end, each causal and blind to the others: training and prefill.
+
+    With a ``store`` the keys and values are kept as well, sequence i in slot ``slots[i]``.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        store: KVStore | None = None,
+        slots: Sequence[int] = (),
+    ) -> None:
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"a packed layout needs sequences of at least one token, got lengths {list(lengths)}")
+        assert store is None or len(slots) == len(lengths)
+        self.lengths = tuple(int(n) for n in lengths)
+        self.longest = max(self.lengths)
+        self.device = torch.device(device)
+        self.calls = 0
+        self._store = store
+        self._slots = tuple(slots)
+        self._bands: dict[int, Tensor] = {}
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """[N]: counts from 0 in every sequence."""
+        return torch.cat([torch.arange(n) for n in self.lengths]).to(self.device)
+
+    @cached_property
+    def last_tokens(self) -> Tensor:
+        """[S]: where each sequence ends in the flat row."""
+        return (torch.tensor(self.lengths).cumsum(0) - 1).to(self.device)
+
+    @cached_property
+    def _token_rows(self) -> Tensor:
+        """[N]: the number of the sequence a token belongs to."""
+        lengths = torch.tensor(self.lengths)
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(self.device)
+
+    @cached_property
+    def _token_slots(self) -> Tensor:
+        return torch.tensor(self._slots, device=self.device)[self._token_rows]
+
+    @cached_property
+    def _bounds(self) -> Tensor:
+        ends = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return ends.to(self.device)
+
+    @cached_property
+    def _to_padded(self) -> Tensor:
+        """[S * L]: the flat token at each padded place. Padding repeats the last token of its own
+        sequence: any finite value does, since causality hides what lies to the right."""
+        lengths = torch.tensor(self.lengths)
+        starts = lengths.cumsum(0) - lengths
+        within = torch.minimum(torch.arange(self.longest)[None, :], lengths[:, None] - 1)
+        return (starts[:, None] + within).flatten().to(self.device)
+
+    @cached_property
+    def _from_padded(self) -> Tensor:
+        """[N]: the padded place of each flat token."""
+        return self._token_rows * self.longest + self.position_ids
+
+    @property
+    def _is_rectangular(self) -> bool:
+        return min(self.lengths) == self.longest
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        if self._store is not None:
+            self._store.write(layer, key, value, self._token_slots, self.position_ids)
+        banded = window is not None and window < self.longest
+        if not banded and _varlen_serves(query):
+            return self._attend_varlen(query, key, value, scale)
+        return self._attend_padded(query, key, value, scale, window if banded else None)
+
+    def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        longest, bounds = self.longest, self._bounds
+        causal = (-1, 0)
+        out = varlen_attn(
+            query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=causal, **VARLEN_GQA
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        out = F.scaled_dot_product_attention(
+            self._pad(query),
+            self._pad(key),
+            self._pad(value),
+            attn_mask=None if window is None else self._band(window),
+            is_causal=window is None,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return self._unpad(out)
+
+    def _pad(self, flat: Tensor) -> Tensor:
+        """[N, H, D] -> [S, H, L, D]."""
+        tokens = flat if self._is_rectangular else flat.index_select(0, self._to_padded)
+        return tokens.reshape(len(self.lengths), self.longest, *flat.shape[1:]).transpose(1, 2)
+
+    def _unpad(self, padded: Tensor) -> Tensor:
+        """[S, H, L, D] -> [N, H, D]."""
+        tokens = padded.transpose(1, 2).flatten(0, 1)
+        return tokens if self._is_rectangular else tokens.index_select(0, self._from_padded)
+
+    def _band(self, window: int) -> Tensor:
+        """[L, L] bool: a token sees itself and the ``window - 1`` before it."""
+        if window not in self._bands:
+            at = torch.arange(self.longest, device=self.device)
+            distance = at[:, None] - at[None, :]
+            self._bands[window] = (distance >= 0) & (distance < window)
+        return self._bands[window]
+
+
+class DecodeLayout:
+    """One new token for each of the first B slots; token i stands at ``positions[i]`` of slot i.
+
+    ``span`` is how many cached positions are looked at: at least the longest sequence, new token
+    included. Query heads that share a key head become rows of one small matrix, so keys and values
+    are read in place and never repeated.
+    """
+
+    def __init__(self, store: KVStore, positions: Tensor, span: int) -> None:
+        self.calls = 0
+        self.span = span
+        self.positions = positions
+        self._store = store
+        self._slots = torch.arange(len(positions), device=positions.device)
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        rows, heads, dim = query.shape
+        self._store.write(layer, key, value, self._slots, self.positions)
+        keys, values = self._store.read(layer, rows, self.span)
+        grouped = query.reshape(rows, keys.shape[1], -1, dim)
+        mask = self._mask(window).expand(-1, -1, grouped.shape[2], -1)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        return out.reshape(rows, heads, dim)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """[B, 1, 1, span] bool: the cached positions each new token sees."""
+        if window not in self._masks:
+            distance = self.positions[:, None] - torch.arange(self.span, device=self.positions.device)
+            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            self._masks[window] = seen[:, None, None, :]
+        return self._masks[window]
+
+
+def _varlen_serves(query: Tensor) -> bool:
+    """The flash kernel behind ``varlen_attn`` takes half precision on CUDA and usual head sizes."""
+    return (
+        varlen_attn is not None
+        and query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+    )
+
+
+def luffy_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What the model's attention modules call: heads [1, H, N, D] in, [1, N, H, D] out."""
+    layout: Layout | None = kwargs.get(LAYOUT_KEY)
+    _check_call(module, layout, attention_mask, dropout, sliding_window, kwargs)
+    assert layout is not None
+    layout.calls += 1
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    out = layout.attend(_layer_index(module), q, k, v, scale, sliding_window)
+    return out.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, luffy_attention)
+
+
+def _layer_index(module: nn.Module) -> int:
+    index = getattr(module, "layer_idx", None)
+    if not isinstance(index, int):
+        raise UserError(f"{type(module).__name__} has no layer_idx, so its keys have no place: unsupported model")
+    return index
+
+
+def _check_call(
+    module: nn.Module,
+    layout: Layout | None,
+    attention_mask: Tensor | None,
+    dropout: float,
+    window: int | None,
+    kwargs: dict[str, Any],
+) -> None:
+    """Refuse what would be computed wrongly rather than not at all."""
+    name = type(module).__name__
+    if layout is None or attention_mask is not None:
+        raise UserError(f"{name} was called without a luffy layout; {SDPA_HINT}")
+    if dropout:
+        raise UserError(f"{name} asks for attention dropout {dropout}: set attention_dropout to 0 in the model config")
+    terms = [term for term in UNSUPPORTED_TERMS if kwargs.get(term) is not None]
+    if terms:
+        raise UserError(f"{name} uses {', '.join(terms)} in attention, which luffy does not support")
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UserError(f"{name} is not causal attention, which luffy does not support")
+    if window is None and _is_sliding_layer(module):
+        raise UserError(f"{name} is a sliding-window layer that does not pass its window on: unsupported model")
+
+
+def _is_sliding_layer(module: nn.Module) -> bool:
+    kinds: list[str] = getattr(getattr(module, "config", None), "layer_types", None) or []
+    return bool(kinds) and kinds[_layer_index(module)] == "sliding_attention"

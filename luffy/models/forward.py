@@ -1,0 +1,86 @@
+"""The forward pass the trainer and the engine share: flat tokens in, hidden states out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from luffy.errors import UserError
+from luffy.models.attention import ATTENTION_NAME, LAYOUT_KEY, Layout
+
+# Config fields that change logits after the head, with the value that leaves them alone.
+LOGIT_CHANGES: dict[str, float | None] = {
+    "final_logit_softcapping": None,
+    "logits_soft_cap": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+}
+# These recompute the rotary frequencies from the longest position at hand, so a sequence's numbers
+# would depend on its neighbours and cached keys would go stale.
+MOVING_ROPES = ("dynamic", "longrope")
+LAYER_KINDS = {"full_attention", "sliding_attention"}
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The `transformers` causal LM itself, also from inside a PEFT wrapper (adapters stay active)."""
+    wrapper: Any = model
+    if not hasattr(wrapper, "get_base_model"):
+        return model
+    if getattr(wrapper.active_peft_config, "is_prompt_learning", False):
+        raise UserError("PEFT prompt learning adds virtual tokens, which luffy does not support: use LoRA")
+    return wrapper.get_base_model()
+
+
+def use_luffy_attention(model: nn.Module) -> None:
+    """Point the model at our attention function, after checking that it is one we compute rightly."""
+    causal = causal_lm(model)
+    if causal.config._attn_implementation == ATTENTION_NAME:
+        return
+    check_supported(causal)
+    causal.set_attn_implementation(ATTENTION_NAME)
+    if causal.config._attn_implementation != ATTENTION_NAME:
+        raise UserError(f"{type(causal).__name__} does not let its attention be chosen, so luffy cannot run it")
+
+
+def check_supported(causal: Any) -> None:
+    """Errors for architectures whose attention or logits we would get wrong."""
+    name, config = type(causal).__name__, causal.config
+    for field, neutral in LOGIT_CHANGES.items():
+        value = getattr(config, field, neutral)
+        if value not in (neutral, None):
+            raise UserError(f"{name} changes its logits after the head ({field}={value}), which luffy does not support")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in MOVING_ROPES:
+        raise UserError(f"{name} uses rope_type '{rope['rope_type']}', whose frequencies depend on the batch")
+    strange = set(getattr(config, "layer_types", None) or ()) - LAYER_KINDS
+    if strange:
+        raise UserError(f"{name} has layers of kind {', '.join(sorted(strange))}; luffy supports only full and sliding")
+
+
+def forward_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+    """Hidden states [N, H] of N tokens, before the vocabulary head."""
+    use_luffy_attention(model)
+    causal = causal_lm(model)
+    backbone = getattr(causal, causal.base_model_prefix)
+    layout.calls = 0
+    extra = {LAYOUT_KEY: layout}
+    output = backbone(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **extra)
+    layers = causal.config.num_hidden_layers
+    if layout.calls != layers:
+        raise UserError(
+            f"{type(causal).__name__} called luffy's attention {layout.calls} times for {layers} layers:"
+            " it does not use the attention interface of transformers, so luffy cannot run it"
+        )
+    hidden: Tensor = output.last_hidden_state[0]
+    return hidden
+
+
+def head_weight_bias(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Weight [V, H] and bias of the vocabulary head."""
+    head = causal_lm(model).get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        kind = type(head).__module__ + "." + type(head).__name__
+        raise UserError(f"the vocabulary head is a {kind}, not a plain linear layer: leave lm_head out of the adapters")
+    return head.weight, head.bias

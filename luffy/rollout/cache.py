@@ -1,0 +1,54 @@
+"""Keys and values of the sequences being generated: one block, a fixed stretch of it per slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from luffy.errors import UserError
+
+
+class SlotCache:
+    """[2, layers, slots, KV heads, capacity, D], allocated when the first keys show their shape.
+
+    Live slots are kept at the front, so a decoding step reads ``[:rows, :, :span]`` as a view. A paged
+    cache would replace this class: attention knows only `write` and `read`.
+    """
+
+    def __init__(self, layers: int, slots: int, capacity: int) -> None:
+        self.slots = slots
+        self.capacity = capacity
+        self._layers = layers
+        self._block: Tensor | None = None
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> None:
+        block = self._block_for(keys, values)
+        block[0, layer][slots, :, positions] = keys
+        block[1, layer][slots, :, positions] = values
+
+    def read(self, layer: int, rows: int, span: int) -> tuple[Tensor, Tensor]:
+        assert self._block is not None
+        keys, values = self._block[:, layer, :rows, :, :span]
+        return keys, values
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Give other slots the first ``length`` positions of ``source``."""
+        assert self._block is not None
+        stretch = self._block[:, :, source, :, :length]
+        for target in targets:
+            if target != source:
+                self._block[:, :, target, :, :length] = stretch
+
+    def _block_for(self, keys: Tensor, values: Tensor) -> Tensor:
+        if keys.shape != values.shape:
+            raise UserError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ: unsupported attention")
+        _, heads, dim = keys.shape
+        if self._block is None:
+            # Zeros, not garbage: masked positions still enter products, and 0 * NaN is NaN.
+            shape = (2, self._layers, self.slots, heads, self.capacity, dim)
+            self._block = torch.zeros(shape, dtype=keys.dtype, device=keys.device)
+        if (heads, dim, keys.dtype) != (self._block.shape[3], self._block.shape[5], self._block.dtype):
+            raise UserError("attention layers differ in KV heads, head size or dtype: unsupported model")
+        return self._block

@@ -1,0 +1,47 @@
+"""What every engine promises, and the checks they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from luffy.errors import UserError
+from luffy.types import Completion, Request
+
+Progress = Callable[[int, int], None]
+
+
+class Engine(Protocol):
+    """Makes responses. ``generate`` answers in the order of the requests and reports (done, all)."""
+
+    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]: ...
+
+    def sync(self, version: int) -> None:
+        """The policy's weights are now those of ``version``: later completions must use them."""
+
+
+def check_request(request: Request, max_context: int, vocabulary: int) -> None:
+    """Refuse what no engine can do, naming the knob to turn."""
+    sampling, given = request.sampling, request.prompt_ids + request.prefix_ids
+    if not given:
+        raise UserError("a request has no prompt tokens: give at least one (e.g. the BOS token)")
+    if sampling.max_tokens < 1:
+        raise UserError(f"max_tokens is {sampling.max_tokens}: ask for at least 1 new token")
+    if not 0.0 <= sampling.temperature < float("inf"):
+        raise UserError(f"temperature is {sampling.temperature}: use 0 (greedy) or a positive number")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise UserError(f"top_p is {sampling.top_p}: use a number above 0 and at most 1 (1 is off)")
+    if sampling.top_k < 0:
+        raise UserError(f"top_k is {sampling.top_k}: use 0 (off) or a positive number")
+    if min(given) < 0 or max(given) >= vocabulary:
+        raise UserError(
+            f"token id {min(given) if min(given) < 0 else max(given)} lies outside the model's vocabulary"
+            f" of {vocabulary}: is this the model's own tokenizer?"
+        )
+    total = len(given) + sampling.max_tokens
+    if total > max_context:
+        raise UserError(
+            f"{len(request.prompt_ids)} prompt + {len(request.prefix_ids)} prefix + {sampling.max_tokens} new tokens"
+            f" = {total} exceed the context of {max_context}: lower max_tokens to"
+            f" {max(max_context - len(given), 0)} or shorten the prompt"
+        )

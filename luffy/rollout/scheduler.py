@@ -1,0 +1,151 @@
+"""Who sits in which slot: requests wait in groups of equal tokens and take slots as they come free."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from luffy.types import Completion, Finish, Request
+
+
+@dataclass(eq=False)
+class PromptGroup:
+    """Requests that continue the same tokens: one prefill serves them all."""
+
+    token_ids: tuple[int, ...]
+    waiting: deque[SequenceState] = field(default_factory=deque)
+    first_logits: Tensor | None = None  # [V], kept from the prefill until the last member has started
+
+
+@dataclass(eq=False)
+class SequenceState:
+    """One response in the making."""
+
+    index: int
+    request: Request
+    group: PromptGroup
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, those of the prompt included: where the next one will stand."""
+        return len(self.group.token_ids) + len(self.token_ids)
+
+    def append(self, token: int, log_prob: float) -> None:
+        self.token_ids.append(token)
+        self.log_probs.append(log_prob)
+        sampling = self.request.sampling
+        if token in sampling.eos_ids:
+            self.finish = "stop"
+        elif len(self.token_ids) >= sampling.max_tokens:
+            self.finish = "length"
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        ids = torch.tensor(self.token_ids, dtype=torch.long)
+        return Completion(ids, torch.tensor(self.log_probs, dtype=torch.float32), self.finish)
+
+
+@dataclass(frozen=True, eq=False)
+class Admission:
+    """Sequences to start in ``slots``. ``source`` is a slot that holds the group's prompt already;
+    None asks for a prefill."""
+
+    group: PromptGroup
+    sequences: tuple[SequenceState, ...]
+    slots: tuple[int, ...]
+    source: int | None
+
+
+@dataclass(frozen=True)
+class Move:
+    """A live sequence that changes its slot, with the number of cached positions it takes along."""
+
+    source: int
+    target: int
+    length: int
+
+
+class Scheduler:
+    """First come, first served, by group; live slots are always the first ones after `compact`.
+
+    A freed slot goes to the group at the head of the queue before anything moves. So while a group is
+    only partly started, some slot still holds its prompt, and no prompt is ever prefilled twice.
+    """
+
+    def __init__(self, requests: Sequence[Request], slots: int) -> None:
+        groups: dict[tuple[int, ...], PromptGroup] = {}
+        for index, request in enumerate(requests):
+            tokens = request.prompt_ids + request.prefix_ids
+            group = groups.setdefault(tokens, PromptGroup(tokens))
+            group.waiting.append(SequenceState(index, request, group))
+        self._queue = deque(groups.values())
+        self._seats: list[SequenceState | None] = [None] * slots
+        # Whose prompt a slot's cache begins with; outlives the sequence until the slot is reused.
+        self._prompts: list[PromptGroup | None] = [None] * slots
+
+    @property
+    def is_done(self) -> bool:
+        return not self._queue and not any(self._seats)
+
+    @property
+    def live(self) -> list[SequenceState]:
+        """Sequences by slot. Valid after `compact`."""
+        return [seat for seat in self._seats if seat is not None]
+
+    def admit(self, token_budget: int) -> list[Admission]:
+        """Fill the free slots as far as one prefill of about ``token_budget`` tokens goes."""
+        free = [slot for slot, seat in enumerate(self._seats) if seat is None]
+        admissions: list[Admission] = []
+        while free and self._queue:
+            group = self._queue[0]
+            source = self._holder(group)
+            if source is None:
+                if admissions and len(group.token_ids) > token_budget:
+                    break
+                token_budget -= len(group.token_ids)
+            admissions.append(self._seat(group, free, source))
+            if not group.waiting:
+                self._queue.popleft()
+        return admissions
+
+    def _holder(self, group: PromptGroup) -> int | None:
+        return next((slot for slot, held in enumerate(self._prompts) if held is group), None)
+
+    def _seat(self, group: PromptGroup, free: list[int], source: int | None) -> Admission:
+        """Seat as many of the group as there are free slots, those that hold its prompt first."""
+        free.sort(key=lambda slot: (self._prompts[slot] is not group, slot))
+        count = min(len(free), len(group.waiting))
+        slots = tuple(free[:count])
+        del free[:count]
+        sequences = tuple(group.waiting.popleft() for _ in slots)
+        for slot, sequence in zip(slots, sequences, strict=True):
+            self._seats[slot], self._prompts[slot] = sequence, group
+        return Admission(group, sequences, slots, source)
+
+    def release_finished(self) -> list[SequenceState]:
+        """Take finished sequences off their slots; what the slots hold stays until they are reused."""
+        done = [seat for seat in self._seats if seat is not None and seat.finish]
+        self._seats = [None if seat is not None and seat.finish else seat for seat in self._seats]
+        return done
+
+    def compact(self) -> list[Move]:
+        """Move the last live sequences into the gaps, so that the live ones are the first ones."""
+        moves = []
+        count = sum(seat is not None for seat in self._seats)
+        gaps = (slot for slot in range(count) if self._seats[slot] is None)
+        strays = (slot for slot in range(len(self._seats) - 1, count - 1, -1) if self._seats[slot] is not None)
+        for source, target in zip(strays, gaps, strict=True):
+            sequence = self._seats[source]
+            assert sequence is not None
+            # The newest token has not been through the model yet, so it has no keys to move.
+            moves.append(Move(source, target, sequence.length - 1))
+            self._seats[target], self._seats[source] = sequence, None
+            self._prompts[target], self._prompts[source] = self._prompts[source], None
+        return moves

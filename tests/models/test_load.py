@@ -1,0 +1,131 @@
+"""Loading: what is right loads, what is wrong is one line."""
+
+import json
+import os
+import types
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from luffy.errors import UserError
+from luffy.models import PackedLayout, eos_ids, forward_hidden, load_model, load_tokenizer
+from luffy.models.tiny import tiny_model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def refused(message: str, path, **kwargs) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_model(path, **kwargs)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_saved_model_comes_back_in_the_asked_dtype_ready_to_run(folder):
+    model = load_model(folder)
+    original = tiny_model("llama")
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), original.parameters(), strict=True))
+    half = load_model(folder, dtype="bfloat16")
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    layout = PackedLayout((3,))
+    assert forward_hidden(half, torch.tensor([4, 5, 6]), layout.position_ids, layout).shape == (3, 64)
+
+
+def test_saving_again_works_and_remembers_no_attention_name(folder, tmp_path):
+    load_model(folder).save_pretrained(tmp_path / "again")
+    assert "luffy" not in (tmp_path / "again" / "config.json").read_text()
+    load_model(tmp_path / "again")
+
+
+def test_a_missing_folder_a_file_and_a_folder_without_config(tmp_path):
+    refused("no such folder", tmp_path / "nowhere")
+    refused("no such folder", "./nowhere")
+    refused("no such file", tmp_path / "nowhere.gguf")
+    (tmp_path / "notes.txt").write_text("x")
+    refused("is a file", tmp_path / "notes.txt")
+    refused(r"no config\.json", tmp_path)
+
+
+def test_an_unknown_hub_id_is_one_line(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused("cannot load nobody/no-such-model", "nobody/no-such-model")
+
+
+def test_an_unknown_dtype(folder):
+    refused("dtype 'int4' is unknown: use float32 or bfloat16", folder, dtype="int4")
+
+
+def test_pickled_weights_are_refused(folder):
+    (folder / "model.safetensors").unlink()
+    refused(r"no \*\.safetensors weights", folder)
+    torch.save({"weight": torch.zeros(1)}, folder / "pytorch_model.bin")
+    refused(r"only pickled weights \(pytorch_model\.bin\)", folder)
+
+
+def test_missing_weights_are_not_filled_with_random_numbers(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    refused(r"1 weights are missing .* model\.layers\.1\.mlp\.up_proj\.weight", folder)
+
+
+def test_damaged_weights_and_configs_are_refused(folder):
+    (folder / "model.safetensors").write_bytes(b"not a tensor")
+    refused("cannot load", folder)
+    (folder / "config.json").write_text("{ not json")
+    refused("cannot load", folder)
+
+
+def test_remote_code_is_not_trusted_by_default(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "homemade", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text("raise SystemExit('remote code ran')")
+    refused("cannot load", folder)
+
+
+def test_two_ggufs_in_a_folder_are_ambiguous(tmp_path):
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    refused("holds 2 GGUF files: name the one", tmp_path)
+
+
+def test_a_broken_gguf_is_one_line(tmp_path):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF but not really")
+    refused("cannot load", tmp_path / "a.gguf")
+
+
+def test_a_folder_without_tokenizer(folder):
+    with pytest.raises(UserError, match=r"no tokenizer_config\.json"):
+        load_tokenizer(folder)
+
+
+def test_eos_ids_gathers_all_and_wants_at_least_one():
+    model = tiny_model("llama")
+    tokenizer = types.SimpleNamespace(eos_token_id=7)
+    assert eos_ids(model, tokenizer) == (2, 7)
+    model.generation_config.eos_token_id = [9, 7]
+    assert eos_ids(model, tokenizer) == (9, 7)
+    model.generation_config.eos_token_id = None
+    assert eos_ids(model, tokenizer) == (7,)
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        eos_ids(model, types.SimpleNamespace(eos_token_id=None))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("LUFFY_SMOLLM2" not in os.environ, reason="LUFFY_SMOLLM2 names no folder or .gguf of SmolLM2-135M")
+def test_smollm2_loads_saves_and_loads_again(tmp_path):
+    path = os.environ["LUFFY_SMOLLM2"]
+    model, tokenizer = load_model(path), load_tokenizer(path)
+    assert eos_ids(model, tokenizer) == (2,)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert "quantization_config" not in (tmp_path / "config.json").read_text()
+    again = load_model(tmp_path)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    text = "The answer is \\boxed{42}."
+    assert load_tokenizer(tmp_path)(text)["input_ids"] == tokenizer(text)["input_ids"]

@@ -1,0 +1,200 @@
+"""What any engine must do. To add one: a builder in ENGINES that takes a model and a number of slots."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from luffy.errors import UserError
+from luffy.models.tiny import ARCHITECTURES, tiny_model
+from luffy.rollout import Engine, NativeEngine
+from luffy.types import Completion, Request, Sampling
+
+Build = Callable[..., Engine]
+
+ENGINES: dict[str, Build] = {
+    "native": lambda model, slots=64: NativeEngine(model, max_slots=slots),
+    "native-invariant": lambda model, slots=64: NativeEngine(model, max_slots=slots, batch_invariant=True),
+}
+
+
+@pytest.fixture(params=ENGINES)
+def build(request) -> Build:
+    return ENGINES[request.param]
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def model(request):
+    return tiny_model(request.param)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return tuple(torch.randint(3, 200, (length,), generator=generator).tolist())
+
+
+def ask(ids: tuple[int, ...], max_tokens: int = 20, seed: int = 0, prefix: tuple[int, ...] = (), **knobs) -> Request:
+    return Request(ids, seed, Sampling(max_tokens, **knobs), prefix)
+
+
+def reference_greedy(model, request: Request) -> list[int]:
+    """`transformers` itself, with its own attention."""
+    model.set_attn_implementation("eager")
+    given = torch.tensor([request.prompt_ids + request.prefix_ids])
+    eos = list(request.sampling.eos_ids) or None
+    out = model.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        max_new_tokens=request.sampling.max_tokens,
+        do_sample=False,
+        eos_token_id=eos if eos else -1,
+        pad_token_id=0,
+    )
+    return out[0, given.shape[1] :].tolist()
+
+
+def reference_log_probs(model, request: Request, completion: Completion) -> torch.Tensor:
+    """A plain forward pass over the finished sequence."""
+    model.set_attn_implementation("eager")
+    given = request.prompt_ids + request.prefix_ids
+    ids = torch.tensor([[*given, *completion.token_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(given) - 1 : -1].float()
+    log_probs = torch.log_softmax(logits / (request.sampling.temperature or 1.0), -1)
+    return log_probs.gather(-1, completion.token_ids[:, None]).squeeze(-1)
+
+
+def test_greedy_equals_transformers_token_by_token(model, build):
+    requests = [ask(prompt(n), 24, temperature=0.0, eos_ids=(2, 3)) for n in (1, 5, 13, 30, 7)]
+    got = build(model, slots=3).generate(requests)
+    assert [c.token_ids.tolist() for c in got] == [reference_greedy(model, r) for r in requests]
+
+
+def test_log_probs_equal_a_plain_forward_pass(model, build):
+    knobs = [{}, {"temperature": 0.6}, {"temperature": 1.7, "top_p": 0.8}, {"top_k": 5}, {"temperature": 0.0}]
+    requests = [ask(prompt(4 + 5 * i), 25, seed=i, **k) for i, k in enumerate(knobs)]
+    for request, completion in zip(requests, build(model).generate(requests), strict=True):
+        expected = reference_log_probs(model, request, completion)
+        torch.testing.assert_close(completion.log_probs, expected, atol=2e-5, rtol=1e-4)
+        assert completion.log_probs.dtype == torch.float32 and completion.token_ids.dtype == torch.long
+
+
+def test_the_same_seed_gives_the_same_tokens_in_any_company(model, build):
+    mine = [ask(prompt(6), 20, seed=s, temperature=1.2, top_p=0.95) for s in range(4)]
+    others = [ask(prompt(3 + i, seed=1), 5 + 3 * i, seed=i, top_k=i) for i in range(9)]
+    alone = [build(model).generate([request])[0].token_ids.tolist() for request in mine]
+    assert len({tuple(ids) for ids in alone}) == 4
+    for slots in (1, 5, 32):
+        crowd = build(model, slots=slots).generate([*others[:5], *mine[:3], *others[5:], *mine[3:]])
+        assert [c.token_ids.tolist() for c in [*crowd[5:8], *crowd[12:]]] == alone
+
+
+def test_a_prefix_continues_exactly_where_it_was_cut(model, build):
+    whole = ask(prompt(9), 20, seed=3, temperature=1.1)
+    full = build(model).generate([whole])[0]
+    ids = full.token_ids.tolist()
+    cut = [ask(whole.prompt_ids, 20 - k, seed=3, temperature=1.1, prefix=tuple(ids[:k])) for k in (1, 7, 19)]
+    for k, rest in zip((1, 7, 19), build(model).generate(cut), strict=True):
+        assert rest.token_ids.tolist() == ids[k:]
+        torch.testing.assert_close(rest.log_probs, full.log_probs[k:], atol=2e-5, rtol=1e-4)
+
+
+def test_a_foreign_prefix_equals_continuing_prompt_plus_prefix(model, build):
+    given, prefix = prompt(8), prompt(11, seed=4)
+    split = ask(given, 15, temperature=0.0, prefix=prefix)
+    joined = ask(given + prefix, 15, temperature=0.0)
+    a, b = build(model).generate([split, joined])
+    assert a.token_ids.tolist() == b.token_ids.tolist() == reference_greedy(model, split)
+
+
+def test_it_stops_at_any_eos_keeps_it_and_otherwise_says_length(build):
+    model = tiny_model("llama")
+    free = build(model).generate([ask(prompt(5), 30, seed=1)])[0]
+    ids = free.token_ids.tolist()
+    assert free.finish == "length" and len(ids) == 30
+    first_seen = {token: ids.index(token) for token in ids}
+    early, late = ids[4], ids[15]
+    stopped = build(model).generate([ask(prompt(5), 30, seed=1, eos_ids=(late, early, 199))])[0]
+    end = min(first_seen[early], first_seen[late])
+    assert stopped.finish == "stop" and stopped.token_ids.tolist() == ids[: end + 1]
+    short = build(model).generate([ask(prompt(5), 1, seed=1), ask(prompt(5), 1, seed=1, eos_ids=(ids[0],))])
+    assert [(c.token_ids.tolist(), c.finish) for c in short] == [(ids[:1], "length"), (ids[:1], "stop")]
+
+
+def test_every_request_keeps_its_own_parameters_and_place(build):
+    model = tiny_model("qwen2")
+    requests = [
+        ask(prompt(5), 3, seed=0, temperature=0.0),
+        ask(prompt(5), 12, seed=0, top_k=1),
+        ask(prompt(5), 7, seed=0, temperature=5.0),
+        ask(prompt(5), 7, seed=1, temperature=5.0),
+        ask(prompt(5), 7, seed=0, top_p=1e-6),
+    ]
+    got = [c.token_ids.tolist() for c in build(model, slots=2).generate(requests)]
+    assert [len(ids) for ids in got] == [3, 12, 7, 7, 7]
+    assert got[0] == got[1][:3] == got[4][:3] and got[1][:7] == got[4]
+    assert got[2] != got[3] and got[2] != got[1][:7]
+
+
+def test_samples_follow_the_models_distribution(build):
+    """Two tokens deep, so the second is drawn from the cache."""
+    model = tiny_model("qwen3", vocab_size=12, eos_token_id=1)
+    given, count = (3, 4, 5), 4000
+    got = build(model).generate([ask(given, 2, seed=s, temperature=1.5) for s in range(count)])
+    pairs = torch.stack([c.token_ids for c in got])
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        first = torch.softmax(model(torch.tensor([given])).logits[0, -1] / 1.5, -1)
+        branches = torch.tensor([[*given, token] for token in range(12)])
+        second = torch.softmax(model(branches).logits[:, -1] / 1.5, -1)
+    expected = (first[:, None] * second).flatten().double() * count
+    counts = torch.bincount(pairs[:, 0] * 12 + pairs[:, 1], minlength=144).double()
+    rare = expected < 5
+    counts = torch.cat((counts[~rare], counts[rare].sum()[None]))
+    expected = torch.cat((expected[~rare], expected[rare].sum()[None]))
+    assert len(counts) > 15
+    assert chisquare(counts.numpy(), (expected / expected.sum() * count).numpy()).pvalue > 1e-3
+
+
+def test_new_weights_are_used_at_once(build):
+    model = tiny_model("llama")
+    engine = build(model)
+    request = ask(prompt(6), 10, temperature=0.0)
+    before = engine.generate([request])[0].token_ids.tolist()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.7)
+    engine.sync(1)
+    after = engine.generate([request])[0].token_ids.tolist()
+    assert after == reference_greedy(model, request) != before
+
+
+def test_progress_counts_to_the_end_and_nothing_asked_is_nothing_made(build):
+    engine, seen = build(tiny_model("llama")), []
+    engine.generate([ask(prompt(4), 1 + i, seed=i) for i in range(5)], lambda done, of: seen.append((done, of)))
+    assert seen == [(i, 5) for i in range(1, 6)]
+    assert engine.generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (ask((), 5), "no prompt tokens"),
+        (ask((1, 2), 0), "max_tokens is 0"),
+        (ask((1, 2), 5, temperature=-0.5), "temperature is -0.5"),
+        (ask((1, 2), 5, top_p=0.0), "top_p is 0.0"),
+        (ask((1, 2), 5, top_k=-1), "top_k is -1"),
+        (ask((1, 200), 5), "token id 200 lies outside the model's vocabulary of 200"),
+        (ask((1,) * 300, 200, prefix=(2,) * 50), "= 550 exceed the context of 512: lower max_tokens to 162"),
+    ],
+)
+def test_what_cannot_be_done_is_one_clear_line(build, request_, message):
+    with pytest.raises(UserError, match=message) as caught:
+        build(tiny_model("llama")).generate([ask((1, 2), 5), request_])
+    assert "\n" not in str(caught.value)
+
+
+def test_the_context_may_be_filled_to_the_last_token(build):
+    model = tiny_model("llama", max_position_embeddings=32)
+    assert len(build(model).generate([ask(prompt(20), 12)])[0].token_ids) == 12
