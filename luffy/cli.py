@@ -1,0 +1,194 @@
+"""The command line: ``luffy train | sft | generate | verify``.
+
+A user's mistake is one line on standard error and exit code 2, without a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from luffy._version import __version__
+from luffy.config import Config, load_config, to_yaml
+from luffy.errors import TrainingStopped, UserError
+from luffy.schema import describe
+
+
+def knob_reference() -> str:
+    """Every knob of a recipe, one line each, for ``--help``."""
+    lines = []
+    for doc in describe(Config):
+        default = (
+            "required" if doc.default == "" and doc.path in ("model.path", "data.train") else json.dumps(doc.default)
+        )
+        lines.append(f"  {doc.path} = {default}  [{doc.kind}]\n      {doc.help}")
+    return "\n".join(lines)
+
+
+class KnobHelp(typer.core.TyperCommand):
+    """A command whose --help ends with every knob that an override can set."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        formatter.write("\nKnobs (section.key=value), with their defaults:\n" + knob_reference() + "\n")
+
+
+app = typer.Typer(
+    name="luffy",
+    help="Reinforcement learning with verifiable rewards under off-policy guidance (LUFFY).",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Recipe = Annotated[str, typer.Argument(help="a recipe file, or the name of a built-in one such as tiny/luffy")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value ..., laid over the recipe")]
+Resume = Annotated[
+    str, typer.Option(help="auto: go on from the newest whole checkpoint; never; or a checkpoint folder")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="check all, build the first batch, print the plan, train nothing")
+]
+PrintConfig = Annotated[bool, typer.Option("--print-config", help="print the resolved config and exit")]
+ChangedData = Annotated[bool, typer.Option("--allow-changed-data", help="resume although the training data changed")]
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False) -> None:
+    if version:
+        typer.echo(f"luffy {__version__}")
+        raise typer.Exit
+
+
+@app.command(cls=KnobHelp)
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Resume = "auto",
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
+    allow_changed_data: ChangedData = False,
+) -> None:
+    """Train with reinforcement learning: on-policy samples, guided ones, or both."""
+    _train("rl", recipe, overrides, resume, dry_run, print_config, allow_changed_data)
+
+
+@app.command(cls=KnobHelp)
+def sft(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Resume = "auto",
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
+    allow_changed_data: ChangedData = False,
+) -> None:
+    """Supervised fine-tuning on the traces of the same recipe."""
+    _train("sft", recipe, overrides, resume, dry_run, print_config, allow_changed_data)
+
+
+def _train(
+    method: Any,
+    recipe: str,
+    overrides: list[str] | None,
+    resume: str,
+    dry_run: bool,
+    print_config: bool,
+    allow_changed_data: bool,
+) -> None:
+    cfg = load_config(recipe, overrides or ())
+    if print_config:
+        typer.echo(to_yaml(cfg), nl=False)
+        return
+    if dry_run:
+        from luffy.train.dry_run import dry_run as plan
+
+        for line in plan(cfg, method):
+            typer.echo(line)
+        return
+    from luffy.train.loop import Trainer
+
+    with Trainer(cfg, method, resume, allow_changed_data) as trainer:
+        model = trainer.train()
+    typer.echo(f"model      {model}")
+    typer.echo(f"metrics    {cfg.folder / 'metrics.jsonl'}")
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Hugging Face folder, hub id, or .gguf file")],
+    prompt: Annotated[str | None, typer.Argument(help="the prompt; without it, --file or standard input")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="read prompts from a file: one a line, or the data formats of train")
+    ] = None,
+    n: Annotated[int, typer.Option(min=1, help="samples per prompt")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="longest response")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.6,
+    top_p: Annotated[float, typer.Option(help="nucleus sampling; 1 is off")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 is off")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="the same seed gives the same responses")] = 0,
+    style: Annotated[
+        str, typer.Option(help="chat, paper, paper_simple or plain; auto: chat where the tokenizer has a template")
+    ] = "auto",
+    system_prompt: Annotated[str | None, typer.Option(help="system message (style chat)")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="one JSON line per response, with tokens and log-probs")
+    ] = False,
+) -> None:
+    """Sample from a model with the training engine."""
+    from luffy.generate import generate_texts, read_prompts
+
+    prompts = read_prompts(prompt, file, sys.stdin)
+    rows = generate_texts(
+        model, prompts, n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+        style=style, system_prompt=system_prompt, dtype=dtype, device=device,
+    )  # fmt: skip
+    for row in rows:
+        typer.echo(json.dumps(row, ensure_ascii=False) if as_json else row["response"])
+
+
+@app.command()
+def verify(
+    rows: Annotated[Path, typer.Argument(help='JSONL with "answer" and "response" in every line')],
+    reward: Annotated[str, typer.Option(help="math, numeric, gsm8k, choice, format, or module:function")] = "math",
+    out: Annotated[Path | None, typer.Option(help="where to write the scores; default: standard output")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="verifier processes")] = 2,
+    timeout_s: Annotated[float, typer.Option(help="seconds after which a verification is killed and scores 0")] = 8.0,
+) -> None:
+    """Score responses from the shell: one JSON line per row, in order, with score and status."""
+    from luffy.rewards import build_verifier, score_file
+
+    with build_verifier(reward, workers=workers, timeout_s=timeout_s) as verifier:
+        summary = score_file(rows, Path("/dev/stdout") if out is None else out, verifier)
+    typer.echo(str(summary), err=True)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app()
+    except UserError as error:
+        _fail(str(error), 2)
+    except TrainingStopped as error:
+        _fail(str(error), 1)
+    except KeyboardInterrupt:
+        _fail("interrupted; run the same command again to go on from the last checkpoint", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"luffy: error: {message}", file=sys.stderr)
+    sys.exit(code)

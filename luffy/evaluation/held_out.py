@@ -1,0 +1,46 @@
+"""Accuracy on held-out problems with the run's own engine and verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from luffy.config import EvalConfig
+from luffy.guidance.plan import seed_of
+from luffy.metrics import Mean, Metric
+from luffy.rewards import Verifier
+from luffy.rollout.engine import Engine
+from luffy.types import Request, Sampling, Task
+
+
+def evaluate(
+    tasks: Sequence[Task],
+    engine: Engine,
+    verifier: Verifier,
+    tokenizer: Any,
+    cfg: EvalConfig,
+    *,
+    max_tokens: int,
+    eos_ids: tuple[int, ...],
+    seed: int,
+    success: float = 1.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Metric]:
+    """``val-core/accuracy`` is the mean over problems of the mean over ``n`` samples; seeds do not change
+    from one evaluation to the next."""
+    sampling = Sampling(cfg.max_tokens or max_tokens, cfg.temperature, cfg.top_p, 0, eos_ids)
+    requests = [
+        Request(task.prompt_ids, seed_of(f"eval:{seed}:{i}:{k}"), sampling)
+        for i, task in enumerate(tasks)
+        for k in range(cfg.n)
+    ]
+    completions = engine.generate(requests, progress)
+    texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+    problems = [task.problem for task in tasks for _ in range(cfg.n)]
+    scores = verifier.score(list(zip(problems, texts, strict=True)))
+    return {
+        "val-core/accuracy": Mean.of(s.value == success for s in scores),
+        "val-core/score": Mean.of(s.value for s in scores),
+        "val-core/response_length": Mean.of(c.token_ids.numel() for c in completions),
+        "val-core/truncated": Mean.of(c.finish == "length" for c in completions),
+    }

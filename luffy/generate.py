@@ -1,0 +1,78 @@
+"""Sampling from a model outside training, with the same engine, prompts and log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from luffy.data import Encoder, load_problems
+from luffy.errors import UserError
+from luffy.guidance.plan import seed_of
+from luffy.models.load import eos_ids, load_model, load_tokenizer
+from luffy.rollout.native import NativeEngine
+from luffy.train.setup import pick_device
+from luffy.types import Problem, Request, Sampling
+
+
+def read_prompts(prompt: str | None, file: Path | None, stdin: TextIO) -> list[Problem]:
+    """From the argument, a file (text: a prompt a line; JSONL or parquet: a dataset), or standard input."""
+    if prompt is not None and file is not None:
+        raise UserError("give a prompt or --file, not both")
+    if file is not None and file.suffix in (".jsonl", ".parquet"):
+        return list(load_problems(str(file), require_answer=False))
+    if file is not None and not file.is_file():
+        raise UserError(f"--file {file}: no such file")
+    if prompt is not None:
+        texts = [prompt]
+    elif file is not None:
+        texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    else:
+        texts = [stdin.read().strip()]
+    if not any(texts):
+        raise UserError("no prompt: give one as an argument, with --file, or on standard input")
+    return [Problem(id=str(i), prompt=text, answer="") for i, text in enumerate(texts)]
+
+
+def generate_texts(
+    path: str,
+    problems: Sequence[Problem],
+    *,
+    n: int,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int,
+    style: str,
+    system_prompt: str | None,
+    dtype: str,
+    device: str,
+) -> Iterator[dict[str, Any]]:
+    """One row a response, prompts in order, the ``n`` samples of each together."""
+    tokenizer = load_tokenizer(path)
+    if style == "auto":
+        style = "chat" if tokenizer.chat_template else "plain"
+    model = load_model(path, cast(Any, dtype), pick_device(device))
+    context = model.config.max_position_embeddings
+    if max_tokens >= context:
+        raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt in the model's context of {context}")
+    encoder = Encoder(tokenizer, style, system_prompt, max_prompt_tokens=context - max_tokens)
+    sampling = Sampling(max_tokens, temperature, top_p, top_k, eos_ids(model, tokenizer))
+    requests, owners = [], []
+    for problem in problems:
+        task = encoder.encode(problem)
+        assert task is not None, "overlong prompts are errors here"
+        requests += [Request(task.prompt_ids, seed_of(f"{seed}:{problem.id}:{k}"), sampling) for k in range(n)]
+        owners += [problem] * n
+    completions = NativeEngine(model).generate(requests)
+    for k, (problem, completion) in enumerate(zip(owners, completions, strict=True)):
+        ids = completion.token_ids.tolist()
+        yield {
+            "id": problem.id,
+            "sample": k % n,
+            "response": tokenizer.decode(ids, skip_special_tokens=True),
+            "finish": completion.finish,
+            "token_ids": ids,
+            "log_probs": completion.log_probs.tolist(),
+        }

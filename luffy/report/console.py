@@ -1,0 +1,76 @@
+"""The terminal view of a run: a live line on a terminal, one plain line a step in a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+FIELDS = (
+    ("reward", "critic/rewards/mean", "{:.3f}"),
+    ("trace", "batch/off_solved", "{:.2f}"),
+    ("sft loss", "actor/sft_loss", "{:.3f}"),
+    ("entropy", "actor/entropy_loss", "{:.3f}"),
+    ("length", "response_length/mean", "{:.0f}"),
+    ("tok/s", "perf/throughput", "{:,.0f}"),
+)
+
+
+def summary_line(values: Mapping[str, float], eta_s: float) -> str:
+    """``reward 0.125  trace 1.00  entropy 0.482  length 61  tok/s 8,211  eta 3m12s``"""
+    hidden = {"sft loss"} if "critic/rewards/mean" in values else {"entropy"}
+    parts = [
+        f"{label} {form.format(values[key])}" for label, key, form in FIELDS if key in values and label not in hidden
+    ]
+    return "  ".join([*parts, f"eta {clock(eta_s)}"])
+
+
+def clock(seconds: float) -> str:
+    whole = max(round(seconds), 0)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
+
+
+class RunView:
+    """Shows steps as they end, and what the run is doing in between."""
+
+    def __init__(self, name: str, total: int, done: int, console: Console | None = None) -> None:
+        self.console = console or Console(stderr=True)
+        self.name, self.total, self.first = name, total, done
+        self.started = time.monotonic()
+        self._progress: Progress | None = None
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("[bold]{task.fields[name]}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+                TimeElapsedColumn(), TextColumn("{task.fields[figures]}"), TextColumn("[dim]{task.fields[phase]}"),
+            )  # fmt: skip
+            self._progress = Progress(*columns, console=self.console)
+            self._task = self._progress.add_task(
+                "", total=total, completed=done, name=name, figures="", phase="starting"
+            )
+            self._progress.start()
+
+    def phase(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, phase=text)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        spent = time.monotonic() - self.started
+        eta = spent / max(step - self.first, 1) * (self.total - step)
+        line = summary_line(values, eta)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, figures=line)
+        else:
+            self.say(f"{self.name}  step {step}/{self.total}  {line}")
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        self.console.print(f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()

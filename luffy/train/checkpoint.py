@@ -1,0 +1,178 @@
+"""Checkpoints that are complete or absent.
+
+    checkpoints/step-000050/
+        model/                  a Hugging Face folder: AutoModelForCausalLM loads it
+        adapter/                LoRA only: the adapters by themselves
+        optimizer.safetensors   moments, master weights, random state
+        state.json              step, sampler, counters, fingerprints
+        manifest.json           size and sha256 of every other file
+
+A checkpoint is written aside, every file is flushed to the disk, then the folder is renamed: its name
+is the proof that it is whole, its manifest that it still is. Nothing is overwritten, nothing is
+unpickled. Reading checks every hash before the first tensor is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from luffy.errors import UserError
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+class DamagedCheckpoint(UserError):
+    """A file of a checkpoint is missing or is not what was saved."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+
+    @property
+    def step(self) -> int:
+        match = _NAME.fullmatch(self.path.name)
+        return int(match[1]) if match else -1
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    def state(self) -> dict[str, Any]:
+        return dict(json.loads((self.path / "state.json").read_text(encoding="utf-8")))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return load_file(self.path / "optimizer.safetensors")
+
+    def verify(self) -> None:
+        """Every file of the manifest is there with its size and hash, and no other file is."""
+        manifest = _read_manifest(self.path)
+        present = {str(p.relative_to(self.path)) for p in self.path.rglob("*") if p.is_file()} - {MANIFEST}
+        for name in sorted(manifest.keys() | present):
+            if name not in present:
+                raise DamagedCheckpoint(f"checkpoint {self.path} lacks its file {name}")
+            if name not in manifest:
+                raise DamagedCheckpoint(f"checkpoint {self.path} holds {name}, which was not saved with it")
+            if file_entry(self.path / name) != manifest[name]:
+                raise DamagedCheckpoint(f"checkpoint {self.path}: {name} is not what was saved (its hash differs)")
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"checkpoint {path}: {MANIFEST} cannot be read ({error})") from None
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+class CheckpointStore:
+    """The checkpoints of one run: save, rotate, find the newest that is whole."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        """Complete checkpoints, newest first."""
+        if not self.folder.is_dir():
+            return
+        found = [Checkpoint(p) for p in self.folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
+        yield from sorted(found, key=lambda c: -c.step)
+
+    def save(
+        self, step: int, write_model: Callable[[Path], None], tensors: dict[str, Tensor], state: dict[str, Any]
+    ) -> Checkpoint:
+        target = self.folder / f"step-{step:06d}"
+        if target.exists():
+            raise UserError(
+                f"checkpoint {target} exists and checkpoints are never overwritten; give the run a new name"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        aside = self.folder / f".writing-{target.name}"
+        aside.mkdir()
+        write_model(aside)
+        save_file(tensors, aside / "optimizer.safetensors")
+        (aside / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        files = {str(p.relative_to(aside)): file_entry(p) for p in sorted(aside.rglob("*")) if p.is_file()}
+        (aside / MANIFEST).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
+        flush_tree(aside)
+        aside.rename(target)
+        flush_path(self.folder)
+        return Checkpoint(target)
+
+    def rotate(self, best_step: int | None) -> None:
+        """Keep the newest ``keep`` and the best; a folder leaves its name before it loses its files."""
+        for checkpoint in list(self)[self.keep :]:
+            if checkpoint.step != best_step:
+                doomed = checkpoint.path.with_name(f".deleting-{checkpoint.path.name}")
+                checkpoint.path.rename(doomed)
+                shutil.rmtree(doomed)
+
+    def newest_whole(self, warn: Callable[[str], None]) -> Checkpoint | None:
+        """The newest checkpoint that passes its manifest; a damaged one is named and set aside, so that
+        the resumed run can save under its name again."""
+        for checkpoint in self:
+            try:
+                checkpoint.verify()
+            except DamagedCheckpoint as error:
+                aside = checkpoint.path.with_name(f"damaged-{checkpoint.path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                checkpoint.path.rename(aside)
+                warn(f"{error}; kept as {aside.name}, trying the checkpoint before it")
+                continue
+            return checkpoint
+        return None
+
+    def _sweep(self) -> None:
+        """Remove what a killed run left half-written or half-deleted."""
+        for leftover in [*self.folder.glob(".writing-*"), *self.folder.glob(".deleting-*")]:
+            shutil.rmtree(leftover)
+
+
+def flush_tree(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_file():
+            path.chmod(0o644)  # transformers writes its weights 0600
+        flush_path(path)
+    flush_path(folder)
+
+
+def flush_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small file: the old text or the new one is there at any moment, never a part."""
+    aside = path.with_name(f".{path.name}.writing")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+    flush_path(path.parent)

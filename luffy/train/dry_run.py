@@ -1,0 +1,135 @@
+"""`--dry-run`: check everything, build the first batch, and say what a step will do and need."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from luffy.config import Config
+from luffy.data import ProblemSampler
+from luffy.errors import UserError
+from luffy.guidance import Planner
+from luffy.models.load import _gguf_file, load_model
+from luffy.rewards import build_verifier
+from luffy.train import setup
+from luffy.train.loop import Method, total_steps
+from luffy.train.optim import lr_at
+from luffy.train.sources import draw
+
+GIB = 2**30
+
+
+def dry_run(cfg: Config, method: Method) -> list[str]:
+    """Lines to print. Weights are not loaded: the model is built without memory to count its parameters."""
+    tokenizer = setup.load_policy_tokenizer(cfg.model)
+    encoder = setup.build_encoder(cfg, tokenizer)
+    tasks = setup.load_training_tasks(cfg, encoder, sft=method == "sft")
+    eval_tasks = setup.load_eval_tasks(cfg, encoder)
+    model_config, parameters = model_shape(cfg)
+    setup.check_context(cfg, model_config)
+    setup.pick_device(cfg.model.device)
+    if method == "rl" or eval_tasks:
+        build_verifier(cfg.reward.kind, cfg.reward.weights or None, 1, cfg.reward.timeout_s).close()
+    steps = total_steps(cfg, len(tasks))
+    sampler = ProblemSampler(len(tasks), cfg.seed)
+    rows, visits = draw(sampler, cfg.batch.problems)
+    batch = [tasks[i] for i in rows]
+    lines = [
+        f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed})",
+        f"model      {cfg.model.path}  {parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
+        f"data       {', '.join(f'{k} {v}' for k, v in tasks.report.items())}; held out {len(eval_tasks)}",
+        f"step       {plan_line(cfg, method, batch, visits, steps)}",
+        f"update     {update_line(cfg, steps)}",
+        f"memory     {memory_line(cfg, model_config, parameters, method)}",
+        "first prompt, as the model sees it:",
+        encoder.render(batch[0].problem),
+    ]
+    return lines
+
+
+def model_shape(cfg: Config) -> tuple[Any, int]:
+    if _gguf_file(cfg.model.path) is not None:
+        model = load_model(cfg.model.path, cfg.model.dtype, "cpu")
+        return model.config, sum(p.numel() for p in model.parameters())
+    try:
+        config = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"'model.path' {cfg.model.path}: {' '.join(str(error).split())[:300]}") from None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return config, sum(p.numel() for p in model.parameters())
+
+
+def plan_line(cfg: Config, method: Method, batch: list[Any], visits: list[int], steps: int) -> str:
+    if method == "sft":
+        tokens = sum(len(t.prompt_ids) + max(len(d.token_ids) for d in t.demonstrations) for t in batch)
+        return f"{len(batch)} traces, up to {tokens:,} tokens"
+    g = cfg.guidance
+    planner = Planner(cfg.rollout.n, g.n_prefix, cfg.sampling, cfg.schedule(steps), "random", cfg.seed)
+    plan = planner.plan(batch, 0, visits)
+    planned = [p for group in plan.groups for p in group]
+    whole = sum(p.request is None for p in planned)
+    partial = sum(p.request is not None and p.prefix > 0 for p in planned)
+    own = len(planned) - whole - partial
+    longest = sum(len(r.prompt_ids) + r.sampling.max_tokens for r in plan.requests)
+    return (
+        f"{len(batch)} problems x {cfg.rollout.n} samples: {own} on-policy, {partial} from a trace prefix, "
+        f"{whole} whole traces; at most {longest:,} tokens through the engine"
+    )
+
+
+def update_line(cfg: Config, steps: int) -> str:
+    updates = math.ceil(cfg.batch.problems / (cfg.batch.mini_batch or cfg.batch.problems))
+    a = cfg.algorithm
+    first, last = lr_at(0, steps, cfg.optim), lr_at(steps - 1, steps, cfg.optim)
+    return (
+        f"{updates} optimizer step(s), micro-batches of {cfg.batch.tokens:,} tokens, lr {first:.2e} -> {last:.2e}, "
+        f"{a.advantage}, {a.off_policy_reshape}, {a.loss_reduction}"
+    )
+
+
+def memory_line(cfg: Config, model_config: Any, parameters: int, method: Method) -> str:
+    parts = memory_estimate(cfg, model_config, parameters, method)
+    shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
+    # Rollout and update take turns: the cache is released before the update begins.
+    update = sum(size for name, size in parts.items() if name != "KV cache")
+    rollout = parts["weights"] + parts["optimizer"] + parts.get("reference", 0) + parts["KV cache"]
+    return f"about {max(update, rollout) / GIB:.2f} GiB at the peak ({shown} GiB)"
+
+
+def memory_estimate(cfg: Config, model_config: Any, parameters: int, method: Method) -> dict[str, float]:
+    """Bytes. Activations: what a decoder layer keeps for its backward pass, about 34 values of the hidden
+    width per token (one when checkpointed), and the head's chunk of logits."""
+    size = 2 if cfg.model.dtype == "bfloat16" else 4
+    c = model_config
+    trained = parameters if cfg.model.lora is None else lora_parameters(cfg, c)
+    master = 4 if size == 2 else 0
+    per_token = c.hidden_size * c.num_hidden_layers * size * (1 if cfg.model.gradient_checkpointing else 34)
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    slots = min(cfg.rollout.slots, cfg.batch.problems * cfg.rollout.n)
+    tokens = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
+    parts = {
+        "weights": parameters * size,
+        "optimizer": trained * (8 + master),
+        "gradients": trained * 4,
+        "activations": cfg.batch.tokens * per_token + 3 * 1024 * c.vocab_size * 4,
+        "KV cache": 0.0 if method == "sft" else 2 * c.num_hidden_layers * heads * width * tokens * slots * size,
+    }
+    if cfg.algorithm.kl_coef and cfg.model.lora is None and method == "rl":
+        parts["reference"] = parameters * size
+    return parts
+
+
+def lora_parameters(cfg: Config, c: Any) -> int:
+    """Adapters on every linear layer of a Llama-like block; fewer when target_modules names fewer."""
+    assert cfg.model.lora is not None
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    queries, keys = c.num_attention_heads * width, heads * width
+    pairs = 2 * (c.hidden_size + queries) + 2 * (c.hidden_size + keys) + 3 * (c.hidden_size + c.intermediate_size)
+    return int(cfg.model.lora.rank * pairs * c.num_hidden_layers)

@@ -1,0 +1,359 @@
+"""The training run: what `luffy train` and `luffy sft` share.
+
+A step reads like the pseudocode: samples from their source, credit attached; one optimizer step per
+mini-batch; log; evaluate; save. Whatever a step needs besides the weights (sampler, counters, random
+state) is in the checkpoint, so a killed run continues as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from luffy.config import Config, to_yaml
+from luffy.errors import TrainingStopped, UserError
+from luffy.evaluation.held_out import evaluate
+from luffy.metrics import Metric, Sum, merge_metrics
+from luffy.models.load import eos_ids, load_model
+from luffy.report.console import RunView
+from luffy.report.recorder import Recorder, sample_rows
+from luffy.report.timing import Stopwatch
+from luffy.rewards import Verifier, build_verifier
+from luffy.rollout.native import NativeEngine
+from luffy.train import setup
+from luffy.train.checkpoint import Checkpoint, CheckpointStore, write_atomically
+from luffy.train.optim import lr_at
+from luffy.train.policy import NonFiniteUpdate, Policy
+from luffy.train.sources import RolloutSource, Source, StepBatch, TraceSource
+from luffy.types import Sample
+
+Method = Literal["rl", "sft"]
+
+
+@dataclass
+class Progress:
+    """Counters that outlive a process: they travel in state.json."""
+
+    step: int = 0
+    bad_in_a_row: int = 0
+    bad_steps: int = 0
+    best_step: int | None = None
+    best_accuracy: float = -1.0
+
+
+class Trainer:
+    def __init__(
+        self, cfg: Config, method: Method = "rl", resume: str = "auto", allow_changed_data: bool = False
+    ) -> None:
+        if cfg.train.threads:
+            torch.set_num_threads(cfg.train.threads)
+        self.cfg, self.method = cfg, method
+        self.progress = Progress()
+        self.verifier: Verifier | None = None
+        self._lock = lock_folder(cfg.folder)
+        try:
+            self._build(resume, allow_changed_data)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, resume: str, allow_changed_data: bool) -> None:
+        cfg, method = self.cfg, self.method
+        self.store = CheckpointStore(cfg.folder / "checkpoints", cfg.train.keep)
+        self.notices: list[str] = []
+        self.tokenizer = setup.load_policy_tokenizer(cfg.model)
+        encoder = setup.build_encoder(cfg, self.tokenizer)
+        self.tasks = setup.load_training_tasks(cfg, encoder, sft=method == "sft")
+        self.eval_tasks = setup.load_eval_tasks(cfg, encoder)
+        self.total_steps = total_steps(cfg, len(self.tasks))
+        self.verifier = self._build_verifier()
+        checkpoint = find_checkpoint(cfg, self.store, resume, self.notices.append)
+        self.device = setup.pick_device(cfg.model.device)
+        torch.manual_seed(cfg.seed)
+        self.model: Any = self._load_weights(checkpoint)
+        setup.check_context(cfg, self.model.config)
+        self.eos = eos_ids(self.model, self.tokenizer)
+        self.policy = Policy(self.model, cfg)
+        self.engine = NativeEngine(self.model, max_slots=cfg.rollout.slots)
+        self.watch = Stopwatch()
+        self.source = self._build_source()
+        if checkpoint is not None:
+            self._restore(checkpoint, allow_changed_data)
+
+    def _load_weights(self, checkpoint: Checkpoint | None) -> nn.Module:
+        m = self.cfg.model
+        if checkpoint is None:
+            return setup.load_policy(m, self.device)
+        if m.lora is None:
+            return setup.load_policy(replace(m, path=str(checkpoint.model)), self.device)
+        model = setup.load_policy(m, self.device)
+        load_adapter(model, checkpoint.adapter)
+        return model
+
+    def _build_verifier(self) -> Verifier | None:
+        if self.method == "sft" and not self.eval_tasks:
+            return None
+        r = self.cfg.reward
+        return build_verifier(r.kind, r.weights or None, r.workers, r.timeout_s)
+
+    def _build_source(self) -> Source:
+        if self.method == "sft":
+            return TraceSource(self.cfg, self.tasks, self.watch)
+        assert self.verifier is not None
+        return RolloutSource(
+            self.cfg, self.tasks, self.engine, self.verifier, self.policy, self._load_reference(), self.eos,
+            self.total_steps, self.watch,
+        )  # fmt: skip
+
+    def _load_reference(self) -> nn.Module | None:
+        m = self.cfg.model
+        if self.cfg.algorithm.kl_coef == 0 or (m.lora is not None and m.reference is None):
+            return None
+        model: nn.Module = load_model(m.reference or m.path, m.dtype, self.device, m.trust_remote_code)
+        return model.requires_grad_(False).eval()
+
+    def train(self) -> Path:
+        """Run to the last step; returns the model folder of the newest checkpoint."""
+        if self.progress.step < self.total_steps:
+            write_atomically(self.cfg.folder / "config.yaml", to_yaml(self.cfg))
+            view = RunView(self.cfg.name, self.total_steps, self.progress.step)
+            self.watch.on_phase = view.phase
+            recorder = Recorder(self.cfg, self.progress.step or -1, view.warn)
+            try:
+                for notice in self.notices:
+                    view.warn(notice)
+                self._loop(view, recorder)
+            finally:
+                recorder.close()
+                view.close()
+        return self._newest().model
+
+    def _newest(self) -> Checkpoint:
+        return next(iter(self.store))
+
+    def _loop(self, view: RunView, recorder: Recorder) -> None:
+        if self.progress.step == 0 and self.cfg.eval.every and self.eval_tasks:
+            recorder.log(0, read(self._evaluate()))
+        while self.progress.step < self.total_steps:
+            started = time.perf_counter()
+            metrics = self._step(view, recorder)
+            step = self.progress.step
+            if self._is_due(step, self.cfg.eval.every) and self.eval_tasks:
+                metrics |= self._evaluate()
+            values = read(metrics) | self.watch.take() | self._throughput(metrics, started)
+            recorder.log(step, values)
+            view.step(step, values)
+            improved = self._note_best(step, values)
+            if improved or self._is_due(step, self.cfg.train.save_every):
+                with self.watch("save"):
+                    self._save(step)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step == self.total_steps or (every > 0 and step % every == 0)
+
+    def _step(self, view: RunView, recorder: Recorder) -> dict[str, Metric]:
+        """One rollout batch (or batch of traces) and its optimizer steps."""
+        index = self.progress.step
+        batch = self.source.next(index)
+        lr = lr_at(index, self.total_steps, self.cfg.optim)
+        parts: list[dict[str, Metric]] = [batch.metrics]
+        with self.watch("update"):
+            for mini in mini_batches(batch.samples, self.cfg.batch.mini_batch):
+                parts.append(self._update(mini, lr, batch, view))
+        self.progress.step = index + 1
+        self.engine.sync(self.progress.step)
+        if recorder.wants_samples(index + 1) and (batch.groups or batch.rejected):
+            shown = (batch.groups + batch.rejected)[: self.cfg.record.samples]
+            recorder.log_samples(index + 1, shown, batch.samples, self.tokenizer)
+        return merge_metrics(parts)
+
+    def _update(self, samples: list[Sample], lr: float, batch: StepBatch, view: RunView) -> dict[str, Metric]:
+        try:
+            metrics = self.policy.update(samples, lr)
+        except NonFiniteUpdate as error:
+            self._bad_step(error, batch, view)
+            return {"train/skipped_updates": Sum(1)}
+        self.progress.bad_in_a_row = 0
+        return metrics
+
+    def _bad_step(self, error: NonFiniteUpdate, batch: StepBatch, view: RunView) -> None:
+        """Count it, keep the step's samples, and stop when it happens too often in a row."""
+        step = self.progress.step + 1
+        self.progress.bad_in_a_row += 1
+        self.progress.bad_steps += 1
+        dump = self.cfg.folder / f"bad-step-{step:06d}.jsonl"
+        rows = sample_rows(step, batch.groups, batch.samples, self.tokenizer)
+        write_atomically(dump, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        view.warn(f"step {step}: update skipped, {error}; samples in {dump}")
+        if self.progress.bad_in_a_row >= self.cfg.train.max_bad_steps:
+            raise TrainingStopped(
+                f"stopped at step {step}: {self.progress.bad_in_a_row} updates in a row were not finite "
+                f"(last: {error}); look at {dump}, lower optim.lr, or resume from {self.store.folder}"
+            )
+
+    def _evaluate(self) -> dict[str, Metric]:
+        assert self.verifier is not None
+        with self.watch("eval"):
+            return evaluate(
+                self.eval_tasks, self.engine, self.verifier, self.tokenizer, self.cfg.eval,
+                max_tokens=self.cfg.rollout.max_tokens, eos_ids=self.eos, seed=self.cfg.seed,
+                success=self.cfg.reward.success,
+            )  # fmt: skip
+
+    def _throughput(self, metrics: dict[str, Metric], started: float) -> dict[str, float]:
+        seconds = time.perf_counter() - started
+        tokens = metrics["perf/update_tokens"].value if "perf/update_tokens" in metrics else 0.0
+        return {"perf/throughput": tokens / seconds, "timing_s/step": seconds}
+
+    def _note_best(self, step: int, values: dict[str, float]) -> bool:
+        accuracy = values.get("val-core/accuracy")
+        if accuracy is None or accuracy <= self.progress.best_accuracy:
+            return False
+        self.progress.best_accuracy, self.progress.best_step = accuracy, step
+        return True
+
+    def _save(self, step: int) -> None:
+        state = {
+            "progress": vars(self.progress),
+            "method": self.method,
+            "sampler": self.source.sampler.state_dict(),
+            "data_fingerprint": self.tasks.problems.fingerprint,
+            "usable": len(self.tasks),
+        }
+        tensors = {name: t.contiguous().cpu() for name, t in self.policy.optimizer.tensors()}
+        tensors |= {f"random/{name}": t for name, t in random_state().items()}
+        self.store.save(step, self._write_model, tensors, state)
+        if self.progress.best_step is not None:
+            best = {"step": self.progress.best_step, "accuracy": self.progress.best_accuracy}
+            write_atomically(self.cfg.folder / "best.json", json.dumps(best))
+        self.store.rotate(self.progress.best_step)
+
+    def _write_model(self, folder: Path) -> None:
+        model: Any = self.model
+        if self.cfg.model.lora is not None:
+            model.save_pretrained(folder / "adapter")
+            model = copy.deepcopy(model).merge_and_unload()  # a copy: merging in place would round the base
+        model.save_pretrained(folder / "model")
+        self.tokenizer.save_pretrained(folder / "model")
+
+    def _restore(self, checkpoint: Checkpoint, allow_changed_data: bool) -> None:
+        state = checkpoint.state()
+        if state["method"] != self.method:
+            raise UserError(f"checkpoint {checkpoint.path} is of `luffy {state['method']}`, this is {self.method}")
+        same = state["data_fingerprint"] == self.tasks.problems.fingerprint and state["usable"] == len(self.tasks)
+        if same:
+            self.source.sampler.load_state_dict(state["sampler"])
+        elif not allow_changed_data:
+            raise UserError(
+                f"the training data changed since {checkpoint.path} was saved; restore the old file, or pass "
+                f"--allow-changed-data to go on with a fresh order over the new one"
+            )
+        tensors = checkpoint.tensors()
+        restore_random_state({k.removeprefix("random/"): v for k, v in tensors.items() if k.startswith("random/")})
+        self.policy.optimizer.load_tensors(tensors)
+        self.progress = Progress(**state["progress"])
+        self.notices.append(f"resumed at step {self.progress.step} from {checkpoint.path}")
+
+    def close(self) -> None:
+        if self.verifier is not None:
+            self.verifier.close()
+        unlock_folder(self._lock, self.cfg.folder)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(metrics: dict[str, Metric]) -> dict[str, float]:
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def total_steps(cfg: Config, problems: int) -> int:
+    if cfg.train.steps is not None:
+        return cfg.train.steps
+    if cfg.train.epochs is None:
+        raise UserError("say how long to train: set train.steps or train.epochs")
+    return max(math.ceil(cfg.train.epochs * problems / cfg.batch.problems), 1)
+
+
+def mini_batches(groups: Sequence[Sequence[Sample]], size: int | None) -> Iterator[list[Sample]]:
+    """Samples of ``size`` problems at a time; an empty batch has no mini-batch."""
+    step = size or max(len(groups), 1)
+    for start in range(0, len(groups), step):
+        yield [sample for group in groups[start : start + step] for sample in group]
+
+
+def find_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Any) -> Checkpoint | None:
+    """What ``--resume auto|never|PATH`` means for this run folder."""
+    if resume == "never":
+        if (cfg.folder / "metrics.jsonl").exists():
+            raise UserError(f"{cfg.folder} already holds a run; resume it, or choose another name=")
+        return None
+    if resume == "auto":
+        return store.newest_whole(warn)
+    path = Path(resume)
+    if not (path / "manifest.json").is_file():
+        raise UserError(
+            f"--resume {resume}: not a checkpoint folder (no manifest.json); use auto, never or a step-* folder"
+        )
+    checkpoint = Checkpoint(path)
+    checkpoint.verify()
+    later = [c.path.name for c in store if c.step > checkpoint.step]
+    if later:
+        raise UserError(
+            f"--resume {resume}: {store.folder} already holds later checkpoints ({', '.join(later)}); "
+            f"choose another name= to branch off"
+        )
+    return checkpoint
+
+
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    from peft import set_peft_model_state_dict
+
+    result: Any = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    if result.unexpected_keys:
+        raise UserError(f"adapter {folder} does not fit model.lora: unexpected {result.unexpected_keys[:3]}")
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def restore_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def lock_folder(folder: Path) -> IO[str]:
+    """One training per run folder: the lock dies with its process, so a killed run leaves none behind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(f"another training is running in {folder}; wait for it or choose another name=") from None
+    return file
+
+
+def unlock_folder(lock: IO[str], folder: Path) -> None:
+    """Leave nothing behind where nothing else was written: a run refused for bad input made no folder."""
+    if [p.name for p in folder.iterdir()] == [".lock"]:
+        (folder / ".lock").unlink()
+        folder.rmdir()
+    lock.close()

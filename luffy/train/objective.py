@@ -1,0 +1,83 @@
+"""What one micro-batch adds to the loss, and what it tells about itself.
+
+    sum over RL tokens of  w * (policy loss + kl_coef * KL - entropy_coef * H)   +   sft_coef * sum of  v * -log p
+
+with w and v the weights of ``pack``: already divided by the mini-batch's denominators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from luffy.core.kl import kl_penalty
+from luffy.core.losses import LossTerms, PolicyLoss, policy_loss_terms
+from luffy.metrics import Max, Mean, OnDevice, Sum
+from luffy.types import MicroBatch
+
+Stats = dict[str, OnDevice]
+
+
+@dataclass(frozen=True)
+class Objective:
+    policy_loss: PolicyLoss
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    sft_coef: float = 1.0
+    recorded_teacher: bool = False
+
+    def __call__(
+        self, batch: MicroBatch, log_prob: Tensor, entropy: Tensor, off_ratio_mean: Tensor | None = None
+    ) -> tuple[Tensor, Stats]:
+        """log_prob, entropy: [R], of the response tokens under the current policy."""
+        in_rl = batch.rl_weights > 0
+        old = log_prob.detach() if batch.old_log_probs is None else batch.old_log_probs
+        terms = policy_loss_terms(
+            old,
+            log_prob,
+            batch.advantages,
+            in_rl,
+            batch.off_policy,
+            self.policy_loss,
+            target_probs=self.target_probs(batch),
+            off_ratio_mean=off_ratio_mean,
+        )
+        per_token = terms.loss - self.entropy_coef * entropy
+        stats = _stats(batch, terms, old, log_prob.detach(), entropy.detach(), in_rl)
+        if batch.ref_log_probs is not None:
+            kl = kl_penalty(log_prob, batch.ref_log_probs, self.kl_estimator)
+            per_token = per_token + self.kl_coef * kl
+            stats["actor/kl_loss"] = _over(kl, in_rl)
+        loss = (per_token * batch.rl_weights).sum() - self.sft_coef * (log_prob * batch.sft_weights).sum()
+        return loss, stats
+
+    def target_probs(self, batch: MicroBatch) -> Tensor | None:
+        return torch.exp(batch.behavior_log_probs) if self.recorded_teacher else None
+
+
+def _over(values: Tensor, mask: Tensor) -> OnDevice:
+    return OnDevice(Mean, (values.detach().float().masked_fill(~mask, 0.0).sum(), mask.sum()))
+
+
+def _stats(b: MicroBatch, t: LossTerms, old: Tensor, log_prob: Tensor, entropy: Tensor, in_rl: Tensor) -> Stats:
+    on, off = in_rl & ~b.off_policy, in_rl & b.off_policy
+    engine_gap = (old - b.behavior_log_probs).abs().masked_fill(~on, 0.0)
+    return {
+        "actor/pg_loss": OnDevice(Sum, ((t.loss.detach() * b.rl_weights).sum(),)),  # the weights hold the denominator
+        "actor/on_pg_loss": _over(t.on_loss, on),
+        "actor/off_pg_loss": _over(t.off_loss, off),
+        "actor/entropy_loss": _over(entropy, in_rl),
+        "actor/pg_clipfrac": _over(t.clipped, in_rl),
+        "actor/ppo_kl": _over(-t.log_ratio, in_rl),
+        "actor/off_policy_prob": _over(t.prob, off),
+        "actor/on_policy_prob": _over(t.old_prob, on),
+        "actor/off_ratio_mean": _over(t.off_ratio, off),
+        "actor/off_ratio_max_clip_frac": _over(t.off_max_clipped, off),
+        "actor/off_ratio_min_clip_frac": _over(t.off_min_clipped, off),
+        "actor/sft_loss": _over(-log_prob, b.sft_weights > 0),
+        "rollout/logprob_diff_mean": _over(engine_gap, on),
+        "rollout/logprob_diff_max": OnDevice(Max, (engine_gap.amax(),)),
+    }

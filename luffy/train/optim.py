@@ -1,0 +1,108 @@
+"""AdamW with float32 master weights where the model is bfloat16, and learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from luffy.config import OptimConfig
+
+
+def lr_at(step: int, total_steps: int, cfg: OptimConfig) -> float:
+    """The learning rate of training step ``step`` (from 0): linear warm-up, then the schedule."""
+    warmup = cfg.warmup if cfg.warmup >= 1 else cfg.warmup * total_steps
+    if step < warmup:
+        return cfg.lr * (step + 1) / math.ceil(warmup)
+    if cfg.schedule == "constant":
+        return cfg.lr
+    done = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
+    share = 1 - done if cfg.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * share)
+
+
+class Optimizer:
+    """AdamW over the model's trainable parameters.
+
+    A low-precision parameter gets a float32 master copy that holds its gradient and optimizer state;
+    gradients of micro-batches add up there in float32 as soon as each backward pass makes them.
+    """
+
+    def __init__(self, model: nn.Module, cfg: OptimConfig) -> None:
+        self.cfg = cfg
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.masters = {n: _master_of(p) for n, p in self.parameters.items()}
+        decay = [m for n, m in self.masters.items() if self.parameters[n].ndim >= 2]
+        plain = [m for n, m in self.masters.items() if self.parameters[n].ndim < 2]
+        groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        on_cuda = any(p.is_cuda for p in self.parameters.values())
+        self.adam = torch.optim.AdamW(
+            [g for g in groups if g["params"]],
+            lr=cfg.lr,
+            betas=(cfg.betas[0], cfg.betas[1]),
+            eps=cfg.eps,
+            fused=on_cuda,
+        )
+
+    def gradients(self) -> list[Tensor]:
+        return [m.grad for m in self.masters.values() if m.grad is not None]
+
+    def grad_norm(self) -> Tensor:
+        return torch.nn.utils.get_total_norm(self.gradients())
+
+    @torch.no_grad()
+    def step(self, lr: float, grad_norm: Tensor) -> None:
+        if self.cfg.grad_clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.masters.values(), self.cfg.grad_clip, grad_norm)
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                self.parameters[name].copy_(master)
+
+    def zero_grad(self) -> None:
+        for name, master in self.masters.items():
+            master.grad = None
+            self.parameters[name].grad = None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything a resumed run needs, by name: moments, step counts, master weights."""
+        for name, master in self.masters.items():
+            for key, value in self.adam.state.get(master, {}).items():
+                yield f"{name}/{key}", value.detach()
+            if master is not self.parameters[name]:
+                yield f"{name}/master", master.detach()
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        state = dict.fromkeys(self.masters.values())
+        for name, master in self.masters.items():
+            keys = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{k}" in tensors]
+            state[master] = {k: _like(tensors[f"{name}/{k}"], master, k) for k in keys} or None
+            if f"{name}/master" in tensors:
+                master.data.copy_(tensors[f"{name}/master"])
+                self.parameters[name].data.copy_(master.data)
+        self.adam.state.clear()
+        self.adam.state.update({m: s for m, s in state.items() if s is not None})
+
+
+def _master_of(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype == torch.float32:
+        return parameter
+    master = nn.Parameter(parameter.detach().float().clone())
+
+    def add_gradient(low: Tensor) -> None:
+        assert low.grad is not None
+        grad = low.grad.float()
+        master.grad = grad if master.grad is None else master.grad.add_(grad)
+        low.grad = None
+
+    parameter.register_post_accumulate_grad_hook(add_gradient)
+    return master
+
+
+def _like(tensor: Tensor, master: Tensor, key: str) -> Tensor:
+    """Adam keeps its step count on the CPU unless it is fused."""
+    return tensor.clone() if key == "step" and not master.is_cuda else tensor.to(master.device).clone()

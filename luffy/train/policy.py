@@ -1,0 +1,120 @@
+"""The policy: its model and optimizer, scoring of tokens, and the update of one mini-batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from luffy.config import Config
+from luffy.core.logprobs import selected_log_probs
+from luffy.core.losses import off_policy_ratio
+from luffy.core.masked import masked_mean
+from luffy.metrics import Mean, Metric, OnDevice, Sum, fetch
+from luffy.models.attention import PackedLayout
+from luffy.models.forward import forward_hidden, head_weight_bias
+from luffy.train.objective import Objective, Stats
+from luffy.train.optim import Optimizer
+from luffy.train.packing import cut, pack
+from luffy.types import MicroBatch, Sample
+
+
+class NonFiniteUpdate(ArithmeticError):
+    """The loss or the gradient of a mini-batch is NaN or infinite; the weights were not touched."""
+
+
+class Policy:
+    def __init__(self, model: nn.Module, cfg: Config) -> None:
+        self.model, self.cfg = model, cfg
+        self.device = next(model.parameters()).device
+        self.optimizer = Optimizer(model, cfg.optim)
+        a = cfg.algorithm
+        self.objective = Objective(
+            policy_loss=a.policy_loss(),
+            entropy_coef=a.entropy_coef,
+            kl_coef=a.kl_coef if a.kl_in == "loss" else 0.0,
+            kl_estimator=a.kl_estimator,
+            sft_coef=a.sft_coef,
+            recorded_teacher=a.teacher_probs == "recorded",
+        )
+
+    def log_probs(self, samples: Sequence[Sample], model: nn.Module | None = None) -> list[Tensor]:
+        """Log-probs of each sample's response tokens, on the CPU, without gradients."""
+        out: list[Tensor] = [torch.empty(0)] * len(samples)
+        for part in cut([len(s) for s in samples], self.cfg.batch.tokens):
+            (batch,) = self._pack([samples[i] for i in part], budget=sum(len(samples[i]) for i in part))
+            # pack sorts by length as cut did, so the order within the bin is kept
+            with torch.no_grad():
+                log_prob, _ = self._forward(batch.to(self.device), model)
+            for i, piece in zip(part, log_prob.cpu().split([samples[i].token_ids.numel() for i in part]), strict=True):
+                out[i] = piece
+        return out
+
+    def reference_log_probs(self, samples: Sequence[Sample], reference: nn.Module | None) -> list[Tensor]:
+        """Under the reference model; with LoRA and none given, under the policy without its adapters."""
+        if reference is not None:
+            return self.log_probs(samples, reference)
+        with self.model.disable_adapter():  # type: ignore[operator]
+            return self.log_probs(samples)
+
+    def update(self, samples: Sequence[Sample], lr: float) -> dict[str, Metric]:
+        """One optimizer step on a mini-batch, whatever the number of micro-batches it takes."""
+        batches = self._pack(samples, self.cfg.batch.tokens)
+        off_ratio_mean = self._off_ratio_mean(batches)
+        self.model.train()
+        parts = [self._accumulate(batch, off_ratio_mean) for batch in batches]
+        metrics = fetch(parts)
+        grad_norm = self.optimizer.grad_norm()
+        norm, loss = float(grad_norm), metrics["actor/loss"].value
+        if not (math.isfinite(norm) and math.isfinite(loss)):
+            self.optimizer.zero_grad()
+            raise NonFiniteUpdate(f"loss {loss}, gradient norm {norm}")
+        self.optimizer.step(lr, grad_norm)
+        self.optimizer.zero_grad()
+        # Sums over the micro-batches of this mini-batch; over mini-batches they average.
+        sums = {name: Mean(m.value) for name, m in metrics.items() if isinstance(m, Sum)}
+        return (
+            metrics
+            | sums
+            | {
+                "actor/grad_norm": Mean(norm),
+                "actor/lr": Mean(lr),
+                "perf/update_tokens": Sum(sum(b.input_ids.numel() for b in batches)),
+            }
+        )
+
+    def _pack(self, samples: Sequence[Sample], budget: int) -> list[MicroBatch]:
+        return pack(samples, budget, self.cfg.algorithm.loss_reduction, self.cfg.rollout.max_tokens)
+
+    def _accumulate(self, batch: MicroBatch, off_ratio_mean: Tensor | None) -> Stats:
+        batch = batch.to(self.device)
+        log_prob, entropy = self._forward(batch)
+        loss, stats = self.objective(batch, log_prob, entropy, off_ratio_mean)
+        loss.backward()
+        return {**stats, "actor/loss": OnDevice(Sum, (loss.detach(),))}
+
+    def _forward(self, batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+        model = self.model if model is None else model
+        layout = PackedLayout(batch.lengths, device=self.device)
+        hidden = forward_hidden(model, batch.input_ids, batch.position_ids, layout)
+        weight, bias = head_weight_bias(model)
+        return selected_log_probs(
+            hidden[batch.predict_from], weight, bias, batch.targets, temperature=self.cfg.rollout.temperature
+        )
+
+    def _off_ratio_mean(self, batches: Sequence[MicroBatch]) -> Tensor | None:
+        """``off_normalize`` divides by a mean over the whole mini-batch, so it is known beforehand."""
+        settings = self.objective.policy_loss
+        if not settings.off_normalize:
+            return None
+        ratios = []
+        for batch in (b.to(self.device) for b in batches):
+            with torch.no_grad():
+                log_prob, _ = self._forward(batch)
+            off = batch.off_policy & (batch.rl_weights > 0)
+            target = self.objective.target_probs(batch)
+            ratios.append(off_policy_ratio(log_prob, off, settings.off_shape, target)[off])
+        every = torch.cat(ratios)
+        return masked_mean(every, torch.ones_like(every, dtype=torch.bool))

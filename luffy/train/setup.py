@@ -1,0 +1,177 @@
+"""From a config to the parts of a run: device, data, model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from luffy.config import Config, ModelConfig
+from luffy.data import Encoder, ProblemDataset, load_problems
+from luffy.errors import ConfigError, DataError, UserError
+from luffy.models.load import load_model, load_tokenizer
+from luffy.types import Sampling, Task
+
+
+def pick_device(wanted: str) -> str:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("'model.device' is cuda but torch sees no GPU; set model.device=cpu or auto")
+    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def load_policy(cfg: ModelConfig, device: str) -> nn.Module:
+    """The model to train, with fresh adapters when LoRA is on."""
+    if not cfg.path:
+        raise ConfigError("'model.path' is empty; give a Hugging Face folder or hub id")
+    model: nn.Module = load_model(cfg.path, cfg.dtype, device, cfg.trust_remote_code)
+    if cfg.lora is not None:
+        model = add_adapters(model, cfg)
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    return model
+
+
+def add_adapters(model: nn.Module, cfg: ModelConfig) -> nn.Module:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("'model.lora' needs peft; install it with: pip install 'luffy-rl[peft]'") from None
+    assert cfg.lora is not None
+    lora = cfg.lora
+    targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=cast(int, lora.alpha),
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise ConfigError(f"'model.lora': {error}") from None
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:  # adapters learn in float32 whatever the base's dtype
+            parameter.data = parameter.data.float()
+    return adapted
+
+
+def load_policy_tokenizer(cfg: ModelConfig) -> Any:
+    if not (cfg.tokenizer or cfg.path):
+        raise ConfigError("'model.path' is empty; give a Hugging Face folder or hub id")
+    return load_tokenizer(cfg.tokenizer or cfg.path, cfg.trust_remote_code)
+
+
+def build_encoder(cfg: Config, tokenizer: Any) -> Encoder:
+    d = cfg.data
+    return Encoder(
+        tokenizer,
+        style=d.style,
+        system_prompt=d.system_prompt,
+        chat_template=d.chat_template,
+        max_prompt_tokens=d.max_prompt_tokens,
+        overlong_prompt=d.overlong_prompt,
+        max_response_tokens=cfg.rollout.max_tokens,
+        overlong_trace=d.overlong_trace,
+    )
+
+
+@dataclass
+class TaskSet:
+    """Problems of a dataset that can be used, encoded when asked for. ``report`` says what was left out."""
+
+    problems: ProblemDataset
+    encoder: Encoder
+    usable: list[int]
+    report: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.usable)
+
+    def __getitem__(self, index: int) -> Task:
+        task = self.encoder.encode(self.problems[self.usable[index]])
+        assert task is not None, "the task was usable when the run began"
+        return task
+
+
+def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
+    """Every problem is read and encoded once before the first step: what is wrong shows now."""
+    if not cfg.data.train:
+        raise ConfigError("'data.train' is empty; give a file, folder or hub id")
+    guided = sft or cfg.guidance.n_prefix > 0
+    problems = _load(cfg, cfg.data.train, cfg.data.split, limit=cfg.data.limit, require_answer=not sft)
+    usable, with_traces = [], 0
+    for index in range(len(problems)):
+        task = encoder.encode(problems[index])
+        if task is None or (sft and not task.demonstrations):
+            continue
+        usable.append(index)
+        with_traces += bool(task.demonstrations)
+        if guided and cfg.algorithm.teacher_probs == "recorded" and not sft:
+            _check_recorded(task)
+    if guided and with_traces == 0:
+        raise DataError(_no_trace_message(cfg, problems, encoder))
+    report = {"rows": len(problems), "usable": len(usable), "with_traces": with_traces}
+    report |= {"rows_skipped": sum(problems.skipped.values()), **encoder.counts}
+    if not usable:
+        raise DataError(f"no usable problem in {cfg.data.train}: {report}")
+    return TaskSet(problems, encoder, usable, report)
+
+
+def _no_trace_message(cfg: Config, problems: ProblemDataset, encoder: Encoder) -> str:
+    dropped = encoder.counts["traces_dropped"]
+    if dropped:
+        return (
+            f"all {dropped} traces of {cfg.data.train} are longer than rollout.max_tokens={cfg.rollout.max_tokens}; "
+            f"raise it or set data.overlong_trace=truncate"
+        )
+    return (
+        f"no problem of {cfg.data.train} (read as {', '.join(problems.schemas)}) has a trace; name the column with "
+        f"data.columns={{traces: ...}}, or set guidance.n_prefix=0 for plain on-policy training"
+    )
+
+
+def _check_recorded(task: Task) -> None:
+    if any(d.log_probs is None for d in task.demonstrations):
+        raise DataError(
+            f"algorithm.teacher_probs=recorded, but a trace of problem {task.problem.id!r} has no recorded "
+            f"log-probs; record them or set algorithm.teacher_probs=one"
+        )
+
+
+def load_eval_tasks(cfg: Config, encoder: Encoder) -> list[Task]:
+    if cfg.data.eval is None:
+        return []
+    problems = _load(cfg, cfg.data.eval, cfg.data.eval_split, limit=cfg.eval.limit, require_answer=True)
+    tasks = [encoder.encode(problem) for problem in problems]
+    return [replace(task, demonstrations=()) for task in tasks if task is not None]
+
+
+def _load(cfg: Config, path: Any, split: str, *, limit: int | None, require_answer: bool) -> ProblemDataset:
+    d = cfg.data
+    return load_problems(
+        list(path) if isinstance(path, tuple) else path,
+        split,
+        schema=d.format,
+        columns=d.columns or None,
+        bad_rows=d.bad_rows,
+        strip_calculator=d.strip_calculator,
+        limit=limit,
+        require_answer=require_answer,
+    )
+
+
+def with_eos(sampling: Sampling, eos: tuple[int, ...]) -> Sampling:
+    return replace(sampling, eos_ids=eos)
+
+
+def check_context(cfg: Config, model_config: Any) -> None:
+    longest = getattr(model_config, "max_position_embeddings", None)
+    needed = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
+    if longest is not None and needed > longest:
+        raise UserError(
+            f"data.max_prompt_tokens + rollout.max_tokens = {needed} exceeds the model's context of {longest}; "
+            f"lower one of them"
+        )

@@ -1,0 +1,73 @@
+"""A tiny model, a tiny task and a config for them: a run takes seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from luffy.config import Config, build
+
+LETTERS = "0123456789+=# \n"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {c: i + 3 for i, c in enumerate(LETTERS)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(LETTERS) + 3, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, eos_token_id=1, pad_token_id=0, bos_token_id=None,
+        initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One-digit sums; every third problem has no trace."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = []
+    for i in range(24):
+        a, b = i % 5, i // 5
+        traces = [] if i % 3 == 2 else [f"{a}+{b}={a + b}\n#### {a + b}"]
+        rows.append({"id": f"p{i}", "prompt": f"{a}+{b}", "answer": str(a + b), "traces": traces})
+    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return folder / "train.jsonl"
+
+
+@pytest.fixture
+def make_config(tiny_model: Path, sums: Path, tmp_path: Path):
+    """``make_config(optim={"lr": 0.1}, name="b")``: a small LUFFY run, sections merged."""
+
+    def make(**changes) -> Config:
+        values: dict = {
+            "out": str(tmp_path / "runs"),
+            "model": {"path": str(tiny_model), "device": "cpu"},
+            "data": {"train": str(sums), "style": "plain", "max_prompt_tokens": 16},
+            "reward": {"kind": "numeric", "workers": 1},
+            "rollout": {"n": 4, "max_tokens": 16, "slots": 16},
+            "optim": {"lr": 1e-3},
+            "batch": {"problems": 6, "tokens": 128},
+            "train": {"steps": 4, "save_every": 2, "threads": 1},
+            "record": {"tensorboard": False, "samples_every": 1},
+        }
+        for section, entries in changes.items():
+            values[section] = {**values.get(section, {}), **entries} if isinstance(entries, dict) else entries
+        return build(Config, values)
+
+    return make

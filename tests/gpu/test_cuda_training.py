@@ -1,0 +1,62 @@
+"""The whole path on a GPU: engine, packed update, checkpoint and resume, in float32 and bfloat16."""
+
+import pytest
+import torch
+from support import make_samples
+from transformers import AutoModelForCausalLM
+
+from luffy.models.load import load_model
+from luffy.report.recorder import read_json_lines
+from luffy.train.loop import Trainer
+from luffy.train.policy import Policy
+
+pytestmark = pytest.mark.gpu
+
+
+def run(cfg, method="rl"):
+    with Trainer(cfg, method) as trainer:
+        trainer.train()
+    return read_json_lines(cfg.folder / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_luffy_trains_and_resumes(make_config, dtype, lora):
+    model = {"device": "cuda", "dtype": dtype, "lora": lora, "gradient_checkpointing": True}
+    cfg = make_config(model=model, batch={"mini_batch": 3}, algorithm={"kl_coef": 0.01}, optim={"lr": 1e-2})
+    rows = run(cfg)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]
+    assert all(r["rollout/logprob_diff_mean"] < (1e-4 if dtype == "float32" else 0.05) for r in rows)
+    longer = make_config(
+        model=model, batch={"mini_batch": 3}, algorithm={"kl_coef": 0.01}, optim={"lr": 1e-2}, train={"steps": 6}
+    )
+    assert [r["step"] for r in run(longer)] == [1, 2, 3, 4, 5, 6]
+    saved = longer.folder / "checkpoints" / "step-000006" / "model"
+    assert AutoModelForCausalLM.from_pretrained(saved).dtype == getattr(torch, dtype)
+
+
+def test_sft_on_the_gpu_learns(make_config):
+    cfg = make_config(
+        model={"device": "cuda", "dtype": "bfloat16"}, optim={"lr": 1e-2}, train={"steps": 40}, batch={"problems": 16}
+    )
+    rows = run(cfg, "sft")
+    assert rows[-1]["actor/sft_loss"] < 0.5 * rows[0]["actor/sft_loss"]
+
+
+def gradients(cfg, device, dtype):
+    policy = Policy(load_model(cfg.model.path, dtype, device), cfg)
+    kept = {}
+    policy.optimizer.step = lambda lr, norm: kept.update(  # keep the gradient instead of taking the step
+        {n: m.grad.detach().float().cpu().clone() for n, m in policy.optimizer.masters.items()}
+    )
+    policy.update(make_samples(), 0.01)
+    return kept
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_gradients_equal_the_cpu_float32_ones(make_config, dtype, tolerance):
+    exact = gradients(make_config(), "cpu", "float32")
+    ours = gradients(make_config(), "cuda", dtype)
+    for name, value in exact.items():
+        error = (ours[name] - value).norm() / value.norm().clamp(min=1e-8)
+        assert error < tolerance, (name, error)

@@ -1,0 +1,30 @@
+"""Things several test files need."""
+
+from __future__ import annotations
+
+import torch
+
+from luffy.types import Sample
+
+
+def make_samples(count=7, seed=0, off_policy=True):
+    g = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(count):
+        prompt = torch.randint(3, 18, (3 + i % 3,), generator=g)
+        response = torch.randint(3, 18, (4 + (5 * i) % 7,), generator=g)
+        n = len(response)
+        off = torch.arange(n) < (n if off_policy and i == 0 else n // 2 if off_policy and i == 1 else 0)
+        samples.append(
+            Sample(
+                tuple(prompt.tolist()),
+                response,
+                off,
+                torch.ones(n, dtype=torch.bool),
+                torch.zeros(n, dtype=torch.bool),
+                torch.full((n,), float(torch.randn((), generator=g))),
+                torch.zeros(n),
+                old_log_probs=-2 - 0.3 * torch.rand(n, generator=g),
+            )  # fmt: skip
+        )
+    return samples

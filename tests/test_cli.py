@@ -1,0 +1,174 @@
+"""The command line as a user meets it: exit codes, one-line errors, nothing half-written."""
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from luffy.cli import main
+
+
+@dataclass
+class Result:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def luffy(*args, stdin=""):
+    """``luffy ARGS`` in this process: what it printed and its exit code."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["luffy", *map(str, args)])
+        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        patch.setenv("COLUMNS", "200")
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+    return Result(code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_model, sums):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"""
+out: {tmp_path / "runs"}
+model: {{path: {tiny_model}, device: cpu}}
+data: {{train: {sums}, style: plain, max_prompt_tokens: 16}}
+reward: {{kind: numeric, workers: 1}}
+rollout: {{n: 4, max_tokens: 16}}
+optim: {{lr: 1e-3}}
+batch: {{problems: 4, tokens: 128}}
+train: {{steps: 2, threads: 1}}
+"""
+    )
+    return path
+
+
+def test_train_runs_and_its_piped_output_is_readable(recipe, tmp_path):
+    result = luffy("train", recipe, "name=first")
+    assert result.returncode == 0, result.stderr
+    lines = result.stderr.splitlines()
+    assert [line.split("  ")[1] for line in lines if "step" in line] == ["step 1/2", "step 2/2"]
+    assert "\x1b" not in result.stderr + result.stdout and "reward" in lines[0] and "eta" in lines[0]
+    model = tmp_path / "runs" / "first" / "checkpoints" / "step-000002" / "model"
+    assert f"model      {model}" in result.stdout and (model / "config.json").is_file()
+
+
+def test_help_shows_every_knob_and_only_working_commands():
+    text = luffy("train", "--help").stdout
+    assert "guidance.n_prefix = 1" in text and "samples of each group that start from a teacher's trace" in text
+    listed = luffy("--help").stdout.split("Commands:")[1]
+    for command in [line.split()[0] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]:
+        assert luffy(command, "--help").returncode == 0
+
+
+def test_print_config_is_a_recipe_itself(recipe, tmp_path):
+    shown = luffy("train", recipe, "rollout.n=6", "--print-config").stdout
+    (tmp_path / "again.yaml").write_text(shown)
+    assert luffy("train", tmp_path / "again.yaml", "--print-config").stdout == shown and "n: 6" in shown
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(recipe, tmp_path):
+    for method in ("train", "sft"):
+        result = luffy(method, recipe, "--dry-run")
+        assert result.returncode == 0, result.stderr
+        assert "with_traces 16" in result.stdout and "GiB at the peak" in result.stdout
+    assert "4 problems x 4 samples" in luffy("train", recipe, "--dry-run").stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optim.lrr=1"], "did you mean 'optim.lr'"),
+        (["data.train=missing.jsonl"], "missing.jsonl"),
+        (["model.path=no/such/folder/here"], "no/such/folder/here"),
+        (["model.path="], "'model.path' must be text"),
+        (["guidance.n_prefix=5"], "exceeds 'rollout.n' (4)"),
+        (["data.columns={prompt: prompt, answer: answer, traces: nothing}"], "nothing"),
+        (["data.max_prompt_tokens=2"], "data.max_prompt_tokens"),
+        (["rollout.max_tokens=4", "batch.tokens=64"], "longer than rollout.max_tokens=4"),
+        (["rollout.max_tokens=120", "batch.tokens=999"], "exceeds the model's context of 128"),
+        (["reward.kind=mathh"], "math"),
+        (["reward.kind=no_such_module:f"], "no_such_module"),
+        (["data.style=chat"], "chat template"),
+        (["train.steps=null"], "train.steps or train.epochs"),
+        (["model.device=cuda"], "sees no GPU"),
+        (["algorithm.teacher_probs=recorded"], "no recorded log-probs"),
+    ],
+)
+@pytest.mark.parametrize("mode", [[], ["--dry-run"]])
+def test_bad_input_is_one_clear_line_and_exit_code_2(recipe, tmp_path, overrides, message, mode):
+    result = luffy("train", recipe, *overrides, *mode)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert not list((tmp_path / "runs").glob("**/*"))
+
+
+def test_empty_data_and_a_bad_row_name_the_file(recipe, tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    result = luffy("train", recipe, f"data.train={empty}")
+    assert result.returncode == 2 and "empty.jsonl" in result.stderr
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1", "answer": "2", "traces": ["2"]}\n{"prompt": "1+2", "answer": null}\n')
+    result = luffy("train", recipe, f"data.train={bad}")
+    assert result.returncode == 2 and "bad.jsonl:2" in result.stderr and "'answer'" in result.stderr
+
+
+def test_a_tokenizer_without_eos(recipe, tmp_path, tiny_model):
+    folder = tmp_path / "no_eos"
+    folder.mkdir()
+    for file in tiny_model.iterdir():
+        text = file.read_bytes()
+        if file.name == "tokenizer_config.json":
+            settings = json.loads(text)
+            settings.pop("eos_token")
+            text = json.dumps(settings).encode()
+        (folder / file.name).write_bytes(text)
+    result = luffy("train", recipe, f"model.tokenizer={folder}")
+    assert result.returncode == 2 and "EOS" in result.stderr.upper(), result.stderr
+
+
+def test_generate_from_argument_file_and_stdin(tiny_model, tmp_path):
+    options = ["--style", "plain", "--max-tokens", "5", "--seed", "3", "--json"]
+    rows = [json.loads(line) for line in luffy("generate", tiny_model, "1+2", "--n", "2", *options).stdout.splitlines()]
+    assert [r["sample"] for r in rows] == [0, 1] and all(len(r["token_ids"]) == len(r["log_probs"]) <= 5 for r in rows)
+    piped = luffy("generate", tiny_model, *options, stdin="1+2\n").stdout
+    assert json.loads(piped)["token_ids"] == rows[0]["token_ids"]
+    (tmp_path / "prompts.txt").write_text("1+2\n3+4\n")
+    listed = luffy("generate", tiny_model, "--file", tmp_path / "prompts.txt", *options).stdout.splitlines()
+    assert len(listed) == 2 and json.loads(listed[0])["token_ids"] == rows[0]["token_ids"]
+    result = luffy("generate", tiny_model, stdin="")
+    assert result.returncode == 2 and "no prompt" in result.stderr
+
+
+def test_verify_scores_rows_in_order(tmp_path):
+    rows = [("72", "so \\boxed{72}"), ("1/2", "thus \\boxed{0.5}"), ("3", "I do not know"), ("4", "\\boxed{5}")]
+    path, out = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    path.write_text("".join(json.dumps({"answer": a, "response": r}) + "\n" for a, r in rows))
+    result = luffy("verify", path, "--reward", "math", "--out", out)
+    assert result.returncode == 0, result.stderr
+    scores = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [s["score"] for s in scores] == [1.0, 1.0, 0.0, 0.0] and scores[2]["status"] == "no_answer"
+    path.write_text('{"answer": "1"}\n')
+    result = luffy("verify", path, "--out", tmp_path / "none.jsonl")
+    assert result.returncode == 2 and "rows.jsonl:1" in result.stderr and not (tmp_path / "none.jsonl").exists()
+
+
+def test_the_installed_command_itself():
+    command = str(Path(sys.executable).parent / "luffy")
+    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert version.stdout.startswith("luffy 0.")
+    mistake = subprocess.run([command, "train", "nowhere"], capture_output=True, text=True, check=False)
+    assert mistake.returncode == 2 and mistake.stderr.startswith("luffy: error: no recipe 'nowhere'")

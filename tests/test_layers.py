@@ -1,0 +1,72 @@
+"""Data flows one way, and imports follow it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import luffy
+
+ROOT = Path(luffy.__file__).parent
+BASE = {"types", "errors", "metrics", "_version"}
+MAY_IMPORT = {
+    "types": set(),
+    "errors": set(),
+    "_version": set(),
+    "metrics": set(),
+    "schema": {"errors"},
+    "core": {"core", *BASE},
+    "data": {"data", *BASE, "schema"},
+    "rewards": {"rewards", *BASE, "schema"},
+    "guidance": {"guidance", *BASE},
+    "config": {"core", "guidance", "schema", *BASE},
+    "models": {"models", *BASE},
+    "rollout": {"rollout", "models", *BASE},
+    "report": {"report", "config", "schema", "core", *BASE},
+    "evaluation": {"evaluation", "config", "guidance", "rewards", "rollout", *BASE},
+    "train": {"train", "evaluation", "report", "rollout", "models", "guidance", "rewards", "data", "core", "config", "schema", *BASE},
+    "quickstart": {"quickstart", "train", "report", "config", "schema", "data", "rewards", "evaluation", "rollout", "models", *BASE},
+}  # fmt: skip
+
+
+def imports_of(path):
+    """Names of luffy's parts that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "luffy":
+            parts = node.module.split(".")
+            yield from [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            yield from (a.name.split(".")[1] for a in node.names if a.name.startswith("luffy."))
+
+
+def test_imports_follow_the_data_flow():
+    wrong = []
+    for path in ROOT.rglob("*.py"):
+        part = path.relative_to(ROOT).with_suffix("").parts[0]
+        if part in MAY_IMPORT:
+            wrong += [
+                f"{path.relative_to(ROOT)} imports luffy.{name}"
+                for name in imports_of(path)
+                if name not in MAY_IMPORT[part]
+            ]
+    assert wrong == []
+
+
+def test_every_part_has_its_layer():
+    free = {"__init__", "cli", "generate"}  # the top: may use everything
+    parts = {
+        p.stem if p.suffix == ".py" else p.name
+        for p in ROOT.iterdir()
+        if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
+    assert parts - free - set(MAY_IMPORT) == set()
+
+
+def test_core_rewards_and_data_load_neither_engines_nor_clusters():
+    code = (
+        "import sys, luffy.core.losses, luffy.core.logprobs, luffy.rewards.verifier, luffy.data;"
+        "heavy = {'vllm', 'ray', 'wandb', 'peft', 'transformers.modeling_utils'} & set(sys.modules);"
+        "print(sorted(heavy)); sys.exit(bool(heavy))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,92 @@
+import json
+import os
+
+import pytest
+import torch
+
+from luffy.errors import UserError
+from luffy.train.checkpoint import CheckpointStore, DamagedCheckpoint
+
+
+def write_model(folder):
+    (folder / "model").mkdir()
+    (folder / "model" / "weights").write_bytes(b"w" * 1000)
+
+
+def store(tmp_path, keep=2):
+    return CheckpointStore(tmp_path / "checkpoints", keep)
+
+
+def save(s, step):
+    return s.save(step, write_model, {"a": torch.arange(3.0)}, {"step": step})
+
+
+def test_a_saved_checkpoint_reads_back_and_verifies(tmp_path):
+    checkpoint = save(store(tmp_path), 5)
+    checkpoint.verify()
+    assert checkpoint.step == 5 and checkpoint.state() == {"step": 5}
+    assert checkpoint.tensors()["a"].tolist() == [0.0, 1.0, 2.0]
+    assert os.stat(checkpoint.path / "optimizer.safetensors").st_mode & 0o777 == 0o644
+
+
+def test_nothing_is_overwritten(tmp_path):
+    s = store(tmp_path)
+    save(s, 5)
+    with pytest.raises(UserError, match="never overwritten"):
+        save(s, 5)
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path):
+    s = store(tmp_path, keep=2)
+    for step in (1, 2, 3, 4):
+        save(s, step)
+        s.rotate(best_step=1)
+    assert [c.step for c in s] == [4, 3, 1]
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_previous_one_and_is_swept(tmp_path):
+    s = store(tmp_path)
+    save(s, 1)
+
+    def dies(folder):
+        write_model(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        s.save(2, dies, {}, {})
+    assert [c.step for c in s] == [1] and s.newest_whole(pytest.fail).step == 1
+    save(s, 2)
+    assert not list(s.folder.glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["model/weights", "optimizer.safetensors", "state.json", "manifest.json"])
+def test_any_flipped_byte_is_found_and_the_one_before_is_used(tmp_path, name):
+    s = store(tmp_path)
+    save(s, 1)
+    path = save(s, 2).path / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    messages = []
+    assert s.newest_whole(messages.append).step == 1
+    assert name in messages[0] and "damaged-step-000002" in messages[0]
+    save(s, 2)  # the name is free again
+
+
+def test_a_missing_and_a_foreign_file_are_found(tmp_path):
+    s = store(tmp_path)
+    checkpoint = save(s, 1)
+    (checkpoint.path / "extra.bin").write_bytes(b"x")
+    with pytest.raises(DamagedCheckpoint, match=r"extra\.bin"):
+        checkpoint.verify()
+    (checkpoint.path / "extra.bin").unlink()
+    (checkpoint.path / "model" / "weights").unlink()
+    with pytest.raises(DamagedCheckpoint, match="lacks its file model/weights"):
+        checkpoint.verify()
+
+
+def test_manifest_without_files_is_damage(tmp_path):
+    checkpoint = save(store(tmp_path), 1)
+    (checkpoint.path / "manifest.json").write_text(json.dumps([]))
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json"):
+        checkpoint.verify()

@@ -1,0 +1,93 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from luffy.config import AlgorithmConfig, RewardConfig
+from luffy.train.credit import ScoredTokens, credit, group_metrics, is_extreme
+from luffy.types import Group, Problem, Rollout, Score, Task
+
+TASK = Task(Problem("p", "1+1", "2"), (5, 6))
+
+
+def rollout(length=3, teacher=0, finish="stop"):
+    off = torch.arange(length) < teacher
+    ratio = teacher / length
+    return Rollout(TASK, torch.arange(length) + 3, off, torch.full((length,), -1.0), finish, ratio)
+
+
+def group(rewards, rollouts=None):
+    rollouts = rollouts or [rollout() for _ in rewards]
+    return Group(TASK, tuple(rollouts), tuple(Score(r) for r in rewards))
+
+
+def advantages(g, **algorithm):
+    (samples,) = credit([g], [[ScoredTokens()] * len(g.rollouts)], AlgorithmConfig(**algorithm))
+    return [s.advantages.tolist() for s in samples]
+
+
+GUIDED = group([1.0, 0.0, 1.0, 0.0], [rollout(teacher=3), rollout(), rollout(), rollout()])
+
+
+def test_baseline_of_all_samples_without_std_is_the_default():
+    assert advantages(GUIDED) == [[0.5] * 3, [-0.5] * 3, [0.5] * 3, [-0.5] * 3]
+
+
+def test_split_takes_the_on_policy_samples_and_std_divides():
+    third = pytest.approx
+    assert [a[0] for a in advantages(GUIDED, advantage="grpo_split")] == third([2 / 3, -1 / 3, 2 / 3, -1 / 3])
+    std = math.sqrt(1 / 3) + 1e-6  # of 1, 0, 1, 0, unbiased
+    assert advantages(GUIDED, normalize_std=True)[0][0] == pytest.approx(0.5 / std)
+
+
+def test_prefix_weights_scale_teacher_and_own_tokens():
+    g = group([1.0, 0.0], [rollout(length=4, teacher=2), rollout(length=2)])
+    assert advantages(g, prefix_alpha=2.0, prefix_beta=0.5) == [[1.0, 1.0, 0.25, 0.25], [-0.25, -0.25]]
+
+
+def test_trace_term_sft_moves_the_trace_out_of_the_rl_term_and_baseline():
+    (samples,) = credit([GUIDED], [[ScoredTokens()] * 4], AlgorithmConfig(trace_term="sft"))
+    assert samples[0].sft_mask.all() and not samples[0].rl_mask.any()
+    assert all(s.rl_mask.all() and not s.sft_mask.any() for s in samples[1:])
+    assert samples[1].advantages[0].item() == pytest.approx(-1 / 3)  # mean of 0, 1, 0
+
+
+def test_kl_in_the_reward_is_subtracted_before_the_baseline():
+    g = group([1.0, 0.0])
+    old, ref = torch.full((3,), -1.0), torch.full((3,), -1.5)
+    tokens = [[ScoredTokens(old, ref), ScoredTokens(old, old)]]
+    (samples,) = credit([g], tokens, AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_estimator="k1"))
+    # first reward becomes 1 - 0.1 * 3 * 0.5 = 0.85; mean 0.425
+    assert samples[0].advantages[0].item() == pytest.approx(0.425)
+    assert samples[0].ref_log_probs is None  # not a second time in the loss
+    (in_loss,) = credit([g], tokens, AlgorithmConfig(kl_coef=0.1, kl_in="loss"))
+    assert in_loss[0].ref_log_probs is ref and in_loss[0].advantages[0].item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "extreme"), [([1.0, 1.0], True), ([0.0, 0.0], True), ([1.0, 0.0], False), ([0.5, 0.5], False)]
+)
+def test_extreme_groups_are_all_success_or_all_failure(rewards, extreme):
+    assert is_extreme(group(rewards), RewardConfig()) is extreme
+
+
+def test_metrics_by_hand():
+    cut_off = rollout(length=5, finish="length")
+    groups = [GUIDED, group([0.0, 0.0], [cut_off, rollout(length=1)])]
+    m = {k: v.value for k, v in group_metrics(groups, RewardConfig()).items()}
+    assert m["batch/on_solved"] == pytest.approx(1 / 5) and m["batch/off_solved"] == 1.0
+    assert (m["batch/solve_all"], m["batch/solve_none"], m["batch/avg_prefix_ratio"]) == (0, 1, 1.0)
+    assert m["critic/score/mean"] == pytest.approx(2 / 6) and m["critic/rewards/mean"] == pytest.approx(1 / 5)
+    assert m["response_length/mean"] == pytest.approx((3 * 3 + 5 + 1) / 5)  # on-policy responses only
+    assert m["response_length/clip_ratio"] == pytest.approx(1 / 5)
+
+
+def test_no_guided_sample_gives_zero_not_nan():
+    m = group_metrics([group([1.0, 0.0])], RewardConfig())
+    assert m["batch/off_solved"].value == 0.0 and m["batch/avg_prefix_ratio"].value == 0.0
+
+
+def test_verifier_failures_are_counted():
+    g = dataclasses.replace(group([0.0, 0.0]), scores=(Score(0.0, "timeout"), Score(0.0, "no_answer")))
+    assert group_metrics([g], RewardConfig())["batch/verifier_failures"].value == 1

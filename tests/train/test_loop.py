@@ -1,0 +1,267 @@
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from luffy.errors import TrainingStopped, UserError
+from luffy.report.recorder import read_json_lines
+from luffy.train.loop import Trainer, mini_batches
+from luffy.types import Score
+
+
+def run(cfg, method="rl", **options):
+    with Trainer(cfg, method, **options) as trainer:
+        trainer.train()
+    return read_json_lines(cfg.folder / "metrics.jsonl")
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def newest_model(cfg):
+    return max((cfg.folder / "checkpoints").glob("step-*")) / "model"
+
+
+def test_a_run_leaves_its_record(make_config):
+    cfg = make_config(record={"tensorboard": True, "samples_every": 2, "samples": 3})
+    rows = run(cfg)
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/lr", "batch/solve_none", "critic/score/mean",
+                 "response_length/clip_ratio", "timing_s/rollout", "perf/throughput", "rollout/logprob_diff_max"):  # fmt: skip
+        assert all(math.isfinite(r[name]) for r in rows), name
+    assert max(r["rollout/logprob_diff_max"] for r in rows) < 1e-4  # engine and trainer see the same weights
+    samples = read_json_lines(cfg.folder / "samples.jsonl")
+    assert {r["step"] for r in samples} == {1, 2, 4} and len(samples) == 3 * 3 * 4
+    guided = [r for r in samples if any(r["off_policy"])]
+    assert guided and all(r["reward"] == 1.0 and r["finish"] == "trace" for r in guided)
+    assert all(len(r["tokens"]) == len(r["token_ids"]) == len(r["log_probs"]) for r in samples)
+    assert list((cfg.folder / "tensorboard").glob("events*"))
+    assert (cfg.folder / "config.yaml").read_text().startswith("name: run")
+    AutoModelForCausalLM.from_pretrained(newest_model(cfg))
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(make_config):
+    first, again, other = (run(make_config(name=n, seed=s)) for n, s in [("a", 1), ("b", 1), ("c", 2)])
+    losses = lambda rows: [r["actor/pg_loss"] for r in rows]  # noqa: E731
+    assert losses(first) == losses(again) != losses(other)
+
+
+def test_guidance_off_equals_grpo_in_twenty_lines(make_config):
+    """Plain GRPO on the recorded samples, written here with transformers and torch alone."""
+    cfg = make_config(
+        guidance={"n_prefix": 0},
+        algorithm={"reject_extreme": False, "normalize_std": True, "loss_reduction": "token-mean", "entropy_coef": 0.0},
+        optim={"lr": 1e-2, "eps": 1e-3},
+        train={"steps": 3, "save_every": 3},
+        record={"samples": 6, "samples_every": 1},
+        reward={"kind": f"{__name__}:first_token_parity"},
+    )
+    run(cfg)
+    model = AutoModelForCausalLM.from_pretrained(cfg.model.path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0)
+    tokenizer = __import__("transformers").AutoTokenizer.from_pretrained(cfg.model.path)
+    rows = read_json_lines(cfg.folder / "samples.jsonl")
+    for step in (1, 2, 3):
+        batch = [r for r in rows if r["step"] == step]
+        assert len(batch) == 24
+        tokens = sum(len(r["token_ids"]) for r in batch)
+        for r in batch:
+            group = torch.tensor([o["reward"] for o in batch if o["problem"] == r["problem"]])
+            std = group.std() if group.std() > 0 else torch.tensor(1.0)
+            advantage = (r["reward"] - group.mean()) / (std + 1e-6)
+            prompt = tokenizer(r["prompt"])["input_ids"]
+            ids = torch.tensor(prompt + r["token_ids"])
+            log_p = torch.log_softmax(model(ids[None]).logits[0].float(), -1)
+            log_p = log_p[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None])
+            ratio = torch.exp(log_p - log_p.detach())
+            (-(advantage * ratio).sum() / tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    ours = weights(newest_model(cfg))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=2e-5)
+
+
+def first_token_parity(response, answer, problem):
+    return float(len(response) % 2)
+
+
+def test_a_problem_without_traces_trains_as_plain_on_policy(make_config, tmp_path, sums):
+    bare = tmp_path / "bare.jsonl"
+    rows = [json.loads(line) | {"traces": []} for line in sums.read_text().splitlines()]
+    mixed = [rows[0] | {"traces": ["5"]}, *rows[1:]]
+    bare.write_text("".join(json.dumps(r) + "\n" for r in mixed))
+    common = {"algorithm": {"reject_extreme": False}, "record": {"samples": 6, "samples_every": 1}}
+    guided = make_config(name="guided", data={"train": str(bare)}, guidance={"n_prefix": 1}, **common)
+    plain = make_config(name="plain", data={"train": str(bare)}, guidance={"n_prefix": 0}, **common)
+    run(guided), run(plain)
+    pick = lambda cfg: [r for r in read_json_lines(cfg.folder / "samples.jsonl") if r["step"] == 1]  # noqa: E731
+    ours, theirs = pick(guided), pick(plain)
+    touched = {r["problem"] for r in ours if any(r["off_policy"])}
+    assert touched <= {"p0"}
+    same = [(a, b) for a, b in zip(ours, theirs, strict=True) if a["problem"] not in touched]
+    assert len(same) >= 20 and all(a["token_ids"] == b["token_ids"] for a, b in same)
+
+
+def test_partial_prefixes_continue_and_are_marked(make_config):
+    cfg = make_config(guidance={"n_prefix": 2, "strategy": "random", "min_ratio": 0.3, "max_ratio": 0.8})
+    run(cfg)
+    rows = [r for r in read_json_lines(cfg.folder / "samples.jsonl") if any(r["off_policy"])]
+    assert rows
+    for r in rows:
+        count = sum(r["off_policy"])
+        assert r["off_policy"] == [1] * count + [0] * (len(r["token_ids"]) - count) and count < len(r["token_ids"])
+        assert 0 < r["prefix_ratio"] < 0.8 and len(r["token_ids"]) <= cfg.rollout.max_tokens
+
+
+@pytest.mark.parametrize("choice", ["random", "round_robin", "shortest", "best_reward"])
+def test_trace_choices_run(make_config, choice):
+    run(make_config(guidance={"trace_choice": choice}, train={"steps": 1}))
+
+
+def test_several_mini_batches_use_old_log_probs(make_config):
+    cfg = make_config(batch={"mini_batch": 2}, algorithm={"remove_clip": False}, optim={"lr": 0.02})
+    rows = run(cfg)
+    assert any(abs(r["actor/ppo_kl"]) > 1e-6 for r in rows)  # later mini-batches have left the old policy
+
+
+@pytest.mark.parametrize("where", ["loss", "reward"])
+def test_kl_against_the_starting_policy(make_config, where):
+    rows = run(
+        make_config(name=where, algorithm={"kl_coef": 0.5, "kl_in": where, "kl_estimator": "k3"}, optim={"lr": 0.02})
+    )
+    if where == "loss":
+        assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and rows[-1]["actor/kl_loss"] > 1e-4
+    else:
+        assert "actor/kl_loss" not in rows[0]
+
+
+def test_rl_with_sft_loss(make_config):
+    rows = run(make_config(algorithm={"trace_term": "sft", "reject_extreme": False}))
+    assert all(r["actor/sft_loss"] > 0 and r["actor/off_pg_loss"] == 0.0 for r in rows)
+
+
+def test_sft_shares_everything_and_learns(make_config, sums):
+    cfg = make_config(
+        optim={"lr": 1e-2, "schedule": "cosine", "warmup": 0.1},
+        data={"eval": str(sums)},
+        eval={"every": 10, "temperature": 0.0},
+        train={"steps": 60, "save_every": 20, "keep": 1},
+        batch={"problems": 16},
+    )
+    rows = run(cfg, "sft")
+    steps = [r for r in rows if "actor/sft_loss" in r]
+    assert steps[-1]["actor/sft_loss"] < 0.3 * steps[0]["actor/sft_loss"]
+    accuracy = {r["step"]: r["val-core/accuracy"] for r in rows if "val-core/accuracy" in r}
+    assert set(accuracy) == {0, 10, 20, 30, 40, 50, 60} and max(accuracy.values()) > accuracy[0] + 0.2
+    best = json.loads((cfg.folder / "best.json").read_text())
+    assert best["accuracy"] == max(v for s, v in accuracy.items() if s)
+    kept = {int(p.name[5:]) for p in (cfg.folder / "checkpoints").iterdir()}
+    assert kept == {60, best["step"]}
+
+
+def test_epochs_instead_of_steps(make_config):
+    cfg = make_config(train={"steps": None, "epochs": 0.5})
+    assert run(cfg)[-1]["step"] == 2  # 24 problems / 6 a step / 2
+
+
+def test_rejection_without_signal_skips_the_update(make_config):
+    cfg = make_config(guidance={"n_prefix": 0}, reward={"kind": f"{__name__}:always_wrong"})
+    rows = run(cfg)
+    assert all(r["batch/rejected"] == 6 and "actor/grad_norm" not in r for r in rows)
+    start, end = weights(cfg.model.path), weights(newest_model(cfg))
+    assert all(torch.equal(start[n], end[n]) for n in start)
+
+
+def always_wrong(response, answer, problem):
+    return 0.0
+
+
+def test_oversampling_fills_the_batch_or_stops_clearly(make_config):
+    # A third of the problems has no trace and hardly ever succeeds: other problems must take their place.
+    cfg = make_config(algorithm={"oversample_rounds": 3}, record={"samples": 20, "samples_every": 1})
+    rows = run(cfg)
+    assert sum(r["batch/rejected"] for r in rows) > 0
+    for step in (1, 2, 3, 4):
+        credited = [r for r in read_json_lines(cfg.folder / "samples.jsonl") if r["step"] == step and r["advantages"]]
+        assert len(credited) == 6 * 4
+    hopeless = make_config(
+        name="hopeless", guidance={"n_prefix": 0}, algorithm={"oversample_rounds": 2},
+        reward={"kind": f"{__name__}:always_wrong"},
+    )  # fmt: skip
+    with pytest.raises(UserError, match="after 2 extra batches only 0 of 6 groups"):
+        run(hopeless)
+
+
+def test_non_finite_steps_are_skipped_counted_and_stop_the_run_with_samples_saved(make_config, monkeypatch):
+    cfg = make_config(train={"max_bad_steps": 2})
+    with Trainer(cfg) as trainer:
+        monkeypatch.setattr(trainer.verifier, "score", lambda items: [Score(float("nan"))] * len(items))
+        with pytest.raises(TrainingStopped, match="2 updates in a row were not finite"):
+            trainer.train()
+    rows = read_json_lines(cfg.folder / "metrics.jsonl")
+    assert rows[0]["train/skipped_updates"] == 1
+    saved = read_json_lines(cfg.folder / "bad-step-000002.jsonl")
+    assert len(saved) == 24 and math.isnan(saved[0]["reward"])
+
+
+def test_lora_trains_adapters_saves_a_plain_model_and_resumes(make_config):
+    common = {"model": {"lora": {"rank": 4, "alpha": 8.0}}, "optim": {"lr": 1e-2}, "algorithm": {"kl_coef": 0.1}}
+    whole = make_config(name="whole", **common)
+    run(whole)
+    base, tuned = weights(whole.model.path), weights(newest_model(whole))
+    changed = {n for n in base if not torch.equal(base[n], tuned[n])}
+    assert changed and all("proj" in n for n in changed)
+    run(make_config(name="half", train={"steps": 2}, **common))
+    resumed = make_config(name="half", **common)
+    run(resumed)
+    again = weights(newest_model(resumed))
+    assert all(torch.equal(tuned[n], again[n]) for n in tuned)
+
+
+def test_two_trainings_on_one_folder(make_config):
+    cfg = make_config()
+    with Trainer(cfg), pytest.raises(UserError, match="another training is running"):
+        Trainer(cfg)
+
+
+def test_resume_never_refuses_an_existing_run_and_a_finished_one_is_left_alone(make_config):
+    cfg = make_config()
+    before = run(cfg)
+    with pytest.raises(UserError, match="already holds a run"):
+        Trainer(cfg, resume="never")
+    assert run(cfg) == before
+
+
+def test_resume_from_a_path(make_config):
+    run(make_config(name="a"))
+    start = make_config(name="a").folder / "checkpoints" / "step-000002"
+    branch = run(make_config(name="b"), resume=str(start))
+    assert [r["step"] for r in branch] == [3, 4]
+    with pytest.raises(UserError, match="later checkpoints"):
+        Trainer(make_config(name="a"), resume=str(start))
+    with pytest.raises(UserError, match=r"no manifest\.json"):
+        Trainer(make_config(name="c"), resume=str(start.parent))
+
+
+def test_changed_data_is_refused_unless_allowed(make_config, sums, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text(sums.read_text())
+    run(make_config(data={"train": str(data)}, train={"steps": 2}))
+    lines = sums.read_text().splitlines()
+    data.write_text("\n".join(lines[:-1]) + "\n")
+    cfg = make_config(data={"train": str(data)})
+    with pytest.raises(UserError, match="training data changed"):
+        Trainer(cfg)
+    assert run(cfg, allow_changed_data=True)[-1]["step"] == 4
+
+
+def test_mini_batches_keep_groups_together():
+    groups = [["a1", "a2"], ["b1", "b2"], ["c1", "c2"]]
+    assert list(mini_batches(groups, 2)) == [["a1", "a2", "b1", "b2"], ["c1", "c2"]]
+    assert list(mini_batches(groups, None)) == [["a1", "a2", "b1", "b2", "c1", "c2"]]
+    assert list(mini_batches([], 2)) == []

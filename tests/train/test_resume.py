@@ -1,0 +1,102 @@
+"""A training killed with SIGKILL and resumed writes the same metrics and weights, bit for bit, as an undisturbed one."""
+
+import os
+import signal
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from luffy.report import recorder
+from luffy.report.recorder import read_json_lines
+from luffy.rollout.native import NativeEngine
+from luffy.train import checkpoint, loop
+from luffy.train.checkpoint import CheckpointStore
+from luffy.train.loop import Trainer
+from luffy.train.policy import Policy
+
+MOMENTS = {
+    "rollout": (NativeEngine, "generate", 4),
+    "update": (Policy, "update", 5),
+    "between backward and optimizer step": (loop, "lr_at", 3),
+    "before the step is logged": (recorder.Recorder, "log", 4),
+    "model half written": (checkpoint, "save_file", 2),
+    "checkpoint written but not renamed": (checkpoint, "flush_tree", 2),
+    "checkpoint renamed but not rotated": (CheckpointStore, "rotate", 2),
+    "best file": (loop, "write_atomically", 3),
+}
+
+
+def config(make_config, sums, name):
+    return make_config(
+        name=name,
+        data={"eval": str(sums)},
+        eval={"every": 2, "limit": 6},
+        batch={"mini_batch": 3},
+        algorithm={"kl_coef": 0.01},
+        guidance={"n_prefix": 2, "strategy": "random", "min_ratio": 0.2, "max_ratio": 1.0},
+        optim={"lr": 5e-3, "schedule": "cosine"},
+        train={"steps": 6, "save_every": 2, "keep": 2},
+    )
+
+
+def figures(cfg):
+    untimed = lambda name: name != "time" and not name.startswith(("timing_s/", "perf/"))  # noqa: E731
+    return [{k: v for k, v in row.items() if untimed(k)} for row in read_json_lines(cfg.folder / "metrics.jsonl")]
+
+
+def final_weights(cfg):
+    return AutoModelForCausalLM.from_pretrained(cfg.folder / "checkpoints" / "step-000006" / "model").state_dict()
+
+
+def train(cfg):
+    with Trainer(cfg) as trainer:
+        trainer.train()
+
+
+def train_in_child_killed_at(cfg, owner, name, call):
+    """Fork, and let the child kill itself when ``owner.name`` is called for the ``call``-th time."""
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, "the moment never came"
+        return
+    original, calls = getattr(owner, name), 0
+
+    def deadly(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, deadly)
+    train(cfg)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_and_resumed_equals_undisturbed(make_config, sums, moment):
+    torch.set_num_threads(1)
+    undisturbed, killed = config(make_config, sums, "undisturbed"), config(make_config, sums, "killed")
+    train(undisturbed)
+    train_in_child_killed_at(killed, *MOMENTS[moment])
+    train(killed)
+    assert figures(killed) == figures(undisturbed)
+    ours, theirs = final_weights(killed), final_weights(undisturbed)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    samples = [read_json_lines(cfg.folder / "samples.jsonl") for cfg in (killed, undisturbed)]
+    assert samples[0] == samples[1]
+    assert not list((killed.folder / "checkpoints").glob(".*"))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(make_config, sums):
+    undisturbed, damaged = config(make_config, sums, "undisturbed"), config(make_config, sums, "damaged")
+    train(undisturbed)
+    train_in_child_killed_at(damaged, NativeEngine, "generate", 9)
+    newest = max((damaged.folder / "checkpoints").glob("step-*")) / "model" / "model.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[-5] ^= 0x10
+    newest.write_bytes(data)
+    train(damaged)
+    assert figures(damaged) == figures(undisturbed)
