@@ -26,5 +26,8 @@ test: lint
 test-slow: $(READY)
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
 
+quickstart: $(READY)
+	$(BIN)/luffy quickstart
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

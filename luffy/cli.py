@@ -1,4 +1,4 @@
-"""The command line: ``luffy train | sft | generate | verify``.
+"""The command line: ``luffy train | sft | generate | verify | eval | analyze``.
 
 A user's mistake is one line on standard error and exit code 2, without a traceback.
 """
@@ -121,6 +121,18 @@ def _train(
 
 
 @app.command()
+def quickstart(
+    seeds: Annotated[int, typer.Option(min=1, help="repeat every method with so many seeds")] = 1,
+    out: Annotated[Path, typer.Option(help="folder of the runs, the summary and the report")] = Path("runs/quickstart"),
+    steps: Annotated[int | None, typer.Option(min=1, help="training steps instead of the recipe's")] = None,
+) -> None:
+    """On-policy RL, SFT and LUFFY on a small reasoning task, compared: a few minutes on a laptop, no download."""
+    from luffy.quickstart.run import quickstart as run
+
+    run(out, seeds, steps)
+
+
+@app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="Hugging Face folder, hub id, or .gguf file")],
     prompt: Annotated[str | None, typer.Argument(help="the prompt; without it, --file or standard input")] = None,
@@ -169,6 +181,147 @@ def verify(
     with build_verifier(reward, workers=workers, timeout_s=timeout_s) as verifier:
         summary = score_file(rows, Path("/dev/stdout") if out is None else out, verifier)
     typer.echo(str(summary), err=True)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="run folders, or folders that hold runs below them")],
+    out: Annotated[
+        Path | None, typer.Option(help="the file to write; default: report.html in the folder the runs share")
+    ] = None,
+) -> None:
+    """Compare runs in one self-contained HTML file."""
+    from luffy.report.html import write_report
+
+    typer.echo(f"report     {write_report(runs, out)}")
+
+
+# ---- evaluation
+
+
+class ModelOrCommand(typer.core.TyperGroup):
+    """``luffy eval MODEL ...`` and ``luffy eval compare A B``: what is no command is a model's name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["model", *args]
+        return super().parse_args(ctx, args)
+
+
+eval_app = typer.Typer(cls=ModelOrCommand, no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(
+    eval_app,
+    name="eval",
+    help="Evaluate a model: luffy eval MODEL --suite math6|ood|gsm8k|FILE (options: luffy eval model --help). "
+    "A model folder that is called like a command is written with its path, e.g. ./compare.",
+)
+
+
+@eval_app.command("model")
+def eval_model(
+    model: Annotated[str, typer.Argument(help="Hugging Face folder, hub id, or .gguf file")],
+    suite: Annotated[str, typer.Option(help="math6, ood, gsm8k, or a dataset in one of train's formats")],
+    k: Annotated[
+        int | None, typer.Option(min=1, help="samples per problem; default: 32 on AIME and AMC, 1 elsewhere")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.6,
+    top_p: Annotated[float, typer.Option(help="nucleus sampling; 1 is off")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 is off")] = 0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="longest response; default: 8192, or what the context leaves")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="decides every response and the order of options")] = 0,
+    style: Annotated[
+        str,
+        typer.Option(
+            help="chat, paper, paper_simple or plain; auto: paper (paper_simple without a chat template) for the "
+            "suites, chat (plain) for a FILE"
+        ),
+    ] = "auto",
+    system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
+    reward: Annotated[
+        str | None, typer.Option(help="default: math for math6 and a FILE, choice for ood, gsm8k for gsm8k")
+    ] = None,
+    shuffle: Annotated[bool, typer.Option(help="shuffle the options of multiple choice by the seed")] = True,
+    limit: Annotated[int | None, typer.Option(min=1, help="only the first problems of each benchmark")] = None,
+    data: Annotated[Path | None, typer.Option(help="folder with the benchmarks; default: $LUFFY_DATA")] = None,
+    out: Annotated[Path | None, typer.Option(help="results; default: evals/MODEL-SUITE. Goes on with what is there")] = None,
+    engine: Annotated[str, typer.Option(help="native, or module:function that returns a LoadedModel")] = "native",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    slots: Annotated[int, typer.Option(min=1, help="responses generated at the same time")] = 64,
+    chunk: Annotated[int, typer.Option(min=1, help="responses between two saves")] = 256,
+    workers: Annotated[int, typer.Option(min=1, help="verifier processes")] = 2,
+) -> None:
+    """Evaluate a model: avg@k, pass@k, lengths and truncation per benchmark. Killed, it goes on where it was."""
+    from luffy.evaluation.results import as_markdown
+    from luffy.evaluation.runner import Options, default_out, run_evaluation
+    from luffy.train.setup import pick_device
+
+    out = out or default_out(model, suite)
+    options = Options(
+        model=model, suite=suite, out=out, data=data, k=k, temperature=temperature, top_p=top_p, top_k=top_k,
+        max_tokens=max_tokens, seed=seed, style=style, system_prompt=system_prompt, reward=reward,
+        shuffle_options=shuffle, limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
+        chunk=chunk, workers=workers,
+    )  # fmt: skip
+    typer.echo(as_markdown(run_evaluation(options)), nl=False)
+    typer.echo(f"results    {out}", err=True)
+
+
+@eval_app.command("compare")
+def eval_compare(
+    folders: Annotated[list[Path], typer.Argument(help="folders that luffy eval wrote, the baseline first")],
+    out: Annotated[Path | None, typer.Option(help="also write OUT.json and OUT.md")] = None,
+    resamples: Annotated[int, typer.Option(min=1, help="of the paired bootstrap")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="of the paired bootstrap")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of Markdown")] = False,
+) -> None:
+    """Compare evaluations: paired bootstrap with intervals and p-values, best and second best marked."""
+    from luffy.evaluation.compare import as_markdown, compare, write_comparison
+
+    comparison = compare(folders, resamples, seed)
+    if out is not None:
+        write_comparison(comparison, out)
+    text = json.dumps(comparison.as_json(), indent=2) + "\n" if as_json else as_markdown(comparison)
+    typer.echo(text, nl=False)
+
+
+@eval_app.command("golds")
+def eval_golds(
+    suites: Annotated[list[str] | None, typer.Argument(help="suites or files; default: math6 ood gsm8k")] = None,
+    data: Annotated[Path | None, typer.Option(help="folder with the benchmarks; default: $LUFFY_DATA")] = None,
+    reward: Annotated[str | None, typer.Option(help="another reward than the suite's own")] = None,
+) -> None:
+    """Judge the verifier: every gold must verify against itself in a box. Exit code 1 if one does not."""
+    from luffy.evaluation.golds import check_golds
+
+    failures = 0
+    for check in check_golds(suites or [], data, reward):
+        typer.echo(f"{check.title}: {check.checked - len(check.failed)} of {check.checked} ({check.reward})")
+        for item, gold, verdict in check.failed:
+            typer.echo(f"  FAILED {item}  {gold!r}  score {verdict.value:g}, {verdict.status}")
+        for item, gold in check.text_only:
+            typer.echo(f"  text only {item}  {gold!r}")
+        failures += len(check.failed)
+    if failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def analyze(
+    paths: Annotated[list[Path] | None, typer.Argument(help="folders of luffy train and luffy eval")] = None,
+    out: Annotated[Path, typer.Option(help="where the figures go")] = Path("analysis"),
+    data: Annotated[Path | None, typer.Option(help="dataset with traces: BLEU of responses against them")] = None,
+    gamma: Annotated[list[float] | None, typer.Option(help="shaping curves; default: 0.01 0.1 0.5")] = None,
+    k: Annotated[int, typer.Option(min=1, help="pass@k over temperatures")] = 8,
+) -> None:
+    """Figures 2, 5, 8, 10 and 12 of the paper for your own runs and evaluations, as PNG and CSV."""
+    from luffy.evaluation.analysis import analyse
+
+    for figure in analyse(paths or [], out, data=data, gammas=gamma or [0.01, 0.1, 0.5], k=k):
+        typer.echo(f"{out / (figure.name + '.png')}  {figure.title}")
+    typer.echo(f"overview   {out / 'analysis.md'}")
 
 
 def main() -> None:

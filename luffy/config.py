@@ -23,7 +23,8 @@ from luffy.guidance.ratios import RatioSchedule, Strategy
 from luffy.schema import build, knob, nearest, to_dict
 from luffy.types import Sampling
 
-BUILT_IN_RECIPES = Path(__file__).parent / "recipes"
+PACKAGE = Path(__file__).parent
+BUILT_IN_RECIPES = PACKAGE / "recipes"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class ModelConfig:
 class DataConfig:
     train: str | tuple[str, ...] = knob("", "JSONL or parquet file, dataset folder, hub id, or a list of them")
     eval: str | tuple[str, ...] | None = knob(None, "held-out problems, same forms; null: no evaluation")
+    eval_also: dict[str, str] = knob(
+        factory=dict, help="further held-out sets by name, e.g. {ood: ood.jsonl}: metrics val-ood/*"
+    )
     split: str = knob("train", "split to take from a dataset folder or hub id for training")
     eval_split: str = knob("test", "split to take from a dataset folder or hub id for evaluation")
     format: Literal["auto", "luffy", "verl", "openr1", "gsm8k", "completion"] = knob(
@@ -293,6 +297,8 @@ def _check_batch(c: Config) -> None:
             f"'batch.tokens' ({c.batch.tokens}) cannot hold one sequence of data.max_prompt_tokens + "
             f"rollout.max_tokens = {longest} tokens; raise it or lower those"
         )
+    if c.data.eval_also and c.data.eval is None:
+        raise ConfigError("'data.eval_also' names further sets, but 'data.eval', the first one, is empty")
     if c.batch.mini_batch is not None and c.batch.mini_batch > c.batch.problems:
         raise ConfigError(f"'batch.mini_batch' ({c.batch.mini_batch}) exceeds 'batch.problems' ({c.batch.problems})")
 
@@ -313,7 +319,7 @@ def read_recipe(recipe: str | Path, _seen: tuple[Path, ...] = ()) -> dict[str, A
     path = find_recipe(recipe, _seen[-1].parent if _seen else None)
     if path in _seen:
         raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in _seen)}")
-    values = _parse_yaml(path)
+    values = _with_package_paths(_parse_yaml(path))
     base = values.pop("base", None)
     if base is None:
         return values
@@ -332,6 +338,15 @@ def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
     known = sorted(str(p.relative_to(BUILT_IN_RECIPES).with_suffix("")) for p in BUILT_IN_RECIPES.rglob("*.yaml"))
     hint = nearest(name, known) or (f"; built-in recipes: {', '.join(known)}" if known else "")
     raise ConfigError(f"no recipe {name!r}: neither a file nor a built-in one{hint}")
+
+
+def _with_package_paths(value: Any) -> Any:
+    """``package:quickstart/assets/base`` in a recipe names a file that is installed with luffy."""
+    if isinstance(value, dict):
+        return {k: _with_package_paths(v) for k, v in value.items()}
+    if isinstance(value, str) and value.startswith("package:"):
+        return str(PACKAGE / value.removeprefix("package:"))
+    return value
 
 
 def _parse_yaml(path: Path) -> dict[str, Any]:

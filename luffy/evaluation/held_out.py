@@ -24,13 +24,14 @@ def evaluate(
     eos_ids: tuple[int, ...],
     seed: int,
     success: float = 1.0,
+    name: str = "core",
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Metric]:
-    """``val-core/accuracy`` is the mean over problems of the mean over ``n`` samples; seeds do not change
+    """``val-<name>/accuracy`` is the mean over problems of the mean over ``n`` samples; seeds do not change
     from one evaluation to the next."""
     sampling = Sampling(cfg.max_tokens or max_tokens, cfg.temperature, cfg.top_p, 0, eos_ids)
     requests = [
-        Request(task.prompt_ids, seed_of(f"eval:{seed}:{i}:{k}"), sampling)
+        Request(task.prompt_ids, seed_of(f"eval:{name}:{seed}:{i}:{k}"), sampling)
         for i, task in enumerate(tasks)
         for k in range(cfg.n)
     ]
@@ -39,8 +40,8 @@ def evaluate(
     problems = [task.problem for task in tasks for _ in range(cfg.n)]
     scores = verifier.score(list(zip(problems, texts, strict=True)))
     return {
-        "val-core/accuracy": Mean.of(s.value == success for s in scores),
-        "val-core/score": Mean.of(s.value for s in scores),
-        "val-core/response_length": Mean.of(c.token_ids.numel() for c in completions),
-        "val-core/truncated": Mean.of(c.finish == "length" for c in completions),
+        f"val-{name}/accuracy": Mean.of(s.value == success for s in scores),
+        f"val-{name}/score": Mean.of(s.value for s in scores),
+        f"val-{name}/response_length": Mean.of(c.token_ids.numel() for c in completions),
+        f"val-{name}/truncated": Mean.of(c.finish == "length" for c in completions),
     }

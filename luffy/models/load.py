@@ -29,7 +29,7 @@ def load_model(
     """A causal LM, ready for `forward_hidden`: safetensors or GGUF weights, never pickles."""
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is unknown: use {' or '.join(DTYPES)}")
-    gguf = _gguf_file(path)
+    gguf = gguf_file(path)
     model = _load_gguf(gguf) if gguf else _load_safetensors(path, DTYPES[dtype], trust_remote_code)
     nn.Module.to(model, device=torch.device(device), dtype=DTYPES[dtype])
     use_luffy_attention(model)
@@ -38,7 +38,7 @@ def load_model(
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer that lies beside the weights."""
-    gguf = _gguf_file(path)
+    gguf = gguf_file(path)
     if gguf is None:
         _check_local(path, "tokenizer_config.json")
         return _guarded(AutoTokenizer.from_pretrained, path, str(path), trust_remote_code=trust_remote_code)
@@ -99,7 +99,7 @@ def _load_gguf(file: Path) -> PreTrainedModel:
     return model
 
 
-def _gguf_file(path: str | Path) -> Path | None:
+def gguf_file(path: str | Path) -> Path | None:
     """The GGUF file meant by ``path``: itself, or the only weights of a folder."""
     local = Path(path)
     if local.suffix == ".gguf":

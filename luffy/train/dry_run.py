@@ -12,7 +12,7 @@ from luffy.config import Config
 from luffy.data import ProblemSampler
 from luffy.errors import UserError
 from luffy.guidance import Planner
-from luffy.models.load import _gguf_file, load_model
+from luffy.models.load import gguf_file, load_model
 from luffy.rewards import build_verifier
 from luffy.train import setup
 from luffy.train.loop import Method, total_steps
@@ -33,6 +33,7 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
     setup.pick_device(cfg.model.device)
     if method == "rl" or eval_tasks:
         build_verifier(cfg.reward.kind, cfg.reward.weights or None, 1, cfg.reward.timeout_s).close()
+    held_out = ", ".join(f"{name} {len(items)}" for name, items in eval_tasks.items()) or "none"
     steps = total_steps(cfg, len(tasks))
     sampler = ProblemSampler(len(tasks), cfg.seed)
     rows, visits = draw(sampler, cfg.batch.problems)
@@ -40,7 +41,7 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
     lines = [
         f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed})",
         f"model      {cfg.model.path}  {parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
-        f"data       {', '.join(f'{k} {v}' for k, v in tasks.report.items())}; held out {len(eval_tasks)}",
+        f"data       {', '.join(f'{k} {v}' for k, v in tasks.report.items())}; held out {held_out}",
         f"step       {plan_line(cfg, method, batch, visits, steps)}",
         f"update     {update_line(cfg, steps)}",
         f"memory     {memory_line(cfg, model_config, parameters, method)}",
@@ -51,7 +52,7 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
 
 
 def model_shape(cfg: Config) -> tuple[Any, int]:
-    if _gguf_file(cfg.model.path) is not None:
+    if gguf_file(cfg.model.path) is not None:
         model = load_model(cfg.model.path, cfg.model.dtype, "cpu")
         return model.config, sum(p.numel() for p in model.parameters())
     try:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from luffy.config import Config, to_yaml
+from luffy.config import Config, EvalConfig, to_yaml
 from luffy.errors import TrainingStopped, UserError
 from luffy.evaluation.held_out import evaluate
 from luffy.metrics import Metric, Sum, merge_metrics
@@ -144,13 +144,13 @@ class Trainer:
 
     def _loop(self, view: RunView, recorder: Recorder) -> None:
         if self.progress.step == 0 and self.cfg.eval.every and self.eval_tasks:
-            recorder.log(0, read(self._evaluate()))
+            recorder.log(0, read(self.evaluate()))
         while self.progress.step < self.total_steps:
             started = time.perf_counter()
             metrics = self._step(view, recorder)
             step = self.progress.step
             if self._is_due(step, self.cfg.eval.every) and self.eval_tasks:
-                metrics |= self._evaluate()
+                metrics |= self.evaluate()
             values = read(metrics) | self.watch.take() | self._throughput(metrics, started)
             recorder.log(step, values)
             view.step(step, values)
@@ -202,14 +202,18 @@ class Trainer:
                 f"(last: {error}); look at {dump}, lower optim.lr, or resume from {self.store.folder}"
             )
 
-    def _evaluate(self) -> dict[str, Metric]:
-        assert self.verifier is not None
+    def evaluate(self, cfg: EvalConfig | None = None) -> dict[str, Metric]:
+        """The policy as it is now on every held-out set; ``cfg`` instead of the run's own settings."""
+        assert self.verifier is not None, "there is no held-out data"
+        metrics: dict[str, Metric] = {}
         with self.watch("eval"):
-            return evaluate(
-                self.eval_tasks, self.engine, self.verifier, self.tokenizer, self.cfg.eval,
-                max_tokens=self.cfg.rollout.max_tokens, eos_ids=self.eos, seed=self.cfg.seed,
-                success=self.cfg.reward.success,
-            )  # fmt: skip
+            for name, tasks in self.eval_tasks.items():
+                metrics |= evaluate(
+                    tasks, self.engine, self.verifier, self.tokenizer, cfg or self.cfg.eval,
+                    max_tokens=self.cfg.rollout.max_tokens, eos_ids=self.eos, seed=self.cfg.seed,
+                    success=self.cfg.reward.success, name=name,
+                )  # fmt: skip
+        return metrics
 
     def _throughput(self, metrics: dict[str, Metric], started: float) -> dict[str, float]:
         seconds = time.perf_counter() - started

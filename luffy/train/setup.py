@@ -141,12 +141,18 @@ def _check_recorded(task: Task) -> None:
         )
 
 
-def load_eval_tasks(cfg: Config, encoder: Encoder) -> list[Task]:
+def load_eval_tasks(cfg: Config, encoder: Encoder) -> dict[str, list[Task]]:
+    """Held-out tasks by the name of their set; ``core`` is ``data.eval``."""
     if cfg.data.eval is None:
-        return []
-    problems = _load(cfg, cfg.data.eval, cfg.data.eval_split, limit=cfg.eval.limit, require_answer=True)
-    tasks = [encoder.encode(problem) for problem in problems]
-    return [replace(task, demonstrations=()) for task in tasks if task is not None]
+        return {}
+    sets: dict[str, Any] = {"core": cfg.data.eval, **cfg.data.eval_also}
+    return {name: _load_eval_set(cfg, path, encoder) for name, path in sets.items()}
+
+
+def _load_eval_set(cfg: Config, path: Any, encoder: Encoder) -> list[Task]:
+    problems = _load(cfg, path, cfg.data.eval_split, limit=cfg.eval.limit, require_answer=True)
+    tasks = [encoder.encode(replace(problem, traces=())) for problem in problems]
+    return [task for task in tasks if task is not None]
 
 
 def _load(cfg: Config, path: Any, split: str, *, limit: int | None, require_answer: bool) -> ProblemDataset:

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tiny_models import ARCHITECTURES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from luffy.errors import UserError
 from luffy.models import PackedLayout, forward_hidden, head_weight_bias, use_luffy_attention
-from luffy.models.tiny import ARCHITECTURES, tiny_model
 
 UNEVEN = (3, 21, 1, 12)
 EVEN = (14, 14, 14)

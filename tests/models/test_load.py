@@ -7,10 +7,10 @@ import types
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
 
 from luffy.errors import UserError
 from luffy.models import PackedLayout, eos_ids, forward_hidden, load_model, load_tokenizer
-from luffy.models.tiny import tiny_model
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from scipy.stats import chisquare
+from tiny_models import ARCHITECTURES, tiny_model
 
 from luffy.errors import UserError
-from luffy.models.tiny import ARCHITECTURES, tiny_model
 from luffy.rollout import Engine, NativeEngine
 from luffy.types import Completion, Request, Sampling
 

@@ -4,10 +4,10 @@ import os
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
 from luffy.errors import UserError
 from luffy.models import eos_ids, load_model, load_tokenizer
-from luffy.models.tiny import tiny_model
 from luffy.rollout import NativeEngine
 from luffy.types import Request, Sampling
 
