@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup test test-slow lint quickstart clean
+.PHONY: setup test test-slow lint quickstart docs clean
 
 setup: $(READY)
 
@@ -28,6 +28,9 @@ test-slow: $(READY)
 
 quickstart: $(READY)
 	$(BIN)/luffy quickstart
+
+docs: $(READY)
+	$(BIN)/python -m luffy.reference > docs/configuration.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

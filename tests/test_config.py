@@ -91,3 +91,12 @@ def test_every_knob_is_documented():
     docs = list(describe(Config))
     assert len(docs) > 80
     assert [d.path for d in docs if not d.help] == []
+
+
+def test_the_reference_page_is_generated_from_the_code():
+    from pathlib import Path
+
+    from luffy.reference import reference
+
+    page = Path(__file__).parents[1] / "docs" / "configuration.md"
+    assert page.read_text() == reference(), "run `make docs`"

@@ -27,9 +27,9 @@ METHODS: tuple[tuple[str, str, Method], ...] = (
 )
 COLUMNS = (
     ("held-out", "heldout"),
-    ("held-out, greedy", "heldout_greedy"),
-    ("longer chains", "ood"),
-    ("longer, greedy", "ood_greedy"),
+    ("greedy", "heldout_greedy"),
+    ("longer", "ood"),
+    ("greedy", "ood_greedy"),
 )
 
 
@@ -106,8 +106,8 @@ def summary(outcomes: dict[str, dict[int, Outcome]]) -> dict[str, object]:
 
 def table(outcomes: dict[str, dict[int, Outcome]]) -> Table:
     seeds = max(len(by_seed) for by_seed in outcomes.values())
-    title = f"Right answers after training, {seeds} seed{'s' if seeds > 1 else ''}"
-    shown = Table(title=title, caption="sampled at temperature 1, or greedy; longer chains: 11 terms instead of 8")
+    title = f"Right answers after training in percent, {seeds} seed{'s' if seeds > 1 else ''}"
+    shown = Table(title=title, caption="sampled at temperature 1, or greedy; longer: 11 terms, not 8")
     shown.add_column("method")
     for heading in ("start", *(heading for heading, _ in COLUMNS), "seconds"):
         shown.add_column(heading, justify="right")
@@ -120,8 +120,8 @@ def table(outcomes: dict[str, dict[int, Outcome]]) -> Table:
 
 
 def percent(values: Sequence[float]) -> str:
-    """``95.5 %``, or the mean with the range over seeds."""
-    mean = f"{100 * statistics.fmean(values):.1f} %"
+    """``95.5``, or with several seeds the middle of their range and half its width: ``96.2 ±0.3``."""
     if len(values) == 1:
-        return mean
-    return f"{mean} ({100 * min(values):.1f} to {100 * max(values):.1f})"
+        return f"{100 * values[0]:.1f}"
+    low, high = 100 * min(values), 100 * max(values)
+    return f"{(low + high) / 2:.1f} ±{(high - low) / 2:.1f}"

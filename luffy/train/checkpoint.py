@@ -1,5 +1,6 @@
 """Checkpoints that are complete or absent.
 
+    checkpoints/latest -> step-000050
     checkpoints/step-000050/
         model/                  a Hugging Face folder: AutoModelForCausalLM loads it
         adapter/                LoRA only: the adapters by themselves
@@ -119,8 +120,15 @@ class CheckpointStore:
         (aside / MANIFEST).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
         flush_tree(aside)
         aside.rename(target)
+        self._point_latest_at(target)
         flush_path(self.folder)
         return Checkpoint(target)
+
+    def _point_latest_at(self, target: Path) -> None:
+        """``latest`` always names the newest checkpoint, for whoever wants the model and not the step."""
+        link = self.folder / ".writing-latest"
+        link.symlink_to(target.name)
+        link.replace(self.folder / "latest")
 
     def rotate(self, best_step: int | None) -> None:
         """Keep the newest ``keep`` and the best; a folder leaves its name before it loses its files."""
@@ -148,7 +156,10 @@ class CheckpointStore:
     def _sweep(self) -> None:
         """Remove what a killed run left half-written or half-deleted."""
         for leftover in [*self.folder.glob(".writing-*"), *self.folder.glob(".deleting-*")]:
-            shutil.rmtree(leftover)
+            if leftover.is_symlink():
+                leftover.unlink()
+            else:
+                shutil.rmtree(leftover)
 
 
 def flush_tree(folder: Path) -> None:

@@ -148,10 +148,11 @@ class Trainer:
         while self.progress.step < self.total_steps:
             started = time.perf_counter()
             metrics = self._step(view, recorder)
+            speed = self._throughput(metrics, time.perf_counter() - started)
             step = self.progress.step
             if self._is_due(step, self.cfg.eval.every) and self.eval_tasks:
                 metrics |= self.evaluate()
-            values = read(metrics) | self.watch.take() | self._throughput(metrics, started)
+            values = read(metrics) | self.watch.take() | speed
             recorder.log(step, values)
             view.step(step, values)
             improved = self._note_best(step, values)
@@ -215,8 +216,8 @@ class Trainer:
                 )  # fmt: skip
         return metrics
 
-    def _throughput(self, metrics: dict[str, Metric], started: float) -> dict[str, float]:
-        seconds = time.perf_counter() - started
+    def _throughput(self, metrics: dict[str, Metric], seconds: float) -> dict[str, float]:
+        """Of the training step itself: evaluation and saving have their own timings."""
         tokens = metrics["perf/update_tokens"].value if "perf/update_tokens" in metrics else 0.0
         return {"perf/throughput": tokens / seconds, "timing_s/step": seconds}
 

@@ -29,6 +29,14 @@ def test_a_saved_checkpoint_reads_back_and_verifies(tmp_path):
     assert os.stat(checkpoint.path / "optimizer.safetensors").st_mode & 0o777 == 0o644
 
 
+def test_latest_names_the_newest(tmp_path):
+    s = store(tmp_path)
+    for step in (1, 2):
+        save(s, step)
+        assert (s.folder / "latest").resolve() == (s.folder / f"step-{step:06d}").resolve()
+    assert [c.step for c in s] == [2, 1]
+
+
 def test_nothing_is_overwritten(tmp_path):
     s = store(tmp_path)
     save(s, 5)

@@ -160,7 +160,7 @@ def test_sft_shares_everything_and_learns(make_config, sums):
     assert set(accuracy) == {0, 10, 20, 30, 40, 50, 60} and max(accuracy.values()) > accuracy[0] + 0.2
     best = json.loads((cfg.folder / "best.json").read_text())
     assert best["accuracy"] == max(v for s, v in accuracy.items() if s)
-    kept = {int(p.name[5:]) for p in (cfg.folder / "checkpoints").iterdir()}
+    kept = {int(p.name[5:]) for p in (cfg.folder / "checkpoints").glob("step-*")}
     assert kept == {60, best["step"]}
 
 

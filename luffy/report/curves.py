@@ -1,0 +1,107 @@
+"""Figures over seeds: intervals for the table, mean and range for the curves."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+
+Curve = Sequence[tuple[float, float]]
+
+MOST_POINTS = 200  # of a curve: a chart is some 270 pixels wide, and more would be a smear
+
+# two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom
+_T95 = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
+    2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
+    2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
+)  # fmt: skip
+
+
+def t_quantile_95(freedom: int) -> float:
+    """The 0.975 quantile of Student's t; beyond the table, its expansion around the normal one."""
+    if freedom < 1:
+        raise ValueError(f"Student's t needs at least one degree of freedom, got {freedom}")
+    if freedom <= len(_T95):
+        return _T95[freedom - 1]
+    z = NormalDist().inv_cdf(0.975)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over ``n`` seeds and the half width of its 95 % interval; one seed has no interval."""
+
+    mean: float
+    half_width: float | None
+    n: int
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    if not values:
+        return None
+    n = len(values)
+    half = t_quantile_95(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else None
+    return Estimate(fmean(values), half, n)
+
+
+def thin_out(curves: Sequence[Curve], limit: int = MOST_POINTS) -> tuple[list[Curve], int]:
+    """At most ``limit`` points a curve, and over how many steps each is a mean (1: nothing was done).
+
+    All curves share the bins, so that seeds stay comparable point by point.
+    """
+    steps = sorted({x for curve in curves for x, _ in curve})
+    width = math.ceil(len(steps) / limit)
+    if width <= 1:
+        return [list(curve) for curve in curves], 1
+    bin_of = {x: i // width for i, x in enumerate(steps)}
+    ends = {i // width: x for i, x in enumerate(steps)}
+    return [_binned(curve, bin_of, ends) for curve in curves], width
+
+
+def _binned(curve: Curve, bin_of: dict[float, int], ends: dict[int, float]) -> Curve:
+    bins: dict[int, list[float]] = {}
+    for x, y in curve:
+        bins.setdefault(bin_of[x], []).append(y)
+    return [(ends[b], fmean(ys)) for b, ys in bins.items()]
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """Mean, lowest and highest over seeds at each step."""
+
+    steps: tuple[float, ...]
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+def envelope(curves: Sequence[Curve]) -> Envelope:
+    """Over the steps that every curve spans, so that the mean does not jump where a shorter run ends.
+
+    A step that one seed skipped (no update, so no entropy) is interpolated there.
+    """
+    present = [curve for curve in curves if curve]
+    if not present:
+        return Envelope((), (), (), ())
+    first, last = max(c[0][0] for c in present), min(c[-1][0] for c in present)
+    steps = sorted({x for curve in present for x, _ in curve if first <= x <= last})
+    columns = [[interpolate(curve, x) for curve in present] for x in steps]
+    return Envelope(
+        tuple(steps),
+        tuple(fmean(column) for column in columns),
+        tuple(min(column) for column in columns),
+        tuple(max(column) for column in columns),
+    )
+
+
+def interpolate(curve: Curve, x: float) -> float:
+    """The curve at ``x``, which lies within its span."""
+    at = bisect_left(curve, x, key=lambda point: point[0])
+    x1, y1 = curve[at]
+    if x1 == x:
+        return y1
+    x0, y0 = curve[at - 1]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

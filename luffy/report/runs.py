@@ -1,0 +1,265 @@
+"""Reading what runs left behind: one run, or all runs below a folder.
+
+A run may still be going: only complete lines count. Samples are indexed by their place in the file
+and read when they are asked for, because a long run records more of them than fits in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from luffy.config import Config
+from luffy.errors import ConfigError, UserError
+from luffy.report.recorder import METRICS, SAMPLES
+from luffy.schema import build, to_dict
+
+CONFIG = "config.yaml"
+NOT_RUNS = {"checkpoints", "tensorboard"}  # below a run folder; may hold thousands of files
+Points = list[tuple[int, float]]
+Kind = Literal["train", "sft"]
+
+# how Recorder starts a line; read so, the token lists behind it need no parsing
+_SAMPLE_HEAD = re.compile(rb'\{"step": (\d+), "problem": ("(?:[^"\\]|\\.)*")')
+
+
+class EmptyRun(UserError):
+    """A run folder without a complete step: nothing to show yet."""
+
+
+@dataclass(frozen=True)
+class SampleIndex:
+    """Where each recorded group lies in samples.jsonl: (step, problem) -> offsets of its lines."""
+
+    path: Path
+    places: Mapping[tuple[int, str], Sequence[int]]
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted({step for step, _ in self.places})
+
+    def problems(self, step: int) -> list[str]:
+        """In the order they were recorded."""
+        return [problem for at, problem in self.places if at == step]
+
+    def group(self, step: int, problem: str) -> list[dict[str, Any]]:
+        """All samples of one problem at one step, as ``recorder.sample_rows`` wrote them."""
+        with self.path.open("rb") as file:
+            return [_read_at(file, self.path, offset) for offset in self.places[step, problem]]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run folder. ``config`` is flat: ``{"optim.lr": 1e-6, ...}``; ``rows`` are in order of their steps."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    samples: SampleIndex
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("name") or self.folder.name)
+
+    @property
+    def seed(self) -> int | None:
+        value = self.config.get("seed")
+        return value if isinstance(value, int) else None
+
+    @property
+    def kind(self) -> Kind:
+        """What trained it. The config does not say: ``luffy train`` and ``luffy sft`` take the same recipe."""
+        trained = [row for row in self.rows if row["step"] > 0]
+        sampled = any(key.startswith("critic/") for row in trained for key in row)
+        return "sft" if trained and not sampled else "train"
+
+    @property
+    def steps(self) -> int:
+        return int(self.rows[-1]["step"])
+
+    @property
+    def planned_steps(self) -> int | None:
+        value = self.config.get("train.steps")
+        return value if isinstance(value, int) else None
+
+    @property
+    def unfinished(self) -> bool:
+        return self.planned_steps is not None and self.steps < self.planned_steps
+
+    @property
+    def metrics(self) -> set[str]:
+        return {key for row in self.rows for key in row} - {"step", "time"}
+
+    @property
+    def last_time(self) -> float | None:
+        times = [row["time"] for row in self.rows if is_number(row.get("time"))]
+        return max(times, default=None)
+
+    def series(self, metric: str) -> Points:
+        """(step, value) where the metric was recorded and is finite."""
+        return [(int(row["step"]), float(row[metric])) for row in self.rows if is_number(row.get(metric))]
+
+    def total(self, metric: str) -> float | None:
+        values = [value for _, value in self.series(metric)]
+        return math.fsum(values) if values else None
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def load_run(folder: Path | str) -> RunRecord:
+    """The record of a run folder; raises UserError where there is none, EmptyRun before its first step."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no run folder {folder}; name a folder with {METRICS} in it, or one above such folders")
+    if not (folder / METRICS).is_file():
+        raise UserError(f"{folder} holds no {METRICS}; name the folder of a run (out/name of its recipe)")
+    rows = {row["step"]: row for row in _metric_rows(folder / METRICS)}
+    if not rows:
+        raise EmptyRun(f"{folder / METRICS} has no complete line yet; wait for the run's first step")
+    ordered = [rows[step] for step in sorted(rows)]
+    return RunRecord(folder, _read_config(folder / CONFIG), ordered, index_samples(folder / SAMPLES))
+
+
+def find_runs(places: Iterable[Path | str]) -> list[Path]:
+    """Every run folder named by, or found below, ``places``: sorted below each, none twice."""
+    found: dict[Path, Path] = {}
+    for place in map(Path, places):
+        if not place.is_dir():
+            raise UserError(f"no folder {place}; name a run folder, or one that holds runs below it")
+        runs = sorted(_runs_below(place), key=_natural)
+        if not runs:
+            raise UserError(f"no run in or below {place}: no {METRICS} there; name a run folder (out/name of a recipe)")
+        for run in runs:
+            found.setdefault(run.resolve(), run)
+    return list(found.values())
+
+
+def load_runs(folders: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
+    """All that have steps, and a line for each that has none; having none at all is an error."""
+    records, skipped = [], []
+    for folder in folders:
+        try:
+            records.append(load_run(folder))
+        except EmptyRun as error:
+            skipped.append(str(error))
+    if not records:
+        raise UserError(skipped[0] if skipped else "no run was named; name at least one run folder")
+    return records, skipped
+
+
+def index_samples(path: Path) -> SampleIndex:
+    places: dict[tuple[int, str], list[int]] = {}
+    for offset, line in _complete_lines(path):
+        head = _SAMPLE_HEAD.match(line)
+        if head:
+            key = int(head[1]), str(json.loads(head[2]))
+        else:
+            row = _parse(line, path)
+            key = int(row.get("step", 0)), str(row.get("problem", ""))
+        places.setdefault(key, []).append(offset)
+    return SampleIndex(path, places)
+
+
+def _runs_below(place: Path) -> Iterator[Path]:
+    for folder, below, files in os.walk(place):
+        below[:] = [name for name in below if name not in NOT_RUNS]
+        if METRICS in files:
+            yield Path(folder)
+
+
+def _natural(path: Path) -> list[tuple[int, int | str]]:
+    """seed-2 before seed-10."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", str(path)) if part]
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(offset, line); the line that its writer has not ended yet is left alone."""
+    if not path.exists():
+        return
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n") and line.strip():
+                yield offset, line
+            offset += len(line)
+
+
+def _metric_rows(path: Path) -> Iterator[dict[str, Any]]:
+    for _, line in _complete_lines(path):
+        row = _parse(line, path)
+        if not isinstance(row.get("step"), int):
+            raise UserError(f"{path}: a line without a whole number as 'step': {_excerpt(line)}")
+        yield row
+
+
+def _read_at(file: Any, path: Path, offset: int) -> dict[str, Any]:
+    file.seek(offset)
+    return _parse(file.readline(), path)
+
+
+def _parse(line: bytes, path: Path) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise UserError(f"{path}: a line is not JSON: {_excerpt(line)}; mend or remove it") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{path}: a line is not a JSON object: {_excerpt(line)}; mend or remove it")
+    return row
+
+
+def _excerpt(line: bytes) -> str:
+    return repr(line[:60].decode("utf-8", "replace"))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """The flat config with today's defaults filled in, so that a run of an older version still compares."""
+    if not path.is_file():
+        return {}
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: a run's config is a mapping, got {type(values).__name__}")
+    try:
+        return dict(_flat(to_dict(build(Config, values))))
+    except ConfigError:  # written by a version whose keys are gone: shown as it is
+        return dict(_flat(values))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+Reader = Callable[[RunRecord], float | None]
+
+
+def last(metric: str) -> Reader:
+    return lambda run: next((value for _, value in reversed(run.series(metric))), None)
+
+
+def best(metric: str) -> Reader:
+    return lambda run: max((value for _, value in run.series(metric)), default=None)
+
+
+def at_start(metric: str) -> Reader:
+    """The value before training: that of step 0, where it was evaluated."""
+    return lambda run: next((value for step, value in run.series(metric) if step == 0), None)
+
+
+def summed(metric: str) -> Reader:
+    return lambda run: run.total(metric)

@@ -1,0 +1,218 @@
+"""The tables of the report: final figures, time per phase, what sets the methods apart, the runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from markupsafe import Markup
+
+from luffy.report import runs as read
+from luffy.report.curves import Estimate, estimate
+from luffy.report.figures import KNOWN_PHASES, phase_bar, phase_class, swatch
+from luffy.report.methods import Method, differing_keys, show_value
+from luffy.report.runs import Reader, RunRecord
+from luffy.report.text import number, shorten, show
+from luffy.report.text import seconds as show_seconds
+
+EVALUATION = re.compile(r"val-(?P<name>[^/]+)/accuracy")
+STEP_SECONDS = "timing_s/step"
+NEGLIGIBLE = 0.005  # share of a step below which a phase has no column of its own
+ROOMY_COLUMNS = 7  # more of them put the interval under the mean
+LONGEST_VALUE = 160
+
+
+@dataclass(frozen=True)
+class Column:
+    head: str  # neighbours of the same head share it
+    below: str
+    value: Reader
+    digits: int = 3
+
+
+def evaluations(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
+    """(metric, name) of every accuracy that some run recorded; the run's own held-out set comes first."""
+    found = {metric for run in runs for metric in run.metrics if EVALUATION.fullmatch(metric)}
+    order = sorted(found, key=lambda metric: (metric != "val-core/accuracy", metric))
+    return [(metric, evaluation_name(metric)) for metric in order]
+
+
+def evaluation_name(metric: str) -> str:
+    match = EVALUATION.fullmatch(metric)
+    name = match["name"] if match else metric
+    return "held-out" if name == "core" else "OOD" if name == "ood" else name
+
+
+def final_columns(runs: Sequence[RunRecord]) -> list[Column]:
+    columns = []
+    for metric, name in evaluations(runs):
+        accuracy = f"{name[0].upper()}{name[1:]} accuracy"
+        columns += [
+            Column(accuracy, "start", read.at_start(metric)),
+            Column(accuracy, "final", read.last(metric)),
+            Column(accuracy, "best", read.best(metric)),
+        ]
+    return [
+        *columns,
+        Column("Reward", "final", sampled(read.last("critic/rewards/mean"))),
+        Column("Entropy", "final", sampled(read.last("actor/entropy_loss"))),
+        Column("Length", "final", read.last("response_length/mean"), 1),
+        Column("Seconds", "all steps", read.summed(STEP_SECONDS), 1),
+    ]
+
+
+def sampled(reader: Reader) -> Reader:
+    """SFT draws no samples: its zeros under these names mean nothing."""
+    return lambda run: reader(run) if run.kind == "train" else None
+
+
+def final_table(methods: Sequence[Method]) -> Markup:
+    columns = final_columns([run for method in methods for run in method.runs])
+    columns = [c for c in columns if any(c.value(run) is not None for m in methods for run in m.runs)]
+    rows = [_final_row(i, method, columns) for i, method in enumerate(methods)]
+    wide = " stacked" if len(columns) > ROOMY_COLUMNS else ""
+    return table(_final_head(columns), rows, f"final{wide}")
+
+
+def _final_head(columns: Sequence[Column]) -> Markup:
+    """Two rows: what is measured, and when."""
+    upper = [Markup('<th scope="col" rowspan="2"{}>{}</th>').format(c, h) for h, c in _FIXED_HEADS]
+    for head, same in groupby(columns, key=lambda column: column.head):
+        upper.append(Markup('<th scope="colgroup" colspan="{}">{}</th>').format(len(list(same)), head))
+    lower = [Markup('<th scope="col">{}</th>').format(column.below) for column in columns]
+    return Markup("").join(upper) + Markup("</tr><tr>") + Markup("").join(lower)
+
+
+_FIXED_HEADS = (("Method", Markup(' class="name"')), ("Seeds", ""), ("Steps", ""))
+
+
+def _final_row(style: int, method: Method, columns: Sequence[Column]) -> Markup:
+    cells = [method_head(style, method.label), _cell(str(len(method.runs))), _cell(steps_of(method.runs))]
+    for column in columns:
+        values = [v for run in method.runs if (v := column.value(run)) is not None]
+        cells.append(Markup("<td>{}</td>").format(show_estimate(estimate(values), column.digits)))
+    return Markup("").join(cells)
+
+
+def show_estimate(value: Estimate | None, digits: int = 3) -> Markup:
+    """``0.940 ± 0.012``; one seed has no interval, and says so."""
+    if value is None:
+        return Markup('<span class="none" title="not recorded">\u2013</span>')
+    mean = Markup("<b>{}</b>").format(number(value.mean, digits))
+    digits = 0 if abs(value.mean) >= 1000 else digits  # as exact as the mean beside it
+    beside = "1 seed" if value.half_width is None else f"\u00b1 {number(value.half_width, digits)}"
+    return mean + Markup(' <span class="pm">{}</span>').format(beside)
+
+
+def steps_of(runs: Sequence[RunRecord]) -> str:
+    """``30``, ``12 to 30`` where seeds differ, ``12 of 30`` where the recipe asks for more than was done."""
+    steps = sorted({run.steps for run in runs})
+    said = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+    planned = max((run.planned_steps or 0 for run in runs if run.unfinished), default=0)
+    return f"{said} of {planned}" if planned and planned != steps[-1] else said
+
+
+def method_head(style: int, label: str) -> Markup:
+    return Markup('<th scope="row" class="name">{} <span>{}</span></th>').format(swatch(style), show(label))
+
+
+def _cell(text: str) -> Markup:
+    return Markup("<td>{}</td>").format(text)
+
+
+def table(head: Markup, rows: Sequence[Markup], kind: str) -> Markup:
+    body = Markup("").join(Markup("<tr>{}</tr>").format(row) for row in rows)
+    return Markup(
+        '<div class="wide" tabindex="0"><table class="{}"><thead><tr>{}</tr></thead><tbody>{}</tbody></table></div>'
+    ).format(kind, head, body)
+
+
+def column_head(text: str, left: bool = False) -> Markup:
+    return Markup('<th scope="col"{}>{}</th>').format(Markup(' class="name"') if left else "", show(text))
+
+
+def phase_seconds(method: Method) -> dict[str, float]:
+    """Mean seconds of a step by phase, over all steps of all seeds; ``other`` is what no phase claims."""
+    steps = sum(len(run.series(STEP_SECONDS)) for run in method.runs)
+    if not steps:
+        return {}
+    names = dict.fromkeys(k for run in method.runs for row in run.rows for k in row if k.startswith("timing_s/"))
+    totals = {name: sum(run.total(name) or 0.0 for run in method.runs) / steps for name in names}
+    whole = totals.pop(STEP_SECONDS, 0.0)
+    phases = {name.removeprefix("timing_s/"): seconds for name, seconds in totals.items()}
+    small = [name for name, seconds in phases.items() if seconds < NEGLIGIBLE * whole]
+    other = max(whole - sum(phases.values()), 0.0) + sum(phases.pop(name) for name in small)
+    return phases | ({"other": other} if other > 0 else {})
+
+
+def phase_table(methods: Sequence[Method]) -> Markup | None:
+    """A stacked bar a method with its figures beside it; None where no run recorded times."""
+    timed = [(i, method, phase_seconds(method)) for i, method in enumerate(methods)]
+    phases = list(dict.fromkeys(phase for _, _, seconds in timed for phase in seconds))
+    if not phases:
+        return None
+    phases.sort(key=_phase_order)
+    longest = max(sum(seconds.values()) for _, _, seconds in timed)
+    heads = [column_head("Method", left=True), Markup('<th scope="col" class="bars">Seconds per step</th>')]
+    heads += [_phase_head(phase) for phase in phases] + [column_head("all")]
+    rows = [_phase_row(i, method.label, seconds, phases, longest) for i, method, seconds in timed if seconds]
+    return table(Markup("").join(heads), rows, "phases")
+
+
+def _phase_order(phase: str) -> int:
+    """As they follow each other in a step; phases of one's own after the known ones, the rest last."""
+    known = KNOWN_PHASES.index(phase) if phase in KNOWN_PHASES else len(KNOWN_PHASES)
+    return known + (phase == "other")
+
+
+def _phase_head(phase: str) -> Markup:
+    square = '<svg class="square" viewBox="0 0 10 10" aria-hidden="true"><rect class="{}" width="10" height="10"/>'
+    return Markup('<th scope="col">' + square + "</svg> {}</th>").format(phase_class(phase), phase.replace("_", " "))
+
+
+def _phase_row(style: int, label: str, seconds: dict[str, float], phases: Sequence[str], longest: float) -> Markup:
+    ordered = {phase: seconds[phase] for phase in phases if phase in seconds}
+    cells = [method_head(style, label), Markup('<td class="bars">{}</td>').format(phase_bar(ordered, longest, label))]
+    cells += [_cell(show_seconds(seconds[phase]) if phase in seconds else "\u2013") for phase in phases]
+    cells.append(_cell(show_seconds(sum(seconds.values()))))
+    return Markup("").join(cells)
+
+
+def difference_table(methods: Sequence[Method]) -> Markup | None:
+    """Every knob in which the methods differ; None where there is nothing to tell apart."""
+    keys = differing_keys(methods) if len(methods) > 1 else []
+    if not keys:
+        return None
+    heads = [column_head("Knob", left=True)]
+    heads += [Markup('<th scope="col">{} {}</th>').format(swatch(i), show(m.label)) for i, m in enumerate(methods)]
+    return table(Markup("").join(heads), [_difference_row(key, methods) for key in keys], "knobs")
+
+
+def _difference_row(key: str, methods: Sequence[Method]) -> Markup:
+    cells = [Markup('<th scope="row" class="name"><code>{}</code></th>').format(show(key))]
+    for method in methods:
+        value = show_value(method.settings[key]) if key in method.settings else "\u2013"
+        cells.append(Markup("<td><code>{}</code></td>").format(show(shorten(value, LONGEST_VALUE))))
+    return Markup("").join(cells)
+
+
+def run_table(methods: Sequence[Method]) -> Markup:
+    """Every run by itself: what the means above are made of."""
+    metrics = evaluations([run for method in methods for run in method.runs])
+    heads = ["Method", "Seed", "Steps", *(f"Final {name} accuracy" for _, name in metrics), "Seconds", "Folder"]
+    head = Markup("").join(column_head(h, left=h in ("Method", "Folder")) for h in heads)
+    rows = [_run_row(i, m.label, run, [k for k, _ in metrics]) for i, m in enumerate(methods) for run in m.runs]
+    return table(head, rows, "runs")
+
+
+def _run_row(style: int, label: str, run: RunRecord, metrics: Sequence[str]) -> Markup:
+    seed = "\u2013" if run.seed is None else str(run.seed)
+    values = [read.last(metric)(run) for metric in metrics]
+    cells = [method_head(style, label), _cell(seed), _cell(steps_of([run]))]
+    cells += [_cell("\u2013" if value is None else number(value)) for value in values]
+    seconds = run.total(STEP_SECONDS)
+    cells.append(_cell("\u2013" if seconds is None else number(seconds, 1)))
+    cells.append(Markup('<td class="name"><code>{}</code></td>').format(show(str(run.folder))))
+    return Markup("").join(cells)

@@ -1,0 +1,291 @@
+"""The report as a reader gets it: right figures, inert text, one file, nothing silently left out."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from luffy.cli import main
+from luffy.errors import UserError
+from luffy.report.html import POLICY, default_out, write_report
+from luffy.report.samples import HEAD_TOKENS, MOST_GROUPS, MOST_SAMPLES, TAIL_TOKENS
+
+LUFFY = {"guidance": {"n_prefix": 1}, "train": {"steps": 2}}
+ON_POLICY = {"guidance": {"n_prefix": 0}, "train": {"steps": 2}}
+
+
+@pytest.fixture
+def two_methods(write_run, make_metric_row, tmp_path):
+    """Final accuracies 0.5, 0.6, 0.7 and 0.2, 0.2, 0.5; best 0.8 and 0.5; start 0.1."""
+    start = {"step": 0, "time": 1.0, "val-core/accuracy": 0.1}
+    for name, config, finals, best in (
+        ("luffy", LUFFY, (0.5, 0.6, 0.7), 0.8),
+        ("grpo", ON_POLICY, (0.2, 0.2, 0.5), 0.5),
+    ):
+        for seed, final in enumerate(finals):
+            write_run(f"{name}/seed-{seed}", [start, make_metric_row(1, best), make_metric_row(2, final)], config)
+    return tmp_path / "runs"
+
+
+def test_table_of_final_figures(two_methods, read_page):
+    page = read_page(write_report([two_methods]))
+    assert page.tables["final"][0] == [
+        "Method",
+        "Seeds",
+        "Steps",
+        "Held-out accuracy",
+        "Reward",
+        "Entropy",
+        "Length",
+        "Seconds",
+    ]
+    assert page.tables["final"][1] == ["start", "final", "best", "final", "final", "final", "all steps"]
+    # half widths: t(2) = 4.3027 times 0.1 / sqrt(3), and times 0.17321 / sqrt(3)
+    assert page.row("final", "luffy") == [
+        "luffy", "3", "2", "0.100 \u00b1 0.000", "0.600 \u00b1 0.248", "0.800 \u00b1 0.000", "0.200 \u00b1 0.000",
+        "0.500 \u00b1 0.000", "20.0 \u00b1 0.0", "4.0 \u00b1 0.0",
+    ]  # fmt: skip
+    assert page.row("final", "grpo")[4] == "0.300 \u00b1 0.430"
+
+
+def test_time_knobs_and_runs(two_methods, read_page):
+    page = read_page(write_report([two_methods]))
+    assert page.tables["phases"][0] == ["Method", "Seconds per step", "rollout", "update", "other", "all"]
+    assert page.row("phases", "luffy")[2:] == ["1.00", "0.500", "0.500", "2.00"]
+    assert page.tables["knobs"] == [["Knob", "grpo", "luffy"], ["guidance.n_prefix", "0", "1"]]
+    assert [row[:4] for row in page.tables["runs"][1:4]] == [
+        ["grpo", str(k), "2", v] for k, v in enumerate(("0.200", "0.200", "0.500"))
+    ]
+
+
+def test_charts_show_only_what_a_run_has(two_methods, read_page):
+    text = write_report([two_methods]).read_text()
+    described = dict(re.findall(r'aria-label="([^"]+?) over training steps\. ([^"]*)"', text))
+    assert described["Accuracy, held-out"].startswith("grpo goes from 0.100 at step 0 to 0.300 at step 2; luffy goes")
+    assert (
+        described["Reward, off-policy"] == "luffy goes from 1.000 at step 1 to 1.000 at step 2."
+    )  # grpo has no traces
+    assert "grpo" in described["Clip fraction"]  # always 0, and truly so
+    assert "SFT loss" not in described  # an RL run's zeros are no loss
+    assert "No chart for want of values: sft loss." in text
+
+
+def test_further_evaluations_are_charted_and_tabled(write_run, make_metric_row, read_page):
+    rows = [make_metric_row(1, 0.2, **{"val-ood/accuracy": 0.25, "val-aime/accuracy": 0.125})]
+    out = write_report([write_run("a", rows)])
+    page = read_page(out)
+    assert page.tables["final"][0][3:6] == ["Held-out accuracy", "Aime accuracy", "OOD accuracy"]
+    assert page.row("final", "a")[3:9] == ["0.200 1 seed"] * 2 + ["0.125 1 seed"] * 2 + ["0.250 1 seed"] * 2
+    assert "Accuracy, OOD over training steps. a goes from 0.250" in out.read_text()
+
+
+def test_sft_alone(write_run, read_page):
+    rows = [
+        {
+            "step": s,
+            "time": 1.0,
+            "actor/sft_loss": 1.0 / s,
+            "actor/entropy_loss": 0.0,
+            "actor/pg_clipfrac": 0.0,
+            "response_length/mean": 9.0,
+        }
+        for s in (1, 2)
+    ]
+    out = write_report([write_run("sft/seed-0", rows)])
+    page = read_page(out)
+    assert page.tables["final"][0] == ["Method", "Seeds", "Steps", "Length"]
+    assert page.row("final", "sft") == ["sft", "1", "2", "9.0 1 seed"]
+    assert "phases" not in page.tables
+    assert "SFT loss over training steps. sft goes from 1.000 at step 1 to 0.500" in out.read_text()
+    assert "Entropy over" not in out.read_text()
+    assert "No samples recorded: sft." in page.text
+
+
+def test_a_run_in_progress_is_said_to_be_one(write_run, make_metric_row, read_page):
+    write_run("m/seed-0", [make_metric_row(s, 0.5) for s in (1, 2, 3)], {"train": {"steps": 3}})
+    late = write_run("m/seed-1", [make_metric_row(1, 0.1)], {"train": {"steps": 3}}, tail='{"step": 2,')
+    write_run("m/seed-2", [], tail='{"st')
+    page = read_page(write_report([late.parent]))
+    assert page.row("final", "m")[:3] == ["m", "2", "1 to 3"]
+    assert page.row("final", "m")[3] == "0.300 \u00b1 2.541"  # t(1) = 12.706 times 0.28284 / sqrt(2)
+    assert f"Not at its last step, or stopped early: {late}." in page.text
+    assert "seed-2/metrics.jsonl has no complete line yet" in page.text
+    assert page.tables["runs"][2][2] == "1 of 3"
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202egnp\x00\ud800\u2028]]>-->"
+
+
+def test_hostile_text_is_inert(write_run, make_metric_row, make_sample_row, read_page):
+    tokens = [HOSTILE, "<mark>"]
+    row = make_sample_row(
+        1, problem=HOSTILE, prompt=HOSTILE, answer=HOSTILE, response="".join(tokens), tokens=tokens, off_policy=[1, 0],
+        log_probs=[0.0, -1.0], status=HOSTILE, finish=HOSTILE,
+    )  # fmt: skip
+    name = "<script>alert(3)</script>"
+    config = {"name": name, "model": {"path": "</style><script>alert(4)</script>"}}
+    folder = write_run("a", [make_metric_row(1, 0.5)], config, samples=[row])
+    other = write_run("b", [make_metric_row(1, 0.5)], {"name": '"><svg onload=alert(5)>'})
+    out = write_report(
+        [folder, other], folder / "r.html", title="<script>alert(6)</script>", notes="<img src=x>\n\nsecond"
+    )
+    page = read_page(out)
+    scripts = [attrs for tag, attrs in page.tags if tag == "script"]
+    data = [attrs for attrs in scripts if attrs.get("type") == "application/json"]
+    assert len(scripts) == len(data) + 1  # our own, and the charts' figures
+    assert [tag for tag, _ in page.tags if tag in ("img", "iframe", "object", "embed", "base", "form")] == []
+    assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
+    assert "<script>alert(1)</script><img src=x onerror=alert(2)>U+202EgnpU+0000U+D800U+2028]]>-->" in page.text
+    assert "<script>alert(6)</script>" in page.text
+    assert "\u202e" not in out.read_text(encoding="utf-8")
+
+
+def test_the_page_asks_for_nothing(two_methods, read_page):
+    text = write_report([two_methods]).read_text()
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "fetch(" not in text
+    page = read_page(two_methods / "report.html")
+    assert ("meta", {"http-equiv": "Content-Security-Policy", "content": POLICY}) in page.tags
+    references = [
+        attrs.get(name)
+        for _, attrs in page.tags
+        for name in ("src", "href", "srcset", "action", "data")
+        if attrs.get(name)
+    ]
+    assert references == ["data:,"]
+
+
+def test_headings_tables_and_figures_are_accessible(two_methods, read_page):
+    page = read_page(write_report([two_methods]))
+    assert [tag for tag, _ in page.tags].count("h1") == 1
+    assert all("scope" in attrs for tag, attrs in page.tags if tag == "th")
+    charts = [attrs for tag, attrs in page.tags if tag == "svg" and attrs.get("class") in ("chart", "bar")]
+    assert charts
+    assert all(attrs["role"] == "img" and attrs["aria-label"] for attrs in charts)
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    hover = re.findall(r'<script type="application/json">(.*?)</script>', (two_methods / "report.html").read_text())
+    assert [line["label"] for line in json.loads(hover[0])] == ["grpo", "luffy"]
+
+
+def test_teacher_tokens_are_marked_and_policy_tokens_shaded(write_run, make_metric_row, make_sample_row):
+    rows = [
+        make_sample_row(1, 0, log_probs=[0.0, 0.0, -1.2]),
+        make_sample_row(1, 1, off_policy=[0, 0, 0], reward=0.0, advantages=None),
+    ]
+    text = write_report([write_run("a", [make_metric_row(1)], samples=rows)]).read_text()
+    assert "<mark class='teacher'>a b</mark><span class='p3'> c</span>" in text  # exp(-1.2) = 0.30
+    assert "\u2713 reward 1<" in text
+    assert "teacher prefix" in text
+    assert "advantage +0.250" in text
+    assert "\u2717 reward 0<" in text
+    assert "advantage none (group rejected)" in text
+
+
+def test_long_responses_and_many_groups_are_cut_and_said_to_be(write_run, make_metric_row, make_sample_row, read_page):
+    tokens = [f" t{i}" for i in range(1000)]
+    long = make_sample_row(
+        1,
+        tokens=tokens,
+        response="".join(tokens),
+        off_policy=[0] * 1000,
+        log_probs=[-0.01] * 1000,
+        advantages=[0.1] * 1000,
+    )
+    rows = [
+        {**long, "step": s, "problem": f"p{p}", "sample": k}
+        for s in (1, 2, 3, 4)
+        for p in range(3)
+        for k in range(MOST_SAMPLES + 2)
+    ]
+    out = write_report([write_run("a", [make_metric_row(s) for s in range(1, 5)], samples=rows)])
+    page = read_page(out)
+    groups = [attrs for tag, attrs in page.tags if tag == "article"]
+    assert [(g["data-step"]) for g in groups] == ["1", "1", "3", "3", "4", "4"]
+    assert len(groups) <= MOST_GROUPS
+    assert f"[{1000 - HEAD_TOKENS - TAIL_TOKENS:,} tokens left out]" in page.text
+    assert f"{MOST_SAMPLES} of {MOST_SAMPLES + 2} samples shown." in page.text
+    assert "6 of 12 recorded groups of samples are shown." in page.text
+    assert out.stat().st_size < 1_000_000
+
+
+def test_a_long_run_is_thinned_out_and_said_to_be(write_run, make_metric_row, read_page):
+    out = write_report([write_run("a", [make_metric_row(s) for s in range(1, 5001)])])
+    page = read_page(out)
+    assert "Gradient norm: more than 200 steps, so each point is a mean over 25 of them." in page.text
+    hover = json.loads(re.findall(r'<script type="application/json">(.*?)</script>', out.read_text())[0])
+    assert len(hover[0]["x"]) == 200
+    assert out.stat().st_size < 500_000
+
+
+def test_the_same_runs_give_the_same_bytes(two_methods):
+    first = write_report([two_methods]).read_bytes()
+    assert write_report([two_methods]).read_bytes() == first
+    assert sorted(p.name for p in two_methods.iterdir()) == ["grpo", "luffy", "report.html"]
+
+
+def test_where_the_report_goes(two_methods, tmp_path):
+    assert default_out([two_methods / "luffy" / "seed-0"]) == two_methods / "luffy" / "seed-0" / "report.html"
+    assert default_out([two_methods / "luffy", two_methods / "grpo"]) == two_methods / "report.html"
+    assert write_report([two_methods], tmp_path / "new" / "x.html") == tmp_path / "new" / "x.html"
+    assert (tmp_path / "new" / "x.html").exists()
+    with pytest.raises(UserError, match="is a folder"):
+        write_report([two_methods], tmp_path)
+
+
+def test_nothing_to_report_is_an_error(write_run, tmp_path):
+    with pytest.raises(UserError, match="no run was named"):
+        write_report([])
+    with pytest.raises(UserError, match="no complete line yet"):
+        write_report([write_run("a", [])])
+    assert not (tmp_path / "runs" / "a" / "report.html").exists()
+
+
+def test_command_line(two_methods, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(
+        "sys.argv",
+        ["luffy", "report", str(two_methods / "luffy"), str(two_methods / "grpo"), "--out", str(tmp_path / "r.html")],
+    )
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    assert capsys.readouterr().out == f"report     {tmp_path / 'r.html'}\n"
+    monkeypatch.setattr("sys.argv", ["luffy", "report", str(tmp_path / "nowhere")])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("luffy: error: no folder")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_script_runs_in_a_browser(two_methods, make_sample_row, tmp_path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs chromium or google-chrome")
+    rows = [make_sample_row(step) for step in (1, 2)]
+    (two_methods / "luffy" / "seed-0" / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    out = write_report([two_methods])
+    point = "document.querySelector('.chart').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}))"
+    out.write_text(out.read_text().replace("</body>", f"<script>{point}</script></body>"))
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+    ]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", out.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert '<div class="readout"><b>step 2</b>' in dom  # at the last step, with both methods
+    assert "grpo  0.3" in dom
+    assert "luffy  0.6" in dom
+    assert len(re.findall(r'<article class="group"[^>]*hidden', dom)) == 1  # of two steps, one is shown
+    assert '<div class="tools" hidden' not in dom

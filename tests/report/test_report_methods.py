@@ -1,0 +1,82 @@
+"""Which runs are seeds of one method, and what the method is called."""
+
+from luffy.report.methods import differing_keys, group_runs
+from luffy.report.runs import load_run
+
+
+def groups(folders):
+    return {m.label: [run.seed for run in m.runs] for m in group_runs([load_run(f) for f in folders])}
+
+
+def test_seed_folders_and_seed_suffixes(write_run, make_metric_row):
+    rows = [make_metric_row(1)]
+    names = ["luffy/seed-0", "luffy/seed-1", "grpo-s0", "grpo-s1", "dapo_seed2", "dapo_seed3"]
+    guided = {"grpo": 0, "luffy": 1, "dapo": 2}
+    folders = [
+        write_run(n, rows, {"guidance": {"n_prefix": next(v for k, v in guided.items() if n.startswith(k))}})
+        for n in names
+    ]
+    assert groups(folders) == {"luffy": [0, 1], "grpo": [0, 1], "dapo": [2, 3]}
+
+
+def test_other_folders_go_by_their_config(write_run, make_metric_row):
+    rows = [make_metric_row(1)]
+    folders = [
+        write_run(n, rows, c)
+        for n, c in [("first", {"seed": 1}), ("second", {"seed": 2}), ("third", {"optim": {"lr": 0.1}})]
+    ]
+    assert groups(folders) == {"first": [1, 2], "third": [0]}
+
+
+def test_named_folders_stay_apart_though_their_config_is_the_same(write_run, make_metric_row):
+    folders = [write_run(n, [make_metric_row(1)]) for n in ("old/seed-0", "new/seed-0")]
+    assert groups(folders) == {"old": [0], "new": [0]}
+
+
+def test_the_same_label_gets_the_differing_keys(write_run, make_metric_row):
+    folders = [
+        write_run(f"{p}/luffy/seed-0", [make_metric_row(1)], {"optim": {"lr": lr}})
+        for p, lr in (("a", 0.1), ("b", 0.2))
+    ]
+    assert groups(folders) == {"luffy (lr=0.1)": [0], "luffy (lr=0.2)": [0]}
+
+
+def test_sft_and_rl_of_one_recipe_are_two_methods(write_run, make_metric_row):
+    folders = [
+        write_run("a", [make_metric_row(1)], {"name": "x"}),
+        write_run("b", [{"step": 1, "actor/sft_loss": 1.0}], {"name": "x"}),
+    ]
+    assert groups(folders) == {"x (command=train)": [0], "x (command=sft)": [0]}
+
+
+def test_a_path_with_the_runs_own_seed_is_no_difference(write_run, make_metric_row):
+    folders = [
+        write_run(f"m/seed-{k}", [make_metric_row(1)], {"data": {"train": f"data/seed-{k}/train.jsonl"}})
+        for k in (1, 12)
+    ]
+    assert groups(folders) == {"m": [1, 12]}
+
+
+def test_a_key_that_an_older_version_did_not_write_is_no_difference(write_run, make_metric_row):
+    folders = [
+        write_run("m/seed-0", [make_metric_row(1)]),
+        write_run("m/seed-1", [make_metric_row(1)], {"optim": {"lr": 1e-6}}),
+    ]
+    assert groups(folders) == {"m": [0, 1]}
+
+
+def test_differing_keys_and_repeated_seeds(write_run, make_metric_row):
+    rows = [make_metric_row(1)]
+    folders = [
+        write_run("a/m/seed-0", rows),
+        write_run("b/m/seed-0", rows),
+        write_run("n/seed-0", rows, {"rollout": {"n": 4}}),
+    ]
+    m, n = group_runs([load_run(f) for f in folders])
+    assert differing_keys([m, n]) == ["rollout.n"]
+    assert m.repeated_seeds == [0]
+    assert n.repeated_seeds == []
+
+
+def test_hidden_characters_in_a_name_are_written_out(write_run, make_metric_row):
+    assert list(groups([write_run("a\u202eb", [make_metric_row(1)], {"name": "a\u202eb"})])) == ["aU+202Eb"]

@@ -1,0 +1,96 @@
+"""Reading run folders: in progress, broken, empty, nested."""
+
+import json
+
+import pytest
+
+from luffy.errors import UserError
+from luffy.report.runs import EmptyRun, at_start, best, find_runs, last, load_run, summed
+
+
+def test_a_run_reads_back(write_run, make_metric_row):
+    rows = [{"step": 0, "time": 1.0, "val-core/accuracy": 0.1}, make_metric_row(1, 0.4), make_metric_row(2, 0.3)]
+    run = load_run(write_run("luffy/seed-7", rows, {"train": {"steps": 2}}))
+    assert (run.seed, run.steps, run.planned_steps, run.unfinished, run.kind) == (7, 2, 2, False, "train")
+    assert run.series("val-core/accuracy") == [(0, 0.1), (1, 0.4), (2, 0.3)]
+    assert [read("val-core/accuracy")(run) for read in (at_start, last, best)] == [0.1, 0.3, 0.4]
+    assert summed("timing_s/step")(run) == 4.0
+    assert last("val-ood/accuracy")(run) is None
+    assert run.config["optim.lr"] == 1e-6  # today's default, not in the file
+
+
+def test_the_half_line_of_a_run_in_progress_is_ignored(write_run, make_metric_row):
+    run = load_run(write_run("a", [make_metric_row(1)], {"train": {"steps": 9}}, tail='{"step": 2, "critic/rew'))
+    assert run.steps == 1
+    assert run.unfinished
+
+
+def test_values_that_are_not_finite_are_no_points(write_run, make_metric_row):
+    rows = [make_metric_row(1), {**make_metric_row(2), "actor/grad_norm": float("nan")}, make_metric_row(3)]
+    assert [s for s, _ in load_run(write_run("a", rows)).series("actor/grad_norm")] == [1, 3]
+
+
+def test_a_line_that_is_not_json_names_the_file(write_run, make_metric_row):
+    folder = write_run("a", [make_metric_row(1)], tail="garbage\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: a line is not JSON: 'garbage"):
+        load_run(folder)
+
+
+def test_a_line_without_a_step_is_an_error(write_run):
+    with pytest.raises(UserError, match="without a whole number as 'step'"):
+        load_run(write_run("a", [{"time": 1}]))
+
+
+def test_missing_folder_and_folder_without_a_run(tmp_path):
+    with pytest.raises(UserError, match="no run folder"):
+        load_run(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"holds no metrics\.jsonl"):
+        load_run(tmp_path)
+    with pytest.raises(UserError, match="no folder"):
+        find_runs([tmp_path / "nowhere"])
+    with pytest.raises(UserError, match="no run in or below"):
+        find_runs([tmp_path])
+
+
+def test_a_run_before_its_first_step_is_empty(write_run):
+    with pytest.raises(EmptyRun, match="no complete line yet"):
+        load_run(write_run("a", [], tail='{"step": 0'))
+
+
+def test_sft_is_known_by_its_rows_not_by_its_config(write_run, make_metric_row):
+    rows = [{"step": 0, "val-core/accuracy": 0.0}, {"step": 1, "actor/sft_loss": 0.7, "response_length/mean": 12.0}]
+    assert load_run(write_run("sft/seed-0", rows)).kind == "sft"
+    assert load_run(write_run("luffy/seed-0", [make_metric_row(1)])).kind == "train"
+
+
+def test_runs_are_found_below_in_natural_order_and_once(write_run, make_metric_row, tmp_path):
+    folders = [write_run(f"luffy/seed-{k}", [make_metric_row(1)]) for k in (0, 2, 10)]
+    checkpoint = folders[0] / "checkpoints" / "step-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "metrics.jsonl").write_text("{}\n")
+    assert find_runs([tmp_path, folders[1]]) == folders
+    assert find_runs([folders[2], tmp_path]) == [folders[2], folders[0], folders[1]]
+
+
+def test_samples_are_found_by_step_and_problem(write_run, make_metric_row, make_sample_row):
+    rows = [
+        make_sample_row(1, 0),
+        make_sample_row(1, 1),
+        make_sample_row(1, 0, problem='q "x" \u00e9'),
+        make_sample_row(10),
+    ]
+    folder = write_run("a", [make_metric_row(1)], samples=rows)
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({"problem": "other order", "step": 10}) + "\n" + '{"step": 11, "problem": "half')
+    samples = load_run(folder).samples
+    assert samples.steps == [1, 10]
+    assert samples.problems(1) == ["p1", 'q "x" \u00e9']
+    assert samples.problems(10) == ["p1", "other order"]
+    assert samples.group(1, "p1") == rows[:2]
+    assert samples.group(1, 'q "x" \u00e9') == [rows[2]]
+
+
+def test_a_config_of_another_version_is_read_as_it_is(write_run, make_metric_row):
+    run = load_run(write_run("a", [make_metric_row(1)], {"optim": {"gone": 3}}))
+    assert run.config["optim.gone"] == 3
+    assert "optim.lr" not in run.config

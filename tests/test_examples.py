@@ -1,0 +1,39 @@
+"""The one-file example runs, learns where on-policy RL does not, and stays within its promise of size."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+import one_file_luffy  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_luffy_learns_and_on_policy_does_not():
+    lines = []
+    before, after = one_file_luffy.train(one_file_luffy.Settings(steps=10), log=lines.append)
+    assert before == 0.0 and after > 0.2 and "held-out" in lines[0]
+    assert one_file_luffy.train(one_file_luffy.Settings(steps=3, traces=0), log=lines.append)[-1] == 0.0
+
+
+@pytest.mark.parametrize("changes", [{"advantage": "grpo_split"}, {"shape": "no_reshape", "clip": True}])
+def test_its_switches(changes):
+    reached = one_file_luffy.train(one_file_luffy.Settings(steps=2, problems=4, **changes), log=lambda line: None)
+    assert len(reached) == 2
+
+
+def test_it_stands_on_core_and_rewards_alone_and_is_short():
+    text = (EXAMPLES / "one_file_luffy.py").read_text()
+    used = {line.split()[1] for line in text.splitlines() if line.startswith(("from luffy", "import luffy"))}
+    assert used == {"luffy", "luffy.core.advantages", "luffy.rewards", "luffy.types"}
+    assert len(text.splitlines()) <= 260
