@@ -41,6 +41,7 @@ class RunView:
         self.name, self.total, self.first = name, total, done
         self.started = time.monotonic()
         self._progress: Progress | None = None
+        self._phase = "starting"
         if self.console.is_terminal:
             columns = (
                 TextColumn("[bold]{task.fields[name]}"), BarColumn(bar_width=24), MofNCompleteColumn(),
@@ -53,8 +54,14 @@ class RunView:
             self._progress.start()
 
     def phase(self, text: str) -> None:
+        self._phase = text
         if self._progress is not None:
             self._progress.update(self._task, phase=text)
+
+    def count(self, done: int, total: int) -> None:
+        """How far the current phase is, e.g. ``rollout 57/112``."""
+        if self._progress is not None:
+            self._progress.update(self._task, phase=f"{self._phase} {done}/{total}")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         spent = time.monotonic() - self.started

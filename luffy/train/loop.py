@@ -72,6 +72,7 @@ class Trainer:
         cfg, method = self.cfg, self.method
         self.store = CheckpointStore(cfg.folder / "checkpoints", cfg.train.keep)
         self.notices: list[str] = []
+        self.view: RunView | None = None
         self.tokenizer = setup.load_policy_tokenizer(cfg.model)
         encoder = setup.build_encoder(cfg, self.tokenizer)
         self.tasks = setup.load_training_tasks(cfg, encoder, sft=method == "sft")
@@ -113,7 +114,7 @@ class Trainer:
         assert self.verifier is not None
         return RolloutSource(
             self.cfg, self.tasks, self.engine, self.verifier, self.policy, self._load_reference(), self.eos,
-            self.total_steps, self.watch,
+            self.total_steps, self.watch, self._count,
         )  # fmt: skip
 
     def _load_reference(self) -> nn.Module | None:
@@ -127,7 +128,7 @@ class Trainer:
         """Run to the last step; returns the model folder of the newest checkpoint."""
         if self.progress.step < self.total_steps:
             write_atomically(self.cfg.folder / "config.yaml", to_yaml(self.cfg))
-            view = RunView(self.cfg.name, self.total_steps, self.progress.step)
+            self.view = view = RunView(self.cfg.name, self.total_steps, self.progress.step)
             self.watch.on_phase = view.phase
             recorder = Recorder(self.cfg, self.progress.step or -1, view.warn)
             try:
@@ -137,7 +138,12 @@ class Trainer:
             finally:
                 recorder.close()
                 view.close()
+                self.view = None
         return self._newest().model
+
+    def _count(self, done: int, total: int) -> None:
+        if self.view is not None:
+            self.view.count(done, total)
 
     def _newest(self) -> Checkpoint:
         return next(iter(self.store))
@@ -212,7 +218,7 @@ class Trainer:
                 metrics |= evaluate(
                     tasks, self.engine, self.verifier, self.tokenizer, cfg or self.cfg.eval,
                     max_tokens=self.cfg.rollout.max_tokens, eos_ids=self.eos, seed=self.cfg.seed,
-                    success=self.cfg.reward.success, name=name,
+                    success=self.cfg.reward.success, name=name, progress=self._count,
                 )  # fmt: skip
         return metrics
 
