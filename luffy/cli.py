@@ -18,6 +18,7 @@ import typer.core
 from luffy._version import __version__
 from luffy.config import Config, load_config, to_yaml
 from luffy.errors import TrainingStopped, UserError
+from luffy.prepare.cli import prepare_app
 from luffy.schema import describe
 
 
@@ -47,6 +48,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(prepare_app)
 
 Recipe = Annotated[str, typer.Argument(help="a recipe file, or the name of a built-in one such as tiny/luffy")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value ..., laid over the recipe")]
@@ -245,7 +248,7 @@ def eval_model(
     shuffle: Annotated[bool, typer.Option(help="shuffle the options of multiple choice by the seed")] = True,
     limit: Annotated[int | None, typer.Option(min=1, help="only the first problems of each benchmark")] = None,
     data: Annotated[Path | None, typer.Option(help="folder with the benchmarks; default: $LUFFY_DATA")] = None,
-    out: Annotated[Path | None, typer.Option(help="results; default: evals/MODEL-SUITE. Goes on with what is there")] = None,
+    out: Annotated[Path | None, typer.Option(help="results folder, resumed; default: evals/MODEL-SUITE")] = None,
     engine: Annotated[str, typer.Option(help="native, or module:function that returns a LoadedModel")] = "native",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
@@ -294,16 +297,20 @@ def eval_golds(
     reward: Annotated[str | None, typer.Option(help="another reward than the suite's own")] = None,
 ) -> None:
     """Judge the verifier: every gold must verify against itself in a box. Exit code 1 if one does not."""
+    from luffy.evaluation.benchmarks import SUITES, load_suite
     from luffy.evaluation.golds import check_golds
 
     failures = 0
-    for check in check_golds(suites or [], data, reward):
-        typer.echo(f"{check.title}: {check.checked - len(check.failed)} of {check.checked} ({check.reward})")
-        for item, gold, verdict in check.failed:
-            typer.echo(f"  FAILED {item}  {gold!r}  score {verdict.value:g}, {verdict.status}")
-        for item, gold in check.text_only:
-            typer.echo(f"  text only {item}  {gold!r}")
-        failures += len(check.failed)
+    for suite in (load_suite(name, data, reward=reward) for name in suites or SUITES):
+        for check in check_golds(suite):
+            typer.echo(f"{check.title}: {check.checked - len(check.failed)} of {check.checked} ({check.reward})")
+            for item, gold, verdict in check.failed:
+                typer.echo(f"  FAILED {item}  {gold!r}  score {verdict.value:g}, {verdict.status}")
+            for item, gold in check.text_only:
+                typer.echo(f"  text only {item}  {gold!r}")
+            failures += len(check.failed)
+        for name in suite.missing:
+            typer.echo(f"{name}: not checked, the file is missing")
     if failures:
         raise typer.Exit(1)
 

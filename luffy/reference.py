@@ -1,4 +1,4 @@
-"""The configuration reference, written from the knobs themselves: ``python -m luffy.reference > docs/configuration.md``."""
+"""The configuration reference, written from the knobs themselves: ``make docs``."""
 
 from __future__ import annotations
 

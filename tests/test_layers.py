@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "guidance": {"guidance", *BASE},
     "config": {"core", "guidance", "schema", *BASE},
     "models": {"models", *BASE},
-    "rollout": {"rollout", "models", *BASE},
+    "rollout": {"rollout", "models", "core", *BASE},
     "report": {"report", "config", "schema", "core", *BASE},
     "evaluation": {"evaluation", "report", "config", "guidance", "rewards", "rollout", "models", "data", "core", *BASE},
     "train": {"train", "evaluation", "report", "rollout", "models", "guidance", "rewards", "data", "core", "config", "schema", *BASE},

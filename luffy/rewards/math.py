@@ -6,6 +6,7 @@ long C call. So its 2 s limits are the polite first line, and the pool's kill is
 
 from __future__ import annotations
 
+import cmath
 import logging
 import re
 from collections.abc import Callable
@@ -33,6 +34,21 @@ _LOOSE_SPACE = re.compile(r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])")
 _MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]\+?(-?\d{1,4})", re.ASCII)
 _WORD = re.compile(r"[A-Za-z]{4,}")
+_ONE_CHARACTER_GROUP = re.compile(r"([_^])\{(\w)\}")
+
+# Spellings Math-Verify reads as text, or not at all, and the ones it reads as mathematics.
+_THIN_THOUSANDS = re.compile(r"(?<=\d)\\,(?=\d{3}(?!\d))", re.ASCII)
+_OTHER_CURRENCY = re.compile(r"\\(?:text|mathrm)\{\s*[€£¥₹]\s*\}|\\(?:euro|pounds)(?![a-zA-Z])|[€£¥₹]")
+_BARE_POINT = re.compile(r"(?<=\d)\.(?=[-+*/)\\ ]|$)", re.ASCII)
+_NUMPY_NAME = re.compile(r"\bnp\.(?=[a-z])")
+_EMPTY_SET = re.compile(r"\\varnothing(?![a-zA-Z])")
+_SUBSCRIPTED_NAME = re.compile(r"[A-Za-z]_(?:\{[^{}=]*\}|\w)\s*=(?=[^=<>]+$)")
+# "t(0,4]" has lost its \in: brackets of two kinds are an interval, never a function's
+_LOST_MEMBERSHIP = re.compile(r"[A-Za-z]\s*(?=(?:\([^()\[\]]*,[^()\[\]]*\]|\[[^()\[\]]*,[^()\[\]]*\))$)")
+
+# Math-Verify rounds to 6 decimals, which makes 2.88e-19 and 1.3e-27 the same number: below this size we look again.
+_TINY = 1e-3
+_TINY_TOLERANCE = 1e-5  # relative
 
 
 def load() -> Callable[[str, str], tuple[float, str]]:
@@ -74,6 +90,7 @@ def normalise(latex: str) -> str:
     latex = undress(latex).rstrip(".")
     latex = _SIZING.sub("", _SPACING.sub(" ", latex))
     latex = _FRACTION.sub(r"\\frac", latex)
+    latex = _ONE_CHARACTER_GROUP.sub(r"\1\2", latex)
     return _LOOSE_SPACE.sub("", " ".join(latex.split())).strip()
 
 
@@ -90,13 +107,22 @@ def undress(latex: str) -> str:
 def as_boxed(latex: str) -> str:
     """A form Math-Verify reads as one answer. It takes ``1e3`` for ``1*e*3`` and a word for a product
     of letters (any anagram would be right), so both are rewritten."""
-    latex = undress(latex)
+    latex = respell(undress(latex))
     scientific = _SCIENTIFIC.fullmatch(latex)
     if scientific:
         latex = rf"{scientific[1]} \cdot 10^{{{scientific[2]}}}"
     elif _WORD.fullmatch(latex):
         latex = rf"\text{{{latex}}}"
     return rf"\boxed{{{latex}}}"
+
+
+def respell(latex: str) -> str:
+    """Thin-space thousands, currency signs, ``1./3``, ``np.arcsin``, ``m_{max} = ...`` in readable form."""
+    latex = _OTHER_CURRENCY.sub("", _THIN_THOUSANDS.sub("", latex))
+    latex = _NUMPY_NAME.sub(r"\\", _BARE_POINT.sub("", latex))
+    latex = _SUBSCRIPTED_NAME.sub("", _EMPTY_SET.sub(r"\\emptyset", latex)).strip()
+    lost = _LOST_MEMBERSHIP.match(latex)
+    return latex[lost.end() :] if lost else latex
 
 
 @lru_cache(maxsize=1024)
@@ -106,6 +132,11 @@ def parse_gold(answer: str) -> list[Any]:
     if not gold:
         raise ValueError(f"Math-Verify finds no answer in the gold {answer[:80]!r}")
     return gold
+
+
+def is_read_as_text(answer: str) -> bool:
+    """Whether Math-Verify finds no mathematics in a gold: only an answer written the same way can be right."""
+    return all(isinstance(reading, str) for reading in parse_gold(answer))
 
 
 def _gold_text(answer: str) -> str:
@@ -132,10 +163,34 @@ def _any_equal(gold: list[Any], guess: list[Any]) -> bool:
 
     for one_gold, one_guess in product(gold, guess):
         try:
-            if verify(one_gold, one_guess, timeout_seconds=SOFT_LIMIT_S, raise_on_error=True):
+            equal = verify(one_gold, one_guess, timeout_seconds=SOFT_LIMIT_S, raise_on_error=True)
+            if equal and not _rounded_away(one_gold, one_guess):
                 return True
         except (MemoryError, OSError):
             raise
         except Exception:
             continue
     return False
+
+
+def _rounded_away(gold: Any, guess: Any) -> bool:
+    """Whether two numbers were only equal because both round to the same few decimals."""
+    if not (getattr(gold, "is_number", False) and getattr(guess, "is_number", False)):
+        return False
+    try:
+        one, other = complex(gold.doit()), complex(guess.doit())
+    except TypeError:  # no plain value, such as complex infinity: Math-Verify's verdict stands
+        return False
+    if abs(one) >= _TINY:
+        return False
+    # Math-Verify takes 5% for 0.05 and for 5.
+    scales = (1.0, 100.0, 0.01) if _is_percentage(gold) or _is_percentage(guess) else (1.0,)
+    smallest = 1e-12 if one == 0 else 0.0
+    return not any(cmath.isclose(one, other * s, rel_tol=_TINY_TOLERANCE, abs_tol=smallest) for s in scales)
+
+
+def _is_percentage(number: Any) -> bool:
+    """Math-Verify writes 5% as the product 5 * (1/100), the latter marked to be left alone."""
+    from sympy import UnevaluatedExpr
+
+    return bool(number.has(UnevaluatedExpr))

@@ -1,0 +1,239 @@
+"""``luffy analyze``: the paper's figures for one's own runs and evaluations.
+
+always              shaping function and gradient weight               Figure 2, middle and right
+training runs       reward, length, entropy; ratio of clipped tokens   Figures 2 (left), 5 and 8
+evaluations         lengths of right and wrong answers                 Figure 10
+at 2 temperatures   pass@k over temperatures                           Figure 12
+a data set          BLEU of responses against its traces               appendix F.1
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from luffy.core.shaping import Shape, gradient_weight
+from luffy.errors import UserError
+from luffy.evaluation.bleu import bleu_figure, load_traces
+from luffy.evaluation.figures import Figure, Panel, Series, save
+from luffy.evaluation.results import Evaluation, is_evaluation, model_label, read_evaluation
+from luffy.evaluation.scores import Row, is_right, mean_pass_at_k
+from luffy.report.recorder import METRICS, SAMPLES, read_json_lines
+from luffy.rewards.scores import complete_or_nothing
+
+DYNAMICS = (
+    ("reward", "critic/rewards/mean", "mean reward of the policy's own samples"),
+    ("length", "response_length/mean", "mean response length (tokens)"),
+    ("entropy", "actor/entropy_loss", "mean entropy (nats)"),
+)
+CLIPPED = "actor/pg_clipfrac"
+BINS = 24
+PAPER_POOL = ("aime24", "amc")  # Figure 12 merges these two
+
+
+def analyse(
+    paths: Sequence[Path], out: Path, *, data: Path | None = None, gammas: Sequence[float] = (0.1,), k: int = 8
+) -> list[Figure]:
+    """Draw every figure the given folders allow; the overview is ``analysis.md``, the numbers lie in CSV files."""
+    runs, evaluations = _sorted_out(paths)
+    figures = list(_figures(runs, evaluations, data, gammas, k))
+    for figure in figures:
+        save(figure, out)
+    _write_overview(figures, out)
+    return figures
+
+
+def _sorted_out(paths: Sequence[Path]) -> tuple[dict[str, Path], dict[str, Evaluation]]:
+    runs: dict[str, Path] = {}
+    evaluations: dict[str, Evaluation] = {}
+    for path in paths:
+        name = path.resolve().name
+        if name in runs or name in evaluations:
+            name = str(path)
+        if is_evaluation(path):
+            evaluations[name] = read_evaluation(path)
+        elif (path / METRICS).is_file():
+            runs[name] = path
+        else:
+            raise UserError(
+                f"{path} is neither a run (no {METRICS}) nor an evaluation (no items.jsonl); check the path"
+            )
+    return runs, evaluations
+
+
+def _figures(
+    runs: Mapping[str, Path], evaluations: Mapping[str, Evaluation], data: Path | None, gammas: Sequence[float], k: int
+) -> Iterator[Figure]:
+    yield shaping_figure(gammas)
+    if runs:
+        metrics = {name: read_json_lines(path / METRICS) for name, path in runs.items()}
+        yield from dynamics_figures(metrics)
+    if evaluations:
+        yield length_figure(evaluations)
+        if len({e.settings["temperature"] for e in evaluations.values()}) > 1:
+            yield temperature_figure(evaluations, k)
+    if data is not None:
+        if not runs and not evaluations:
+            raise UserError("--data gives traces to compare responses with: name a run or an evaluation too")
+        samples = {name: read_json_lines(path / SAMPLES) for name, path in runs.items()}
+        yield bleu_figure(load_traces(data), samples, evaluations)
+
+
+# ---- Figure 2, middle and right
+
+
+def shaping_figure(gammas: Sequence[float]) -> Figure:
+    if any(gamma <= 0 for gamma in gammas):
+        raise UserError(f"--gamma must be above 0, found {min(gammas)}")
+    prob = torch.linspace(0.001, 1.0, 400, dtype=torch.float64)
+    shapes = {"f(p) = p (no shaping)": Shape()} | {f"p / (p + {g:g})": Shape(f"p_div_p_{g:g}") for g in gammas}
+    values, weights = [], []
+    for name, shape in shapes.items():
+        values.append(_series(name, prob, shape.off_policy(prob.log())))
+        weights.append(_series(name, prob, gradient_weight(prob, shape)))
+    label = "probability of the teacher's token under the policy"
+    return Figure(
+        "shaping",
+        "Policy shaping",
+        "Without shaping the gradient vanishes for teacher tokens the policy finds unlikely; "
+        "f(p) = p/(p + gamma) moves its weight to tokens of probability about gamma.",
+        "Figure 2, middle and right",
+        (
+            Panel("shaping function f(p)", label, "f(p)", tuple(values), y_from_zero=True),
+            Panel("gradient weight f'(p) p (1 - p)", label, "weight", tuple(weights), y_from_zero=True),
+        ),
+    )
+
+
+def _series(name: str, x: torch.Tensor, y: torch.Tensor) -> Series:
+    return Series(name, tuple(x.tolist()), tuple(y.tolist()))
+
+
+# ---- Figures 2 (left), 5 and 8
+
+
+def dynamics_figures(metrics: Mapping[str, Sequence[Row]]) -> Iterator[Figure]:
+    panels = tuple(_over_steps(title, key, label, metrics) for title, key, label in DYNAMICS)
+    drawn = tuple(panel for panel in panels if panel.series)
+    if not drawn:
+        raise UserError(f"no run has any of {', '.join(key for _, key, _ in DYNAMICS)}: {', '.join(metrics)}")
+    yield Figure(
+        "dynamics",
+        "Training dynamics",
+        "Reward and length of the policy's own samples, and the entropy of its tokens, over steps.",
+        "Figures 2 (left) and 5",
+        drawn,
+    )
+    clipped = _over_steps("ratio of clipped tokens", CLIPPED, "share of tokens", metrics)
+    if clipped.series:
+        yield Figure(
+            "clipping",
+            "Clipped signals",
+            "Share of policy-gradient tokens whose ratio was clipped. All zero: no clipping, or one update a batch.",
+            "Figure 8",
+            (clipped,),
+        )
+
+
+def _over_steps(title: str, key: str, label: str, metrics: Mapping[str, Sequence[Row]]) -> Panel:
+    series = []
+    for name, rows in metrics.items():
+        points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+        if points:
+            x, y = zip(*points, strict=True)
+            series.append(Series(name, tuple(x), tuple(y)))
+    return Panel(title, "step", label, tuple(series), y_from_zero=all(min(s.y) >= 0 for s in series))
+
+
+# ---- Figure 10
+
+
+def length_figure(evaluations: Mapping[str, Evaluation]) -> Figure:
+    """Shares within right and within wrong answers: each set of bars sums to 1, so that few right ones show too."""
+    longest = max(row["tokens"] for e in evaluations.values() for row in e.rows)
+    edges = np.linspace(0, longest + 1, min(BINS, longest + 1) + 1)
+    panels = []
+    for name, evaluation in evaluations.items():
+        right = [row["tokens"] for row in evaluation.rows if is_right(row)]
+        wrong = [row["tokens"] for row in evaluation.rows if not is_right(row)]
+        series = tuple(
+            Series(label, tuple(edges[:-1].tolist()), tuple((np.histogram(lengths, edges)[0] / len(lengths)).tolist()))
+            for label, lengths in (("right", right), ("wrong", wrong))
+            if lengths
+        )
+        means = [f"{label} {np.mean(v):.0f} ({len(v)})" for label, v in (("right", right), ("wrong", wrong)) if v]
+        panels.append(Panel(f"{name}: {', '.join(means)}", "response length (tokens)", "share", series, kind="bar"))
+    return Figure(
+        "lengths",
+        "Length of right and wrong answers",
+        "Each set of bars sums to 1; the titles give mean lengths and numbers of answers.",
+        "Figure 10",
+        tuple(panels),
+    )
+
+
+# ---- Figure 12
+
+
+def temperature_figure(evaluations: Mapping[str, Evaluation], k: int) -> Figure:
+    points: dict[str, dict[float, float]] = {}  # by the model's identity
+    labels: dict[str, str] = {}
+    pools = {name: _pool(evaluation) for name, evaluation in evaluations.items()}
+    merged = sorted({" + ".join(pool) for pool in pools.values()})
+    if len(merged) > 1:
+        raise UserError(f"pass@{k} over temperatures needs evaluations of the same suite, found {', '.join(merged)}")
+    for name, evaluation in evaluations.items():
+        rows = [row for row in evaluation.rows if row["benchmark"] in pools[name]]
+        fewest = min(evaluation.settings["k"][benchmark] for benchmark in pools[name])
+        if fewest < k:
+            raise UserError(f"{name} has {fewest} samples per problem, pass@{k} needs {k}; lower --k to {fewest}")
+        temperature = float(evaluation.settings["temperature"])
+        curve = points.setdefault(evaluation.settings["model_identity"], {})
+        labels.setdefault(evaluation.settings["model_identity"], model_label(evaluation.settings["model"]))
+        if temperature in curve:
+            raise UserError(
+                f"two evaluations of one model have temperature {temperature}: {name} is the second; give one"
+            )
+        curve[temperature] = mean_pass_at_k(rows, k)
+    series = [
+        Series(labels[model], tuple(sorted(curve)), tuple(curve[t] for t in sorted(curve)))
+        for model, curve in points.items()
+    ]
+    where = " + ".join(next(iter(evaluations.values())).titles[b] for b in next(iter(pools.values())))
+    return Figure(
+        "temperatures",
+        f"pass@{k} over temperatures",
+        f"Unbiased pass@{k} on {where}: does the model find more when it explores more?",
+        "Figure 12",
+        (Panel(where, "temperature", f"pass@{k}", tuple(series), y_from_zero=True),),
+    )
+
+
+def _pool(evaluation: Evaluation) -> tuple[str, ...]:
+    """The paper's two benchmarks where they are there, else all."""
+    names = tuple(evaluation.titles)
+    return PAPER_POOL if set(PAPER_POOL) <= set(names) else names
+
+
+# ---- overview
+
+
+def _write_overview(figures: Sequence[Figure], out: Path) -> None:
+    lines = ["# Analysis", ""]
+    for figure in figures:
+        lines += [f"## {figure.title}", "", f"![{figure.title}]({figure.name}.png)", "", figure.caption, ""]
+        lines += [f"The paper: {figure.paper}. Numbers: [{figure.name}.csv]({figure.name}.csv).", ""]
+    with complete_or_nothing(out / "analysis.md") as file:
+        file.write("\n".join(lines))
+    with complete_or_nothing(out / "analysis.json") as file:
+        file.write(json.dumps([_as_json(figure) for figure in figures], ensure_ascii=False) + "\n")
+
+
+def _as_json(figure: Figure) -> dict[str, Any]:
+    return {**asdict(figure), "png": f"{figure.name}.png", "csv": f"{figure.name}.csv"}

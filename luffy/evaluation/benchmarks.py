@@ -1,0 +1,175 @@
+"""What is evaluated: suites of benchmarks in the paper's column order (Table 1), or any dataset of one's own.
+
+data folder/
+  benchmarks/math6.parquet      AIME24, AIME25, AMC, MATH-500, Minerva, OlympiadBench by ``data_source``
+  benchmarks/arc_c.parquet      and gpqa.parquet, mmlu_pro.parquet where they are there
+  gsm8k/test.jsonl
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from luffy.data import load_problems
+from luffy.errors import DataError, UserError
+from luffy.evaluation.choices import relabel, shuffle_problem
+from luffy.types import Message, Problem
+
+DATA_VARIABLE = "LUFFY_DATA"
+MANY, ONE = 32, 1  # samples per problem in the paper: small test sets take 32
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Where a benchmark lies: the first of ``files`` that is there, rows of ``source`` (empty: all)."""
+
+    name: str
+    title: str
+    files: tuple[str, ...]
+    reward: str
+    source: str = ""
+    k: int = ONE
+
+
+_MATH6 = ("benchmarks/math6.parquet",)
+SUITES: dict[str, tuple[Spec, ...]] = {
+    "math6": (
+        Spec("aime24", "AIME24", _MATH6, "math", "aime", MANY),
+        Spec("aime25", "AIME25", _MATH6, "math", "aime25", MANY),
+        Spec("amc", "AMC", _MATH6, "math", "amc", MANY),
+        Spec("math500", "MATH-500", _MATH6, "math", "math"),
+        Spec("minerva", "Minerva", _MATH6, "math", "minerva"),
+        Spec("olympiad", "Olympiad", _MATH6, "math", "olympiad_bench"),
+    ),
+    "ood": (
+        Spec("arc_c", "ARC-c", ("benchmarks/arc_c.parquet",), "choice"),
+        Spec("gpqa", "GPQA*", ("benchmarks/gpqa.parquet", "benchmarks/gpqa_diamond.parquet"), "choice"),
+        Spec("mmlu_pro", "MMLU-Pro", ("benchmarks/mmlu_pro.parquet",), "choice"),
+    ),
+    "gsm8k": (Spec("gsm8k", "GSM8K", ("gsm8k/test.jsonl",), "gsm8k"),),
+}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """``repeats`` is how many equal rows the file holds per problem; they are one problem here."""
+
+    name: str
+    title: str
+    reward: str
+    k: int
+    problems: tuple[Problem, ...]
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class Suite:
+    """``missing`` names the benchmarks of the suite whose files are not there."""
+
+    name: str
+    benchmarks: tuple[Benchmark, ...]
+    missing: tuple[str, ...] = ()
+    is_builtin: bool = True
+
+
+def load_suite(
+    name: str,
+    data: Path | None = None,
+    *,
+    k: int | None = None,
+    reward: str | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    limit: int | None = None,
+) -> Suite:
+    """A suite by name, or the benchmark that a dataset file or folder makes."""
+    if name in SUITES:
+        suite = _builtin(name, data_folder(data))
+    elif Path(name).exists():
+        suite = _from_file(Path(name), reward or "math")
+    else:
+        known = ", ".join(SUITES)
+        raise UserError(f"--suite {name}: neither a suite ({known}) nor a file; check the name or the path")
+    arranged = (_arranged(b, k, reward, seed, shuffle, limit) for b in suite.benchmarks)
+    return replace(suite, benchmarks=tuple(arranged))
+
+
+def data_folder(given: Path | None) -> Path:
+    named = given or (Path(os.environ[DATA_VARIABLE]) if os.environ.get(DATA_VARIABLE) else None)
+    if named is None:
+        raise UserError(f"no data folder: give --data FOLDER or set {DATA_VARIABLE} to the folder with the benchmarks")
+    if not named.is_dir():
+        raise UserError(f"the data folder {named} does not exist; correct --data or {DATA_VARIABLE}")
+    return named
+
+
+def _builtin(name: str, folder: Path) -> Suite:
+    found, missing = [], []
+    for spec in SUITES[name]:
+        file = next((folder / path for path in spec.files if (folder / path).is_file()), None)
+        if file is None:
+            missing.append(f"{spec.title} ({folder / spec.files[0]})")
+        else:
+            found.append(_read(spec, file))
+    if not found:
+        raise UserError(f"suite {name}: none of its files is there: {', '.join(missing)}")
+    return Suite(name, tuple(found), tuple(missing))
+
+
+def _read(spec: Spec, file: Path) -> Benchmark:
+    rows = [p for p in load_problems(str(file)) if not spec.source or p.source == spec.source]
+    if not rows:
+        raise DataError(f"{file}: no row has data_source={spec.source!r}, which {spec.title} needs")
+    problems: dict[tuple[str, str], Problem] = {}
+    for row in rows:
+        question = question_of(row)
+        item = replace(row, id=f"{spec.name}:{len(problems)}", prompt=question, traces=())
+        problems.setdefault((question, row.answer), item)
+    repeats, rest = divmod(len(rows), len(problems))
+    if rest:
+        raise DataError(f"{file}: {len(rows)} rows of {spec.title} repeat {len(problems)} problems unevenly; fix it")
+    return Benchmark(spec.name, spec.title, spec.reward, spec.k, tuple(problems.values()), repeats)
+
+
+def question_of(problem: Problem) -> str:
+    """The question alone. Benchmark files bring their own system message; here the prompt style decides."""
+    if isinstance(problem.prompt, str):
+        return problem.prompt
+    turns = [message.content for message in problem.prompt if message.role == "user"]
+    if len(turns) != 1:
+        raise DataError(f"problem {problem.id!r}: expected one user message, found {len(turns)}; fix the row")
+    return turns[0]
+
+
+def _from_file(path: Path, reward: str) -> Suite:
+    problems = tuple(replace(problem, traces=()) for problem in load_problems(str(path)))
+    name = path.stem if path.suffix else path.name
+    return Suite(str(path), (Benchmark(name, name, reward, ONE, problems),), is_builtin=False)
+
+
+def _arranged(
+    benchmark: Benchmark, k: int | None, reward: str | None, seed: int, shuffle: bool, limit: int | None
+) -> Benchmark:
+    problems = benchmark.problems[:limit]
+    kind = reward or benchmark.reward
+    if kind == "choice":
+        problems = tuple(_arranged_choice(problem, seed, shuffle) for problem in problems)
+    return replace(benchmark, problems=problems, reward=kind, k=k or benchmark.k)
+
+
+def _arranged_choice(problem: Problem, seed: int, shuffle: bool) -> Problem:
+    question = question_of(problem)
+    if shuffle:
+        arranged = shuffle_problem(problem, question, seed)
+    else:
+        arranged = relabel(problem, question, lambda choices: choices)
+    return arranged if isinstance(problem.prompt, str) else _as_chat(problem, arranged)
+
+
+def _as_chat(original: Problem, arranged: Problem) -> Problem:
+    """The arranged question in the chat it came in."""
+    assert isinstance(original.prompt, tuple) and isinstance(arranged.prompt, str)
+    turns = tuple(m if m.role != "user" else Message("user", arranged.prompt) for m in original.prompt)
+    return replace(arranged, prompt=turns)

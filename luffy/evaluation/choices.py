@@ -1,0 +1,86 @@
+"""Multiple choice: read the options out of a question, put them in an order drawn from the seed, relabel them.
+
+The paper shuffles options against contamination (section 4). Labels become letters in any case, because some
+questions number theirs (22 of ARC-c's) and the ``choice`` reward reads letters.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from luffy.errors import DataError
+from luffy.guidance.plan import seed_of
+from luffy.types import Problem
+
+LETTERS = "ABCDEFGHIJ"
+_OPTION = re.compile(r"^[ \t]*\(?([A-J]|10|[1-9])[).:][ \t]+(?=\S)", re.MULTILINE)
+# "Both A and B", "all of the above": such an option means something only where it stands.
+_REFERS = re.compile(
+    r"\b(?i:both|neither|either|options?|choices?|answers?)\b[^\n]{0,12}\b[A-J]\b|\b[A-J] (?:and|or) [A-J]\b"
+)
+_POSITIONAL = re.compile(r"\b(?:all|none|any|both|neither) of (?:the )?(?:above|these)\b|\bthe above\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """``stem`` is the question before the first option; ``gold`` an index into ``options``."""
+
+    stem: str
+    options: tuple[str, ...]
+    gold: int
+
+    @property
+    def movable(self) -> bool:
+        """Whether no option speaks of another by its place."""
+        return not any(_REFERS.search(option) or _POSITIONAL.search(option) for option in self.options)
+
+    def text(self) -> str:
+        lines = [f"{letter}) {option}" for letter, option in zip(LETTERS, self.options, strict=False)]
+        return self.stem.rstrip() + "\n\n" + "\n".join(lines) + "\n"
+
+
+def read_choices(question: str, answer: str, where: str) -> Choices:
+    """The options are the last run of lines labelled A, B, C ... or 1, 2, 3 ..., up to the end."""
+    labels = list(_OPTION.finditer(question))
+    run = _last_run(labels)
+    if len(run) < 2:
+        raise DataError(f"{where}: no options found in the question; write them as lines 'A) ...', 'B) ...'")
+    ends = [match.start() for match in run[1:]] + [len(question)]
+    options = tuple(question[match.end() : end].strip() for match, end in zip(run, ends, strict=True))
+    names = [match[1] for match in run]
+    gold = answer.strip().strip("()").upper()
+    if gold not in names:
+        raise DataError(f"{where}: the gold {answer!r} is none of the options {', '.join(names)}; fix the row")
+    return Choices(question[: run[0].start()], options, names.index(gold))
+
+
+def _last_run(labels: list[re.Match[str]]) -> list[re.Match[str]]:
+    """From the last label A (or 1) on, as long as each label is the next one."""
+    starts = [place for place, match in enumerate(labels) if match[1] in ("A", "1")]
+    if not starts:
+        return []
+    run = labels[starts[-1] :]
+    alphabet = list(LETTERS) if run[0][1] == "A" else [str(n) for n in range(1, 11)]
+    return [match for match, label in zip(run, alphabet, strict=False) if match[1] == label]
+
+
+def shuffled(choices: Choices, seed: int) -> Choices:
+    """The same options in an order that the seed alone decides; the gold goes with its option."""
+    if not choices.movable:
+        return choices
+    order = list(range(len(choices.options)))
+    random.Random(seed).shuffle(order)
+    options = tuple(choices.options[place] for place in order)
+    return replace(choices, options=options, gold=order.index(choices.gold))
+
+
+def relabel(problem: Problem, question: str, arrange: Callable[[Choices], Choices]) -> Problem:
+    choices = arrange(read_choices(question, problem.answer, f"problem {problem.id!r}"))
+    return replace(problem, prompt=choices.text(), answer=LETTERS[choices.gold])
+
+
+def shuffle_problem(problem: Problem, question: str, seed: int) -> Problem:
+    return relabel(problem, question, lambda choices: shuffled(choices, seed_of(f"options:{seed}:{problem.id}")))

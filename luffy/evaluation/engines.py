@@ -1,0 +1,60 @@
+"""The model under evaluation behind the engine protocol: the native engine, or anybody's own."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from luffy.errors import UserError
+from luffy.models.load import eos_ids, load_model, load_tokenizer
+from luffy.rewards.worker import resolve
+from luffy.rollout.engine import Engine
+from luffy.rollout.native import NativeEngine
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """An engine with what a prompt needs to know of its model. ``context`` counts prompt and response."""
+
+    engine: Engine
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    context: int
+
+
+def load_engine(name: str, model: str, *, dtype: str, device: str, slots: int) -> LoadedModel:
+    """``native``, or ``module:function`` called as ``function(model, dtype=, device=, slots=)``."""
+    if name == "native":
+        return load_native(model, dtype=dtype, device=device, slots=slots)
+    if ":" not in name:
+        raise UserError(f"--engine {name} is unknown: use native, or module:function that returns a LoadedModel")
+    loaded = resolve(name)(model, dtype=dtype, device=device, slots=slots)
+    if not isinstance(loaded, LoadedModel):
+        raise UserError(f"--engine {name} must return a luffy.evaluation.engines.LoadedModel, found {type(loaded)}")
+    return loaded
+
+
+def load_native(model: str, *, dtype: str, device: str, slots: int) -> LoadedModel:
+    tokenizer = load_tokenizer(model)
+    policy = load_model(model, cast(Any, dtype), device)
+    engine = NativeEngine(policy, max_slots=slots)
+    return LoadedModel(engine, tokenizer, eos_ids(policy, tokenizer), engine.max_context)
+
+
+def model_identity(model: str) -> str:
+    """Changes when the weights do: a hash of a local model's files. A hub id stands for itself."""
+    path = Path(model)
+    if not path.exists():
+        return f"hub:{model}"
+    files = [path] if path.is_file() else sorted(f for f in path.iterdir() if _matters(f))
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(f"{file.name}:{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _matters(file: Path) -> bool:
+    return file.is_file() and file.suffix in (".safetensors", ".json", ".jinja", ".gguf", ".model", ".txt")

@@ -1,0 +1,170 @@
+"""From the lines of items.jsonl to result.json and result.md, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from luffy._version import __version__
+from luffy.errors import UserError
+from luffy.evaluation.benchmarks import Suite
+from luffy.evaluation.scores import Row, Summary, summarise
+from luffy.evaluation.settings import Settings
+from luffy.report.recorder import read_json_lines
+from luffy.rewards.scores import complete_or_nothing
+
+ITEMS, RESULT, RESULT_MD = "items.jsonl", "result.json", "result.md"
+
+
+@dataclass(frozen=True)
+class Result:
+    """``benchmarks`` keeps the paper's column order; ``missing`` names those of the suite without a file."""
+
+    settings: dict[str, Any]
+    titles: dict[str, str]
+    benchmarks: dict[str, Summary]
+    repeats: dict[str, int]
+    missing: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return model_label(self.settings["model"])
+
+    @property
+    def average(self) -> dict[str, float]:
+        """Benchmarks weigh the same, as in the paper."""
+        summaries = self.benchmarks.values()
+        return {
+            key: float(np.mean([getattr(summary, key) for summary in summaries]))
+            for key in ("accuracy", "mean_tokens", "truncated")
+        }
+
+
+def model_label(model: str) -> str:
+    """A short name: the folder's own, or ``RUN-step-000060`` for a checkpoint, whose folder is only called model."""
+    parts = [part for part in Path(model).parts if part not in ("/", ".", "..", "model", "checkpoints", "latest")]
+    if not parts:
+        return Path(model).resolve().name
+    return "-".join(parts[-2:]) if parts[-1].startswith("step-") else parts[-1]
+
+
+def build_result(suite: Suite, settings: Settings, rows: Sequence[Row]) -> Result:
+    wanted = {b.name: [row for row in rows if row["benchmark"] == b.name] for b in suite.benchmarks}
+    return Result(
+        settings=asdict(settings),
+        titles={b.name: b.title for b in suite.benchmarks},
+        benchmarks={b.name: summarise(wanted[b.name], b.k) for b in suite.benchmarks},
+        repeats={b.name: b.repeats for b in suite.benchmarks},
+        missing=suite.missing,
+    )
+
+
+def write_result(result: Result, folder: Path) -> None:
+    content = {
+        "version": __version__,
+        "model": result.settings["model"],
+        "suite": result.settings["suite"],
+        "average": result.average,
+        "benchmarks": {
+            name: {"title": result.titles[name], "rows_per_item_in_file": result.repeats[name], **asdict(summary)}
+            for name, summary in result.benchmarks.items()
+        },
+        "missing": list(result.missing),
+        "settings": result.settings,
+    }
+    with complete_or_nothing(folder / RESULT) as file:
+        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    with complete_or_nothing(folder / RESULT_MD) as file:
+        file.write(as_markdown(result))
+
+
+# ---- Markdown
+
+
+def as_markdown(result: Result) -> str:
+    settings = result.settings
+    lines = [f"# {result.name} on {Path(settings['suite']).name}", "", *_headline(result), "", *_details(result), ""]
+    lines += [f"Not evaluated, the file is missing: {name}." for name in result.missing]
+    if result.missing:
+        lines.append("")
+    shown = ("temperature", "top_p", "top_k", "max_tokens", "seed", "style", "reward", "limit", "dtype", "engine")
+    lines.append("Settings: " + ", ".join(f"{key} {settings[key]}" for key in shown) + f"; luffy {__version__}.")
+    return "\n".join(lines) + "\n"
+
+
+def _headline(result: Result) -> list[str]:
+    titles = [f"{result.titles[name]} (avg@{summary.k})" for name, summary in result.benchmarks.items()]
+    average = f"Avg. of {len(titles)}" if result.missing else "Avg."
+    cells = [percent(summary.accuracy) for summary in result.benchmarks.values()]
+    return table(["model", *titles, average], [[result.name, *cells, percent(result.average["accuracy"])]])
+
+
+def _details(result: Result) -> list[str]:
+    header = ["benchmark", "items", "k", "avg@k", "± s.e.", "pass@k"]
+    header += ["tokens", "of right", "of wrong", "truncated", "statuses"]
+    rows = []
+    for name, s in result.benchmarks.items():
+        best = s.pass_at[max(s.pass_at)]
+        lengths = (s.mean_tokens, s.mean_tokens_right, s.mean_tokens_wrong)
+        statuses = ", ".join(f"{status} {count}" for status, count in sorted(s.statuses.items()))
+        rows.append([
+            result.titles[name], str(s.items), str(s.k), percent(s.accuracy), percent(s.standard_error), percent(best),
+            *("" if length is None else f"{length:.0f}" for length in lengths), percent(s.truncated), statuses,
+        ])  # fmt: skip
+    return table(header, rows)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "|---" + "|--:" * (len(header) - 1) + "|"]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+# ---- reading an evaluation again
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A finished evaluation's folder."""
+
+    folder: Path
+    content: Mapping[str, Any]
+    rows: tuple[Row, ...]
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        settings: Mapping[str, Any] = self.content["settings"]
+        return settings
+
+    @property
+    def titles(self) -> dict[str, str]:
+        return {name: values["title"] for name, values in self.content["benchmarks"].items()}
+
+    def rows_of(self, benchmark: str) -> list[Row]:
+        return [row for row in self.rows if row["benchmark"] == benchmark]
+
+
+def is_evaluation(folder: Path) -> bool:
+    return (folder / ITEMS).is_file()
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give the --out folder of luffy eval")
+    if not (folder / RESULT).is_file():
+        state = "an unfinished evaluation: run its command again" if is_evaluation(folder) else "no evaluation"
+        raise UserError(f"{folder} has no {RESULT}: it is {state}")
+    content = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    return Evaluation(folder, content, tuple(read_json_lines(folder / ITEMS)))

@@ -1,0 +1,205 @@
+"""``luffy eval``: sample, score, save in chunks; go on where a killed evaluation stopped.
+
+OUT/settings.json   what decides the responses
+OUT/items.jsonl     one line per (benchmark, item, sample)
+OUT/result.json     the figures; result.md shows them
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from luffy.data import Encoder
+from luffy.errors import UserError
+from luffy.evaluation.benchmarks import Suite, load_suite
+from luffy.evaluation.engines import LoadedModel, load_engine, model_identity
+from luffy.evaluation.progress import EvalView
+from luffy.evaluation.results import ITEMS, Result, build_result, model_label, write_result
+from luffy.evaluation.scores import is_right
+from luffy.evaluation.settings import Settings, alone_in, claim, problems_hash
+from luffy.guidance.plan import seed_of
+from luffy.report.recorder import JsonLines, read_json_lines
+from luffy.rewards import Verifier, build_verifier
+from luffy.types import Problem, Request, Sampling
+
+PAPER_MAX_TOKENS = 8192
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command's options; ``None`` leaves the choice to the suite or the model."""
+
+    model: str
+    suite: str
+    out: Path | None = None
+    data: Path | None = None
+    k: int | None = None
+    temperature: float = 0.6
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int | None = None
+    seed: int = 0
+    style: str = "auto"
+    system_prompt: str | None = None
+    reward: str | None = None
+    shuffle_options: bool = True
+    limit: int | None = None
+    engine: str = "native"
+    dtype: str = "float32"
+    device: str = "cpu"
+    slots: int = 64
+    chunk: int = 256
+    workers: int = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """One response to make."""
+
+    benchmark: str
+    problem: Problem
+    sample: int
+    prompt_ids: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.benchmark, self.problem.id, self.sample
+
+    def seed(self, seed: int) -> int:
+        """A function of its arguments alone: the order and the size of chunks change nothing."""
+        return seed_of(f"eval:{seed}:{self.benchmark}:{self.problem.id}:{self.sample}")
+
+
+def run_evaluation(options: Options) -> Result:
+    """Everything that can be wrong with the data is found before the model is loaded."""
+    suite = load_suite(
+        options.suite, options.data, k=options.k, reward=options.reward, seed=options.seed,
+        shuffle=options.shuffle_options, limit=options.limit,
+    )  # fmt: skip
+    for name in suite.missing:
+        logger.warning("%s is not evaluated: the file is missing", name)
+    rewards = {benchmark.reward for benchmark in suite.benchmarks}
+    assert len(rewards) == 1, "a suite has one reward"
+    out = options.out or default_out(options.model, options.suite)
+    with alone_in(out), build_verifier(rewards.pop(), workers=options.workers) as verifier:
+        loaded = load_engine(
+            options.engine, options.model, dtype=options.dtype, device=options.device, slots=options.slots
+        )
+        jobs, settings = plan(options, suite, loaded)
+        claim(out, settings)
+        run_jobs(jobs, loaded, verifier, settings, out, options.chunk)
+        result = build_result(suite, settings, read_json_lines(out / ITEMS))
+        write_result(result, out)
+    return result
+
+
+def default_out(model: str, suite: str) -> Path:
+    return Path("evals") / f"{model_label(model)}-{Path(suite).stem}"
+
+
+def plan(options: Options, suite: Suite, loaded: LoadedModel) -> tuple[list[Job], Settings]:
+    """Every response to make, in order, and what decides them."""
+    style = resolve_style(options.style, loaded.tokenizer, suite.is_builtin)
+    encoder = Encoder(loaded.tokenizer, style, options.system_prompt, max_prompt_tokens=loaded.context - 1)
+    jobs = []
+    for benchmark in suite.benchmarks:
+        for problem in benchmark.problems:
+            task = encoder.encode(problem)
+            assert task is not None, "overlong prompts are errors here"
+            jobs += [Job(benchmark.name, problem, sample, task.prompt_ids) for sample in range(benchmark.k)]
+    longest = max(len(job.prompt_ids) for job in jobs)
+    settings = Settings(
+        model=options.model,
+        model_identity=model_identity(options.model),
+        suite=suite.name,
+        problems=problems_hash(suite),
+        k={benchmark.name: benchmark.k for benchmark in suite.benchmarks},
+        reward=suite.benchmarks[0].reward,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        max_tokens=resolve_max_tokens(options.max_tokens, loaded.context, longest),
+        seed=options.seed,
+        style=style,
+        system_prompt=options.system_prompt,
+        shuffle_options=options.shuffle_options,
+        limit=options.limit,
+        dtype=options.dtype,
+        engine=options.engine,
+    )
+    return jobs, settings
+
+
+def resolve_style(style: str, tokenizer: Any, is_builtin: bool) -> str:
+    """``auto``: the paper's prompts for its benchmarks, which ask for a boxed answer; a dataset of one's own is
+    taken as it is."""
+    if style != "auto":
+        return style
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if is_builtin:
+        return "paper" if has_template else "paper_simple"
+    return "chat" if has_template else "plain"
+
+
+def resolve_max_tokens(given: int | None, context: int, longest_prompt: int) -> int:
+    room = context - longest_prompt
+    if given is not None and given > room:
+        raise UserError(
+            f"--max-tokens {given} and the longest prompt of {longest_prompt} tokens exceed the model's context of "
+            f"{context}; give at most {room}"
+        )
+    return given or min(PAPER_MAX_TOKENS, room)
+
+
+def run_jobs(
+    jobs: Sequence[Job], loaded: LoadedModel, verifier: Verifier, settings: Settings, out: Path, chunk: int
+) -> None:
+    """Make the responses that are not there yet, ``chunk`` at a time."""
+    path = out / ITEMS
+    done = {(row["benchmark"], row["id"], row["sample"]) for row in read_json_lines(path)}
+    todo = [job for job in jobs if job.key not in done]
+    view = EvalView(model_label(settings.model), len(jobs), len(jobs) - len(todo))
+    items = JsonLines(path, keep_through_step=0)
+    try:
+        for start in range(0, len(todo), chunk):
+            part = todo[start : start + chunk]
+            rows = respond(part, loaded, verifier, settings, view)
+            items.write(rows)
+            view.saved(len(rows), sum(r["tokens"] for r in rows), sum(map(is_right, rows)), part[-1].benchmark)
+    finally:
+        items.close()
+        view.close()
+
+
+def respond(
+    jobs: Sequence[Job], loaded: LoadedModel, verifier: Verifier, settings: Settings, view: EvalView
+) -> list[dict[str, Any]]:
+    sampling = Sampling(settings.max_tokens, settings.temperature, settings.top_p, settings.top_k, loaded.eos_ids)
+    requests = [Request(job.prompt_ids, job.seed(settings.seed), sampling) for job in jobs]
+    completions = loaded.engine.generate(requests, view.working)
+    ids = [completion.token_ids.tolist() for completion in completions]
+    texts = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ids]
+    scores = verifier.score([(job.problem, text) for job, text in zip(jobs, texts, strict=True)])
+    return [
+        {
+            "benchmark": job.benchmark,
+            "id": job.problem.id,
+            "sample": job.sample,
+            "seed": request.seed,
+            "response": text,
+            "tokens": len(tokens),
+            "finish": completion.finish,
+            "answer": job.problem.answer,
+            "score": score.value,
+            "status": score.status,
+        }
+        for job, request, text, tokens, completion, score in zip(
+            jobs, requests, texts, ids, completions, scores, strict=True
+        )
+    ]

@@ -1,0 +1,86 @@
+"""What decides the responses of an evaluation. Kept beside them, so that a folder never mixes two evaluations."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from luffy.errors import UserError
+from luffy.evaluation.benchmarks import Suite
+from luffy.rewards.scores import complete_or_nothing
+
+SETTINGS = "settings.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Equal settings give equal responses, in whatever order and batches they are made."""
+
+    model: str
+    model_identity: str
+    suite: str
+    problems: str  # hash of every prompt and gold, options already in their order
+    k: dict[str, int]
+    reward: str
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    seed: int
+    style: str
+    system_prompt: str | None
+    shuffle_options: bool
+    limit: int | None
+    dtype: str
+    engine: str
+
+
+def problems_hash(suite: Suite) -> str:
+    digest = hashlib.sha256()
+    for benchmark in suite.benchmarks:
+        for problem in benchmark.problems:
+            prompt = problem.prompt
+            said = prompt if isinstance(prompt, str) else [(m.role, m.content) for m in prompt]
+            digest.update(json.dumps([benchmark.name, problem.id, said, problem.answer]).encode())
+    return digest.hexdigest()
+
+
+def claim(folder: Path, settings: Settings) -> None:
+    """Write the settings of a new folder, or refuse one that was made with others."""
+    path = folder / SETTINGS
+    now = asdict(settings)
+    if not path.exists():
+        with complete_or_nothing(path) as file:
+            file.write(json.dumps(now, indent=2, ensure_ascii=False) + "\n")
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    # a model that was only moved is the same model: its identity decides
+    for key in [key for key in now if key != "model"]:
+        if before.get(key) != now[key]:
+            raise UserError(
+                f"{folder} holds an evaluation with {key}={_shown(before.get(key))}, this one has "
+                f"{key}={_shown(now[key])}; give another --out or delete that folder"
+            )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Two evaluations writing to one folder would do everything twice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another evaluation is writing to {folder}; wait for it or give another --out") from None
+        yield

@@ -1,0 +1,1 @@
+"""Before a run: datasets, models and traces made ready, with every dropped row accounted for."""

@@ -1,0 +1,228 @@
+"""``luffy prepare check``: what a training run would make of a data file, before it is started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from luffy.data import Encoder, ProblemDataset, load_problems
+from luffy.models.load import load_tokenizer
+from luffy.prepare.cards import quantiles
+from luffy.rewards import build_verifier
+from luffy.types import Problem, Trace
+
+NO_LIMIT = 1 << 40
+SHOWN_DISAGREEMENTS = 5
+SHOWN_CHARACTERS = 1500
+RULE = "-" * 100
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    split: str = "train"
+    tokenizer: str | None = None
+    style: str = "auto"
+    system_prompt: str | None = None
+    max_prompt_tokens: int = 1024
+    max_trace_tokens: int = 8192
+    reward: str = "math"
+    verify: int = 200
+    examples: int = 10
+    workers: int = 2
+
+
+@dataclass
+class Lengths:
+    """Token counts of the whole file."""
+
+    prompts: list[int] = field(default_factory=list)
+    traces: list[int] = field(default_factory=list)
+
+
+def check_file(path: str, options: CheckOptions) -> dict[str, Any]:
+    """The report as data. Unusable data (no readable row, ids the tokenizer does not have) is a DataError."""
+    problems = load_problems(path, options.split, bad_rows="skip", require_answer=False)
+    encoder = None if options.tokenizer is None else _encoder(options)
+    report: dict[str, Any] = {
+        "file": path,
+        "schema": sorted(set(problems.schemas)),
+        "rows": len(problems),
+        "skipped": dict(problems.skipped),
+        "skipped_examples": problems.messages,
+        **_contents(problems),
+    }
+    if encoder is not None:
+        report |= {"style": str(encoder.style), "tokens": _token_report(_lengths(problems, encoder), options)}
+    report["verifier"] = _agreement(problems, encoder, options)
+    report["examples"] = [_example(problems[place], encoder) for place in _spread(len(problems), options.examples)]
+    return report
+
+
+def _encoder(options: CheckOptions) -> Encoder:
+    tokenizer = load_tokenizer(str(options.tokenizer))
+    style = options.style
+    if style == "auto":
+        style = "chat" if tokenizer.chat_template else "plain"
+    budgets: dict[str, Any] = {"max_prompt_tokens": NO_LIMIT, "max_response_tokens": NO_LIMIT}
+    return Encoder(tokenizer, style, options.system_prompt, **budgets)
+
+
+def _contents(problems: ProblemDataset) -> dict[str, Any]:
+    counts: Counter[str] = Counter()
+    teachers: Counter[str] = Counter()
+    for problem in problems:
+        counts["without_answer"] += not problem.answer.strip()
+        counts["chat_prompts"] += not isinstance(problem.prompt, str)
+        counts["with_traces"] += bool(problem.traces)
+        counts["traces"] += len(problem.traces)
+        counts["traces_with_token_ids"] += sum(trace.token_ids is not None for trace in problem.traces)
+        counts["traces_with_log_probs"] += sum(trace.log_probs is not None for trace in problem.traces)
+        teachers.update(trace.teacher for trace in problem.traces)
+    return {**counts, "share_with_traces": counts["with_traces"] / len(problems), "teachers": dict(teachers)}
+
+
+def _lengths(problems: ProblemDataset, encoder: Encoder) -> Lengths:
+    lengths = Lengths()
+    for problem in problems:
+        task = encoder.encode(problem)
+        assert task is not None, "nothing is too long without a limit"
+        lengths.prompts.append(len(task.prompt_ids))
+        lengths.traces.extend(len(demonstration.token_ids) for demonstration in task.demonstrations)
+    return lengths
+
+
+def _token_report(lengths: Lengths, options: CheckOptions) -> dict[str, Any]:
+    return {
+        "prompt": quantiles(lengths.prompts),
+        "trace": quantiles(lengths.traces),
+        "max_prompt_tokens": options.max_prompt_tokens,
+        "max_trace_tokens": options.max_trace_tokens,
+        "prompts_over_budget": sum(length > options.max_prompt_tokens for length in lengths.prompts),
+        "traces_over_budget": sum(length > options.max_trace_tokens for length in lengths.traces),
+    }
+
+
+# ---- verifier
+
+
+def _agreement(problems: ProblemDataset, encoder: Encoder | None, options: CheckOptions) -> dict[str, Any]:
+    """Does the reward that will judge the run call its traces right? A trace it calls wrong teaches nothing."""
+    items = list(_items(problems, encoder, options.verify))
+    if not items:
+        return {"reward": options.reward, "checked": 0}
+    with build_verifier(options.reward, workers=options.workers) as verifier:
+        scores = verifier.score(items)
+    wrong = [
+        {"id": problem.id, "answer": problem.answer, "status": score.status, "end": text[-200:]}
+        for (problem, text), score in zip(items, scores, strict=True)
+        if score.value != 1.0
+    ]
+    return {
+        "reward": options.reward,
+        "checked": len(items),
+        "agree": len(items) - len(wrong),
+        "share": (len(items) - len(wrong)) / len(items),
+        "statuses": dict(Counter(score.status for score in scores)),
+        "disagreements": wrong[:SHOWN_DISAGREEMENTS],
+    }
+
+
+def _items(problems: ProblemDataset, encoder: Encoder | None, most: int) -> Iterator[tuple[Problem, str]]:
+    """The first readable trace of problems all over the file."""
+    for place in _spread(len(problems), most):
+        problem = problems[place]
+        texts = [_text(trace, encoder) for trace in problem.traces] if problem.answer.strip() else []
+        text = next((text for text in texts if text is not None), None)
+        if text is not None:
+            yield problem, text
+
+
+def _text(trace: Trace, encoder: Encoder | None) -> str | None:
+    if trace.token_ids is None:
+        return trace.text
+    return None if encoder is None else encoder.tokenizer.decode(list(trace.token_ids), skip_special_tokens=True)
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """Evenly over the file, always the same ones."""
+    wanted = min(count, wanted)
+    return [place * count // wanted for place in range(wanted)]
+
+
+# ---- examples
+
+
+def _example(problem: Problem, encoder: Encoder | None) -> dict[str, Any]:
+    """With a tokenizer: the prompt and the first trace as the model will see them, special tokens included."""
+    example: dict[str, Any] = {"id": problem.id, "answer": problem.answer, "traces": len(problem.traces)}
+    if encoder is None:
+        prompt = problem.prompt
+        chat = prompt if isinstance(prompt, str) else "\n".join(f"[{turn.role}] {turn.content}" for turn in prompt)
+        trace = problem.traces[0].text if problem.traces else None
+        return {**example, "prompt": chat, "trace": trace}
+    task = encoder.encode(problem)
+    assert task is not None, "nothing is too long without a limit"
+    shown = None
+    if task.demonstrations:
+        ids = list(task.demonstrations[0].token_ids)
+        shown = encoder.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return {**example, "prompt": encoder.render(problem), "trace": shown}
+
+
+# ---- text
+
+
+def report_lines(report: dict[str, Any], full: bool = False) -> Iterator[str]:
+    """The report for people; long traces are shown from both ends unless ``full``."""
+    yield f"file        {report['file']}"
+    yield f"schema      {', '.join(report['schema'])}"
+    yield f"problems    {report['rows']:,} usable, {sum(report['skipped'].values()):,} skipped"
+    for message in report["skipped_examples"]:
+        yield f"  skipped   {message}"
+    if report["without_answer"]:
+        yield f"no answer   {report['without_answer']:,} problems (usable for SFT only)"
+    yield (
+        f"traces      {report['traces']:,}; {100 * report['share_with_traces']:.1f}% of the problems have one; "
+        f"{report['traces_with_log_probs']:,} with log-probs"
+    )
+    yield from (f"  teacher   {name}: {count:,}" for name, count in report["teachers"].items())
+    yield from _token_lines(report)
+    yield from _verifier_lines(report["verifier"])
+    for number, example in enumerate(report["examples"], start=1):
+        yield from _example_lines(number, example, "style" in report, full)
+
+
+def _token_lines(report: dict[str, Any]) -> Iterator[str]:
+    if "tokens" not in report:
+        yield "tokens      not counted: give --tokenizer"
+        return
+    tokens = report["tokens"]
+    for what in ("prompt", "trace"):
+        figures = "  ".join(f"{name} {value:,}" for name, value in tokens[what].items()) or "none"
+        over, budget = tokens[f"{what}s_over_budget"], tokens[f"max_{what}_tokens"]
+        yield f"{what + ' tokens':<13} {figures}; {over:,} over {budget:,}"
+
+
+def _verifier_lines(verifier: dict[str, Any]) -> Iterator[str]:
+    if not verifier["checked"]:
+        yield "verifier    nothing checked (no trace with an answer, or --verify 0)"
+        return
+    share, checked = 100 * verifier["share"], verifier["checked"]
+    yield f"verifier    {verifier['reward']} agrees with {verifier['agree']} of {checked} traces ({share:.1f}%)"
+    for one in verifier["disagreements"]:
+        yield f"  disagrees {one['id']} ({one['status']}): gold {one['answer']!r}, trace ends {one['end'][-80:]!r}"
+
+
+def _example_lines(number: int, example: dict[str, Any], rendered: bool, full: bool) -> Iterator[str]:
+    how = "as the model will see it" if rendered else "as the file has it (give --tokenizer to see it rendered)"
+    yield f"{RULE}\nexample {number}: {example['id']}, {how}; gold {example['answer']!r}"
+    yield f"{RULE}\n{example['prompt']}" + _elided(example["trace"] or "", full)
+
+
+def _elided(text: str, full: bool) -> str:
+    if full or len(text) <= SHOWN_CHARACTERS:
+        return text
+    half = SHOWN_CHARACTERS // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters not shown ...]\n{text[-half:]}"

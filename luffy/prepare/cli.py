@@ -1,0 +1,193 @@
+"""``luffy prepare openr1 | check | model | traces``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from luffy.errors import UserError
+
+prepare_app = typer.Typer(
+    name="prepare",
+    help="Make data, models and traces ready for training.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Workers = Annotated[int, typer.Option(min=1, help="verifier processes")]
+Style = Annotated[str, typer.Option(help="prompt style: auto, chat, paper, paper_simple or plain")]
+DEFAULT_WORKERS = min(os.cpu_count() or 2, 16)
+
+
+@prepare_app.command()
+def openr1(
+    source: Annotated[
+        str, typer.Argument(help="hub dataset, folder, or parquet file in the layout of OpenR1-Math-220k")
+    ] = "open-r1/OpenR1-Math-220k/data",
+    *,
+    tokenizer: Annotated[str, typer.Option(help="folder or hub id of the tokenizer that counts tokens")],
+    out: Annotated[Path, typer.Option(help="folder for the output; an interrupted run there is gone on with")],
+    max_trace_tokens: Annotated[int, typer.Option(min=1, help="longest trace, EOS included")] = 8192,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="longest rendered prompt")] = 1024,
+    style: Style = "auto",
+    split: Annotated[str, typer.Option(help="all; easy: traces within 2,048 tokens; hard: within 4,096")] = "all",
+    decontaminate: Annotated[
+        list[str] | None, typer.Option(help="evaluation file, folder or hub dataset to keep clear of; repeatable")
+    ] = None,
+    ngram: Annotated[int, typer.Option(min=1, help="words in a row that count as the same question")] = 13,
+    held_out: Annotated[
+        str,
+        typer.Option(
+            help="a share (0.1) or number (500) of problems to set apart; rest: those without a usable trace, "
+            "written without traces (the paper's data for SFT+RL)"
+        ),
+    ] = "0",
+    max_traces_per_problem: Annotated[int, typer.Option(min=0, help="0: all that are confirmed")] = 0,
+    trust_labels: Annotated[
+        bool, typer.Option("--trust-labels", help="do not verify what the dataset itself labels wrong")
+    ] = False,
+    workers: Workers = DEFAULT_WORKERS,
+    seed: Annotated[int, typer.Option(min=0, help="of the draw for --held-out")] = 0,
+) -> None:
+    """OpenR1-Math-220k to a verified, de-duplicated, decontaminated training file and its data card.
+
+    --split, --held-out, --seed and --max-traces-per-problem may change between runs into the same folder:
+    verified traces are used again.
+    """
+    from luffy.prepare.openr1 import ScreenOptions, prepare_openr1
+    from luffy.prepare.select import Choice
+
+    options = ScreenOptions(
+        max_trace_tokens, max_prompt_tokens, style, tuple(decontaminate or ()), ngram, trust_labels
+    )  # fmt: skip
+    choice = Choice(split, max_traces_per_problem or None, held_out, seed)
+    card = prepare_openr1(source, tokenizer, out, options, choice, workers)
+    for part in ("rows", "traces"):
+        dropped = ", ".join(f"{reason} {count:,}" for reason, count in card[part]["dropped"].items()) or "none"
+        typer.echo(f"{part:<9} read {card[part]['read']:,}, kept {card[part]['kept']:,}; dropped: {dropped}")
+    typer.echo(f"written   {card['rows']['train']:,} train, {card['rows']['held_out']:,} held out: {out}")
+
+
+@prepare_app.command()
+def check(
+    file: Annotated[str, typer.Argument(help="a data file, folder or hub dataset in any layout that train reads")],
+    tokenizer: Annotated[str | None, typer.Option(help="folder or hub id; without it no tokens are counted")] = None,
+    reward: Annotated[str, typer.Option(help="math, numeric, gsm8k, choice, format, or module:function")] = "math",
+    style: Style = "auto",
+    system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
+    split: Annotated[str, typer.Option(help="split of a folder or hub dataset")] = "train",
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="budget to compare with")] = 1024,
+    max_trace_tokens: Annotated[int, typer.Option(min=1, help="budget to compare with")] = 8192,
+    verify: Annotated[int, typer.Option(min=0, help="how many problems' traces to verify; 0: none")] = 200,
+    examples: Annotated[int, typer.Option(min=0, help="how many problems to show")] = 10,
+    workers: Workers = 2,
+    full: Annotated[bool, typer.Option("--full", help="show long traces whole")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="the whole report as one JSON object")] = False,
+) -> None:
+    """What a run would make of a data file: schema, lengths, traces, verifier agreement, rendered examples."""
+    from luffy.prepare.check import CheckOptions, check_file, report_lines
+
+    options = CheckOptions(
+        split, tokenizer, style, system_prompt, max_prompt_tokens, max_trace_tokens, reward, verify, examples, workers
+    )
+    report = check_file(file, options)
+    if as_json:
+        typer.echo(json.dumps(report, ensure_ascii=False, indent=2))
+        return
+    for line in report_lines(report, full):
+        typer.echo(line)
+
+
+@prepare_app.command()
+def model(
+    source: Annotated[str, typer.Argument(help="model folder in Hugging Face format, or hub id")],
+    *,
+    out: Annotated[Path, typer.Option(help="new folder")],
+    rope_theta: Annotated[float, typer.Option(min=0, help="rotary base; 0: leave it")] = 40000.0,
+    max_position: Annotated[int, typer.Option(min=0, help="context in tokens; 0: leave it")] = 16384,
+    chat_template: Annotated[str, typer.Option(help="paper, a Jinja file, or keep")] = "paper",
+) -> None:
+    """A copy of a model with a longer context and the paper's chat template."""
+    from luffy.prepare.model import prepare_model
+
+    template = None if chat_template == "keep" else chat_template
+    for line in prepare_model(source, out, rope_theta or None, max_position or None, template):
+        typer.echo(line)
+    typer.echo(f"model     {out}")
+
+
+@prepare_app.command()
+def traces(
+    file: Annotated[str, typer.Argument(help="problems with answers, in any layout that train reads")],
+    *,
+    out: Annotated[Path, typer.Option(help="parquet file to write; OUT.progress.jsonl beside it lets a run go on")],
+    endpoint: Annotated[str | None, typer.Option(help="base address, such as http://localhost:8000/v1")] = None,
+    model: Annotated[str | None, typer.Option(help="the model's name at the endpoint")] = None,
+    local: Annotated[str | None, typer.Option(help="model folder or hub id to sample from in this process")] = None,
+    api: Annotated[str, typer.Option(help="chat or completions (endpoint)")] = "chat",
+    api_key_env: Annotated[str | None, typer.Option(help="environment variable that holds the API key")] = None,
+    logprobs: Annotated[bool, typer.Option(help="ask the endpoint for log-probs")] = True,
+    extra_body: Annotated[str, typer.Option(help='more request fields, such as {"return_token_ids": true}')] = "{}",
+    tokenizer: Annotated[
+        str | None, typer.Option(help="tokenizer that will be trained; ids are recorded only where they are its own")
+    ] = None,
+    n: Annotated[int, typer.Option(min=1, help="samples per problem")] = 4,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="longest response")] = 8192,
+    style: Style = "auto",
+    system_prompt: Annotated[str | None, typer.Option(help="system message, where the prompt has none")] = None,
+    teacher: Annotated[str | None, typer.Option(help="name recorded in the traces; default: the model's")] = None,
+    reward: Annotated[str, typer.Option(help="math, numeric, gsm8k, choice, format, or module:function")] = "math",
+    workers: Workers = 2,
+    concurrency: Annotated[int, typer.Option(min=1, help="requests under way (endpoint)")] = 16,
+    retries: Annotated[int, typer.Option(min=0, help="after 429, 5xx or a lost connection (endpoint)")] = 6,
+    keep_wrong: Annotated[bool, typer.Option("--keep-wrong", help="keep finished but wrong samples too")] = False,
+    limit: Annotated[int, typer.Option(min=0, help="only the first problems; 0: all")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of the samples")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16 (local)")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda (local)")] = "auto",
+) -> None:
+    """Verified traces from an OpenAI-compatible server or a local model."""
+    from luffy.prepare.teachers import ask_endpoint, ask_local, default_name
+    from luffy.prepare.traces import prepare_traces
+
+    sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+    if (endpoint is None) == (local is None):
+        raise UserError("give --endpoint with --model, or --local")
+    if local is not None:
+        asked, settings = ask_local(local, sampling, seed, style, system_prompt, tokenizer, dtype, device)
+    else:
+        asked, settings = ask_endpoint(
+            str(endpoint), model, api, _api_key(api_key_env), logprobs, sampling | _fields(extra_body), seed, style,
+            system_prompt, tokenizer, concurrency, retries,
+        )  # fmt: skip
+    card = prepare_traces(
+        file, out, asked, teacher or default_name(model, local), settings,
+        n=n, reward=reward, workers=workers, keep_wrong=keep_wrong, limit=limit or None,
+    )  # fmt: skip
+    for name, count in card["counts"].items():
+        typer.echo(f"{name.replace('_', ' '):<42} {count:,}")
+    typer.echo(f"written  {out}")
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UserError(f"--api-key-env {variable}: the variable is not set")
+    return key
+
+
+def _fields(text: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"--extra-body: not valid JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise UserError("--extra-body: give a JSON object")
+    return fields

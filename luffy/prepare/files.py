@@ -1,0 +1,187 @@
+"""Files that survive a kill: a journal to resume from, and outputs that are whole or absent."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from luffy.data.sources import shown
+from luffy.errors import DataError, UserError
+
+Record = dict[str, Any]
+
+ROWS_PER_GROUP = 512
+MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+
+
+class Journal:
+    """An append-only JSONL of finished work. Its first line holds the settings the work was done under.
+
+    A line torn by a kill is cut off when the journal is opened again; other settings, or a second process at
+    work on the same file, are refused.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        self.path = path
+        self._file = _opened(path)
+        try:
+            self._lock()
+            self._ends = _line_ends(self._file)
+            if self._ends:
+                self._check(settings)
+            self._file.truncate(self._ends[-1] if self._ends else 0)
+            self._file.seek(0, os.SEEK_END)
+            if not self._ends:
+                self._write([{"settings": dict(settings)}])
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        """Number of finished records."""
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> Record:
+        with self.path.open("rb") as file:
+            file.seek(self._ends[index])
+            record: Record = json.loads(file.readline())
+            return record
+
+    def __iter__(self) -> Iterator[Record]:
+        with self.path.open("rb") as file:
+            file.seek(self._ends[0])
+            for _ in range(len(self)):
+                yield json.loads(file.readline())
+
+    def append(self, records: Sequence[Record]) -> None:
+        """On disk when this returns."""
+        if records:
+            self._write(records)
+
+    def _write(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
+            self._ends.append(self._file.tell())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            what = "another process is at work on it; wait for it, or choose another --out"
+            raise UserError(f"{self.path}: {what}") from error
+
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        try:
+            self._file.seek(0)
+            before = json.loads(self._file.readline())["settings"]
+        except (ValueError, KeyError, TypeError) as error:
+            what = "not a record of earlier work; move it away or choose another --out"
+            raise DataError(f"{self.path}: {what}") from error
+        now = json.loads(json.dumps(dict(settings)))
+        for name in sorted(before.keys() | now.keys()):
+            if before.get(name) != now.get(name):
+                raise DataError(
+                    f"{self.path}: was made with {name}={shown(before.get(name))}, now it is {shown(now.get(name))}; "
+                    "repeat the old setting, choose another --out, or delete the file to start again"
+                )
+
+
+def _opened(path: Path) -> Any:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    return os.fdopen(descriptor, "r+b")
+
+
+def _line_ends(file: Any) -> list[int]:
+    """Where each complete line ends."""
+    ends, position = [], 0
+    file.seek(0)
+    for line in file:
+        position += len(line)
+        if line.endswith(b"\n"):
+            ends.append(position)
+    return ends
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path to write to; it takes the name ``path`` only when everything in it is on disk."""
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; name a file to write")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: the folder {path.parent} does not exist; make it first")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        _sync(temporary)
+        temporary.replace(path)
+        _sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def problem_schema(trace_fields: Mapping[str, pa.DataType], chats: bool = False) -> pa.Schema:
+    """luffy's own layout. A prompt is one type in the whole file: questions, or chats."""
+    trace = pa.struct([("text", pa.string()), *trace_fields.items(), ("teacher", pa.string())])
+    prompt = pa.list_(MESSAGE) if chats else pa.string()
+    columns = [("id", pa.string()), ("prompt", prompt), ("answer", pa.string())]
+    return pa.schema([*columns, ("traces", pa.list_(trace)), ("source", pa.string())])
+
+
+class ProblemWriter:
+    """Rows to a parquet file, a row group at a time. Use inside ``whole_file``."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self._schema = schema
+        self._writer = pq.ParquetWriter(path, schema, compression="zstd")
+        self._rows: list[Record] = []
+        self.count = 0
+
+    def __enter__(self) -> ProblemWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+    def add(self, row: Record) -> None:
+        self._rows.append(row)
+        self.count += 1
+        if len(self._rows) == ROWS_PER_GROUP:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=self._schema))
+            self._rows = []

@@ -1,0 +1,296 @@
+"""Who writes traces: a server behind an OpenAI-compatible address, or a model in this process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from luffy.data import Encoder
+from luffy.errors import UserError
+from luffy.guidance.plan import seed_of
+from luffy.prepare.endpoint import Aborted, Endpoint, Reply
+from luffy.types import Completion, Message, Problem, Request, Sampling
+
+REQUESTS_AT_ONCE = 256
+TOKEN_ID = "token_id:"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One response of a teacher; token ids only where they are those of the tokenizer that will be trained."""
+
+    text: str
+    finished: bool
+    token_ids: tuple[int, ...] | None = None
+    log_probs: tuple[float, ...] | None = None
+    log_prob_status: str = "no_log_probs"
+
+
+Answered = list[tuple[Problem, list[Drawn]]]
+
+
+class Teacher(Protocol):
+    """Somebody to ask."""
+
+    def answer(self, problems: Iterable[Problem], n: int) -> Iterator[Answered]:
+        """Problems with their n responses, as they are finished, in any order."""
+
+
+# ---- a server
+
+
+@dataclass
+class EndpointTeacher:
+    """Asks a server, ``concurrency`` requests at a time, each sample with a seed of its own."""
+
+    endpoint: Endpoint
+    sampling: dict[str, Any]
+    seed: int = 0
+    concurrency: int = 16
+    system_prompt: str | None = None
+    tokenizer: Any = None
+    encoder: Encoder | None = None
+
+    def answer(self, problems: Iterable[Problem], n: int) -> Iterator[Answered]:
+        """After a failure no request is added, those under way are still used, and then the failure is raised."""
+        wanted = ((problem, place) for problem in problems for place in range(n))
+        running: dict[Future[Reply], tuple[Problem, int]] = {}
+        drawn: dict[str, dict[int, Drawn]] = {}
+        failure: Exception | None = None
+        pool = ThreadPoolExecutor(self.concurrency)
+        try:
+            while True:
+                if failure is None:
+                    for problem, place in islice(wanted, 2 * self.concurrency - len(running)):
+                        running[pool.submit(self._ask, problem, place)] = (problem, place)
+                if not running:
+                    break
+                ended, _ = wait(running, return_when=FIRST_COMPLETED)
+                answered, error = self._collect(ended, running, drawn, n)
+                failure = failure or error
+                if answered:
+                    yield answered
+        finally:
+            self.endpoint.abort()
+            pool.shutdown(wait=False, cancel_futures=True)
+        if failure is not None:
+            raise failure
+
+    def _collect(
+        self,
+        ended: Iterable[Future[Reply]],
+        running: dict[Future[Reply], tuple[Problem, int]],
+        drawn: dict[str, dict[int, Drawn]],
+        n: int,
+    ) -> tuple[Answered, Exception | None]:
+        answered: Answered = []
+        failure: Exception | None = None
+        for future in ended:
+            problem, place = running.pop(future)
+            try:
+                reply = future.result()
+            except UserError as error:
+                failure = failure or error
+                self.endpoint.abort()
+                continue
+            except Aborted:
+                continue
+            samples = drawn.setdefault(problem.id, {})
+            samples[place] = self._drawn(reply)
+            if len(samples) == n:
+                answered.append((problem, [samples[k] for k in range(n)]))
+                del drawn[problem.id]
+        return answered, failure
+
+    def _ask(self, problem: Problem, place: int) -> Reply:
+        seed = seed_of(f"{self.seed}:{problem.id}:{place}") & 0x7FFFFFFF  # servers take 32 bits
+        return self.endpoint.sample(self._prompt(problem), {**self.sampling, "seed": seed})
+
+    def _prompt(self, problem: Problem) -> str | tuple[Message, ...]:
+        if self.endpoint.api == "completions":
+            if self.encoder is not None:
+                return self.encoder.render(problem)
+            if not isinstance(problem.prompt, str):
+                raise UserError(f"problem {problem.id}: a chat needs --tokenizer to become text for --api completions")
+            return problem.prompt
+        chat = problem.prompt if isinstance(problem.prompt, tuple) else (Message("user", problem.prompt),)
+        if self.system_prompt and not any(message.role == "system" for message in chat):
+            chat = (Message("system", self.system_prompt), *chat)
+        return chat
+
+    def _drawn(self, reply: Reply) -> Drawn:
+        return Drawn(reply.text, reply.finish != "length", *recorded_ids(reply, self.tokenizer))
+
+
+def recorded_ids(reply: Reply, tokenizer: Any) -> tuple[tuple[int, ...] | None, tuple[float, ...] | None, str]:
+    """Token ids and log-probs of a reply, and what became of them. Without ids a log-prob belongs to nothing, so
+    both are left out unless the server names the ids or the tokenizer cuts the text as the server did."""
+    if reply.log_probs is None:
+        return None, None, "no_log_probs"
+    log_probs = tuple(min(value, 0.0) for value in reply.log_probs)  # rounding on the server may exceed 0
+    if not all(map(math.isfinite, log_probs)):
+        return None, None, "log_probs_not_finite"
+    ids = _named_ids(reply)
+    if ids is None:
+        ids = None if tokenizer is None else _matched_ids(reply, tokenizer)
+    elif tokenizer is not None and not _same_text(tokenizer, ids, reply.text):
+        ids = None
+    if ids is None or len(ids) != len(log_probs):
+        return None, None, "log_probs_without_matching_ids"
+    return ids, log_probs, "log_probs_recorded"
+
+
+def _named_ids(reply: Reply) -> tuple[int, ...] | None:
+    if reply.token_ids is not None:
+        return reply.token_ids
+    tokens = reply.tokens or ()
+    if tokens and all(token.startswith(TOKEN_ID) and token[len(TOKEN_ID) :].isdecimal() for token in tokens):
+        return tuple(int(token.removeprefix(TOKEN_ID)) for token in tokens)
+    return None
+
+
+def _same_text(tokenizer: Any, ids: Sequence[int], text: str) -> bool:
+    return max(ids) < len(tokenizer) and _decoded(tokenizer, ids, skip_special_tokens=True) == text
+
+
+def _matched_ids(reply: Reply, tokenizer: Any) -> tuple[int, ...] | None:
+    """The ids of the text, when they spell exactly the server's tokens; a last token may be the unwritten EOS."""
+    tokens = list(reply.tokens or ())
+    ids = list(tokenizer(reply.text, add_special_tokens=False, verbose=False)["input_ids"])
+    if len(tokens) == len(ids) + 1 and tokens[-1] in ("", tokenizer.eos_token) and tokenizer.eos_token_id is not None:
+        tokens[-1] = tokenizer.eos_token
+        ids.append(tokenizer.eos_token_id)
+    spelled = [_decoded(tokenizer, [token]) for token in ids]
+    return tuple(ids) if spelled == tokens else None
+
+
+def _decoded(tokenizer: Any, ids: Sequence[int], **options: Any) -> str:
+    return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False, **options))
+
+
+# ---- a model in this process
+
+
+class LocalTeacher:
+    """Samples with the training engine. Log-probs are those at the sampling temperature (greedy: at 1)."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int = 0,
+        style: str = "auto",
+        system_prompt: str | None = None,
+        tokenizer: Any = None,
+        dtype: str = "float32",
+        device: str = "auto",
+    ) -> None:
+        from luffy.models.load import eos_ids, load_model, load_tokenizer
+        from luffy.rollout.native import NativeEngine
+        from luffy.train.setup import pick_device
+
+        self._tokenizer = load_tokenizer(path)
+        model = load_model(path, cast(Any, dtype), pick_device(device))
+        context = model.config.max_position_embeddings
+        if max_tokens >= context:
+            raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt in the context of {context}")
+        room = context - max_tokens
+        self._encoder = Encoder(self._tokenizer, _style(self._tokenizer, style), system_prompt, max_prompt_tokens=room)
+        self._sampling = Sampling(max_tokens, temperature, eos_ids=eos_ids(model, self._tokenizer))
+        self._engine = NativeEngine(model)
+        self._seed = seed
+        self._same_ids = tokenizer is None or tokenizer.get_vocab() == self._tokenizer.get_vocab()
+
+    def answer(self, problems: Iterable[Problem], n: int) -> Iterator[Answered]:
+        waiting = iter(problems)
+        while chunk := list(islice(waiting, max(1, REQUESTS_AT_ONCE // n))):
+            requests = [request for problem in chunk for request in self._requests(problem, n)]
+            drawn = iter([self._drawn(completion) for completion in self._engine.generate(requests)])
+            yield [(problem, list(islice(drawn, n))) for problem in chunk]
+
+    def _requests(self, problem: Problem, n: int) -> list[Request]:
+        task = self._encoder.encode(problem)
+        assert task is not None, "overlong prompts are errors here"
+        seeds = [seed_of(f"{self._seed}:{problem.id}:{place}") for place in range(n)]
+        return [Request(task.prompt_ids, seed, self._sampling) for seed in seeds]
+
+    def _drawn(self, completion: Completion) -> Drawn:
+        ids = tuple(completion.token_ids.tolist())
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        finished = completion.finish == "stop"
+        if not self._same_ids:
+            return Drawn(text, finished, log_prob_status="log_probs_without_matching_ids")
+        return Drawn(text, finished, ids, tuple(completion.log_probs.tolist()), "log_probs_recorded")
+
+
+# ---- from the command line
+
+
+def ask_endpoint(
+    url: str,
+    model: str | None,
+    api: str,
+    api_key: str | None,
+    log_probs: bool,
+    sampling: dict[str, Any],
+    seed: int,
+    style: str,
+    system_prompt: str | None,
+    tokenizer_path: str | None,
+    concurrency: int,
+    retries: int,
+) -> tuple[Teacher, dict[str, Any]]:
+    """A teacher and the settings its samples depend on (no key among them)."""
+    if not model:
+        raise UserError("--endpoint needs --model, the model's name at the server")
+    endpoint = Endpoint(url, model, api, api_key, log_probs, retries)
+    tokenizer = None if tokenizer_path is None else _loaded(tokenizer_path)
+    encoder = None
+    if api == "completions" and tokenizer is not None:
+        encoder = Encoder(tokenizer, _style(tokenizer, style), system_prompt)
+    elif style != "auto":
+        raise UserError("--style is the server's own matter with --api chat; with completions it needs --tokenizer")
+    teacher = EndpointTeacher(endpoint, sampling, seed, concurrency, system_prompt, tokenizer, encoder)
+    settings = {"endpoint": url, "model": model, "api": api, "log_probs": log_probs, "tokenizer": tokenizer_path}
+    return teacher, settings | {"sampling": sampling, "seed": seed, "style": style, "system_prompt": system_prompt}
+
+
+def ask_local(
+    path: str,
+    sampling: dict[str, Any],
+    seed: int,
+    style: str,
+    system_prompt: str | None,
+    tokenizer_path: str | None,
+    dtype: str,
+    device: str,
+) -> tuple[Teacher, dict[str, Any]]:
+    """The same for a model in this process."""
+    tokenizer = None if tokenizer_path is None else _loaded(tokenizer_path)
+    options: dict[str, Any] = {"seed": seed, "style": style, "system_prompt": system_prompt, "dtype": dtype}
+    teacher = LocalTeacher(path, **sampling, **options, tokenizer=tokenizer, device=device)
+    return teacher, {"local": path, "sampling": sampling, "tokenizer": tokenizer_path, **options}
+
+
+def _loaded(path: str) -> Any:
+    from luffy.models.load import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+def _style(tokenizer: Any, style: str) -> str:
+    if style != "auto":
+        return style
+    return "chat" if tokenizer.chat_template else "plain"
+
+
+def default_name(endpoint_model: str | None, local: str | None) -> str:
+    """A teacher's name in the traces: the model's, without the folders around it."""
+    return endpoint_model or Path(local or "teacher").name

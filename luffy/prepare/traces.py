@@ -1,0 +1,153 @@
+"""``luffy prepare traces``: n samples of a teacher for every problem, verified, the right ones kept as traces.
+
+Every finished problem is a line of the journal beside the output, so a stopped run asks for nothing twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from luffy.data import ProblemDataset, load_problems
+from luffy.errors import DataError, UserError
+from luffy.prepare.files import Journal, ProblemWriter, Record, problem_schema, whole_file, write_text
+from luffy.prepare.progress import progress
+from luffy.prepare.teachers import Answered, Drawn, Teacher
+from luffy.rewards import Verifier, build_verifier
+from luffy.types import Problem, Score
+
+TRACE_FIELDS = {
+    "token_ids": pa.list_(pa.int32()),
+    "log_probs": pa.list_(pa.float32()),
+    "score": pa.float32(),
+}
+
+
+def prepare_traces(
+    file: str,
+    out: Path,
+    teacher: Teacher,
+    name: str,
+    settings: Mapping[str, Any],
+    *,
+    n: int = 4,
+    reward: str = "math",
+    workers: int = 2,
+    keep_wrong: bool = False,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """Write ``out`` (problems with the teacher's traces) and a card beside it; returns the card."""
+    if out.suffix != ".parquet":
+        raise UserError(f"--out {out}: name a .parquet file")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    problems = load_problems(file, limit=limit)
+    schema = problem_schema(TRACE_FIELDS, chats=are_chats(problems))
+    asked = {**settings, "n": n, "reward": reward, "problems_sha256": problems.fingerprint}
+    with Journal(out.with_suffix(".progress.jsonl"), asked) as journal:
+        with build_verifier(reward, workers=workers) as verifier:
+            ask(problems, n, teacher, verifier, journal)
+        counts = _write(problems, schema, journal, out, name, keep_wrong)
+    card = {"counts": dict(counts), "teacher": name, "settings": asked}
+    write_text(out.with_suffix(".card.json"), json.dumps(card, indent=2) + "\n")
+    return card
+
+
+def ask(problems: ProblemDataset, n: int, teacher: Teacher, verifier: Verifier, journal: Journal) -> None:
+    """Put every problem that the journal does not have yet to the teacher."""
+    done = {record["id"] for record in journal}
+    with progress("answered problems", len(problems), len(done)) as advance:
+        for answered in teacher.answer((problem for problem in problems if problem.id not in done), n):
+            journal.append(scored(answered, verifier))
+            advance(len(answered))
+
+
+def are_chats(problems: ProblemDataset) -> bool:
+    """Whether prompts are chats. A parquet column has one type, so a file with both kinds cannot be written back."""
+    kinds = {isinstance(problem.prompt, tuple) for problem in problems}
+    if len(kinds) > 1:
+        raise DataError(f"{problems.source.path}: has both questions and chats as prompts; split the file in two")
+    return kinds.pop()
+
+
+def scored(answered: Answered, verifier: Verifier) -> list[Record]:
+    """A journal record for each problem."""
+    items = [(problem, sample.text) for problem, samples in answered for sample in samples]
+    scores = iter(verifier.score(items))
+    return [
+        {"id": problem.id, "samples": [_record(sample, next(scores)) for sample in samples]}
+        for problem, samples in answered
+    ]
+
+
+def _record(sample: Drawn, score: Score) -> Record:
+    record: Record = {
+        "text": sample.text,
+        "finished": sample.finished,
+        "score": score.value,
+        "status": score.status,
+        "log_prob_status": sample.log_prob_status,
+    }
+    if sample.token_ids is not None:
+        record |= {"token_ids": sample.token_ids, "log_probs": sample.log_probs}
+    return record
+
+
+def verdicts(samples: Sequence[Record], keep_wrong: bool) -> Iterator[str]:
+    """ "kept" for the samples that become traces, and why the others do not."""
+    seen: set[str] = set()
+    for sample in samples:
+        if not sample["finished"]:
+            yield "cut_off"  # its end is no place for an EOS, whatever it says
+        elif not sample["text"].strip():
+            yield "empty"
+        elif sample["score"] != 1.0 and not keep_wrong:
+            yield "wrong"
+        elif sample["text"] in seen:
+            yield "repeated"
+        else:
+            yield "kept"
+        seen.add(sample["text"])
+
+
+def _write(
+    problems: Iterable[Problem], schema: pa.Schema, journal: Journal, out: Path, name: str, keep_wrong: bool
+) -> Counter[str]:
+    places = {record["id"]: place for place, record in enumerate(journal)}
+    counts: Counter[str] = Counter()
+    with whole_file(out) as temporary, ProblemWriter(temporary, schema) as writer:
+        for problem in problems:
+            writer.add(_output_row(problem, journal[places[problem.id]]["samples"], name, keep_wrong, counts))
+    return counts
+
+
+def _output_row(
+    problem: Problem, samples: Sequence[Record], name: str, keep_wrong: bool, counts: Counter[str]
+) -> Record:
+    found = list(verdicts(samples, keep_wrong))
+    traces = [_trace(sample, name) for sample, what in zip(samples, found, strict=True) if what == "kept"]
+    counts.update({"problems": 1, "samples": len(samples), "problems_with_a_trace": int(bool(traces))})
+    counts.update({f"samples_{what}": number for what, number in Counter(found).items()})
+    counts.update(f"samples_{sample['log_prob_status']}" for sample in samples)
+    counts["samples_right"] += sum(sample["score"] == 1.0 for sample in samples)
+    counts["traces_with_log_probs"] += sum(trace["log_probs"] is not None for trace in traces)
+    prompt = problem.prompt
+    if not isinstance(prompt, str):
+        prompt = [{"role": message.role, "content": message.content} for message in prompt]  # type: ignore[assignment]
+    return {"id": problem.id, "prompt": prompt, "answer": problem.answer, "traces": traces, "source": problem.source}
+
+
+def _trace(sample: Record, name: str) -> Record:
+    """Either text or token ids, as the reader wants it: ids say more, and text would be a second truth."""
+    ids = sample.get("token_ids")
+    return {
+        "text": sample["text"] if ids is None else None,
+        "token_ids": ids,
+        "log_probs": sample.get("log_probs"),
+        "score": sample["score"],
+        "teacher": name,
+    }

@@ -1,0 +1,77 @@
+"""Options: read, shuffled by seed, relabelled; the gold goes where its option goes."""
+
+import pytest
+
+from luffy.errors import DataError
+from luffy.evaluation.choices import LETTERS, Choices, read_choices, shuffle_problem, shuffled
+from luffy.types import Problem
+
+QUESTION = "Which is a fruit?\n\nA) stone\nB) apple\nC) chair\nD) cloud\n"
+
+
+def test_reading():
+    choices = read_choices(QUESTION, "B", "row 1")
+    assert choices == Choices("Which is a fruit?\n\n", ("stone", "apple", "chair", "cloud"), 1)
+    assert choices.text() == QUESTION
+
+
+@pytest.mark.parametrize("text", ["Q\nA. x\nB. y", "Q\n(A) x\n(B) y", "Q\nA: x\nB: y", "Q\n1) x\n2) y"])
+def test_other_ways_to_write_options(text):
+    gold = "2" if "2" in text else "B"
+    assert read_choices(text, gold, "row") == Choices("Q\n", ("x", "y"), 1)
+
+
+def test_an_option_over_several_lines_and_letters_in_the_question():
+    text = "Take\nA) first\nB) second\nof the following:\nA) x\nmore of x\nB) y\nC) z"
+    choices = read_choices(text, "C", "row")
+    assert choices.options == ("x\nmore of x", "y", "z") and choices.gold == 2
+    assert choices.stem.startswith("Take\nA) first")
+
+
+@pytest.mark.parametrize("gold", ["E", "", "apple"])
+def test_a_gold_that_is_no_option(gold):
+    with pytest.raises(DataError, match=r"row 7: the gold .* is none of the options A, B, C, D"):
+        read_choices(QUESTION, gold, "row 7")
+
+
+def test_a_question_without_options():
+    with pytest.raises(DataError, match="row 7: no options found"):
+        read_choices("What is 2+2?", "A", "row 7")
+
+
+def test_the_gold_follows_its_option_for_every_seed():
+    choices = read_choices(QUESTION, "B", "row")
+    orders = set()
+    for seed in range(200):
+        mixed = shuffled(choices, seed)
+        assert mixed.options[mixed.gold] == "apple"
+        assert sorted(mixed.options) == sorted(choices.options)
+        orders.add(mixed.options)
+    assert len(orders) == 24  # every order comes up
+
+
+def test_a_shuffled_problem_is_reproducible_and_depends_on_seed_and_id():
+    problem = Problem(id="p1", prompt=QUESTION, answer="B")
+    first = shuffle_problem(problem, QUESTION, seed=0)
+    assert first == shuffle_problem(problem, QUESTION, seed=0)
+    assert f"{first.answer}) apple" in first.prompt
+    answers = {shuffle_problem(problem, QUESTION, seed=seed).answer for seed in range(40)}
+    assert answers == set(LETTERS[:4])
+    by_id = {shuffle_problem(Problem(f"p{i}", QUESTION, "B"), QUESTION, 0).answer for i in range(40)}
+    assert by_id == set(LETTERS[:4])
+
+
+@pytest.mark.parametrize("last", ["all of the above", "None of these", "Both A and B", "A and C"])
+def test_options_that_speak_of_others_by_place_stay_where_they_are(last):
+    choices = read_choices(QUESTION.replace("cloud", last), "D", "row")
+    assert all(shuffled(choices, seed) == choices for seed in range(20))
+
+
+def test_a_word_such_as_above_alone_does_not_pin_the_options():
+    assert read_choices(QUESTION.replace("cloud", "a cloud above sea level"), "D", "row").movable
+
+
+def test_numbered_options_become_letters():
+    problem = Problem(id="p", prompt="Q\n1) x\n2) y\n", answer="2")
+    mixed = shuffle_problem(problem, "Q\n1) x\n2) y\n", seed=0)
+    assert mixed.answer in "AB" and f"{mixed.answer}) y" in mixed.prompt

@@ -1,0 +1,356 @@
+"""Evaluations of the quickstart's base model: whole, interrupted, compared, analysed, and from the shell."""
+
+import contextlib
+import csv
+import io
+import json
+import sys
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import luffy.evaluation.runner as runner
+from luffy.cli import main
+from luffy.errors import UserError
+from luffy.evaluation.compare import as_markdown, compare
+from luffy.evaluation.engines import LoadedModel, load_native, model_identity
+from luffy.evaluation.results import model_label
+from luffy.evaluation.runner import Options, run_evaluation
+from luffy.evaluation.scores import pass_at_k
+from luffy.quickstart.task import write_dataset
+
+BASE = str(resources.files("luffy.quickstart") / "assets" / "base")
+
+
+@pytest.fixture(scope="module")
+def problems(tmp_path_factory):
+    """Two-term sums: the base is right once in twenty."""
+    return write_dataset(tmp_path_factory.mktemp("sums"), 0, train=8, heldout=24, ood=4, terms=2)["heldout"]
+
+
+@pytest.fixture(scope="module")
+def options(problems):
+    return Options(
+        model=BASE, suite=str(problems), k=8, temperature=1.0, max_tokens=24, style="plain", reward="gsm8k", chunk=40
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(options, tmp_path_factory):
+    """An undisturbed evaluation: its folder and result."""
+    folder = tmp_path_factory.mktemp("whole") / "eval"
+    return folder, run_evaluation(replace(options, out=folder))
+
+
+def read_items(folder):
+    rows = [json.loads(line) for line in (folder / "items.jsonl").read_text().splitlines()]
+    return sorted(rows, key=lambda row: (row["benchmark"], row["id"], row["sample"]))
+
+
+def test_the_figures_follow_from_the_items(whole, problems):
+    folder, result = whole
+    items = read_items(folder)
+    golds = {row["id"]: row["answer"] for row in map(json.loads, problems.read_text().splitlines())}
+    assert len(items) == 24 * 8 and {row["id"] for row in items} == set(golds)
+    for row in items:
+        assert row["score"] == float(row["response"].endswith(f"#### {golds[row['id']]}"))
+        assert row["tokens"] == len(row["response"]) + (row["finish"] == "stop")  # one character, one token
+    right = {item: sum(r["score"] for r in items if r["id"] == item) for item in golds}
+    summary = result.benchmarks["heldout"]
+    assert summary.accuracy == pytest.approx(sum(right.values()) / len(items))
+    assert 0 < summary.accuracy < 0.3
+    for k in (1, 2, 4, 8):
+        assert summary.pass_at[k] == pytest.approx(sum(pass_at_k(8, int(c), k) for c in right.values()) / 24)
+    saved = json.loads((folder / "result.json").read_text())
+    assert saved["benchmarks"]["heldout"]["accuracy"] == summary.accuracy == saved["average"]["accuracy"]
+    assert saved["settings"]["temperature"] == 1.0 and saved["missing"] == []
+    assert f"| base | {100 * summary.accuracy:.1f} |" in (folder / "result.md").read_text()
+
+
+def test_seeds_differ_between_items_and_samples(whole):
+    items = read_items(whole[0])
+    assert len({row["seed"] for row in items}) == len(items)
+
+
+def test_a_killed_evaluation_goes_on_and_ends_the_same(whole, options, tmp_path, monkeypatch):
+    """Killed after two of five chunks, in the middle of writing a line."""
+    respond, calls = runner.respond, []
+
+    def dies(jobs, *args):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append([job.key for job in jobs])
+        return respond(jobs, *args)
+
+    monkeypatch.setattr(runner, "respond", dies)
+    with pytest.raises(KeyboardInterrupt):
+        run_evaluation(replace(options, out=tmp_path))
+    assert len(read_items(tmp_path)) == 80 and not (tmp_path / "result.json").exists()
+    with (tmp_path / "items.jsonl").open("a") as file:
+        file.write('{"benchmark": "heldout", "id": "1')
+    again = []
+    monkeypatch.setattr(
+        runner, "respond", lambda jobs, *args: again.extend(j.key for j in jobs) or respond(jobs, *args)
+    )
+    result = run_evaluation(replace(options, out=tmp_path, chunk=17))
+    assert read_items(tmp_path) == read_items(whole[0])
+    assert result.benchmarks == whole[1].benchmarks
+    assert len(again) == 24 * 8 - 80 and not set(again) & {key for part in calls for key in part}
+
+
+def test_a_finished_evaluation_makes_nothing_again(whole, options, monkeypatch):
+    monkeypatch.setattr(runner, "respond", lambda *args: pytest.fail("nothing was left to do"))
+    assert run_evaluation(replace(options, out=whole[0])) == whole[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"temperature": 0.7}, "with temperature=1.0, this one has temperature=0.7"),
+        ({"k": 4}, 'with k={"heldout": 8}, this one has k={"heldout": 4}'),
+        ({"seed": 1}, "with seed=0, this one has seed=1"),
+        ({"limit": 3}, "holds an evaluation with problems="),
+    ],
+)
+def test_another_setting_is_refused(whole, options, change, message):
+    with pytest.raises(UserError) as error:
+        run_evaluation(replace(options, out=whole[0], **change))
+    assert message in str(error.value) and "give another --out" in str(error.value)
+
+
+def test_another_model_is_refused_and_a_moved_one_is_not(whole, options, tmp_path):
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in Path(BASE).iterdir():
+        (moved / file.name).write_bytes(file.read_bytes())
+    assert model_identity(str(moved)) == model_identity(BASE)
+    assert run_evaluation(replace(options, out=whole[0], model=str(moved))).benchmarks == whole[1].benchmarks
+    weights = bytearray((moved / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (moved / "model.safetensors").write_bytes(weights)
+    with pytest.raises(UserError, match="holds an evaluation with model_identity="):
+        run_evaluation(replace(options, out=whole[0], model=str(moved)))
+
+
+def test_two_evaluations_cannot_share_a_folder(options, tmp_path):
+    with runner.alone_in(tmp_path), pytest.raises(UserError, match="another evaluation is writing to"):
+        run_evaluation(replace(options, out=tmp_path))
+
+
+def test_too_long_for_the_context(options, tmp_path):
+    with pytest.raises(UserError, match=r"--max-tokens 100000 and the longest prompt of 6 tokens exceed .* at most"):
+        run_evaluation(replace(options, out=tmp_path, max_tokens=100_000))
+
+
+def own_engine(model, *, dtype, device, slots):
+    loaded = load_native(model, dtype=dtype, device=device, slots=slots)
+    return LoadedModel(loaded.engine, loaded.tokenizer, loaded.eos_ids, 64)
+
+
+def test_any_engine_by_its_import_path(options, whole, tmp_path):
+    run_evaluation(replace(options, out=tmp_path, engine="test_eval_run:own_engine", limit=2))
+    first = {row["id"] for row in read_items(tmp_path)}
+    assert read_items(tmp_path) == [row for row in read_items(whole[0]) if row["id"] in first]
+    with pytest.raises(UserError, match="--engine vlm is unknown: use native, or module:function"):
+        run_evaluation(replace(options, out=tmp_path, engine="vlm"))
+
+
+def test_labels():
+    assert model_label("runs/tiny-luffy/checkpoints/step-000060/model") == "tiny-luffy-step-000060"
+    assert model_label("runs/tiny-luffy/checkpoints/latest/model") == "tiny-luffy"
+    assert model_label("Qwen/Qwen2.5-Math-7B") == "Qwen2.5-Math-7B"
+
+
+# ---- compare
+
+
+@pytest.fixture(scope="module")
+def greedy(options, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("greedy") / "greedy"
+    run_evaluation(replace(options, out=folder, temperature=0.0, k=1))
+    return folder
+
+
+def rewritten(folder, target, change):
+    """A copy of an evaluation whose items went through ``change`` (None: left out)."""
+    target.mkdir()
+    rows = [changed for row in read_items(folder) if (changed := change(row)) is not None]
+    (target / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (target / "result.json").write_text((folder / "result.json").read_text())
+    return target
+
+
+def test_compare_marks_the_best_and_tests_every_pair(whole, greedy, tmp_path):
+    perfect = rewritten(whole[0], tmp_path / "perfect", lambda row: {**row, "score": 1.0})
+    comparison = compare([greedy, whole[0], perfect])
+    accuracy = whole[1].benchmarks["heldout"].accuracy
+    assert comparison.accuracies["perfect"] == {"heldout": 1.0, "average": 1.0}
+    assert comparison.accuracies["eval"]["average"] == pytest.approx(accuracy)
+    assert [(t.first, t.second) for t in comparison.tests] == [
+        ("greedy", "eval"), ("greedy", "perfect"), ("eval", "perfect"),
+    ]  # fmt: skip
+    last = comparison.tests[2].differences["average"]
+    assert last.value == pytest.approx(1 - accuracy) and last.significant and last.low > 0
+    text = as_markdown(comparison)
+    assert "| perfect | **100.0** | **100.0** |" in text
+    assert f"| eval | <u>{100 * accuracy:.1f}</u> |" in text
+    assert "Note: temperature differs: greedy 0.0, eval 1.0, perfect 1.0." in text
+
+
+def test_compare_with_itself(whole, tmp_path):
+    same = rewritten(whole[0], tmp_path / "same", lambda row: row)
+    assert compare([whole[0], same]).tests[0].differences["average"].p == 1.0
+
+
+def test_compare_names_missing_items(whole, tmp_path):
+    gone = read_items(whole[0])[0]["id"]
+    partial = rewritten(whole[0], tmp_path / "partial", lambda row: None if row["id"] == gone else row)
+    for folders in ([whole[0], partial], [partial, whole[0]]):
+        with pytest.raises(UserError, match="partial lacks 1 items of heldout that eval has: ") as error:
+            compare(folders)
+        assert gone in str(error.value)
+
+
+def test_compare_refuses_other_problems_and_unfinished_folders(whole, tmp_path):
+    other = rewritten(whole[0], tmp_path / "other", lambda row: row)
+    content = json.loads((other / "result.json").read_text())
+    content["settings"]["problems"] = "x"
+    (other / "result.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="were evaluated on different problems"):
+        compare([whole[0], other])
+    (other / "result.json").unlink()
+    with pytest.raises(UserError, match="has no result.json: it is an unfinished evaluation"):
+        compare([whole[0], other])
+    with pytest.raises(UserError, match="at least 2"):
+        compare([whole[0]])
+
+
+# ---- the command line
+
+
+def luffy(*args):
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["luffy", *map(str, args)])
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        patch.setenv("COLUMNS", "200")
+        patch.delenv("LUFFY_DATA", raising=False)
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_eval_from_the_shell(whole, problems, tmp_path):
+    args = ["--suite", problems, "--k", 8, "--temperature", 1.0, "--max-tokens", 24, "--style", "plain"]
+    code, out, err = luffy("eval", BASE, *args, "--reward", "gsm8k", "--out", tmp_path / "shell", "--chunk", 100)
+    assert code == 0, err
+    assert out == (tmp_path / "shell" / "result.md").read_text() and out.startswith("# base on heldout.jsonl\n")
+    lines = err.splitlines()
+    assert lines[0].startswith("100/192 responses (52%)  heldout  right ") and lines[0].endswith("eta 0s")
+    assert lines[1].startswith("192/192 responses (100%)") and str(tmp_path / "shell") in lines[2]
+    assert read_items(tmp_path / "shell") == read_items(whole[0])
+
+
+def test_compare_from_the_shell(whole, greedy, tmp_path):
+    code, out, err = luffy("eval", "compare", greedy, whole[0], "--out", tmp_path / "c", "--resamples", 200)
+    assert code == 0, err
+    assert out == (tmp_path / "c.md").read_text() and "200 resamples" in out
+    saved = json.loads((tmp_path / "c.json").read_text())
+    assert json.loads(luffy("eval", "compare", greedy, whole[0], "--json", "--resamples", 200)[1]) == saved
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("eval", BASE, "--suite", "math6"), "no data folder: give --data FOLDER or set LUFFY_DATA"),
+        (("eval", BASE, "--suite", "nope"), "--suite nope: neither a suite"),
+        (("eval", "compare", "nowhere", "else"), "nowhere: no such folder"),
+        (("analyze", "nowhere"), "nowhere is neither a run (no metrics.jsonl) nor an evaluation"),
+        (("analyze", "--gamma", "-1"), "--gamma must be above 0"),
+    ],
+)
+def test_mistakes_are_one_line(args, message):
+    code, _, err = luffy(*args)
+    assert code == 2
+    assert err.strip().splitlines()[-1].startswith("luffy: error: ") and message in err
+
+
+def test_help_tells_of_both_ways():
+    code, out, _ = luffy("eval", "--help")
+    assert code == 0 and "luffy eval MODEL --suite" in out and "compare" in out
+    code, out, _ = luffy("eval", "model", "--help")
+    assert code == 0 and "--temperature" in out
+
+
+# ---- analyze
+
+
+def read_csv(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_analyze_draws_what_the_folders_allow(whole, options, problems, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sacrebleu")
+    cooler = tmp_path / "cooler"
+    run_evaluation(replace(options, out=cooler, temperature=0.5))
+    run = tmp_path / "run"
+    run.mkdir()
+    steps = [
+        {"step": s, "critic/rewards/mean": s / 10, "response_length/mean": 9.0, "actor/entropy_loss": 1 / s}
+        for s in (1, 2, 3)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps({**row, "actor/pg_clipfrac": 0.0}) + "\n" for row in steps))
+    problem = json.loads(problems.read_text().splitlines()[0])
+    samples = [
+        {"step": 1, "problem": problem["id"], "response": "#", "off_policy": [0]},
+        {"step": 1, "problem": problem["id"], "response": problem["traces"][0], "off_policy": [1, 1]},
+        {"step": 2, "problem": problem["id"], "response": problem["traces"][0] + " #", "off_policy": [0, 0]},
+    ]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    code, out, err = luffy("analyze", run, whole[0], cooler, "--out", tmp_path / "figures", "--data", problems)
+    assert code == 0, err
+    names = ["shaping", "dynamics", "clipping", "lengths", "temperatures", "bleu"]
+    assert [Path(line.split("  ")[0]).stem for line in out.splitlines()[:-1]] == names
+    for name in names:
+        assert (tmp_path / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+        assert f"({name}.png)" in (tmp_path / "figures" / "analysis.md").read_text()
+    dynamics = read_csv(tmp_path / "figures" / "dynamics.csv")
+    assert [float(r["y"]) for r in dynamics if r["panel"] == "reward"] == [0.1, 0.2, 0.3]
+    curve = read_csv(tmp_path / "figures" / "temperatures.csv")
+    assert [float(r["x"]) for r in curve] == [0.5, 1.0]
+    assert float(curve[1]["y"]) == pytest.approx(whole[1].benchmarks["heldout"].pass_at[8])
+    bleu = {r["x"]: float(r["y"]) for r in read_csv(tmp_path / "figures" / "bleu.csv") if r["series"] == "run"}
+    assert bleu["1.0"] < 5 < 50 < bleu["2.0"]  # the trace itself in step 1 is the teacher's and does not count
+
+
+def test_analyze_lengths_are_shares(whole, tmp_path):
+    pytest.importorskip("matplotlib")
+    assert luffy("analyze", whole[0], "--out", tmp_path)[0] == 0
+    rows = read_csv(tmp_path / "lengths.csv")
+    for series in ("right", "wrong"):
+        assert sum(float(r["y"]) for r in rows if r["series"] == series) == pytest.approx(1.0)
+
+
+def test_analyze_without_folders_draws_the_shaping_curves(tmp_path):
+    pytest.importorskip("matplotlib")
+    code, out, _ = luffy("analyze", "--out", tmp_path, "--gamma", 0.1)
+    assert code == 0 and len(out.splitlines()) == 2
+    rows = read_csv(tmp_path / "shaping.csv")
+    for row in rows:
+        p, y = float(row["x"]), float(row["y"])
+        if row["series"] == "p / (p + 0.1)":
+            expected = p / (p + 0.1) if "function" in row["panel"] else 0.1 / (p + 0.1) ** 2 * p * (1 - p)
+            assert y == pytest.approx(expected, abs=1e-9)
+
+
+def test_pass_at_k_needs_enough_samples(whole, greedy, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, _, err = luffy("analyze", whole[0], greedy, "--out", tmp_path)
+    assert code == 2 and "greedy has 1 samples per problem, pass@8 needs 8; lower --k to 1" in err

@@ -1,0 +1,154 @@
+"""The report on a data file, and the command line over all of it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from prepare_support import byte_tokenizer, openr1_row, trace, write_openr1
+from test_cli import luffy
+from tiny_models import tiny_model
+
+from luffy.data import load_problems
+from luffy.errors import DataError
+from luffy.prepare.check import CheckOptions, check_file, report_lines
+from luffy.prepare.overlap import EvaluationIndex, question_key, words_of
+from luffy.types import Message, Problem
+
+
+@pytest.fixture
+def sums_file(tmp_path):
+    rows = [
+        {"id": f"s{i}", "prompt": f"{i}+1", "answer": str(i + 1), "traces": [f"so #### {i + 1}"]} for i in range(20)
+    ]
+    rows[3]["traces"] = []
+    rows[4]["traces"] = ["so #### 77"]
+    rows[5]["traces"] = [{"token_ids": byte_tokenizer()("#### 6").input_ids, "log_probs": [-1.0] * 6, "teacher": "big"}]
+    rows[6]["traces"] = ["long " * 100 + "#### 7", "short #### 7"]
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"prompt": ""}\nnot json\n')
+    return str(path)
+
+
+def test_the_report_in_figures(sums_file, tokenizer_folder):
+    options = CheckOptions(tokenizer=str(tokenizer_folder), reward="gsm8k", max_trace_tokens=100, max_prompt_tokens=58)
+    report = check_file(sums_file, options)
+    assert report["schema"] == ["luffy"] and report["rows"] == 20
+    assert report["skipped"] == {"prompt": 1, "json": 1}
+    assert (report["traces"], report["with_traces"], report["share_with_traces"]) == (20, 19, 0.95)
+    assert (report["traces_with_token_ids"], report["traces_with_log_probs"]) == (1, 1)
+    assert report["teachers"] == {"teacher": 19, "big": 1}
+    chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    # Chat markers are one token each: 3 + "user\n" 5 + "\n" 1 + "assistant\n" 10 and the question's bytes.
+    assert report["tokens"]["prompt"] == {"p5": 22, "p50": 23, "p95": 23, "max": 23}
+    assert report["tokens"]["trace"]["max"] == 507 and report["tokens"]["traces_over_budget"] == 1
+    assert report["tokens"]["prompts_over_budget"] == 0
+    verifier = report["verifier"]
+    assert (verifier["checked"], verifier["agree"], verifier["share"]) == (19, 18, 18 / 19)
+    assert [one["id"] for one in verifier["disagreements"]] == ["s4"]
+    assert [example["id"] for example in report["examples"]] == [f"s{i}" for i in range(0, 20, 2)]
+    assert report["examples"][0]["prompt"] == chat.format("0+1")
+    assert report["examples"][0]["trace"] == "so #### 1<eos>"
+    text = "\n".join(report_lines(report))
+    assert chat.format("2+1") + "so #### 3<eos>" in text  # the trace continues the prompt
+    assert "gsm8k agrees with 18 of 19 traces (94.7%)" in text
+    assert "2 skipped" in text and "sums.jsonl:21" in text
+
+
+def test_long_traces_are_shown_from_both_ends_unless_full(tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "answer": "1", "traces": ["a" * 3000 + "end"]}) + "\n")
+    report = check_file(str(path), CheckOptions(verify=0))
+    assert "1,503 characters not shown" in "\n".join(report_lines(report))
+    assert "a" * 3000 + "end" in "\n".join(report_lines(report, full=True))
+    assert "give --tokenizer" in "\n".join(report_lines(report))
+
+
+def test_unusable_data_is_an_error(tmp_path, tokenizer_folder):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"x": 1}\n')
+    with pytest.raises(DataError, match="no usable row, 1 skipped"):
+        check_file(str(path), CheckOptions())
+    path.write_text(json.dumps({"prompt": "q", "answer": "1", "traces": [[99999]]}) + "\n")
+    with pytest.raises(DataError, match="token id 99999"):
+        check_file(str(path), CheckOptions(tokenizer=str(tokenizer_folder), verify=0))
+
+
+@pytest.mark.skipif("LUFFY_DATA" not in os.environ, reason="set LUFFY_DATA to a folder with gsm8k/train.jsonl")
+def test_gsm8k(tokenizer_folder):
+    file = str(Path(os.environ["LUFFY_DATA"], "gsm8k", "test.jsonl"))
+    report = check_file(file, CheckOptions(tokenizer=str(tokenizer_folder), reward="gsm8k", verify=10**6))
+    assert report["schema"] == ["gsm8k"] and report["rows"] == 1319 and report["skipped"] == {}
+    assert report["verifier"]["agree"] == 1319
+    assert report["tokens"]["prompts_over_budget"] == 0
+
+
+def test_question_keys_see_through_layout_but_not_signs():
+    assert question_key("What is $1+1$?") == question_key("what is  1 + 1")
+    assert question_key(r"\left( 1 \right)") == question_key("(1)")
+    assert question_key("1+1") != question_key("1-1")
+    assert words_of(r"Find $\frac{1}{2}x_1$") == ["find", "frac", "1", "2", "x", "1"]
+
+
+def test_evaluation_items_match_by_ngram_and_short_ones_as_a_whole():
+    index = EvaluationIndex(ngram=4)
+    system = Message("system", "always think step by step")
+    index.add(Problem("a", (system, Message("user", "How many apples has Ann got")), "3"), "set")
+    index.add(Problem("b", "Compute 2+3", "5"), "set")
+    assert index.find("Tell me: how MANY apples, has Bob?").ngram == "how many apples has"
+    assert index.find("How many pears has Ann got") is None
+    assert index.find("always think step by step") is None  # everybody's system prompt is nobody's question
+    assert index.find("compute $2 + 3$.").item == "set#b"
+    assert index.find("Compute 2-3") is None
+    assert index.find("Now compute 2+3 again and again") is None
+
+
+# ---- the command line
+
+
+def test_check_on_the_command_line(sums_file, tokenizer_folder, tmp_path):
+    result = luffy("prepare", "check", sums_file, "--tokenizer", tokenizer_folder, "--reward", "gsm8k")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("as the model will see it") == 10
+    result = luffy("prepare", "check", sums_file, "--reward", "gsm8k", "--json", "--examples", "2")
+    assert len(json.loads(result.stdout)["examples"]) == 2
+    (tmp_path / "bad.jsonl").write_text('{"x": 1}\n')
+    result = luffy("prepare", "check", tmp_path / "bad.jsonl")
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+
+
+def test_openr1_on_the_command_line(tmp_path, tokenizer_folder):
+    pytest.importorskip("math_verify", reason="the math reward needs Math-Verify")
+    rows = [openr1_row(f"What is {i}+{i}?", str(2 * i), [trace(str(2 * i)), trace("x")]) for i in range(5)]
+    source = write_openr1(tmp_path / "train.parquet", rows)
+    command = ["prepare", "openr1", source, "--tokenizer", tokenizer_folder, "--out", tmp_path / "out"]
+    result = luffy(*command, "--max-prompt-tokens", 2000, "--held-out", 2, "--workers", 1)
+    assert result.returncode == 0, result.stderr
+    assert "rows      read 5, kept 5; dropped: none" in result.stdout
+    assert "traces    read 10, kept 5; dropped: wrong 5" in result.stdout
+    assert "verified rows 5/5 (100%)" in result.stderr
+    assert len(load_problems(tmp_path / "out" / "train.parquet")) == 3
+    assert len(load_problems(tmp_path / "out" / "held_out.parquet")) == 2
+    result = luffy(*command)
+    assert result.returncode == 2
+    assert "was made with max_prompt_tokens=2000, now it is 1024" in result.stderr
+
+
+def test_model_and_local_traces_on_the_command_line(tmp_path):
+    folder = tmp_path / "model"
+    tiny_model("qwen2", vocab_size=300).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    made = tmp_path / "made"
+    result = luffy("prepare", "model", folder, "--out", made)
+    assert result.returncode == 0, result.stderr
+    assert "rope_theta: 10000 -> 40000" in result.stdout
+    file = tmp_path / "one.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
+    out = tmp_path / "traces.parquet"
+    command = ["prepare", "traces", file, "--out", out, "--max-tokens", 4, "--n", 2, "--reward", "gsm8k"]
+    result = luffy(*command, "--local", made, "--style", "plain")
+    assert result.returncode == 0, result.stderr
+    assert "samples cut off" in result.stdout and load_problems(out)[0].traces == ()
+    assert luffy(*command).returncode == 2
+    result = luffy(*command, "--endpoint", "http://127.0.0.1:9/v1", "--model", "m", "--api-key-env", "NO_SUCH_KEY")
+    assert "NO_SUCH_KEY: the variable is not set" in result.stderr

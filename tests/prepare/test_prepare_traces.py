@@ -1,0 +1,299 @@
+"""Traces from a server that limits, fails, counts tokens differently and must never learn to leak the key."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from prepare_support import byte_tokenizer
+from transformers import AutoModelForCausalLM
+
+import luffy.quickstart
+from luffy.data import Encoder, load_problems
+from luffy.errors import DataError, UserError
+from luffy.models import load_tokenizer
+from luffy.prepare.endpoint import Endpoint, EndpointError, Reply
+from luffy.prepare.teachers import EndpointTeacher, LocalTeacher, ask_endpoint, recorded_ids
+from luffy.prepare.traces import prepare_traces
+from luffy.quickstart.task import write_dataset
+
+BASE = Path(luffy.quickstart.__file__).parent / "assets" / "base"
+KEY = "sk-very-secret"
+
+
+class Server:
+    """``reply(body, number)`` gives (status, JSON or text, headers) for the number-th request."""
+
+    def __init__(self, reply):
+        self.requests = []
+        outer, lock = self, threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    number = len(outer.requests)
+                    outer.requests.append((self.path, dict(self.headers), body))
+                status, content, headers = reply(body, number)
+                if status is None:
+                    return  # the connection breaks off
+                raw = (content if isinstance(content, str) else json.dumps(content)).encode()
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(raw))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(raw)
+
+            def log_message(self, *_):
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
+        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+
+    def close(self):
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def serve(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    servers = []
+
+    def start(reply):
+        servers.append(Server(reply))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def solved(body, logprobs=True, finish="stop"):
+    """Adds the two numbers of the question; every odd seed is wrong."""
+    a, b = body["messages"][-1]["content"].split("+")
+    text = f"#### {int(a) + int(b) + body['seed'] % 2}"
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": finish}
+    if logprobs:
+        content = [{"token": letter, "logprob": -0.5 - place} for place, letter in enumerate(text)]
+        choice["logprobs"] = {"content": [*content, {"token": "", "logprob": -0.25}]}
+    return 200, {"choices": [choice]}, {}
+
+
+@pytest.fixture
+def sums_file(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text(
+        "".join(json.dumps({"id": f"s{i}", "prompt": f"{i}+{i}", "answer": str(2 * i)}) + "\n" for i in range(8))
+    )
+    return str(path)
+
+
+def teacher_of(server, tokenizer=None, **changes):
+    endpoint = Endpoint(server.url, "big", api_key=KEY, first_wait_s=0.01, **changes)
+    return EndpointTeacher(endpoint, {"max_tokens": 50, "temperature": 1.0}, concurrency=4, tokenizer=tokenizer)
+
+
+def run(file, out, teacher, **options):
+    return prepare_traces(file, out, teacher, "big", {"model": "big"}, reward="gsm8k", **{"n": 3, **options})
+
+
+def everything_written(folder):
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_verified_traces_with_their_log_probs(serve, sums_file, tmp_path):
+    server = serve(lambda body, number: solved(body))
+    card = run(sums_file, tmp_path / "out.parquet", teacher_of(server, byte_tokenizer()))
+    assert len(server.requests) == 24
+    path, headers, body = server.requests[0]
+    assert (path, headers["Authorization"]) == ("/v1/chat/completions", f"Bearer {KEY}")
+    assert body["model"] == "big" and body["logprobs"] is True and body["max_tokens"] == 50
+    right = [body["seed"] % 2 == 0 for _, _, body in server.requests]
+    counts = card["counts"]
+    assert 0 < counts["samples_right"] == sum(right) < 24
+    assert counts["samples_wrong"] == 24 - sum(right)
+    assert counts["samples_kept"] + counts["samples_repeated"] == sum(right)
+    assert counts["samples_log_probs_recorded"] == 24
+    problems = load_problems(tmp_path / "out.parquet")
+    assert len(problems) == 8
+    encoder = Encoder(byte_tokenizer(), "plain")
+    for problem in problems:
+        for trace, shown in zip(problem.traces, encoder.encode(problem).demonstrations, strict=True):
+            text = f"#### {problem.answer}"
+            assert trace.teacher == "big"
+            assert byte_tokenizer().decode(trace.token_ids) == text + "<eos>"
+            assert trace.log_probs == (*(-0.5 - place for place in range(len(text))), -0.25)
+            assert (shown.token_ids, shown.log_probs) == (trace.token_ids, trace.log_probs)
+    assert KEY.encode() not in everything_written(tmp_path)
+
+
+def test_without_a_tokenizer_text_stays_and_log_probs_go(serve, sums_file, tmp_path):
+    server = serve(lambda body, number: solved(body))
+    card = run(sums_file, tmp_path / "out.parquet", teacher_of(server), keep_wrong=True)
+    assert card["counts"]["samples_log_probs_without_matching_ids"] == 24
+    traces = [trace for problem in load_problems(tmp_path / "out.parquet") for trace in problem.traces]
+    assert all(trace.text.startswith("#### ") and trace.token_ids is None for trace in traces)
+    assert card["counts"]["samples_kept"] == len(traces) > card["counts"]["problems"]
+
+
+def test_a_limited_server_is_asked_again(serve, sums_file, tmp_path):
+    def reply(body, number):
+        if number < 3:
+            return 429, {"error": "slow down"}, {"Retry-After": "0.01"}
+        return (503, "busy", {}) if number == 3 else (None, None, {}) if number == 4 else solved(body)
+
+    server = serve(reply)
+    card = run(sums_file, tmp_path / "out.parquet", teacher_of(server), n=1)
+    assert card["counts"]["samples"] == 8
+    assert len(server.requests) == 13
+
+
+def test_a_server_that_fails_for_ever_ends_the_run_and_loses_nothing(serve, sums_file, tmp_path):
+    broken = [True]
+
+    def reply(body, number):
+        hard = body["messages"][-1]["content"] == "6+6"
+        return (500, f"boom {KEY}", {}) if hard and broken[0] else solved(body)
+
+    server = serve(reply)
+    with pytest.raises(EndpointError) as error:
+        run(sums_file, tmp_path / "out.parquet", teacher_of(server, retries=2))
+    assert f"{server.url}/chat/completions: HTTP 500" in str(error.value)
+    assert "boom *** after 3 attempts" in str(error.value)
+    assert KEY not in str(error.value)
+    assert not (tmp_path / "out.parquet").exists()
+    journal = tmp_path / "out.progress.jsonl"
+    done = {json.loads(line)["id"] for line in journal.read_text().splitlines()[1:]}
+    assert {"s0", "s1", "s2", "s3"} <= done and "s6" not in done
+    before, broken[0] = len(server.requests), False
+    run(sums_file, tmp_path / "out.parquet", teacher_of(server))
+    assert len(server.requests) - before == 3 * (8 - len(done))  # only what was missing
+    assert len(load_problems(tmp_path / "out.parquet")) == 8
+    with pytest.raises(DataError, match="was made with n=3, now it is 2"):
+        run(sums_file, tmp_path / "out.parquet", teacher_of(server), n=2)
+    assert KEY.encode() not in everything_written(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((401, f"bad key {KEY}", {}), r"HTTP 401 Unauthorized: bad key \*\*\*"),
+        ((400, "logprobs are not supported", {}), "HTTP 400 .*; give --no-logprobs"),
+        ((302, "", {"Location": "http://127.0.0.1:1/"}), "HTTP 302"),
+        ((200, "<html>", {}), "HTTP 200 with something that is not JSON: <html>"),
+        ((200, {"choices": []}, {}), "unexpected answer .IndexError"),
+    ],
+)
+def test_what_cannot_get_better_is_not_retried(serve, sums_file, tmp_path, answer, message):
+    server = serve(lambda body, number: answer)
+    with pytest.raises(EndpointError, match=message) as error:
+        run(sums_file, tmp_path / "out.parquet", teacher_of(server), n=1)
+    assert KEY not in str(error.value) and server.url in str(error.value)
+    assert len(server.requests) <= 8
+
+
+def test_cut_off_responses_are_no_traces_and_thoughts_are_joined(serve, sums_file, tmp_path):
+    server = serve(lambda body, number: solved(body, finish="length"))
+    card = run(sums_file, tmp_path / "cut.parquet", teacher_of(server), keep_wrong=True)
+    assert card["counts"]["samples_cut_off"] == 24 and card["counts"]["problems_with_a_trace"] == 0
+    message = {"reasoning_content": "one and one\n", "content": "\n#### 2"}
+    server = serve(lambda body, number: (200, {"choices": [{"message": message, "finish_reason": "stop"}]}, {}))
+    run(sums_file, tmp_path / "r1.parquet", teacher_of(server), n=1)
+    assert load_problems(tmp_path / "r1.parquet")[1].traces[0].text == "<think>\none and one\n</think>\n\n#### 2"
+
+
+def test_completions_take_the_rendered_text(serve, tmp_path, sums_file, tokenizer_folder):
+    choice = {
+        "text": "#### 2",
+        "finish_reason": "stop",
+        "logprobs": {"tokens": list("#### 2"), "token_logprobs": [-1.0] * 6},
+    }
+    server = serve(lambda body, number: (200, {"choices": [choice]}, {}))
+    teacher, settings = ask_endpoint(
+        server.url, "big", "completions", None, True, {"max_tokens": 5}, 0, "paper", None, str(tokenizer_folder), 2, 0
+    )
+    prepare_traces(sums_file, tmp_path / "out.parquet", teacher, "big", settings, n=1, reward="gsm8k")
+    path, headers, body = server.requests[0]
+    assert path == "/v1/completions" and "Authorization" not in headers
+    assert body["prompt"].endswith("<|im_start|>assistant\n<think>\n")
+    assert load_problems(tmp_path / "out.parquet")[1].traces[0].log_probs == (-1.0,) * 6
+
+
+def test_ids_are_recorded_only_where_they_are_the_tokenizers():
+    tokenizer = byte_tokenizer()
+    ids = tuple(tokenizer("ab").input_ids)
+    assert recorded_ids(Reply("ab", "stop", ("a", "b"), None, (-1.0, 1e-9)), tokenizer) == (
+        ids,
+        (-1.0, 0.0),
+        "log_probs_recorded",
+    )
+    merged = recorded_ids(Reply("ab", "stop", ("ab",), None, (-1.0,)), tokenizer)
+    assert merged == (None, None, "log_probs_without_matching_ids")
+    named = Reply("ab", "stop", tuple(f"token_id:{i}" for i in ids), None, (-1.0, -2.0))
+    assert recorded_ids(named, None)[0] == ids == recorded_ids(named, tokenizer)[0]
+    given = Reply("ab", "stop", ("a", "b"), (*ids, tokenizer.eos_token_id), (-1.0, -2.0, -3.0))
+    assert recorded_ids(given, tokenizer)[0] == (*ids, tokenizer.eos_token_id)
+    foreign = Reply("ab", "stop", None, (9_999_999, 3), (-1.0, -2.0))
+    assert recorded_ids(foreign, tokenizer)[2] == "log_probs_without_matching_ids"
+    assert (
+        recorded_ids(Reply("ab", "stop", ("a", "b"), None, (-1.0, float("-inf"))), tokenizer)[2]
+        == "log_probs_not_finite"
+    )
+    assert recorded_ids(Reply("ab", "stop"), tokenizer)[2] == "no_log_probs"
+
+
+def test_addresses_that_carry_secrets_or_nothing():
+    for url, message in [
+        ("localhost:8000", "http"),
+        ("http://me:pw@host/v1", "credentials"),
+        ("http://h/?key=1", "credentials"),
+    ]:
+        with pytest.raises(UserError, match=message) as error:
+            Endpoint(url, "m")
+        assert "pw" not in str(error.value)
+    assert KEY not in repr(Endpoint("http://h/v1", "m", api_key=KEY))
+
+
+def local(temperature=1.0, **options):
+    return LocalTeacher(str(BASE), max_tokens=20, temperature=temperature, style="plain", device="cpu", **options)
+
+
+def test_a_local_model_records_exact_ids_and_log_probs(tmp_path):
+    chains = write_dataset(tmp_path / "data", seed=0, train=24, heldout=1, ood=1, terms=2)["train"]
+    out = tmp_path / "out.parquet"
+    card = prepare_traces(str(chains), out, local(), "base", {}, n=4, reward="gsm8k", keep_wrong=True)
+    counts = card["counts"]
+    assert counts["samples"] == 96 and counts["samples_log_probs_recorded"] == 96
+    assert 0 < counts["samples_right"] < 30  # one step, right once in twenty
+    tokenizer = load_tokenizer(str(BASE))
+    traces = [trace for problem in load_problems(out) for trace in problem.traces]
+    assert len(traces) == counts["samples_kept"] == counts["traces_with_log_probs"]
+    assert all(trace.token_ids[-1] == tokenizer.eos_token_id for trace in traces)
+    assert all(len(trace.log_probs) == len(trace.token_ids) for trace in traces)
+    again = prepare_traces(
+        str(chains), tmp_path / "again.parquet", local(), "base", {}, n=4, reward="gsm8k", keep_wrong=True
+    )
+    assert again["counts"] == counts
+    assert load_problems(tmp_path / "again.parquet")[3].traces == load_problems(out)[3].traces
+
+
+def test_local_log_probs_are_at_the_sampling_temperature_and_ids_need_the_same_vocabulary(tmp_path):
+    chains = write_dataset(tmp_path / "data", seed=0, train=2, heldout=1, ood=1, terms=2)["train"]
+    [problem, _] = load_problems(str(chains))
+    [(_, [drawn])] = next(local(temperature=0.5).answer([problem], 1))
+    tokenizer = load_tokenizer(str(BASE))
+    prompt = tokenizer(problem.prompt, add_special_tokens=False).input_ids
+    model = AutoModelForCausalLM.from_pretrained(BASE)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *drawn.token_ids]])).logits[0, len(prompt) - 1 : -1]
+    expected = torch.log_softmax(logits / 0.5, dim=-1).gather(-1, torch.tensor(drawn.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(drawn.log_probs), expected, atol=1e-4, rtol=0)
+    [(_, [foreign])] = next(local(tokenizer=byte_tokenizer()).answer([problem], 1))
+    assert foreign.token_ids is None and foreign.log_prob_status == "log_probs_without_matching_ids"
+    assert foreign.text.startswith(("+", "-"))
