@@ -1,4 +1,4 @@
-"""The command line: ``luffy train | sft | generate | verify | eval | analyze``.
+"""The command line: ``luffy train | sft | eval | report | ...``; ``luffy --help`` lists all.
 
 A user's mistake is one line on standard error and exit code 2, without a traceback.
 """
@@ -192,11 +192,12 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="the file to write; default: report.html in the folder the runs share")
     ] = None,
+    analysis: Annotated[Path | None, typer.Option(help="a folder that luffy analyze wrote: its figures go in")] = None,
 ) -> None:
     """Compare runs in one self-contained HTML file."""
     from luffy.report.html import write_report
 
-    typer.echo(f"report     {write_report(runs, out)}")
+    typer.echo(f"report     {write_report(runs, out, analysis=analysis)}")
 
 
 # ---- evaluation

@@ -144,16 +144,22 @@ class Encoder:
             ) from error
         return text
 
-    def _tokenize(self, text: str) -> list[int]:
-        # verbose=False: lengths are checked here against the run's own budgets, not the tokenizer's.
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    def _tokenize(self, problem: Problem, text: str) -> list[int]:
+        try:
+            # verbose=False: lengths are checked here against the run's own budgets, not the tokenizer's.
+            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            raise DataError(
+                f"{_where(problem)}: the tokenizer {_name(self.tokenizer)} cannot read {text[:60]!r} ({error}); "
+                "is it the model's own, and the text in its alphabet?"
+            ) from error
 
     # ---- tasks
 
     def encode(self, problem: Problem) -> Task | None:
         """The problem as the model sees it, or None when its prompt is too long and may be dropped."""
         text, bos = self._prompt_text(problem)
-        prompt_ids = (*bos, *self._tokenize(text))
+        prompt_ids = (*bos, *self._tokenize(problem, text))
         if not prompt_ids:
             raise DataError(f"{_where(problem)}: the prompt has no tokens; fix the row")
         if len(prompt_ids) > self.max_prompt_tokens:
@@ -185,7 +191,7 @@ class Encoder:
     def _trace_ids(self, problem: Problem, trace: Trace, prompt: str) -> tuple[int, ...]:
         """Token ids that end in exactly one EOS."""
         if trace.token_ids is None:
-            ids = self._tokenize(without_open_think(trace.text or "", prompt))
+            ids = self._tokenize(problem, without_open_think(trace.text or "", prompt))
         else:
             ids = list(trace.token_ids)
             self._check_recorded(problem, ids)

@@ -49,10 +49,17 @@ def analyse(
     return figures
 
 
+def _below(path: Path) -> list[Path]:
+    """The folder itself when it is a run or an evaluation, else the runs and evaluations inside it."""
+    if is_evaluation(path) or (path / METRICS).is_file():
+        return [path]
+    return sorted(p for p in path.rglob("*") if p.is_dir() and (is_evaluation(p) or (p / METRICS).is_file())) or [path]
+
+
 def _sorted_out(paths: Sequence[Path]) -> tuple[dict[str, Path], dict[str, Evaluation]]:
     runs: dict[str, Path] = {}
     evaluations: dict[str, Evaluation] = {}
-    for path in paths:
+    for path in (found for path in paths for found in _below(path)):
         name = path.resolve().name
         if name in runs or name in evaluations:
             name = str(path)

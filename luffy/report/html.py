@@ -6,6 +6,7 @@ switch between light and dark. The page's own policy forbids every request.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -27,6 +29,7 @@ from luffy.report.tables import difference_table, evaluations, final_table, phas
 from luffy.report.text import show
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+NOTHING = Markup("")
 
 
 def always(run: RunRecord) -> bool:
@@ -78,11 +81,16 @@ def default_out(places: Sequence[Path | str]) -> Path:
 
 
 def write_report(
-    runs: Sequence[Path | str], out: Path | str | None = None, title: str = "Training report", notes: str | None = None
+    runs: Sequence[Path | str],
+    out: Path | str | None = None,
+    title: str = "Training report",
+    notes: str | None = None,
+    analysis: Path | str | None = None,
 ) -> Path:
     """Compare the runs named by, or found below, ``runs`` in one HTML file; returns its path.
 
-    ``notes`` is plain text shown under the title, paragraphs apart by blank lines.
+    ``notes`` is plain text shown under the title, paragraphs apart by blank lines; ``analysis`` is a folder
+    that ``luffy analyze`` wrote, whose figures go into the page.
     """
     if not runs:
         raise UserError("no run was named; name at least one run folder")
@@ -90,7 +98,8 @@ def write_report(
     out = default_out(runs) if out is None else Path(out)
     if out.is_dir():
         raise UserError(f"--out {out} is a folder; name the file to write, e.g. {out / 'report.html'}")
-    _write(out, render(group_runs(records), title, notes, skipped))
+    figures = NOTHING if analysis is None else analysis_section(Path(analysis))
+    _write(out, render(group_runs(records), title, notes, skipped, figures))
     return out
 
 
@@ -105,12 +114,19 @@ def _write(path: Path, text: str) -> None:
     aside.replace(path)
 
 
-def render(methods: Sequence[Method], title: str, notes: str | None = None, left_out: Sequence[str] = ()) -> Markup:
+def render(
+    methods: Sequence[Method],
+    title: str,
+    notes: str | None = None,
+    left_out: Sequence[str] = (),
+    analyses: Markup = NOTHING,
+) -> Markup:
     """The page. The same runs give the same bytes."""
     remarks = [*left_out, *_remarks(methods)]
     sections = [
         _final_section(methods),
         _curves_section(methods, remarks),
+        analyses,
         _time_section(methods),
         _knobs_section(methods),
         _samples_section(methods, remarks),
@@ -125,6 +141,25 @@ def render(methods: Sequence[Method], title: str, notes: str | None = None, left
         '<link rel="icon" href="data:,"><title>{}</title>\n<style>\n{}</style></head>\n'
         "<body>\n<main>{}</main>\n<script>\n{}</script></body></html>\n"
     ).format(Markup(POLICY), show(title), asset("report.css"), body, asset("report.js"))
+
+
+def analysis_section(folder: Path) -> Markup:
+    """The figures of ``luffy analyze``, inside the page."""
+    listing = folder / "analysis.json"
+    if not listing.is_file():
+        raise UserError(
+            f"--analysis {folder}: no analysis.json there; make it with: luffy analyze RUN... --out {folder}"
+        )
+    figures = [_analysis_figure(folder, entry) for entry in json.loads(listing.read_text(encoding="utf-8"))]
+    return _section("analyses", "Analyses", "Made by luffy analyze.", *figures)
+
+
+def _analysis_figure(folder: Path, entry: dict[str, Any]) -> Markup:
+    image = base64.b64encode((folder / Path(entry["png"]).name).read_bytes()).decode()
+    return Markup(
+        '<figure class="analysis"><figcaption><strong>{}</strong><span class="sub">{}</span></figcaption>'
+        '<img src="data:image/png;base64,{}" alt="{}"></figure>'
+    ).format(show(entry["title"]), show(entry["caption"]), image, show(entry["title"]))
 
 
 def asset(name: str) -> Markup:

@@ -1,0 +1,21 @@
+"""Figures of ``luffy analyze`` inside the report."""
+
+import pytest
+
+from luffy.errors import UserError
+from luffy.evaluation.analysis import analyse
+from luffy.report.html import write_report
+
+
+def test_the_figures_are_inside_the_page(make_config, tmp_path):
+    from luffy.train.loop import Trainer
+
+    cfg = make_config(train={"steps": 2})
+    with Trainer(cfg) as trainer:
+        trainer.train()
+    figures = analyse([cfg.folder], tmp_path / "figures")
+    page = write_report([cfg.folder], tmp_path / "report.html", analysis=tmp_path / "figures").read_text()
+    assert page.count("data:image/png;base64,") == len(figures) > 0
+    assert all(figure.title in page for figure in figures)
+    with pytest.raises(UserError, match=r"no analysis\.json"):
+        write_report([cfg.folder], tmp_path / "other.html", analysis=tmp_path)
