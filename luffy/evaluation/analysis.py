@@ -59,7 +59,7 @@ def _below(path: Path) -> list[Path]:
 def _sorted_out(paths: Sequence[Path]) -> tuple[dict[str, Path], dict[str, Evaluation]]:
     runs: dict[str, Path] = {}
     evaluations: dict[str, Evaluation] = {}
-    for path in (found for path in paths for found in _below(path)):
+    for path in [found for named in paths for found in _below(named)]:
         name = path.resolve().name
         if name in runs or name in evaluations:
             name = str(path)
