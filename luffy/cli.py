@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
@@ -117,8 +117,15 @@ def _train(
         return
     from luffy.train.loop import Trainer
 
-    with Trainer(cfg, method, resume, allow_changed_data) as trainer:
-        model = trainer.train()
+    try:
+        with Trainer(cfg, method, resume, allow_changed_data) as trainer:
+            if trainer.is_finished:
+                typer.echo(
+                    f"already finished at step {trainer.progress.step}; raise train.steps or choose another name="
+                )
+            model = trainer.train()
+    except KeyboardInterrupt:
+        _fail("interrupted; run the same command again to go on from the last checkpoint", 130)
     typer.echo(f"model      {model}")
     typer.echo(f"metrics    {cfg.folder / 'metrics.jsonl'}")
 
@@ -182,7 +189,7 @@ def verify(
     from luffy.rewards import build_verifier, score_file
 
     with build_verifier(reward, workers=workers, timeout_s=timeout_s) as verifier:
-        summary = score_file(rows, Path("/dev/stdout") if out is None else out, verifier)
+        summary = score_file(rows, out, verifier)
     typer.echo(str(summary), err=True)
 
 
@@ -335,14 +342,13 @@ def analyze(
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.path.insert(0, os.getcwd())  # reward.kind=module:function finds a module beside the recipe, as python -m would
     try:
         app()
     except UserError as error:
         _fail(str(error), 2)
-    except TrainingStopped as error:
+    except (TrainingStopped, FloatingPointError) as error:
         _fail(str(error), 1)
-    except KeyboardInterrupt:
-        _fail("interrupted; run the same command again to go on from the last checkpoint", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -350,6 +356,6 @@ def main() -> None:
         _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     print(f"luffy: error: {message}", file=sys.stderr)
     sys.exit(code)

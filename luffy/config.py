@@ -89,8 +89,14 @@ class RewardConfig:
     )
     workers: int = knob(2, "verifier processes", ge=1)
     timeout_s: float = knob(8.0, "a verification running longer is killed, scores 0 and is counted", gt=0)
-    success: float = knob(1.0, "the score of a solved problem: groups all at it are 'solve_all'")
-    failure: float = knob(0.0, "the score of an unsolved problem: groups all at it are 'solve_none'")
+    success: float = knob(1.0, "a response that scores this or more has solved its problem")
+    failure: float = knob(0.0, "a response that scores this or less has failed")
+
+    def solved(self, score: float) -> bool:
+        return score >= self.success
+
+    def failed(self, score: float) -> bool:
+        return score <= self.failure
 
 
 @dataclass(frozen=True)
@@ -105,14 +111,46 @@ class GuidanceConfig:
 
 
 @dataclass(frozen=True)
+class OffPolicyGuidanceConfig:
+    enable: bool = knob(True, "false: as if the section were not there")
+    model_path: str = knob("", "the guidance model: a folder or hub id with the policy's tokenizer")
+    dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
+    tensor_parallel_size: int = knob(1, "GPUs of the guidance model; the native engine takes 1", ge=1)
+    rule: Literal["speculative", "threshold", "mixture", "aligned"] = knob(
+        "speculative", "who decides a token: see docs/guidance.md; aligned is approximate"
+    )
+    k: int = knob(4, "tokens the policy proposes before the guidance model looks", ge=1)
+    tau: float = knob(0.1, "threshold: override where the guidance gives the proposal less than this", ge=0, le=1)
+    eps: float = knob(0.5, "mixture: share of tokens drawn from the guidance model", ge=0, le=1)
+    eps_end: float | None = knob(None, "mixture: eps at the end of eps_steps, linearly; null: constant", ge=0, le=1)
+    eps_steps: int | None = knob(None, "steps of the eps schedule; null: the whole training", ge=1)
+    max_overrides: int | None = knob(None, "overrides per response, then the policy goes on alone", ge=0)
+    temperature: float | None = knob(None, "temperature of the guidance model; null: rollout.temperature", gt=0)
+
+    def eps_at(self, step: int, total_steps: int) -> float:
+        if self.eps_end is None:
+            return self.eps
+        done = min(step / (self.eps_steps or total_steps), 1.0)
+        return self.eps + (self.eps_end - self.eps) * done
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
-    engine: Literal["native"] = knob("native", "native runs the policy's own weights in the same process")
     n: int = knob(8, "samples of each problem in all, traces included", ge=1)
     temperature: float = knob(1.0, "sampling temperature; log-probs are taken at it", gt=0)
     top_p: float = knob(1.0, "nucleus sampling; 1 is off", gt=0, le=1)
     top_k: int = knob(0, "sample among the k most likely tokens; 0 is off", ge=0)
     max_tokens: int = knob(2048, "longest response", ge=1)
     slots: int = knob(256, "sequences decoded at once", ge=1)
+    offpolicy_guidance: OffPolicyGuidanceConfig | None = knob(
+        None, "token-level guidance by a second model during rollout; null: none"
+    )
+
+    @property
+    def guide(self) -> OffPolicyGuidanceConfig | None:
+        """The guidance that is switched on."""
+        g = self.offpolicy_guidance
+        return g if g is not None and g.enable else None
 
 
 @dataclass(frozen=True)
@@ -142,6 +180,12 @@ class AlgorithmConfig:
     teacher_probs: Literal["one", "recorded"] = knob(
         "one", "teacher's probability in the off-policy ratio: 1 (paper), or the recorded log-probs (then no reshape)"
     )
+    importance_clamp_min: float = knob(0.0, "smallest importance weight under token-level guidance", ge=0)
+    importance_clamp_max: float = knob(10.0, "largest importance weight under token-level guidance", gt=0)
+    importance_detach: bool = knob(True, "no gradient through the importance weights")
+    importance_objective: Literal["decoupled", "literal"] = knob(
+        "decoupled", "decoupled: ratio p/p_old, advantage times weight; literal: corrects twice, kept for comparison"
+    )
     prefix_alpha: float = knob(1.0, "weight of the advantage on off-policy tokens")
     prefix_beta: float = knob(1.0, "weight of the advantage on the policy's own tokens")
     entropy_coef: float = knob(0.01, "weight of the entropy bonus", ge=0)
@@ -157,6 +201,11 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         self.policy_loss()  # reshape names are checked here, once
+        if self.importance_clamp_min > self.importance_clamp_max:
+            raise ConfigError(
+                f"'algorithm.importance_clamp_min' ({self.importance_clamp_min}) exceeds "
+                f"'algorithm.importance_clamp_max' ({self.importance_clamp_max})"
+            )
 
     def policy_loss(self) -> PolicyLoss:
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
@@ -185,7 +234,7 @@ class OptimConfig:
     eps: float = knob(1e-8, "AdamW's epsilon", gt=0)
     weight_decay: float = knob(0.0, "decoupled weight decay on matrices (not on biases and norms)", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = knob("constant", "learning rate after the warm-up")
-    warmup: float = knob(0.0, "warm-up: below 1 a share of all optimizer steps, else their number", ge=0)
+    warmup: float = knob(0.0, "warm-up: below 1 a share of all training steps, else their number", ge=0)
     min_lr_ratio: float = knob(0.0, "where linear and cosine end, as a share of lr", ge=0, le=1)
     grad_clip: float = knob(1.0, "largest gradient norm; 0 is off", ge=0)
 
@@ -207,7 +256,7 @@ class TrainConfig:
     epochs: float | None = knob(None, "passes over the data, when steps is null", gt=0)
     save_every: int = knob(50, "steps between checkpoints; the last step is always saved", ge=1)
     keep: int = knob(2, "checkpoints kept besides the best one", ge=1)
-    max_bad_steps: int = knob(3, "stop after so many steps skipped for a non-finite loss or gradient", ge=1)
+    max_bad_steps: int = knob(3, "stop after so many updates in a row skipped for a non-finite loss or gradient", ge=1)
     threads: int | None = knob(None, "CPU threads of torch; null: leave as is", ge=1)
 
 
@@ -250,6 +299,8 @@ class Config:
     def __post_init__(self) -> None:
         _check_name(self.name)
         _check_guidance(self)
+        _check_clip(self)
+        _check_guide(self)
         _check_batch(self)
 
     @property
@@ -286,8 +337,38 @@ def _check_guidance(c: Config) -> None:
             f"with guidance.n_prefix = rollout.n = {n} no on-policy sample is left, which "
             f"advantage grpo_split and trace_term sft need; lower guidance.n_prefix"
         )
+    if c.algorithm.trace_term == "sft" and c.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"trace_term sft scores traces at 'rollout.temperature' ({c.rollout.temperature}), which is not their "
+            f"likelihood; set rollout.temperature=1"
+        )
     if c.algorithm.trace_term == "sft" and (g.strategy, g.min_ratio, g.max_ratio) != ("fixed", 1.0, 1.0):
         raise ConfigError("trace_term sft takes whole traces: set guidance.strategy=fixed, min_ratio=1, max_ratio=1")
+
+
+def _check_clip(c: Config) -> None:
+    if c.algorithm.on_policy_reshape == "logp" and not c.algorithm.remove_clip:
+        raise ConfigError(
+            "'algorithm.on_policy_reshape' logp starts at 0, far below the clip at 1 - clip_ratio, so half the tokens "
+            "would have no gradient; set algorithm.remove_clip=true"
+        )
+
+
+def _check_guide(c: Config) -> None:
+    guide = c.rollout.guide
+    if guide is None:
+        return
+    if not guide.model_path:
+        raise ConfigError("'rollout.offpolicy_guidance.model_path' is empty; name the guidance model")
+    if guide.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"'rollout.offpolicy_guidance.tensor_parallel_size' is {guide.tensor_parallel_size}, but the native engine "
+            f"runs the guidance model on one device; set it to 1"
+        )
+    if c.rollout.top_p != 1.0 or c.rollout.top_k != 0:
+        raise ConfigError(
+            "token-level guidance needs the exact probability of every token: set rollout.top_p=1 and rollout.top_k=0"
+        )
 
 
 def _check_batch(c: Config) -> None:
@@ -299,6 +380,8 @@ def _check_batch(c: Config) -> None:
         )
     if c.data.eval_also and c.data.eval is None:
         raise ConfigError("'data.eval_also' names further sets, but 'data.eval', the first one, is empty")
+    if "core" in c.data.eval_also:
+        raise ConfigError("'data.eval_also.core' is the name of 'data.eval' itself (val-core/*); choose another")
     if c.batch.mini_batch is not None and c.batch.mini_batch > c.batch.problems:
         raise ConfigError(f"'batch.mini_batch' ({c.batch.mini_batch}) exceeds 'batch.problems' ({c.batch.problems})")
 
@@ -310,7 +393,8 @@ def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Con
     """A recipe file (or the name of a built-in one) with ``key.sub=value`` overrides, checked."""
     values: dict[str, Any] = {} if recipe is None else read_recipe(recipe)
     for override in overrides:
-        merge(values, parse_override(override))
+        keys, value = parse_override(override)
+        set_at(values, keys, value)
     return build(Config, values)
 
 
@@ -319,7 +403,7 @@ def read_recipe(recipe: str | Path, _seen: tuple[Path, ...] = ()) -> dict[str, A
     path = find_recipe(recipe, _seen[-1].parent if _seen else None)
     if path in _seen:
         raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in _seen)}")
-    values = _with_package_paths(_parse_yaml(path))
+    values: dict[str, Any] = _with_package_paths(_parse_yaml(path))
     base = values.pop("base", None)
     if base is None:
         return values
@@ -361,19 +445,23 @@ def _parse_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def parse_override(text: str) -> dict[str, Any]:
-    """``"optim.lr=1e-5"`` -> ``{"optim": {"lr": "1e-5"}}``, the value read as YAML."""
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """``"optim.lr=1e-5"`` -> ``(["optim", "lr"], "1e-5")``, the value read as YAML."""
     key, sign, raw = text.partition("=")
     if not sign or not key.strip():
         raise ConfigError(f"override {text!r} must look like section.key=value")
-    value: Any
     try:
-        value = yaml.safe_load(raw) if raw.strip() else None
+        return key.strip().split("."), yaml.safe_load(raw) if raw.strip() else None
     except yaml.YAMLError as error:
         raise ConfigError(f"override {text!r}: not a YAML value: {' '.join(str(error).split())}") from None
-    for part in reversed(key.strip().split(".")):
-        value = {part: value}
-    return dict(value)
+
+
+def set_at(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Replace what stands at a dotted path: ``reward.weights={}`` empties the mapping of the recipe."""
+    for key in keys[:-1]:
+        inner = values.get(key)
+        values[key] = values = dict(inner) if isinstance(inner, Mapping) else {}
+    values[keys[-1]] = value
 
 
 def merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:

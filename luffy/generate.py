@@ -26,7 +26,10 @@ def read_prompts(prompt: str | None, file: Path | None, stdin: TextIO) -> list[P
     if prompt is not None:
         texts = [prompt]
     elif file is not None:
-        texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError as error:
+            raise UserError(f"--file {file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     else:
         texts = [stdin.read().strip()]
     if not any(texts):
@@ -57,12 +60,17 @@ def generate_texts(
     context = model.config.max_position_embeddings
     if max_tokens >= context:
         raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt in the model's context of {context}")
-    encoder = Encoder(tokenizer, style, system_prompt, max_prompt_tokens=context - max_tokens)
+    encoder = Encoder(tokenizer, style, system_prompt, max_prompt_tokens=context)
     sampling = Sampling(max_tokens, temperature, top_p, top_k, eos_ids(model, tokenizer))
     requests, owners = [], []
     for problem in problems:
         task = encoder.encode(problem)
         assert task is not None, "overlong prompts are errors here"
+        if len(task.prompt_ids) + max_tokens > context:
+            raise UserError(
+                f"prompt {problem.id} has {len(task.prompt_ids)} tokens, which with --max-tokens {max_tokens} exceeds "
+                f"the model's context of {context}; lower --max-tokens or shorten the prompt"
+            )
         requests += [Request(task.prompt_ids, seed_of(f"{seed}:{problem.id}:{k}"), sampling) for k in range(n)]
         owners += [problem] * n
     completions = NativeEngine(model).generate(requests)

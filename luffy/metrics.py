@@ -77,6 +77,22 @@ class Min:
         return self.smallest if self.smallest < math.inf else 0.0
 
 
+@dataclass(frozen=True)
+class EffectiveShare:
+    """Effective sample size of weights as a share of their number: (sum w)^2 / (n sum w^2), 1 when all are equal."""
+
+    total: float
+    squares: float
+    count: float
+
+    def merge(self, other: EffectiveShare) -> EffectiveShare:
+        return EffectiveShare(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+    @property
+    def value(self) -> float:
+        return self.total**2 / (self.count * self.squares) if self.squares else 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class OnDevice:
     """A metric whose numbers are still tensors: ``OnDevice(Mean, (sum, count))``. See ``fetch``."""

@@ -99,11 +99,18 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What an engine generated after the prefix: the EOS that ended it is the last token."""
+    """What an engine generated after the prefix: the EOS that ended it is the last token.
+
+    The optional streams come from an engine with a guidance model: which tokens it put in, what the
+    tokens were really drawn with, and what it gave them itself.
+    """
 
     token_ids: Tensor  # [T] long
-    log_probs: Tensor  # [T] float32, at the sampling temperature
+    log_probs: Tensor  # [T] float32, the policy's own at the sampling temperature
     finish: Finish
+    overrides: Tensor | None = None  # [T] bool
+    behavior_log_probs: Tensor | None = None  # [T] float32
+    guidance_log_probs: Tensor | None = None  # [T] float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,15 +119,20 @@ class Rollout:
 
     ``behavior_log_probs`` are of whoever wrote the token: the engine's for its own tokens; the
     recorded teacher's for off-policy tokens, 0 (probability 1) where none was recorded.
+    ``engine_log_probs`` are the policy's own as the engine saw them; they differ from the behaviour only
+    where a guidance model had a say. ``overrides[t]`` is True where it put token t in.
     """
 
     task: Task
     token_ids: Tensor  # [T] long
     off_policy: Tensor  # [T] bool
     behavior_log_probs: Tensor  # [T] float32
+    engine_log_probs: Tensor  # [T] float32
+    overrides: Tensor  # [T] bool
     finish: Finish
     prefix_ratio: float = 0.0
     policy_version: int = 0
+    guidance_log_probs: Tensor | None = None  # [T] float32, NaN where the guidance model gave none
 
     @property
     def is_on_policy(self) -> bool:
@@ -159,6 +171,7 @@ class Sample:
     sft_mask: Tensor  # [T] bool
     advantages: Tensor  # [T] float32
     behavior_log_probs: Tensor  # [T] float32
+    engine_log_probs: Tensor  # [T] float32
     old_log_probs: Tensor | None = None  # [T] float32; None: take the current ones
     ref_log_probs: Tensor | None = None  # [T] float32
 
@@ -185,6 +198,7 @@ class MicroBatch:
     sft_weights: Tensor  # [R] float32
     advantages: Tensor  # [R] float32
     behavior_log_probs: Tensor  # [R] float32
+    engine_log_probs: Tensor  # [R] float32
     old_log_probs: Tensor | None
     ref_log_probs: Tensor | None
 

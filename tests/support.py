@@ -24,6 +24,7 @@ def make_samples(count=7, seed=0, off_policy=True):
                 torch.zeros(n, dtype=torch.bool),
                 torch.full((n,), float(torch.randn((), generator=g))),
                 torch.zeros(n),
+                torch.zeros(n),
                 old_log_probs=-2 - 0.3 * torch.rand(n, generator=g),
             )  # fmt: skip
         )

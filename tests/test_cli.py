@@ -105,6 +105,9 @@ def test_dry_run_prints_the_plan_and_writes_nothing(recipe, tmp_path):
         (["train.steps=null"], "train.steps or train.epochs"),
         (["model.device=cuda"], "sees no GPU"),
         (["algorithm.teacher_probs=recorded"], "no recorded log-probs"),
+        (["algorithm.kl_coef=0.1", "model.reference=no/such/reference"], "no/such/reference"),
+        (["model.lora={target_modules: [nothing]}"], "nothing"),
+        (["rollout.offpolicy_guidance.model_path=no/such/guide"], "no/such/guide"),
     ],
 )
 @pytest.mark.parametrize("mode", [[], ["--dry-run"]])
@@ -112,7 +115,7 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(recipe, tmp_path, overrides
     result = luffy("train", recipe, *overrides, *mode)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
-    assert not list((tmp_path / "runs").glob("**/*"))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_empty_data_and_a_bad_row_name_the_file(recipe, tmp_path):
@@ -161,6 +164,8 @@ def test_verify_scores_rows_in_order(tmp_path):
     assert result.returncode == 0, result.stderr
     scores = [json.loads(line) for line in out.read_text().splitlines()]
     assert [s["score"] for s in scores] == [1.0, 1.0, 0.0, 0.0] and scores[2]["status"] == "no_answer"
+    printed = luffy("verify", path, "--reward", "numeric").stdout.splitlines()
+    assert [json.loads(line)["score"] for line in printed] == [1.0, 1.0, 0.0, 0.0]
     path.write_text('{"answer": "1"}\n')
     result = luffy("verify", path, "--out", tmp_path / "none.jsonl")
     assert result.returncode == 2 and "rows.jsonl:1" in result.stderr and not (tmp_path / "none.jsonl").exists()

@@ -60,6 +60,9 @@ def test_the_resolved_config_reads_back_to_the_same_object():
         ("name=../escape", "without '..'"),
         ("name=/abs", "relative"),
         ("no-equals-sign", "must look like section.key=value"),
+        ("algorithm.on_policy_reshape=logp algorithm.remove_clip=false", "remove_clip=true"),
+        ("data.eval=x data.eval_also.core=y", "eval_also.core"),
+        ("algorithm.trace_term=sft rollout.temperature=0.7", "rollout.temperature=1"),
         ("optim.lr=[1", "not a YAML value"),
     ],
 )
@@ -67,6 +70,12 @@ def test_a_wrong_key_or_value_names_itself_and_the_remedy(override, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(None, override.split(" "))
     assert "\n" not in str(caught.value)
+
+
+def test_an_override_replaces_a_mapping(tmp_path):
+    recipe = write(tmp_path, "r.yaml", "reward: {weights: {math: 1.0}}\ndata: {eval_also: {ood: x}, eval: y}\n")
+    assert load_config(recipe, ["reward.weights={}"]).reward.weights == {}
+    assert load_config(recipe, ["data.eval=null", "data.eval_also={}"]).data.eval is None
 
 
 def test_recipes_that_cannot_be_read(tmp_path):

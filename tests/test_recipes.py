@@ -25,7 +25,9 @@ def stand_in(tmp_path_factory):
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", chat_template=TEMPLATE)
     tokenizer.save_pretrained(folder / "model")
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    shape = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
     config = Qwen2Config(vocab_size=len(tokenizer), max_position_embeddings=16384, eos_token_id=256, **shape)
     Qwen2ForCausalLM(config).save_pretrained(folder / "model")
     rows = [{"id": str(i), "prompt": f"{i}+1?", "answer": str(i + 1), "traces": [f"#### {i + 1}"]} for i in range(8)]
@@ -72,7 +74,11 @@ def test_the_paper_settings():
     assert (cfg.batch.problems, cfg.batch.mini_batch, cfg.rollout.n, cfg.guidance.n_prefix) == (128, 64, 8, 1)
     assert (cfg.optim.lr, cfg.optim.schedule, cfg.train.steps) == (1e-6, "constant", 500)
     assert (cfg.data.max_prompt_tokens, cfg.rollout.max_tokens, cfg.rollout.temperature) == (1024, 8192, 1.0)
-    assert (cfg.algorithm.off_policy_reshape, cfg.algorithm.entropy_coef, cfg.algorithm.kl_coef) == ("p_div_p_0.1", 0.01, 0.0)
+    assert (cfg.algorithm.off_policy_reshape, cfg.algorithm.entropy_coef, cfg.algorithm.kl_coef) == (
+        "p_div_p_0.1",
+        0.01,
+        0.0,
+    )
     sft = load_config("paper/sft")
     assert (sft.train.epochs, sft.batch.problems, sft.optim.lr, sft.optim.warmup) == (3, 64, 5e-5, 0.1)
     assert sft.data.max_prompt_tokens + sft.rollout.max_tokens == 16384

@@ -159,9 +159,9 @@ def _places_of_repeats(hashes: array[int]) -> list[int]:
 
 def _checked_schema(schema: str, columns: Mapping[str, str] | None) -> str:
     if schema not in ("auto", *READERS):
-        raise ConfigError(f"data.schema={schema!r} is unknown; known: auto, {', '.join(READERS)}")
+        raise ConfigError(f"data.format={schema!r} is unknown; known: auto, {', '.join(READERS)}")
     if columns and schema not in ("auto", "columns"):
-        raise ConfigError(f"data.columns and data.schema={schema!r} contradict each other; drop one of them")
+        raise ConfigError(f"data.columns and data.format={schema!r} contradict each other; drop one of them")
     if schema == "columns" or columns:
         check_columns(columns or {})
         return "columns"

@@ -165,7 +165,11 @@ class Encoder:
         if len(prompt_ids) > self.max_prompt_tokens:
             if self.overlong_prompt == "error":
                 raise self._too_long(
-                    problem, "the prompt", len(prompt_ids), "max_prompt_tokens", "overlong_prompt=drop"
+                    problem,
+                    "the prompt",
+                    len(prompt_ids),
+                    f"data.max_prompt_tokens={self.max_prompt_tokens}",
+                    "overlong_prompt=drop",
                 )
             self.counts["prompts_dropped"] += 1
             return None
@@ -180,7 +184,11 @@ class Encoder:
             return Demonstration(ids, log_probs, trace.teacher)
         if self.overlong_trace == "error":
             raise self._too_long(
-                problem, "a trace with its EOS", len(ids), "max_response_tokens", "overlong_trace=drop or truncate"
+                problem,
+                "a trace with its EOS",
+                len(ids),
+                f"rollout.max_tokens={limit}",
+                "overlong_trace=drop or truncate",
             )
         if self.overlong_trace == "drop":
             self.counts["traces_dropped"] += 1
@@ -229,11 +237,9 @@ class Encoder:
         known = trace.log_probs[: body + 1]
         return known if len(known) == body + 1 else (*known, 0.0)
 
-    def _too_long(self, problem: Problem, what: str, length: int, knob: str, way_out: str) -> DataError:
-        limit = getattr(self, knob)
+    def _too_long(self, problem: Problem, what: str, length: int, limit: str, way_out: str) -> DataError:
         return DataError(
-            f"{_where(problem)}: {what} has {length} tokens, more than data.{knob}={limit}; "
-            f"raise it or set data.{way_out}"
+            f"{_where(problem)}: {what} has {length} tokens, more than {limit}; raise it or set data.{way_out}"
         )
 
 
@@ -272,12 +278,11 @@ def _checked_eos(tokenizer: Any, eos_ids: Sequence[int] | None, vocabulary: int)
     ids = tuple(eos_ids) if eos_ids is not None else (() if own is None else (own,))
     if not ids:
         raise ConfigError(
-            f"the tokenizer {_name(tokenizer)} has no EOS token; set eos_token in its tokenizer_config.json "
-            "or give data.eos_ids"
+            f"the tokenizer {_name(tokenizer)} has no EOS token; set eos_token in its tokenizer_config.json"
         )
     wrong = [token for token in ids if not 0 <= token < vocabulary]
     if wrong:
-        raise ConfigError(f"data.eos_ids: {wrong[0]} is not one of the tokenizer's {vocabulary} ids; correct it")
+        raise ConfigError(f"eos_ids: {wrong[0]} is not one of the tokenizer's {vocabulary} ids; correct it")
     return ids
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from luffy.config import EvalConfig
+from luffy.config import EvalConfig, RewardConfig
 from luffy.guidance.plan import seed_of
 from luffy.metrics import Mean, Metric
 from luffy.rewards import Verifier
@@ -23,7 +23,7 @@ def evaluate(
     max_tokens: int,
     eos_ids: tuple[int, ...],
     seed: int,
-    success: float = 1.0,
+    reward: RewardConfig,
     name: str = "core",
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Metric]:
@@ -40,7 +40,7 @@ def evaluate(
     problems = [task.problem for task in tasks for _ in range(cfg.n)]
     scores = verifier.score(list(zip(problems, texts, strict=True)))
     return {
-        f"val-{name}/accuracy": Mean.of(s.value == success for s in scores),
+        f"val-{name}/accuracy": Mean.of(reward.solved(s.value) for s in scores),
         f"val-{name}/score": Mean.of(s.value for s in scores),
         f"val-{name}/response_length": Mean.of(c.token_ids.numel() for c in completions),
         f"val-{name}/truncated": Mean.of(c.finish == "length" for c in completions),

@@ -10,7 +10,7 @@ import torch
 
 from luffy.guidance.choice import TraceChoice, choose
 from luffy.guidance.ratios import RatioSchedule
-from luffy.types import Completion, Demonstration, Request, Rollout, Sampling, Task
+from luffy.types import Completion, Demonstration, Finish, Request, Rollout, Sampling, Task
 
 
 @dataclass(frozen=True)
@@ -115,20 +115,31 @@ def seed_of(key: str) -> int:
 
 def _rollout(planned: Planned, completion: Completion | None, version: int) -> Rollout:
     demonstration, prefix = planned.demonstration, planned.prefix
-    teacher_ids: tuple[int, ...] = demonstration.token_ids[:prefix] if demonstration else ()
+    ids = torch.tensor(demonstration.token_ids[:prefix] if demonstration else (), dtype=torch.long)
     recorded = demonstration.log_probs if demonstration else None
-    ids = torch.tensor(teacher_ids, dtype=torch.long)
-    log_probs = torch.tensor(recorded[:prefix] if recorded else [0.0] * prefix, dtype=torch.float32)
-    finish = "trace" if completion is None else completion.finish
+    behavior = torch.tensor(recorded[:prefix] if recorded else [0.0] * prefix, dtype=torch.float32)
+    engine, overrides = torch.zeros(prefix), torch.zeros(prefix, dtype=torch.bool)
+    finish: Finish = "trace"
+    guided = None
     if completion is not None:
+        if completion.guidance_log_probs is not None:
+            unknown = torch.full((prefix,), torch.nan)
+            guided = torch.cat([unknown, completion.guidance_log_probs.float().cpu()])
+        own = completion.log_probs.float().cpu()
+        drawn_with = own if completion.behavior_log_probs is None else completion.behavior_log_probs.float().cpu()
+        put_in = torch.zeros(own.numel(), dtype=torch.bool) if completion.overrides is None else completion.overrides
         ids = torch.cat([ids, completion.token_ids.cpu()])
-        log_probs = torch.cat([log_probs, completion.log_probs.float().cpu()])
+        behavior, engine = torch.cat([behavior, drawn_with]), torch.cat([engine, own])
+        overrides, finish = torch.cat([overrides, put_in.cpu()]), completion.finish
     return Rollout(
         task=planned.task,
         token_ids=ids,
         off_policy=torch.arange(ids.numel()) < prefix,
-        behavior_log_probs=log_probs,
+        behavior_log_probs=behavior,
+        engine_log_probs=engine,
+        overrides=overrides,
         finish=finish,
         prefix_ratio=planned.prefix_ratio,
         policy_version=version,
+        guidance_log_probs=guided,
     )

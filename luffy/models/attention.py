@@ -202,10 +202,49 @@ class DecodeLayout:
     def _mask(self, window: int | None) -> Tensor:
         """[B, 1, 1, span] bool: the cached positions each new token sees."""
         if window not in self._masks:
-            distance = self.positions[:, None] - torch.arange(self.span, device=self.positions.device)
-            seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            self._masks[window] = seen[:, None, None, :]
+            self._masks[window] = _seen(self.positions, self.span, window)[:, None, None, :]
         return self._masks[window]
+
+
+class ExtendLayout:
+    """``k`` new tokens for each of the first B slots, on top of what the slots hold: token (i, j) stands
+    at ``positions[i, j]`` of slot i and sees the cache up to itself, its own neighbours included.
+
+    Tokens come flat, slot by slot. Whatever the cache held at these positions or after them is
+    overwritten or not looked at, so taking tokens back needs no work: the next ones replace them.
+    """
+
+    def __init__(self, store: KVStore, positions: Tensor, span: int) -> None:
+        self.calls = 0
+        self.span = span
+        self.positions = positions
+        self._store = store
+        rows, self._count = positions.shape
+        self._slots = torch.arange(rows, device=positions.device).repeat_interleave(self._count)
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        rows, (tokens, heads, dim) = len(self.positions), query.shape
+        self._store.write(layer, key, value, self._slots, self.positions.flatten())
+        keys, values = self._store.read(layer, rows, self.span)
+        # [B, k, KV, G, D] -> [B, KV, k * G, D]: the new tokens of all heads that share a key head.
+        split = query.reshape(rows, self._count, keys.shape[1], -1, dim).transpose(1, 2)
+        mask = self._mask(split.shape[3], window)
+        out = F.scaled_dot_product_attention(split.flatten(2, 3), keys, values, attn_mask=mask, scale=scale)
+        return out.reshape(split.shape).transpose(1, 2).reshape(tokens, heads, dim)
+
+    def _mask(self, sharing: int, window: int | None) -> Tensor:
+        """[B, 1, k * G, span] bool: the cached positions each new token sees, for every head of a group."""
+        if (sharing, window) not in self._masks:
+            seen = _seen(self.positions, self.span, window)
+            self._masks[sharing, window] = seen.repeat_interleave(sharing, dim=1)[:, None]
+        return self._masks[sharing, window]
+
+
+def _seen(positions: Tensor, span: int, window: int | None) -> Tensor:
+    """[..., span] bool: the first ``span`` positions a token at ``positions`` looks at."""
+    distance = positions[..., None] - torch.arange(span, device=positions.device)
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _varlen_serves(query: Tensor) -> bool:

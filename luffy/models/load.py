@@ -31,7 +31,10 @@ def load_model(
         raise UserError(f"dtype '{dtype}' is unknown: use {' or '.join(DTYPES)}")
     gguf = gguf_file(path)
     model = _load_gguf(gguf) if gguf else _load_safetensors(path, DTYPES[dtype], trust_remote_code)
-    nn.Module.to(model, device=torch.device(device), dtype=DTYPES[dtype])
+    for parameter in model.parameters():
+        # Parameters only: rotary frequencies are buffers, and rounding them turns far positions by whole radians.
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    nn.Module.to(model, device=torch.device(device))
     use_luffy_attention(model)
     return model
 

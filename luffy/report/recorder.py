@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from luffy.config import Config
+from luffy.errors import UserError
 from luffy.schema import to_dict
 from luffy.types import Group, Sample
 
@@ -53,8 +54,11 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        rows.append(json.loads(line))
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: not JSON ({error}); mend or remove that line") from None
     return rows
 
 
@@ -122,12 +126,6 @@ class Recorder:
         every = self.cfg.record.samples_every
         return every > 0 and (step == 1 or step % every == 0)
 
-    def log_samples(
-        self, step: int, groups: Sequence[Group], credit: Sequence[Sequence[Sample]], tokenizer: Any
-    ) -> None:
-        rows = sample_rows(step, groups, credit, tokenizer)
-        self.samples.write(rows)
-
     def close(self) -> None:
         self.metrics.close()
         self.samples.close()
@@ -162,6 +160,7 @@ def sample_rows(
                     "token_ids": ids,
                     "tokens": [tokenizer.decode([i]) for i in ids],
                     "off_policy": rollout.off_policy.int().tolist(),
+                    "overrides": rollout.overrides.int().tolist(),
                     "log_probs": [round(v, 5) for v in rollout.behavior_log_probs.tolist()],
                     "reward": verdict.value,
                     "status": verdict.status,
@@ -171,4 +170,26 @@ def sample_rows(
                     "policy_version": rollout.policy_version,
                 }
             )
+    return rows
+
+
+def trace_rows(step: int, samples: Sequence[Sample], tokenizer: Any) -> list[dict[str, Any]]:
+    """Rows of an SFT step: every token is a teacher's, and nobody gave a reward."""
+    rows = []
+    for k, sample in enumerate(samples):
+        ids = sample.token_ids.tolist()
+        prompt = tokenizer.decode(list(sample.prompt_ids))
+        rows.append(
+            {
+                "step": step,
+                "problem": prompt,
+                "sample": k,
+                "prompt": prompt,
+                "response": tokenizer.decode(ids, skip_special_tokens=True),
+                "token_ids": ids,
+                "tokens": [tokenizer.decode([i]) for i in ids],
+                "off_policy": [1] * len(ids),
+                "finish": "trace",
+            }
+        )
     return rows

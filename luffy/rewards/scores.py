@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -47,17 +48,21 @@ class _Row:
         return Problem(id=str(identity), prompt=str(self.copied.get("problem", "")), answer=self.answer)
 
 
-def score_file(rows_path: str | Path, out_path: str | Path, verifier: Verifier, progress: bool = True) -> ScoreSummary:
+def score_file(
+    rows_path: str | Path, out_path: str | Path | None, verifier: Verifier, progress: bool = True
+) -> ScoreSummary:
     """Score each row ``{"answer", "response"}`` and write one line ``{"score", "status"}`` for it, in order.
 
-    All rows are checked before the first is scored, and the output appears only when it is complete.
+    All rows are checked before the first is scored. A file appears only when it is complete; without
+    ``out_path`` the lines go to standard output as they come.
     """
-    rows_path, out_path = Path(rows_path), Path(out_path)
+    rows_path = Path(rows_path)
+    target = nullcontext(sys.stdout) if out_path is None else complete_or_nothing(Path(out_path))
     started = time.monotonic()
     total = sum(1 for _ in read_rows(rows_path))
     counts: Counter[str] = Counter()
     sum_of_scores = 0.0
-    with complete_or_nothing(out_path) as out, _progress(total if progress else None) as advance:
+    with target as out, _progress(total if progress else None) as advance:
         rows = read_rows(rows_path)
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
             scores = verifier.score([(row.problem(), row.response) for row in batch])

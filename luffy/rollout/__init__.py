@@ -2,5 +2,6 @@
 
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import EngineStats, NativeEngine
+from luffy.rollout.speculative import SpeculativeEngine, SpeculativeStats, check_same_tokenizer
 
-__all__ = ["Engine", "EngineStats", "NativeEngine"]
+__all__ = ["Engine", "EngineStats", "NativeEngine", "SpeculativeEngine", "SpeculativeStats", "check_same_tokenizer"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from luffy.errors import UserError
-from luffy.models.attention import DecodeLayout, PackedLayout
+from luffy.models.attention import DecodeLayout, ExtendLayout, PackedLayout
 from luffy.models.forward import causal_lm, forward_hidden, head_weight_bias
 from luffy.rollout.cache import SlotCache
 from luffy.rollout.engine import Progress, check_request
@@ -67,8 +67,8 @@ class ModelRunner:
         hidden = forward_hidden(self._model, tokens, layout.position_ids, layout)
         return self._logits(hidden[layout.last_tokens])
 
-    def decode(self, tokens: Tensor, positions: Tensor, layout: DecodeLayout) -> Tensor:
-        """Logits [B, V] after one more token in each of the first B slots."""
+    def decode(self, tokens: Tensor, positions: Tensor, layout: DecodeLayout | ExtendLayout) -> Tensor:
+        """Logits [N, V] after each of the N new tokens of the first slots."""
         return self._logits(forward_hidden(self._model, tokens, positions, layout))
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -99,17 +99,23 @@ class DecodeBatch:
 
 
 class Generation:
-    """One call of `generate`: its cache, its queue, its counts."""
+    """One call of `generate`: its cache, its queue, its counts.
 
-    def __init__(self, engine: NativeEngine, requests: Sequence[Request]) -> None:
+    ``lookahead`` is how far beyond a response's last place a step may write.
+    """
+
+    _state: type[SequenceState] = SequenceState
+
+    def __init__(self, engine: NativeEngine, requests: Sequence[Request], lookahead: int = 0) -> None:
         self._exact = engine.batch_invariant
         self._prefill_tokens = 1 if self._exact else engine.prefill_tokens
         slots = engine.max_slots if self._exact else min(engine.max_slots, len(requests))
         self._block = EXACT_SPAN_BLOCK if self._exact else SPAN_BLOCK
-        layers = causal_lm(engine.model).config.num_hidden_layers
-        self._cache = SlotCache(layers, slots, self._rounded(max(map(_cached_tokens, requests))))
+        capacity = self._rounded(max(map(_cached_tokens, requests)) + lookahead)
+        self._cache = cache_for(engine.model, slots, capacity)
+        self._caches = [self._cache]
         self._runner = ModelRunner(engine.model, self._cache)
-        self._scheduler = Scheduler(requests, slots)
+        self._scheduler = Scheduler(requests, slots, self._state)
         self._batch: DecodeBatch | None = None
         self.stats = EngineStats()
 
@@ -130,21 +136,28 @@ class Generation:
             self._prefill([admission for admission in admissions if admission.source is None])
             for admission in admissions:
                 source = admission.slots[0] if admission.source is None else admission.source
-                self._cache.copy(source, admission.slots, len(admission.group.token_ids))
+                self._copy(source, admission.slots, len(admission.group.token_ids))
             self._draw_first_tokens(admissions)
             yield from self._scheduler.release_finished()
         for move in self._scheduler.compact():
-            self._cache.copy(move.source, [move.target], move.length)
+            self._copy(move.source, [move.target], move.length)
+
+    def _copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        for cache in self._caches:
+            cache.copy(source, targets, length)
 
     def _prefill(self, admissions: Sequence[Admission]) -> None:
         if not admissions:
             return
         prompts = [admission.group.token_ids for admission in admissions]
-        logits = self._runner.prefill(prompts, [admission.slots[0] for admission in admissions])
+        logits = self._prompt_logits(prompts, [admission.slots[0] for admission in admissions])
         for admission, row in zip(admissions, logits, strict=True):
             admission.group.first_logits = row
         self.stats.prefilled_prompts += len(prompts)
         self.stats.prefill_tokens += sum(map(len, prompts))
+
+    def _prompt_logits(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
+        return self._runner.prefill(prompts, slots)
 
     def _draw_first_tokens(self, admissions: Sequence[Admission]) -> None:
         started = [sequence for admission in admissions for sequence in admission.sequences]
@@ -152,10 +165,13 @@ class Generation:
         requests = [sequence.request for sequence in started]
         rows = SamplingRows.of([r.sampling for r in requests], [r.seed for r in requests], self._runner.device)
         positions = torch.tensor([sequence.length for sequence in started], device=self._runner.device)
-        self._record(started, *sample(logits, rows, positions))
+        self._start(started, logits, rows, positions)
         for admission in admissions:
             if not admission.group.waiting:
                 admission.group.first_logits = None
+
+    def _start(self, sequences: Sequence[SequenceState], logits: Tensor, rows: SamplingRows, positions: Tensor) -> None:
+        self._record(sequences, *sample(logits, rows, positions))
 
     def _step(self) -> None:
         batch = self._decode_batch()
@@ -226,13 +242,11 @@ class NativeEngine:
         """Completions in the order of ``requests``; ``progress`` hears (finished, all)."""
         if not requests:
             return []
-        vocabulary = causal_lm(self.model).config.vocab_size
-        for request in requests:
-            check_request(request, self.max_context, vocabulary)
+        self._check(requests)
         started = time.perf_counter()
         completions: dict[int, Completion] = {}
-        with torch.no_grad(), evaluating(self.model):
-            generation = Generation(self, requests)
+        with torch.no_grad(), self._ready():
+            generation = self._generation(requests)
             for sequence in generation.run():
                 completions[sequence.index] = sequence.completion()
                 if progress is not None:
@@ -240,6 +254,17 @@ class NativeEngine:
         self.stats = generation.stats
         self.stats.seconds = time.perf_counter() - started
         return [completions[index] for index in range(len(requests))]
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        vocabulary = causal_lm(self.model).config.vocab_size
+        for request in requests:
+            check_request(request, self.max_context, vocabulary)
+
+    def _ready(self) -> AbstractContextManager[None]:
+        return evaluating(self.model)
+
+    def _generation(self, requests: Sequence[Request]) -> Generation:
+        return Generation(self, requests)
 
 
 @contextmanager
@@ -252,6 +277,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def cache_for(model: nn.Module, slots: int, capacity: int) -> SlotCache:
+    return SlotCache(causal_lm(model).config.num_hidden_layers, slots, capacity)
 
 
 def _cached_tokens(request: Request) -> int:

@@ -109,18 +109,23 @@ def sample(logits: Tensor, rows: SamplingRows, positions: Tensor) -> tuple[Tenso
 
     Log-probs are those of the tempered distribution before top-k and top-p: what the trainer computes.
     """
-    scaled = logits.float() / rows.temperatures
-    log_probs = torch.log_softmax(scaled, dim=-1)
+    log_probs = tempered(logits, rows.temperatures)
     if rows.all_greedy:
         tokens = logits.argmax(dim=-1)
     else:
-        tokens = _draw(log_probs, rows, positions)
+        tokens = draw(log_probs, rows, positions)
         if rows.any_greedy:
             tokens = torch.where(rows.greedy, logits.argmax(dim=-1), tokens)
     return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
-def _draw(log_probs: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+def tempered(logits: Tensor, temperatures: Tensor | float) -> Tensor:
+    """Log-probs at a temperature, in float32."""
+    return torch.log_softmax(logits.float() / temperatures, dim=-1)
+
+
+def draw(log_probs: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+    """Tokens [B] for ``positions`` from log-probs [B, V], for rows that are not greedy."""
     weights = log_probs.exp()
     if rows.filtered is not None:
         weights[rows.filtered] *= keep_mask(log_probs[rows.filtered], rows.top_k, rows.top_p)

@@ -18,7 +18,8 @@ class PromptGroup:
 
     token_ids: tuple[int, ...]
     waiting: deque[SequenceState] = field(default_factory=deque)
-    first_logits: Tensor | None = None  # [V], kept from the prefill until the last member has started
+    # [V], or [2, V] with a guidance model: kept from the prefill until the last member has started.
+    first_logits: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -79,12 +80,12 @@ class Scheduler:
     only partly started, some slot still holds its prompt, and no prompt is ever prefilled twice.
     """
 
-    def __init__(self, requests: Sequence[Request], slots: int) -> None:
+    def __init__(self, requests: Sequence[Request], slots: int, state: type[SequenceState] = SequenceState) -> None:
         groups: dict[tuple[int, ...], PromptGroup] = {}
         for index, request in enumerate(requests):
             tokens = request.prompt_ids + request.prefix_ids
             group = groups.setdefault(tokens, PromptGroup(tokens))
-            group.waiting.append(SequenceState(index, request, group))
+            group.waiting.append(state(index, request, group))
         self._queue = deque(groups.values())
         self._seats: list[SequenceState | None] = [None] * slots
         # Whose prompt a slot's cache begins with; outlives the sequence until the slot is reused.

@@ -120,14 +120,23 @@ class CheckpointStore:
         (aside / MANIFEST).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
         flush_tree(aside)
         aside.rename(target)
-        self._point_latest_at(target)
         flush_path(self.folder)
         return Checkpoint(target)
 
-    def _point_latest_at(self, target: Path) -> None:
-        """``latest`` always names the newest checkpoint, for whoever wants the model and not the step."""
+    def settle(self, best_step: int | None) -> None:
+        """Everything that follows from which checkpoints exist; safe to repeat, so a kill in between mends itself."""
+        if self.folder.is_dir():
+            self._sweep()
+            self._point_latest()
+            self.rotate(best_step)
+
+    def _point_latest(self) -> None:
+        """``latest`` names the newest checkpoint, for whoever wants the model and not the step."""
+        newest = next(iter(self), None)
+        if newest is None:
+            return
         link = self.folder / ".writing-latest"
-        link.symlink_to(target.name)
+        link.symlink_to(newest.path.name)
         link.replace(self.folder / "latest")
 
     def rotate(self, best_step: int | None) -> None:

@@ -26,9 +26,16 @@ def score(rollouts: Sequence[tuple[Rollout, ...]], verifier: Verifier, tokenizer
 
 
 def is_extreme(group: Group, cfg: RewardConfig) -> bool:
-    """All solved or all failed: with equal rewards there is nothing to prefer."""
-    values = {s.value for s in group.scores}
-    return values == {cfg.success} or values == {cfg.failure}
+    """All solved or all failed: there is nothing to prefer."""
+    return all_solved(group, cfg) or all_failed(group, cfg)
+
+
+def all_solved(group: Group, cfg: RewardConfig) -> bool:
+    return all(cfg.solved(s.value) for s in group.scores)
+
+
+def all_failed(group: Group, cfg: RewardConfig) -> bool:
+    return all(cfg.failed(s.value) for s in group.scores)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +49,7 @@ class ScoredTokens:
 def credit(
     groups: Sequence[Group], scored: Sequence[Sequence[ScoredTokens]], cfg: AlgorithmConfig
 ) -> list[list[Sample]]:
-    """Samples of each group with their advantages as per-token streams (method.md section 1, step 7)."""
+    """Samples of each group with their advantages as per-token streams."""
     rewards = _rewards(groups, scored, cfg)
     index = [i for i, group in enumerate(groups) for _ in group.rollouts]
     flat = [r for group in groups for r in group.rollouts]
@@ -59,13 +66,21 @@ def credit(
 def _rewards(groups: Sequence[Group], scored: Sequence[Sequence[ScoredTokens]], cfg: AlgorithmConfig) -> Tensor:
     """One number a rollout: the verifier's, less the KL of the whole response when it goes in the reward."""
     rewards = torch.tensor([s.value for group in groups for s in group.scores], dtype=torch.float32)
-    if cfg.kl_coef and cfg.kl_in == "reward":
-        penalties = []
-        for tokens in (t for group in scored for t in group):
-            assert tokens.old is not None and tokens.ref is not None
-            penalties.append(kl_penalty(tokens.old, tokens.ref, cfg.kl_estimator).sum())
+    if cfg.kl_coef and cfg.kl_in == "reward" and groups:
+        penalties = [_kl(tokens, cfg).sum() for group in scored for tokens in group]
         rewards = rewards - cfg.kl_coef * torch.stack(penalties)
     return rewards
+
+
+def _kl(tokens: ScoredTokens, cfg: AlgorithmConfig) -> Tensor:
+    assert tokens.old is not None and tokens.ref is not None
+    return kl_penalty(tokens.old, tokens.ref, cfg.kl_estimator)
+
+
+def reward_kl_metrics(scored: Sequence[Sequence[ScoredTokens]], cfg: AlgorithmConfig) -> dict[str, Metric]:
+    """``critic/kl``: the mean KL per token that was taken off the rewards."""
+    per_token = [_kl(tokens, cfg) for group in scored for tokens in group]
+    return {"critic/kl": Mean(float(sum(t.sum() for t in per_token)), sum(t.numel() for t in per_token))}
 
 
 def without_credit(rollout: Rollout) -> Sample:
@@ -79,6 +94,7 @@ def without_credit(rollout: Rollout) -> Sample:
         sft_mask=nothing,
         advantages=torch.zeros(nothing.numel()),
         behavior_log_probs=rollout.behavior_log_probs,
+        engine_log_probs=rollout.engine_log_probs,
     )
 
 
@@ -102,16 +118,30 @@ def group_metrics(groups: Sequence[Group], cfg: RewardConfig) -> dict[str, Metri
     own = [(r, s) for r, s in pairs if r.is_on_policy]
     guided = [(r, s) for r, s in pairs if not r.is_on_policy]
     lengths = [r.token_ids.numel() for r, _ in own]
-    verdicts = [{s.value for s in g.scores} for g in groups]
     return {
         **spread("critic/score", (s.value for _, s in pairs)),
         **spread("critic/rewards", (s.value for _, s in own)),
-        "batch/solve_all": Sum(sum(v == {cfg.success} for v in verdicts)),
-        "batch/solve_none": Sum(sum(v == {cfg.failure} for v in verdicts)),
-        "batch/on_solved": Mean.of(s.value == cfg.success for _, s in own),
-        "batch/off_solved": Mean.of(s.value == cfg.success for _, s in guided),
+        "batch/solve_all": Sum(sum(all_solved(g, cfg) for g in groups)),
+        "batch/solve_none": Sum(sum(all_failed(g, cfg) for g in groups)),
+        "batch/on_solved": Mean.of(cfg.solved(s.value) for _, s in own),
+        "batch/off_solved": Mean.of(cfg.solved(s.value) for _, s in guided),
         "batch/avg_prefix_ratio": Mean.of(r.prefix_ratio for r, _ in guided),
         "batch/verifier_failures": Sum(sum(s.status not in ("ok", "no_answer") for _, s in pairs)),
         **spread("response_length", lengths),
         "response_length/clip_ratio": Mean.of(r.finish == "length" for r, _ in own),
+    }
+
+
+def override_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
+    """How much of the responses a guidance model wrote, over the tokens the engine made."""
+    rollouts = [r for g in groups for r in g.rollouts if r.finish != "trace"]
+    made = sum(int((~r.off_policy).sum()) for r in rollouts)
+    put_in = sum(int(r.overrides.sum()) for r in rollouts)
+    missing = sum(
+        int((r.overrides & r.guidance_log_probs.isnan()).sum()) for r in rollouts if r.guidance_log_probs is not None
+    )
+    return {
+        "guidance/token_ratio": Mean(put_in, made),
+        "guidance/sequence_ratio": Mean.of(bool(r.overrides.any()) for r in rollouts),
+        "guidance/missing_log_prob_ratio": Mean(missing, put_in),
     }

@@ -12,8 +12,10 @@ from luffy.config import Config
 from luffy.data import ProblemSampler
 from luffy.errors import UserError
 from luffy.guidance import Planner
-from luffy.models.load import gguf_file, load_model
+from luffy.models.forward import use_luffy_attention
+from luffy.models.load import gguf_file, load_model, load_tokenizer
 from luffy.rewards import build_verifier
+from luffy.rollout.speculative import check_same_tokenizer
 from luffy.train import setup
 from luffy.train.loop import Method, total_steps
 from luffy.train.optim import lr_at
@@ -28,9 +30,10 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
     encoder = setup.build_encoder(cfg, tokenizer)
     tasks = setup.load_training_tasks(cfg, encoder, sft=method == "sft")
     eval_tasks = setup.load_eval_tasks(cfg, encoder)
-    model_config, parameters = model_shape(cfg)
-    setup.check_context(cfg, model_config)
+    model_config, parameters, trained = model_shape(cfg)
+    setup.validate(cfg, method, model_config)
     setup.pick_device(cfg.model.device)
+    check_other_models(cfg, method, tokenizer)
     if method == "rl" or eval_tasks:
         build_verifier(cfg.reward.kind, cfg.reward.weights or None, 1, cfg.reward.timeout_s).close()
     held_out = ", ".join(f"{name} {len(items)}" for name, items in eval_tasks.items()) or "none"
@@ -44,25 +47,45 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
         f"data       {', '.join(f'{k} {v}' for k, v in tasks.report.items())}; held out {held_out}",
         f"step       {plan_line(cfg, method, batch, visits, steps)}",
         f"update     {update_line(cfg, steps)}",
-        f"memory     {memory_line(cfg, model_config, parameters, method)}",
+        f"memory     {memory_line(cfg, model_config, parameters, trained, method)}",
         "first prompt, as the model sees it:",
         encoder.render(batch[0].problem),
     ]
     return lines
 
 
-def model_shape(cfg: Config) -> tuple[Any, int]:
+def model_shape(cfg: Config) -> tuple[Any, int, int]:
+    """Its config, its parameters, and how many of them are trained."""
     if gguf_file(cfg.model.path) is not None:
-        model = load_model(cfg.model.path, cfg.model.dtype, "cpu")
-        return model.config, sum(p.numel() for p in model.parameters())
+        model: Any = load_model(cfg.model.path, cfg.model.dtype, "cpu")
+    else:
+        config = read_model_config(cfg.model.path, "model.path", cfg.model.trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.model.trust_remote_code)
+        model.tie_weights()
+    config, parameters = model.config, sum(p.numel() for p in model.parameters())
+    use_luffy_attention(model)
+    if cfg.model.lora is not None:
+        with torch.device("meta"):
+            model = setup.add_adapters(model, cfg.model)
+    return config, parameters, sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def read_model_config(path: str, knob: str, trust_remote_code: bool) -> Any:
     try:
-        config = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"'model.path' {cfg.model.path}: {' '.join(str(error).split())[:300]}") from None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
-    return config, sum(p.numel() for p in model.parameters())
+        raise UserError(f"'{knob}' {path}: {' '.join(str(error).split())[:300]}") from None
+
+
+def check_other_models(cfg: Config, method: Method, tokenizer: Any) -> None:
+    """The reference and the guidance model are there and fit."""
+    m, guide = cfg.model, cfg.rollout.guide
+    if method == "rl" and cfg.algorithm.kl_coef and m.reference:
+        read_model_config(m.reference, "model.reference", m.trust_remote_code)
+    if method == "rl" and guide is not None:
+        read_model_config(guide.model_path, "rollout.offpolicy_guidance.model_path", m.trust_remote_code)
+        check_same_tokenizer(tokenizer, load_tokenizer(guide.model_path, m.trust_remote_code))
 
 
 def plan_line(cfg: Config, method: Method, batch: list[Any], visits: list[int], steps: int) -> str:
@@ -93,8 +116,8 @@ def update_line(cfg: Config, steps: int) -> str:
     )
 
 
-def memory_line(cfg: Config, model_config: Any, parameters: int, method: Method) -> str:
-    parts = memory_estimate(cfg, model_config, parameters, method)
+def memory_line(cfg: Config, model_config: Any, parameters: int, trained: int, method: Method) -> str:
+    parts = memory_estimate(cfg, model_config, parameters, trained, method)
     shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     # Rollout and update take turns: the cache is released before the update begins.
     update = sum(size for name, size in parts.items() if name != "KV cache")
@@ -102,13 +125,12 @@ def memory_line(cfg: Config, model_config: Any, parameters: int, method: Method)
     return f"about {max(update, rollout) / GIB:.2f} GiB at the peak ({shown} GiB)"
 
 
-def memory_estimate(cfg: Config, model_config: Any, parameters: int, method: Method) -> dict[str, float]:
+def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: int, method: Method) -> dict[str, float]:
     """Bytes. Activations: what a decoder layer keeps for its backward pass, about 34 values of the hidden
     width per token (one when checkpointed), and the head's chunk of logits."""
     size = 2 if cfg.model.dtype == "bfloat16" else 4
     c = model_config
-    trained = parameters if cfg.model.lora is None else lora_parameters(cfg, c)
-    master = 4 if size == 2 else 0
+    master = 4 if size == 2 and cfg.model.lora is None else 0
     per_token = c.hidden_size * c.num_hidden_layers * size * (1 if cfg.model.gradient_checkpointing else 34)
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
@@ -124,13 +146,3 @@ def memory_estimate(cfg: Config, model_config: Any, parameters: int, method: Met
     if cfg.algorithm.kl_coef and cfg.model.lora is None and method == "rl":
         parts["reference"] = parameters * size
     return parts
-
-
-def lora_parameters(cfg: Config, c: Any) -> int:
-    """Adapters on every linear layer of a Llama-like block; fewer when target_modules names fewer."""
-    assert cfg.model.lora is not None
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    queries, keys = c.num_attention_heads * width, heads * width
-    pairs = 2 * (c.hidden_size + queries) + 2 * (c.hidden_size + keys) + 3 * (c.hidden_size + c.intermediate_size)
-    return int(cfg.model.lora.rank * pairs * c.num_hidden_layers)

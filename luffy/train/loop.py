@@ -24,15 +24,17 @@ from torch import nn
 from luffy.config import Config, EvalConfig, to_yaml
 from luffy.errors import TrainingStopped, UserError
 from luffy.evaluation.held_out import evaluate
-from luffy.metrics import Metric, Sum, merge_metrics
+from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.models.load import eos_ids, load_model
 from luffy.report.console import RunView
-from luffy.report.recorder import Recorder, sample_rows
+from luffy.report.recorder import Recorder, sample_rows, trace_rows
 from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier, build_verifier
 from luffy.rollout.native import NativeEngine
+from luffy.schema import to_dict
 from luffy.train import setup
 from luffy.train.checkpoint import Checkpoint, CheckpointStore, write_atomically
+from luffy.train.guide import build_rollout_engine
 from luffy.train.optim import lr_at
 from luffy.train.policy import NonFiniteUpdate, Policy
 from luffy.train.sources import RolloutSource, Source, StepBatch, TraceSource
@@ -47,7 +49,7 @@ class Progress:
 
     step: int = 0
     bad_in_a_row: int = 0
-    bad_steps: int = 0
+    bad_updates: int = 0
     best_step: int | None = None
     best_accuracy: float = -1.0
 
@@ -76,26 +78,36 @@ class Trainer:
         self.tokenizer = setup.load_policy_tokenizer(cfg.model)
         encoder = setup.build_encoder(cfg, self.tokenizer)
         self.tasks = setup.load_training_tasks(cfg, encoder, sft=method == "sft")
+        encoder = setup.build_encoder(cfg, self.tokenizer)  # its counts begin anew
         self.eval_tasks = setup.load_eval_tasks(cfg, encoder)
+        self.eval_report = dict(encoder.counts)
         self.total_steps = total_steps(cfg, len(self.tasks))
         self.verifier = self._build_verifier()
         checkpoint = find_checkpoint(cfg, self.store, resume, self.notices.append)
         self.device = setup.pick_device(cfg.model.device)
         torch.manual_seed(cfg.seed)
         self.model: Any = self._load_weights(checkpoint)
-        setup.check_context(cfg, self.model.config)
+        setup.validate(cfg, method, self.model.config)
         self.eos = eos_ids(self.model, self.tokenizer)
-        self.policy = Policy(self.model, cfg)
-        self.engine = NativeEngine(self.model, max_slots=cfg.rollout.slots)
+        self.policy = Policy(self.model, cfg, temperature=1.0 if method == "sft" else None)
+        self.engine = NativeEngine(self.model, max_slots=cfg.rollout.slots)  # the policy alone: evaluation
         self.watch = Stopwatch()
         self.source = self._build_source()
         if checkpoint is not None:
             self._restore(checkpoint, allow_changed_data)
+        self.notices += setup.left_out(self.tasks.report, self.eval_report)
+        self._settle()
 
     def _load_weights(self, checkpoint: Checkpoint | None) -> nn.Module:
         m = self.cfg.model
         if checkpoint is None:
             return setup.load_policy(m, self.device)
+        saved, now = checkpoint.state()["model"], self._model_kind()
+        if saved != now:
+            raise UserError(
+                f"checkpoint {checkpoint.path} was trained with {saved}, this run has {now}; set model.dtype and "
+                f"model.lora as they were, or start a new run with model.path={checkpoint.model}"
+            )
         if m.lora is None:
             return setup.load_policy(replace(m, path=str(checkpoint.model)), self.device)
         model = setup.load_policy(m, self.device)
@@ -112,9 +124,10 @@ class Trainer:
         if self.method == "sft":
             return TraceSource(self.cfg, self.tasks, self.watch)
         assert self.verifier is not None
+        engine, before_step = build_rollout_engine(self.cfg, self.engine, self.tokenizer, self.device, self.total_steps)
         return RolloutSource(
-            self.cfg, self.tasks, self.engine, self.verifier, self.policy, self._load_reference(), self.eos,
-            self.total_steps, self.watch, self._count,
+            self.cfg, self.tasks, engine, self.verifier, self.policy, self._load_reference(), self.eos,
+            self.total_steps, self.watch, self._count, before_step,
         )  # fmt: skip
 
     def _load_reference(self) -> nn.Module | None:
@@ -127,10 +140,10 @@ class Trainer:
     def train(self) -> Path:
         """Run to the last step; returns the model folder of the newest checkpoint."""
         if self.progress.step < self.total_steps:
-            write_atomically(self.cfg.folder / "config.yaml", to_yaml(self.cfg))
+            self._write_settings()
+            recorder = Recorder(self.cfg, self.progress.step or -1, self.notices.append)
             self.view = view = RunView(self.cfg.name, self.total_steps, self.progress.step)
-            self.watch.on_phase = view.phase
-            recorder = Recorder(self.cfg, self.progress.step or -1, view.warn)
+            recorder.warn, self.watch.on_phase = view.warn, view.phase
             try:
                 for notice in self.notices:
                     view.warn(notice)
@@ -141,23 +154,38 @@ class Trainer:
                 self.view = None
         return self._newest().model
 
+    @property
+    def is_finished(self) -> bool:
+        return self.progress.step >= self.total_steps
+
+    def _write_settings(self) -> None:
+        write_atomically(self.cfg.folder / "config.yaml", to_yaml(self.cfg))
+        report = {"train": self.tasks.report, "eval": self.eval_report}
+        write_atomically(self.cfg.folder / "data.json", json.dumps(report, indent=1) + "\n")
+
     def _count(self, done: int, total: int) -> None:
         if self.view is not None:
             self.view.count(done, total)
 
     def _newest(self) -> Checkpoint:
-        return next(iter(self.store))
+        newest = next(iter(self.store), None)
+        if newest is None:
+            raise UserError(
+                f"{self.cfg.folder} has no checkpoint of its own; raise train.steps to go on from the other run"
+            )
+        return newest
 
     def _loop(self, view: RunView, recorder: Recorder) -> None:
         if self.progress.step == 0 and self.cfg.eval.every and self.eval_tasks:
-            recorder.log(0, read(self.evaluate()))
+            values = read(self.evaluate())
+            recorder.log(0, values | self.watch.take())
         while self.progress.step < self.total_steps:
             started = time.perf_counter()
             metrics = self._step(view, recorder)
             speed = self._throughput(metrics, time.perf_counter() - started)
             step = self.progress.step
             if self._is_due(step, self.cfg.eval.every) and self.eval_tasks:
-                metrics |= self.evaluate()
+                metrics |= self._evaluate_or_save(step)
             values = read(metrics) | self.watch.take() | speed
             recorder.log(step, values)
             view.step(step, values)
@@ -166,41 +194,65 @@ class Trainer:
                 with self.watch("save"):
                     self._save(step)
 
+    def _evaluate_or_save(self, step: int) -> dict[str, Metric]:
+        """An evaluation that fails must not cost the steps before it."""
+        try:
+            return self.evaluate()
+        except Exception:
+            self._save_if_new(step)
+            raise
+
+    def _save_if_new(self, step: int) -> None:
+        if step > 0 and step not in [checkpoint.step for checkpoint in self.store]:
+            self._save(step)
+
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.total_steps or (every > 0 and step % every == 0)
 
     def _step(self, view: RunView, recorder: Recorder) -> dict[str, Metric]:
         """One rollout batch (or batch of traces) and its optimizer steps."""
         index = self.progress.step
-        batch = self.source.next(index)
+        before = self.source.sampler.state_dict()
+        try:
+            batch = self.source.next(index)
+        except TrainingStopped:
+            self.source.sampler.load_state_dict(before)
+            self._save_if_new(index)
+            raise
         lr = lr_at(index, self.total_steps, self.cfg.optim)
+        self.progress.step = index + 1
         parts: list[dict[str, Metric]] = [batch.metrics]
         with self.watch("update"):
             for mini in mini_batches(batch.samples, self.cfg.batch.mini_batch):
                 parts.append(self._update(mini, lr, batch, view))
-        self.progress.step = index + 1
         self.engine.sync(self.progress.step)
-        if recorder.wants_samples(index + 1) and (batch.groups or batch.rejected):
-            shown = (batch.groups + batch.rejected)[: self.cfg.record.samples]
-            recorder.log_samples(index + 1, shown, batch.samples, self.tokenizer)
+        if recorder.wants_samples(index + 1):
+            recorder.samples.write(self._sample_rows(batch, self.cfg.record.samples))
         return merge_metrics(parts)
+
+    def _sample_rows(self, batch: StepBatch, groups: int | None = None) -> list[dict[str, Any]]:
+        """Rows of samples.jsonl of the first groups; in SFT a group is one trace."""
+        step = self.progress.step
+        if batch.groups or batch.rejected:
+            return sample_rows(step, (batch.groups + batch.rejected)[:groups], batch.samples, self.tokenizer)
+        return trace_rows(step, [s for group in batch.samples[:groups] for s in group], self.tokenizer)
 
     def _update(self, samples: list[Sample], lr: float, batch: StepBatch, view: RunView) -> dict[str, Metric]:
         try:
             metrics = self.policy.update(samples, lr)
         except NonFiniteUpdate as error:
             self._bad_step(error, batch, view)
-            return {"train/skipped_updates": Sum(1)}
+            return {"train/skipped_updates": Sum(1), "train/skipped_in_all": Max(self.progress.bad_updates)}
         self.progress.bad_in_a_row = 0
         return metrics
 
     def _bad_step(self, error: NonFiniteUpdate, batch: StepBatch, view: RunView) -> None:
         """Count it, keep the step's samples, and stop when it happens too often in a row."""
-        step = self.progress.step + 1
+        step = self.progress.step
         self.progress.bad_in_a_row += 1
-        self.progress.bad_steps += 1
+        self.progress.bad_updates += 1
         dump = self.cfg.folder / f"bad-step-{step:06d}.jsonl"
-        rows = sample_rows(step, batch.groups, batch.samples, self.tokenizer)
+        rows = self._sample_rows(batch)
         write_atomically(dump, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         view.warn(f"step {step}: update skipped, {error}; samples in {dump}")
         if self.progress.bad_in_a_row >= self.cfg.train.max_bad_steps:
@@ -218,7 +270,7 @@ class Trainer:
                 metrics |= evaluate(
                     tasks, self.engine, self.verifier, self.tokenizer, cfg or self.cfg.eval,
                     max_tokens=self.cfg.rollout.max_tokens, eos_ids=self.eos, seed=self.cfg.seed,
-                    success=self.cfg.reward.success, name=name, progress=self._count,
+                    reward=self.cfg.reward, name=name, progress=self._count,
                 )  # fmt: skip
         return metrics
 
@@ -241,14 +293,23 @@ class Trainer:
             "sampler": self.source.sampler.state_dict(),
             "data_fingerprint": self.tasks.problems.fingerprint,
             "usable": len(self.tasks),
+            "model": self._model_kind(),
         }
         tensors = {name: t.contiguous().cpu() for name, t in self.policy.optimizer.tensors()}
         tensors |= {f"random/{name}": t for name, t in random_state().items()}
         self.store.save(step, self._write_model, tensors, state)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Bring what follows from the checkpoints in line with them; also at the start, after a kill in a save."""
+        self.store.settle(self.progress.best_step)
         if self.progress.best_step is not None:
             best = {"step": self.progress.best_step, "accuracy": self.progress.best_accuracy}
             write_atomically(self.cfg.folder / "best.json", json.dumps(best))
-        self.store.rotate(self.progress.best_step)
+
+    def _model_kind(self) -> dict[str, Any]:
+        """What optimizer state cannot be carried across."""
+        return {"dtype": self.cfg.model.dtype, "lora": to_dict(self.cfg.model.lora)}
 
     def _write_model(self, folder: Path) -> None:
         model: Any = self.model
@@ -261,7 +322,11 @@ class Trainer:
     def _restore(self, checkpoint: Checkpoint, allow_changed_data: bool) -> None:
         state = checkpoint.state()
         if state["method"] != self.method:
-            raise UserError(f"checkpoint {checkpoint.path} is of `luffy {state['method']}`, this is {self.method}")
+            commands = {"rl": "luffy train", "sft": "luffy sft"}
+            raise UserError(
+                f"checkpoint {checkpoint.path} was made by `{commands[state['method']]}`, this is "
+                f"`{commands[self.method]}`; start a new run with model.path={checkpoint.model}"
+            )
         same = state["data_fingerprint"] == self.tasks.problems.fingerprint and state["usable"] == len(self.tasks)
         if same:
             self.source.sampler.load_state_dict(state["sampler"])
@@ -274,12 +339,14 @@ class Trainer:
         restore_random_state({k.removeprefix("random/"): v for k, v in tensors.items() if k.startswith("random/")})
         self.policy.optimizer.load_tensors(tensors)
         self.progress = Progress(**state["progress"])
+        if checkpoint.path.parent.resolve() != self.store.folder.resolve():
+            self.progress.best_step, self.progress.best_accuracy = None, -1.0  # that checkpoint is another run's
         self.notices.append(f"resumed at step {self.progress.step} from {checkpoint.path}")
 
     def close(self) -> None:
         if self.verifier is not None:
             self.verifier.close()
-        unlock_folder(self._lock, self.cfg.folder)
+        self._lock.release()
 
     def __enter__(self) -> Trainer:
         return self
@@ -315,13 +382,17 @@ def find_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Any)
         return None
     if resume == "auto":
         return store.newest_whole(warn)
-    path = Path(resume)
+    path = Path(resume).resolve()
     if not (path / "manifest.json").is_file():
         raise UserError(
             f"--resume {resume}: not a checkpoint folder (no manifest.json); use auto, never or a step-* folder"
         )
     checkpoint = Checkpoint(path)
     checkpoint.verify()
+    if path.parent != store.folder.resolve() and checkpoint.step >= (cfg.train.steps or math.inf):
+        raise UserError(
+            f"--resume {resume}: that run ended at step {checkpoint.step}; raise train.steps to go on from it"
+        )
     later = [c.path.name for c in store if c.step > checkpoint.step]
     if later:
         raise UserError(
@@ -350,8 +421,27 @@ def restore_random_state(state: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def lock_folder(folder: Path) -> IO[str]:
+@dataclass
+class FolderLock:
+    """Held while a training runs. ``created`` are the folders that were made for it, outermost last."""
+
+    file: IO[str]
+    created: list[Path]
+
+    def release(self) -> None:
+        """Leave nothing behind where nothing else was written: a run refused for bad input made no folder."""
+        folder = Path(self.file.name).parent
+        if [p.name for p in folder.iterdir()] == [".lock"]:
+            Path(self.file.name).unlink()
+        for path in self.created:
+            if not any(path.iterdir()):
+                path.rmdir()
+        self.file.close()
+
+
+def lock_folder(folder: Path) -> FolderLock:
     """One training per run folder: the lock dies with its process, so a killed run leaves none behind."""
+    created = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".lock").open("w")
     try:
@@ -359,12 +449,4 @@ def lock_folder(folder: Path) -> IO[str]:
     except BlockingIOError:
         file.close()
         raise UserError(f"another training is running in {folder}; wait for it or choose another name=") from None
-    return file
-
-
-def unlock_folder(lock: IO[str], folder: Path) -> None:
-    """Leave nothing behind where nothing else was written: a run refused for bad input made no folder."""
-    if [p.name for p in folder.iterdir()] == [".lock"]:
-        (folder / ".lock").unlink()
-        folder.rmdir()
-    lock.close()
+    return FolderLock(file, created)

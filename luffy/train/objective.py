@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from luffy.core.importance import Importance
 from luffy.core.kl import kl_penalty
 from luffy.core.losses import LossTerms, PolicyLoss, policy_loss_terms
-from luffy.metrics import Max, Mean, OnDevice, Sum
+from luffy.metrics import EffectiveShare, Max, Mean, OnDevice, Sum
 from luffy.types import MicroBatch
 
 Stats = dict[str, OnDevice]
@@ -28,6 +29,7 @@ class Objective:
     kl_estimator: str = "k3"
     sft_coef: float = 1.0
     recorded_teacher: bool = False
+    importance: Importance | None = None
 
     def __call__(
         self, batch: MicroBatch, log_prob: Tensor, entropy: Tensor, off_ratio_mean: Tensor | None = None
@@ -35,10 +37,14 @@ class Objective:
         """log_prob, entropy: [R], of the response tokens under the current policy."""
         in_rl = batch.rl_weights > 0
         old = log_prob.detach() if batch.old_log_probs is None else batch.old_log_probs
+        base, advantages, weights = old, batch.advantages, None
+        if self.importance is not None:
+            base, weights = self._corrected(batch, old, log_prob)
+            advantages = advantages * weights
         terms = policy_loss_terms(
-            old,
+            base,
             log_prob,
-            batch.advantages,
+            advantages,
             in_rl,
             batch.off_policy,
             self.policy_loss,
@@ -47,12 +53,22 @@ class Objective:
         )
         per_token = terms.loss - self.entropy_coef * entropy
         stats = _stats(batch, terms, old, log_prob.detach(), entropy.detach(), in_rl)
+        if weights is not None:
+            stats |= _weight_stats(weights.detach(), in_rl & ~batch.off_policy)
         if batch.ref_log_probs is not None:
             kl = kl_penalty(log_prob, batch.ref_log_probs, self.kl_estimator)
             per_token = per_token + self.kl_coef * kl
             stats["actor/kl_loss"] = _over(kl, in_rl)
         loss = (per_token * batch.rl_weights).sum() - self.sft_coef * (log_prob * batch.sft_weights).sum()
         return loss, stats
+
+    def _corrected(self, batch: MicroBatch, old: Tensor, log_prob: Tensor) -> tuple[Tensor, Tensor]:
+        """What the ratio divides by, and the importance weight of every token; a trace's tokens have none (1)."""
+        assert self.importance is not None
+        live = old if batch.old_log_probs is not None or self.importance.detach else log_prob
+        weights = self.importance.weights(live, batch.behavior_log_probs)
+        base = self.importance.ratio_base(old, batch.behavior_log_probs)
+        return torch.where(batch.off_policy, old, base), torch.where(batch.off_policy, 1.0, weights)
 
     def target_probs(self, batch: MicroBatch) -> Tensor | None:
         return torch.exp(batch.behavior_log_probs) if self.recorded_teacher else None
@@ -62,9 +78,18 @@ def _over(values: Tensor, mask: Tensor) -> OnDevice:
     return OnDevice(Mean, (values.detach().float().masked_fill(~mask, 0.0).sum(), mask.sum()))
 
 
+def _weight_stats(weights: Tensor, on: Tensor) -> Stats:
+    kept = weights.float().masked_fill(~on, 0.0)
+    return {
+        "guidance/weight_mean": _over(weights, on),
+        "guidance/weight_max": OnDevice(Max, (kept.amax(),)),
+        "guidance/ess": OnDevice(EffectiveShare, (kept.sum(), kept.square().sum(), on.sum())),
+    }
+
+
 def _stats(b: MicroBatch, t: LossTerms, old: Tensor, log_prob: Tensor, entropy: Tensor, in_rl: Tensor) -> Stats:
     on, off = in_rl & ~b.off_policy, in_rl & b.off_policy
-    engine_gap = (old - b.behavior_log_probs).abs().masked_fill(~on, 0.0)
+    engine_gap = (old - b.engine_log_probs).abs().masked_fill(~on, 0.0)
     return {
         "actor/pg_loss": OnDevice(Sum, ((t.loss.detach() * b.rl_weights).sum(),)),  # the weights hold the denominator
         "actor/on_pg_loss": _over(t.on_loss, on),

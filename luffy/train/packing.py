@@ -57,6 +57,7 @@ def _micro_batch(samples: list[Sample], rl: list[Tensor], sft: list[Tensor]) -> 
         sft_weights=torch.cat(sft),
         advantages=torch.cat([s.advantages for s in samples]),
         behavior_log_probs=torch.cat([s.behavior_log_probs for s in samples]),
+        engine_log_probs=torch.cat([s.engine_log_probs for s in samples]),
         old_log_probs=_cat_or_none([s.old_log_probs for s in samples]),
         ref_log_probs=_cat_or_none([s.ref_log_probs for s in samples]),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from luffy.core.masked import masked_mean
 from luffy.metrics import Mean, Metric, OnDevice, Sum, fetch
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden, head_weight_bias
+from luffy.train.guide import importance_of
 from luffy.train.objective import Objective, Stats
 from luffy.train.optim import Optimizer
 from luffy.train.packing import cut, pack
@@ -26,8 +28,10 @@ class NonFiniteUpdate(ArithmeticError):
 
 
 class Policy:
-    def __init__(self, model: nn.Module, cfg: Config) -> None:
+    def __init__(self, model: nn.Module, cfg: Config, *, temperature: float | None = None) -> None:
+        """``temperature`` of the scored distribution: that of the rollouts unless given (SFT: 1)."""
         self.model, self.cfg = model, cfg
+        self.temperature = cfg.rollout.temperature if temperature is None else temperature
         self.device = next(model.parameters()).device
         self.optimizer = Optimizer(model, cfg.optim)
         a = cfg.algorithm
@@ -38,6 +42,7 @@ class Policy:
             kl_estimator=a.kl_estimator,
             sft_coef=a.sft_coef,
             recorded_teacher=a.teacher_probs == "recorded",
+            importance=importance_of(cfg),
         )
 
     def log_probs(self, samples: Sequence[Sample], model: nn.Module | None = None) -> list[Tensor]:
@@ -61,7 +66,7 @@ class Policy:
 
     def update(self, samples: Sequence[Sample], lr: float) -> dict[str, Metric]:
         """One optimizer step on a mini-batch, whatever the number of micro-batches it takes."""
-        batches = self._pack(samples, self.cfg.batch.tokens)
+        batches = self._pack(self._without_sure_tokens(samples), self.cfg.batch.tokens)
         off_ratio_mean = self._off_ratio_mean(batches)
         self.model.train()
         parts = [self._accumulate(batch, off_ratio_mean) for batch in batches]
@@ -85,6 +90,14 @@ class Policy:
             }
         )
 
+    def _without_sure_tokens(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """``all_max_clip`` drops tokens by their current probability, from the denominator too: known beforehand."""
+        bound = self.objective.policy_loss.all_max_clip
+        if bound is None:
+            return samples
+        kept = [log_prob.exp() <= bound for log_prob in self.log_probs(samples)]
+        return [replace(s, rl_mask=s.rl_mask & keep) for s, keep in zip(samples, kept, strict=True)]
+
     def _pack(self, samples: Sequence[Sample], budget: int) -> list[MicroBatch]:
         return pack(samples, budget, self.cfg.algorithm.loss_reduction, self.cfg.rollout.max_tokens)
 
@@ -100,9 +113,7 @@ class Policy:
         layout = PackedLayout(batch.lengths, device=self.device)
         hidden = forward_hidden(model, batch.input_ids, batch.position_ids, layout)
         weight, bias = head_weight_bias(model)
-        return selected_log_probs(
-            hidden[batch.predict_from], weight, bias, batch.targets, temperature=self.cfg.rollout.temperature
-        )
+        return selected_log_probs(hidden[batch.predict_from], weight, bias, batch.targets, temperature=self.temperature)
 
     def _off_ratio_mean(self, batches: Sequence[MicroBatch]) -> Tensor | None:
         """``off_normalize`` divides by a mean over the whole mini-batch, so it is known beforehand."""

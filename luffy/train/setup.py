@@ -16,6 +16,8 @@ from luffy.types import Sampling, Task
 
 
 def pick_device(wanted: str) -> str:
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device {wanted!r} is unknown: use auto, cpu or cuda")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("'model.device' is cuda but torch sees no GPU; set model.device=cpu or auto")
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
@@ -150,9 +152,18 @@ def load_eval_tasks(cfg: Config, encoder: Encoder) -> dict[str, list[Task]]:
 
 
 def _load_eval_set(cfg: Config, path: Any, encoder: Encoder) -> list[Task]:
-    problems = _load(cfg, path, cfg.data.eval_split, limit=cfg.eval.limit, require_answer=True)
+    """Held-out problems need no traces, so a column map need not find them there."""
+    columns = {k: v for k, v in cfg.data.columns.items() if k not in ("traces", "teacher", "log_probs")}
+    without_traces = replace(cfg, data=replace(cfg.data, columns=columns))
+    problems = _load(without_traces, path, cfg.data.eval_split, limit=cfg.eval.limit, require_answer=True)
     tasks = [encoder.encode(replace(problem, traces=())) for problem in problems]
-    return [task for task in tasks if task is not None]
+    usable = [task for task in tasks if task is not None]
+    if not usable:
+        raise DataError(
+            f"all {len(tasks)} held-out prompts of {path} are longer than data.max_prompt_tokens="
+            f"{cfg.data.max_prompt_tokens}; raise it"
+        )
+    return usable
 
 
 def _load(cfg: Config, path: Any, split: str, *, limit: int | None, require_answer: bool) -> ProblemDataset:
@@ -173,11 +184,33 @@ def with_eos(sampling: Sampling, eos: tuple[int, ...]) -> Sampling:
     return replace(sampling, eos_ids=eos)
 
 
-def check_context(cfg: Config, model_config: Any) -> None:
+def left_out(train: dict[str, int], held_out: dict[str, int]) -> list[str]:
+    """What data was dropped or cut, in words; it is never silent."""
+    spoken = {
+        "rows_skipped": "rows skipped as unusable",
+        "prompts_dropped": "prompts dropped as too long",
+        "traces_dropped": "traces dropped as too long",
+        "traces_truncated": "traces cut at rollout.max_tokens",
+    }
+    return [
+        f"{name} data: " + ", ".join(f"{counts[key]} {text}" for key, text in spoken.items() if counts.get(key))
+        for name, counts in (("training", train), ("held-out", held_out))
+        if any(counts.get(key) for key in spoken)
+    ]
+
+
+def validate(cfg: Config, method: str, model_config: Any) -> None:
+    """What only the model or the method can tell, before anything is written."""
     longest = getattr(model_config, "max_position_embeddings", None)
-    needed = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
-    if longest is not None and needed > longest:
-        raise UserError(
-            f"data.max_prompt_tokens + rollout.max_tokens = {needed} exceeds the model's context of {longest}; "
-            f"lower one of them"
-        )
+    budgets = {"rollout.max_tokens": cfg.rollout.max_tokens}
+    if cfg.data.eval is not None and cfg.eval.max_tokens is not None:
+        budgets["eval.max_tokens"] = cfg.eval.max_tokens
+    for name, budget in budgets.items():
+        needed = cfg.data.max_prompt_tokens + budget
+        if longest is not None and needed > longest:
+            raise UserError(
+                f"data.max_prompt_tokens + {name} = {needed} exceeds the model's context of {longest}; "
+                f"lower one of them"
+            )
+    if method == "sft" and cfg.guidance.trace_choice == "best_reward":
+        raise UserError("guidance.trace_choice=best_reward needs a verifier, which SFT does not run; choose another")

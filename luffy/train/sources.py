@@ -11,14 +11,23 @@ from torch import nn
 
 from luffy.config import Config
 from luffy.data import ProblemSampler
-from luffy.errors import UserError
+from luffy.errors import TrainingStopped
 from luffy.guidance import Planner
 from luffy.guidance.choice import choose
 from luffy.metrics import Metric, Sum, merge_metrics, spread
 from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
-from luffy.train.credit import ScoredTokens, credit, group_metrics, is_extreme, score, without_credit
+from luffy.train.credit import (
+    ScoredTokens,
+    credit,
+    group_metrics,
+    is_extreme,
+    override_metrics,
+    reward_kl_metrics,
+    score,
+    without_credit,
+)
 from luffy.train.policy import Policy
 from luffy.train.setup import TaskSet, with_eos
 from luffy.types import Group, Sample, Task
@@ -61,21 +70,16 @@ class TraceSource:
         return StepBatch([[s] for s in samples], spread("response_length", lengths))
 
     def _sample(self, task: Task, visit: int) -> Sample:
-        how = self.cfg.guidance.trace_choice
-        if how == "best_reward":
-            raise UserError(
-                "guidance.trace_choice=best_reward needs a verifier, which SFT does not run; choose another"
-            )
         key = f"{self.cfg.seed}:{visit}:{task.problem.id}"
-        (trace,) = choose(task.demonstrations, 1, how, visit=visit, key=key)
+        (trace,) = choose(task.demonstrations, 1, self.cfg.guidance.trace_choice, visit=visit, key=key)
         ids = torch.tensor(trace.token_ids, dtype=torch.long)
         everywhere = torch.ones(ids.numel(), dtype=torch.bool)
         nothing = torch.zeros(ids.numel())
-        return Sample(task.prompt_ids, ids, everywhere, ~everywhere, everywhere, nothing, nothing)
+        return Sample(task.prompt_ids, ids, everywhere, ~everywhere, everywhere, nothing, nothing, nothing)
 
 
 class RolloutSource:
-    """RL: plan, roll out, verify, reject, score tokens, assign credit (method.md section 1)."""
+    """RL: plan, roll out, verify, reject, score tokens, assign credit (docs/methods.md)."""
 
     def __init__(
         self,
@@ -89,7 +93,9 @@ class RolloutSource:
         total_steps: int,
         watch: Stopwatch,
         progress: Callable[[int, int], None] | None = None,
+        before_step: Callable[[int], None] = lambda step: None,
     ) -> None:
+        self.before_step = before_step
         self.cfg, self.tasks, self.engine, self.verifier = cfg, tasks, engine, verifier
         self.policy, self.reference, self.watch, self.progress = policy, reference, watch, progress
         self.tokenizer: Any = tasks.encoder.tokenizer
@@ -105,11 +111,14 @@ class RolloutSource:
         self._trace_rewards: dict[str, list[float]] = {}
 
     def next(self, step: int) -> StepBatch:
+        self.before_step(step)
         kept, rejected, metrics = self._collect(step)
         with self.watch("old_log_probs"):
             scored = self._score_tokens(kept)
         with self.watch("advantage"):
             samples = credit(kept, scored, self.cfg.algorithm)
+        if self.cfg.algorithm.kl_coef and self.cfg.algorithm.kl_in == "reward":
+            metrics |= reward_kl_metrics(scored, self.cfg.algorithm)
         advantages = [float(s.advantages[0]) for group in samples for s in group]
         metrics |= {**spread("critic/advantages", advantages), "batch/rejected": Sum(len(rejected))}
         return StepBatch(samples, metrics, kept, rejected)
@@ -123,15 +132,17 @@ class RolloutSource:
         for attempt in range(rounds + 1):
             groups = self._roll_out(step, first_position=attempt * wanted)
             parts.append(group_metrics(groups, self.cfg.reward))
+            if self.cfg.rollout.guide is not None:
+                parts.append(override_metrics(groups))
             for group in groups:
                 extreme = self.cfg.algorithm.reject_extreme and is_extreme(group, self.cfg.reward)
                 (rejected if extreme else kept).append(group)
             if len(kept) >= wanted:
                 break
         if rounds and len(kept) < wanted:
-            raise UserError(
-                f"step {step + 1}: after {rounds} extra batches only {len(kept)} of {wanted} groups have unequal "
-                f"rewards; the problems are too easy or too hard for the policy: raise algorithm.oversample_rounds, "
+            raise TrainingStopped(
+                f"stopped at step {step + 1}: after {rounds} extra batches only {len(kept)} of {wanted} groups have "
+                f"unequal rewards; the problems are too easy or too hard for the policy: raise algorithm.oversample_rounds, "
                 f"lower batch.problems, or set algorithm.oversample_rounds=0 to train on what is left"
             )
         return kept[:wanted], rejected, merge_metrics(parts)

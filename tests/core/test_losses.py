@@ -124,6 +124,11 @@ def test_off_normalize_divides_by_the_detached_mean():
     m = loss(off_normalize=True)
     assert m["off_ratio_mean"] == pytest.approx(1.0)
     assert m["off_pg_loss"] == pytest.approx((0.2 + 0.9) / 2 / 0.55)
+    log_prob = log(P).requires_grad_(True)
+    out = compute_token_on_off_policy_loss(log(OLD), log_prob, ADV, MASK, 0.2, 1.2, PREFIX, 0.2, off_normalize=True)
+    out["off_pg_loss"].backward()
+    # advantage -1, the mean a constant: d/dlogp of mean(p / 0.55) is p / 0.55 / 2
+    torch.testing.assert_close(log_prob.grad[1, :2], torch.tensor([0.2, 0.9], dtype=D) / 0.55 / 2)
 
 
 def test_target_probs_replace_the_reshape():

@@ -79,7 +79,7 @@ def test_a_mistyped_optional_column_is_not_silent(write_jsonl):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schema": "alpaca"}, "data.schema='alpaca' is unknown; known: auto, luffy, verl"),
+        ({"schema": "alpaca"}, "data.format='alpaca' is unknown; known: auto, luffy, verl"),
         ({"schema": "columns"}, "names no prompt column"),
         ({"columns": {"answer": "a"}}, "names no prompt column"),
         ({"columns": {"prompt": "p", "reply": "a"}}, "unknown field 'reply'; known: prompt, answer"),

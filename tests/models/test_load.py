@@ -129,3 +129,24 @@ def test_smollm2_loads_saves_and_loads_again(tmp_path):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
     text = "The answer is \\boxed{42}."
     assert load_tokenizer(tmp_path)(text)["input_ids"] == tokenizer(text)["input_ids"]
+
+
+def test_rotary_frequencies_stay_float32_and_far_positions_stay_right(tmp_path):
+    """A bfloat16 model as transformers itself loads it, at positions where rounded frequencies are off by radians."""
+    from transformers import AutoModelForCausalLM
+
+    from luffy.models.attention import PackedLayout
+    from luffy.models.forward import forward_hidden
+
+    tiny_model("qwen2", max_position_embeddings=4096).save_pretrained(tmp_path)
+    ours = load_model(tmp_path, "bfloat16")
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    assert {b.dtype for n, b in ours.named_buffers() if "inv_freq" in n} == {torch.float32}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="sdpa")
+    ids = torch.randint(3, 100, (2000,), generator=torch.Generator().manual_seed(0))
+    layout = PackedLayout([2000])
+    with torch.no_grad():
+        hidden = forward_hidden(ours, ids, layout.position_ids, layout)
+        expected = theirs.model(ids[None]).last_hidden_state[0]
+    error = (hidden - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+    assert error[-500:].mean() < 0.02

@@ -104,7 +104,9 @@ def test_a_problem_without_traces_trains_as_plain_on_policy(make_config, tmp_pat
     touched = {r["problem"] for r in ours if any(r["off_policy"])}
     assert touched <= {"p0"}
     same = [(a, b) for a, b in zip(ours, theirs, strict=True) if a["problem"] not in touched]
-    assert len(same) >= 20 and all(a["token_ids"] == b["token_ids"] for a, b in same)
+    assert len(same) >= 20
+    for a, b in same:
+        assert a["token_ids"] == b["token_ids"] and a["advantages"] == b["advantages"] and a["reward"] == b["reward"]
 
 
 def test_partial_prefixes_continue_and_are_marked(make_config):
@@ -118,9 +120,18 @@ def test_partial_prefixes_continue_and_are_marked(make_config):
         assert 0 < r["prefix_ratio"] < 0.8 and len(r["token_ids"]) <= cfg.rollout.max_tokens
 
 
-@pytest.mark.parametrize("choice", ["random", "round_robin", "shortest", "best_reward"])
-def test_trace_choices_run(make_config, choice):
-    run(make_config(guidance={"trace_choice": choice}, train={"steps": 1}))
+@pytest.mark.parametrize(("choice", "expected"), [("shortest", {"1"}), ("best_reward", {"2#### 2"})])
+def test_trace_choices_reach_the_group(make_config, tmp_path, choice, expected):
+    data = tmp_path / "two.jsonl"
+    row = {"prompt": "1+1", "answer": "2", "traces": ["1", "2#### 2"]}  # the shorter one is wrong
+    data.write_text("".join(json.dumps(row | {"id": str(i)}) + "\n" for i in range(6)))
+    cfg = make_config(
+        data={"train": str(data)}, guidance={"trace_choice": choice}, train={"steps": 1},
+        algorithm={"reject_extreme": False},
+    )  # fmt: skip
+    run(cfg)
+    rows = read_json_lines(cfg.folder / "samples.jsonl")
+    assert {r["response"] for r in rows if all(r["off_policy"])} == expected
 
 
 def test_several_mini_batches_use_old_log_probs(make_config):
@@ -138,6 +149,7 @@ def test_kl_against_the_starting_policy(make_config, where):
         assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and rows[-1]["actor/kl_loss"] > 1e-4
     else:
         assert "actor/kl_loss" not in rows[0]
+        assert rows[0]["critic/kl"] == pytest.approx(0.0, abs=1e-6) and rows[-1]["critic/kl"] > 1e-4
 
 
 def test_rl_with_sft_loss(make_config):
@@ -193,8 +205,45 @@ def test_oversampling_fills_the_batch_or_stops_clearly(make_config):
         name="hopeless", guidance={"n_prefix": 0}, algorithm={"oversample_rounds": 2},
         reward={"kind": f"{__name__}:always_wrong"},
     )  # fmt: skip
-    with pytest.raises(UserError, match="after 2 extra batches only 0 of 6 groups"):
+    with pytest.raises(TrainingStopped, match="after 2 extra batches only 0 of 6 groups"):
         run(hopeless)
+
+
+def test_a_stop_keeps_what_was_learnt_and_can_be_resumed(make_config, monkeypatch):
+    cfg = make_config(train={"save_every": 50})
+    with Trainer(cfg) as trainer:
+        original = trainer.source.next
+
+        def stops_at_step_3(step):
+            if step == 2:
+                trainer.source.sampler.next(5)
+                raise TrainingStopped("enough")
+            return original(step)
+
+        monkeypatch.setattr(trainer.source, "next", stops_at_step_3)
+        with pytest.raises(TrainingStopped):
+            trainer.train()
+    resumed = run(cfg)
+    undisturbed = run(make_config(name="undisturbed"))
+    losses = [[r.get("actor/loss") for r in rows] for rows in (resumed, undisturbed)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_a_failing_evaluation_does_not_cost_the_steps(make_config, sums, monkeypatch):
+    cfg = make_config(data={"eval": str(sums)})
+    with Trainer(cfg) as trainer:
+        monkeypatch.setattr(trainer, "evaluate", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+    assert (cfg.folder / "checkpoints" / "latest" / "model" / "config.json").is_file()
+
+
+def test_kl_in_the_reward_survives_a_step_without_a_signal(make_config):
+    cfg = make_config(
+        guidance={"n_prefix": 0}, reward={"kind": f"{__name__}:always_wrong"}, train={"steps": 1},
+        algorithm={"kl_coef": 0.1, "kl_in": "reward"},
+    )  # fmt: skip
+    assert run(cfg)[0]["batch/rejected"] == 6
 
 
 def test_non_finite_steps_are_skipped_counted_and_stop_the_run_with_samples_saved(make_config, monkeypatch):
@@ -223,6 +272,91 @@ def test_lora_trains_adapters_saves_a_plain_model_and_resumes(make_config):
     assert all(torch.equal(tuned[n], again[n]) for n in tuned)
 
 
+def test_lora_reference_is_the_policy_without_its_adapters(make_config):
+    cfg = make_config(model={"lora": {"rank": 4}}, algorithm={"kl_coef": 0.5}, optim={"lr": 5e-2})
+    rows = run(cfg)
+    kl = [r["actor/kl_loss"] for r in rows if "actor/kl_loss" in r]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6) and kl[-1] > 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_in_two_parts_equals_one_in_one_go(make_config, dtype):
+    """bf16: the master weights are restored, not the rounded ones; dropout: the random state is restored."""
+    common = {
+        "model": {"dtype": dtype, "lora": {"rank": 4, "dropout": 0.3} if dtype == "float32" else None},
+        "optim": {"lr": 1e-4, "weight_decay": 0.1},
+    }
+    whole = run(make_config(name="whole", **common))
+    run(make_config(name="parts", train={"steps": 2}, **common))
+    parts = run(make_config(name="parts", **common))
+    figure = lambda rows: [(r["actor/loss"], r["actor/grad_norm"]) for r in rows if "actor/loss" in r]  # noqa: E731
+    assert figure(parts) == figure(whole)
+    tuned = [weights(newest_model(make_config(name=n))) for n in ("whole", "parts")]
+    assert all(torch.equal(tuned[0][n], tuned[1][n]) for n in tuned[0])
+
+
+def test_a_failing_tracker_never_ends_a_run(make_config, monkeypatch, capsys):
+    from luffy.report import recorder
+
+    def full_disk(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recorder.TensorBoardTracker, "log", full_disk)
+    rows = run(make_config(record={"tensorboard": True, "wandb": True}))
+    assert len(rows) == 4
+    said = capsys.readouterr().err
+    assert said.count("TensorBoard failed and is off from step 1") == 1 and "W&B is off" in said
+
+
+def test_dropped_data_is_said_and_kept(make_config, sums, tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    long_prompt = json.dumps({"id": "long", "prompt": "1" * 40, "answer": "1", "traces": ["1"]})
+    long_trace = json.dumps({"id": "trace", "prompt": "1+1", "answer": "2", "traces": ["1" * 40]})
+    broken = json.dumps({"id": "broken", "prompt": "1+1", "answer": None})
+    data.write_text(sums.read_text() + "\n".join([long_prompt, long_trace, broken]) + "\n")
+    cfg = make_config(
+        data={"train": str(data), "eval": str(data), "overlong_prompt": "drop", "bad_rows": "skip"}, train={"steps": 1}
+    )
+    run(cfg)
+    said = capsys.readouterr().err
+    assert "training data: 1 rows skipped as unusable, 1 prompts dropped as too long, 1 traces dropped" in said
+    assert "held-out data: 1 prompts dropped as too long" in said
+    assert json.loads((cfg.folder / "data.json").read_text())["train"]["prompts_dropped"] == 1
+
+
+def test_a_weighted_reward_above_one_still_counts_as_solved(make_config, sums):
+    weights = {"numeric": 1.0, f"{__name__}:always_right": 0.1}
+    cfg = make_config(reward={"weights": weights}, data={"eval": str(sums)}, train={"steps": 1})
+    rows = run(cfg)
+    assert rows[0]["batch/off_solved"] == 1.0 and rows[0]["critic/score/max"] == pytest.approx(1.1)
+
+
+def always_right(response, answer, problem):
+    return 1.0
+
+
+def test_sft_records_its_samples_and_saves_those_of_a_bad_step(make_config, monkeypatch):
+    cfg = make_config(train={"max_bad_steps": 1})
+    with Trainer(cfg, "sft") as trainer:
+        with torch.no_grad():
+            trainer.model.lm_head.weight[0] = float("nan")
+        with pytest.raises(TrainingStopped):
+            trainer.train()
+    saved = read_json_lines(cfg.folder / "bad-step-000001.jsonl")
+    assert len(saved) == 6 and all(all(r["off_policy"]) for r in saved)
+    good = make_config(name="good", train={"steps": 1})
+    run(good, "sft")
+    assert len(read_json_lines(good.folder / "samples.jsonl")) == 4
+
+
+def test_sft_scores_at_temperature_one_whatever_the_rollouts_use(make_config):
+    losses = [
+        run(make_config(name=str(t), rollout={"temperature": t}, train={"steps": 1}), "sft")[0]["actor/sft_loss"]
+        for t in (1.0, 0.5)
+    ]
+    assert losses[0] == losses[1]
+
+
 def test_two_trainings_on_one_folder(make_config):
     cfg = make_config()
     with Trainer(cfg), pytest.raises(UserError, match="another training is running"):
@@ -244,6 +378,10 @@ def test_resume_from_a_path(make_config):
     assert [r["step"] for r in branch] == [3, 4]
     with pytest.raises(UserError, match="later checkpoints"):
         Trainer(make_config(name="a"), resume=str(start))
+    finished = make_config(name="a").folder / "checkpoints" / "latest"
+    with pytest.raises(UserError, match="ended at step 4"):
+        Trainer(make_config(name="d"), resume=str(finished))
+    assert run(make_config(name="a"), resume=str(finished))[-1]["step"] == 4  # by its link, into its own folder
     with pytest.raises(UserError, match=r"no manifest\.json"):
         Trainer(make_config(name="c"), resume=str(start.parent))
 
@@ -258,6 +396,13 @@ def test_changed_data_is_refused_unless_allowed(make_config, sums, tmp_path):
     with pytest.raises(UserError, match="training data changed"):
         Trainer(cfg)
     assert run(cfg, allow_changed_data=True)[-1]["step"] == 4
+
+
+def test_a_changed_model_kind_is_refused_on_resume(make_config):
+    run(make_config(model={"lora": {"rank": 4}}, train={"steps": 2}))
+    for lora in ({"rank": 8}, None):
+        with pytest.raises(UserError, match=r"model\.lora as they were"):
+            Trainer(make_config(model={"lora": lora}))
 
 
 def test_mini_batches_keep_groups_together():

@@ -11,7 +11,14 @@ def sample(prompt, response, *, off=False, sft=False):
     flag = torch.full((n,), off)
     in_sft = torch.full((n,), sft)
     return Sample(
-        tuple(prompt), torch.tensor(response), flag, ~in_sft, in_sft, torch.full((n,), 1.5), torch.full((n,), -0.5)
+        tuple(prompt),
+        torch.tensor(response),
+        flag,
+        ~in_sft,
+        in_sft,
+        torch.full((n,), 1.5),
+        torch.full((n,), -0.5),
+        torch.full((n,), -0.5),
     )
 
 

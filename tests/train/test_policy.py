@@ -74,6 +74,31 @@ def test_update_is_the_public_loss_on_padded_tensors(make_config):
     assert_same_weights(ours, dict(model.named_parameters()))
 
 
+def test_all_max_clip_divides_by_the_kept_tokens_like_the_public_function(make_config):
+    samples = make_samples()
+    cfg = make_config(
+        algorithm={"loss_reduction": "token-mean", "entropy_coef": 0.0, "all_max_clip": 0.08}, optim=SGD_LIKE
+    )
+    policy = Policy(load_model(cfg.model.path, "float32", "cpu"), cfg)
+    log_prob = torch.cat(policy.log_probs(samples))
+    streams = [torch.cat([getattr(s, n) for s in samples]) for n in ("old_log_probs", "advantages", "off_policy")]
+    old, advantages, off = (x[None] for x in streams)
+    out = luffy.compute_token_on_off_policy_loss(
+        old, log_prob[None], advantages, torch.ones_like(old), 0.2, 1.2, off, 0.2, all_max_clip=0.08,
+        off_policy_reshape="p_div_p_0.1", loss_remove_clip=True,
+    )  # fmt: skip
+    assert 0 < (log_prob.exp() > 0.08).sum() < log_prob.numel()
+    assert policy.update(samples, 0.01)["actor/pg_loss"].value == pytest.approx(out["pg_loss"].item(), rel=1e-4)
+
+
+def test_weight_decay_shrinks_matrices_and_spares_norms(make_config):
+    cfg = make_config(optim={"weight_decay": 0.5})
+    policy = Policy(load_model(cfg.model.path, "float32", "cpu"), cfg)
+    for group in policy.optimizer.adam.param_groups:
+        assert all((p.ndim >= 2) == (group["weight_decay"] == 0.5) for p in group["params"])
+    assert {g["weight_decay"] for g in policy.optimizer.adam.param_groups} == {0.5, 0.0}
+
+
 def test_gradient_checkpointing_changes_nothing(make_config):
     from luffy.train.setup import load_policy
 

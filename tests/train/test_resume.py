@@ -13,17 +13,23 @@ from luffy.rollout.native import NativeEngine
 from luffy.train import checkpoint, loop
 from luffy.train.checkpoint import CheckpointStore
 from luffy.train.loop import Trainer
+from luffy.train.optim import Optimizer
 from luffy.train.policy import Policy
 
 MOMENTS = {
     "rollout": (NativeEngine, "generate", 4),
     "update": (Policy, "update", 5),
-    "between backward and optimizer step": (loop, "lr_at", 3),
+    "between backward and optimizer step": (Optimizer, "step", 5),
     "before the step is logged": (recorder.Recorder, "log", 4),
     "model half written": (checkpoint, "save_file", 2),
     "checkpoint written but not renamed": (checkpoint, "flush_tree", 2),
-    "checkpoint renamed but not rotated": (CheckpointStore, "rotate", 2),
-    "best file": (loop, "write_atomically", 3),
+    "checkpoint renamed but nothing settled": (CheckpointStore, "settle", 3),
+    "best file": (loop, "write_atomically", 4),
+    # steps 2, 4 and 6 are saved: the last save is the third, after the start's own settling
+    "last checkpoint not renamed": (checkpoint, "flush_tree", 3),
+    "last checkpoint renamed but nothing settled": (CheckpointStore, "settle", 4),
+    "last checkpoint not pointed at": (CheckpointStore, "_point_latest", 3),
+    "last rotation": (CheckpointStore, "rotate", 3),
 }
 
 
@@ -87,7 +93,16 @@ def test_killed_and_resumed_equals_undisturbed(make_config, sums, moment):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     samples = [read_json_lines(cfg.folder / "samples.jsonl") for cfg in (killed, undisturbed)]
     assert samples[0] == samples[1]
-    assert not list((killed.folder / "checkpoints").glob(".*"))
+    assert left_behind(killed) == left_behind(undisturbed)
+
+
+def left_behind(cfg):
+    """Names of all that is there when a run is over, where ``latest`` points, and the best."""
+    folder = cfg.folder / "checkpoints"
+    names = sorted(p.name for p in folder.iterdir())
+    assert not [n for n in names if n.startswith(".")]
+    best = cfg.folder / "best.json"
+    return names, os.readlink(folder / "latest"), best.read_text() if best.exists() else None
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(make_config, sums):

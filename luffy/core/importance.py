@@ -1,0 +1,35 @@
+"""Importance weights of tokens that were not drawn from the policy alone (token-level guidance).
+
+The behaviour policy is known exactly, token by token, so the correction needs no teacher probability taken as 1:
+the weight of a token is p_old / p_behaviour, and the expectation of weight * f is the policy's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Importance:
+    """How weights are bounded and used.
+
+    ``decoupled`` (default): the ratio is p / p_old, clipped as ever, and the advantage is multiplied by the weight.
+    ``literal``: the ratio is p / p_behaviour AND the advantage is multiplied by the weight, as the note that
+    introduced the idea has it; that corrects twice, and its gradient is not the policy's.
+    """
+
+    clamp_min: float = 0.0
+    clamp_max: float = 10.0
+    detach: bool = True
+    literal: bool = False
+
+    def weights(self, old_log_prob: Tensor, behavior_log_prob: Tensor) -> Tensor:
+        weights = torch.exp(old_log_prob - behavior_log_prob).clamp(self.clamp_min, self.clamp_max)
+        return weights.detach() if self.detach else weights
+
+    def ratio_base(self, old_log_prob: Tensor, behavior_log_prob: Tensor) -> Tensor:
+        """What the on-policy ratio divides by."""
+        return behavior_log_prob if self.literal else old_log_prob
