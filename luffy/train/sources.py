@@ -142,8 +142,8 @@ class RolloutSource:
         if rounds and len(kept) < wanted:
             raise TrainingStopped(
                 f"stopped at step {step + 1}: after {rounds} extra batches only {len(kept)} of {wanted} groups have "
-                f"unequal rewards; the problems are too easy or too hard for the policy: raise algorithm.oversample_rounds, "
-                f"lower batch.problems, or set algorithm.oversample_rounds=0 to train on what is left"
+                f"unequal rewards; the problems are too easy or too hard for the policy: raise "
+                f"algorithm.oversample_rounds, lower batch.problems, or set algorithm.oversample_rounds=0 to train on what is left"
             )
         return kept[:wanted], rejected, merge_metrics(parts)
 
