@@ -143,7 +143,8 @@ class RolloutSource:
             raise TrainingStopped(
                 f"stopped at step {step + 1}: after {rounds} extra batches only {len(kept)} of {wanted} groups have "
                 f"unequal rewards; the problems are too easy or too hard for the policy: raise "
-                f"algorithm.oversample_rounds, lower batch.problems, or set algorithm.oversample_rounds=0 to train on what is left"
+                f"algorithm.oversample_rounds, lower batch.problems, or set algorithm.oversample_rounds=0 to train on "
+                f"what is left"
             )
         return kept[:wanted], rejected, merge_metrics(parts)
 
