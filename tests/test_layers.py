@@ -8,10 +8,11 @@ from pathlib import Path
 import luffy
 
 ROOT = Path(luffy.__file__).parent
-BASE = {"types", "errors", "metrics", "_version"}
+BASE = {"types", "errors", "files", "metrics", "_version"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
+    "files": {"errors"},
     "_version": set(),
     "metrics": set(),
     "schema": {"errors"},

@@ -24,8 +24,8 @@ from luffy.evaluation.bleu import bleu_figure, load_traces
 from luffy.evaluation.figures import Figure, Panel, Series, save
 from luffy.evaluation.results import Evaluation, is_evaluation, model_label, read_evaluation
 from luffy.evaluation.scores import Row, is_right, mean_pass_at_k
+from luffy.files import complete_or_nothing
 from luffy.report.recorder import METRICS, SAMPLES, read_json_lines
-from luffy.rewards.scores import complete_or_nothing
 
 DYNAMICS = (
     ("reward", "critic/rewards/mean", "mean reward of the policy's own samples"),

@@ -15,7 +15,7 @@ from luffy.errors import UserError
 from luffy.evaluation.bootstrap import Array, Difference, paired_difference
 from luffy.evaluation.results import Evaluation, percent, read_evaluation, table
 from luffy.evaluation.scores import item_accuracy
-from luffy.rewards.scores import complete_or_nothing
+from luffy.files import complete_or_nothing
 
 AVERAGE = "average"
 SHOWN_IDS = 5

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.rewards.scores import complete_or_nothing
+from luffy.files import complete_or_nothing
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C00")

@@ -15,8 +15,8 @@ from luffy.errors import UserError
 from luffy.evaluation.benchmarks import Suite
 from luffy.evaluation.scores import Row, Summary, summarise
 from luffy.evaluation.settings import Settings
+from luffy.files import complete_or_nothing
 from luffy.report.recorder import read_json_lines
-from luffy.rewards.scores import complete_or_nothing
 
 ITEMS, RESULT, RESULT_MD = "items.jsonl", "result.json", "result.md"
 

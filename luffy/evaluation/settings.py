@@ -13,7 +13,7 @@ from typing import Any
 
 from luffy.errors import UserError
 from luffy.evaluation.benchmarks import Suite
-from luffy.rewards.scores import complete_or_nothing
+from luffy.files import complete_or_nothing
 
 SETTINGS = "settings.json"
 

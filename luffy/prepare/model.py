@@ -20,8 +20,8 @@ from jinja2 import TemplateError
 from luffy.data import PAPER_SYSTEM_PROMPT
 from luffy.data.encode import THINK
 from luffy.errors import UserError
+from luffy.files import write_atomically
 from luffy.models.load import load_tokenizer
-from luffy.prepare.files import write_text
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 QUESTION_LINE = "This is the problem: "
@@ -234,7 +234,7 @@ def _write_template(folder: Path, template: str) -> None:
     settings = _read_json(path)
     settings.pop("chat_template", None)
     _write_json(path, settings)
-    write_text(folder / "chat_template.jinja", template)
+    write_atomically(folder / "chat_template.jinja", template)
 
 
 def _raise_tokenizer_limit(path: Path, positions: int) -> None:
@@ -303,4 +303,4 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -17,9 +17,10 @@ from typing import Any
 
 from luffy.data import Encoder, RowError, RowSource, open_source
 from luffy.errors import DataError
+from luffy.files import whole_file, write_atomically
 from luffy.models.load import load_tokenizer
 from luffy.prepare.cards import card_markdown, make_card
-from luffy.prepare.files import Journal, ProblemWriter, Record, problem_schema, whole_file, write_text
+from luffy.prepare.files import Journal, ProblemWriter, Record, problem_schema
 from luffy.prepare.overlap import index_evaluation
 from luffy.prepare.progress import progress
 from luffy.prepare.screen import Screener, read_problem, screen
@@ -79,8 +80,8 @@ def prepare_openr1(
         selection = select(journal, choice)
         card = make_card(selection, {**settings, "tokenizer": tokenizer_path, **asdict(choice)})
         write_outputs(source, journal, selection, choice, out)
-    write_text(out / "DATA_CARD.md", card_markdown(card))
-    write_text(out / "card.json", json.dumps(card, indent=2) + "\n")
+    write_atomically(out / "DATA_CARD.md", card_markdown(card))
+    write_atomically(out / "card.json", json.dumps(card, indent=2) + "\n")
     return card
 
 

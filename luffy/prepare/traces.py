@@ -15,7 +15,8 @@ import pyarrow as pa
 
 from luffy.data import ProblemDataset, load_problems
 from luffy.errors import DataError, UserError
-from luffy.prepare.files import Journal, ProblemWriter, Record, problem_schema, whole_file, write_text
+from luffy.files import whole_file, write_atomically
+from luffy.prepare.files import Journal, ProblemWriter, Record, problem_schema
 from luffy.prepare.progress import progress
 from luffy.prepare.teachers import Answered, Drawn, Teacher
 from luffy.rewards import Verifier, build_verifier
@@ -53,7 +54,7 @@ def prepare_traces(
             ask(problems, n, teacher, verifier, journal)
         counts = _write(problems, schema, journal, out, name, keep_wrong)
     card = {"counts": dict(counts), "teacher": name, "settings": asked}
-    write_text(out.with_suffix(".card.json"), json.dumps(card, indent=2) + "\n")
+    write_atomically(out.with_suffix(".card.json"), json.dumps(card, indent=2) + "\n")
     return card
 
 

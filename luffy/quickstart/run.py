@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from luffy.config import Config, load_config
+from luffy.files import write_atomically
 from luffy.report.html import write_report
 from luffy.report.recorder import read_json_lines
-from luffy.train.checkpoint import write_atomically
 from luffy.train.loop import Method, Trainer
 
 METHODS: tuple[tuple[str, str, Method], ...] = (

@@ -20,6 +20,7 @@ from markupsafe import Markup
 
 from luffy._version import __version__
 from luffy.errors import UserError
+from luffy.files import write_atomically
 from luffy.report.curves import MOST_POINTS, envelope, thin_out
 from luffy.report.figures import Line, hover_data, line_chart, swatch
 from luffy.report.methods import Method, group_runs
@@ -99,19 +100,9 @@ def write_report(
     if out.is_dir():
         raise UserError(f"--out {out} is a folder; name the file to write, e.g. {out / 'report.html'}")
     figures = NOTHING if analysis is None else analysis_section(Path(analysis))
-    _write(out, render(group_runs(records), title, notes, skipped, figures))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, render(group_runs(records), title, notes, skipped, figures))
     return out
-
-
-def _write(path: Path, text: str) -> None:
-    """All or nothing: a reader never sees half a report."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.writing")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
 
 
 def render(

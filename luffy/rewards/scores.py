@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -12,9 +11,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from luffy.errors import DataError
+from luffy.files import complete_or_nothing
 from luffy.rewards.verifier import Verifier
 from luffy.types import Problem
 
@@ -108,33 +108,6 @@ def _text(path: Path, number: int, row: dict[str, Any], column: str) -> str:
     if column == "answer" and not value.strip():
         raise DataError(f"{path}:{number}: column 'answer' is empty")
     return value
-
-
-@contextmanager
-def complete_or_nothing(path: Path) -> Iterator[TextIO]:
-    """A text file that takes its name only when everything in it is on disk."""
-    if not path.parent.is_dir():
-        raise DataError(f"{path}: the folder {path.parent} does not exist")
-    if path.is_dir():
-        raise DataError(f"{path}: is a folder; name a file to write")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

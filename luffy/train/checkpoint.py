@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from luffy.errors import UserError
+from luffy.files import flush_path
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -177,22 +177,3 @@ def flush_tree(folder: Path) -> None:
             path.chmod(0o644)  # transformers writes its weights 0600
         flush_path(path)
     flush_path(folder)
-
-
-def flush_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file: the old text or the new one is there at any moment, never a part."""
-    aside = path.with_name(f".{path.name}.writing")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
-    flush_path(path.parent)

@@ -24,6 +24,7 @@ from torch import nn
 from luffy.config import Config, EvalConfig, to_yaml
 from luffy.errors import TrainingStopped, UserError
 from luffy.evaluation.held_out import evaluate
+from luffy.files import write_atomically
 from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.models.load import eos_ids, load_model
 from luffy.report.console import RunView
@@ -33,7 +34,7 @@ from luffy.rewards import Verifier, build_verifier
 from luffy.rollout.native import NativeEngine
 from luffy.schema import to_dict
 from luffy.train import setup
-from luffy.train.checkpoint import Checkpoint, CheckpointStore, write_atomically
+from luffy.train.checkpoint import Checkpoint, CheckpointStore
 from luffy.train.guide import build_rollout_engine
 from luffy.train.optim import lr_at
 from luffy.train.policy import NonFiniteUpdate, Policy

@@ -3,7 +3,7 @@ import stat
 
 import pytest
 
-from luffy.errors import DataError
+from luffy.errors import DataError, UserError
 from luffy.rewards import build_verifier, score_file
 
 
@@ -101,7 +101,7 @@ def test_missing_files_and_folders(tmp_path, verifier):
     with pytest.raises(DataError, match="no such file"):
         score_file(tmp_path / "rows.jsonl", tmp_path / "out.jsonl", verifier)
     rows = write(tmp_path / "rows.jsonl", [{"answer": "5", "response": "5"}])
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(UserError, match="does not exist"):
         score_file(rows, tmp_path / "nowhere" / "out.jsonl", verifier)
-    with pytest.raises(DataError, match="is a folder"):
+    with pytest.raises(UserError, match="is a folder"):
         score_file(rows, tmp_path, verifier)

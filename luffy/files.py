@@ -1,0 +1,51 @@
+"""Files that are there whole or not at all: written aside, flushed to the disk, then given their name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from luffy.errors import UserError
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path to write to; it takes the name ``path`` only when everything in it is on disk."""
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder; name a file to write")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: the folder {path.parent} does not exist; make it first")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        flush_path(temporary)
+        temporary.replace(path)
+        flush_path(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def complete_or_nothing(path: Path) -> Iterator[TextIO]:
+    """A text file that takes its name only when everything in it is on disk."""
+    with whole_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        yield file
+        file.flush()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a small file: the old text or the new one is there at any moment, never a part."""
+    with complete_or_nothing(path) as file:
+        file.write(text)
+
+
+def flush_path(path: Path) -> None:
+    """What was written to a file, or renamed in a folder, is on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
