@@ -140,7 +140,7 @@ class Trainer:
 
     def train(self) -> Path:
         """Run to the last step; returns the model folder of the newest checkpoint."""
-        if self.progress.step < self.total_steps:
+        if not self.is_finished:
             self._write_settings()
             recorder = Recorder(self.cfg, self.progress.step or -1, self.notices.append)
             self.view = view = RunView(self.cfg.name, self.total_steps, self.progress.step)
@@ -180,7 +180,7 @@ class Trainer:
         if self.progress.step == 0 and self.cfg.eval.every and self.eval_tasks:
             values = read(self.evaluate())
             recorder.log(0, values | self.watch.take())
-        while self.progress.step < self.total_steps:
+        while not self.is_finished:
             started = time.perf_counter()
             metrics = self._step(view, recorder)
             speed = self._throughput(metrics, time.perf_counter() - started)
