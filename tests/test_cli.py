@@ -164,6 +164,7 @@ def test_verify_scores_rows_in_order(tmp_path):
     assert result.returncode == 0, result.stderr
     scores = [json.loads(line) for line in out.read_text().splitlines()]
     assert [s["score"] for s in scores] == [1.0, 1.0, 0.0, 0.0] and scores[2]["status"] == "no_answer"
+    assert "4 rows, mean score 0.5000, no_answer 1, ok 3;" in result.stderr
     printed = luffy("verify", path, "--reward", "numeric").stdout.splitlines()
     assert [json.loads(line)["score"] for line in printed] == [1.0, 1.0, 0.0, 0.0]
     path.write_text('{"answer": "1"}\n')

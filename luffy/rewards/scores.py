@@ -35,6 +35,10 @@ class ScoreSummary:
     counts: Counter[str]
     seconds: float
 
+    def __str__(self) -> str:
+        statuses = ", ".join(f"{status} {count:,}" for status, count in sorted(self.counts.items()))
+        return f"{self.rows:,} rows, mean score {self.mean_score:.4f}, {statuses}; {self.seconds:.1f} s"
+
 
 @dataclass(frozen=True)
 class _Row:

@@ -91,6 +91,26 @@ def test_all_max_clip_divides_by_the_kept_tokens_like_the_public_function(make_c
     assert policy.update(samples, 0.01)["actor/pg_loss"].value == pytest.approx(out["pg_loss"].item(), rel=1e-4)
 
 
+def test_recorded_teacher_probabilities_are_the_public_target_probs(make_config):
+    samples = [
+        dataclasses.replace(s, behavior_log_probs=torch.linspace(-3, -0.1, len(s.token_ids))) for s in make_samples()
+    ]
+    cfg = make_config(
+        algorithm={"loss_reduction": "token-mean", "entropy_coef": 0.0, "teacher_probs": "recorded"}, optim=SGD_LIKE
+    )
+    policy = Policy(load_model(cfg.model.path, "float32", "cpu"), cfg)
+    log_prob = torch.cat(policy.log_probs(samples))[None]
+    names = ("old_log_probs", "advantages", "off_policy", "behavior_log_probs")
+    old, advantages, off, teacher = (torch.cat([getattr(s, n) for s in samples])[None] for n in names)
+    out = luffy.compute_token_on_off_policy_loss(
+        old, log_prob, advantages, torch.ones_like(old), 0.2, 1.2, off, 0.2, off_policy_reshape="p_div_p_0.1",
+        target_probs=teacher.exp(), loss_remove_clip=True,
+    )  # fmt: skip
+    metrics = policy.update(samples, 0.01)
+    assert metrics["actor/off_ratio_mean"].value == pytest.approx(out["off_ratio_mean"].item(), rel=1e-4)
+    assert metrics["actor/pg_loss"].value == pytest.approx(out["pg_loss"].item(), rel=1e-4)
+
+
 def test_weight_decay_shrinks_matrices_and_spares_norms(make_config):
     cfg = make_config(optim={"weight_decay": 0.5})
     policy = Policy(load_model(cfg.model.path, "float32", "cpu"), cfg)
