@@ -72,8 +72,8 @@ class Encoder:
         self.style = PromptStyle(_one_of("style", style, tuple(PromptStyle)))
         self.overlong_prompt = _one_of("overlong_prompt", overlong_prompt, ("error", "drop"))
         self.overlong_trace = _one_of("overlong_trace", overlong_trace, ("drop", "truncate", "error"))
-        self.max_prompt_tokens = _at_least_one("max_prompt_tokens", max_prompt_tokens)
-        self.max_response_tokens = _at_least_one("max_response_tokens", max_response_tokens)
+        self.max_prompt_tokens = _at_least_one("data.max_prompt_tokens", max_prompt_tokens)
+        self.max_response_tokens = _at_least_one("rollout.max_tokens", max_response_tokens)
         self.vocabulary = len(tokenizer)
         self.eos_ids = _checked_eos(tokenizer, eos_ids, self.vocabulary)
         self.chat_template = _template_text(chat_template)
@@ -268,7 +268,7 @@ def _one_of(knob: str, value: str, known: Sequence[str]) -> str:
 
 def _at_least_one(knob: str, value: int) -> int:
     if value < 1:
-        raise ConfigError(f"data.{knob}={value} leaves no room; give 1 or more")
+        raise ConfigError(f"{knob}={value} leaves no room; give 1 or more")
     return value
 
 

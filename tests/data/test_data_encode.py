@@ -163,7 +163,7 @@ def test_a_tokenizer_without_eos(make_tokenizer):
         ({"overlong_prompt": "cut"}, "data.overlong_prompt='cut' is unknown; known: error, drop"),
         ({"overlong_trace": "cut"}, "data.overlong_trace='cut' is unknown; known: drop, truncate, error"),
         ({"max_prompt_tokens": 0}, "data.max_prompt_tokens=0 leaves no room"),
-        ({"max_response_tokens": 0}, "data.max_response_tokens=0 leaves no room"),
+        ({"max_response_tokens": 0}, "rollout.max_tokens=0 leaves no room"),
         ({"style": "plain", "system_prompt": "x"}, "data.style=plain has no place for it"),
     ],
 )
