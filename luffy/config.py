@@ -186,6 +186,9 @@ class AlgorithmConfig:
     importance_objective: Literal["decoupled", "literal"] = knob(
         "decoupled", "decoupled: ratio p/p_old, advantage times weight; literal: corrects twice, kept for comparison"
     )
+    importance_level: Literal["token", "sequence"] = knob(
+        "token", "weight of a token: its own, or the product over its response (unbiased, but of high variance)"
+    )
     prefix_alpha: float = knob(1.0, "weight of the advantage on off-policy tokens")
     prefix_beta: float = knob(1.0, "weight of the advantage on the policy's own tokens")
     entropy_coef: float = knob(0.01, "weight of the entropy bonus", ge=0)

@@ -106,7 +106,7 @@ class Completion:
     """
 
     token_ids: Tensor  # [T] long
-    log_probs: Tensor  # [T] float32, the policy's own at the sampling temperature
+    log_probs: Tensor  # [T] float32, the policy's own at the sampling temperature; NaN where no engine knows it
     finish: Finish
     overrides: Tensor | None = None  # [T] bool
     behavior_log_probs: Tensor | None = None  # [T] float32
@@ -119,8 +119,8 @@ class Rollout:
 
     ``behavior_log_probs`` are of whoever wrote the token: the engine's for its own tokens; the
     recorded teacher's for off-policy tokens, 0 (probability 1) where none was recorded.
-    ``engine_log_probs`` are the policy's own as the engine saw them; they differ from the behaviour only
-    where a guidance model had a say. ``overrides[t]`` is True where it put token t in.
+    ``engine_log_probs`` are the policy's own as the engine saw them (NaN where it did not); they differ from
+    the behaviour only where a guidance model had a say. ``overrides[t]`` is True where it put token t in.
     """
 
     task: Task
@@ -191,6 +191,7 @@ class MicroBatch:
     input_ids: Tensor  # [N] long
     position_ids: Tensor  # [N] long
     lengths: tuple[int, ...]  # per sample, sums to N
+    response_lengths: tuple[int, ...]  # per sample, sums to R
     predict_from: Tensor  # [R] long
     targets: Tensor  # [R] long
     off_policy: Tensor  # [R] bool

@@ -6,7 +6,9 @@ the weight of a token is p_old / p_behaviour, and the expectation of weight * f 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,15 +21,25 @@ class Importance:
     ``decoupled`` (default): the ratio is p / p_old, clipped as ever, and the advantage is multiplied by the weight.
     ``literal``: the ratio is p / p_behaviour AND the advantage is multiplied by the weight, as the note that
     introduced the idea has it; that corrects twice, and its gradient is not the policy's.
+
+    ``level`` "token": every token has its own weight, as ratios in PPO; low variance, and a bias, since neither the
+    tokens before nor those after it are corrected. "sequence": every token has the product over its response; no
+    bias, and a variance that grows with the response's length.
     """
 
     clamp_min: float = 0.0
     clamp_max: float = 10.0
     detach: bool = True
     literal: bool = False
+    level: Literal["token", "sequence"] = "token"
 
-    def weights(self, old_log_prob: Tensor, behavior_log_prob: Tensor) -> Tensor:
-        weights = torch.exp(old_log_prob - behavior_log_prob).clamp(self.clamp_min, self.clamp_max)
+    def weights(self, old_log_prob: Tensor, behavior_log_prob: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[R], of responses laid end to end, ``lengths`` tokens each."""
+        log_weights = old_log_prob - behavior_log_prob
+        if self.level == "sequence":
+            # A reward belongs to the whole response, so the tokens after t need their correction as those before.
+            log_weights = torch.cat([part.sum().expand_as(part) for part in log_weights.split(list(lengths))])
+        weights = log_weights.exp().clamp(self.clamp_min, self.clamp_max)
         return weights.detach() if self.detach else weights
 
     def ratio_base(self, old_log_prob: Tensor, behavior_log_prob: Tensor) -> Tensor:

@@ -69,5 +69,9 @@ def importance_of(cfg: Config) -> Importance | None:
         return None
     a = cfg.algorithm
     return Importance(
-        a.importance_clamp_min, a.importance_clamp_max, a.importance_detach, a.importance_objective == "literal"
+        clamp_min=a.importance_clamp_min,
+        clamp_max=a.importance_clamp_max,
+        detach=a.importance_detach,
+        literal=a.importance_objective == "literal",
+        level=a.importance_level,
     )

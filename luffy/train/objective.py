@@ -66,8 +66,9 @@ class Objective:
         """What the ratio divides by, and the importance weight of every token; a trace's tokens have none (1)."""
         assert self.importance is not None
         live = old if batch.old_log_probs is not None or self.importance.detach else log_prob
-        weights = self.importance.weights(live, batch.behavior_log_probs)
-        base = self.importance.ratio_base(old, batch.behavior_log_probs)
+        behavior = torch.where(batch.off_policy, live, batch.behavior_log_probs)
+        weights = self.importance.weights(live, behavior, batch.response_lengths)
+        base = self.importance.ratio_base(old, behavior)
         return torch.where(batch.off_policy, old, base), torch.where(batch.off_policy, 1.0, weights)
 
     def target_probs(self, batch: MicroBatch) -> Tensor | None:
@@ -89,7 +90,8 @@ def _weight_stats(weights: Tensor, on: Tensor) -> Stats:
 
 def _stats(b: MicroBatch, t: LossTerms, old: Tensor, log_prob: Tensor, entropy: Tensor, in_rl: Tensor) -> Stats:
     on, off = in_rl & ~b.off_policy, in_rl & b.off_policy
-    engine_gap = (old - b.engine_log_probs).abs().masked_fill(~on, 0.0)
+    known = on & ~b.engine_log_probs.isnan()
+    engine_gap = (old - b.engine_log_probs).abs().masked_fill(~known, 0.0)
     return {
         "actor/pg_loss": OnDevice(Sum, ((t.loss.detach() * b.rl_weights).sum(),)),  # the weights hold the denominator
         "actor/on_pg_loss": _over(t.on_loss, on),
@@ -103,6 +105,6 @@ def _stats(b: MicroBatch, t: LossTerms, old: Tensor, log_prob: Tensor, entropy: 
         "actor/off_ratio_max_clip_frac": _over(t.off_max_clipped, off),
         "actor/off_ratio_min_clip_frac": _over(t.off_min_clipped, off),
         "actor/sft_loss": _over(-log_prob, b.sft_weights > 0),
-        "rollout/logprob_diff_mean": _over(engine_gap, on),
+        "rollout/logprob_diff_mean": _over(engine_gap, known),
         "rollout/logprob_diff_max": OnDevice(Max, (engine_gap.amax(),)),
     }

@@ -50,6 +50,7 @@ def _micro_batch(samples: list[Sample], rl: list[Tensor], sft: list[Tensor]) -> 
         input_ids=torch.cat(sequences),
         position_ids=torch.cat([torch.arange(len(s)) for s in samples]),
         lengths=tuple(len(s) for s in samples),
+        response_lengths=tuple(s.token_ids.numel() for s in samples),
         predict_from=torch.cat(before),
         targets=torch.cat([s.token_ids for s in samples]),
         off_policy=torch.cat([s.off_policy for s in samples]),

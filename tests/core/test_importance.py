@@ -11,15 +11,23 @@ BEHAVIOR = torch.log(torch.tensor([0.25, 0.4, 0.9], dtype=D))
 
 
 def test_weights_by_hand_and_their_bounds():
-    torch.testing.assert_close(Importance().weights(OLD, BEHAVIOR), torch.tensor([2.0, 0.5, 1.0], dtype=D))
-    bounded = Importance(clamp_min=0.8, clamp_max=1.5).weights(OLD, BEHAVIOR)
+    torch.testing.assert_close(Importance().weights(OLD, BEHAVIOR, (1, 2)), torch.tensor([2.0, 0.5, 1.0], dtype=D))
+    bounded = Importance(clamp_min=0.8, clamp_max=1.5).weights(OLD, BEHAVIOR, (1, 2))
     torch.testing.assert_close(bounded, torch.tensor([1.5, 0.8, 1.0], dtype=D))
+
+
+def test_the_weight_of_a_sequence_is_the_product_over_it():
+    whole = Importance(level="sequence")
+    torch.testing.assert_close(whole.weights(OLD, BEHAVIOR, (1, 2)), torch.tensor([2.0, 0.5, 0.5], dtype=D))
+    torch.testing.assert_close(whole.weights(OLD, BEHAVIOR, (3,)), torch.ones(3, dtype=D))
+    bounded = Importance(level="sequence", clamp_min=0.9, clamp_max=1.5).weights(OLD, BEHAVIOR, (2, 1))
+    torch.testing.assert_close(bounded, torch.ones(3, dtype=D))  # the product is bounded, not its factors
 
 
 def test_detach():
     old = OLD.clone().requires_grad_(True)
-    assert not Importance().weights(old, BEHAVIOR).requires_grad
-    Importance(detach=False).weights(old, BEHAVIOR).sum().backward()
+    assert not Importance().weights(old, BEHAVIOR, (1, 2)).requires_grad
+    Importance(detach=False).weights(old, BEHAVIOR, (1, 2)).sum().backward()
     torch.testing.assert_close(old.grad, torch.tensor([2.0, 0.5, 1.0], dtype=D))
 
 
@@ -43,7 +51,7 @@ def test_expected_gradient_is_the_policy_gradient_only_when_corrected_once(liter
     terms = policy_loss_terms(
         importance.ratio_base(old, behavior),
         log_pi,
-        reward * importance.weights(old, behavior),
+        reward * importance.weights(old, behavior, (1,) * 4),
         torch.ones(4),
         torch.zeros(4, dtype=torch.bool),
         PolicyLoss(remove_clip=True),

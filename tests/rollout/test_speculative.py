@@ -1,14 +1,25 @@
 """Token-level guidance: the tokens follow the rule's closed form, and the reported probabilities are it."""
 
-import itertools
 import math
-from functools import cache
 
 import pytest
 import torch
-from scipy.stats import chisquare
 from tiny_models import ARCHITECTURES, tiny_model
 from tokenizers import Tokenizer, models
+from toy_guidance import (
+    DRAFT_ALONE,
+    RULES,
+    SAMPLES,
+    ask,
+    chi_square,
+    count,
+    exact_distribution,
+    exact_moments,
+    plain_log_probs,
+    toy_samples,
+    toy_sequences,
+    toy_tables,
+)
 from transformers import PreTrainedTokenizerFast
 
 from luffy.core.rules import Rule
@@ -17,132 +28,17 @@ from luffy.models.attention import ExtendLayout
 from luffy.models.forward import forward_hidden
 from luffy.rollout import NativeEngine, SpeculativeEngine, check_same_tokenizer
 from luffy.rollout.cache import SlotCache
-from luffy.types import Completion, Request, Sampling
-
-RULES = {
-    "speculative": Rule("speculative"),
-    "threshold": Rule("threshold", tau=0.2),
-    "mixture": Rule("mixture", eps=0.5),
-}
-# The toy: every sequence of at most 3 of 6 tokens, of which one ends it.
-VOCABULARY, EOS, LENGTH, GIVEN = 6, 1, 3, (3, 4)
-TEMPERATURE, GUIDANCE_TEMPERATURE = 1.6, 2.0
-SAMPLES = 4000
-
-
-def ask(ids, max_tokens=8, seed=0, prefix=(), **knobs) -> Request:
-    return Request(tuple(ids), seed, Sampling(max_tokens, **knobs), tuple(prefix))
-
-
-def plain_log_probs(model, ids, start: int, temperature: float = 1.0) -> torch.Tensor:
-    """[T, V] of the tokens from ``start`` on: `transformers` with its own attention."""
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        logits = model(torch.tensor([list(ids)])).logits[0, start - 1 :].float()
-    return torch.log_softmax(logits / temperature, -1)
+from luffy.types import Completion, Request
 
 
 def tokens_of(completions: list[Completion]) -> list[list[int]]:
     return [c.token_ids.tolist() for c in completions]
 
 
-@cache
-def toy_models():
-    return tuple(
-        tiny_model(name, seed=seed, vocab_size=VOCABULARY, eos_token_id=EOS, initializer_range=0.1)
-        for name, seed in (("qwen2", 1), ("llama", 2))
-    )
-
-
-@cache
-def toy_tables() -> tuple[dict, dict]:
-    """Log-probs [V] of draft and guidance after every beginning of a sequence, in float64."""
-    contexts = [c for n in range(LENGTH) for c in itertools.product(range(VOCABULARY), repeat=n) if EOS not in c]
-    tables = []
-    for model, temperature in zip(toy_models(), (TEMPERATURE, GUIDANCE_TEMPERATURE), strict=True):
-        ids = [(*GIVEN, *c) for c in contexts]
-        tables.append(
-            {c: plain_log_probs(model, i, len(i), temperature)[-1].double() for c, i in zip(contexts, ids, strict=True)}
-        )
-    return tuple(tables)
-
-
-@cache
-def toy_sequences() -> list[tuple[int, ...]]:
-    ended = [(*c, EOS) for c in toy_tables()[0]]
-    full = [(*c, y) for c in toy_tables()[0] if len(c) == LENGTH - 1 for y in range(VOCABULARY) if y != EOS]
-    return ended + full
-
-
-@cache
-def exact_moments(rule: Rule, budget: int | None) -> dict[tuple[int, ...], tuple[float, float]]:
-    """Of every sequence its probability and E[w^2; sequence], w the product of d / b, by enumeration of
-    proposals, verdicts and overrides. The state is how many overrides were spent: b depends on it."""
-    out = {}
-    for sequence in toy_sequences():
-        spent = {0: (1.0, 1.0)}
-        for place, token in enumerate(sequence):
-            stay, replaced, draft = branches(rule, sequence[:place], token)
-            after: dict[int, tuple[float, float]] = {}
-            for count, (weight, squared) in spent.items():
-                free = budget is None or count < budget
-                ways = ((count, stay), (count + 1, replaced)) if free else ((count, draft),)
-                importance = draft / sum(chance for _, chance in ways)
-                for then, chance in ways:
-                    p, q = after.get(then, (0.0, 0.0))
-                    after[then] = (p + weight * chance, q + squared * chance * importance**2)
-            spent = after
-        out[sequence] = tuple(map(sum, zip(*spent.values(), strict=True)))
-    assert sum(p for p, _ in out.values()) == pytest.approx(1.0, abs=1e-6)
-    return out
-
-
-def branches(rule: Rule, context: tuple[int, ...], token: int) -> tuple[float, float, float]:
-    """Probability that ``token`` is proposed and kept, that it takes a rejected one's place, and d(token)."""
-    log_d, log_g = (table[context] for table in toy_tables())
-    every = torch.arange(VOCABULARY)
-    keep = rule.accept_probability(log_d.expand(VOCABULARY, -1), log_g.expand(VOCABULARY, -1), every)
-    rejected = (log_d.exp() * (1 - keep)).sum()
-    d, override = log_d.exp()[token], rule.override_log_probs(log_d, log_g).exp()[token]
-    return float(d * keep[token]), float(rejected * override), float(d)
-
-
-def exact_distribution(rule: Rule, budget: int | None) -> dict[tuple[int, ...], float]:
-    return {sequence: p for sequence, (p, _) in exact_moments(rule, budget).items()}
-
-
-DRAFT_ALONE = Rule("mixture", eps=0.0)
-
-
-@cache
-def toy_samples(name: str, budget: int | None) -> tuple[Completion, ...]:
-    engine = SpeculativeEngine(
-        *toy_models(), RULES[name], k=2, max_overrides=budget, guidance_temperature=GUIDANCE_TEMPERATURE, max_slots=800
-    )
-    requests = [ask(GIVEN, LENGTH, seed=s, temperature=TEMPERATURE, eos_ids=(EOS,)) for s in range(SAMPLES)]
-    return tuple(engine.generate(requests))
-
-
-def chi_square(counts: dict, expected: dict) -> float:
-    often = [s for s in expected if expected[s] * SAMPLES >= 5]
-    observed = [counts.get(s, 0) for s in often]
-    wanted = [expected[s] * SAMPLES for s in often]
-    assert len(often) > 15
-    rest = SAMPLES - sum(wanted)
-    if rest > 1:
-        observed.append(SAMPLES - sum(observed))
-        wanted.append(rest)
-    scale = sum(observed) / sum(wanted)
-    return float(chisquare(observed, [w * scale for w in wanted]).pvalue)
-
-
 @pytest.mark.parametrize("budget", [None, 1])
 @pytest.mark.parametrize("name", RULES)
 def test_sequences_follow_the_closed_form(name, budget):
-    counts: dict[tuple[int, ...], int] = {}
-    for completion in toy_samples(name, budget):
-        key = tuple(completion.token_ids.tolist())
-        counts[key] = counts.get(key, 0) + 1
+    counts = count(toy_samples(name, budget))
     expected = exact_distribution(RULES[name], budget)
     assert set(counts) <= set(expected)
     assert chi_square(counts, expected) > 1e-3
@@ -154,12 +50,9 @@ def test_speculative_is_the_guidance_model_itself():
     _, guides = toy_tables()
     alone = {s: math.exp(sum(float(guides[s[:i]][y]) for i, y in enumerate(s))) for s in toy_sequences()}
     assert exact_distribution(RULES["speculative"], None) == pytest.approx(alone, abs=1e-6)
-    counts: dict[tuple[int, ...], int] = {}
-    for completion in toy_samples("speculative", None):
-        key = tuple(completion.token_ids.tolist())
-        counts[key] = counts.get(key, 0) + 1
-        assert torch.equal(completion.behavior_log_probs, completion.guidance_log_probs)
-    assert chi_square(counts, alone) > 1e-3
+    completions = toy_samples("speculative", None)
+    assert all(torch.equal(c.behavior_log_probs, c.guidance_log_probs) for c in completions)
+    assert chi_square(count(completions), alone) > 1e-3
 
 
 @pytest.mark.parametrize("budget", [None, 1])
