@@ -121,17 +121,24 @@ class OffPolicyGuidanceConfig:
     )
     k: int = knob(4, "tokens the policy proposes before the guidance model looks", ge=1)
     tau: float = knob(0.1, "threshold: override where the guidance gives the proposal less than this", ge=0, le=1)
+    tau_end: float | None = knob(None, "threshold: tau at the end of tau_steps, linearly; null: constant", ge=0, le=1)
+    tau_steps: int | None = knob(None, "steps of the tau schedule; null: the whole training", ge=1)
     eps: float = knob(0.5, "mixture: share of tokens drawn from the guidance model", ge=0, le=1)
     eps_end: float | None = knob(None, "mixture: eps at the end of eps_steps, linearly; null: constant", ge=0, le=1)
     eps_steps: int | None = knob(None, "steps of the eps schedule; null: the whole training", ge=1)
     max_overrides: int | None = knob(None, "overrides per response, then the policy goes on alone", ge=0)
     temperature: float | None = knob(None, "temperature of the guidance model; null: rollout.temperature", gt=0)
 
+    def tau_at(self, step: int, total_steps: int) -> float:
+        return _linear(self.tau, self.tau_end, step / (self.tau_steps or total_steps))
+
     def eps_at(self, step: int, total_steps: int) -> float:
-        if self.eps_end is None:
-            return self.eps
-        done = min(step / (self.eps_steps or total_steps), 1.0)
-        return self.eps + (self.eps_end - self.eps) * done
+        return _linear(self.eps, self.eps_end, step / (self.eps_steps or total_steps))
+
+
+def _linear(start: float, end: float | None, done: float) -> float:
+    """From start to end, then constant; without an end, constant."""
+    return start if end is None else start + (end - start) * min(done, 1.0)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A toy small enough to enumerate: two models, every sequence of at most 3 of 6 tokens, of which one ends it."""
 
 import itertools
+import math
 from collections import Counter
 from functools import cache
 
@@ -10,6 +11,7 @@ from scipy.stats import chisquare
 from tiny_models import tiny_model
 
 from luffy.core.rules import Rule
+from luffy.models import drop_padding_tokens
 from luffy.rollout import SpeculativeEngine
 from luffy.types import Completion, Request, Sampling
 
@@ -36,23 +38,27 @@ def plain_log_probs(model, ids, start: int, temperature: float = 1.0) -> torch.T
 
 
 @cache
-def toy_models():
-    return tuple(
+def toy_models(guided: int = VOCABULARY):
+    """Draft and guidance; of the guidance model's tokens only the first ``guided`` are left."""
+    draft, guidance = (
         tiny_model(name, seed=seed, vocab_size=VOCABULARY, eos_token_id=EOS, initializer_range=0.1)
         for name, seed in (("qwen2", 1), ("llama", 2))
     )
+    drop_padding_tokens(guidance, guided)
+    return draft, guidance
 
 
 @cache
-def toy_tables() -> tuple[dict, dict]:
+def toy_tables(guided: int = VOCABULARY) -> tuple[dict, dict]:
     """Log-probs [V] of draft and guidance after every beginning of a sequence, in float64."""
     contexts = [c for n in range(LENGTH) for c in itertools.product(range(VOCABULARY), repeat=n) if EOS not in c]
     tables = []
-    for model, temperature in zip(toy_models(), (TEMPERATURE, GUIDANCE_TEMPERATURE), strict=True):
-        ids = [(*GIVEN, *c) for c in contexts]
-        tables.append(
-            {c: plain_log_probs(model, i, len(i), temperature)[-1].double() for c, i in zip(contexts, ids, strict=True)}
-        )
+    for model, temperature in zip(toy_models(guided), (TEMPERATURE, GUIDANCE_TEMPERATURE), strict=True):
+        size = model.config.vocab_size
+        ids = [(*GIVEN, *(min(token, size - 1) for token in c)) for c in contexts]
+        rows = [plain_log_probs(model, i, len(i), temperature)[-1].double() for i in ids]
+        padded = [torch.nn.functional.pad(row, (0, VOCABULARY - size), value=-math.inf) for row in rows]
+        tables.append(dict(zip(contexts, padded, strict=True)))
     return tuple(tables)
 
 
@@ -64,19 +70,22 @@ def toy_sequences() -> list[tuple[int, ...]]:
 
 
 @cache
-def exact_moments(rule: Rule, budget: int | None) -> dict[tuple[int, ...], tuple[float, float]]:
+def exact_moments(
+    rule: Rule, budget: int | None, guided: int = VOCABULARY
+) -> dict[tuple[int, ...], tuple[float, float]]:
     """Of every sequence its probability and E[w^2; sequence], w the product of d / b, by enumeration of
     proposals, verdicts and overrides. The state is how many overrides were spent: b depends on it."""
     out = {}
     for sequence in toy_sequences():
         spent = {0: (1.0, 1.0)}
         for place, token in enumerate(sequence):
-            stay, replaced, draft = branches(rule, sequence[:place], token)
+            stay, replaced, draft = branches(rule, sequence[:place], token, guided)
             after: dict[int, tuple[float, float]] = {}
             for count, (weight, squared) in spent.items():
                 free = budget is None or count < budget
                 ways = ((count, stay), (count + 1, replaced)) if free else ((count, draft),)
-                importance = draft / sum(chance for _, chance in ways)
+                total = sum(chance for _, chance in ways)
+                importance = draft / total if total else 0.0
                 for then, chance in ways:
                     p, q = after.get(then, (0.0, 0.0))
                     after[then] = (p + weight * chance, q + squared * chance * importance**2)
@@ -86,9 +95,9 @@ def exact_moments(rule: Rule, budget: int | None) -> dict[tuple[int, ...], tuple
     return out
 
 
-def branches(rule: Rule, context: tuple[int, ...], token: int) -> tuple[float, float, float]:
+def branches(rule: Rule, context: tuple[int, ...], token: int, guided: int) -> tuple[float, float, float]:
     """Probability that ``token`` is proposed and kept, that it takes a rejected one's place, and d(token)."""
-    log_d, log_g = (table[context] for table in toy_tables())
+    log_d, log_g = (table[context] for table in toy_tables(guided))
     every = torch.arange(VOCABULARY)
     keep = rule.accept_probability(log_d.expand(VOCABULARY, -1), log_g.expand(VOCABULARY, -1), every)
     rejected = (log_d.exp() * (1 - keep)).sum()
@@ -96,17 +105,22 @@ def branches(rule: Rule, context: tuple[int, ...], token: int) -> tuple[float, f
     return float(d * keep[token]), float(rejected * override), float(d)
 
 
-def exact_distribution(rule: Rule, budget: int | None) -> dict[tuple[int, ...], float]:
-    return {sequence: p for sequence, (p, _) in exact_moments(rule, budget).items()}
+def exact_distribution(rule: Rule, budget: int | None, guided: int = VOCABULARY) -> dict[tuple[int, ...], float]:
+    return {sequence: p for sequence, (p, _) in exact_moments(rule, budget, guided).items()}
 
 
 DRAFT_ALONE = Rule("mixture", eps=0.0)
 
 
 @cache
-def toy_samples(name: str, budget: int | None) -> tuple[Completion, ...]:
+def toy_samples(name: str, budget: int | None, guided: int = VOCABULARY) -> tuple[Completion, ...]:
     engine = SpeculativeEngine(
-        *toy_models(), RULES[name], k=2, max_overrides=budget, guidance_temperature=GUIDANCE_TEMPERATURE, max_slots=800
+        *toy_models(guided),
+        RULES[name],
+        k=2,
+        max_overrides=budget,
+        guidance_temperature=GUIDANCE_TEMPERATURE,
+        max_slots=800,
     )
     return tuple(engine.generate(toy_requests()))
 

@@ -48,6 +48,17 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
     return _guarded(AutoTokenizer.from_pretrained, gguf, str(gguf.parent), gguf_file=gguf.name)
 
 
+def token_count(tokenizer: Any) -> int:
+    """Ids a tokenizer can give, from 0 on; a model often has more rows, of padding."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
+def drop_padding_tokens(model: PreTrainedModel, tokens: int) -> None:
+    """Cut embeddings and head to the first ``tokens`` rows: a distribution over them alone, renormalised."""
+    if model.config.vocab_size > tokens:
+        model.resize_token_embeddings(tokens)
+
+
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     """Every token id that ends a response: those of the generation config, then the tokenizer's own."""
     listed = getattr(causal_lm(model).generation_config, "eos_token_id", None)

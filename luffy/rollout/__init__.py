@@ -3,5 +3,14 @@
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import EngineStats, NativeEngine
 from luffy.rollout.speculative import SpeculativeEngine, SpeculativeStats, check_same_tokenizer
+from luffy.rollout.turns import TurnsEngine
 
-__all__ = ["Engine", "EngineStats", "NativeEngine", "SpeculativeEngine", "SpeculativeStats", "check_same_tokenizer"]
+__all__ = [
+    "Engine",
+    "EngineStats",
+    "NativeEngine",
+    "SpeculativeEngine",
+    "SpeculativeStats",
+    "TurnsEngine",
+    "check_same_tokenizer",
+]

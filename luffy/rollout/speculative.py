@@ -16,18 +16,22 @@ overrides the tokens are those of `NativeEngine`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from luffy.core.rules import Rule
 from luffy.errors import UserError
 from luffy.models.attention import DecodeLayout, ExtendLayout
 from luffy.models.forward import causal_lm, head_weight_bias
+from luffy.rollout.cache import SlotCache
+from luffy.rollout.engine import check_request
 from luffy.rollout.native import DecodeBatch, EngineStats, Generation, ModelRunner, NativeEngine, cache_for, evaluating
 from luffy.rollout.sampling import SamplingRows, draw, tempered, token_bits
 from luffy.rollout.scheduler import SequenceState
@@ -116,7 +120,7 @@ def judge(
     """
     count = proposals.shape[1]
     chance = rule.accept_probability(log_d, log_g, proposals)
-    accepted = (_uniforms(rows.seeds ^ ACCEPT_STREAM, positions) < chance) | ~may_override[:, None]
+    accepted = (uniforms(rows.seeds ^ ACCEPT_STREAM, positions) < chance) | ~may_override[:, None]
     kept = accepted.long().cumprod(dim=1).sum(dim=1)
     # A row that keeps everything draws an override too, for nothing: asking first would wait for the device.
     at = kept.clamp(max=count - 1)
@@ -130,10 +134,30 @@ def judge(
     return Verdict(tokens, overrides, (kept + 1).clamp(max=count), policy, behavior, guidance)
 
 
-def _uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """[B, k] float64 strictly between 0 and 1: what is accepted with probability 1 or 0 always or never is."""
     flat = token_bits(seeds.repeat_interleave(positions.shape[1]), positions.flatten(), 1)
     return ((flat & 0x7FFFFFFF).double() + 0.5).view(positions.shape) / 2**31
+
+
+class GuidanceRunner(ModelRunner):
+    """Runs a model that has fewer tokens than the policy, over the policy's vocabulary: what the policy has beyond
+    is padding, has probability 0 here, and is read as the last token should the policy ever write it."""
+
+    def __init__(self, model: nn.Module, cache: SlotCache, vocabulary: int) -> None:
+        super().__init__(model, cache)
+        self._own = causal_lm(model).config.vocab_size
+        self._missing = vocabulary - self._own
+
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
+        return self._widened(super().prefill(prompts, slots))
+
+    def decode(self, tokens: Tensor, positions: Tensor, layout: DecodeLayout | ExtendLayout) -> Tensor:
+        readable = tokens.clamp(max=self._own - 1) if self._missing else tokens
+        return self._widened(super().decode(readable, positions, layout))
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        return F.pad(logits, (0, self._missing), value=-math.inf) if self._missing else logits
 
 
 class SpeculativeGeneration(Generation):
@@ -149,7 +173,8 @@ class SpeculativeGeneration(Generation):
         self._last_place = engine.max_context - 1
         self._guidance_cache = cache_for(engine.guidance_model, self._cache.slots, self._cache.capacity)
         self._caches.append(self._guidance_cache)
-        self._guidance = ModelRunner(engine.guidance_model, self._guidance_cache)
+        vocabulary = causal_lm(engine.model).config.vocab_size
+        self._guidance = GuidanceRunner(engine.guidance_model, self._guidance_cache, vocabulary)
         self.stats = SpeculativeStats()
 
     def _prompt_logits(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
@@ -265,6 +290,10 @@ def _guided(sequences: Sequence[SequenceState]) -> Sequence[GuidedSequence]:
 class SpeculativeEngine(NativeEngine):
     """Responses of the policy under token-level guidance, with the exact probability of every token.
 
+    Both models share a tokenizer (`check_same_tokenizer`). The guidance model may have fewer rows of padding: to it
+    the rest of the policy's vocabulary has probability 0. The policy's distribution is never cut, for it is the one
+    that is trained.
+
     ``rule`` may be replaced between calls (schedules). After ``max_overrides`` overrides a response
     belongs to the draft alone. The draft runs at the request's temperature, and so does the guidance
     model unless ``guidance_temperature`` is given.
@@ -297,8 +326,10 @@ class SpeculativeEngine(NativeEngine):
 
     def _check(self, requests: Sequence[Request]) -> None:
         super()._check(requests)
+        readable = causal_lm(self.guidance_model).config.vocab_size
         for request in requests:
-            _check_exact(request)
+            check_request(request, self.max_context, readable)
+            check_exact(request)
         devices = [head_weight_bias(model)[0].device for model in (self.model, self.guidance_model)]
         if devices[0] != devices[1]:
             raise UserError(f"the policy lies on {devices[0]}, the guidance model on {devices[1]}: move one of them")
@@ -328,10 +359,10 @@ def _check_settings(k: int, max_overrides: int | None, guidance_temperature: flo
 def _check_pair(model: nn.Module, guidance_model: nn.Module, max_context: int) -> None:
     """What two models need to speak about the same tokens."""
     draft, guidance = causal_lm(model).config, causal_lm(guidance_model).config
-    if draft.vocab_size != guidance.vocab_size:
+    if draft.vocab_size < guidance.vocab_size:
         raise UserError(
             f"the policy has a vocabulary of {draft.vocab_size} tokens, the guidance model of {guidance.vocab_size}:"
-            " token-level guidance needs the same tokens in both"
+            " if both have the same tokenizer, cut the guidance model's with luffy.models.drop_padding_tokens"
         )
     if guidance.max_position_embeddings < max_context:
         raise UserError(
@@ -340,7 +371,7 @@ def _check_pair(model: nn.Module, guidance_model: nn.Module, max_context: int) -
         )
 
 
-def _check_exact(request: Request) -> None:
+def check_exact(request: Request) -> None:
     """Refuse sampling under which the behaviour would not be the distribution that is reported."""
     sampling = request.sampling
     if sampling.temperature == 0:

@@ -17,6 +17,7 @@ from luffy.models.load import gguf_file, load_model, load_tokenizer
 from luffy.rewards import build_verifier
 from luffy.rollout.speculative import check_same_tokenizer
 from luffy.train import setup
+from luffy.train.guide import check_guidance_fits
 from luffy.train.loop import Method, total_steps
 from luffy.train.optim import lr_at
 from luffy.train.sources import draw
@@ -84,8 +85,9 @@ def check_other_models(cfg: Config, method: Method, tokenizer: Any) -> None:
     if method == "rl" and cfg.algorithm.kl_coef and m.reference:
         read_model_config(m.reference, "model.reference", m.trust_remote_code)
     if method == "rl" and guide is not None:
-        read_model_config(guide.model_path, "rollout.offpolicy_guidance.model_path", m.trust_remote_code)
+        shape = read_model_config(guide.model_path, "rollout.offpolicy_guidance.model_path", m.trust_remote_code)
         check_same_tokenizer(tokenizer, load_tokenizer(guide.model_path, m.trust_remote_code))
+        check_guidance_fits(cfg, guide, shape, tokenizer)
 
 
 def plan_line(cfg: Config, method: Method, batch: list[Any], visits: list[int], steps: int) -> str:

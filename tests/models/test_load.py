@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from luffy.errors import UserError
-from luffy.models import PackedLayout, eos_ids, forward_hidden, load_model, load_tokenizer
+from luffy.models import PackedLayout, drop_padding_tokens, eos_ids, forward_hidden, load_model, load_tokenizer
 
 
 @pytest.fixture
@@ -150,3 +150,17 @@ def test_rotary_frequencies_stay_float32_and_far_positions_stay_right(tmp_path):
         expected = theirs.model(ids[None]).last_hidden_state[0]
     error = (hidden - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
     assert error[-500:].mean() < 0.02
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_without_padding_a_model_is_itself_renormalised(tied):
+    model = tiny_model("qwen2", vocab_size=50, tie_word_embeddings=tied)
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        before = model(ids).logits[0]
+        drop_padding_tokens(model, 50)
+        assert torch.equal(model(ids).logits[0], before)
+        drop_padding_tokens(model, 41)
+        after = model(ids).logits[0]
+    assert model.config.vocab_size == after.shape[-1] == 41
+    torch.testing.assert_close(after.log_softmax(-1), before[:, :41].log_softmax(-1))

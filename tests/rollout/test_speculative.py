@@ -10,12 +10,14 @@ from toy_guidance import (
     DRAFT_ALONE,
     RULES,
     SAMPLES,
+    VOCABULARY,
     ask,
     chi_square,
     count,
     exact_distribution,
     exact_moments,
     plain_log_probs,
+    toy_models,
     toy_samples,
     toy_sequences,
     toy_tables,
@@ -35,11 +37,15 @@ def tokens_of(completions: list[Completion]) -> list[list[int]]:
     return [c.token_ids.tolist() for c in completions]
 
 
-@pytest.mark.parametrize("budget", [None, 1])
+# A budget of overrides, and a guidance model that lacks a token which the policy has (in earnest: padding).
+VARIANTS = pytest.mark.parametrize(("budget", "guided"), [(None, VOCABULARY), (1, VOCABULARY), (None, VOCABULARY - 1)])
+
+
+@VARIANTS
 @pytest.mark.parametrize("name", RULES)
-def test_sequences_follow_the_closed_form(name, budget):
-    counts = count(toy_samples(name, budget))
-    expected = exact_distribution(RULES[name], budget)
+def test_sequences_follow_the_closed_form(name, budget, guided):
+    counts = count(toy_samples(name, budget, guided))
+    expected = exact_distribution(RULES[name], budget, guided)
     assert set(counts) <= set(expected)
     assert chi_square(counts, expected) > 1e-3
     # The test can tell: the draft alone does not look like this.
@@ -55,12 +61,12 @@ def test_speculative_is_the_guidance_model_itself():
     assert chi_square(count(completions), alone) > 1e-3
 
 
-@pytest.mark.parametrize("budget", [None, 1])
+@VARIANTS
 @pytest.mark.parametrize("name", RULES)
-def test_reported_log_probs_are_the_closed_form_of_plain_forward_passes(name, budget):
-    drafts, guides = toy_tables()
+def test_reported_log_probs_are_the_closed_form_of_plain_forward_passes(name, budget, guided):
+    drafts, guides = toy_tables(guided)
     rule = RULES[name]
-    for completion in toy_samples(name, budget)[:300]:
+    for completion in toy_samples(name, budget, guided)[:300]:
         sequence, spent = tuple(completion.token_ids.tolist()), 0
         for place, token in enumerate(sequence):
             log_d, log_g = drafts[sequence[:place]], guides[sequence[:place]]
@@ -273,6 +279,19 @@ def test_the_context_may_be_filled_to_the_last_token():
             torch.testing.assert_close(reported, expected[:, 0], atol=5e-5, rtol=1e-4)
 
 
+def test_padding_of_the_policy_is_never_put_in_and_never_asked_for():
+    draft, guidance = toy_models(VOCABULARY - 1)
+    for name in RULES:
+        seen = [c for c in toy_samples(name, None, VOCABULARY - 1) if VOCABULARY - 1 in c.token_ids.tolist()]
+        for completion in seen:
+            at = completion.token_ids == VOCABULARY - 1
+            assert not completion.overrides[at].any() and (completion.guidance_log_probs[at] == -math.inf).all()
+        # Its probability is the policy's: mixture keeps a share of it, the others reject what the guidance never says.
+        assert bool(seen) is (name == "mixture")
+    with pytest.raises(UserError, match=f"token id {VOCABULARY - 1} lies outside"):
+        SpeculativeEngine(draft, guidance, RULES["mixture"]).generate([ask((VOCABULARY - 1,), 3)])
+
+
 def test_the_rule_may_change_between_calls():
     engine = SpeculativeEngine(*spread_models(), Rule("mixture", eps=0.0))
     requests = [ask((5, 6, 7), 30, seed=s) for s in range(4)]
@@ -323,7 +342,7 @@ def test_bad_settings_are_refused():
     ):
         with pytest.raises(UserError, match=message):
             SpeculativeEngine(draft, draft, rule, **knobs)
-    with pytest.raises(UserError, match="vocabulary of 200 tokens, the guidance model of 210"):
+    with pytest.raises(UserError, match="vocabulary of 200 tokens, the guidance model of 210.*drop_padding_tokens"):
         SpeculativeEngine(draft, tiny_model("llama", vocab_size=210), rule)
     short = tiny_model("llama", max_position_embeddings=128)
     with pytest.raises(

@@ -1,6 +1,7 @@
 """Token-level guidance in the trainer: bit for bit nothing when absent, its metrics and errors when there."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from luffy.config import load_config
 from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import read_json_lines
+from luffy.rollout import NativeEngine
+from luffy.train.dry_run import dry_run
 from luffy.train.loop import Trainer
 
 
@@ -79,6 +82,122 @@ def test_the_eps_schedule_fades_out(make_config, stronger):
     assert ratios[0] == 1.0 and ratios == sorted(ratios, reverse=True) and ratios[3] == 0.0
 
 
+def test_the_tau_schedule_fades_out(make_config, stronger):
+    guide = {"model_path": str(stronger), "rule": "threshold", "tau": 1.0, "tau_end": 0.0, "tau_steps": 3}
+    rows, _ = run(make_config(rollout={"offpolicy_guidance": guide}))
+    ratios = [r["guidance/token_ratio"] for r in rows]
+    assert ratios[0] == 1.0 and ratios == sorted(ratios, reverse=True) and ratios[3] == 0.0
+
+
+def test_sequence_weights_train(make_config, stronger):
+    guide = {"model_path": str(stronger), "rule": "mixture", "eps": 0.3}
+    whole = {"importance_level": "sequence", "reject_extreme": False}
+    rows, _ = run(make_config(name="whole", rollout={"offpolicy_guidance": guide}, algorithm=whole))
+    token, _ = run(
+        make_config(name="token", rollout={"offpolicy_guidance": guide}, algorithm={"reject_extreme": False})
+    )
+    assert token[0]["guidance/weight_max"] <= 1 / 0.7 + 1e-4 < rows[0]["guidance/weight_max"]  # (1/(1-eps))^T at most
+    assert rows[0]["guidance/ess"] < token[0]["guidance/ess"]
+
+
+def resized(folder, target, rows):
+    """The same model and tokenizer with more rows of padding, which are likely tokens here: worse than in earnest."""
+    shutil.copytree(folder, target)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(7)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[-4:].normal_(std=0.3)
+    model.save_pretrained(target)
+    return str(target)
+
+
+@pytest.mark.parametrize("rule", ["speculative", "threshold", "mixture", "aligned"])
+@pytest.mark.parametrize("padded", ["policy", "guidance", "both"])
+def test_padding_of_either_model_leaves_the_probabilities_exact(
+    make_config, tiny_model, stronger, tmp_path, padded, rule
+):
+    policy = str(tiny_model) if padded == "guidance" else resized(tiny_model, tmp_path / "policy", 24)
+    guidance = str(stronger) if padded == "policy" else resized(stronger, tmp_path / "guidance", 29)
+    cfg = make_config(
+        model={"path": policy, "device": "cpu"},
+        rollout={"offpolicy_guidance": {"model_path": guidance, "rule": rule, "tau": 0.2, "eps": 0.5}},
+        algorithm={"reject_extreme": False},
+        train={"steps": 2},
+    )
+    rows, _ = run(cfg)
+    assert all(0 < r["guidance/token_ratio"] < 1 for r in rows)
+    samples = read_json_lines(cfg.folder / "samples.jsonl")
+    written = [(t, o) for s in samples for t, o in zip(s["token_ids"], s["overrides"], strict=True)]
+    assert max(t for t, o in written if o) < 18  # the tokenizer's: the guidance never writes padding
+    if rule != "aligned":
+        # What the engine took for the policy's own probabilities is what the trainer computes.
+        assert all(r["rollout/logprob_diff_max"] < 1e-4 for r in rows)
+    if rule == "mixture":
+        assert (max(t for t, _ in written) >= 18) is (padded != "guidance")
+        assert all(r["guidance/weight_max"] <= 2.0 + 1e-4 for r in rows)
+
+
+class Foreign:
+    """Another engine's face: tokens and their log-probs, nothing else to hold on to."""
+
+    def __init__(self, model, max_slots):
+        self._engine = NativeEngine(model, max_slots=max_slots)
+        self.generate, self.sync = self._engine.generate, self._engine.sync
+
+
+def test_another_engine_and_the_guidance_take_turns(make_config, stronger, monkeypatch):
+    monkeypatch.setattr("luffy.train.loop.NativeEngine", Foreign)
+    guide = {
+        "model_path": str(stronger),
+        "rule": "mixture",
+        "eps": 0.6,
+        "eps_end": 0.0,
+        "eps_steps": 3,
+        "max_overrides": 4,
+    }
+    cfg = make_config(
+        rollout={"offpolicy_guidance": guide},
+        guidance={"n_prefix": 1, "strategy": "fixed", "min_ratio": 0.5, "max_ratio": 0.5},
+        algorithm={"reject_extreme": False},
+    )
+    rows, _ = run(cfg)
+    ratios = [r["guidance/token_ratio"] for r in rows]
+    assert ratios[0] > ratios[1] > ratios[3] == 0.0 and all(r["guidance/missing_log_prob_ratio"] == 0.0 for r in rows)
+    assert all(r["rollout/logprob_diff_max"] < 1e-4 for r in rows)  # where the policy wrote; elsewhere unknown
+    assert rows[0]["guidance/ess"] < 1 and rows[3]["guidance/weight_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert max(sum(s["overrides"]) for s in read_json_lines(cfg.folder / "samples.jsonl")) == 4
+
+
+def test_another_engine_aligns(make_config, stronger, monkeypatch):
+    monkeypatch.setattr("luffy.train.loop.NativeEngine", Foreign)
+    rows, _ = run(make_config(rollout={"offpolicy_guidance": {"model_path": str(stronger), "rule": "aligned"}}))
+    assert rows[0]["guidance/token_ratio"] > 0
+
+
+@pytest.mark.parametrize("rule", ["speculative", "threshold"])
+def test_a_rule_another_engine_cannot_honour_is_refused_before_the_first_step(make_config, stronger, monkeypatch, rule):
+    monkeypatch.setattr("luffy.train.loop.NativeEngine", Foreign)
+    cfg = make_config(rollout={"offpolicy_guidance": {"model_path": str(stronger), "rule": rule}})
+    with pytest.raises(UserError, match=f"rule {rule} cannot be honoured with the engine Foreign.*native engine"):
+        Trainer(cfg)
+    assert not cfg.folder.exists()
+
+
+def test_an_engine_without_log_probs_is_refused_before_the_first_step(make_config, stronger, monkeypatch):
+    class Silent(Foreign):
+        def __init__(self, model, max_slots):
+            super().__init__(model, max_slots)
+            self.generate = lambda requests: [
+                replace(c, log_probs=torch.full_like(c.log_probs, torch.nan)) for c in self._engine.generate(requests)
+            ]
+
+    monkeypatch.setattr("luffy.train.loop.NativeEngine", Silent)
+    guide = {"model_path": str(stronger), "rule": "mixture"}
+    with pytest.raises(UserError, match="Silent gave 1 tokens with 0 log-probs"):
+        Trainer(make_config(rollout={"offpolicy_guidance": guide}))
+
+
 def test_several_optimizer_steps_and_the_literal_objective(make_config, stronger):
     guide = {"model_path": str(stronger), "rule": "mixture", "eps": 0.5, "max_overrides": 2}
     common = {"rollout": {"offpolicy_guidance": guide}, "batch": {"mini_batch": 2}, "optim": {"lr": 1e-2}}
@@ -108,15 +227,26 @@ def test_another_tokenizer_is_refused_before_the_first_step(make_config, stronge
         Trainer(make_config(rollout={"offpolicy_guidance": {"model_path": str(other)}}))
 
 
-def test_a_guidance_context_too_short_is_refused(make_config, stronger, tmp_path):
-    import json
-
-    short = tmp_path / "short"
-    shutil.copytree(stronger, short)
-    config = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 20}))
-    with pytest.raises(UserError, match="20"):
-        Trainer(make_config(rollout={"offpolicy_guidance": {"model_path": str(short)}}))
+@pytest.mark.parametrize("rule", ["mixture", "aligned"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_position_embeddings": 20}, "takes 20 tokens, but data.max_prompt_tokens . rollout.max_tokens = 32"),
+        ({"vocab_size": 17}, "has 17 tokens, fewer than the tokenizer's 18"),
+    ],
+)
+def test_a_guidance_model_that_does_not_fit_is_refused(make_config, stronger, tmp_path, change, message, rule):
+    other = tmp_path / "other"
+    shutil.copytree(stronger, other)
+    model = AutoModelForCausalLM.from_pretrained(stronger)
+    model.resize_token_embeddings(change.get("vocab_size", 18))
+    model.config.update(change)
+    model.save_pretrained(other)
+    cfg = make_config(rollout={"offpolicy_guidance": {"model_path": str(other), "rule": rule}})
+    with pytest.raises(UserError, match=message):
+        Trainer(cfg)
+    with pytest.raises(UserError, match=message):
+        dry_run(cfg, "rl")
 
 
 @pytest.mark.parametrize(

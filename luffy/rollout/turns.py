@@ -1,0 +1,162 @@
+"""Two engines take turns at one response: the rule `mixture` for engines that show only what they drew.
+
+The rule's coin does not look at the tokens, so all coins of a response can fall before its first token. Where they
+say so the guidance engine writes, elsewhere the policy's; each is asked to continue the text so far for as long as
+its turn lasts, and to give the log-probs of its own tokens. Sequences are distributed as under the native `mixture`.
+
+The behaviour reported is the one given the coins: g(y) where the guidance wrote, d(y) where the policy did. Weights
+d/g and 1 are unbiased, for the coins are independent of everything. The native engine sees both distributions and
+reports (1 - eps) d + eps g, which is unbiased too and varies less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from luffy.core.rules import Rule
+from luffy.errors import UserError
+from luffy.rollout.engine import Engine, Progress
+from luffy.rollout.sampling import GOLDEN, SamplingRows
+from luffy.rollout.speculative import ACCEPT_STREAM, check_exact, uniforms
+from luffy.types import Completion, Finish, Request, Sampling
+
+# Why the other rules cannot be honoured, and what to take instead.
+NEEDS_DISTRIBUTIONS = {
+    "speculative": "draws a rejected token's successor from what the guidance model has more of than the policy; "
+    "rule mixture with eps 1 has the same distribution",
+    "threshold": "weights tokens by all the probability the policy has below tau; take rule mixture",
+}
+
+
+def check_takes_turns(rule: str, engine: str) -> None:
+    """Refuse rules that need the whole distribution of the policy at every token."""
+    if rule in NEEDS_DISTRIBUTIONS:
+        raise UserError(
+            f"rule {rule} cannot be honoured with the engine {engine}, which gives the log-probs of its own tokens "
+            f"alone: it {NEEDS_DISTRIBUTIONS[rule]}, or let the native engine roll out"
+        )
+
+
+def check_log_probs(engine: Engine, sampling: Sampling) -> None:
+    """Draw one token: an engine that gives no log-probs is found before the first step."""
+    (completion,) = engine.generate([Request((0,), 0, replace(sampling, max_tokens=1))])
+    _check_known(engine, completion)
+
+
+@dataclass(eq=False)
+class Turns:
+    """One response in the making. ``coins`` [max_tokens] are True where the guidance engine writes."""
+
+    request: Request
+    coins: list[bool]
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def guided(self) -> bool:
+        return self.coins[len(self.token_ids)]
+
+    def ask(self, temperature: float | None, readable: int | None) -> Request:
+        """Continue until the coin changes. An engine may draw its noise from the seed alone, so every turn has one of
+        its own; ids that the guidance model has no row for (the policy's padding) are read as its last."""
+        start, request = len(self.token_ids), self.request
+        turn = next((t for t in range(start, len(self.coins)) if self.coins[t] != self.guided), len(self.coins))
+        sampling = replace(request.sampling, max_tokens=turn - start)
+        if temperature is not None:
+            sampling = replace(sampling, temperature=temperature)
+        written = self.token_ids if readable is None else [min(token, readable - 1) for token in self.token_ids]
+        seed = (request.seed + GOLDEN * start) % 2**63
+        return Request(request.prompt_ids, seed, sampling, (*request.prefix_ids, *written))
+
+    def take(self, completion: Completion) -> None:
+        self.token_ids += completion.token_ids.tolist()
+        self.log_probs += completion.log_probs.tolist()
+        if completion.finish == "stop":
+            self.finish = "stop"
+        elif len(self.token_ids) == len(self.coins):
+            self.finish = "length"
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        behavior = torch.tensor(self.log_probs, dtype=torch.float32)
+        guided = torch.tensor(self.coins[: len(self.token_ids)])
+        return Completion(
+            token_ids=torch.tensor(self.token_ids, dtype=torch.long),
+            log_probs=behavior.masked_fill(guided, torch.nan),
+            finish=self.finish,
+            overrides=guided,
+            behavior_log_probs=behavior,
+            guidance_log_probs=behavior.masked_fill(~guided, torch.nan),
+        )
+
+
+class TurnsEngine:
+    """Token-level guidance from any two engines. ``rule`` (a mixture) may be replaced between calls (schedules).
+
+    ``guidance_vocabulary`` is the number of tokens the guidance engine can read, where the policy may write more.
+    """
+
+    def __init__(
+        self,
+        draft: Engine,
+        guidance: Engine,
+        rule: Rule,
+        max_overrides: int | None = None,
+        guidance_temperature: float | None = None,
+        guidance_vocabulary: int | None = None,
+    ) -> None:
+        check_takes_turns(rule.name, type(draft).__name__)
+        self.draft, self.guidance, self.rule = draft, guidance, rule
+        self.max_overrides = max_overrides
+        self.guidance_temperature = guidance_temperature
+        self.guidance_vocabulary = guidance_vocabulary
+
+    def sync(self, version: int) -> None:
+        self.draft.sync(version)
+
+    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
+        if not requests:
+            return []
+        for request in requests:
+            check_exact(request)
+        responses = [Turns(r, coins) for r, coins in zip(requests, self._coins(requests), strict=True)]
+        while any(r.finish is None for r in responses):
+            for guided in (False, True):
+                self._turn([r for r in responses if r.finish is None and r.guided is guided], guided)
+            if progress is not None:
+                progress(sum(r.finish is not None for r in responses), len(responses))
+        return [r.completion() for r in responses]
+
+    def _coins(self, requests: Sequence[Request]) -> list[list[bool]]:
+        """Those of the native engine: a function of seed and position."""
+        rows = SamplingRows.of([r.sampling for r in requests], [r.seed for r in requests], torch.device("cpu"))
+        first = torch.tensor([len(r.prompt_ids) + len(r.prefix_ids) for r in requests])
+        longest = max(r.sampling.max_tokens for r in requests)
+        overrides = uniforms(rows.seeds ^ ACCEPT_STREAM, first[:, None] + torch.arange(longest)) >= 1.0 - self.rule.eps
+        if self.max_overrides is not None:
+            overrides &= overrides.cumsum(dim=1) <= self.max_overrides
+        return [coins[: r.sampling.max_tokens] for coins, r in zip(overrides.tolist(), requests, strict=True)]
+
+    def _turn(self, responses: Sequence[Turns], guided: bool) -> None:
+        if not responses:
+            return
+        engine = self.guidance if guided else self.draft
+        temperature = self.guidance_temperature if guided else None
+        readable = self.guidance_vocabulary if guided else None
+        answers = engine.generate([r.ask(temperature, readable) for r in responses])
+        for response, answer in zip(responses, answers, strict=True):
+            _check_known(engine, answer)
+            response.take(answer)
+
+
+def _check_known(engine: Engine, completion: Completion) -> None:
+    tokens, log_probs = completion.token_ids, completion.log_probs
+    if tokens.numel() == 0 or log_probs.numel() != tokens.numel() or bool(log_probs.isnan().any()):
+        raise UserError(
+            f"{type(engine).__name__} gave {tokens.numel()} tokens with {int((~log_probs.isnan()).sum())} log-probs: "
+            "token-level guidance needs one for every token; switch them on in that engine or use the native one"
+        )
