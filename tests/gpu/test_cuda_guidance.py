@@ -1,0 +1,109 @@
+"""Token-level guidance on a GPU: float32 draws what the CPU draws, bfloat16 reports what it drew with.
+
+LUFFY_GPU_TEST_DEVICE=cpu runs the same checks without one: pytest -m gpu tests/gpu/test_cuda_guidance.py
+"""
+
+import os
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from toy_guidance import ask
+
+from luffy.core.rules import Rule
+from luffy.models import drop_padding_tokens
+from luffy.report.recorder import read_json_lines
+from luffy.rollout import SpeculativeEngine
+from luffy.train.loop import Trainer
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = os.environ.get("LUFFY_GPU_TEST_DEVICE", "cuda")
+RULES = {
+    "speculative": Rule("speculative"),
+    "threshold": Rule("threshold", tau=0.005),
+    "mixture": Rule("mixture", eps=0.3),
+}
+REQUESTS = [
+    ask(range(5, 9 + 4 * s), 12 + 6 * s, seed=s, temperature=0.8 + 0.1 * s, eos_ids=(2, 50), prefix=(7,) * (s % 2))
+    for s in range(6)
+]
+
+
+def models(device: str, dtype: torch.dtype, tokens: int = 200):
+    """Two models near enough for long agreement and far enough for overrides; the guidance may know fewer tokens."""
+    pair = tiny_model("llama", 1, initializer_range=0.05), tiny_model("qwen3", 2, initializer_range=0.05)
+    drop_padding_tokens(pair[1], tokens)
+    for model in pair:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        model.to(torch.device(device))
+    return pair
+
+
+def generate(device, dtype, rule, *, k=4, budget=None, tokens=200):
+    draft, guidance = models(device, dtype, tokens)
+    engine = SpeculativeEngine(draft, guidance, rule, k=k, max_overrides=budget, max_slots=4)
+    return engine.generate(REQUESTS), engine.stats
+
+
+@pytest.mark.parametrize(("budget", "tokens"), [(None, 200), (3, 200), (None, 150)])
+@pytest.mark.parametrize("name", RULES)
+def test_float32_draws_what_the_cpu_draws(name, budget, tokens):
+    expected, _ = generate("cpu", torch.float32, RULES[name], budget=budget, tokens=tokens)
+    for k in (1, 4):
+        got, stats = generate(DEVICE, torch.float32, RULES[name], k=k, budget=budget, tokens=tokens)
+        for a, b in zip(expected, got, strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish
+            assert torch.equal(a.overrides, b.overrides)
+            for stream in ("log_probs", "behavior_log_probs", "guidance_log_probs"):
+                torch.testing.assert_close(getattr(a, stream), getattr(b, stream), atol=2e-4, rtol=1e-3)
+        assert 0 < stats.overrides < stats.generated_tokens
+
+
+def teacher_forced(model, request, completion) -> torch.Tensor:
+    """[T, V] by `transformers` alone, on the same device in the same dtype."""
+    model.set_attn_implementation("eager")
+    given = [*request.prompt_ids, *request.prefix_ids]
+    ids = torch.tensor([[*given, *completion.token_ids.tolist()[:-1]]], device=DEVICE)
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(given) - 1 :].float()
+    return torch.log_softmax(logits / request.sampling.temperature, -1).cpu()
+
+
+@pytest.mark.parametrize(("dtype", "mean", "largest"), [("float32", 1e-5, 2e-4), ("bfloat16", 0.01, 0.08)])
+@pytest.mark.parametrize("name", RULES)
+def test_reported_log_probs_are_those_of_a_teacher_forced_pass(name, dtype, mean, largest):
+    dtype, rule = getattr(torch, dtype), RULES[name]
+    draft, guidance = models(DEVICE, dtype)
+    completions, _ = generate(DEVICE, dtype, rule)
+    gaps = []
+    for request, completion in zip(REQUESTS, completions, strict=True):
+        log_d, log_g = (teacher_forced(model, request, completion) for model in (draft, guidance))
+        chosen = completion.token_ids[:, None]
+        gaps += [completion.log_probs - log_d.gather(-1, chosen)[:, 0]]
+        gaps += [completion.guidance_log_probs - log_g.gather(-1, chosen)[:, 0]]
+        # Rounding may carry a token across tau, and its behaviour jumps: threshold is compared in float32 alone.
+        if name != "threshold" or dtype == torch.float32:
+            gaps += [completion.behavior_log_probs - rule.behavior_log_probs(log_d, log_g, completion.token_ids)]
+    gap = torch.cat(gaps).abs()
+    assert len(gap) > 300 and float(gap.mean()) < mean and float(gap.max()) < largest
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_trains(make_config, tiny_model, dtype, level):
+    guide = {"model_path": str(tiny_model), "rule": "mixture", "eps": 0.5, "temperature": 2.0}
+    cfg = make_config(
+        model={"device": DEVICE, "dtype": dtype},
+        rollout={"offpolicy_guidance": guide},
+        algorithm={"reject_extreme": False, "importance_level": level},
+        batch={"mini_batch": 3},
+    )
+    with Trainer(cfg) as trainer:
+        trainer.train()
+    rows = read_json_lines(cfg.folder / "metrics.jsonl")
+    assert [r["step"] for r in rows] == [1, 2, 3, 4]
+    for r in rows:
+        assert r["rollout/logprob_diff_mean"] < (1e-4 if dtype == "float32" else 0.05)
+        assert 0 < r["guidance/token_ratio"] < 1 and 0 < r["guidance/ess"] < 1 and r["guidance/weight_max"] > 1
