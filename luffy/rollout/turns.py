@@ -23,20 +23,21 @@ from luffy.rollout.sampling import GOLDEN, SamplingRows
 from luffy.rollout.speculative import ACCEPT_STREAM, check_exact, uniforms
 from luffy.types import Completion, Finish, Request, Sampling
 
-# Why the other rules cannot be honoured, and what to take instead.
+# What the other rules do with the policy's whole distribution, and what to set instead.
 NEEDS_DISTRIBUTIONS = {
-    "speculative": "draws a rejected token's successor from what the guidance model has more of than the policy; "
-    "rule mixture with eps 1 has the same distribution",
-    "threshold": "weights tokens by all the probability the policy has below tau; take rule mixture",
+    "speculative": ("to replace a rejected token", "eps=1, which draws from the same distribution"),
+    "threshold": ("to know how much of it lies below tau", "a small eps"),
 }
 
 
 def check_takes_turns(rule: str, engine: str) -> None:
-    """Refuse rules that need the whole distribution of the policy at every token."""
+    """Refuse rules that need more than the log-probs of the tokens that were drawn."""
     if rule in NEEDS_DISTRIBUTIONS:
+        purpose, eps = NEEDS_DISTRIBUTIONS[rule]
         raise UserError(
-            f"rule {rule} cannot be honoured with the engine {engine}, which gives the log-probs of its own tokens "
-            f"alone: it {NEEDS_DISTRIBUTIONS[rule]}, or let the native engine roll out"
+            f"rule {rule} cannot be honoured with the engine {engine}: it needs the policy's whole distribution "
+            f"{purpose}, and this engine gives the log-probs of its own tokens alone; set rule=mixture with {eps}, "
+            "or let the native engine roll out"
         )
 
 

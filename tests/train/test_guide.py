@@ -123,7 +123,7 @@ def test_padding_of_either_model_leaves_the_probabilities_exact(
         model={"path": policy, "device": "cpu"},
         rollout={"offpolicy_guidance": {"model_path": guidance, "rule": rule, "tau": 0.2, "eps": 0.5}},
         algorithm={"reject_extreme": False},
-        train={"steps": 2},
+        train={"steps": 1},
     )
     rows, _ = run(cfg)
     assert all(0 < r["guidance/token_ratio"] < 1 for r in rows)
