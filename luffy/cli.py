@@ -16,6 +16,7 @@ import typer
 import typer.core
 
 from luffy._version import __version__
+from luffy.bench.cli import bench_app
 from luffy.config import Config, load_config, to_yaml
 from luffy.errors import TrainingStopped, UserError
 from luffy.prepare.cli import prepare_app
@@ -50,6 +51,7 @@ app = typer.Typer(
 )
 
 app.add_typer(prepare_app)
+app.add_typer(bench_app)
 
 Recipe = Annotated[str, typer.Argument(help="a recipe file, or the name of a built-in one such as tiny/luffy")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value ..., laid over the recipe")]

@@ -44,7 +44,11 @@ class ModelConfig:
         "float32", "dtype of the weights; with bfloat16 the optimizer keeps float32 master weights"
     )
     device: Literal["auto", "cpu", "cuda"] = knob("auto", "auto takes the GPU when there is one")
-    gradient_checkpointing: bool = knob(False, "recompute activations in the backward pass: less memory, more time")
+    gradient_checkpointing: Literal["auto"] | bool = knob(
+        "auto",
+        "recompute activations in the backward pass: less memory, more time; auto: for the micro-batches on a GPU"
+        " whose activations would not fit",
+    )
     lora: LoraConfig | None = knob(None, "train low-rank adapters instead of all weights (needs the peft extra)")
     trust_remote_code: bool = knob(False, "run Python code that comes with the model; off unless you read it")
 
@@ -148,7 +152,9 @@ class RolloutConfig:
     top_p: float = knob(1.0, "nucleus sampling; 1 is off", gt=0, le=1)
     top_k: int = knob(0, "sample among the k most likely tokens; 0 is off", ge=0)
     max_tokens: int = knob(2048, "longest response", ge=1)
-    slots: int = knob(256, "sequences decoded at once", ge=1)
+    slots: int | None = knob(
+        None, "sequences decoded at once; null: 256 on a CPU, 1024 on a GPU (fewer when memory is short)", ge=1
+    )
     offpolicy_guidance: OffPolicyGuidanceConfig | None = knob(
         None, "token-level guidance by a second model during rollout; null: none"
     )
@@ -247,6 +253,9 @@ class OptimConfig:
     warmup: float = knob(0.0, "warm-up: below 1 a share of all training steps, else their number", ge=0)
     min_lr_ratio: float = knob(0.0, "where linear and cosine end, as a share of lr", ge=0, le=1)
     grad_clip: float = knob(1.0, "largest gradient norm; 0 is off", ge=0)
+    offload: bool = knob(
+        False, "keep master weights and moments in the host's memory: 12 bytes a weight less on the GPU, slower steps"
+    )
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):

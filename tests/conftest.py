@@ -6,12 +6,18 @@ import json
 import os
 from pathlib import Path
 
+# Without a GPU Triton's kernels are interpreted, for the tests that ask for them. Triton looks when it is first
+# imported, by whomever: before anything below.
+if not Path("/proc/driver/nvidia").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 import pytest
 import torch
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import luffy.kernels
 from luffy.config import Config, build
 
 # A busy machine is not a failure; and CI draws the same examples every time.
@@ -77,3 +83,10 @@ def make_config(tiny_model: Path, sums: Path, tmp_path: Path):
         return build(Config, values)
 
     return make
+
+
+@pytest.fixture
+def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, let the code under test use its Triton kernels all the same."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(luffy.kernels, "interpreted", True)

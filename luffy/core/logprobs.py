@@ -1,6 +1,6 @@
 """Log-prob and entropy of chosen tokens from hidden states; the full logits never exist.
 
-Rows are taken in chunks: forward keeps two numbers per row, backward computes the chunk's logits
+Rows are taken in chunks: forward keeps three numbers per row, backward computes the chunk's logits
 again and applies the closed form. With p = softmax(z), z the logits over the temperature:
 
     d logp[y] / d z = onehot(y) - p            d H / d z = -p * (log p + H)
@@ -9,12 +9,17 @@ again and applies the closed form. With p = softmax(z), z the logits over the te
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-DEFAULT_CHUNK_ROWS = 1024
+from luffy.kernels import kernels_serve
+
+# Rows of logits at once. A GPU wants larger products: as many rows as fit a gigabyte.
+CPU_CHUNK_ROWS = 1024
+GPU_CHUNK_BYTES = 1 << 30
 
 
 def selected_log_probs(
@@ -24,26 +29,78 @@ def selected_log_probs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    chunk_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """hidden [R, D], weight [V, D], bias [V] or None, targets [R] -> log-probs [R], entropy [R], in fp32."""
     if temperature <= 0:
         raise ValueError(f"temperature must be positive to score tokens, got {temperature}")
+    if chunk_rows is None:
+        by_size = GPU_CHUNK_BYTES // (weight.shape[0] * weight.itemsize)
+        chunk_rows = max(by_size, CPU_CHUNK_ROWS) if weight.is_cuda else CPU_CHUNK_ROWS
     out: tuple[Tensor, Tensor] = _SelectedLogProbs.apply(hidden, weight, bias, targets, temperature, chunk_rows)
     return out
 
 
-def _chunk_log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    return torch.log_softmax(logits, dim=-1)
+def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(hidden, weight, bias)
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    logits = logits.float()
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
 
 
 def entropy_of(log_p: Tensor) -> Tensor:
     """-sum p log p over the last dimension; a token of probability 0 contributes 0."""
     p = torch.exp(log_p)
     return -torch.where(p > 0, p * log_p, torch.zeros_like(p)).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What is kept of a row of logits, [R] each."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    log_total: Tensor  # log of the sum of exponentials
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device) -> _Scores:
+        return cls(*torch.empty(3, rows, dtype=torch.float32, device=device))
+
+    def __getitem__(self, part: slice) -> _Scores:
+        return _Scores(self.log_prob[part], self.entropy[part], self.log_total[part])
+
+
+def _score(logits: Tensor, targets: Tensor, temperature: float, out: _Scores) -> None:
+    if kernels_serve(logits.device):
+        from luffy.kernels.head import score_rows
+
+        score_rows(logits, targets, temperature, out.log_prob, out.entropy, out.log_total)
+        return
+    log_p = _log_softmax(logits, temperature)
+    out.log_prob.copy_(log_p.gather(1, targets[:, None]).squeeze(1))
+    out.entropy.copy_(entropy_of(log_p))
+
+
+def _grad_logits(
+    logits: Tensor, targets: Tensor, temperature: float, scores: _Scores, grad_logp: Tensor, grad_entropy: Tensor
+) -> Tensor:
+    """[R, V] in the dtype of the logits, which are used up."""
+    if kernels_serve(logits.device):
+        from luffy.kernels.head import grad_logits_
+
+        return grad_logits_(
+            logits, targets, temperature, scores.entropy, scores.log_total, grad_logp.contiguous(),
+            grad_entropy.contiguous(),
+        )  # fmt: skip
+    log_p = _log_softmax(logits, temperature)
+    p = torch.exp(log_p)
+    # p * -inf would be NaN
+    centred = (log_p + scores.entropy[:, None]).clamp(min=-math.log(torch.finfo(torch.float32).max))
+    grad = -p * (grad_logp[:, None] + grad_entropy[:, None] * centred)
+    grad.scatter_add_(1, targets[:, None], grad_logp[:, None])
+    return (grad / temperature).to(logits.dtype)
 
 
 class _SelectedLogProbs(torch.autograd.Function):
@@ -57,33 +114,29 @@ class _SelectedLogProbs(torch.autograd.Function):
         temperature: float,
         chunk_rows: int,
     ) -> tuple[Tensor, Tensor]:
-        rows = hidden.shape[0]
-        logp = torch.empty(rows, dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(logp)
-        for start in range(0, rows, chunk_rows):
-            part = slice(start, start + chunk_rows)
-            log_p = _chunk_log_softmax(hidden[part], weight, bias, temperature)
-            logp[part] = log_p.gather(1, targets[part, None]).squeeze(1)
-            entropy[part] = entropy_of(log_p)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy)
+        scores = _Scores.empty(hidden.shape[0], hidden.device)
+        for part in _parts(hidden.shape[0], chunk_rows):
+            _score(_chunk_logits(hidden[part], weight, bias), targets[part], temperature, scores[part])
+        ctx.save_for_backward(hidden, weight, bias, targets, scores.entropy, scores.log_total)
         ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
-        return logp, entropy
+        return scores.log_prob, scores.entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, entropy, log_total = ctx.saved_tensors
+        scores = _Scores(entropy, entropy, log_total)
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         # Sums over many chunks: accumulate in fp32 whatever the model's dtype.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
-        for start in range(0, hidden.shape[0], ctx.chunk_rows):
-            part = slice(start, start + ctx.chunk_rows)
-            log_p = _chunk_log_softmax(hidden[part], weight, bias, ctx.temperature)
-            grad = _grad_logits(log_p, targets[part], entropy[part], grad_logp[part], grad_entropy[part])
-            grad = (grad / ctx.temperature).to(hidden.dtype)
+        for part in _parts(hidden.shape[0], ctx.chunk_rows):
+            logits = _chunk_logits(hidden[part], weight, bias)
+            grad = _grad_logits(
+                logits, targets[part], ctx.temperature, scores[part], grad_logp[part], grad_entropy[part]
+            )
             if grad_hidden is not None:
-                grad_hidden[part] = grad @ weight
+                torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 grad_weight += grad.t() @ hidden[part]
             if grad_bias is not None:
@@ -98,9 +151,5 @@ class _SelectedLogProbs(torch.autograd.Function):
         )
 
 
-def _grad_logits(log_p: Tensor, targets: Tensor, entropy: Tensor, grad_logp: Tensor, grad_entropy: Tensor) -> Tensor:
-    p = torch.exp(log_p)
-    centred = (log_p + entropy[:, None]).clamp(min=-math.log(torch.finfo(torch.float32).max))  # p * -inf would be NaN
-    grad = -p * (grad_logp[:, None] + grad_entropy[:, None] * centred)
-    grad.scatter_add_(1, targets[:, None], grad_logp[:, None])
-    return grad
+def _parts(rows: int, chunk_rows: int) -> list[slice]:
+    return [slice(start, start + chunk_rows) for start in range(0, rows, chunk_rows)]

@@ -130,7 +130,7 @@ class PackedLayout:
         if self._store is not None:
             self._store.write(layer, key, value, self._token_slots, self.position_ids)
         banded = window is not None and window < self.longest
-        if not banded and _varlen_serves(query):
+        if not banded and varlen_serves(query):
             return self._attend_varlen(query, key, value, scale)
         return self._attend_padded(query, key, value, scale, window if banded else None)
 
@@ -247,7 +247,7 @@ def _seen(positions: Tensor, span: int, window: int | None) -> Tensor:
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def _varlen_serves(query: Tensor) -> bool:
+def varlen_serves(query: Tensor) -> bool:
     """The flash kernel behind ``varlen_attn`` takes half precision on CUDA and usual head sizes."""
     return (
         varlen_attn is not None

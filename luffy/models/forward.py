@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from luffy.errors import UserError
 from luffy.models.attention import ATTENTION_NAME, LAYOUT_KEY, Layout
+from luffy.models.fused import fused_decoder
 
 # Config fields that change logits after the head, with the value that leaves them alone.
 LOGIT_CHANGES: dict[str, float | None] = {
@@ -63,8 +64,10 @@ def forward_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, la
     """Hidden states [N, H] of N tokens, before the vocabulary head."""
     use_luffy_attention(model)
     causal = causal_lm(model)
-    backbone = getattr(causal, causal.base_model_prefix)
     layout.calls = 0
+    if (fused := fused_decoder(causal)) is not None:
+        return fused(input_ids, position_ids, layout)
+    backbone = getattr(causal, causal.base_model_prefix)
     extra = {LAYOUT_KEY: layout}
     output = backbone(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **extra)
     layers = causal.config.num_hidden_layers

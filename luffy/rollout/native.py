@@ -2,18 +2,22 @@
 
     Scheduler     which request sits in which slot        (host only)
     SlotCache     the keys and values of the slots
-    ModelRunner   tokens to logits: prefill and decode    (where a CUDA graph would be captured)
+    ModelRunner   tokens to logits: prefill and decode
     sample        logits to tokens
 
-A step costs one forward pass over the live slots and one small transfer of the sampled tokens.
+A step costs one forward pass over the live slots and one small transfer of the sampled tokens. On a GPU
+`luffy.rollout.paged` takes the place of all four for the models that have a fused form.
 """
 
 from __future__ import annotations
 
+import functools
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +26,24 @@ from torch import Tensor, nn
 from luffy.errors import UserError
 from luffy.models.attention import DecodeLayout, ExtendLayout, PackedLayout
 from luffy.models.forward import causal_lm, forward_hidden, head_weight_bias
+from luffy.models.fused import fused_decoder
 from luffy.rollout.cache import SlotCache
 from luffy.rollout.engine import Progress, check_request
 from luffy.rollout.sampling import SamplingRows, sample
 from luffy.rollout.scheduler import Admission, Scheduler, SequenceState
 from luffy.types import Completion, Request
 
+if TYPE_CHECKING:
+    from luffy.rollout.paged import PagedGeneration, PagedMemory
+
 # Attention reads cached positions in whole blocks: the vector units like it, and the result then hardly
 # depends on the longest neighbour. The exact block is the unit in which the CPU kernel walks the keys.
 SPAN_BLOCK = 16
 EXACT_SPAN_BLOCK = 512
+
+# Sequences decoded at once, unless given.
+CPU_SLOTS = 256
+GPU_SLOTS = 1024
 
 
 @dataclass
@@ -43,6 +55,7 @@ class EngineStats:
     prefill_tokens: int = 0
     prefilled_prompts: int = 0
     decode_steps: int = 0
+    set_back: int = 0  # times a sequence had to start again because memory ran out
     seconds: float = 0.0
 
     @property
@@ -51,8 +64,7 @@ class EngineStats:
 
 
 class ModelRunner:
-    """Tokens to logits. `decode` takes and returns tensors whose shapes depend on rows and span alone:
-    one CUDA graph per such pair may stand in for it."""
+    """Tokens to logits."""
 
     def __init__(self, model: nn.Module, cache: SlotCache) -> None:
         self._model = model
@@ -126,6 +138,9 @@ class Generation:
             if self._scheduler.live:
                 self._step()
                 yield from self._scheduler.release_finished()
+
+    def close(self) -> None:
+        """The cache goes with this object."""
 
     def _rounded(self, tokens: int) -> int:
         return -(-tokens // self._block) * self._block
@@ -216,11 +231,14 @@ class NativeEngine:
     def __init__(
         self,
         model: nn.Module,
-        max_slots: int = 64,
+        max_slots: int | None = None,
         max_context: int | None = None,
-        prefill_tokens: int = 4096,
+        prefill_tokens: int | None = None,
         batch_invariant: bool = False,
+        decoding: Literal["auto", "slots", "pages"] = "auto",
     ) -> None:
+        on_gpu = next(model.parameters()).is_cuda
+        max_slots = (GPU_SLOTS if on_gpu else CPU_SLOTS) if max_slots is None else max_slots
         if max_slots < 1:
             raise UserError(f"max_slots is {max_slots}: the engine needs at least 1")
         longest = causal_lm(model).config.max_position_embeddings
@@ -229,9 +247,11 @@ class NativeEngine:
         self.model = model
         self.max_slots = max_slots
         self.max_context = max_context or longest
-        self.prefill_tokens = prefill_tokens
+        self.prefill_tokens = prefill_tokens or (16384 if on_gpu else 4096)
         self.batch_invariant = batch_invariant
+        self.decoding = decoding
         self.version = 0
+        self._paged: PagedMemory | None = None
         self.stats = EngineStats()
 
     def sync(self, version: int) -> None:
@@ -251,6 +271,7 @@ class NativeEngine:
                 completions[sequence.index] = sequence.completion()
                 if progress is not None:
                     progress(len(completions), len(requests))
+            generation.close()
         self.stats = generation.stats
         self.stats.seconds = time.perf_counter() - started
         return [completions[index] for index in range(len(requests))]
@@ -263,8 +284,35 @@ class NativeEngine:
     def _ready(self) -> AbstractContextManager[None]:
         return evaluating(self.model)
 
-    def _generation(self, requests: Sequence[Request]) -> Generation:
-        return Generation(self, requests)
+    def _generation(self, requests: Sequence[Request]) -> Generation | PagedGeneration:
+        if not self._uses_pages():
+            return Generation(self, requests)
+        from luffy.rollout.paged import PagedGeneration, PagedMemory
+
+        if self._paged is None:
+            self._paged = PagedMemory(self.model, self.max_slots, self.max_context)
+        return PagedGeneration(self, requests, self._paged)
+
+    def _uses_pages(self) -> bool:
+        """Pages and graphs need kernels, which some models do not have; to the bit, there are only slots."""
+        if self.decoding != "auto":
+            return self.decoding == "pages"
+        causal = causal_lm(self.model)
+        if self.batch_invariant or not next(self.model.parameters()).is_cuda:
+            return False
+        if fused_decoder(causal) is None:
+            _warn_slow(type(causal).__name__)
+            return False
+        return True
+
+
+@functools.cache
+def _warn_slow(name: str) -> None:
+    warnings.warn(
+        f"{name} has no fused form here (Triton with a Llama, Qwen2, Qwen3 or Mistral model): its decoding runs"
+        " without CUDA graphs, correct but many times slower",
+        stacklevel=4,
+    )
 
 
 @contextmanager

@@ -19,18 +19,18 @@ from torch import Tensor
 from luffy.types import Sampling
 
 
-def _signed(value: int, bits: int = 64) -> int:
+def signed(value: int, bits: int = 64) -> int:
     """The signed integer with the same bits: torch has no unsigned arithmetic."""
     value %= 1 << bits
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
 # SplitMix64 (Steele, Lea, Flood 2014) turns seed and position into the key of a row.
-GOLDEN = _signed(0x9E3779B97F4A7C15)
-MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
+GOLDEN = signed(0x9E3779B97F4A7C15)
+MULTIPLIERS = (signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB))
 # A 32-bit mixer of the same make, fast enough for every token of a vocabulary.
-TOKEN_STRIDE = _signed(0x9E3779B1, 32)
-TOKEN_MULTIPLIERS = (_signed(0x7FEB352D, 32), _signed(0x846CA68B, 32))
+TOKEN_STRIDE = signed(0x9E3779B1, 32)
+TOKEN_MULTIPLIERS = (signed(0x7FEB352D, 32), signed(0x846CA68B, 32))
 
 
 def _shift_right(bits: Tensor, count: int) -> Tensor:
@@ -93,7 +93,7 @@ class SamplingRows:
         chosen = [samplings[i] for i in filtered]
         no_limit = torch.iinfo(torch.int64).max
         return cls(
-            seeds=torch.tensor([_signed(seed) for seed in seeds], device=device),
+            seeds=torch.tensor([signed(seed) for seed in seeds], device=device),
             temperatures=torch.tensor([[s.temperature or 1.0] for s in samplings], device=device),
             greedy=torch.tensor(greedy, device=device),
             any_greedy=any(greedy),

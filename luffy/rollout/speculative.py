@@ -309,9 +309,9 @@ class SpeculativeEngine(NativeEngine):
         k: int = 4,
         max_overrides: int | None = None,
         guidance_temperature: float | None = None,
-        max_slots: int = 64,
+        max_slots: int | None = None,
         max_context: int | None = None,
-        prefill_tokens: int = 4096,
+        prefill_tokens: int | None = None,
         batch_invariant: bool = False,
     ) -> None:
         super().__init__(model, max_slots, max_context, prefill_tokens, batch_invariant)

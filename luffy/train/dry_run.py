@@ -15,10 +15,12 @@ from luffy.guidance import Planner
 from luffy.models.forward import use_luffy_attention
 from luffy.models.load import gguf_file, load_model, load_tokenizer
 from luffy.rewards import build_verifier
+from luffy.rollout.native import GPU_SLOTS
 from luffy.rollout.speculative import check_same_tokenizer
 from luffy.train import setup
 from luffy.train.guide import check_guidance_fits
 from luffy.train.loop import Method, total_steps
+from luffy.train.memory import activation_bytes
 from luffy.train.optim import lr_at
 from luffy.train.sources import draw
 
@@ -128,21 +130,22 @@ def memory_line(cfg: Config, model_config: Any, parameters: int, trained: int, m
 
 
 def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: int, method: Method) -> dict[str, float]:
-    """Bytes. Activations: what a decoder layer keeps for its backward pass, about 34 values of the hidden
-    width per token (one when checkpointed), and the head's chunk of logits."""
+    """Bytes. Activations: what the decoder layers keep for their backward pass (two values of the hidden width
+    per token when checkpointed), and the head's chunk of logits."""
     size = 2 if cfg.model.dtype == "bfloat16" else 4
     c = model_config
     master = 4 if size == 2 and cfg.model.lora is None else 0
-    per_token = c.hidden_size * c.num_hidden_layers * size * (1 if cfg.model.gradient_checkpointing else 34)
+    checkpointed = 2 * c.hidden_size * c.num_hidden_layers * size * cfg.batch.tokens
+    kept = checkpointed if cfg.model.gradient_checkpointing is True else activation_bytes(c, cfg.batch.tokens, size)
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    slots = min(cfg.rollout.slots, cfg.batch.problems * cfg.rollout.n)
+    slots = min(cfg.rollout.slots or GPU_SLOTS, cfg.batch.problems * cfg.rollout.n)
     tokens = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
     parts = {
         "weights": parameters * size,
-        "optimizer": trained * (8 + master),
+        "optimizer": 0 if cfg.optim.offload else trained * (8 + master),
         "gradients": trained * 4,
-        "activations": cfg.batch.tokens * per_token + 3 * 1024 * c.vocab_size * 4,
+        "activations": kept + 3 * 1024 * c.vocab_size * 4,
         "KV cache": 0.0 if method == "sft" else 2 * c.num_hidden_layers * heads * width * tokens * slots * size,
     }
     if cfg.algorithm.kl_coef and cfg.model.lora is None and method == "rl":

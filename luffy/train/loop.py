@@ -182,7 +182,7 @@ class Trainer:
             recorder.log(0, values | self.watch.take())
         while not self.is_finished:
             started = time.perf_counter()
-            metrics = self._step(view, recorder)
+            metrics = self.step(view, recorder)
             speed = self._throughput(metrics, time.perf_counter() - started)
             step = self.progress.step
             if self._is_due(step, self.cfg.eval.every) and self.eval_tasks:
@@ -210,7 +210,7 @@ class Trainer:
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.total_steps or (every > 0 and step % every == 0)
 
-    def _step(self, view: RunView, recorder: Recorder) -> dict[str, Metric]:
+    def step(self, view: RunView, recorder: Recorder) -> dict[str, Metric]:
         """One rollout batch (or batch of traces) and its optimizer steps."""
         index = self.progress.step
         before = self.source.sampler.state_dict()

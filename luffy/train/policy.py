@@ -17,7 +17,9 @@ from luffy.metrics import Mean, Metric, OnDevice, Sum, fetch
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden, head_weight_bias
 from luffy.train.guide import importance_of
+from luffy.train.memory import Checkpointing
 from luffy.train.objective import Objective, Stats
+from luffy.train.offload import OffloadedOptimizer
 from luffy.train.optim import Optimizer
 from luffy.train.packing import cut, pack
 from luffy.types import MicroBatch, Sample
@@ -33,7 +35,8 @@ class Policy:
         self.model, self.cfg = model, cfg
         self.temperature = cfg.rollout.temperature if temperature is None else temperature
         self.device = next(model.parameters()).device
-        self.optimizer = Optimizer(model, cfg.optim)
+        self.optimizer = (OffloadedOptimizer if cfg.optim.offload else Optimizer)(model, cfg.optim)
+        self.checkpointing = Checkpointing(model, cfg.model.gradient_checkpointing)
         a = cfg.algorithm
         self.objective = Objective(
             policy_loss=a.policy_loss(),
@@ -102,6 +105,7 @@ class Policy:
         return pack(samples, budget, self.cfg.algorithm.loss_reduction, self.cfg.rollout.max_tokens)
 
     def _accumulate(self, batch: MicroBatch, off_ratio_mean: Tensor | None) -> Stats:
+        self.checkpointing.prepare(len(batch.input_ids), self.device)
         batch = batch.to(self.device)
         log_prob, entropy = self._forward(batch)
         loss, stats = self.objective(batch, log_prob, entropy, off_ratio_mean)

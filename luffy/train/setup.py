@@ -28,11 +28,7 @@ def load_policy(cfg: ModelConfig, device: str) -> nn.Module:
     if not cfg.path:
         raise ConfigError("'model.path' is empty; give a Hugging Face folder or hub id")
     model: nn.Module = load_model(cfg.path, cfg.dtype, device, cfg.trust_remote_code)
-    if cfg.lora is not None:
-        model = add_adapters(model, cfg)
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-    return model
+    return model if cfg.lora is None else add_adapters(model, cfg)
 
 
 def add_adapters(model: nn.Module, cfg: ModelConfig) -> nn.Module:

@@ -1,0 +1,5 @@
+"""`python -m luffy`."""
+
+from luffy.cli import main
+
+main()

@@ -1,0 +1,146 @@
+"""`luffy bench`: a table to read and JSON to keep."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from luffy.bench.machine import Machine
+from luffy.models.load import DtypeName
+
+bench_app = typer.Typer(name="bench", help="Measure speed and memory: rollout, update, step.", no_args_is_help=True)
+
+Shape = Annotated[str, typer.Option(help="random model: tiny, 30m, qwen2-0.5b, qwen2-1.5b, qwen2-7b")]
+ModelPath = Annotated[Path | None, typer.Option("--model", help="a model folder instead of random weights")]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16; default: bfloat16 on a GPU")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Json = Annotated[Path | None, typer.Option("--json", help="also write the figures here")]
+Repeats = Annotated[int, typer.Option(help="timed runs; the best counts", min=1)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of torch; default: as it is", min=1)]
+
+
+def _place(device: str, dtype: str, threads: int | None) -> tuple[str, DtypeName]:
+    import torch
+
+    from luffy.errors import UserError
+    from luffy.train.setup import pick_device
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    device = pick_device(device)
+    if dtype == "":
+        return device, "bfloat16" if device == "cuda" else "float32"
+    if dtype not in ("float32", "bfloat16"):
+        raise UserError(f"dtype '{dtype}' is unknown: use float32 or bfloat16")
+    name: Literal["float32", "bfloat16"] = "float32" if dtype == "float32" else "bfloat16"
+    return device, name
+
+
+@bench_app.command()
+def rollout(
+    shape: Shape = "tiny",
+    model: ModelPath = None,
+    runs: Annotated[str, typer.Option(help="PROMPTSxPROMPT_TOKENSxNEW_TOKENS, several with commas")] = "16x32x64",
+    samples: Annotated[int, typer.Option(help="samples of each prompt", min=1)] = 1,
+    slots: Annotated[int | None, typer.Option(help="sequences decoded at once", min=1)] = None,
+    dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
+) -> None:  # fmt: skip
+    """New tokens per second of the native engine, with log-probs, and the share of the memory's limit."""
+    from luffy.bench.rollout import RolloutRun, bench_rollout
+    from luffy.bench.shapes import model_of
+
+    device, kind = _place(device, dtype, threads)
+    wanted = [RolloutRun.parse(text, samples) for text in runs.split(",")]
+    machine, rows = bench_rollout(model_of(shape, model, kind, device), wanted, repeats, slots)
+    _show("rollout", machine, rows, json_path, {
+        "prompts": "{prompts}", "samples": "{samples}", "prompt": "{prompt_tokens}", "new": "{new_tokens}",
+        "seconds": "{seconds:.2f}", "tokens/s": "{tokens_per_second:,.0f}", "of roofline": "{roofline_share:.0%}",
+        "peak GiB": "{peak_gib}",
+    })  # fmt: skip
+
+
+@bench_app.command()
+def update(
+    shape: Shape = "tiny",
+    model: ModelPath = None,
+    samples: Annotated[int, typer.Option(help="responses in the step", min=1)] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    response_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    tokens: Annotated[int, typer.Option(help="batch.tokens: tokens of a micro-batch", min=1)] = 16384,
+    checkpointing: Annotated[str, typer.Option(help="model.gradient_checkpointing: auto, true or false")] = "auto",
+    offload: Annotated[bool, typer.Option(help="optim.offload: optimizer state in the host's memory")] = False,
+    lora: Annotated[int, typer.Option(help="rank of LoRA adapters; 0: all weights", min=0)] = 0,
+    dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
+) -> None:  # fmt: skip
+    """Tokens per second of one optimizer step, and its share of the matrix rate (6 x parameters x tokens)."""
+    from luffy.bench.shapes import model_of
+    from luffy.bench.update import bench_update, update_config
+    from luffy.train.setup import add_adapters
+
+    device, kind = _place(device, dtype, threads)
+    cfg = update_config(tokens, response_tokens, checkpointing, offload, lora, kind, device)
+    trained = model_of(shape, model, kind, device)
+    if cfg.model.lora is not None:
+        trained = add_adapters(trained, cfg.model)
+    machine, row = bench_update(trained, cfg, samples, prompt_tokens, response_tokens, repeats)
+    _show("update", machine, [row], json_path, {
+        "samples": "{samples}", "prompt": "{prompt_tokens}", "response": "{response_tokens}", "tokens": "{tokens:,}",
+        "seconds": "{seconds:.2f}", "tokens/s": "{tokens_per_second:,.0f}", "MFU": "{mfu:.0%}",
+        "checkpointing": "{checkpointing}", "peak GiB": "{peak_gib}",
+    })  # fmt: skip
+
+
+@bench_app.command()
+def step(
+    shape: Shape = "tiny",
+    problems: Annotated[int, typer.Option(min=1)] = 4,
+    samples: Annotated[int, typer.Option(help="responses of each problem", min=1)] = 4,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    tokens: Annotated[int, typer.Option(help="batch.tokens: tokens of a micro-batch", min=1)] = 16384,
+    checkpointing: Annotated[str, typer.Option(help="model.gradient_checkpointing: auto, true or false")] = "auto",
+    profile: Annotated[bool, typer.Option(help="one more step under the profiler: how long was the GPU idle?")] = False,
+    dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
+) -> None:  # fmt: skip
+    """A whole training step by the trainer itself, phase by phase."""
+    from luffy.bench.step import bench_step
+    from luffy.bench.update import checkpointing_knob
+
+    device, kind = _place(device, dtype, threads)
+    overrides = {"batch": {"tokens": tokens}, "model": {"gradient_checkpointing": checkpointing_knob(checkpointing)}}
+    machine, rows = bench_step(
+        shape, kind, device, problems, samples, prompt_tokens, new_tokens, repeats, overrides, profile
+    )
+    phases = sorted({phase for row in rows for phase in row["phases"]})
+    _show("step", machine, rows, json_path, {
+        "seconds": "{seconds:.2f}", **{phase: f"{{phases[{phase}]:.2f}}" for phase in phases},
+        "tokens/s": "{tokens_per_second:,.0f}", "host share": "{host_share:.1%}", "GPU idle": "{gpu_idle_share}",
+        "peak GiB": "{peak_gib}",
+    })  # fmt: skip
+
+
+def _show(title: str, machine: Machine, rows: list[dict[str, Any]], path: Path | None, columns: dict[str, str]) -> None:
+    table = Table(title=f"{title} on {machine.name}: {machine.flops / 1e12:.0f} TFLOP/s, "
+                  f"{machine.bandwidth / 1e12:.2f} TB/s measured")  # fmt: skip
+    for name in columns:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*(_cell(text, row) for text in columns.values()))
+    Console().print(table)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"bench": title, "machine": vars(machine), "rows": rows}, indent=1) + "\n")
+
+
+def _cell(text: str, row: dict[str, Any]) -> str:
+    known = {"peak_gib": None, "gpu_idle_share": None, **row}
+    if text == "{peak_gib}":
+        return "-" if known["peak_gib"] is None else f"{known['peak_gib']:.1f}"
+    if text == "{gpu_idle_share}":
+        return "-" if known["gpu_idle_share"] is None else f"{known['gpu_idle_share']:.1%}"
+    return text.format(**known)

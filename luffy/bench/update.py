@@ -1,0 +1,77 @@
+"""Tokens per second of the update, and its share of the matrix rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from luffy.bench.machine import Machine, peak_gib, reset_peak, timed
+from luffy.bench.shapes import parameter_count
+from luffy.config import Config
+from luffy.errors import UserError
+from luffy.models.forward import causal_lm
+from luffy.models.load import DtypeName
+from luffy.schema import build
+from luffy.train.policy import Policy
+from luffy.types import Sample
+
+
+def random_samples(count: int, prompt_tokens: int, response_tokens: int, vocabulary: int) -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, vocabulary, (count, prompt_tokens + response_tokens), generator=generator)
+    everywhere = torch.ones(response_tokens, dtype=torch.bool)
+    log_probs = torch.full((response_tokens,), -1.0)
+    return [
+        Sample(
+            tuple(row[:prompt_tokens].tolist()), row[prompt_tokens:].clone(), ~everywhere, everywhere, ~everywhere,
+            torch.full((response_tokens,), 0.5 if i % 2 else -0.5), log_probs, log_probs,
+        )
+        for i, row in enumerate(ids)
+    ]  # fmt: skip
+
+
+def checkpointing_knob(text: str) -> bool | str:
+    words: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
+    if text not in words:
+        raise UserError(f"checkpointing '{text}' is unknown: use auto, true or false")
+    return words[text]
+
+
+def update_config(
+    tokens: int, response_tokens: int, checkpointing: str, offload: bool, lora: int, dtype: DtypeName, device: str
+) -> Config:
+    model = {"path": "bench", "dtype": dtype, "device": device}
+    more = {"gradient_checkpointing": checkpointing_knob(checkpointing), "lora": {"rank": lora} if lora else None}
+    return build(Config, {
+        "model": {**model, **more},
+        "data": {"train": "bench"},
+        "rollout": {"max_tokens": response_tokens},
+        "batch": {"tokens": tokens},
+        "algorithm": {"entropy_coef": 0.0},
+        "optim": {"offload": offload},
+    })  # fmt: skip
+
+
+def bench_update(
+    model: nn.Module, cfg: Config, count: int, prompt_tokens: int, response_tokens: int, repeats: int = 2
+) -> tuple[Machine, dict[str, Any]]:
+    """One optimizer step over ``count`` samples; the first call warms up and makes the optimizer's state."""
+    weight = next(model.parameters())
+    machine = Machine.measure(weight.device, weight.dtype)
+    policy = Policy(model, cfg)
+    samples = random_samples(count, prompt_tokens, response_tokens, causal_lm(model).config.vocab_size)
+    few = samples[: max(1, cfg.batch.tokens // (prompt_tokens + response_tokens))]
+    policy.update(few, cfg.optim.lr)
+    reset_peak(weight.device)
+    seconds = [timed(lambda: policy.update(samples, cfg.optim.lr), weight.device) for _ in range(repeats)]
+    tokens = count * (prompt_tokens + response_tokens)
+    best = min(seconds)
+    flops = 6 * parameter_count(model) * tokens
+    return machine, {
+        "samples": count, "prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "tokens": tokens,
+        "seconds": best, "all_seconds": seconds, "tokens_per_second": tokens / best,
+        "mfu": flops / best / machine.flops, "checkpointing": policy.checkpointing.is_on,
+        "micro_batch_tokens": cfg.batch.tokens, "peak_gib": peak_gib(weight.device),
+    }  # fmt: skip

@@ -1,0 +1,129 @@
+"""Gated activation and rotary embedding, each in one pass, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _swiglu_forward(gate, up, out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = tl.load(gate + at, mask=inside, other=0.0)
+    u = tl.load(up + at, mask=inside, other=0.0)
+    g32 = g.to(tl.float32)
+    active = (g32 / (1.0 + tl.exp(-g32))).to(g.dtype).to(tl.float32)
+    tl.store(out + at, (active * u.to(tl.float32)).to(g.dtype), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(grad, gate, up, grad_gate, grad_up, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0)
+    kind = u.dtype
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
+    tl.store(grad_up + at, (d * g * sigmoid).to(kind), mask=inside)
+    slope = sigmoid * (1.0 + g * (1.0 - sigmoid))
+    tl.store(grad_gate + at, (d * u.to(tl.float32) * slope).to(kind), mask=inside)
+
+
+BLOCK = 2048
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _launch_swiglu(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        count = gate.numel()
+        _swiglu_backward[(triton.cdiv(count, BLOCK),)](
+            grad.contiguous(), gate, up, grad_gate, grad_up, count, BLOCK=BLOCK, num_warps=4
+        )
+        return grad_gate, grad_up
+
+
+def _launch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty_like(gate)
+    count = gate.numel()
+    _swiglu_forward[(triton.cdiv(count, BLOCK),)](gate, up, out, count, BLOCK=BLOCK, num_warps=4)
+    return out
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    gate, up = gate.contiguous(), up.contiguous()
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        out: Tensor = _Swiglu.apply(gate, up)
+        return out
+    return _launch_swiglu(gate, up)
+
+
+@triton.jit
+def _rotate(x, out, cos, sin, x_row, heads, width, FLIP: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """All heads of one token: x [heads, D] -> out [heads, D]. FLIP turns back, for gradients."""
+    row = tl.program_id(0).to(tl.int64)
+    half = width // 2
+    head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    inside = (head < heads) & (at < half)
+    source = x + row * x_row + head * width + at
+    kind = x.dtype.element_ty
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    c1 = tl.load(cos + row * width + at, mask=at < half, other=0.0).to(tl.float32)
+    c2 = tl.load(cos + row * width + half + at, mask=at < half, other=0.0).to(tl.float32)
+    s1 = tl.load(sin + row * width + at, mask=at < half, other=0.0).to(tl.float32)
+    s2 = tl.load(sin + row * width + half + at, mask=at < half, other=0.0).to(tl.float32)
+    if FLIP:
+        lower = (first * c1).to(kind).to(tl.float32) + (second * s2).to(kind).to(tl.float32)
+        upper = (second * c2).to(kind).to(tl.float32) - (first * s1).to(kind).to(tl.float32)
+    else:
+        lower = (first * c1).to(kind).to(tl.float32) - (second * s1).to(kind).to(tl.float32)
+        upper = (second * c2).to(kind).to(tl.float32) + (first * s2).to(kind).to(tl.float32)
+    target = out + (row * heads + head) * width + at
+    tl.store(target, lower.to(kind), mask=inside)
+    tl.store(target + half, upper.to(kind), mask=inside)
+
+
+def _launch_rotate(x: Tensor, cos: Tensor, sin: Tensor, flip: bool) -> Tensor:
+    tokens, heads, width = x.shape
+    if x.stride(1) != width or x.stride(2) != 1:
+        x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rotate[(tokens,)](
+        x, out, cos, sin, x.stride(0), heads, width,
+        FLIP=flip, HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(width // 2), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _launch_rotate(x, cos, sin, flip=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _launch_rotate(grad, cos, sin, flip=True), None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of heads [N, heads, D] by the angles of each token, given as cos and sin [N, D]."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        out: Tensor = _Rotate.apply(x, cos, sin)
+        return out
+    return _launch_rotate(x, cos, sin, flip=False)

@@ -1,0 +1,108 @@
+"""Residual sum and RMS norm in one pass over memory, with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _forward(x, residual, weight, normed, total, rstd, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    value = tl.load(x + row * width + at, mask=inside, other=0.0)
+    kind = value.dtype
+    if ADD:
+        before = tl.load(residual + row * width + at, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + before.to(tl.float32)).to(kind)
+        tl.store(total + row * width + at, value, mask=inside)
+    value32 = value.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(value32 * value32, axis=0) / width + eps)
+    tl.store(rstd + row, scale)
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    out = gain * (value32 * scale).to(kind).to(tl.float32)
+    tl.store(normed + row * width + at, out.to(kind), mask=inside)
+
+
+@triton.jit
+def _backward(
+    grad_normed, grad_total, total, weight, rstd, grad_x, grad_weight, rows, width,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program takes ROWS rows, so that the gradient of the weight leaves it already summed over them."""
+    program = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    sum_weight = tl.zeros([BLOCK], dtype=tl.float32)
+    for step in range(ROWS):
+        row = program * ROWS + step
+        valid = row * width + at < tl.minimum(row + 1, rows) * width
+        upper = tl.load(grad_normed + row * width + at, mask=valid, other=0.0).to(tl.float32)
+        value = tl.load(total + row * width + at, mask=valid, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + tl.minimum(row, rows - 1))
+        unit = value * scale
+        sum_weight += upper * unit
+        along = upper * gain
+        grad = scale * (along - unit * (tl.sum(along * unit, axis=0) / width))
+        if ADD:
+            grad += tl.load(grad_total + row * width + at, mask=valid, other=0.0).to(tl.float32)
+        tl.store(grad_x + row * width + at, grad.to(grad_x.dtype.element_ty), mask=valid)
+    tl.store(grad_weight + program * width + at, sum_weight, mask=inside)
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 512, 1), 8)
+
+
+def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    rows, width = x.shape
+    x = x.contiguous()
+    normed, rstd = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+    total = x if residual is None else torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    _forward[(rows,)](
+        x, residual, weight, normed, total, rstd, width, eps,
+        ADD=residual is not None, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return normed, total, rstd
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total, rstd = _launch_forward(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.has_residual = residual is not None
+        # An input returned as it came would be seen as changed in place; the caller has it anyway.
+        return normed, total if residual is not None else total.view_as(total)
+
+    @staticmethod
+    def backward(ctx: Any, grad_normed: Tensor, grad_total: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight, rstd = ctx.saved_tensors
+        rows, width = total.shape
+        rows_each = max(1, -(-rows // 1024))
+        programs = -(-rows // rows_each)
+        grad_x = torch.empty_like(total)
+        partial = torch.empty(programs, width, dtype=torch.float32, device=total.device)
+        block = triton.next_power_of_2(width)
+        _backward[(programs,)](
+            grad_normed.contiguous(), grad_total.contiguous(), total, weight, rstd, grad_x, partial, rows, width,
+            ADD=True, ROWS=rows_each, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+        grad_weight = partial.sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_x if ctx.has_residual else None, grad_weight, None
+
+
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual) for rows [N, H]; without a residual, (norm(x), x)."""
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        out: tuple[Tensor, Tensor] = _AddNorm.apply(x, residual, weight, eps)
+        return out
+    normed, total, _ = _launch_forward(x, residual, weight, eps)
+    return normed, total

@@ -1,0 +1,110 @@
+"""The decoder layers of the Llama family with one kernel where its modules launch several.
+
+Weights and linear layers are the model's own modules (adapters included); only norms, residual sums,
+rotary embedding and activation are ours. The result is the modules' own up to the order of sums.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from luffy.kernels import kernels_serve
+from luffy.models.attention import Layout
+
+# Families whose layers are exactly: norm, q/k/v, rotary, attention, o, sum, norm, gated MLP, sum.
+FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
+
+_fused: weakref.WeakKeyDictionary[nn.Module, FusedDecoder | None] = weakref.WeakKeyDictionary()
+
+
+def fused_decoder(causal: Any) -> FusedDecoder | None:
+    """The fused form of a model, if it has one where it now lies."""
+    if causal not in _fused:
+        _fused[causal] = FusedDecoder(causal) if has_fused_form(causal) else None
+    decoder = _fused[causal]
+    if decoder is None or not kernels_serve(causal.get_input_embeddings().weight.device):
+        return None
+    # Someone who hooks into the layers (sharding, offloading, probes) wants the modules themselves to run.
+    return None if decoder.is_hooked() else decoder
+
+
+def has_fused_form(causal: Any) -> bool:
+    return type(causal).__name__ in FAMILIES and causal.config.hidden_act in ("silu", "swish")
+
+
+class FusedDecoder:
+    def __init__(self, causal: Any) -> None:
+        # The model holds everything; a strong reference here would keep it alive as its own dictionary key.
+        self._backbone = weakref.ref(getattr(causal, causal.base_model_prefix))
+
+    def is_hooked(self) -> bool:
+        backbone: Any = self._backbone()
+        return any(module._forward_hooks or module._forward_pre_hooks for module in (backbone, *backbone.layers))
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+        """Hidden states [N, H] of N tokens, before the vocabulary head."""
+        backbone: Any = self._backbone()
+        delta, residual = backbone.embed_tokens(input_ids), None
+        cos, sin = backbone.rotary_emb(delta[None], position_ids[None])
+        angles = (cos[0].contiguous(), sin[0].contiguous())
+        remake = backbone.gradient_checkpointing and backbone.training and torch.is_grad_enabled()
+        for layer in backbone.layers:
+            if remake:
+                delta, residual = checkpoint(
+                    _layer, layer, delta, residual, angles, layout, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                delta, residual = _layer(layer, delta, residual, angles, layout)
+        return _normed(backbone.norm, delta, residual)[0]
+
+
+def _normed(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    from luffy.kernels.norm import add_rms_norm
+
+    return add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+
+
+def _layer(
+    layer: Any, delta: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """What the layer adds to the stream, and the stream it is to be added to: the sum waits for the next norm."""
+    from luffy.kernels.elementwise import swiglu
+
+    x, residual = _normed(layer.input_layernorm, delta, residual)
+    x, residual = _normed(layer.post_attention_layernorm, _attention(layer.self_attn, x, angles, layout), residual)
+    mlp = layer.mlp
+    return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x))), residual
+
+
+def _attention(attention: Any, x: Tensor, angles: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+    from luffy.kernels.elementwise import rotate
+
+    width = attention.head_dim
+    q, k, v = (project(x).view(len(x), -1, width) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
+    if hasattr(attention, "q_norm"):
+        q, k = _head_norm(attention.q_norm, q), _head_norm(attention.k_norm, k)
+    layout.calls += 1
+    place = (attention.layer_idx, attention.scaling, _window(attention))
+    if hasattr(layout, "rotate_and_attend"):
+        out = layout.rotate_and_attend(q, k, v, *angles, *place)
+    else:
+        layer, scale, window = place
+        out = layout.attend(layer, rotate(q, *angles), rotate(k, *angles), v, scale, window)
+    return attention.o_proj(out.reshape(len(x), -1))
+
+
+def _head_norm(norm: Any, heads: Tensor) -> Tensor:
+    return _normed(norm, heads.reshape(-1, heads.shape[-1]), None)[0].view(heads.shape)
+
+
+def _window(attention: Any) -> int | None:
+    """Qwen's layers know whether they slide, Mistral's always do when there is a window, Llama's never."""
+    if hasattr(attention, "sliding_window"):
+        window: int | None = attention.sliding_window
+        return window
+    return attention.config.sliding_window if type(attention).__name__.startswith("Mistral") else None

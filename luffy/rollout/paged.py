@@ -1,0 +1,495 @@
+"""Generation on a GPU: pages of keys and values, graphs of steps, and a host that runs behind the device.
+
+    waiting prompts --prefill--> rows of the decoder --steps of a burst--> tokens, read one burst later
+
+The device is never waited for while it has work: tokens of a burst are read while the next one runs. A
+sequence that met its end of sequence is so noticed up to two bursts late; what it drew after that is
+thrown away. Memory is taken page by page. When pages run out, the youngest sequence gives its own back
+and starts again later from what it has said so far; its noise depends on seed and position alone, so it
+goes on as it would have.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from luffy.errors import UserError
+from luffy.kernels.paged import PAGE
+from luffy.models.forward import causal_lm, forward_hidden, head_weight_bias
+from luffy.rollout.decoder import Decoder
+from luffy.rollout.paged_cache import SCRATCH, CacheShape, PagedCache, PagePool, Piece, PiecesLayout, pages_for
+from luffy.rollout.sampling import SamplingRows, sample, signed
+from luffy.rollout.scheduler import PromptGroup, SequenceState
+from luffy.types import Request
+
+if TYPE_CHECKING:
+    from luffy.rollout.native import NativeEngine
+
+BURST = 8  # decoding steps between two looks at the results
+FIRST_DRAWS = 256  # rows whose first token is drawn at once: the plain sampler keeps float32 copies of logits
+RESERVED_BYTES = 3 << 30  # left to activations of prefill and decoding when pages fill the memory
+
+
+@dataclass(eq=False)
+class PagedSequence(SequenceState):
+    pages: list[int] = field(default_factory=list)
+    launched: int = 0  # new tokens the device has drawn or been told to draw
+
+    @property
+    def start(self) -> int:
+        """Where its first new token stands."""
+        return len(self.request.prompt_ids) + len(self.request.prefix_ids)
+
+    @property
+    def length(self) -> int:
+        return self.start + len(self.token_ids)
+
+    @property
+    def limit(self) -> int:
+        """The last position whose keys anybody reads: the last token is never fed back."""
+        return max(self.start + self.request.sampling.max_tokens - 2, 0)
+
+    def remaining(self) -> int:
+        return self.request.sampling.max_tokens - self.launched
+
+    def pages_ahead(self, steps: int) -> int:
+        """How many pages it must hold to run ``steps`` further steps."""
+        last = min(self.start + self.launched - 1 + steps - 1, self.limit)
+        return last // PAGE + 1
+
+    def receive(self, tokens: Sequence[int], log_probs: Sequence[float]) -> int:
+        """Append up to and including the first end of sequence; how many were taken."""
+        sampling = self.request.sampling
+        room = sampling.max_tokens - len(self.token_ids)
+        ends = [i for i, token in enumerate(tokens[:room]) if token in sampling.eos_ids]
+        count = ends[0] + 1 if ends else min(room, len(tokens))
+        self.token_ids.extend(tokens[:count])
+        self.log_probs.extend(log_probs[:count])
+        if ends:
+            self.finish = "stop"
+        elif count == room:
+            self.finish = "length"
+        return count
+
+
+@dataclass(eq=False)
+class Prompt(PromptGroup):
+    """Tokens to prefill, and the sequences that start from them."""
+
+    waiting: deque[PagedSequence] = field(default_factory=deque)  # type: ignore[assignment]
+    pages: list[int] = field(default_factory=list)
+    filled: int = 0  # tokens whose keys and values lie in the pages
+
+    @property
+    def is_filled(self) -> bool:
+        return self.filled == len(self.token_ids)
+
+    @property
+    def shared_pages(self) -> int:
+        """Full pages: nobody writes to them any more."""
+        return len(self.token_ids) // PAGE
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Tokens on their way to the host: column i of [K, B] is those of ``sequences[i]``."""
+
+    sequences: tuple[PagedSequence, ...]
+    tokens: Tensor
+    log_probs: Tensor
+    arrived: Any  # torch.cuda.Event, or None where copies are immediate
+
+    def columns(self) -> tuple[np.ndarray, np.ndarray]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.tokens.numpy(), self.log_probs.numpy()
+
+
+class PagedMemory:
+    """What an engine keeps between calls: graphs and their state, not the pages."""
+
+    def __init__(self, model: nn.Module, rows: int, context: int) -> None:
+        self._model, self._rows, self._context = model, rows, context
+        weight, _ = head_weight_bias(model)
+        config = causal_lm(model).config
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = CacheShape(config.num_hidden_layers, config.num_key_value_heads, width, weight.dtype)
+        self.cache = PagedCache(shape, weight.device)
+        self._decoder: Decoder | None = None
+
+    def decoder(self) -> Decoder:
+        if self._decoder is None or not self._decoder.is_current():
+            self._decoder = None  # its graphs' memory first
+            self._decoder = Decoder(self._model, self.cache, self._rows, pages_for(self._context), BURST)
+        return self._decoder
+
+    def take(self, wanted: int) -> PagePool:
+        self.cache.release()
+        count = pages_available(wanted, self.cache.shape, self.cache.device)
+        if count < 2:
+            raise UserError("no memory is left for the rollout's keys and values: use a smaller model or LoRA")
+        self.cache.allocate(count)
+        return PagePool(count)
+
+
+class PagedGeneration:
+    """One call of `generate`."""
+
+    def __init__(self, engine: NativeEngine, requests: Sequence[Request], memory: PagedMemory) -> None:
+        from luffy.rollout.native import EngineStats
+
+        self.stats = EngineStats()
+        self._model, self._prefill_tokens = engine.model, engine.prefill_tokens
+        self._head = head_weight_bias(engine.model)
+        self.device = memory.cache.device
+        self._waiting = _prompts(requests)
+        self._most = min(engine.max_slots, len(requests))
+        self._cache = memory.cache
+        self._decoder = memory.decoder()
+        self._pool = memory.take(_pages_wanted(requests, self._most))
+        self._rows: list[PagedSequence] = []
+        self._pending: deque[Burst] = deque()
+        self._ended: list[PagedSequence] = []  # known to be finished, not yet handed out
+        self._filters: SamplingRows | None = None
+        self._moved = True  # the rows on the device are not those of the host
+
+    def run(self) -> Iterator[PagedSequence]:
+        """Finished sequences, as they are known to be finished."""
+        while self._waiting or self._rows or self._pending:
+            worked = self._prefill_round()
+            launched = self._launch()
+            if not (worked or launched or self._pending):
+                raise UserError(
+                    f"{self._pool.free} pages of {PAGE} tokens are all the memory left for the cache, too little for"
+                    " the next prompt: free memory, or lower rollout.n"
+                )
+            yield from self._collect(keep=1 if launched else 0)
+
+    def close(self) -> None:
+        self._cache.release()
+
+    # --- prompts ---
+
+    def _prefill_round(self) -> bool:
+        """Work on waiting prompts for at most ``prefill_tokens`` tokens, and seat who can start."""
+        started = self._started()
+        self._seat(started)
+        pieces = self._next_pieces()
+        if pieces:
+            self._run_pieces(pieces)
+            self._seat(self._started())
+        return bool(started or pieces)
+
+    def _next_pieces(self) -> list[tuple[Prompt, Piece]]:
+        budget, rows = self._prefill_tokens, self._most - len(self._rows)
+        pieces: list[tuple[Prompt, Piece]] = []
+        for prompt in self._waiting:
+            if prompt.is_filled:
+                rows -= len(prompt.waiting)
+                continue
+            if budget <= 0 or rows <= 0 or not self._take_prompt_pages(prompt):
+                break
+            end = min(prompt.filled + budget, len(prompt.token_ids))
+            pieces.append((prompt, Piece(tuple(prompt.pages), prompt.filled, end)))
+            budget -= end - prompt.filled
+            rows -= len(prompt.waiting)
+        return pieces
+
+    def _take_prompt_pages(self, prompt: Prompt) -> bool:
+        """Pages for the whole prompt, when as many are left for those who are on their way."""
+        missing = pages_for(len(prompt.token_ids)) - len(prompt.pages)
+        if missing and self._pool.free < missing + self._pages_soon():
+            if self._rows or self._pending:
+                return False
+            if self._pool.free < missing:
+                raise UserError(
+                    f"a prompt of {len(prompt.token_ids)} tokens does not fit the memory left for the cache"
+                    f" ({self._pool.free} pages of {PAGE} tokens): free memory or use a smaller model"
+                )
+        prompt.pages += self._pool.take(missing)
+        return True
+
+    def _pages_soon(self) -> int:
+        """What the rows take in the next burst or two."""
+        return sum(max(s.pages_ahead(2 * BURST) - len(s.pages), 0) for s in self._rows)
+
+    def _run_pieces(self, pieces: Sequence[tuple[Prompt, Piece]]) -> None:
+        layout = PiecesLayout(self._cache, [piece for _, piece in pieces])
+        tokens = [token for prompt, piece in pieces for token in prompt.token_ids[piece.start : piece.end]]
+        ids = _to_device(np.array(tokens, dtype=np.int64), self.device)
+        hidden = forward_hidden(self._model, ids, layout.position_ids, layout)
+        logits = F.linear(hidden[layout.last_tokens], *self._head)
+        for (prompt, piece), row in zip(pieces, logits, strict=True):
+            prompt.filled = piece.end
+            if prompt.is_filled:
+                prompt.first_logits = row.clone()  # alone: the others' rows may go
+                self.stats.prefilled_prompts += 1
+        self.stats.prefill_tokens += len(tokens)
+
+    def _started(self) -> list[tuple[PagedSequence, Tensor]]:
+        """Sequences of filled prompts that get a row now, with the logits of their first token."""
+        started: list[tuple[PagedSequence, Tensor]] = []
+        copies: tuple[list[int], list[int]] = [], []
+        while self._waiting and self._waiting[0].is_filled:
+            prompt = self._waiting[0]
+            assert prompt.first_logits is not None
+            while prompt.waiting and len(self._rows) + len(started) < self._most and self._has_start_page(prompt):
+                started.append((self._take_start(prompt, copies), prompt.first_logits))
+            if prompt.waiting:
+                break
+            self._waiting.popleft()
+        self._cache.copy(*copies)
+        return started
+
+    def _has_start_page(self, prompt: Prompt) -> bool:
+        return self._pool.free > 0 or len(prompt.waiting) == 1
+
+    def _take_start(self, prompt: Prompt, copies: tuple[list[int], list[int]]) -> PagedSequence:
+        """The next sequence of a prompt: shares its full pages, has a page of its own for what is left over.
+        The last one takes the prompt's own."""
+        sequence = prompt.waiting.popleft()
+        sequence.launched = len(sequence.token_ids)
+        if not prompt.waiting:
+            sequence.pages, prompt.pages = prompt.pages, []
+            return sequence
+        sequence.pages = self._pool.share(prompt.pages[: prompt.shared_pages])
+        if len(prompt.pages) > prompt.shared_pages:
+            (own,) = self._pool.take(1)
+            copies[0].append(prompt.pages[-1])
+            copies[1].append(own)
+            sequence.pages.append(own)
+        return sequence
+
+    def _seat(self, started: Sequence[tuple[PagedSequence, Tensor]]) -> None:
+        """Draw first tokens; who wants more than one gets a row."""
+        if not started:
+            return
+        self._arrange([])  # rows of the past leave before new ones come
+        drawn = [self._draw_first(started[i : i + FIRST_DRAWS]) for i in range(0, len(started), FIRST_DRAWS)]
+        tokens, log_probs = (torch.cat(parts) for parts in zip(*drawn, strict=True))
+        sequences = [sequence for sequence, _ in started]
+        for sequence in sequences:
+            sequence.launched += 1
+        self._send(sequences, tokens[None], log_probs[None])
+        self._arrange(sequences, tokens)
+
+    def _draw_first(self, started: Sequence[tuple[PagedSequence, Tensor]]) -> tuple[Tensor, Tensor]:
+        logits = torch.stack([row for _, row in started])
+        rows = _sampling_rows([sequence for sequence, _ in started], self.device)
+        positions = _to_device(np.array([s.start + s.launched for s, _ in started]), self.device)
+        return sample(logits, rows, positions)
+
+    # --- rows ---
+
+    def _arrange(self, new: Sequence[PagedSequence], tokens: Tensor | None = None) -> None:
+        """Rows that have nothing left to draw leave, the others close up, ``new`` ones follow."""
+        kept = [i for i, sequence in enumerate(self._rows) if self._goes_on(sequence)]
+        state = self._decoder.state
+        if len(kept) < len(self._rows):
+            order = _to_device(np.array(kept, dtype=np.int64), self.device)
+            for row in (state.tokens, state.positions):
+                row[: len(kept)] = row[order]
+            for sequence in self._rows:
+                if not self._goes_on(sequence):
+                    self._leave(sequence)
+            self._rows = [self._rows[i] for i in kept]
+            self._moved = True
+        seated = [i for i, sequence in enumerate(new) if self._goes_on(sequence)]
+        for sequence in new:
+            if not self._goes_on(sequence):
+                self._leave(sequence)
+        if not seated or tokens is None:
+            return
+        place = slice(len(self._rows), len(self._rows) + len(seated))
+        state.tokens[place] = tokens[_to_device(np.array(seated), self.device)]
+        starts = [new[i].start + new[i].launched - 1 for i in seated]
+        state.positions[place] = _to_device(np.array(starts), self.device)
+        self._rows += [new[i] for i in seated]
+        self._moved = True
+
+    def _goes_on(self, sequence: PagedSequence) -> bool:
+        return sequence.finish is None and sequence.remaining() > 0
+
+    def _leave(self, sequence: PagedSequence) -> None:
+        """Work queued on the device before still uses the pages; whatever comes later is queued behind it."""
+        self._pool.give_back(sequence.pages)
+        sequence.pages = []
+
+    def _upload(self) -> None:
+        """Tell the device who sits where."""
+        state, rows = self._decoder.state, self._rows
+        size = len(state.limits)
+        idle = size - len(rows)
+
+        def put(target: Tensor, values: list[Any], filler: Any, dtype: Any) -> None:
+            target.copy_(_to_device(np.array(values + [filler] * idle, dtype=dtype), self.device))
+
+        put(state.limits, [s.limit for s in rows], 0, np.int64)
+        put(state.seeds, [signed(s.request.seed) for s in rows], 0, np.int64)
+        put(state.temperatures, [s.request.sampling.temperature or 1.0 for s in rows], 1.0, np.float32)
+        put(state.greedy, [s.request.sampling.temperature == 0 for s in rows], False, np.bool_)
+        state.positions[len(rows) :] = 0
+        filtered = any(s.request.sampling.top_k > 0 or s.request.sampling.top_p < 1 for s in rows)
+        self._filters = _sampling_rows(rows, self.device) if filtered else None
+        self._moved = False
+
+    def _upload_tables(self) -> None:
+        tables = self._decoder.state.tables
+        widest = max((len(sequence.pages) for sequence in self._rows), default=1)
+        table = np.full((len(tables), widest), SCRATCH, dtype=np.int32)
+        for row, sequence in enumerate(self._rows):
+            table[row, : len(sequence.pages)] = sequence.pages
+        tables[:, :widest] = _to_device(table, self.device)
+
+    def _grow(self, steps: int) -> None:
+        """Pages for the next burst; if there are too few, the youngest rows make room."""
+        while sum(max(s.pages_ahead(steps) - len(s.pages), 0) for s in self._rows) > self._pool.free:
+            self._set_back()
+        grown = False
+        for sequence in self._rows:
+            missing = sequence.pages_ahead(steps) - len(sequence.pages)
+            if missing > 0:
+                sequence.pages += self._pool.take(missing)
+                grown = True
+        if grown or self._moved:
+            self._upload_tables()
+
+    def _set_back(self) -> None:
+        """The youngest row goes back to the queue with what it has said so far."""
+        if len(self._rows) == 1:
+            raise UserError(
+                f"one sequence of {self._rows[0].length} tokens fills the memory left for the cache: lower"
+                " rollout.max_tokens, or leave more memory to the rollout"
+            )
+        self._ended = self._collect(keep=0)
+        self._arrange([])
+        if len(self._rows) < 2:
+            return
+        sequence = self._rows.pop()
+        self._leave(sequence)
+        self._moved = True
+        resumed = Prompt(sequence.request.prompt_ids + sequence.request.prefix_ids + tuple(sequence.token_ids))
+        resumed.waiting.append(sequence)
+        self._waiting.appendleft(resumed)
+        self.stats.set_back += 1
+
+    # --- steps ---
+
+    def _launch(self) -> bool:
+        """Queue a burst of steps on the device, without waiting for any."""
+        self._arrange([])
+        if not self._rows:
+            return False
+        steps = min(BURST, max(sequence.remaining() for sequence in self._rows))
+        self._grow(steps)
+        if not self._rows:
+            return False
+        if self._moved:
+            self._upload()
+        state, count = self._decoder.state, len(self._rows)
+        state.step.zero_()
+        for step in range(steps):
+            self._one_step(step, count)
+        for sequence in self._rows:
+            sequence.launched += steps
+        self._send(self._rows, state.drawn[:steps, :count], state.log_probs[:steps, :count])
+        self.stats.decode_steps += steps
+        return True
+
+    def _one_step(self, step: int, count: int) -> None:
+        state = self._decoder.state
+        if self._filters is None:
+            self._decoder.run(count)
+            return
+        # Top-k and top-p sort the vocabulary, which the graph does not: draw again from its logits.
+        positions = state.positions[:count] + 1
+        logits = self._decoder.run(count)
+        tokens, log_probs = sample(logits[:count], self._filters, positions)
+        state.tokens[:count] = tokens
+        state.drawn[step, :count] = tokens
+        state.log_probs[step, :count] = log_probs
+
+    def _send(self, sequences: Sequence[PagedSequence], tokens: Tensor, log_probs: Tensor) -> None:
+        """Start the copy of results to the host."""
+        if self.device.type != "cuda":
+            self._pending.append(Burst(tuple(sequences), tokens.clone(), log_probs.clone(), None))
+            return
+        host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (tokens, log_probs)]
+        for target, source in zip(host, (tokens, log_probs), strict=True):
+            target.copy_(source, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._pending.append(Burst(tuple(sequences), host[0], host[1], arrived))
+
+    def _collect(self, keep: int) -> list[PagedSequence]:
+        """Read what has arrived, but for the newest ``keep`` bursts; the sequences that ended."""
+        ended, self._ended = self._ended, []
+        while len(self._pending) > keep:
+            burst = self._pending.popleft()
+            tokens, log_probs = burst.columns()
+            for column, sequence in enumerate(burst.sequences):
+                if sequence.finish is None:
+                    self._receive(sequence, tokens[:, column], log_probs[:, column])
+                    if sequence.finish is not None:
+                        ended.append(sequence)
+        return ended
+
+    def _receive(self, sequence: PagedSequence, tokens: np.ndarray, log_probs: np.ndarray) -> None:
+        count = sequence.receive(tokens.tolist(), log_probs.tolist())
+        if np.isnan(log_probs[:count]).any():
+            raise FloatingPointError(
+                f"the model gave NaN logits for request {sequence.index} after {sequence.length - count} tokens:"
+                " its weights hold NaN or infinity"
+            )
+        self.stats.generated_tokens += count
+
+
+def _prompts(requests: Sequence[Request]) -> deque[Prompt]:
+    """Requests with the same tokens share one prompt."""
+    prompts: dict[tuple[int, ...], Prompt] = {}
+    for index, request in enumerate(requests):
+        tokens = request.prompt_ids + request.prefix_ids
+        prompt = prompts.setdefault(tokens, Prompt(tokens))
+        prompt.waiting.append(PagedSequence(index, request, prompt))
+    return deque(prompts.values())
+
+
+def _pages_of(request: Request) -> int:
+    """Pages of a sequence that runs to its longest."""
+    given = len(request.prompt_ids) + len(request.prefix_ids)
+    return pages_for(given + max(request.sampling.max_tokens - 1, 0))
+
+
+def _pages_wanted(requests: Sequence[Request], rows: int) -> int:
+    """Enough for the ``rows`` longest at once, each with a prompt of its own waiting."""
+    longest = sorted(map(_pages_of, requests), reverse=True)[:rows]
+    prompts = sum(pages_for(len(p.token_ids)) for p in list(_prompts(requests))[:rows])
+    return sum(longest) + prompts + 1
+
+
+def pages_available(wanted: int, shape: CacheShape, device: torch.device) -> int:
+    """Of ``wanted`` pages, what the memory that nobody uses can hold."""
+    if device.type != "cuda":
+        return wanted
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(min(wanted, (free + unused - RESERVED_BYTES) // shape.page_bytes), 0)
+
+
+def _sampling_rows(sequences: Sequence[PagedSequence], device: torch.device) -> SamplingRows:
+    requests = [sequence.request for sequence in sequences]
+    return SamplingRows.of([r.sampling for r in requests], [r.seed for r in requests], device)
+
+
+def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Through pinned memory, so that the host does not wait for the device to get there."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

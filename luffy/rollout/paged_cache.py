@@ -1,0 +1,206 @@
+"""Keys and values in pages: who holds which page (host), and the block that holds them (device)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from luffy.kernels.paged import PAGE, attend, rotate_and_store, splits_for, store
+from luffy.models.attention import VARLEN_GQA, PackedLayout, varlen_attn, varlen_serves
+
+SCRATCH = 0  # rows that only fill up a batch write here; nobody reads it
+
+
+class PagePool:
+    """Counts the holders of every page: sequences that share a prompt share its full pages."""
+
+    def __init__(self, pages: int) -> None:
+        self._free = list(range(pages - 1, SCRATCH, -1))
+        self._holders = [0] * pages
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        assert count <= self.free, f"{count} pages wanted, {self.free} free"
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._holders[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[int]) -> list[int]:
+        for page in pages:
+            self._holders[page] += 1
+        return list(pages)
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                self._free.append(page)
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    layers: int
+    kv_heads: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def page_elements(self) -> int:
+        return self.layers * 2 * self.kv_heads * PAGE * self.width
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_elements * self.dtype.itemsize
+
+
+class PagedCache:
+    """The block of pages. Its address lies in device memory, where graphs look it up, so the block may be
+    dropped between rollouts and taken again."""
+
+    def __init__(self, shape: CacheShape, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+        self.address = torch.zeros(1, dtype=torch.int64, device=device)
+        self._block: Tensor | None = None
+
+    def allocate(self, pages: int) -> None:
+        s = self.shape
+        size = (pages, s.layers, 2, s.kv_heads, PAGE, s.width)
+        try:
+            self._block = torch.empty(size, dtype=s.dtype, device=self.device)
+        except torch.OutOfMemoryError:  # free, but in pieces: give them all back and try once more
+            torch.cuda.empty_cache()
+            self._block = torch.empty(size, dtype=s.dtype, device=self.device)
+        self.address.fill_(self._block.data_ptr())
+
+    def release(self) -> None:
+        """Leave the memory to the update."""
+        self._block = None
+        self.address.zero_()
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert self._block is not None
+        if sources:
+            self._block[torch.tensor(targets, device=self.device)] = self._block[
+                torch.tensor(sources, device=self.device)
+            ]
+
+    def gather(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [length, KV heads, D] of one sequence, laid end to end."""
+        assert self._block is not None
+        keys, values = self._block[pages, layer].transpose(2, 3).transpose(0, 1).flatten(1, 2)[:, :length]
+        return keys, values
+
+
+class PagedDecodeLayout:
+    """One new token for each row of the table; fixed shapes, no host decisions: fit for a CUDA graph."""
+
+    def __init__(self, cache: PagedCache, tables: Tensor, rows: Tensor, positions: Tensor) -> None:
+        self.calls = 0
+        self._cache, self._tables, self._rows, self._positions = cache, tables, rows, positions
+        self._splits = splits_for(len(rows), cache.shape.kv_heads, tables.shape[1], cache.device)
+
+    def rotate_and_attend(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layer: int, scale: float, window: int | None
+    ) -> Tensor:
+        cache, stride = self._cache, self._cache.shape.page_elements
+        q = rotate_and_store(q, k, v, cos, sin, cache.address, self._tables, self._rows, self._positions, layer, stride)
+        return self._read(layer, q, scale, window)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        cache, stride = self._cache, self._cache.shape.page_elements
+        store(key, value, cache.address, self._tables, self._rows, self._positions, layer, stride)
+        return self._read(layer, query.contiguous(), scale, window)
+
+    def _read(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
+        cache, shape = self._cache, self._cache.shape
+        return attend(
+            q, cache.address, self._tables, self._positions, layer, shape.page_elements, shape.kv_heads, scale,
+            window, self._splits,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens ``start`` to ``end`` of a sequence that lies in ``pages``; what is before is there already."""
+
+    pages: Sequence[int]
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+class PiecesLayout:
+    """Stretches of sequences end to end, each seeing what its pages hold and itself, causally: prefill."""
+
+    def __init__(self, cache: PagedCache, pieces: Sequence[Piece]) -> None:
+        self.calls = 0
+        self._cache, self._pieces = cache, pieces
+        device = cache.device
+        lengths = [len(piece) for piece in pieces]
+        self._packed = PackedLayout(lengths, device)
+        self._continues = any(piece.start for piece in pieces)
+        self.position_ids = torch.cat([torch.arange(p.start, p.end) for p in pieces]).to(device)
+        self.last_tokens = self._packed.last_tokens
+        widest = max(len(piece.pages) for piece in pieces)
+        table = [list(p.pages) + [SCRATCH] * (widest - len(p.pages)) for p in pieces]
+        self._tables = torch.tensor(table, dtype=torch.int32).to(device)
+        self._rows = torch.repeat_interleave(torch.arange(len(pieces)), torch.tensor(lengths)).to(device)
+        self._ends = [piece.end for piece in pieces]
+        self._bounds = _bounds(lengths, device), _bounds(self._ends, device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        cache = self._cache
+        stride = cache.shape.page_elements
+        store(key, value, cache.address, self._tables, self._rows, self.position_ids, layer, stride)
+        if not self._continues:
+            return self._packed.attend(layer, query, key, value, scale, window)
+        keys, values = self._everything(layer)
+        banded = window is not None and window < max(self._ends)
+        if not banded and varlen_serves(query):
+            return self._attend_varlen(query, torch.cat(keys), torch.cat(values), scale)
+        parts = query.split([len(piece) for piece in self._pieces])
+        return torch.cat([
+            _attend_last(q, k, v, scale, window) for q, k, v in zip(parts, keys, values, strict=True)
+        ])  # fmt: skip
+
+    def _everything(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of every sequence from its first token on."""
+        rows = [self._cache.gather(layer, table, end) for table, end in zip(self._tables, self._ends, strict=True)]
+        return [keys for keys, _ in rows], [values for _, values in rows]
+
+    def _attend_varlen(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """The kernel aligns causality to the end: the last query sees every key."""
+        longest = max(len(piece) for piece in self._pieces), max(self._ends)
+        out = varlen_attn(query, keys, values, *self._bounds, *longest, scale=scale, window_size=(-1, 0), **VARLEN_GQA)
+        assert isinstance(out, Tensor)
+        return out
+
+
+def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+def _attend_last(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """The last len(q) tokens [n, H, D] over all [m, KV, D]."""
+    at = torch.arange(len(k), device=q.device)
+    distance = at[len(k) - len(q) :, None] - at[None, :]
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    query, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
+    shares = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=seen, scale=scale, enable_gqa=shares)
+    return out[0].transpose(0, 1)

@@ -1,0 +1,64 @@
+"""Whether a micro-batch's activations fit, or must be computed again in the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from luffy.models.forward import causal_lm
+
+# Left for the head's chunk of logits, the gradients of the layer at hand, and what the allocator wastes.
+MARGIN_BYTES = 6 << 30
+# The estimate counts what the fused layers keep; others keep more, and it is never exact.
+CAUTION = 1.25
+
+
+def layer_values(config: Any) -> int:
+    """Numbers a decoder layer keeps per token: two norms with their sums, queries, keys, values, the
+    attention's result, and three times the width of its MLP."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    queries, keys = config.num_attention_heads * width, kv_heads * width
+    return int(4 * config.hidden_size + 2 * queries + 2 * keys + 3 * config.intermediate_size)
+
+
+def activation_bytes(config: Any, tokens: int, itemsize: int) -> int:
+    return layer_values(config) * config.num_hidden_layers * tokens * itemsize
+
+
+def unused_bytes(device: torch.device) -> int:
+    """Memory nobody holds: the driver's, and what torch has reserved but not given out."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+class Checkpointing:
+    """Switches activation checkpointing of a model: always, never, or (auto) when memory asks for it."""
+
+    def __init__(self, model: nn.Module, wanted: bool | str) -> None:
+        self._model, self._wanted = model, wanted
+        self._on: bool | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._on)
+
+    def prepare(self, tokens: int, device: torch.device) -> bool:
+        """Before the forward pass of a micro-batch of ``tokens``."""
+        may_choose = self._wanted == "auto" and device.type == "cuda"
+        on = self._is_tight(tokens, device) if may_choose else self._wanted is True
+        if on != self._on:
+            model: Any = self._model
+            if on:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            else:
+                model.gradient_checkpointing_disable()
+            self._on = on
+        return on
+
+    def _is_tight(self, tokens: int, device: torch.device) -> bool:
+        causal = causal_lm(self._model)
+        needed = CAUTION * activation_bytes(causal.config, tokens, causal.get_input_embeddings().weight.itemsize)
+        return needed + MARGIN_BYTES > unused_bytes(device)

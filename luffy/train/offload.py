@@ -1,0 +1,156 @@
+"""AdamW whose state lies in the host's memory and visits the GPU one weight at a time.
+
+Master weights and both moments are 12 bytes a weight: for 7B more than a GPU has left beside the rest.
+While one weight is updated, the next one's state is on its way in and the last one's on its way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from luffy.config import OptimConfig
+
+
+@dataclass
+class HostState:
+    """One weight's state, float32 in host memory."""
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> HostState:
+        shape, pinned = parameter.shape, parameter.is_cuda
+        state = cls(*(_host_zeros(shape, pinned) for _ in range(3)))
+        state.master.copy_(parameter.detach())
+        return state
+
+    def tensors(self) -> list[Tensor]:
+        return [self.master, self.exp_avg, self.exp_avg_sq]
+
+
+def _host_zeros(shape: torch.Size, pinned: bool) -> Tensor:
+    """Locked in place for fast copies. `pin_memory` would round sizes up to powers of two: up to twice the memory."""
+    tensor = torch.zeros(shape, dtype=torch.float32)
+    if pinned:
+        cudart: Any = torch.cuda.cudart()
+        failed = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.numel() * tensor.itemsize, 0))
+        if failed:
+            raise MemoryError(
+                f"the host could not lock {tensor.numel() * tensor.itemsize / 2**30:.1f} GiB for optim.offload"
+                f" (CUDA error {failed}): raise the limit of locked memory, or turn optim.offload off"
+            )
+    return tensor
+
+
+class OffloadedOptimizer:
+    """The interface of `luffy.train.optim.Optimizer`; gradients stay on the GPU, in float32."""
+
+    def __init__(self, model: nn.Module, cfg: OptimConfig) -> None:
+        self.cfg = cfg
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.states = {n: HostState.of(p) for n, p in self.parameters.items()}
+        self.steps_done = 0
+        self._gradients: dict[str, Tensor] = {}
+        self._on_gpu = any(p.is_cuda for p in self.parameters.values())
+        self._streams = [torch.cuda.Stream() for _ in range(2)] if self._on_gpu else []
+        for name, parameter in self.parameters.items():
+            parameter.register_post_accumulate_grad_hook(self._adder(name))
+
+    def _adder(self, name: str) -> Any:
+        def add_gradient(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            grad = parameter.grad.float()
+            self._gradients[name] = self._gradients[name].add_(grad) if name in self._gradients else grad
+            parameter.grad = None
+
+        return add_gradient
+
+    def gradients(self) -> list[Tensor]:
+        return list(self._gradients.values())
+
+    def grad_norm(self) -> Tensor:
+        return torch.nn.utils.get_total_norm(self.gradients())
+
+    @torch.no_grad()
+    def step(self, lr: float, grad_norm: Tensor) -> None:
+        self.steps_done += 1
+        limit = self.cfg.grad_clip
+        scale = (limit / (grad_norm + 1e-6)).clamp(max=1.0) if limit > 0 else None
+        names = list(self._gradients)
+        arriving = self._fetch(names[0]) if names else []
+        for i, name in enumerate(names):
+            state, arriving = arriving, self._fetch(names[i + 1]) if i + 1 < len(names) else []
+            self._wait_for(state)
+            grad = self._gradients.pop(name)
+            self._adam(self.parameters[name], state, grad if scale is None else grad.mul_(scale), lr)
+            self._send_back(name, state)
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+    def _fetch(self, name: str) -> list[Tensor]:
+        if not self._on_gpu:
+            return self.states[name].tensors()
+        with torch.cuda.stream(self._streams[0]):
+            return [t.to(self.parameters[name].device, non_blocking=True) for t in self.states[name].tensors()]
+
+    def _wait_for(self, state: list[Tensor]) -> None:
+        """State was made on the stream that fetches; from here on the main one uses it."""
+        if self._on_gpu:
+            main = torch.cuda.current_stream()
+            main.wait_stream(self._streams[0])
+            for tensor in state:
+                tensor.record_stream(main)
+
+    def _send_back(self, name: str, state: list[Tensor]) -> None:
+        if not self._on_gpu:
+            return
+        back = self._streams[1]
+        back.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(back):
+            for target, source in zip(self.states[name].tensors(), state, strict=True):
+                target.copy_(source, non_blocking=True)
+                source.record_stream(back)
+
+    def _adam(self, parameter: nn.Parameter, state: list[Tensor], grad: Tensor, lr: float) -> None:
+        master, exp_avg, exp_avg_sq = state
+        cfg, t = self.cfg, self.steps_done
+        beta1, beta2 = cfg.betas
+        if parameter.ndim >= 2:
+            master.mul_(1 - lr * cfg.weight_decay)
+        exp_avg.lerp_(grad, 1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        root = exp_avg_sq.sqrt().div_((1 - beta2**t) ** 0.5).add_(cfg.eps)
+        master.addcdiv_(exp_avg, root, value=-lr / (1 - beta1**t))
+        parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        self._gradients.clear()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The names of `Optimizer.tensors`: a run may resume with or without offloading."""
+        for name, state in self.states.items():
+            if self.steps_done:
+                yield f"{name}/step", torch.tensor(float(self.steps_done))
+                yield f"{name}/exp_avg", state.exp_avg
+                yield f"{name}/exp_avg_sq", state.exp_avg_sq
+            if self.parameters[name].dtype != torch.float32:
+                yield f"{name}/master", state.master
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        for name, state in self.states.items():
+            parameter = self.parameters[name]
+            state.master.copy_(tensors.get(f"{name}/master", parameter.detach()))
+            parameter.data.copy_(state.master)
+            for key, target in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
+                target.copy_(tensors[f"{name}/{key}"]) if f"{name}/{key}" in tensors else target.zero_()
+            if f"{name}/step" in tensors:
+                self.steps_done = int(tensors[f"{name}/step"])

@@ -1,0 +1,166 @@
+"""The fast engine and the fast update on a GPU: speed must not have changed a number."""
+
+import math
+import os
+from collections import Counter
+
+import pytest
+import torch
+from support import make_samples
+from tiny_models import tiny_model
+
+from luffy.bench.shapes import random_model
+from luffy.models import load_model, load_tokenizer
+from luffy.models.attention import PackedLayout
+from luffy.models.forward import forward_hidden
+from luffy.rollout import NativeEngine
+from luffy.train.offload import OffloadedOptimizer
+from luffy.train.policy import Policy
+from luffy.types import Request, Sampling
+
+pytestmark = pytest.mark.gpu
+
+
+def ask(ids, max_tokens=8, seed=0, **knobs) -> Request:
+    return Request(tuple(ids), seed, Sampling(max_tokens, **knobs))
+
+
+def teacher_forced(model, completion, prompt):
+    """The trainer's own log-probs of a completion."""
+    ids = torch.tensor([*prompt, *completion.token_ids.tolist()], device="cuda")
+    layout = PackedLayout([len(ids)], "cuda")
+    hidden = forward_hidden(model, ids, layout.position_ids, layout)
+    logits = torch.nn.functional.linear(hidden, model.get_output_embeddings().weight).float()
+    rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    return rows.gather(1, ids[len(prompt) :, None])[:, 0].cpu()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+def test_graphs_draw_what_slots_draw(architecture):
+    model = tiny_model(architecture).cuda()
+    requests = [
+        ask(range(3, 4 + i % 50), 5 + i % 90, seed=i, temperature=0.0 if i % 4 == 0 else 1.0) for i in range(150)
+    ]
+    slots = NativeEngine(model, decoding="slots").generate(requests)
+    engine = NativeEngine(model)
+    pages = engine.generate(requests)
+    assert engine._paged is not None, "the fast path did not run"
+    different = sum(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(slots, pages, strict=True))
+    assert different <= 1  # float32 sums in another order may turn one draw in thousands
+    again = engine.generate(requests)
+    assert [c.token_ids.tolist() for c in again] == [c.token_ids.tolist() for c in pages]
+
+
+def test_log_probs_stay_with_the_trainers_in_bfloat16():
+    model = random_model("qwen2-0.5b", "bfloat16", "cuda")
+    with torch.no_grad():
+        for parameter in model.parameters():  # far from flat, as trained models are
+            if parameter.ndim == 2:
+                parameter.mul_(2.0)
+    prompt = tuple(range(100, 180))
+    requests = [ask(prompt, 200, seed=i) for i in range(24)] + [ask(range(500, 2000), 60, seed=7)]
+    engine = NativeEngine(model)
+    differences = []
+    with torch.no_grad():
+        for request, completion in zip(requests, engine.generate(requests), strict=True):
+            differences.append((teacher_forced(model, completion, request.prompt_ids) - completion.log_probs).abs())
+    difference = torch.cat(differences)
+    assert difference.mean() < 0.02 and difference.max() < 0.5
+
+
+def test_sampling_passes_a_chi_square_test():
+    model = tiny_model("llama", vocab_size=30).cuda()
+    draws = 40_000
+    completions = NativeEngine(model).generate([ask((5, 6, 7), 2, seed=i) for i in range(draws)])
+    counts = Counter(int(c.token_ids[1]) for c in completions if int(c.token_ids[0]) == modal(completions))
+    first = modal(completions)
+    ids = torch.tensor([5, 6, 7, first], device="cuda")
+    layout = PackedLayout([4], "cuda")
+    with torch.no_grad():
+        hidden = forward_hidden(model, ids, layout.position_ids, layout)[-1]
+        p = torch.softmax((model.get_output_embeddings().weight @ hidden).double(), dim=-1).cpu()
+    total = sum(counts.values())
+    chi = sum((counts[t] - total * p[t].item()) ** 2 / (total * p[t].item()) for t in range(30) if total * p[t] >= 5)
+    freedom = sum(total * p[t] >= 5 for t in range(30)) - 1
+    assert chi < freedom + 5 * math.sqrt(2 * freedom), (chi, freedom)
+
+
+def modal(completions):
+    return Counter(int(c.token_ids[0]) for c in completions).most_common(1)[0][0]
+
+
+def test_a_cache_given_back_and_taken_elsewhere_leaves_graphs_right():
+    model = tiny_model("llama").cuda()
+    engine = NativeEngine(model)
+    requests = [ask((5, 6, 7), 40, seed=i) for i in range(20)]
+    first = [c.token_ids.tolist() for c in engine.generate(requests)]
+    decoder, address = engine._paged._decoder, int(engine._paged.cache.address)
+    assert address == 0  # given back
+    hole = torch.empty(64 << 20, device="cuda")  # the next block will lie elsewhere
+    assert [c.token_ids.tolist() for c in engine.generate(requests)] == first
+    assert engine._paged._decoder is decoder
+    del hole
+
+
+def test_memory_does_not_grow_with_the_number_of_problems():
+    model = tiny_model("llama").cuda()
+    engine = NativeEngine(model, max_slots=64)
+    peaks = []
+    for count in (64, 64, 1024):
+        torch.cuda.reset_peak_memory_stats()
+        engine.generate([ask((5 + i % 90, 6, 7 + i % 60), 40, seed=i) for i in range(count)])
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[2] < 1.3 * peaks[1]
+
+
+@pytest.mark.skipif("LUFFY_SMOLLM2" not in os.environ, reason="LUFFY_SMOLLM2 names SmolLM2-135M-Instruct")
+def test_greedy_tokens_of_real_weights_are_those_of_transformers():
+    path = os.environ["LUFFY_SMOLLM2"]
+    tokenizer = load_tokenizer(path)
+    model = load_model(path, "float32", "cuda")
+    questions = ["What is the capital of France?", "Add 17 and 25.", "Write a sentence about the sea."]
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True) for q in questions
+    ]
+    prompts = [tuple(p["input_ids"] if not isinstance(p, list) else p) for p in prompts]
+    ours = NativeEngine(model).generate([ask(p, 60, temperature=0.0) for p in prompts])
+    model.set_attn_implementation("sdpa")
+    for prompt, completion in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt], device="cuda")
+        theirs = model.generate(ids, max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert completion.token_ids.tolist() == theirs[0, len(prompt) :].tolist()
+
+
+def gradients(cfg, model, monkeypatch=None):
+    policy = Policy(model, cfg)
+    policy.optimizer.step = lambda lr, norm: None
+    policy.optimizer.zero_grad = lambda: None
+    policy.update(make_samples(), 0.01)
+    if isinstance(policy.optimizer, OffloadedOptimizer):
+        return {n: g.cpu() for n, g in policy.optimizer._gradients.items()}
+    return {n: m.grad.detach().float().cpu().clone() for n, m in policy.optimizer.masters.items()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fused_update_has_the_gradients_of_the_plain_one(make_config, monkeypatch, dtype):
+    cfg = make_config()
+    fused = gradients(cfg, load_model(cfg.model.path, dtype, "cuda"))
+    monkeypatch.setattr("luffy.models.forward.fused_decoder", lambda causal: None)
+    monkeypatch.setattr("luffy.core.logprobs.kernels_serve", lambda device: False)
+    plain = gradients(cfg, load_model(cfg.model.path, dtype, "cuda"))
+    for name, value in plain.items():
+        error = (fused[name] - value).norm() / value.norm().clamp(min=1e-8)
+        assert error < (1e-4 if dtype == "float32" else 0.03), (name, error)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_offloaded_optimizer_takes_the_same_steps(make_config, dtype):
+    weights = []
+    for offload in (False, True):
+        cfg = make_config(optim={"lr": 1e-2, "offload": offload, "weight_decay": 0.1})
+        policy = Policy(load_model(cfg.model.path, dtype, "cuda"), cfg)
+        for _ in range(4):
+            policy.update(make_samples(), 1e-2)
+        weights.append({n: p.detach().float().cpu() for n, p in policy.model.named_parameters()})
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, rtol=2e-2, atol=2e-3)

@@ -1,0 +1,256 @@
+"""Every kernel against the plain torch it stands for. On a CPU Triton's interpreter runs them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from luffy.core.logprobs import selected_log_probs
+from luffy.kernels import head, paged, sampling
+from luffy.kernels.elementwise import rotate, swiglu
+from luffy.kernels.norm import add_rms_norm
+from luffy.rollout.sampling import SamplingRows, negative_clocks, sample
+from luffy.types import Sampling
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = [torch.bfloat16] if DEVICE.type == "cuda" else []  # the interpreter cannot multiply bfloat16 matrices
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def gradients(outputs, grads, inputs):
+    return torch.autograd.grad(outputs, inputs, grads)
+
+
+def assert_equal(ours, theirs):
+    """To the bit; Triton's interpreter cuts bfloat16 off where a GPU rounds."""
+    if ours.dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        assert_close(ours, theirs, ours.dtype)
+    else:
+        assert torch.equal(ours, theirs)
+
+
+def assert_close(ours, theirs, dtype):
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2 if DEVICE.type == "cuda" else 5e-2
+    torch.testing.assert_close(ours.float(), theirs.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [48, 128])
+def test_add_rms_norm_is_sum_and_norm(dtype, width):
+    x, residual = (randn(5, width, dtype=dtype, seed=i).requires_grad_() for i in range(2))
+    norm = LlamaRMSNorm(width, eps=1e-5).to(DEVICE, dtype)
+    norm.weight.data.copy_(randn(width, dtype=dtype, seed=7))
+    normed, total = add_rms_norm(x, residual, norm.weight, 1e-5)
+    total_there = x + residual
+    assert_equal(total, total_there)
+    assert_close(normed, norm(total_there), dtype)
+    upper = [randn(5, width, dtype=dtype, seed=i) for i in (8, 9)]
+    ours = gradients((normed, total), upper, (x, residual, norm.weight))
+    theirs = gradients((norm(x + residual), x + residual), upper, (x, residual, norm.weight))
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert_close(mine, reference, dtype)
+
+
+def test_norm_without_a_residual_passes_its_input_on():
+    x = randn(3, 64).requires_grad_()
+    weight = randn(64, seed=3).requires_grad_()
+    normed, same = add_rms_norm(x, None, weight, 1e-6)
+    assert torch.equal(same, x)
+    (ours,) = gradients((normed, same), [randn(3, 64, seed=1), randn(3, 64, seed=2)], [x])
+    norm = LlamaRMSNorm(64, eps=1e-6).to(DEVICE)
+    norm.weight.data.copy_(weight.data)
+    (theirs,) = gradients((norm(x), x * 1), [randn(3, 64, seed=1), randn(3, 64, seed=2)], [x])
+    assert_close(ours, theirs, torch.float32)
+    with torch.no_grad():
+        assert torch.equal(add_rms_norm(x, None, weight, 1e-6)[0], normed)
+
+
+def test_norm_gradient_over_more_rows_than_programs():
+    x, weight = randn(1030, 16).requires_grad_(), randn(16, seed=3).requires_grad_()
+    upper = randn(1030, 16, seed=5)
+    ours = gradients(add_rms_norm(x, None, weight, 1e-6)[0], upper, (x, weight))
+    norm = LlamaRMSNorm(16, eps=1e-6).to(DEVICE)
+    norm.weight.data.copy_(weight.data)
+    theirs = gradients(norm(x), upper, (x, norm.weight))
+    assert_close(ours[0], theirs[0], torch.float32)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu(dtype):
+    gate, up = (randn(7, 300, dtype=dtype, seed=i).requires_grad_() for i in range(2))
+    upper = randn(7, 300, dtype=dtype, seed=4)
+    assert_close(swiglu(gate, up), F.silu(gate) * up, dtype)
+    ours = gradients(swiglu(gate, up), upper, (gate, up))
+    theirs = gradients(F.silu(gate) * up, upper, (gate, up))
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert_close(mine, reference, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "width"), [(3, 12), (4, 64)])
+def test_rotate(dtype, heads, width):
+    x = randn(6, heads, width, dtype=dtype).requires_grad_()
+    angles = randn(6, width // 2, seed=1)
+    cos, sin = (f(torch.cat((angles, angles), dim=-1)).to(dtype) for f in (torch.cos, torch.sin))
+    theirs, _ = apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=1)
+    ours = rotate(x, cos, sin)
+    assert_close(ours, theirs, dtype)
+    upper = randn(6, heads, width, dtype=dtype, seed=2)
+    assert_close(*(gradients(out, upper, [x])[0] for out in (ours, theirs)), dtype)
+
+
+def paged_case(lengths, kv_heads, width, layers=2, dtype=torch.float32):
+    """A shuffled paged cache and the dense keys and values it was filled from."""
+    counts = [-(-n // paged.PAGE) for n in lengths]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).tolist()
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
+    for row, count in enumerate(counts):
+        tables[row, :count] = torch.tensor(order[:count])
+        order = order[count:]
+    block = torch.zeros(sum(counts), layers, 2, kv_heads, paged.PAGE, width, dtype=dtype, device=DEVICE)
+    address = torch.tensor([block.data_ptr()], device=DEVICE)
+    dense = [randn(2, n, kv_heads, width, dtype=dtype, seed=n) for n in lengths]
+    return block, address, tables.to(DEVICE), dense
+
+
+def fill(case, lengths, layer):
+    block, address, tables, dense = case
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(DEVICE)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(DEVICE)
+    keys, values = (torch.cat([d[i] for d in dense]) for i in range(2))
+    paged.store(keys, values, address, tables, rows, positions, layer, block.stride(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(("kv_heads", "sharing", "width"), [(2, 3, 16), (1, 1, 24)])
+@pytest.mark.parametrize("window", [None, 70])
+def test_paged_attention_is_attention(dtype, splits, kv_heads, sharing, width, window):
+    lengths, layer = [1, 64, 65, 200], 1
+    case = paged_case(lengths, kv_heads, width, dtype=dtype)
+    fill(case, lengths, layer)
+    block, address, tables, dense = case
+    q = randn(len(lengths), kv_heads * sharing, width, dtype=dtype, seed=3)
+    positions = torch.tensor(lengths, device=DEVICE) - 1
+    out = paged.attend(q, address, tables, positions, layer, block.stride(0), kv_heads, 0.25, window, splits)
+    for row, n in enumerate(lengths):
+        start = 0 if window is None else max(0, n - window)
+        keys, values = (x[start:].transpose(0, 1).repeat_interleave(sharing, dim=0) for x in dense[row])
+        there = F.scaled_dot_product_attention(q[row, :, None].float(), keys.float(), values.float(), scale=0.25)
+        assert_close(out[row], there[:, 0], dtype)
+    assert not block[:, 0].any()  # the other layer was not touched
+
+
+def test_decoding_rotates_and_stores_in_one_kernel():
+    lengths, kv_heads, width = [3, 66], 2, 16
+    block, address, tables, _ = paged_case(lengths, kv_heads, width)
+    q, k, v = randn(2, 6, width), randn(2, kv_heads, width, seed=1), randn(2, kv_heads, width, seed=2)
+    angles = randn(2, width // 2, seed=3)
+    cos, sin = (f(torch.cat((angles, angles), dim=-1)) for f in (torch.cos, torch.sin))
+    positions = torch.tensor(lengths, device=DEVICE) - 1
+    rows = torch.arange(2, device=DEVICE)
+    turned = paged.rotate_and_store(q, k, v, cos, sin, address, tables, rows, positions, 1, block.stride(0))
+    q_there, k_there = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
+    assert torch.allclose(turned, q_there, atol=1e-6)
+    for row, position in enumerate(positions.tolist()):
+        page = tables[row, position // paged.PAGE]
+        assert torch.allclose(block[page, 1, 0, :, position % paged.PAGE], k_there[row], atol=1e-6)
+        assert torch.equal(block[page, 1, 1, :, position % paged.PAGE], v[row])
+
+
+def draw(logits, seeds, positions, temperatures, greedy):
+    rows = len(logits)
+    positions, limits = positions.clone(), positions + 1
+    limits[0] -= 1
+    tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    every = torch.zeros(3, rows, dtype=torch.int64, device=DEVICE)
+    log_probs = torch.zeros(3, rows, device=DEVICE)
+    step = torch.tensor([1], device=DEVICE)
+    sampling.sample_and_advance(logits, seeds, temperatures, greedy, tokens, positions, limits, step, every, log_probs)
+    return tokens, positions, step, every, log_probs
+
+
+@pytest.mark.parametrize("vocabulary", [50, 5000])
+def test_device_sampling_draws_what_the_host_draws(vocabulary):
+    rows = 40
+    logits = randn(rows, vocabulary) * 3
+    settings = [Sampling(temperature=0.0 if i % 5 == 0 else 0.5 + i / 20, max_tokens=1) for i in range(rows)]
+    host_rows = SamplingRows.of(settings, [i * 7919 - 50 for i in range(rows)], DEVICE)
+    positions = torch.arange(rows, device=DEVICE) * 3
+    expected, expected_log_probs = sample(logits, host_rows, positions + 1)
+    tokens, moved, step, every, log_probs = draw(
+        logits, host_rows.seeds, positions, host_rows.temperatures[:, 0], host_rows.greedy
+    )
+    assert torch.equal(tokens, expected)
+    assert torch.equal(every[1], expected) and not every[[0, 2]].any()
+    torch.testing.assert_close(log_probs[1], expected_log_probs, rtol=1e-5, atol=1e-5)
+    assert step.item() == 2
+    assert moved[0] == positions[0] and torch.equal(moved[1:], positions[1:] + 1)
+
+
+def test_device_noise_is_the_hosts():
+    tokens = 4000
+    seeds, positions = torch.tensor([12, -5], device=DEVICE), torch.tensor([0, 900], device=DEVICE)
+    there = (-negative_clocks(seeds, positions + 1, tokens)).log()
+    flat = torch.zeros(2, tokens, device=DEVICE)
+    # One hot token at a time would be slow: equal logits, so the winner is the smallest clock.
+    winners, *_ = draw(flat, seeds, positions, torch.ones(2, device=DEVICE), torch.zeros(2, device=DEVICE).bool())
+    assert torch.equal(winners, there.argmin(dim=-1))
+
+
+def test_nan_logits_give_nan_log_probs():
+    logits = randn(2, 30)
+    logits[1, 4] = float("nan")
+    ones = torch.ones(2, device=DEVICE)
+    zeros = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    _, _, _, _, log_probs = draw(logits, zeros, zeros + 1, ones, zeros.bool())
+    assert log_probs[1, 0].isfinite() and log_probs[1, 1].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_head_scores_and_gradients(dtype, temperature):
+    rows, vocabulary = 6, 5000
+    logits = (randn(rows, vocabulary) * 2).to(dtype)
+    logits[2, :100] = float("-inf")
+    targets = torch.arange(rows, device=DEVICE) * 800 + 100
+    reference = logits.double().requires_grad_()
+    log_p = torch.log_softmax(reference / temperature, dim=-1)
+    p = log_p.exp()
+    entropy_there = -torch.where(p > 0, p * log_p.clamp(min=-1e4), 0.0).sum(-1)
+    chosen_there = log_p.gather(1, targets[:, None])[:, 0]
+    chosen, entropy, log_total = (torch.empty(rows, device=DEVICE) for _ in range(3))
+    head.score_rows(logits, targets, temperature, chosen, entropy, log_total)
+    torch.testing.assert_close(chosen.double(), chosen_there, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), entropy_there, rtol=1e-4, atol=1e-4)
+    upper = randn(rows, seed=1), randn(rows, seed=2)
+    (there,) = gradients((chosen_there, entropy_there), [u.double() for u in upper], [reference])
+    ours = head.grad_logits_(logits.clone(), targets, temperature, entropy, log_total, *upper)
+    scale = there.abs().max().item()
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(ours.double(), there, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_selected_log_probs_use_the_kernels_and_agree(monkeypatch, with_bias):
+    hidden = randn(9, 24).requires_grad_()
+    weight = randn(700, 24, seed=1).requires_grad_()
+    bias = randn(700, seed=2).requires_grad_() if with_bias else None
+    targets = torch.arange(9, device=DEVICE) * 70
+    inputs = [t for t in (hidden, weight, bias) if t is not None]
+    results = []
+    for serve in (False, True):
+        monkeypatch.setattr("luffy.core.logprobs.kernels_serve", lambda device, serve=serve: serve)
+        out = selected_log_probs(hidden, weight, bias, targets, temperature=0.8, chunk_rows=4)
+        results.append((out, gradients(out, [randn(9, seed=5), randn(9, seed=6)], inputs)))
+    for part in (0, 1):
+        for ours, theirs in zip(results[1][part], results[0][part], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,34 @@
+"""The fused layers compute what the modules compute, forwards and backwards. On a CPU Triton interprets."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from luffy.models.attention import PackedLayout
+from luffy.models.forward import forward_hidden
+
+pytestmark = pytest.mark.usefixtures("interpreted_kernels")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def hidden_and_gradients(model, checkpointing):
+    model.gradient_checkpointing_enable() if checkpointing else model.gradient_checkpointing_disable()
+    model.zero_grad()
+    layout = PackedLayout([5, 9], DEVICE)
+    hidden = forward_hidden(model, torch.arange(14, device=DEVICE) + 3, layout.position_ids, layout)
+    (hidden * torch.linspace(-1, 1, hidden.numel(), device=DEVICE).view_as(hidden)).sum().backward()
+    return hidden.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_the_fused_forward_has_the_gradients_of_the_modules(monkeypatch, architecture):
+    small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = tiny_model(architecture, **small).to(DEVICE).train()
+    fused = [hidden_and_gradients(model, checkpointing) for checkpointing in (False, True)]
+    monkeypatch.setattr("luffy.models.forward.fused_decoder", lambda causal: None)
+    plain, plain_grads = hidden_and_gradients(model, False)
+    for hidden, grads in fused:
+        torch.testing.assert_close(hidden, plain, rtol=1e-4, atol=1e-4)
+        assert grads.keys() == plain_grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, plain_grads[name], rtol=1e-3, atol=1e-3)

@@ -1,0 +1,90 @@
+"""What the engine's kernels do, in plain torch: fast on a CPU, where Triton's interpreter is not."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from luffy.rollout.sampling import SamplingRows, sample
+
+PAGE = 64
+BLOCKS: dict[int, Tensor] = {}  # caches by their address
+
+
+def add_rms_norm(x, residual, weight, eps):
+    total = x if residual is None else x + residual
+    return F.rms_norm(total, (total.shape[-1],), weight, eps), total
+
+
+def swiglu(gate, up):
+    return F.silu(gate) * up
+
+
+def rotate(x, cos, sin):
+    return apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=1)[0]
+
+
+def store(k, v, address, tables, rows, positions, layer, page_stride):
+    block = BLOCKS[int(address)]
+    pages = tables[rows, positions // PAGE].long()
+    block[pages, layer, 0, :, positions % PAGE] = k
+    block[pages, layer, 1, :, positions % PAGE] = v
+
+
+def rotate_and_store(q, k, v, cos, sin, address, tables, rows, positions, layer, page_stride):
+    q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
+    store(k, v, address, tables, rows, positions, layer, page_stride)
+    return q
+
+
+def attend(q, address, tables, positions, layer, page_stride, kv_heads, scale, window, splits):
+    block = BLOCKS[int(address)]
+    out = []
+    for row, position in enumerate(positions.tolist()):
+        pages = tables[row, : position // PAGE + 1].long()
+        keys, values = block[pages, layer].transpose(2, 3).transpose(0, 1).flatten(1, 2)[:, : position + 1]
+        start = 0 if window is None else max(0, position + 1 - window)
+        heads = (x[start:].transpose(0, 1)[None] for x in (keys, values))
+        out.append(F.scaled_dot_product_attention(q[row][None, :, None], *heads, scale=scale, enable_gqa=True)[0, :, 0])
+    return torch.stack(out)
+
+
+def sample_and_advance(
+    logits, seeds, temperatures, greedy, tokens, positions, limits, step, all_tokens, all_log_probs
+):  # fmt: skip
+    n = len(logits)
+    nothing = torch.empty(0)
+    rows = SamplingRows(
+        seeds[:n], temperatures[:n, None], greedy[:n], bool(greedy[:n].any()), bool(greedy[:n].all()), None,
+        nothing, nothing,
+    )  # fmt: skip
+    drawn, log_probs = sample(logits, rows, positions[:n] + 1)
+    all_tokens[step, :n], all_log_probs[step, :n] = drawn, log_probs
+    tokens[:n] = drawn
+    positions[:n] = torch.minimum(positions[:n] + 1, limits[:n])
+    step += 1
+
+
+def install(monkeypatch):
+    """Put these in the kernels' places."""
+    import luffy.kernels
+    import luffy.kernels.elementwise
+    import luffy.kernels.norm
+    from luffy.rollout import decoder, paged_cache
+
+    monkeypatch.setattr(luffy.kernels, "interpreted", True)
+    monkeypatch.setattr(luffy.kernels.norm, "add_rms_norm", add_rms_norm)
+    monkeypatch.setattr(luffy.kernels.elementwise, "swiglu", swiglu)
+    monkeypatch.setattr(luffy.kernels.elementwise, "rotate", rotate)
+    for name in ("store", "rotate_and_store", "attend"):
+        monkeypatch.setattr(paged_cache, name, globals()[name])
+    monkeypatch.setattr(decoder, "sample_and_advance", sample_and_advance)
+    plain = paged_cache.PagedCache.allocate
+
+    def allocate(self, pages):
+        plain(self, pages)
+        BLOCKS[int(self.address)] = self._block
+
+    monkeypatch.setattr(paged_cache.PagedCache, "allocate", allocate)

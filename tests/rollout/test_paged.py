@@ -1,0 +1,172 @@
+"""The paged engine draws what the slot engine draws; on a CPU with plain torch in the place of its kernels."""
+
+import copy
+
+import plain_kernels
+import pytest
+import torch
+from tiny_models import tiny_model
+
+pytest.importorskip("triton")
+
+from luffy.errors import UserError
+from luffy.kernels.paged import PAGE
+from luffy.models.fused import fused_decoder
+from luffy.rollout import NativeEngine, paged
+from luffy.rollout.paged_cache import PagePool
+from luffy.types import Request, Sampling
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+
+
+@pytest.fixture(autouse=True)
+def fast_on_a_cpu(monkeypatch):
+    if DEVICE.type == "cpu":
+        plain_kernels.install(monkeypatch)
+
+
+def small(architecture="llama", **changes):
+    return tiny_model(architecture, **{**SMALL, **changes}).to(DEVICE)
+
+
+def ask(ids, max_tokens=8, seed=0, prefix=(), **knobs) -> Request:
+    return Request(tuple(ids), seed, Sampling(max_tokens, **knobs), tuple(prefix))
+
+
+def both(model, requests, **knobs):
+    slots = NativeEngine(model, decoding="slots").generate(requests)
+    engine = NativeEngine(model, decoding="pages", **knobs)
+    return slots, engine.generate(requests), engine
+
+
+def assert_same(slots, pages):
+    for ours, theirs in zip(pages, slots, strict=True):
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+        assert ours.finish == theirs.finish
+        torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+def test_pages_draw_what_slots_draw(architecture):
+    model = small(architecture)
+    requests = [
+        ask(range(3, 9), 12, seed=1), ask(range(3, 9), 4, seed=2, temperature=0.7),
+        ask(range(5, 5 + 30), 10, seed=3, prefix=(4, 5)), ask((7,), 1, seed=4), ask((7,), 9, temperature=0.0),
+    ]  # fmt: skip
+    slots, pages, engine = both(model, requests)
+    assert_same(slots, pages)
+    assert engine.stats.generated_tokens == 12 + 4 + 10 + 1 + 9
+    assert engine.stats.prefilled_prompts == 3 and engine.stats.prefill_tokens == 6 + 32 + 1
+
+
+def test_a_window_over_several_pages():
+    model = small("mistral", sliding_window=70)
+    assert_same(*both(model, [ask([3 + i % 30 for i in range(100)], 40, seed=1)])[:2])
+
+
+def test_few_rows_and_ends_of_sequence():
+    model = small()
+    requests = [ask((3 + i % 3, 4), 20, seed=i, eos_ids=(5, 6)) for i in range(10)]
+    slots, pages, engine = both(model, requests, max_slots=3)
+    assert_same(slots, pages)
+    assert {c.finish for c in pages} == {"stop", "length"}
+    assert engine.stats.generated_tokens == sum(len(c.token_ids) for c in pages)
+
+
+def test_top_k_and_top_p_rows_beside_plain_ones():
+    model = small()
+    requests = [ask((3, 4), 10, seed=1, top_k=3), ask((3, 4), 10, seed=2), ask((3, 5), 10, seed=3, top_p=0.5)]
+    assert_same(*both(model, requests)[:2])
+
+
+def test_a_long_prompt_is_prefilled_in_pieces_between_steps():
+    model = small("mistral", sliding_window=40)
+    long = [3 + (7 * i) % 30 for i in range(150)]
+    requests = [ask((3, 4, 5), 20, seed=1), ask(long, 6, seed=2), ask(long, 6, seed=3), ask(long[:70], 6, seed=4)]
+    slots, pages, engine = both(model, requests, prefill_tokens=32)
+    assert_same(slots, pages)
+    assert engine.stats.prefill_tokens == 3 + 150 + 70
+    assert_same(*both(small(), requests, prefill_tokens=64)[:2])
+
+
+def test_sequences_set_back_for_want_of_memory_say_the_same(monkeypatch):
+    model = small()
+    requests = [ask((3, 4, 5), 80, seed=i) for i in range(3)] + [ask([6] * 60, 30, seed=9)]
+    # Two pages each at the end, and one for scratch: five cannot hold all four at once.
+    monkeypatch.setattr(paged, "pages_available", lambda wanted, shape, device: 5)
+    slots, pages, engine = both(model, requests)
+    assert_same(slots, pages)
+    assert engine.stats.set_back > 0
+
+
+def test_too_little_memory_is_said(monkeypatch):
+    monkeypatch.setattr(paged, "pages_available", lambda wanted, shape, device: 2)
+    with pytest.raises(UserError, match="memory left for the cache"):
+        NativeEngine(small(), decoding="pages").generate([ask([3] * (PAGE + 1), 4)])
+    with pytest.raises(UserError, match="fills the memory"):
+        NativeEngine(small(), decoding="pages").generate([ask([3] * 10, 2 * PAGE)])
+    monkeypatch.setattr(paged, "pages_available", lambda wanted, shape, device: 1)
+    with pytest.raises(UserError, match="no memory is left"):
+        NativeEngine(small(), decoding="pages").generate([ask([3] * 10, 2)])
+
+
+def test_new_weights_show_in_the_next_call_and_the_cache_is_given_back():
+    model = small()
+    engine = NativeEngine(model, decoding="pages")
+    engine.generate([ask((3, 4), 5)])
+    decoder = engine._paged._decoder
+    assert engine._paged.cache._block is None
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1.0)
+    changed = engine.generate([ask((3, 4), 5)])[0]
+    assert engine._paged._decoder is decoder  # graphs live on: the weights changed in their place
+    assert (
+        changed.token_ids.tolist()
+        == NativeEngine(model, decoding="slots").generate([ask((3, 4), 5)])[0].token_ids.tolist()
+    )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    engine.generate([ask((3, 4), 5)])
+    assert engine._paged._decoder is not decoder  # weights elsewhere: new graphs
+
+
+def test_nan_weights_are_named():
+    model = small()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="request 0"):
+        NativeEngine(model, decoding="pages").generate([ask((3, 4), 5)])
+
+
+def test_hooked_layers_and_other_activations_keep_their_modules():
+    model = small()
+    assert fused_decoder(model) is not None
+    handle = model.model.layers[0].register_forward_pre_hook(lambda module, inputs: None)
+    assert fused_decoder(model) is None
+    handle.remove()
+    assert fused_decoder(model) is not None
+    assert fused_decoder(small(hidden_act="gelu")) is None
+    assert fused_decoder(copy.deepcopy(model)) is not None
+
+
+def test_a_page_is_free_when_its_last_holder_gives_it_back():
+    pool = PagePool(6)
+    assert pool.free == 5  # one is scratch
+    pages = pool.take(3)
+    assert 0 not in pages
+    shared = pool.share(pages[:2])
+    pool.give_back(pages)
+    assert pool.free == 3
+    pool.give_back(shared)
+    assert pool.free == 5
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU every test here runs the kernels themselves")
+def test_the_kernels_themselves_draw_the_same(monkeypatch, request):
+    model = small("qwen3")
+    slots = NativeEngine(model, decoding="slots").generate([ask((3, 4), 4, seed=1), ask((3, 4, 5), 3, temperature=0.0)])
+    monkeypatch.undo()
+    request.getfixturevalue("interpreted_kernels")
+    engine = NativeEngine(model, decoding="pages", max_slots=2, max_context=64)
+    assert_same(slots, engine.generate([ask((3, 4), 4, seed=1), ask((3, 4, 5), 3, temperature=0.0)]))
