@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import webbrowser
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -207,6 +208,25 @@ def report(
     from luffy.report.html import write_report
 
     typer.echo(f"report     {write_report(runs, out, analysis=analysis)}")
+
+
+@app.command()
+def view(
+    runs: Annotated[list[Path], typer.Argument(help="run folders, or folders that hold runs below them")],
+    host: Annotated[
+        str, typer.Option(help="address to listen on; one that others can reach needs the variable LUFFY_VIEW_TOKEN")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8181,
+    browser: Annotated[bool, typer.Option("--open", help="open the page in the browser")] = False,
+) -> None:
+    """Watch runs in the browser: live curves, every recorded sample, differences in settings."""
+    from luffy.view.gate import token_of_environment
+    from luffy.view.server import ViewServer, serve
+
+    server = ViewServer(runs, host, port, token_of_environment())
+    if browser:
+        webbrowser.open(server.url)
+    serve(server, typer.echo)
 
 
 # ---- evaluation

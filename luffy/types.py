@@ -180,6 +180,14 @@ class Sample:
 
 
 @dataclass(frozen=True, eq=False)
+class TokenView:
+    """One sample's tokens as the update is about to see them: kept for the record, read by no loss."""
+
+    log_probs: Tensor  # [T] float32, the policy's own
+    gradient_weights: Tensor  # [T] float32, per unit of advantage (Objective.gradient_weights)
+
+
+@dataclass(frozen=True, eq=False)
 class MicroBatch:
     """Samples laid end to end: ``N`` tokens, of which ``R`` are response tokens.
 

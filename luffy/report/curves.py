@@ -68,6 +68,21 @@ def _binned(curve: Curve, bin_of: dict[float, int], ends: dict[int, float]) -> C
     return [(ends[b], fmean(ys)) for b, ys in bins.items()]
 
 
+def smooth(curve: Curve, strength: float) -> Curve:
+    """The exponential moving average whose weights fall by ``strength`` a point; 0 leaves the curve as it is.
+
+    Divided by the sum of its weights, so that it starts at the first value and not near zero.
+    """
+    if not 0 <= strength < 1:
+        raise ValueError(f"a smoothing strength is at least 0 and below 1, got {strength}")
+    total = weight = 0.0
+    out = []
+    for x, y in curve:
+        total, weight = strength * total + y, strength * weight + 1.0
+        out.append((x, total / weight))
+    return out
+
+
 @dataclass(frozen=True)
 class Envelope:
     """Mean, lowest and highest over seeds at each step."""

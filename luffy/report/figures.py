@@ -31,12 +31,16 @@ COLOURS, DASHES = 8, ("", "6 3", "2 2.5", "9 3 2 3")
 
 @dataclass(frozen=True)
 class Line:
-    """One method in a chart: a thin line for each seed, their mean, and the range between them."""
+    """One method in a chart: a thin line for each seed, their mean, and the range between them.
+
+    ``smoothed``: mean and range are; the thin lines are as recorded, so a single seed has one too.
+    """
 
     label: str
     style: int
     seeds: Sequence[Curve]
     envelope: Envelope
+    smoothed: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,7 @@ def _band(line: Line, x: Scale, y: Scale) -> Markup:
 
 
 def _seeds(line: Line, x: Scale, y: Scale) -> Markup:
-    if len(line.seeds) < 2:
+    if len(line.seeds) < 2 and not line.smoothed:
         return Markup("")
     paths = [_path([(x(s), y(v)) for s, v in curve]) for curve in line.seeds if len(curve) > 1]
     return Markup('<path class="seed {}" d="{}"/>').format(_colour(line.style), "".join(paths)) if paths else Markup("")

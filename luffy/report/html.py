@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -21,59 +20,15 @@ from markupsafe import Markup
 from luffy._version import __version__
 from luffy.errors import UserError
 from luffy.files import write_atomically
-from luffy.report.curves import MOST_POINTS, envelope, thin_out
-from luffy.report.figures import Line, hover_data, line_chart, swatch
-from luffy.report.methods import Method, group_runs
-from luffy.report.runs import Points, RunRecord, find_runs, load_runs
-from luffy.report.samples import HEAD_TOKENS, TAIL_TOKENS, choose_groups, group_html
-from luffy.report.tables import difference_table, evaluations, final_table, phase_table, run_table
+from luffy.report.charts import chart_grid, charts_of, legend
+from luffy.report.methods import Method, Styled, group_runs
+from luffy.report.runs import find_runs, load_runs
+from luffy.report.samples import BRIEF, choose_groups, colour_choice, colour_key, group_html
+from luffy.report.tables import difference_table, final_table, phase_table, run_table
 from luffy.report.text import show
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 NOTHING = Markup("")
-
-
-def always(run: RunRecord) -> bool:
-    return True
-
-
-def samples_rollouts(run: RunRecord) -> bool:
-    return run.kind == "train"
-
-
-def is_guided(run: RunRecord) -> bool:
-    return run.kind == "train" and run.config.get("guidance.n_prefix") != 0
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A metric to draw. An empty mean is recorded as 0, so where 0 cannot be a real value it is no point,
-    and where it can, ``of`` says which runs have the metric at all."""
-
-    metric: str
-    title: str
-    about: str
-    from_zero: bool = False
-    zero_is_empty: bool = False
-    of: Callable[[RunRecord], bool] = always
-
-    def points(self, run: RunRecord) -> Points:
-        if not self.of(run):
-            return []
-        return [(step, value) for step, value in run.series(self.metric) if value or not self.zero_is_empty]
-
-
-CHARTS = (
-    Chart("critic/rewards/mean", "Reward, on-policy", "mean reward of the policy's own samples", True),
-    Chart("batch/off_solved", "Reward, off-policy", "share of guided samples that are right", True, of=is_guided),
-    Chart("actor/entropy_loss", "Entropy", "mean entropy of the policy per token, in nats", True, True),
-    Chart("response_length/mean", "Response length", "tokens; of the traces in SFT"),
-    Chart("actor/off_policy_prob", "Off-policy probability", "of teacher tokens under the policy", True, True),
-    Chart("actor/pg_clipfrac", "Clip fraction", "share of tokens whose ratio is clipped", True, of=samples_rollouts),
-    Chart("actor/sft_loss", "SFT loss", "negative log-likelihood per trace token, in nats", True, True),
-    Chart("actor/grad_norm", "Gradient norm", "before clipping", True),
-    Chart("perf/throughput", "Throughput", "tokens trained on per second of a step", True),
-)  # fmt: skip
 
 
 def default_out(places: Sequence[Path | str]) -> Path:
@@ -114,14 +69,15 @@ def render(
 ) -> Markup:
     """The page. The same runs give the same bytes."""
     remarks = [*left_out, *_remarks(methods)]
+    styled = list(enumerate(methods))
     sections = [
-        _final_section(methods),
-        _curves_section(methods, remarks),
+        _final_section(styled),
+        _curves_section(styled, remarks),
         analyses,
-        _time_section(methods),
-        _knobs_section(methods),
+        _time_section(styled),
+        _knobs_section(styled),
         _samples_section(methods, remarks),
-        _runs_section(methods, remarks),  # last: it lists what the others left out
+        _runs_section(styled, remarks),  # last: it lists what the others left out
     ]
     body = Markup("\n").join([_header(methods, title, notes), *(s for s in sections if s)])
     return Markup(
@@ -131,7 +87,7 @@ def render(
         '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">\n'
         '<link rel="icon" href="data:,"><title>{}</title>\n<style>\n{}</style></head>\n'
         "<body>\n<main>{}</main>\n<script>\n{}</script></body></html>\n"
-    ).format(Markup(POLICY), show(title), asset("report.css"), body, asset("report.js"))
+    ).format(Markup(POLICY), show(title), asset("components.css"), body, asset("components.js") + asset("report.js"))
 
 
 def analysis_section(folder: Path) -> Markup:
@@ -180,7 +136,7 @@ def _section(name: str, heading: str, intro: str, *content: Markup) -> Markup:
     return Markup(frame).format(name, heading, intro, Markup("").join(content))
 
 
-def _final_section(methods: Sequence[Method]) -> Markup:
+def _final_section(methods: Sequence[Styled]) -> Markup:
     intro = (
         "Means over seeds; \u00b1 is the half width of the 95 % interval (Student's t over seeds). Final is the last "
         "recorded value. Best is the highest of a run; chosen on the problems it is measured on, it flatters."
@@ -188,66 +144,23 @@ def _final_section(methods: Sequence[Method]) -> Markup:
     return _section("final", "Final figures", intro, final_table(methods))
 
 
-def legend(methods: Sequence[Method]) -> Markup:
-    items = [Markup("<li>{} {}</li>").format(swatch(i), show(method.label)) for i, method in enumerate(methods)]
-    return Markup('<ul class="legend" aria-label="methods">{}</ul>').format(Markup("").join(items))
-
-
-def charts_of(methods: Sequence[Method]) -> list[Chart]:
-    """Accuracies first, whatever sets were evaluated, then the fixed list."""
-    found = evaluations([run for method in methods for run in method.runs])
-    first = [Chart(m, f"Accuracy, {name}", "share of problems answered right", True) for m, name in found]
-    return [*first, *CHARTS]
-
-
-def _curves_section(methods: Sequence[Method], remarks: list[str]) -> Markup:
-    last = max(run.steps for method in methods for run in method.runs)
-    figures, missing = [], []
-    for chart in charts_of(methods):
-        figure = _figure(chart, methods, last, remarks)
-        figures.append(figure)
-        if not figure:
-            missing.append(chart.title.lower())
-    if missing:
-        remarks.append(f"No chart for want of values: {', '.join(missing)}.")
-    several = any(len(method.runs) > 1 for method in methods)
+def _curves_section(methods: Sequence[Styled], remarks: list[str]) -> Markup:
+    several = any(len(method.runs) > 1 for _, method in methods)
     intro = (
         "Thick lines are means over seeds, thin lines single seeds, bands the range from lowest to highest seed. "
         "Means and bands cover the steps that all seeds of a method span."
     )
-    grid = Markup('<div class="charts">{}</div>').format(Markup("").join(figures))
+    grid = chart_grid(charts_of(methods), methods, remarks)
     return _section("curves", "Learning curves", intro if several else "One run per method.", legend(methods), grid)
 
 
-def _figure(chart: Chart, methods: Sequence[Method], last: int, remarks: list[str]) -> Markup:
-    """One chart, or nothing where no run has a value."""
-    raw = [[chart.points(run) for run in method.runs] for method in methods]
-    flat = [curve for curves in raw for curve in curves if curve]
-    if not flat:
-        return Markup("")
-    thinned, width = thin_out(flat)
-    if width > 1:
-        remarks.append(f"{chart.title}: more than {MOST_POINTS} steps, so each point is a mean over {width} of them.")
-    rest = iter(thinned)
-    lines = []
-    for style, (method, curves) in enumerate(zip(methods, raw, strict=True)):
-        drawn = [next(rest) for curve in curves if curve]
-        if drawn:
-            lines.append(Line(method.label, style, drawn, envelope(drawn)))
-    data = json.dumps(hover_data(lines), separators=(",", ":")).replace("<", "\\u003c")
-    return Markup(
-        '<figure><figcaption><b>{}</b> <span class="sub">{}</span></figcaption>{}'
-        '<script type="application/json">{}</script></figure>'
-    ).format(chart.title, chart.about, line_chart(lines, last, chart.title, chart.from_zero), Markup(data))
-
-
-def _time_section(methods: Sequence[Method]) -> Markup | None:
+def _time_section(methods: Sequence[Styled]) -> Markup | None:
     content = phase_table(methods)
     intro = "Mean seconds of a training step, by what they were spent on, over all steps of all seeds."
     return None if content is None else _section("time", "Time per phase", intro, content)
 
 
-def _knobs_section(methods: Sequence[Method]) -> Markup | None:
+def _knobs_section(methods: Sequence[Styled]) -> Markup | None:
     content = difference_table(methods)
     intro = "Every setting that is not the same in all methods; the rest is in each run's config.yaml."
     return None if content is None else _section("knobs", "What sets the methods apart", intro, content)
@@ -264,20 +177,14 @@ def _samples_section(methods: Sequence[Method], remarks: list[str]) -> Markup | 
         remarks.append(f"{len(shown)} of {len(shown) + hidden} recorded groups of samples are shown.")
     intro = (
         "The first problem recorded at the first, a middle and the last recorded step of one run per method, with all "
-        f"its samples; not chosen by outcome. Responses beyond {HEAD_TOKENS + TAIL_TOKENS} tokens lack their middle."
-    )
-    key = Markup(
-        '<p class="key"><mark class="teacher">teacher token</mark> <span>policy token</span> '
-        '<span class="shadekey"><span class="p0">unlikely</span> <span class="p4">even</span> '
-        "<span>likely policy token</span></span></p>"
+        f"its samples; not chosen by outcome. Responses beyond {BRIEF.head + BRIEF.tail} tokens lack their middle."
     )
     tools = Markup(
         '<div class="tools" hidden><label>Method <select id="pick-method"></select></label> '
-        '<label>Step <select id="pick-step"></select></label> '
-        '<label><input type="checkbox" id="shade"> shade by probability</label></div>'
-    )
+        '<label>Step <select id="pick-step"></select></label> {}</div>'
+    ).format(colour_choice())
     groups = Markup("\n").join(group_html(group) for group in shown)
-    return _section("samples", "Samples", intro, tools, key, groups)
+    return _section("samples", "Samples", intro, tools, colour_key(), groups)
 
 
 def _remarks(methods: Sequence[Method]) -> list[str]:
@@ -294,7 +201,7 @@ def _remarks(methods: Sequence[Method]) -> list[str]:
     return remarks
 
 
-def _runs_section(methods: Sequence[Method], remarks: Sequence[str]) -> Markup:
+def _runs_section(methods: Sequence[Styled], remarks: Sequence[str]) -> Markup:
     items = Markup("").join(Markup("<li>{}</li>").format(show(remark)) for remark in remarks)
     noted = Markup('<h3>Left out and noted</h3><ul class="remarks">{}</ul>').format(items) if remarks else Markup("")
     return _section("runs", "Runs", "What the figures above are made of.", run_table(methods), noted)

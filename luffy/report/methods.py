@@ -33,6 +33,9 @@ class Method:
         return [seed for seed, count in counts.items() if count > 1]
 
 
+Styled = tuple[int, Method]  # a method and the number of its colour and dash
+
+
 def group_runs(runs: Sequence[RunRecord]) -> list[Method]:
     """Methods in the order of their first run. Folders that name a method keep it apart even where the
     config is the same (two versions of the code, say); other runs go by their config alone."""

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl always, samples.jsonl, TensorBoard, W&B.
+"""What a run leaves behind: metrics.jsonl always, samples.jsonl, eval_samples.jsonl, TensorBoard, W&B.
 
 A tracker that fails (full disk, lost network) is switched off with one warning; it never ends a run.
 metrics.jsonl is the record itself: its errors are real errors.
@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from luffy.config import Config
 from luffy.errors import UserError
 from luffy.schema import to_dict
-from luffy.types import Group, Sample
+from luffy.types import Group, Rollout, Sample, Score, TokenView
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS, SAMPLES, EVAL_SAMPLES = "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"
+DENSE = (",", ":")  # a list entry a token: the spaces between them would be a sixth of the file
 
 
 class Tracker(Protocol):
@@ -30,20 +33,24 @@ class Tracker(Protocol):
 class JsonLines:
     """An append-only file of JSON lines; each line is on the disk when ``write`` returns."""
 
-    def __init__(self, path: Path, keep_through_step: int) -> None:
+    def __init__(self, path: Path, keep_through_step: int, separators: tuple[str, str] = (", ", ": ")) -> None:
+        self._separators = separators
         rows = [r for r in read_json_lines(path) if r.get("step", 0) <= keep_through_step]
         aside = path.with_name(f".{path.name}.writing")
         with aside.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.writelines(map(self._line, rows))
             file.flush()
             os.fsync(file.fileno())
         aside.rename(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        self._file.writelines(map(self._line, rows))
         self._file.flush()
         os.fsync(self._file.fileno())
+
+    def _line(self, row: Mapping[str, Any]) -> str:
+        return json.dumps(row, ensure_ascii=False, separators=self._separators) + "\n"
 
     def close(self) -> None:
         self._file.close()
@@ -100,7 +107,8 @@ class Recorder:
         self.cfg, self.warn = cfg, warn
         folder = cfg.folder
         self.metrics = JsonLines(folder / METRICS, start_step)
-        self.samples = JsonLines(folder / SAMPLES, start_step)
+        self.samples = JsonLines(folder / SAMPLES, start_step, DENSE)
+        self.eval_samples = JsonLines(folder / EVAL_SAMPLES, start_step, DENSE)
         self.trackers: dict[str, Tracker] = {}
         if cfg.record.tensorboard:
             self._start("TensorBoard", lambda: TensorBoardTracker(folder / "tensorboard", start_step + 1))
@@ -129,6 +137,7 @@ class Recorder:
     def close(self) -> None:
         self.metrics.close()
         self.samples.close()
+        self.eval_samples.close()
         for name, tracker in self.trackers.items():
             try:
                 tracker.close()
@@ -137,59 +146,109 @@ class Recorder:
 
 
 def sample_rows(
-    step: int, groups: Sequence[Group], credit: Sequence[Sequence[Sample]], tokenizer: Any
+    step: int,
+    groups: Sequence[Group],
+    credit: Sequence[Sequence[Sample]],
+    tokenizer: Any,
+    views: Sequence[Sequence[TokenView]] = (),
 ) -> list[dict[str, Any]]:
     """One row a sample: tokens with their text, source and log-prob, reward, advantage.
 
-    ``credit`` is empty for a group that was rejected: its advantages are null.
+    ``credit`` is empty for a group that was rejected: its advantages are null, and so are its gradient weights.
     """
     rows = []
     for g, group in enumerate(groups):
         samples = credit[g] if g < len(credit) else []
         for k, (rollout, verdict) in enumerate(zip(group.rollouts, group.scores, strict=True)):
-            ids = rollout.token_ids.tolist()
-            sample = samples[k] if samples else None
+            view = views[g][k] if views else None
+            advantages = _rounded(samples[k].advantages, 6) if samples else None
             rows.append(
-                {
-                    "step": step,
-                    "problem": group.task.problem.id,
-                    "sample": k,
-                    "prompt": tokenizer.decode(list(group.task.prompt_ids)),
-                    "answer": group.task.problem.answer,
-                    "response": tokenizer.decode(ids, skip_special_tokens=True),
-                    "token_ids": ids,
-                    "tokens": [tokenizer.decode([i]) for i in ids],
-                    "off_policy": rollout.off_policy.int().tolist(),
-                    "overrides": rollout.overrides.int().tolist(),
-                    "log_probs": [round(v, 5) for v in rollout.behavior_log_probs.tolist()],
-                    "reward": verdict.value,
-                    "status": verdict.status,
-                    "finish": rollout.finish,
-                    "prefix_ratio": rollout.prefix_ratio,
-                    "advantages": None if sample is None else [round(v, 6) for v in sample.advantages.tolist()],
-                    "policy_version": rollout.policy_version,
-                }
+                _head(step, group.task.problem.id, k, rollout, verdict)
+                | _texts(group, rollout, tokenizer)
+                | {"advantages": advantages, "policy_version": rollout.policy_version}
+                | _viewed(view, counted=bool(samples))
             )
     return rows
 
 
-def trace_rows(step: int, samples: Sequence[Sample], tokenizer: Any) -> list[dict[str, Any]]:
+def evaluation_rows(step: int, name: str, groups: Sequence[Group], tokenizer: Any) -> list[dict[str, Any]]:
+    """Rows of held-out problems: the policy's own tokens, nothing is learned from them. Two sets may count their
+    problems alike, so a problem goes by the name of its set too."""
+    return [
+        _head(step, f"{name}/{group.task.problem.id}", k, rollout, verdict) | _texts(group, rollout, tokenizer)
+        for group in groups
+        for k, (rollout, verdict) in enumerate(zip(group.rollouts, group.scores, strict=True))
+    ]
+
+
+def trace_rows(
+    step: int, samples: Sequence[Sample], tokenizer: Any, views: Sequence[TokenView] = ()
+) -> list[dict[str, Any]]:
     """Rows of an SFT step: every token is a teacher's, and nobody gave a reward."""
     rows = []
     for k, sample in enumerate(samples):
         ids = sample.token_ids.tolist()
         prompt = tokenizer.decode(list(sample.prompt_ids))
-        rows.append(
-            {
-                "step": step,
-                "problem": prompt,
-                "sample": k,
-                "prompt": prompt,
-                "response": tokenizer.decode(ids, skip_special_tokens=True),
-                "token_ids": ids,
-                "tokens": [tokenizer.decode([i]) for i in ids],
-                "off_policy": [1] * len(ids),
-                "finish": "trace",
-            }
-        )
+        row = {
+            "step": step,
+            "problem": prompt,
+            "sample": k,
+            "finish": "trace",
+            "length": len(ids),
+            "off_policy_tokens": len(ids),
+            "prompt": prompt,
+            "response": tokenizer.decode(ids, skip_special_tokens=True),
+            "token_ids": ids,
+            "tokens": [tokenizer.decode([i]) for i in ids],
+            "off_policy": [1] * len(ids),
+        }
+        rows.append(row | _viewed(views[k] if views else None, counted=True))
     return rows
+
+
+def _head(step: int, problem: str, k: int, rollout: Rollout, verdict: Score) -> dict[str, Any]:
+    """What a list of samples needs, first in the line: a reader finds it without parsing the tokens behind."""
+    return {
+        "step": step,
+        "problem": problem,
+        "sample": k,
+        "reward": verdict.value,
+        "status": verdict.status,
+        "finish": rollout.finish,
+        "length": rollout.token_ids.numel(),
+        "off_policy_tokens": int(rollout.off_policy.sum()),
+        "override_tokens": int(rollout.overrides.sum()),
+    }
+
+
+def _texts(group: Group, rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
+    ids = rollout.token_ids.tolist()
+    return {
+        "prefix_ratio": rollout.prefix_ratio,
+        "prompt": tokenizer.decode(list(group.task.prompt_ids)),
+        "answer": group.task.problem.answer,
+        "response": tokenizer.decode(ids, skip_special_tokens=True),
+        "token_ids": ids,
+        "tokens": [tokenizer.decode([i]) for i in ids],
+        "off_policy": rollout.off_policy.int().tolist(),
+        "overrides": rollout.overrides.int().tolist(),
+        "log_probs": _rounded(rollout.behavior_log_probs, 5),
+    }
+
+
+def _viewed(view: TokenView | None, counted: bool) -> dict[str, Any]:
+    """Three digits that count are more than a shade of colour shows."""
+    if view is None:
+        return {}
+    return {
+        "policy_probs": _significant(view.log_probs.exp()),
+        "gradient_weights": _significant(view.gradient_weights) if counted else None,
+    }
+
+
+def _rounded(values: Tensor, digits: int) -> list[float]:
+    return [round(v, digits) for v in values.tolist()]
+
+
+def _significant(values: Tensor) -> list[float]:
+    return [float(f"{v:.3g}") for v in values.tolist()]

@@ -23,16 +23,34 @@ from luffy.report.recorder import METRICS, SAMPLES
 from luffy.schema import build, to_dict
 
 CONFIG = "config.yaml"
+EXCERPT = 120  # characters of a response in a list
 NOT_RUNS = {"checkpoints", "tensorboard"}  # below a run folder; may hold thousands of files
 Points = list[tuple[int, float]]
 Kind = Literal["train", "sft"]
 
-# how Recorder starts a line; read so, the token lists behind it need no parsing
-_SAMPLE_HEAD = re.compile(rb'\{"step": (\d+), "problem": ("(?:[^"\\]|\\.)*")')
+# Recorder writes numbers and texts before lists, so the token lists need no parsing to tell samples apart.
+# Possessive repeats (*+): a text of a megabyte is walked once.
+_SAMPLE_HEAD = re.compile(rb'\{"step": ?\d+(?:, ?"\w+": ?(?:"(?:[^"\\]|\\.)*+"|[-+.\w]+))*+(?=,)')
 
 
 class EmptyRun(UserError):
     """A run folder without a complete step: nothing to show yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleHead:
+    """What a list of samples needs. ``offset`` is the sample's place in the file, ``ends`` how its response ends."""
+
+    offset: int
+    step: int
+    problem: str
+    sample: int
+    reward: float | None
+    finish: str
+    length: int
+    off_policy_tokens: int
+    override_tokens: int
+    ends: str
 
 
 @dataclass(frozen=True)
@@ -52,8 +70,12 @@ class SampleIndex:
 
     def group(self, step: int, problem: str) -> list[dict[str, Any]]:
         """All samples of one problem at one step, as ``recorder.sample_rows`` wrote them."""
-        with self.path.open("rb") as file:
-            return [_read_at(file, self.path, offset) for offset in self.places[step, problem]]
+        return read_samples(self.path, self.places[step, problem])
+
+
+def read_samples(path: Path, offsets: Iterable[int]) -> list[dict[str, Any]]:
+    with path.open("rb") as file:
+        return [_read_at(file, path, offset) for offset in offsets]
 
 
 @dataclass(frozen=True)
@@ -123,11 +145,16 @@ def load_run(folder: Path | str) -> RunRecord:
         raise UserError(f"no run folder {folder}; name a folder with {METRICS} in it, or one above such folders")
     if not (folder / METRICS).is_file():
         raise UserError(f"{folder} holds no {METRICS}; name the folder of a run (out/name of its recipe)")
-    rows = {row["step"]: row for row in _metric_rows(folder / METRICS)}
+    rows = [metric_row(line, folder / METRICS) for _, line in complete_lines(folder / METRICS)]
     if not rows:
         raise EmptyRun(f"{folder / METRICS} has no complete line yet; wait for the run's first step")
-    ordered = [rows[step] for step in sorted(rows)]
-    return RunRecord(folder, _read_config(folder / CONFIG), ordered, index_samples(folder / SAMPLES))
+    return RunRecord(folder, read_config(folder / CONFIG), in_order(rows), index_samples(folder / SAMPLES))
+
+
+def in_order(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """By step; the last row of a step is the one that counts."""
+    by_step = {row["step"]: row for row in rows}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def find_runs(places: Iterable[Path | str]) -> list[Path]:
@@ -136,7 +163,7 @@ def find_runs(places: Iterable[Path | str]) -> list[Path]:
     for place in map(Path, places):
         if not place.is_dir():
             raise UserError(f"no folder {place}; name a run folder, or one that holds runs below it")
-        runs = sorted(_runs_below(place), key=_natural)
+        runs = sorted(runs_below(place), key=natural_order)
         if not runs:
             raise UserError(f"no run in or below {place}: no {METRICS} there; name a run folder (out/name of a recipe)")
         for run in runs:
@@ -159,55 +186,77 @@ def load_runs(folders: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
 
 def index_samples(path: Path) -> SampleIndex:
     places: dict[tuple[int, str], list[int]] = {}
-    for offset, line in _complete_lines(path):
-        head = _SAMPLE_HEAD.match(line)
-        if head:
-            key = int(head[1]), str(json.loads(head[2]))
-        else:
-            row = _parse(line, path)
-            key = int(row.get("step", 0)), str(row.get("problem", ""))
-        places.setdefault(key, []).append(offset)
+    for offset, line in complete_lines(path):
+        head = sample_head(offset, sample_texts(line, path))
+        places.setdefault((head.step, head.problem), []).append(offset)
     return SampleIndex(path, places)
 
 
-def _runs_below(place: Path) -> Iterator[Path]:
+def sample_texts(line: bytes, path: Path) -> dict[str, Any]:
+    """A sample without its token lists; whole where an older version wrote it, which did not count its tokens."""
+    head = _SAMPLE_HEAD.match(line)
+    row = json.loads(head[0] + b"}") if head else {}
+    return row if "length" in row else parse_line(line, path)
+
+
+def sample_head(offset: int, row: Mapping[str, Any]) -> SampleHead:
+    reward = row.get("reward")
+    return SampleHead(
+        offset=offset,
+        step=int(row.get("step", 0)),
+        problem=str(row.get("problem", "")),
+        sample=int(row.get("sample", 0)),
+        reward=float(reward) if is_number(reward) else None,  # type: ignore[arg-type]
+        finish=str(row.get("finish", "?")),
+        length=_count(row, "length", "tokens", len),
+        off_policy_tokens=_count(row, "off_policy_tokens", "off_policy", sum),
+        override_tokens=_count(row, "override_tokens", "overrides", sum),
+        ends=str(row.get("response", ""))[-EXCERPT:],
+    )
+
+
+def _count(row: Mapping[str, Any], key: str, tokens: str, of: Callable[[Any], int]) -> int:
+    return int(row[key]) if key in row else of(row.get(tokens) or ())
+
+
+def runs_below(place: Path) -> Iterator[Path]:
     for folder, below, files in os.walk(place):
         below[:] = [name for name in below if name not in NOT_RUNS]
         if METRICS in files:
             yield Path(folder)
 
 
-def _natural(path: Path) -> list[tuple[int, int | str]]:
+def natural_order(path: Path) -> list[tuple[int, int | str]]:
     """seed-2 before seed-10."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", str(path)) if part]
 
 
-def _complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(offset, line); the line that its writer has not ended yet is left alone."""
+def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) from ``start`` on; the line that its writer has not ended yet is left alone."""
     if not path.exists():
         return
-    offset = 0
+    offset = start
     with path.open("rb") as file:
+        file.seek(start)
         for line in file:
             if line.endswith(b"\n") and line.strip():
                 yield offset, line
             offset += len(line)
 
 
-def _metric_rows(path: Path) -> Iterator[dict[str, Any]]:
-    for _, line in _complete_lines(path):
-        row = _parse(line, path)
-        if not isinstance(row.get("step"), int):
-            raise UserError(f"{path}: a line without a whole number as 'step': {_excerpt(line)}")
-        yield row
+def metric_row(line: bytes, path: Path) -> dict[str, Any]:
+    row = parse_line(line, path)
+    if not isinstance(row.get("step"), int):
+        raise UserError(f"{path}: a line without a whole number as 'step': {_excerpt(line)}")
+    return row
 
 
 def _read_at(file: Any, path: Path, offset: int) -> dict[str, Any]:
     file.seek(offset)
-    return _parse(file.readline(), path)
+    return parse_line(file.readline(), path)
 
 
-def _parse(line: bytes, path: Path) -> dict[str, Any]:
+def parse_line(line: bytes, path: Path) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -221,7 +270,7 @@ def _excerpt(line: bytes) -> str:
     return repr(line[:60].decode("utf-8", "replace"))
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """The flat config with today's defaults filled in, so that a run of an older version still compares."""
     if not path.is_file():
         return {}

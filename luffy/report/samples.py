@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import exp
+from math import exp, sqrt
 from typing import Any
 
 from markupsafe import Markup
@@ -18,9 +18,23 @@ from luffy.report.text import aligned, number, shorten, show
 MOST_GROUPS = 12  # in a report
 MOST_SAMPLES = 16  # of a group
 STEPS_PER_METHOD = 3
-HEAD_TOKENS, TAIL_TOKENS = 280, 120  # of a longer response
 LONGEST_PROMPT = 2000  # characters
-SHADES = 10  # classes p0 (unlikely) to p9
+LONGEST_SPAN = 20_000  # characters: tokens are a few of them, but nothing keeps one from being a book
+NO_TITLE = Markup("")
+SHADES = 10  # classes p0 (unlikely) to p9, w0 (no pull) to w9
+
+
+@dataclass(frozen=True)
+class Look:
+    """How much of a longer response is shown, and whether every token says its figures under the pointer."""
+
+    head: int
+    tail: int
+    apart: bool = False
+
+
+BRIEF = Look(280, 120)  # on paper and in a file to send
+CLOSE = Look(1600, 400, apart=True)  # on the live page
 
 
 @dataclass(frozen=True)
@@ -59,13 +73,6 @@ def _first_groups(run: RunRecord, most: int) -> list[tuple[int, str]]:
 
 def group_html(shown: Shown) -> Markup:
     rows = shown.run.samples.group(shown.step, shown.problem)
-    success = shown.run.config.get("reward.success", 1.0)
-    cards = Markup('<div class="samples">{}</div>').format(
-        Markup("").join(sample_html(row, success) for row in rows[:MOST_SAMPLES])
-    )
-    cut = Markup("")
-    if len(rows) > MOST_SAMPLES:
-        cut = Markup('<p class="note">{} of {} samples shown.</p>').format(MOST_SAMPLES, len(rows))
     head = Markup('<h3>{} {} <span class="sub">seed {}, step {}</span></h3>').format(
         swatch(shown.style), show(shown.method.label), "?" if shown.run.seed is None else shown.run.seed, shown.step
     )
@@ -73,23 +80,57 @@ def group_html(shown: Shown) -> Markup:
     opened = Markup('<article class="group" data-method="{}" data-label="{}" data-step="{}" data-teacher="{}">').format(
         shown.style, shown.method.label, shown.step, guided
     )
-    return opened + head + _problem_html(rows[0], shown.problem) + cut + cards + Markup("</article>")
+    success = shown.run.config.get("reward.success", 1.0)
+    cards = sample_cards(rows[:MOST_SAMPLES], len(rows), success)
+    return opened + head + problem_html(rows[0]) + cards + Markup("</article>")
 
 
-def _problem_html(row: Mapping[str, Any], problem: str) -> Markup:
+def problem_html(row: Mapping[str, Any]) -> Markup:
     prompt = shorten(str(row.get("prompt", "")), LONGEST_PROMPT)
     answer = shorten(str(row.get("answer", "")), 300)
     return Markup(
         "<dl><dt>Problem</dt><dd><code>{}</code></dd>"
-        '<dt>Prompt</dt><dd><pre dir="auto">{}</pre></dd><dt>Answer</dt><dd><code>{}</code></dd></dl>'
-    ).format(show(shorten(problem, 120)), show(prompt), show(answer))
+        '<dt>Prompt</dt><dd><pre dir="auto" tabindex="0">{}</pre></dd><dt>Answer</dt><dd><code>{}</code></dd></dl>'
+    ).format(show(shorten(str(row.get("problem", "")), 120)), show(prompt), show(answer))
 
 
-def sample_html(row: Mapping[str, Any], success: float) -> Markup:
+def sample_cards(rows: Sequence[Mapping[str, Any]], of: int, success: float, look: Look = BRIEF) -> Markup:
+    """The samples side by side; ``of`` is how many the group has."""
+    cards = Markup('<div class="samples">{}</div>').format(
+        Markup("").join(sample_html(row, success, look) for row in rows)
+    )
+    cut = Markup('<p class="note">{} of {} samples shown.</p>').format(len(rows), of) if of > len(rows) else Markup("")
+    return cut + cards
+
+
+def sample_html(row: Mapping[str, Any], success: float, look: Look = BRIEF) -> Markup:
     chips = Markup("").join(_chips(row, success))
-    body = response_html(row)
-    return Markup('<div class="sample"><p class="chips">{}</p><pre class="response" dir="auto">{}</pre></div>').format(
-        chips, body
+    card = (
+        '<div class="sample" data-sample="{}"><p class="chips">{}</p>'
+        '<pre class="response" dir="auto" tabindex="0">{}</pre></div>'
+    )
+    return Markup(card).format(int(row.get("sample", 0)), chips, response_html(row, look))
+
+
+COLOURS = (("source", "source"), ("probability", "probability"), ("weight", "gradient weight"))
+
+
+def colour_choice() -> Markup:
+    """What ``components.js`` listens to: the choice is an attribute of the section around it."""
+    options = Markup("").join(Markup('<option value="{}">{}</option>').format(*colour) for colour in COLOURS)
+    return Markup('<label>Colour by <select class="colour">{}</select></label>').format(options)
+
+
+def colour_key() -> Markup:
+    return Markup(
+        '<p class="key by-source"><mark class="teacher">teacher token</mark> <mark class="override">override by the '
+        "guidance model</mark> <span>policy token</span></p>"
+        '<p class="key by-probability"><span>probability under the policy:</span> <span class="p0">near 0</span> '
+        '<span class="p4">0.5</span> <span>near 1</span> <mark class="teacher none">teacher or override</mark></p>'
+        '<p class="key by-weight"><span title="|d loss / d logit| of the token per unit of advantage, as the update '
+        'saw it">pull on the token per unit of advantage:</span> <span class="w0">0</span> '
+        '<span class="w3">0.1</span> <span class="w5">0.3</span> <span class="w9">1</span> '
+        '<mark class="teacher none">teacher or override</mark></p>'
     )
 
 
@@ -102,7 +143,10 @@ def _chips(row: Mapping[str, Any], success: float) -> Iterator[Markup]:
     off = row.get("off_policy") or []
     if any(off):
         yield Markup('<span class="chip teacher">{}</span>').format("teacher" if all(off) else "teacher prefix")
-    yield Markup("<span>advantage {}</span>").format(advantage_of(row.get("advantages")))
+    if any(row.get("overrides") or []):
+        yield Markup('<span class="chip override">overridden</span>')
+    if "advantages" in row:  # traces of SFT and held-out problems earn none
+        yield Markup("<span>advantage {}</span>").format(advantage_of(row["advantages"]))
     ends = show(str(row.get("finish", "?")))
     yield Markup("<span>{} tokens, finish: {}</span>").format(len(row.get("tokens") or []), ends)
     if row.get("status", "ok") != "ok":
@@ -121,43 +165,82 @@ def _signed(value: float) -> str:
     return ("+" if value > 0 else "") + number(value)
 
 
-def response_html(row: Mapping[str, Any]) -> Markup:
-    """Teacher tokens as <mark>; the policy's own carry a class for the shade of their probability."""
+def response_html(row: Mapping[str, Any], look: Look = BRIEF) -> Markup:
+    """Every token with classes for its source, the shade of its probability and that of its gradient weight; the
+    style sheet colours by one of them at a time."""
     tokens = [str(token) for token in row.get("tokens") or []]
     if not tokens:
-        return show(shorten(str(row.get("response", "")), 4 * (HEAD_TOKENS + TAIL_TOKENS)))
+        return show(shorten(str(row.get("response", "")), LONGEST_SPAN))
     parts = aligned(tokens, str(row.get("response", "")))
-    pieces = [(text, cls) for (text, _), cls in zip(parts, _classes(row, parts), strict=True)]
-    if len(pieces) <= HEAD_TOKENS + TAIL_TOKENS:
-        return _spans(pieces)
-    missing = len(pieces) - HEAD_TOKENS - TAIL_TOKENS
-    gap = Markup('<span class="gap"> [{:,} tokens left out] </span>').format(missing)
-    return _spans(pieces[:HEAD_TOKENS]) + gap + _spans(pieces[-TAIL_TOKENS:])
+    if len(parts) <= look.head + look.tail:
+        return _spans(_tokens(row, parts, slice(None)), look)
+    gap = Markup('<span class="gap"> [{:,} tokens left out] </span>').format(len(parts) - look.head - look.tail)
+    head, tail = (_spans(_tokens(row, parts, part), look) for part in (slice(look.head), slice(-look.tail, None)))
+    return head + gap + tail
 
 
-def _classes(row: Mapping[str, Any], parts: Sequence[tuple[str, bool]]) -> list[str]:
-    n = len(parts)
-    off = list(row.get("off_policy") or [])[:n]
-    log_probs = list(row.get("log_probs") or [])[:n]
-    off += [0] * (n - len(off))
-    log_probs += [None] * (n - len(log_probs))
-    return [_class(*token) for token in zip(off, log_probs, (special for _, special in parts), strict=True)]
+@dataclass(frozen=True)
+class Token:
+    text: str
+    special: bool
+    source: str
+    probability: float | None
+    weight: float | None
+
+    @property
+    def classes(self) -> str:
+        shades = [_shade("p", self.probability), _shade("w", None if self.weight is None else sqrt(self.weight))]
+        return " ".join(name for name in (self.source, *shades, "sp" if self.special else "") if name)
+
+    @property
+    def said(self) -> str:
+        """For the pointer: what the colours stand for, in figures."""
+        parts = [self.source or "policy"]
+        parts += [] if self.probability is None else [f"probability {self.probability:.3g}"]
+        parts += [] if self.weight is None else [f"gradient weight {self.weight:.3g}"]
+        return ", ".join(parts)
 
 
-def _class(off_policy: int, log_prob: float | None, special: bool) -> str:
-    eos = " sp" if special else ""
-    if off_policy:
-        return f"teacher{eos}"
-    if not is_number(log_prob):
-        return eos.strip()
-    return f"p{min(int(exp(min(log_prob, 0.0)) * SHADES), SHADES - 1)}{eos}"  # type: ignore[arg-type, type-var]
+def _shade(kind: str, share: float | None) -> str:
+    return "" if share is None else f"{kind}{min(int(share * SHADES), SHADES - 1)}"
 
 
-def _spans(pieces: Sequence[tuple[str, str]]) -> Markup:
-    """Neighbours of the same class share a span: a third of the size."""
-    out = []
-    for cls, run in groupby(pieces, key=lambda piece: piece[1]):
-        text = show("".join(text for text, _ in run))
-        name = "mark" if cls.startswith("teacher") else "span"
-        out.append(Markup("<{0} class='{1}'>{2}</{0}>").format(name, cls, text))
-    return Markup("").join(out)
+def _tokens(row: Mapping[str, Any], parts: Sequence[tuple[str, bool]], which: slice) -> list[Token]:
+    streams = [_stream(row.get(name), len(parts))[which] for name in ("off_policy", "overrides", "gradient_weights")]
+    probabilities = token_probabilities(row, len(parts))[which]
+    return [
+        Token(text, special, _source(off, override), p, weight if is_number(weight) else None)
+        for (text, special), off, override, weight, p in zip(parts[which], *streams, probabilities, strict=True)
+    ]
+
+
+def _source(off_policy: int | None, override: int | None) -> str:
+    return "teacher" if off_policy else "override" if override else ""
+
+
+def token_probabilities(row: Mapping[str, Any], count: int) -> list[float | None]:
+    """Under the policy. Runs of before it was recorded know it of the policy's own tokens only, by the log-prob
+    they were drawn with; a teacher's token had 0 there, which says nothing."""
+    if row.get("policy_probs"):
+        return [p if is_number(p) else None for p in _stream(row["policy_probs"], count)]
+    drawn = zip(_stream(row.get("log_probs"), count), _stream(row.get("off_policy"), count), strict=True)
+    return [exp(min(v, 0.0)) if is_number(v) and not off else None for v, off in drawn]
+
+
+def _stream(values: Sequence[Any] | None, count: int) -> list[Any]:
+    given = list(values or ())[:count]
+    return given + [None] * (count - len(given))
+
+
+def _spans(tokens: Sequence[Token], look: Look) -> Markup:
+    """Neighbours that look alike share a span, a third of the size; apart, each says its figures."""
+    if look.apart:
+        return Markup("").join(_span(token, token.text, Markup(" title='{}'").format(token.said)) for token in tokens)
+    alike = [list(run) for _, run in groupby(tokens, key=lambda token: token.classes)]
+    return Markup("").join(_span(run[0], "".join(token.text for token in run)) for run in alike)
+
+
+def _span(token: Token, text: str, title: Markup = NO_TITLE) -> Markup:
+    name = "mark" if token.source else "span"
+    shown = show(shorten(text, LONGEST_SPAN))
+    return Markup("<{0} class='{1}'{2}>{3}</{0}>").format(name, token.classes, title, shown)

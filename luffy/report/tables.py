@@ -12,7 +12,7 @@ from markupsafe import Markup
 from luffy.report import runs as read
 from luffy.report.curves import Estimate, estimate
 from luffy.report.figures import KNOWN_PHASES, phase_bar, phase_class, swatch
-from luffy.report.methods import Method, differing_keys, show_value
+from luffy.report.methods import Method, Styled, differing_keys, show_value
 from luffy.report.runs import Reader, RunRecord
 from luffy.report.text import number, shorten, show
 from luffy.report.text import seconds as show_seconds
@@ -68,10 +68,10 @@ def sampled(reader: Reader) -> Reader:
     return lambda run: reader(run) if run.kind == "train" else None
 
 
-def final_table(methods: Sequence[Method]) -> Markup:
-    columns = final_columns([run for method in methods for run in method.runs])
-    columns = [c for c in columns if any(c.value(run) is not None for m in methods for run in m.runs)]
-    rows = [_final_row(i, method, columns) for i, method in enumerate(methods)]
+def final_table(methods: Sequence[Styled]) -> Markup:
+    runs = [run for _, method in methods for run in method.runs]
+    columns = [c for c in final_columns(runs) if any(c.value(run) is not None for run in runs)]
+    rows = [_final_row(style, method, columns) for style, method in methods]
     wide = " stacked" if len(columns) > ROOMY_COLUMNS else ""
     return table(_final_head(columns), rows, f"final{wide}")
 
@@ -147,9 +147,9 @@ def phase_seconds(method: Method) -> dict[str, float]:
     return phases | ({"other": other} if other > 0 else {})
 
 
-def phase_table(methods: Sequence[Method]) -> Markup | None:
+def phase_table(methods: Sequence[Styled]) -> Markup | None:
     """A stacked bar a method with its figures beside it; None where no run recorded times."""
-    timed = [(i, method, phase_seconds(method)) for i, method in enumerate(methods)]
+    timed = [(style, method, phase_seconds(method)) for style, method in methods]
     phases = list(dict.fromkeys(phase for _, _, seconds in timed for phase in seconds))
     if not phases:
         return None
@@ -180,14 +180,15 @@ def _phase_row(style: int, label: str, seconds: dict[str, float], phases: Sequen
     return Markup("").join(cells)
 
 
-def difference_table(methods: Sequence[Method]) -> Markup | None:
+def difference_table(methods: Sequence[Styled]) -> Markup | None:
     """Every knob in which the methods differ; None where there is nothing to tell apart."""
-    keys = differing_keys(methods) if len(methods) > 1 else []
+    keys = differing_keys([method for _, method in methods]) if len(methods) > 1 else []
     if not keys:
         return None
     heads = [column_head("Knob", left=True)]
-    heads += [Markup('<th scope="col">{} {}</th>').format(swatch(i), show(m.label)) for i, m in enumerate(methods)]
-    return table(Markup("").join(heads), [_difference_row(key, methods) for key in keys], "knobs")
+    heads += [Markup('<th scope="col">{} {}</th>').format(swatch(i), show(m.label)) for i, m in methods]
+    rows = [_difference_row(key, [method for _, method in methods]) for key in keys]
+    return table(Markup("").join(heads), rows, "knobs")
 
 
 def _difference_row(key: str, methods: Sequence[Method]) -> Markup:
@@ -198,12 +199,12 @@ def _difference_row(key: str, methods: Sequence[Method]) -> Markup:
     return Markup("").join(cells)
 
 
-def run_table(methods: Sequence[Method]) -> Markup:
+def run_table(methods: Sequence[Styled]) -> Markup:
     """Every run by itself: what the means above are made of."""
-    metrics = evaluations([run for method in methods for run in method.runs])
+    metrics = evaluations([run for _, method in methods for run in method.runs])
     heads = ["Method", "Seed", "Steps", *(f"Final {name} accuracy" for _, name in metrics), "Seconds", "Folder"]
     head = Markup("").join(column_head(h, left=h in ("Method", "Folder")) for h in heads)
-    rows = [_run_row(i, m.label, run, [k for k, _ in metrics]) for i, m in enumerate(methods) for run in m.runs]
+    rows = [_run_row(i, m.label, run, [k for k, _ in metrics]) for i, m in methods for run in m.runs]
     return table(head, rows, "runs")
 
 

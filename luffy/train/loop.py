@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -28,18 +29,19 @@ from luffy.files import write_atomically
 from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.models.load import eos_ids, load_model
 from luffy.report.console import RunView
-from luffy.report.recorder import Recorder, sample_rows, trace_rows
+from luffy.report.recorder import Recorder, evaluation_rows, sample_rows, trace_rows
 from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier, build_verifier
 from luffy.rollout.native import NativeEngine
 from luffy.schema import to_dict
 from luffy.train import setup
 from luffy.train.checkpoint import Checkpoint, CheckpointStore
+from luffy.train.credit import without_credit
 from luffy.train.guide import build_rollout_engine
 from luffy.train.optim import lr_at
 from luffy.train.policy import NonFiniteUpdate, Policy
 from luffy.train.sources import RolloutSource, Source, StepBatch, TraceSource
-from luffy.types import Sample
+from luffy.types import Group, Sample, TokenView
 
 Method = Literal["rl", "sft"]
 
@@ -178,7 +180,7 @@ class Trainer:
 
     def _loop(self, view: RunView, recorder: Recorder) -> None:
         if self.progress.step == 0 and self.cfg.eval.every and self.eval_tasks:
-            values = read(self.evaluate())
+            values = read(self.evaluate(recorder=recorder))
             recorder.log(0, values | self.watch.take())
         while not self.is_finished:
             started = time.perf_counter()
@@ -186,7 +188,7 @@ class Trainer:
             speed = self._throughput(metrics, time.perf_counter() - started)
             step = self.progress.step
             if self._is_due(step, self.cfg.eval.every) and self.eval_tasks:
-                metrics |= self._evaluate_or_save(step)
+                metrics |= self._evaluate_or_save(step, recorder)
             values = read(metrics) | self.watch.take() | speed
             recorder.log(step, values)
             view.step(step, values)
@@ -195,10 +197,10 @@ class Trainer:
                 with self.watch("save"):
                     self._save(step)
 
-    def _evaluate_or_save(self, step: int) -> dict[str, Metric]:
+    def _evaluate_or_save(self, step: int, recorder: Recorder) -> dict[str, Metric]:
         """An evaluation that fails must not cost the steps before it."""
         try:
-            return self.evaluate()
+            return self.evaluate(recorder=recorder)
         except Exception:
             self._save_if_new(step)
             raise
@@ -223,20 +225,37 @@ class Trainer:
         lr = lr_at(index, self.total_steps, self.cfg.optim)
         self.progress.step = index + 1
         parts: list[dict[str, Metric]] = [batch.metrics]
+        rows = self._record(batch) if recorder.wants_samples(index + 1) else []
         with self.watch("update"):
             for mini in mini_batches(batch.samples, self.cfg.batch.mini_batch):
                 parts.append(self._update(mini, lr, batch, view))
         self.engine.sync(self.progress.step)
-        if recorder.wants_samples(index + 1):
-            recorder.samples.write(self._sample_rows(batch, self.cfg.record.samples))
+        recorder.samples.write(rows)
         return merge_metrics(parts)
 
-    def _sample_rows(self, batch: StepBatch, groups: int | None = None) -> list[dict[str, Any]]:
+    def _record(self, batch: StepBatch) -> list[dict[str, Any]]:
+        """Rows of the first groups, with the tokens as the update is about to see them."""
+        count = self.cfg.record.samples
+        with self.watch("record"):
+            credited = batch.samples[:count]
+            rejected = [[without_credit(r) for r in g.rollouts] for g in batch.rejected[: count - len(credited)]]
+            views = [*self._token_views(credited), *self._token_views(rejected)]
+            return self._sample_rows(batch, count, views)
+
+    def _token_views(self, groups: Sequence[Sequence[Sample]]) -> list[list[TokenView]]:
+        views = iter(self.policy.token_views([sample for group in groups for sample in group]))
+        return [[next(views) for _ in group] for group in groups]
+
+    def _sample_rows(
+        self, batch: StepBatch, groups: int | None = None, views: Sequence[Sequence[TokenView]] = ()
+    ) -> list[dict[str, Any]]:
         """Rows of samples.jsonl of the first groups; in SFT a group is one trace."""
         step = self.progress.step
         if batch.groups or batch.rejected:
-            return sample_rows(step, (batch.groups + batch.rejected)[:groups], batch.samples, self.tokenizer)
-        return trace_rows(step, [s for group in batch.samples[:groups] for s in group], self.tokenizer)
+            shown = (batch.groups + batch.rejected)[:groups]
+            return sample_rows(step, shown, batch.samples, self.tokenizer, views)
+        samples = [s for group in batch.samples[:groups] for s in group]
+        return trace_rows(step, samples, self.tokenizer, [view for group in views for view in group])
 
     def _update(self, samples: list[Sample], lr: float, batch: StepBatch, view: RunView) -> dict[str, Metric]:
         try:
@@ -262,8 +281,9 @@ class Trainer:
                 f"(last: {error}); look at {dump}, lower optim.lr, or resume from {self.store.folder}"
             )
 
-    def evaluate(self, cfg: EvalConfig | None = None) -> dict[str, Metric]:
-        """The policy as it is now on every held-out set; ``cfg`` instead of the run's own settings."""
+    def evaluate(self, cfg: EvalConfig | None = None, recorder: Recorder | None = None) -> dict[str, Metric]:
+        """The policy as it is now on every held-out set; ``cfg`` instead of the run's own settings. With a
+        ``recorder``, the first problems of each set go on record: the same ones at every evaluation."""
         assert self.verifier is not None, "there is no held-out data"
         metrics: dict[str, Metric] = {}
         with self.watch("eval"):
@@ -272,8 +292,14 @@ class Trainer:
                     tasks, self.engine, self.verifier, self.tokenizer, cfg or self.cfg.eval,
                     max_tokens=self.cfg.rollout.max_tokens, eos_ids=self.eos, seed=self.cfg.seed,
                     reward=self.cfg.reward, name=name, progress=self._count,
+                    seen=None if recorder is None else partial(self._record_evaluation, recorder, name),
                 )  # fmt: skip
         return metrics
+
+    def _record_evaluation(self, recorder: Recorder, name: str, groups: Sequence[Group]) -> None:
+        if self.cfg.record.samples_every:
+            shown = groups[: self.cfg.record.samples]
+            recorder.eval_samples.write(evaluation_rows(self.progress.step, name, shown, self.tokenizer))
 
     def _throughput(self, metrics: dict[str, Metric], seconds: float) -> dict[str, float]:
         """Of the training step itself: evaluation and saving have their own timings."""

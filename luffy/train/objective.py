@@ -7,7 +7,7 @@ with w and v the weights of ``pack``: already divided by the mini-batch's denomi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,6 +61,26 @@ class Objective:
             stats["actor/kl_loss"] = _over(kl, in_rl)
         loss = (per_token * batch.rl_weights).sum() - self.sft_coef * (log_prob * batch.sft_weights).sum()
         return loss, stats
+
+    def gradient_weights(self, batch: MicroBatch, log_prob: Tensor) -> Tensor:
+        """[R]: |d loss / d logit| of each token's own logit, per unit of advantage and before the reduction.
+
+        The derivative of this very objective (shaping, clipping, importance weights, SFT term), so that a viewer
+        shows what the update does and not a formula of its own. With ``off_normalize`` the mean is that of the
+        tokens given. 0 where no term counts the token.
+        """
+        one_each = replace(
+            batch,
+            rl_weights=(batch.rl_weights > 0).float(),
+            sft_weights=(batch.sft_weights > 0).float(),
+            advantages=torch.where(batch.advantages < 0, -1.0, 1.0),
+            ref_log_probs=None,
+        )
+        with torch.enable_grad():
+            current = log_prob.detach().requires_grad_(True)
+            loss, _ = self(one_each, current, torch.zeros_like(current))
+            (slope,) = torch.autograd.grad(loss, current)
+        return slope.abs() * -torch.expm1(current.detach())
 
     def _corrected(self, batch: MicroBatch, old: Tensor, log_prob: Tensor) -> tuple[Tensor, Tensor]:
         """What the ratio divides by, and the importance weight of every token; a trace's tokens have none (1)."""

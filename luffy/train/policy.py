@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,7 +22,7 @@ from luffy.train.objective import Objective, Stats
 from luffy.train.offload import OffloadedOptimizer
 from luffy.train.optim import Optimizer
 from luffy.train.packing import cut, pack
-from luffy.types import MicroBatch, Sample
+from luffy.types import MicroBatch, Sample, TokenView
 
 
 class NonFiniteUpdate(ArithmeticError):
@@ -51,14 +51,32 @@ class Policy:
     def log_probs(self, samples: Sequence[Sample], model: nn.Module | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens, on the CPU, without gradients."""
         out: list[Tensor] = [torch.empty(0)] * len(samples)
-        for part in cut([len(s) for s in samples], self.cfg.batch.tokens):
-            (batch,) = self._pack([samples[i] for i in part], budget=sum(len(samples[i]) for i in part))
-            # pack sorts by length as cut did, so the order within the bin is kept
-            with torch.no_grad():
-                log_prob, _ = self._forward(batch.to(self.device), model)
-            for i, piece in zip(part, log_prob.cpu().split([samples[i].token_ids.numel() for i in part]), strict=True):
+        for part, _, log_prob in self._scored(samples, model):
+            for i, piece in zip(part, _pieces(log_prob, samples, part), strict=True):
                 out[i] = piece
         return out
+
+    def token_views(self, samples: Sequence[Sample]) -> list[TokenView]:
+        """What the record keeps of each token besides its text."""
+        out: list[TokenView] = [TokenView(torch.empty(0), torch.empty(0))] * len(samples)
+        for part, batch, log_prob in self._scored(samples):
+            weights = self.objective.gradient_weights(batch, log_prob)
+            pieces = zip(_pieces(log_prob, samples, part), _pieces(weights, samples, part), strict=True)
+            for i, (own, weight) in zip(part, pieces, strict=True):
+                out[i] = TokenView(own, weight)
+        return out
+
+    def _scored(
+        self, samples: Sequence[Sample], model: nn.Module | None = None
+    ) -> Iterator[tuple[list[int], MicroBatch, Tensor]]:
+        """Which samples, their batch, and the log-probs of its response tokens, without gradients."""
+        for part in cut([len(s) for s in samples], self.cfg.batch.tokens):
+            # pack sorts by length as cut did, so the order within the bin is kept
+            (batch,) = self._pack([samples[i] for i in part], budget=sum(len(samples[i]) for i in part))
+            batch = batch.to(self.device)
+            with torch.no_grad():
+                log_prob, _ = self._forward(batch, model)
+            yield part, batch, log_prob
 
     def reference_log_probs(self, samples: Sequence[Sample], reference: nn.Module | None) -> list[Tensor]:
         """Under the reference model; with LoRA and none given, under the policy without its adapters."""
@@ -133,3 +151,7 @@ class Policy:
             ratios.append(off_policy_ratio(log_prob, off, settings.off_shape, target)[off])
         every = torch.cat(ratios)
         return masked_mean(every, torch.ones_like(every, dtype=torch.bool))
+
+
+def _pieces(stream: Tensor, samples: Sequence[Sample], part: Sequence[int]) -> tuple[Tensor, ...]:
+    return stream.cpu().split([samples[i].token_ids.numel() for i in part])

@@ -10,7 +10,7 @@ import pytest
 from luffy.cli import main
 from luffy.errors import UserError
 from luffy.report.html import POLICY, default_out, write_report
-from luffy.report.samples import HEAD_TOKENS, MOST_GROUPS, MOST_SAMPLES, TAIL_TOKENS
+from luffy.report.samples import BRIEF, MOST_GROUPS, MOST_SAMPLES
 
 LUFFY = {"guidance": {"n_prefix": 1}, "train": {"steps": 2}}
 ON_POLICY = {"guidance": {"n_prefix": 0}, "train": {"steps": 2}}
@@ -208,7 +208,7 @@ def test_long_responses_and_many_groups_are_cut_and_said_to_be(write_run, make_m
     groups = [attrs for tag, attrs in page.tags if tag == "article"]
     assert [(g["data-step"]) for g in groups] == ["1", "1", "3", "3", "4", "4"]
     assert len(groups) <= MOST_GROUPS
-    assert f"[{1000 - HEAD_TOKENS - TAIL_TOKENS:,} tokens left out]" in page.text
+    assert f"[{1000 - BRIEF.head - BRIEF.tail:,} tokens left out]" in page.text
     assert f"{MOST_SAMPLES} of {MOST_SAMPLES + 2} samples shown." in page.text
     assert "6 of 12 recorded groups of samples are shown." in page.text
     assert out.stat().st_size < 1_000_000

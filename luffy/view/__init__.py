@@ -1,0 +1,1 @@
+"""``luffy view``: runs as they go, in a browser on this machine."""

@@ -1,0 +1,173 @@
+"""Samples of one file: a list that can be filtered and searched, and the group behind an entry.
+
+A sample goes by its number in the file, so that no text of a model or a dataset is ever part of a request.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from luffy.errors import UserError
+from luffy.report.runs import SampleHead, complete_lines, read_samples, sample_head, sample_texts
+from luffy.report.text import legible, shorten_middle
+from luffy.view.tail import Tail
+
+SEARCHED = ("problem", "prompt", "answer", "response")
+KEPT_SEARCHES = 8
+LONGEST_QUERY = 1000
+PAGE = 200  # entries of a list in one answer
+Test = Callable[[SampleHead], bool]
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which samples of a list are wanted; ``success`` is the reward of a solved problem."""
+
+    reward: str = ""
+    off_policy: str = ""
+    truncated: bool = False
+    shortest: int = 0
+    longest: int | None = None
+    step: int | None = None
+    search: str = ""
+    success: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("reward", self.reward, REWARDS), ("off_policy", self.off_policy, SOURCES)):
+            if value and value not in known:
+                raise UserError(f"{name} is {value!r}; known: {', '.join(known)}")
+        if len(self.search) > LONGEST_QUERY:
+            raise UserError(f"a search of {len(self.search):,} characters; at most {LONGEST_QUERY:,}")
+
+    def matches(self, head: SampleHead) -> bool:
+        """All but the search, which needs the text."""
+        longest = head.length if self.longest is None else self.longest
+        return (
+            self.shortest <= head.length <= longest
+            and (self.step is None or head.step == self.step)
+            and (not self.truncated or head.finish == "length")
+            and (not self.reward or REWARDS[self.reward](head.reward, self.success))
+            and (not self.off_policy or SOURCES[self.off_policy](head))
+        )
+
+
+REWARDS: dict[str, Callable[[float | None, float], bool]] = {
+    "solved": lambda reward, success: reward == success,
+    "unsolved": lambda reward, success: reward is not None and reward != success,
+}
+SOURCES: dict[str, Test] = {
+    "teacher": lambda head: head.off_policy_tokens > 0,
+    "override": lambda head: head.override_tokens > 0,
+    "policy": lambda head: head.off_policy_tokens == 0 and head.override_tokens == 0,
+}
+
+
+class SampleTable:
+    """The samples of a file that may be growing: read when first opened, then what was added since."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tail = Tail(path)
+        self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.heads: list[SampleHead] = []
+        self._groups: dict[tuple[int, str], list[int]] = {}
+        self._steps: dict[str, dict[int, int]] = {}
+        self._searches: OrderedDict[str, tuple[int, list[int]]] = OrderedDict()
+
+    @property
+    def size(self) -> int:
+        """Of the file in bytes: cheap, where counting its samples is not."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    @contextmanager
+    def up_to_date(self) -> Iterator[SampleTable]:
+        """Nothing changes under the hands of the one who asks."""
+        with self._lock:
+            if self._tail.was_replaced():
+                self._forget()
+            for offset, line in self._tail.lines():
+                self._add(sample_head(offset, sample_texts(line, self.path)))
+            yield self
+
+    def _add(self, head: SampleHead) -> None:
+        number = len(self.heads)
+        self.heads.append(head)
+        self._groups.setdefault((head.step, head.problem), []).append(number)
+        self._steps.setdefault(head.problem, {}).setdefault(head.step, number)
+
+    def matching(self, wanted: Filter) -> list[int]:
+        """Numbers of the samples that a filter lets through, in the order they were recorded."""
+        numbers: Sequence[int] = self._found(wanted.search) if wanted.search else range(len(self.heads))
+        return [n for n in numbers if wanted.matches(self.heads[n])]
+
+    def _found(self, query: str) -> list[int]:
+        """Case does not count. A search that was made before goes on where it ended."""
+        query = query.lower()
+        done, hits = self._searches.pop(query, (0, []))
+        hits = hits + list(self._hits(query, done))
+        self._searches[query] = len(self.heads), hits
+        while len(self._searches) > KEPT_SEARCHES:
+            self._searches.popitem(last=False)
+        return hits
+
+    def _hits(self, query: str, start: int) -> Iterator[int]:
+        if start == len(self.heads):
+            return
+        written = {json.dumps(query, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False)}
+        lines = complete_lines(self.path, self.heads[start].offset)
+        for number, (_, line) in zip(range(start, len(self.heads)), lines, strict=False):
+            raw = line.decode("utf-8", "replace").lower()
+            if any(form in raw for form in written) and _mentions(sample_texts(line, self.path), query):
+                yield number
+
+    def page(self, numbers: Sequence[int], start: int, success: float) -> list[dict[str, Any]]:
+        return [_entry(n, self.heads[n], success) for n in numbers[start : start + PAGE]]
+
+    def group(self, number: int) -> tuple[list[int], list[dict[str, Any]]]:
+        """The numbers and rows of all samples of the problem at the step of one of them."""
+        head = self._head(number)
+        numbers = self._groups[head.step, head.problem]
+        return numbers, read_samples(self.path, [self.heads[n].offset for n in numbers])
+
+    def steps_of(self, number: int) -> list[tuple[int, int]]:
+        """(step, number of the first sample) of each time the same problem was recorded, in order."""
+        return sorted(self._steps[self._head(number).problem].items())
+
+    def response(self, number: int) -> str:
+        (row,) = read_samples(self.path, [self._head(number).offset])
+        return str(row.get("response", ""))
+
+    def _head(self, number: int) -> SampleHead:
+        if not 0 <= number < len(self.heads):
+            raise UserError(f"no sample {number}: there are {len(self.heads):,}; reload the page")
+        return self.heads[number]
+
+
+def _mentions(row: Mapping[str, Any], query: str) -> bool:
+    return any(query in str(row.get(name, "")).lower() for name in SEARCHED)
+
+
+def _entry(number: int, head: SampleHead, success: float) -> dict[str, Any]:
+    return {
+        "at": number,
+        "step": head.step,
+        "problem": legible(shorten_middle(" ".join(head.problem.split()), 60)),
+        "sample": head.sample,
+        "reward": head.reward,
+        "solved": head.reward == success,
+        "length": head.length,
+        "truncated": head.finish == "length",
+        "teacher": head.off_policy_tokens,
+        "override": head.override_tokens,
+        "ends": legible(" ".join(head.ends.split())),
+    }

@@ -1,0 +1,132 @@
+"""Runs that may still be going: what was added since the last look is read, and nothing twice."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from luffy.errors import UserError
+from luffy.report.methods import Styled, group_runs
+from luffy.report.recorder import EVAL_SAMPLES, METRICS, SAMPLES
+from luffy.report.runs import (
+    CONFIG,
+    RunRecord,
+    SampleIndex,
+    find_runs,
+    in_order,
+    metric_row,
+    read_config,
+)
+from luffy.report.text import legible
+from luffy.view.browse import SampleTable
+from luffy.view.tail import Tail
+
+SAMPLE_FILES = {"train": SAMPLES, "eval": EVAL_SAMPLES}
+LOOK_FOR_RUNS_S = 5.0  # between two walks over the folders
+
+
+class LiveRun:
+    """One run folder. ``id`` is all that a page knows of its place; ``trouble`` says why it cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+        self.trouble: str | None = None
+        self.rows: list[Mapping[str, Any]] = []
+        self.samples = {name: SampleTable(folder / file) for name, file in SAMPLE_FILES.items()}
+        self._metrics = Tail(folder / METRICS)
+        self._config: dict[str, Any] = {}
+        self._config_time: int | None = None
+
+    def refresh(self) -> None:
+        self.trouble = None
+        try:
+            self._read_config()
+            if self._metrics.was_replaced():
+                self.rows = []
+            for _, line in self._metrics.lines():
+                self.rows.append(metric_row(line, self._metrics.path))
+        except (UserError, OSError) as error:
+            self.trouble = str(error)
+
+    def _read_config(self) -> None:
+        path = self.folder / CONFIG
+        written = path.stat().st_mtime_ns if path.exists() else None
+        if written != self._config_time:
+            self._config, self._config_time = read_config(path), written
+
+    @property
+    def record(self) -> RunRecord:
+        """As the report sees it, less the samples: those are read when they are asked for."""
+        return RunRecord(self.folder, self._config, in_order(self.rows), SampleIndex(self.folder / SAMPLES, {}))
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """Changes when there is something new to show."""
+        sizes = [table.size for table in self.samples.values()]
+        return self.id, len(self.rows), self._config_time, self.trouble, *sizes
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All runs at one moment, by method; a method keeps its colour while the server runs."""
+
+    version: str
+    methods: Sequence[Styled]
+    ids: Mapping[Path, str]
+    remarks: Sequence[str]
+
+    def choose(self, styles: Sequence[int] | None) -> list[Styled]:
+        """Methods by the numbers of their colours; all when none is named."""
+        return [styled for styled in self.methods if styles is None or styled[0] in styles]
+
+
+class Board:
+    """Every run in or below ``places``, also those that start later."""
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        self.places = places
+        self.runs: dict[str, LiveRun] = {}
+        self._styles: dict[str, int] = {}
+        self._snapshot: Snapshot | None = None
+        self._looked = -LOOK_FOR_RUNS_S
+        self._lock = threading.Lock()
+        self._look_for_runs()
+
+    def run(self, run_id: str) -> LiveRun:
+        if run_id not in self.runs:
+            raise UserError("no such run on this page; reload it")
+        return self.runs[run_id]
+
+    def snapshot(self) -> Snapshot:
+        with self._lock:
+            self._look_for_runs()
+            for run in self.runs.values():
+                run.refresh()
+            states = repr([run.state for run in self.runs.values()])
+            version = hashlib.sha256(states.encode("utf-8", "replace")).hexdigest()[:16]
+            if self._snapshot is None or self._snapshot.version != version:
+                self._snapshot = self._take(version)
+            return self._snapshot
+
+    def _look_for_runs(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < LOOK_FOR_RUNS_S:
+            return
+        found = [LiveRun(folder) for folder in find_runs(self.places)]
+        self.runs = {run.id: self.runs.get(run.id, run) for run in found}
+        self._looked = now
+
+    def _take(self, version: str) -> Snapshot:
+        started = [run for run in self.runs.values() if run.rows]
+        methods = group_runs([run.record for run in started])
+        styled = [(self._styles.setdefault(m.label, len(self._styles)), m) for m in methods]
+        waiting = [f"{run.folder}: no step yet" for run in self.runs.values() if not run.rows and not run.trouble]
+        troubles = [run.trouble for run in self.runs.values() if run.trouble]
+        remarks = [legible(line) for line in (*troubles, *waiting)]
+        return Snapshot(version, styled, {run.folder: run.id for run in started}, remarks)
