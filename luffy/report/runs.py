@@ -23,14 +23,14 @@ from luffy.report.recorder import METRICS, SAMPLES
 from luffy.schema import build, to_dict
 
 CONFIG = "config.yaml"
-EXCERPT = 120  # characters of a response in a list
+EXCERPT = 40  # characters of a response in a list: how it ends
 NOT_RUNS = {"checkpoints", "tensorboard"}  # below a run folder; may hold thousands of files
 Points = list[tuple[int, float]]
 Kind = Literal["train", "sft"]
 
 # Recorder writes numbers and texts before lists, so the token lists need no parsing to tell samples apart.
 # Possessive repeats (*+): a text of a megabyte is walked once.
-_SAMPLE_HEAD = re.compile(rb'\{"step": ?\d+(?:, ?"\w+": ?(?:"(?:[^"\\]|\\.)*+"|[-+.\w]+))*+(?=,)')
+_SAMPLE_HEAD = re.compile(rb'\{"step": ?\d+(?:, ?"\w+": ?(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|[-+.\w]+))*+(?=,)')
 
 
 class EmptyRun(UserError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.report.runs import SampleHead, complete_lines, read_samples, sample_head, sample_texts
+from luffy.report.runs import EXCERPT, SampleHead, complete_lines, read_samples, sample_head, sample_texts
 from luffy.report.text import legible, shorten_middle
 from luffy.view.tail import Tail
 
 SEARCHED = ("problem", "prompt", "answer", "response")
 KEPT_SEARCHES = 8
 LONGEST_QUERY = 1000
+PATIENCE_S = 0.2  # what one question may spend on reading
 PAGE = 200  # entries of a list in one answer
 Test = Callable[[SampleHead], bool]
 
@@ -76,6 +78,7 @@ class SampleTable:
         self.path = path
         self._tail = Tail(path)
         self._lock = threading.Lock()
+        self.complete = False
         self._forget()
 
     def _forget(self) -> None:
@@ -91,13 +94,20 @@ class SampleTable:
 
     @contextmanager
     def up_to_date(self) -> Iterator[SampleTable]:
-        """Nothing changes under the hands of the one who asks."""
+        """Nothing changes under the hands of the one who asks. A file of gigabytes is read in parts, one a question:
+        ``complete`` says whether this was the last."""
         with self._lock:
             if self._tail.was_replaced():
                 self._forget()
-            for offset, line in self._tail.lines():
-                self._add(sample_head(offset, sample_texts(line, self.path)))
+            self.complete = self._read_on(time.monotonic() + PATIENCE_S)
             yield self
+
+    def _read_on(self, until: float) -> bool:
+        for offset, line in self._tail.lines():
+            self._add(sample_head(offset, sample_texts(line, self.path)))
+            if time.monotonic() > until:
+                return False
+        return True
 
     def _add(self, head: SampleHead) -> None:
         number = len(self.heads)
@@ -123,11 +133,12 @@ class SampleTable:
     def _hits(self, query: str, start: int) -> Iterator[int]:
         if start == len(self.heads):
             return
-        written = {json.dumps(query, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False)}
+        # As it stands in the file; other letters than ASCII may be escaped there, in either case.
+        written = json.dumps(query)[1:-1] if query.isascii() else ""
         lines = complete_lines(self.path, self.heads[start].offset)
         for number, (_, line) in zip(range(start, len(self.heads)), lines, strict=False):
             raw = line.decode("utf-8", "replace").lower()
-            if any(form in raw for form in written) and _mentions(sample_texts(line, self.path), query):
+            if written in raw and _mentions(sample_texts(line, self.path), query):
                 yield number
 
     def page(self, numbers: Sequence[int], start: int, success: float) -> list[dict[str, Any]]:
@@ -169,5 +180,5 @@ def _entry(number: int, head: SampleHead, success: float) -> dict[str, Any]:
         "truncated": head.finish == "length",
         "teacher": head.off_policy_tokens,
         "override": head.override_tokens,
-        "ends": legible(" ".join(head.ends.split())),
+        "ends": ("\u2026" if len(head.ends) == EXCERPT else "") + legible(" ".join(head.ends.split())),
     }

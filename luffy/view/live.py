@@ -36,23 +36,35 @@ class LiveRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
-        self.trouble: str | None = None
+        self._skipped: str | None = None
+        self._unreadable: str | None = None
         self.rows: list[Mapping[str, Any]] = []
         self.samples = {name: SampleTable(folder / file) for name, file in SAMPLE_FILES.items()}
         self._metrics = Tail(folder / METRICS)
         self._config: dict[str, Any] = {}
         self._config_time: int | None = None
 
+    @property
+    def trouble(self) -> str | None:
+        """A line that is skipped stays so until the file is written anew."""
+        return self._unreadable or self._skipped
+
     def refresh(self) -> None:
-        self.trouble = None
+        self._unreadable = None
         try:
             self._read_config()
             if self._metrics.was_replaced():
-                self.rows = []
+                self.rows, self._skipped = [], None
             for _, line in self._metrics.lines():
-                self.rows.append(metric_row(line, self._metrics.path))
+                self._add(line)
         except (UserError, OSError) as error:
-            self.trouble = str(error)
+            self._unreadable = str(error)
+
+    def _add(self, line: bytes) -> None:
+        try:
+            self.rows.append(metric_row(line, self._metrics.path))
+        except UserError as error:
+            self._skipped = str(error)
 
     def _read_config(self) -> None:
         path = self.folder / CONFIG

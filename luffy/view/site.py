@@ -163,6 +163,7 @@ class Site:
                 {
                     "total": len(numbers),
                     "of": len(table.heads),
+                    "complete": table.complete,
                     "start": start,
                     "page": PAGE,
                     "entries": table.page(numbers, max(start, 0), success),

@@ -27,5 +27,5 @@ class Tail:
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         for offset, line in complete_lines(self.path, self.position):
-            yield offset, line
             self.position = offset + len(line)
+            yield offset, line

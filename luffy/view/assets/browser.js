@@ -22,19 +22,21 @@ luffy.browser = (() => {
     const mine = ++question;
     const first = keep ? Math.floor(Math.max(view.place, 0) / view.size) * view.size : 0;
     const page = await luffy.get("/api/samples", [...filter(), ["start", first], ["near", keep ? view.shown : -1]]);
-    if (mine !== question) return;
+    if (mine !== question) return true;
     view.pages = new Map([[page.start / page.page, page.entries]]);
     view.total = page.total;
     view.size = page.page;
     view.place = page.place;
     showSteps(page.steps);
-    at("count").textContent = page.total === page.of ? `${page.of.toLocaleString("en")} samples`
-      : `${page.total.toLocaleString("en")} of ${page.of.toLocaleString("en")} samples`;
+    at("count").textContent = (page.total === page.of ? "" : `${page.total.toLocaleString("en")} of `)
+      + `${page.of.toLocaleString("en")} samples${page.complete ? "" : ", reading on…"}`;
     rows.style.height = `${view.total * ROW}px`;
     if (!keep) list.scrollTop = 0;
     render();
     if (!keep && view.total) await select(0);
     if (!view.total) clear(page.of ? "No sample passes these filters." : "No samples recorded here.");
+    if (!page.complete) setTimeout(() => { if (mine === question) luffy.attempt(() => reload(view.shown >= 0)); }, 50);
+    return page.complete;
   }
 
   async function fetchPage(number) {
@@ -91,7 +93,7 @@ luffy.browser = (() => {
     if (known.teacher) span(top, "tag teacher", "T").title = `${known.teacher} teacher tokens`;
     if (known.override) span(top, "tag override", "O").title = `${known.override} tokens by the guidance model`;
     if (known.truncated) span(top, "tag bad", "cut").title = "truncated";
-    span(top, "sub", `step ${known.step} · ${known.length.toLocaleString("en")} tok`);
+    span(top, "sub", `step ${known.step} · #${known.sample} · ${known.length.toLocaleString("en")} tok`);
     item.append(top);
     span(item, "ends", known.ends || "(empty)").dir = "auto";
     item.addEventListener("click", () => luffy.attempt(() => select(place)));
@@ -137,6 +139,22 @@ luffy.browser = (() => {
     remember("samples");
   }
 
+  // A megabyte laid out at once holds up the page; what is not in sight need not be laid out.
+  const PIECE = 20000;
+  function pieces(text) {
+    const out = [];
+    for (let from = 0; from < text.length;) {
+      const line = text.lastIndexOf("\n", from + PIECE);
+      const to = line > from && from + PIECE < text.length ? line + 1 : from + PIECE;
+      const piece = document.createElement("div");
+      piece.className = "piece";
+      piece.textContent = text.slice(from, to);
+      out.push(piece);
+      from = to;
+    }
+    return out;
+  }
+
   function dress(card, number) {
     card.classList.toggle("chosen", number === view.shown);
     const response = card.querySelector(".response");
@@ -147,7 +165,7 @@ luffy.browser = (() => {
     button.textContent = "Whole response as text";
     button.addEventListener("click", () => luffy.attempt(async () => {
       const whole = await luffy.get("/api/text", [...source(), ["at", number]]);
-      response.textContent = whole.text;
+      response.replaceChildren(...pieces(whole.text));
       button.remove();
     }));
     card.append(button);
@@ -187,7 +205,7 @@ luffy.browser = (() => {
     if (fresh && wanted?.at !== undefined) {
       if ([...field("file").options].some((o) => o.value === wanted.file && !o.disabled)) field("file").value = wanted.file;
       view.shown = wanted.at;
-      await reload(true);
+      while (!await reload(true) && view.place < 0); // a long file is read in parts
       if (view.place >= 0) { await select(view.place); return; }
     }
     await reload(!fresh && view.shown >= 0);

@@ -177,7 +177,10 @@
   };
   document.addEventListener("keydown", (event) => {
     const typing = event.target.closest?.("input:not([type=range], [type=checkbox]), select, textarea, dialog");
-    if (event.key === "Escape" && event.target.closest?.("#filters")) at("list").focus();
+    if (event.key === "Escape" && event.target.closest?.("#filters")) {
+      event.preventDefault(); // which would empty the search
+      at("list").focus();
+    }
     if (typing || event.ctrlKey || event.metaKey || event.altKey || !keys[event.key]) return;
     event.preventDefault();
     keys[event.key]();

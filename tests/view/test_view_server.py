@@ -1,0 +1,221 @@
+"""What comes over the wire."""
+
+import json
+import os
+
+import pytest
+
+from luffy.cli import main
+from luffy.errors import UserError
+from luffy.view.server import POLICY, ViewServer
+
+TOKEN = "a-token-of-some-length"
+
+
+@pytest.fixture
+def runs(write_run, make_metric_row, make_sample_row, tmp_path):
+    for name, n_prefix in (("luffy", 1), ("grpo", 0)):
+        for seed in (0, 1):
+            rows = [make_metric_row(s, 0.1 * s + 0.2 * seed) for s in (1, 2)]
+            config = {"guidance": {"n_prefix": n_prefix}, "train": {"steps": 2}}
+            samples = [make_sample_row(1, k) for k in range(2)] if name == "luffy" else ()
+            write_run(f"{name}/seed-{seed}", rows, config, samples)
+    return tmp_path / "runs"
+
+
+def test_every_answer_is_fenced_in(serving, runs):
+    with serving([runs]) as client:
+        for path in ("/", "/assets/view.js", "/api/state", "/nothing"):
+            _, headers, _ = client.ask(path)
+            assert headers["Content-Security-Policy"] == POLICY
+            assert headers["X-Content-Type-Options"] == "nosniff"
+            assert headers["Cache-Control"] == "no-store"
+            assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+            assert "Access-Control-Allow-Origin" not in headers
+    assert "unsafe" not in POLICY and "http" not in POLICY
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"])
+def test_get_and_nothing_else(serving, runs, method):
+    with serving([runs]) as client:
+        status, headers, _ = client.ask("/api/state", method=method, body=b"x" if method == "POST" else None)
+    assert (status, headers["Allow"]) == (405, "GET")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/assets/../server.py", "/assets/%2e%2e/server.py", "/assets/", "/assets/report.js", "/../../etc/passwd",
+        "//etc/passwd", "/runs/luffy/seed-0/config.yaml", "/api", "/api/state/",
+    ],
+)  # fmt: skip
+def test_nothing_but_the_listed_paths(serving, runs, path):
+    with serving([runs]) as client:
+        status, _, body = client.ask(path)
+    assert (status, body) == (404, {"error": "nothing here"})
+
+
+def test_a_run_goes_by_its_number_and_never_by_a_path(serving, runs):
+    with serving([runs]) as client:
+        for name in ("../../etc", str(runs / "luffy" / "seed-0"), "", "0" * 12):
+            status, _, body = client.ask("/api/samples", {"run": name})
+            assert (status, body) == (400, {"error": "no such run on this page; reload it"})
+        status, _, body = client.ask("/api/samples", {"run": client.run, "file": "../config.yaml"})
+        assert (status, body["error"]) == (400, "file is '../config.yaml'; known: train, eval")
+
+
+def test_strange_questions_get_one_line(serving, runs):
+    with serving([runs]) as client:
+        run = client.run
+        for path, query, said in (
+            ("/api/curves", {"smoothing": "1.5"}, "smoothing is 1.5; it lies between 0 and 0.99"),
+            ("/api/curves", {"smoothing": "nan"}, "smoothing is nan"),
+            ("/api/curves", {"smoothing": "x"}, "smoothing is 'x'; it is a number"),
+            ("/api/curves", {"method": "x"}, "method is 'x'; it is a number"),
+            ("/api/samples", {"run": run, "reward": "<b>"}, "reward is '<b>'; known: solved, unsolved"),
+            ("/api/samples", {"run": run, "search": "x" * 1001}, "a search of 1,001 characters; at most 1,000"),
+            ("/api/group", {"run": run, "at": "99999"}, "no sample 99999"),
+            ("/api/group", {"run": run, "at": "-1"}, "no sample -1"),
+            ("/api/state", [(f"f{i}", "1") for i in range(300)], "not an address: Max number of fields exceeded"),
+        ):
+            status, _, body = client.ask(path, query)
+            assert status == 400
+            assert body["error"].startswith(said)
+
+
+def test_a_foreign_host_is_refused_before_anything_is_read(serving, runs):
+    with serving([runs]) as client:
+        status, _, body = client.ask("/api/state", headers={"Host": f"evil.example:{client.port}"})
+        assert status == 421
+        assert "does not go by the name" in body["error"]
+        assert client.ask("/api/state", headers={"Sec-Fetch-Site": "cross-site"})[0] == 403
+
+
+def test_the_token_opens_once_and_then_the_cookie_does(serving, runs):
+    with serving([runs], token=TOKEN) as client:
+        assert client.ask("/")[0] == client.ask("/assets/view.js")[0] == client.ask("/api/state")[0] == 401
+        assert client.ask("/", {"token": TOKEN + "x"})[0] == 401
+        status, headers, _ = client.ask("/", {"token": TOKEN})
+        assert (status, headers["Location"]) == (303, "/")
+        cookie = headers["Set-Cookie"]
+        assert "HttpOnly" in cookie and "SameSite=Strict" in cookie and TOKEN not in cookie
+        assert client.ask("/api/state", headers={"Cookie": cookie.split(";")[0]})[0] == 200
+        assert client.ask("/api/state", headers={"Authorization": f"Bearer {TOKEN}"})[0] == 200
+        assert TOKEN not in client.url
+
+
+def test_an_open_address_without_a_token_does_not_start(runs, monkeypatch, capsys):
+    with pytest.raises(UserError, match="needs a token"):
+        ViewServer([runs], "0.0.0.0", 0)
+    monkeypatch.setattr("sys.argv", ["luffy", "view", str(runs), "--host", "0.0.0.0", "--port", "0"])
+    monkeypatch.delenv("LUFFY_VIEW_TOKEN", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("luffy: error: --host 0.0.0.0 can be reached by others")
+
+
+def test_a_port_in_use_is_said_to_be(serving, runs):
+    with serving([runs]) as client, pytest.raises(UserError, match=f":{client.port} .*choose another --port"):
+        ViewServer([runs], port=client.port)
+
+
+def test_state_curves_tables_and_differences(serving, runs):
+    with serving([runs]) as client:
+        state = client.get("/api/state")
+        assert [(m["label"], m["style"], [r["seed"] for r in m["runs"]]) for m in state["methods"]] == [
+            ("grpo", 0, [0, 1]),
+            ("luffy", 1, [0, 1]),
+        ]
+        assert state["methods"][1]["runs"][0]["files"] == ["train"]
+        assert client.get("/api/state", have=state["version"]) == {"version": state["version"]}
+        curves = client.get("/api/curves", method=1, metric="timing_s/step")
+        assert "Accuracy, held-out over training steps. luffy goes from 0.200 at step 1 to 0.300" in curves["html"]
+        assert "grpo" not in curves["html"]
+        assert curves["html"].index('data-chart="timing_s/step"') < curves["html"].index(
+            'data-chart="val-core/accuracy"'
+        )
+        assert 'class="mean m1"' in curves["html"] and 'class="mean m0"' not in curves["html"]  # keeps its colour
+        assert 'class="band m1"' in curves["html"]
+        assert "<b>0.300</b>" in client.get("/api/tables", method=1)["final"]
+        knobs = client.get("/api/knobs")
+        assert "guidance.n_prefix" in knobs["html"] and "<code>seed</code>" not in knobs["html"]
+        single = client.get("/api/knobs", by="run")
+        assert single["columns"] == 4 and "<code>seed</code>" in single["html"]
+        assert client.get("/api/curves", method=-1)["html"] == '<div class="charts"></div>'
+
+
+def test_smoothing_is_a_mean_of_what_was_recorded(serving, runs):
+    with serving([runs]) as client:
+        html = client.get("/api/curves", method=1, smoothing=0.5)["html"]
+    # seeds 0.1, 0.2 and 0.3, 0.4: means 0.2, 0.3; at step 2 (0.3 + 0.5 * 0.2) / 1.5
+    assert "luffy goes from 0.200 at step 1 to 0.267 at step 2" in html
+
+
+def test_a_group_with_its_samples_side_by_side(serving, runs):
+    with serving([runs]) as client:
+        state = client.get("/api/state")
+        run = state["methods"][1]["runs"][0]["id"]
+        group = client.get("/api/group", run=run, at=1)
+        assert (group["numbers"], group["step"], group["steps"]) == ([0, 1], 1, [[1, 0]])
+        assert group["html"].count('<div class="sample"') == 2
+        assert "<mark class='teacher' title='teacher'>a</mark>" in group["html"]
+        assert "<span class='p9' title='policy, probability 0.905'> c</span>" in group["html"]  # exp(-0.1)
+        assert client.get("/api/text", run=run, at=1) == {"text": "a b c"}
+
+
+def test_lone_surrogates_and_megabytes_come_through(serving, write_run, make_metric_row, make_sample_row):
+    row = make_sample_row(
+        1, problem="\ud800<b>", response="x" * 1_000_000, tokens=["x" * 1_000_000], off_policy=[0], log_probs=[-1.0]
+    )
+    with serving([write_run("a", [make_metric_row(1)], samples=[row])]) as client:
+        run = client.run
+        (entry,) = client.get("/api/samples", run=run)["entries"]
+        assert entry["problem"] == "U+D800<b>"
+        assert entry["ends"] == "\u2026" + "x" * 40
+        group = client.get("/api/group", run=run, at=0)
+        assert len(group["html"]) < 40_000
+        assert "&lt;b&gt;" in group["html"]
+        assert len(client.get("/api/text", run=run, at=0)["text"]) == 1_000_000
+
+
+def test_a_run_that_goes_on_starts_and_breaks_while_being_watched(
+    serving, write_run, make_metric_row, make_sample_row, monkeypatch
+):
+    monkeypatch.setattr("luffy.view.live.LOOK_FOR_RUNS_S", 0.0)
+    folder = write_run("a", [make_metric_row(1, 0.1)], samples=[make_sample_row(1)], tail='{"step": 2, "val-co')
+    with serving([folder.parent]) as client:
+        before = client.get("/api/state")
+        run = client.run
+        assert before["methods"][0]["runs"][0]["steps"] == "1"
+        assert client.get("/api/samples", run=run)["total"] == 1
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('re/accuracy": 0.5}\n')
+        after = client.get("/api/state")
+        assert after["version"] != before["version"]
+        assert after["methods"][0]["runs"][0]["steps"] == "2"
+        assert "from 0.100 at step 1 to 0.500 at step 2" in client.get("/api/curves")["html"]
+        write_run("b", [make_metric_row(1, 0.9)], {"optim": {"lr": 0.5}})
+        write_run("c", [])
+        later = client.get("/api/state")
+        assert [(m["label"], m["style"]) for m in later["methods"]] == [("a", 0), ("b", 1)]
+        assert [line.endswith("c: no step yet") for line in later["remarks"]] == [True]
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write("not json\n")
+        broken = client.get("/api/state")
+        assert "a line is not JSON" in broken["remarks"][0]
+        assert broken["methods"][0]["runs"][0]["steps"] == "2"  # what was read stays
+
+
+def test_a_resumed_run_that_lost_steps_is_read_anew(serving, write_run, make_metric_row, make_sample_row):
+    rows, samples = [make_metric_row(s, 0.1 * s) for s in (1, 2, 3)], [make_sample_row(s) for s in (1, 2, 3)]
+    folder = write_run("a", rows, samples=samples)
+    with serving([folder]) as client:
+        run = client.run
+        assert client.get("/api/samples", run=run)["steps"] == [1, 2, 3]
+        for name, kept in (("metrics.jsonl", rows[:1]), ("samples.jsonl", samples[:1])):
+            aside = folder / f".{name}.writing"
+            aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            os.replace(aside, folder / name)
+        assert client.get("/api/state")["methods"][0]["runs"][0]["steps"] == "1"
+        assert client.get("/api/samples", run=run)["steps"] == [1]
