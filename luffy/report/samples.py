@@ -86,12 +86,20 @@ def group_html(shown: Shown) -> Markup:
 
 
 def problem_html(row: Mapping[str, Any]) -> Markup:
-    prompt = shorten(str(row.get("prompt", "")), LONGEST_PROMPT)
-    answer = shorten(str(row.get("answer", "")), 300)
-    return Markup(
-        "<dl><dt>Problem</dt><dd><code>{}</code></dd>"
-        '<dt>Prompt</dt><dd><pre dir="auto" tabindex="0">{}</pre></dd><dt>Answer</dt><dd><code>{}</code></dd></dl>'
-    ).format(show(shorten(str(row.get("problem", "")), 120)), show(prompt), show(answer))
+    """Traces of SFT come without an answer."""
+    entries = [
+        ("Problem", Markup("<code>{}</code>").format(show(shorten(str(row.get("problem", "")), 120)))),
+        (
+            "Prompt",
+            Markup('<pre dir="auto" tabindex="0">{}</pre>').format(
+                show(shorten(str(row.get("prompt", "")), LONGEST_PROMPT))
+            ),
+        ),
+    ]
+    if "answer" in row:
+        entries.append(("Answer", Markup("<code>{}</code>").format(show(shorten(str(row["answer"]), 300)))))
+    listed = Markup("").join(Markup("<dt>{}</dt><dd>{}</dd>").format(*entry) for entry in entries)
+    return Markup("<dl>{}</dl>").format(listed)
 
 
 def sample_cards(rows: Sequence[Mapping[str, Any]], of: int, success: float, look: Look = BRIEF) -> Markup:

@@ -110,6 +110,7 @@ class Site:
             "seed": run.seed,
             "steps": steps_of([run]),
             "unfinished": run.unfinished,
+            "time": run.last_time or 0.0,
             "files": [name for name, table in live.samples.items() if table.size],
         }
 

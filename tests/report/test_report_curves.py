@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from luffy.report.curves import envelope, estimate, interpolate, t_quantile_95, thin_out
+from luffy.report.curves import envelope, estimate, interpolate, smooth, t_quantile_95, thin_out
 
 
 def test_t_quantiles_agree_with_scipy():
@@ -70,3 +70,14 @@ def test_long_curves_become_means_over_shared_bins():
     assert long[-1] == (1199, 1198.0)
     assert len(short) == 200
     assert {x for x, _ in short} <= {x for x, _ in long}
+
+
+def test_smoothing_goes_by_steps_and_keeps_the_first_value():
+    assert smooth([(1, 4.0), (2, 0.0)], 0.5) == [(1, 4.0), (2, 0.5 * 4 / 1.5)]
+    assert smooth([(1, 4.0), (3, 0.0)], 0.5) == [(1, 4.0), (3, 0.25 * 4 / 1.25)]  # two steps apart: half as heavy
+    assert smooth([(0, 1.0), (1, 2.0)], 0.0) == [(0, 1.0), (1, 2.0)]
+    assert smooth([], 0.9) == []
+    constant = smooth([(x, 3.0) for x in range(50)], 0.97)
+    assert all(abs(y - 3.0) < 1e-12 for _, y in constant)
+    with pytest.raises(ValueError, match="at least 0 and below 1"):
+        smooth([], 1.0)

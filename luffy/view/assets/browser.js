@@ -185,7 +185,8 @@ luffy.browser = (() => {
     const select = field("run"), chosen = select.value || view.wanted?.run;
     const options = runs.map((run) => new Option(`${run.label}, seed ${run.seed ?? "?"}`, run.id));
     select.replaceChildren(...options);
-    const best = runs.find((run) => run.id === chosen) || runs.findLast((run) => run.files.length) || runs[0];
+    const newest = runs.filter((run) => run.files.length).sort((a, b) => b.time - a.time)[0];
+    const best = runs.find((run) => run.id === chosen) || newest || runs[0];
     if (!best) return false;
     select.value = best.id;
     const has = (file) => best.files.includes(file);
