@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup test test-slow lint quickstart docs clean
+.PHONY: setup test test-slow test-view lint quickstart docs clean
 
 setup: $(READY)
 
@@ -33,6 +33,12 @@ $(SMOLLM2): $(READY)
 
 test-slow: $(READY) $(SMOLLM2)
 	LUFFY_SMOLLM2=$$(find $(SMOLLM2) -name '*.gguf') OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
+
+# The live page in a real browser: playwright's own Chromium, or the system's (apt install chromium).
+test-view: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,view-test]'
+	command -v chromium google-chrome > /dev/null || $(BIN)/playwright install chromium
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/view -s
 
 quickstart: $(READY)
 	$(BIN)/luffy quickstart

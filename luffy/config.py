@@ -295,7 +295,7 @@ class RecordConfig:
     wandb: bool = knob(False, "log to Weights & Biases (needs the wandb extra)")
     wandb_project: str = knob("luffy", "W&B project")
     samples_every: int = knob(10, "steps between records of samples.jsonl; 0: none", ge=0)
-    samples: int = knob(4, "groups recorded at such a step", ge=1)
+    samples: int = knob(4, "groups recorded at such a step, and held-out problems of each set at an evaluation", ge=1)
 
 
 @dataclass(frozen=True)

@@ -87,19 +87,13 @@ def group_html(shown: Shown) -> Markup:
 
 def problem_html(row: Mapping[str, Any]) -> Markup:
     """Traces of SFT come without an answer."""
+    code, text = Markup("<code>{}</code>"), Markup('<pre dir="auto" tabindex="0">{}</pre>')
     entries = [
-        ("Problem", Markup("<code>{}</code>").format(show(shorten(str(row.get("problem", "")), 120)))),
-        (
-            "Prompt",
-            Markup('<pre dir="auto" tabindex="0">{}</pre>').format(
-                show(shorten(str(row.get("prompt", "")), LONGEST_PROMPT))
-            ),
-        ),
+        Markup("<dt>{}</dt><dd>{}</dd>").format(name.title(), frame.format(show(shorten(str(row[name]), limit))))
+        for name, frame, limit in (("problem", code, 120), ("prompt", text, LONGEST_PROMPT), ("answer", code, 300))
+        if name in row
     ]
-    if "answer" in row:
-        entries.append(("Answer", Markup("<code>{}</code>").format(show(shorten(str(row["answer"]), 300)))))
-    listed = Markup("").join(Markup("<dt>{}</dt><dd>{}</dd>").format(*entry) for entry in entries)
-    return Markup("<dl>{}</dl>").format(listed)
+    return Markup("<dl>{}</dl>").format(Markup("").join(entries))
 
 
 def sample_cards(rows: Sequence[Mapping[str, Any]], of: int, success: float, look: Look = BRIEF) -> Markup:
