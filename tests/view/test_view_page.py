@@ -70,7 +70,10 @@ def texts(page, selector):
 def two_methods(write_run, make_metric_row, make_sample_row, tmp_path):
     for name, n_prefix in (("grpo", 0), ("luffy", 1)):
         for seed in (0, 1):
-            rows = [make_metric_row(s, 0.02 * s * (1 + n_prefix) + 0.05 * seed) for s in range(1, 21)]
+            rows = [
+                make_metric_row(s, 0.02 * s * (1 + n_prefix) + 0.05 * seed, time=1000 * n_prefix + 100 * seed + s)
+                for s in range(1, 21)
+            ]
             samples = [
                 make_sample_row(
                     step, k, problem=f"p{p}", reward=float(k == 0), off_policy=[int(k == 0 and n_prefix)] * 3,
@@ -136,7 +139,7 @@ def test_the_page_follows_a_run(serving, two_methods, open_page, make_metric_row
 
 def test_filters_search_and_keys(serving, two_methods, open_page):
     with serving([two_methods]) as client:
-        page = open_page(client.url + "#samples")
+        page = open_page(client.url + "#/samples")
         page.wait_for_selector("#group .sample")
         count = page.locator("#count")
         for name, value, left in (
@@ -181,7 +184,7 @@ def test_filters_search_and_keys(serving, two_methods, open_page):
 
 def test_tokens_are_coloured_one_way_at_a_time(serving, two_methods, open_page):
     with serving([two_methods / "luffy"]) as client:
-        page = open_page(client.url + "#samples")
+        page = open_page(client.url + "#/samples")
         page.wait_for_selector("#group .sample")
         colour = lambda nth, of: page.evaluate(  # noqa: E731
             f"getComputedStyle(document.querySelectorAll('.sample')[{nth}].querySelectorAll('.response > *')[{of}]).backgroundColor"
@@ -213,7 +216,7 @@ def test_hostile_text_is_shown_inert(serving, write_run, make_metric_row, make_s
     folder = write_run("a", [make_metric_row(1, 0.5, **{"<img src=x onerror='window.hacked=5'>": 1.0})], config, rows)
     write_run("b", [make_metric_row(1, 0.5)], {"name": "b"})
     with serving([folder.parent]) as client:
-        page = open_page(client.url + "#samples")
+        page = open_page(client.url + "#/samples")
         page.wait_for_selector("#group .sample")
         assert page.locator(".sample").count() == 3
         shown = page.locator("#group").inner_text()
@@ -257,7 +260,7 @@ def test_ten_thousand_samples(serving, write_run, make_metric_row, make_sample_r
         )
     folder = write_run("a", [make_metric_row(s) for s in range(1, 125)], samples=rows)
     with serving([folder]) as client:
-        page = open_page(client.url + "#samples")
+        page = open_page(client.url + "#/samples")
         page.wait_for_selector(".row")
         taken = page.evaluate("performance.now()") / 1000  # since the address was entered
         print(f"10,000 samples, {(folder / 'samples.jsonl').stat().st_size / 1e6:.0f} MB: first paint in {taken:.2f} s")
@@ -309,7 +312,7 @@ def test_readable_on_a_phone_and_in_the_dark(serving, two_methods, open_page, wi
 
 def test_everything_has_a_name_and_can_be_reached_by_tab(serving, two_methods, open_page):
     with serving([two_methods]) as client:
-        page = open_page(client.url + "#samples")
+        page = open_page(client.url + "#/samples")
         page.wait_for_selector("#group .sample")
         nameless = page.evaluate(
             """() => [...document.querySelectorAll("button, input, select, [role=listbox]")].filter(
@@ -330,7 +333,7 @@ def test_everything_has_a_name_and_can_be_reached_by_tab(serving, two_methods, o
 
 def test_the_address_brings_back_the_sample(serving, two_methods, open_page):
     with serving([two_methods]) as client:
-        page = open_page(client.url + "#samples")
+        page = open_page(client.url + "#/samples")
         page.wait_for_selector("#group .sample")
         page.locator("#list").focus()
         page.keyboard.press("PageDown")

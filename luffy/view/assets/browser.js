@@ -5,7 +5,7 @@ luffy.browser = (() => {
   const SPARE = 6; // rows drawn above and below what is seen
   const at = (id) => document.getElementById(id);
   const form = at("filters"), list = at("list"), rows = at("rows"), slider = at("at-step");
-  const view = { pages: new Map(), total: 0, size: 200, place: -1, shown: -1, steps: [], known: "", wanted: null };
+  const view = { pages: new Map(), total: 0, size: 200, place: -1, shown: -1, steps: [], known: "", state: null, wanted: null };
   const field = (name) => form.elements.namedItem(name);
 
   // ---- what is asked for
@@ -20,7 +20,7 @@ luffy.browser = (() => {
   let question = 0;
   async function reload(keep) {
     const mine = ++question;
-    const first = keep ? Math.floor(Math.max(view.place, 0) / view.size) * view.size : 0;
+    const first = keep ? Math.floor(list.scrollTop / ROW / view.size) * view.size : 0; // what is in sight stays so
     const page = await luffy.get("/api/samples", [...filter(), ["start", first], ["near", keep ? view.shown : -1]]);
     if (mine !== question) return true;
     view.pages = new Map([[page.start / page.page, page.entries]]);
@@ -200,6 +200,7 @@ luffy.browser = (() => {
     const fresh = !view.known;
     if (view.known === state.version) return;
     view.known = state.version;
+    view.state = state;
     if (!showRuns(state)) { clear("No run has made a step yet."); return; }
     const wanted = view.wanted;
     view.wanted = null;
@@ -215,11 +216,11 @@ luffy.browser = (() => {
   function remember(tab) {
     const parts = [tab];
     if (tab === "samples" && view.shown >= 0) parts.push(field("run").value, field("file").value, String(view.shown));
-    history.replaceState(null, "", `#${parts.join("/")}`);
+    history.replaceState(null, "", `#/${parts.join("/")}`); // with a slash it is no element's name to scroll to
   }
 
   function recall() {
-    const [tab, run, file, number] = location.hash.slice(1).split("/");
+    const [tab, run, file, number] = location.hash.slice(2).split("/");
     if (run && /^\d+$/.test(number || "")) view.wanted = { run, file, at: Number(number) };
     return ["curves", "samples", "differences"].includes(tab) ? tab : "curves";
   }
@@ -228,9 +229,9 @@ luffy.browser = (() => {
   const changed = () => luffy.attempt(async () => { view.place = -1; await reload(false); });
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("change", (event) => {
-    if (["run", "file"].includes(event.target.name)) { field("step").value = ""; view.known = ""; }
-    if (event.target.name === "run") luffy.attempt(async () => { const state = await luffy.get("/api/state", {}); showRuns(state); view.known = state.version; await reload(false); });
-    else changed();
+    if (["run", "file"].includes(event.target.name)) field("step").value = "";
+    if (event.target.name === "run") showRuns(view.state);
+    changed();
   });
   field("search").addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(changed, 150); });
   list.addEventListener("scroll", () => requestAnimationFrame(render), { passive: true });
