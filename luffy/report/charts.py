@@ -76,11 +76,11 @@ def chart_grid(
 ) -> Markup:
     """All charts that have values; ``remarks`` gets a line on those that have none and on those thinned out."""
     last = max((run.steps for _, method in methods for run in method.runs), default=0)
-    figures = {chart.title: _figure(chart, methods, last, remarks, smoothing) for chart in charts}
-    missing = [title.lower() for title, figure in figures.items() if not figure]
+    figures = [_figure(chart, methods, last, remarks, smoothing) for chart in charts]
+    missing = [chart.title.lower() for chart, figure in zip(charts, figures, strict=True) if not figure]
     if missing:
         remarks.append(f"No chart for want of values: {', '.join(missing)}.")
-    return Markup('<div class="charts">{}</div>').format(Markup("").join(figures.values()))
+    return Markup('<div class="charts">{}</div>').format(Markup("").join(figures))
 
 
 def _figure(chart: Chart, methods: Sequence[Styled], last: int, remarks: list[str], smoothing: float) -> Markup:

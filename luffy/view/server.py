@@ -37,7 +37,9 @@ class ViewServer(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, places: Sequence[Path], host: str = "127.0.0.1", port: int = 8181, token: str | None = None):
+    def __init__(
+        self, places: Sequence[Path], host: str = "127.0.0.1", port: int = 8181, token: str | None = None
+    ) -> None:
         check_address(host, token)
         self.site = Site(Board(places))
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
