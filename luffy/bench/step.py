@@ -62,13 +62,13 @@ def step_config(
         "record": {"tensorboard": False, "samples_every": 0},
     }
     for section, values in overrides.items():
-        settings[section] = {**settings.get(section, {}), **values}
+        settings[section] = {**settings[section], **values} if isinstance(values, dict) else values
     return build(Config, settings)
 
 
 def bench_step(
     shape: str, dtype: DtypeName, device: str, problems: int, samples: int, prompt_tokens: int, new_tokens: int,
-    steps: int = 2, overrides: dict[str, Any] | None = None, profile: bool = False,
+    steps: int = 2, overrides: dict[str, Any] | None = None, profile: bool = False, warm_up: bool = True,
 ) -> tuple[Machine, list[dict[str, Any]]]:  # fmt: skip
     """``steps`` timed steps after one that warms up; with ``profile``, one more to see how long the GPU was idle."""
     with tempfile.TemporaryDirectory() as name:
@@ -77,17 +77,18 @@ def bench_step(
         cfg = step_config(folder, problems, samples, new_tokens, dtype, device, overrides or {})
         machine = Machine.measure(torch.device(device), torch.bfloat16 if dtype == "bfloat16" else torch.float32)
         with Trainer(cfg) as trainer:
-            return machine, _timed_steps(trainer, steps, profile)
+            return machine, timed_steps(trainer, steps, profile, warm_up)
 
 
-def _timed_steps(trainer: Trainer, steps: int, profile: bool) -> list[dict[str, Any]]:
+def timed_steps(trainer: Trainer, steps: int, profile: bool = False, warm_up: bool = True) -> list[dict[str, Any]]:
     device = torch.device(trainer.device)
     recorder = Recorder(trainer.cfg, -1, print)
     view = RunView("bench", trainer.total_steps, 0)
     rows = []
     try:
-        trainer.step(view, recorder)
-        trainer.watch.take()
+        if warm_up:
+            trainer.step(view, recorder)
+            trainer.watch.take()
         for _ in range(steps):
             reset_peak(device)
             rows.append(_one_step(trainer, view, recorder, device))

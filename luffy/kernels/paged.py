@@ -183,7 +183,7 @@ def attend(
     """q [B, heads, D], row i of the table its pages: attention over positions 0 to ``positions[i]``."""
     rows, heads, width = q.shape
     out = torch.empty_like(q)
-    block = triton.next_power_of_2(width)
+    block = max(16, triton.next_power_of_2(width))  # tl.dot takes no smaller ones
     shape = (rows * heads * splits,)
     partial = q.new_empty((*shape, width) if splits > 1 else (1,), dtype=torch.float32)
     tops, sums = (q.new_empty(shape if splits > 1 else (1,), dtype=torch.float32) for _ in range(2))

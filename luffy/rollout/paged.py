@@ -41,7 +41,6 @@ RESERVED_BYTES = 3 << 30  # left to activations of prefill and decoding when pag
 @dataclass(eq=False)
 class PagedSequence(SequenceState):
     pages: list[int] = field(default_factory=list)
-    launched: int = 0  # new tokens the device has drawn or been told to draw
 
     @property
     def start(self) -> int:
@@ -57,19 +56,11 @@ class PagedSequence(SequenceState):
         """The last position whose keys anybody reads: the last token is never fed back."""
         return max(self.start + self.request.sampling.max_tokens - 2, 0)
 
-    def remaining(self) -> int:
-        return self.request.sampling.max_tokens - self.launched
-
-    def pages_ahead(self, steps: int) -> int:
-        """How many pages it must hold to run ``steps`` further steps."""
-        last = min(self.start + self.launched - 1 + steps - 1, self.limit)
-        return last // PAGE + 1
-
-    def receive(self, tokens: Sequence[int], log_probs: Sequence[float]) -> int:
+    def receive(self, tokens: list[int], log_probs: list[float]) -> int:
         """Append up to and including the first end of sequence; how many were taken."""
         sampling = self.request.sampling
         room = sampling.max_tokens - len(self.token_ids)
-        ends = [i for i, token in enumerate(tokens[:room]) if token in sampling.eos_ids]
+        ends = [i for i, token in enumerate(tokens[:room]) if token in sampling.eos_ids] if sampling.eos_ids else []
         count = ends[0] + 1 if ends else min(room, len(tokens))
         self.token_ids.extend(tokens[:count])
         self.log_probs.extend(log_probs[:count])
@@ -107,10 +98,71 @@ class Burst:
     log_probs: Tensor
     arrived: Any  # torch.cuda.Event, or None where copies are immediate
 
-    def columns(self) -> tuple[np.ndarray, np.ndarray]:
+    def columns(self) -> Iterator[tuple[PagedSequence, list[int], list[float]]]:
         if self.arrived is not None:
             self.arrived.synchronize()
-        return self.tokens.numpy(), self.log_probs.numpy()
+        return zip(self.sequences, self.tokens.T.tolist(), self.log_probs.T.tolist(), strict=True)
+
+
+class Rows:
+    """The host's picture of the decoder's rows. All rows step together, so one clock tells how far each is.
+
+    Everything that is asked in every burst is an array over the rows: a thousand rows cost as much as one.
+    """
+
+    def __init__(self, most: int, widest: int) -> None:
+        self.sequences: list[PagedSequence] = []
+        self.clock = 0  # steps launched in all
+        self.table = np.full((most, widest), SCRATCH, dtype=np.int32)
+        self._ends = np.zeros(most, dtype=np.int64)  # clock at which a row has drawn all it may
+        self._newest = np.zeros(most, dtype=np.int64)  # position of its newest token, less the clock
+        self._limits = np.zeros(most, dtype=np.int64)
+        self._held = np.zeros(most, dtype=np.int64)  # pages
+        self._arrays = (self.table, self._ends, self._newest, self._limits, self._held)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def seat(self, sequence: PagedSequence, drawn: int) -> None:
+        """``drawn`` of its tokens are drawn or on their way."""
+        row = len(self)
+        self.sequences.append(sequence)
+        self._ends[row] = self.clock + sequence.request.sampling.max_tokens - drawn
+        self._newest[row] = sequence.start + drawn - 1 - self.clock
+        self._limits[row] = sequence.limit
+        self._held[row] = len(sequence.pages)
+        self.table[row] = SCRATCH
+        self.table[row, : len(sequence.pages)] = sequence.pages
+
+    def remaining(self) -> int:
+        """Steps until the last row is through."""
+        return int(self._ends[: len(self)].max(initial=self.clock)) - self.clock
+
+    def staying(self) -> np.ndarray:
+        """Rows that have something left to draw, as far as is known."""
+        unfinished = np.array([sequence.finish is None for sequence in self.sequences], dtype=bool)
+        return np.flatnonzero(unfinished & (self._ends[: len(self)] > self.clock))
+
+    def keep(self, rows: np.ndarray) -> list[PagedSequence]:
+        """Close up around ``rows``; those who had to leave."""
+        for array in self._arrays:
+            array[: len(rows)] = array[rows]
+        kept = set(rows.tolist())
+        left = [sequence for row, sequence in enumerate(self.sequences) if row not in kept]
+        self.sequences = [self.sequences[row] for row in rows]
+        return left
+
+    def missing_pages(self, steps: int) -> np.ndarray:
+        """Pages each row lacks to run so many further steps."""
+        n = len(self)
+        last = np.minimum(self._newest[:n] + self.clock + steps - 1, self._limits[:n])
+        return np.maximum(last // PAGE + 1 - self._held[:n], 0)
+
+    def grow(self, row: int, pages: list[int]) -> None:
+        held = int(self._held[row])
+        self.table[row, held : held + len(pages)] = pages
+        self._held[row] += len(pages)
+        self.sequences[row].pages += pages
 
 
 class PagedMemory:
@@ -155,7 +207,7 @@ class PagedGeneration:
         self._cache = memory.cache
         self._decoder = memory.decoder()
         self._pool = memory.take(_pages_wanted(requests, self._most))
-        self._rows: list[PagedSequence] = []
+        self._rows = Rows(self._most, max(map(_pages_of, requests)))
         self._pending: deque[Burst] = deque()
         self._ended: list[PagedSequence] = []  # known to be finished, not yet handed out
         self._filters: SamplingRows | None = None
@@ -163,7 +215,7 @@ class PagedGeneration:
 
     def run(self) -> Iterator[PagedSequence]:
         """Finished sequences, as they are known to be finished."""
-        while self._waiting or self._rows or self._pending:
+        while self._waiting or len(self._rows) or self._pending:
             worked = self._prefill_round()
             launched = self._launch()
             if not (worked or launched or self._pending):
@@ -219,7 +271,7 @@ class PagedGeneration:
 
     def _pages_soon(self) -> int:
         """What the rows take in the next burst or two."""
-        return sum(max(s.pages_ahead(2 * BURST) - len(s.pages), 0) for s in self._rows)
+        return int(self._rows.missing_pages(2 * BURST).sum())
 
     def _run_pieces(self, pieces: Sequence[tuple[Prompt, Piece]]) -> None:
         layout = PiecesLayout(self._cache, [piece for _, piece in pieces])
@@ -256,7 +308,6 @@ class PagedGeneration:
         """The next sequence of a prompt: shares its full pages, has a page of its own for what is left over.
         The last one takes the prompt's own."""
         sequence = prompt.waiting.popleft()
-        sequence.launched = len(sequence.token_ids)
         if not prompt.waiting:
             sequence.pages, prompt.pages = prompt.pages, []
             return sequence
@@ -272,51 +323,43 @@ class PagedGeneration:
         """Draw first tokens; who wants more than one gets a row."""
         if not started:
             return
-        self._arrange([])  # rows of the past leave before new ones come
         drawn = [self._draw_first(started[i : i + FIRST_DRAWS]) for i in range(0, len(started), FIRST_DRAWS)]
         tokens, log_probs = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         sequences = [sequence for sequence, _ in started]
-        for sequence in sequences:
-            sequence.launched += 1
         self._send(sequences, tokens[None], log_probs[None])
-        self._arrange(sequences, tokens)
+        self._close_up()
+        seated = [i for i, s in enumerate(sequences) if len(s.token_ids) + 1 < s.request.sampling.max_tokens]
+        place = slice(len(self._rows), len(self._rows) + len(seated))
+        state = self._decoder.state
+        state.tokens[place] = tokens[_to_device(np.array(seated, dtype=np.int64), self.device)]
+        positions = [sequences[i].length for i in seated]
+        state.positions[place] = _to_device(np.array(positions, dtype=np.int64), self.device)
+        for sequence in sequences:
+            if len(sequence.token_ids) + 1 < sequence.request.sampling.max_tokens:
+                self._rows.seat(sequence, len(sequence.token_ids) + 1)
+            else:
+                self._leave(sequence)
+        self._moved = True
 
     def _draw_first(self, started: Sequence[tuple[PagedSequence, Tensor]]) -> tuple[Tensor, Tensor]:
         logits = torch.stack([row for _, row in started])
         rows = _sampling_rows([sequence for sequence, _ in started], self.device)
-        positions = _to_device(np.array([s.start + s.launched for s, _ in started]), self.device)
+        positions = _to_device(np.array([sequence.length for sequence, _ in started]), self.device)
         return sample(logits, rows, positions)
 
     # --- rows ---
 
-    def _arrange(self, new: Sequence[PagedSequence], tokens: Tensor | None = None) -> None:
-        """Rows that have nothing left to draw leave, the others close up, ``new`` ones follow."""
-        kept = [i for i, sequence in enumerate(self._rows) if self._goes_on(sequence)]
-        state = self._decoder.state
-        if len(kept) < len(self._rows):
-            order = _to_device(np.array(kept, dtype=np.int64), self.device)
-            for row in (state.tokens, state.positions):
-                row[: len(kept)] = row[order]
-            for sequence in self._rows:
-                if not self._goes_on(sequence):
-                    self._leave(sequence)
-            self._rows = [self._rows[i] for i in kept]
-            self._moved = True
-        seated = [i for i, sequence in enumerate(new) if self._goes_on(sequence)]
-        for sequence in new:
-            if not self._goes_on(sequence):
-                self._leave(sequence)
-        if not seated or tokens is None:
+    def _close_up(self) -> None:
+        """Rows that have nothing left to draw leave, the others move up."""
+        staying = self._rows.staying()
+        if len(staying) == len(self._rows):
             return
-        place = slice(len(self._rows), len(self._rows) + len(seated))
-        state.tokens[place] = tokens[_to_device(np.array(seated), self.device)]
-        starts = [new[i].start + new[i].launched - 1 for i in seated]
-        state.positions[place] = _to_device(np.array(starts), self.device)
-        self._rows += [new[i] for i in seated]
+        order = _to_device(staying, self.device)
+        for row in (self._decoder.state.tokens, self._decoder.state.positions):
+            row[: len(staying)] = row[order]
+        for sequence in self._rows.keep(staying):
+            self._leave(sequence)
         self._moved = True
-
-    def _goes_on(self, sequence: PagedSequence) -> bool:
-        return sequence.finish is None and sequence.remaining() > 0
 
     def _leave(self, sequence: PagedSequence) -> None:
         """Work queued on the device before still uses the pages; whatever comes later is queued behind it."""
@@ -325,55 +368,48 @@ class PagedGeneration:
 
     def _upload(self) -> None:
         """Tell the device who sits where."""
-        state, rows = self._decoder.state, self._rows
-        size = len(state.limits)
-        idle = size - len(rows)
+        state, sequences = self._decoder.state, self._rows.sequences
+        idle = len(state.limits) - len(sequences)
 
         def put(target: Tensor, values: list[Any], filler: Any, dtype: Any) -> None:
             target.copy_(_to_device(np.array(values + [filler] * idle, dtype=dtype), self.device))
 
-        put(state.limits, [s.limit for s in rows], 0, np.int64)
-        put(state.seeds, [signed(s.request.seed) for s in rows], 0, np.int64)
-        put(state.temperatures, [s.request.sampling.temperature or 1.0 for s in rows], 1.0, np.float32)
-        put(state.greedy, [s.request.sampling.temperature == 0 for s in rows], False, np.bool_)
-        state.positions[len(rows) :] = 0
-        filtered = any(s.request.sampling.top_k > 0 or s.request.sampling.top_p < 1 for s in rows)
-        self._filters = _sampling_rows(rows, self.device) if filtered else None
+        put(state.limits, [s.limit for s in sequences], 0, np.int64)
+        put(state.seeds, [signed(s.request.seed) for s in sequences], 0, np.int64)
+        put(state.temperatures, [s.request.sampling.temperature or 1.0 for s in sequences], 1.0, np.float32)
+        put(state.greedy, [s.request.sampling.temperature == 0 for s in sequences], False, np.bool_)
+        state.positions[len(sequences) :] = 0
+        filtered = any(s.request.sampling.top_k > 0 or s.request.sampling.top_p < 1 for s in sequences)
+        self._filters = _sampling_rows(sequences, self.device) if filtered else None
         self._moved = False
 
     def _upload_tables(self) -> None:
+        count, table = len(self._rows), self._rows.table
         tables = self._decoder.state.tables
-        widest = max((len(sequence.pages) for sequence in self._rows), default=1)
-        table = np.full((len(tables), widest), SCRATCH, dtype=np.int32)
-        for row, sequence in enumerate(self._rows):
-            table[row, : len(sequence.pages)] = sequence.pages
-        tables[:, :widest] = _to_device(table, self.device)
+        tables[:count, : table.shape[1]] = _to_device(table[:count], self.device)
+        tables[count:, 0] = SCRATCH  # idle rows stand at position 0
 
     def _grow(self, steps: int) -> None:
         """Pages for the next burst; if there are too few, the youngest rows make room."""
-        while sum(max(s.pages_ahead(steps) - len(s.pages), 0) for s in self._rows) > self._pool.free:
+        while (missing := self._rows.missing_pages(steps)).sum() > self._pool.free:
             self._set_back()
-        grown = False
-        for sequence in self._rows:
-            missing = sequence.pages_ahead(steps) - len(sequence.pages)
-            if missing > 0:
-                sequence.pages += self._pool.take(missing)
-                grown = True
-        if grown or self._moved:
+        for row in np.flatnonzero(missing):
+            self._rows.grow(int(row), self._pool.take(int(missing[row])))
+        if self._moved or missing.any():
             self._upload_tables()
 
     def _set_back(self) -> None:
         """The youngest row goes back to the queue with what it has said so far."""
         if len(self._rows) == 1:
             raise UserError(
-                f"one sequence of {self._rows[0].length} tokens fills the memory left for the cache: lower"
+                f"one sequence of {self._rows.sequences[0].length} tokens fills the memory left for the cache: lower"
                 " rollout.max_tokens, or leave more memory to the rollout"
             )
         self._ended = self._collect(keep=0)
-        self._arrange([])
+        self._close_up()
         if len(self._rows) < 2:
             return
-        sequence = self._rows.pop()
+        (sequence,) = self._rows.keep(np.arange(len(self._rows) - 1))
         self._leave(sequence)
         self._moved = True
         resumed = Prompt(sequence.request.prompt_ids + sequence.request.prefix_ids + tuple(sequence.token_ids))
@@ -385,10 +421,8 @@ class PagedGeneration:
 
     def _launch(self) -> bool:
         """Queue a burst of steps on the device, without waiting for any."""
-        self._arrange([])
-        if not self._rows:
-            return False
-        steps = min(BURST, max(sequence.remaining() for sequence in self._rows))
+        self._close_up()
+        steps = min(BURST, self._rows.remaining())
         self._grow(steps)
         if not self._rows:
             return False
@@ -398,9 +432,8 @@ class PagedGeneration:
         state.step.zero_()
         for step in range(steps):
             self._one_step(step, count)
-        for sequence in self._rows:
-            sequence.launched += steps
-        self._send(self._rows, state.drawn[:steps, :count], state.log_probs[:steps, :count])
+        self._rows.clock += steps
+        self._send(self._rows.sequences, state.drawn[:steps, :count], state.log_probs[:steps, :count])
         self.stats.decode_steps += steps
         return True
 
@@ -433,18 +466,16 @@ class PagedGeneration:
         """Read what has arrived, but for the newest ``keep`` bursts; the sequences that ended."""
         ended, self._ended = self._ended, []
         while len(self._pending) > keep:
-            burst = self._pending.popleft()
-            tokens, log_probs = burst.columns()
-            for column, sequence in enumerate(burst.sequences):
+            for sequence, tokens, log_probs in self._pending.popleft().columns():
                 if sequence.finish is None:
-                    self._receive(sequence, tokens[:, column], log_probs[:, column])
+                    self._receive(sequence, tokens, log_probs)
                     if sequence.finish is not None:
                         ended.append(sequence)
         return ended
 
-    def _receive(self, sequence: PagedSequence, tokens: np.ndarray, log_probs: np.ndarray) -> None:
-        count = sequence.receive(tokens.tolist(), log_probs.tolist())
-        if np.isnan(log_probs[:count]).any():
+    def _receive(self, sequence: PagedSequence, tokens: list[int], log_probs: list[float]) -> None:
+        count = sequence.receive(tokens, log_probs)
+        if any(value != value for value in log_probs[:count]):
             raise FloatingPointError(
                 f"the model gave NaN logits for request {sequence.index} after {sequence.length - count} tokens:"
                 " its weights hold NaN or infinity"
