@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from luffy.bench.step import bench_step
 
@@ -33,19 +34,22 @@ def main() -> None:
         )  # fmt: skip
         rows.append({"problems": problems, "response_tokens": response, "first_seconds": warm["seconds"], **row})
         print(f"{point}: {row}", flush=True)
-    print(
-        f"\n{'problems':>8} {'response':>8} {'rollout s':>9} {'update s':>8} {'step s':>7} {'tokens/s':>9} {'peak GiB':>8}"
-    )
-    for row in rows:
-        peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
-        print(
-            f"{row['problems']:8} {row['response_tokens']:8} {row['phases']['rollout']:9.2f} {row['phases']['update']:8.2f} "
-            f"{row['seconds']:7.2f} {row['tokens_per_second']:9,.0f} {peak:>8}"
-        )
+    show(rows)
     if args.json:
         args.json.write_text(
             json.dumps({"settings": {k: str(v) for k, v in vars(args).items()}, "rows": rows}, indent=1)
         )
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    names = ["problems", "response", "rollout s", "update s", "step s", "tokens/s", "peak GiB"]
+    print("\n" + " ".join(f"{name:>9}" for name in names))
+    for row in rows:
+        phases = row["phases"]
+        peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+        cells = [row["problems"], row["response_tokens"], f"{phases['rollout']:.2f}", f"{phases['update']:.2f}"]
+        cells += [f"{row['seconds']:.2f}", f"{row['tokens_per_second']:,.0f}", peak]
+        print(" ".join(f"{cell:>9}" for cell in cells))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "rewards": {"rewards", *BASE, "schema"},
     "guidance": {"guidance", *BASE},
     "config": {"core", "guidance", "schema", *BASE},
-    "models": {"models", "kernels", *BASE},
+    "models": {"models", "core", "kernels", *BASE},
     "rollout": {"rollout", "models", "core", "kernels", *BASE},
     "report": {"report", "config", "schema", "core", *BASE},
     "evaluation": {"evaluation", "report", "config", "guidance", "rewards", "rollout", "models", "data", "core", *BASE},

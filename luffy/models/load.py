@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from luffy.errors import UserError
-from luffy.models.forward import causal_lm, use_luffy_attention
+from luffy.models.forward import causal_lm
+from luffy.models.plain import choose_path
 
 disable_progress_bar()  # its bars for loading and saving would tear a run's own view apart
 
@@ -26,7 +27,7 @@ DtypeName = Literal["float32", "bfloat16"]
 def load_model(
     path: str | Path, dtype: DtypeName = "float32", device: str = "cpu", trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A causal LM, ready for `forward_hidden`: safetensors or GGUF weights, never pickles."""
+    """A causal LM, ready to train and to generate: safetensors or GGUF weights, never pickles."""
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is unknown: use {' or '.join(DTYPES)}")
     gguf = gguf_file(path)
@@ -35,7 +36,7 @@ def load_model(
         # Parameters only: rotary frequencies are buffers, and rounding them turns far positions by whole radians.
         parameter.data = parameter.data.to(DTYPES[dtype])
     nn.Module.to(model, device=torch.device(device))
-    use_luffy_attention(model)
+    choose_path(model)
     return model
 
 

@@ -27,8 +27,10 @@ from luffy.errors import UserError
 from luffy.models.attention import DecodeLayout, ExtendLayout, PackedLayout
 from luffy.models.forward import causal_lm, forward_hidden, head_weight_bias
 from luffy.models.fused import fused_decoder
+from luffy.models.plain import runs_plain
 from luffy.rollout.cache import SlotCache
 from luffy.rollout.engine import Progress, check_request
+from luffy.rollout.plain import PlainGeneration
 from luffy.rollout.sampling import SamplingRows, sample
 from luffy.rollout.scheduler import Admission, Scheduler, SequenceState
 from luffy.types import Completion, Request
@@ -284,7 +286,9 @@ class NativeEngine:
     def _ready(self) -> AbstractContextManager[None]:
         return evaluating(self.model)
 
-    def _generation(self, requests: Sequence[Request]) -> Generation | PagedGeneration:
+    def _generation(self, requests: Sequence[Request]) -> Generation | PagedGeneration | PlainGeneration:
+        if runs_plain(self.model):
+            return PlainGeneration(self, requests)
         if not self._uses_pages():
             return Generation(self, requests)
         from luffy.rollout.paged import PagedGeneration, PagedMemory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ def model_shape(cfg: Config) -> tuple[Any, int, int]:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.model.trust_remote_code)
         model.tie_weights()
     config, parameters = model.config, sum(p.numel() for p in model.parameters())
-    use_luffy_attention(model)
+    with suppress(UserError):  # a model that luffy's attention does not serve runs by its own, slower
+        use_luffy_attention(model)
     if cfg.model.lora is not None:
         with torch.device("meta"):
             model = setup.add_adapters(model, cfg.model)

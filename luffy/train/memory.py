@@ -21,7 +21,8 @@ def layer_values(config: Any) -> int:
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     queries, keys = config.num_attention_heads * width, kv_heads * width
-    return int(4 * config.hidden_size + 2 * queries + 2 * keys + 3 * config.intermediate_size)
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return int(4 * config.hidden_size + 2 * queries + 2 * keys + 3 * inner)
 
 
 def activation_bytes(config: Any, tokens: int, itemsize: int) -> int:

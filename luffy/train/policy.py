@@ -16,6 +16,7 @@ from luffy.core.masked import masked_mean
 from luffy.metrics import Mean, Metric, OnDevice, Sum, fetch
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden, head_weight_bias
+from luffy.models.plain import plain_log_probs, runs_plain
 from luffy.train.guide import importance_of
 from luffy.train.memory import Checkpointing
 from luffy.train.objective import Objective, Stats
@@ -132,6 +133,10 @@ class Policy:
 
     def _forward(self, batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         model = self.model if model is None else model
+        if runs_plain(model):
+            return plain_log_probs(
+                model, batch.input_ids, batch.lengths, batch.predict_from, batch.targets, self.temperature
+            )
         layout = PackedLayout(batch.lengths, device=self.device)
         hidden = forward_hidden(model, batch.input_ids, batch.position_ids, layout)
         weight, bias = head_weight_bias(model)

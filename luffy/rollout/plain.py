@@ -1,0 +1,83 @@
+"""Generation through the model's own forward pass and cache, for models that have no other way here.
+
+A batch starts together and ends with its longest response; prompts are padded on the left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from luffy.rollout.sampling import SamplingRows, sample
+from luffy.rollout.scheduler import PromptGroup, SequenceState
+from luffy.types import Request
+
+if TYPE_CHECKING:
+    from luffy.rollout.native import NativeEngine
+
+
+class PlainGeneration:
+    """One call of `generate`."""
+
+    def __init__(self, engine: NativeEngine, requests: Sequence[Request]) -> None:
+        from luffy.rollout.native import EngineStats
+
+        self.stats = EngineStats()
+        self._model, self._slots = engine.model, engine.max_slots
+        self._device = next(engine.model.parameters()).device
+        self._waiting = [
+            SequenceState(index, request, PromptGroup(request.prompt_ids + request.prefix_ids))
+            for index, request in enumerate(requests)
+        ]
+
+    def close(self) -> None:
+        """Nothing outlives the call."""
+
+    def run(self) -> Iterator[SequenceState]:
+        # Like lengths together: less padding.
+        order = sorted(self._waiting, key=lambda s: (s.request.sampling.max_tokens, s.length))
+        for start in range(0, len(order), self._slots):
+            batch = order[start : start + self._slots]
+            self._generate(batch)
+            yield from batch
+
+    def _generate(self, batch: Sequence[SequenceState]) -> None:
+        tokens, mask = self._padded(batch)
+        requests = [sequence.request for sequence in batch]
+        rows = SamplingRows.of([r.sampling for r in requests], [r.seed for r in requests], self._device)
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        cache = None
+        self.stats.prefill_tokens += int(mask.sum())
+        self.stats.prefilled_prompts += len(batch)
+        while not all(sequence.finish for sequence in batch):
+            model: Any = self._model
+            output = model(
+                input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            )
+            cache = output.past_key_values
+            positions = positions[:, -1:] + 1
+            drawn, log_probs = sample(output.logits[:, -1], rows, positions[:, 0])
+            self._record(batch, drawn, log_probs)
+            tokens = drawn[:, None]
+            mask = torch.cat((mask, torch.ones_like(tokens)), dim=1)
+            self.stats.decode_steps += 1
+
+    def _padded(self, batch: Sequence[SequenceState]) -> tuple[Tensor, Tensor]:
+        longest = max(sequence.length for sequence in batch)
+        tokens = [[0] * (longest - s.length) + list(s.group.token_ids) for s in batch]
+        mask = [[0] * (longest - s.length) + [1] * s.length for s in batch]
+        return torch.tensor(tokens, device=self._device), torch.tensor(mask, device=self._device)
+
+    def _record(self, batch: Sequence[SequenceState], tokens: Tensor, log_probs: Tensor) -> None:
+        for sequence, token, log_prob in zip(batch, tokens.tolist(), log_probs.tolist(), strict=True):
+            if sequence.finish is None:
+                if log_prob != log_prob:
+                    raise FloatingPointError(
+                        f"the model gave NaN logits for request {sequence.index} after {sequence.length} tokens:"
+                        " its weights hold NaN or infinity"
+                    )
+                sequence.append(token, log_prob)
+                self.stats.generated_tokens += 1

@@ -1,0 +1,103 @@
+"""Models that luffy's own attention would get wrong train and generate through their own forward pass."""
+
+import copy
+
+import pytest
+import torch
+from support import make_samples
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from luffy.errors import UserError
+from luffy.models.forward import forward_hidden
+from luffy.models.load import load_model
+from luffy.models.plain import choose_path, plain_log_probs, runs_plain
+from luffy.rollout import NativeEngine
+from luffy.train.policy import Policy
+from luffy.types import Request, Sampling
+
+SMALL = {"vocab_size": 60, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+DECODER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "initializer_range": 0.3}  # fmt: skip
+KINDS = {
+    # Caps both attention scores and logits, and slides.
+    "gemma2": {**SMALL, **DECODER, "head_dim": 8, "sliding_window": 4, "attn_implementation": "eager"},
+    # Learned positions; does not route its attention through the interface by layers we know.
+    "gpt2": {**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3},
+    "cohere": {**SMALL, **DECODER, "logit_scale": 0.3},
+}
+
+
+def build(kind):
+    torch.manual_seed(0)
+    settings = dict(KINDS[kind])
+    attention = settings.pop("attn_implementation", "sdpa")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), attn_implementation=attention)
+    return model.eval()
+
+
+@pytest.fixture(params=["gemma2", "cohere"])
+def plain_model(request):
+    model = build(request.param)
+    with pytest.warns(UserWarning, match="its own forward pass instead"):
+        choose_path(model)
+    assert runs_plain(model)
+    return model
+
+
+def ask(ids, max_tokens, seed=0, **knobs):
+    return Request(tuple(ids), seed, Sampling(max_tokens, **knobs))
+
+
+def test_greedy_tokens_are_those_of_generate(plain_model):
+    prompts = [(5, 6, 7, 8, 9, 10), (11, 12), (13,)]
+    ours = NativeEngine(plain_model, max_slots=2).generate([ask(p, 9, temperature=0.0) for p in prompts])
+    for prompt, completion in zip(prompts, ours, strict=True):
+        theirs = plain_model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False, eos_token_id=None)
+        assert completion.token_ids.tolist() == theirs[0, len(prompt) :].tolist()
+
+
+def test_log_probs_of_rollouts_are_the_trainers(plain_model):
+    requests = [ask((5, 6, 7), 12, seed=1, temperature=0.7), ask((8, 9), 5, seed=2, temperature=0.7, eos_ids=(3, 4))]
+    with torch.no_grad():
+        for request, completion in zip(requests, NativeEngine(plain_model).generate(requests), strict=True):
+            ids = torch.cat((torch.tensor(request.prompt_ids), completion.token_ids))
+            start, count = len(request.prompt_ids) - 1, len(completion.token_ids)
+            log_probs, entropy = plain_log_probs(
+                plain_model, ids, [len(ids)], torch.arange(start, start + count), completion.token_ids, 0.7
+            )
+            torch.testing.assert_close(log_probs, completion.log_probs, rtol=1e-4, atol=1e-4)
+            assert (entropy > 0).all()
+
+
+def test_packed_scores_are_those_of_sequences_alone(plain_model):
+    ids = torch.tensor([5, 6, 7, 8, 9, 10, 11])
+    both = plain_log_probs(plain_model, ids, [4, 3], torch.tensor([1, 2, 4, 5]), ids[[2, 3, 5, 6]], 1.0)[0]
+    first = plain_log_probs(plain_model, ids[:4], [4], torch.tensor([1, 2]), ids[2:4], 1.0)[0]
+    second = plain_log_probs(plain_model, ids[4:], [3], torch.tensor([0, 1]), ids[5:], 1.0)[0]
+    torch.testing.assert_close(both, torch.cat((first, second)), rtol=1e-4, atol=1e-5)
+
+
+def test_such_a_model_is_loaded_with_a_warning_and_trained(tmp_path, make_config):
+    build("gemma2").save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="Gemma2ForCausalLM .* correct, but slower"):
+        model = load_model(tmp_path)
+    before = copy.deepcopy(model.state_dict())
+    metrics = Policy(model, make_config()).update(make_samples(), 1e-2)
+    assert metrics["actor/grad_norm"].value > 0
+    assert any(not torch.equal(before[n], v) for n, v in model.state_dict().items())
+    with pytest.raises(UserError):
+        forward_hidden(model, torch.tensor([5]), torch.tensor([0]), None)
+
+
+def test_a_model_we_serve_is_not_warned_about(tiny_model, recwarn):
+    assert not runs_plain(load_model(tiny_model))
+    assert not [w for w in recwarn if "forward pass" in str(w.message)]
+
+
+def test_learned_positions_are_served_too():
+    model = build("gpt2")
+    choose_path(model)  # by whichever way
+    (ours,) = NativeEngine(model).generate([ask((5, 6, 7), 8, temperature=0.0)])
+    model.set_attn_implementation("sdpa")
+    theirs = model.generate(torch.tensor([(5, 6, 7)]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert ours.token_ids.tolist() == theirs[0, 3:].tolist()
