@@ -133,6 +133,21 @@ def _train(
     typer.echo(f"metrics    {cfg.folder / 'metrics.jsonl'}")
 
 
+@app.command(cls=KnobHelp)
+def serve(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="address to listen on; beyond this machine the key travels unencrypted")
+    ] = "127.0.0.1",
+) -> None:
+    """Start a vLLM server for the training of a recipe (rollout.engine=vllm, rollout.vllm.servers=[...])."""
+    from luffy.train.serve import serve as start
+
+    start(load_config(recipe, overrides or ()), host, port)
+
+
 @app.command()
 def quickstart(
     seeds: Annotated[int, typer.Option(min=1, help="repeat every method with so many seeds")] = 1,

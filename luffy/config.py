@@ -145,6 +145,60 @@ def _linear(start: float, end: float | None, done: float) -> float:
     return start if end is None else start + (end - start) * min(done, 1.0)
 
 
+# Engine arguments of vLLM that luffy sets itself, and the knob that decides each.
+VLLM_OWN_ARGUMENTS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_num_seqs": "rollout.slots",
+    "max_model_len": "rollout.vllm.max_context",
+    "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
+    "gpu_memory_utilization": "rollout.vllm.memory_fraction",
+    "api_key": "rollout.vllm.api_key_env",
+    "weight_transfer_config": "rollout.vllm.transfer",
+    **dict.fromkeys(("logprobs_mode", "enable_sleep_mode", "load_format", "worker_extension_cls"), ""),
+}
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    servers: tuple[str, ...] = knob(
+        (), "addresses of servers that `luffy serve` started; empty: vLLM in the trainer's own process (colocated)"
+    )
+    api_key_env: str = knob("LUFFY_VLLM_KEY", "environment variable with the servers' key; the key is written nowhere")
+    tensor_parallel_size: int = knob(1, "GPUs that one copy of the model is spread over", ge=1)
+    memory_fraction: float = knob(
+        0.4,
+        "share of the GPU for vLLM's weights and KV cache; colocated it is given back during the update",
+        gt=0,
+        le=1,
+    )
+    max_context: int | None = knob(
+        None, "tokens of prompt and response; null: data.max_prompt_tokens + the longest response", ge=1
+    )
+    transfer: Literal["auto", "memory", "folder", "nccl"] = knob(
+        "auto",
+        "how weights get there. auto: in memory when colocated on one GPU, NCCL from a GPU to servers, else a folder",
+    )
+    shared_folder: str | None = knob(None, "where folder transfers are written, seen by all; null: in the run's folder")
+    nccl_host: str = knob("127.0.0.1", "address of the trainer as servers see it, for NCCL transfers")
+    timeout_s: float = knob(600.0, "a server that takes longer for one response or one push counts as lost", gt=0)
+    args: dict[str, Any] = knob(factory=dict, help="any other engine argument of vLLM, e.g. {enforce_eager: true}")
+
+    def __post_init__(self) -> None:
+        for name in self.args:
+            if name in VLLM_OWN_ARGUMENTS:
+                instead = VLLM_OWN_ARGUMENTS[name]
+                advice = f"set {instead} instead" if instead else "luffy depends on its own value"
+                raise ConfigError(f"'rollout.vllm.args.{name}' cannot be set there: {advice}")
+        wrong = {"memory": bool(self.servers), "nccl": not self.servers}
+        if wrong.get(self.transfer, False) or (self.transfer == "memory" and self.tensor_parallel_size > 1):
+            raise ConfigError(
+                f"'rollout.vllm.transfer' {self.transfer} is for "
+                f"{'servers' if self.transfer == 'nccl' else 'one GPU without servers'}; use auto or folder"
+            )
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     n: int = knob(8, "samples of each problem in all, traces included", ge=1)
@@ -155,9 +209,14 @@ class RolloutConfig:
     slots: int | None = knob(
         None, "sequences decoded at once; null: 256 on a CPU, 1024 on a GPU (fewer when memory is short)", ge=1
     )
+    engine: Literal["native", "vllm"] = knob(
+        "native",
+        "who makes the responses of luffy train: the policy itself, or vLLM with a copy of it (docs/engines.md)",
+    )
     offpolicy_guidance: OffPolicyGuidanceConfig | None = knob(
         None, "token-level guidance by a second model during rollout; null: none"
     )
+    vllm: VllmConfig = knob(factory=VllmConfig)
 
     @property
     def guide(self) -> OffPolicyGuidanceConfig | None:
@@ -202,6 +261,12 @@ class AlgorithmConfig:
     importance_level: Literal["token", "sequence"] = knob(
         "token", "weight of a token: its own, or the product over its response (unbiased, but of high variance)"
     )
+    mismatch_correction: Literal["off", "truncated", "masked"] = knob(
+        "off",
+        "weights p_old / p_engine on the policy's own tokens, for an engine that computes other probabilities than the "
+        "trainer: truncated at mismatch_cap, or tokens beyond it (or below 1 / it) left out",
+    )
+    mismatch_cap: float = knob(2.0, "the bound of mismatch_correction", gt=1)
     prefix_alpha: float = knob(1.0, "weight of the advantage on off-policy tokens")
     prefix_beta: float = knob(1.0, "weight of the advantage on the policy's own tokens")
     entropy_coef: float = knob(0.01, "weight of the entropy bonus", ge=0)
@@ -377,6 +442,16 @@ def _check_guide(c: Config) -> None:
     guide = c.rollout.guide
     if guide is None:
         return
+    if c.rollout.engine != "native":
+        raise ConfigError(
+            "token-level guidance (rollout.offpolicy_guidance) decides token by token inside the native engine; "
+            "set rollout.engine=native"
+        )
+    if c.algorithm.mismatch_correction != "off":
+        raise ConfigError(
+            "under token-level guidance the importance weights already divide by what the engine drew with; "
+            "set algorithm.mismatch_correction=off"
+        )
     if not guide.model_path:
         raise ConfigError("'rollout.offpolicy_guidance.model_path' is empty; name the guidance model")
     if guide.tensor_parallel_size != 1:

@@ -78,6 +78,8 @@ def _nearest_key(name: str, cls: type, path: str) -> str:
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
+    if hint is Any:
+        return value
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _convert_union(value, get_args(hint), where)

@@ -1,7 +1,8 @@
-"""Importance weights of tokens that were not drawn from the policy alone (token-level guidance).
+"""Importance weights of tokens that were not drawn from the policy as the trainer computes it.
 
-The behaviour policy is known exactly, token by token, so the correction needs no teacher probability taken as 1:
-the weight of a token is p_old / p_behaviour, and the expectation of weight * f is the policy's own.
+Two causes: a guidance model that puts tokens in, and an engine whose probabilities differ from the trainer's. What the
+token was drawn with is known, so the correction needs no teacher probability taken as 1: the weight of a token is
+p_old / p_behaviour, and the expectation of weight * f is the policy's own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ class Importance:
     ``level`` "token": every token has its own weight, as ratios in PPO; low variance, and a bias, since neither the
     tokens before nor those after it are corrected. "sequence": every token has the product over its response; no
     bias, and a variance that grows with the response's length.
+
+    ``mask``: weights outside the bounds become 0 instead of the bound, which drops their tokens from
+    the policy gradient.
     """
 
     clamp_min: float = 0.0
@@ -32,6 +36,7 @@ class Importance:
     detach: bool = True
     literal: bool = False
     level: Literal["token", "sequence"] = "token"
+    mask: bool = False
 
     def weights(self, old_log_prob: Tensor, behavior_log_prob: Tensor, lengths: Sequence[int]) -> Tensor:
         """[R], of responses laid end to end, ``lengths`` tokens each."""
@@ -39,7 +44,11 @@ class Importance:
         if self.level == "sequence":
             # A reward belongs to the whole response, so the tokens after t need their correction as those before.
             log_weights = torch.cat([part.sum().expand_as(part) for part in log_weights.split(list(lengths))])
-        weights = log_weights.exp().clamp(self.clamp_min, self.clamp_max)
+        weights = log_weights.exp()
+        if self.mask:
+            weights = torch.where((weights >= self.clamp_min) & (weights <= self.clamp_max), weights, 0.0)
+        else:
+            weights = weights.clamp(self.clamp_min, self.clamp_max)
         return weights.detach() if self.detach else weights
 
     def ratio_base(self, old_log_prob: Tensor, behavior_log_prob: Tensor) -> Tensor:

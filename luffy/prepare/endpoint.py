@@ -19,10 +19,10 @@ from typing import Any
 
 from luffy.errors import UserError
 from luffy.types import Message
+from luffy.web import NoRedirect, shown
 
 TOO_MANY_REQUESTS = 429
 LONGEST_WAIT_S = 60.0
-SHOWN_BODY = 300
 
 
 class EndpointError(UserError):
@@ -31,11 +31,6 @@ class EndpointError(UserError):
 
 class Aborted(Exception):
     """Another request failed for good, so this one is not needed any more."""
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any) -> None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class Endpoint:
             raise UserError(f"--api {self.api} is unknown; known: chat, completions")
         path = "chat/completions" if self.api == "chat" else "completions"
         self.address = f"{self.url.rstrip('/')}/{path}"
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._opener = urllib.request.build_opener(NoRedirect)
         self._stop = threading.Event()
 
     def abort(self) -> None:
@@ -148,11 +143,7 @@ class Endpoint:
         return EndpointError(f"{self.address}: {what}")
 
     def _cleaned(self, body: bytes) -> str:
-        """Some servers repeat the key they were given."""
-        text = body.decode("utf-8", "replace")
-        if self.api_key:
-            text = text.replace(self.api_key, "***")
-        return " ".join(text.split())[:SHOWN_BODY] or "(empty)"
+        return shown(body, self.api_key)
 
     # ---- answers
 

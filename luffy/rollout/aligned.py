@@ -15,7 +15,7 @@ from luffy.rollout.engine import Engine, Progress
 from luffy.types import Completion, Request
 
 
-class AlignedEngine:
+class AlignedEngine(Engine):
     def __init__(self, draft: Engine, guidance: Engine) -> None:
         self.draft, self.guidance = draft, guidance
 

@@ -6,18 +6,35 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from luffy.errors import UserError
+from luffy.metrics import Metric
 from luffy.types import Completion, Request
 
 Progress = Callable[[int, int], None]
 
 
 class Engine(Protocol):
-    """Makes responses. ``generate`` answers in the order of the requests and reports (done, all)."""
+    """Makes responses. ``generate`` answers in the order of the requests and reports (done, all).
+
+    A training step is generate, ``sleep``, update, ``sync``. What an engine that runs on the policy's own weights has
+    nothing to do for is done by the defaults below.
+    """
 
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]: ...
 
     def sync(self, version: int) -> None:
         """The policy's weights are now those of ``version``: later completions must use them."""
+
+    def sleep(self) -> None:
+        """No request comes before the next ``sync``: the memory may go to the update."""
+        return None
+
+    def metrics(self) -> dict[str, Metric]:
+        """What the last ``generate`` has to tell beyond its completions, by the names of the run's metrics."""
+        return {}
+
+    def close(self) -> None:
+        """The run is over."""
+        return None
 
 
 def check_request(request: Request, max_context: int, vocabulary: int) -> None:

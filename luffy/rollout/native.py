@@ -29,7 +29,7 @@ from luffy.models.forward import causal_lm, forward_hidden, head_weight_bias
 from luffy.models.fused import fused_decoder
 from luffy.models.plain import runs_plain
 from luffy.rollout.cache import SlotCache
-from luffy.rollout.engine import Progress, check_request
+from luffy.rollout.engine import Engine, Progress, check_request
 from luffy.rollout.plain import PlainGeneration
 from luffy.rollout.sampling import SamplingRows, sample
 from luffy.rollout.scheduler import Admission, Scheduler, SequenceState
@@ -220,7 +220,7 @@ class Generation:
         self.stats.generated_tokens += len(sequences)
 
 
-class NativeEngine:
+class NativeEngine(Engine):
     """Continuous batching over KV slots, on the very weights that are being trained.
 
     A response depends on its request alone: the noise is a function of seed and position. Rounding is

@@ -19,6 +19,7 @@ from luffy.rewards import build_verifier
 from luffy.rollout.native import GPU_SLOTS
 from luffy.rollout.speculative import check_same_tokenizer
 from luffy.train import setup
+from luffy.train.engines import context_of
 from luffy.train.guide import check_guidance_fits
 from luffy.train.loop import Method, total_steps
 from luffy.train.memory import activation_bytes
@@ -49,6 +50,7 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
         f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed})",
         f"model      {cfg.model.path}  {parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
         f"data       {', '.join(f'{k} {v}' for k, v in tasks.report.items())}; held out {held_out}",
+        f"engine     {engine_line(cfg, method, model_config)}",
         f"step       {plan_line(cfg, method, batch, visits, steps)}",
         f"update     {update_line(cfg, steps)}",
         f"memory     {memory_line(cfg, model_config, parameters, trained, method)}",
@@ -110,6 +112,15 @@ def plan_line(cfg: Config, method: Method, batch: list[Any], visits: list[int], 
         f"{len(batch)} problems x {cfg.rollout.n} samples: {own} on-policy, {partial} from a trace prefix, "
         f"{whole} whole traces; at most {longest:,} tokens through the engine"
     )
+
+
+def engine_line(cfg: Config, method: Method, model_config: Any) -> str:
+    r = cfg.rollout
+    if r.engine == "native" or method == "sft":
+        return f"native, {r.slots} slots"
+    where = f"{len(r.vllm.servers)} server(s)" if r.vllm.servers else "in this process"
+    context = context_of(cfg, model_config)
+    return f"vLLM, {where}, {r.slots} slots, {context} tokens of context, mismatch {cfg.algorithm.mismatch_correction}"
 
 
 def update_line(cfg: Config, steps: int) -> str:

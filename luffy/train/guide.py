@@ -115,14 +115,18 @@ def _check_alignable(guide: OffPolicyGuidanceConfig) -> None:
 
 
 def importance_of(cfg: Config) -> Importance | None:
-    """None without guidance: then no weight is computed at all."""
-    if cfg.rollout.guide is None:
-        return None
+    """None without guidance and without a correction of the engine: then no weight is computed at all."""
     a = cfg.algorithm
-    return Importance(
-        clamp_min=a.importance_clamp_min,
-        clamp_max=a.importance_clamp_max,
-        detach=a.importance_detach,
-        literal=a.importance_objective == "literal",
-        level=a.importance_level,
-    )
+    if cfg.rollout.guide is not None:
+        return Importance(
+            clamp_min=a.importance_clamp_min,
+            clamp_max=a.importance_clamp_max,
+            detach=a.importance_detach,
+            literal=a.importance_objective == "literal",
+            level=a.importance_level,
+        )
+    if a.mismatch_correction == "truncated":
+        return Importance(clamp_max=a.mismatch_cap)
+    if a.mismatch_correction == "masked":
+        return Importance(clamp_min=1 / a.mismatch_cap, clamp_max=a.mismatch_cap, mask=True)
+    return None

@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,11 +33,13 @@ from luffy.report.console import RunView
 from luffy.report.recorder import Recorder, evaluation_rows, sample_rows, trace_rows
 from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier, build_verifier
+from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
 from luffy.schema import to_dict
 from luffy.train import setup
 from luffy.train.checkpoint import Checkpoint, CheckpointStore
 from luffy.train.credit import without_credit
+from luffy.train.engines import build_engine
 from luffy.train.guide import build_rollout_engine
 from luffy.train.optim import lr_at
 from luffy.train.policy import NonFiniteUpdate, Policy
@@ -66,6 +69,7 @@ class Trainer:
         self.cfg, self.method = cfg, method
         self.progress = Progress()
         self.verifier: Verifier | None = None
+        self._closing = ExitStack()
         self._lock = lock_folder(cfg.folder)
         try:
             self._build(resume, allow_changed_data)
@@ -93,11 +97,13 @@ class Trainer:
         setup.validate(cfg, method, self.model.config)
         self.eos = eos_ids(self.model, self.tokenizer)
         self.policy = Policy(self.model, cfg, temperature=1.0 if method == "sft" else None)
-        self.engine = NativeEngine(self.model, max_slots=cfg.rollout.slots)  # the policy alone: evaluation
+        self.engine = self._build_engine()  # the policy alone: evaluation
+        self._closing.callback(self.engine.close)
         self.watch = Stopwatch()
         self.source = self._build_source()
         if checkpoint is not None:
             self._restore(checkpoint, allow_changed_data)
+        self.engine.sync(self.progress.step)
         self.notices += setup.left_out(self.tasks.report, self.eval_report)
         self._settle()
 
@@ -122,6 +128,18 @@ class Trainer:
             return None
         r = self.cfg.reward
         return build_verifier(r.kind, r.weights or None, r.workers, r.timeout_s)
+
+    def _build_engine(self) -> Engine:
+        """SFT rolls nothing out; its evaluations run on the policy itself."""
+        if self.method == "sft":
+            return NativeEngine(self.model, max_slots=self.cfg.rollout.slots)
+        return build_engine(self.cfg, self.model, self.device, self._warn)
+
+    def _warn(self, message: str) -> None:
+        if self.view is None:
+            self.notices.append(message)
+        else:
+            self.view.warn(message)
 
     def _build_source(self) -> Source:
         if self.method == "sft":
@@ -229,7 +247,8 @@ class Trainer:
         with self.watch("update"):
             for mini in mini_batches(batch.samples, self.cfg.batch.mini_batch):
                 parts.append(self._update(mini, lr, batch, view))
-        self.engine.sync(self.progress.step)
+        with self.watch("sync"):
+            self.engine.sync(self.progress.step)
         recorder.samples.write(rows)
         return merge_metrics(parts)
 
@@ -371,6 +390,7 @@ class Trainer:
         self.notices.append(f"resumed at step {self.progress.step} from {checkpoint.path}")
 
     def close(self) -> None:
+        self._closing.close()
         if self.verifier is not None:
             self.verifier.close()
         self._lock.release()

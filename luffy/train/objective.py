@@ -19,6 +19,7 @@ from luffy.metrics import EffectiveShare, Max, Mean, OnDevice, Sum
 from luffy.types import MicroBatch
 
 Stats = dict[str, OnDevice]
+LARGEST_LOG_RATIO = 20.0  # keeps the squares of the weights finite
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Objective:
     sft_coef: float = 1.0
     recorded_teacher: bool = False
     importance: Importance | None = None
+    weights_are: str = "guidance"  # or "rollout", when they correct the engine: the group of their metrics
 
     def __call__(
         self, batch: MicroBatch, log_prob: Tensor, entropy: Tensor, off_ratio_mean: Tensor | None = None
@@ -54,7 +56,7 @@ class Objective:
         per_token = terms.loss - self.entropy_coef * entropy
         stats = _stats(batch, terms, old, log_prob.detach(), entropy.detach(), in_rl)
         if weights is not None:
-            stats |= _weight_stats(weights.detach(), in_rl & ~batch.off_policy)
+            stats |= _weight_stats(weights.detach(), in_rl & ~batch.off_policy, self.weights_are)
         if batch.ref_log_probs is not None:
             kl = kl_penalty(log_prob, batch.ref_log_probs, self.kl_estimator)
             per_token = per_token + self.kl_coef * kl
@@ -99,19 +101,32 @@ def _over(values: Tensor, mask: Tensor) -> OnDevice:
     return OnDevice(Mean, (values.detach().float().masked_fill(~mask, 0.0).sum(), mask.sum()))
 
 
-def _weight_stats(weights: Tensor, on: Tensor) -> Stats:
+def _weight_stats(weights: Tensor, on: Tensor, group: str) -> Stats:
+    """Of the weights as they are used. The engine's own effective sample size is always there, as rollout/ess."""
     kept = weights.float().masked_fill(~on, 0.0)
+    stats = {f"{group}/weight_mean": _over(weights, on), f"{group}/weight_max": OnDevice(Max, (kept.amax(),))}
+    return stats if group == "rollout" else {**stats, f"{group}/ess": _effective_share(kept, on)}
+
+
+def _effective_share(weights: Tensor, on: Tensor) -> OnDevice:
+    return OnDevice(EffectiveShare, (weights.sum(), weights.square().sum(), on.sum()))
+
+
+def _mismatch(old: Tensor, engine: Tensor, on: Tensor) -> Stats:
+    """How far the engine's probabilities are from the trainer's, on the tokens that the engine drew. The share is of
+    the weights p_old / p_engine: 1 when both agree, less as few tokens come to carry the gradient."""
+    known = on & ~engine.isnan()
+    gap = (old - engine).masked_fill(~known, 0.0)
+    ratios = gap.float().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp().masked_fill(~known, 0.0)
     return {
-        "guidance/weight_mean": _over(weights, on),
-        "guidance/weight_max": OnDevice(Max, (kept.amax(),)),
-        "guidance/ess": OnDevice(EffectiveShare, (kept.sum(), kept.square().sum(), on.sum())),
+        "rollout/logprob_diff_mean": _over(gap.abs(), known),
+        "rollout/logprob_diff_max": OnDevice(Max, (gap.abs().amax(),)),
+        "rollout/ess": _effective_share(ratios, known),
     }
 
 
 def _stats(b: MicroBatch, t: LossTerms, old: Tensor, log_prob: Tensor, entropy: Tensor, in_rl: Tensor) -> Stats:
     on, off = in_rl & ~b.off_policy, in_rl & b.off_policy
-    known = on & ~b.engine_log_probs.isnan()
-    engine_gap = (old - b.engine_log_probs).abs().masked_fill(~known, 0.0)
     return {
         "actor/pg_loss": OnDevice(Sum, ((t.loss.detach() * b.rl_weights).sum(),)),  # the weights hold the denominator
         "actor/on_pg_loss": _over(t.on_loss, on),
@@ -125,6 +140,5 @@ def _stats(b: MicroBatch, t: LossTerms, old: Tensor, log_prob: Tensor, entropy: 
         "actor/off_ratio_max_clip_frac": _over(t.off_max_clipped, off),
         "actor/off_ratio_min_clip_frac": _over(t.off_min_clipped, off),
         "actor/sft_loss": _over(-log_prob, b.sft_weights > 0),
-        "rollout/logprob_diff_mean": _over(engine_gap, known),
-        "rollout/logprob_diff_max": OnDevice(Max, (engine_gap.amax(),)),
+        **_mismatch(old, b.engine_log_probs, on),
     }

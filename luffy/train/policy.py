@@ -47,6 +47,7 @@ class Policy:
             sft_coef=a.sft_coef,
             recorded_teacher=a.teacher_probs == "recorded",
             importance=importance_of(cfg),
+            weights_are="rollout" if cfg.rollout.guide is None else "guidance",
         )
 
     def log_probs(self, samples: Sequence[Sample], model: nn.Module | None = None) -> list[Tensor]:

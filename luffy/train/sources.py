@@ -113,6 +113,8 @@ class RolloutSource:
     def next(self, step: int) -> StepBatch:
         self.before_step(step)
         kept, rejected, metrics = self._collect(step)
+        with self.watch("sleep"):
+            self.engine.sleep()
         with self.watch("old_log_probs"):
             scored = self._score_tokens(kept)
         with self.watch("advantage"):
@@ -131,7 +133,7 @@ class RolloutSource:
         parts = []
         for attempt in range(rounds + 1):
             groups = self._roll_out(step, first_position=attempt * wanted)
-            parts.append(group_metrics(groups, self.cfg.reward))
+            parts += [group_metrics(groups, self.cfg.reward), self.engine.metrics()]
             if self.cfg.rollout.guide is not None:
                 parts.append(override_metrics(groups))
             for group in groups:

@@ -1,14 +1,20 @@
-"""What any engine must do. To add one: a builder in ENGINES that takes a model and a number of slots."""
+"""What any engine must do. To add one: a builder in ENGINES that takes a model and a number of slots.
+
+The engines of vLLM run the same tests under `make test-vllm`.
+"""
 
 from collections.abc import Callable
 
 import pytest
 import torch
+import vllm_engines
 from scipy.stats import chisquare
-from tiny_models import ARCHITECTURES, tiny_model
+from tiny_models import ARCHITECTURES
+from tiny_models import tiny_model as smallest_model
 
 from luffy.errors import UserError
 from luffy.rollout import Engine, NativeEngine
+from luffy.rollout.sampling import keep_mask
 from luffy.types import Completion, Request, Sampling
 
 Build = Callable[..., Engine]
@@ -16,10 +22,12 @@ Build = Callable[..., Engine]
 ENGINES: dict[str, Build] = {
     "native": lambda model, slots=64: NativeEngine(model, max_slots=slots),
     "native-invariant": lambda model, slots=64: NativeEngine(model, max_slots=slots, batch_invariant=True),
+    "vllm": vllm_engines.colocated,
+    "vllm-remote": vllm_engines.remote,
 }
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=[pytest.param(e, marks=[pytest.mark.vllm] if "vllm" in e else []) for e in ENGINES])
 def build(request) -> Build:
     return ENGINES[request.param]
 
@@ -27,6 +35,12 @@ def build(request) -> Build:
 @pytest.fixture(params=ARCHITECTURES)
 def model(request):
     return tiny_model(request.param)
+
+
+def tiny_model(architecture: str, **changes):
+    """Heads of 32: vLLM's attention on a CPU takes no smaller ones."""
+    heads = {"head_dim": 32} if architecture == "qwen3" else {}
+    return smallest_model(architecture, **{"hidden_size": 128, **heads, **changes})
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
@@ -62,7 +76,17 @@ def reference_log_probs(model, request: Request, completion: Completion) -> torc
     with torch.no_grad():
         logits = model(ids).logits[0, len(given) - 1 : -1].float()
     log_probs = torch.log_softmax(logits / (request.sampling.temperature or 1.0), -1)
+    if completion.behavior_log_probs is not None:
+        log_probs = renormalised(log_probs, request.sampling)
     return log_probs.gather(-1, completion.token_ids[:, None]).squeeze(-1)
+
+
+def renormalised(log_probs: torch.Tensor, s: Sampling) -> torch.Tensor:
+    """What an engine draws with that says so: only the tokens that top-k and top-p leave."""
+    count = log_probs.shape[0]
+    top_k = torch.full((count, 1), s.top_k or log_probs.shape[1])
+    kept = keep_mask(log_probs, top_k, torch.full((count, 1), s.top_p, dtype=torch.float64))
+    return torch.log_softmax(log_probs.masked_fill(~kept, -torch.inf), -1)
 
 
 def test_greedy_equals_transformers_token_by_token(model, build):
@@ -91,11 +115,14 @@ def test_the_same_seed_gives_the_same_tokens_in_any_company(model, build):
 
 
 def test_a_prefix_continues_exactly_where_it_was_cut(model, build):
-    whole = ask(prompt(9), 20, seed=3, temperature=1.1)
-    full = build(model).generate([whole])[0]
+    engine = build(model)
+    # An engine of vLLM draws a request's noise from its seed as it goes, so a sampled rest is another one.
+    temperature = 1.1 if isinstance(engine, NativeEngine) else 0.0
+    whole = ask(prompt(9), 20, seed=3, temperature=temperature)
+    full = engine.generate([whole])[0]
     ids = full.token_ids.tolist()
-    cut = [ask(whole.prompt_ids, 20 - k, seed=3, temperature=1.1, prefix=tuple(ids[:k])) for k in (1, 7, 19)]
-    for k, rest in zip((1, 7, 19), build(model).generate(cut), strict=True):
+    cut = [ask(whole.prompt_ids, 20 - k, seed=3, temperature=temperature, prefix=tuple(ids[:k])) for k in (1, 7, 19)]
+    for k, rest in zip((1, 7, 19), engine.generate(cut), strict=True):
         assert rest.token_ids.tolist() == ids[k:]
         torch.testing.assert_close(rest.log_probs, full.log_probs[k:], atol=2e-5, rtol=1e-4)
 
@@ -106,6 +133,18 @@ def test_a_foreign_prefix_equals_continuing_prompt_plus_prefix(model, build):
     joined = ask(given + prefix, 15, temperature=0.0)
     a, b = build(model).generate([split, joined])
     assert a.token_ids.tolist() == b.token_ids.tolist() == reference_greedy(model, split)
+
+
+def test_n_samples_of_one_prompt_prefill_it_once_and_differ(build):
+    """80 tokens: several whole blocks of vLLM's cache, which shares nothing smaller."""
+    engine, given = build(tiny_model("llama")), prompt(80, seed=7)
+    (alone,) = engine.generate([ask(given, 8, seed=2)])
+    engine.sync(engine.version + 1)  # nothing is cached any more
+    samples = engine.generate([ask(given, 8, seed=s) for s in range(6)])
+    assert len({tuple(c.token_ids.tolist()) for c in samples}) == 6
+    assert samples[2].token_ids.tolist() == alone.token_ids.tolist()
+    if engine.stats.prefill_tokens:  # a server does not tell
+        assert 80 <= engine.stats.prefill_tokens <= 80 + 5 * vllm_engines.BLOCK
 
 
 def test_it_stops_at_any_eos_keeps_it_and_otherwise_says_length(build):
@@ -168,6 +207,38 @@ def test_new_weights_are_used_at_once(build):
     engine.sync(1)
     after = engine.generate([request])[0].token_ids.tolist()
     assert after == reference_greedy(model, request) != before
+    assert engine.version == 1
+
+
+def test_an_update_between_sleep_and_sync_is_in_the_very_next_sample(build):
+    model = tiny_model("qwen2")
+    engine, request = build(model), ask(prompt(40), 10, temperature=0.0)
+    for step in range(1, 4):
+        before = engine.generate([request])[0].token_ids.tolist()
+        engine.sleep()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.8)
+        engine.sync(step)
+        assert engine.generate([request])[0].token_ids.tolist() == reference_greedy(model, request) != before
+
+
+def test_broken_weights_give_no_sample_and_leave_no_trace(build):
+    model = tiny_model("llama")
+    engine, request = build(model), ask(prompt(40), 10, temperature=0.0)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] = torch.nan
+    with pytest.raises(FloatingPointError, match="NaN"):
+        engine.sync(1)
+        engine.generate([request])
+    with torch.no_grad():
+        weight.copy_(kept)
+    engine.sync(2)
+    (healed,) = engine.generate([request])
+    assert healed.token_ids.tolist() == reference_greedy(model, request)
+    torch.testing.assert_close(healed.log_probs, reference_log_probs(model, request, healed), atol=2e-5, rtol=1e-4)
 
 
 def test_progress_counts_to_the_end_and_nothing_asked_is_nothing_made(build):

@@ -1,0 +1,254 @@
+"""vLLM in the trainer's own process, on the trainer's own device.
+
+In process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) because a push is then a copy from the policy's tensors into vLLM's:
+nothing is serialised, no second CUDA context holds memory, and there is no process to lose. Only when a model is
+spread over several GPUs do workers of their own exist; the weights then go through a folder (``/dev/shm`` will do).
+
+Sleep is vLLM's level 2: weights and KV cache are dropped. Level 1 would first copy the weights to the host's memory,
+to bring back what the very next ``sync`` overwrites. Waking goes in two steps, weights, push, KV cache, so that the
+cache is not there yet while layers are loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from luffy.errors import UserError
+from luffy.models.forward import causal_lm
+from luffy.rollout.engine import Engine, Progress, check_request
+from luffy.rollout.native import EngineStats
+from luffy.rollout.vllm.requests import completion, sampling_arguments
+from luffy.rollout.vllm.transfer import write_weights
+from luffy.rollout.weights import PushCheck, tensors_of
+from luffy.types import Completion, Request
+
+WORKER = "luffy.rollout.vllm.worker.LuffyWorker"
+SLEEP_LEVEL = 2
+# Defaults for what the user's environment leaves open: quiet, nothing sent home, nothing listening beyond this host.
+ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+
+
+class VllmEngine(Engine):
+    """``policy`` is whose weights it runs; None: those that vLLM loaded itself, for ever.
+
+    ``arguments`` are vLLM's own engine arguments.
+    """
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        vocabulary: int,
+        policy: nn.Module | None = None,
+        push_folder: Path | None = None,
+    ) -> None:
+        self.model, self.vocabulary = policy, vocabulary
+        self.version = 0
+        self.stats = EngineStats()
+        self.seconds: dict[str, float] = {}  # of the last sleep, wake and push
+        self._asleep = False
+        self._check = None if policy is None else PushCheck(policy)
+        self._push_folder = push_folder
+        with keeping_random_state():
+            self._llm = start(arguments)
+        self.max_context = int(self._llm.llm_engine.model_config.max_model_len)
+
+    @classmethod
+    def of_policy(cls, policy: nn.Module, arguments: Mapping[str, Any], push_folder: Path | None = None) -> VllmEngine:
+        """An engine with the policy's shape, and nothing in it before the first ``sync``: the weights always come from
+        the policy, whether they were read from a folder, a GGUF file or a checkpoint, with adapters or without."""
+        config = causal_lm(policy).config
+        with tempfile.TemporaryDirectory(prefix="luffy-vllm-") as folder:
+            plain = type(config).from_dict({**config.to_dict(), "architectures": [type(causal_lm(policy)).__name__]})
+            plain.save_pretrained(folder)
+            blank = {"model": folder, "load_format": "dummy", **arguments}
+            engine = cls(blank, vocabulary=config.vocab_size, policy=policy, push_folder=push_folder)
+        engine._asleep = True  # a dummy must never answer
+        return engine
+
+    def sync(self, version: int) -> None:
+        """Checks the policy's weights, wakes, copies them in, and forgets what was cached under the old ones."""
+        if self.model is None or self._check is None:
+            raise RuntimeError("this engine loaded its weights itself: there is no policy to take others from")
+        self._check(self.model, version)
+        with self._timed("wake"):
+            self._wake("weights")
+        with self._timed("push"):
+            self._push(version)
+        with self._timed("wake"):
+            self._wake("kv_cache")
+        self._asleep = False
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM would not reset its prefix cache: requests are still running")
+        self.version = version
+
+    def sleep(self) -> None:
+        if self.model is None or self._asleep:
+            return
+        with self._timed("sleep", afresh=True):
+            if can_sleep():
+                self._llm.sleep(level=SLEEP_LEVEL)
+        self._asleep = True
+
+    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
+        if not requests:
+            return []
+        if self._asleep:
+            raise RuntimeError("the engine sleeps and has no weights: call sync first")
+        for request in requests:
+            check_request(request, self.max_context, self.vocabulary)
+        started = time.perf_counter()
+        with keeping_random_state():
+            outputs = self._run(requests, progress)
+        completions = [
+            completion(request, output.outputs[0].token_ids, output.outputs[0].logprobs.logprobs)
+            for request, output in zip(requests, outputs, strict=True)
+        ]
+        self._count(outputs, completions, time.perf_counter() - started)
+        return completions
+
+    def close(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _run(self, requests: Sequence[Request], progress: Progress | None) -> list[Any]:
+        """Samples of one prompt are requests of their own, for their own seeds; the prompt's KV blocks are shared by
+        the prefix cache."""
+        from vllm import SamplingParams
+
+        prompts: list[Any] = [{"prompt_token_ids": list(r.prompt_ids + r.prefix_ids)} for r in requests]
+        params = [SamplingParams(**sampling_arguments(r), detokenize=False, flat_logprobs=True) for r in requests]
+        bar: Any = False if progress is None else bar_for(progress)
+        return cast(list[Any], self._llm.generate(prompts, params, use_tqdm=bar))
+
+    def _count(self, outputs: Sequence[Any], completions: Sequence[Completion], seconds: float) -> None:
+        given = sum(len(output.prompt_token_ids) for output in outputs)
+        cached = sum(output.num_cached_tokens or 0 for output in outputs)
+        made = sum(c.token_ids.numel() for c in completions)
+        self.stats = EngineStats(generated_tokens=made, prefill_tokens=given - cached, seconds=seconds)
+
+    def _wake(self, tag: str) -> None:
+        if self._asleep and can_sleep() and self._llm.llm_engine.is_sleeping():
+            gc.collect()
+            torch.cuda.empty_cache()  # what the update left cached is memory that vLLM could not map
+            self._llm.wake_up(tags=[tag])
+
+    def _push(self, version: int) -> None:
+        assert self.model is not None
+        if self._push_folder is None:
+            answers = self._llm.collective_rpc(
+                "luffy_load", kwargs={"version": version, "weights": tensors_of(self.model)}
+            )
+        else:
+            with write_weights(self.model, self._push_folder, version) as folder:
+                answers = self._llm.collective_rpc("luffy_load", kwargs={"version": version, "folder": str(folder)})
+        for answer in answers:
+            if "error" in answer:
+                raise RuntimeError(f"vLLM took the push of version {version} only in part: {answer['error']}")
+
+    @contextmanager
+    def _timed(self, what: str, afresh: bool = False) -> Iterator[None]:
+        if afresh:
+            self.seconds = {}
+        started = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - started
+
+
+def bar_for(progress: Progress) -> Callable[..., Any]:
+    """In the place of ``tqdm``. vLLM also wraps the list of prompts in it, which is nobody's progress."""
+
+    def bar(items: Any = None, total: int = 0, **_: Any) -> Any:
+        return Bar(progress, total) if items is None else items
+
+    return bar
+
+
+class Bar:
+    """Stands in for vLLM's progress bar and passes the count on."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._started = progress, total, time.perf_counter()
+        self.n = 0
+        self.postfix = ""
+
+    @property
+    def format_dict(self) -> dict[str, float]:
+        return {"elapsed": max(time.perf_counter() - self._started, 1e-9)}
+
+    def update(self, count: int) -> None:
+        self.n += count
+        self._progress(self.n, self._total)
+
+    def refresh(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def can_sleep() -> bool:
+    """On a CPU vLLM has no sleep: there is nothing that the update would get."""
+    return torch.cuda.is_available()
+
+
+def engine_arguments(
+    *, dtype: str, slots: int, max_context: int, width: int, memory_fraction: float, args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """vLLM's arguments for a policy: ours, then the user's."""
+    return {
+        "dtype": dtype,
+        "max_num_seqs": slots,
+        "max_model_len": max_context,
+        "tensor_parallel_size": width,
+        "gpu_memory_utilization": memory_fraction,
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature; the default ignores it
+        "enable_prefix_caching": True,
+        "generation_config": "vllm",
+        **args,
+    }
+
+
+def start(arguments: Mapping[str, Any]) -> Any:
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("rollout.engine=vllm needs vLLM; install it with: pip install 'luffy-rl[vllm]'")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM
+
+    ours: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "enable_sleep_mode": can_sleep(),
+        "worker_extension_cls": WORKER,
+    }
+    try:
+        return LLM(**ours, **arguments)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"vLLM refused its arguments: {' '.join(str(error).split())[:500]}") from error
+
+
+@contextmanager
+def keeping_random_state() -> Iterator[None]:
+    """vLLM seeds every generator of the process when it starts, and draws from torch's for greedy rows."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    state = random.getstate()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(state)

@@ -1,0 +1,90 @@
+"""Who gets which request: a prompt's samples stay on one server, and nobody waits while there is work.
+
+A server takes a prompt's samples one after the other, so that they share its prefix cache, then the next prompt that
+nobody has begun; when none is left it takes from the longest queue of another. What a lost server held goes back.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar
+
+ATTEMPTS = 3  # of one request that fails on servers which are well otherwise
+
+
+S = TypeVar("S", bound=Hashable)  # what stands for a server
+
+
+class Dispatch(Generic[S]):
+    """``keys[i]`` is the prompt of request i. Every method may be called from any thread."""
+
+    def __init__(self, keys: Sequence[Hashable], servers: Sequence[S]) -> None:
+        groups: dict[Hashable, deque[int]] = defaultdict(deque)
+        for index, key in enumerate(keys):
+            groups[key].append(index)
+        self._waiting = deque(groups.values())
+        self._taken: dict[S, deque[int]] = {server: deque() for server in servers}
+        self._unfinished = len(keys)
+        self._tries = [0] * len(keys)
+        self._changed = threading.Condition()
+        self.share = math.ceil(len(keys) / len(servers))
+        self.failure: Exception | None = None
+        self.lost: dict[S, str] = {}
+        self.resent = 0
+
+    def take(self, server: S) -> int | None:
+        """The next request for a server; waits while others are still at work, whose requests may come back. None:
+        there will be nothing more."""
+        with self._changed:
+            while self._unfinished and self.failure is None and server not in self.lost:
+                index = self._next(server)
+                if index is not None:
+                    return index
+                self._changed.wait()
+            return None
+
+    def _next(self, server: S) -> int | None:
+        own = self._taken[server]
+        if not own and self._waiting:
+            own = self._taken[server] = self._waiting.popleft()
+        queue = own or max(self._taken.values(), key=len)
+        return queue.popleft() if queue else None
+
+    def done(self, report: Callable[[], None]) -> None:
+        """A request is answered. ``report`` is called by one thread at a time."""
+        with self._changed:
+            self._unfinished -= 1
+            report()
+            self._changed.notify_all()
+
+    def retry(self, index: int, error: Exception) -> None:
+        """A request failed on a server that is well; after a few times the request is to blame."""
+        with self._changed:
+            self._tries[index] += 1
+            if self._tries[index] >= ATTEMPTS:
+                self.failure = self.failure or error
+            else:
+                self._send_again([index])
+            self._changed.notify_all()
+
+    def lose(self, server: S, index: int, error: Exception) -> None:
+        """A server is gone: the request it was asked and those it was to be asked go elsewhere."""
+        with self._changed:
+            self.lost.setdefault(server, str(error))
+            self._send_again([index, *self._taken[server]])
+            self._taken[server].clear()
+            if len(self.lost) == len(self._taken):
+                self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+
+    def _send_again(self, indices: Sequence[int]) -> None:
+        self.resent += len(indices)
+        self._waiting.appendleft(deque(indices))

@@ -1,0 +1,217 @@
+"""vLLM servers by URL behind the engine protocol: requests balanced, weights pushed, lost servers made up for.
+
+Nothing of vLLM is needed here. A server is asked for its version of the weights before every batch: one that was
+restarted meanwhile answers with the weights it was started with, and nothing in its samples would tell.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from luffy.errors import TrainingStopped, UserError
+from luffy.metrics import Mean, Metric, Sum
+from luffy.models.forward import causal_lm
+from luffy.rollout.engine import Engine, Progress, check_request
+from luffy.rollout.native import EngineStats
+from luffy.rollout.vllm.dispatch import Dispatch
+from luffy.rollout.vllm.requests import completion, sampling_arguments
+from luffy.rollout.vllm.server import Server, ServerLost
+from luffy.rollout.vllm.transfer import Transfer, everywhere
+from luffy.rollout.vllm.worker import shape_fields
+from luffy.rollout.weights import PushCheck
+from luffy.types import Completion, Request
+
+
+class RemoteEngine(Engine):
+    """``slots`` requests are sent to each server at the same time. ``warn`` hears about servers lost and found."""
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        servers: Sequence[Server],
+        transfer: Transfer,
+        *,
+        max_context: int,
+        slots: int = 256,
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.model, self.servers, self.transfer = policy, list(servers), transfer
+        self.max_context, self.slots, self.warn = max_context, slots, warn
+        self.version = 0
+        self.stats = EngineStats()
+        self._check = PushCheck(policy)
+        self._out: set[Server] = set()  # servers that are lost for now
+        self._metrics: dict[str, Metric] = {}
+        for server in self.servers:
+            self._check_fit(server)
+        self._names = {server: server.model_name() for server in self.servers}
+
+    def sync(self, version: int) -> None:
+        self._check(self.model, version)
+        self._push(version, self.servers)
+        self.version = version
+
+    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
+        if not requests:
+            return []
+        vocabulary = causal_lm(self.model).config.vocab_size
+        for request in requests:
+            check_request(request, self.max_context, vocabulary)
+        started = time.perf_counter()
+        alive = self._ready()
+        dispatch = Dispatch([r.prompt_ids for r in requests], alive)
+        answers = self._run(alive, dispatch, requests, progress)
+        for server, why in dispatch.lost.items():
+            self._lose(server, why)
+        self._metrics = {
+            "rollout/servers": Mean(len(self.servers) - len(self._out)),
+            "rollout/servers_lost": Sum(len(dispatch.lost)),
+            "rollout/requests_resent": Sum(dispatch.resent),
+        }
+        made = sum(answer.token_ids.numel() for answer in answers)
+        self.stats = EngineStats(generated_tokens=made, seconds=time.perf_counter() - started)
+        return answers
+
+    def metrics(self) -> dict[str, Metric]:
+        return self._metrics
+
+    # ---- servers
+
+    def _check_fit(self, server: Server) -> None:
+        """A push of another shape would break the server for good; better to see now that it has another model."""
+        try:
+            state = server.rpc("luffy_state")
+        except ServerLost as error:
+            raise UserError(f"vLLM server does not answer: {error}") from None
+        ours, theirs = shape_fields(causal_lm(self.model).config), state["config"]
+        different = [name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]]
+        if different:
+            name = sorted(different)[0]
+            raise UserError(
+                f"{server.url} serves another model: its {name} is {theirs[name]}, the policy's is {ours[name]}; "
+                f"start it with the same model.path"
+            )
+        if state["max_context"] < self.max_context:
+            raise UserError(
+                f"{server.url} takes {state['max_context']} tokens, but {self.max_context} are needed for the longest "
+                f"prompt and response; raise rollout.vllm.max_context there"
+            )
+
+    def _ready(self) -> list[Server]:
+        """Servers that answer and have our weights. One that came back or was restarted gets them again."""
+        stale: list[Server] = []
+
+        def look(server: Server) -> None:
+            if server.rpc("luffy_state")["version"] != self.version or server in self._out:
+                stale.append(server)
+
+        lost = everywhere(self.servers, look)
+        for server in lost:
+            self._lose(server, "it does not answer")
+        if stale:
+            self.warn(
+                f"vLLM server {', '.join(s.url for s in stale)} has other weights: pushing version {self.version}"
+            )
+            self._push(self.version, stale)
+        return self._alive()
+
+    def _push(self, version: int, servers: Sequence[Server]) -> None:
+        lost = self.transfer.push(self.model, version, servers)
+        for server in servers:
+            if server in lost:
+                self._lose(server, "it was lost while weights were pushed")
+                continue
+            server.post("reset_prefix_cache", {})
+            if server in self._out:
+                self._out.discard(server)
+                self.warn(f"vLLM server {server.url} is back with version {version}")
+        self._alive()
+
+    def _lose(self, server: Server, why: str) -> None:
+        if server not in self._out:
+            self._out.add(server)
+            self.warn(f"vLLM server {server.url} is lost ({why}); its requests go to the others")
+
+    def _alive(self) -> list[Server]:
+        alive = [server for server in self.servers if server not in self._out]
+        if not alive:
+            raise TrainingStopped(
+                f"no vLLM server is left of {', '.join(s.url for s in self.servers)}; start one again"
+            )
+        return alive
+
+    # ---- requests
+
+    def _run(
+        self,
+        servers: Sequence[Server],
+        dispatch: Dispatch[Server],
+        requests: Sequence[Request],
+        progress: Progress | None,
+    ) -> list[Completion]:
+        answers: dict[int, Completion] = {}
+        threads = [
+            threading.Thread(target=self._serve, args=(server, dispatch, requests, answers, progress), daemon=True)
+            for _ in range(min(self.slots, dispatch.share))
+            for server in servers  # in turns, so that the first server does not take everything
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if isinstance(dispatch.failure, ServerLost):
+            for server, why in dispatch.lost.items():
+                self._lose(server, why)
+            raise TrainingStopped(f"no vLLM server could answer, the last: {dispatch.failure}")
+        if dispatch.failure is not None:
+            raise dispatch.failure
+        return [answers[index] for index in range(len(requests))]
+
+    def _serve(
+        self,
+        server: Server,
+        dispatch: Dispatch[Server],
+        requests: Sequence[Request],
+        answers: dict[int, Completion],
+        progress: Progress | None,
+    ) -> None:
+        """One thread: ask, answer, next. Whatever goes wrong is carried to the thread that waits for all."""
+
+        def report() -> None:
+            if progress is not None:
+                progress(len(answers), len(requests))
+
+        while (index := dispatch.take(server)) is not None:
+            try:
+                answer = self._ask(server, requests[index])
+            except ServerLost as error:
+                self._lost_or_retry(server, dispatch, index, error)
+            except Exception as error:
+                dispatch.fail(error)
+            else:
+                answers[index] = answer
+                dispatch.done(report)
+
+    def _lost_or_retry(self, server: Server, dispatch: Dispatch[Server], index: int, error: ServerLost) -> None:
+        try:
+            server.check_health()
+        except (ServerLost, UserError):
+            dispatch.lose(server, index, error)
+        else:
+            dispatch.retry(index, error)
+
+    def _ask(self, server: Server, request: Request) -> Completion:
+        body: dict[str, Any] = {
+            **sampling_arguments(request),
+            "model": self._names[server],
+            "prompt": list(request.prompt_ids + request.prefix_ids),
+            "return_token_ids": True,
+            "skip_special_tokens": False,
+        }
+        choice = server.post("v1/completions", body)["choices"][0]
+        return completion(request, choice["token_ids"], choice["logprobs"]["token_logprobs"])

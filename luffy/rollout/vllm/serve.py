@@ -1,0 +1,52 @@
+"""How `luffy serve` starts a vLLM server: on loopback, with a key, with the routes that training needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from luffy.errors import UserError
+from luffy.rollout.vllm.colocated import ENVIRONMENT, WORKER
+
+
+def server_command(model: str, arguments: Mapping[str, Any], host: str, port: int, transfer: str) -> list[str]:
+    """``vllm serve`` as a command line. The key is not in it: everybody on the machine can read command lines."""
+    settings = {
+        **arguments,
+        "host": host,
+        "port": port,
+        "worker_extension_cls": WORKER,
+        "middleware": "luffy.rollout.vllm.guard.RequireKey",
+    }
+    if transfer == "nccl":
+        settings["weight_transfer_config"] = {"backend": "nccl"}
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *flags(settings)]
+
+
+def flags(settings: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
+        elif isinstance(value, (list, tuple)):
+            yield from (f"--{flag}", *map(str, value))
+        elif value is not None:
+            yield from (f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value))
+
+
+def server_environment(key: str) -> dict[str, str]:
+    """``VLLM_SERVER_DEV_MODE`` opens the routes for weights; the guard closes them to all but holders of the key."""
+    logging = {"VLLM_LOGGING_LEVEL": "INFO"}
+    return {**ENVIRONMENT, **logging, **os.environ, "VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1"}
+
+
+def become_server(command: list[str], environment: Mapping[str, str]) -> None:
+    """This process turns into the server, so signals and exit codes are the server's own."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("luffy serve needs vLLM; install it with: pip install 'luffy-rl[vllm]'")
+    sys.stdout.flush()
+    os.execvpe(command[0], command, dict(environment))

@@ -1,0 +1,101 @@
+"""One vLLM server, spoken to with the standard library. The key is in the request's header and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.parse
+import urllib.request
+from http.client import HTTPException
+from typing import Any
+
+from luffy.errors import UserError
+from luffy.web import NoRedirect, shown
+
+HEALTH_TIMEOUT_S = 10.0
+SERVER_ERRORS = 500
+
+
+class ServerLost(Exception):
+    """No answer, or none that a working server would give. The message names the server and why."""
+
+
+def key_from(variable: str) -> str:
+    """The key that servers of `luffy serve` ask for; a server without one is not spoken to."""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UserError(
+            f"environment variable {variable} (rollout.vllm.api_key_env) is empty; it holds the key of the vLLM "
+            f"servers: export {variable}=$(openssl rand -hex 32), the same for `luffy serve` and `luffy train`"
+        )
+    return key
+
+
+class Server:
+    def __init__(self, url: str, key: str, timeout_s: float = 600.0) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+            raise UserError(f"rollout.vllm.servers: {url} is not an address such as http://127.0.0.1:8000")
+        if parts.username or parts.password or parts.query:
+            raise UserError(
+                "rollout.vllm.servers: credentials do not belong in an address; use rollout.vllm.api_key_env"
+            )
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s
+        self._key = key
+        # No proxy of the environment: it would be given the key.
+        self._opener = urllib.request.build_opener(NoRedirect, urllib.request.ProxyHandler({}))
+
+    def __repr__(self) -> str:
+        return f"Server({self.url})"
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        return self._send("POST", path, body, self.timeout_s)
+
+    def get(self, path: str, timeout_s: float | None = None) -> Any:
+        return self._send("GET", path, None, timeout_s or self.timeout_s)
+
+    def check_health(self) -> None:
+        self.get("health", HEALTH_TIMEOUT_S)
+
+    def rpc(self, method: str, **kwargs: Any) -> dict[str, Any]:
+        """Call a method of the worker extension on every worker; the first one's answer, after all were looked at."""
+        answers = self.post("collective_rpc", {"method": method, "kwargs": kwargs})["results"]
+        for answer in answers:
+            if not isinstance(answer, dict) or "error" in answer:
+                found = answer["error"] if isinstance(answer, dict) else answer
+                raise UserError(f"{self.url}: {method} failed: {found}")
+        first: dict[str, Any] = answers[0]
+        return first
+
+    def model_name(self) -> str:
+        return str(self.get("v1/models")["data"][0]["id"])
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
+        content = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        request = urllib.request.Request(f"{self.url}/{path}", content, headers, method=method)
+        try:
+            with self._opener.open(request, timeout=timeout_s) as response:
+                raw = response.read()
+        except urllib.error.HTTPError as error:
+            raise self._status_error(path, error) from None  # its traceback would hold the header
+        except (OSError, HTTPException) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise ServerLost(f"{self.url}/{path}: no answer ({type(reason).__name__}: {reason})") from None
+        return json.loads(raw) if raw else None
+
+    def _status_error(self, path: str, error: urllib.error.HTTPError) -> Exception:
+        try:
+            body = error.read(4096)
+        except (OSError, HTTPException):
+            body = b""
+        what = f"{self.url}/{path}: HTTP {error.code}: {shown(body, self._key)}"
+        if error.code >= SERVER_ERRORS:
+            return ServerLost(what)
+        if error.code in (401, 403):
+            return UserError(f"{what}; the key in rollout.vllm.api_key_env is not the server's")
+        if error.code == 404:
+            return UserError(f"{what}; start the server with `luffy serve`, which opens what luffy needs")
+        return UserError(what)

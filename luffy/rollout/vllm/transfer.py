@@ -1,0 +1,173 @@
+"""How weights get to engines in other processes.
+
+A folder works everywhere that servers see the trainer's disk. NCCL is vLLM's own transfer between GPUs: its routes
+``init_weight_transfer_engine``, ``start_weight_update``, ``update_weights`` and ``finish_weight_update`` prepare the
+workers, and the tensors are broadcast one by one in the order announced, which is the same on every version of vLLM
+that has the routes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from luffy.errors import UserError
+from luffy.rollout.vllm.server import Server, ServerLost
+from luffy.rollout.weights import tensors_of
+
+SHARD_BYTES = 2 << 30
+
+
+class Transfer(Protocol):
+    def push(self, model: nn.Module, version: int, servers: Sequence[Server]) -> list[Server]:
+        """Give all of the policy's weights to the servers; returns those that were lost meanwhile."""
+
+
+@contextmanager
+def write_weights(model: nn.Module, parent: Path, version: int) -> Iterator[Path]:
+    """The policy's weights as safetensors in a folder of their own, for as long as the block runs."""
+    folder = parent / f"weights-{version:06d}-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for number, shard in enumerate(_shards(model)):
+            save_file(shard, folder / f"part-{number:05d}.safetensors")
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _shards(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """A few at a time, so that a large model is never twice in the host's memory."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors_of(model):
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.contiguous().cpu()
+        size += tensor.nbytes
+    yield shard
+
+
+def everywhere(servers: Sequence[Server], call: Callable[[Server], Any]) -> list[Server]:
+    """Call every server at the same time; returns those that were lost."""
+    with ThreadPoolExecutor(len(servers)) as pool:
+        answers = [(server, pool.submit(call, server)) for server in servers]
+    return [server for server, answer in answers if _is_lost(answer)]
+
+
+def _is_lost(answer: Future[Any]) -> bool:
+    try:
+        answer.result()
+    except ServerLost:
+        return True
+    return False
+
+
+class FolderTransfer:
+    """Write once, and every server reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+
+    def push(self, model: nn.Module, version: int, servers: Sequence[Server]) -> list[Server]:
+        with write_weights(model, self.folder, version) as folder:
+            return everywhere(servers, lambda server: server.rpc("luffy_load", version=version, folder=str(folder)))
+
+
+class NcclTransfer:
+    """One group of the trainer (rank 0) and every worker of every server; made anew when the servers change."""
+
+    def __init__(self, host: str, join: Callable[[str, int, int], Any] | None = None) -> None:
+        self.host = host
+        self._join = join or join_group
+        self._servers: tuple[Server, ...] = ()
+        self._group: Any = None
+
+    def push(self, model: nn.Module, version: int, servers: Sequence[Server]) -> list[Server]:
+        """A server that is lost in the middle leaves the broadcast without an end, so all are asked first, and the
+        group is thrown away whenever one did not answer."""
+        lost = everywhere(servers, lambda server: server.check_health())
+        alive = [server for server in servers if server not in lost]
+        if alive and tuple(alive) != self._servers:
+            self._open(alive)
+        lost += self._send(model, version, alive) if alive else []
+        if lost:
+            self._servers, self._group = (), None
+        return lost
+
+    def _open(self, servers: Sequence[Server]) -> None:
+        """The workers wait for the trainer inside their call, so both sides come at the same time."""
+        sizes = [int(server.get("get_world_size")["world_size"]) for server in servers]
+        port, world = free_port(self.host), 1 + sum(sizes)
+        offsets = [1 + sum(sizes[:i]) for i in range(len(sizes))]
+        with ThreadPoolExecutor(len(servers)) as pool:
+            waiting = [
+                pool.submit(server.post, "init_weight_transfer_engine", {"init_info": info})
+                for server, info in zip(
+                    servers,
+                    [
+                        {"master_address": self.host, "master_port": port, "rank_offset": offset, "world_size": world}
+                        for offset in offsets
+                    ],
+                    strict=True,
+                )
+            ]
+            self._group = self._join(self.host, port, world)
+            for answer in waiting:
+                answer.result()
+        self._servers = tuple(servers)
+
+    def _send(self, model: nn.Module, version: int, servers: Sequence[Server]) -> list[Server]:
+        named = list(tensors_of(model))
+        info = {
+            "names": [name for name, _ in named],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
+            "shapes": [list(tensor.shape) for _, tensor in named],
+        }
+        lost = everywhere(servers, lambda server: server.post("start_weight_update", {}))
+        if lost:
+            return lost
+        with ThreadPoolExecutor(len(servers)) as pool:
+            receiving = [
+                (server, pool.submit(server.post, "update_weights", {"update_info": info})) for server in servers
+            ]
+            for _, tensor in named:
+                self._group.broadcast(tensor.contiguous(), src=0)
+        lost = [server for server, answer in receiving if _is_lost(answer)]
+        return lost or everywhere(servers, lambda server: _finish(server, version))
+
+
+def _finish(server: Server, version: int) -> None:
+    server.post("finish_weight_update", {})
+    server.rpc("luffy_note_version", version=version)
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def join_group(host: str, port: int, world: int) -> Any:
+    """The trainer's end of the group; the one thing for which a remote engine needs vLLM here too."""
+    try:
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+    except ImportError:
+        raise UserError(
+            "rollout.vllm.transfer=nccl needs vLLM beside the trainer too; install it, or set "
+            "rollout.vllm.transfer=folder"
+        ) from None
+    group = StatelessProcessGroup.create(host=host, port=port, rank=0, world_size=world)
+    return PyNcclCommunicator(group, device=torch.device("cuda", torch.cuda.current_device()))

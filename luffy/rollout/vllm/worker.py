@@ -1,0 +1,106 @@
+"""What runs inside vLLM's workers: loading a whole set of weights in place, and telling what the worker has.
+
+vLLM mixes this class into its worker (``worker_extension_cls``), in our process or in a server's. It imports nothing
+of vLLM, and over HTTP only strings and numbers reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# What must agree between the policy and a server's model for a push to fit.
+SHAPE_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+)
+
+
+def shape_fields(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in SHAPE_FIELDS if hasattr(config, name)}
+
+
+class LuffyWorker:
+    """Methods for ``collective_rpc``. Answers are dictionaries: vLLM's HTTP route turns anything else into text."""
+
+    model_runner: Any
+    model_config: Any
+    device: Any
+    luffy_loaded_version = -1  # the version of the weights here; -1: those it was started with
+
+    def luffy_state(self) -> dict[str, Any]:
+        config = self.model_config
+        fields = shape_fields(config.hf_config)
+        return {"version": self.luffy_loaded_version, "max_context": config.max_model_len, "config": fields}
+
+    def luffy_load(
+        self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None, folder: str | None = None
+    ) -> dict[str, Any]:
+        """Load all weights, from memory or from the safetensors files of a folder, into the tensors that are there."""
+        if weights is None:
+            assert folder is not None
+            files = sorted(Path(folder).glob("*.safetensors"))
+            if not files:
+                return {"error": f"{folder} holds no weights here: is it on a disk that this server shares?"}
+            weights = tensors_in(files)
+        model = self.model_runner.get_model()
+        with torch.device(self.device), noting_loaded(model) as loaded:
+            self.model_runner.reload_weights(weights_iterator=iter(weights))
+        repack_tied_heads(model)
+        missing = sorted({name for name, _ in model.named_parameters()} - loaded)
+        if missing:
+            return {"error": f"{len(missing)} parameters got no weights, e.g. {missing[0]}"}
+        self.luffy_loaded_version = version
+        return {"version": version}
+
+    def luffy_note_version(self, version: int) -> dict[str, Any]:
+        """The weights came by vLLM's own transfer."""
+        self.luffy_loaded_version = version
+        return {"version": version}
+
+
+def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (not a mapping)
+                yield name, opened.get_tensor(name)
+
+
+@contextmanager
+def noting_loaded(model: Any) -> Iterator[set[str]]:
+    """The parameters that the model's ``load_weights`` fills meanwhile: vLLM only logs those it did not. Models of
+    vLLM that do not tell leave every name in."""
+    load: Callable[..., Any] = model.load_weights
+    loaded: set[str] = set()
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        result = load(*args, **kwargs)
+        loaded.update(result if result is not None else (name for name, _ in model.named_parameters()))
+        return result
+
+    model.load_weights = noting
+    try:
+        yield loaded
+    finally:
+        del model.load_weights
+
+
+def repack_tied_heads(model: Any) -> None:
+    """On a CPU vLLM multiplies with a packed copy of a matrix. Reloading packs a layer again when its weights come, but
+    a head that is tied to the embedding never gets any, and would go on with its first copy for ever."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and getattr(module, "weight", torch.empty(0)).numel():
+            module.quant_method.process_weights_after_loading(module)

@@ -1,0 +1,87 @@
+"""From a config to the engine that makes the responses of a run (docs/engines.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from luffy.config import Config
+from luffy.errors import ConfigError
+from luffy.models.forward import causal_lm
+from luffy.rollout.engine import Engine
+from luffy.rollout.native import NativeEngine
+from luffy.rollout.vllm.colocated import VllmEngine, engine_arguments
+from luffy.rollout.vllm.remote import RemoteEngine
+from luffy.rollout.vllm.server import Server, key_from
+from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer, Transfer
+
+
+def build_engine(cfg: Config, model: nn.Module, device: str, warn: Callable[[str], None]) -> Engine:
+    """The policy's engine. One of vLLM's has no weights before its first ``sync``."""
+    if cfg.rollout.engine == "native":
+        return NativeEngine(model, max_slots=cfg.rollout.slots)
+    if cfg.rollout.vllm.servers:
+        return remote_engine(cfg, model, device, warn)
+    folder = weight_folder(cfg) if transfer_of(cfg, device) == "folder" else None
+    return VllmEngine.of_policy(model, vllm_arguments(cfg, causal_lm(model).config), folder)
+
+
+def vllm_arguments(cfg: Config, model_config: Any) -> dict[str, Any]:
+    v = cfg.rollout.vllm
+    return engine_arguments(
+        dtype=cfg.model.dtype,
+        slots=cfg.rollout.slots,
+        max_context=context_of(cfg, model_config),
+        width=v.tensor_parallel_size,
+        memory_fraction=v.memory_fraction,
+        args={"trust_remote_code": cfg.model.trust_remote_code, **v.args},
+    )
+
+
+def context_of(cfg: Config, model_config: Any) -> int:
+    """The longest prompt and response that the run can ask for, or what the user said."""
+    longest = max(cfg.rollout.max_tokens, cfg.eval.max_tokens or 0)
+    needed = cfg.data.max_prompt_tokens + longest
+    wanted = cfg.rollout.vllm.max_context
+    if wanted is not None and wanted < needed:
+        raise ConfigError(
+            f"'rollout.vllm.max_context' ({wanted}) is less than data.max_prompt_tokens + the longest response "
+            f"({needed}); raise it"
+        )
+    limit = getattr(model_config, "max_position_embeddings", None) or needed
+    return min(wanted or needed, limit)
+
+
+def transfer_of(cfg: Config, device: str) -> str:
+    v = cfg.rollout.vllm
+    if v.transfer != "auto":
+        return v.transfer
+    if v.servers:
+        return "nccl" if device == "cuda" else "folder"
+    spread = v.tensor_parallel_size > 1 or v.args.get("pipeline_parallel_size", 1) > 1
+    return "folder" if spread else "memory"
+
+
+def weight_folder(cfg: Config) -> Path:
+    return Path(cfg.rollout.vllm.shared_folder or cfg.folder / "weights")
+
+
+def remote_engine(cfg: Config, model: nn.Module, device: str, warn: Callable[[str], None]) -> RemoteEngine:
+    v = cfg.rollout.vllm
+    key = key_from(v.api_key_env)
+    transfer: Transfer
+    if transfer_of(cfg, device) == "nccl":
+        transfer = NcclTransfer(v.nccl_host)
+    else:
+        transfer = FolderTransfer(weight_folder(cfg))
+    return RemoteEngine(
+        model,
+        [Server(url, key, v.timeout_s) for url in v.servers],
+        transfer,
+        max_context=context_of(cfg, causal_lm(model).config),
+        slots=cfg.rollout.slots,
+        warn=warn,
+    )
