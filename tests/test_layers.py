@@ -58,6 +58,26 @@ def test_imports_follow_the_data_flow():
     assert wrong == []
 
 
+def test_vllm_is_imported_in_one_place_and_only_when_an_engine_is_built():
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        everywhere, at_once = vllm_imports(ast.walk(tree)), vllm_imports(tree.body)
+        if everywhere:
+            found[str(path.relative_to(ROOT))] = at_once
+    assert found == {"rollout/vllm/colocated.py": 0, "rollout/vllm/transfer.py": 0}
+
+
+def vllm_imports(nodes):
+    names = [
+        name
+        for node in nodes
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+    ]
+    return sum(name.split(".")[0] == "vllm" for name in names)
+
+
 def test_every_part_has_its_layer():
     free = {"__init__", "__main__", "cli", "generate", "reference"}  # the top: may use everything
     parts = {

@@ -86,10 +86,16 @@ def save_with_tokenizer(model, folder: Path) -> None:
 def server_for(model, name: str = "first"):
     """A server that `luffy serve` started; stopped when the tests end."""
     if name not in _started:
+        _started[name] = None  # a second try would take as long and fail as surely
         folder = Path(_temporary("served"))
         save_with_tokenizer(model, folder)
         _started[name] = start_server(folder)
+    assert _started[name] is not None, "the server did not start: see the first test that needed it"
     return _started[name][0]
+
+
+def process_of(name: str):
+    return _started[name][1]
 
 
 def start_server(folder: Path):
@@ -109,7 +115,7 @@ def start_server(folder: Path):
     process = subprocess.Popen([*command, *overrides, "--port", str(port)], stdout=log, stderr=log)
     atexit.register(stop, process)
     server = Server(f"http://127.0.0.1:{port}", key, timeout_s=120)
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 400
     while time.monotonic() < deadline:
         if process.poll() is not None:
             break

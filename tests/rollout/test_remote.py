@@ -1,0 +1,299 @@
+"""The remote engine against servers of our own making: balance, loss, restarts, keys. No vLLM needed."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from luffy.errors import TrainingStopped, UserError
+from luffy.rollout.vllm.remote import RemoteEngine
+from luffy.rollout.vllm.server import Server, key_from
+from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer
+from luffy.rollout.vllm.worker import shape_fields, tensors_in
+from luffy.rollout.weights import tensors_of
+from luffy.types import Request, Sampling
+
+KEY = "a-key-that-must-not-be-seen"
+
+
+class FakeServer:
+    """Answers as a vLLM server with luffy's worker does; ``die_after`` requests it hangs up on everybody."""
+
+    def __init__(self, model, max_context=512, delay=0.0, world_size=1):
+        self.config, self.max_context, self.delay, self.world_size = (
+            shape_fields(model.config),
+            max_context,
+            delay,
+            world_size,
+        )
+        self.version, self.weights, self.calls, self.prompts = -1, {}, [], []
+        self.dead, self.die_after, self.broken = False, None, 0
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                outer.answer(self, {})
+
+            def do_POST(self):
+                outer.answer(self, json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}"))
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def answer(self, handler, body):
+        path = handler.path.strip("/")
+        self.calls.append(path)
+        if self.dead:
+            handler.connection.close()
+            return
+        if handler.headers["Authorization"] != f"Bearer {KEY}":
+            status, reply = 401, {"error": "no key, you sent " + str(handler.headers["Authorization"])}
+        else:
+            status, reply = self.reply(path, body)
+        if self.dead:  # died while it worked on this
+            handler.connection.close()
+            return
+        raw = json.dumps(reply).encode()
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(raw)))
+        handler.end_headers()
+        handler.wfile.write(raw)
+
+    def reply(self, path, body):
+        if path == "v1/completions":
+            return self.complete(body)
+        if path == "collective_rpc":
+            return 200, {"results": [getattr(self, body["method"])(**body["kwargs"])]}
+        known = {"v1/models": {"data": [{"id": "m"}]}, "get_world_size": {"world_size": self.world_size}}
+        return 200, known.get(path, {})
+
+    def complete(self, body):
+        self.prompts.append(tuple(body["prompt"]))
+        time.sleep(self.delay)
+        if self.die_after is not None and len(self.prompts) > self.die_after:
+            self.dead = True
+        if self.broken:
+            self.broken -= 1
+            return 500, {"error": "hiccup"}
+        ids = [body["seed"] % 100, 3, 4][: body["max_tokens"]]
+        return 200, {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}}]}
+
+    def luffy_state(self):
+        return {"version": self.version, "max_context": self.max_context, "config": self.config}
+
+    def luffy_load(self, version, folder):
+        self.weights = dict(tensors_in(sorted(Path(folder).glob("*.safetensors"))))
+        self.version = version
+        return {"version": version}
+
+    def luffy_note_version(self, version):
+        self.version = version
+        return {"version": version}
+
+
+@pytest.fixture
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def start(model):
+    made = []
+
+    def build(**knobs):
+        made.append(FakeServer(model, **knobs))
+        return made[-1]
+
+    yield build
+    for server in made:
+        server.http.shutdown()
+        server.http.server_close()
+
+
+def engine_of(model, servers, folder, **knobs):
+    clients = [Server(s.url, KEY, timeout_s=20) for s in servers]
+    return RemoteEngine(model, clients, FolderTransfer(folder), **{"max_context": 512, "slots": 4, **knobs})
+
+
+def ask(prompt, seed=0, tokens=3):
+    return Request(tuple(prompt), seed, Sampling(tokens, eos_ids=(4,)))
+
+
+def test_answers_come_in_order_and_prompts_stay_with_their_server(model, start, tmp_path):
+    servers = [start(delay=0.01), start(delay=0.01)]
+    engine = engine_of(model, servers, tmp_path)
+    engine.sync(0)
+    requests = [ask([10 + p], seed=10 * p + s) for p in range(6) for s in range(4)]
+    seen = []
+    got = engine.generate(requests, lambda done, of: seen.append((done, of)))
+    assert [c.token_ids.tolist() for c in got] == [[r.seed % 100, 3, 4] for r in requests]
+    assert all(c.finish == "stop" and c.log_probs.tolist() == [-0.5] * 3 for c in got)
+    assert seen == [(i, 24) for i in range(1, 25)]
+    counts = [len(s.prompts) for s in servers]
+    assert min(counts) >= 8 and sum(counts) == 24
+    shared = set(servers[0].prompts) & set(servers[1].prompts)
+    assert len(shared) <= 2  # only what was left at the end is shared out
+    assert {k: m.value for k, m in engine.metrics().items()} == {
+        "rollout/servers": 2, "rollout/servers_lost": 0, "rollout/requests_resent": 0
+    }  # fmt: skip
+
+
+def test_a_push_reaches_every_server_whole_and_clears_its_cache(model, start, tmp_path):
+    servers = [start(), start()]
+    engine = engine_of(model, servers, tmp_path)
+    engine.sync(5)
+    expected = dict(tensors_of(model))
+    for server in servers:
+        assert server.version == 5 and server.weights.keys() == expected.keys()
+        assert all(torch.equal(server.weights[n], expected[n]) for n in expected)
+        assert server.calls.index("reset_prefix_cache") > server.calls.index("collective_rpc")
+    assert engine.version == 5 and list(tmp_path.iterdir()) == []
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.inf
+    with pytest.raises(FloatingPointError, match="version 6 not pushed"):
+        engine.sync(6)
+    assert engine.version == 5 and all(server.version == 5 for server in servers)
+
+
+def test_a_lost_servers_requests_are_made_elsewhere_and_reported(model, start, tmp_path):
+    servers = [start(delay=0.01), start(delay=0.01)]
+    servers[1].die_after = 3
+    said = []
+    engine = engine_of(model, servers, tmp_path, warn=said.append)
+    engine.sync(0)
+    requests = [ask([10 + p], seed=10 * p + s) for p in range(6) for s in range(4)]
+    got = engine.generate(requests)
+    assert [c.token_ids[0].item() for c in got] == [r.seed % 100 for r in requests]
+    values = {k: m.value for k, m in engine.metrics().items()}
+    assert values["rollout/servers_lost"] == 1 and values["rollout/servers"] == 1
+    assert values["rollout/requests_resent"] >= 1
+    assert len(said) == 1 and servers[1].url in said[0] and "lost" in said[0]
+    servers[1].dead, servers[1].die_after, servers[1].version = False, None, -1  # started again, with its first weights
+    engine.generate(requests)
+    assert servers[1].version == 0 and {k: m.value for k, m in engine.metrics().items()}["rollout/servers"] == 2
+    assert any("is back" in line for line in said)
+
+
+def test_a_restarted_server_gets_the_weights_before_it_is_asked(model, start, tmp_path):
+    server = start()
+    said = []
+    engine = engine_of(model, [server], tmp_path, warn=said.append)
+    engine.sync(3)
+    server.version, server.weights = -1, {}
+    engine.generate([ask([10])])
+    assert server.version == 3 and server.weights and "other weights" in said[0]
+
+
+def test_without_any_server_left_the_run_stops_and_says_so(model, start, tmp_path):
+    server = start()
+    engine = engine_of(model, [server], tmp_path)
+    engine.sync(0)
+    server.die_after = 1
+    with pytest.raises(TrainingStopped, match="no vLLM server could answer"):
+        engine.generate([ask([10], seed=s) for s in range(6)])
+    with pytest.raises(TrainingStopped, match="no vLLM server is left"):
+        engine.generate([ask([10])])
+
+
+def test_a_hiccup_is_tried_again_and_a_lasting_fault_is_an_error(model, start, tmp_path):
+    server = start()
+    engine = engine_of(model, [server], tmp_path)
+    engine.sync(0)
+    server.broken = 2
+    assert len(engine.generate([ask([10], seed=s) for s in range(4)])) == 4
+    server.broken = 100
+    with pytest.raises(TrainingStopped, match="hiccup"):
+        engine.generate([ask([10])])
+
+
+def test_a_server_with_another_model_or_too_little_context_is_refused(model, start, tmp_path):
+    other = start()
+    other.config["hidden_size"] = 96
+    with pytest.raises(UserError, match="serves another model: its hidden_size is 96, the policy's is 64"):
+        engine_of(model, [other], tmp_path)
+    with pytest.raises(UserError, match="takes 256 tokens, but 512 are needed"):
+        engine_of(model, [start(max_context=256)], tmp_path)
+
+
+def test_the_key_is_asked_for_and_never_shown(model, start, monkeypatch, tmp_path):
+    server = start()
+    wrong = Server(server.url, "not-the-key-of-it")
+    with pytest.raises(UserError, match="HTTP 401.*api_key_env") as caught:
+        wrong.model_name()
+    assert "not-the-key-of-it" not in str(caught.value) and "***" in str(caught.value)
+    assert "not-the-key-of-it" not in repr(wrong)
+    monkeypatch.setenv("SOME_KEY", "  ")
+    with pytest.raises(UserError, match="SOME_KEY.*is empty"):
+        key_from("SOME_KEY")
+    monkeypatch.setenv("SOME_KEY", KEY)
+    assert key_from("SOME_KEY") == KEY
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://host:1/v1"])
+def test_an_address_is_checked(url):
+    with pytest.raises(UserError, match="is not an address"):
+        Server(url, KEY)
+    with pytest.raises(UserError, match="a key does not belong"):
+        Server("http://me:secret@host:1", KEY)
+
+
+def test_a_server_that_is_not_there(model, tmp_path, start):
+    server = start()
+    server.dead = True
+    with pytest.raises(UserError, match="does not answer"):
+        engine_of(model, [server], tmp_path)
+
+
+# ---- NCCL, with a group that only notes
+
+
+class Group:
+    def __init__(self):
+        self.sent = []
+
+    def broadcast(self, tensor, src):
+        assert src == 0 and tensor.is_contiguous()
+        self.sent.append(tensor.clone())
+
+
+def test_nccl_follows_the_protocol_and_makes_a_new_group_when_servers_change(model, start):
+    servers = [start(world_size=2), start(world_size=3)]
+    clients = [Server(s.url, KEY, timeout_s=20) for s in servers]
+    infos, groups = [], []
+    for server in servers:
+        plain = server.reply
+        server.reply = lambda path, body, plain=plain: infos.append((path, body)) or plain(path, body)
+
+    def join(host, port, world):
+        groups.append((Group(), host, world))
+        return groups[-1][0]
+
+    transfer = NcclTransfer("127.0.0.1", join)
+    assert transfer.push(model, 4, clients) == []
+    assert [(host, world) for _, host, world in groups] == [("127.0.0.1", 6)]
+    offsets = sorted(b["init_info"]["rank_offset"] for p, b in infos if p == "init_weight_transfer_engine")
+    assert offsets == [1, 3]
+    expected = list(tensors_of(model))
+    (update, _) = [b["update_info"] for p, b in infos if p == "update_weights"]
+    assert update["names"] == [n for n, _ in expected] and update["dtype_names"] == ["float32"] * len(expected)
+    assert update["shapes"] == [list(t.shape) for _, t in expected]
+    assert all(torch.equal(a, b) for a, (_, b) in zip(groups[0][0].sent, expected, strict=True))
+    order = [c for c in servers[0].calls if c in ("start_weight_update", "update_weights", "finish_weight_update")]
+    assert order == ["start_weight_update", "update_weights", "finish_weight_update"]
+    assert [s.version for s in servers] == [4, 4]
+    transfer.push(model, 5, clients)
+    assert len(groups) == 1
+    servers[1].dead = True
+    assert transfer.push(model, 6, clients) == [clients[1]]
+    assert transfer.push(model, 7, clients[:1]) == [] and [world for *_, world in groups] == [6, 3, 3]
+    assert servers[0].version == 7

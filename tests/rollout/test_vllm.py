@@ -1,0 +1,125 @@
+"""What vLLM's engines promise beyond the conformance suite; `make test-vllm`."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import vllm_engines
+from tiny_models import tiny_model as smallest_model
+
+from luffy.errors import UserError
+from luffy.rollout.vllm.remote import RemoteEngine
+from luffy.rollout.vllm.server import Server
+from luffy.rollout.vllm.transfer import FolderTransfer
+from luffy.types import Request, Sampling
+
+pytestmark = pytest.mark.vllm
+
+
+def llama():
+    return smallest_model("llama", hidden_size=128)
+
+
+def ask(seed=0, tokens=8, temperature=0.0, length=40):
+    return Request(tuple(range(10, 10 + length)), seed, Sampling(tokens, temperature))
+
+
+def tokens_of(engine, *requests):
+    return [c.token_ids.tolist() for c in engine.generate(requests)]
+
+
+@pytest.fixture(params=["colocated", "remote"])
+def engine(request):
+    return getattr(vllm_engines, request.param)(llama())
+
+
+def test_a_push_of_the_wrong_shape_is_refused_and_the_engine_stays_well(engine):
+    before = tokens_of(engine, ask())
+    mlp = engine.model.model.layers[0].mlp
+    kept = mlp.up_proj.weight
+    mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(3, 128))
+    with pytest.raises(UserError, match=r"up_proj.weight is \[3, 128\] and must be \[128, 128\]"):
+        engine.sync(9)
+    assert engine.version == 0 and tokens_of(engine, ask()) == before
+    mlp.up_proj.weight = kept
+    engine.sync(10)
+    assert engine.version == 10 and tokens_of(engine, ask()) == before
+
+
+def test_a_sleeping_engine_does_not_answer_with_what_it_has():
+    engine = vllm_engines.colocated(llama())
+    before = tokens_of(engine, ask())
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="call sync first"):
+        engine.generate([ask()])
+    engine.sync(1)
+    assert tokens_of(engine, ask()) == before and engine.seconds.keys() == {"sleep", "wake", "push"}
+
+
+def test_weights_through_a_folder_are_the_same_as_in_memory(tmp_path):
+    engine = vllm_engines.colocated(llama())
+    expected = tokens_of(engine, ask())
+    other = smallest_model("llama", seed=3, hidden_size=128)
+    engine.model = other
+    engine._push_folder = tmp_path
+    try:
+        engine.sync(1)
+        assert tokens_of(engine, ask()) != expected
+        engine.model = llama()
+        engine.sync(2)
+    finally:
+        engine._push_folder = None
+    assert tokens_of(engine, ask()) == expected and list(tmp_path.iterdir()) == []
+
+
+def test_the_trainers_random_numbers_are_left_alone():
+    engine = vllm_engines.colocated(llama())
+    torch.manual_seed(3)
+    random.seed(3)
+    state, python = torch.get_rng_state(), random.getstate()
+    engine.generate([ask(temperature=0.0), ask(seed=4, temperature=1.0)])
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python
+
+
+def test_what_vllm_cannot_do_is_one_clear_line(engine):
+    with pytest.raises(UserError, match=r"temperature must be in \[0, 2\]") as caught:
+        engine.generate([ask(temperature=3.0)])
+    assert "\n" not in str(caught.value)
+
+
+def test_every_route_of_a_server_asks_for_the_key():
+    real = vllm_engines.server_for(llama())
+    stranger = Server(real.url, "guessed")
+    stranger.check_health()
+    for call in (
+        stranger.model_name,
+        lambda: stranger.rpc("luffy_state"),
+        lambda: stranger.post("reset_prefix_cache", {}),
+        lambda: stranger.post("sleep", {}),
+        lambda: stranger.post("update_weights", {}),
+    ):
+        with pytest.raises(UserError, match="HTTP 401"):
+            call()
+    assert real.rpc("luffy_state")["config"]["hidden_size"] == 128
+
+
+def test_a_server_killed_in_the_middle_costs_no_sample(tmp_path):
+    model = llama()
+    first, second = vllm_engines.server_for(model), vllm_engines.server_for(model, "second")
+    process = vllm_engines.process_of("second")
+    said = []
+    engine = RemoteEngine(model, [first, second], FolderTransfer(tmp_path), max_context=512, slots=8, warn=said.append)
+    engine.sync(1)
+    requests = [ask(seed=s, tokens=150, temperature=1.0, length=8 + s % 4) for s in range(48)]
+    undisturbed = tokens_of(engine, *requests)
+    threading.Timer(0.3, lambda: os.kill(process.pid, signal.SIGKILL)).start()
+    time.sleep(0.1)
+    assert tokens_of(engine, *requests) == undisturbed
+    values = {name: metric.value for name, metric in engine.metrics().items()}
+    assert values["rollout/servers_lost"] == 1 and values["rollout/requests_resent"] > 0
+    assert len(said) == 1 and second.url in said[0]
+    assert tokens_of(engine, *requests[:4]) == undisturbed[:4]  # the other goes on alone

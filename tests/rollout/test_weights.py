@@ -1,0 +1,107 @@
+"""What leaves the trainer for another engine, and what is refused before anything leaves."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from luffy.errors import UserError
+from luffy.rollout.vllm.transfer import write_weights
+from luffy.rollout.vllm.worker import noting_loaded, tensors_in
+from luffy.rollout.weights import PushCheck, checkpoint_weights, tensors_of
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])  # tied and untied
+def test_names_and_tensors_are_those_of_the_saved_checkpoint(architecture, tmp_path):
+    model = tiny_model(architecture)
+    model.save_pretrained(tmp_path)
+    saved = dict(tensors_in(tmp_path.glob("*.safetensors")))
+    pushed = dict(tensors_of(model))
+    assert pushed.keys() == saved.keys()
+    assert all(torch.equal(pushed[name], saved[name]) for name in saved)
+
+
+def test_adapters_are_merged_without_touching_the_policy():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model("qwen2"), config)
+    before = [parameter.clone() for parameter in model.parameters()]
+    pushed = dict(tensors_of(model))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    merged = model.merge_and_unload().state_dict()
+    assert pushed.keys() == merged.keys() - {"lm_head.weight"}  # tied
+    for name, tensor in pushed.items():
+        torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5)
+    assert "model.layers.0.self_attn.q_proj.bias" in pushed
+    PushCheck(tiny_model("qwen2"))(model, 1)
+
+
+def test_a_folder_holds_everything_in_parts_and_is_gone_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setattr("luffy.rollout.vllm.transfer.SHARD_BYTES", 60_000)
+    model = tiny_model("llama")
+    with write_weights(model, tmp_path / "deep" / "er", 3) as folder:
+        files = sorted(folder.iterdir())
+        assert len(files) > 3
+        read = dict(tensors_in(files))
+        expected = dict(tensors_of(model))
+        assert read.keys() == expected.keys() and all(torch.equal(read[n], expected[n]) for n in read)
+    assert list((tmp_path / "deep" / "er").iterdir()) == []
+
+
+def spoil(model, kind):
+    layer = model.model.layers[1].mlp
+    if kind == "shape":
+        layer.up_proj.weight = torch.nn.Parameter(torch.zeros(5, 64))
+    elif kind == "missing":
+        del layer.up_proj.weight
+    elif kind == "unknown":
+        layer.extra = torch.nn.Linear(2, 2)
+    else:
+        with torch.no_grad():
+            layer.up_proj.weight[0, 0] = float(kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("nan", FloatingPointError, r"version 7 not pushed: 1 tensor \(model.layers.1.mlp.up_proj.weight\) with NaN"),
+        ("-inf", FloatingPointError, "NaN or infinity"),
+        ("shape", UserError, r"up_proj.weight is \[5, 64\] and must be \[128, 64\]"),
+        ("missing", UserError, r"1 tensor \(model.layers.1.mlp.up_proj.weight\) missing"),
+        ("unknown", UserError, r"2 tensors \(model.layers.1.mlp.extra.bias, .*\) unknown to the model's config"),
+    ],
+)
+def test_a_bad_push_is_refused_with_what_is_wrong(kind, error, message):
+    model = tiny_model("llama")
+    check = PushCheck(model)
+    check(model, 6)
+    spoil(model, kind)
+    with pytest.raises(error, match=message) as caught:
+        check(model, 7)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_computed_before_it_is_asked_for():
+    weights = checkpoint_weights(tiny_model("llama"))
+    assert len(weights) == 1 + 3 * 9 + 1 and all(weight.layer is None for weight in weights)
+
+
+class Loader(torch.nn.Module):
+    """As a model of vLLM: some tell what they loaded, some do not."""
+
+    def __init__(self, tells):
+        super().__init__()
+        self.a, self.b, self.tells = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1), tells
+
+    def load_weights(self, weights):
+        names = {name for name, _ in weights}
+        return names if self.tells else None
+
+
+@pytest.mark.parametrize(
+    ("tells", "known"), [(True, {"a.weight"}), (False, {"a.weight", "a.bias", "b.weight", "b.bias"})]
+)
+def test_which_parameters_were_loaded(tells, known):
+    model = Loader(tells)
+    with noting_loaded(model) as loaded:
+        model.load_weights([("a.weight", torch.zeros(1, 1))])
+    assert loaded == known and "load_weights" not in vars(model)
