@@ -294,7 +294,7 @@ def eval_model(
     limit: Annotated[int | None, typer.Option(min=1, help="only the first problems of each benchmark")] = None,
     data: Annotated[Path | None, typer.Option(help="folder with the benchmarks; default: $LUFFY_DATA")] = None,
     out: Annotated[Path | None, typer.Option(help="results folder, resumed; default: evals/MODEL-SUITE")] = None,
-    engine: Annotated[str, typer.Option(help="native, or module:function that returns a LoadedModel")] = "native",
+    engine: Annotated[str, typer.Option(help="native, vllm, or module:function that returns a LoadedModel")] = "native",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     slots: Annotated[int, typer.Option(min=1, help="responses generated at the same time")] = 64,

@@ -1,4 +1,4 @@
-"""The model under evaluation behind the engine protocol: the native engine, or anybody's own."""
+"""The model under evaluation behind the engine protocol: the native engine, vLLM, or anybody's own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from transformers import AutoConfig, GenerationConfig
+
 from luffy.errors import UserError
-from luffy.models.load import eos_ids, load_model, load_tokenizer
+from luffy.models.load import eos_ids, eos_ids_of, gguf_file, load_model, load_tokenizer
 from luffy.rewards.worker import resolve
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
+from luffy.rollout.vllm.colocated import VllmEngine, engine_arguments
+
+VLLM_MEMORY_FRACTION = 0.9  # nothing else needs the GPU here
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,13 @@ class LoadedModel:
 
 
 def load_engine(name: str, model: str, *, dtype: str, device: str, slots: int) -> LoadedModel:
-    """``native``, or ``module:function`` called as ``function(model, dtype=, device=, slots=)``."""
+    """``native``, ``vllm``, or ``module:function`` called as ``function(model, dtype=, device=, slots=)``."""
     if name == "native":
         return load_native(model, dtype=dtype, device=device, slots=slots)
+    if name == "vllm":
+        return load_vllm(model, dtype=dtype, slots=slots)
     if ":" not in name:
-        raise UserError(f"--engine {name} is unknown: use native, or module:function that returns a LoadedModel")
+        raise UserError(f"--engine {name} is unknown: use native, vllm, or module:function that returns a LoadedModel")
     loaded = resolve(name)(model, dtype=dtype, device=device, slots=slots)
     if not isinstance(loaded, LoadedModel):
         raise UserError(f"--engine {name} must return a luffy.evaluation.engines.LoadedModel, found {type(loaded)}")
@@ -41,6 +48,23 @@ def load_native(model: str, *, dtype: str, device: str, slots: int) -> LoadedMod
     policy = load_model(model, cast(Any, dtype), device)
     engine = NativeEngine(policy, max_slots=slots)
     return LoadedModel(engine, tokenizer, eos_ids(policy, tokenizer), engine.max_context)
+
+
+def load_vllm(model: str, *, dtype: str, slots: int) -> LoadedModel:
+    """vLLM with the weights of a folder or hub id, which it reads itself, and the GPU to itself."""
+    if gguf_file(model) is not None:
+        raise UserError(f"--engine vllm: {model} is a GGUF file; give a Hugging Face folder (luffy prepare model)")
+    tokenizer = load_tokenizer(model)
+    config = AutoConfig.from_pretrained(model)
+    try:
+        generation = GenerationConfig.from_pretrained(model)
+    except OSError:
+        generation = GenerationConfig.from_model_config(config)
+    arguments = engine_arguments(
+        dtype=dtype, slots=slots, max_context=None, width=1, memory_fraction=VLLM_MEMORY_FRACTION, args={}
+    )
+    engine = VllmEngine({"model": model, **arguments}, vocabulary=config.vocab_size)
+    return LoadedModel(engine, tokenizer, eos_ids_of(generation, tokenizer), engine.max_context)
 
 
 def model_identity(model: str) -> str:

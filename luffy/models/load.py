@@ -62,7 +62,11 @@ def drop_padding_tokens(model: PreTrainedModel, tokens: int) -> None:
 
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     """Every token id that ends a response: those of the generation config, then the tokenizer's own."""
-    listed = getattr(causal_lm(model).generation_config, "eos_token_id", None)
+    return eos_ids_of(causal_lm(model).generation_config, tokenizer)
+
+
+def eos_ids_of(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
+    listed = getattr(generation_config, "eos_token_id", None)
     ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
     if tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)

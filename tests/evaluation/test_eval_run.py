@@ -153,7 +153,7 @@ def test_any_engine_by_its_import_path(options, whole, tmp_path):
     run_evaluation(replace(options, out=tmp_path, engine="test_eval_run:own_engine", limit=2))
     first = {row["id"] for row in read_items(tmp_path)}
     assert read_items(tmp_path) == [row for row in read_items(whole[0]) if row["id"] in first]
-    with pytest.raises(UserError, match="--engine vlm is unknown: use native, or module:function"):
+    with pytest.raises(UserError, match="--engine vlm is unknown: use native, vllm, or module:function"):
         run_evaluation(replace(options, out=tmp_path, engine="vlm"))
 
 

@@ -91,6 +91,19 @@ def test_what_vllm_cannot_do_is_one_clear_line(engine):
     assert "\n" not in str(caught.value)
 
 
+def test_a_folder_is_evaluated_with_the_weights_that_vllm_reads_itself(tmp_path, monkeypatch):
+    from luffy.evaluation import engines
+
+    vllm_engines.save_with_tokenizer(llama(), tmp_path)
+    plain = engines.engine_arguments
+    monkeypatch.setattr(engines, "engine_arguments", lambda **k: plain(**{**k, "args": vllm_engines.ARGUMENTS}))
+    loaded = engines.load_engine("vllm", str(tmp_path), dtype="float32", device="cpu", slots=8)
+    assert loaded.context == 512 and loaded.eos_ids == (2,)
+    assert tokens_of(loaded.engine, ask()) == tokens_of(vllm_engines.colocated(llama()), ask())
+    with pytest.raises(RuntimeError, match="no policy"):
+        loaded.engine.sync(1)
+
+
 def test_every_route_of_a_server_asks_for_the_key():
     real = vllm_engines.server_for(llama())
     stranger = Server(real.url, "guessed")

@@ -209,9 +209,9 @@ def can_sleep() -> bool:
 
 
 def engine_arguments(
-    *, dtype: str, slots: int, max_context: int, width: int, memory_fraction: float, args: Mapping[str, Any]
+    *, dtype: str, slots: int, max_context: int | None, width: int, memory_fraction: float, args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """vLLM's arguments for a policy: ours, then the user's."""
+    """vLLM's arguments: ours, then the user's. No ``max_context``: the model's own."""
     return {
         "dtype": dtype,
         "max_num_seqs": slots,
