@@ -56,7 +56,8 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 
 # The engine conformance suite, servers on loopback, and LUFFY on SmolLM2 with GSM8K rows (where LUFFY_DATA has them).
 test-vllm: $(VLLM_READY) $(SMOLLM2)
-	LUFFY_SMOLLM2=$$(find $(SMOLLM2) -name '*.gguf') $(VLLM_BIN)/python -m pytest -m vllm --timeout 900
+	LUFFY_SMOLLM2=$$(find $(SMOLLM2) -name '*.gguf') OMP_NUM_THREADS=2 VLLM_CPU_OMP_THREADS_BIND=nobind \
+		$(VLLM_BIN)/python -m pytest -m vllm --timeout 900
 
 quickstart: $(READY)
 	$(BIN)/luffy quickstart

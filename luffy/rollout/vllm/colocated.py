@@ -83,6 +83,7 @@ class VllmEngine(Engine):
         if self.model is None or self._check is None:
             raise RuntimeError("this engine loaded its weights itself: there is no policy to take others from")
         self._check(self.model, version)
+        self.seconds.update(wake=0.0, push=0.0)
         with self._timed("wake"):
             self._wake("weights")
         with self._timed("push"):
@@ -97,7 +98,8 @@ class VllmEngine(Engine):
     def sleep(self) -> None:
         if self.model is None or self._asleep:
             return
-        with self._timed("sleep", afresh=True):
+        self.seconds["sleep"] = 0.0
+        with self._timed("sleep"):
             if can_sleep():
                 self._llm.sleep(level=SLEEP_LEVEL)
         self._asleep = True
@@ -161,14 +163,12 @@ class VllmEngine(Engine):
                 raise RuntimeError(f"vLLM took the push of version {version} only in part: {answer['error']}")
 
     @contextmanager
-    def _timed(self, what: str, afresh: bool = False) -> Iterator[None]:
-        if afresh:
-            self.seconds = {}
+    def _timed(self, what: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - started
+        self.seconds[what] += time.perf_counter() - started
 
 
 def bar_for(progress: Progress) -> Callable[..., Any]:
