@@ -6,9 +6,9 @@
     python benchmarks/engines.py --shape '{"hidden_size": 128, ...}' --dtype float32      # small enough for a CPU
 
 Every engine runs in a process of its own, so that one's memory is not the other's. A row is: warm-up, REPEATS timed
-batches (the median counts), log-probs against the trainer's forward pass, then what a training step does to the engine:
-sleep, changed weights, sync; and log-probs again, which show whether the push arrived whole. Random weights are fine for
-speed and never for claims about learning. Responses never stop early, so all engines make the same number of tokens.
+batches (the median counts), log-probs against the trainer's forward pass, then what a training step does to an engine:
+sleep, changed weights, sync; and log-probs again, which show whether the push arrived whole. Random weights are fine
+for speed and never for claims about learning. Responses never stop early, so all engines make as many tokens.
 """
 
 from __future__ import annotations

@@ -207,7 +207,9 @@ class RolloutConfig:
     top_k: int = knob(0, "sample among the k most likely tokens; 0 is off", ge=0)
     max_tokens: int = knob(2048, "longest response", ge=1)
     slots: int | None = knob(
-        None, "sequences decoded at once; null: 256 on a CPU, 1024 on a GPU (fewer when memory is short)", ge=1
+        None,
+        "sequences decoded at once; null: 256 on a CPU and in vLLM, 1024 on a GPU (fewer when memory is short)",
+        ge=1,
     )
     engine: Literal["native", "vllm"] = knob(
         "native",
@@ -442,11 +444,6 @@ def _check_guide(c: Config) -> None:
     guide = c.rollout.guide
     if guide is None:
         return
-    if c.rollout.engine != "native":
-        raise ConfigError(
-            "token-level guidance (rollout.offpolicy_guidance) decides token by token inside the native engine; "
-            "set rollout.engine=native"
-        )
     if c.algorithm.mismatch_correction != "off":
         raise ConfigError(
             "under token-level guidance the importance weights already divide by what the engine drew with; "

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from luffy.metrics import Metric
 from luffy.rollout.engine import Engine, Progress
 from luffy.types import Completion, Request
 
@@ -21,6 +22,12 @@ class AlignedEngine(Engine):
 
     def sync(self, version: int) -> None:
         self.draft.sync(version)
+
+    def sleep(self) -> None:
+        self.draft.sleep()
+
+    def metrics(self) -> dict[str, Metric]:
+        return self.draft.metrics()
 
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
         drafts = self.draft.generate(requests, progress)

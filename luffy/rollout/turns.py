@@ -18,6 +18,7 @@ import torch
 
 from luffy.core.rules import Rule
 from luffy.errors import UserError
+from luffy.metrics import Metric
 from luffy.rollout.engine import Engine, Progress
 from luffy.rollout.sampling import GOLDEN, SamplingRows
 from luffy.rollout.speculative import ACCEPT_STREAM, check_exact, uniforms
@@ -95,7 +96,7 @@ class Turns:
         )
 
 
-class TurnsEngine:
+class TurnsEngine(Engine):
     """Token-level guidance from any two engines. ``rule`` (a mixture) may be replaced between calls (schedules).
 
     ``guidance_vocabulary`` is the number of tokens the guidance engine can read, where the policy may write more.
@@ -118,6 +119,12 @@ class TurnsEngine:
 
     def sync(self, version: int) -> None:
         self.draft.sync(version)
+
+    def sleep(self) -> None:
+        self.draft.sleep()
+
+    def metrics(self) -> dict[str, Metric]:
+        return self.draft.metrics()
 
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
         if not requests:

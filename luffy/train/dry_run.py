@@ -19,7 +19,7 @@ from luffy.rewards import build_verifier
 from luffy.rollout.native import GPU_SLOTS
 from luffy.rollout.speculative import check_same_tokenizer
 from luffy.train import setup
-from luffy.train.engines import context_of
+from luffy.train.engines import VLLM_SLOTS, context_of
 from luffy.train.guide import check_guidance_fits
 from luffy.train.loop import Method, total_steps
 from luffy.train.memory import activation_bytes
@@ -117,10 +117,10 @@ def plan_line(cfg: Config, method: Method, batch: list[Any], visits: list[int], 
 def engine_line(cfg: Config, method: Method, model_config: Any) -> str:
     r = cfg.rollout
     if r.engine == "native" or method == "sft":
-        return f"native, {r.slots} slots"
+        return f"native, {r.slots or 'as many as fit'} slots"
     where = f"{len(r.vllm.servers)} server(s)" if r.vllm.servers else "in this process"
-    context = context_of(cfg, model_config)
-    return f"vLLM, {where}, {r.slots} slots, {context} tokens of context, mismatch {cfg.algorithm.mismatch_correction}"
+    size = f"{r.slots or VLLM_SLOTS} slots, {context_of(cfg, model_config)} tokens of context"
+    return f"vLLM, {where}, {size}, mismatch correction {cfg.algorithm.mismatch_correction}"
 
 
 def update_line(cfg: Config, steps: int) -> str:

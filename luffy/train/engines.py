@@ -18,6 +18,8 @@ from luffy.rollout.vllm.remote import RemoteEngine
 from luffy.rollout.vllm.server import Server, key_from
 from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer, Transfer
 
+VLLM_SLOTS = 256  # unless rollout.slots says otherwise: vLLM's own default
+
 
 def build_engine(cfg: Config, model: nn.Module, device: str, warn: Callable[[str], None]) -> Engine:
     """The policy's engine. One of vLLM's has no weights before its first ``sync``."""
@@ -33,7 +35,7 @@ def vllm_arguments(cfg: Config, model_config: Any) -> dict[str, Any]:
     v = cfg.rollout.vllm
     return engine_arguments(
         dtype=cfg.model.dtype,
-        slots=cfg.rollout.slots,
+        slots=cfg.rollout.slots or VLLM_SLOTS,
         max_context=context_of(cfg, model_config),
         width=v.tensor_parallel_size,
         memory_fraction=v.memory_fraction,
@@ -82,6 +84,6 @@ def remote_engine(cfg: Config, model: nn.Module, device: str, warn: Callable[[st
         [Server(url, key, v.timeout_s) for url in v.servers],
         transfer,
         max_context=context_of(cfg, causal_lm(model).config),
-        slots=cfg.rollout.slots,
+        slots=cfg.rollout.slots or VLLM_SLOTS,
         warn=warn,
     )

@@ -99,11 +99,11 @@ class Trainer:
         self.policy = Policy(self.model, cfg, temperature=1.0 if method == "sft" else None)
         self.engine = self._build_engine()  # the policy alone: evaluation
         self._closing.callback(self.engine.close)
+        self.engine.sync(0 if checkpoint is None else checkpoint.step)
         self.watch = Stopwatch()
         self.source = self._build_source()
         if checkpoint is not None:
             self._restore(checkpoint, allow_changed_data)
-        self.engine.sync(self.progress.step)
         self.notices += setup.left_out(self.tasks.report, self.eval_report)
         self._settle()
 

@@ -100,7 +100,8 @@ def test_log_probs_equal_a_plain_forward_pass(model, build):
     requests = [ask(prompt(4 + 5 * i), 25, seed=i, **k) for i, k in enumerate(knobs)]
     for request, completion in zip(requests, build(model).generate(requests), strict=True):
         expected = reference_log_probs(model, request, completion)
-        torch.testing.assert_close(completion.log_probs, expected, atol=2e-5, rtol=1e-4)
+        given = completion.log_probs if completion.behavior_log_probs is None else completion.behavior_log_probs
+        torch.testing.assert_close(given, expected, atol=2e-5, rtol=1e-4)
         assert completion.log_probs.dtype == torch.float32 and completion.token_ids.dtype == torch.long
 
 

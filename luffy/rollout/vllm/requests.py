@@ -43,7 +43,7 @@ def is_filtered(request: Request) -> bool:
 
 def completion(request: Request, token_ids: Sequence[int], log_probs: Sequence[float]) -> Completion:
     """vLLM's processed log-probs are those of the distribution it drew from: tempered, and under top-p or top-k
-    renormalised over the tokens that were left. Then they are the behaviour, and stand in for the policy's own."""
+    renormalised over the tokens that were left. Then they are the behaviour, and the policy's own are unknown."""
     ids = torch.tensor(token_ids, dtype=torch.long)
     drawn_with = torch.tensor(log_probs, dtype=torch.float32)
     if ids.numel() != drawn_with.numel() or not ids.numel():
@@ -51,4 +51,6 @@ def completion(request: Request, token_ids: Sequence[int], log_probs: Sequence[f
     if drawn_with.isnan().any():
         raise FloatingPointError("vLLM gave NaN log-probs: its weights or its KV cache hold NaN")
     finish: Finish = "stop" if int(ids[-1]) in request.sampling.eos_ids else "length"
-    return Completion(ids, drawn_with, finish, behavior_log_probs=drawn_with if is_filtered(request) else None)
+    if not is_filtered(request):
+        return Completion(ids, drawn_with, finish)
+    return Completion(ids, torch.full_like(drawn_with, torch.nan), finish, behavior_log_probs=drawn_with)
