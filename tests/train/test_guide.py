@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from luffy.config import load_config
 from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import read_json_lines
-from luffy.rollout import NativeEngine
+from luffy.rollout import Engine, NativeEngine
 from luffy.train.dry_run import dry_run
 from luffy.train.loop import Trainer
 
@@ -138,7 +138,7 @@ def test_padding_of_either_model_leaves_the_probabilities_exact(
         assert all(r["guidance/weight_max"] <= 2.0 + 1e-4 for r in rows)
 
 
-class Foreign:
+class Foreign(Engine):
     """Another engine's face: tokens and their log-probs, nothing else to hold on to."""
 
     def __init__(self, model, max_slots):
@@ -147,7 +147,7 @@ class Foreign:
 
 
 def test_another_engine_and_the_guidance_take_turns(make_config, stronger, monkeypatch):
-    monkeypatch.setattr("luffy.train.loop.NativeEngine", Foreign)
+    monkeypatch.setattr("luffy.train.engines.NativeEngine", Foreign)
     guide = {
         "model_path": str(stronger),
         "rule": "mixture",
@@ -170,14 +170,14 @@ def test_another_engine_and_the_guidance_take_turns(make_config, stronger, monke
 
 
 def test_another_engine_aligns(make_config, stronger, monkeypatch):
-    monkeypatch.setattr("luffy.train.loop.NativeEngine", Foreign)
+    monkeypatch.setattr("luffy.train.engines.NativeEngine", Foreign)
     rows, _ = run(make_config(rollout={"offpolicy_guidance": {"model_path": str(stronger), "rule": "aligned"}}))
     assert rows[0]["guidance/token_ratio"] > 0
 
 
 @pytest.mark.parametrize("rule", ["speculative", "threshold"])
 def test_a_rule_another_engine_cannot_honour_is_refused_before_the_first_step(make_config, stronger, monkeypatch, rule):
-    monkeypatch.setattr("luffy.train.loop.NativeEngine", Foreign)
+    monkeypatch.setattr("luffy.train.engines.NativeEngine", Foreign)
     cfg = make_config(rollout={"offpolicy_guidance": {"model_path": str(stronger), "rule": rule}})
     with pytest.raises(UserError, match=f"rule {rule} cannot be honoured with the engine Foreign.*native engine"):
         Trainer(cfg)
@@ -192,7 +192,7 @@ def test_an_engine_without_log_probs_is_refused_before_the_first_step(make_confi
                 replace(c, log_probs=torch.full_like(c.log_probs, torch.nan)) for c in self._engine.generate(requests)
             ]
 
-    monkeypatch.setattr("luffy.train.loop.NativeEngine", Silent)
+    monkeypatch.setattr("luffy.train.engines.NativeEngine", Silent)
     guide = {"model_path": str(stronger), "rule": "mixture"}
     with pytest.raises(UserError, match="Silent gave 1 tokens with 0 log-probs"):
         Trainer(make_config(rollout={"offpolicy_guidance": guide}))
