@@ -1,11 +1,14 @@
 """From a config to an engine, and what the trainer asks of one that has its own copy of the weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from luffy.config import load_config
 from luffy.core.importance import Importance
 from luffy.errors import ConfigError, UserError
+from luffy.models.load import load_model
 from luffy.report.recorder import read_json_lines
 from luffy.rollout.native import NativeEngine
 from luffy.train.engines import build_engine, context_of, transfer_of, vllm_arguments
@@ -190,8 +193,25 @@ def test_the_key_stays_out_of_the_run_folder(make_config, monkeypatch, tiny_mode
     assert "never-write-me" not in to_yaml(cfg)
 
 
-def test_native_is_what_one_gets(make_config):
-    from luffy.models.load import load_model
+def test_a_run_with_a_server_pushes_every_version_and_leaves_no_weights_behind(make_config, monkeypatch):
+    """The server answers with one-digit tokens whatever it holds; the trainer measures how far off that is."""
+    from fake_servers import KEY, FakeServer
 
+    monkeypatch.setenv("LUFFY_VLLM_KEY", KEY)
+    cfg = make_config(train={"steps": 2}, rollout={"engine": "vllm"}, algorithm={"mismatch_correction": "masked"})
+    server = FakeServer(load_model(cfg.model.path), max_context=32, tokens=10)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, vllm=replace(cfg.rollout.vllm, servers=(server.url,))))
+    try:
+        rows = run(cfg)
+    finally:
+        server.http.shutdown()
+    assert server.version == 2 and server.calls.count("reset_prefix_cache") == 3
+    assert [r["rollout/servers"] for r in rows] == [1, 1] and rows[0]["rollout/logprob_diff_mean"] > 0.1
+    assert list((cfg.folder / "weights").iterdir()) == []
+    written = "".join(f.read_text() for f in cfg.folder.rglob("*") if f.suffix in (".yaml", ".jsonl", ".json"))
+    assert KEY not in written and server.url in written
+
+
+def test_native_is_what_one_gets(make_config):
     cfg = make_config()
     assert type(build_engine(cfg, load_model(cfg.model.path), "cpu", print)) is NativeEngine

@@ -1,0 +1,94 @@
+"""Servers that speak as vLLM's with luffy's worker do, in threads of the test."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from luffy.rollout.vllm.worker import shape_fields, tensors_in
+
+KEY = "a-key-that-must-not-be-seen"
+
+
+class FakeServer:
+    """Answers as a vLLM server with luffy's worker does; ``die_after`` requests it hangs up on everybody."""
+
+    def __init__(self, model, max_context=512, delay=0.0, world_size=1, tokens=100):
+        self.config, self.max_context, self.delay, self.world_size = (
+            shape_fields(model.config),
+            max_context,
+            delay,
+            world_size,
+        )
+        self.tokens = tokens
+        self.version, self.weights, self.calls, self.prompts = -1, {}, [], []
+        self.dead, self.die_after, self.broken = False, None, 0
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                outer.answer(self, {})
+
+            def do_POST(self):
+                outer.answer(self, json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}"))
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def answer(self, handler, body):
+        path = handler.path.strip("/")
+        self.calls.append(path)
+        if self.dead:
+            handler.connection.close()
+            return
+        if handler.headers["Authorization"] != f"Bearer {KEY}":
+            status, reply = 401, {"error": "no key, you sent " + str(handler.headers["Authorization"])}
+        else:
+            status, reply = self.reply(path, body)
+        if self.dead:  # died while it worked on this
+            handler.connection.close()
+            return
+        raw = json.dumps(reply).encode()
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(raw)))
+        handler.end_headers()
+        handler.wfile.write(raw)
+
+    def reply(self, path, body):
+        if path == "v1/completions":
+            return self.complete(body)
+        if path == "collective_rpc":
+            return 200, {"results": [getattr(self, body["method"])(**body["kwargs"])]}
+        known = {"v1/models": {"data": [{"id": "m"}]}, "get_world_size": {"world_size": self.world_size}}
+        return 200, known.get(path, {})
+
+    def complete(self, body):
+        self.prompts.append(tuple(body["prompt"]))
+        time.sleep(self.delay)
+        if self.die_after is not None and len(self.prompts) > self.die_after:
+            self.dead = True
+        if self.broken:
+            self.broken -= 1
+            return 500, {"error": "hiccup"}
+        ids = [body["seed"] % self.tokens, 3, 4][: body["max_tokens"]]
+        return 200, {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}}]}
+
+    def luffy_state(self):
+        return {"version": self.version, "max_context": self.max_context, "config": self.config}
+
+    def luffy_load(self, version, folder):
+        self.weights = dict(tensors_in(sorted(Path(folder).glob("*.safetensors"))))
+        self.version = version
+        return {"version": version}
+
+    def luffy_note_version(self, version):
+        self.version = version
+        return {"version": version}
