@@ -128,11 +128,12 @@ class VllmEngine(Engine):
         """Samples of one prompt are requests of their own, for their own seeds; the prompt's KV blocks are shared by
         the prefix cache."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
 
         prompts: list[Any] = [{"prompt_token_ids": list(r.prompt_ids + r.prefix_ids)} for r in requests]
         try:
             params = [SamplingParams(**sampling_arguments(r), detokenize=False, flat_logprobs=True) for r in requests]
-        except ValueError as error:  # newer ones take no temperature above 2
+        except (ValueError, VLLMValidationError) as error:  # newer ones take no temperature above 2
             raise UserError(f"vLLM refuses the sampling parameters: {' '.join(str(error).split())}") from error
         bar: Any = False if progress is None else bar_for(progress)
         return cast(list[Any], self._llm.generate(prompts, params, use_tqdm=bar))
@@ -232,6 +233,7 @@ def start(arguments: Mapping[str, Any]) -> Any:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from vllm import LLM
+    from vllm.exceptions import VLLMValidationError
 
     ours: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -241,7 +243,7 @@ def start(arguments: Mapping[str, Any]) -> Any:
     }
     try:
         return LLM(**ours, **arguments)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, VLLMValidationError) as error:
         raise UserError(f"vLLM refused its arguments: {' '.join(str(error).split())[:500]}") from error
 
 
