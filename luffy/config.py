@@ -182,6 +182,10 @@ class VllmConfig:
     )
     shared_folder: str | None = knob(None, "where folder transfers are written, seen by all; null: in the run's folder")
     nccl_host: str = knob("127.0.0.1", "address of the trainer as servers see it, for NCCL transfers")
+    request_seeds: bool = knob(
+        True,
+        "a seed for every request: the same samples in any batch; false is faster on a GPU, in large batches by much",
+    )
     timeout_s: float = knob(600.0, "a server that takes longer for one response or one push counts as lost", gt=0)
     args: dict[str, Any] = knob(factory=dict, help="any other engine argument of vLLM, e.g. {enforce_eager: true}")
 

@@ -27,6 +27,7 @@ class Weight:
     base: Tensor
     layer: Any = None
 
+    @torch.no_grad()
     def tensor(self) -> Tensor:
         value = self.base.detach()
         if self.layer is None:
@@ -52,9 +53,7 @@ def checkpoint_weights(model: nn.Module) -> list[Weight]:
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor), one at a time: merged adapters never exist for more than one layer."""
-    with torch.no_grad():
-        for weight in checkpoint_weights(model):
-            yield weight.name, weight.tensor()
+    return ((weight.name, weight.tensor()) for weight in checkpoint_weights(model))
 
 
 class PushCheck:

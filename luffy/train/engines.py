@@ -28,7 +28,8 @@ def build_engine(cfg: Config, model: nn.Module, device: str, warn: Callable[[str
     if cfg.rollout.vllm.servers:
         return remote_engine(cfg, model, device, warn)
     folder = weight_folder(cfg) if transfer_of(cfg, device) == "folder" else None
-    return VllmEngine.of_policy(model, vllm_arguments(cfg, causal_lm(model).config), folder)
+    arguments = vllm_arguments(cfg, causal_lm(model).config)
+    return VllmEngine.of_policy(model, arguments, push_folder=folder, seeded=cfg.rollout.vllm.request_seeds)
 
 
 def vllm_arguments(cfg: Config, model_config: Any) -> dict[str, Any]:
@@ -85,5 +86,6 @@ def remote_engine(cfg: Config, model: nn.Module, device: str, warn: Callable[[st
         transfer,
         max_context=context_of(cfg, causal_lm(model).config),
         slots=cfg.rollout.slots or VLLM_SLOTS,
+        seeded=v.request_seeds,
         warn=warn,
     )

@@ -85,6 +85,18 @@ def test_the_trainers_random_numbers_are_left_alone():
     assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python
 
 
+def test_without_request_seeds_a_batch_follows_its_first():
+    engine = vllm_engines.colocated(llama())
+    engine.seeded = False
+    try:
+        first, again, other = (
+            tokens_of(engine, *[ask(seed=s + i, temperature=1.0) for i in range(3)]) for s in (5, 5, 6)
+        )
+    finally:
+        engine.seeded = True
+    assert first == again != other and len({tuple(ids) for ids in first}) == 3
+
+
 def test_what_vllm_cannot_do_is_one_clear_line(engine):
     with pytest.raises(UserError, match=r"temperature must be in \[0, 2\]") as caught:
         engine.generate([ask(temperature=3.0)])

@@ -43,7 +43,8 @@ ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_
 class VllmEngine(Engine):
     """``policy`` is whose weights it runs; None: those that vLLM loaded itself, for ever.
 
-    ``arguments`` are vLLM's own engine arguments.
+    ``arguments`` are vLLM's own engine arguments. Without ``seeded`` a batch has one seed, that of its first request:
+    a request of its own seed costs vLLM a kernel of its own in every step.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class VllmEngine(Engine):
         vocabulary: int,
         policy: nn.Module | None = None,
         push_folder: Path | None = None,
+        seeded: bool = True,
     ) -> None:
-        self.model, self.vocabulary = policy, vocabulary
+        self.model, self.vocabulary, self.seeded = policy, vocabulary, seeded
         self.version = 0
         self.stats = EngineStats()
         self.seconds: dict[str, float] = {}  # of the last sleep, wake and push
@@ -66,7 +68,7 @@ class VllmEngine(Engine):
         self.max_context = int(self._llm.llm_engine.model_config.max_model_len)
 
     @classmethod
-    def of_policy(cls, policy: nn.Module, arguments: Mapping[str, Any], push_folder: Path | None = None) -> VllmEngine:
+    def of_policy(cls, policy: nn.Module, arguments: Mapping[str, Any], **settings: Any) -> VllmEngine:
         """An engine with the policy's shape, and nothing in it before the first ``sync``: the weights always come from
         the policy, whether they were read from a folder, a GGUF file or a checkpoint, with adapters or without."""
         config = causal_lm(policy).config
@@ -74,7 +76,7 @@ class VllmEngine(Engine):
             plain = type(config).from_dict({**config.to_dict(), "architectures": [type(causal_lm(policy)).__name__]})
             plain.save_pretrained(folder)
             blank = {"model": folder, "load_format": "dummy", **arguments}
-            engine = cls(blank, vocabulary=config.vocab_size, policy=policy, push_folder=push_folder)
+            engine = cls(blank, vocabulary=config.vocab_size, policy=policy, **settings)
         engine._asleep = True  # a dummy must never answer
         return engine
 
@@ -113,6 +115,7 @@ class VllmEngine(Engine):
             check_request(request, self.max_context, self.vocabulary)
         started = time.perf_counter()
         with keeping_random_state():
+            torch.manual_seed(requests[0].seed)  # for what has no seed of its own
             outputs = self._run(requests, progress)
         completions = [
             completion(request, output.outputs[0].token_ids, output.outputs[0].logprobs.logprobs)
@@ -132,7 +135,10 @@ class VllmEngine(Engine):
 
         prompts: list[Any] = [{"prompt_token_ids": list(r.prompt_ids + r.prefix_ids)} for r in requests]
         try:
-            params = [SamplingParams(**sampling_arguments(r), detokenize=False, flat_logprobs=True) for r in requests]
+            params = [
+                SamplingParams(**sampling_arguments(r, self.seeded), detokenize=False, flat_logprobs=True)
+                for r in requests
+            ]
         except (ValueError, VLLMValidationError) as error:  # newer ones take no temperature above 2
             raise UserError(f"vLLM refuses the sampling parameters: {' '.join(str(error).split())}") from error
         bar: Any = False if progress is None else bar_for(progress)

@@ -38,10 +38,11 @@ class RemoteEngine(Engine):
         *,
         max_context: int,
         slots: int = 256,
+        seeded: bool = True,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.model, self.servers, self.transfer = policy, list(servers), transfer
-        self.max_context, self.slots, self.warn = max_context, slots, warn
+        self.max_context, self.slots, self.seeded, self.warn = max_context, slots, seeded, warn
         self.version = 0
         self.stats = EngineStats()
         self._check = PushCheck(policy)
@@ -207,7 +208,7 @@ class RemoteEngine(Engine):
 
     def _ask(self, server: Server, request: Request) -> Completion:
         body: dict[str, Any] = {
-            **sampling_arguments(request),
+            **sampling_arguments(request, self.seeded),
             "model": self._names[server],
             "prompt": list(request.prompt_ids + request.prefix_ids),
             "return_token_ids": True,

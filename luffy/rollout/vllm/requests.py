@@ -12,7 +12,7 @@ from luffy.types import Completion, Finish, Request
 INT64 = 1 << 63
 
 
-def sampling_arguments(request: Request) -> dict[str, Any]:
+def sampling_arguments(request: Request, seeded: bool = True) -> dict[str, Any]:
     """What both ``SamplingParams`` and a server's ``/v1/completions`` understand.
 
     ``ignore_eos`` leaves the ends of a response to ``stop_token_ids``: vLLM would otherwise stop at its own idea of
@@ -28,7 +28,7 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "seed": request.seed % INT64,
+        "seed": request.seed % INT64 if seeded else None,
         "max_tokens": s.max_tokens,
         "stop_token_ids": list(s.eos_ids),
         "ignore_eos": True,
