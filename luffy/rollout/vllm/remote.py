@@ -123,12 +123,12 @@ class RemoteEngine(Engine):
 
     def _push(self, version: int, servers: Sequence[Server]) -> None:
         lost = self.transfer.push(self.model, version, servers)
+        pushed = [server for server in servers if server not in lost]
+        lost += everywhere(pushed, lambda server: server.post("reset_prefix_cache", {}))
         for server in servers:
             if server in lost:
                 self._lose(server, "it was lost while weights were pushed")
-                continue
-            server.post("reset_prefix_cache", {})
-            if server in self._out:
+            elif server in self._out:
                 self._out.discard(server)
                 self.warn(f"vLLM server {server.url} is back with version {version}")
         self._alive()

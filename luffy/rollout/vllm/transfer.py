@@ -61,7 +61,7 @@ def _shards(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 def everywhere(servers: Sequence[Server], call: Callable[[Server], Any]) -> list[Server]:
     """Call every server at the same time; returns those that were lost."""
-    with ThreadPoolExecutor(len(servers)) as pool:
+    with ThreadPoolExecutor(max(len(servers), 1)) as pool:
         answers = [(server, pool.submit(call, server)) for server in servers]
     return [server for server, answer in answers if _is_lost(answer)]
 
@@ -109,21 +109,15 @@ class NcclTransfer:
     def _open(self, servers: Sequence[Server]) -> None:
         """The workers wait for the trainer inside their call, so both sides come at the same time."""
         sizes = [int(server.get("get_world_size")["world_size"]) for server in servers]
-        port, world = free_port(self.host), 1 + sum(sizes)
-        offsets = [1 + sum(sizes[:i]) for i in range(len(sizes))]
+        port, rank = free_port(self.host), 1
+        shared = {"master_address": self.host, "master_port": port, "world_size": 1 + sum(sizes)}
         with ThreadPoolExecutor(len(servers)) as pool:
-            waiting = [
-                pool.submit(server.post, "init_weight_transfer_engine", {"init_info": info})
-                for server, info in zip(
-                    servers,
-                    [
-                        {"master_address": self.host, "master_port": port, "rank_offset": offset, "world_size": world}
-                        for offset in offsets
-                    ],
-                    strict=True,
-                )
-            ]
-            self._group = self._join(self.host, port, world)
+            waiting = []
+            for server, size in zip(servers, sizes, strict=True):
+                info = {"init_info": {**shared, "rank_offset": rank}}
+                waiting.append(pool.submit(server.post, "init_weight_transfer_engine", info))
+                rank += size
+            self._group = self._join(self.host, port, 1 + sum(sizes))
             for answer in waiting:
                 answer.result()
         self._servers = tuple(servers)
