@@ -29,7 +29,7 @@ class Engine(Protocol):
         return None
 
     def metrics(self) -> dict[str, Metric]:
-        """What the last ``generate`` has to tell beyond its completions, by the names of the run's metrics."""
+        """What happened since this was asked last, beyond the completions, by the names of the run's metrics."""
         return {}
 
     def close(self) -> None:

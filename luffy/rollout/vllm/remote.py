@@ -47,7 +47,7 @@ class RemoteEngine(Engine):
         self.stats = EngineStats()
         self._check = PushCheck(policy)
         self._out: set[Server] = set()  # servers that are lost for now
-        self._metrics: dict[str, Metric] = {}
+        self._resent = self._lost = 0  # since `metrics` was asked last
         for server in self.servers:
             self._check_fit(server)
         self._names = {server: server.model_name() for server in self.servers}
@@ -69,17 +69,19 @@ class RemoteEngine(Engine):
         answers = self._run(alive, dispatch, requests, progress)
         for server, why in dispatch.lost.items():
             self._lose(server, why)
-        self._metrics = {
-            "rollout/servers": Mean(len(self.servers) - len(self._out)),
-            "rollout/servers_lost": Sum(len(dispatch.lost)),
-            "rollout/requests_resent": Sum(dispatch.resent),
-        }
+        self._resent += dispatch.resent
         made = sum(answer.token_ids.numel() for answer in answers)
         self.stats = EngineStats(generated_tokens=made, seconds=time.perf_counter() - started)
         return answers
 
     def metrics(self) -> dict[str, Metric]:
-        return self._metrics
+        alive, lost, resent = len(self.servers) - len(self._out), self._lost, self._resent
+        self._lost = self._resent = 0
+        return {
+            "rollout/servers": Mean(alive),
+            "rollout/servers_lost": Sum(lost),
+            "rollout/requests_resent": Sum(resent),
+        }
 
     # ---- servers
 
@@ -136,6 +138,7 @@ class RemoteEngine(Engine):
     def _lose(self, server: Server, why: str) -> None:
         if server not in self._out:
             self._out.add(server)
+            self._lost += 1
             self.warn(f"vLLM server {server.url} is lost ({why}); its requests go to the others")
 
     def _alive(self) -> list[Server]:
