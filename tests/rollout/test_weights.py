@@ -6,7 +6,7 @@ from tiny_models import tiny_model
 
 from luffy.errors import UserError
 from luffy.rollout.vllm.transfer import write_weights
-from luffy.rollout.vllm.worker import noting_loaded, tensors_in
+from luffy.rollout.vllm.worker import not_filled, noting_loaded, tensors_in
 from luffy.rollout.weights import PushCheck, checkpoint_weights, tensors_of
 
 
@@ -105,3 +105,10 @@ def test_which_parameters_were_loaded(tells, known):
     with noting_loaded(model) as loaded:
         model.load_weights([("a.weight", torch.zeros(1, 1))])
     assert loaded == known and "load_weights" not in vars(model)
+
+
+def test_a_tied_head_is_filled_by_its_other_name():
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in ("embed", "head", "other")})
+    model["head"].weight = torch.nn.Parameter(model["embed"].weight.detach())  # another object, the same memory
+    assert not_filled(model, {"embed.weight"}) == ["other.weight"]
+    assert not_filled(model, {"embed.weight", "other.weight"}) == []

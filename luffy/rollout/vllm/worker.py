@@ -58,7 +58,7 @@ class LuffyWorker:
         with torch.device(self.device), noting_loaded(model) as loaded:
             self.model_runner.reload_weights(weights_iterator=iter(weights))
         repack_tied_heads(model)
-        missing = sorted({name for name, _ in model.named_parameters()} - loaded)
+        missing = not_filled(model, loaded)
         if missing:
             return {"error": f"{len(missing)} parameters got no weights, e.g. {missing[0]}"}
         self.luffy_loaded_version = version
@@ -96,6 +96,13 @@ def noting_loaded(model: Any) -> Iterator[set[str]]:
         yield loaded
     finally:
         del model.load_weights
+
+
+def not_filled(model: Any, loaded: set[str]) -> list[str]:
+    """Parameters that got nothing, neither themselves nor as another name of the same memory (a tied head)."""
+    named = dict(model.named_parameters())
+    filled = {named[name].data_ptr() for name in loaded & named.keys() if named[name].numel()}
+    return sorted(name for name in named.keys() - loaded if named[name].data_ptr() not in filled)
 
 
 def repack_tied_heads(model: Any) -> None:
