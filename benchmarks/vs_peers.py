@@ -4,7 +4,8 @@
 
 Every system runs in a process of its own, one after the other: random Qwen2 of the 1.5B shape in bfloat16,
 64 prompts of 121 tokens x 8 completions of 512 tokens, temperature 1, one optimizer step, activation
-checkpointing, no KL. The first step warms up and is not counted. The last line is the ratio.
+checkpointing, no KL. The first step warms up and is not counted, unless a system is named with --cold. The
+last line is the ratio.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=121)
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=1, help="timed steps, after one that warms up")
+    parser.add_argument("--cold", default="", help="systems whose first step counts, e.g. trl, which compiles nothing")
     parser.add_argument("--micro-batch", type=int, default=16, help="TRL's per_device_train_batch_size")
     parser.add_argument("--tokens", type=int, default=16384, help="luffy's batch.tokens")
     parser.add_argument("--device", default="cuda")
@@ -59,7 +61,7 @@ def main() -> None:
 def in_its_own_process(args: argparse.Namespace, system: str, inputs: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--one", system, "--inputs", inputs]
     for name in ("shape", "problems", "samples", "prompt_tokens", "new_tokens", "steps", "micro_batch", "tokens",
-                 "device", "dtype"):  # fmt: skip
+                 "device", "dtype", "cold"):  # fmt: skip
         command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
     started = time.time()
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -103,6 +105,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     rows = [json.loads(line) for line in (args.inputs / "train.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(args.inputs / "tokenizer")
     tokenizer.padding_side = "left"
+    warm_up = int(args.one not in args.cold.split(","))
     completions = args.problems * args.samples
     accumulation = completions // args.micro_batch
     vllm = {}
@@ -116,7 +119,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
         output_dir=str(args.inputs / args.one), per_device_train_batch_size=args.micro_batch,
         gradient_accumulation_steps=accumulation, steps_per_generation=accumulation, num_generations=args.samples,
         max_completion_length=args.new_tokens, temperature=1.0, bf16=args.dtype == "bfloat16", beta=0.0,
-        gradient_checkpointing=True, max_steps=args.steps + 1, learning_rate=1e-6, loss_type="dr_grpo",
+        gradient_checkpointing=True, max_steps=args.steps + warm_up, learning_rate=1e-6, loss_type="dr_grpo",
         scale_rewards=False, report_to=[], save_strategy="no", disable_tqdm=True, logging_steps=1,
         use_cpu=args.device == "cpu", model_init_kwargs={"dtype": args.dtype}, **vllm,
     )  # fmt: skip
@@ -131,7 +134,8 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     steps, generations = watch(trainer, torch)
     trainer.train()
     peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else None
-    return {"step": min(steps[1:]), "generate_and_score": min(generations[1:]), "peak_gib": peak, "all_steps": steps}
+    counted, generated = min(steps[warm_up:]), min(generations[warm_up:])
+    return {"step": counted, "generate_and_score": generated, "peak_gib": peak, "all_steps": steps}
 
 
 def watch(trainer: Any, torch: Any) -> tuple[list[float], list[float]]:

@@ -46,7 +46,7 @@ def update_config(
     more = {"gradient_checkpointing": checkpointing_knob(checkpointing), "lora": {"rank": lora} if lora else None}
     return build(Config, {
         "model": {**model, **more},
-        "data": {"train": "bench"},
+        "data": {"train": "bench", "max_prompt_tokens": 1},
         "rollout": {"max_tokens": response_tokens},
         "batch": {"tokens": tokens},
         "algorithm": {"entropy_coef": 0.0},
