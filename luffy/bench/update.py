@@ -68,7 +68,9 @@ def bench_update(
     seconds = [timed(lambda: policy.update(samples, cfg.optim.lr), weight.device) for _ in range(repeats)]
     tokens = count * (prompt_tokens + response_tokens)
     best = min(seconds)
-    flops = 6 * parameter_count(model) * tokens
+    # Forward and through: 4 a parameter and token; the gradient of the weight itself: 2, where there is one.
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    flops = (4 * parameter_count(model) + 2 * trained) * tokens
     return machine, {
         "samples": count, "prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "tokens": tokens,
         "seconds": best, "all_seconds": seconds, "tokens_per_second": tokens / best,
