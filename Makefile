@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup test test-slow test-view test-vllm lint quickstart docs clean
+.PHONY: setup test test-slow test-view test-vllm test-distributed test-ray lint quickstart docs clean
 
 setup: $(READY)
 
@@ -58,6 +58,23 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 test-vllm: $(VLLM_READY) $(SMOLLM2)
 	LUFFY_SMOLLM2=$$(find $(SMOLLM2) -name '*.gguf') OMP_NUM_THREADS=2 VLLM_CPU_OMP_THREADS_BIND=nobind \
 		$(VLLM_BIN)/python -m pytest -m vllm --timeout 900
+
+# Several processes on the CPU, connected by gloo: all of the tests, the slow ones too.
+test-distributed: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/distributed tests/train/test_ahead.py
+
+# Ray brings some forty packages of its own, so it has an environment of its own.
+RAY_VENV ?= .venv-ray
+RAY_READY := $(RAY_VENV)/.ready
+
+$(RAY_READY): pyproject.toml constraints.txt constraints-ray.txt
+	$(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(RAY_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --constraint constraints-ray.txt --editable '.[dev,ray]'
+	touch $@
+
+test-ray: $(RAY_READY)
+	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -m slow tests/distributed/test_ray.py
 
 quickstart: $(READY)
 	$(BIN)/luffy quickstart

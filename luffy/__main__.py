@@ -1,4 +1,4 @@
-"""`python -m luffy`."""
+"""``python -m luffy``: what the launchers start."""
 
 from luffy.cli import main
 

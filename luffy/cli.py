@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import time
 import webbrowser
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -118,19 +119,13 @@ def _train(
         for line in plan(cfg, method):
             typer.echo(line)
         return
-    from luffy.train.loop import Trainer
+    from luffy.distributed.launch import launch
+    from luffy.train.run import Job
 
     try:
-        with Trainer(cfg, method, resume, allow_changed_data) as trainer:
-            if trainer.is_finished:
-                typer.echo(
-                    f"already finished at step {trainer.progress.step}; raise train.steps or choose another name="
-                )
-            model = trainer.train()
+        launch(Job(cfg, method, resume, allow_changed_data), sys.argv[1:])
     except KeyboardInterrupt:
         _fail("interrupted; run the same command again to go on from the last checkpoint", 130)
-    typer.echo(f"model      {model}")
-    typer.echo(f"metrics    {cfg.folder / 'metrics.jsonl'}")
 
 
 @app.command(cls=KnobHelp)
@@ -394,5 +389,8 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    print(f"luffy: error: {message}", file=sys.stderr)
+    rank = int(os.environ.get("RANK", "0"))
+    if rank > 0:
+        time.sleep(30)  # a mistake that every process finds is said by the first; the launcher then ends the others
+    print(f"luffy: error: {message}" + (f" (process {rank})" if rank else ""), file=sys.stderr)
     sys.exit(code)

@@ -258,8 +258,12 @@ class AlgorithmConfig:
     teacher_probs: Literal["one", "recorded"] = knob(
         "one", "teacher's probability in the off-policy ratio: 1 (paper), or the recorded log-probs (then no reshape)"
     )
-    importance_clamp_min: float = knob(0.0, "smallest importance weight under token-level guidance", ge=0)
-    importance_clamp_max: float = knob(10.0, "largest importance weight under token-level guidance", gt=0)
+    importance_clamp_min: float = knob(
+        0.0, "smallest importance weight, under token-level guidance or stale rollouts", ge=0
+    )
+    importance_clamp_max: float = knob(
+        10.0, "largest importance weight, under token-level guidance or stale rollouts", gt=0
+    )
     importance_detach: bool = knob(True, "no gradient through the importance weights")
     importance_objective: Literal["decoupled", "literal"] = knob(
         "decoupled", "decoupled: ratio p/p_old, advantage times weight; literal: corrects twice, kept for comparison"
@@ -370,10 +374,44 @@ class RecordConfig:
 
 
 @dataclass(frozen=True)
+class AsyncConfig:
+    max_staleness: int = knob(
+        0,
+        "optimizer versions a rollout may lag behind: 0 rolls out and updates by turns, 1 or more overlaps them",
+        ge=0,
+    )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    workers: int = knob(1, "processes in all, one a GPU (torchrun started by hand decides itself)", ge=1)
+    shard: Literal["full", "hybrid"] = knob(
+        "full", "weights and optimizer state over all processes, or over groups that each hold everything"
+    )
+    shard_size: int | None = knob(None, "processes of a group when shard is hybrid; null: those of one machine", ge=1)
+    cpu_offload: bool = knob(False, "weights and optimizer state wait in host memory: less GPU memory, more time")
+    rollout_group: int = knob(
+        1, "processes that share one engine and its copy of the model; more than 1 where it does not fit on each", ge=1
+    )
+    timeout_s: float = knob(1800.0, "a process that is silent so long while others wait for it ends the run", gt=0)
+
+
+@dataclass(frozen=True)
+class RayConfig:
+    address: str | None = knob(None, "a running cluster (auto or host:port); null: start one on this machine")
+    max_failures: int = knob(3, "restarts from the last checkpoint after lost workers or machines; -1: no limit", ge=-1)
+    spread: bool = knob(False, "put workers on as many machines as there are, instead of as few")
+    cpus_per_worker: float = knob(1.0, "CPU cores that Ray sets aside for a worker", gt=0)
+
+
+@dataclass(frozen=True)
 class Config:
     name: str = knob("run", "name of the run: its folder below out")
     out: str = knob("runs", "folder that holds runs")
     seed: int = knob(0, "seed of everything random", ge=0)
+    launch: Literal["local", "torchrun", "ray"] = knob(
+        "local", "one process here, parallel.workers processes here, or workers that Ray places and restarts"
+    )
     model: ModelConfig = knob(factory=ModelConfig)
     data: DataConfig = knob(factory=DataConfig)
     reward: RewardConfig = knob(factory=RewardConfig)
@@ -385,6 +423,9 @@ class Config:
     train: TrainConfig = knob(factory=TrainConfig)
     eval: EvalConfig = knob(factory=EvalConfig)
     record: RecordConfig = knob(factory=RecordConfig)
+    async_: AsyncConfig = knob(factory=AsyncConfig)
+    parallel: ParallelConfig = knob(factory=ParallelConfig)
+    ray: RayConfig = knob(factory=RayConfig)
 
     def __post_init__(self) -> None:
         _check_name(self.name)
@@ -392,6 +433,8 @@ class Config:
         _check_clip(self)
         _check_guide(self)
         _check_batch(self)
+        _check_async(self)
+        _check_launch(self)
 
     @property
     def folder(self) -> Path:
@@ -479,6 +522,45 @@ def _check_batch(c: Config) -> None:
         raise ConfigError("'data.eval_also.core' is the name of 'data.eval' itself (val-core/*); choose another")
     if c.batch.mini_batch is not None and c.batch.mini_batch > c.batch.problems:
         raise ConfigError(f"'batch.mini_batch' ({c.batch.mini_batch}) exceeds 'batch.problems' ({c.batch.problems})")
+
+
+def _check_async(c: Config) -> None:
+    if c.async_.max_staleness and c.rollout.engine != "native":
+        raise ConfigError(
+            f"'async.max_staleness' ({c.async_.max_staleness}) rolls out ahead on a second copy of the native engine; "
+            f"set rollout.engine=native or async.max_staleness=0"
+        )
+    if c.async_.max_staleness and c.algorithm.oversample_rounds:
+        raise ConfigError(
+            f"'async.max_staleness' ({c.async_.max_staleness}) makes one batch a step ahead, and "
+            f"'algorithm.oversample_rounds' ({c.algorithm.oversample_rounds}) may need more; set one of them to 0"
+        )
+    if c.async_.max_staleness and (c.rollout.top_p != 1.0 or c.rollout.top_k != 0):
+        raise ConfigError(
+            "stale rollouts are weighted by the exact probability of every token: set rollout.top_p=1 and "
+            "rollout.top_k=0, or async.max_staleness=0"
+        )
+
+
+def _check_launch(c: Config) -> None:
+    p = c.parallel
+    if c.launch == "local" and p.workers > 1:
+        raise ConfigError(f"'parallel.workers' is {p.workers}, but launch=local runs one; set launch=torchrun or ray")
+    if p.workers % p.rollout_group:
+        raise ConfigError(
+            f"'parallel.rollout_group' ({p.rollout_group}) does not divide 'parallel.workers' ({p.workers})"
+        )
+    if p.shard_size is not None and p.shard != "hybrid":
+        raise ConfigError(f"'parallel.shard_size' ({p.shard_size}) has a meaning only with parallel.shard=hybrid")
+    if c.launch != "local" and c.optim.offload:
+        raise ConfigError(
+            f"'optim.offload' is for one process; with launch={c.launch} set parallel.cpu_offload=true instead"
+        )
+    if c.launch != "local" and c.model.lora is not None and c.model.dtype != "float32":
+        raise ConfigError(
+            "sharded layers hold weights of one dtype, and adapters learn in float32: with launch="
+            f"{c.launch} and model.lora set model.dtype=float32"
+        )
 
 
 assert set(ESTIMATORS) == {"k1", "k2", "k3"} and len(REDUCTIONS) == 4, "the Literals above repeat core's names"

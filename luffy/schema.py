@@ -36,6 +36,11 @@ def knob(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def key_of(field: dataclasses.Field[Any]) -> str:
+    """The key of a field in recipes: ``async`` is a word of Python's own, so its field is ``async_``."""
+    return field.name.removesuffix("_")
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """`` (did you mean 'x'?)`` or nothing."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -45,20 +50,22 @@ def nearest(name: str, known: Sequence[str]) -> str:
 def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """An instance of the dataclass ``cls`` from a nested mapping, every value checked."""
     hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {key_of(f): f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments = {}
-    for name, value in values.items():
-        where = f"{path}.{name}" if path else str(name)
-        if name not in fields:
-            raise ConfigError(f"unknown key '{where}'{_nearest_key(str(name), cls, path)}")
+    for key, value in values.items():
+        where = f"{path}.{key}" if path else str(key)
+        if key not in fields:
+            raise ConfigError(f"unknown key '{where}'{_nearest_key(str(key), cls, path)}")
+        name = fields[key].name
         arguments[name] = _convert(value, hints[name], where)
-        _check_bounds(arguments[name], fields[name].metadata, where)
-    for name, field in fields.items():
+        _check_bounds(arguments[name], fields[key].metadata, where)
+    for key, field in fields.items():
+        name = field.name
         if name not in arguments and dataclasses.is_dataclass(hints[name]):
-            where = f"{path}.{name}" if path else name
+            where = f"{path}.{key}" if path else key
             arguments[name] = build(typing.cast(type, hints[name]), {}, where)
         elif name not in arguments and _is_required(field):
-            raise ConfigError(f"'{path}.{name}' is required".replace("'.", "'"))
+            raise ConfigError(f"'{path}.{key}' is required".replace("'.", "'"))
     return cls(**arguments)
 
 
@@ -70,7 +77,7 @@ def _nearest_key(name: str, cls: type, path: str) -> str:
     """The same name in a deeper section, else the closest one here, else all there are."""
     prefix = f"{path}." if path else ""
     deeper = [doc.path for doc in describe(cls, path) if doc.path.rpartition(".")[2] == name]
-    known = sorted(f.name for f in dataclasses.fields(cls))
+    known = sorted(key_of(f) for f in dataclasses.fields(cls))
     close = deeper or [prefix + match for match in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
     if close:
         return f" (did you mean {close[0]!r}?)"
@@ -182,7 +189,7 @@ def describe(cls: type, path: str = "") -> Iterator[KnobDoc]:
     """Every knob below ``cls`` with its dotted path, for ``--help`` and the reference page."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        where = f"{path}.{field.name}" if path else field.name
+        where = f"{path}.{key_of(field)}" if path else key_of(field)
         inner = _dataclass_in(hints[field.name])
         if inner is not None:
             yield from describe(inner, where)
@@ -216,7 +223,7 @@ def kind_of(hint: Any) -> str:
 def to_dict(config: Any) -> Any:
     """Plain dictionaries and lists, ready for YAML or JSON."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+        return {key_of(f): to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, tuple | list):
         return [to_dict(v) for v in config]
     if isinstance(config, dict):

@@ -138,6 +138,11 @@ class Rollout:
     def is_on_policy(self) -> bool:
         return not bool(self.off_policy.any())
 
+    @property
+    def versions(self) -> Tensor:
+        """[T] long: the version of the policy that made each token, -1 where a teacher wrote it."""
+        return torch.where(self.off_policy, -1, self.policy_version)
+
 
 @dataclass(frozen=True)
 class Score:

@@ -26,8 +26,9 @@ MAY_IMPORT = {
     "models": {"models", "core", "kernels", *BASE},
     "rollout": {"rollout", "models", "core", "kernels", *BASE},
     "report": {"report", "config", "schema", "core", *BASE},
+    "distributed": {"distributed", "rollout", "config", "models", "core", *BASE},
     "evaluation": {"evaluation", "report", "config", "guidance", "rewards", "rollout", "models", "data", "core", *BASE},
-    "train": {"train", "evaluation", "report", "rollout", "models", "guidance", "rewards", "data", "core", "config", "schema", *BASE},
+    "train": {"train", "distributed", "evaluation", "report", "rollout", "models", "guidance", "rewards", "data", "core", "config", "schema", *BASE},
     "bench": {"bench", "train", "rollout", "models", "report", "config", "schema", *BASE},
     "view": {"view", "report", *BASE},
     "prepare": {"prepare", "train", "rollout", "models", "guidance", "rewards", "data", *BASE},
@@ -96,3 +97,14 @@ def test_core_rewards_and_data_load_neither_engines_nor_clusters():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_ray_is_imported_in_one_file_alone():
+    users = [
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ray")
+        or (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "ray" for a in node.names))
+    ]
+    assert set(users) == {"distributed/ray_launch.py"}

@@ -29,21 +29,26 @@ def evaluate(
     name: str = "core",
     progress: Callable[[int, int], None] | None = None,
     seen: Callable[[list[Group]], None] | None = None,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> dict[str, Metric]:
     """``val-<name>/accuracy`` is the mean over problems of the mean over ``n`` samples; seeds do not change
-    from one evaluation to the next. ``seen`` is handed what was generated, a group a problem."""
+    from one evaluation to the next. ``seen`` is handed what was generated, a group a problem. Of several processes
+    each takes every ``ranks``-th problem."""
     sampling = Sampling(cfg.max_tokens or max_tokens, cfg.temperature, cfg.top_p, 0, eos_ids)
     requests = [
         Request(task.prompt_ids, seed_of(f"eval:{name}:{seed}:{i}:{k}"), sampling)
         for i, task in enumerate(tasks)
+        if i % ranks == rank
         for k in range(cfg.n)
     ]
     completions = engine.generate(requests, progress)
     texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-    problems = [task.problem for task in tasks for _ in range(cfg.n)]
+    mine = tasks[rank::ranks]
+    problems = [task.problem for task in mine for _ in range(cfg.n)]
     scores = verifier.score(list(zip(problems, texts, strict=True)))
     if seen is not None:
-        seen(_groups(tasks, completions, scores, cfg.n))
+        seen(_groups(mine, completions, scores, cfg.n))
     return {
         f"val-{name}/accuracy": Mean.of(reward.solved(s.value) for s in scores),
         f"val-{name}/score": Mean.of(s.value for s in scores),

@@ -63,14 +63,15 @@ class Planner:
         step: int,
         visits: Sequence[int],
         trace_rewards: Callable[[Task], Sequence[float]] | None = None,
-        first_position: int = 0,
+        positions: Sequence[int] | None = None,
     ) -> Plan:
-        """``first_position`` is where these tasks start in the step's global batch: it keeps seeds apart
-        when the same problem comes twice in one step."""
+        """``positions`` are the places of these tasks in the step's global batch (default: from 0 on). They keep
+        seeds apart when the same problem comes twice in one step, and the same on any number of processes."""
+        places = range(len(tasks)) if positions is None else positions
         return Plan(
             tuple(
-                self._group(task, step, visit, first_position + i, trace_rewards)
-                for i, (task, visit) in enumerate(zip(tasks, visits, strict=True))
+                self._group(task, step, visit, place, trace_rewards)
+                for task, visit, place in zip(tasks, visits, places, strict=True)
             )
         )
 

@@ -23,6 +23,11 @@ def runs_plain(model: nn.Module) -> bool:
     return _reasons.get(causal_lm(model)) is not None
 
 
+def take_same_path(copy: nn.Module, original: nn.Module) -> None:
+    """A copy of a model runs as the original does."""
+    _reasons[causal_lm(copy)] = _reasons.get(causal_lm(original))
+
+
 @torch.no_grad()
 def choose_path(model: nn.Module) -> None:
     """Luffy's own attention where a trial run of it succeeds, else, with one warning, the model's."""

@@ -130,6 +130,12 @@ class Recorder:
                 del self.trackers[name]
                 self.warn(f"{name} failed and is off from step {step}: {type(error).__name__}: {error}")
 
+    def write_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self.samples.write(rows)
+
+    def write_eval_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self.eval_samples.write(rows)
+
     def wants_samples(self, step: int) -> bool:
         every = self.cfg.record.samples_every
         return every > 0 and (step == 1 or step % every == 0)
@@ -143,6 +149,25 @@ class Recorder:
                 tracker.close()
             except Exception as error:
                 self.warn(f"{name} did not close: {type(error).__name__}: {error}")
+
+
+class SilentRecorder(Recorder):
+    """For processes beside the main one: knows when something is due, and writes nothing."""
+
+    def __init__(self, cfg: Config) -> None:
+        self.cfg = cfg
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def write_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        pass
+
+    def write_eval_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def sample_rows(
@@ -166,6 +191,7 @@ def sample_rows(
                 _head(step, group.task.problem.id, k, rollout, verdict)
                 | _texts(group, rollout, tokenizer)
                 | {"advantages": advantages, "policy_version": rollout.policy_version}
+                | {"versions": rollout.versions.tolist()}
                 | _viewed(view, counted=bool(samples))
             )
     return rows
@@ -182,9 +208,9 @@ def evaluation_rows(step: int, name: str, groups: Sequence[Group], tokenizer: An
 
 
 def trace_rows(
-    step: int, samples: Sequence[Sample], tokenizer: Any, views: Sequence[TokenView] = ()
+    step: int, samples: Sequence[Sample], tokenizer: Any, views: Sequence[TokenView] = (), first: int = 0
 ) -> list[dict[str, Any]]:
-    """Rows of an SFT step: every token is a teacher's, and nobody gave a reward."""
+    """Rows of an SFT step, numbered from ``first``: every token is a teacher's, and nobody gave a reward."""
     rows = []
     for k, sample in enumerate(samples):
         ids = sample.token_ids.tolist()
@@ -192,7 +218,7 @@ def trace_rows(
         row = {
             "step": step,
             "problem": prompt,
-            "sample": k,
+            "sample": first + k,
             "finish": "trace",
             "length": len(ids),
             "off_policy_tokens": len(ids),

@@ -5,6 +5,7 @@
         model/                  a Hugging Face folder: AutoModelForCausalLM loads it
         adapter/                LoRA only: the adapters by themselves
         optimizer.safetensors   moments, master weights, random state
+        optimizer/              the same of a sharded run, a file from each process (luffy/distributed/state.py)
         state.json              step, sampler, counters, fingerprints
         manifest.json           size and sha256 of every other file
 
@@ -20,6 +21,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,13 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from luffy.distributed.state import read_whole
 from luffy.errors import UserError
 from luffy.files import flush_path
 
 MANIFEST = "manifest.json"
+SHARDS = "optimizer"
+WRITING = ".writing-"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
@@ -60,19 +65,25 @@ class Checkpoint:
     def state(self) -> dict[str, Any]:
         return dict(json.loads((self.path / "state.json").read_text(encoding="utf-8")))
 
+    @property
+    def shards(self) -> Path:
+        """There only when a sharded run wrote the checkpoint."""
+        return self.path / SHARDS
+
     def tensors(self) -> dict[str, Tensor]:
-        return load_file(self.path / "optimizer.safetensors")
+        return read_whole(self.shards) if self.shards.is_dir() else load_file(self.path / "optimizer.safetensors")
 
     def verify(self) -> None:
         """Every file of the manifest is there with its size and hash, and no other file is."""
         manifest = _read_manifest(self.path)
-        present = {str(p.relative_to(self.path)) for p in self.path.rglob("*") if p.is_file()} - {MANIFEST}
+        found = file_entries(self.path)
+        present = found.keys() - {MANIFEST}
         for name in sorted(manifest.keys() | present):
             if name not in present:
                 raise DamagedCheckpoint(f"checkpoint {self.path} lacks its file {name}")
             if name not in manifest:
                 raise DamagedCheckpoint(f"checkpoint {self.path} holds {name}, which was not saved with it")
-            if file_entry(self.path / name) != manifest[name]:
+            if found[name] != manifest[name]:
                 raise DamagedCheckpoint(f"checkpoint {self.path}: {name} is not what was saved (its hash differs)")
 
 
@@ -86,6 +97,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def file_entry(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def file_entries(folder: Path) -> dict[str, dict[str, Any]]:
+    """Of all files below a folder, by relative name; hashing lets other threads run, so shards go side by side."""
+    paths = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    with ThreadPoolExecutor() as pool:
+        entries = pool.map(file_entry, paths)
+        return {str(path.relative_to(folder)): entry for path, entry in zip(paths, entries, strict=True)}
 
 
 class CheckpointStore:
@@ -104,6 +123,13 @@ class CheckpointStore:
     def save(
         self, step: int, write_model: Callable[[Path], None], tensors: dict[str, Tensor], state: dict[str, Any]
     ) -> Checkpoint:
+        aside = self.begin(step)
+        write_model(aside)
+        save_file(tensors, aside / "optimizer.safetensors")
+        return self.complete(aside, state)
+
+    def begin(self, step: int) -> Path:
+        """A folder to write the files of a checkpoint into; ``complete`` gives it its name."""
         target = self.folder / f"step-{step:06d}"
         if target.exists():
             raise UserError(
@@ -111,14 +137,16 @@ class CheckpointStore:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         self._sweep()
-        aside = self.folder / f".writing-{target.name}"
+        aside = self.folder / f"{WRITING}{target.name}"
         aside.mkdir()
-        write_model(aside)
-        save_file(tensors, aside / "optimizer.safetensors")
+        return aside
+
+    def complete(self, aside: Path, state: dict[str, Any]) -> Checkpoint:
         (aside / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        files = {str(p.relative_to(aside)): file_entry(p) for p in sorted(aside.rglob("*")) if p.is_file()}
+        files = file_entries(aside)
         (aside / MANIFEST).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
         flush_tree(aside)
+        target = aside.with_name(aside.name.removeprefix(WRITING))
         aside.rename(target)
         flush_path(self.folder)
         return Checkpoint(target)
@@ -135,7 +163,7 @@ class CheckpointStore:
         newest = next(iter(self), None)
         if newest is None:
             return
-        link = self.folder / ".writing-latest"
+        link = self.folder / f"{WRITING}latest"
         link.symlink_to(newest.path.name)
         link.replace(self.folder / "latest")
 
@@ -164,7 +192,7 @@ class CheckpointStore:
 
     def _sweep(self) -> None:
         """Remove what a killed run left half-written or half-deleted."""
-        for leftover in [*self.folder.glob(".writing-*"), *self.folder.glob(".deleting-*")]:
+        for leftover in [*self.folder.glob(f"{WRITING}*"), *self.folder.glob(".deleting-*")]:
             if leftover.is_symlink():
                 leftover.unlink()
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from luffy.config import AlgorithmConfig, RewardConfig
 from luffy.core.advantages import group_advantages
 from luffy.core.kl import kl_penalty
-from luffy.metrics import Mean, Metric, Sum, spread
+from luffy.metrics import Max, Mean, Metric, Sum, spread
 from luffy.rewards import Verifier
 from luffy.types import Group, Rollout, Sample
 
@@ -129,6 +130,16 @@ def group_metrics(groups: Sequence[Group], cfg: RewardConfig) -> dict[str, Metri
         "batch/verifier_failures": Sum(sum(s.status not in ("ok", "no_answer") for _, s in pairs)),
         **spread("response_length", lengths),
         "response_length/clip_ratio": Mean.of(r.finish == "length" for r, _ in own),
+    }
+
+
+def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, Metric]:
+    """How many versions behind the policy that made each of its tokens was."""
+    versions = [r.versions for g in groups for r in g.rollouts]
+    lags = [step - v[v >= 0] for v in versions]
+    return {
+        "async/staleness/mean": Mean(sum(int(lag.sum()) for lag in lags), sum(lag.numel() for lag in lags)),
+        "async/staleness/max": Max(max((int(lag.max()) for lag in lags if lag.numel()), default=-math.inf)),
     }
 
 

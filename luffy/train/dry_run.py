@@ -138,8 +138,10 @@ def memory_line(cfg: Config, model_config: Any, parameters: int, trained: int, m
     shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
     # Rollout and update take turns: the cache is released before the update begins.
     update = sum(size for name, size in parts.items() if name != "KV cache")
-    rollout = parts["weights"] + parts["optimizer"] + parts.get("reference", 0) + parts["KV cache"]
-    return f"about {max(update, rollout) / GIB:.2f} GiB at the peak ({shown} GiB)"
+    kept = ("weights", "copies for rollouts", "optimizer", "reference", "KV cache")
+    rollout = sum(parts.get(name, 0) for name in kept)
+    each = "" if cfg.launch == "local" else f" in each of {cfg.parallel.workers} processes"
+    return f"about {max(update, rollout) / GIB:.2f} GiB at the peak{each} ({shown} GiB)"
 
 
 def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: int, method: Method) -> dict[str, float]:
@@ -147,7 +149,10 @@ def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: in
     per token when checkpointed), and the head's chunk of logits."""
     size = 2 if cfg.model.dtype == "bfloat16" else 4
     c = model_config
-    master = 4 if size == 2 and cfg.model.lora is None else 0
+    local = cfg.launch == "local"
+    master = 4 if size == 2 and cfg.model.lora is None and local else 0
+    shards = 1 if local else cfg.parallel.shard_size or cfg.parallel.workers
+    stored = size if local else 4  # sharded weights are the masters
     checkpointed = 2 * c.hidden_size * c.num_hidden_layers * size * cfg.batch.tokens
     kept = checkpointed if cfg.model.gradient_checkpointing is True else activation_bytes(c, cfg.batch.tokens, size)
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
@@ -155,12 +160,15 @@ def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: in
     slots = min(cfg.rollout.slots or GPU_SLOTS, cfg.batch.problems * cfg.rollout.n)
     tokens = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
     parts = {
-        "weights": parameters * size,
-        "optimizer": 0 if cfg.optim.offload else trained * (8 + master),
-        "gradients": trained * 4,
+        "weights": parameters * stored / shards,
+        "optimizer": 0 if cfg.optim.offload else trained * (8 + master) / shards,
+        "gradients": trained * 4 / shards,
         "activations": kept + 3 * 1024 * c.vocab_size * 4,
         "KV cache": 0.0 if method == "sft" else 2 * c.num_hidden_layers * heads * width * tokens * slots * size,
     }
     if cfg.algorithm.kl_coef and cfg.model.lora is None and method == "rl":
-        parts["reference"] = parameters * size
+        parts["reference"] = parameters * size / shards
+    lags = method == "rl" and cfg.async_.max_staleness > 0
+    if not local or lags:
+        parts["copies for rollouts"] = parameters * size * (2 if lags else 1)
     return parts

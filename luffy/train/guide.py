@@ -115,9 +115,9 @@ def _check_alignable(guide: OffPolicyGuidanceConfig) -> None:
 
 
 def importance_of(cfg: Config) -> Importance | None:
-    """None without guidance and without a correction of the engine: then no weight is computed at all."""
+    """None where the policy itself, as it is now, drew every token: then no weight is computed at all."""
     a = cfg.algorithm
-    if cfg.rollout.guide is not None:
+    if cfg.rollout.guide is not None or cfg.async_.max_staleness > 0:
         return Importance(
             clamp_min=a.importance_clamp_min,
             clamp_max=a.importance_clamp_max,

@@ -12,37 +12,41 @@ import fcntl
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
 from luffy.config import Config, EvalConfig, to_yaml
+from luffy.distributed.replica import on_host
+from luffy.distributed.state import read_sharded, shard_whole
+from luffy.distributed.world import World
 from luffy.errors import TrainingStopped, UserError
 from luffy.evaluation.held_out import evaluate
 from luffy.files import write_atomically
 from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.models.load import eos_ids, load_model
 from luffy.report.console import RunView
-from luffy.report.recorder import Recorder, evaluation_rows, sample_rows, trace_rows
+from luffy.report.recorder import Recorder, SilentRecorder, evaluation_rows, sample_rows, trace_rows
 from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier, build_verifier
-from luffy.rollout.engine import Engine
-from luffy.rollout.native import NativeEngine
 from luffy.schema import to_dict
 from luffy.train import setup
+from luffy.train.ahead import Ahead
+from luffy.train.background import BackgroundSaver
 from luffy.train.checkpoint import Checkpoint, CheckpointStore
+from luffy.train.copies import Engines
 from luffy.train.credit import without_credit
-from luffy.train.engines import build_engine
-from luffy.train.guide import build_rollout_engine
 from luffy.train.optim import lr_at
 from luffy.train.policy import NonFiniteUpdate, Policy
+from luffy.train.scorer import TokenScorer
 from luffy.train.sources import RolloutSource, Source, StepBatch, TraceSource
 from luffy.types import Group, Sample, TokenView
 
@@ -61,21 +65,38 @@ class Progress:
 
 
 class Trainer:
+    """One process of a run. In a ``world`` of several, all go through the same steps, each with its share of the
+    problems; the main one alone writes the run folder and speaks to the user."""
+
     def __init__(
-        self, cfg: Config, method: Method = "rl", resume: str = "auto", allow_changed_data: bool = False
+        self,
+        cfg: Config,
+        method: Method = "rl",
+        resume: str = "auto",
+        allow_changed_data: bool = False,
+        world: World | None = None,
+        on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
+        console: Console | None = None,
     ) -> None:
         if cfg.train.threads:
             torch.set_num_threads(cfg.train.threads)
-        self.cfg, self.method = cfg, method
-        self.progress = Progress()
+        self.cfg, self.method, self.world, self.on_step = cfg, method, world or World(), on_step
+        self.console, self.progress = console, Progress()
         self.verifier: Verifier | None = None
         self._closing = ExitStack()
-        self._lock = lock_folder(cfg.folder)
+        self.saver: BackgroundSaver | None = None
+        self.ahead: Ahead[Any] | None = None
+        self._lock: FolderLock | None = None
+        self.world.on_main(self._take_lock)
         try:
             self._build(resume, allow_changed_data)
         except BaseException:
             self.close()
             raise
+
+    def _take_lock(self) -> None:
+        # Workers that are started anew may find the main process of the lost group still on its way out.
+        self._lock = lock_folder(self.cfg.folder, patience_s=30.0 if self.world.joined else 0.0)
 
     def _build(self, resume: str, allow_changed_data: bool) -> None:
         cfg, method = self.cfg, self.method
@@ -90,27 +111,31 @@ class Trainer:
         self.eval_report = dict(encoder.counts)
         self.total_steps = total_steps(cfg, len(self.tasks))
         self.verifier = self._build_verifier()
-        checkpoint = find_checkpoint(cfg, self.store, resume, self.notices.append)
+        checkpoint = self.world.on_main(lambda: find_checkpoint(cfg, self.store, resume, self.notices.append))
         self.device = setup.pick_device(cfg.model.device)
         torch.manual_seed(cfg.seed)
         self.model: Any = self._load_weights(checkpoint)
         setup.validate(cfg, method, self.model.config)
         self.eos = eos_ids(self.model, self.tokenizer)
-        self.policy = Policy(self.model, cfg, temperature=1.0 if method == "sft" else None)
-        self.engine = self._build_engine()  # the policy alone: evaluation
-        self._closing.callback(self.engine.close)
-        self.engine.sync(0 if checkpoint is None else checkpoint.step)
+        self.lags = method == "rl" and cfg.async_.max_staleness > 0
+        self.engines = Engines(cfg, method, self.model, self.device, self.world, self._warn)
+        self._closing.callback(self.engines.current.close)
+        self.engines.current.sync(0 if checkpoint is None else checkpoint.step)
+        self.policy = Policy(self.model, cfg, temperature=1.0 if method == "sft" else None, world=self.world)
+        self.saver = BackgroundSaver(self.store, self.world) if self.world.joined else None
         self.watch = Stopwatch()
         self.source = self._build_source()
         if checkpoint is not None:
             self._restore(checkpoint, allow_changed_data)
+        self._sync(self.progress.step)
         self.notices += setup.left_out(self.tasks.report, self.eval_report)
-        self._settle()
+        self.world.on_main(self._settle)
 
     def _load_weights(self, checkpoint: Checkpoint | None) -> nn.Module:
+        device = "cpu" if self.world.joined else self.device  # sharding takes them to the device, layer by layer
         m = self.cfg.model
         if checkpoint is None:
-            return setup.load_policy(m, self.device)
+            return setup.load_policy(m, device)
         saved, now = checkpoint.state()["model"], self._model_kind()
         if saved != now:
             raise UserError(
@@ -118,8 +143,8 @@ class Trainer:
                 f"model.lora as they were, or start a new run with model.path={checkpoint.model}"
             )
         if m.lora is None:
-            return setup.load_policy(replace(m, path=str(checkpoint.model)), self.device)
-        model = setup.load_policy(m, self.device)
+            return setup.load_policy(replace(m, path=str(checkpoint.model)), device)
+        model = setup.load_policy(m, device)
         load_adapter(model, checkpoint.adapter)
         return model
 
@@ -129,12 +154,6 @@ class Trainer:
         r = self.cfg.reward
         return build_verifier(r.kind, r.weights or None, r.workers, r.timeout_s)
 
-    def _build_engine(self) -> Engine:
-        """SFT rolls nothing out; its evaluations run on the policy itself."""
-        if self.method == "sft":
-            return NativeEngine(self.model, max_slots=self.cfg.rollout.slots)
-        return build_engine(self.cfg, self.model, self.device, self._warn)
-
     def _warn(self, message: str) -> None:
         if self.view is None:
             self.notices.append(message)
@@ -143,28 +162,36 @@ class Trainer:
 
     def _build_source(self) -> Source:
         if self.method == "sft":
-            return TraceSource(self.cfg, self.tasks, self.watch)
+            return TraceSource(self.cfg, self.tasks, self.watch, self.world)
         assert self.verifier is not None
-        engine, before_step = build_rollout_engine(self.cfg, self.engine, self.tokenizer, self.device, self.total_steps)
-        return RolloutSource(
+        engine, before_step = self.engines.for_rollouts(self.tokenizer, self.total_steps)
+        source = RolloutSource(
             self.cfg, self.tasks, engine, self.verifier, self.policy, self._load_reference(), self.eos,
-            self.total_steps, self.watch, self._count, before_step,
+            self.total_steps, self.watch, self._count, before_step, self.world,
         )  # fmt: skip
+        if self.lags:
+            self.ahead = source.roll_out_ahead(self.engines.catch_up, self.total_steps)
+        return source
 
-    def _load_reference(self) -> nn.Module | None:
+    def _load_reference(self) -> TokenScorer | None:
         m = self.cfg.model
         if self.cfg.algorithm.kl_coef == 0 or (m.lora is not None and m.reference is None):
             return None
-        model: nn.Module = load_model(m.reference or m.path, m.dtype, self.device, m.trust_remote_code)
-        return model.requires_grad_(False).eval()
+        device = "cpu" if self.world.joined else self.device
+        model: nn.Module = load_model(m.reference or m.path, m.dtype, device, m.trust_remote_code)
+        return self.policy.scorer_of(model.requires_grad_(False).eval())
+
+    def _sync(self, version: int) -> None:
+        """The engine rolls out with the weights as they are now; one that works ahead, when it begins a batch."""
+        with nullcontext() if self.ahead is None else self.ahead.publishing(version):
+            self.engines.renew(self.model)
+        self.engines.current.sync(version)
 
     def train(self) -> Path:
         """Run to the last step; returns the model folder of the newest checkpoint."""
         if not self.is_finished:
-            self._write_settings()
-            recorder = Recorder(self.cfg, self.progress.step or -1, self.notices.append)
-            self.view = view = RunView(self.cfg.name, self.total_steps, self.progress.step)
-            recorder.warn, self.watch.on_phase = view.warn, view.phase
+            recorder, view = self._open_records()
+            self.view = view
             try:
                 for notice in self.notices:
                     view.warn(notice)
@@ -173,7 +200,17 @@ class Trainer:
                 recorder.close()
                 view.close()
                 self.view = None
-        return self._newest().model
+        return self.world.on_main(lambda: self._newest().model)
+
+    def _open_records(self) -> tuple[Recorder, RunView]:
+        """Those of other processes than the main one say and write nothing."""
+        if not self.world.is_main:
+            return SilentRecorder(self.cfg), RunView(self.cfg.name, self.total_steps, 0, Console(quiet=True))
+        self._write_settings()
+        recorder = Recorder(self.cfg, self.progress.step or -1, self.notices.append)
+        view = RunView(self.cfg.name, self.total_steps, self.progress.step, self.console)
+        recorder.warn, self.watch.on_phase = view.warn, view.phase
+        return recorder, view
 
     @property
     def is_finished(self) -> bool:
@@ -214,17 +251,24 @@ class Trainer:
             if improved or self._is_due(step, self.cfg.train.save_every):
                 with self.watch("save"):
                     self._save(step)
+            self.on_step(step, values)
+            if self.saver is not None:
+                self.saver.poll()
+        if self.saver is not None:
+            self.saver.finish()
 
     def _evaluate_or_save(self, step: int, recorder: Recorder) -> dict[str, Metric]:
-        """An evaluation that fails must not cost the steps before it."""
+        """An evaluation that fails must not cost the steps before it. (Of several processes it fails on one, and
+        a checkpoint needs all.)"""
         try:
             return self.evaluate(recorder=recorder)
         except Exception:
-            self._save_if_new(step)
+            if self.world.size == 1:
+                self._save_if_new(step)
             raise
 
     def _save_if_new(self, step: int) -> None:
-        if step > 0 and step not in [checkpoint.step for checkpoint in self.store]:
+        if step > 0 and self.world.on_main(lambda: step not in [checkpoint.step for checkpoint in self.store]):
             self._save(step)
 
     def _is_due(self, step: int, every: int) -> bool:
@@ -233,11 +277,11 @@ class Trainer:
     def step(self, view: RunView, recorder: Recorder) -> dict[str, Metric]:
         """One rollout batch (or batch of traces) and its optimizer steps."""
         index = self.progress.step
-        before = self.source.sampler.state_dict()
+        before = self.source.state_dict()
         try:
             batch = self.source.next(index)
         except TrainingStopped:
-            self.source.sampler.load_state_dict(before)
+            self.source.load_state_dict(before)
             self._save_if_new(index)
             raise
         lr = lr_at(index, self.total_steps, self.cfg.optim)
@@ -248,33 +292,42 @@ class Trainer:
             for mini in mini_batches(batch.samples, self.cfg.batch.mini_batch):
                 parts.append(self._update(mini, lr, batch, view))
         with self.watch("sync"):
-            self.engine.sync(self.progress.step)
-        recorder.samples.write(rows)
+            self._sync(self.progress.step)
+        recorder.write_samples(rows)
         return merge_metrics(parts)
 
     def _record(self, batch: StepBatch) -> list[dict[str, Any]]:
         """Rows of the first groups, with the tokens as the update is about to see them."""
         count = self.cfg.record.samples
         with self.watch("record"):
-            credited = batch.samples[:count]
-            rejected = [[without_credit(r) for r in g.rollouts] for g in batch.rejected[: count - len(credited)]]
-            views = [*self._token_views(credited), *self._token_views(rejected)]
-            return self._sample_rows(batch, count, views)
+            credited, rejected = batch.shown(count)
+            unpaid = [[without_credit(r) for r in group.rollouts] for group in rejected]
+            return self._sample_rows(batch, count, [*self._token_views(credited), *self._token_views(unpaid)])
 
     def _token_views(self, groups: Sequence[Sequence[Sample]]) -> list[list[TokenView]]:
         views = iter(self.policy.token_views([sample for group in groups for sample in group]))
         return [[next(views) for _ in group] for group in groups]
 
     def _sample_rows(
-        self, batch: StepBatch, groups: int | None = None, views: Sequence[Sequence[TokenView]] = ()
+        self, batch: StepBatch, count: float = math.inf, views: Sequence[Sequence[TokenView]] = ()
     ) -> list[dict[str, Any]]:
-        """Rows of samples.jsonl of the first groups; in SFT a group is one trace."""
+        """Rows of samples.jsonl of the first groups, whichever process holds them; in SFT a group is one trace."""
         step = self.progress.step
-        if batch.groups or batch.rejected:
-            shown = (batch.groups + batch.rejected)[:groups]
-            return sample_rows(step, shown, batch.samples, self.tokenizer, views)
-        samples = [s for group in batch.samples[:groups] for s in group]
-        return trace_rows(step, samples, self.tokenizer, [view for group in views for view in group])
+        credited, rejected = batch.shown(count)
+        rows = []
+        for i, place in enumerate(batch.places[: len(credited) + len(rejected)]):
+            credit, view = credited[i : i + 1], views[i : i + 1]
+            if self.method == "sft":
+                rows.append((place, trace_rows(step, credit[0], self.tokenizer, view[0] if view else (), place)))
+            else:
+                group = (batch.groups[: len(credited)] + rejected)[i]
+                rows.append((place, sample_rows(step, [group], credit, self.tokenizer, view)))
+        return self._in_order(rows)
+
+    def _in_order(self, rows: list[tuple[int, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+        """Rows of all processes, by their places."""
+        ordered = sorted((pair for part in self.world.gather(rows) for pair in part), key=lambda pair: pair[0])
+        return [row for _, part in ordered for row in part]
 
     def _update(self, samples: list[Sample], lr: float, batch: StepBatch, view: RunView) -> dict[str, Metric]:
         try:
@@ -292,7 +345,8 @@ class Trainer:
         self.progress.bad_updates += 1
         dump = self.cfg.folder / f"bad-step-{step:06d}.jsonl"
         rows = self._sample_rows(batch)
-        write_atomically(dump, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        if self.world.is_main:
+            write_atomically(dump, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         view.warn(f"step {step}: update skipped, {error}; samples in {dump}")
         if self.progress.bad_in_a_row >= self.cfg.train.max_bad_steps:
             raise TrainingStopped(
@@ -308,17 +362,20 @@ class Trainer:
         with self.watch("eval"):
             for name, tasks in self.eval_tasks.items():
                 metrics |= evaluate(
-                    tasks, self.engine, self.verifier, self.tokenizer, cfg or self.cfg.eval,
+                    tasks, self.engines.current, self.verifier, self.tokenizer, cfg or self.cfg.eval,
                     max_tokens=self.cfg.rollout.max_tokens, eos_ids=self.eos, seed=self.cfg.seed,
                     reward=self.cfg.reward, name=name, progress=self._count,
                     seen=None if recorder is None else partial(self._record_evaluation, recorder, name),
+                    rank=self.world.rank, ranks=self.world.size,
                 )  # fmt: skip
-        return metrics
+        return self.world.merge(metrics)
 
     def _record_evaluation(self, recorder: Recorder, name: str, groups: Sequence[Group]) -> None:
         if self.cfg.record.samples_every:
-            shown = groups[: self.cfg.record.samples]
-            recorder.eval_samples.write(evaluation_rows(self.progress.step, name, shown, self.tokenizer))
+            places = range(self.world.rank, self.cfg.record.samples, self.world.size)
+            shown = zip(places, groups, strict=False)  # the first few of all
+            rows = [(place, evaluation_rows(self.progress.step, name, [g], self.tokenizer)) for place, g in shown]
+            recorder.write_eval_samples(self._in_order(rows))
 
     def _throughput(self, metrics: dict[str, Metric], seconds: float) -> dict[str, float]:
         """Of the training step itself: evaluation and saving have their own timings."""
@@ -334,31 +391,63 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         state = {
-            "progress": vars(self.progress),
+            "progress": dict(vars(self.progress)),
             "method": self.method,
-            "sampler": self.source.sampler.state_dict(),
+            "sampler": self.source.state_dict(),
             "data_fingerprint": self.tasks.problems.fingerprint,
             "usable": len(self.tasks),
             "model": self._model_kind(),
         }
-        tensors = {name: t.contiguous().cpu() for name, t in self.policy.optimizer.tensors()}
-        tensors |= {f"random/{name}": t for name, t in random_state().items()}
+        tensors = dict(self.policy.optimizer.tensors())
+        random = {f"random/{name}": t for name, t in random_state().items()}
+        if self.saver is not None:
+            tensors |= self._sharded_masters() | random
+            taken = replace(self.progress)
+            self.saver.start(step, tensors, self._model_writer(), state, lambda: self._settle(taken))
+            return
+        tensors = {name: t.contiguous().cpu() for name, t in tensors.items()} | random
         self.store.save(step, self._write_model, tensors, state)
         self._settle()
 
-    def _settle(self) -> None:
-        """Bring what follows from the checkpoints in line with them; also at the start, after a kill in a save."""
-        self.store.settle(self.progress.best_step)
-        if self.progress.best_step is not None:
-            best = {"step": self.progress.best_step, "accuracy": self.progress.best_accuracy}
+    def _sharded_masters(self) -> dict[str, torch.Tensor]:
+        """Sharded weights are float32; where the model is of less precision, they are what a checkpoint of a single
+        process calls masters."""
+        if self.cfg.model.dtype == "float32":
+            return {}
+        return {f"{name}/master": p.detach() for name, p in self.policy.optimizer.parameters.items()}
+
+    def _model_writer(self) -> Callable[[Path], None]:
+        """Writes the weights as they are now, whenever it is called; only the main process will."""
+        if not self.world.is_main:
+            return lambda folder: None
+        assert self.engines.replica is not None
+        model: Any = self.engines.replica.model
+        if self.cfg.model.lora is not None:
+            snapshot = copy.deepcopy(model)
+            return lambda folder: self._write_model(folder, snapshot)
+        weights = on_host(model)
+
+        def write(folder: Path) -> None:
+            model.save_pretrained(folder / "model", state_dict=weights)
+            self.tokenizer.save_pretrained(folder / "model")
+
+        return write
+
+    def _settle(self, progress: Progress | None = None) -> None:
+        """Bring what follows from the checkpoints in line with them; also at the start, after a kill in a save.
+        ``progress`` as it was when the newest checkpoint was taken; by default, as it is now."""
+        now = progress or self.progress
+        self.store.settle(now.best_step)
+        if now.best_step is not None:
+            best = {"step": now.best_step, "accuracy": now.best_accuracy}
             write_atomically(self.cfg.folder / "best.json", json.dumps(best))
 
     def _model_kind(self) -> dict[str, Any]:
         """What optimizer state cannot be carried across."""
         return {"dtype": self.cfg.model.dtype, "lora": to_dict(self.cfg.model.lora)}
 
-    def _write_model(self, folder: Path) -> None:
-        model: Any = self.model
+    def _write_model(self, folder: Path, model: Any = None) -> None:
+        model = self.model if model is None else model
         if self.cfg.model.lora is not None:
             model.save_pretrained(folder / "adapter")
             model = copy.deepcopy(model).merge_and_unload()  # a copy: merging in place would round the base
@@ -375,13 +464,13 @@ class Trainer:
             )
         same = state["data_fingerprint"] == self.tasks.problems.fingerprint and state["usable"] == len(self.tasks)
         if same:
-            self.source.sampler.load_state_dict(state["sampler"])
+            self.source.load_state_dict(state["sampler"])
         elif not allow_changed_data:
             raise UserError(
                 f"the training data changed since {checkpoint.path} was saved; restore the old file, or pass "
                 f"--allow-changed-data to go on with a fresh order over the new one"
             )
-        tensors = checkpoint.tensors()
+        tensors = self._read_tensors(checkpoint)
         restore_random_state({k.removeprefix("random/"): v for k, v in tensors.items() if k.startswith("random/")})
         self.policy.optimizer.load_tensors(tensors)
         self.progress = Progress(**state["progress"])
@@ -389,11 +478,24 @@ class Trainer:
             self.progress.best_step, self.progress.best_accuracy = None, -1.0  # that checkpoint is another run's
         self.notices.append(f"resumed at step {self.progress.step} from {checkpoint.path}")
 
+    def _read_tensors(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+        if not self.world.joined:
+            return checkpoint.tensors()
+        parameters = self.policy.optimizer.parameters
+        if checkpoint.shards.is_dir():
+            return read_sharded(checkpoint.shards, parameters)
+        return shard_whole(checkpoint.tensors(), parameters)
+
     def close(self) -> None:
+        if self.ahead is not None:
+            self.ahead.close()
         self._closing.close()
+        if self.saver is not None:
+            self.saver.close()
         if self.verifier is not None:
             self.verifier.close()
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def __enter__(self) -> Trainer:
         return self
@@ -486,14 +588,23 @@ class FolderLock:
         self.file.close()
 
 
-def lock_folder(folder: Path) -> FolderLock:
+def lock_folder(folder: Path, patience_s: float = 0.0) -> FolderLock:
     """One training per run folder: the lock dies with its process, so a killed run leaves none behind."""
     created = [p for p in (folder, *folder.parents) if not p.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".lock").open("w")
+    deadline = time.monotonic() + patience_s
+    while not _locked(file):
+        if time.monotonic() >= deadline:
+            file.close()
+            raise UserError(f"another training is running in {folder}; wait for it or choose another name=")
+        time.sleep(0.2)
+    return FolderLock(file, created)
+
+
+def _locked(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
-        raise UserError(f"another training is running in {folder}; wait for it or choose another name=") from None
-    return FolderLock(file, created)
+        return False
+    return True

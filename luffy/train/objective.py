@@ -31,7 +31,7 @@ class Objective:
     sft_coef: float = 1.0
     recorded_teacher: bool = False
     importance: Importance | None = None
-    weights_are: str = "guidance"  # or "rollout", when they correct the engine: the group of their metrics
+    weights_are: str = "guidance"  # or "async" or "rollout", by what they correct: the group of their metrics
 
     def __call__(
         self, batch: MicroBatch, log_prob: Tensor, entropy: Tensor, off_ratio_mean: Tensor | None = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from luffy.config import OptimConfig
+from luffy.distributed.shard import whole
 
 
 def lr_at(step: int, total_steps: int, cfg: OptimConfig) -> float:
@@ -50,7 +51,7 @@ class Optimizer:
         return [m.grad for m in self.masters.values() if m.grad is not None]
 
     def grad_norm(self) -> Tensor:
-        return torch.nn.utils.get_total_norm(self.gradients())
+        return whole(torch.nn.utils.get_total_norm(self.gradients()))
 
     @torch.no_grad()
     def step(self, lr: float, grad_norm: Tensor) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from luffy.core.reduce import token_weights
+from luffy.core.reduce import Counts, token_weights
 from luffy.types import MicroBatch, Sample
 
 
@@ -28,11 +28,25 @@ def cut(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def pack(samples: Sequence[Sample], budget: int, reduction: str, max_response_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of one mini-batch. Denominators are counted here, over all of it, so that the sum of
-    the micro-batch losses is the mini-batch loss however it was cut."""
-    rl = token_weights([s.rl_mask for s in samples], reduction, max_response_tokens)
-    sft = token_weights([s.sft_mask for s in samples], "token-mean", max_response_tokens)
+Denominators = tuple[Counts, Counts]  # of the RL and of the SFT tokens
+
+
+def denominators(samples: Sequence[Sample]) -> Denominators:
+    return Counts.of(s.rl_mask for s in samples), Counts.of(s.sft_mask for s in samples)
+
+
+def pack(
+    samples: Sequence[Sample],
+    budget: int,
+    reduction: str,
+    max_response_tokens: int,
+    whole: Denominators | None = None,
+) -> list[MicroBatch]:
+    """Micro-batches of one mini-batch. Denominators are counted over all of it, so that the sum of the
+    micro-batch losses is the mini-batch loss however it was cut; ``whole`` are those over all processes."""
+    of_rl, of_sft = denominators(samples) if whole is None else whole
+    rl = token_weights([s.rl_mask for s in samples], reduction, max_response_tokens, of_rl)
+    sft = token_weights([s.sft_mask for s in samples], "token-mean", max_response_tokens, of_sft)
     return [
         _micro_batch([samples[i] for i in part], [rl[i] for i in part], [sft[i] for i in part])
         for part in cut([len(s) for s in samples], budget)
@@ -62,6 +76,15 @@ def _micro_batch(samples: list[Sample], rl: list[Tensor], sft: list[Tensor]) -> 
         old_log_probs=_cat_or_none([s.old_log_probs for s in samples]),
         ref_log_probs=_cat_or_none([s.ref_log_probs for s in samples]),
     )
+
+
+def idle_batch() -> MicroBatch:
+    """One token that weighs nothing: what a process runs while others still have micro-batches, because
+    sharded layers need every process in every pass."""
+    none = torch.zeros(1, dtype=torch.bool)
+    nothing = torch.zeros(1)
+    sample = Sample((0,), torch.zeros(1, dtype=torch.long), none, none, none, nothing, nothing, nothing)
+    return _micro_batch([sample], [nothing], [nothing])
 
 
 def _cat_or_none(parts: list[Tensor | None]) -> Tensor | None:

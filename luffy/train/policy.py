@@ -5,24 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from luffy.config import Config
-from luffy.core.logprobs import selected_log_probs
 from luffy.core.losses import off_policy_ratio
 from luffy.core.masked import masked_mean
+from luffy.core.reduce import Counts
+from luffy.distributed.shard import shard
+from luffy.distributed.world import World
 from luffy.metrics import Mean, Metric, OnDevice, Sum, fetch
-from luffy.models.attention import PackedLayout
-from luffy.models.forward import forward_hidden, head_weight_bias
-from luffy.models.plain import plain_log_probs, runs_plain
 from luffy.train.guide import importance_of
 from luffy.train.memory import Checkpointing
 from luffy.train.objective import Objective, Stats
 from luffy.train.offload import OffloadedOptimizer
 from luffy.train.optim import Optimizer
-from luffy.train.packing import cut, pack
+from luffy.train.packing import Denominators, cut, denominators, idle_batch, pack
+from luffy.train.scorer import TokenScorer
 from luffy.types import MicroBatch, Sample, TokenView
 
 
@@ -30,12 +31,24 @@ class NonFiniteUpdate(ArithmeticError):
     """The loss or the gradient of a mini-batch is NaN or infinite; the weights were not touched."""
 
 
+class Whole(NamedTuple):
+    """A mini-batch over all processes."""
+
+    denominators: Denominators
+    passes: int
+    tokens: int
+
+
 class Policy:
-    def __init__(self, model: nn.Module, cfg: Config, *, temperature: float | None = None) -> None:
-        """``temperature`` of the scored distribution: that of the rollouts unless given (SFT: 1)."""
-        self.model, self.cfg = model, cfg
+    def __init__(
+        self, model: nn.Module, cfg: Config, *, temperature: float | None = None, world: World | None = None
+    ) -> None:
+        """``temperature`` of the scored distribution: that of the rollouts unless given (SFT: 1). In a world that
+        was joined the model's weights are sharded here, before the optimizer sees them."""
+        self.model, self.cfg, self.world = model, cfg, world or World()
         self.temperature = cfg.rollout.temperature if temperature is None else temperature
-        self.device = next(model.parameters()).device
+        self.device = self.world.device or next(model.parameters()).device
+        self.scorer = self.scorer_of(model)
         self.optimizer = (OffloadedOptimizer if cfg.optim.offload else Optimizer)(model, cfg.optim)
         self.checkpointing = Checkpointing(model, cfg.model.gradient_checkpointing)
         a = cfg.algorithm
@@ -47,13 +60,19 @@ class Policy:
             sft_coef=a.sft_coef,
             recorded_teacher=a.teacher_probs == "recorded",
             importance=importance_of(cfg),
-            weights_are="rollout" if cfg.rollout.guide is None else "guidance",
+            weights_are="guidance" if cfg.rollout.guide else "async" if cfg.async_.max_staleness else "rollout",
         )
 
-    def log_probs(self, samples: Sequence[Sample], model: nn.Module | None = None) -> list[Tensor]:
+    def scorer_of(self, model: nn.Module) -> TokenScorer:
+        scorer = TokenScorer(model)
+        if self.world.joined:
+            shard(scorer, self.cfg.parallel, self.cfg.model.dtype, self.device.type)
+        return scorer
+
+    def log_probs(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens, on the CPU, without gradients."""
         out: list[Tensor] = [torch.empty(0)] * len(samples)
-        for part, _, log_prob in self._scored(samples, model):
+        for part, _, log_prob in self._scored(samples, scorer):
             for i, piece in zip(part, _pieces(log_prob, samples, part), strict=True):
                 out[i] = piece
         return out
@@ -69,18 +88,24 @@ class Policy:
         return out
 
     def _scored(
-        self, samples: Sequence[Sample], model: nn.Module | None = None
+        self, samples: Sequence[Sample], scorer: TokenScorer | None = None
     ) -> Iterator[tuple[list[int], MicroBatch, Tensor]]:
-        """Which samples, their batch, and the log-probs of its response tokens, without gradients."""
-        for part in cut([len(s) for s in samples], self.cfg.batch.tokens):
+        """Which samples, their batch, and the log-probs of its response tokens, without gradients. All processes go
+        through as many passes as the one with the most."""
+        parts = cut([len(s) for s in samples], self.cfg.batch.tokens)
+        passes = self.world.most(len(parts))
+        for part in parts:
             # pack sorts by length as cut did, so the order within the bin is kept
             (batch,) = self._pack([samples[i] for i in part], budget=sum(len(samples[i]) for i in part))
             batch = batch.to(self.device)
             with torch.no_grad():
-                log_prob, _ = self._forward(batch, model)
+                log_prob, _ = self._forward(batch, scorer)
             yield part, batch, log_prob
+        for _ in range(len(parts), passes):
+            with torch.no_grad():
+                self._forward(idle_batch().to(self.device), scorer)
 
-    def reference_log_probs(self, samples: Sequence[Sample], reference: nn.Module | None) -> list[Tensor]:
+    def reference_log_probs(self, samples: Sequence[Sample], reference: TokenScorer | None) -> list[Tensor]:
         """Under the reference model; with LoRA and none given, under the policy without its adapters."""
         if reference is not None:
             return self.log_probs(samples, reference)
@@ -89,11 +114,14 @@ class Policy:
 
     def update(self, samples: Sequence[Sample], lr: float) -> dict[str, Metric]:
         """One optimizer step on a mini-batch, whatever the number of micro-batches it takes."""
-        batches = self._pack(self._without_sure_tokens(samples), self.cfg.batch.tokens)
+        samples = self._without_sure_tokens(samples)
+        whole = self._over_all(samples)
+        batches = self._pack(samples, self.cfg.batch.tokens, whole.denominators)
+        batches += [idle_batch()] * (whole.passes - len(batches))
         off_ratio_mean = self._off_ratio_mean(batches)
         self.model.train()
         parts = [self._accumulate(batch, off_ratio_mean) for batch in batches]
-        metrics = fetch(parts)
+        metrics = self.world.merge(fetch(parts))
         grad_norm = self.optimizer.grad_norm()
         norm, loss = float(grad_norm), metrics["actor/loss"].value
         if not (math.isfinite(norm) and math.isfinite(loss)):
@@ -109,7 +137,7 @@ class Policy:
             | {
                 "actor/grad_norm": Mean(norm),
                 "actor/lr": Mean(lr),
-                "perf/update_tokens": Sum(sum(b.input_ids.numel() for b in batches)),
+                "perf/update_tokens": Sum(whole.tokens),
             }
         )
 
@@ -121,8 +149,17 @@ class Policy:
         kept = [log_prob.exp() <= bound for log_prob in self.log_probs(samples)]
         return [replace(s, rl_mask=s.rl_mask & keep) for s, keep in zip(samples, kept, strict=True)]
 
-    def _pack(self, samples: Sequence[Sample], budget: int) -> list[MicroBatch]:
-        return pack(samples, budget, self.cfg.algorithm.loss_reduction, self.cfg.rollout.max_tokens)
+    def _over_all(self, samples: Sequence[Sample]) -> Whole:
+        """Denominators, passes and tokens of a mini-batch over all processes, in one exchange."""
+        lengths = [len(s) for s in samples]
+        parts = self.world.gather((denominators(samples), len(cut(lengths, self.cfg.batch.tokens)), sum(lengths)))
+        counts, passes, tokens = zip(*parts, strict=True)
+        rl, sft = (Counts.total(part) for part in zip(*counts, strict=True))
+        return Whole((rl, sft), max(passes), sum(tokens))
+
+    def _pack(self, samples: Sequence[Sample], budget: int, whole: Denominators | None = None) -> list[MicroBatch]:
+        a = self.cfg.algorithm
+        return pack(samples, budget, a.loss_reduction, self.cfg.rollout.max_tokens, whole)
 
     def _accumulate(self, batch: MicroBatch, off_ratio_mean: Tensor | None) -> Stats:
         self.checkpointing.prepare(len(batch.input_ids), self.device)
@@ -132,16 +169,9 @@ class Policy:
         loss.backward()
         return {**stats, "actor/loss": OnDevice(Sum, (loss.detach(),))}
 
-    def _forward(self, batch: MicroBatch, model: nn.Module | None = None) -> tuple[Tensor, Tensor]:
-        model = self.model if model is None else model
-        if runs_plain(model):
-            return plain_log_probs(
-                model, batch.input_ids, batch.lengths, batch.predict_from, batch.targets, self.temperature
-            )
-        layout = PackedLayout(batch.lengths, device=self.device)
-        hidden = forward_hidden(model, batch.input_ids, batch.position_ids, layout)
-        weight, bias = head_weight_bias(model)
-        return selected_log_probs(hidden[batch.predict_from], weight, bias, batch.targets, temperature=self.temperature)
+    def _forward(self, batch: MicroBatch, scorer: TokenScorer | None = None) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = (scorer or self.scorer)(batch, self.temperature)
+        return result
 
     def _off_ratio_mean(self, batches: Sequence[MicroBatch]) -> Tensor | None:
         """``off_normalize`` divides by a mean over the whole mini-batch, so it is known beforehand."""
@@ -156,6 +186,9 @@ class Policy:
             target = self.objective.target_probs(batch)
             ratios.append(off_policy_ratio(log_prob, off, settings.off_shape, target)[off])
         every = torch.cat(ratios)
+        if self.world.size > 1:
+            mean = self.world.merge({"off_ratio": Mean(float(every.double().sum()), every.numel())})["off_ratio"]
+            return torch.tensor(mean.value, device=self.device)
         return masked_mean(every, torch.ones_like(every, dtype=torch.bool))
 
 

@@ -64,12 +64,13 @@ def test_unrecorded_teacher_tokens_have_probability_one():
 
 def test_seeds_differ_by_sample_step_position_and_seed_and_nothing_else():
     seeds = lambda step=0, first=0, seed=0: [  # noqa: E731
-        r.seed for r in planner(seed=seed).plan([task("a"), task("a")], step, [0, 0], first_position=first).requests
+        r.seed
+        for r in planner(seed=seed).plan([task("a"), task("a")], step, [0, 0], positions=[first, first + 1]).requests
     ]
     assert len(set(seeds())) == 6
     assert seeds() == seeds() and not set(seeds()) & (set(seeds(step=1)) | set(seeds(first=2)) | set(seeds(seed=1)))
     # the second half of a batch planned by itself, as another rank would
-    alone = planner().plan([task("a")], 0, [0], first_position=1).requests
+    alone = planner().plan([task("a")], 0, [0], positions=[1]).requests
     assert [r.seed for r in alone] == seeds()[3:]
     assert 0 <= seed_of("x") < 2**63
 

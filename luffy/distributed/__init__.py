@@ -1,0 +1,1 @@
+"""More than one process: who is there, what each one does, sharded weights, and how the processes start."""

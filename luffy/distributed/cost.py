@@ -1,0 +1,215 @@
+"""What a training step moves and how long it takes: a model on paper, checked against what one GPU measured.
+
+    python -m luffy.distributed.cost        the table of docs/scaling.md
+
+Times are lower bounds with a measured share of the peak in them; what overlaps is taken as overlapping
+perfectly. The point is not the third digit but which term is the largest, and which limit is reached first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """An H200 as measured here, in a machine of eight as sold. Shares of the peak: see `docs/scaling.md`."""
+
+    flops: float = 790e12  # bf16 matrix products, measured
+    memory_bandwidth: float = 4.3e12  # device copy, measured
+    memory: float = 141e9
+    usable: float = 0.9  # of the memory: activations of an engine, fragments and the runtime have the rest
+    nvlink: float = 450e9  # to the other GPUs of the machine, one direction
+    network: float = 50e9  # to other machines, one direction: a 400 Gbit/s port for each GPU
+    host_link: float = 50e9  # to host memory
+    update_share: float = 0.34  # of flops, counting 6 a parameter and token
+    decode_share: float = 0.38  # of the roofline below
+    per_machine: int = 8
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    parameters: float
+    layers: int
+    hidden: int
+    kv_width: int  # key-value heads times head size
+
+    @property
+    def weights(self) -> float:
+        return 2 * self.parameters
+
+    @property
+    def kv_bytes(self) -> float:
+        """Of one token in the cache."""
+        return 2 * 2 * self.layers * self.kv_width
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step: ``problems * samples`` responses on ``gpus``, rolled out by groups of ``width`` GPUs."""
+
+    model: Model
+    gpus: int
+    problems: int
+    samples: int = 8
+    prompt: int = 1024
+    response: int = 4096  # the mean; the longest is twice that
+    width: int = 1
+    hybrid: bool = False  # sharded inside each machine, copied over machines
+    micro_batch: int = 32768
+    storage: float = 20 * GB  # bytes a second that the shared file system takes
+    hash_rate: float = 1.2 * GB  # sha256 of one core, and the main process has
+    hash_cores: int = 16
+
+    @property
+    def responses(self) -> int:
+        return self.problems * self.samples
+
+    @property
+    def tokens(self) -> float:
+        return self.responses * (self.prompt + self.response)
+
+    @property
+    def machines(self) -> float:
+        return self.gpus / Gpu.per_machine
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds, and bytes that each GPU receives (or, for a checkpoint, that are written in all)."""
+
+    seconds: float
+    bytes: float = 0.0
+
+
+def decode_step(model: Model, rows: float, context: float, gpu: Gpu, width: int = 1) -> float:
+    """Seconds to make one token for each of ``rows`` sequences, at the bandwidth of the memory: weights and cache are
+    read once. The roofline; ``decode_share`` of it is what an engine reaches."""
+    read = (model.weights + rows * context * model.kv_bytes) / width
+    reduce = 0.0 if width == 1 else 2 * model.layers * (2 * rows * model.hidden * 2 / gpu.nvlink + 10e-6)
+    return read / gpu.memory_bandwidth + reduce
+
+
+def rollout(plan: Plan, gpu: Gpu) -> Cost:
+    """Until the longest response ends, or until all have had a place in the cache, whichever is later. On the way the
+    mean of a sequence's cache is its prompt and half its response."""
+    rows = plan.responses / (plan.gpus / plan.width)
+    steps = plan.response * max(2.0, rows / max(places(plan, gpu), 1))
+    mean_rows = rows * plan.response / steps
+    context = plan.prompt + plan.response / 2
+    return Cost(steps * decode_step(plan.model, mean_rows, context, gpu, plan.width) / gpu.decode_share)
+
+
+def update(plan: Plan, gpu: Gpu) -> Cost:
+    """Matrix products, or the weights and gradients that FSDP2 moves, whichever takes longer."""
+    compute = 6 * plan.model.parameters * plan.tokens / plan.gpus / (gpu.flops * gpu.update_share)
+    passes = math.ceil(plan.tokens / plan.gpus / plan.micro_batch)
+    inside, between = (passes * b for b in fsdp_bytes(plan, gpu))
+    return Cost(max(compute, inside / gpu.nvlink, between / gpu.network), inside + between)
+
+
+def fsdp_bytes(plan: Plan, gpu: Gpu) -> tuple[float, float]:
+    """Bytes that a GPU receives in one pass forward and backward: weights in bf16 twice, gradients in fp32 once.
+    First those that stay in a machine, then those that come from another. Sharded over several machines, everything
+    waits for the network; hybrid, only the sum of the gradients over the machines does."""
+    everything = 2 * plan.model.weights + 4 * plan.model.parameters
+    if plan.machines <= 1:
+        return everything, 0.0
+    if plan.hybrid:
+        return everything, 2 * 4 * plan.model.parameters / gpu.per_machine
+    return 0.0, everything
+
+
+def weight_sync(plan: Plan, gpu: Gpu) -> Cost:
+    """The trained weights to every copy that rolls out."""
+    link = gpu.nvlink if plan.machines <= 1 or plan.hybrid else gpu.network
+    return Cost(plan.model.weights / link, plan.model.weights)
+
+
+def checkpoint(plan: Plan, gpu: Gpu) -> dict[str, Cost]:
+    """Masters and two moments in fp32, and the model in bf16. Training waits for the first term alone."""
+    state, total = 12 * plan.model.parameters, 14 * plan.model.parameters
+    shards = min(plan.gpus, gpu.per_machine) if plan.hybrid else plan.gpus
+    return {
+        "copy to the host": Cost((state / shards) / gpu.host_link + plan.model.weights / gpu.host_link, state / shards),
+        "write": Cost(total / plan.storage, total),
+        "hash": Cost(total / (plan.hash_rate * min(plan.hash_cores, plan.gpus)), total),
+    }
+
+
+def memory(plan: Plan, gpu: Gpu) -> float:
+    """Bytes of a GPU that are taken before the cache is: masters, moments, gradients, and the copy that rolls out."""
+    shards = min(plan.gpus, gpu.per_machine) if plan.hybrid else plan.gpus
+    return 16 * plan.model.parameters / shards + plan.model.weights / plan.width
+
+
+def places(plan: Plan, gpu: Gpu) -> float:
+    """Sequences of mean length whose cache a group of ``width`` GPUs holds at once."""
+    left = max(gpu.usable * gpu.memory - memory(plan, gpu), 0.0) * plan.width
+    return left / ((plan.prompt + plan.response) * plan.model.kv_bytes)
+
+
+def host_memory(plan: Plan, gpu: Gpu) -> float:
+    """Bytes of a machine while it starts: every process reads the whole model before it keeps its shard."""
+    return min(plan.gpus, gpu.per_machine) * plan.model.weights
+
+
+def network_bound_below(gpu: Gpu) -> float:
+    """Tokens of a micro-batch below which a model sharded over machines waits for the network, whatever its size."""
+    return (8 / gpu.network) / (6 / (gpu.flops * gpu.update_share))
+
+
+QWEN_7B = Model("7B", 7.6e9, 28, 3584, 512)
+QWEN_32B = Model("32B", 32.8e9, 64, 5120, 1024)
+LLAMA_70B = Model("70B", 70.6e9, 80, 8192, 1024)
+PLANS = (
+    Plan(QWEN_7B, gpus=8, problems=128),
+    Plan(QWEN_32B, gpus=64, problems=512),
+    Plan(QWEN_32B, gpus=64, problems=512, width=2),
+    Plan(QWEN_32B, gpus=64, problems=512, width=4, hybrid=True),
+    Plan(LLAMA_70B, gpus=256, problems=1024),
+    Plan(LLAMA_70B, gpus=256, problems=1024, width=4),
+    Plan(LLAMA_70B, gpus=256, problems=1024, width=8, hybrid=True),
+)
+
+
+def row(plan: Plan, gpu: Gpu) -> list[str]:
+    name = f"{plan.model.name} on {plan.gpus}, {'hybrid' if plan.hybrid else 'full'}, {plan.width} a copy"
+    taken, held = memory(plan, gpu), places(plan, gpu)
+    wanted = plan.responses / (plan.gpus / plan.width)
+    room = [f"{taken / GB:,.0f} GB", f"{held:,.0f} of {wanted:,.0f}", f"{host_memory(plan, gpu) / GB:,.0f} GB"]
+    if held < 1:
+        return [name, *["does not fit"] + ["-"] * 6, *room]
+    made, trained, synced = rollout(plan, gpu), update(plan, gpu), weight_sync(plan, gpu)
+    saved = checkpoint(plan, gpu)
+    behind = max(saved["write"].seconds, saved["hash"].seconds)
+    return [
+        name,
+        f"{made.seconds:,.0f} s",
+        f"{trained.seconds:,.0f} s, {trained.bytes / GB:,.0f} GB",
+        f"{synced.seconds:,.1f} s, {synced.bytes / GB:,.0f} GB",
+        f"{made.seconds + trained.seconds + synced.seconds:,.0f} s",
+        f"{max(made.seconds, trained.seconds) + synced.seconds:,.0f} s",
+        f"{saved['copy to the host'].seconds:,.1f} s",
+        f"{behind:,.0f} s, {saved['write'].bytes / GB:,.0f} GB",
+        *room,
+    ]
+
+
+HEADER = (
+    "plan", "rollout", "update", "sync", "step", "overlapped", "checkpoint: stop", "checkpoint: behind",
+    "GPU memory taken", "sequences at once", "host memory at start",
+)  # fmt: skip
+
+
+def table(gpu: Gpu | None = None) -> str:
+    rows = [HEADER, ("---",) * len(HEADER), *(row(plan, gpu or Gpu()) for plan in PLANS)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,64 @@
+"""``launch: local | torchrun | ray``: one command, however many processes it takes."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TextIO
+
+from luffy.config import Config
+from luffy.distributed.world import is_launched
+from luffy.errors import ConfigError
+
+OnStep = Callable[[int, dict[str, float]], None]
+
+
+class Job(Protocol):
+    """A training that can run alone or as one of several processes."""
+
+    @property
+    def cfg(self) -> Config: ...
+
+    def alone(self) -> None: ...
+
+    def as_worker(self, on_step: OnStep = ..., out: TextIO | None = None) -> None: ...
+
+
+def launch(job: Job, arguments: Sequence[str]) -> None:
+    """Run the job as its config says. ``arguments`` of this command line start it again in every worker."""
+    how = job.cfg.launch
+    if is_launched():
+        if how != "torchrun":
+            raise ConfigError(f"torchrun started this process, but launch={how}; add launch=torchrun")
+        job.as_worker()
+    elif how == "local":
+        job.alone()
+    elif how == "torchrun":
+        start_processes(job.cfg.parallel.workers, arguments)
+    else:
+        from luffy.distributed.ray_launch import run_on_ray
+
+        run_on_ray(job)
+
+
+def start_processes(workers: int, arguments: Sequence[str]) -> None:
+    """``workers`` processes of this machine, as torchrun would start them; ends with the code of the first to fail."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    command: Any = elastic_launch(config, sys.executable)
+    try:
+        command("-m", "luffy", *arguments)
+    except ChildFailedError as error:
+        sys.exit(max(error.get_first_failure()[1].exitcode, 1))

@@ -1,0 +1,210 @@
+"""``launch: ray``: Ray Train places the workers on machines, watches them, and starts them again when one is lost.
+
+The only file that imports Ray. A worker that dies takes its group with it; Ray starts a new group, and the trainer
+in it resumes from the newest whole checkpoint by itself, as it does after any kill. What is the user's to mend
+is not tried again.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+from luffy.config import Config
+from luffy.distributed.launch import Job
+from luffy.errors import ConfigError, TrainingStopped, UserError
+
+MISTAKES = {"user": UserError, "stopped": TrainingStopped}
+POLL_S = 0.5
+
+
+def run_on_ray(job: Job) -> None:
+    """Run the job on a cluster and wait for its end; a mistake that a worker found is raised here."""
+    secure(job.cfg.ray.address)
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")  # machines that autoscale need minutes
+    ray = import_ray()
+    started_here = not ray.is_initialized()
+    if started_here:
+        connect(ray, job.cfg)
+    try:
+        mailbox = start_mailbox(ray)
+        trainer = build_trainer(job, mailbox, uses_gpus(ray, job.cfg))
+        fit = in_background(trainer.fit)
+        while not fit.done():
+            wait([fit], timeout=POLL_S)
+            print_lines(ray.get(mailbox.take_lines.remote()))
+        raise_mistake(ray.get(mailbox.mistake.remote()))
+        fit.result()
+    finally:
+        if started_here:
+            ray.shutdown()
+
+
+def in_background(act: Callable[[], Any]) -> Future[Any]:
+    """In a thread that an interrupt of the command does not wait for: the workers end with their driver."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(act())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
+def start_mailbox(ray: Any) -> Any:
+    """On the machine of the command, so that it is not lost with one of the others."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
+
+
+def build_trainer(job: Job, mailbox: Any, on_gpus: bool) -> Any:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    cfg = job.cfg
+    backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+    return TorchTrainer(
+        work,
+        train_loop_config={"job": job, "cwd": os.getcwd(), "mailbox": mailbox},
+        torch_config=TorchConfig(backend=backend, timeout_s=round(cfg.parallel.timeout_s)),
+        scaling_config=ScalingConfig(
+            num_workers=cfg.parallel.workers,
+            use_gpu=on_gpus,
+            resources_per_worker={"CPU": cfg.ray.cpus_per_worker, **({"GPU": 1} if on_gpus else {})},
+            placement_strategy="SPREAD" if cfg.ray.spread else "PACK",
+        ),
+        run_config=RunConfig(
+            name=secrets.token_hex(4),  # never that of an earlier attempt: what to resume is ours to say
+            storage_path=str((cfg.folder / "ray").resolve()),
+            failure_config=FailureConfig(max_failures=cfg.ray.max_failures),
+        ),
+    )
+
+
+def import_ray() -> Any:
+    try:
+        import ray
+        import ray.train
+    except ImportError:
+        raise ConfigError("launch=ray needs Ray; install it with: pip install 'luffy-rl[ray]'") from None
+    return ray
+
+
+def secure(address: str | None) -> None:
+    """Ray's ports run any code for whoever reaches them, and they listen on every address: a token closes them.
+    Must come before Ray is imported. Who set RAY_AUTH_MODE has decided already."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if os.environ["RAY_AUTH_MODE"] != "token" or has_token():
+        return
+    if address is not None:
+        raise ConfigError(
+            f"ray.address={address}: no token to enter that cluster; set RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to "
+            f"the one it was started with, or RAY_AUTH_MODE=disabled for a cluster without one"
+        )
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def has_token() -> bool:
+    named = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    return bool(named) or (Path.home() / ".ray" / "auth_token").is_file()
+
+
+def connect(ray: Any, cfg: Config) -> None:
+    """To the cluster of ``ray.address``, or to one that lives as long as this command."""
+    options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
+    if cfg.ray.address is None:
+        # Cores are only bookkeeping for Ray: a small machine may still run several workers.
+        cores = math.ceil(cfg.parallel.workers * cfg.ray.cpus_per_worker) + 1
+        options |= {"num_cpus": max(cores, os.cpu_count() or 1), "include_dashboard": False}
+    try:
+        ray.init(address=cfg.ray.address, **options)
+    except ConnectionError as error:
+        raise ConfigError(f"ray.address={cfg.ray.address}: no cluster answers ({error})") from None
+
+
+def uses_gpus(ray: Any, cfg: Config) -> bool:
+    gpus = ray.cluster_resources().get("GPU", 0)
+    if cfg.model.device == "cuda" and gpus < cfg.parallel.workers and cfg.ray.address is None:
+        raise ConfigError(f"'parallel.workers' is {cfg.parallel.workers}, but this machine has {gpus:.0f} GPUs")
+    return cfg.model.device == "cuda" or (cfg.model.device == "auto" and gpus >= cfg.parallel.workers)
+
+
+def work(settings: dict[str, Any]) -> None:
+    """What every worker runs. Returning normally ends the run; raising asks Ray for another try."""
+    import ray
+    from ray import train
+
+    os.chdir(settings["cwd"])  # paths of a recipe are relative to where the command was given
+    sys.path.insert(0, settings["cwd"])
+    mailbox = settings["mailbox"]
+    letters = Letters(lambda line: ray.get(mailbox.say.remote(line)))
+
+    def report(step: int, values: dict[str, float]) -> None:
+        train.report({"step": step, **values})
+
+    if train.get_context().get_world_rank() == 0:
+        nodes = len({node["NodeID"] for node in ray.nodes() if node["Alive"]})
+        letters.write(f"{train.get_context().get_world_size()} workers started, {nodes} machine(s) in the cluster\n")
+    try:
+        settings["job"].as_worker(report, letters)
+    except (UserError, TrainingStopped) as error:
+        kind = "user" if isinstance(error, UserError) else "stopped"
+        ray.get(mailbox.confess.remote(kind, str(error)))
+
+
+class Letters(io.TextIOBase):
+    """A text file whose whole lines are sent away."""
+
+    def __init__(self, send: Callable[[str], None]) -> None:
+        self._send, self._rest = send, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._send(line)
+        return len(text)
+
+
+class Mailbox:
+    """Lives beside the workers and outlives them: what they have to say to whoever gave the command."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.first_mistake: tuple[str, str] | None = None
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+    def take_lines(self) -> list[str]:
+        taken, self.lines = self.lines, []
+        return taken
+
+    def confess(self, kind: str, text: str) -> None:
+        self.first_mistake = self.first_mistake or (kind, text)
+
+    def mistake(self) -> tuple[str, str] | None:
+        return self.first_mistake
+
+
+def print_lines(lines: list[str]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+
+
+def raise_mistake(mistake: tuple[str, str] | None) -> None:
+    if mistake is not None:
+        raise MISTAKES[mistake[0]](mistake[1])

@@ -1,0 +1,81 @@
+"""FSDP2: weights, gradients and optimizer state spread over the processes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from luffy.config import ParallelConfig
+from luffy.errors import ConfigError
+from luffy.models.load import DTYPES, DtypeName
+
+
+def build_mesh(cfg: ParallelConfig, device: str) -> DeviceMesh:
+    """One dimension to shard over; hybrid: groups of ``shard_size`` ranks that hold the same shards."""
+    size = dist.get_world_size()
+    if cfg.shard == "full":
+        return init_device_mesh(device, (size,), mesh_dim_names=("shard",))
+    group = cfg.shard_size or local_world_size()
+    if size % group:
+        raise ConfigError(
+            f"'parallel.shard_size' ({group}) does not divide the {size} processes; set it to a divisor, "
+            f"best the number of GPUs of a machine"
+        )
+    return init_device_mesh(device, (size // group, group), mesh_dim_names=("replicate", "shard"))
+
+
+def local_world_size() -> int:
+    """Processes of this machine, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def shard(root: nn.Module, cfg: ParallelConfig, dtype: DtypeName, device: str) -> None:
+    """Shard ``root`` in place: one unit per decoder layer, and one for embeddings, last norm and head.
+
+    The weights become float32 masters, a unit at a time; layers compute in ``dtype``, gradients are reduced in
+    float32. Only a call of ``root`` itself gathers the last unit, so whatever reads the head's weight must run
+    inside that call.
+    """
+    compute = DTYPES[dtype]
+    offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.cpu_offload else OffloadPolicy()
+    options: dict[str, Any] = {
+        "mesh": build_mesh(cfg, device),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "offload_policy": offload,
+    }
+    for unit in [*decoder_layers(root), root]:
+        become_masters(unit)
+        fully_shard(unit, **options)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # Loss weights hold the denominator of the whole mini-batch already: gradients add, never average.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+
+
+def become_masters(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.requires_grad and not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.float()
+
+
+def decoder_layers(root: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, by the class names that transformers itself keeps whole."""
+    causal = next((m for m in root.modules() if getattr(m, "_no_split_modules", None)), None)
+    names = set(getattr(causal, "_no_split_modules", None) or ())
+    layers = [module for module in root.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError("the model does not say what its layers are, so it cannot be sharded; set launch=local")
+    return layers
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a sharded one (all processes must ask); a plain one as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,95 @@
+"""The processes of a run, and the few words they exchange.
+
+Every process runs the same trainer. What they must agree on (which groups were kept, denominators,
+metrics) is small and goes through ``World.gather``; weights and gradients go through FSDP2. A run of one
+process has a world of one, where every exchange gives back what was put in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from luffy.errors import UserError
+from luffy.metrics import Metric, merge_metrics
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """``joined``: the processes are connected, be it a single one (``torchrun --nproc-per-node 1``)."""
+
+    rank: int = 0
+    size: int = 1
+    joined: bool = False
+    device: torch.device | None = None  # where this process computes, once it has joined
+
+    @property
+    def is_main(self) -> bool:
+        """The process that writes the run folder and speaks to the user."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes in the order of their ranks, on every process."""
+        if self.size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values  # type: ignore[return-value]
+
+    def from_main(self, value: T) -> T:
+        """The main process's value, on every process."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def on_main(self, act: Callable[[], T]) -> T:
+        """What ``act`` gives on the main process, on every process; so does a user's mistake found there."""
+        outcome: tuple[T | None, UserError | None] = (None, None)
+        if self.is_main:
+            try:
+                outcome = (act(), None)
+            except UserError as error:
+                outcome = (None, error)
+        value, mistake = self.from_main(outcome)
+        if mistake is not None:
+            raise mistake
+        return value  # type: ignore[return-value]
+
+    def most(self, value: int) -> int:
+        return max(self.gather(value))
+
+    def merge(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Metrics over all processes: each kind adds up as it does over micro-batches."""
+        return dict(metrics) if self.size == 1 else merge_metrics(self.gather(dict(metrics)))
+
+
+def is_launched() -> bool:
+    """Whether a launcher started this process: torchrun by its environment, Ray by having connected it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or (dist.is_available() and dist.is_initialized())
+
+
+def join_world(device: str, timeout_s: float) -> World:
+    """Connect to the other processes. Objects and CPU tensors go over gloo, GPU tensors over NCCL."""
+    here = torch.device(device)
+    if device == "cuda":
+        here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(here)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return World(dist.get_rank(), dist.get_world_size(), joined=True, device=here)
+
+
+def leave_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

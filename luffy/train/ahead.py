@@ -1,0 +1,113 @@
+"""Rollouts made ahead: a thread generates the batches of coming steps while the update of this one runs.
+
+    update     |  step 0  |  step 1  |  step 2  |
+    rollout  0 |     1    |     2    |     3    |        max_staleness 1: batch 2 is of version 1
+
+A batch begins with the newest weights there are, and only when they are at most ``max_staleness`` versions behind
+the step that will use it. The thread talks to no process but those it shares an engine with (in a group of their
+own): whatever all processes must agree on happens when the batch is taken.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Abandoned(Exception):
+    """The run is over before the batch is."""
+
+
+class Ahead(Generic[T]):
+    """``make(step, version, check)`` rolls out with the weights that ``copy_weights`` took over before; it calls
+    ``check`` from time to time, which raises when nobody waits any more."""
+
+    def __init__(
+        self,
+        make: Callable[[int, int, Callable[[], None]], T],
+        copy_weights: Callable[[], None],
+        max_staleness: int,
+        total_steps: int,
+    ) -> None:
+        assert max_staleness > 0, "without staleness there is nothing to do ahead"
+        self._make, self._copy_weights = make, copy_weights
+        self._max_staleness, self._total_steps = max_staleness, total_steps
+        self._changed = threading.Condition()
+        self._version = 0
+        self._begun = -1
+        self._ready: dict[int, T] = {}
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def publishing(self, version: int) -> Iterator[None]:
+        """While the published weights change nobody copies them; afterwards they are of ``version``."""
+        with self._changed:
+            yield
+            self._version = version
+            self._changed.notify_all()
+
+    def take(self, step: int) -> T:
+        """The batch of ``step``. Returns only when the next one has its weights, so that with a staleness of 1 which
+        version makes a batch never depends on who is faster."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(step,), name="rollouts", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._wait(lambda: step in self._ready)
+            batch = self._ready.pop(step)
+            self._wait(lambda: self._begun > step or step + 1 >= self._total_steps)
+        return batch
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _wait(self, there: Callable[[], bool]) -> None:
+        self._changed.wait_for(lambda: self._closed or self._failure is not None or there())
+        if not there():
+            raise self._failure or Abandoned
+
+    def _run(self, first: int) -> None:
+        try:
+            with own_stream():
+                for step in range(first, self._total_steps):
+                    version = self._begin(step)
+                    batch = self._make(step, version, self._check)
+                    with self._changed:
+                        self._ready[step] = batch
+                        self._changed.notify_all()
+        except Abandoned:
+            pass
+        except BaseException as error:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _begin(self, step: int) -> int:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or step - self._version <= self._max_staleness)
+            self._check()
+            self._copy_weights()
+            self._begun = step
+            self._changed.notify_all()
+            return self._version
+
+    def _check(self) -> None:
+        if self._closed:
+            raise Abandoned
+
+
+def own_stream() -> AbstractContextManager[object]:
+    """On a GPU the thread's work must not queue behind the update's."""
+    return torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext()

@@ -1,0 +1,49 @@
+"""One training from its config to its last line, in whatever process it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.console import Console
+
+from luffy.config import Config
+from luffy.distributed.launch import OnStep
+from luffy.distributed.world import World, join_world, leave_world
+from luffy.train import setup
+from luffy.train.loop import Method, Trainer
+
+
+def nothing(step: int, values: dict[str, float]) -> None:
+    """Nobody is told of a step."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ``luffy train`` and ``luffy sft`` were asked to do; it travels to the workers as it is."""
+
+    cfg: Config
+    method: Method = "rl"
+    resume: str = "auto"
+    allow_changed_data: bool = False
+
+    def alone(self) -> None:
+        self._train(World(), nothing, None)
+
+    def as_worker(self, on_step: OnStep = nothing, out: TextIO | None = None) -> None:
+        """In one of several processes that a launcher started; the main one speaks to ``out`` if there is one."""
+        world = join_world(setup.pick_device(self.cfg.model.device), self.cfg.parallel.timeout_s)
+        self._train(world, on_step, out)
+        leave_world()
+
+    def _train(self, world: World, on_step: OnStep, out: TextIO | None) -> None:
+        console = None if out is None else Console(file=out, width=200)
+        arguments = (self.cfg, self.method, self.resume, self.allow_changed_data, world, on_step, console)
+        with Trainer(*arguments) as trainer:
+            if trainer.is_finished and world.is_main:
+                step = trainer.progress.step
+                print(f"already finished at step {step}; raise train.steps or choose another name=", file=out)
+            model = trainer.train()
+        if world.is_main:
+            print(f"model      {model}", file=out)
+            print(f"metrics    {self.cfg.folder / 'metrics.jsonl'}", file=out)

@@ -1,0 +1,132 @@
+"""``launch: local | torchrun | ray`` as a user meets it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from luffy.config import Config, build
+from luffy.distributed import launch as launching
+from luffy.distributed import ray_launch
+from luffy.distributed.launch import launch
+from luffy.distributed.world import World, is_launched
+from luffy.errors import ConfigError, UserError
+from luffy.metrics import Mean
+from luffy.report.recorder import read_json_lines
+from luffy.schema import to_dict
+
+
+def luffy(*arguments):
+    return subprocess.run([sys.executable, "-m", "luffy", *arguments], capture_output=True, text=True, timeout=240)
+
+
+def overrides(cfg, *more):
+    flat = [f"{k}.{n}={v}" for k, s in to_dict(cfg).items() if isinstance(s, dict) for n, v in s.items() if simple(v)]
+    return [f"name={cfg.name}", f"out={cfg.out}", *flat, *more]
+
+
+def simple(value):
+    return value not in (None, "") and not isinstance(value, dict | list)
+
+
+@pytest.mark.slow
+def test_one_command_starts_the_processes_and_one_of_them_speaks(make_config):
+    cfg = make_config(train={"steps": 2})
+    result = luffy("train", "tiny/luffy", *overrides(cfg, "data.eval=null", "data.eval_also={}", "launch=torchrun", "parallel.workers=2"))  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("model ") == result.stdout.count("metrics ") == 1
+    assert result.stderr.count("step 2/2") == 1
+    assert [row["step"] for row in read_json_lines(cfg.folder / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_mistake_is_said_once_and_gives_its_exit_code():
+    result = luffy("train", "tiny/luffy", "data.train=/no/such/file.jsonl", "launch=torchrun", "parallel.workers=2")
+    assert result.returncode == 2
+    assert result.stderr.count("luffy: error:") == 1 and "/no/such/file.jsonl" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"parallel": {"workers": 2}}, "launch=torchrun or ray"),
+        ({"launch": "ray", "parallel": {"shard_size": 2}}, r"only with parallel\.shard=hybrid"),
+        (
+            {"launch": "ray", "parallel": {"workers": 3, "rollout_group": 2}},
+            r"does not divide 'parallel\.workers' \(3\)",
+        ),
+        ({"launch": "torchrun", "model": {"lora": {}, "dtype": "bfloat16"}}, r"set model\.dtype=float32"),
+        ({"launch": "ray", "optim": {"offload": True}}, r"set parallel\.cpu_offload=true"),
+        ({"launch": "slurm"}, "must be one of local, torchrun, ray"),
+    ],
+)
+def test_configs_that_cannot_be_honoured(values, message):
+    with pytest.raises(ConfigError, match=message):
+        build(Config, values)
+
+
+class Asked:
+    def __init__(self, **values):
+        self.cfg = build(Config, values)
+        self.ran = []
+
+    def alone(self):
+        self.ran.append("alone")
+
+    def as_worker(self, *args):
+        self.ran.append("worker")
+
+
+def test_who_runs_what(monkeypatch):
+    started = []
+    monkeypatch.setattr(launching, "start_processes", lambda workers, arguments: started.append((workers, arguments)))
+    local, many = Asked(), Asked(launch="torchrun", parallel={"workers": 3})
+    launch(local, [])
+    launch(many, ["train", "x"])
+    assert local.ran == ["alone"] and many.ran == [] and started == [(3, ["train", "x"])]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    assert is_launched()
+    launch(many, [])
+    assert many.ran == ["worker"]
+    with pytest.raises(ConfigError, match="add launch=torchrun"):
+        launch(local, [])
+
+
+def test_without_ray_the_launch_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ConfigError, match=r"pip install 'luffy-rl\[ray\]'"):
+        launch(Asked(launch="ray"), [])
+
+
+def test_a_cluster_of_ones_own_gets_a_token_and_a_foreign_one_needs_its_own(monkeypatch, tmp_path):
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    environment = dict(PATH="/bin")
+    monkeypatch.setattr(ray_launch.os, "environ", environment)
+    monkeypatch.setattr(ray_launch.Path, "home", lambda: tmp_path)
+    with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN"):
+        ray_launch.secure("auto")
+    ray_launch.secure(None)
+    assert environment["RAY_AUTH_MODE"] == "token" and len(environment["RAY_AUTH_TOKEN"]) == 64
+    ray_launch.secure("auto")  # it has one now
+    environment.clear()
+    environment["RAY_AUTH_MODE"] = "disabled"
+    ray_launch.secure("auto")
+    assert "RAY_AUTH_TOKEN" not in environment
+
+
+def test_letters_send_whole_lines():
+    sent = []
+    letters = ray_launch.Letters(sent.append)
+    for part in ("step ", "1\nst", "ep 2\n\n"):
+        letters.write(part)
+    assert sent == ["step 1", "step 2", ""]
+
+
+def test_a_world_of_one_gives_back_what_it_gets():
+    world = World()
+    assert world.gather(5) == [5] and world.from_main("x") == "x" and world.most(3) == 3 and world.is_main
+    assert world.merge({"a": Mean(6.0, 3)}) == {"a": Mean(6.0, 3)}
+    with pytest.raises(UserError, match="mistake"):
+        world.on_main(lambda: (_ for _ in ()).throw(UserError("mistake")))

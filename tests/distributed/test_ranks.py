@@ -1,0 +1,132 @@
+"""However many processes: the same samples, losses, gradients and weights."""
+
+import pytest
+import torch
+from ranks import (
+    assert_same_figures,
+    assert_same_weights,
+    figures,
+    final_weights,
+    run_ranks,
+    samples,
+    train,
+    train_and_keep_gradients,
+)
+
+from luffy.schema import to_dict
+from luffy.train.checkpoint import Checkpoint
+from luffy.train.loop import Trainer
+
+# Adam divides by the root of the second moment: with its usual epsilon a gradient of 1e-9 that is rounded
+# otherwise moves a weight by a whole learning rate. A larger one lets the comparison see the gradients.
+SMOOTH = {"lr": 1e-2, "eps": 1e-3}
+RUNS = {
+    "luffy": {},
+    "several updates a step, KL, partial prefixes": {
+        "batch": {"mini_batch": 2},
+        "algorithm": {"kl_coef": 0.05, "remove_clip": False, "reject_extreme": False},
+        "guidance": {"n_prefix": 2, "strategy": "random", "min_ratio": 0.2},
+    },
+    "token mean, sure tokens dropped, off-policy ratio normalised": {
+        "algorithm": {"loss_reduction": "token-mean", "all_max_clip": 0.9, "off_normalize": True},
+    },
+    "RL with an SFT term, more problems until the batch is full": {
+        "algorithm": {"trace_term": "sft", "oversample_rounds": 3, "loss_reduction": "seq-mean-token-mean"},
+        "reward": {"kind": "ranks_rewards:length_parity"},
+    },
+    "recomputed activations": {"model": {"gradient_checkpointing": True}},
+    "adapters": {"model": {"lora": {"rank": 4}}},
+    "rollouts one version behind": {"async": {"max_staleness": 1}},
+}
+
+
+def config(make_config, sums, name, **changes):
+    base = {
+        "optim": SMOOTH,
+        "train": {"steps": 5, "save_every": 5},
+        "record": {"samples": 6, "samples_every": 1},
+        "data": {"eval": str(sums)},
+        "eval": {"limit": 5},
+    }
+    for section, entries in changes.items():
+        base[section] = {**base.get(section, {}), **entries}
+    return make_config(name=name, **base)
+
+
+def assert_same_run(ours, theirs, gradients, expected):
+    assert_same_figures(figures(ours), figures(theirs))
+    for a, b in zip(samples(ours), samples(theirs), strict=True):
+        assert (a["problem"], a["token_ids"], a["reward"]) == (b["problem"], b["token_ids"], b["reward"])
+    assert len(gradients) == len(expected) >= 5
+    for a, b in zip(gradients, expected, strict=True):
+        assert_same_weights(a, b)
+    assert_same_weights(final_weights(ours), final_weights(theirs))
+
+
+FAST = [("luffy", 2), ("several updates a step, KL, partial prefixes", 4)]
+SLOW = [(kind, count) for kind in RUNS for count in (1, 2, 4) if (kind, count) not in FAST]
+
+
+@pytest.mark.parametrize(("kind", "count"), FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW])
+def test_ranks_agree_with_one_process(make_config, sums, kind, count):
+    torch.set_num_threads(1)
+    alone, many = (config(make_config, sums, name, **RUNS[kind]) for name in ("alone", "many"))
+    expected = train_and_keep_gradients(alone)
+    results = run_ranks(count, lambda world: train_and_keep_gradients(many, world))
+    for gradients in results:
+        assert_same_run(many, alone, gradients, expected)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "staleness"),
+    [
+        ({"shard": "hybrid", "shard_size": 2, "rollout_group": 2, "workers": 4}, 0),
+        pytest.param({"cpu_offload": True, "workers": 2}, 0, marks=pytest.mark.slow),
+        pytest.param({"rollout_group": 2, "workers": 4}, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_hybrid_sharding_rollout_groups_and_offload_change_nothing(make_config, sums, parallel, staleness):
+    torch.set_num_threads(1)
+    alone = config(make_config, sums, "alone", **{"async": {"max_staleness": staleness}})
+    many = make_config(**to_dict(alone) | {"name": "many", "launch": "torchrun", "parallel": parallel})
+    expected = train_and_keep_gradients(alone)
+    for gradients in run_ranks(many.parallel.workers, lambda world: train_and_keep_gradients(many, world)):
+        assert_same_run(many, alone, gradients, expected)
+
+
+def test_sft_with_fewer_traces_than_ranks(make_config, sums):
+    torch.set_num_threads(1)
+    alone, many = (config(make_config, sums, name, batch={"problems": 2}) for name in ("alone", "many"))
+    expected = train_and_keep_gradients(alone, method="sft")
+    for gradients in run_ranks(3, lambda world: train_and_keep_gradients(many, world, "sft")):
+        for a, b in zip(gradients, expected, strict=True):
+            assert_same_weights(a, b)
+    assert_same_figures(figures(many), figures(alone))
+    seen = [[(r["step"], r["sample"], r["prompt"], r["token_ids"]) for r in samples(cfg)] for cfg in (many, alone)]
+    assert seen[0] == seen[1]
+
+
+def test_bfloat16_computes_low_and_keeps_float32_masters(make_config, sums):
+    """Rounding differs with the number of rows of a matrix product, so this is close, not equal."""
+    torch.set_num_threads(1)
+    low = {"model": {"dtype": "bfloat16"}, "train": {"steps": 2, "save_every": 2}, "optim": {"lr": 1e-4, "eps": 1e-3}}
+    alone, many = (config(make_config, sums, name, **low) for name in ("alone", "many"))
+    train(alone)
+    types = run_ranks(2, lambda world: types_of_a_run(many, world))
+    assert types == [({torch.float32}, {torch.bfloat16})] * 2
+    for a, b in zip(figures(many), figures(alone), strict=True):
+        assert a["actor/loss"] == pytest.approx(b["actor/loss"], abs=5e-3)
+    saved = {p.dtype for p in final_weights(many).values()}
+    assert saved == {torch.bfloat16}
+    masters = Checkpoint(max((many.folder / "checkpoints").glob("step-*"))).tensors()
+    assert masters["lm_head.weight/master"].dtype == torch.float32
+    resumed = config(make_config, sums, "many", **(low | {"train": {"steps": 3}}))
+    train(resumed)  # one process takes up what two left
+    assert [row["step"] for row in figures(resumed)] == [1, 2, 3]
+
+
+def types_of_a_run(cfg, world):
+    with Trainer(cfg, world=world) as trainer:
+        trainer.train()
+        copy = trainer.engines.replica.model
+        return {p.dtype for p in trainer.model.parameters()}, {p.dtype for p in copy.parameters()}

@@ -1,0 +1,141 @@
+"""Checkpoints of sharded runs: any number of processes resumes them, and only whole ones."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from ranks import assert_same_figures, assert_same_weights, figures, final_weights, run_ranks, start_ranks, train
+from safetensors import safe_open
+
+from luffy.train import background
+from luffy.train.checkpoint import Checkpoint, CheckpointStore
+from luffy.train.loop import Trainer
+
+OPTIM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+
+
+def config(make_config, name, steps=6, **changes):
+    return make_config(name=name, optim=OPTIM, train={"steps": steps, "save_every": 2, "keep": 5}, **changes)
+
+
+def train_on(count, cfg):
+    """0: an ordinary run of one process, without a world."""
+    train(cfg) if count == 0 else run_ranks(count, lambda world: train(cfg, world))
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 4), pytest.param((2, 0, 2), marks=pytest.mark.slow)])
+def test_a_run_goes_on_with_another_number_of_processes(make_config, counts):
+    torch.set_num_threads(1)
+    whole = config(make_config, "whole")
+    train(whole)
+    for count, steps in zip(counts, (2, 4, 6), strict=True):
+        cfg = config(make_config, "moved", steps)
+        train_on(count, cfg)
+    assert_same_figures(figures(cfg), figures(whole))
+    assert_same_weights(final_weights(cfg), final_weights(whole))
+    ours, theirs = (Checkpoint(c.folder / "checkpoints" / "step-000006").tensors() for c in (cfg, whole))
+    assert_same_weights({k: v for k, v in ours.items() if "random" not in k}, {k: v for k, v in theirs.items() if "random" not in k})  # fmt: skip
+
+
+def test_the_same_number_of_processes_resumes_to_the_bit(make_config):
+    whole, parts = config(make_config, "whole", 4), config(make_config, "parts", 2)
+    train_on(2, whole)
+    train_on(2, parts)
+    train_on(2, config(make_config, "parts", 4))
+    assert figures(parts) == figures(whole)
+    assert all(torch.equal(a, b) for a, b in zip(final_weights(parts).values(), final_weights(whole).values(), strict=True))  # fmt: skip
+
+
+def test_files_are_shards_without_pickles_and_damage_is_found(make_config):
+    cfg = config(make_config, "run", 4)
+    train_on(2, cfg)
+    newest = Checkpoint(cfg.folder / "checkpoints" / "step-000004")
+    newest.verify()
+    endings = {p.suffix for p in newest.path.rglob("*") if p.is_file()}
+    assert endings == {".safetensors", ".json"}
+    shards = sorted(newest.shards.iterdir())
+    assert len(shards) == 2
+    name = "model.layers.0.mlp.down_proj.weight/exp_avg"
+    for shard in shards:  # each holds its half of the rows
+        with safe_open(shard, framework="pt") as file:
+            assert file.get_slice(name).get_shape() == [16, 64]
+    data = bytearray(shards[1].read_bytes())
+    data[-9] ^= 4
+    shards[1].write_bytes(data)
+    messages = []
+    assert CheckpointStore(newest.path.parent, 2).newest_whole(messages.append).step == 2
+    assert shards[1].name in messages[0]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(make_config):
+    """The first checkpoint is held up until step 3 is over; it still has the weights of step 2."""
+    slow, plain = config(make_config, "slow", 4), config(make_config, "plain", 4)
+    train_on(2, plain)
+    run_ranks(2, lambda world: train_with_a_held_up_checkpoint(slow, world))
+    for step in ("step-000002", "step-000004"):
+        ours, theirs = (Checkpoint(c.folder / "checkpoints" / step) for c in (slow, plain))
+        ours.verify()
+        assert all(torch.equal(v, theirs.tensors()[k]) for k, v in ours.tensors().items())
+        assert (ours.model / "model.safetensors").read_bytes() == (theirs.model / "model.safetensors").read_bytes()
+
+
+def train_with_a_held_up_checkpoint(cfg, world):
+    step_three_is_over, complete = threading.Event(), CheckpointStore.complete
+
+    def hold_up(self, aside, state):
+        if state["progress"]["step"] == 2:
+            assert step_three_is_over.wait(60), "training waited for the checkpoint"
+        return complete(self, aside, state)
+
+    CheckpointStore.complete = hold_up
+
+    def on_step(step, values):
+        if step == 3:
+            assert not (cfg.folder / "checkpoints" / "step-000002").exists()
+            step_three_is_over.set()
+
+    train(cfg, world, on_step=on_step)
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_while_a_checkpoint_is_written(make_config, victim, tmp_path):
+    """SIGKILL to one process between its shards and the name of the checkpoint; the run resumes from the one before."""
+    whole, killed = config(make_config, "whole", 4), config(make_config, "killed", 4)
+    train_on(2, whole)
+    pids = start_ranks(2, lambda world: train_and_die_in_second_save(killed, world, victim), tmp_path)
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    assert os.WIFSIGNALED(statuses[victim]) and os.WTERMSIG(statuses[victim]) == signal.SIGKILL
+    folder = killed.folder / "checkpoints"
+    assert [c.step for c in CheckpointStore(folder, 2)] == [2]
+    train_on(2, killed)
+    assert figures(killed) == figures(whole)
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-000002", "step-000004"]
+
+
+def train_and_die_in_second_save(cfg, world, victim):
+    start, saves = background.start_saving, []
+
+    def deadly(tensors, folder, group):
+        saves.append(folder)
+        if len(saves) == 2 and world.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start(tensors, folder, group)
+
+    background.start_saving = deadly
+    train(cfg, world)
+
+
+def test_a_user_mistake_found_by_the_main_process_reaches_all(make_config):
+    cfg = config(make_config, "run", 2)
+    train_on(2, cfg)
+
+    def again(world):
+        try:
+            Trainer(cfg, resume="never", world=world)
+        except ValueError as error:
+            return str(error)
+
+    said = run_ranks(2, again)
+    assert said[0] == said[1] and "already holds a run" in said[0]

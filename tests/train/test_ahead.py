@@ -1,0 +1,160 @@
+"""Rollouts that overlap the update: which version makes which batch, and what the loss does about it."""
+
+import threading
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from luffy.errors import ConfigError
+from luffy.report.recorder import read_json_lines
+from luffy.rollout.native import NativeEngine
+from luffy.train.ahead import Abandoned, Ahead
+from luffy.train.loop import Trainer
+from luffy.train.policy import Policy
+
+FROZEN = 1e-30  # a learning rate that moves no weight
+
+
+def config(make_config, name, staleness=None, lr=2e-2, steps=5, **changes):
+    extra = {} if staleness is None else {"async": {"max_staleness": staleness}}
+    extra |= {"optim": {"lr": lr}, "train": {"steps": steps, "save_every": 2, "keep": 9}}
+    return make_config(name=name, record={"samples": 6, "samples_every": 1}, **extra, **changes)
+
+
+def run(cfg, **options):
+    with Trainer(cfg, **options) as trainer:
+        trainer.train()
+    rows = read_json_lines(cfg.folder / "metrics.jsonl")
+    untimed = lambda k: k != "time" and not k.startswith(("timing_s/", "perf/"))  # noqa: E731
+    return [{k: v for k, v in row.items() if untimed(k)} for row in rows]
+
+
+def samples(cfg, *fields):
+    rows = read_json_lines(cfg.folder / "samples.jsonl")
+    return [tuple(row[f] for f in fields) for row in rows]
+
+
+def weights(cfg):
+    newest = max((cfg.folder / "checkpoints").glob("step-*"))
+    return AutoModelForCausalLM.from_pretrained(newest / "model").state_dict()
+
+
+def test_no_staleness_is_the_synchronous_run_to_the_bit(make_config):
+    plain, zero = config(make_config, "plain"), config(make_config, "zero", staleness=0)
+    assert run(plain) == run(zero)
+    assert all(torch.equal(a, b) for a, b in zip(weights(plain).values(), weights(zero).values(), strict=True))
+    assert samples(plain, "token_ids", "versions") == samples(zero, "token_ids", "versions")
+
+
+def test_each_batch_is_made_by_the_version_before_and_says_so(make_config):
+    """Step 2 is rolled out while step 1 updates: by the weights of the start, whatever that update does."""
+    stale, sync, frozen = (
+        config(make_config, name, s, lr) for name, s, lr in (("stale", 1, 2e-2), ("sync", 0, 2e-2), ("frozen", 0, FROZEN))
+    )  # fmt: skip
+    rows = run(stale)
+    run(sync), run(frozen)
+    of_step = lambda cfg, step: [r[1:] for r in samples(cfg, "step", "problem", "token_ids") if r[0] == step]  # noqa: E731
+    assert of_step(stale, 1) == of_step(sync, 1)
+    assert of_step(stale, 2) == of_step(frozen, 2) != of_step(sync, 2)
+    for step, versions, off_policy in samples(stale, "step", "versions", "off_policy"):
+        made_by = max(step - 2, 0)
+        assert versions == [-1 if off else made_by for off in off_policy]
+    assert [r["async/staleness/mean"] for r in rows] == [0, 1, 1, 1, 1]
+    assert [r["async/staleness/max"] for r in rows] == [0, 1, 1, 1, 1]
+
+
+def test_off_policyness_is_corrected_and_logged(make_config):
+    rows = run(config(make_config, "stale", 1))
+    assert rows[0]["async/weight_mean"] == pytest.approx(1, abs=1e-4) and rows[0]["async/ess"] == pytest.approx(
+        1, abs=1e-4
+    )
+    assert all(0 < r["async/ess"] < 0.999 and r["async/weight_max"] > 1.01 for r in rows[1:])
+    calm = run(config(make_config, "calm", 1, lr=FROZEN))
+    assert all(r["async/ess"] == pytest.approx(1, abs=1e-4) for r in calm)
+    plain = run(config(make_config, "plain", 0, lr=FROZEN))
+    for a, b in zip(calm, plain, strict=True):  # weights of 1 correct nothing
+        assert a["actor/loss"] == pytest.approx(b["actor/loss"], abs=1e-5)
+        assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)
+
+
+def test_a_staleness_of_one_is_reproducible(make_config):
+    first, again = config(make_config, "first", 1), config(make_config, "again", 1)
+    assert run(first) == run(again)
+
+
+def test_more_staleness_is_bounded(make_config):
+    rows = run(config(make_config, "three", 3, steps=8))
+    lags = [r["async/staleness/max"] for r in rows]
+    assert lags[0] == 0 and max(lags) <= 3 and all(lag >= 1 for lag in lags[3:])
+
+
+def test_the_update_overlaps_the_next_rollout(make_config, monkeypatch):
+    """The update of step 1 waits for the rollout of step 2 to be over: taking turns, it would wait for ever."""
+    generate, update, made = NativeEngine.generate, Policy.update, []
+    second = threading.Event()
+
+    def counted(self, *args):
+        result = generate(self, *args)
+        made.append(threading.current_thread().name)
+        if len(made) == 2:
+            second.set()
+        return result
+
+    def patient(self, *args):
+        assert second.wait(60)
+        return update(self, *args)
+
+    monkeypatch.setattr(NativeEngine, "generate", counted)
+    monkeypatch.setattr(Policy, "update", patient)
+    run(config(make_config, "run", 1, steps=2))
+    assert made == ["rollouts", "rollouts"]
+
+
+def test_a_resumed_run_takes_up_the_data_where_it_was(make_config):
+    whole, parts = config(make_config, "whole", 1, steps=6), config(make_config, "parts", 1, steps=3)
+    run(whole), run(parts)
+    rows = run(config(make_config, "parts", 1, steps=6))
+    assert [r["step"] for r in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[3]["async/staleness/max"] == 0 and rows[4]["async/staleness/max"] == 1
+    problems = [{r for r in samples(cfg, "step", "problem")} for cfg in (whole, parts)]
+    assert problems[0] == problems[1]
+
+
+def test_an_error_in_a_rollout_ends_the_run(make_config):
+    cfg = config(make_config, "run", 1)
+    with Trainer(cfg) as trainer:
+        with torch.no_grad():
+            trainer.engines.replica.model.lm_head.weight.fill_(float("nan"))
+        with pytest.raises(FloatingPointError, match="NaN"):
+            trainer.train()
+    assert not [t for t in threading.enumerate() if t.name == "rollouts"]
+
+
+def test_closing_abandons_a_batch_in_the_making():
+    """The thread stops at its next check, not at the end of the batch."""
+    begun = threading.Event()
+
+    def endless(step, version, check):
+        begun.set()
+        while True:
+            check()
+
+    ahead = Ahead(endless, lambda: None, 1, 10)
+    with ahead.publishing(0):
+        pass
+    closer = threading.Thread(target=lambda: begun.wait(10) and ahead.close())
+    closer.start()
+    with pytest.raises(Abandoned):
+        ahead.take(0)
+    closer.join(10)
+    assert not closer.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [("algorithm", {"oversample_rounds": 2}), ("rollout", {"top_p": 0.9}), ("rollout", {"engine": "vllm"})],
+)
+def test_what_cannot_be_corrected_is_refused(make_config, section, values):
+    with pytest.raises(ConfigError, match=r"async\.max_staleness"):
+        make_config(**{section: values, "async": {"max_staleness": 1}})
