@@ -127,7 +127,8 @@ class Trainer:
         self.source = self._build_source()
         if checkpoint is not None:
             self._restore(checkpoint, allow_changed_data)
-        self._sync(self.progress.step)
+        if self.engines.replica is not None:  # made before the masters of a checkpoint were there
+            self._sync(self.progress.step)
         self.notices += setup.left_out(self.tasks.report, self.eval_report)
         self.world.on_main(self._settle)
 

@@ -54,7 +54,7 @@ def copy_engine(monkeypatch):
         made.append(CopyEngine(model, max_slots=16))
         return made[-1]
 
-    monkeypatch.setattr("luffy.train.loop.build_engine", build)
+    monkeypatch.setattr("luffy.train.copies.build_engine", build)
     return made
 
 
