@@ -25,8 +25,8 @@ class Gpu:
     nvlink: float = 450e9  # to the other GPUs of the machine, one direction
     network: float = 50e9  # to other machines, one direction: a 400 Gbit/s port for each GPU
     host_link: float = 50e9  # to host memory
-    update_share: float = 0.34  # of flops, counting 6 a parameter and token
-    decode_share: float = 0.38  # of the roofline below
+    update_share: float = 0.47  # of flops, counting 6 a parameter and token
+    decode_share: float = 0.35  # of the roofline below
     per_machine: int = 8
 
 
