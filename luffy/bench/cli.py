@@ -77,7 +77,7 @@ def update(
     lora: Annotated[int, typer.Option(help="rank of LoRA adapters; 0: all weights", min=0)] = 0,
     dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
 ) -> None:  # fmt: skip
-    """Tokens per second of one optimizer step, and its share of the matrix rate (6 x parameters x tokens; 4 for frozen ones)."""
+    """Tokens per second of one optimizer step, and its share of the matrix rate (6 operations a weight and token)."""
     from luffy.bench.shapes import model_of
     from luffy.bench.update import bench_update, update_config
     from luffy.train.setup import add_adapters

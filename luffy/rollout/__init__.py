@@ -1,7 +1,7 @@
 """Engines: token ids in, token ids and log-probs out."""
 
-from luffy.rollout.engine import Engine
-from luffy.rollout.native import EngineStats, NativeEngine
+from luffy.rollout.engine import Engine, EngineStats
+from luffy.rollout.native import NativeEngine
 from luffy.rollout.speculative import SpeculativeEngine, SpeculativeStats, check_same_tokenizer
 from luffy.rollout.turns import TurnsEngine
 

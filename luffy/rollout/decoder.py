@@ -99,7 +99,8 @@ class Decoder:
         self._step(DecodeState.empty(size, pages, self.state.drawn.shape[0], self._cache.device), rows)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Another thread may be updating the policy meanwhile; only what this one does is captured and restricted.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._step(self.state, rows)
         return graph, logits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from luffy.errors import UserError
@@ -10,6 +11,23 @@ from luffy.metrics import Metric
 from luffy.types import Completion, Request
 
 Progress = Callable[[int, int], None]
+
+
+@dataclass
+class EngineStats:
+    """What one call of `generate` did. The first token of a response comes from its prefill, so n
+    responses of T tokens in n slots take T - 1 decoding steps."""
+
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    prefilled_prompts: int = 0
+    decode_steps: int = 0
+    set_back: int = 0  # times a sequence had to start again because memory ran out
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
 class Engine(Protocol):

@@ -29,7 +29,7 @@ from luffy.models.forward import causal_lm, forward_hidden, head_weight_bias
 from luffy.models.fused import fused_decoder
 from luffy.models.plain import runs_plain
 from luffy.rollout.cache import SlotCache
-from luffy.rollout.engine import Engine, Progress, check_request
+from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
 from luffy.rollout.plain import PlainGeneration
 from luffy.rollout.sampling import SamplingRows, sample
 from luffy.rollout.scheduler import Admission, Scheduler, SequenceState
@@ -46,23 +46,6 @@ EXACT_SPAN_BLOCK = 512
 # Sequences decoded at once, unless given.
 CPU_SLOTS = 256
 GPU_SLOTS = 1024
-
-
-@dataclass
-class EngineStats:
-    """What one call of `generate` did. The first token of a response comes from its prefill, so n
-    responses of T tokens in n slots take T - 1 decoding steps."""
-
-    generated_tokens: int = 0
-    prefill_tokens: int = 0
-    prefilled_prompts: int = 0
-    decode_steps: int = 0
-    set_back: int = 0  # times a sequence had to start again because memory ran out
-    seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
 class ModelRunner:
@@ -269,11 +252,13 @@ class NativeEngine(Engine):
         completions: dict[int, Completion] = {}
         with torch.no_grad(), self._ready():
             generation = self._generation(requests)
-            for sequence in generation.run():
-                completions[sequence.index] = sequence.completion()
-                if progress is not None:
-                    progress(len(completions), len(requests))
-            generation.close()
+            try:
+                for sequence in generation.run():
+                    completions[sequence.index] = sequence.completion()
+                    if progress is not None:
+                        progress(len(completions), len(requests))
+            finally:
+                generation.close()
         self.stats = generation.stats
         self.stats.seconds = time.perf_counter() - started
         return [completions[index] for index in range(len(requests))]

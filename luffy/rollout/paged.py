@@ -25,6 +25,7 @@ from luffy.errors import UserError
 from luffy.kernels.paged import PAGE
 from luffy.models.forward import causal_lm, forward_hidden, head_weight_bias
 from luffy.rollout.decoder import Decoder
+from luffy.rollout.engine import EngineStats
 from luffy.rollout.paged_cache import SCRATCH, CacheShape, PagedCache, PagePool, Piece, PiecesLayout, pages_for
 from luffy.rollout.sampling import SamplingRows, sample, signed
 from luffy.rollout.scheduler import PromptGroup, SequenceState
@@ -196,8 +197,6 @@ class PagedGeneration:
     """One call of `generate`."""
 
     def __init__(self, engine: NativeEngine, requests: Sequence[Request], memory: PagedMemory) -> None:
-        from luffy.rollout.native import EngineStats
-
         self.stats = EngineStats()
         self._model, self._prefill_tokens = engine.model, engine.prefill_tokens
         self._head = head_weight_bias(engine.model)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from luffy.rollout.engine import EngineStats
 from luffy.rollout.sampling import SamplingRows, sample
 from luffy.rollout.scheduler import PromptGroup, SequenceState
 from luffy.types import Request
@@ -23,8 +24,6 @@ class PlainGeneration:
     """One call of `generate`."""
 
     def __init__(self, engine: NativeEngine, requests: Sequence[Request]) -> None:
-        from luffy.rollout.native import EngineStats
-
         self.stats = EngineStats()
         self._model, self._slots = engine.model, engine.max_slots
         self._device = next(engine.model.parameters()).device

@@ -31,8 +31,8 @@ from luffy.errors import UserError
 from luffy.models.attention import DecodeLayout, ExtendLayout
 from luffy.models.forward import causal_lm, head_weight_bias
 from luffy.rollout.cache import SlotCache
-from luffy.rollout.engine import check_request
-from luffy.rollout.native import DecodeBatch, EngineStats, Generation, ModelRunner, NativeEngine, cache_for, evaluating
+from luffy.rollout.engine import EngineStats, check_request
+from luffy.rollout.native import DecodeBatch, Generation, ModelRunner, NativeEngine, cache_for, evaluating
 from luffy.rollout.sampling import SamplingRows, draw, tempered, token_bits
 from luffy.rollout.scheduler import SequenceState
 from luffy.types import Completion, Request

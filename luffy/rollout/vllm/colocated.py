@@ -27,8 +27,7 @@ from torch import nn
 
 from luffy.errors import UserError
 from luffy.models.forward import causal_lm
-from luffy.rollout.engine import Engine, Progress, check_request
-from luffy.rollout.native import EngineStats
+from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
 from luffy.rollout.vllm.requests import completion, sampling_arguments
 from luffy.rollout.vllm.transfer import write_weights
 from luffy.rollout.weights import PushCheck, tensors_of

@@ -16,8 +16,7 @@ from torch import nn
 from luffy.errors import TrainingStopped, UserError
 from luffy.metrics import Mean, Metric, Sum
 from luffy.models.forward import causal_lm
-from luffy.rollout.engine import Engine, Progress, check_request
-from luffy.rollout.native import EngineStats
+from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
 from luffy.rollout.vllm.dispatch import Dispatch
 from luffy.rollout.vllm.requests import completion, sampling_arguments
 from luffy.rollout.vllm.server import Server, ServerLost
