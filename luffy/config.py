@@ -550,6 +550,11 @@ def _check_launch(c: Config) -> None:
         raise ConfigError(
             f"'parallel.rollout_group' ({p.rollout_group}) does not divide 'parallel.workers' ({p.workers})"
         )
+    if c.launch != "local" and c.rollout.engine == "vllm" and c.rollout.vllm.servers and p.rollout_group != p.workers:
+        raise ConfigError(
+            "each group of processes would push its weights to the same 'rollout.vllm.servers'; set "
+            f"parallel.rollout_group={p.workers}, so that one process speaks to them for all"
+        )
     if p.shard_size is not None and p.shard != "hybrid":
         raise ConfigError(f"'parallel.shard_size' ({p.shard_size}) has a meaning only with parallel.shard=hybrid")
     if c.launch != "local" and c.optim.offload:

@@ -15,3 +15,7 @@ class DataError(UserError):
 
 class TrainingStopped(RuntimeError):
     """A run that stopped itself; the message says why and what to look at."""
+
+
+class AllStopped(TrainingStopped):
+    """A stop that every process of a run comes to at the same place, from the same numbers."""

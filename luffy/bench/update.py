@@ -69,8 +69,12 @@ def bench_update(
     tokens = count * (prompt_tokens + response_tokens)
     best = min(seconds)
     # Forward and through: 4 a parameter and token; the gradient of the weight itself: 2, where there is one.
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    flops = (4 * parameter_count(model) + 2 * trained) * tokens
+    # An embedding that is not the head as well is looked up, not multiplied.
+    config = causal_lm(model).config
+    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    embedding_trains = causal_lm(model).get_input_embeddings().weight.requires_grad
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) - looked_up * embedding_trains
+    flops = (4 * (parameter_count(model) - looked_up) + 2 * trained) * tokens
     return machine, {
         "samples": count, "prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "tokens": tokens,
         "seconds": best, "all_seconds": seconds, "tokens_per_second": tokens / best,

@@ -38,7 +38,10 @@ class GroupEngine(Engine):
     def _own_group(self, world: World) -> Any:
         """Every process takes part in making every group, also those that it is not in."""
         starts = range(0, world.size, self.size)
-        groups = {start: dist.new_group(list(range(start, start + self.size)), backend="gloo") for start in starts}
+        groups = {
+            start: dist.new_group(list(range(start, start + self.size)), world.timeout, backend="gloo")
+            for start in starts
+        }
         return groups[self.leader]
 
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:

@@ -14,6 +14,7 @@ import os
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -25,6 +26,7 @@ from luffy.errors import ConfigError, TrainingStopped, UserError
 
 MISTAKES = {"user": UserError, "stopped": TrainingStopped}
 POLL_S = 0.5
+GRACE_S = 10.0  # after a worker's mistake, for the others to end by themselves
 
 
 def run_on_ray(job: Job) -> None:
@@ -39,9 +41,14 @@ def run_on_ray(job: Job) -> None:
         mailbox = start_mailbox(ray)
         trainer = build_trainer(job, mailbox, uses_gpus(ray, job.cfg))
         fit = in_background(trainer.fit)
+        mistaken_since = None
         while not fit.done():
             wait([fit], timeout=POLL_S)
             print_lines(ray.get(mailbox.take_lines.remote()))
+            if mistaken_since is None and ray.get(mailbox.mistake.remote()) is not None:
+                mistaken_since = time.monotonic()
+            if mistaken_since is not None and time.monotonic() - mistaken_since > GRACE_S:
+                break  # the others wait for the one that has ended; Ray would take them for lost and try again
         raise_mistake(ray.get(mailbox.mistake.remote()))
         fit.result()
     finally:

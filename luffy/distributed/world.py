@@ -30,6 +30,7 @@ class World:
     size: int = 1
     joined: bool = False
     device: torch.device | None = None  # where this process computes, once it has joined
+    timeout: timedelta = timedelta(minutes=30)  # how long one process waits for the others
 
     @property
     def is_main(self) -> bool:
@@ -87,7 +88,8 @@ def join_world(device: str, timeout_s: float) -> World:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    return World(dist.get_rank(), dist.get_world_size(), joined=True, device=here)
+    timeout = timedelta(seconds=timeout_s)
+    return World(dist.get_rank(), dist.get_world_size(), joined=True, device=here, timeout=timeout)
 
 
 def leave_world() -> None:

@@ -56,10 +56,11 @@ def _race(
     score = tl.where(inside, score, float("-inf"))
     winner = tl.argmax(score, axis=0)
     slot = row * blocks + block
-    tl.store(tops + slot, shift)
+    tl.store(tops + slot, top)
     tl.store(sums + slot, total)
     tl.store(best + slot, tl.max(score, axis=0))
-    tl.store(best_id + slot, block * BLOCK + winner)
+    # Comparisons with NaN are all false, and the winner among them may be anything: keep it inside.
+    tl.store(best_id + slot, tl.minimum(block * BLOCK + winner, vocabulary - 1))
     tl.store(best_z + slot, tl.sum(tl.where(tl.arange(0, BLOCK) == winner, z, 0.0), axis=0))
 
 
@@ -75,9 +76,10 @@ def _finish(
     slot = row * blocks + at
     top = tl.load(tops + slot, mask=inside, other=float("-inf"))
     peak = tl.max(top, axis=0)
-    parts = tl.load(sums + slot, mask=inside, other=0.0) * tl.exp(top - peak)
+    parts = tl.load(sums + slot, mask=inside, other=0.0)
+    parts = tl.where(top == float("-inf"), 0.0, parts * tl.exp(top - peak))
     log_total = peak + tl.log(tl.sum(parts, axis=0))
-    winner = tl.argmax(tl.load(best + slot, mask=inside, other=float("-inf")), axis=0)
+    winner = tl.minimum(tl.argmax(tl.load(best + slot, mask=inside, other=float("-inf")), axis=0), blocks - 1)
     token = tl.load(best_id + row * blocks + winner)
     log_prob = tl.load(best_z + row * blocks + winner) - log_total
     record = tl.load(step) * stride + row

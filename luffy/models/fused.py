@@ -34,7 +34,10 @@ def fused_decoder(causal: Any) -> FusedDecoder | None:
 
 
 def has_fused_form(causal: Any) -> bool:
-    return type(causal).__name__ in FAMILIES and causal.config.hidden_act in ("silu", "swish")
+    """With attention dropout the modules run, whose attention refuses it in training."""
+    config = causal.config
+    plain = config.hidden_act in ("silu", "swish") and not getattr(config, "attention_dropout", 0.0)
+    return type(causal).__name__ in FAMILIES and plain
 
 
 class FusedDecoder:
@@ -55,9 +58,7 @@ class FusedDecoder:
         remake = backbone.gradient_checkpointing and backbone.training and torch.is_grad_enabled()
         for layer in backbone.layers:
             if remake:
-                delta, residual = checkpoint(
-                    _layer, layer, delta, residual, angles, layout, use_reentrant=False, preserve_rng_state=False
-                )
+                delta, residual = checkpoint(_layer, layer, delta, residual, angles, layout, use_reentrant=False)
             else:
                 delta, residual = _layer(layer, delta, residual, angles, layout)
         return _normed(backbone.norm, delta, residual)[0]

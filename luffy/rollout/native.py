@@ -221,6 +221,7 @@ class NativeEngine(Engine):
         prefill_tokens: int | None = None,
         batch_invariant: bool = False,
         decoding: Literal["auto", "slots", "pages"] = "auto",
+        memory_share: float = 1.0,
     ) -> None:
         on_gpu = next(model.parameters()).is_cuda
         max_slots = (GPU_SLOTS if on_gpu else CPU_SLOTS) if max_slots is None else max_slots
@@ -235,6 +236,7 @@ class NativeEngine(Engine):
         self.prefill_tokens = prefill_tokens or (16384 if on_gpu else 4096)
         self.batch_invariant = batch_invariant
         self.decoding = decoding
+        self.memory_share = memory_share  # of the GPU memory that is unused when a call begins
         self.version = 0
         self._paged: PagedMemory | None = None
         self.stats = EngineStats()
@@ -279,7 +281,7 @@ class NativeEngine(Engine):
         from luffy.rollout.paged import PagedGeneration, PagedMemory
 
         if self._paged is None:
-            self._paged = PagedMemory(self.model, self.max_slots, self.max_context)
+            self._paged = PagedMemory(self.model, self.max_slots, self.max_context, self.memory_share)
         return PagedGeneration(self, requests, self._paged)
 
     def _uses_pages(self) -> bool:

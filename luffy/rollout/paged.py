@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from luffy.rollout.native import NativeEngine
 
 BURST = 8  # decoding steps between two looks at the results
-FIRST_DRAWS = 256  # rows whose first token is drawn at once: the plain sampler keeps float32 copies of logits
+PLAIN_DRAWS = 256  # rows that the plain sampler draws for at once: it keeps float32 copies of their logits
 RESERVED_BYTES = 3 << 30  # left to activations of prefill and decoding when pages fill the memory
 
 
@@ -169,8 +169,8 @@ class Rows:
 class PagedMemory:
     """What an engine keeps between calls: graphs and their state, not the pages."""
 
-    def __init__(self, model: nn.Module, rows: int, context: int) -> None:
-        self._model, self._rows, self._context = model, rows, context
+    def __init__(self, model: nn.Module, rows: int, context: int, share: float) -> None:
+        self._model, self._rows, self._context, self._share = model, rows, context, share
         weight, _ = head_weight_bias(model)
         config = causal_lm(model).config
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -186,7 +186,7 @@ class PagedMemory:
 
     def take(self, wanted: int) -> PagePool:
         self.cache.release()
-        count = pages_available(wanted, self.cache.shape, self.cache.device)
+        count = pages_available(wanted, self.cache.shape, self.cache.device, self._share)
         if count < 2:
             raise UserError("no memory is left for the rollout's keys and values: use a smaller model or LoRA")
         self.cache.allocate(count)
@@ -209,7 +209,7 @@ class PagedGeneration:
         self._rows = Rows(self._most, max(map(_pages_of, requests)))
         self._pending: deque[Burst] = deque()
         self._ended: list[PagedSequence] = []  # known to be finished, not yet handed out
-        self._filters: SamplingRows | None = None
+        self._filters: list[SamplingRows] = []  # of the rows, part by part, when some want top-k or top-p
         self._moved = True  # the rows on the device are not those of the host
 
     def run(self) -> Iterator[PagedSequence]:
@@ -218,14 +218,20 @@ class PagedGeneration:
             worked = self._prefill_round()
             launched = self._launch()
             if not (worked or launched or self._pending):
-                raise UserError(
-                    f"{self._pool.free} pages of {PAGE} tokens are all the memory left for the cache, too little for"
-                    " the next prompt: free memory, or lower rollout.n"
-                )
+                self._start_one()
             yield from self._collect(keep=1 if launched else 0)
 
     def close(self) -> None:
         self._cache.release()
+
+    def _start_one(self) -> None:
+        """No page is left to start a second sample of the prompt beside the first: let one go alone, with the
+        prompt's own pages; the others wait for a prefill of their own."""
+        prompt = self._waiting[0]
+        assert prompt.is_filled and len(prompt.waiting) > 1, "somebody could have gone on"
+        again = Prompt(prompt.token_ids, deque(list(prompt.waiting)[1:]))
+        prompt.waiting = deque([prompt.waiting[0]])
+        self._waiting.insert(1, again)
 
     # --- prompts ---
 
@@ -246,7 +252,7 @@ class PagedGeneration:
             if prompt.is_filled:
                 rows -= len(prompt.waiting)
                 continue
-            if budget <= 0 or rows <= 0 or not self._take_prompt_pages(prompt):
+            if budget <= 0 or rows <= 0 or not self._take_prompt_pages(prompt, first=not pieces):
                 break
             end = min(prompt.filled + budget, len(prompt.token_ids))
             pieces.append((prompt, Piece(tuple(prompt.pages), prompt.filled, end)))
@@ -254,19 +260,28 @@ class PagedGeneration:
             rows -= len(prompt.waiting)
         return pieces
 
-    def _take_prompt_pages(self, prompt: Prompt) -> bool:
+    def _take_prompt_pages(self, prompt: Prompt, first: bool) -> bool:
         """Pages for the whole prompt, when as many are left for those who are on their way."""
         missing = pages_for(len(prompt.token_ids)) - len(prompt.pages)
-        if missing and self._pool.free < missing + self._pages_soon():
-            if self._rows or self._pending:
-                return False
-            if self._pool.free < missing:
+        nobody_else = first and not len(self._rows) and not self._pending
+        if nobody_else and missing > self._pool.free:
+            self._take_back_prompts(besides=prompt)
+        if missing > self._pool.free - (0 if nobody_else else self._pages_soon()):
+            if nobody_else:
                 raise UserError(
                     f"a prompt of {len(prompt.token_ids)} tokens does not fit the memory left for the cache"
                     f" ({self._pool.free} pages of {PAGE} tokens): free memory or use a smaller model"
                 )
+            return False
         prompt.pages += self._pool.take(missing)
         return True
+
+    def _take_back_prompts(self, besides: Prompt | None = None) -> None:
+        """Prompts that wait with pages in hand give them back; they will be prefilled again."""
+        for prompt in self._waiting:
+            if prompt is not besides and prompt.pages:
+                self._pool.give_back(prompt.pages)
+                prompt.pages, prompt.filled, prompt.first_logits = [], 0, None
 
     def _pages_soon(self) -> int:
         """What the rows take in the next burst or two."""
@@ -322,7 +337,7 @@ class PagedGeneration:
         """Draw first tokens; who wants more than one gets a row."""
         if not started:
             return
-        drawn = [self._draw_first(started[i : i + FIRST_DRAWS]) for i in range(0, len(started), FIRST_DRAWS)]
+        drawn = [self._draw_first(started[i : i + PLAIN_DRAWS]) for i in range(0, len(started), PLAIN_DRAWS)]
         tokens, log_probs = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         sequences = [sequence for sequence, _ in started]
         self._send(sequences, tokens[None], log_probs[None])
@@ -379,7 +394,8 @@ class PagedGeneration:
         put(state.greedy, [s.request.sampling.temperature == 0 for s in sequences], False, np.bool_)
         state.positions[len(sequences) :] = 0
         filtered = any(s.request.sampling.top_k > 0 or s.request.sampling.top_p < 1 for s in sequences)
-        self._filters = _sampling_rows(sequences, self.device) if filtered else None
+        parts = [sequences[i : i + PLAIN_DRAWS] for i in range(0, len(sequences), PLAIN_DRAWS)] if filtered else []
+        self._filters = [_sampling_rows(part, self.device) for part in parts]
         self._moved = False
 
     def _upload_tables(self) -> None:
@@ -398,16 +414,20 @@ class PagedGeneration:
             self._upload_tables()
 
     def _set_back(self) -> None:
-        """The youngest row goes back to the queue with what it has said so far."""
+        """Somebody makes room: rows that have ended, else prompts that wait, else the youngest row, which goes back
+        to the queue with what it has said so far."""
+        free = self._pool.free
+        self._ended = self._collect(keep=0)
+        self._close_up()
+        if self._pool.free == free:
+            self._take_back_prompts()
+        if self._pool.free > free or not len(self._rows):
+            return
         if len(self._rows) == 1:
             raise UserError(
                 f"one sequence of {self._rows.sequences[0].length} tokens fills the memory left for the cache: lower"
                 " rollout.max_tokens, or leave more memory to the rollout"
             )
-        self._ended = self._collect(keep=0)
-        self._close_up()
-        if len(self._rows) < 2:
-            return
         (sequence,) = self._rows.keep(np.arange(len(self._rows) - 1))
         self._leave(sequence)
         self._moved = True
@@ -438,16 +458,18 @@ class PagedGeneration:
 
     def _one_step(self, step: int, count: int) -> None:
         state = self._decoder.state
-        if self._filters is None:
+        if not self._filters:
             self._decoder.run(count)
             return
         # Top-k and top-p sort the vocabulary, which the graph does not: draw again from its logits.
         positions = state.positions[:count] + 1
         logits = self._decoder.run(count)
-        tokens, log_probs = sample(logits[:count], self._filters, positions)
-        state.tokens[:count] = tokens
-        state.drawn[step, :count] = tokens
-        state.log_probs[step, :count] = log_probs
+        for start, rows in zip(range(0, count, PLAIN_DRAWS), self._filters, strict=True):
+            part = slice(start, min(start + PLAIN_DRAWS, count))
+            tokens, log_probs = sample(logits[part], rows, positions[part])
+            state.tokens[part] = tokens
+            state.drawn[step, part] = tokens
+            state.log_probs[step, part] = log_probs
 
     def _send(self, sequences: Sequence[PagedSequence], tokens: Tensor, log_probs: Tensor) -> None:
         """Start the copy of results to the host."""
@@ -505,13 +527,13 @@ def _pages_wanted(requests: Sequence[Request], rows: int) -> int:
     return sum(longest) + prompts + 1
 
 
-def pages_available(wanted: int, shape: CacheShape, device: torch.device) -> int:
-    """Of ``wanted`` pages, what the memory that nobody uses can hold."""
+def pages_available(wanted: int, shape: CacheShape, device: torch.device, share: float = 1.0) -> int:
+    """Of ``wanted`` pages, what a share of the memory that nobody uses can hold."""
     if device.type != "cuda":
         return wanted
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(min(wanted, (free + unused - RESERVED_BYTES) // shape.page_bytes), 0)
+    return max(min(wanted, int(share * (free + unused - RESERVED_BYTES)) // shape.page_bytes), 0)
 
 
 def _sampling_rows(sequences: Sequence[PagedSequence], device: torch.device) -> SamplingRows:

@@ -12,6 +12,7 @@ from torch import Tensor
 from luffy.kernels.paged import PAGE, attend, rotate_and_store, splits_for, store
 from luffy.models.attention import VARLEN_GQA, PackedLayout, varlen_attn, varlen_serves
 
+COPIED_AT_ONCE = 64  # pages
 SCRATCH = 0  # rows that only fill up a batch write here; nobody reads it
 
 
@@ -91,11 +92,12 @@ class PagedCache:
         self.address.zero_()
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """A few at a time: what is copied exists twice in between."""
         assert self._block is not None
-        if sources:
-            self._block[torch.tensor(targets, device=self.device)] = self._block[
-                torch.tensor(sources, device=self.device)
-            ]
+        for start in range(0, len(sources), COPIED_AT_ONCE):
+            part = slice(start, start + COPIED_AT_ONCE)
+            source, target = (torch.tensor(pages[part], device=self.device) for pages in (sources, targets))
+            self._block[target] = self._block[source]
 
     def gather(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values [length, KV heads, D] of one sequence, laid end to end."""

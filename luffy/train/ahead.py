@@ -34,10 +34,12 @@ class Ahead(Generic[T]):
         copy_weights: Callable[[], None],
         max_staleness: int,
         total_steps: int,
+        device: torch.device | None = None,
     ) -> None:
         assert max_staleness > 0, "without staleness there is nothing to do ahead"
         self._make, self._copy_weights = make, copy_weights
         self._max_staleness, self._total_steps = max_staleness, total_steps
+        self._device = device
         self._changed = threading.Condition()
         self._version = 0
         self._begun = -1
@@ -80,7 +82,7 @@ class Ahead(Generic[T]):
 
     def _run(self, first: int) -> None:
         try:
-            with own_stream():
+            with own_stream(self._device):
                 for step in range(first, self._total_steps):
                     version = self._begin(step)
                     batch = self._make(step, version, self._check)
@@ -108,6 +110,10 @@ class Ahead(Generic[T]):
             raise Abandoned
 
 
-def own_stream() -> AbstractContextManager[object]:
-    """On a GPU the thread's work must not queue behind the update's."""
-    return torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else nullcontext()
+def own_stream(device: torch.device | None) -> AbstractContextManager[object]:
+    """On a GPU the thread's work must not queue behind the update's. Which GPU is the current one belongs to the
+    thread, and a new thread begins with the first."""
+    if device is None or device.type != "cuda":
+        return nullcontext()
+    torch.cuda.set_device(device)
+    return torch.cuda.stream(torch.cuda.Stream(device))

@@ -21,7 +21,7 @@ class BackgroundSaver:
 
     def __init__(self, store: CheckpointStore, world: World) -> None:
         self.store, self.world = store, world
-        self._group: Any = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(timeout=world.timeout, backend="gloo")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Any] | None = None
         self._then: Callable[[], None] = lambda: None

@@ -20,6 +20,10 @@ from luffy.rollout.native import NativeEngine
 from luffy.train.engines import build_engine
 from luffy.train.guide import BeforeStep, build_rollout_engine
 
+# Of the unused GPU memory when a rollout begins that an update will run beside: gradients, moments and activations
+# need the rest, and at the first step none of them is there yet.
+SHARE_BESIDE_AN_UPDATE = 0.4
+
 
 class Engines:
     """``current`` has the policy's newest weights; ``for_rollouts`` is the same, or lags behind it."""
@@ -55,7 +59,7 @@ class Engines:
             return self._shared(None), lambda step: None
         own = self._own
         if self.twin is not None:
-            own = NativeEngine(self.twin.model, max_slots=self.cfg.rollout.slots)
+            own = NativeEngine(self.twin.model, max_slots=self.cfg.rollout.slots, memory_share=SHARE_BESIDE_AN_UPDATE)
         engine, before_step = build_rollout_engine(self.cfg, own, tokenizer, self.device, total_steps)
         return self._shared(engine), before_step
 

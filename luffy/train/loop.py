@@ -28,7 +28,7 @@ from luffy.config import Config, EvalConfig, to_yaml
 from luffy.distributed.replica import on_host
 from luffy.distributed.state import read_sharded, shard_whole
 from luffy.distributed.world import World
-from luffy.errors import TrainingStopped, UserError
+from luffy.errors import AllStopped, TrainingStopped, UserError
 from luffy.evaluation.held_out import evaluate
 from luffy.files import write_atomically
 from luffy.metrics import Max, Metric, Sum, merge_metrics
@@ -269,6 +269,8 @@ class Trainer:
             raise
 
     def _save_if_new(self, step: int) -> None:
+        if self.saver is not None:
+            self.saver.finish()  # what is still being written counts as there
         if step > 0 and self.world.on_main(lambda: step not in [checkpoint.step for checkpoint in self.store]):
             self._save(step)
 
@@ -281,9 +283,10 @@ class Trainer:
         before = self.source.state_dict()
         try:
             batch = self.source.next(index)
-        except TrainingStopped:
+        except TrainingStopped as stop:
             self.source.load_state_dict(before)
-            self._save_if_new(index)
+            if self.world.size == 1 or isinstance(stop, AllStopped):  # a checkpoint needs all processes
+                self._save_if_new(index)
             raise
         lr = lr_at(index, self.total_steps, self.cfg.optim)
         self.progress.step = index + 1

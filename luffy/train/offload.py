@@ -6,6 +6,7 @@ While one weight is updated, the next one's state is on its way in and the last 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,11 +24,13 @@ class HostState:
     master: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    steps: int = 0
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> HostState:
         shape, pinned = parameter.shape, parameter.is_cuda
-        state = cls(*(_host_zeros(shape, pinned) for _ in range(3)))
+        master, exp_avg, exp_avg_sq = (_host_zeros(shape, pinned) for _ in range(3))
+        state = cls(master, exp_avg, exp_avg_sq)
         state.master.copy_(parameter.detach())
         return state
 
@@ -40,8 +43,11 @@ def _host_zeros(shape: torch.Size, pinned: bool) -> Tensor:
     tensor = torch.zeros(shape, dtype=torch.float32)
     if pinned:
         cudart: Any = torch.cuda.cudart()
-        failed = int(cudart.cudaHostRegister(tensor.data_ptr(), tensor.numel() * tensor.itemsize, 0))
-        if failed:
+        address = tensor.data_ptr()
+        failed = int(cudart.cudaHostRegister(address, tensor.numel() * tensor.itemsize, 0))
+        if not failed:
+            weakref.finalize(tensor, cudart.cudaHostUnregister, address)
+        else:
             raise MemoryError(
                 f"the host could not lock {tensor.numel() * tensor.itemsize / 2**30:.1f} GiB for optim.offload"
                 f" (CUDA error {failed}): raise the limit of locked memory, or turn optim.offload off"
@@ -56,7 +62,6 @@ class OffloadedOptimizer:
         self.cfg = cfg
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.states = {n: HostState.of(p) for n, p in self.parameters.items()}
-        self.steps_done = 0
         self._gradients: dict[str, Tensor] = {}
         self._on_gpu = any(p.is_cuda for p in self.parameters.values())
         self._streams = [torch.cuda.Stream() for _ in range(2)] if self._on_gpu else []
@@ -80,7 +85,6 @@ class OffloadedOptimizer:
 
     @torch.no_grad()
     def step(self, lr: float, grad_norm: Tensor) -> None:
-        self.steps_done += 1
         limit = self.cfg.grad_clip
         scale = (limit / (grad_norm + 1e-6)).clamp(max=1.0) if limit > 0 else None
         names = list(self._gradients)
@@ -89,7 +93,8 @@ class OffloadedOptimizer:
             state, arriving = arriving, self._fetch(names[i + 1]) if i + 1 < len(names) else []
             self._wait_for(state)
             grad = self._gradients.pop(name)
-            self._adam(self.parameters[name], state, grad if scale is None else grad.mul_(scale), lr)
+            self.states[name].steps += 1
+            self._adam(name, state, grad if scale is None else grad.mul_(scale), lr)
             self._send_back(name, state)
         if self._on_gpu:
             torch.cuda.synchronize()
@@ -118,9 +123,9 @@ class OffloadedOptimizer:
                 target.copy_(source, non_blocking=True)
                 source.record_stream(back)
 
-    def _adam(self, parameter: nn.Parameter, state: list[Tensor], grad: Tensor, lr: float) -> None:
+    def _adam(self, name: str, state: list[Tensor], grad: Tensor, lr: float) -> None:
         master, exp_avg, exp_avg_sq = state
-        cfg, t = self.cfg, self.steps_done
+        cfg, t, parameter = self.cfg, self.states[name].steps, self.parameters[name]
         beta1, beta2 = cfg.betas
         if parameter.ndim >= 2:
             master.mul_(1 - lr * cfg.weight_decay)
@@ -138,8 +143,8 @@ class OffloadedOptimizer:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The names of `Optimizer.tensors`: a run may resume with or without offloading."""
         for name, state in self.states.items():
-            if self.steps_done:
-                yield f"{name}/step", torch.tensor(float(self.steps_done))
+            if state.steps:
+                yield f"{name}/step", torch.tensor(float(state.steps))
                 yield f"{name}/exp_avg", state.exp_avg
                 yield f"{name}/exp_avg_sq", state.exp_avg_sq
             if self.parameters[name].dtype != torch.float32:
@@ -152,5 +157,4 @@ class OffloadedOptimizer:
             parameter.data.copy_(state.master)
             for key, target in (("exp_avg", state.exp_avg), ("exp_avg_sq", state.exp_avg_sq)):
                 target.copy_(tensors[f"{name}/{key}"]) if f"{name}/{key}" in tensors else target.zero_()
-            if f"{name}/step" in tensors:
-                self.steps_done = int(tensors[f"{name}/step"])
+            state.steps = int(tensors.get(f"{name}/step", torch.tensor(0.0)))

@@ -50,10 +50,28 @@ def add_adapters(model: nn.Module, cfg: ModelConfig) -> nn.Module:
         adapted = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ConfigError(f"'model.lora': {error}") from None
+    _check_tied(adapted)
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # adapters learn in float32 whatever the base's dtype
             parameter.data = parameter.data.float()
     return adapted
+
+
+def _check_tied(adapted: nn.Module) -> None:
+    """Merged into a weight that two modules share, an adapter of one would change the other as well."""
+    weights: dict[int, list[str]] = {}
+    for name, module in adapted.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and not list(module.children()):
+            weights.setdefault(id(weight), []).append(name)
+    for names in weights.values():
+        adapter = next((name for name in names if name.endswith(".base_layer")), None)
+        if adapter is not None and len(names) > 1:
+            other = next(name for name in names if name != adapter)
+            raise ConfigError(
+                f"'model.lora.target_modules' adapts {adapter.removesuffix('.base_layer')}, whose weight is tied to "
+                f"{other}: leave it out"
+            )
 
 
 def load_policy_tokenizer(cfg: ModelConfig) -> Any:

@@ -12,7 +12,7 @@ from luffy.config import Config
 from luffy.data import ProblemSampler
 from luffy.distributed.share import expected_tokens, share_out
 from luffy.distributed.world import World
-from luffy.errors import TrainingStopped
+from luffy.errors import AllStopped
 from luffy.guidance import Planner
 from luffy.guidance.choice import choose
 from luffy.metrics import Metric, Sum, merge_metrics, spread
@@ -172,7 +172,8 @@ class RolloutSource:
 
     def roll_out_ahead(self, copy_weights: Callable[[], None], total_steps: int) -> Ahead[Rolled]:
         """From now on batches come from a thread that works ahead, with weights that ``copy_weights`` takes over."""
-        self.ahead = Ahead(self._roll_out_ahead, copy_weights, self.cfg.async_.max_staleness, total_steps)
+        staleness = self.cfg.async_.max_staleness
+        self.ahead = Ahead(self._roll_out_ahead, copy_weights, staleness, total_steps, self.policy.device)
         return self.ahead
 
     def state_dict(self) -> dict[str, int]:
@@ -224,7 +225,7 @@ class RolloutSource:
             if len(found.kept) >= wanted:
                 break
         if rounds and len(found.kept) < wanted:
-            raise TrainingStopped(
+            raise AllStopped(
                 f"stopped at step {step + 1}: after {rounds} extra batches only {len(found.kept)} of {wanted} groups "
                 f"have unequal rewards; the problems are too easy or too hard for the policy: raise "
                 f"algorithm.oversample_rounds, lower batch.problems, or set algorithm.oversample_rounds=0 to train on "

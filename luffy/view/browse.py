@@ -61,8 +61,8 @@ class Filter:
 
 
 REWARDS: dict[str, Callable[[float | None, float], bool]] = {
-    "solved": lambda reward, success: reward == success,
-    "unsolved": lambda reward, success: reward is not None and reward != success,
+    "solved": lambda reward, success: reward is not None and reward >= success,
+    "unsolved": lambda reward, success: reward is not None and reward < success,
 }
 SOURCES: dict[str, Test] = {
     "teacher": lambda head: head.off_policy_tokens > 0,
@@ -175,7 +175,7 @@ def _entry(number: int, head: SampleHead, success: float) -> dict[str, Any]:
         "problem": legible(shorten_middle(" ".join(head.problem.split()), 60)),
         "sample": head.sample,
         "reward": head.reward,
-        "solved": head.reward == success,
+        "solved": head.reward is not None and head.reward >= success,
         "length": head.length,
         "truncated": head.finish == "length",
         "teacher": head.off_policy_tokens,

@@ -1,5 +1,7 @@
 """Every kernel against the plain torch it stands for. On a CPU Triton's interpreter runs them."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -204,6 +206,15 @@ def test_device_noise_is_the_hosts():
     # One hot token at a time would be slow: equal logits, so the winner is the smallest clock.
     winners, *_ = draw(flat, seeds, positions, torch.ones(2, device=DEVICE), torch.zeros(2, device=DEVICE).bool())
     assert torch.equal(winners, there.argmin(dim=-1))
+
+
+def test_a_masked_stretch_of_the_vocabulary_weighs_nothing():
+    logits = torch.full((2, 2 * sampling.BLOCK), -200.0, device=DEVICE)
+    logits[:, sampling.BLOCK :] = float("-inf")
+    zeros = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    tokens, _, _, _, log_probs = draw(logits, zeros, zeros + 1, torch.ones(2, device=DEVICE), zeros.bool())
+    assert (tokens < sampling.BLOCK).all()
+    torch.testing.assert_close(log_probs[1], torch.full((2,), -math.log(sampling.BLOCK), device=DEVICE))
 
 
 def test_nan_logits_give_nan_log_probs():

@@ -20,6 +20,24 @@ def hidden_and_gradients(model, checkpointing):
     return hidden.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+def test_recomputed_layers_drop_what_they_dropped_before():
+    """Adapters' dropout: the backward pass must see the masks of the forward pass."""
+    peft = pytest.importorskip("peft")
+    small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    settings = peft.LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny_model("llama", **small), settings).to(DEVICE).train()
+    results = []
+    for checkpointing in (False, True):
+        torch.manual_seed(1)
+        results.append(hidden_and_gradients(model, checkpointing))
+    (hidden, grads), (again, grads_again) = results
+    torch.testing.assert_close(again, hidden)
+    assert grads and grads.keys() == grads_again.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grads_again[name], grad, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
 def test_the_fused_forward_has_the_gradients_of_the_modules(monkeypatch, architecture):
     small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

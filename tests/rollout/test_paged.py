@@ -94,19 +94,30 @@ def test_sequences_set_back_for_want_of_memory_say_the_same(monkeypatch):
     model = small()
     requests = [ask((3, 4, 5), 80, seed=i) for i in range(3)] + [ask([6] * 60, 30, seed=9)]
     # Two pages each at the end, and one for scratch: five cannot hold all four at once.
-    monkeypatch.setattr(paged, "pages_available", lambda wanted, shape, device: 5)
+    monkeypatch.setattr(paged, "pages_available", lambda *_: 5)
     slots, pages, engine = both(model, requests)
     assert_same(slots, pages)
     assert engine.stats.set_back > 0
 
 
+@pytest.mark.parametrize("pages", [7, 8, 9, 11, 12, 13, 16, 22, 30])
+def test_any_memory_that_holds_one_sequence_is_enough(monkeypatch, pages):
+    model = small()
+    prompts = [[3 + (5 * i + 11 * p) % 30 for i in range(300)] for p in range(2)]  # five pages each, six at the end
+    requests = [ask(prompt, 40, seed=i) for prompt in prompts for i in range(4)]
+    monkeypatch.setattr(paged, "pages_available", lambda *_: pages)
+    slots, pages_too, engine = both(model, requests)
+    assert_same(slots, pages_too)
+    assert engine._paged.cache._block is None
+
+
 def test_too_little_memory_is_said(monkeypatch):
-    monkeypatch.setattr(paged, "pages_available", lambda wanted, shape, device: 2)
+    monkeypatch.setattr(paged, "pages_available", lambda *_: 2)
     with pytest.raises(UserError, match="memory left for the cache"):
         NativeEngine(small(), decoding="pages").generate([ask([3] * (PAGE + 1), 4)])
     with pytest.raises(UserError, match="fills the memory"):
         NativeEngine(small(), decoding="pages").generate([ask([3] * 10, 2 * PAGE)])
-    monkeypatch.setattr(paged, "pages_available", lambda wanted, shape, device: 1)
+    monkeypatch.setattr(paged, "pages_available", lambda *_: 1)
     with pytest.raises(UserError, match="no memory is left"):
         NativeEngine(small(), decoding="pages").generate([ask([3] * 10, 2)])
 

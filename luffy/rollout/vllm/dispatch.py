@@ -57,8 +57,8 @@ class Dispatch(Generic[S]):
         """A request is answered. ``report`` is called by one thread at a time."""
         with self._changed:
             self._unfinished -= 1
-            report()
             self._changed.notify_all()
+            report()
 
     def retry(self, index: int, error: Exception) -> None:
         """A request failed on a server that is well; after a few times the request is to blame."""

@@ -191,22 +191,24 @@ class RemoteEngine(Engine):
 
         while (index := dispatch.take(server)) is not None:
             try:
-                answer = self._ask(server, requests[index])
+                answers[index] = self._ask(server, requests[index])
+                dispatch.done(report)
             except ServerLost as error:
                 self._lost_or_retry(server, dispatch, index, error)
             except Exception as error:
                 dispatch.fail(error)
-            else:
-                answers[index] = answer
-                dispatch.done(report)
 
     def _lost_or_retry(self, server: Server, dispatch: Dispatch[Server], index: int, error: ServerLost) -> None:
+        """A server that was restarted meanwhile is well but has other weights: it is lost until the next sync."""
         try:
             server.check_health()
+            is_ours = server.rpc("luffy_state")["version"] == self.version
         except (ServerLost, UserError):
-            dispatch.lose(server, index, error)
-        else:
+            is_ours = False
+        if is_ours:
             dispatch.retry(index, error)
+        else:
+            dispatch.lose(server, index, error)
 
     def _ask(self, server: Server, request: Request) -> Completion:
         body: dict[str, Any] = {
