@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup test test-slow test-view test-vllm test-distributed test-ray lint quickstart docs clean
+.PHONY: setup test test-slow test-faults test-view test-vllm test-distributed test-ray lint quickstart docs clean
 
 setup: $(READY)
 
@@ -33,6 +33,10 @@ $(SMOLLM2): $(READY)
 
 test-slow: $(READY) $(SMOLLM2)
 	LUFFY_SMOLLM2=$$(find $(SMOLLM2) -name '*.gguf') OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
+
+# Kills, full disks, damaged files, hostile input (docs/reliability.md). Small disks are mounted, as root only.
+test-faults: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m 'not gpu' -s
 
 # The live page in a real browser: playwright's own Chromium, or the system's (apt install chromium).
 test-view: $(READY)

@@ -11,6 +11,9 @@ from typing import TextIO
 from luffy.errors import UserError
 
 
+UNFINISHED = ".tmp"
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A path to write to; it takes the name ``path`` only when everything in it is on disk."""
@@ -18,7 +21,7 @@ def whole_file(path: Path) -> Iterator[Path]:
         raise UserError(f"{path}: is a folder; name a file to write")
     if not path.parent.is_dir():
         raise UserError(f"{path}: the folder {path.parent} does not exist; make it first")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
     try:
         yield temporary
         flush_path(temporary)
@@ -40,6 +43,12 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a small file: the old text or the new one is there at any moment, never a part."""
     with complete_or_nothing(path) as file:
         file.write(text)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What killed writers left in a folder; only for whoever has it to himself."""
+    for leftover in folder.glob(f".*{UNFINISHED}"):
+        leftover.unlink()
 
 
 def flush_path(path: Path) -> None:

@@ -11,6 +11,7 @@ import copy
 import fcntl
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -21,6 +22,7 @@ from typing import IO, Any, Literal
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -30,7 +32,7 @@ from luffy.distributed.state import read_sharded, shard_whole
 from luffy.distributed.world import World
 from luffy.errors import AllStopped, TrainingStopped, UserError
 from luffy.evaluation.held_out import evaluate
-from luffy.files import write_atomically
+from luffy.files import remove_unfinished, write_atomically
 from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.models.load import eos_ids, load_model
 from luffy.report.console import RunView
@@ -130,6 +132,7 @@ class Trainer:
         if self.engines.replica is not None:  # made before the masters of a checkpoint were there
             self._sync(self.progress.step)
         self.notices += setup.left_out(self.tasks.report, self.eval_report)
+        self.world.on_main(lambda: remove_unfinished(cfg.folder))
         self.world.on_main(self._settle)
 
     def _load_weights(self, checkpoint: Checkpoint | None) -> nn.Module:
@@ -410,7 +413,13 @@ class Trainer:
             self.saver.start(step, tensors, self._model_writer(), state, lambda: self._settle(taken))
             return
         tensors = {name: t.contiguous().cpu() for name, t in tensors.items()} | random
-        self.store.save(step, self._write_model, tensors, state)
+        try:
+            self.store.save(step, self._write_model, tensors, state)
+        except (OSError, SafetensorError) as error:  # a full disk is either, by whoever was writing
+            raise TrainingStopped(
+                f"stopped at step {step}: its checkpoint cannot be written to {self.store.folder} ({error}); those "
+                f"before it are whole: mend the disk and run the same command again"
+            ) from error
         self._settle()
 
     def _sharded_masters(self) -> dict[str, torch.Tensor]:
@@ -603,6 +612,9 @@ def lock_folder(folder: Path, patience_s: float = 0.0) -> FolderLock:
             file.close()
             raise UserError(f"another training is running in {folder}; wait for it or choose another name=")
         time.sleep(0.2)
+    if not _is_still(folder / ".lock", file):
+        file.close()
+        return lock_folder(folder, patience_s)
     return FolderLock(file, created)
 
 
@@ -612,3 +624,8 @@ def _locked(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _is_still(path: Path, file: IO[str]) -> bool:
+    """Whether the file is the one of that name: a lock on a file that was removed meanwhile keeps nobody out."""
+    return path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))

@@ -1,0 +1,66 @@
+"""What several fault injections need: a run of seconds, a process to hurt, and the comparison with an unhurt run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from luffy.report.recorder import read_json_lines
+from luffy.train.loop import Trainer
+
+
+def config(make_config, sums, name, **more):
+    """Six steps that use everything a checkpoint must carry: about a second of work."""
+    return make_config(
+        name=name,
+        data={"eval": str(sums)},
+        eval={"every": 2, "limit": 6},
+        batch={"mini_batch": 3},
+        guidance={"n_prefix": 2, "strategy": "random", "min_ratio": 0.2, "max_ratio": 1.0},
+        optim={"lr": 5e-3, "schedule": "cosine"},
+        train={"steps": 6, "save_every": 1, "keep": 2},
+        **more,
+    )
+
+
+def train(cfg):
+    with Trainer(cfg) as trainer:
+        trainer.train()
+
+
+def in_child(work) -> int:
+    """The status of a forked process that does ``work``."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    try:
+        work()
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.__stderr__, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def figures(folder):
+    untimed = lambda name: name != "time" and not name.startswith(("timing_s/", "perf/"))  # noqa: E731
+    return [{k: v for k, v in row.items() if untimed(k)} for row in read_json_lines(folder / "metrics.jsonl")]
+
+
+def left_behind(folder):
+    """Names of all that is there when a run is over, where ``latest`` points, and the best."""
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+    return names, os.readlink(folder / "checkpoints" / "latest"), (folder / "best.json").read_text()
+
+
+def assert_all_equal(killed: Path, undisturbed: Path) -> None:
+    assert figures(killed) == figures(undisturbed)
+    for name in ("samples.jsonl", "eval_samples.jsonl"):
+        assert read_json_lines(killed / name) == read_json_lines(undisturbed / name)
+    assert left_behind(killed) == left_behind(undisturbed)
+    for name in ("model/model.safetensors", "optimizer.safetensors"):
+        ours, theirs = (load_file(f / "checkpoints" / "step-000006" / name) for f in (killed, undisturbed))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)

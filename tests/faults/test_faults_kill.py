@@ -1,0 +1,150 @@
+"""SIGKILL at 100 random moments: every training, killed as often as it may be, ends as the undisturbed one.
+
+A training is started, killed, started again, until it comes to its end; then the next one begins, until there were
+100 kills. Half of the kills fall anywhere, the others inside a phase that is over too soon to be hit by chance.
+Another seed: LUFFY_FAULT_SEED=7 make test-faults.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from faults_support import assert_all_equal, config, figures, in_child, train
+from kill_timer import kill_this_process_after
+
+from luffy.report import recorder
+from luffy.rewards.verifier import Verifier
+from luffy.rollout.native import NativeEngine
+from luffy.train.checkpoint import CheckpointStore
+from luffy.train.policy import Policy
+
+KILLS = int(os.environ.get("LUFFY_FAULT_KILLS", "100"))
+SEED = int(os.environ.get("LUFFY_FAULT_SEED", "0"))
+
+PHASES = {
+    "rollout": (NativeEngine, "generate"),
+    "reward": (Verifier, "score"),
+    "update": (Policy, "update"),
+    "save": (CheckpointStore, "save"),
+    "rotation": (CheckpointStore, "settle"),
+    "report": (recorder.JsonLines, "write"),
+}
+NAMES = list(PHASES)
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.skipif(sys.platform != "linux", reason="the kernel's timers are Linux's"),
+]
+
+
+class PhaseWatch:
+    """Where a training is, in memory that outlives it; and the moment that ends it."""
+
+    def __init__(self):
+        self.shared = mmap.mmap(-1, 1)  # number of the phase the process was in, 0: between phases
+        self.entries: Counter[str] = Counter()
+        self.seconds: Counter[str] = Counter()
+
+    def last_phase(self) -> str:
+        return "between" if self.shared[0] == 0 else NAMES[self.shared[0] - 1]
+
+    def install(self, target: str | None = None, entry: int = 0, delay: float = 0.0) -> None:
+        """In this process, for good: note the phases, and die ``delay`` seconds after the ``entry``-th of ``target``."""
+        self.shared[0] = 0
+        for name, (owner, method) in PHASES.items():
+            setattr(owner, method, self._watched(name, getattr(owner, method), target == name and entry, delay))
+
+    def _watched(self, name, original, deadly_entry, delay):
+        def call(*args, **kwargs):
+            self.entries[name] += 1
+            before, self.shared[0] = self.shared[0], NAMES.index(name) + 1
+            started = time.perf_counter()
+            if self.entries[name] == deadly_entry:
+                kill_this_process_after(delay)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.shared[0] = before
+                self.seconds[name] += time.perf_counter() - started
+
+        return call
+
+
+def measured_undisturbed(cfg, watch):
+    """Train in a child; seconds of CPU in all, then entries and seconds by phase."""
+    read, write = os.pipe()
+
+    def work():
+        watch.install()
+        began = time.process_time()
+        train(cfg)
+        os.write(write, json.dumps([time.process_time() - began, watch.entries, watch.seconds]).encode())
+
+    assert in_child(work) == 0
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        return json.load(pipe)
+
+
+def assert_nothing_partial(folder: Path, truth: list[dict]) -> None:
+    """Whatever has its final name is whole, and is the undisturbed run's."""
+    for checkpoint in CheckpointStore(folder / "checkpoints", keep=2):
+        checkpoint.verify()
+        assert checkpoint.state()["progress"]["step"] == checkpoint.step
+    for name, parse in {"config.yaml": yaml.safe_load, "data.json": json.loads, "best.json": json.loads}.items():
+        if (folder / name).exists():
+            assert parse((folder / name).read_text())
+    rows = figures(folder)
+    assert rows == truth[: len(rows)]
+
+
+@pytest.mark.timeout(3600)
+def test_a_training_killed_anywhere_ends_as_the_undisturbed_one(make_config, sums):
+    torch.set_num_threads(1)
+    dice = random.Random(SEED)
+    undisturbed = config(make_config, sums, "undisturbed")
+    cpu_s, entries, seconds = measured_undisturbed(undisturbed, PhaseWatch())
+    moments = itertools.cycle([moment for name in NAMES for moment in (None, name)])
+    truth = figures(undisturbed.folder)
+    killed_in: Counter[str] = Counter()
+    resumed = finished = kills_of_this_run = 0
+    cfg = config(make_config, sums, "killed-0")
+    while killed_in.total() < KILLS or kills_of_this_run:
+        watch = PhaseWatch()
+        last_try = killed_in.total() >= KILLS
+        kind = None if last_try else next(moments)
+        moment = dice.randint(1, entries[kind]) if kind else 0
+        delay = dice.uniform(0, seconds[kind] / entries[kind] if kind else cpu_s)
+
+        def attempt(cfg=cfg, watch=watch, last_try=last_try, kind=kind, moment=moment, delay=delay):
+            watch.install(kind, moment, delay)
+            if kind is None and not last_try:
+                kill_this_process_after(delay, time.CLOCK_PROCESS_CPUTIME_ID)
+            train(cfg)
+
+        status = in_child(attempt)
+        resumed += kills_of_this_run > 0
+        if os.WIFSIGNALED(status):
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            killed_in[watch.last_phase()] += 1
+            kills_of_this_run += 1
+            assert_nothing_partial(cfg.folder, truth)
+        else:
+            assert status == 0, f"seed {SEED}: the attempt after {kills_of_this_run} kills of {cfg.name} failed"
+            assert_all_equal(cfg.folder, undisturbed.folder)
+            finished, kills_of_this_run = finished + 1, 0
+            cfg = config(make_config, sums, f"killed-{finished}")
+    print(f"\n{killed_in.total()} kills {dict(killed_in)}, {resumed} resumes, {finished} trainings compared")
+    assert set(killed_in) >= set(NAMES), f"a phase was never hit: {dict(killed_in)}"
