@@ -10,7 +10,6 @@ from typing import TextIO
 
 from luffy.errors import UserError
 
-
 UNFINISHED = ".tmp"
 
 

@@ -89,9 +89,18 @@ class Checkpoint:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"])
+        text = (path / MANIFEST).read_text(encoding="utf-8")
+        files = dict(json.loads(text)["files"])
+        if text != manifest_text(files):
+            raise ValueError("not as it was written")
+        return files
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"checkpoint {path}: {MANIFEST} cannot be read ({error})") from None
+
+
+def manifest_text(files: dict[str, Any]) -> str:
+    """The one way to write it: the manifest has no hash of its own, so that any other byte in it is damage."""
+    return json.dumps({"files": files}, indent=1)
 
 
 def file_entry(path: Path) -> dict[str, Any]:
@@ -143,8 +152,7 @@ class CheckpointStore:
 
     def complete(self, aside: Path, state: dict[str, Any]) -> Checkpoint:
         (aside / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        files = file_entries(aside)
-        (aside / MANIFEST).write_text(json.dumps({"files": files}, indent=1), encoding="utf-8")
+        (aside / MANIFEST).write_text(manifest_text(file_entries(aside)), encoding="utf-8")
         flush_tree(aside)
         target = aside.with_name(aside.name.removeprefix(WRITING))
         aside.rename(target)

@@ -1,0 +1,257 @@
+"""Damaged and hostile files: damage is found before anything is loaded, and nothing in a file is ever run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from faults_support import in_child, train
+from hostile import TEMPLATE, pickled, poison_model_folder, script, write_poisoned
+
+import luffy
+from luffy.data import load_problems
+from luffy.errors import UserError
+from luffy.generate import generate_texts
+from luffy.models.load import load_model, load_tokenizer
+from luffy.report.html import write_report
+from luffy.train.checkpoint import Checkpoint, DamagedCheckpoint, file_entry, manifest_text
+from luffy.train.loop import Trainer
+from luffy.types import Problem
+
+FLIPS = 2000
+
+
+@pytest.fixture
+def half_way(make_config):
+    """A run with checkpoints at steps 2 and 4 of 6."""
+    train(make_config(train={"steps": 4}))
+    return make_config(train={"steps": 6})
+
+
+def files_of(checkpoint):
+    return sorted(p for p in checkpoint.rglob("*") if p.is_file())
+
+
+def test_every_flipped_byte_is_found_and_the_message_names_its_file(half_way):
+    """All bytes of the manifest and the state, random ones of the others."""
+    newest = half_way.folder / "checkpoints" / "step-000004"
+    dice, places = random.Random(0), []
+    for path in files_of(newest):
+        size = path.stat().st_size
+        every = range(size) if path.name in ("manifest.json", "state.json") else dice.choices(range(size), k=FLIPS // 8)
+        places += [(path, place) for place in {0, size - 1, *every}]
+    for path, place in places:
+        whole = path.read_bytes()
+        changed = bytearray(whole)
+        changed[place] ^= dice.randint(1, 255)
+        path.write_bytes(changed)
+        with pytest.raises(DamagedCheckpoint) as caught:
+            Checkpoint(newest).verify()
+        # a hash that changed in the manifest itself looks like a change of the file it belongs to
+        assert str(path.relative_to(newest)) in str(caught.value) or path.name == "manifest.json"
+        path.write_bytes(whole)
+    Checkpoint(newest).verify()
+    print(f"\n{len(places)} flipped bytes in {len(files_of(newest))} files, all found")
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def grown(path):
+    path.write_bytes(path.read_bytes() + b" ")
+
+
+@pytest.mark.parametrize("damage", [flipped, cut_short, grown, Path.unlink])
+def test_a_training_passes_over_the_damaged_checkpoint_whatever_file_it_is(half_way, tmp_path, damage, monkeypatch):
+    names = [p.relative_to(half_way.folder) for p in files_of(half_way.folder / "checkpoints" / "step-000004")]
+    untouched = shutil.copytree(half_way.folder, tmp_path / "untouched", symlinks=True)
+    loaded = []
+    monkeypatch.setattr(Trainer, "_load_weights", lambda self, found: loaded.append(found.step) or 1 / 0)
+    for name in names:
+        damage(half_way.folder / name)
+        said = []
+        monkeypatch.setattr(
+            "luffy.train.loop.find_checkpoint", lambda c, s, r, warn, said=said: s.newest_whole(said.append)
+        )
+        with pytest.raises(ZeroDivisionError):
+            Trainer(half_way)
+        assert "step-000004" in said[0]
+        assert Path(*name.parts[2:]).as_posix() in said[0] or name.name == "manifest.json"
+        shutil.rmtree(half_way.folder)
+        shutil.copytree(untouched, half_way.folder, symlinks=True)
+    assert loaded == [2] * len(names)
+
+
+def test_damage_in_every_checkpoint_starts_anew_and_says_so(half_way):
+    for saved in (half_way.folder / "checkpoints").glob("step-*"):
+        flipped(saved / "state.json")
+    with Trainer(half_way) as trainer:
+        assert trainer.progress.step == 0
+        assert [n.count("kept as damaged-step-00000") for n in trainer.notices[:2]] == [1, 1]
+
+
+class Watched:
+    """In a forked process: what was unpickled there, by the interpreter's own account."""
+
+    def __init__(self):
+        self.seen = []
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event, args):
+        if event == "pickle.find_class":
+            self.seen.append(args)
+
+
+def in_child_without_pickles(work):
+    def watched():
+        watch = Watched()
+        work()
+        assert not watch.seen, watch.seen
+
+    assert in_child(watched) == 0
+
+
+def test_the_watch_sees_an_unpickled_class(tmp_path):
+    def unpickles():
+        import pickle
+
+        watch = Watched()
+        pickle.loads(pickled(tmp_path / "mark"))
+        assert watch.seen
+
+    assert in_child(unpickles) == 0
+    assert (tmp_path / "mark").exists()
+
+
+def _sampled(model):
+    return generate_texts(
+        model, [Problem("p", "1+1", "")], n=1, max_tokens=4, temperature=1.0, top_p=1.0, top_k=0, seed=0, style="plain",
+        system_prompt=None, dtype="float32", device="cpu",
+    )  # fmt: skip
+
+
+def test_no_load_path_unpickles(half_way, sums, tmp_path):
+    """Resume, load for sampling, read data, report: pickle is never asked for a class."""
+
+    def work():
+        train(half_way)
+        newest = str(half_way.folder / "checkpoints" / "latest" / "model")
+        assert len(list(_sampled(newest))) == 1
+        assert len(load_problems(str(sums))) == 24
+        write_report([half_way.folder], tmp_path / "report.html")
+
+    in_child_without_pickles(work)
+
+
+def test_a_hostile_checkpoint_runs_nothing(half_way, tmp_path):
+    """Its maker wrote the manifest too, so every hash fits: pickles, code, and a pickle in the optimizer's place."""
+    mark = tmp_path / "mark"
+    newest = half_way.folder / "checkpoints" / "step-000004"
+    poison_model_folder(newest / "model", mark)
+    for name in (".metadata", "optimizer.pt", "shards/.metadata", "shards/__0_0.distcp"):
+        (newest / name).parent.mkdir(exist_ok=True)
+        (newest / name).write_bytes(pickled(mark))
+    resign(newest)
+    in_child_without_pickles(lambda: train(half_way))
+    assert not mark.exists()
+    shutil.rmtree(half_way.folder / "checkpoints" / "step-000006")
+    (newest / "optimizer.safetensors").write_bytes(pickled(mark))
+    resign(newest)
+
+    def refused():
+        with pytest.raises(Exception, match="(?i)header|safetensors"):
+            train(half_way)
+
+    in_child_without_pickles(refused)
+    assert not mark.exists()
+
+
+def resign(folder):
+    files = {str(p.relative_to(folder)): file_entry(p) for p in files_of(folder) if p.name != "manifest.json"}
+    (folder / "manifest.json").write_text(manifest_text(files))
+
+
+def test_a_hostile_model_folder_runs_nothing(tiny_model, tmp_path):
+    folder, mark = shutil.copytree(tiny_model, tmp_path / "model"), tmp_path / "mark"
+    poison_model_folder(folder, mark)
+
+    def work():
+        load_model(folder)
+        load_tokenizer(folder)
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(UserError, match="holds only pickled weights"):
+            load_model(folder)
+
+    in_child_without_pickles(work)
+    assert not mark.exists()
+
+
+def test_a_hostile_chat_template_reaches_no_class(half_way, tmp_path):
+    tokenizer = load_tokenizer(half_way.model.path)
+    tokenizer.chat_template = TEMPLATE
+    with pytest.raises(Exception, match="(?i)unsafe|undefined"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_hostile_table_runs_nothing(tmp_path, suffix):
+    path, mark = tmp_path / f"train{suffix}", tmp_path / "mark"
+    write_poisoned(path, mark)
+    in_child_without_pickles(lambda: [problem.answer for problem in load_problems(str(path))])
+    assert not mark.exists()
+
+
+def test_a_hostile_dataset_folder_runs_nothing(tmp_path, monkeypatch):
+    """A loading script beside the data, objects that name classes, templates in the text, pickles under other names."""
+    folder, mark = tmp_path / "data", tmp_path / "mark"
+    folder.mkdir()
+    (folder / "data.py").write_text(script(mark))
+    (folder / "train.pkl").write_bytes(pickled(mark))
+    rows = [
+        {"id": "a", "prompt": TEMPLATE, "answer": "1", "py/object": "os.system", "py/reduce": ["os.mkdir", [str(mark)]]},
+        {"id": "b", "prompt": "!!python/object/apply:os.mkdir [x]", "answer": "__import__('os').mkdir('x')"},
+    ]  # fmt: skip
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(folder)
+    in_child_without_pickles(lambda: [problem.prompt for problem in load_problems(str(folder))])
+    assert load_problems(str(folder))[0].prompt == TEMPLATE
+    with pytest.raises(UserError, match="unknown file type '.pkl'"):
+        load_problems(str(folder / "train.pkl"))
+    assert not mark.exists()
+
+
+# Calls that run what they read. The pool's processes talk to each other in pickles, over a socket nobody else has.
+RUNNING = {"eval", "exec", "compile", "loads", "load", "Unpickler", "unsafe_load", "full_load", "system", "popen"}
+ALLOWED = {
+    ("rewards/worker.py", "pickle.loads"),
+}
+
+
+def dotted(node):
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def test_no_code_of_ours_runs_what_it_reads():
+    root, found = Path(luffy.__file__).parent, set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = dotted(node.func) if isinstance(node, ast.Call) else ""
+            alone, owner = name.rpartition(".")[2], name.rpartition(".")[0]
+            harmless = owner in ("json", "re", "tl") or (owner and alone in ("eval", "compile")) or alone not in RUNNING
+            if not harmless:
+                found.add((path.relative_to(root).as_posix(), name))
+    assert found == ALLOWED
