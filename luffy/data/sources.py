@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -139,6 +140,7 @@ class JsonLines(RowSource):
                     self._starts.append(position + skipped)
                     self._lines.append(number)
                 position += len(line)
+            self._state = _file_state(file)
         self._starts.append(position)
         self._digest = digest.hexdigest()
 
@@ -173,10 +175,18 @@ class JsonLines(RowSource):
             return self._parse(index, self._line(file, index))
 
     def _line(self, file: BinaryIO, index: int) -> bytes:
-        if os.fstat(file.fileno()).st_size != self._starts[-1]:
-            raise DataError(f"{self.path}: the file changed while it was in use; start again")
+        self._check_unchanged(file)
         file.seek(self._starts[index])
         return file.read(self._starts[index + 1] - self._starts[index])
+
+    def _check_unchanged(self, file: BinaryIO) -> None:
+        """A file that was only touched or copied anew is read once more, and goes on."""
+        state = _file_state(file)
+        if state == self._state:
+            return
+        if hashlib.file_digest(file, "sha256").hexdigest() != self._digest:
+            raise DataError(f"{self.path}: the file changed while it was in use; start again")
+        self._state = state
 
     def _parse(self, index: int, line: bytes) -> Row:
         try:
@@ -215,13 +225,19 @@ class ArrowRows(RowSource):
     def scan(self) -> Iterator[Row | RowError]:
         for batch in self._batches:
             for start in range(0, batch.num_rows, ROWS_PER_BATCH):
-                yield from batch.slice(start, ROWS_PER_BATCH).to_pylist()
+                yield from self._decode(batch.slice(start, ROWS_PER_BATCH))
+
+    def _decode(self, batch: pa.RecordBatch) -> list[Row]:
+        try:
+            rows: list[Row] = batch.to_pylist()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.path}: a text is not UTF-8 ({error.reason}); the file is damaged") from error
+        return rows
 
     def _row(self, index: int) -> Row:
         which = bisect_right(self._ends, index)
         before = self._ends[which - 1] if which else 0
-        row: Row = self._batches[which].slice(index - before, 1).to_pylist()[0]
-        return row
+        return self._decode(self._batches[which].slice(index - before, 1))[0]
 
     def __getstate__(self) -> dict[str, Any]:
         """A worker process maps the file again instead of receiving its bytes."""
@@ -232,10 +248,8 @@ class ParquetRows(ArrowRows):
     """A Parquet file: scanned as a stream, opened for random access only at the first index."""
 
     def __init__(self, path: str) -> None:
-        try:
+        with _told_as_data_error(path, "a Parquet file"):
             metadata = pq.read_metadata(path)
-        except pa.ArrowInvalid as error:
-            raise DataError(f"{path}: not a Parquet file ({error}); check the file") from error
         self._rows = metadata.num_rows
         self._bytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
         super().__init__(path)
@@ -245,11 +259,14 @@ class ParquetRows(ArrowRows):
 
     def scan(self) -> Iterator[Row | RowError]:
         for batch in self._stream():
-            yield from batch.to_pylist()
+            yield from self._decode(batch)
 
     def _stream(self) -> Iterator[pa.RecordBatch]:
         # Buffered and without prefetch: a file that is one huge row group still passes page by page.
-        with pq.ParquetFile(self.path, buffer_size=1 << 16, pre_buffer=False) as file:
+        with (
+            _told_as_data_error(self.path, "a whole Parquet file"),
+            pq.ParquetFile(self.path, buffer_size=1 << 16, pre_buffer=False) as file,
+        ):
             yield from file.iter_batches(batch_size=ROWS_PER_BATCH)
 
     @cached_property
@@ -342,6 +359,12 @@ def open_source(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     return sources[0] if len(sources) == 1 else ConcatSource(sources)
 
 
+def _file_state(file: BinaryIO) -> tuple[int, int, int]:
+    """Changes whenever the bytes do."""
+    now = os.fstat(file.fileno())
+    return now.st_ino, now.st_size, now.st_mtime_ns
+
+
 def shown(value: object, width: int = 60) -> str:
     """A value for an error message, on one line and short."""
     text = repr(value)
@@ -377,18 +400,33 @@ def _running_ends(lengths: Iterable[int]) -> array[int]:
     return array("q", accumulate(lengths))
 
 
+@contextmanager
+def _told_as_data_error(path: str, kind: str) -> Iterator[None]:
+    """What Arrow raises for foreign or damaged bytes, as one line."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{path}: not {kind} ({reason}); check the file") from error
+
+
 def _mapped_batches(path: str) -> list[pa.RecordBatch]:
-    """Batches that point into the memory map; ``datasets`` writes the stream format, others the file format."""
-    mapped = pa.memory_map(path)
+    """Batches that point into the memory map, each checked: Arrow follows offsets in the file without looking."""
+    with _told_as_data_error(path, "an Arrow file"):
+        batches = _read_batches(pa.memory_map(path))
+        for batch in batches:
+            batch.validate(full=True)
+    return batches
+
+
+def _read_batches(mapped: pa.MemoryMappedFile) -> list[pa.RecordBatch]:
+    """``datasets`` writes the stream format, others the file format."""
     try:
         return list(pa.ipc.open_stream(mapped))
     except pa.ArrowInvalid:
         mapped.seek(0)
-    try:
-        reader = pa.ipc.open_file(mapped)
-        return [reader.get_batch(which) for which in range(reader.num_record_batches)]
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{path}: not an Arrow file ({error}); check the file") from error
+    reader = pa.ipc.open_file(mapped)
+    return [reader.get_batch(which) for which in range(reader.num_record_batches)]
 
 
 def _files_of(path: str, split: str) -> list[str]:

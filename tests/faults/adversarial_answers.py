@@ -44,7 +44,7 @@ def families(mark: str) -> dict[str, list[str]]:
         + [boxed(f"1{c}2") for c in ("\u200b", "\u202e", "\u2066", "\ufeff", "\ud800", "\ufffe", "\U000e0001")],
         "boxes": [nested(r"\boxed{", "}", d) for d in (2, 10, 500)] + [r"\boxed{" * d for d in (1, 10, 500)]
         + [r"\boxed{1", r"\boxed{}}}}", r"\boxed", r"\boxed{\boxed{\boxed{}}}", r"\boxed{1}\boxed{" * 200, r"\boxed{\}", r"\boxed {1}}{",
-           r"}\boxed{{1}", r"\fbox{\boxed{1}", r"\boxed{1} or " * 300],
+           r"}\boxed{{1}", r"\fbox{\boxed{1}", r"\boxed{1} or " * 300, r"\boxed{1} and \boxed{2"],
         "unicode digits": [boxed(t) for t in ("٣١٣٣٧", "३१३३७", "３１３３７", "𝟑𝟏𝟑𝟑𝟕", "³¹³³⁷", "①③③⑦", "Ⅻ", "三万", "½½", "𐒣", "৪৯", "๓๑", "−31337", "3̲1",
                                                "०.५", "٫٥")],
         "calculus": [boxed(t) for t in (r"\sum_{n=1}^{10^{12}} n^{n}", r"\prod_{n=1}^{10^{9}} n", r"\int_0^1 x^{x^{x^x}} \sin(e^{x^x}) dx",
