@@ -95,8 +95,7 @@ class RowSource(ABC):
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of the file's bytes."""
-        with open(self.path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return _digest_of(self.path)
 
     def number(self, index: int) -> int:
         """The row's number in its file, from 1, as an editor shows it."""
@@ -184,7 +183,7 @@ class JsonLines(RowSource):
         state = _file_state(file)
         if state == self._state:
             return
-        if hashlib.file_digest(file, "sha256").hexdigest() != self._digest:
+        if _digest_of(self.path) != self._digest:
             raise DataError(f"{self.path}: the file changed while it was in use; start again")
         self._state = state
 
@@ -357,6 +356,11 @@ def open_source(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     files = [file for one in paths for file in _files_of(os.fspath(one), split)]
     sources = [_open_file(file) for file in files]
     return sources[0] if len(sources) == 1 else ConcatSource(sources)
+
+
+def _digest_of(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _file_state(file: BinaryIO) -> tuple[int, int, int]:
