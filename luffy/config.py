@@ -452,7 +452,7 @@ class Config:
 
 def _check_name(name: str) -> None:
     parts = Path(name).parts
-    if not name or Path(name).is_absolute() or ".." in parts or parts == ():
+    if not name or Path(name).is_absolute() or ".." in parts or parts == () or "\0" in name:
         raise ConfigError(f"'name' must be a relative folder name without '..', got {name!r}")
 
 

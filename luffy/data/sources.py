@@ -438,7 +438,7 @@ def _files_of(path: str, split: str) -> list[str]:
         return [path]
     if os.path.isdir(path):
         return [str(file) for file in _folder_files(Path(path), split)]
-    if HUB_ID.fullmatch(path) and not path.endswith(DATA_SUFFIXES):
+    if HUB_ID.fullmatch(path) and ".." not in path.split("/") and not path.endswith(DATA_SUFFIXES):
         return [str(file) for file in _folder_files(_hub_folder(path), split)]
     raise DataError(f"{path}: no such file or folder; check the path")
 

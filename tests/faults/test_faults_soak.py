@@ -33,7 +33,7 @@ def test_two_thousand_steps_with_flat_memory_and_files(make_config, sums, monkey
     cfg = make_config(
         data={"eval": str(sums)},
         eval={"every": 100, "limit": 4},
-        rollout={"n": 2, "max_tokens": 6, "slots": 8},
+        rollout={"n": 2, "max_tokens": 14, "slots": 8},
         batch={"problems": 2, "tokens": 128},
         train={"steps": STEPS, "save_every": 50},
         record={"samples_every": 10, "tensorboard": True},
