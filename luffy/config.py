@@ -25,6 +25,9 @@ from luffy.types import Sampling
 
 PACKAGE = Path(__file__).parent
 BUILT_IN_RECIPES = PACKAGE / "recipes"
+MOST_VALUES = 10_000  # of a recipe
+# The parser's own, and what escapes it: a 13th month, 5,000 digits, bytes that are no text, deep nesting, `!!bool x`.
+YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -618,8 +621,9 @@ def _with_package_paths(value: Any) -> Any:
 def _parse_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except YAML_ERRORS as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    _check_size(values, str(path))
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -633,9 +637,22 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     if not sign or not key.strip():
         raise ConfigError(f"override {text!r} must look like section.key=value")
     try:
-        return key.strip().split("."), yaml.safe_load(raw) if raw.strip() else None
-    except yaml.YAMLError as error:
+        value = yaml.safe_load(raw) if raw.strip() else None
+    except YAML_ERRORS as error:
         raise ConfigError(f"override {text!r}: not a YAML value: {' '.join(str(error).split())}") from None
+    _check_size(value, f"override {key.strip()}")
+    return key.strip().split("."), value
+
+
+def _check_size(value: Any, where: str) -> None:
+    """Aliases (``*name``) make a short text endless, or so large that nobody sees the end of it."""
+    waiting, seen = [value], 0
+    while waiting:
+        seen += 1
+        if seen > MOST_VALUES:
+            raise ConfigError(f"{where}: more than {MOST_VALUES:,} values; an alias (*name) must not repeat itself")
+        inner = waiting.pop()
+        waiting.extend(inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, list) else ())
 
 
 def set_at(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import yaml
 
-from luffy.config import Config
+from luffy.config import YAML_ERRORS, Config
 from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import METRICS, SAMPLES
 from luffy.schema import build, to_dict
@@ -276,7 +276,7 @@ def read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except YAML_ERRORS as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: a run's config is a mapping, got {type(values).__name__}")

@@ -37,6 +37,7 @@ def files_of(checkpoint):
     return sorted(p for p in checkpoint.rglob("*") if p.is_file())
 
 
+@pytest.mark.faults
 def test_every_flipped_byte_is_found_and_the_message_names_its_file(half_way):
     """All bytes of the manifest and the state, random ones of the others."""
     newest = half_way.folder / "checkpoints" / "step-000004"
@@ -73,6 +74,7 @@ def grown(path):
     path.write_bytes(path.read_bytes() + b" ")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("damage", [flipped, cut_short, grown, Path.unlink])
 def test_a_training_passes_over_the_damaged_checkpoint_whatever_file_it_is(half_way, tmp_path, damage, monkeypatch):
     names = [p.relative_to(half_way.folder) for p in files_of(half_way.folder / "checkpoints" / "step-000004")]

@@ -63,6 +63,7 @@ def test_any_type_of_a_parquet_column_is_an_answer_or_one_clear_line(tmp_path, c
         assert "column 'answer'" in str(error) and str(path) in str(error)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("kind", ["parquet", "arrow stream", "arrow file"])
 def test_damaged_tables_are_one_line(tmp_path, kind):
     """A flipped byte or a cut anywhere in a table: its problems, or a DataError; no other exception and no crash."""

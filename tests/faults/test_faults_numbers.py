@@ -77,6 +77,7 @@ def test_a_gradient_that_is_no_number_is_dropped_whole(policy, value):
     assert math.isfinite(policy.update(make_samples(), 0.01)["actor/grad_norm"].value)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("value", NO_NUMBERS)
 @pytest.mark.parametrize("method", ["rl", "sft"])
 def test_weights_that_are_no_numbers_stop_the_run_before_an_update(make_config, tiny_model, tmp_path, value, method):
@@ -90,6 +91,7 @@ def test_weights_that_are_no_numbers_stop_the_run_before_an_update(make_config, 
     assert not list(cfg.folder.glob("checkpoints/step-*"))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("value", NO_NUMBERS)
 def test_rewards_that_are_no_numbers_never_reach_the_weights(make_config, monkeypatch, value):
     cfg = make_config(train={"max_bad_steps": 2}, algorithm={"reject_extreme": False})
@@ -129,6 +131,7 @@ def test_no_valid_token_is_no_gradient(make_config):
     assert all(torch.equal(p, before[n]) for n, p in policy.model.named_parameters())
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "reduction", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
@@ -140,6 +143,7 @@ def test_dropping_every_token_by_its_probability_leaves_a_finite_run(make_config
     assert all(math.isfinite(v) for row in rows for v in row.values())
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("what", "changes"),
     [
