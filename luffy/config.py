@@ -6,6 +6,7 @@ A recipe is YAML with the sections below; ``base: other.yaml`` inherits another 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -602,7 +603,7 @@ def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
     places = [Path(name)] if beside is None else [beside / name, Path(name)]
     built_in = BUILT_IN_RECIPES / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
     for path in (*places, built_in):
-        if path.is_file():
+        if os.path.isfile(path):  # unlike Path.is_file, no error where a name is too long to be one
             return path.resolve()
     known = sorted(str(p.relative_to(BUILT_IN_RECIPES).with_suffix("")) for p in BUILT_IN_RECIPES.rglob("*.yaml"))
     hint = nearest(name, known) or (f"; built-in recipes: {', '.join(known)}" if known else "")

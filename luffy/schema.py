@@ -69,6 +69,12 @@ def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     return cls(**arguments)
 
 
+def _below(path: str, name: Any) -> str:
+    """The dotted path of a key, on one line whatever the key is."""
+    shown = " ".join(str(name).split())
+    return f"{path}.{shown}" if path else shown
+
+
 def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
@@ -129,7 +135,7 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
 def _convert_mapping(value: Any, hints: tuple[Any, ...], where: str) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"'{where}' must be a mapping, got {value!r}")
-    return {str(k): _convert(v, hints[1], f"{where}.{k}") for k, v in value.items()}
+    return {str(k): _convert(v, hints[1], _below(where, k)) for k, v in value.items()}
 
 
 def _convert_sequence(value: Any, hint: Any, where: str) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ COLUMN_KEYS = ("prompt", "answer", "traces", "id", "source", "teacher", "log_pro
 ROW_KEY = "__row__"
 """Key of ``Problem.meta`` that holds ``file:row``, so that later errors can name the row."""
 ABSENT = object()
+LONGEST_NAMES = 300
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,14 @@ class RowView:
 
     def unexpected(self, column: str, expected: str, value: Any) -> RowError:
         if value is None and lookup(self.values, column) is ABSENT:
-            return self.fault(column, f"expected {expected}, but the row has only {', '.join(self.values)}")
+            return self.fault(column, f"expected {expected}, but the row has only {column_names(self.values)}")
         return self.fault(column, f"expected {expected}, found {shown(value)}")
+
+
+def column_names(row: Mapping[str, Any]) -> str:
+    """For a message: on one line, and not longer than a message may be."""
+    names = " ".join(", ".join(row).split())
+    return (names if len(names) <= LONGEST_NAMES else f"{names[:LONGEST_NAMES]}...") or "(none)"
 
 
 Reader = Callable[[RowView], Problem]
@@ -180,7 +187,7 @@ def unknown_layout(where: str, row: Mapping[str, Any]) -> RowError:
     known = "; ".join(f"{name} ({columns})" for name, columns in LAYOUTS.items())
     return RowError(
         where,
-        f"no known schema fits the columns {', '.join(row) or '(none)'}; known: {known}",
+        f"no known schema fits the columns {column_names(row)}; known: {known}",
         "schema",
         "name the columns with data.columns",
     )
