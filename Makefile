@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup test test-slow test-faults test-view test-vllm test-distributed test-ray lint quickstart docs clean
+.PHONY: setup test test-slow test-faults audit test-view test-vllm test-distributed test-ray lint quickstart docs clean
 
 setup: $(READY)
 
@@ -37,6 +37,12 @@ test-slow: $(READY) $(SMOLLM2)
 # Kills, full disks, damaged files, hostile input (docs/reliability.md). Small disks are mounted, as root only.
 test-faults: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m 'not gpu' -s
+
+# Known vulnerabilities of the pinned versions; asks the public databases, so it needs the network.
+audit: $(READY)
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet pip-audit
+	$(VENV)-audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 # The live page in a real browser: playwright's own Chromium, or the system's (apt install chromium).
 test-view: $(READY)

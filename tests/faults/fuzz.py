@@ -55,8 +55,8 @@ def _tried(name: str, target: Callable[[bytes], str], data: bytes) -> str:
 
 
 def _signature(ended: str) -> str:
-    """Messages differ by what they quote; the way is the same."""
-    return re.sub(r"'[^']*'|\"[^\"]*\"|/\S+|\d+", "#", ended)[:60]
+    """Messages differ by what they quote; the way is the same. Greedy: what is quoted may hold quotes itself."""
+    return re.sub(r"'.*'|\".*\"|/\S+|\d+", "#", ended)[:160]
 
 
 def _keep(name: str, kind: str, data: bytes) -> Path:
