@@ -30,6 +30,7 @@ def fuzz(
     """(inputs tried, ways they ended). ``target`` returns in words how an input ended."""
     dice = random.Random(seed)
     pool = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
+    tried = len(pool) + rounds
     seen = {_signature(_tried(name, target, data)) for data in pool}
     for _ in range(rounds):
         data = _mutated(dice, pool, dictionary)
@@ -39,7 +40,7 @@ def fuzz(
             pool.append(data)
             if os.environ.get("LUFFY_FUZZ_KEEP") == "1":
                 _keep(name, "way", data)
-    return len(pool) + rounds, len(seen)
+    return tried, len(seen)
 
 
 def _tried(name: str, target: Callable[[bytes], str], data: bytes) -> str:
