@@ -38,7 +38,8 @@ def table(tmp_path, rows):
         ({}, [0, 1, 2, 3]),
         ({"reward": "solved"}, [0, 2]),
         ({"reward": "unsolved"}, [1]),  # without a reward it is neither
-        ({"reward": "solved", "success": 0.0}, [1]),
+        ({"reward": "solved", "success": 0.0}, [0, 1, 2]),  # this much or more, as in training
+        ({"reward": "unsolved", "success": 1.1}, [0, 1, 2]),
         ({"off_policy": "teacher"}, [0]),
         ({"off_policy": "override"}, [2]),
         ({"off_policy": "policy"}, [1, 3]),
