@@ -229,6 +229,7 @@ luffy.browser = (() => {
   const changed = () => luffy.attempt(async () => { view.place = -1; await reload(false); });
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("change", (event) => {
+    if (event.target.name === "search") return; // heard as it was typed; leaving the field is no new question
     if (["run", "file"].includes(event.target.name)) field("step").value = "";
     if (event.target.name === "run") showRuns(view.state);
     changed();
