@@ -35,9 +35,10 @@ def fused_decoder(causal: Any) -> FusedDecoder | None:
 
 def has_fused_form(causal: Any) -> bool:
     """With attention dropout the modules run, whose attention refuses it in training."""
+    if type(causal).__name__ not in FAMILIES:
+        return False
     config = causal.config
-    plain = config.hidden_act in ("silu", "swish") and not getattr(config, "attention_dropout", 0.0)
-    return type(causal).__name__ in FAMILIES and plain
+    return config.hidden_act in ("silu", "swish") and not getattr(config, "attention_dropout", 0.0)
 
 
 class FusedDecoder:
