@@ -42,7 +42,7 @@ def config(folder, name, **rollout):
 def run(cfg):
     with Trainer(cfg) as trainer:
         trainer.train()
-        assert trainer.engine.version == 5
+        assert trainer.engines.current.version == 5
     return read_json_lines(cfg.folder / "metrics.jsonl")
 
 
