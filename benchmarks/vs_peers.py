@@ -181,7 +181,8 @@ def report(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> None
     if args.json:
         args.json.write_text(json.dumps({"settings": {k: str(v) for k, v in vars(args).items()}, **results}, indent=1))
     ours = results.get("luffy", {}).get("step")
-    ratios = [f"{name} / luffy = {row['step'] / ours:.2f}" for name, row in results.items() if ours and "step" in row]
+    others = {name: row["step"] for name, row in results.items() if name != "luffy" and "step" in row}
+    ratios = [f"{name} / luffy = {step / ours:.2f}" for name, step in others.items() if ours]
     print("whole step: " + ", ".join(ratios))
 
 

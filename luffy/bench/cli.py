@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +22,8 @@ Dtype = Annotated[str, typer.Option(help="float32 or bfloat16; default: bfloat16
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 Json = Annotated[Path | None, typer.Option("--json", help="also write the figures here")]
 Repeats = Annotated[int, typer.Option(help="timed runs; the best counts", min=1)]
+MicroBatch = Annotated[int, typer.Option("--tokens", help="batch.tokens: tokens of a micro-batch", min=1)]
+Checkpointing = Annotated[str, typer.Option(help="model.gradient_checkpointing: auto, true or false")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of torch; default: as it is", min=1)]
 
 
@@ -71,8 +74,8 @@ def update(
     samples: Annotated[int, typer.Option(help="responses in the step", min=1)] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
     response_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    tokens: Annotated[int, typer.Option(help="batch.tokens: tokens of a micro-batch", min=1)] = 16384,
-    checkpointing: Annotated[str, typer.Option(help="model.gradient_checkpointing: auto, true or false")] = "auto",
+    tokens: MicroBatch = 16384,
+    checkpointing: Checkpointing = "auto",
     offload: Annotated[bool, typer.Option(help="optim.offload: optimizer state in the host's memory")] = False,
     lora: Annotated[int, typer.Option(help="rank of LoRA adapters; 0: all weights", min=0)] = 0,
     dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
@@ -91,7 +94,7 @@ def update(
     _show("update", machine, [row], json_path, {
         "samples": "{samples}", "prompt": "{prompt_tokens}", "response": "{response_tokens}", "tokens": "{tokens:,}",
         "seconds": "{seconds:.2f}", "tokens/s": "{tokens_per_second:,.0f}", "MFU": "{mfu:.0%}",
-        "checkpointing": "{checkpointing}", "peak GiB": "{peak_gib}",
+        "ckpt": "{checkpointing}", "peak GiB": "{peak_gib}",
     })  # fmt: skip
 
 
@@ -102,8 +105,8 @@ def step(
     samples: Annotated[int, typer.Option(help="responses of each problem", min=1)] = 4,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
     new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    tokens: Annotated[int, typer.Option(help="batch.tokens: tokens of a micro-batch", min=1)] = 16384,
-    checkpointing: Annotated[str, typer.Option(help="model.gradient_checkpointing: auto, true or false")] = "auto",
+    tokens: MicroBatch = 16384,
+    checkpointing: Checkpointing = "auto",
     profile: Annotated[bool, typer.Option(help="one more step under the profiler: how long was the GPU idle?")] = False,
     dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
 ) -> None:  # fmt: skip
@@ -116,17 +119,22 @@ def step(
     machine, rows = bench_step(
         shape, kind, device, problems, samples, prompt_tokens, new_tokens, repeats, overrides, profile
     )
-    phases = sorted({phase for row in rows for phase in row["phases"]})
+    phases = [name for name in rows[0]["phases"] if any(_counts(row, name) for row in rows)]
     _show("step", machine, rows, json_path, {
-        "seconds": "{seconds:.2f}", **{phase: f"{{phases[{phase}]:.2f}}" for phase in phases},
-        "tokens/s": "{tokens_per_second:,.0f}", "host share": "{host_share:.1%}", "GPU idle": "{gpu_idle_share}",
-        "peak GiB": "{peak_gib}",
+        "step": "{seconds:.2f}", **{phase: f"{{phases[{phase}]:.2f}}" for phase in phases},
+        "tokens/s": "{tokens_per_second:,.0f}", "host": "{host_share:.1%}", "GPU idle": "{gpu_idle_share}",
+        "GiB": "{peak_gib}",
     })  # fmt: skip
 
 
+def _counts(row: dict[str, Any], phase: str) -> bool:
+    """Phases below a hundredth of the step are in the JSON; a table has only so many columns."""
+    return bool(row["phases"][phase] >= 0.01 * row["seconds"])
+
+
 def _show(title: str, machine: Machine, rows: list[dict[str, Any]], path: Path | None, columns: dict[str, str]) -> None:
-    table = Table(title=f"{title} on {machine.name}: {machine.flops / 1e12:.0f} TFLOP/s, "
-                  f"{machine.bandwidth / 1e12:.2f} TB/s measured")  # fmt: skip
+    rates = f"{_rate(machine.flops, 'FLOP/s')}, {_rate(machine.bandwidth, 'B/s')}"
+    table = Table(title=f"{title} on {machine.name} (measured: {rates})", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
@@ -135,6 +143,11 @@ def _show(title: str, machine: Machine, rows: list[dict[str, Any]], path: Path |
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"bench": title, "machine": vars(machine), "rows": rows}, indent=1) + "\n")
+
+
+def _rate(value: float, unit: str) -> str:
+    size, prefix = next((s, p) for s, p in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1.0, "")) if value >= s or s == 1.0)
+    return f"{value / size:.3g} {prefix}{unit}"
 
 
 def _cell(text: str, row: dict[str, Any]) -> str:

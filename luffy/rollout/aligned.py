@@ -11,24 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from luffy.metrics import Metric
-from luffy.rollout.engine import Engine, Progress
+from luffy.rollout.engine import GuidedPair, Progress
 from luffy.types import Completion, Request
 
 
-class AlignedEngine(Engine):
-    def __init__(self, draft: Engine, guidance: Engine) -> None:
-        self.draft, self.guidance = draft, guidance
-
-    def sync(self, version: int) -> None:
-        self.draft.sync(version)
-
-    def sleep(self) -> None:
-        self.draft.sleep()
-
-    def metrics(self) -> dict[str, Metric]:
-        return self.draft.metrics()
-
+class AlignedEngine(GuidedPair):
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
         drafts = self.draft.generate(requests, progress)
         guided = self.guidance.generate(requests)

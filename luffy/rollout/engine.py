@@ -55,6 +55,22 @@ class Engine(Protocol):
         return None
 
 
+class GuidedPair(Engine):
+    """Two engines, of which the first, the draft, has the policy's weights: a step is a step of the draft."""
+
+    def __init__(self, draft: Engine, guidance: Engine) -> None:
+        self.draft, self.guidance = draft, guidance
+
+    def sync(self, version: int) -> None:
+        self.draft.sync(version)
+
+    def sleep(self) -> None:
+        self.draft.sleep()
+
+    def metrics(self) -> dict[str, Metric]:
+        return self.draft.metrics()
+
+
 def check_request(request: Request, max_context: int, vocabulary: int) -> None:
     """Refuse what no engine can do, naming the knob to turn."""
     sampling, given = request.sampling, request.prompt_ids + request.prefix_ids

@@ -342,17 +342,18 @@ class PagedGeneration:
         sequences = [sequence for sequence, _ in started]
         self._send(sequences, tokens[None], log_probs[None])
         self._close_up()
-        seated = [i for i, s in enumerate(sequences) if len(s.token_ids) + 1 < s.request.sampling.max_tokens]
-        place = slice(len(self._rows), len(self._rows) + len(seated))
-        state = self._decoder.state
+        first_row, seated = len(self._rows), []
+        for i, sequence in enumerate(sequences):
+            drawn_so_far = len(sequence.token_ids) + 1
+            if drawn_so_far < sequence.request.sampling.max_tokens:
+                self._rows.seat(sequence, drawn_so_far)
+                seated.append(i)
+            else:
+                self._leave(sequence)
+        place, state = slice(first_row, len(self._rows)), self._decoder.state
         state.tokens[place] = tokens[_to_device(np.array(seated, dtype=np.int64), self.device)]
         positions = [sequences[i].length for i in seated]
         state.positions[place] = _to_device(np.array(positions, dtype=np.int64), self.device)
-        for sequence in sequences:
-            if len(sequence.token_ids) + 1 < sequence.request.sampling.max_tokens:
-                self._rows.seat(sequence, len(sequence.token_ids) + 1)
-            else:
-                self._leave(sequence)
         self._moved = True
 
     def _draw_first(self, started: Sequence[tuple[PagedSequence, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,7 @@ import torch
 
 from luffy.core.rules import Rule
 from luffy.errors import UserError
-from luffy.metrics import Metric
-from luffy.rollout.engine import Engine, Progress
+from luffy.rollout.engine import Engine, GuidedPair, Progress
 from luffy.rollout.sampling import GOLDEN, SamplingRows
 from luffy.rollout.speculative import ACCEPT_STREAM, check_exact, uniforms
 from luffy.types import Completion, Finish, Request, Sampling
@@ -96,7 +95,7 @@ class Turns:
         )
 
 
-class TurnsEngine(Engine):
+class TurnsEngine(GuidedPair):
     """Token-level guidance from any two engines. ``rule`` (a mixture) may be replaced between calls (schedules).
 
     ``guidance_vocabulary`` is the number of tokens the guidance engine can read, where the policy may write more.
@@ -112,19 +111,11 @@ class TurnsEngine(Engine):
         guidance_vocabulary: int | None = None,
     ) -> None:
         check_takes_turns(rule.name, type(draft).__name__)
-        self.draft, self.guidance, self.rule = draft, guidance, rule
+        super().__init__(draft, guidance)
+        self.rule = rule
         self.max_overrides = max_overrides
         self.guidance_temperature = guidance_temperature
         self.guidance_vocabulary = guidance_vocabulary
-
-    def sync(self, version: int) -> None:
-        self.draft.sync(version)
-
-    def sleep(self) -> None:
-        self.draft.sleep()
-
-    def metrics(self) -> dict[str, Metric]:
-        return self.draft.metrics()
 
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
         if not requests:

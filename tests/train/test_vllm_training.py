@@ -1,5 +1,6 @@
-"""LUFFY with vLLM's engines, end to end; `make test-vllm`."""
+"""LUFFY with vLLM's engines, end to end; `make test-vllm`. GSM8K itself where LUFFY_DATA names it, else rows like its."""
 
+import json
 import os
 from pathlib import Path
 
@@ -14,8 +15,23 @@ SMOLLM2, DATA = os.environ.get("LUFFY_SMOLLM2"), os.environ.get("LUFFY_DATA")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not SMOLLM2, reason="LUFFY_SMOLLM2 names no folder or .gguf of SmolLM2-135M"),
-    pytest.mark.skipif(not DATA, reason="LUFFY_DATA names no folder with gsm8k/train.jsonl"),
 ]
+
+
+def training_rows(folder):
+    if DATA:
+        return Path(DATA) / "gsm8k" / "train.jsonl"
+    path = folder / "train.jsonl"
+    with path.open("w") as file:
+        for i in range(40):
+            boxes, pens = 2 + i % 7, 3 + i % 5
+            question = f"A shop has {boxes} boxes of {pens} pens. It sells {i % 4} pens. How many pens are left?"
+            working = f"There are {boxes}*{pens}=<<{boxes}*{pens}={boxes * pens}>>{boxes * pens} pens at first."
+            answer = (
+                f"{working}\nAfter selling {i % 4} there are {boxes * pens - i % 4} left.\n#### {boxes * pens - i % 4}"
+            )
+            file.write(json.dumps({"question": question, "answer": answer}) + "\n")
+    return path
 
 
 def config(folder, name, **rollout):
@@ -25,9 +41,7 @@ def config(folder, name, **rollout):
             "name": name,
             "out": str(folder),
             "model": {"path": SMOLLM2, "device": "cpu"},
-            "data": {
-                "train": str(Path(DATA or "") / "gsm8k" / "train.jsonl"), "limit": 40, "max_prompt_tokens": 256,
-            },
+            "data": {"train": str(training_rows(folder)), "limit": 40, "max_prompt_tokens": 256},
             "reward": {"kind": "gsm8k", "workers": 1},
             "rollout": {"n": 3, "max_tokens": 96, "slots": 16, **rollout},
             "algorithm": {"reject_extreme": False, "mismatch_correction": "truncated"},
