@@ -354,6 +354,7 @@ class TrainConfig:
     epochs: float | None = knob(None, "passes over the data, when steps is null", gt=0)
     save_every: int = knob(50, "steps between checkpoints; the last step is always saved", ge=1)
     keep: int = knob(2, "checkpoints kept besides the best one", ge=1)
+    keep_best: bool = knob(True, "save and keep the step that was best on data.eval; false: less to write")
     max_bad_steps: int = knob(3, "stop after so many updates in a row skipped for a non-finite loss or gradient", ge=1)
     threads: int | None = knob(None, "CPU threads of torch; null: leave as is", ge=1)
 

@@ -12,9 +12,11 @@ import fcntl
 import json
 import math
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -84,6 +86,7 @@ class Trainer:
             torch.set_num_threads(cfg.train.threads)
         self.cfg, self.method, self.world, self.on_step = cfg, method, world or World(), on_step
         self.console, self.progress = console, Progress()
+        self._stop_reason: str | None = None
         self.verifier: Verifier | None = None
         self._closing = ExitStack()
         self.saver: BackgroundSaver | None = None
@@ -199,7 +202,8 @@ class Trainer:
             try:
                 for notice in self.notices:
                     view.warn(notice)
-                self._loop(view, recorder)
+                with self._stopped_by_sigterm():
+                    self._loop(view, recorder)
             finally:
                 recorder.close()
                 view.close()
@@ -215,6 +219,23 @@ class Trainer:
         view = RunView(self.cfg.name, self.total_steps, self.progress.step, self.console)
         recorder.warn, self.watch.on_phase = view.warn, view.phase
         return recorder, view
+
+    def stop_soon(self, reason: str) -> None:
+        """End after the step under way, with a checkpoint of it."""
+        self._stop_reason = reason
+
+    @contextmanager
+    def _stopped_by_sigterm(self) -> Iterator[None]:
+        """Schedulers send it before they kill. Several processes do not see it at the same step, so there it ends
+        them at once, and the last checkpoint counts."""
+        if self.world.joined or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, lambda *_: self.stop_soon("SIGTERM"))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     @property
     def is_finished(self) -> bool:
@@ -258,6 +279,9 @@ class Trainer:
             self.on_step(step, values)
             if self.saver is not None:
                 self.saver.poll()
+            if self._stop_reason is not None and not self.is_finished:
+                self._save_if_new(step)
+                raise TrainingStopped(f"stopped at step {step} by {self._stop_reason}; the same command goes on there")
         if self.saver is not None:
             self.saver.finish()
 
@@ -391,7 +415,7 @@ class Trainer:
 
     def _note_best(self, step: int, values: dict[str, float]) -> bool:
         accuracy = values.get("val-core/accuracy")
-        if accuracy is None or accuracy <= self.progress.best_accuracy:
+        if not self.cfg.train.keep_best or accuracy is None or accuracy <= self.progress.best_accuracy:
             return False
         self.progress.best_accuracy, self.progress.best_step = accuracy, step
         return True

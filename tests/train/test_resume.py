@@ -2,11 +2,13 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from luffy.errors import TrainingStopped
 from luffy.report import recorder
 from luffy.report.recorder import read_json_lines
 from luffy.rollout.native import NativeEngine
@@ -115,3 +117,35 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(mak
     newest.write_bytes(data)
     train(damaged)
     assert figures(damaged) == figures(undisturbed)
+
+
+def test_sigterm_ends_after_the_step_with_a_checkpoint_of_it(make_config, sums):
+    torch.set_num_threads(1)
+    undisturbed, ended = config(make_config, sums, "undisturbed"), config(make_config, sums, "ended")
+    train(undisturbed)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def end_the_third(step, _):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with Trainer(ended, on_step=end_the_third) as trainer, pytest.raises(TrainingStopped, match="step 3 by SIGTERM"):
+        trainer.train()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert next(c.step for c in CheckpointStore(ended.folder / "checkpoints", 2)) == 3
+    train(ended)
+    assert figures(ended) == figures(undisturbed)
+
+
+def test_sigterm_in_the_last_step_ends_nothing_early(make_config, sums):
+    cfg = config(make_config, sums, "whole")
+    with Trainer(cfg, on_step=lambda step, _: step == 6 and os.kill(os.getpid(), signal.SIGTERM)) as trainer:
+        assert trainer.train().parent.name == "step-000006"
+
+
+def test_the_best_step_is_not_kept_when_nobody_asks(make_config, sums):
+    cfg = config(make_config, sums, "plain")
+    cfg = replace(cfg, train=replace(cfg.train, save_every=4, keep=1, keep_best=False))
+    train(cfg)
+    assert [c.step for c in CheckpointStore(cfg.folder / "checkpoints", 1)] == [6]
+    assert not (cfg.folder / "best.json").exists()
