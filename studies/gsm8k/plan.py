@@ -1,0 +1,171 @@
+"""Which runs the study has: a built-in recipe, a task laid over it, and what the question changes.
+
+python studies/gsm8k/plan.py          lists them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from luffy.config import Config, find_recipe, merge, read_recipe, set_at
+from luffy.schema import build
+
+HERE = Path(__file__).parent
+SEEDS = (0, 1, 2)
+GAMMAS = (0.05, 0.1, 0.2, 0.3, 0.5)
+TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+TUNING_STEPS = 25
+
+
+@dataclass(frozen=True)
+class Method:
+    """A built-in recipe, and where the study asks for something no recipe has, what it sets besides."""
+
+    recipe: str
+    kind: Literal["rl", "sft"] = "rl"
+    sets: tuple[tuple[str, Any], ...] = ()
+    after: str | None = None  # the method whose model it starts from
+
+
+METHODS = {
+    "on_policy": Method("small/on_policy"),
+    "sft": Method("small/sft", "sft", (("train.steps", 120), ("batch.mini_batch", None))),
+    "rl_sft_loss": Method("small/rl_sft_loss"),
+    "sft_rl": Method("small/on_policy", after="sft"),
+    "mixed": Method("small/mixed"),
+    "mixed_shaping": Method("small/luffy_clip"),
+    "luffy": Method("small/luffy"),
+    "on_policy_shaping": Method("small/on_policy", sets=(("algorithm.on_policy_reshape", "p_div_p_0.1"),)),
+    "on_policy_no_clip": Method("small/on_policy", sets=(("algorithm.remove_clip", True),)),
+}
+METHODS |= {
+    f"luffy_gamma_{gamma}": Method("small/luffy", sets=(("algorithm.off_policy_reshape", f"p_div_p_{gamma}"),))
+    for gamma in GAMMAS
+}
+MAIN = ("on_policy", "sft", "rl_sft_loss", "sft_rl", "mixed", "luffy")
+ABLATION = ("mixed_shaping", "on_policy_shaping", "on_policy_no_clip")
+
+# What was tried for each method (question "tune"), every one for the same number of steps.
+TRIED: dict[str, tuple[float, ...]] = {
+    "on_policy": (1e-5, 3e-5, 1e-4),
+    "sft": (3e-5, 1e-4, 3e-4),
+    "rl_sft_loss": (1e-5, 3e-5, 1e-4),
+    "sft_rl": (3e-6, 1e-5, 3e-5),
+    "mixed": (1e-5, 3e-5, 1e-4),
+    "luffy": (1e-5, 3e-5, 1e-4),
+}
+# The best of them on the stories; a variant of a method takes the method's.
+CHOSEN = {"on_policy": 3e-5, "sft": 1e-4, "rl_sft_loss": 3e-5, "sft_rl": 1e-5, "mixed": 3e-5, "luffy": 3e-5}
+
+
+def family(method: str) -> str:
+    """The method whose learning rate this one takes."""
+    return next(name for name in sorted(CHOSEN, key=len, reverse=True) if method.startswith(name))
+
+
+@dataclass(frozen=True)
+class Run:
+    question: str
+    task: str
+    method: str
+    seed: int
+    lr: float
+    sets: tuple[tuple[str, Any], ...] = ()
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        parts = [self.question, self.task, self.method, self.note, f"s{self.seed}"]
+        return "-".join(part for part in parts if part)
+
+    @property
+    def kind(self) -> Literal["rl", "sft"]:
+        return METHODS[self.method].kind
+
+    @property
+    def start(self) -> str | None:
+        """The run whose model this one begins with."""
+        before = METHODS[self.method].after
+        if before is None:
+            return None
+        if self.question == "tune":
+            return Run("tune", self.task, before, 0, CHOSEN[before], note=f"lr{CHOSEN[before]:g}").name
+        return Run("main", self.task, before, self.seed, CHOSEN[before]).name
+
+    def config(self, data: Path, model: str, out: Path) -> Config:
+        method = METHODS[self.method]
+        values = merge(read_recipe(find_recipe(method.recipe)), _task(self.task, data))
+        for key, value in (*method.sets, *self.sets, ("optim.lr", self.lr), ("seed", self.seed)):
+            set_at(values, key.split("."), value)
+        start = model if self.start is None else str(out / self.start / "model")
+        values["model"] = {**values["model"], "path": start}
+        return build(Config, {**values, "name": self.name, "out": str(out)})
+
+
+def _task(task: str, data: Path) -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load((HERE / "tasks" / f"{task}.yaml").read_text(encoding="utf-8"))
+    sets = values["data"]
+    sets["train"], sets["eval"] = str(data / sets["train"]), str(data / sets["eval"])
+    sets["eval_also"] = {name: str(data / file) for name, file in sets["eval_also"].items()}
+    return values
+
+
+def tune() -> Iterator[Run]:
+    """SFT first: a method starts from its model."""
+    for method in sorted(TRIED, key=lambda name: name != "sft"):
+        for lr in TRIED[method]:
+            steps = 2 * TUNING_STEPS if method == "sft" else TUNING_STEPS  # as many optimizer steps
+            sets = (("train.steps", steps), ("eval.every", 0))
+            yield Run("tune", "stories", method, 0, lr, sets, f"lr{lr:g}")
+
+
+def main() -> Iterator[Run]:
+    for seed in SEEDS:
+        for method in sorted(MAIN, key=lambda name: name != "sft"):
+            yield Run("main", "stories", method, seed, CHOSEN[family(method)])
+
+
+def gsm8k() -> Iterator[Run]:
+    for method in sorted(MAIN, key=lambda name: name != "sft"):
+        sets = (("train.steps", 80),) if method == "sft" else ()
+        yield Run("main", "gsm8k", method, 0, CHOSEN[family(method)], sets)
+
+
+def ablation() -> Iterator[Run]:
+    for seed in SEEDS:
+        for method in ABLATION:
+            yield Run("ablation", "stories", method, seed, CHOSEN[family(method)])
+
+
+def gamma() -> Iterator[Run]:
+    for seed in SEEDS[:2]:
+        for value in GAMMAS:
+            if value != 0.1:  # that is LUFFY itself
+                yield Run("gamma", "stories", f"luffy_gamma_{value}", seed, CHOSEN["luffy"])
+
+
+def split(data: Path = Path()) -> Iterator[Run]:
+    """Only short or only long problems to learn from."""
+    for seed in SEEDS[:2]:
+        for method in ("on_policy", "luffy"):
+            for part in ("easy", "hard"):
+                sets = (("data.train", str(data / f"stories-train-{part}.jsonl")),)
+                yield Run("split", "stories", method, seed, CHOSEN[method], sets, part)
+
+
+def runs(question: str, data: Path) -> list[Run]:
+    questions = {"tune": tune, "main": main, "gsm8k": gsm8k, "ablation": ablation, "gamma": gamma}
+    return list(split(data) if question == "split" else questions[question]())
+
+
+QUESTIONS = ("tune", "main", "gsm8k", "ablation", "gamma", "split")
+
+if __name__ == "__main__":
+    for question in QUESTIONS:
+        for run in runs(question, Path("study-data")):
+            print(run.name, f"lr={run.lr:g}", *(f"{key}={value}" for key, value in run.sets))

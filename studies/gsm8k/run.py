@@ -1,0 +1,212 @@
+"""Runs of the study, several at once on one GPU, in slices of time; called again, it goes on.
+
+    python studies/gsm8k/run.py --data study-data --model SmolLM2-135M-Instruct.Q4_1.gguf --questions main gsm8k
+
+A run that its slice cuts short saves a checkpoint, and the next call resumes it. A finished run keeps its metrics and
+its model. ``--collect FILE`` writes the metrics of all runs, compact, in one file: what figures.py reads.
+A model of 135M parameters leaves most of a large GPU idle, so --at-once runs share it; with NVIDIA's MPS
+(``nvidia-cuda-mps-control -d`` before) their kernels run side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import shutil
+import sys
+import time
+import traceback
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from plan import QUESTIONS, TEMPERATURES, Run, runs
+
+CURVES = (
+    "batch/on_solved", "batch/solve_none", "actor/entropy_loss", "response_length/mean", "response_length/clip_ratio",
+    "actor/off_policy_prob", "actor/on_policy_prob", "actor/pg_clipfrac", "actor/grad_norm", "actor/sft_loss",
+    "timing_s/step", "timing_s/rollout", "timing_s/update",
+)  # fmt: skip
+SAMPLED = ("on_policy", "sft", "luffy")  # question 7: pass@8 against temperature
+SAMPLES = 8
+
+
+class SliceOver(Exception):
+    """The time of this call is spent; the run has a checkpoint."""
+
+
+def train(run: Run, data: Path, model: str, out: Path, deadline: float) -> str:
+    """One run in this process, to its end or to the deadline."""
+    import torch
+    from rich.console import Console
+
+    from luffy.errors import TrainingStopped
+    from luffy.train.loop import Trainer
+
+    folder = out / run.name
+    if (folder / "done.json").exists():
+        return "done before"
+    if time.time() > deadline:
+        raise SliceOver
+    folder.mkdir(parents=True, exist_ok=True)
+    started = time.time()
+    with (folder / "console.txt").open("a", encoding="utf-8") as log:
+        trainer = Trainer(run.config(data, model, out), run.kind, console=Console(file=log, width=120))
+        with trainer:
+            trainer.on_step = lambda step, values: time.time() > deadline and trainer.stop_soon("the end of its slice")
+            try:
+                trainer.train()
+            except TrainingStopped as stop:
+                if "end of its slice" in str(stop):
+                    raise SliceOver from None
+                raise
+    del trainer
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    _keep_model_only(folder)
+    done = {"seconds": round(time.time() - started, 1), "lr": run.lr, "method": run.method, "task": run.task,
+            "question": run.question, "seed": run.seed, "note": run.note}  # fmt: skip
+    (folder / "done.json").write_text(json.dumps(done))
+    return f"{done['seconds']} s"
+
+
+def _keep_model_only(folder: Path) -> None:
+    shutil.rmtree(folder / "model", ignore_errors=True)
+    (folder / "checkpoints" / "latest").resolve().joinpath("model").rename(folder / "model")
+    shutil.rmtree(folder / "checkpoints")
+
+
+def sample(run: Run, data: Path, model: str, out: Path, deadline: float) -> str:
+    """pass@8 of a finished run's model at every temperature."""
+    from luffy.evaluation.runner import Options, run_evaluation
+
+    cfg = run.config(data, model, out)
+    started = time.time()
+    for temperature in TEMPERATURES:
+        folder = out / run.name / f"pass-{temperature}"
+        if (folder / "result.json").exists():
+            continue
+        if time.time() > deadline:
+            raise SliceOver
+        assert isinstance(cfg.data.eval, str)
+        options = Options(
+            model=str(out / run.name / "model"), suite=cfg.data.eval_also.get("hard", cfg.data.eval), out=folder,
+            k=SAMPLES, temperature=temperature, max_tokens=cfg.rollout.max_tokens, style=cfg.data.style,
+            system_prompt=cfg.data.system_prompt, reward=cfg.reward.kind, limit=256, dtype=cfg.model.dtype,
+            device="auto", slots=512, chunk=4096,
+        )  # fmt: skip
+        run_evaluation(options)
+    return f"{time.time() - started:.1f} s"
+
+
+def collect(out: Path) -> list[dict[str, Any]]:
+    """A row a run: what it was and its curves, {metric: [[step, value], ...]}."""
+    rows = []
+    for folder in sorted(path.parent for path in out.glob("*/metrics.jsonl")):
+        done = folder / "done.json"
+        row: dict[str, Any] = {"name": folder.name, "finished": done.exists()}
+        row |= json.loads(done.read_text()) if done.exists() else {}
+        row["curves"] = _curves(folder / "metrics.jsonl")
+        passes = {path.parent.name.removeprefix("pass-"): _passes(path) for path in folder.glob("pass-*/result.json")}
+        rows.append(row | ({"pass": dict(sorted(passes.items()))} if passes else {}))
+    return rows
+
+
+def _curves(path: Path) -> dict[str, list[list[float]]]:
+    curves: dict[str, list[list[float]]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        values = json.loads(line)
+        for name, value in values.items():
+            if name in CURVES or (name.startswith("val-") and name.endswith("/accuracy")):
+                curves.setdefault(name, []).append([values["step"], float(f"{value:.4g}")])
+    return curves
+
+
+def _passes(path: Path) -> dict[str, Any]:
+    (summary,) = json.loads(path.read_text())["benchmarks"].values()
+    return {"accuracy": summary["accuracy"], "pass_at": summary["pass_at"]}
+
+
+class Slice:
+    """Runs of several questions over a pool of processes, a run only after the one it starts from."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.deadline = args, time.time() + args.minutes * 60
+        todo = [run for question in args.questions for run in runs(question, args.data)]
+        self.waiting = [run for run in todo if not self._is_done(run.name)]
+        self.failed: dict[str, str] = {}
+
+    def _is_done(self, name: str) -> bool:
+        return (self.args.out / name / "done.json").exists()
+
+    def go(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self.args.at_once, mp_context=context) as pool:
+            under_way: dict[Future[str], Run] = {}
+            while True:
+                for run in self._startable(self.args.at_once - len(under_way)):
+                    job = (run, self.args.data, self.args.model, self.args.out, self.deadline)
+                    under_way[pool.submit(train, *job)] = run
+                if not under_way:
+                    break
+                for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                    self._note(under_way.pop(future).name, future)
+            self._sample(pool)
+
+    def _startable(self, room: int) -> list[Run]:
+        ready = [run for run in self.waiting if run.start is None or self._is_done(run.start)][: max(room, 0)]
+        if time.time() > self.deadline:
+            ready = []
+        self.waiting = [run for run in self.waiting if run not in ready]
+        return ready
+
+    def _sample(self, pool: ProcessPoolExecutor) -> None:
+        if not self.args.sample:
+            return
+        todo = [run for q in self.args.questions for run in runs(q, self.args.data) if run.method in SAMPLED]
+        todo = [run for run in todo if run.question == "main" and run.seed == 0 and self._is_done(run.name)]
+        jobs = {pool.submit(sample, r, self.args.data, self.args.model, self.args.out, self.deadline): r for r in todo}
+        for future in wait(jobs).done:
+            self._note(f"{jobs[future].name} pass@{SAMPLES}", future)
+
+    def _note(self, name: str, future: Future[str]) -> None:
+        error = future.exception()
+        now = f"{time.time() - self.deadline + self.args.minutes * 60:6.0f} s"
+        if error is None:
+            print(f"{now}  {name}: {future.result()}", flush=True)
+        elif isinstance(error, SliceOver):
+            print(f"{now}  {name}: goes on in the next slice", flush=True)
+        else:
+            self.failed[name] = "".join(traceback.format_exception(error))
+            print(f"{now}  {name}: failed, {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("study-data"), help="what make_data.py wrote")
+    parser.add_argument("--model", required=True, help="the base model")
+    parser.add_argument("--out", type=Path, default=Path("runs/study"))
+    parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=["main"])
+    parser.add_argument("--at-once", type=int, default=8, help="runs that share the GPU")
+    parser.add_argument("--minutes", type=float, default=60, help="of this slice")
+    parser.add_argument("--sample", action="store_true", help="pass@8 against temperature for the models of main")
+    parser.add_argument("--collect", type=Path, help="write the metrics of all runs here")
+    args = parser.parse_args()
+    args.data, args.out = args.data.resolve(), args.out.resolve()
+    part = Slice(args)
+    part.go()
+    if args.collect:
+        args.collect.parent.mkdir(parents=True, exist_ok=True)
+        args.collect.write_text("".join(json.dumps(row) + "\n" for row in collect(args.out)), encoding="utf-8")
+    for name, text in part.failed.items():
+        print(f"--- {name}\n{text}", file=sys.stderr)
+    left = [run.name for question in args.questions for run in runs(question, args.data) if not part._is_done(run.name)]
+    print(f"{len(left)} runs are not finished" + (f": {' '.join(left)}" if left else ""))
+    sys.exit(1 if part.failed else 0)
+
+
+if __name__ == "__main__":
+    main()
