@@ -20,9 +20,17 @@ import time
 import traceback
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TextIO
 
+import torch
 from plan import QUESTIONS, TEMPERATURES, Run, runs
+from rich.console import Console
+
+from luffy.config import Config
+from luffy.errors import TrainingStopped
+from luffy.evaluation.runner import Options, run_evaluation
+from luffy.train.loop import Trainer
+from luffy.train.setup import pick_device
 
 CURVES = (
     "batch/on_solved", "batch/solve_none", "actor/entropy_loss", "response_length/mean", "response_length/clip_ratio",
@@ -31,6 +39,7 @@ CURVES = (
 )  # fmt: skip
 SAMPLED = ("on_policy", "sft", "luffy")  # question 7: pass@8 against temperature
 SAMPLES = 8
+CUT = "the end of its slice"
 
 
 class SliceOver(Exception):
@@ -39,12 +48,6 @@ class SliceOver(Exception):
 
 def train(run: Run, data: Path, model: str, out: Path, deadline: float) -> str:
     """One run in this process, to its end or to the deadline."""
-    import torch
-    from rich.console import Console
-
-    from luffy.errors import TrainingStopped
-    from luffy.train.loop import Trainer
-
     folder = out / run.name
     if (folder / "done.json").exists():
         return "done before"
@@ -53,24 +56,31 @@ def train(run: Run, data: Path, model: str, out: Path, deadline: float) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     started = time.time()
     with (folder / "console.txt").open("a", encoding="utf-8") as log:
-        trainer = Trainer(run.config(data, model, out), run.kind, console=Console(file=log, width=120))
-        with trainer:
-            trainer.on_step = lambda step, values: time.time() > deadline and trainer.stop_soon("the end of its slice")
-            try:
-                trainer.train()
-            except TrainingStopped as stop:
-                if "end of its slice" in str(stop):
-                    raise SliceOver from None
-                raise
-    del trainer
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        _train(run.config(data, model, out), run.kind, log, deadline)
+    _free_memory()
     _keep_model_only(folder)
     done = {"seconds": round(time.time() - started, 1), "lr": run.lr, "method": run.method, "task": run.task,
             "question": run.question, "seed": run.seed, "note": run.note}  # fmt: skip
     (folder / "done.json").write_text(json.dumps(done))
     return f"{done['seconds']} s"
+
+
+def _train(cfg: Config, kind: Literal["rl", "sft"], log: TextIO, deadline: float) -> None:
+    with Trainer(cfg, kind, console=Console(file=log, width=120)) as trainer:
+        trainer.on_step = lambda step, values: trainer.stop_soon(CUT) if time.time() > deadline else None
+        try:
+            trainer.train()
+        except TrainingStopped as stop:
+            if CUT in str(stop):
+                raise SliceOver from None
+            raise
+
+
+def _free_memory() -> None:
+    """The next run of this process finds the GPU as this one did."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _keep_model_only(folder: Path) -> None:
@@ -81,8 +91,6 @@ def _keep_model_only(folder: Path) -> None:
 
 def sample(run: Run, data: Path, model: str, out: Path, deadline: float) -> str:
     """pass@8 of a finished run's model at every temperature."""
-    from luffy.evaluation.runner import Options, run_evaluation
-
     cfg = run.config(data, model, out)
     started = time.time()
     for temperature in TEMPERATURES:
@@ -96,7 +104,7 @@ def sample(run: Run, data: Path, model: str, out: Path, deadline: float) -> str:
             model=str(out / run.name / "model"), suite=cfg.data.eval_also.get("hard", cfg.data.eval), out=folder,
             k=SAMPLES, temperature=temperature, max_tokens=cfg.rollout.max_tokens, style=cfg.data.style,
             system_prompt=cfg.data.system_prompt, reward=cfg.reward.kind, limit=256, dtype=cfg.model.dtype,
-            device="auto", slots=512, chunk=4096,
+            device=pick_device("auto"), slots=512, chunk=4096,
         )  # fmt: skip
         run_evaluation(options)
     return f"{time.time() - started:.1f} s"
