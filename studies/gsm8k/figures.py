@@ -1,0 +1,346 @@
+"""Figures and tables of docs/study-gsm8k.md, from the metrics that run.py collected.
+
+python studies/gsm8k/figures.py            reads results/*.jsonl, draws docs/images/study-*.png and fills the
+                                           tables between the marks in docs/study-gsm8k.md
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from plan import GAMMAS, HERE, MAIN, TRIED
+
+DOC = HERE.parents[1] / "docs" / "study-gsm8k.md"
+IMAGES = DOC.parent / "images"
+LABELS = {
+    "on_policy": "on-policy RL", "sft": "SFT", "rl_sft_loss": "RL with SFT loss", "sft_rl": "SFT + RL",
+    "mixed": "Mixed-Policy", "luffy": "LUFFY", "mixed_shaping": "mixed + shaping",
+    "on_policy_shaping": "on-policy + shaping", "on_policy_no_clip": "on-policy, no clip",
+}  # fmt: skip
+COLORS = {
+    "on_policy": "#8c8c8c", "sft": "#d08a1d", "rl_sft_loss": "#7a5195", "sft_rl": "#5b8a3c", "mixed": "#3b7dd8",
+    "luffy": "#c8373a", "mixed_shaping": "#6aa3e8", "on_policy_shaping": "#b0b0b0", "on_policy_no_clip": "#5e5e5e",
+}  # fmt: skip
+SETS = {"val-core/accuracy": "easy", "val-hard/accuracy": "hard", "val-words/accuracy": "other words",
+        "val-longer/accuracy": "longer"}  # fmt: skip
+GSM_SETS = {"val-core/accuracy": "GSM8K test", "val-changed/accuracy": "changed numbers",
+            "val-stories/accuracy": "stories, easy"}  # fmt: skip
+STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+Row = dict[str, Any]
+
+
+def read(folder: Path) -> list[Row]:
+    rows = [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+    return [row for row in rows if row["finished"]]
+
+
+def last(row: Row, metric: str) -> float:
+    return float(row["curves"][metric][-1][1])
+
+
+def both(row: Row) -> float:
+    """Held-out stories of one to four steps: as many of them are easy as are hard."""
+    return (last(row, "val-core/accuracy") + last(row, "val-hard/accuracy")) / 2
+
+
+def pick(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def share(values: Sequence[float], problems: int) -> str:
+    """Percent with a 95 % interval: Student's over three seeds or more, else Wilson's over the problems."""
+    mean = statistics.mean(values)
+    if len(values) >= 3:
+        half = STUDENT_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+        low, high = max(mean - half, 0.0), min(mean + half, 1.0)
+    else:
+        low, high = wilson(mean, problems * len(values))
+    return f"{100 * mean:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def wilson(p: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(cells) + " |" for cells in body])
+
+
+def averaged(
+    rows: Sequence[Row], metric: str | Sequence[str]
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Steps, mean over runs (and over several metrics), smallest and largest."""
+    names = [metric] if isinstance(metric, str) else list(metric)
+    by_step: dict[float, list[float]] = {}
+    for row in rows:
+        parts = [dict(map(tuple, row["curves"].get(name, ()))) for name in names]
+        for step in set.intersection(*(set(part) for part in parts)):
+            by_step.setdefault(step, []).append(statistics.mean(part[step] for part in parts))
+    steps = sorted(by_step)
+    values = [by_step[step] for step in steps]
+    return steps, [statistics.mean(v) for v in values], [min(v) for v in values], [max(v) for v in values]
+
+
+def smooth(values: Sequence[float], width: int = 5) -> list[float]:
+    return [statistics.mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+
+
+def draw(ax: Any, rows: Sequence[Row], methods: Iterable[str], metric: str | Sequence[str], smoothed: int = 1) -> None:
+    for method in methods:
+        steps, mean, low, high = averaged(pick(rows, method=method), metric)
+        if not steps:
+            continue
+        per_step = 0.5 if method == "sft" else 1.0  # a step of RL has two optimizer steps, one of SFT has one
+        at = [step * per_step for step in steps]
+        ax.plot(at, smooth(mean, smoothed), color=COLORS[method], label=LABELS[method], lw=1.8)
+        ax.fill_between(at, smooth(low, smoothed), smooth(high, smoothed), color=COLORS[method], alpha=0.13, lw=0)
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def panels(count: int, height: float = 3.1) -> tuple[Any, list[Any]]:
+    figure, axes = plt.subplots(1, count, figsize=(3.4 * count, height), layout="constrained")
+    return figure, list(axes) if count > 1 else [axes]
+
+
+def save(figure: Any, name: str) -> None:
+    IMAGES.mkdir(exist_ok=True)
+    figure.savefig(IMAGES / f"study-{name}.png", dpi=130)
+    plt.close(figure)
+
+
+def methods_figure(rows: Sequence[Row]) -> None:
+    for task, held_out in (("stories", ("val-core/accuracy", "val-hard/accuracy")), ("gsm8k", ("val-core/accuracy",))):
+        runs = pick(rows, question="main", task=task)
+        figure, (left, right) = panels(2, 3.3)
+        draw(left, runs, [m for m in MAIN if m != "sft"], "batch/on_solved", 5)
+        draw(right, runs, MAIN, held_out)
+        left.set(title="reward of own samples in training", xlabel="step", ylim=(0, None))
+        right.set(title="held-out accuracy", xlabel="step (SFT: two optimizer steps)", ylim=(0, None))
+        right.legend(frameon=False, fontsize=7)
+        save(figure, f"methods-{task}")
+
+
+def dynamics_figure(rows: Sequence[Row]) -> None:
+    runs = pick(rows, question="main", task="stories") + pick(rows, question="ablation", task="stories")
+    figure, axes = panels(4)
+    shown = ("on_policy", "mixed", "mixed_shaping", "luffy", "rl_sft_loss")
+    for ax, metric, title in zip(axes, DYNAMICS, DYNAMICS.values(), strict=True):
+        draw(ax, runs, shown, metric, 3)
+        ax.set(title=title, xlabel="step")
+    axes[0].legend(frameon=False, fontsize=7)
+    save(figure, "dynamics")
+
+
+DYNAMICS = {
+    "actor/entropy_loss": "entropy (nats per token)", "response_length/mean": "response tokens",
+    "actor/off_policy_prob": "probability of trace tokens", "actor/pg_clipfrac": "share of tokens clipped",
+}  # fmt: skip
+
+
+def gamma_figure(rows: Sequence[Row]) -> None:
+    figure, (ax,) = panels(1)
+    for gamma in GAMMAS:
+        values = [both(row) for row in gamma_rows(rows, gamma)]
+        ax.plot([gamma] * len(values), [100 * v for v in values], "o", color=COLORS["luffy"], alpha=0.5, ms=5)
+    means = [(g, 100 * statistics.mean(map(both, gamma_rows(rows, g)))) for g in GAMMAS if gamma_rows(rows, g)]
+    ax.plot(*zip(*means, strict=True), color=COLORS["luffy"])
+    ax.set(xlabel="gamma", ylabel="held-out accuracy, %", title="shaping f(p) = p / (p + gamma)", xscale="log")
+    ax.set_xticks(GAMMAS, [f"{g:g}" for g in GAMMAS])
+    ax.minorticks_off()
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+    save(figure, "gamma")
+
+
+def gamma_rows(rows: Sequence[Row], gamma: float) -> list[Row]:
+    if gamma == 0.1:
+        return pick(rows, question="main", task="stories", method="luffy")
+    return pick(rows, question="gamma", method=f"luffy_gamma_{gamma}")
+
+
+def split_figure(rows: Sequence[Row]) -> None:
+    figure, axes = panels(2)
+    for ax, part, title in zip(axes, ("easy", "hard"), ("1 and 2 steps", "3 and 4 steps"), strict=True):
+        draw(ax, pick(rows, question="split", note=part), ("on_policy", "luffy"), "batch/on_solved", 5)
+        ax.set(title=f"trained on problems of {title}", xlabel="step", ylabel="reward of own samples", ylim=(0, 1))
+    axes[0].legend(frameon=False, fontsize=8)
+    save(figure, "split")
+
+
+def generalisation_figure(rows: Sequence[Row]) -> None:
+    figure, (ax,) = panels(1)
+    figure.set_size_inches(8.5, 3.2)
+    bars(ax, pick(rows, question="main", task="stories"), SETS)
+    ax.legend(frameon=False, fontsize=7, ncols=3)
+    save(figure, "generalisation")
+
+
+def bars(ax: Any, rows: Sequence[Row], sets: dict[str, str]) -> None:
+    width = 0.8 / len(MAIN)
+    for i, method in enumerate(MAIN):
+        values = [[100 * last(row, metric) for row in pick(rows, method=method)] for metric in sets]
+        if not all(values):
+            continue
+        at = [k + (i - len(MAIN) / 2 + 0.5) * width for k in range(len(sets))]
+        ax.bar(at, [statistics.mean(v) for v in values], width, color=COLORS[method], label=LABELS[method])
+        for x, seeds in zip(at, values, strict=True):
+            ax.plot([x] * len(seeds), seeds, ".", color="black", ms=3)
+    ax.set_xticks(range(len(sets)), sets.values())
+    ax.set_ylabel("accuracy, %")
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def pass_figure(rows: Sequence[Row]) -> None:
+    figure, axes = panels(2)
+    for task, ax in zip(("stories", "gsm8k"), axes, strict=True):
+        for row in [row for row in pick(rows, question="main", task=task) if "pass" in row]:
+            at = sorted(row["pass"], key=float)
+            x, color = [float(t) for t in at], COLORS[row["method"]]
+            best = [100 * row["pass"][t]["pass_at"]["8"] for t in at]
+            ax.plot(x, best, "o-", ms=3, color=color, label=LABELS[row["method"]])
+            ax.plot(x, [100 * row["pass"][t]["accuracy"] for t in at], "--", lw=1, color=color)
+        ax.set(title={"stories": "hard stories", "gsm8k": "GSM8K test"}[task], xlabel="temperature", ylim=(0, None))
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("pass@8 (solid), average (dashed), %")
+    axes[0].legend(frameon=False, fontsize=8)
+    save(figure, "pass")
+
+
+def accuracy_table(rows: Sequence[Row], methods: Iterable[str], sets: dict[str, str], problems: int) -> str:
+    body = []
+    for method in methods:
+        runs = pick(rows, method=method)
+        if runs:
+            cells = [share([last(run, metric) for run in runs], problems) for metric in sets]
+            body.append([LABELS[method], str(len(runs)), *cells])
+    return table(["method", "seeds", *(f"{name}, %" for name in sets.values())], body)
+
+
+def start_table(rows: Sequence[Row]) -> str:
+    """Before training: every run begins with an evaluation, of the same model and the same samples."""
+    body = []
+    for task, sets, problems in (("stories", SETS, 256), ("gsm8k", GSM_SETS, 512)):
+        first = pick(rows, question="main", task=task, method="luffy", seed=0)
+        for metric, name in sets.items():
+            body += [[task, name, share([row["curves"][metric][0][1]], problems)] for row in first]
+    return table(["task", "held-out set", "base model, %"], body)
+
+
+def ablation_table(rows: Sequence[Row]) -> str:
+    runs = pick(rows, question="main", task="stories") + pick(rows, question="ablation")
+    order = ("on_policy", "on_policy_shaping", "on_policy_no_clip", "mixed", "mixed_shaping", "luffy")
+    body = []
+    for method in order:
+        found = pick(runs, method=method)
+        if found:
+            clipped = [
+                statistics.mean(v for _, v in run["curves"].get("actor/pg_clipfrac", [[0, 0.0]])) for run in found
+            ]
+            cells = [share([both(run) for run in found], 512), f"{100 * statistics.mean(clipped):.3f}"]
+            body.append(
+                [LABELS[method] if method != "luffy" else "mixed + shaping, no clip = LUFFY", str(len(found)), *cells]
+            )
+    return table(["", "seeds", "held-out accuracy, %", "tokens clipped, %"], body)
+
+
+def gamma_table(rows: Sequence[Row]) -> str:
+    found = [(gamma, gamma_rows(rows, gamma)) for gamma in GAMMAS]
+    body = [[f"{g:g}", str(len(runs)), share([both(run) for run in runs], 512)] for g, runs in found if runs]
+    return table(["gamma", "seeds", "held-out accuracy, %"], body)
+
+
+def split_table(rows: Sequence[Row]) -> str:
+    body = []
+    for part in ("easy", "hard"):
+        for method in ("on_policy", "luffy"):
+            runs = pick(rows, question="split", note=part, method=method)
+            if runs:
+                cells = [share([last(run, metric) for run in runs], 256) for metric in SETS]
+                body.append([part, LABELS[method], str(len(runs)), *cells])
+    return table(["trained on", "method", "seeds", *(f"{name}, %" for name in SETS.values())], body)
+
+
+def tuning_table(rows: Sequence[Row]) -> str:
+    body = []
+    for method, rates in TRIED.items():
+        cells = []
+        for rate in rates:
+            runs = pick(rows, question="tune", method=method, lr=rate)
+            cells.append(f"{rate:g}: {100 * both(runs[0]):.1f}" if runs else f"{rate:g}: not run")
+        body.append([LABELS[method], *cells])
+    return table(["method", "tried: held-out accuracy, %", "", ""], body)
+
+
+def pass_table(rows: Sequence[Row]) -> str:
+    body = []
+    for task in ("stories", "gsm8k"):
+        for row in [row for row in pick(rows, question="main", task=task) if "pass" in row]:
+            cells = [f"{100 * row['pass'][t]['pass_at']['8']:.1f}" for t in sorted(row["pass"], key=float)]
+            body.append([task, LABELS[row["method"]], *cells])
+    temperatures = sorted({t for row in rows for t in row.get("pass", ())}, key=float)
+    return table(["task", "method", *(f"T = {t}" for t in temperatures)], body)
+
+
+def cost_table(rows: Sequence[Row]) -> str:
+    body = []
+    for question in ("tune", "main", "ablation", "gamma", "split"):
+        for task in ("stories", "gsm8k"):
+            runs = pick(rows, question=question, task=task)
+            if runs:
+                steps = [v for run in runs for _, v in run["curves"]["timing_s/step"]]
+                cells = [f"{statistics.median(steps):.2f}", f"{sum(run['seconds'] for run in runs) / 60:.0f}"]
+                body.append([question, task, str(len(runs)), str(len(steps)), *cells])
+    return table(
+        ["question", "task", "runs", "steps", "median s a step, several runs at once", "minutes of all runs, added up"],
+        body,
+    )
+
+
+TABLES: dict[str, Callable[[list[Row]], str]] = {
+    "start": start_table,
+    "stories": lambda rows: accuracy_table(pick(rows, question="main", task="stories"), MAIN, SETS, 256),
+    "gsm8k": lambda rows: accuracy_table(pick(rows, question="main", task="gsm8k"), MAIN, GSM_SETS, 512),
+    "ablation": ablation_table,
+    "gamma": gamma_table,
+    "split": split_table,
+    "tuning": tuning_table,
+    "pass": pass_table,
+    "cost": cost_table,
+}
+FIGURES = (methods_figure, dynamics_figure, gamma_figure, split_figure, generalisation_figure, pass_figure)
+
+
+def fill(text: str, rows: list[Row]) -> str:
+    """Each table between its marks."""
+    for name, make in TABLES.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        made = make(rows)
+        text = pattern.sub(lambda m, made=made: f"{m[1]}{made}\n{m[2]}", text)
+    return text
+
+
+def main() -> None:
+    rows = read(HERE / "results")
+    for figure in FIGURES:
+        figure(rows)
+    DOC.write_text(fill(DOC.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    print(f"{len(rows)} runs, {len(FIGURES)} figures, {len(TABLES)} tables")
+
+
+if __name__ == "__main__":
+    main()
