@@ -345,7 +345,9 @@ class OptimConfig:
 class BatchConfig:
     problems: int = knob(128, "problems per rollout batch (traces per batch in SFT)", ge=1)
     mini_batch: int | None = knob(None, "problems per optimizer step; null: the whole rollout batch", ge=1)
-    tokens: int = knob(16384, "tokens per micro-batch, packed without padding", ge=1)
+    tokens: int = knob(
+        16384, "tokens per micro-batch, packed without padding; a prompt that samples share counts once", ge=1
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -192,19 +192,37 @@ class TokenView:
     gradient_weights: Tensor  # [T] float32, per unit of advantage (Objective.gradient_weights)
 
 
+class Family(NamedTuple):
+    """Lengths of a prompt and of the responses to it, which lie behind it one after the other."""
+
+    prompt: int
+    responses: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + sum(self.responses)
+
+    def positions(self) -> Tensor:
+        """[tokens]: every response goes on where the prompt ends."""
+        responses = [torch.arange(self.prompt, self.prompt + n) for n in self.responses]
+        return torch.cat([torch.arange(self.prompt), *responses])
+
+
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Samples laid end to end: ``N`` tokens, of which ``R`` are response tokens.
+    """Samples laid end to end: ``N`` tokens, of which ``R`` are response tokens. Those with the same prompt form a
+    family: the prompt lies there once, however many responses follow it.
 
-    ``predict_from[r]`` is the packed position whose hidden state predicts response token ``r``.
+    ``predict_from[r]`` is the packed position whose hidden state predicts response token ``r``; the first
+    tokens of a family's responses are all predicted from the last one of its prompt.
     ``rl_weights`` and ``sft_weights`` are the loss reduction, already divided by the denominator of
     the whole mini-batch, so that a loss is always a plain weighted sum.
     """
 
     input_ids: Tensor  # [N] long
     position_ids: Tensor  # [N] long
-    lengths: tuple[int, ...]  # per sample, sums to N
-    response_lengths: tuple[int, ...]  # per sample, sums to R
+    families: tuple[Family, ...]  # their tokens sum to N
+    order: tuple[int, ...]  # which of the packed samples these are
     predict_from: Tensor  # [R] long
     targets: Tensor  # [R] long
     off_policy: Tensor  # [R] bool
@@ -215,6 +233,16 @@ class MicroBatch:
     engine_log_probs: Tensor  # [R] float32
     old_log_probs: Tensor | None
     ref_log_probs: Tensor | None
+
+    @property
+    def response_lengths(self) -> tuple[int, ...]:
+        """Per sample, sums to R."""
+        return tuple(response for family in self.families for response in family.responses)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Per sample, its prompt included: sums to N only where no prompt is shared."""
+        return tuple(family.prompt + response for family in self.families for response in family.responses)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}

@@ -72,6 +72,7 @@ def update(
     shape: Shape = "tiny",
     model: ModelPath = None,
     samples: Annotated[int, typer.Option(help="responses in the step", min=1)] = 16,
+    group: Annotated[int, typer.Option(help="responses to each prompt, which is computed once for them", min=1)] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
     response_tokens: Annotated[int, typer.Option(min=1)] = 64,
     tokens: MicroBatch = 16384,
@@ -80,7 +81,8 @@ def update(
     lora: Annotated[int, typer.Option(help="rank of LoRA adapters; 0: all weights", min=0)] = 0,
     dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
 ) -> None:  # fmt: skip
-    """Tokens per second of one optimizer step, and its share of the matrix rate (6 operations a weight and token)."""
+    """Tokens trained on per second of one optimizer step, and its share of the matrix rate (6 operations a weight and
+    computed token)."""
     from luffy.bench.shapes import model_of
     from luffy.bench.update import bench_update, update_config
     from luffy.train.setup import add_adapters
@@ -90,11 +92,11 @@ def update(
     trained = model_of(shape, model, kind, device)
     if cfg.model.lora is not None:
         trained = add_adapters(trained, cfg.model)
-    machine, row = bench_update(trained, cfg, samples, prompt_tokens, response_tokens, repeats)
+    machine, row = bench_update(trained, cfg, samples, group, prompt_tokens, response_tokens, repeats)
     _show("update", machine, [row], json_path, {
-        "samples": "{samples}", "prompt": "{prompt_tokens}", "response": "{response_tokens}", "tokens": "{tokens:,}",
-        "seconds": "{seconds:.2f}", "tokens/s": "{tokens_per_second:,.0f}", "MFU": "{mfu:.0%}",
-        "ckpt": "{checkpointing}", "peak GiB": "{peak_gib}",
+        "samples": "{samples}", "lengths": "{prompt_tokens}+{response_tokens}", "tokens": "{tokens:,}",
+        "computed": "{computed_tokens:,}", "seconds": "{seconds:.2f}", "tokens/s": "{tokens_per_second:,.0f}",
+        "MFU": "{mfu:.0%}", "ckpt": "{checkpointing}", "GiB": "{peak_gib}",
     })  # fmt: skip
 
 

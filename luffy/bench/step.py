@@ -111,7 +111,8 @@ def _one_step(trainer: Trainer, view: RunView, recorder: Recorder, device: torch
     on_gpu = phases.get("rollout", 0.0) + phases.get("update", 0.0)
     return {
         "seconds": seconds, "phases": phases, "update_tokens": tokens, "tokens_per_second": tokens / seconds,
-        "host_share": 1 - on_gpu / seconds, "peak_gib": peak_gib(device),
+        "computed_tokens": values["perf/computed_tokens"], "host_share": 1 - on_gpu / seconds,
+        "peak_gib": peak_gib(device),
     }  # fmt: skip
 
 

@@ -14,18 +14,21 @@ from luffy.errors import UserError
 from luffy.models.forward import causal_lm
 from luffy.models.load import DtypeName
 from luffy.schema import build
+from luffy.train.packing import computed_tokens, cut
 from luffy.train.policy import Policy
 from luffy.types import Sample
 
 
-def random_samples(count: int, prompt_tokens: int, response_tokens: int, vocabulary: int) -> list[Sample]:
+def random_samples(count: int, group: int, prompt_tokens: int, response_tokens: int, vocabulary: int) -> list[Sample]:
+    """``group`` responses to each prompt; the last prompt has what is left."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocabulary, (count, prompt_tokens + response_tokens), generator=generator)
+    prompts = [tuple(row[:prompt_tokens].tolist()) for row in ids[::group]]
     everywhere = torch.ones(response_tokens, dtype=torch.bool)
     log_probs = torch.full((response_tokens,), -1.0)
     return [
         Sample(
-            tuple(row[:prompt_tokens].tolist()), row[prompt_tokens:].clone(), ~everywhere, everywhere, ~everywhere,
+            prompts[i // group], row[prompt_tokens:].clone(), ~everywhere, everywhere, ~everywhere,
             torch.full((response_tokens,), 0.5 if i % 2 else -0.5), log_probs, log_probs,
         )
         for i, row in enumerate(ids)
@@ -55,28 +58,31 @@ def update_config(
 
 
 def bench_update(
-    model: nn.Module, cfg: Config, count: int, prompt_tokens: int, response_tokens: int, repeats: int = 2
+    model: nn.Module, cfg: Config, count: int, group: int, prompt_tokens: int, response_tokens: int, repeats: int = 2
 ) -> tuple[Machine, dict[str, Any]]:
-    """One optimizer step over ``count`` samples; the first call warms up and makes the optimizer's state."""
+    """One optimizer step over ``count`` samples, ``group`` of each prompt; the first call warms up and makes the
+    optimizer's state."""
     weight = next(model.parameters())
     machine = Machine.measure(weight.device, weight.dtype)
     policy = Policy(model, cfg)
-    samples = random_samples(count, prompt_tokens, response_tokens, causal_lm(model).config.vocab_size)
+    samples = random_samples(count, group, prompt_tokens, response_tokens, causal_lm(model).config.vocab_size)
     few = samples[: max(1, cfg.batch.tokens // (prompt_tokens + response_tokens))]
     policy.update(few, cfg.optim.lr)
     reset_peak(weight.device)
     seconds = [timed(lambda: policy.update(samples, cfg.optim.lr), weight.device) for _ in range(repeats)]
     tokens = count * (prompt_tokens + response_tokens)
+    computed = computed_tokens(samples, cut(samples, cfg.batch.tokens, policy.scorer.shares_prompts))
     best = min(seconds)
-    # Forward and through: 4 a parameter and token; the gradient of the weight itself: 2, where there is one.
+    # Forward and through: 4 a parameter and computed token; the gradient of the weight itself: 2, where there is one.
     # An embedding that is not the head as well is looked up, not multiplied.
     config = causal_lm(model).config
     looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     embedding_trains = causal_lm(model).get_input_embeddings().weight.requires_grad
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) - looked_up * embedding_trains
-    flops = (4 * (parameter_count(model) - looked_up) + 2 * trained) * tokens
+    flops = (4 * (parameter_count(model) - looked_up) + 2 * trained) * computed
     return machine, {
-        "samples": count, "prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "tokens": tokens,
+        "samples": count, "group": group, "prompt_tokens": prompt_tokens, "response_tokens": response_tokens,
+        "tokens": tokens, "computed_tokens": computed,
         "seconds": best, "all_seconds": seconds, "tokens_per_second": tokens / best,
         "mfu": flops / best / machine.flops, "checkpointing": policy.checkpointing.is_on,
         "micro_batch_tokens": cfg.batch.tokens, "peak_gib": peak_gib(weight.device),

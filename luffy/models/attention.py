@@ -104,7 +104,8 @@ class PackedLayout:
         return torch.tensor(self._slots, device=self.device)[self._token_rows]
 
     @cached_property
-    def _bounds(self) -> Tensor:
+    def bounds(self) -> Tensor:
+        """[S + 1] int32: where each sequence starts, and where the last one ends."""
         ends = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return ends.to(self.device)
 
@@ -131,17 +132,8 @@ class PackedLayout:
             self._store.write(layer, key, value, self._token_slots, self.position_ids)
         banded = window is not None and window < self.longest
         if not banded and varlen_serves(query):
-            return self._attend_varlen(query, key, value, scale)
+            return causal_varlen(query, key, value, self, self, scale)
         return self._attend_padded(query, key, value, scale, window if banded else None)
-
-    def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        longest, bounds = self.longest, self._bounds
-        causal = (-1, 0)
-        out = varlen_attn(
-            query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=causal, **VARLEN_GQA
-        )
-        assert isinstance(out, Tensor)
-        return out
 
     def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         out = F.scaled_dot_product_attention(
@@ -256,6 +248,19 @@ def varlen_serves(query: Tensor) -> bool:
         and query.shape[-1] % 8 == 0
         and query.shape[-1] <= 256
     )
+
+
+def causal_varlen(
+    query: Tensor, key: Tensor, value: Tensor, asking: PackedLayout, asked: PackedLayout, scale: float
+) -> Tensor:
+    """Stretches of queries over sequences of keys. The kernel aligns causality to the end: the last query of a
+    stretch sees every key of its sequence."""
+    out = varlen_attn(
+        query, key, value, asking.bounds, asked.bounds, asking.longest, asked.longest,
+        scale=scale, window_size=(-1, 0), **VARLEN_GQA,
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out
 
 
 def luffy_attention(

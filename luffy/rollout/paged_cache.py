@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from luffy.kernels.paged import PAGE, attend, rotate_and_store, splits_for, store
-from luffy.models.attention import VARLEN_GQA, PackedLayout, varlen_attn, varlen_serves
+from luffy.models.attention import PackedLayout, causal_varlen, varlen_serves
 
 COPIED_AT_ONCE = 64  # pages
 SCRATCH = 0  # rows that only fill up a batch write here; nobody reads it
@@ -163,7 +163,7 @@ class PiecesLayout:
         self._tables = torch.tensor(table, dtype=torch.int32).to(device)
         self._rows = torch.repeat_interleave(torch.arange(len(pieces)), torch.tensor(lengths)).to(device)
         self._ends = [piece.end for piece in pieces]
-        self._bounds = _bounds(lengths, device), _bounds(self._ends, device)
+        self._whole = PackedLayout(self._ends, device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         cache = self._cache
@@ -172,9 +172,9 @@ class PiecesLayout:
         if not self._continues:
             return self._packed.attend(layer, query, key, value, scale, window)
         keys, values = self._everything(layer)
-        banded = window is not None and window < max(self._ends)
+        banded = window is not None and window < self._whole.longest
         if not banded and varlen_serves(query):
-            return self._attend_varlen(query, torch.cat(keys), torch.cat(values), scale)
+            return causal_varlen(query, torch.cat(keys), torch.cat(values), self._packed, self._whole, scale)
         parts = query.split([len(piece) for piece in self._pieces])
         return torch.cat([
             _attend_last(q, k, v, scale, window) for q, k, v in zip(parts, keys, values, strict=True)
@@ -184,17 +184,6 @@ class PiecesLayout:
         """Keys and values of every sequence from its first token on."""
         rows = [self._cache.gather(layer, table, end) for table, end in zip(self._tables, self._ends, strict=True)]
         return [keys for keys, _ in rows], [values for _, values in rows]
-
-    def _attend_varlen(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """The kernel aligns causality to the end: the last query sees every key."""
-        longest = max(len(piece) for piece in self._pieces), max(self._ends)
-        out = varlen_attn(query, keys, values, *self._bounds, *longest, scale=scale, window_size=(-1, 0), **VARLEN_GQA)
-        assert isinstance(out, Tensor)
-        return out
-
-
-def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
 def _attend_last(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

@@ -144,6 +144,13 @@ def memory_line(cfg: Config, model_config: Any, parameters: int, trained: int, m
     return f"about {max(update, rollout) / GIB:.2f} GiB at the peak{each} ({shown} GiB)"
 
 
+def attended_tokens(cfg: Config, method: Method) -> int:
+    """Of a full micro-batch: a group's prompt is computed once, but its keys lie before every response."""
+    prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_tokens
+    n = 1 if method == "sft" else cfg.rollout.n
+    return cfg.batch.tokens * n * (prompt + response) // (prompt + n * response)
+
+
 def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: int, method: Method) -> dict[str, float]:
     """Bytes. Activations: what the decoder layers keep for their backward pass (two values of the hidden width
     per token when checkpointed), and the head's chunk of logits."""
@@ -154,7 +161,8 @@ def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: in
     shards = 1 if local else cfg.parallel.shard_size or cfg.parallel.workers
     stored = size if local else 4  # sharded weights are the masters
     checkpointed = 2 * c.hidden_size * c.num_hidden_layers * size * cfg.batch.tokens
-    kept = checkpointed if cfg.model.gradient_checkpointing is True else activation_bytes(c, cfg.batch.tokens, size)
+    everything = activation_bytes(c, cfg.batch.tokens, attended_tokens(cfg, method), size)
+    kept = checkpointed if cfg.model.gradient_checkpointing is True else everything
     heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
     width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     slots = min(cfg.rollout.slots or GPU_SLOTS, cfg.batch.problems * cfg.rollout.n)

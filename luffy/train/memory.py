@@ -15,18 +15,20 @@ MARGIN_BYTES = 6 << 30
 CAUTION = 1.25
 
 
-def layer_values(config: Any) -> int:
-    """Numbers a decoder layer keeps per token: two norms with their sums, queries, keys, values, the
-    attention's result, and three times the width of its MLP."""
+def layer_values(config: Any) -> tuple[int, int]:
+    """Numbers a decoder layer keeps. Per computed token: two norms with their sums, queries, the attention's result,
+    and three times the width of its MLP. Per attended token: its key and value, which exist once for every
+    response even where the prompt is computed once for all."""
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    queries, keys = config.num_attention_heads * width, kv_heads * width
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    return int(4 * config.hidden_size + 2 * queries + 2 * keys + 3 * inner)
+    computed = 4 * config.hidden_size + 2 * config.num_attention_heads * width + 3 * inner
+    return int(computed), int(2 * kv_heads * width)
 
 
-def activation_bytes(config: Any, tokens: int, itemsize: int) -> int:
-    return layer_values(config) * config.num_hidden_layers * tokens * itemsize
+def activation_bytes(config: Any, tokens: int, attended: int, itemsize: int) -> int:
+    per_token, per_attended = layer_values(config)
+    return (per_token * tokens + per_attended * attended) * int(config.num_hidden_layers) * itemsize
 
 
 def unused_bytes(device: torch.device) -> int:
@@ -46,10 +48,10 @@ class Checkpointing:
     def is_on(self) -> bool:
         return bool(self._on)
 
-    def prepare(self, tokens: int, device: torch.device) -> bool:
-        """Before the forward pass of a micro-batch of ``tokens``."""
+    def prepare(self, tokens: int, attended: int, device: torch.device) -> bool:
+        """Before the forward pass of a micro-batch: ``tokens`` of its row, ``attended`` of its samples."""
         may_choose = self._wanted == "auto" and device.type == "cuda"
-        on = self._is_tight(tokens, device) if may_choose else self._wanted is True
+        on = self._is_tight(tokens, attended, device) if may_choose else self._wanted is True
         if on != self._on:
             model: Any = self._model
             if on:
@@ -59,7 +61,8 @@ class Checkpointing:
             self._on = on
         return on
 
-    def _is_tight(self, tokens: int, device: torch.device) -> bool:
+    def _is_tight(self, tokens: int, attended: int, device: torch.device) -> bool:
         causal = causal_lm(self._model)
-        needed = CAUTION * activation_bytes(causal.config, tokens, causal.get_input_embeddings().weight.itemsize)
+        itemsize = causal.get_input_embeddings().weight.itemsize
+        needed = CAUTION * activation_bytes(causal.config, tokens, attended, itemsize)
         return needed + MARGIN_BYTES > unused_bytes(device)

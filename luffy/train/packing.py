@@ -1,4 +1,5 @@
-"""Samples laid end to end up to a token budget: no padding, and the loss weights fixed beforehand."""
+"""Samples laid end to end up to a token budget: no padding, prompts once where they are shared, and the loss
+weights fixed beforehand."""
 
 from __future__ import annotations
 
@@ -8,24 +9,62 @@ import torch
 from torch import Tensor
 
 from luffy.core.reduce import Counts, token_weights
-from luffy.types import MicroBatch, Sample
+from luffy.types import Family, MicroBatch, Sample
+
+Bin = list[list[int]]  # samples by their index, those that share a prompt together
 
 
-def cut(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices in bins of at most ``budget`` tokens, longest first.
+def cut(samples: Sequence[Sample], budget: int, share: bool = True) -> list[Bin]:
+    """Samples in bins of at most ``budget`` tokens, longest first; with ``share`` samples with the same prompt
+    stay together and their prompt counts once.
 
-    Sorting by length keeps neighbours of a bin alike, so attention over it wastes little. A sequence
-    longer than the budget gets a bin of its own.
+    Sorting by length keeps neighbours of a bin alike, so attention over it wastes little. Samples of one prompt that
+    exceed the budget together are parted, and each part has the prompt; a single sample that exceeds it gets a
+    bin of its own.
     """
-    bins: list[list[int]] = []
+    pieces = [piece for members in _by_prompt(samples, share) for piece in _parted(samples, members, budget)]
+    sizes = [family_of(samples, piece).tokens for piece in pieces]
+    order = sorted(range(len(pieces)), key=lambda i: (-sizes[i], pieces[i][0]))
+    return [[pieces[i] for i in bin_] for bin_ in _filled(order, sizes, budget)]
+
+
+def family_of(samples: Sequence[Sample], members: Sequence[int]) -> Family:
+    return Family(len(samples[members[0]].prompt_ids), tuple(samples[i].token_ids.numel() for i in members))
+
+
+def computed_tokens(samples: Sequence[Sample], bins: Sequence[Bin]) -> int:
+    """Tokens that go through the model, a shared prompt once a bin."""
+    return sum(family_of(samples, members).tokens for bin_ in bins for members in bin_)
+
+
+def _by_prompt(samples: Sequence[Sample], share: bool) -> list[list[int]]:
+    """Indices of the samples of each prompt, longest first; each on its own unless they ``share``."""
+    if not share:
+        return [[i] for i in range(len(samples))]
+    members: dict[tuple[int, ...], list[int]] = {}
+    for i in sorted(range(len(samples)), key=lambda i: (-len(samples[i]), i)):
+        members.setdefault(samples[i].prompt_ids, []).append(i)
+    return list(members.values())
+
+
+def _parted(samples: Sequence[Sample], members: Sequence[int], budget: int) -> list[list[int]]:
+    """Samples of one prompt in parts that fit the budget with it."""
+    family = family_of(samples, members)
+    parts = _filled(range(len(members)), family.responses, budget - family.prompt)
+    return [[members[i] for i in part] for part in parts]
+
+
+def _filled(order: Sequence[int], sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Neighbours in ``order`` together up to the budget, alone beyond it."""
+    groups: list[list[int]] = []
     room = 0
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if not bins or lengths[i] > room:
-            bins.append([])
+    for i in order:
+        if not groups or sizes[i] > room:
+            groups.append([])
             room = budget
-        bins[-1].append(i)
-        room -= lengths[i]
-    return bins
+        groups[-1].append(i)
+        room -= sizes[i]
+    return groups
 
 
 Denominators = tuple[Counts, Counts]  # of the RL and of the SFT tokens
@@ -41,41 +80,55 @@ def pack(
     reduction: str,
     max_response_tokens: int,
     whole: Denominators | None = None,
+    share: bool = True,
 ) -> list[MicroBatch]:
     """Micro-batches of one mini-batch. Denominators are counted over all of it, so that the sum of the
     micro-batch losses is the mini-batch loss however it was cut; ``whole`` are those over all processes."""
     of_rl, of_sft = denominators(samples) if whole is None else whole
     rl = token_weights([s.rl_mask for s in samples], reduction, max_response_tokens, of_rl)
     sft = token_weights([s.sft_mask for s in samples], "token-mean", max_response_tokens, of_sft)
-    return [
-        _micro_batch([samples[i] for i in part], [rl[i] for i in part], [sft[i] for i in part])
-        for part in cut([len(s) for s in samples], budget)
-    ]
+    return [_micro_batch(samples, rl, sft, bin_) for bin_ in cut(samples, budget, share)]
 
 
-def _micro_batch(samples: list[Sample], rl: list[Tensor], sft: list[Tensor]) -> MicroBatch:
-    starts = torch.tensor([0] + [len(s) for s in samples]).cumsum(0).tolist()
-    sequences = [torch.cat([torch.tensor(s.prompt_ids, dtype=torch.long), s.token_ids]) for s in samples]
-    # Token t of a response is predicted from the hidden state of the token before it.
-    before = [
-        torch.arange(len(s.prompt_ids) - 1, len(s) - 1) + start for s, start in zip(samples, starts[:-1], strict=True)
-    ]
+def _micro_batch(samples: Sequence[Sample], rl: Sequence[Tensor], sft: Sequence[Tensor], bin_: Bin) -> MicroBatch:
+    families = tuple(family_of(samples, members) for members in bin_)
+    order = tuple(i for members in bin_ for i in members)
+    laid = [samples[i] for i in order]
     return MicroBatch(
-        input_ids=torch.cat(sequences),
-        position_ids=torch.cat([torch.arange(len(s)) for s in samples]),
-        lengths=tuple(len(s) for s in samples),
-        response_lengths=tuple(s.token_ids.numel() for s in samples),
-        predict_from=torch.cat(before),
-        targets=torch.cat([s.token_ids for s in samples]),
-        off_policy=torch.cat([s.off_policy for s in samples]),
-        rl_weights=torch.cat(rl),
-        sft_weights=torch.cat(sft),
-        advantages=torch.cat([s.advantages for s in samples]),
-        behavior_log_probs=torch.cat([s.behavior_log_probs for s in samples]),
-        engine_log_probs=torch.cat([s.engine_log_probs for s in samples]),
-        old_log_probs=_cat_or_none([s.old_log_probs for s in samples]),
-        ref_log_probs=_cat_or_none([s.ref_log_probs for s in samples]),
+        input_ids=torch.cat([ids for members in bin_ for ids in _row([samples[i] for i in members])]),
+        position_ids=torch.cat([family.positions() for family in families]),
+        families=families,
+        order=order,
+        predict_from=_predict_from(families),
+        targets=torch.cat([s.token_ids for s in laid]),
+        off_policy=torch.cat([s.off_policy for s in laid]),
+        rl_weights=torch.cat([rl[i] for i in order]),
+        sft_weights=torch.cat([sft[i] for i in order]),
+        advantages=torch.cat([s.advantages for s in laid]),
+        behavior_log_probs=torch.cat([s.behavior_log_probs for s in laid]),
+        engine_log_probs=torch.cat([s.engine_log_probs for s in laid]),
+        old_log_probs=_cat_or_none([s.old_log_probs for s in laid]),
+        ref_log_probs=_cat_or_none([s.ref_log_probs for s in laid]),
     )
+
+
+def _row(members: Sequence[Sample]) -> list[Tensor]:
+    return [torch.tensor(members[0].prompt_ids, dtype=torch.long), *(s.token_ids for s in members)]
+
+
+def _predict_from(families: Sequence[Family]) -> Tensor:
+    """Token t of a response is predicted from the hidden state of the token before it."""
+    before = []
+    start = 0
+    for family in families:
+        last_of_prompt = start + family.prompt - 1
+        start += family.prompt
+        for n in family.responses:
+            places = torch.arange(start - 1, start + n - 1)
+            places[:1] = last_of_prompt
+            before.append(places)
+            start += n
+    return torch.cat(before)
 
 
 def idle_batch() -> MicroBatch:
@@ -84,7 +137,7 @@ def idle_batch() -> MicroBatch:
     none = torch.zeros(1, dtype=torch.bool)
     nothing = torch.zeros(1)
     sample = Sample((0,), torch.zeros(1, dtype=torch.long), none, none, none, nothing, nothing, nothing)
-    return _micro_batch([sample], [nothing], [nothing])
+    return _micro_batch([sample], [nothing], [nothing], [[0]])
 
 
 def _cat_or_none(parts: list[Tensor | None]) -> Tensor | None:

@@ -22,7 +22,7 @@ from luffy.train.memory import Checkpointing
 from luffy.train.objective import Objective, Stats
 from luffy.train.offload import OffloadedOptimizer
 from luffy.train.optim import Optimizer
-from luffy.train.packing import Denominators, cut, denominators, idle_batch, pack
+from luffy.train.packing import Denominators, computed_tokens, cut, denominators, idle_batch, pack
 from luffy.train.scorer import TokenScorer
 from luffy.types import MicroBatch, Sample, TokenView
 
@@ -36,7 +36,8 @@ class Whole(NamedTuple):
 
     denominators: Denominators
     passes: int
-    tokens: int
+    tokens: int  # of the samples
+    computed: int  # of the rows the model runs over
 
 
 class Policy:
@@ -72,36 +73,33 @@ class Policy:
     def log_probs(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens, on the CPU, without gradients."""
         out: list[Tensor] = [torch.empty(0)] * len(samples)
-        for part, _, log_prob in self._scored(samples, scorer):
-            for i, piece in zip(part, _pieces(log_prob, samples, part), strict=True):
+        for batch, log_prob in self._scored(samples, scorer):
+            for i, piece in zip(batch.order, _pieces(log_prob, batch), strict=True):
                 out[i] = piece
         return out
 
     def token_views(self, samples: Sequence[Sample]) -> list[TokenView]:
         """What the record keeps of each token besides its text."""
         out: list[TokenView] = [TokenView(torch.empty(0), torch.empty(0))] * len(samples)
-        for part, batch, log_prob in self._scored(samples):
+        for batch, log_prob in self._scored(samples):
             weights = self.objective.gradient_weights(batch, log_prob)
-            pieces = zip(_pieces(log_prob, samples, part), _pieces(weights, samples, part), strict=True)
-            for i, (own, weight) in zip(part, pieces, strict=True):
+            pieces = zip(_pieces(log_prob, batch), _pieces(weights, batch), strict=True)
+            for i, (own, weight) in zip(batch.order, pieces, strict=True):
                 out[i] = TokenView(own, weight)
         return out
 
     def _scored(
         self, samples: Sequence[Sample], scorer: TokenScorer | None = None
-    ) -> Iterator[tuple[list[int], MicroBatch, Tensor]]:
-        """Which samples, their batch, and the log-probs of its response tokens, without gradients. All processes go
+    ) -> Iterator[tuple[MicroBatch, Tensor]]:
+        """The samples in batches, and the log-probs of their response tokens, without gradients. All processes go
         through as many passes as the one with the most."""
-        parts = cut([len(s) for s in samples], self.cfg.batch.tokens)
-        passes = self.world.most(len(parts))
-        for part in parts:
-            # pack sorts by length as cut did, so the order within the bin is kept
-            (batch,) = self._pack([samples[i] for i in part], budget=sum(len(samples[i]) for i in part))
-            batch = batch.to(self.device)
+        batches = self._pack(samples, scorer=scorer)
+        passes = self.world.most(len(batches))
+        for batch in (b.to(self.device) for b in batches):
             with torch.no_grad():
                 log_prob, _ = self._forward(batch, scorer)
-            yield part, batch, log_prob
-        for _ in range(len(parts), passes):
+            yield batch, log_prob
+        for _ in range(len(batches), passes):
             with torch.no_grad():
                 self._forward(idle_batch().to(self.device), scorer)
 
@@ -116,7 +114,7 @@ class Policy:
         """One optimizer step on a mini-batch, whatever the number of micro-batches it takes."""
         samples = self._without_sure_tokens(samples)
         whole = self._over_all(samples)
-        batches = self._pack(samples, self.cfg.batch.tokens, whole.denominators)
+        batches = self._pack(samples, whole.denominators)
         batches += [idle_batch()] * (whole.passes - len(batches))
         off_ratio_mean = self._off_ratio_mean(batches)
         self.model.train()
@@ -138,6 +136,7 @@ class Policy:
                 "actor/grad_norm": Mean(norm),
                 "actor/lr": Mean(lr),
                 "perf/update_tokens": Sum(whole.tokens),
+                "perf/computed_tokens": Sum(whole.computed),
             }
         )
 
@@ -151,18 +150,21 @@ class Policy:
 
     def _over_all(self, samples: Sequence[Sample]) -> Whole:
         """Denominators, passes and tokens of a mini-batch over all processes, in one exchange."""
-        lengths = [len(s) for s in samples]
-        parts = self.world.gather((denominators(samples), len(cut(lengths, self.cfg.batch.tokens)), sum(lengths)))
-        counts, passes, tokens = zip(*parts, strict=True)
+        bins = cut(samples, self.cfg.batch.tokens, self.scorer.shares_prompts)
+        mine = (denominators(samples), len(bins), sum(map(len, samples)), computed_tokens(samples, bins))
+        counts, passes, tokens, computed = zip(*self.world.gather(mine), strict=True)
         rl, sft = (Counts.total(part) for part in zip(*counts, strict=True))
-        return Whole((rl, sft), max(passes), sum(tokens))
+        return Whole((rl, sft), max(passes), sum(tokens), sum(computed))
 
-    def _pack(self, samples: Sequence[Sample], budget: int, whole: Denominators | None = None) -> list[MicroBatch]:
-        a = self.cfg.algorithm
-        return pack(samples, budget, a.loss_reduction, self.cfg.rollout.max_tokens, whole)
+    def _pack(
+        self, samples: Sequence[Sample], whole: Denominators | None = None, scorer: TokenScorer | None = None
+    ) -> list[MicroBatch]:
+        reduction, longest = self.cfg.algorithm.loss_reduction, self.cfg.rollout.max_tokens
+        share = (scorer or self.scorer).shares_prompts
+        return pack(samples, self.cfg.batch.tokens, reduction, longest, whole, share)
 
     def _accumulate(self, batch: MicroBatch, off_ratio_mean: Tensor | None) -> Stats:
-        self.checkpointing.prepare(len(batch.input_ids), self.device)
+        self.checkpointing.prepare(len(batch.input_ids), sum(batch.lengths), self.device)
         batch = batch.to(self.device)
         log_prob, entropy = self._forward(batch)
         loss, stats = self.objective(batch, log_prob, entropy, off_ratio_mean)
@@ -192,5 +194,5 @@ class Policy:
         return masked_mean(every, torch.ones_like(every, dtype=torch.bool))
 
 
-def _pieces(stream: Tensor, samples: Sequence[Sample], part: Sequence[int]) -> tuple[Tensor, ...]:
-    return stream.cpu().split([samples[i].token_ids.numel() for i in part])
+def _pieces(stream: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:
+    return stream.cpu().split(batch.response_lengths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from luffy.core.logprobs import selected_log_probs
-from luffy.models.attention import PackedLayout
+from luffy.models.families import layout_of
 from luffy.models.forward import forward_hidden, head_weight_bias
 from luffy.models.plain import plain_log_probs, runs_plain
 from luffy.types import MicroBatch
@@ -19,12 +19,17 @@ class TokenScorer(nn.Module):
         super().__init__()
         self.model = model
 
+    @property
+    def shares_prompts(self) -> bool:
+        """A model that runs by its own forward pass wants whole sequences: its batches are packed without sharing."""
+        return not runs_plain(self.model)
+
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         if runs_plain(self.model):
             return plain_log_probs(
                 self.model, batch.input_ids, batch.lengths, batch.predict_from, batch.targets, temperature
             )
-        layout = PackedLayout(batch.lengths, device=batch.input_ids.device)
+        layout = layout_of(batch.families, batch.input_ids.device)
         hidden = forward_hidden(self.model, batch.input_ids, batch.position_ids, layout)
         weight, bias = head_weight_bias(self.model)
         scores = selected_log_probs(hidden[batch.predict_from], weight, bias, batch.targets, temperature=temperature)

@@ -34,13 +34,18 @@ def test_rollout_counts_every_token(tmp_path):
 
 def test_update_and_step_report_their_work(tmp_path):
     out = tmp_path / "update.json"
-    bench("update", "--samples", 2, "--prompt-tokens", 3, "--response-tokens", 5, "--repeats", 1, "--json", out)
+    sizes = ["--samples", 3, "--group", 2, "--prompt-tokens", 3, "--response-tokens", 5]
+    bench("update", *sizes, "--repeats", 1, "--json", out)
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["tokens"] == 16 and row["mfu"] > 0 and row["checkpointing"] is False
+    assert row["tokens"] == 3 * 8 and row["computed_tokens"] == (3 + 2 * 5) + (
+        3 + 5
+    )  # two of one prompt, one of another
+    assert row["mfu"] > 0 and row["checkpointing"] is False
     out = tmp_path / "step.json"
     bench("step", "--problems", 2, "--samples", 2, "--prompt-tokens", 4, "--new-tokens", 3, "--repeats", 1,
           "--checkpointing", "true", "--json", out)  # fmt: skip
     (row,) = json.loads(out.read_text())["rows"]
+    assert row["computed_tokens"] == row["update_tokens"] - 2 * 4  # the prompts of two samples
     assert row["update_tokens"] <= 2 * 2 * 7 and {"rollout", "update", "reward", "plan"} <= row["phases"].keys()
     assert 0 <= row["host_share"] < 1
 

@@ -4,18 +4,22 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from luffy.models.attention import PackedLayout
+from luffy.models.families import layout_of
 from luffy.models.forward import forward_hidden
+from luffy.types import Family
 
 pytestmark = pytest.mark.usefixtures("interpreted_kernels")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ALONE = (Family(3, (2,)), Family(4, (5,)))
+SHARED = (Family(3, (2, 1, 4)), Family(1, (3,)))
 
 
-def hidden_and_gradients(model, checkpointing):
+def hidden_and_gradients(model, checkpointing, families=ALONE):
     model.gradient_checkpointing_enable() if checkpointing else model.gradient_checkpointing_disable()
     model.zero_grad()
-    layout = PackedLayout([5, 9], DEVICE)
-    hidden = forward_hidden(model, torch.arange(14, device=DEVICE) + 3, layout.position_ids, layout)
+    layout = layout_of(families, DEVICE)
+    positions = torch.cat([family.positions() for family in families]).to(DEVICE)
+    hidden = forward_hidden(model, torch.arange(14, device=DEVICE) + 3, positions, layout)
     (hidden * torch.linspace(-1, 1, hidden.numel(), device=DEVICE).view_as(hidden)).sum().backward()
     return hidden.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -38,13 +42,13 @@ def test_recomputed_layers_drop_what_they_dropped_before():
         torch.testing.assert_close(grads_again[name], grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_the_fused_forward_has_the_gradients_of_the_modules(monkeypatch, architecture):
+@pytest.mark.parametrize(("architecture", "families"), [("qwen2", ALONE), ("qwen3", ALONE), ("qwen3", SHARED)])
+def test_the_fused_forward_has_the_gradients_of_the_modules(monkeypatch, architecture, families):
     small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     model = tiny_model(architecture, **small).to(DEVICE).train()
-    fused = [hidden_and_gradients(model, checkpointing) for checkpointing in (False, True)]
+    fused = [hidden_and_gradients(model, checkpointing, families) for checkpointing in (False, True)]
     monkeypatch.setattr("luffy.models.forward.fused_decoder", lambda causal: None)
-    plain, plain_grads = hidden_and_gradients(model, False)
+    plain, plain_grads = hidden_and_gradients(model, False, families)
     for hidden, grads in fused:
         torch.testing.assert_close(hidden, plain, rtol=1e-4, atol=1e-4)
         assert grads.keys() == plain_grads.keys()

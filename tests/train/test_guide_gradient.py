@@ -90,8 +90,7 @@ def in_order(samples):
         for name, value in vars(batches[0]).items()
         if isinstance(value, torch.Tensor)
     }
-    lengths = {name: tuple(getattr(b, name)[0] for b in batches) for name in ("lengths", "response_lengths")}
-    return replace(batches[0], **joined, **lengths)
+    return replace(batches[0], **joined, families=tuple(b.families[0] for b in batches))
 
 
 @pytest.mark.parametrize("name", TABLE_RULES)

@@ -63,14 +63,15 @@ def test_a_fresh_offloaded_optimizer_has_no_moments_to_save(make_config):
 def test_auto_checkpoints_only_what_would_not_fit(make_config, monkeypatch):
     model = load_model(make_config().model.path)
     config = model.config
-    assert layer_values(config) == 4 * 32 + 2 * 32 + 2 * 16 + 3 * 64
-    assert activation_bytes(config, 10, 4) == layer_values(config) * 2 * 10 * 4
+    assert layer_values(config) == (4 * 32 + 2 * 32 + 3 * 64, 2 * 16)
+    assert activation_bytes(config, 10, 30, 4) == 2 * 4 * (10 * 384 + 30 * 32)
     auto = Checkpointing(model, "auto")
-    assert not auto.prepare(10**9, torch.device("cpu"))  # the host has no such limit
-    needed = 1.25 * activation_bytes(config, 1000, 4) + (6 << 30)
+    assert not auto.prepare(10**9, 10**9, torch.device("cpu"))  # the host has no such limit
+    needed = 1.25 * activation_bytes(config, 1000, 2000, 4) + (6 << 30)
     monkeypatch.setattr("luffy.train.memory.unused_bytes", lambda device: needed)
-    assert not auto.prepare(1000, torch.device("cuda"))
-    assert auto.prepare(1001, torch.device("cuda")) and model.is_gradient_checkpointing
-    assert not auto.prepare(999, torch.device("cuda")) and not model.is_gradient_checkpointing
-    assert Checkpointing(model, True).prepare(1, torch.device("cpu"))
-    assert not Checkpointing(model, False).prepare(10**9, torch.device("cuda"))
+    assert not auto.prepare(1000, 2000, torch.device("cuda"))
+    for tokens, attended in ((1001, 2000), (1000, 2001)):  # copies of a shared prompt's keys count as well
+        assert auto.prepare(tokens, attended, torch.device("cuda")) and model.is_gradient_checkpointing
+    assert not auto.prepare(999, 2000, torch.device("cuda")) and not model.is_gradient_checkpointing
+    assert Checkpointing(model, True).prepare(1, 1, torch.device("cpu"))
+    assert not Checkpointing(model, False).prepare(10**9, 10**9, torch.device("cuda"))

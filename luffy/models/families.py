@@ -1,0 +1,111 @@
+"""Attention over prompts that lie in the row once, each before all the responses to it.
+
+Norms, linear layers and MLP see a shared prompt once. Attention alone needs it before every response: keys and
+values are copied into whole sequences, and the numbers are those of samples laid out one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from luffy.models.attention import Layout, PackedLayout, causal_varlen, varlen_serves
+from luffy.types import Family
+
+
+def layout_of(families: Sequence[Family], device: torch.device | str) -> Layout:
+    """Without a shared prompt: sequences end to end, nothing copied."""
+    if all(len(family.responses) == 1 for family in families):
+        return PackedLayout([family.tokens for family in families], device)
+    return FamilyLayout(families, device)
+
+
+class FamilyLayout:
+    """Families end to end: a prompt, then its responses, each blind to the others.
+
+    Queries stay where they are. The first response follows its prompt in the row, so the two are one stretch of
+    queries; every further response is one of its own, whose keys begin with the prompt's.
+    """
+
+    def __init__(self, families: Sequence[Family], device: torch.device | str) -> None:
+        self.calls = 0
+        rows = _whole_sequences(families)
+        self._whole = PackedLayout([len(row) for row in rows], device)
+        self._copies = Copies(torch.cat(rows), sum(family.tokens for family in families), device)
+        self._stretches = PackedLayout([n for family in families for n in _stretches(family)], device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        keys, values = self._copies.of(key), self._copies.of(value)
+        banded = window is not None and window < self._whole.longest
+        if not banded and varlen_serves(query):
+            return causal_varlen(query, keys, values, self._stretches, self._whole, scale)
+        out = self._whole.attend(layer, self._copies.of(query), keys, values, scale, window)
+        return out.index_select(0, self._copies.first)
+
+
+def _stretches(family: Family) -> list[int]:
+    """Tokens of each stretch of queries. An empty response has none."""
+    first, *others = family.responses
+    return [family.prompt + first, *(n for n in others if n)]
+
+
+def _whole_sequences(families: Sequence[Family]) -> list[Tensor]:
+    """For each stretch of queries the rows of its whole sequence."""
+    sequences = []
+    start = 0
+    for family in families:
+        prompt = torch.arange(start, start + family.prompt)
+        ends = torch.tensor([family.prompt, *family.responses]).cumsum(0).tolist()
+        responses = [torch.arange(start + a, start + b) for a, b in pairwise(ends)]
+        sequences += [torch.cat([prompt, own]) for i, own in enumerate(responses) if i == 0 or len(own)]
+        start += family.tokens
+    return sequences
+
+
+class Copies:
+    """Rows copied to several places, and the way back for gradients: the sum over a row's places, always in the
+    same order, where adding into the row from all places at once would not give the same bits twice on a GPU."""
+
+    def __init__(self, rows: Tensor, count: int, device: torch.device | str) -> None:
+        """``rows[i]`` is the row that goes to place i; each of the ``count`` rows goes somewhere."""
+        times = torch.bincount(rows, minlength=count)
+        places = rows.argsort(stable=True)  # row by row
+        starts = times.cumsum(0) - times
+        several = (times > 1).nonzero().flatten()
+        nth = torch.arange(int(times.max()))
+        absent = nth[None, :] >= times[several, None]
+        at = (starts[several, None] + nth[None, :]).clamp(max=len(rows) - 1)
+        self.rows = rows.to(device)
+        self.first = places[starts].to(device)
+        self._several = several.to(device)
+        self._places = places[at].to(device)
+        self._absent = absent[:, :, None, None].to(device) if absent.any() else None
+
+    def of(self, flat: Tensor) -> Tensor:
+        """[N, H, D] -> [places, H, D]."""
+        copied: Tensor = _Copied.apply(flat, self)  # type: ignore[no-untyped-call]
+        return copied
+
+    def summed(self, gradient: Tensor) -> Tensor:
+        """[places, H, D] -> [N, H, D]; half precision is summed in float32."""
+        out = gradient.index_select(0, self.first)
+        parts = gradient[self._places]
+        if self._absent is not None:
+            parts.masked_fill_(self._absent, 0)
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        return out.index_copy_(0, self._several, parts.sum(1, dtype=wide).to(gradient.dtype))
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return flat.index_select(0, copies.rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.copies.summed(gradients[0]), None

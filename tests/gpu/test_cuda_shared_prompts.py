@@ -1,0 +1,71 @@
+"""A group's prompt computed once, on a GPU: the flash kernel over copied keys, and gradients that repeat."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from luffy.models.families import Copies
+from luffy.train.packing import pack
+from luffy.train.scorer import TokenScorer
+from luffy.types import Sample
+
+pytestmark = pytest.mark.gpu
+
+GROUP, PROMPT = 6, 90
+
+
+def samples():
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randint(3, 200, (n,), generator=generator)  # noqa: E731
+    prompts = [tuple(draw(PROMPT - 40 * g).tolist()) for g in range(2)]
+    rows = []
+    for i in range(2 * GROUP):
+        response = draw(20 + 13 * i)
+        one, zero = torch.ones(len(response), dtype=torch.bool), torch.zeros(len(response))
+        rows.append(Sample(prompts[i % 2], response, ~one, one, ~one, zero, zero, zero))
+    return rows
+
+
+def scored(model, share):
+    (batch,) = pack(samples(), 100_000, "token-mean", 300, share=share)
+    log_probs, _ = TokenScorer(model)(batch.to("cuda"), 1.0)
+    model.zero_grad()
+    pieces = log_probs.split(batch.response_lengths)
+    in_order = torch.cat([piece for _, piece in sorted(zip(batch.order, pieces, strict=True), key=lambda p: p[0])])
+    (in_order * torch.linspace(-1, 2, len(in_order), device="cuda")).mean().backward()
+    return in_order.detach().float(), {n: p.grad.float().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+def test_shared_bfloat16_stays_within_its_noise_of_whole_float32(architecture):
+    """The noise is that of whole samples in bfloat16 against the same float32 numbers."""
+    exact, exact_grads = scored(tiny_model(architecture, initializer_range=0.05).cuda(), share=False)
+    half = tiny_model(architecture, initializer_range=0.05).cuda().to(torch.bfloat16)
+    whole, whole_grads = scored(half, share=False)
+    shared, shared_grads = scored(half, share=True)
+    noise = (whole - exact).abs()
+    error = (shared - exact).abs()
+    assert error.mean() <= 1.5 * noise.mean() + 1e-4 and error.max() <= 2 * noise.max() + 1e-3
+    for name, gradient in exact_grads.items():
+        noise, error = ((g[name] - gradient).norm() / gradient.norm() for g in (whole_grads, shared_grads))
+        assert error <= 1.5 * noise + 0.01, (name, error, noise)
+
+
+def test_shared_float32_equals_whole_float32():
+    model = tiny_model("qwen3", initializer_range=0.05).cuda()
+    (whole, whole_grads), (shared, shared_grads) = scored(model, share=False), scored(model, share=True)
+    torch.testing.assert_close(shared, whole, atol=1e-4, rtol=1e-4)
+    for name, gradient in whole_grads.items():
+        assert (shared_grads[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+
+
+def test_gradients_of_copies_have_the_same_bits_every_time():
+    """Summed from 500 places each: adding atomically would give other bits now and then."""
+    rows = torch.cat([torch.arange(64).repeat(500), torch.arange(64, 1000)])
+    copies = Copies(rows, 1000, "cuda")
+    flat = torch.randn(1000, 8, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    upstream = torch.randn(len(rows), 8, 128, device="cuda", dtype=torch.bfloat16)
+    gradients = [torch.autograd.grad(copies.of(flat), flat, upstream)[0] for _ in range(5)]
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+    expected = torch.zeros(1000, 8, 128, device="cuda").index_add_(0, rows.cuda(), upstream.float())
+    torch.testing.assert_close(gradients[0].float(), expected, atol=0.3, rtol=0.01)
