@@ -6,8 +6,7 @@ values are copied into whole sequences, and the numbers are those of samples lai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,10 +32,10 @@ class FamilyLayout:
 
     def __init__(self, families: Sequence[Family], device: torch.device | str) -> None:
         self.calls = 0
-        rows = _whole_sequences(families)
+        asking, rows = zip(*_sequences(families), strict=True)
+        self._stretches = PackedLayout(asking, device)
         self._whole = PackedLayout([len(row) for row in rows], device)
-        self._copies = Copies(torch.cat(rows), sum(family.tokens for family in families), device)
-        self._stretches = PackedLayout([n for family in families for n in _stretches(family)], device)
+        self._copies = Copies(torch.cat(rows), sum(asking), device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         keys, values = self._copies.of(key), self._copies.of(value)
@@ -47,23 +46,16 @@ class FamilyLayout:
         return out.index_select(0, self._copies.first)
 
 
-def _stretches(family: Family) -> list[int]:
-    """Tokens of each stretch of queries. An empty response has none."""
-    first, *others = family.responses
-    return [family.prompt + first, *(n for n in others if n)]
-
-
-def _whole_sequences(families: Sequence[Family]) -> list[Tensor]:
-    """For each stretch of queries the rows of its whole sequence."""
-    sequences = []
+def _sequences(families: Sequence[Family]) -> Iterator[tuple[int, Tensor]]:
+    """For each stretch of queries its length, and the rows of its whole sequence. An empty response has none."""
     start = 0
     for family in families:
         prompt = torch.arange(start, start + family.prompt)
-        ends = torch.tensor([family.prompt, *family.responses]).cumsum(0).tolist()
-        responses = [torch.arange(start + a, start + b) for a, b in pairwise(ends)]
-        sequences += [torch.cat([prompt, own]) for i, own in enumerate(responses) if i == 0 or len(own)]
-        start += family.tokens
-    return sequences
+        start += family.prompt
+        for i, n in enumerate(family.responses):
+            if i == 0 or n:
+                yield n + (family.prompt if i == 0 else 0), torch.cat([prompt, torch.arange(start, start + n)])
+            start += n
 
 
 class Copies:
