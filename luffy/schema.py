@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 from luffy.errors import ConfigError
 
 T = TypeVar("T")
+SWITCH = {False: "off", True: "on"}  # YAML reads these words as truth values
 
 
 def knob(
@@ -97,6 +98,8 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if origin in (Union, types.UnionType):
         return _convert_union(value, get_args(hint), where)
     if origin is Literal:
+        if isinstance(value, bool) and SWITCH[value] in get_args(hint):
+            return SWITCH[value]
         if value not in get_args(hint):
             options = ", ".join(map(str, get_args(hint)))
             raise ConfigError(f"'{where}' must be one of {options}; got {value!r}{_close(value, get_args(hint))}")

@@ -34,6 +34,14 @@ def test_the_resolved_config_reads_back_to_the_same_object():
     assert build(Config, yaml.safe_load(to_yaml(cfg))) == cfg
 
 
+def test_off_is_a_word_also_where_yaml_reads_a_truth_value(tmp_path):
+    recipe = write(tmp_path, "r.yaml", "algorithm: {mismatch_correction: off}\n")
+    assert load_config(recipe).algorithm.mismatch_correction == "off"
+    assert load_config(None, ["algorithm.mismatch_correction=off"]).algorithm.mismatch_correction == "off"
+    with pytest.raises(ConfigError, match="must be one of off, truncated, masked; got True"):
+        load_config(None, ["algorithm.mismatch_correction=on"])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
