@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -57,10 +58,11 @@ class FakeServer:
             handler.connection.close()
             return
         raw = json.dumps(reply).encode()
-        handler.send_response(status)
-        handler.send_header("Content-Length", str(len(raw)))
-        handler.end_headers()
-        handler.wfile.write(raw)
+        with contextlib.suppress(ConnectionError):  # who asked has stopped waiting
+            handler.send_response(status)
+            handler.send_header("Content-Length", str(len(raw)))
+            handler.end_headers()
+            handler.wfile.write(raw)
 
     def reply(self, path, body):
         if path == "v1/completions":

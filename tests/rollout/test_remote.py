@@ -1,5 +1,8 @@
 """The remote engine against servers of our own making: balance, loss, restarts, keys. No vLLM needed."""
 
+import time
+import weakref
+
 import pytest
 import torch
 from fake_servers import KEY, FakeServer
@@ -9,7 +12,7 @@ from luffy.errors import TrainingStopped, UserError
 from luffy.rollout.vllm.remote import RemoteEngine
 from luffy.rollout.vllm.server import Server, key_from
 from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer
-from luffy.rollout.weights import tensors_of
+from luffy.rollout.weights import Weight, tensors_of
 from luffy.types import Request, Sampling
 
 
@@ -128,6 +131,47 @@ def test_a_hiccup_is_tried_again_and_a_lasting_fault_is_an_error(model, start, t
         engine.generate([ask([10])])
 
 
+def test_a_server_that_lets_the_time_of_a_response_pass_is_lost_though_it_is_well(model, start, tmp_path):
+    quick, stuck = start(), start()
+    said = []
+    clients = [Server(s.url, KEY, timeout_s=1.0) for s in (quick, stuck)]
+    engine = RemoteEngine(model, clients, FolderTransfer(tmp_path), max_context=512, slots=2, warn=said.append)
+    engine.sync(0)
+    stuck.delay = 3.0
+    requests = [ask([10 + p], seed=10 * p + s) for p in range(4) for s in range(2)]
+    got = engine.generate(requests)
+    assert [c.token_ids[0].item() for c in got] == [r.seed % 100 for r in requests]
+    assert len(stuck.prompts) <= 2  # what was open there; nothing was sent a second time
+    assert {k: m.value for k, m in engine.metrics().items()}["rollout/servers_lost"] == 1
+    assert len(said) == 1 and "no answer in 1 s" in said[0]
+    stuck.delay = 0.0
+    engine.generate(requests)
+    assert engine.metrics()["rollout/servers"].value == 2
+
+
+def test_when_the_only_server_is_too_slow_the_run_stops_and_names_the_knob(model, start, tmp_path):
+    server = start(delay=3.0)
+    engine = RemoteEngine(model, [Server(server.url, KEY, 1.0)], FolderTransfer(tmp_path), max_context=512)
+    engine.sync(0)
+    with pytest.raises(TrainingStopped, match=r"no answer in 1 s; raise rollout\.vllm\.timeout_s"):
+        engine.generate([ask([10])])
+    assert len(server.prompts) == 1
+
+
+def test_a_server_that_takes_too_long_for_a_push_is_lost(model, start, tmp_path):
+    quick, stuck = start(), start()
+    said = []
+    clients = [Server(s.url, KEY, timeout_s=1.0) for s in (quick, stuck)]
+    engine = RemoteEngine(model, clients, FolderTransfer(tmp_path), max_context=512, warn=said.append)
+    load = stuck.luffy_load
+    stuck.luffy_load = lambda version, folder: time.sleep(3.0) or {"version": -1}
+    engine.sync(3)
+    assert quick.version == 3 and len(said) == 1 and stuck.url in said[0]
+    stuck.luffy_load = load
+    engine.generate([ask([10])])
+    assert stuck.version == 3 and engine.metrics()["rollout/servers"].value == 2
+
+
 def test_a_server_with_another_model_or_too_little_context_is_refused(model, start, tmp_path):
     other = start()
     other.config["hidden_size"] = 96
@@ -209,3 +253,42 @@ def test_nccl_follows_the_protocol_and_makes_a_new_group_when_servers_change(mod
     assert transfer.push(model, 6, clients) == [clients[1]]
     assert transfer.push(model, 7, clients[:1]) == [] and [world for *_, world in groups] == [6, 3, 3]
     assert servers[0].version == 7
+
+
+def test_nccl_merges_adapters_one_layer_at_a_time(model, start, monkeypatch):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    merged, alive, merge = [], [], Weight.tensor
+
+    def noted(self):
+        tensor = merge(self)
+        if self.layer is not None:
+            merged.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(Weight, "tensor", noted)
+    expected = {name: tensor.clone() for name, tensor in tensors_of(adapted)}
+    merged.clear()
+
+    class Counting(Group):
+        def broadcast(self, tensor, src):
+            super().broadcast(tensor, src)
+            alive.append(sum(ref() is not None for ref in merged))
+
+    group, server = Counting(), start()
+    assert NcclTransfer("127.0.0.1", lambda *_: group).push(adapted, 1, [Server(server.url, KEY)]) == []
+    assert len(merged) == 2 * model.config.num_hidden_layers and max(alive) == 1
+    assert all(torch.equal(a, b) for a, b in zip(group.sent, expected.values(), strict=True))
+
+
+@pytest.mark.parametrize("route", ["get_world_size", "init_weight_transfer_engine", "start_weight_update"])
+def test_a_server_lost_while_the_nccl_group_is_made_is_reported_as_lost(model, start, route):
+    """Whatever the call in which it goes silent; the others get their weights by the next push, in a group of their own."""
+    well, stuck = start(), start()
+    plain = stuck.reply
+    stuck.reply = lambda path, body: time.sleep(3.0 if path == route else 0) or plain(path, body)
+    clients = [Server(s.url, KEY, timeout_s=1.0) for s in (well, stuck)]
+    worlds = []
+    transfer = NcclTransfer("127.0.0.1", lambda host, port, world: worlds.append(world) or Group())
+    assert transfer.push(model, 1, clients) == [clients[1]]
+    assert transfer.push(model, 1, clients[:1]) == [] and well.version == 1 and worlds[-1] == 2

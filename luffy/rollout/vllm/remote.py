@@ -19,7 +19,7 @@ from luffy.models.forward import causal_lm
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
 from luffy.rollout.vllm.dispatch import Dispatch
 from luffy.rollout.vllm.requests import completion, sampling_arguments
-from luffy.rollout.vllm.server import Server, ServerLost
+from luffy.rollout.vllm.server import Server, ServerLost, TooSlow
 from luffy.rollout.vllm.transfer import Transfer, everywhere
 from luffy.rollout.vllm.worker import shape_fields
 from luffy.rollout.weights import PushCheck
@@ -170,7 +170,9 @@ class RemoteEngine(Engine):
         if isinstance(dispatch.failure, ServerLost):
             for server, why in dispatch.lost.items():
                 self._lose(server, why)
-            raise TrainingStopped(f"no vLLM server could answer, the last: {dispatch.failure}")
+            slow = isinstance(dispatch.failure, TooSlow)
+            remedy = "; raise rollout.vllm.timeout_s if its responses are that long" if slow else ""
+            raise TrainingStopped(f"no vLLM server could answer, the last: {dispatch.failure}{remedy}")
         if dispatch.failure is not None:
             raise dispatch.failure
         return [answers[index] for index in range(len(requests))]
@@ -199,7 +201,11 @@ class RemoteEngine(Engine):
                 dispatch.fail(error)
 
     def _lost_or_retry(self, server: Server, dispatch: Dispatch[Server], index: int, error: ServerLost) -> None:
-        """A server that was restarted meanwhile is well but has other weights: it is lost until the next sync."""
+        """A server that was restarted meanwhile is well but has other weights: it is lost until the next sync. So is
+        one that let the time for a response pass: asked again, it would take as long again."""
+        if isinstance(error, TooSlow):
+            dispatch.lose(server, index, error)
+            return
         try:
             server.check_health()
             is_ours = server.rpc("luffy_state")["version"] == self.version

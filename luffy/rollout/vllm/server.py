@@ -21,6 +21,10 @@ class ServerLost(Exception):
     """No answer, or none that a working server would give. The message names the server and why."""
 
 
+class TooSlow(ServerLost):
+    """No answer in the time that one may take."""
+
+
 def key_from(variable: str) -> str:
     """The key that servers of `luffy serve` ask for; a server without one is not spoken to."""
     key = os.environ.get(variable, "").strip()
@@ -81,6 +85,8 @@ class Server:
             raise self._status_error(path, error) from None  # its traceback would hold the header
         except (OSError, HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            if isinstance(reason, TimeoutError):
+                raise TooSlow(f"{self.url}/{path}: no answer in {timeout_s:g} s") from None
             raise ServerLost(f"{self.url}/{path}: no answer ({type(reason).__name__}: {reason})") from None
         return json.loads(raw) if raw else None
 

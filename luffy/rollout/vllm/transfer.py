@@ -23,14 +23,15 @@ from torch import Tensor, nn
 
 from luffy.errors import UserError
 from luffy.rollout.vllm.server import Server, ServerLost
-from luffy.rollout.weights import tensors_of
+from luffy.rollout.weights import checkpoint_weights, tensors_of
 
 SHARD_BYTES = 2 << 30
 
 
 class Transfer(Protocol):
     def push(self, model: nn.Module, version: int, servers: Sequence[Server]) -> list[Server]:
-        """Give all of the policy's weights to the servers; returns those that were lost meanwhile."""
+        """Give all of the policy's weights to the servers; returns those that were lost meanwhile. The others may then
+        be without them too, which shows when they are asked for their version before the next batch."""
 
 
 @contextmanager
@@ -99,35 +100,38 @@ class NcclTransfer:
         group is thrown away whenever one did not answer."""
         lost = everywhere(servers, lambda server: server.check_health())
         alive = [server for server in servers if server not in lost]
-        if alive and tuple(alive) != self._servers:
-            self._open(alive)
-        lost += self._send(model, version, alive) if alive else []
+        if alive:
+            opening = [] if tuple(alive) == self._servers else self._open(alive)
+            lost += opening or self._send(model, version, alive)
         if lost:
             self._servers, self._group = (), None
         return lost
 
-    def _open(self, servers: Sequence[Server]) -> None:
+    def _open(self, servers: Sequence[Server]) -> list[Server]:
         """The workers wait for the trainer inside their call, so both sides come at the same time."""
-        sizes = [int(server.get("get_world_size")["world_size"]) for server in servers]
-        port, rank = free_port(self.host), 1
-        shared = {"master_address": self.host, "master_port": port, "world_size": 1 + sum(sizes)}
+        sizes: dict[Server, int] = {}
+        lost = everywhere(servers, lambda s: sizes.update({s: int(s.get("get_world_size")["world_size"])}))
+        if lost:
+            return lost
+        world, port, rank = 1 + sum(sizes.values()), free_port(self.host), 1
+        shared = {"master_address": self.host, "master_port": port, "world_size": world}
         with ThreadPoolExecutor(len(servers)) as pool:
             waiting = []
-            for server, size in zip(servers, sizes, strict=True):
+            for server in servers:
                 info = {"init_info": {**shared, "rank_offset": rank}}
-                waiting.append(pool.submit(server.post, "init_weight_transfer_engine", info))
-                rank += size
-            self._group = self._join(self.host, port, 1 + sum(sizes))
-            for answer in waiting:
-                answer.result()
+                waiting.append((server, pool.submit(server.post, "init_weight_transfer_engine", info)))
+                rank += sizes[server]
+            self._group = self._join(self.host, port, world)
         self._servers = tuple(servers)
+        return [server for server, answer in waiting if _is_lost(answer)]
 
     def _send(self, model: nn.Module, version: int, servers: Sequence[Server]) -> list[Server]:
-        named = list(tensors_of(model))
+        """Adapters are merged one layer at a time, when its turn comes: never is the whole model there twice."""
+        weights = checkpoint_weights(model)
         info = {
-            "names": [name for name, _ in named],
-            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in named],
-            "shapes": [list(tensor.shape) for _, tensor in named],
+            "names": [weight.name for weight in weights],
+            "dtype_names": [str(weight.base.dtype).removeprefix("torch.") for weight in weights],
+            "shapes": [list(weight.base.shape) for weight in weights],
         }
         lost = everywhere(servers, lambda server: server.post("start_weight_update", {}))
         if lost:
@@ -136,8 +140,8 @@ class NcclTransfer:
             receiving = [
                 (server, pool.submit(server.post, "update_weights", {"update_info": info})) for server in servers
             ]
-            for _, tensor in named:
-                self._group.broadcast(tensor.contiguous(), src=0)
+            for weight in weights:
+                self._group.broadcast(weight.tensor().contiguous(), src=0)
         lost = [server for server, answer in receiving if _is_lost(answer)]
         return lost or everywhere(servers, lambda server: _finish(server, version))
 
