@@ -14,7 +14,7 @@ from luffy.data import ProblemSampler
 from luffy.errors import UserError
 from luffy.guidance import Planner
 from luffy.models.forward import use_luffy_attention
-from luffy.models.load import gguf_file, load_model, load_tokenizer
+from luffy.models.load import DTYPES, gguf_file, load_model, load_tokenizer
 from luffy.rewards import build_verifier
 from luffy.rollout.native import GPU_SLOTS
 from luffy.rollout.speculative import check_same_tokenizer
@@ -27,6 +27,8 @@ from luffy.train.optim import lr_at
 from luffy.train.sources import draw
 
 GIB = 2**30
+SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+CACHES = ("KV cache", "guidance KV cache")
 
 
 def dry_run(cfg: Config, method: Method) -> list[str]:
@@ -38,7 +40,7 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
     model_config, parameters, trained = model_shape(cfg)
     setup.validate(cfg, method, model_config)
     setup.pick_device(cfg.model.device)
-    check_other_models(cfg, method, tokenizer)
+    guidance = check_other_models(cfg, method, tokenizer)
     if method == "rl" or eval_tasks:
         build_verifier(cfg.reward.kind, cfg.reward.weights or None, 1, cfg.reward.timeout_s).close()
     held_out = ", ".join(f"{name} {len(items)}" for name, items in eval_tasks.items()) or "none"
@@ -46,6 +48,7 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
     sampler = ProblemSampler(len(tasks), cfg.seed)
     rows, visits = draw(sampler, cfg.batch.problems)
     batch = [tasks[i] for i in rows]
+    memory = memory_estimate(cfg, model_config, parameters, trained, method) | guidance_memory(cfg, guidance)
     lines = [
         f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed})",
         f"model      {cfg.model.path}  {parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
@@ -53,7 +56,7 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
         f"engine     {engine_line(cfg, method, model_config)}",
         f"step       {plan_line(cfg, method, batch, visits, steps)}",
         f"update     {update_line(cfg, steps)}",
-        f"memory     {memory_line(cfg, model_config, parameters, trained, method)}",
+        f"memory     {memory_line(cfg, memory)}",
         "first prompt, as the model sees it:",
         encoder.render(batch[0].problem),
     ]
@@ -62,20 +65,30 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
 
 def model_shape(cfg: Config) -> tuple[Any, int, int]:
     """Its config, its parameters, and how many of them are trained."""
-    if gguf_file(cfg.model.path) is not None:
-        model: Any = load_model(cfg.model.path, cfg.model.dtype, "cpu")
-    else:
-        config = read_model_config(cfg.model.path, "model.path", cfg.model.trust_remote_code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=cfg.model.trust_remote_code)
-        model.tie_weights()
-    config, parameters = model.config, sum(p.numel() for p in model.parameters())
+    model = bare_model(cfg.model.path, "model.path", cfg)
+    config, parameters = model.config, parameters_of(model)
     with suppress(UserError):  # a model that luffy's attention does not serve runs by its own, slower
         use_luffy_attention(model)
     if cfg.model.lora is not None:
         with torch.device("meta"):
             model = setup.add_adapters(model, cfg.model)
     return config, parameters, sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def bare_model(path: str, knob: str, cfg: Config) -> Any:
+    """Without memory for its weights; a GGUF file is read whole, since only that tells its shape."""
+    trust = cfg.model.trust_remote_code
+    if gguf_file(path) is not None:
+        return load_model(path, cfg.model.dtype, "cpu")
+    config = read_model_config(path, knob, trust)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    model.tie_weights()
+    return model
+
+
+def parameters_of(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 def read_model_config(path: str, knob: str, trust_remote_code: bool) -> Any:
@@ -85,15 +98,17 @@ def read_model_config(path: str, knob: str, trust_remote_code: bool) -> Any:
         raise UserError(f"'{knob}' {path}: {' '.join(str(error).split())[:300]}") from None
 
 
-def check_other_models(cfg: Config, method: Method, tokenizer: Any) -> None:
-    """The reference and the guidance model are there and fit."""
+def check_other_models(cfg: Config, method: Method, tokenizer: Any) -> Any:
+    """The reference and the guidance model are there and fit; the latter without its weights, if there is one."""
     m, guide = cfg.model, cfg.rollout.guide
     if method == "rl" and cfg.algorithm.kl_coef and m.reference:
         read_model_config(m.reference, "model.reference", m.trust_remote_code)
-    if method == "rl" and guide is not None:
-        shape = read_model_config(guide.model_path, "rollout.offpolicy_guidance.model_path", m.trust_remote_code)
-        check_same_tokenizer(tokenizer, load_tokenizer(guide.model_path, m.trust_remote_code))
-        check_guidance_fits(cfg, guide, shape, tokenizer)
+    if method != "rl" or guide is None:
+        return None
+    model = bare_model(guide.model_path, "rollout.offpolicy_guidance.model_path", cfg)
+    check_same_tokenizer(tokenizer, load_tokenizer(guide.model_path, m.trust_remote_code))
+    check_guidance_fits(cfg, guide, model.config, tokenizer)
+    return model
 
 
 def plan_line(cfg: Config, method: Method, batch: list[Any], visits: list[int], steps: int) -> str:
@@ -133,12 +148,12 @@ def update_line(cfg: Config, steps: int) -> str:
     )
 
 
-def memory_line(cfg: Config, model_config: Any, parameters: int, trained: int, method: Method) -> str:
-    parts = memory_estimate(cfg, model_config, parameters, trained, method)
+def memory_line(cfg: Config, parts: dict[str, float]) -> str:
     shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-    # Rollout and update take turns: the cache is released before the update begins.
-    update = sum(size for name, size in parts.items() if name != "KV cache")
-    kept = ("weights", "copies for rollouts", "optimizer", "reference", "KV cache")
+    # Where rollout and update take turns, the caches are released before the update begins.
+    overlap = cfg.async_.max_staleness > 0
+    update = sum(size for name, size in parts.items() if overlap or name not in CACHES)
+    kept = ("weights", "copies for rollouts", "optimizer", "reference", "guidance model", *CACHES)
     rollout = sum(parts.get(name, 0) for name in kept)
     each = "" if cfg.launch == "local" else f" in each of {cfg.parallel.workers} processes"
     return f"about {max(update, rollout) / GIB:.2f} GiB at the peak{each} ({shown} GiB)"
@@ -154,7 +169,7 @@ def attended_tokens(cfg: Config, method: Method) -> int:
 def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: int, method: Method) -> dict[str, float]:
     """Bytes. Activations: what the decoder layers keep for their backward pass (two values of the hidden width
     per token when checkpointed), and the head's chunk of logits."""
-    size = 2 if cfg.model.dtype == "bfloat16" else 4
+    size = SIZES[cfg.model.dtype]
     c = model_config
     local = cfg.launch == "local"
     master = 4 if size == 2 and cfg.model.lora is None and local else 0
@@ -163,16 +178,12 @@ def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: in
     checkpointed = 2 * c.hidden_size * c.num_hidden_layers * size * cfg.batch.tokens
     everything = activation_bytes(c, cfg.batch.tokens, attended_tokens(cfg, method), size)
     kept = checkpointed if cfg.model.gradient_checkpointing is True else everything
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    slots = min(cfg.rollout.slots or GPU_SLOTS, cfg.batch.problems * cfg.rollout.n)
-    tokens = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
     parts = {
         "weights": parameters * stored / shards,
         "optimizer": 0 if cfg.optim.offload else trained * (8 + master) / shards,
         "gradients": trained * 4 / shards,
         "activations": kept + 3 * 1024 * c.vocab_size * 4,
-        "KV cache": 0.0 if method == "sft" else 2 * c.num_hidden_layers * heads * width * tokens * slots * size,
+        "KV cache": 0.0 if method == "sft" else cache_bytes(cfg, c, size),
     }
     if cfg.algorithm.kl_coef and cfg.model.lora is None and method == "rl":
         parts["reference"] = parameters * size / shards
@@ -180,3 +191,21 @@ def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: in
     if not local or lags:
         parts["copies for rollouts"] = parameters * size * (2 if lags else 1)
     return parts
+
+
+def guidance_memory(cfg: Config, model: Any) -> dict[str, float]:
+    """A guidance model stays beside the policy, whole; its cache is there when the policy's is."""
+    if model is None or cfg.rollout.guide is None:
+        return {}
+    size = SIZES[cfg.rollout.guide.dtype or cfg.model.dtype]
+    return {"guidance model": parameters_of(model) * size, "guidance KV cache": cache_bytes(cfg, model.config, size)}
+
+
+def cache_bytes(cfg: Config, model_config: Any, size: int) -> float:
+    """Keys and values of as many sequences of full length as are in the making at once."""
+    c = model_config
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    slots = min(cfg.rollout.slots or GPU_SLOTS, cfg.batch.problems * cfg.rollout.n)
+    tokens = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
+    return float(2 * c.num_hidden_layers * heads * width * tokens * slots * size)

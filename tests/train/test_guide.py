@@ -11,6 +11,7 @@ from luffy.config import load_config
 from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import read_json_lines
 from luffy.rollout import Engine, NativeEngine
+from luffy.train import dry_run as planning
 from luffy.train.dry_run import dry_run
 from luffy.train.loop import Trainer
 
@@ -247,6 +248,24 @@ def test_a_guidance_model_that_does_not_fit_is_refused(make_config, stronger, tm
         Trainer(cfg)
     with pytest.raises(UserError, match=message):
         dry_run(cfg, "rl")
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(None, 4), ("bfloat16", 2)])
+def test_a_dry_run_counts_the_guidance_model_and_its_cache(make_config, stronger, monkeypatch, dtype, size):
+    monkeypatch.setattr(planning, "GIB", 1)  # bytes
+
+    def memory(**rollout):
+        (line,) = [line for line in dry_run(make_config(rollout=rollout), "rl") if line.startswith("memory")]
+        peak, _, parts = line.removeprefix("memory     about ").partition(" GiB at the peak (")
+        values = [part.rsplit(" ", 1) for part in parts.removesuffix(" GiB)").split(", ")]
+        return float(peak), {name: float(value) for name, value in values}
+
+    alone, _ = memory()
+    beside, parts = memory(offpolicy_guidance={"model_path": str(stronger), "dtype": dtype})
+    weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(stronger).parameters()) * size
+    cache = 2 * 2 * 2 * 8 * (16 + 16) * 16 * size  # keys and values, layers, heads, width, tokens, slots
+    assert (parts["guidance model"], parts["guidance KV cache"]) == (weights, cache)
+    assert beside == alone + weights  # at this size the update has the peak, and no cache is there then
 
 
 @pytest.mark.parametrize(
