@@ -56,6 +56,13 @@ class GroupEngine(Engine):
         completions: list[Completion] = mine[0]
         return completions
 
+    def agree_on(self, version: int) -> int:
+        """The leader's. A process that rolls out ahead takes the newest version there is when it begins a batch, which
+        may not be the leader's newest; yet the leader's weights make the tokens of all."""
+        versions = [version]
+        dist.broadcast_object_list(versions, self.leader, self._group)
+        return versions[0]
+
     def sync(self, version: int) -> None:
         if self.engine is not None:
             self.engine.sync(version)

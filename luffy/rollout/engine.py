@@ -42,6 +42,11 @@ class Engine(Protocol):
     def sync(self, version: int) -> None:
         """The policy's weights are now those of ``version``: later completions must use them."""
 
+    def agree_on(self, version: int) -> int:
+        """The version that makes the next completions, where this process would say ``version``: that of whoever
+        has the weights."""
+        return version
+
     def sleep(self) -> None:
         """No request comes before the next ``sync``: the memory may go to the update."""
         return None

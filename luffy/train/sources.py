@@ -253,7 +253,7 @@ class RolloutSource:
         return rolled.groups
 
     def _roll_out_ahead(self, step: int, version: int, check: Callable[[], None]) -> Rolled:
-        watch = Stopwatch()
+        watch, version = Stopwatch(), self.engine.agree_on(version)
         return replace(self._roll_out(step, version, 0, watch, lambda done, total: check()), seconds=watch.seconds)
 
     def _roll_out(

@@ -1,5 +1,7 @@
 """However many processes: the same samples, losses, gradients and weights."""
 
+import threading
+
 import pytest
 import torch
 from ranks import (
@@ -14,8 +16,10 @@ from ranks import (
 )
 
 from luffy.schema import to_dict
+from luffy.train.ahead import Ahead
 from luffy.train.checkpoint import Checkpoint
 from luffy.train.loop import Trainer
+from luffy.train.policy import Policy
 
 # Adam divides by the root of the second moment: with its usual epsilon a gradient of 1e-9 that is rounded
 # otherwise moves a weight by a whole learning rate. A larger one lets the comparison see the gradients.
@@ -92,6 +96,44 @@ def test_hybrid_sharding_rollout_groups_and_offload_change_nothing(make_config, 
     expected = train_and_keep_gradients(alone)
     for gradients in run_ranks(many.parallel.workers, lambda world: train_and_keep_gradients(many, world)):
         assert_same_run(many, alone, gradients, expected)
+
+
+def test_tokens_of_a_group_carry_the_version_of_the_process_that_made_them(make_config, sums):
+    """Of two processes with one engine, the follower begins its part of step 3 with version 0 as its newest, the
+    leader with version 1: both parts are the leader's work."""
+    changes = {"async": {"max_staleness": 2}, "train": {"steps": 4, "save_every": 4}}
+    base = config(make_config, sums, "lagging", **changes)
+    cfg = make_config(
+        **to_dict(base) | {"launch": "torchrun", "parallel": {"workers": 2, "rollout_group": 2, "timeout_s": 60}}
+    )
+    begun = run_ranks(2, lambda world: versions_begun(cfg, world))
+    assert begun[0][2] == 1 and begun[1][2] == 0  # by their own account
+    found = {(row["step"], v) for row in samples(cfg) for v, off in zip(row["versions"], row["off_policy"], strict=True) if not off}  # fmt: skip
+    assert found == {(step + 1, begun[0][step]) for step in range(4)}
+    assert [row["async/staleness/max"] for row in figures(cfg)] == [step - begun[0][step] for step in range(4)]
+
+
+def versions_begun(cfg, world):
+    """Train; the version that each batch began with, as this process saw it. The main process holds back the batch of
+    step 3 until there is a version 1, and the other one the first update until it has begun that batch."""
+    begin, update, versions, third = Ahead._begin, Policy.update, {}, threading.Event()
+
+    def noting(self, step):
+        if step == 2 and world.is_main:
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._version >= 1, 60)
+        versions[step] = begin(self, step)
+        if step == 2:
+            third.set()
+        return versions[step]
+
+    def held_up(self, *args):
+        assert world.is_main or third.wait(60)
+        return update(self, *args)
+
+    Ahead._begin, Policy.update = noting, held_up
+    train(cfg, world)
+    return versions
 
 
 def test_sft_with_fewer_traces_than_ranks(make_config, sums):
