@@ -24,6 +24,8 @@ from luffy.errors import TrainingStopped, UserError
 from luffy.prepare.cli import prepare_app
 from luffy.schema import describe
 
+PATIENCE_S = 30.0  # of a process whose error another one explains: the launcher ends it meanwhile
+
 
 def knob_reference() -> str:
     """Every knob of a recipe, one line each, for ``--help``."""
@@ -386,11 +388,17 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         _fail(f"{error.strerror or error}: {error.filename or ''}".rstrip(": "), 1)
+    except RuntimeError as error:
+        from luffy.distributed.world import lost_a_peer
+
+        if lost_a_peer(error):
+            time.sleep(PATIENCE_S)  # the other process or the launcher has said why; this is only what follows
+        raise
 
 
 def _fail(message: str, code: int) -> NoReturn:
     rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
-        time.sleep(30)  # a mistake that every process finds is said by the first; the launcher then ends the others
+        time.sleep(PATIENCE_S)  # a mistake that every process finds is said by the first
     print(f"luffy: error: {message}" + (f" (process {rank})" if rank else ""), file=sys.stderr)
     sys.exit(code)

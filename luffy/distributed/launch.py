@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Any, Protocol, TextIO
 
 from luffy.config import Config
 from luffy.distributed.world import is_launched
-from luffy.errors import ConfigError
+from luffy.errors import ConfigError, TrainingStopped
 
 OnStep = Callable[[int, dict[str, float]], None]
 
@@ -43,7 +44,8 @@ def launch(job: Job, arguments: Sequence[str]) -> None:
 
 
 def start_processes(workers: int, arguments: Sequence[str]) -> None:
-    """``workers`` processes of this machine, as torchrun would start them; ends with the code of the first to fail."""
+    """``workers`` processes of this machine, as torchrun would start them; ends with the code of the first to fail.
+    One that was killed could say nothing itself."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -61,4 +63,18 @@ def start_processes(workers: int, arguments: Sequence[str]) -> None:
     try:
         command("-m", "luffy", *arguments)
     except ChildFailedError as error:
-        sys.exit(max(error.get_first_failure()[1].exitcode, 1))
+        # Whom the launcher ended with SIGTERM is in the list too: after who was killed, and after who failed.
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        rank = min(codes, key=lambda rank: (codes[rank] == -signal.SIGTERM, codes[rank]))
+        if codes[rank] < 0:
+            raise TrainingStopped(killed_message(rank, workers, -codes[rank])) from None
+        sys.exit(codes[rank])
+
+
+def killed_message(rank: int, workers: int, number: int) -> str:
+    name = signal.Signals(number).name
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    return (
+        f"process {rank} of {workers} was ended by {name}{hint}, and the others with it; the same command goes on from "
+        f"the last complete checkpoint"
+    )

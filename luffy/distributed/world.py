@@ -79,6 +79,11 @@ def is_launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or (dist.is_available() and dist.is_initialized())
 
 
+def lost_a_peer(error: RuntimeError) -> bool:
+    """Whether an exchange failed because another process is gone; gloo has no class of its own for that."""
+    return is_launched() and (isinstance(error, dist.DistError) or "gloo" in str(error))
+
+
 def join_world(device: str, timeout_s: float) -> World:
     """Connect to the other processes. Objects and CPU tensors go over gloo, GPU tensors over NCCL."""
     here = torch.device(device)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
 from luffy.distributed.state import start_saving
 from luffy.distributed.world import World
-from luffy.train.checkpoint import SHARDS, CheckpointStore
+from luffy.train.checkpoint import DISK_ERRORS, SHARDS, CheckpointStore, cannot_be_written
 
 
 class BackgroundSaver:
@@ -24,6 +25,7 @@ class BackgroundSaver:
         self._group: Any = dist.new_group(timeout=world.timeout, backend="gloo")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Any] | None = None
+        self._step = 0
         self._then: Callable[[], None] = lambda: None
 
     def start(
@@ -39,7 +41,7 @@ class BackgroundSaver:
         self.finish()
         aside = self.world.on_main(lambda: self.store.begin(step))
         written = start_saving(tensors, aside / SHARDS, self._group)
-        self._then = then
+        self._step, self._then = step, then
         if self.world.is_main:
             self._pending = self._thread.submit(self._complete, aside, written, write_model, state)
         else:
@@ -61,10 +63,24 @@ class BackgroundSaver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        pending.result()
+        try:
+            pending.result()
+        except (*DISK_ERRORS, CheckpointException) as error:
+            cause = disk_error_in(error)
+            if cause is None:
+                raise
+            raise cannot_be_written(self._step, self.store.folder, cause) from error
         if self.world.is_main:
             self._then()
 
     def close(self) -> None:
         """After an error: let the checkpoint that is being written become complete, if it still can."""
         self._thread.shutdown(wait=True)
+
+
+def disk_error_in(error: BaseException) -> BaseException | None:
+    """What a disk said on this process, or on the first of those whose failure was gathered."""
+    if isinstance(error, CheckpointException):
+        found = (cause for cause, _ in error.failures.values() if isinstance(cause, DISK_ERRORS))
+        return next(found, None)
+    return error

@@ -26,17 +26,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from luffy.distributed.state import read_whole
-from luffy.errors import UserError
+from luffy.errors import TrainingStopped, UserError
 from luffy.files import flush_path
 
 MANIFEST = "manifest.json"
 SHARDS = "optimizer"
 WRITING = ".writing-"
+DISK_ERRORS = (OSError, SafetensorError)  # a full disk is either, by whoever was writing
 _NAME = re.compile(r"step-(\d{6,})")
+
+
+def cannot_be_written(step: int, folder: Path, error: BaseException) -> TrainingStopped:
+    return TrainingStopped(
+        f"stopped at step {step}: its checkpoint cannot be written to {folder} ({error}); those before it are whole: "
+        f"mend the disk and run the same command again"
+    )
 
 
 class DamagedCheckpoint(UserError):

@@ -24,7 +24,6 @@ from typing import IO, Any, Literal
 
 import torch
 from rich.console import Console
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -45,7 +44,7 @@ from luffy.schema import to_dict
 from luffy.train import setup
 from luffy.train.ahead import Ahead
 from luffy.train.background import BackgroundSaver
-from luffy.train.checkpoint import Checkpoint, CheckpointStore
+from luffy.train.checkpoint import DISK_ERRORS, Checkpoint, CheckpointStore, cannot_be_written
 from luffy.train.copies import Engines
 from luffy.train.credit import without_credit
 from luffy.train.optim import lr_at
@@ -439,11 +438,8 @@ class Trainer:
         tensors = {name: t.contiguous().cpu() for name, t in tensors.items()} | random
         try:
             self.store.save(step, self._write_model, tensors, state)
-        except (OSError, SafetensorError) as error:  # a full disk is either, by whoever was writing
-            raise TrainingStopped(
-                f"stopped at step {step}: its checkpoint cannot be written to {self.store.folder} ({error}); those "
-                f"before it are whole: mend the disk and run the same command again"
-            ) from error
+        except DISK_ERRORS as error:
+            raise cannot_be_written(step, self.store.folder, error) from error
         self._settle()
 
     def _sharded_masters(self) -> dict[str, torch.Tensor]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from luffy.report.recorder import read_json_lines
+from luffy.train import background
+from luffy.train.checkpoint import CheckpointStore
 from luffy.train.loop import Trainer
 
 
@@ -64,3 +70,56 @@ def assert_all_equal(killed: Path, undisturbed: Path) -> None:
     for name in ("model/model.safetensors", "optimizer.safetensors"):
         ours, theirs = (load_file(f / "checkpoints" / "step-000006" / name) for f in (killed, undisturbed))
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+def mounting(tmp_path):
+    """For a fixture: ``mount(options)`` gives a tmpfs, gone after the test."""
+    folders = []
+
+    def mount(options):
+        folder = tmp_path / f"disk-{len(folders)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "luffy-faults", str(folder)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"cannot mount a small disk: {error}")
+        folders.append(folder)
+        return folder
+
+    yield mount
+    for folder in folders:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(disk):
+    with (disk / "ballast").open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(b"x" * size)
+
+
+def filling(disk, owner, name, call):
+    """``owner.name`` fills the disk before its ``call``-th run, or after its ``-call``-th."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def full(*args, **kwargs):
+        this = next(calls)
+        if this == call:
+            fill(disk)
+        result = original(*args, **kwargs)
+        if this == -call:
+            fill(disk)
+        return result
+
+    setattr(owner, name, full)
+
+
+def sharded_writes():
+    """What a sharded run writes behind the training, and the call before which the disk fills."""
+    return {
+        "shards": (background, "start_saving", 2),
+        "weights": (background.BackgroundSaver, "_complete", 2),
+        "state.json": (CheckpointStore, "complete", 2),
+    }

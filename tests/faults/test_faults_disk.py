@@ -6,7 +6,6 @@ tests are skipped. Nothing may be lost: once there is room again, the run ends a
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import subprocess
@@ -14,7 +13,7 @@ import sys
 
 import pytest
 import torch
-from faults_support import assert_all_equal, config, figures, in_child, train
+from faults_support import assert_all_equal, config, figures, fill, filling, in_child, mounting, train
 
 from luffy.cli import main
 from luffy.config import to_yaml
@@ -42,54 +41,12 @@ WRITES = {
 }
 
 
-@pytest.fixture
-def mounted(tmp_path):
-    """``mounted(options)``: a tmpfs, gone after the test."""
-    folders = []
-
-    def mount(options):
-        folder = tmp_path / f"disk-{len(folders)}"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", options, "luffy-faults", str(folder)]
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"cannot mount a small disk: {error}")
-        folders.append(folder)
-        return folder
-
-    yield mount
-    for folder in folders:
-        subprocess.run(["umount", str(folder)], check=True)
+mounted = pytest.fixture(mounting)
 
 
 @pytest.fixture
 def small_disk(mounted):
     return mounted("size=12m")
-
-
-def fill(disk):
-    with (disk / "ballast").open("ab", buffering=0) as file:
-        for size in (1 << 20, 4096, 1):
-            with contextlib.suppress(OSError):
-                while True:
-                    file.write(b"x" * size)
-
-
-def filling(disk, owner, name, call):
-    """``owner.name`` fills the disk before its ``call``-th run, or after its ``-call``-th."""
-    original, calls = getattr(owner, name), itertools.count(1)
-
-    def full(*args, **kwargs):
-        this = next(calls)
-        if this == call:
-            fill(disk)
-        result = original(*args, **kwargs)
-        if this == -call:
-            fill(disk)
-        return result
-
-    setattr(owner, name, full)
 
 
 def luffy_train(cfg, desk, *prepare):

@@ -1,0 +1,107 @@
+"""Sharded runs as `launch=torchrun` starts them: a worker that is killed, and a disk that fills behind the training."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from faults_support import mounting
+from ranks import figures, final_weights, run_ranks, samples, train
+
+from luffy.config import to_yaml
+from luffy.train.checkpoint import CheckpointStore
+
+TESTS = Path(__file__).parent.parent
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+mounted = pytest.fixture(mounting)
+
+
+def sharded(make_config, name, **more):
+    return make_config(
+        name=name,
+        launch="torchrun",
+        parallel={"workers": 2, "timeout_s": 120},
+        batch={"mini_batch": 3},
+        train={"steps": 6, "save_every": 2, "keep": 5},
+        **more,
+    )
+
+
+def luffy_train(cfg, desk, **fault):
+    """``luffy train`` with its two workers; (exit code, standard error, seconds)."""
+    recipe = desk / "recipe.yaml"
+    recipe.write_text(to_yaml(cfg))
+    paths = [TESTS / "faults" / "injected", TESTS / "faults", TESTS / "distributed", TESTS.parent]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    env |= {f"LUFFY_FAULT_{key}": str(value) for key, value in fault.items()}
+    started = time.monotonic()
+    command = [sys.executable, "-m", "luffy", "train", str(recipe)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    return done.returncode, done.stderr, time.monotonic() - started
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """The undisturbed run, made once."""
+    return {}
+
+
+def expected(undisturbed, make_config):
+    if not undisturbed:
+        cfg = sharded(make_config, "undisturbed")
+        run_ranks(2, lambda world: train(cfg, world))
+        undisturbed.update(figures=figures(cfg), samples=samples(cfg), weights=final_weights(cfg))
+    return undisturbed
+
+
+def assert_as_expected(cfg, truth):
+    assert figures(cfg) == truth["figures"] and samples(cfg) == truth["samples"]
+    ours = final_weights(cfg)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in truth["weights"].items())
+
+
+@pytest.mark.parametrize(("moment", "victim"), [("update", 1), ("update", 0), ("rollout", 1)])
+def test_a_killed_worker_ends_the_command_with_one_line_and_it_resumes(
+    make_config, tmp_path, undisturbed, moment, victim
+):
+    truth = expected(undisturbed, make_config)
+    cfg = sharded(make_config, "killed")
+    folder = cfg.folder / "checkpoints"
+    code, said, seconds = luffy_train(cfg, tmp_path, RANK=victim, DIES_IN=moment, CHECKPOINTS=folder)
+    assert (folder / "died").exists(), said
+    assert (code, said.count("luffy: error: "), "Traceback" in said) == (1, 1, False), said
+    assert said.splitlines()[-1].startswith(f"luffy: error: process {victim} of 2 was ended by SIGKILL"), said
+    assert seconds < 90  # the others are not waited for: parallel.timeout_s is 120
+    assert figures(cfg) == truth["figures"][: len(figures(cfg))] and len(figures(cfg)) < 6
+    (folder / "died").unlink()
+    code, said, _ = luffy_train(cfg, tmp_path)
+    assert code == 0 and "resumed at step" in said, said
+    assert_as_expected(cfg, truth)
+
+
+@pytest.mark.parametrize(("write", "rank"), [("shards", 1), ("weights", 0), ("state.json", 0)])
+def test_a_disk_that_fills_behind_the_training_costs_no_checkpoint(
+    make_config, mounted, tmp_path, undisturbed, write, rank
+):
+    truth = expected(undisturbed, make_config)
+    disk = mounted("size=12m")
+    cfg = sharded(make_config, "full")
+    cfg.folder.mkdir(parents=True)
+    (cfg.folder / "checkpoints").symlink_to(disk)  # the records go on: nothing else can fail first
+    code, said, _ = luffy_train(cfg, tmp_path, RANK=rank, FILLS=disk, WRITE=write)
+    assert (disk / "ballast").exists(), f"the moment never came\n{said}"
+    assert (code, said.count("luffy: error: "), "Traceback" in said) == (1, 1, False), said
+    (line,) = [line for line in said.splitlines() if line.startswith("luffy: error: ")]
+    assert "stopped at step 4: its checkpoint cannot be written" in line and "No space left on device" in line, said
+    store = CheckpointStore(cfg.folder / "checkpoints", 5)
+    assert [checkpoint.step for checkpoint in store] == [2]
+    next(iter(store)).verify()
+    (disk / "ballast").unlink()
+    code, said, _ = luffy_train(cfg, tmp_path)
+    assert code == 0 and "resumed at step 2" in said, said
+    assert_as_expected(cfg, truth)
