@@ -1,6 +1,6 @@
 """What a training step moves and how long it takes: a model on paper, checked against what one GPU measured.
 
-    python -m luffy.distributed.cost        the table of docs/scaling.md
+    python -m luffy.distributed.cost        the tables of docs/scaling.md
 
 Times are lower bounds with a measured share of the peak in them; what overlaps is taken as overlapping
 perfectly. The point is not the third digit but which term is the largest, and which limit is reached first.
@@ -9,6 +9,7 @@ perfectly. The point is not the third digit but which term is the largest, and w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 GB = 1e9
@@ -19,14 +20,14 @@ class Gpu:
     """An H200 as measured here, in a machine of eight as sold. Shares of the peak: see `docs/scaling.md`."""
 
     flops: float = 790e12  # bf16 matrix products, measured
-    memory_bandwidth: float = 4.3e12  # device copy, measured
+    memory_bandwidth: float = 4.2e12  # device copy, measured
     memory: float = 141e9
     usable: float = 0.9  # of the memory: activations of an engine, fragments and the runtime have the rest
     nvlink: float = 450e9  # to the other GPUs of the machine, one direction
     network: float = 50e9  # to other machines, one direction: a 400 Gbit/s port for each GPU
     host_link: float = 50e9  # to host memory
     update_share: float = 0.47  # of flops, counting 6 a parameter and token
-    decode_share: float = 0.35  # of the roofline below
+    decode_share: float = 0.38  # of the roofline below
     per_machine: int = 8
 
 
@@ -57,7 +58,8 @@ class Plan:
     problems: int
     samples: int = 8
     prompt: int = 1024
-    response: int = 4096  # the mean; the longest is twice that
+    response: int = 4096  # the mean
+    longest: float = 2.0  # response, in means
     width: int = 1
     hybrid: bool = False  # sharded inside each machine, copied over machines
     micro_batch: int = 32768
@@ -95,13 +97,15 @@ def decode_step(model: Model, rows: float, context: float, gpu: Gpu, width: int 
 
 
 def rollout(plan: Plan, gpu: Gpu) -> Cost:
-    """Until the longest response ends, or until all have had a place in the cache, whichever is later. On the way the
-    mean of a sequence's cache is its prompt and half its response."""
+    """The prompts, each once for all its samples; then until the longest response ends, or until all have had a place
+    in the cache, whichever is later. On the way the mean of a sequence's cache is its prompt and half its response."""
     rows = plan.responses / (plan.gpus / plan.width)
-    steps = plan.response * max(2.0, rows / max(places(plan, gpu), 1))
+    steps = plan.response * max(plan.longest, rows / max(places(plan, gpu), 1))
     mean_rows = rows * plan.response / steps
     context = plan.prompt + plan.response / 2
-    return Cost(steps * decode_step(plan.model, mean_rows, context, gpu, plan.width) / gpu.decode_share)
+    decode = steps * decode_step(plan.model, mean_rows, context, gpu, plan.width) / gpu.decode_share
+    prompts = plan.problems * plan.prompt / plan.gpus
+    return Cost(decode + 2 * plan.model.parameters * prompts / (gpu.flops * gpu.update_share))
 
 
 def update(plan: Plan, gpu: Gpu) -> Cost:
@@ -117,6 +121,8 @@ def fsdp_bytes(plan: Plan, gpu: Gpu) -> tuple[float, float]:
     First those that stay in a machine, then those that come from another. Sharded over several machines, everything
     waits for the network; hybrid, only the sum of the gradients over the machines does."""
     everything = 2 * plan.model.weights + 4 * plan.model.parameters
+    if plan.gpus == 1:
+        return 0.0, 0.0
     if plan.machines <= 1:
         return everything, 0.0
     if plan.hybrid:
@@ -163,6 +169,7 @@ def network_bound_below(gpu: Gpu) -> float:
     return (8 / gpu.network) / (6 / (gpu.flops * gpu.update_share))
 
 
+QWEN_1_5B = Model("1.5B", 1.54e9, 28, 1536, 256)
 QWEN_7B = Model("7B", 7.6e9, 28, 3584, 512)
 QWEN_32B = Model("32B", 32.8e9, 64, 5120, 1024)
 LLAMA_70B = Model("70B", 70.6e9, 80, 8192, 1024)
@@ -200,6 +207,45 @@ def row(plan: Plan, gpu: Gpu) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """What one H200 took (docs/performance.md): responses that never end early, so the longest is the mean."""
+
+    what: str
+    plan: Plan
+    seconds: float
+    rolls_out: bool = True
+    updates: bool = True
+
+    def predicted(self, gpu: Gpu) -> float:
+        made = rollout(self.plan, gpu).seconds if self.rolls_out else 0.0
+        return made + (update(self.plan, gpu).seconds if self.updates else 0.0)
+
+
+def _rolled_out(prompts: int, tokens: int, speed: float) -> Measurement:
+    plan = Plan(QWEN_1_5B, 1, prompts, samples=1, prompt=128, response=tokens, longest=1.0)
+    return Measurement(f"1.5B rollout, {prompts} x {tokens} tokens", plan, prompts * tokens / speed, updates=False)
+
+
+def _one_gpu(model: Model, problems: int, samples: int, prompt: int, response: int) -> Plan:
+    return Plan(model, 1, problems, samples, prompt, response, longest=1.0)
+
+
+STEP = _one_gpu(QWEN_1_5B, 64, 8, 121, 512)
+MEASURED = (
+    _rolled_out(64, 256, 25_996),
+    _rolled_out(256, 512, 67_886),
+    _rolled_out(1024, 512, 88_944),
+    Measurement("1.5B rollout of a step, 512 x 512 tokens, with rewards", STEP, 3.1, updates=False),
+    Measurement("1.5B update of 324,096 tokens, activations recomputed", STEP, 7.63, rolls_out=False),
+    Measurement("1.5B update of 81,024 tokens, activations kept", _one_gpu(QWEN_1_5B, 16, 8, 121, 512), 1.80, False),
+    Measurement(
+        "7B update of 66,560 tokens, optimizer on the host", _one_gpu(QWEN_7B, 1, 8, 128, 8192), 8.31, rolls_out=False
+    ),
+    Measurement("1.5B, the whole step", STEP, 10.8),
+)
+
+
 HEADER = (
     "plan", "rollout", "update", "sync", "step", "overlapped", "checkpoint: stop", "checkpoint: behind",
     "GPU memory taken", "sequences at once", "host memory at start",
@@ -207,9 +253,22 @@ HEADER = (
 
 
 def table(gpu: Gpu | None = None) -> str:
-    rows = [HEADER, ("---",) * len(HEADER), *(row(plan, gpu or Gpu()) for plan in PLANS)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows) + "\n"
+    return _lines([HEADER, *(row(plan, gpu or Gpu()) for plan in PLANS)])
+
+
+def comparison(gpu: Gpu | None = None) -> str:
+    """The model against the measurements that there are."""
+    rows = []
+    for m in MEASURED:
+        said = m.predicted(gpu or Gpu())
+        rows.append([m.what, f"{said:.2f} s", f"{m.seconds:.2f} s", f"{said / m.seconds - 1:+.0%}"])
+    return _lines([("on one H200, 2026-11-15", "model", "measured", "off by"), *rows])
+
+
+def _lines(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in (head, ["---"] * len(head), *body))
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    print(table(), comparison(), sep="\n", end="")

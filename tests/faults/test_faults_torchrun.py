@@ -33,16 +33,15 @@ def sharded(make_config, name, **more):
 
 
 def luffy_train(cfg, desk, **fault):
-    """``luffy train`` with its two workers; (exit code, standard error, seconds)."""
+    """``luffy train`` with its two workers; (exit code, standard error)."""
     recipe = desk / "recipe.yaml"
     recipe.write_text(to_yaml(cfg))
     paths = [TESTS / "faults" / "injected", TESTS / "faults", TESTS / "distributed", TESTS.parent]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     env |= {f"LUFFY_FAULT_{key}": str(value) for key, value in fault.items()}
-    started = time.monotonic()
     command = [sys.executable, "-m", "luffy", "train", str(recipe)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
-    return done.returncode, done.stderr, time.monotonic() - started
+    return done.returncode, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +71,15 @@ def test_a_killed_worker_ends_the_command_with_one_line_and_it_resumes(
     truth = expected(undisturbed, make_config)
     cfg = sharded(make_config, "killed")
     folder = cfg.folder / "checkpoints"
-    code, said, seconds = luffy_train(cfg, tmp_path, RANK=victim, DIES_IN=moment, CHECKPOINTS=folder)
+    code, said = luffy_train(cfg, tmp_path, RANK=victim, DIES_IN=moment, CHECKPOINTS=folder)
+    ended = time.time()
     assert (folder / "died").exists(), said
     assert (code, said.count("luffy: error: "), "Traceback" in said) == (1, 1, False), said
     assert said.splitlines()[-1].startswith(f"luffy: error: process {victim} of 2 was ended by SIGKILL"), said
-    assert seconds < 90  # the others are not waited for: parallel.timeout_s is 120
+    assert ended - (folder / "died").stat().st_mtime < 30  # nobody waited for the dead one: parallel.timeout_s is 120
     assert figures(cfg) == truth["figures"][: len(figures(cfg))] and len(figures(cfg)) < 6
     (folder / "died").unlink()
-    code, said, _ = luffy_train(cfg, tmp_path)
+    code, said = luffy_train(cfg, tmp_path)
     assert code == 0 and "resumed at step" in said, said
     assert_as_expected(cfg, truth)
 
@@ -93,7 +93,7 @@ def test_a_disk_that_fills_behind_the_training_costs_no_checkpoint(
     cfg = sharded(make_config, "full")
     cfg.folder.mkdir(parents=True)
     (cfg.folder / "checkpoints").symlink_to(disk)  # the records go on: nothing else can fail first
-    code, said, _ = luffy_train(cfg, tmp_path, RANK=rank, FILLS=disk, WRITE=write)
+    code, said = luffy_train(cfg, tmp_path, RANK=rank, FILLS=disk, WRITE=write)
     assert (disk / "ballast").exists(), f"the moment never came\n{said}"
     assert (code, said.count("luffy: error: "), "Traceback" in said) == (1, 1, False), said
     (line,) = [line for line in said.splitlines() if line.startswith("luffy: error: ")]
@@ -102,6 +102,6 @@ def test_a_disk_that_fills_behind_the_training_costs_no_checkpoint(
     assert [checkpoint.step for checkpoint in store] == [2]
     next(iter(store)).verify()
     (disk / "ballast").unlink()
-    code, said, _ = luffy_train(cfg, tmp_path)
+    code, said = luffy_train(cfg, tmp_path)
     assert code == 0 and "resumed at step 2" in said, said
     assert_as_expected(cfg, truth)

@@ -10,6 +10,7 @@ from luffy.errors import ConfigError
 from luffy.report.recorder import read_json_lines
 from luffy.rollout.native import NativeEngine
 from luffy.train.ahead import Abandoned, Ahead
+from luffy.train.guide import importance_of
 from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
 
@@ -45,6 +46,8 @@ def test_no_staleness_is_the_synchronous_run_to_the_bit(make_config):
     assert run(plain) == run(zero)
     assert all(torch.equal(a, b) for a, b in zip(weights(plain).values(), weights(zero).values(), strict=True))
     assert samples(plain, "token_ids", "versions") == samples(zero, "token_ids", "versions")
+    with Trainer(config(make_config, "nothing-ahead", staleness=0)) as trainer:  # not a lag of nothing: no lag
+        assert trainer.ahead is None and trainer.engines.replica is None and importance_of(trainer.cfg) is None
 
 
 def test_each_batch_is_made_by_the_version_before_and_says_so(make_config):
