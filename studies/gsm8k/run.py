@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import torch
-from plan import QUESTIONS, TEMPERATURES, Run, runs
+from plan import CHOSEN, HERE, QUESTIONS, TEMPERATURES, Run, runs
 from rich.console import Console
 
 from luffy.config import Config
@@ -39,6 +39,7 @@ CURVES = (
 )  # fmt: skip
 SAMPLED = ("on_policy", "sft", "luffy")  # question 7: pass@8 against temperature
 SAMPLES = 8
+SAMPLING_S = 40.0  # of a slice, left for question 7
 CUT = "the end of its slice"
 
 
@@ -55,9 +56,11 @@ def train(run: Run, data: Path, model: str, out: Path, deadline: float) -> str:
         raise SliceOver
     folder.mkdir(parents=True, exist_ok=True)
     started = time.time()
-    with (folder / "console.txt").open("a", encoding="utf-8") as log:
-        _train(run.config(data, model, out), run.kind, log, deadline)
-    _free_memory()
+    try:
+        with (folder / "console.txt").open("a", encoding="utf-8") as log:
+            _train(run.config(data, model, out), run.kind, log, deadline)
+    finally:
+        _free_memory()
     _keep_model_only(folder)
     done = {"seconds": round(time.time() - started, 1), "lr": run.lr, "method": run.method, "task": run.task,
             "question": run.question, "seed": run.seed, "note": run.note}  # fmt: skip
@@ -104,7 +107,7 @@ def sample(run: Run, data: Path, model: str, out: Path, deadline: float) -> str:
             model=str(out / run.name / "model"), suite=cfg.data.eval_also.get("hard", cfg.data.eval), out=folder,
             k=SAMPLES, temperature=temperature, max_tokens=cfg.rollout.max_tokens, style=cfg.data.style,
             system_prompt=cfg.data.system_prompt, reward=cfg.reward.kind, limit=256, dtype=cfg.model.dtype,
-            device=pick_device("auto"), slots=512, chunk=4096,
+            device=pick_device("auto"), slots=256, chunk=4096,
         )  # fmt: skip
         run_evaluation(options)
     return f"{time.time() - started:.1f} s"
@@ -142,7 +145,9 @@ class Slice:
     """Runs of several questions over a pool of processes, a run only after the one it starts from."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.deadline = args, time.time() + args.minutes * 60
+        self.args, self.started = args, time.time()
+        self.deadline = self.started + args.minutes * 60
+        self.training_ends = self.deadline - (SAMPLING_S if args.sample else 0)
         todo = [run for question in args.questions for run in runs(question, args.data)]
         self.waiting = [run for run in todo if not self._is_done(run.name)]
         self.failed: dict[str, str] = {}
@@ -156,17 +161,19 @@ class Slice:
             under_way: dict[Future[str], Run] = {}
             while True:
                 for run in self._startable(self.args.at_once - len(under_way)):
-                    job = (run, self.args.data, self.args.model, self.args.out, self.deadline)
+                    job = (run, self.args.data, self.args.model, self.args.out, self.training_ends)
                     under_way[pool.submit(train, *job)] = run
                 if not under_way:
                     break
                 for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                    self._note(under_way.pop(future).name, future)
+                    run = under_way.pop(future)
+                    if not self._note(run.name, future):
+                        self.waiting.append(run)
             self._sample(pool)
 
     def _startable(self, room: int) -> list[Run]:
         ready = [run for run in self.waiting if run.start is None or self._is_done(run.start)][: max(room, 0)]
-        if time.time() > self.deadline:
+        if time.time() > self.training_ends:
             ready = []
         self.waiting = [run for run in self.waiting if run not in ready]
         return ready
@@ -180,16 +187,32 @@ class Slice:
         for future in wait(jobs).done:
             self._note(f"{jobs[future].name} pass@{SAMPLES}", future)
 
-    def _note(self, name: str, future: Future[str]) -> None:
-        error = future.exception()
-        now = f"{time.time() - self.deadline + self.args.minutes * 60:6.0f} s"
+    def _note(self, name: str, future: Future[str]) -> bool:
+        """Say what became of it; False: it failed for the first time, so it may try again (with memory that others
+        held then)."""
+        error, now = future.exception(), f"{time.time() - self.started:6.0f} s"
         if error is None:
+            self.failed.pop(name, None)
             print(f"{now}  {name}: {future.result()}", flush=True)
         elif isinstance(error, SliceOver):
             print(f"{now}  {name}: goes on in the next slice", flush=True)
         else:
-            self.failed[name] = "".join(traceback.format_exception(error))
             print(f"{now}  {name}: failed, {type(error).__name__}: {str(error)[:300]}", flush=True)
+            again = name in self.failed
+            self.failed[name] = "".join(traceback.format_exception(error))
+            return again
+        return True
+
+
+def choose(out: Path) -> dict[str, float]:
+    """Of the learning rates tried for a method, the one with the best held-out accuracy."""
+    best: dict[str, tuple[float, float]] = {}
+    for row in collect(out):
+        if row["finished"] and row["question"] == "tune":
+            sets = ("val-core/accuracy", "val-hard/accuracy")
+            accuracy = sum(row["curves"][name][-1][1] for name in sets) / len(sets)
+            best[row["method"]] = max(best.get(row["method"], (-1.0, 0.0)), (accuracy, row["lr"]))
+    return {method: rate for method, (_, rate) in best.items()}
 
 
 def main() -> None:
@@ -206,6 +229,8 @@ def main() -> None:
     args.data, args.out = args.data.resolve(), args.out.resolve()
     part = Slice(args)
     part.go()
+    if "tune" in args.questions:
+        (HERE / "rates.json").write_text(json.dumps(CHOSEN | choose(args.out)) + "\n", encoding="utf-8")
     if args.collect:
         args.collect.parent.mkdir(parents=True, exist_ok=True)
         args.collect.write_text("".join(json.dumps(row) + "\n" for row in collect(args.out)), encoding="utf-8")

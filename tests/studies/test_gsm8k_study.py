@@ -1,0 +1,207 @@
+"""The study's own code: problems whose answers are right, runs that can be built, a driver that loses nothing."""
+
+import argparse
+import json
+import re
+import sys
+from concurrent.futures import Future
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "studies" / "gsm8k"
+sys.path.insert(0, str(FOLDER))
+
+import make_data  # noqa: E402
+import plan  # noqa: E402
+import run as driver  # noqa: E402
+import stories  # noqa: E402
+import variants  # noqa: E402
+
+from luffy.rewards.numeric import score_strict  # noqa: E402
+
+SUM = re.compile(r"(\d+) ([*+/-]) (\d+) = (\d+)")
+
+
+def test_every_line_of_a_solution_calculates_and_leads_to_the_answer():
+    for row in stories.stories(5, 400, (1, 2, 3, 4, 5)):
+        (trace,) = row["traces"]
+        sums = SUM.findall(trace)
+        assert len(sums) == row["steps"]
+        for a, sign, b, result in sums:
+            left, right = Fraction(a), Fraction(b)
+            assert {"*": left * right, "+": left + right, "-": left - right, "/": left / right}[sign] == int(result)
+        assert sums[-1][3] == row["answer"] and score_strict(row["answer"], trace)[0] == 1.0
+        assert all(a == prev for prev, (a, *_) in zip([x[3] for x in sums], sums[1:], strict=False))
+
+
+def test_stories_are_the_same_for_a_seed_and_lengths_are_even():
+    rows = list(stories.stories(1, 80, (1, 2, 3, 4)))
+    assert rows == list(stories.stories(1, 80, (1, 2, 3, 4))) and rows != list(stories.stories(2, 80, (1, 2, 3, 4)))
+    assert [sum(r["steps"] == n for r in rows) for n in (1, 2, 3, 4)] == [20] * 4
+    assert len({r["prompt"] for r in rows}) == 80
+
+
+def test_held_out_wordings_are_not_trained_on():
+    known = " ".join(r["prompt"] for r in stories.stories(0, 1000, (1, 2, 3, 4)))
+    held_out = " ".join(r["prompt"] for r in stories.stories(0, 400, (1, 2, 3, 4), held_out=True))
+    for words in ("end up with", "apiece", "split evenly", "picks up another", "one half of all"):
+        assert words in held_out and words not in known
+
+
+APPLES = {
+    "question": "Mary buys 5 bags of 8 apples and gives 4 apples to John. How many does she have?",
+    "answer": "She has 5*8=<<5*8=40>>40.\nThen 40-4=<<40-4=36>>36.\n#### 36",
+}
+
+
+def test_a_variant_has_other_numbers_and_their_answer():
+    made = [variants.variant(APPLES, variants.random.Random(seed)) for seed in range(20)]
+    for row in filter(None, made):
+        bags, apples, given = map(int, re.findall(r"\d+", row["prompt"]))
+        assert int(row["answer"]) == bags * apples - given and (bags, apples, given) != (5, 8, 4)
+        assert "Mary" not in row["prompt"] and "purchases" in row["prompt"]
+    assert sum(row is not None for row in made) >= 15
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("5 bags of 5 apples?", "<<5*5=25>>25\n#### 25"),  # which five?
+        ("5 bags of 8 for five people?", "<<5*8=40>>40\n<<40/5=8>>8\n#### 8"),  # five stands there twice
+        ("8 cats and 2 dogs, 16 in all?", "<<8*2=16>>16\n#### 16"),  # 16 is given and comes out
+        ("9 pens and 4 more?", "<<9+4=14>>14\n#### 14"),  # the marks are wrong
+        ("9 pens and 4 more?", "13 pens\n#### 13"),  # no program
+    ],
+)
+def test_what_is_not_clear_is_left_alone(question, answer):
+    row = {"question": question, "answer": answer}
+    assert all(variants.variant(row, variants.random.Random(seed)) is None for seed in range(10))
+
+
+@pytest.fixture
+def data(tmp_path):
+    gsm8k = tmp_path / "gsm8k"
+    gsm8k.mkdir()
+    for name in ("train", "test"):
+        (gsm8k / f"{name}.jsonl").write_text(json.dumps(APPLES) + "\n")
+    out = tmp_path / "data"
+    counts = make_data.make(gsm8k, out)
+    assert counts["stories-train"] == 4000 and counts["stories-easy"] == 256
+    return out
+
+
+def test_held_out_stories_are_not_in_the_training_set(data):
+    rows = {p.stem: [json.loads(line) for line in p.read_text().splitlines()] for p in data.glob("stories-*.jsonl")}
+    trained = {r["prompt"] for r in rows["stories-train"]}
+    for name in ("stories-easy", "stories-hard", "stories-words", "stories-longer"):
+        assert not trained & {r["prompt"] for r in rows[name]}
+    assert {r["steps"] for r in rows["stories-train-hard"]} == {3, 4}
+
+
+def test_every_run_of_the_plan_has_a_config_and_something_to_start_from(data, tmp_path):
+    every = [run for question in plan.QUESTIONS for run in plan.runs(question, data)]
+    names = [run.name for run in every]
+    assert len(set(names)) == len(names) > 60
+    for run in every:
+        cfg = run.config(data, "base", tmp_path)
+        assert cfg.name == run.name and cfg.optim.lr == run.lr and Path(str(cfg.data.train)).exists()
+        assert run.start is None or (run.start in names and cfg.model.path == str(tmp_path / run.start / "model"))
+
+
+def test_methods_differ_in_what_they_differ_in(data, tmp_path):
+    cfgs = {m: plan.Run("main", "stories", m, 0, 1e-5).config(data, "base", tmp_path) for m in plan.METHODS}
+    assert [cfgs[m].guidance.n_prefix for m in ("on_policy", "mixed", "luffy")] == [0, 1, 1]
+    shape = {m: (c.algorithm.off_policy_reshape, c.algorithm.remove_clip) for m, c in cfgs.items()}
+    assert shape["mixed"] == ("no_reshape", False) and shape["mixed_shaping"] == ("p_div_p_0.1", False)
+    assert shape["luffy"] == ("p_div_p_0.1", True) and shape["luffy_gamma_0.5"] == ("p_div_p_0.5", True)
+    assert cfgs["on_policy_shaping"].algorithm.on_policy_reshape == "p_div_p_0.1"
+
+
+class Pool:
+    """Runs what is submitted at once, by a stand-in for training."""
+
+    def __init__(self, outcome):
+        self.outcome, self.seen = outcome, []
+
+    def __call__(self, *_, **__):
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return False
+
+    def submit(self, function, run, data, model, out, deadline):
+        self.seen.append(run.name)
+        future = Future()
+        try:
+            future.set_result(self.outcome(run, out))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def finished(run, out):
+    (out / run.name).mkdir(parents=True, exist_ok=True)
+    (out / run.name / "done.json").write_text("{}")
+    return "1 s"
+
+
+def slice_of(tmp_path, data, minutes=1.0):
+    args = {"questions": ["main"], "at_once": 2, "minutes": minutes, "sample": False}
+    return driver.Slice(argparse.Namespace(**args, data=data, model="base", out=tmp_path / "runs"))
+
+
+def test_a_run_waits_for_the_one_it_starts_from_and_a_second_call_has_nothing_to_do(data, tmp_path, monkeypatch):
+    pool = Pool(finished)
+    monkeypatch.setattr(driver, "ProcessPoolExecutor", pool)
+    slice_of(tmp_path, data).go()
+    assert sorted(pool.seen) == sorted(run.name for run in plan.runs("main", data))
+    for seed in plan.SEEDS:
+        assert pool.seen.index(f"main-stories-sft-s{seed}") < pool.seen.index(f"main-stories-sft_rl-s{seed}")
+    again = Pool(finished)
+    monkeypatch.setattr(driver, "ProcessPoolExecutor", again)
+    slice_of(tmp_path, data).go()
+    assert again.seen == []
+
+
+def test_a_failure_is_tried_once_more_and_then_named(data, tmp_path, monkeypatch):
+    def fails(run, out):
+        if run.method == "luffy":
+            raise MemoryError("no room")
+        return finished(run, out)
+
+    pool = Pool(fails)
+    monkeypatch.setattr(driver, "ProcessPoolExecutor", pool)
+    part = slice_of(tmp_path, data)
+    part.go()
+    assert set(part.failed) == {f"main-stories-luffy-s{seed}" for seed in plan.SEEDS}
+    assert pool.seen.count("main-stories-luffy-s0") == 2 and pool.seen.count("main-stories-mixed-s0") == 1
+
+
+def test_a_run_cut_by_its_slice_is_no_failure_and_not_started_again_in_it(data, tmp_path, monkeypatch):
+    def cut(run, out):
+        raise driver.SliceOver
+
+    pool = Pool(cut)
+    monkeypatch.setattr(driver, "ProcessPoolExecutor", pool)
+    part = slice_of(tmp_path, data)
+    part.go()
+    assert not part.failed and len(pool.seen) == len(set(pool.seen)) == 15  # three wait for the SFT models
+
+
+def test_metrics_are_collected_and_the_best_rate_is_chosen(tmp_path):
+    for rate, accuracy in ((1e-5, 0.2), (3e-5, 0.4), (1e-4, 0.1)):
+        folder = tmp_path / f"tune-{rate:g}"
+        folder.mkdir()
+        about = {"question": "tune", "method": "luffy", "lr": rate, "seconds": 1.0, "task": "stories", "seed": 0}
+        (folder / "done.json").write_text(json.dumps(about))
+        values = {"step": 25, "val-core/accuracy": accuracy, "val-hard/accuracy": accuracy / 2, "other": 1.0}
+        (folder / "metrics.jsonl").write_text(json.dumps(values) + "\n")
+    rows = driver.collect(tmp_path)
+    assert [row["curves"]["val-core/accuracy"] for row in rows] == [[[25, 0.1]], [[25, 0.2]], [[25, 0.4]]]
+    assert all("other" not in row["curves"] for row in rows)
+    assert driver.choose(tmp_path) == {"luffy": 3e-5}
