@@ -258,6 +258,18 @@ def ablation_table(rows: Sequence[Row]) -> str:
     return table(["", "seeds", "held-out accuracy, %", "tokens clipped, %"], body)
 
 
+def entropy_table(rows: Sequence[Row]) -> str:
+    body = []
+    for method in ("on_policy", "mixed", "luffy"):
+        plain = pick(rows, question="main", task="stories", method=method, seed=0)
+        tenth, paper = (pick(rows, question="entropy", method=method, note=note) for note in ("h0.001", "h0.01"))
+        for name, runs in (("0", plain), ("0.001", tenth), ("0.01", paper)):
+            if runs:
+                end = last(runs[0], "actor/entropy_loss")
+                body.append([LABELS[method], name, f"{end:.2f}", share([both(runs[0])], 512)])
+    return table(["method", "coefficient", "entropy at the end, nats", "held-out accuracy, %"], body)
+
+
 def gamma_table(rows: Sequence[Row]) -> str:
     found = [(gamma, gamma_rows(rows, gamma)) for gamma in GAMMAS]
     body = [[f"{g:g}", str(len(runs)), share([both(run) for run in runs], 512)] for g, runs in found if runs]
@@ -298,7 +310,7 @@ def pass_table(rows: Sequence[Row]) -> str:
 
 def cost_table(rows: Sequence[Row]) -> str:
     body = []
-    for question in ("tune", "main", "ablation", "gamma", "split"):
+    for question in ("tune", "main", "ablation", "entropy", "gamma", "split"):
         for task in ("stories", "gsm8k"):
             runs = pick(rows, question=question, task=task)
             if runs:
@@ -316,6 +328,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "stories": lambda rows: accuracy_table(pick(rows, question="main", task="stories"), MAIN, SETS, 256),
     "gsm8k": lambda rows: accuracy_table(pick(rows, question="main", task="gsm8k"), MAIN, GSM_SETS, 512),
     "ablation": ablation_table,
+    "entropy": entropy_table,
     "gamma": gamma_table,
     "split": split_table,
     "tuning": tuning_table,
