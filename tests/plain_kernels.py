@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from luffy.rollout.sampling import SamplingRows, sample
+from luffy.rollout.sampling import SamplingRows, draw_tokens, sample
 
 PAGE = 64
 BLOCKS: dict[int, Tensor] = {}  # caches by their address
@@ -72,7 +72,7 @@ def install(monkeypatch):
     import luffy.kernels
     import luffy.kernels.elementwise
     import luffy.kernels.norm
-    from luffy.rollout import decoder, paged_cache
+    from luffy.rollout import decoder, paged_cache, round_graphs
 
     monkeypatch.setattr(luffy.kernels, "interpreted", True)
     monkeypatch.setattr(luffy.kernels.norm, "add_rms_norm", add_rms_norm)
@@ -81,6 +81,7 @@ def install(monkeypatch):
     for name in ("store", "rotate_and_store", "attend"):
         monkeypatch.setattr(paged_cache, name, globals()[name])
     monkeypatch.setattr(decoder, "sample_and_advance", sample_and_advance)
+    monkeypatch.setattr(round_graphs, "draw_tokens", draw_tokens)
     plain = paged_cache.PagedCache.allocate
 
     def allocate(self, pages):

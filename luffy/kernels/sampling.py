@@ -109,3 +109,15 @@ def sample_and_advance(
         all_tokens.stride(0), blocks, BLOCKS=triton.next_power_of_2(blocks), num_warps=1,
     )  # fmt: skip
     step.add_(1)
+
+
+def draw_tokens(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Tokens [B] that will stand at ``positions``, from log-probs [B, V] in float32."""
+    log_probs = log_probs.contiguous()
+    rows = len(log_probs)
+    tokens, drawn = log_probs.new_empty(2, rows, dtype=torch.int64)
+    sample_and_advance(
+        log_probs, seeds, log_probs.new_ones(rows), log_probs.new_zeros(rows, dtype=torch.bool), tokens, positions - 1,
+        positions, log_probs.new_zeros(1, dtype=torch.int64), drawn[None], log_probs.new_empty(1, rows),
+    )  # fmt: skip
+    return tokens

@@ -40,11 +40,15 @@ SDPA_HINT = "call model.set_attn_implementation('sdpa') before running it outsid
 UNSUPPORTED_TERMS = ("softcap", "s_aux", "position_bias", "attention_bias", "head_mask")
 
 
-class KVStore(Protocol):
-    """Keys and values of slots. ``write`` puts token i at (slots[i], positions[i]); ``read`` gives
-    the first ``span`` positions of the first ``rows`` slots as [rows, KV heads, span, D], uncopied."""
+class KVSink(Protocol):
+    """Takes keys and values of slots: token i goes to (slots[i], positions[i])."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> None: ...
+
+
+class KVStore(KVSink, Protocol):
+    """Shows them too: ``read`` gives the first ``span`` positions of the first ``rows`` slots as
+    [rows, KV heads, span, D], uncopied."""
 
     def read(self, layer: int, rows: int, span: int) -> tuple[Tensor, Tensor]: ...
 
@@ -69,7 +73,7 @@ class PackedLayout:
         self,
         lengths: Sequence[int],
         device: torch.device | str = "cpu",
-        store: KVStore | None = None,
+        store: KVSink | None = None,
         slots: Sequence[int] = (),
     ) -> None:
         if not lengths or min(lengths) < 1:

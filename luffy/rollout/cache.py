@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from luffy.errors import UserError
+from luffy.models.attention import DecodeLayout, ExtendLayout, KVSink, Layout
+
+
+class Slots(KVSink, Protocol):
+    """What a generation asks of a cache. A layout looks at the first ``span`` positions of every slot, at least."""
+
+    slots: int
+    capacity: int
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None: ...
+
+    def decode_layout(self, positions: Tensor, span: int) -> Layout: ...
+
+    def extend_layout(self, positions: Tensor, span: int) -> Layout: ...
 
 
 class SlotCache:
     """[2, layers, slots, KV heads, capacity, D], allocated when the first keys show their shape.
 
-    Live slots are kept at the front, so a decoding step reads ``[:rows, :, :span]`` as a view. A paged
-    cache would replace this class: attention knows only `write` and `read`.
+    Live slots are kept at the front, so a decoding step reads ``[:rows, :, :span]`` as a view.
     """
 
     def __init__(self, layers: int, slots: int, capacity: int) -> None:
@@ -40,6 +54,12 @@ class SlotCache:
         for target in targets:
             if target != source:
                 self._block[:, :, target, :, :length] = stretch
+
+    def decode_layout(self, positions: Tensor, span: int) -> DecodeLayout:
+        return DecodeLayout(self, positions, span)
+
+    def extend_layout(self, positions: Tensor, span: int) -> ExtendLayout:
+        return ExtendLayout(self, positions, span)
 
     def _block_for(self, keys: Tensor, values: Tensor) -> Tensor:
         if keys.shape != values.shape:

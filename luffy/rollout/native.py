@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from luffy.errors import UserError
-from luffy.models.attention import DecodeLayout, ExtendLayout, PackedLayout
+from luffy.models.attention import Layout, PackedLayout
 from luffy.models.forward import causal_lm, forward_hidden, head_weight_bias
 from luffy.models.fused import fused_decoder
 from luffy.models.plain import runs_plain
-from luffy.rollout.cache import SlotCache
+from luffy.rollout.cache import SlotCache, Slots
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
 from luffy.rollout.plain import PlainGeneration
 from luffy.rollout.sampling import SamplingRows, sample
@@ -51,7 +51,7 @@ GPU_SLOTS = 1024
 class ModelRunner:
     """Tokens to logits."""
 
-    def __init__(self, model: nn.Module, cache: SlotCache) -> None:
+    def __init__(self, model: nn.Module, cache: Slots) -> None:
         self._model = model
         self._cache = cache
         self._weight, self._bias = head_weight_bias(model)
@@ -64,7 +64,7 @@ class ModelRunner:
         hidden = forward_hidden(self._model, tokens, layout.position_ids, layout)
         return self._logits(hidden[layout.last_tokens])
 
-    def decode(self, tokens: Tensor, positions: Tensor, layout: DecodeLayout | ExtendLayout) -> Tensor:
+    def decode(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Logits [N, V] after each of the N new tokens of the first slots."""
         return self._logits(forward_hidden(self._model, tokens, positions, layout))
 
@@ -109,12 +109,16 @@ class Generation:
         slots = engine.max_slots if self._exact else min(engine.max_slots, len(requests))
         self._block = EXACT_SPAN_BLOCK if self._exact else SPAN_BLOCK
         capacity = self._rounded(max(map(_cached_tokens, requests)) + lookahead)
-        self._cache = cache_for(engine.model, slots, capacity)
-        self._caches = [self._cache]
+        self._caches = self._make_caches(engine, slots, capacity)
+        self._cache = self._caches[0]
         self._runner = ModelRunner(engine.model, self._cache)
-        self._scheduler = Scheduler(requests, slots, self._state)
+        self._scheduler = Scheduler(requests, self._cache.slots, self._state)
         self._batch: DecodeBatch | None = None
         self.stats = EngineStats()
+
+    def _make_caches(self, engine: NativeEngine, slots: int, capacity: int) -> list[Slots]:
+        """One per model, the policy's first."""
+        return [cache_for(engine.model, slots, capacity)]
 
     def run(self) -> Iterator[SequenceState]:
         """Finished sequences, as they finish."""
@@ -176,7 +180,7 @@ class Generation:
     def _step(self) -> None:
         batch = self._decode_batch()
         span = self._rounded(max(sequence.length for sequence in batch.sequences))
-        layout = DecodeLayout(self._cache, batch.positions, span)
+        layout = self._cache.decode_layout(batch.positions, span)
         logits = self._runner.decode(batch.tokens, batch.positions, layout)
         tokens, log_probs = sample(logits, batch.sampling, batch.positions + 1)
         batch.advance(tokens)
@@ -288,13 +292,15 @@ class NativeEngine(Engine):
         """Pages and graphs need kernels, which some models do not have; to the bit, there are only slots."""
         if self.decoding != "auto":
             return self.decoding == "pages"
-        causal = causal_lm(self.model)
         if self.batch_invariant or not next(self.model.parameters()).is_cuda:
             return False
-        if fused_decoder(causal) is None:
-            _warn_slow(type(causal).__name__)
-            return False
-        return True
+        slow = [type(causal).__name__ for causal in map(causal_lm, self._models()) if fused_decoder(causal) is None]
+        for name in slow:
+            _warn_slow(name)
+        return not slow
+
+    def _models(self) -> tuple[nn.Module, ...]:
+        return (self.model,)
 
 
 @functools.cache

@@ -23,10 +23,19 @@ from torch import Tensor, nn
 
 from luffy.errors import UserError
 from luffy.kernels.paged import PAGE
-from luffy.models.forward import causal_lm, forward_hidden, head_weight_bias
+from luffy.models.forward import forward_hidden, head_weight_bias
 from luffy.rollout.decoder import Decoder
 from luffy.rollout.engine import EngineStats
-from luffy.rollout.paged_cache import SCRATCH, CacheShape, PagedCache, PagePool, Piece, PiecesLayout, pages_for
+from luffy.rollout.paged_cache import (
+    SCRATCH,
+    CacheShape,
+    PagedCache,
+    PagePool,
+    Piece,
+    PiecesLayout,
+    cache_shape,
+    pages_for,
+)
 from luffy.rollout.sampling import SamplingRows, sample, signed
 from luffy.rollout.scheduler import PromptGroup, SequenceState
 from luffy.types import Request
@@ -171,11 +180,7 @@ class PagedMemory:
 
     def __init__(self, model: nn.Module, rows: int, context: int, share: float) -> None:
         self._model, self._rows, self._context, self._share = model, rows, context, share
-        weight, _ = head_weight_bias(model)
-        config = causal_lm(model).config
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = CacheShape(config.num_hidden_layers, config.num_key_value_heads, width, weight.dtype)
-        self.cache = PagedCache(shape, weight.device)
+        self.cache = PagedCache(cache_shape(model), head_weight_bias(model)[0].device)
         self._decoder: Decoder | None = None
 
     def decoder(self) -> Decoder:
@@ -530,11 +535,15 @@ def _pages_wanted(requests: Sequence[Request], rows: int) -> int:
 
 def pages_available(wanted: int, shape: CacheShape, device: torch.device, share: float = 1.0) -> int:
     """Of ``wanted`` pages, what a share of the memory that nobody uses can hold."""
+    return affordable(wanted, shape.page_bytes, device, share)
+
+
+def affordable(wanted: int, bytes_each: int, device: torch.device, share: float) -> int:
     if device.type != "cuda":
         return wanted
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(min(wanted, int(share * (free + unused - RESERVED_BYTES)) // shape.page_bytes), 0)
+    return max(min(wanted, int(share * (free + unused - RESERVED_BYTES)) // bytes_each), 0)
 
 
 def _sampling_rows(sequences: Sequence[PagedSequence], device: torch.device) -> SamplingRows:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from luffy.kernels.paged import PAGE, attend, rotate_and_store, splits_for, store
 from luffy.models.attention import PackedLayout, causal_varlen, varlen_serves
+from luffy.models.forward import causal_lm, head_weight_bias
 
 COPIED_AT_ONCE = 64  # pages
 SCRATCH = 0  # rows that only fill up a batch write here; nobody reads it
@@ -64,6 +65,13 @@ class CacheShape:
     @property
     def page_bytes(self) -> int:
         return self.page_elements * self.dtype.itemsize
+
+
+def cache_shape(model: nn.Module) -> CacheShape:
+    config = causal_lm(model).config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    weight, _ = head_weight_bias(model)
+    return CacheShape(config.num_hidden_layers, config.num_key_value_heads, width, weight.dtype)
 
 
 class PagedCache:
@@ -132,6 +140,55 @@ class PagedDecodeLayout:
             q, cache.address, self._tables, self._positions, layer, shape.page_elements, shape.kv_heads, scale,
             window, self._splits,
         )  # fmt: skip
+
+
+class PagedSlots:
+    """A fixed stretch of pages per slot, for those who think in slots (`luffy.rollout.cache.Slots`).
+
+    Tables and the place of the block's address stay where they are when the block goes and comes back in
+    another size, so graphs outlive it. Rows without a slot write to the scratch page.
+    """
+
+    def __init__(self, shape: CacheShape, device: torch.device, rows: int, longest: int) -> None:
+        self.slots = self.capacity = 0
+        self._cache = PagedCache(shape, device)
+        self._tables = torch.full((rows, pages_for(longest)), SCRATCH, dtype=torch.int32, device=device)
+
+    def allocate(self, slots: int, capacity: int) -> None:
+        self.slots, self.capacity = slots, capacity
+        each = pages_for(capacity)
+        self._cache.allocate(1 + slots * each)
+        self._tables.fill_(SCRATCH)
+        own = torch.arange(slots * each, dtype=torch.int32, device=self._cache.device) + SCRATCH + 1
+        self._tables[:slots, :each] = own.view(slots, each)
+
+    def release(self) -> None:
+        self._cache.release()
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> None:
+        stride = self._cache.shape.page_elements
+        store(keys, values, self._cache.address, self._tables, slots, positions, layer, stride)
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
+        others = [target for target in targets if target != source]
+        self._cache.copy(self._pages(source, length) * len(others), [p for t in others for p in self._pages(t, length)])
+
+    def _pages(self, slot: int, length: int) -> list[int]:
+        first = SCRATCH + 1 + slot * pages_for(self.capacity)
+        return list(range(first, first + pages_for(length)))
+
+    def decode_layout(self, positions: Tensor, span: int) -> PagedDecodeLayout:
+        """Pages are read as far as each sequence goes, whatever the span."""
+        return self._layout(self._tables[: len(positions)], positions)
+
+    def extend_layout(self, positions: Tensor, span: int) -> PagedDecodeLayout:
+        """Several tokens of a slot are as many rows with the same pages: all are stored before any looks."""
+        rows, count = positions.shape
+        return self._layout(self._tables[:rows, None].expand(-1, count, -1).flatten(0, 1), positions.flatten())
+
+    def _layout(self, tables: Tensor, positions: Tensor) -> PagedDecodeLayout:
+        rows = torch.arange(len(positions), device=positions.device)
+        return PagedDecodeLayout(self._cache, tables, rows, positions)
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,17 @@ def draw(log_probs: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
     weights = log_probs.exp()
     if rows.filtered is not None:
         weights[rows.filtered] *= keep_mask(log_probs[rows.filtered], rows.top_k, rows.top_p)
-    # The first clock to ring has the largest rate / time; clocks are negative, hence the smallest.
-    return weights.div_(negative_clocks(rows.seeds, positions, weights.shape[-1])).argmin(dim=-1)
+    return _race(weights, rows.seeds, positions)
+
+
+def draw_tokens(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """`draw` where nothing is filtered."""
+    return _race(log_probs.exp(), seeds, positions)
+
+
+def _race(weights: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """The first clock to ring has the largest rate / time; clocks are negative, hence the smallest."""
+    return weights.div_(negative_clocks(seeds, positions, weights.shape[-1])).argmin(dim=-1)
 
 
 def keep_mask(log_probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

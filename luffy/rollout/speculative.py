@@ -12,30 +12,33 @@ token's own place, and the next tokens overwrite what was rejected.
 A place in a response has three noises of its own (proposal, acceptance, override), each a function of
 seed and position alone. So neither k nor the neighbours change what is drawn, and where no rule ever
 overrides the tokens are those of `NativeEngine`.
+
+To propose and to score is `luffy.rollout.rounds`, on a GPU one graph launch; to judge is here.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from luffy.core.rules import Rule
 from luffy.errors import UserError
-from luffy.models.attention import DecodeLayout, ExtendLayout
 from luffy.models.forward import causal_lm, head_weight_bias
-from luffy.rollout.cache import SlotCache
+from luffy.rollout.cache import Slots
 from luffy.rollout.engine import EngineStats, check_request
-from luffy.rollout.native import DecodeBatch, Generation, ModelRunner, NativeEngine, cache_for, evaluating
-from luffy.rollout.sampling import SamplingRows, draw, tempered, token_bits
+from luffy.rollout.native import DecodeBatch, Generation, NativeEngine, cache_for, evaluating
+from luffy.rollout.rounds import Draw, Proposals, Round, RoundRows
+from luffy.rollout.sampling import SamplingRows, draw_tokens, tempered, token_bits
 from luffy.rollout.scheduler import SequenceState
 from luffy.types import Completion, Request
+
+if TYPE_CHECKING:
+    from luffy.rollout.round_graphs import RoundGraphs
 
 # Any two numbers far apart will do: the seeds are hashed after these are mixed in.
 ACCEPT_STREAM = 0x2545F4914F6CDD1D
@@ -109,9 +112,10 @@ def judge(
     proposals: Tensor,
     log_d: Tensor,
     log_g: Tensor,
-    rows: SamplingRows,
+    seeds: Tensor,
     positions: Tensor,
     may_override: Tensor,
+    draw: Draw = draw_tokens,
 ) -> Verdict:
     """Keep the proposals [B, k] of every row up to the first the rule rejects, and replace that one.
 
@@ -120,13 +124,13 @@ def judge(
     """
     count = proposals.shape[1]
     chance = rule.accept_probability(log_d, log_g, proposals)
-    accepted = (uniforms(rows.seeds ^ ACCEPT_STREAM, positions) < chance) | ~may_override[:, None]
+    accepted = (uniforms(seeds ^ ACCEPT_STREAM, positions) < chance) | ~may_override[:, None]
     kept = accepted.long().cumprod(dim=1).sum(dim=1)
     # A row that keeps everything draws an override too, for nothing: asking first would wait for the device.
     at = kept.clamp(max=count - 1)
     row = torch.arange(len(at), device=at.device)
     instead = rule.override_log_probs(log_d[row, at], log_g[row, at])
-    drawn = draw(instead, replace(rows, seeds=rows.seeds ^ OVERRIDE_STREAM), positions[row, at])
+    drawn = draw(instead, seeds ^ OVERRIDE_STREAM, positions[row, at])
     overrides = torch.arange(count, device=at.device) == kept[:, None]
     tokens = torch.where(overrides, drawn[:, None], proposals)
     policy, guidance = (x.gather(-1, tokens[..., None]).squeeze(-1) for x in (log_d, log_g))
@@ -136,28 +140,8 @@ def judge(
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     """[B, k] float64 strictly between 0 and 1: what is accepted with probability 1 or 0 always or never is."""
-    flat = token_bits(seeds.repeat_interleave(positions.shape[1]), positions.flatten(), 1)
+    flat = token_bits(seeds[:, None].expand(positions.shape).flatten(), positions.flatten(), 1)
     return ((flat & 0x7FFFFFFF).double() + 0.5).view(positions.shape) / 2**31
-
-
-class GuidanceRunner(ModelRunner):
-    """Runs a model that has fewer tokens than the policy, over the policy's vocabulary: what the policy has beyond
-    is padding, has probability 0 here, and is read as the last token should the policy ever write it."""
-
-    def __init__(self, model: nn.Module, cache: SlotCache, vocabulary: int) -> None:
-        super().__init__(model, cache)
-        self._own = causal_lm(model).config.vocab_size
-        self._missing = vocabulary - self._own
-
-    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
-        return self._widened(super().prefill(prompts, slots))
-
-    def decode(self, tokens: Tensor, positions: Tensor, layout: DecodeLayout | ExtendLayout) -> Tensor:
-        readable = tokens.clamp(max=self._own - 1) if self._missing else tokens
-        return self._widened(super().decode(readable, positions, layout))
-
-    def _widened(self, logits: Tensor) -> Tensor:
-        return F.pad(logits, (0, self._missing), value=-math.inf) if self._missing else logits
 
 
 class SpeculativeGeneration(Generation):
@@ -165,42 +149,51 @@ class SpeculativeGeneration(Generation):
 
     stats: SpeculativeStats
     _state = GuidedSequence
+    _graphs: RoundGraphs | None = None
 
     def __init__(self, engine: SpeculativeEngine, requests: Sequence[Request]) -> None:
         super().__init__(engine, requests, lookahead=engine.k - 1)
         self._rule, self._k, self._budget = engine.rule, engine.k, engine.max_overrides
         self._guidance_temperature = engine.guidance_temperature
-        self._last_place = engine.max_context - 1
-        self._guidance_cache = cache_for(engine.guidance_model, self._cache.slots, self._cache.capacity)
-        self._caches.append(self._guidance_cache)
-        vocabulary = causal_lm(engine.model).config.vocab_size
-        self._guidance = GuidanceRunner(engine.guidance_model, self._guidance_cache, vocabulary)
+        if self._graphs is not None:
+            self._round = self._graphs.round
+        else:
+            self._round = Round(engine.model, engine.guidance_model, self._caches, engine.max_context, draw_tokens)
         self.stats = SpeculativeStats()
+
+    def _make_caches(self, engine: NativeEngine, slots: int, capacity: int) -> list[Slots]:
+        assert isinstance(engine, SpeculativeEngine)
+        self._graphs = engine.round_graphs(slots, capacity)
+        if self._graphs is not None:
+            return list(self._graphs.caches)
+        return [cache_for(model, slots, capacity) for model in (engine.model, engine.guidance_model)]
+
+    def close(self) -> None:
+        if self._graphs is not None:
+            self._graphs.release()
 
     def _prompt_logits(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
         """[S, 2, V]: the draft's and the guidance model's."""
-        both = [runner.prefill(prompts, slots).float() for runner in (self._runner, self._guidance)]
+        both = [runner.prefill(prompts, slots).float() for runner in (self._runner, self._round.guidance)]
         return torch.stack(both, dim=1)
 
     def _start(self, sequences: Sequence[SequenceState], logits: Tensor, rows: SamplingRows, positions: Tensor) -> None:
         log_d = tempered(logits[:, 0], rows.temperatures)
-        proposals = draw(log_d, rows, positions)
-        log_g = self._tempered_guidance(logits[:, 1], rows.temperatures)
+        tokens = self._round.draw(log_d, rows.seeds, positions)
+        proposals = Proposals(tokens[:, None], log_d[:, None], logits[:, 1:])
         allowed = self._may_override(sequences, len(sequences))
-        verdict = judge(
-            self._rule, proposals[:, None], log_d[:, None], log_g[:, None], rows, positions[:, None], allowed
-        )
+        verdict = self._judge(proposals, rows, positions[:, None], allowed)
         self.stats.proposals += len(sequences)
         self._record_round(sequences, verdict)
 
     def _step(self) -> None:
         batch = self._decode_batch()
         count = self._round_length(batch.sequences)
-        fed, proposals, log_d = self._propose(batch, count)
-        places = batch.positions[:, None] + torch.arange(count, device=fed.device)
-        log_g = self._score(batch, fed, places)
-        allowed = self._may_override(batch.sequences, len(fed))
-        verdict = judge(self._rule, proposals, log_d, log_g, batch.sampling, places + 1, allowed)
+        # Sent first: the host would wait for the round if it came later.
+        allowed = self._may_override(batch.sequences, len(batch.tokens))
+        proposals = self._propose(batch, count)
+        places = batch.positions[:, None] + torch.arange(1, count + 1, device=batch.positions.device)
+        verdict = self._judge(proposals, batch.sampling, places, allowed)
         batch.tokens = verdict.tokens.gather(1, verdict.taken[:, None] - 1).squeeze(1)
         batch.positions = batch.positions + verdict.taken
         accepted_before = self.stats.accepted
@@ -208,40 +201,24 @@ class SpeculativeGeneration(Generation):
         self._count_round(len(batch.sequences), count, self.stats.accepted - accepted_before)
 
     def _round_length(self, sequences: Sequence[SequenceState]) -> int:
-        """No more proposals than somebody has room for; to the bit, always as many."""
-        if self._exact:
+        """No more proposals than somebody has room for; to the bit, and from graphs, always as many."""
+        if self._exact or self._graphs is not None:
             return self._k
         return min(self._k, max(s.request.sampling.max_tokens - len(s.token_ids) for s in sequences))
 
-    def _propose(self, batch: DecodeBatch, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens fed [B, k], tokens proposed [B, k] and the draft's log-probs [B, k, V]."""
-        tokens, positions = [batch.tokens], batch.positions
-        log_probs = []
+    def _propose(self, batch: DecodeBatch, count: int) -> Proposals:
+        rows = RoundRows(batch.tokens, batch.positions, batch.sampling.seeds, batch.sampling.temperatures)
+        if self._graphs is not None:
+            return self._graphs.run(rows)
         longest = max(sequence.length for sequence in batch.sequences)
-        for ahead in range(count):
-            layout = DecodeLayout(self._cache, positions, self._rounded(longest + ahead))
-            logits = self._runner.decode(tokens[-1], self._within_context(positions), layout)
-            positions = positions + 1
-            log_probs.append(tempered(logits, batch.sampling.temperatures))
-            tokens.append(draw(log_probs[-1], batch.sampling, positions))
-        every = torch.stack(tokens, dim=1)
-        return every[:, :-1], every[:, 1:], torch.stack(log_probs, dim=1)
+        return self._round(rows, [self._rounded(longest + ahead) for ahead in range(count)])
 
-    def _score(self, batch: DecodeBatch, fed: Tensor, places: Tensor) -> Tensor:
-        """The guidance model's log-probs [B, k, V] after every token fed: one pass for all."""
-        longest = max(sequence.length for sequence in batch.sequences)
-        layout = ExtendLayout(self._guidance_cache, places, self._rounded(longest + fed.shape[1] - 1))
-        logits = self._guidance.decode(fed.flatten(), self._within_context(places.flatten()), layout)
-        return self._tempered_guidance(logits.view(*fed.shape, -1), batch.sampling.temperatures[:, None])
-
-    def _within_context(self, positions: Tensor) -> Tensor:
-        """Proposals beyond a response's end may stand beyond the context; they are thrown away, but a
-        table of positions must not be read past its end for them."""
-        return positions.clamp(max=self._last_place)
-
-    def _tempered_guidance(self, logits: Tensor, request_temperatures: Tensor) -> Tensor:
+    def _judge(self, proposals: Proposals, rows: SamplingRows, places: Tensor, allowed: Tensor) -> Verdict:
+        """``places`` [B, k] are where the proposed tokens will stand."""
         own = self._guidance_temperature
-        return tempered(logits, request_temperatures if own is None else own)
+        log_g = tempered(proposals.guidance_logits, rows.temperatures[:, None] if own is None else own)
+        tokens, log_d, _ = proposals
+        return judge(self._rule, tokens, log_d, log_g, rows.seeds, places, allowed, self._round.draw)
 
     def _may_override(self, sequences: Sequence[SequenceState], rows: int) -> Tensor:
         """[rows] bool: who has overrides left. One round makes at most one, so asking once is enough."""
@@ -313,8 +290,9 @@ class SpeculativeEngine(NativeEngine):
         max_context: int | None = None,
         prefill_tokens: int | None = None,
         batch_invariant: bool = False,
+        decoding: Literal["auto", "slots", "pages"] = "auto",
     ) -> None:
-        super().__init__(model, max_slots, max_context, prefill_tokens, batch_invariant)
+        super().__init__(model, max_slots, max_context, prefill_tokens, batch_invariant, decoding)
         _check_settings(k, max_overrides, guidance_temperature)
         _check_pair(model, guidance_model, self.max_context)
         self.guidance_model = guidance_model
@@ -322,6 +300,7 @@ class SpeculativeEngine(NativeEngine):
         self.k = k
         self.max_overrides = max_overrides
         self.guidance_temperature = guidance_temperature
+        self._graphs: RoundGraphs | None = None
         self.stats = SpeculativeStats()
 
     def _check(self, requests: Sequence[Request]) -> None:
@@ -339,6 +318,24 @@ class SpeculativeEngine(NativeEngine):
 
     def _generation(self, requests: Sequence[Request]) -> Generation:
         return SpeculativeGeneration(self, requests)
+
+    def _models(self) -> tuple[nn.Module, nn.Module]:
+        return self.model, self.guidance_model
+
+    def round_graphs(self, slots: int, capacity: int) -> RoundGraphs | None:
+        """With caches for up to ``slots`` sequences, as memory allows; None where decoding runs without graphs."""
+        if not self._uses_pages():
+            return None
+        from luffy.rollout.decoder import bucket_for
+        from luffy.rollout.round_graphs import RoundGraphs, slots_available
+
+        slots = slots_available(slots, self._models(), capacity, self.k, self.memory_share)
+        if self._graphs is None or not self._graphs.serves(slots, self.k):
+            self._graphs = None  # their memory first
+            rows = bucket_for(slots, self.max_slots)
+            self._graphs = RoundGraphs(*self._models(), rows, self.k, self.max_context)
+        self._graphs.allocate(slots, capacity)
+        return self._graphs
 
 
 @contextmanager
