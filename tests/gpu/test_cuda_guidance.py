@@ -4,6 +4,7 @@ LUFFY_GPU_TEST_DEVICE=cpu runs the same checks without one: pytest -m gpu tests/
 """
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from luffy.core.rules import Rule
 from luffy.models import drop_padding_tokens
 from luffy.report.recorder import read_json_lines
 from luffy.rollout import SpeculativeEngine
+from luffy.rollout.round_graphs import RoundGraphs
 from luffy.train.loop import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -59,6 +61,75 @@ def test_float32_draws_what_the_cpu_draws(name, budget, tokens):
             for stream in ("log_probs", "behavior_log_probs", "guidance_log_probs"):
                 torch.testing.assert_close(getattr(a, stream), getattr(b, stream), atol=2e-4, rtol=1e-3)
         assert 0 < stats.overrides < stats.generated_tokens
+
+
+needs_graphs = pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU captures")
+# Ends at different times, shared prompts, and two pages (of 64 tokens) filled on the way.
+MANY = [
+    ask(range(5, 8 + 13 * (s % 6)), 5 + 17 * (s % 9), seed=s, temperature=0.8 + 0.02 * s, eos_ids=(2, 50))
+    for s in range(40)
+]
+
+
+def assert_same(ours, theirs, tolerance, jump=0.0):
+    """``jump`` is for behaviours under threshold: rounding may carry a token of the vocabulary across tau."""
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish
+        assert torch.equal(a.overrides, b.overrides)
+        for stream in ("log_probs", "behavior_log_probs", "guidance_log_probs"):
+            most = max(tolerance, jump) if stream == "behavior_log_probs" else tolerance
+            torch.testing.assert_close(getattr(a, stream), getattr(b, stream), atol=most, rtol=tolerance)
+
+
+def graphed(pair, rule, **knobs):
+    """What an engine makes of `MANY` with its graphs alone; a capture that fails is an error here."""
+    engine = SpeculativeEngine(*pair, rule, max_slots=24, **knobs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        completions = engine.generate(MANY)
+    assert engine._graphs is not None and len(engine._graphs._graphs) >= 4, "no graphs ran"
+    return completions, engine
+
+
+@needs_graphs
+@pytest.mark.parametrize(("k", "budget", "tokens"), [(1, None, 200), (4, None, 200), (4, 3, 200), (3, None, 150)])
+@pytest.mark.parametrize("name", RULES)
+def test_graphs_draw_what_runs_without_them_draw(monkeypatch, name, k, budget, tokens):
+    pair, knobs = models(DEVICE, torch.float32, tokens), {"k": k, "max_overrides": budget}
+    graphs, engine = graphed(pair, RULES[name], **knobs)
+    assert_same(engine.generate(MANY), graphs, 1e-5)  # now every size of batch is replayed
+    slots = SpeculativeEngine(*pair, RULES[name], max_slots=24, decoding="slots", **knobs)
+    assert_same(graphs, slots.generate(MANY), 2e-4, jump=0.05 if name == "threshold" else 0.0)
+    assert len({len(c.token_ids) for c in graphs}) > 5 and {c.finish for c in graphs} == {"stop", "length"}
+    monkeypatch.setattr(RoundGraphs, "_capture", lambda self, rows: None)
+    eager = SpeculativeEngine(*pair, RULES[name], max_slots=24, **knobs)
+    assert_same(graphs, eager.generate(MANY), 1e-5)
+    assert not eager._graphs._graphs
+
+
+@needs_graphs
+def test_graphs_outlive_sleep_new_rules_and_new_weights():
+    pair = models(DEVICE, torch.float32)
+    first, engine = graphed(pair, RULES["mixture"])
+    kept = engine._graphs
+    assert all(int(cache._cache.address) == 0 for cache in kept.caches)  # given back
+    hole = torch.empty(64 << 20, device=DEVICE)  # the next caches will lie elsewhere
+    engine.sleep()
+    engine.sync(1)
+    assert_same(engine.generate(MANY), first, 1e-5)
+    engine.rule = Rule("mixture", eps=0.0)
+    assert not any(c.overrides.any() for c in engine.generate(MANY))
+    engine.rule = RULES["speculative"]
+    with torch.no_grad():
+        pair[0].model.norm.weight.mul_(0.7)
+    changed = SpeculativeEngine(*pair, engine.rule, max_slots=24, decoding="slots").generate(MANY)
+    assert_same(engine.generate(MANY), changed, 2e-4)
+    assert engine._graphs is kept
+    longer = [ask(range(5, 90), 300, seed=s) for s in range(3)]  # more pages a slot, fewer slots
+    expected = SpeculativeEngine(*pair, engine.rule, decoding="slots").generate(longer)
+    assert_same(engine.generate(longer), expected, 2e-4)
+    assert engine._graphs is kept
+    del hole
 
 
 def teacher_forced(model, request, completion) -> torch.Tensor:

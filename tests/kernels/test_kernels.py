@@ -14,7 +14,7 @@ from luffy.core.logprobs import selected_log_probs
 from luffy.kernels import head, paged, sampling
 from luffy.kernels.elementwise import rotate, swiglu
 from luffy.kernels.norm import add_rms_norm
-from luffy.rollout.sampling import SamplingRows, negative_clocks, sample
+from luffy.rollout.sampling import SamplingRows, draw_tokens, negative_clocks, sample
 from luffy.types import Sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -196,6 +196,16 @@ def test_device_sampling_draws_what_the_host_draws(vocabulary):
     torch.testing.assert_close(log_probs[1], expected_log_probs, rtol=1e-5, atol=1e-5)
     assert step.item() == 2
     assert moved[0] == positions[0] and torch.equal(moved[1:], positions[1:] + 1)
+
+
+def test_tokens_drawn_from_log_probs_are_the_hosts():
+    log_probs = (randn(20, 5000) * 3).log_softmax(-1)
+    log_probs[:, ::3] = -math.inf
+    seeds, positions = torch.arange(20, device=DEVICE) * 7919 - 50, torch.arange(20, device=DEVICE) * 3
+    before = positions.clone()
+    drawn = sampling.draw_tokens(log_probs, seeds, positions)
+    assert torch.equal(drawn, draw_tokens(log_probs, seeds, positions)) and torch.equal(positions, before)
+    assert (drawn % 3 != 0).all()
 
 
 def test_device_noise_is_the_hosts():

@@ -1,0 +1,219 @@
+"""Guided decoding from graphs draws what it draws without; on a CPU with plain torch in the place of kernels and graphs."""
+
+from functools import partial
+
+import plain_kernels
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from toy_guidance import ask
+
+pytest.importorskip("triton")
+
+from luffy.core.rules import Rule
+from luffy.errors import UserError
+from luffy.kernels.paged import PAGE
+from luffy.models import drop_padding_tokens
+from luffy.rollout import SpeculativeEngine, paged_cache, round_graphs
+from luffy.rollout.round_graphs import RoundGraphs
+from luffy.types import Request
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RULES = [Rule("speculative"), Rule("threshold", tau=0.02), Rule("mixture", eps=0.3)]
+SMALL = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def fast_on_a_cpu(monkeypatch):
+    if DEVICE.type == "cpu":
+        plain_kernels.install(monkeypatch)
+
+
+def pair(first="llama", second="qwen3", tokens=40):
+    models = tiny_model(first, 1, **SMALL), tiny_model(second, 2, **{**SMALL, "num_hidden_layers": 3})
+    drop_padding_tokens(models[1], tokens)
+    return tuple(model.to(DEVICE) for model in models)
+
+
+def requests() -> list[Request]:
+    """Shared prompts, ends at different times, a page filled in mid-run, a prompt of more than one page."""
+    several = [
+        ask(range(3, 9 + s % 2), 3 + 5 * s, seed=s, eos_ids=(5, 11, 20), temperature=0.8 + 0.1 * s) for s in range(5)
+    ]
+    return [*several, ask([3 + i % 30 for i in range(PAGE - 6)], 14, seed=7), ask([9] * (PAGE + 9), 1), ask((4,), 9)]
+
+
+def generate(models, rule, decoding, asked=None, **knobs):
+    engine = SpeculativeEngine(*models, rule, decoding=decoding, **{"k": 3, "max_slots": 3, **knobs})
+    return engine.generate(asked or requests()), engine
+
+
+def assert_same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish
+        assert torch.equal(a.overrides, b.overrides)
+        for stream in ("log_probs", "behavior_log_probs", "guidance_log_probs"):
+            torch.testing.assert_close(getattr(a, stream), getattr(b, stream), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("k", "budget", "tokens"), [(1, None, 40), (4, None, 40), (3, 2, 40), (3, None, 33)])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_pages_draw_what_slots_draw(rule, k, budget, tokens):
+    models = pair(tokens=tokens)
+    knobs = {"k": k, "max_overrides": budget}
+    slots, _ = generate(models, rule, "slots", **knobs)
+    pages, engine = generate(models, rule, "pages", **knobs)
+    assert_same(pages, slots)
+    assert {c.finish for c in pages} == {"stop", "length"}
+    assert 0 < engine.stats.overrides < engine.stats.generated_tokens
+    assert engine.stats.draft_steps == k * engine.stats.guidance_passes
+
+
+@pytest.mark.parametrize("architectures", [("qwen2", "mistral"), ("mistral", "llama")])
+def test_windows_and_other_architectures(architectures):
+    models = pair(*architectures)
+    assert_same(*(generate(models, RULES[2], kind, max_slots=8, k=5)[0] for kind in ("pages", "slots")))
+
+
+def test_the_context_may_be_filled_to_the_last_token():
+    models = tiny_model("llama", 1, max_position_embeddings=PAGE), tiny_model("qwen2", 2, max_position_embeddings=PAGE)
+    models = [model.to(DEVICE) for model in models]
+    asked = [ask(range(3, 23), PAGE - 20), ask((5,), PAGE - 1, seed=1)]
+    assert_same(*(generate(models, RULES[2], kind, asked, k=7)[0] for kind in ("pages", "slots")))
+
+
+def test_graphs_stay_and_caches_go():
+    models = pair()
+    first, engine = generate(models, RULES[2], "pages", max_slots=8)
+    kept = engine._graphs
+    assert all(cache._cache._block is None for cache in kept.caches)
+    engine.rule = Rule("mixture", eps=1.0)
+    assert all(c.overrides.all() for c in engine.generate(requests()[:2]))
+    engine.rule = RULES[2]
+    assert_same(engine.generate(requests()), first)
+    with torch.no_grad():
+        models[0].lm_head.weight.mul_(-1.0)
+    assert_same(engine.generate(requests()), generate(models, RULES[2], "slots")[0])
+    assert engine._graphs is kept
+
+
+@pytest.mark.parametrize("change", ["weights", "k", "rows"])
+def test_graphs_that_no_longer_fit_are_made_anew(change):
+    models = pair()
+    engine = SpeculativeEngine(*models, RULES[2], k=3, decoding="pages")
+    engine.generate(requests()[:4])
+    before = engine._graphs
+    if change == "weights":
+        models[1].model.norm.weight.data = models[1].model.norm.weight.data * 2
+    engine.k = 2 if change == "k" else 3
+    asked = requests() if change == "rows" else requests()[:4]
+    got = engine.generate(asked)
+    assert engine._graphs is not before
+    assert_same(got, generate(models, RULES[2], "slots", asked)[0])
+
+
+def test_little_memory_gives_few_slots(monkeypatch):
+    models = pair()
+    expected, _ = generate(models, RULES[0], "slots", max_slots=8)
+    sizes = []
+    monkeypatch.setattr(round_graphs, "affordable", lambda wanted, each, *_: sizes.append((wanted, each)) or 2)
+    got, engine = generate(models, RULES[0], "pages", max_slots=8)
+    assert_same(got, expected)
+    # Keys and values of 2 + 3 layers on two pages, and ten float32 [k, V].
+    heads = {m: paged_cache.cache_shape(m) for m in models}
+    pages = sum(2 * s.layers * 2 * s.kv_heads * PAGE * s.width * 4 for s in heads.values())
+    assert sizes == [(8, pages + 10 * 3 * 40 * 4)] and engine._graphs.caches[0].slots == 2
+    monkeypatch.setattr(round_graphs, "affordable", lambda *_: 0)
+    with pytest.raises(UserError, match="no memory is left for one guided sequence"):
+        engine.generate(requests())
+
+
+class Replayed:
+    def __init__(self, compute):
+        self.replay = compute
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU the graphs themselves run")
+def test_every_size_of_batch_is_captured_once_and_replayed(monkeypatch):
+    captured = []
+
+    def capture(self, rows):
+        captured.append(rows)
+        self._graphs[rows] = Replayed(partial(self._compute, rows))
+
+    monkeypatch.setattr(RoundGraphs, "_capture", capture)
+    models = pair()
+    expected, _ = generate(models, RULES[1], "slots", max_slots=8)
+    engine = SpeculativeEngine(*models, RULES[1], k=3, max_slots=8, decoding="pages")
+    engine.round_graphs(8, PAGE)._pool = "pool"
+    for _ in range(2):
+        assert_same(engine.generate(requests()), expected)
+    assert sorted(captured) == sorted(set(captured)) and captured[0] == 8 and len(captured) >= 3
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU captures")
+def test_without_capture_it_says_so_once_and_goes_on(monkeypatch):
+    models = pair()
+    engine = SpeculativeEngine(*models, RULES[0], k=3, max_slots=8, decoding="pages")
+    engine.round_graphs(8, PAGE)._pool = "pool"
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+
+    def refuse(*_, **__):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    with pytest.warns(UserWarning, match="without CUDA graphs.*not permitted") as caught:
+        got = engine.generate(requests())
+    assert len(caught) == 1
+    assert_same(got, generate(models, RULES[0], "slots", max_slots=8)[0])
+
+
+class OnTheDeviceAlone(TorchDispatchMode):
+    """Refuses what a capture would: a tensor of the host, a value read back, a shape that depends on values."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "unique", "repeat_interleave.Tensor")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = str(func)
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        if any(part in name for part in self.REFUSED) or any(t.device.type != "meta" for t in tensors):
+            raise AssertionError(f"{name} on {[(t.device.type, t.dtype) for t in tensors]}")
+        if name.startswith(("aten.index", "aten._index_put")) and any(t.dtype == torch.bool for t in tensors[1:]):
+            raise AssertionError(f"{name} with a mask")
+        return out
+
+
+def shapes_alone(monkeypatch):
+    """Kernels that compute nothing, for tensors without values."""
+    monkeypatch.setattr(paged_cache, "store", lambda *_: None)
+    monkeypatch.setattr(paged_cache, "rotate_and_store", lambda q, *_: torch.empty_like(q))
+    monkeypatch.setattr(paged_cache, "attend", lambda q, *_: torch.empty_like(q))
+    monkeypatch.setattr(round_graphs, "draw_tokens", lambda log_probs, *_: log_probs.argmax(-1))
+
+
+@pytest.mark.parametrize("tokens", [40, 33])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_round_never_leaves_the_device(monkeypatch, architecture, tokens):
+    plain_kernels.install(monkeypatch)
+    shapes_alone(monkeypatch)
+    models = [model.to("meta") for model in pair("llama", architecture, tokens)]
+    graphs = RoundGraphs(*models, rows=8, k=3, max_context=PAGE)
+    with torch.no_grad(), OnTheDeviceAlone():
+        graphs._compute(4)
+    with pytest.raises(AssertionError, match="cpu"), OnTheDeviceAlone():
+        graphs._input.positions + torch.tensor([1] * 8)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU every test here runs the kernels themselves")
+def test_the_kernels_themselves_draw_the_same(monkeypatch, request):
+    models = pair()
+    asked = [ask((3, 4), 4, seed=1), ask((3, 4, 5), 3, seed=2)]
+    expected, _ = generate(models, RULES[0], "slots", asked)
+    monkeypatch.undo()
+    request.getfixturevalue("interpreted_kernels")
+    got, _ = generate(models, RULES[0], "pages", asked, k=2, max_context=PAGE, max_slots=2)
+    assert_same(got, expected)
