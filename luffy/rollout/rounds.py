@@ -82,16 +82,15 @@ class Round:
     def _propose(self, rows: RoundRows, spans: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens fed [B, k], tokens proposed [B, k] and the draft's log-probs [B, k, V]."""
         tokens, positions = [rows.tokens], rows.positions
-        log_probs = rows.temperatures.new_empty(len(positions), len(spans), self.vocabulary)
-        for ahead, span in enumerate(spans):
+        log_probs: list[Tensor] = []
+        for span in spans:
             layout = self._draft_cache.decode_layout(positions, span)
             logits = self._draft.decode(tokens[-1], self._within_context(positions), layout)
             positions = positions + 1
-            newest = tempered(logits, rows.temperatures)
-            tokens.append(self.draw(newest, rows.seeds, positions))
-            log_probs[:, ahead] = newest
+            log_probs.append(tempered(logits, rows.temperatures))
+            tokens.append(self.draw(log_probs[-1], rows.seeds, positions))
         every = torch.stack(tokens, dim=1)
-        return every[:, :-1], every[:, 1:], log_probs
+        return every[:, :-1], every[:, 1:], torch.stack(log_probs, dim=1)
 
     def _within_context(self, positions: Tensor) -> Tensor:
         """Proposals beyond a response's end may stand beyond the context; they are thrown away, but a

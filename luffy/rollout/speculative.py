@@ -115,7 +115,7 @@ def judge(
     seeds: Tensor,
     positions: Tensor,
     may_override: Tensor,
-    draw: Draw = draw_tokens,
+    draw: Draw,
 ) -> Verdict:
     """Keep the proposals [B, k] of every row up to the first the rule rejects, and replace that one.
 
@@ -291,8 +291,9 @@ class SpeculativeEngine(NativeEngine):
         prefill_tokens: int | None = None,
         batch_invariant: bool = False,
         decoding: Literal["auto", "slots", "pages"] = "auto",
+        memory_share: float = 1.0,
     ) -> None:
-        super().__init__(model, max_slots, max_context, prefill_tokens, batch_invariant, decoding)
+        super().__init__(model, max_slots, max_context, prefill_tokens, batch_invariant, decoding, memory_share)
         _check_settings(k, max_overrides, guidance_temperature)
         _check_pair(model, guidance_model, self.max_context)
         self.guidance_model = guidance_model

@@ -62,6 +62,7 @@ def _token_by_token(
             guidance_temperature=guide.temperature,
             max_slots=cfg.rollout.slots,
             max_context=_longest(cfg),
+            memory_share=engine.memory_share,
         )
     return TurnsEngine(
         engine,
