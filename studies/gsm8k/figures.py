@@ -40,8 +40,9 @@ Row = dict[str, Any]
 
 
 def read(folder: Path) -> list[Row]:
+    """Finished runs; of one that is in several files, the last."""
     rows = [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
-    return [row for row in rows if row["finished"]]
+    return list({row["name"]: row for row in rows if row["finished"]}.values())
 
 
 def last(row: Row, metric: str) -> float:
@@ -76,7 +77,8 @@ def wilson(p: float, n: int, z: float = 1.96) -> tuple[float, float]:
 
 def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(cells) + " |" for cells in body])
+    made = ["| " + " | ".join([*cells, *[""] * (len(head) - len(cells))]) + " |" for cells in body]
+    return "\n".join(lines + made) if made else "No run of this question is finished."
 
 
 def averaged(
@@ -116,6 +118,10 @@ def panels(count: int, height: float = 3.1) -> tuple[Any, list[Any]]:
     return figure, list(axes) if count > 1 else [axes]
 
 
+def legend_below(figure: Any, ax: Any) -> None:
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, fontsize=7)
+
+
 def save(figure: Any, name: str) -> None:
     IMAGES.mkdir(exist_ok=True)
     figure.savefig(IMAGES / f"study-{name}.png", dpi=130)
@@ -125,12 +131,12 @@ def save(figure: Any, name: str) -> None:
 def methods_figure(rows: Sequence[Row]) -> None:
     for task, held_out in (("stories", ("val-core/accuracy", "val-hard/accuracy")), ("gsm8k", ("val-core/accuracy",))):
         runs = pick(rows, question="main", task=task)
-        figure, (left, right) = panels(2, 3.3)
+        figure, (left, right) = panels(2, 3.5)
         draw(left, runs, [m for m in MAIN if m != "sft"], "batch/on_solved", 5)
         draw(right, runs, MAIN, held_out)
         left.set(title="reward of own samples in training", xlabel="step", ylim=(0, None))
         right.set(title="held-out accuracy", xlabel="step (SFT: two optimizer steps)", ylim=(0, None))
-        right.legend(frameon=False, fontsize=7)
+        legend_below(figure, right)
         save(figure, f"methods-{task}")
 
 
@@ -138,10 +144,11 @@ def dynamics_figure(rows: Sequence[Row]) -> None:
     runs = pick(rows, question="main", task="stories") + pick(rows, question="ablation", task="stories")
     figure, axes = panels(4)
     shown = ("on_policy", "mixed", "mixed_shaping", "luffy", "rl_sft_loss")
+    with_traces = ("mixed", "mixed_shaping", "luffy")  # in the RL term
     for ax, metric, title in zip(axes, DYNAMICS, DYNAMICS.values(), strict=True):
-        draw(ax, runs, shown, metric, 3)
-        ax.set(title=title, xlabel="step")
-    axes[0].legend(frameon=False, fontsize=7)
+        draw(ax, runs, with_traces if metric == "actor/off_policy_prob" else shown, metric, 3)
+        ax.set(title=title, xlabel="step", ylim=(0, None))
+    legend_below(figure, axes[0])
     save(figure, "dynamics")
 
 
@@ -152,6 +159,8 @@ DYNAMICS = {
 
 
 def gamma_figure(rows: Sequence[Row]) -> None:
+    if not pick(rows, question="gamma"):
+        return
     figure, (ax,) = panels(1)
     for gamma in GAMMAS:
         values = [both(row) for row in gamma_rows(rows, gamma)]
@@ -173,6 +182,8 @@ def gamma_rows(rows: Sequence[Row], gamma: float) -> list[Row]:
 
 
 def split_figure(rows: Sequence[Row]) -> None:
+    if not pick(rows, question="split"):
+        return
     figure, axes = panels(2)
     for ax, part, title in zip(axes, ("easy", "hard"), ("1 and 2 steps", "3 and 4 steps"), strict=True):
         draw(ax, pick(rows, question="split", note=part), ("on_policy", "luffy"), "batch/on_solved", 5)
@@ -259,15 +270,23 @@ def ablation_table(rows: Sequence[Row]) -> str:
 
 
 def entropy_table(rows: Sequence[Row]) -> str:
+    """The same method without the bonus and with it; the pilot has only the paper's coefficient."""
     body = []
-    for method in ("on_policy", "mixed", "luffy"):
-        plain = pick(rows, question="main", task="stories", method=method, seed=0)
-        tenth, paper = (pick(rows, question="entropy", method=method, note=note) for note in ("h0.001", "h0.01"))
-        for name, runs in (("0", plain), ("0.001", tenth), ("0.01", paper)):
-            if runs:
-                end = last(runs[0], "actor/entropy_loss")
-                body.append([LABELS[method], name, f"{end:.2f}", share([both(runs[0])], 512)])
-    return table(["method", "coefficient", "entropy at the end, nats", "held-out accuracy, %"], body)
+    for question, task, note, coefficient in (
+        ("pilot", "25 steps of 64 problems", "", "0.01"), ("tune", "25 steps of 32 problems", "", "0"),
+        ("entropy", "60 steps of 32 problems", "h0.01", "0.01"),
+        ("entropy", "60 steps of 32 problems", "h0.001", "0.001"),
+        ("main", "60 steps of 32 problems", "", "0"),
+    ):  # fmt: skip
+        for run in pick(rows, question=question, task="stories"):
+            if run["method"] not in ("on_policy", "mixed", "luffy") or run["seed"] or not run["note"].startswith(note):
+                continue
+            start, end = (run["curves"]["actor/entropy_loss"][i][1] for i in (0, -1))
+            solved = run["curves"]["batch/on_solved"][-1][1]
+            cells = [f"{start:.2f} to {end:.2f}", f"{100 * solved:.1f}", f"{100 * both(run):.1f}"]
+            body.append([LABELS[run["method"]], task, f"{run['lr']:g}", coefficient, *cells])
+    head = ["method", "run", "learning rate", "coefficient", "entropy, nats", "own samples solved in the last step, %"]
+    return table([*head, "held-out accuracy, %"], sorted(body, key=lambda cells: cells[:4]))
 
 
 def gamma_table(rows: Sequence[Row]) -> str:
@@ -310,7 +329,7 @@ def pass_table(rows: Sequence[Row]) -> str:
 
 def cost_table(rows: Sequence[Row]) -> str:
     body = []
-    for question in ("tune", "main", "ablation", "entropy", "gamma", "split"):
+    for question in ("pilot", "tune", "main", "ablation", "entropy", "gamma", "split"):
         for task in ("stories", "gsm8k"):
             runs = pick(rows, question=question, task=task)
             if runs:

@@ -3,7 +3,8 @@
     python studies/gsm8k/run.py --data study-data --model SmolLM2-135M-Instruct.Q4_1.gguf --questions main gsm8k
 
 A run that its slice cuts short saves a checkpoint, and the next call resumes it. A finished run keeps its metrics and
-its model. ``--collect FILE`` writes the metrics of all runs, compact, in one file: what figures.py reads.
+its model. ``--collect FILE`` keeps the metrics of all runs, compact, in one file: what figures.py reads. The question
+"pass" samples from the models of "main" and "gsm8k" at several temperatures.
 A model of 135M parameters leaves most of a large GPU idle, so --at-once runs share it; with NVIDIA's MPS
 (``nvidia-cuda-mps-control -d`` before) their kernels run side by side.
 """
@@ -19,6 +20,7 @@ import sys
 import time
 import traceback
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -29,6 +31,7 @@ from rich.console import Console
 from luffy.config import Config
 from luffy.errors import TrainingStopped
 from luffy.evaluation.runner import Options, run_evaluation
+from luffy.files import write_atomically
 from luffy.train.loop import Trainer
 from luffy.train.setup import pick_device
 
@@ -39,7 +42,6 @@ CURVES = (
 )  # fmt: skip
 SAMPLED = ("on_policy", "sft", "luffy")  # question 7: pass@8 against temperature
 SAMPLES = 8
-SAMPLING_S = 40.0  # of a slice, left for question 7
 CUT = "the end of its slice"
 
 
@@ -50,8 +52,6 @@ class SliceOver(Exception):
 def train(run: Run, data: Path, model: str, out: Path, deadline: float) -> str:
     """One run in this process, to its end or to the deadline."""
     folder = out / run.name
-    if (folder / "done.json").exists():
-        return "done before"
     if time.time() > deadline:
         raise SliceOver
     folder.mkdir(parents=True, exist_ok=True)
@@ -141,51 +141,82 @@ def _passes(path: Path) -> dict[str, Any]:
     return {"accuracy": summary["accuracy"], "pass_at": summary["pass_at"]}
 
 
+@dataclass(frozen=True)
+class Job:
+    """A run to train, or the model of one to sample from."""
+
+    run: Run
+    sampling: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.name} pass@{SAMPLES}" if self.sampling else self.run.name
+
+    def may_start(self, out: Path) -> bool:
+        before = self.run.name if self.sampling else self.run.start
+        return before is None or is_trained(before, out)
+
+    def is_done(self, out: Path) -> bool:
+        if self.sampling:
+            return all((out / self.run.name / f"pass-{t}" / "result.json").exists() for t in TEMPERATURES)
+        return is_trained(self.run.name, out)
+
+    def do(self, data: Path, model: str, out: Path, deadline: float) -> str:
+        return (sample if self.sampling else train)(self.run, data, model, out, deadline)
+
+
+def is_trained(name: str, out: Path) -> bool:
+    return (out / name / "done.json").exists()
+
+
+def jobs(question: str, data: Path) -> list[Job]:
+    if question != "pass":
+        return [Job(run) for run in runs(question, data)]
+    every = runs("main", data) + runs("gsm8k", data)
+    return [Job(run, sampling=True) for run in every if run.seed == 0 and run.method in SAMPLED]
+
+
 class Slice:
-    """Runs of several questions over a pool of processes, a run only after the one it starts from."""
+    """The jobs of several questions over a pool of processes, each after the one it needs."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.started = args, time.time()
         self.deadline = self.started + args.minutes * 60
-        self.training_ends = self.deadline - (SAMPLING_S if args.sample else 0)
-        todo = [run for question in args.questions for run in runs(question, args.data)]
-        self.waiting = [run for run in todo if not self._is_done(run.name)]
+        self.waiting = [job for job in self.every() if not job.is_done(args.out)]
         self.failed: dict[str, str] = {}
 
-    def _is_done(self, name: str) -> bool:
-        return (self.args.out / name / "done.json").exists()
+    def every(self) -> list[Job]:
+        return [job for question in self.args.questions for job in jobs(question, self.args.data)]
 
     def go(self) -> None:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(self.args.at_once, mp_context=context) as pool:
-            under_way: dict[Future[str], Run] = {}
+            under_way: dict[Future[str], Job] = {}
             while True:
-                for run in self._startable(self.args.at_once - len(under_way)):
-                    job = (run, self.args.data, self.args.model, self.args.out, self.training_ends)
-                    under_way[pool.submit(train, *job)] = run
+                for job in self._startable(self.args.at_once - len(under_way)):
+                    paths = (self.args.data, self.args.model, self.args.out)
+                    under_way[pool.submit(job.do, *paths, self.deadline)] = job
                 if not under_way:
                     break
                 for future in wait(under_way, return_when=FIRST_COMPLETED).done:
-                    run = under_way.pop(future)
-                    if not self._note(run.name, future):
-                        self.waiting.append(run)
-            self._sample(pool)
+                    job = under_way.pop(future)
+                    if not self._note(job.name, future):
+                        self.waiting.append(job)
+                self._collect()
 
-    def _startable(self, room: int) -> list[Run]:
-        ready = [run for run in self.waiting if run.start is None or self._is_done(run.start)][: max(room, 0)]
-        if time.time() > self.training_ends:
+    def _startable(self, room: int) -> list[Job]:
+        ready = [job for job in self.waiting if job.may_start(self.args.out)][: max(room, 0)]
+        if time.time() > self.deadline:
             ready = []
-        self.waiting = [run for run in self.waiting if run not in ready]
+        self.waiting = [job for job in self.waiting if job not in ready]
         return ready
 
-    def _sample(self, pool: ProcessPoolExecutor) -> None:
-        if not self.args.sample:
-            return
-        todo = [run for q in self.args.questions for run in runs(q, self.args.data) if run.method in SAMPLED]
-        todo = [run for run in todo if run.question == "main" and run.seed == 0 and self._is_done(run.name)]
-        jobs = {pool.submit(sample, r, self.args.data, self.args.model, self.args.out, self.deadline): r for r in todo}
-        for future in wait(jobs).done:
-            self._note(f"{jobs[future].name} pass@{SAMPLES}", future)
+    def _collect(self) -> None:
+        """After every job: whoever ends this process loses nothing that is finished."""
+        if self.args.collect:
+            self.args.collect.parent.mkdir(parents=True, exist_ok=True)
+            lines = "".join(json.dumps(row) + "\n" for row in collect(self.args.out))
+            write_atomically(self.args.collect, lines)
 
     def _note(self, name: str, future: Future[str]) -> bool:
         """Say what became of it; False: it failed for the first time, so it may try again (with memory that others
@@ -220,10 +251,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("study-data"), help="what make_data.py wrote")
     parser.add_argument("--model", required=True, help="the base model")
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
-    parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=["main"])
+    parser.add_argument("--questions", nargs="+", choices=(*QUESTIONS, "pass"), default=["main"])
     parser.add_argument("--at-once", type=int, default=8, help="runs that share the GPU")
     parser.add_argument("--minutes", type=float, default=60, help="of this slice")
-    parser.add_argument("--sample", action="store_true", help="pass@8 against temperature for the models of main")
     parser.add_argument("--collect", type=Path, help="write the metrics of all runs here")
     args = parser.parse_args()
     args.data, args.out = args.data.resolve(), args.out.resolve()
@@ -231,13 +261,10 @@ def main() -> None:
     part.go()
     if "tune" in args.questions:
         (HERE / "rates.json").write_text(json.dumps(CHOSEN | choose(args.out)) + "\n", encoding="utf-8")
-    if args.collect:
-        args.collect.parent.mkdir(parents=True, exist_ok=True)
-        args.collect.write_text("".join(json.dumps(row) + "\n" for row in collect(args.out)), encoding="utf-8")
     for name, text in part.failed.items():
         print(f"--- {name}\n{text}", file=sys.stderr)
-    left = [run.name for question in args.questions for run in runs(question, args.data) if not part._is_done(run.name)]
-    print(f"{len(left)} runs are not finished" + (f": {' '.join(left)}" if left else ""))
+    left = [job.name for job in part.every() if not job.is_done(args.out)]
+    print(f"{len(left)} are not finished" + (f": {', '.join(left)}" if left else ""))
     sys.exit(1 if part.failed else 0)
 
 

@@ -134,24 +134,35 @@ class Pool:
     def __exit__(self, *_):
         return False
 
-    def submit(self, function, run, data, model, out, deadline):
-        self.seen.append(run.name)
+    def submit(self, do, data, model, out, deadline):
+        job = do.__self__
+        self.seen.append(job.name)
         future = Future()
         try:
-            future.set_result(self.outcome(run, out))
+            future.set_result(self.outcome(job, out))
         except Exception as error:
             future.set_exception(error)
         return future
 
 
-def finished(run, out):
-    (out / run.name).mkdir(parents=True, exist_ok=True)
-    (out / run.name / "done.json").write_text("{}")
+def finished(job, out):
+    folders = [out / job.run.name / f"pass-{t}" for t in plan.TEMPERATURES] if job.sampling else [out / job.run.name]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    about = {"question": job.run.question, "task": "stories", "method": job.run.method, "seed": 0, "lr": 1e-5}
+    values = {"step": 60, "val-core/accuracy": 0.5, "val-hard/accuracy": 0.25}
+    summary = {"benchmarks": {"x": {"accuracy": 0.5, "pass_at": {"8": 0.75}}}}
+    if job.sampling:
+        for folder in folders:
+            (folder / "result.json").write_text(json.dumps(summary))
+    else:
+        (out / job.run.name / "metrics.jsonl").write_text(json.dumps(values) + "\n")
+        (out / job.run.name / "done.json").write_text(json.dumps(about))
     return "1 s"
 
 
-def slice_of(tmp_path, data, minutes=1.0):
-    args = {"questions": ["main"], "at_once": 2, "minutes": minutes, "sample": False}
+def slice_of(tmp_path, data, questions=("main",)):
+    args = {"questions": list(questions), "at_once": 2, "minutes": 1.0, "collect": tmp_path / "all.jsonl"}
     return driver.Slice(argparse.Namespace(**args, data=data, model="base", out=tmp_path / "runs"))
 
 
@@ -168,11 +179,37 @@ def test_a_run_waits_for_the_one_it_starts_from_and_a_second_call_has_nothing_to
     assert again.seen == []
 
 
+def test_models_are_sampled_from_when_they_are_there(data, tmp_path, monkeypatch):
+    pool = Pool(finished)
+    monkeypatch.setattr(driver, "ProcessPoolExecutor", pool)
+    slice_of(tmp_path, data, ("pass", "main")).go()
+    sampled = [name for name in pool.seen if name.endswith("pass@8")]
+    assert sorted(sampled) == [f"main-stories-{m}-s0 pass@8" for m in ("luffy", "on_policy", "sft")]  # no GSM8K model
+    for name in sampled:
+        assert pool.seen.index(name.removesuffix(" pass@8")) < pool.seen.index(name)
+    rows = {row["name"]: row for row in map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())}
+    assert rows["main-stories-sft-s0"]["pass"]["0.2"] == {"accuracy": 0.5, "pass_at": {"8": 0.75}}
+    assert len(rows) == 18 and "pass" not in rows["main-stories-sft-s1"]
+
+
+def test_what_is_finished_is_on_file_before_the_slice_ends(data, tmp_path, monkeypatch):
+    counts = []
+
+    def counting(job, out):
+        path = tmp_path / "all.jsonl"
+        counts.append(len(path.read_text().splitlines()) if path.exists() else 0)
+        return finished(job, out)
+
+    monkeypatch.setattr(driver, "ProcessPoolExecutor", Pool(counting))
+    slice_of(tmp_path, data).go()
+    assert counts[-1] >= 16 and counts == sorted(counts)
+
+
 def test_a_failure_is_tried_once_more_and_then_named(data, tmp_path, monkeypatch):
-    def fails(run, out):
-        if run.method == "luffy":
+    def fails(job, out):
+        if job.run.method == "luffy":
             raise MemoryError("no room")
-        return finished(run, out)
+        return finished(job, out)
 
     pool = Pool(fails)
     monkeypatch.setattr(driver, "ProcessPoolExecutor", pool)
@@ -183,7 +220,7 @@ def test_a_failure_is_tried_once_more_and_then_named(data, tmp_path, monkeypatch
 
 
 def test_a_run_cut_by_its_slice_is_no_failure_and_not_started_again_in_it(data, tmp_path, monkeypatch):
-    def cut(run, out):
+    def cut(job, out):
         raise driver.SliceOver
 
     pool = Pool(cut)
