@@ -35,6 +35,7 @@ SETS = {"val-core/accuracy": "easy", "val-hard/accuracy": "hard", "val-words/acc
         "val-longer/accuracy": "longer"}  # fmt: skip
 GSM_SETS = {"val-core/accuracy": "GSM8K test", "val-changed/accuracy": "changed numbers",
             "val-stories/accuracy": "stories, easy"}  # fmt: skip
+PROBLEMS = {"stories": 256, "gsm8k": 512}
 STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 Row = dict[str, Any]
 
@@ -232,12 +233,16 @@ def pass_figure(rows: Sequence[Row]) -> None:
     save(figure, "pass")
 
 
-def accuracy_table(rows: Sequence[Row], methods: Iterable[str], sets: dict[str, str], problems: int) -> str:
+def problems_of(task: str, metric: str) -> int:
+    return PROBLEMS["stories" if metric == "val-stories/accuracy" else task]
+
+
+def accuracy_table(rows: Sequence[Row], methods: Iterable[str], sets: dict[str, str], task: str) -> str:
     body = []
     for method in methods:
         runs = pick(rows, method=method)
         if runs:
-            cells = [share([last(run, metric) for run in runs], problems) for metric in sets]
+            cells = [share([last(run, metric) for run in runs], problems_of(task, metric)) for metric in sets]
             body.append([LABELS[method], str(len(runs)), *cells])
     return table(["method", "seeds", *(f"{name}, %" for name in sets.values())], body)
 
@@ -245,10 +250,10 @@ def accuracy_table(rows: Sequence[Row], methods: Iterable[str], sets: dict[str, 
 def start_table(rows: Sequence[Row]) -> str:
     """Before training: every run begins with an evaluation, of the same model and the same samples."""
     body = []
-    for task, sets, problems in (("stories", SETS, 256), ("gsm8k", GSM_SETS, 512)):
+    for task, sets in (("stories", SETS), ("gsm8k", GSM_SETS)):
         first = pick(rows, question="main", task=task, method="luffy", seed=0)
         for metric, name in sets.items():
-            body += [[task, name, share([row["curves"][metric][0][1]], problems)] for row in first]
+            body += [[task, name, share([row["curves"][metric][0][1]], problems_of(task, metric))] for row in first]
     return table(["task", "held-out set", "base model, %"], body)
 
 
@@ -344,8 +349,8 @@ def cost_table(rows: Sequence[Row]) -> str:
 
 TABLES: dict[str, Callable[[list[Row]], str]] = {
     "start": start_table,
-    "stories": lambda rows: accuracy_table(pick(rows, question="main", task="stories"), MAIN, SETS, 256),
-    "gsm8k": lambda rows: accuracy_table(pick(rows, question="main", task="gsm8k"), MAIN, GSM_SETS, 512),
+    "stories": lambda rows: accuracy_table(pick(rows, question="main", task="stories"), MAIN, SETS, "stories"),
+    "gsm8k": lambda rows: accuracy_table(pick(rows, question="main", task="gsm8k"), MAIN, GSM_SETS, "gsm8k"),
     "ablation": ablation_table,
     "entropy": entropy_table,
     "gamma": gamma_table,
