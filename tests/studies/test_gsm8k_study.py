@@ -116,6 +116,7 @@ def test_methods_differ_in_what_they_differ_in(data, tmp_path):
     shape = {m: (c.algorithm.off_policy_reshape, c.algorithm.remove_clip) for m, c in cfgs.items()}
     assert shape["mixed"] == ("no_reshape", False) and shape["mixed_shaping"] == ("p_div_p_0.1", False)
     assert shape["luffy"] == ("p_div_p_0.1", True) and shape["luffy_gamma_0.5"] == ("p_div_p_0.5", True)
+    assert {c.algorithm.entropy_coef for c in cfgs.values()} == {0.0}
     assert cfgs["on_policy_shaping"].algorithm.on_policy_reshape == "p_div_p_0.1"
 
 
