@@ -33,9 +33,11 @@ COLORS = {
 }  # fmt: skip
 SETS = {"val-core/accuracy": "easy", "val-hard/accuracy": "hard", "val-words/accuracy": "other words",
         "val-longer/accuracy": "longer"}  # fmt: skip
-GSM_SETS = {"val-core/accuracy": "GSM8K test", "val-changed/accuracy": "changed numbers",
+# The first runs have "val-changed" instead of "val-varied": a set that had wrong answers, so it is not shown.
+GSM_SETS = {"val-core/accuracy": "GSM8K test", "val-varied/accuracy": "changed numbers",
             "val-stories/accuracy": "stories, easy"}  # fmt: skip
 PROBLEMS = {"stories": 256, "gsm8k": 512}
+OTHER_PROBLEMS = {"val-stories/accuracy": 256, "val-varied/accuracy": 375}
 STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 Row = dict[str, Any]
 
@@ -60,13 +62,14 @@ def pick(rows: Iterable[Row], **wanted: Any) -> list[Row]:
 
 
 def share(values: Sequence[float], problems: int) -> str:
-    """Percent with a 95 % interval: Student's over three seeds or more, else Wilson's over the problems."""
+    """Percent with a 95 % interval: Student's over three seeds or more, else Wilson's over the problems. Two seeds
+    answer the same problems, so they are not twice as many."""
     mean = statistics.mean(values)
     if len(values) >= 3:
         half = STUDENT_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
         low, high = max(mean - half, 0.0), min(mean + half, 1.0)
     else:
-        low, high = wilson(mean, problems * len(values))
+        low, high = wilson(mean, problems)
     return f"{100 * mean:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
@@ -234,7 +237,13 @@ def pass_figure(rows: Sequence[Row]) -> None:
 
 
 def problems_of(task: str, metric: str) -> int:
-    return PROBLEMS["stories" if metric == "val-stories/accuracy" else task]
+    return OTHER_PROBLEMS.get(metric, PROBLEMS[task])
+
+
+def accuracy(runs: Sequence[Row], metric: str, problems: int, at: int = -1) -> str:
+    """Over the runs that were asked."""
+    values = [float(run["curves"][metric][at][1]) for run in runs if metric in run["curves"]]
+    return share(values, problems) if values else "not run"
 
 
 def accuracy_table(rows: Sequence[Row], methods: Iterable[str], sets: dict[str, str], task: str) -> str:
@@ -242,7 +251,7 @@ def accuracy_table(rows: Sequence[Row], methods: Iterable[str], sets: dict[str, 
     for method in methods:
         runs = pick(rows, method=method)
         if runs:
-            cells = [share([last(run, metric) for run in runs], problems_of(task, metric)) for metric in sets]
+            cells = [accuracy(runs, metric, problems_of(task, metric)) for metric in sets]
             body.append([LABELS[method], str(len(runs)), *cells])
     return table(["method", "seeds", *(f"{name}, %" for name in sets.values())], body)
 
@@ -253,7 +262,8 @@ def start_table(rows: Sequence[Row]) -> str:
     for task, sets in (("stories", SETS), ("gsm8k", GSM_SETS)):
         first = pick(rows, question="main", task=task, method="luffy", seed=0)
         for metric, name in sets.items():
-            body += [[task, name, share([row["curves"][metric][0][1]], problems_of(task, metric))] for row in first]
+            if first:
+                body.append([task, name, accuracy(first, metric, problems_of(task, metric), at=0)])
     return table(["task", "held-out set", "base model, %"], body)
 
 
@@ -324,11 +334,12 @@ def tuning_table(rows: Sequence[Row]) -> str:
 
 def pass_table(rows: Sequence[Row]) -> str:
     body = []
+    temperatures = sorted({t for row in rows for t in row.get("pass", ())}, key=float)
     for task in ("stories", "gsm8k"):
         for row in [row for row in pick(rows, question="main", task=task) if "pass" in row]:
-            cells = [f"{100 * row['pass'][t]['pass_at']['8']:.1f}" for t in sorted(row["pass"], key=float)]
+            found = row["pass"]
+            cells = [f"{100 * found[t]['pass_at']['8']:.1f}" if t in found else "" for t in temperatures]
             body.append([task, LABELS[row["method"]], *cells])
-    temperatures = sorted({t for row in rows for t in row.get("pass", ())}, key=float)
     return table(["task", "method", *(f"T = {t}" for t in temperatures)], body)
 
 

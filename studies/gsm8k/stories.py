@@ -1,10 +1,8 @@
-"""The second task: generated word problems of one to four steps with a written solution each.
+"""The second task: generated word problems of one to six steps with a written solution each.
 
 A story has a quantity, and each step changes it. Every step has several wordings; the last wording of each is held
 out, so that one test set asks known steps in words never trained on. Numbers are chosen so that every intermediate
 result is a whole number from 2 to 99 (prices: to 198).
-
-    python studies/gsm8k/stories.py --out data/stories
 """
 
 from __future__ import annotations

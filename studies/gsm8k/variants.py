@@ -2,7 +2,8 @@
 
 The calculator marks of a solution (``<<48/2=24>>``) are a program. Numbers of the question are changed, the program is
 run again with them, and a problem is kept only where that is unambiguous: every changed number stands once in the
-question, no number of the program could mean two things, and every result that was a whole number is one again.
+question, in digits; every number of the program is in the question, came out before, or is one that everybody knows;
+none of them could mean two things; and every result that was a whole number is one again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from fractions import Fraction
 from typing import Any
 
@@ -41,7 +43,30 @@ WORDS = {
 LARGEST = 100_000
 COUNT_WORDS = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
 )  # fmt: skip
+TENS_WORDS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+# Numbers that a word of the question brings with it: a program may mean these where it says them.
+IMPLIED = {
+    r"thirds?|thrice|tripl\w+|yards?|foot|feet": (3,),
+    r"quarters?": (4, 15, 25),
+    r"fourths?|quadrupl\w+|quarts?|gallons?|squares?|seasons?": (4,),
+    r"fifths?|nickels?|weekdays?|weeks?": (5, 7, 52),
+    r"sixths?|half a dozen": (6,),
+    r"eighths?|work\w*": (8,),
+    r"tenths?|dimes?|decades?|centimeters?": (10,),
+    r"dozens?|inch\w*|foot|feet": (12, 36),
+    r"ounces?|pounds?": (16,),
+    r"days?|nights?|daily": (7, 24),
+    r"months?|monthly|years?|yearly|annual\w*": (4, 12, 28, 30, 31, 52, 365),
+    r"hours?|minutes?|seconds?": (15, 24, 30, 60),
+    r"percent\w*|cents?|penn\w+|dollars?|hundreds?": (100,),
+    r"kilo\w+|meters?|lit\w+|grams?|tons?|thousands?": (1000,),
+}
+ALWAYS = {1, 2}  # half of it, twice as much, and itself
+WRITTEN = re.compile(r"\d[\d,]*\.?\d*")
+FIXED = re.compile(r"(\d+)/(\d+)|(\d+):(\d+)|(\d+(?:\.\d+)?) ?(?:%|percent)")  # parts of a whole, times of day
+TERM = re.compile(r"\d*\.?\d+")
 
 
 def variant(row: dict[str, Any], rng: random.Random) -> dict[str, Any] | None:
@@ -63,15 +88,36 @@ def variant(row: dict[str, Any], rng: random.Random) -> dict[str, Any] | None:
 
 def _changes(question: str, program: list[tuple[str, str]], rng: random.Random) -> dict[Fraction, int] | None:
     """New values for the whole numbers of the question that the program uses and that mean one thing."""
-    given = Counter(Fraction(n) for n in NUMBER.findall(question))
-    given.update(Fraction(n) for n, word in enumerate(COUNT_WORDS) if re.search(rf"\b{word}\b", question.lower()))
-    results = {_number(value) for _, value in program}
-    used = {Fraction(n) for expression, _ in program for n in NUMBER.findall(expression)}
-    if given.keys() & results:
-        return None  # a number of the program could be either
-    able = [n for n, times in given.items() if n in used and times == 1 and n.denominator == 1 and 3 <= n <= 1000]
-    changes = {n: _another(int(n), rng) for n in able if n not in (7, 12, 24, 60, 100)}
-    return changes or None  # days, months, hours, minutes and percents stay
+    given = Counter(Fraction(n.replace(",", "").rstrip(".")) for n in WRITTEN.findall(question))
+    fixed = _fixed(question)
+    if not _is_explained(program, given.keys() | fixed):
+        return None
+    terms = [Counter(map(Fraction, TERM.findall(expression))) for expression, _ in program]
+    once = {n for n, times in given.items() if times == 1 and max(part[n] for part in terms) == 1}
+    able = [n for n in given if n in once - fixed and n.denominator == 1 and 3 <= n <= 1000]
+    return {n: _another(int(n), rng) for n in able} or None
+
+
+def _fixed(question: str) -> set[Fraction]:
+    """Numbers that may be in the program for another reason than that they stand in the question in digits."""
+    text = question.lower()
+    said = {n for n, word in enumerate(COUNT_WORDS) if re.search(rf"\b{word}\b", text)}
+    tens = {10 * n for n, word in enumerate(TENS_WORDS, 2) if re.search(rf"\b{word}\b", text)}
+    implied = {n for words, numbers in IMPLIED.items() if re.search(rf"\b(?:{words})\b", text) for n in numbers}
+    parts = {Fraction(n) for found in FIXED.findall(text) for n in found if n}
+    if "%" in text:
+        implied.add(100)
+    return parts | {Fraction(n) for n in ALWAYS | said | tens | implied | {a + b for a in tens for b in said}}
+
+
+def _is_explained(program: list[tuple[str, str]], known: AbstractSet[Fraction]) -> bool:
+    """A number from nowhere was worked out in someone's head, from numbers that may now be others."""
+    came_out: set[Fraction | None] = set()
+    for expression, value in program:
+        if any(Fraction(n) not in known and Fraction(n) not in came_out for n in TERM.findall(expression)):
+            return False
+        came_out.add(_number(value))
+    return not came_out & known  # else a number of the program could be either
 
 
 def _another(value: int, rng: random.Random) -> int:

@@ -74,11 +74,26 @@ def test_a_variant_has_other_numbers_and_their_answer():
         ("8 cats and 2 dogs, 16 in all?", "<<8*2=16>>16\n#### 16"),  # 16 is given and comes out
         ("9 pens and 4 more?", "<<9+4=14>>14\n#### 14"),  # the marks are wrong
         ("9 pens and 4 more?", "13 pens\n#### 13"),  # no program
+        ("Three times eight pens?", "<<3*8=24>>24\n#### 24"),  # words stay, so the answer does
+        ("50 ants and half as many bugs?", "25 bugs.\n<<25+50=75>>75\n#### 75"),  # 25 from nowhere
+        ("5 classes every weekday?", "<<5*5=25>>25\n#### 25"),  # the other five is in no digit
+        ("1/4 of 364 miles, and 1/2?", "<<3/4*364=273>>273\n#### 273"),  # 3/4 was added up in the head
+        ("40% more than 30?", "12 more.\n<<12+30=42>>42\n#### 42"),  # so was 12
     ],
 )
 def test_what_is_not_clear_is_left_alone(question, answer):
     row = {"question": question, "answer": answer}
     assert all(variants.variant(row, variants.random.Random(seed)) is None for seed in range(10))
+
+
+def test_a_number_in_words_stays_in_the_program_too():
+    row = {"question": "Tom has 8 pens and three times as many caps. All in all?",
+           "answer": "<<8*3=24>>24\n<<24+8=32>>32\n#### 32"}  # fmt: skip
+    made = [variants.variant(row, variants.random.Random(seed)) for seed in range(10)]
+    for other in filter(None, made):
+        (pens,) = map(int, re.findall(r"\d+", other["prompt"]))
+        assert pens != 8 and int(other["answer"]) == 4 * pens
+    assert any(made)
 
 
 @pytest.fixture
@@ -265,3 +280,24 @@ def test_a_run_in_two_files_counts_once_and_an_unfinished_one_not_at_all(tmp_pat
         rows = [{"name": "x", "finished": finished, "file": name}, {"name": "y", "finished": False}]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert figures.read(tmp_path) == [{"name": "x", "finished": True, "file": "a"}]
+
+
+def test_two_seeds_on_the_same_problems_are_not_twice_as_many_problems():
+    assert figures.share([0.5, 0.5], 256) == figures.share([0.5], 256) == "50.0 (43.9 to 56.1)"
+    assert figures.share([0.4, 0.5, 0.6], 256) == "50.0 (25.2 to 74.8)"
+
+
+def test_a_missing_temperature_leaves_its_own_cell_empty():
+    def row(method, found):
+        passes = {t: {"accuracy": 0.1, "pass_at": {"8": value}} for t, value in found.items()}
+        return {"question": "main", "task": "stories", "method": method, "pass": passes}
+
+    rows = [row("sft", {"0.2": 0.1, "0.6": 0.3}), row("luffy", {"0.2": 0.4, "0.4": 0.5, "0.6": 0.6})]
+    _, _, sft, luffy = figures.pass_table(rows).splitlines()
+    assert sft == "| stories | SFT | 10.0 |  | 30.0 |"
+    assert luffy == "| stories | LUFFY | 40.0 | 50.0 | 60.0 |"
+
+
+def test_a_set_that_only_some_runs_were_asked_is_shown_for_those():
+    rows = [{"method": "luffy", "curves": {"a": [[0, 0.0], [60, 0.5]]}}, {"method": "luffy", "curves": {}}]
+    assert figures.accuracy(rows, "a", 256) == "50.0 (43.9 to 56.1)" and figures.accuracy(rows, "b", 256) == "not run"
