@@ -35,6 +35,9 @@ def main(connection_fd: int, lifeline_fd: int) -> None:
     """Entry of the process. ``lifeline_fd`` is a pipe whose other end only the parent holds."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a blocked SIGALRM would be inherited and disarm soft limits
     die_with_parent(lifeline_fd)
+    # Sent to a whole job, it asks the parent to end its step, which needs this process. A handler, because what the
+    # function starts would inherit that the signal is ignored.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     # A function that prints must not write into a command's standard output.
     sys.stdout = sys.stderr
     with Connection(connection_fd) as connection:

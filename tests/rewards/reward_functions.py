@@ -19,6 +19,9 @@ def misbehave(what, argument=None):
         return argument
     if what == "hang":
         time.sleep(1000)
+    if what == "nap":
+        time.sleep(argument)
+        return argument
     if what == "hold_the_lock":
         return len(str(10 ** (10**10)))
     if what == "bomb":

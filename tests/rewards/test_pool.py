@@ -113,6 +113,17 @@ def test_kill_9_of_a_worker_in_mid_flight(tmp_path):
         assert len(pool.pids) == 2 and all(map(is_running, pool.pids))
 
 
+def test_sigterm_is_the_parents_to_handle(pool):
+    """Schedulers send it to every process of a job, and the training then still finishes its step."""
+    pool.wait_ready()
+    pids = pool.pids
+    sender = threading.Timer(0.3, lambda: [os.kill(pid, signal.SIGTERM) for pid in pids])
+    sender.start()
+    outcomes = pool.map([("nap", 0.8), ("nap", 0.8), ("echo", 3)])
+    sender.join()
+    assert [(o.status, o.value) for o in outcomes] == [("ok", 0.8), ("ok", 0.8), ("ok", 3)] and pool.pids == pids
+
+
 def test_a_worker_killed_between_items_costs_nothing(pool):
     pool.wait_ready()
     for pid in pool.pids:
