@@ -13,6 +13,7 @@ from luffy.distributed.world import is_launched
 from luffy.errors import ConfigError, TrainingStopped
 
 OnStep = Callable[[int, dict[str, float]], None]
+GO_ON = "the same command goes on from the last complete checkpoint"
 
 
 class Job(Protocol):
@@ -46,6 +47,7 @@ def launch(job: Job, arguments: Sequence[str]) -> None:
 def start_processes(workers: int, arguments: Sequence[str]) -> None:
     """``workers`` processes of this machine, as torchrun would start them; ends with the code of the first to fail.
     One that was killed could say nothing itself."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -62,6 +64,11 @@ def start_processes(workers: int, arguments: Sequence[str]) -> None:
     command: Any = elastic_launch(config, sys.executable)
     try:
         command("-m", "luffy", *arguments)
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        name = signal.Signals(error.sigval).name
+        raise TrainingStopped(f"ended by {name}, and its {workers} processes with it; {GO_ON}") from None
     except ChildFailedError as error:
         # Whom the launcher ended with SIGTERM is in the list too: after who was killed, and after who failed.
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -74,7 +81,4 @@ def start_processes(workers: int, arguments: Sequence[str]) -> None:
 def killed_message(rank: int, workers: int, number: int) -> str:
     name = signal.Signals(number).name
     hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return (
-        f"process {rank} of {workers} was ended by {name}{hint}, and the others with it; the same command goes on from "
-        f"the last complete checkpoint"
-    )
+    return f"process {rank} of {workers} was ended by {name}{hint}, and the others with it; {GO_ON}"

@@ -1,16 +1,18 @@
 """``launch: local | torchrun | ray`` as a user meets it."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from luffy.config import Config, build
 from luffy.distributed import launch as launching
 from luffy.distributed import ray_launch
 from luffy.distributed.launch import launch
 from luffy.distributed.world import World, is_launched
-from luffy.errors import ConfigError, UserError
+from luffy.errors import ConfigError, TrainingStopped, UserError
 from luffy.metrics import Mean
 from luffy.report.recorder import read_json_lines
 from luffy.schema import to_dict
@@ -130,3 +132,19 @@ def test_a_world_of_one_gives_back_what_it_gets():
     assert world.merge({"a": Mean(6.0, 3)}) == {"a": Mean(6.0, 3)}
     with pytest.raises(UserError, match="mistake"):
         world.on_main(lambda: (_ for _ in ()).throw(UserError("mistake")))
+
+
+@pytest.mark.parametrize(
+    ("number", "raised", "said"),
+    [
+        (signal.SIGTERM, TrainingStopped, "ended by SIGTERM, and its 2 processes with it; the same command goes on"),
+        (signal.SIGINT, KeyboardInterrupt, ""),
+    ],
+)
+def test_a_signal_to_the_launcher_is_no_traceback(monkeypatch, number, raised, said):
+    def signalled(*_):
+        raise SignalException("Process 1 got signal", sigval=number)
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: signalled)
+    with pytest.raises(raised, match=said):
+        launching.start_processes(2, ["train", "recipe.yaml"])

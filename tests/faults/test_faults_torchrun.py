@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,20 @@ def test_a_disk_that_fills_behind_the_training_costs_no_checkpoint(
     code, said = luffy_train(cfg, tmp_path)
     assert code == 0 and "resumed at step 2" in said, said
     assert_as_expected(cfg, truth)
+
+
+def test_sigterm_to_the_command_ends_it_with_one_line(make_config, tmp_path):
+    cfg = sharded(make_config, "ended")
+    cfg = replace(cfg, train=replace(cfg.train, steps=1000))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml(cfg))
+    env = os.environ | {"PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "luffy", "train", str(recipe)]
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as running:
+        latest, deadline = cfg.folder / "checkpoints" / "latest", time.time() + 120
+        while not latest.exists() and time.time() < deadline:
+            time.sleep(0.1)
+        running.send_signal(signal.SIGTERM)
+        _, said = running.communicate(timeout=90)
+    assert (running.returncode, said.count("luffy: error: "), "Traceback" in said) == (1, 1, False), said
+    assert "ended by SIGTERM, and its 2 processes with it" in said.splitlines()[-1]
