@@ -19,7 +19,7 @@ import shutil
 import sys
 import time
 import traceback
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -189,17 +189,28 @@ class Slice:
         return [job for question in self.args.questions for job in jobs(question, self.args.data)]
 
     def go(self) -> None:
+        while not self._went_through():
+            print("a process died and took the others with it; they start again", flush=True)
+
+    def _went_through(self) -> bool:
+        """False: a process died, and its pool takes no more jobs."""
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(self.args.at_once, mp_context=context) as pool:
             under_way: dict[Future[str], Job] = {}
+            broken = False
             while True:
-                for job in self._startable(self.args.at_once - len(under_way)):
+                for job in [] if broken else self._startable(self.args.at_once - len(under_way)):
                     paths = (self.args.data, self.args.model, self.args.out)
-                    under_way[pool.submit(job.do, *paths, self.deadline)] = job
+                    try:
+                        under_way[pool.submit(job.do, *paths, self.deadline)] = job
+                    except BrokenExecutor:
+                        broken = True
+                        self.waiting.append(job)
                 if not under_way:
-                    break
+                    return not broken
                 for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                     job = under_way.pop(future)
+                    broken |= isinstance(future.exception(), BrokenExecutor)
                     if not self._note(job.name, future):
                         self.waiting.append(job)
                 self._collect()

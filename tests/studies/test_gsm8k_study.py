@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from fractions import Fraction
 from pathlib import Path
 
@@ -234,6 +235,27 @@ def test_a_failure_is_tried_once_more_and_then_named(data, tmp_path, monkeypatch
     part.go()
     assert set(part.failed) == {f"main-stories-luffy-s{seed}" for seed in plan.SEEDS}
     assert pool.seen.count("main-stories-luffy-s0") == 2 and pool.seen.count("main-stories-mixed-s0") == 1
+
+
+def test_a_process_that_dies_costs_its_pool_and_no_run(data, tmp_path, monkeypatch):
+    pools = []
+
+    def dies_once(job, out):
+        if len(pools) == 1 and len(pools[0].seen) == 3:
+            raise BrokenProcessPool("a process was terminated abruptly")
+        return finished(job, out)
+
+    class Mortal(Pool):
+        def submit(self, *arguments):
+            if len(self.seen) >= 3 and self is pools[0]:
+                raise BrokenProcessPool("a child process terminated abruptly")
+            return super().submit(*arguments)
+
+    monkeypatch.setattr(driver, "ProcessPoolExecutor", lambda *_, **__: pools.append(Mortal(dies_once)) or pools[-1])
+    part = slice_of(tmp_path, data)
+    part.go()
+    assert len(pools) == 2 and len(pools[0].seen) == 3 and not part.failed
+    assert all(job.is_done(tmp_path / "runs") for job in part.every())
 
 
 def test_a_run_cut_by_its_slice_is_no_failure_and_not_started_again_in_it(data, tmp_path, monkeypatch):
