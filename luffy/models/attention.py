@@ -111,7 +111,7 @@ class PackedLayout:
     def bounds(self) -> Tensor:
         """[S + 1] int32: where each sequence starts, and where the last one ends."""
         ends = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return ends.to(self.device)
+        return ends.to(self.device, non_blocking=True)
 
     @cached_property
     def _to_padded(self) -> Tensor:

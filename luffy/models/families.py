@@ -63,7 +63,8 @@ class Copies:
     same order, where adding into the row from all places at once would not give the same bits twice on a GPU."""
 
     def __init__(self, rows: Tensor, count: int, device: torch.device | str) -> None:
-        """``rows[i]`` is the row that goes to place i; each of the ``count`` rows goes somewhere."""
+        """``rows[i]`` is the row that goes to place i; each of the ``count`` rows goes somewhere. The indices travel
+        without waiting: the GPU is still busy with the batch before."""
         times = torch.bincount(rows, minlength=count)
         places = rows.argsort(stable=True)  # row by row
         starts = times.cumsum(0) - times
@@ -71,11 +72,11 @@ class Copies:
         nth = torch.arange(int(times.max()))
         absent = nth[None, :] >= times[several, None]
         at = (starts[several, None] + nth[None, :]).clamp(max=len(rows) - 1)
-        self.rows = rows.to(device)
-        self.first = places[starts].to(device)
-        self._several = several.to(device)
-        self._places = places[at].to(device)
-        self._absent = absent[:, :, None, None].to(device) if absent.any() else None
+        self.rows = rows.to(device, non_blocking=True)
+        self.first = places[starts].to(device, non_blocking=True)
+        self._several = several.to(device, non_blocking=True)
+        self._places = places[at].to(device, non_blocking=True)
+        self._absent = absent[:, :, None, None].to(device, non_blocking=True) if absent.any() else None
 
     def of(self, flat: Tensor) -> Tensor:
         """[N, H, D] -> [places, H, D]."""

@@ -220,7 +220,8 @@ class Trainer:
         return recorder, view
 
     def stop_soon(self, reason: str) -> None:
-        """End after the step under way, with a checkpoint of it."""
+        """End after the step under way (and its evaluation, where one is due), with a checkpoint of it. In a world of
+        several every process must be told in the same step: a checkpoint needs all."""
         self._stop_reason = reason
 
     @contextmanager
