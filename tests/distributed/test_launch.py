@@ -138,7 +138,7 @@ def test_a_world_of_one_gives_back_what_it_gets():
     ("number", "raised", "said"),
     [
         (signal.SIGTERM, TrainingStopped, "ended by SIGTERM, and its 2 processes with it; the same command goes on"),
-        (signal.SIGINT, KeyboardInterrupt, ""),
+        (signal.SIGINT, KeyboardInterrupt, None),
     ],
 )
 def test_a_signal_to_the_launcher_is_no_traceback(monkeypatch, number, raised, said):
