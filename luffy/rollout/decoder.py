@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +19,8 @@ from luffy.rollout.paged_cache import PagedCache, PagedDecodeLayout
 # Batches run with the next larger of these many rows; the idle ones write to the scratch page.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512)
 LARGE_STEP = 128
+
+_one_at_a_time = threading.Lock()
 
 
 def bucket_for(rows: int, most: int) -> int:
@@ -97,12 +103,25 @@ class Decoder:
         """The first run, on a state of its own, compiles the kernels, which a capture must not do."""
         size, pages = self.state.tables.shape
         self._step(DecodeState.empty(size, pages, self.state.drawn.shape[0], self._cache.device), rows)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Another thread may be updating the policy meanwhile; only what this one does is captured and restricted.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with capturing(self._pool) as graph:
             logits = self._step(self.state, rows)
         return graph, logits
+
+
+@contextmanager
+def capturing(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """What the block launches becomes a graph. Torch captures on one stream for the whole process, and two threads may
+    come to it together (rollouts made ahead, an evaluation): the second waits. A capture that breaks off
+    leaves that stream the current one, where the next thread's capture would record this one's work."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    with _one_at_a_time:
+        torch.cuda.synchronize()
+        try:
+            # Another thread may be updating the policy meanwhile; only what this one does is captured and restricted.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                yield graph
+        finally:
+            torch.cuda.set_stream(stream)
 
 
 def weight_addresses(model: nn.Module) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from luffy.errors import UserError
 from luffy.kernels.sampling import draw_tokens
 from luffy.models.forward import causal_lm, head_weight_bias
-from luffy.rollout.decoder import bucket_for, weight_addresses
+from luffy.rollout.decoder import bucket_for, capturing, weight_addresses
 from luffy.rollout.paged import affordable
 from luffy.rollout.paged_cache import PagedSlots, cache_shape, pages_for
 from luffy.rollout.rounds import Proposals, Round, RoundRows
@@ -100,11 +100,8 @@ class RoundGraphs:
             place.copy_(value)
 
     def _capture(self, rows: int) -> None:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         try:
-            # Another thread may be updating the policy meanwhile; only what this one does is captured and restricted.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with capturing(self._pool) as graph:
                 self._compute(rows)
         except RuntimeError as error:
             self._pool = None

@@ -1,5 +1,8 @@
 """Guided decoding from graphs draws what it draws without; on a CPU with plain torch in the place of kernels and graphs."""
 
+import threading
+import time
+from contextlib import contextmanager
 from functools import partial
 
 import plain_kernels
@@ -17,6 +20,7 @@ from luffy.errors import UserError
 from luffy.kernels.paged import PAGE
 from luffy.models import drop_padding_tokens
 from luffy.rollout import SpeculativeEngine, paged_cache, round_graphs
+from luffy.rollout.decoder import capturing
 from luffy.rollout.round_graphs import RoundGraphs
 from luffy.types import Request
 
@@ -153,22 +157,56 @@ def test_every_size_of_batch_is_captured_once_and_replayed(monkeypatch):
     assert sorted(captured) == sorted(set(captured)) and captured[0] == 8 and len(captured) >= 3
 
 
+class FakeCuda:
+    """As much of torch.cuda as a capture touches; like torch's own, a capture that fails leaves its stream current."""
+
+    def __init__(self, monkeypatch, fails=False):
+        self.stream, self.fails, self.captures, self.together = "the caller's", fails, 0, 0
+        for name in ("synchronize", "CUDAGraph"):
+            monkeypatch.setattr(torch.cuda, name, lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "stream", stream))
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    @contextmanager
+    def graph(self, graph, pool, capture_error_mode):
+        self.captures += 1
+        self.together = max(self.together, self.captures)
+        before, self.stream = self.stream, "the capture's"
+        yield
+        self.captures -= 1
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.stream = before
+
+
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU captures")
-def test_without_capture_it_says_so_once_and_goes_on(monkeypatch):
+def test_without_capture_it_says_so_once_and_goes_on_where_it_was(monkeypatch):
     models = pair()
     engine = SpeculativeEngine(*models, RULES[0], k=3, max_slots=8, decoding="pages")
     engine.round_graphs(8, PAGE)._pool = "pool"
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
-
-    def refuse(*_, **__):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(torch.cuda, "graph", refuse)
+    cuda = FakeCuda(monkeypatch, fails=True)
     with pytest.warns(UserWarning, match="without CUDA graphs.*not permitted") as caught:
         got = engine.generate(requests())
-    assert len(caught) == 1
+    assert len(caught) == 1 and cuda.stream == "the caller's"
     assert_same(got, generate(models, RULES[0], "slots", max_slots=8)[0])
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU captures")
+def test_threads_capture_one_after_the_other(monkeypatch):
+    """An evaluation begins while rollouts made ahead meet a new size of batch."""
+    cuda = FakeCuda(monkeypatch)
+
+    def capture():
+        with capturing("pool"):
+            time.sleep(0.05)
+
+    threads = [threading.Thread(target=capture) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (cuda.together, cuda.captures) == (1, 0)
 
 
 class OnTheDeviceAlone(TorchDispatchMode):
