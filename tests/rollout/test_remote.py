@@ -172,6 +172,24 @@ def test_a_server_that_takes_too_long_for_a_push_is_lost(model, start, tmp_path)
     assert stuck.version == 3 and engine.metrics()["rollout/servers"].value == 2
 
 
+def test_a_server_that_answers_nothing_any_more_is_waited_for_once(model, start, tmp_path, monkeypatch):
+    monkeypatch.setattr("luffy.rollout.vllm.server.HEALTH_TIMEOUT_S", 0.1)
+    quick, stuck = start(), start()
+    clients = [Server(s.url, KEY, timeout_s=1.5) for s in (quick, stuck)]
+    engine = RemoteEngine(model, clients, FolderTransfer(tmp_path), max_context=512)
+    engine.sync(0)
+    plain = stuck.reply
+    stuck.reply = lambda path, body: time.sleep(3.0) or plain(path, body)
+    engine.generate([ask([10])])
+    started = time.perf_counter()
+    engine.sync(1)
+    engine.generate([ask([10])])
+    assert time.perf_counter() - started < 1.5
+    stuck.reply = plain
+    engine.sync(2)
+    assert stuck.version == 2 and engine.metrics()["rollout/servers"].value == 2
+
+
 def test_a_server_with_another_model_or_too_little_context_is_refused(model, start, tmp_path):
     other = start()
     other.config["hidden_size"] = 96
@@ -283,7 +301,7 @@ def test_nccl_merges_adapters_one_layer_at_a_time(model, start, monkeypatch):
 
 @pytest.mark.parametrize("route", ["get_world_size", "init_weight_transfer_engine", "start_weight_update"])
 def test_a_server_lost_while_the_nccl_group_is_made_is_reported_as_lost(model, start, route):
-    """Whatever the call in which it goes silent; the others get their weights by the next push, in a group of their own."""
+    """Whatever the call in which it goes silent; the others get their weights in a group of their own."""
     well, stuck = start(), start()
     plain = stuck.reply
     stuck.reply = lambda path, body: time.sleep(3.0 if path == route else 0) or plain(path, body)
@@ -291,4 +309,19 @@ def test_a_server_lost_while_the_nccl_group_is_made_is_reported_as_lost(model, s
     worlds = []
     transfer = NcclTransfer("127.0.0.1", lambda host, port, world: worlds.append(world) or Group())
     assert transfer.push(model, 1, clients) == [clients[1]]
-    assert transfer.push(model, 1, clients[:1]) == [] and well.version == 1 and worlds[-1] == 2
+    assert well.version == 1 and worlds[-1] == 2
+
+
+def test_nobody_answers_with_old_weights_beside_a_server_that_is_lost_in_every_push(model, start):
+    """It is well and answers questions, so it is asked to join again before the next batch, and is lost again."""
+    well, stuck = start(), start()
+    plain, versions = stuck.reply, []
+    complete = well.complete
+    well.complete = lambda body: versions.append(well.version) or complete(body)
+    clients = [Server(s.url, KEY, timeout_s=0.5) for s in (well, stuck)]
+    engine = RemoteEngine(model, clients, NcclTransfer("127.0.0.1", lambda *_: Group()), max_context=512)
+    engine.sync(4)
+    stuck.reply = lambda path, body: time.sleep(2.0 if path == "start_weight_update" else 0) or plain(path, body)
+    engine.sync(5)
+    engine.generate([ask([10])])
+    assert versions == [5]

@@ -109,6 +109,7 @@ class RemoteEngine(Engine):
         stale: list[Server] = []
 
         def look(server: Server) -> None:
+            self._check_if_lost(server)
             if server.rpc("luffy_state")["version"] != self.version or server in self._out:
                 stale.append(server)
 
@@ -123,7 +124,9 @@ class RemoteEngine(Engine):
         return self._alive()
 
     def _push(self, version: int, servers: Sequence[Server]) -> None:
-        lost = self.transfer.push(self.model, version, servers)
+        lost = everywhere(servers, self._check_if_lost)
+        reached = [server for server in servers if server not in lost]
+        lost += self.transfer.push(self.model, version, reached) if reached else []
         pushed = [server for server in servers if server not in lost]
         lost += everywhere(pushed, lambda server: server.post("reset_prefix_cache", {}))
         for server in servers:
@@ -133,6 +136,12 @@ class RemoteEngine(Engine):
                 self._out.discard(server)
                 self.warn(f"vLLM server {server.url} is back with version {version}")
         self._alive()
+
+    def _check_if_lost(self, server: Server) -> None:
+        """One that is stuck would take the time of a response, again at every step; asked for its health it has
+        seconds."""
+        if server in self._out:
+            server.check_health()
 
     def _lose(self, server: Server, why: str) -> None:
         if server not in self._out:

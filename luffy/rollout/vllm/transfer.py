@@ -30,8 +30,8 @@ SHARD_BYTES = 2 << 30
 
 class Transfer(Protocol):
     def push(self, model: nn.Module, version: int, servers: Sequence[Server]) -> list[Server]:
-        """Give all of the policy's weights to the servers; returns those that were lost meanwhile. The others may then
-        be without them too, which shows when they are asked for their version before the next batch."""
+        """Give all of the policy's weights to the servers; returns those that were lost meanwhile. The others have
+        them."""
 
 
 @contextmanager
@@ -96,15 +96,17 @@ class NcclTransfer:
         self._group: Any = None
 
     def push(self, model: nn.Module, version: int, servers: Sequence[Server]) -> list[Server]:
-        """A server that is lost in the middle leaves the broadcast without an end, so all are asked first, and the
-        group is thrown away whenever one did not answer."""
+        """A server that is lost in the middle leaves the broadcast without an end, so all are asked first. The group
+        is thrown away whenever one did not answer, and the others get the weights in one of their own."""
         lost = everywhere(servers, lambda server: server.check_health())
-        alive = [server for server in servers if server not in lost]
-        if alive:
+        while alive := [server for server in servers if server not in lost]:
             opening = [] if tuple(alive) == self._servers else self._open(alive)
-            lost += opening or self._send(model, version, alive)
-        if lost:
-            self._servers, self._group = (), None
+            missing = opening or self._send(model, version, alive)
+            lost += missing
+            if lost:
+                self._servers, self._group = (), None
+            if not missing:
+                break
         return lost
 
     def _open(self, servers: Sequence[Server]) -> list[Server]:
