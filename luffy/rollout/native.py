@@ -231,6 +231,8 @@ class NativeEngine(Engine):
         max_slots = (GPU_SLOTS if on_gpu else CPU_SLOTS) if max_slots is None else max_slots
         if max_slots < 1:
             raise UserError(f"max_slots is {max_slots}: the engine needs at least 1")
+        if batch_invariant and decoding == "pages":
+            raise UserError("batch_invariant needs decoding in slots: over pages rounding depends on the batch")
         longest = causal_lm(model).config.max_position_embeddings
         if max_context is not None and not 1 <= max_context <= longest:
             raise UserError(f"max_context is {max_context}: the model takes 1 to {longest} tokens")

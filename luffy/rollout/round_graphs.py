@@ -67,7 +67,6 @@ class RoundGraphs:
         return slots <= self._rows and k == self._k and self._weights == [weight_addresses(m) for m in self._models]
 
     def allocate(self, slots: int, capacity: int) -> None:
-        self.release()  # what a call that broke off may have left
         for cache in self.caches:
             cache.allocate(slots, capacity)
 

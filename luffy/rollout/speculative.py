@@ -330,10 +330,13 @@ class SpeculativeEngine(NativeEngine):
         from luffy.rollout.decoder import bucket_for
         from luffy.rollout.round_graphs import RoundGraphs, slots_available
 
-        slots = slots_available(slots, self._models(), capacity, self.k, self.memory_share)
+        if self._graphs is not None:
+            self._graphs.release()  # what a call that broke off may have left is not missing here
+        # Scores are there for every row of a graph, with or without a sequence in it.
+        rows = slots_available(bucket_for(slots, self.max_slots), self._models(), capacity, self.k, self.memory_share)
+        slots = min(slots, rows)
         if self._graphs is None or not self._graphs.serves(slots, self.k):
             self._graphs = None  # their memory first
-            rows = bucket_for(slots, self.max_slots)
             self._graphs = RoundGraphs(*self._models(), rows, self.k, self.max_context)
         self._graphs.allocate(slots, capacity)
         return self._graphs

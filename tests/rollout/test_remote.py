@@ -271,6 +271,10 @@ def test_nccl_follows_the_protocol_and_makes_a_new_group_when_servers_change(mod
     assert transfer.push(model, 6, clients) == [clients[1]]
     assert transfer.push(model, 7, clients[:1]) == [] and [world for *_, world in groups] == [6, 3, 3]
     assert servers[0].version == 7
+    servers[0].dead = True
+    assert transfer.push(model, 8, clients) == clients  # in whatever order they come back, they know of no group
+    servers[0].dead = False
+    assert transfer.push(model, 9, clients[:1]) == [] and len(groups) == 4
 
 
 def test_nccl_merges_adapters_one_layer_at_a_time(model, start, monkeypatch):

@@ -134,6 +134,41 @@ def test_little_memory_gives_few_slots(monkeypatch):
         engine.generate(requests())
 
 
+def test_scores_of_idle_rows_are_paid_for_too(monkeypatch):
+    """Five sequences run in graphs of eight rows: where memory is for six, there are six."""
+    models, wanted = pair(), []
+    monkeypatch.setattr(round_graphs, "affordable", lambda count, *_: wanted.append(count) or 6)
+    got, engine = generate(models, RULES[0], "pages", requests()[:5], max_slots=32)
+    assert wanted == [8] and len(engine._graphs._output.tokens) == 6 and engine._graphs.caches[0].slots == 5
+    assert_same(got, generate(models, RULES[0], "slots", requests()[:5])[0])
+
+
+def test_a_call_that_finds_no_memory_leaves_none_taken(monkeypatch):
+    models = pair()
+    expected, engine = generate(models, RULES[0], "pages")
+    caches = engine._graphs.caches
+    allocate = caches[1].allocate
+
+    def refuse(*_):
+        raise torch.OutOfMemoryError("no")
+
+    caches[1].allocate = refuse
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.generate(requests())
+    caches[1].allocate = allocate
+    taken, affordable = [], round_graphs.affordable
+    monkeypatch.setattr(
+        round_graphs, "affordable", lambda *a: taken.append([c._cache._block for c in caches]) or affordable(*a)
+    )
+    assert_same(engine.generate(requests()), expected)
+    assert taken == [[None, None]]
+
+
+def test_pages_are_refused_where_every_bit_counts():
+    with pytest.raises(UserError, match="batch_invariant needs decoding in slots"):
+        SpeculativeEngine(*pair(), RULES[0], decoding="pages", batch_invariant=True)
+
+
 class Replayed:
     def __init__(self, compute):
         self.replay = compute

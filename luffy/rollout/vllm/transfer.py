@@ -102,11 +102,12 @@ class NcclTransfer:
         while alive := [server for server in servers if server not in lost]:
             opening = [] if tuple(alive) == self._servers else self._open(alive)
             missing = opening or self._send(model, version, alive)
-            lost += missing
-            if lost:
-                self._servers, self._group = (), None
             if not missing:
                 break
+            self._servers, self._group = (), None
+            lost += missing
+        if lost:
+            self._servers, self._group = (), None
         return lost
 
     def _open(self, servers: Sequence[Server]) -> list[Server]:
