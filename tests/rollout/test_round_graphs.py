@@ -134,6 +134,15 @@ def test_little_memory_gives_few_slots(monkeypatch):
         engine.generate(requests())
 
 
+def test_a_smaller_cache_forgets_the_pages_of_a_larger_one():
+    """Rows that only fill up a batch would write beyond the block, where others' memory lies."""
+    cache = paged_cache.PagedSlots(paged_cache.cache_shape(pair()[0]), DEVICE, rows=4, longest=3 * PAGE)
+    cache.allocate(4, 3 * PAGE)
+    cache.allocate(2, PAGE + 1)
+    assert cache._tables.tolist() == [[1, 2, 0], [3, 4, 0], [0, 0, 0], [0, 0, 0]]
+    assert len(cache._cache._block) == 5
+
+
 def test_scores_of_idle_rows_are_paid_for_too(monkeypatch):
     """Five sequences run in graphs of eight rows: where memory is for six, there are six."""
     models, wanted = pair(), []
