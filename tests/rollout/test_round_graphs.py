@@ -21,6 +21,7 @@ from luffy.kernels.paged import PAGE
 from luffy.models import drop_padding_tokens
 from luffy.rollout import SpeculativeEngine, paged_cache, round_graphs
 from luffy.rollout.decoder import capturing
+from luffy.rollout.native import ModelRunner
 from luffy.rollout.round_graphs import RoundGraphs
 from luffy.types import Request
 
@@ -81,11 +82,19 @@ def test_windows_and_other_architectures(architectures):
     assert_same(*(generate(models, RULES[2], kind, max_slots=8, k=5)[0] for kind in ("pages", "slots")))
 
 
-def test_the_context_may_be_filled_to_the_last_token():
+def test_the_context_may_be_filled_to_the_last_token(monkeypatch):
+    """And no table of positions is read past its end for proposals that nobody will take."""
     models = tiny_model("llama", 1, max_position_embeddings=PAGE), tiny_model("qwen2", 2, max_position_embeddings=PAGE)
     models = [model.to(DEVICE) for model in models]
     asked = [ask(range(3, 23), PAGE - 20), ask((5,), PAGE - 1, seed=1)]
+    last, decode = [], ModelRunner.decode
+    monkeypatch.setattr(
+        ModelRunner,
+        "decode",
+        lambda self, tokens, at, *rest: last.append(int(at.max())) or decode(self, tokens, at, *rest),
+    )
     assert_same(*(generate(models, RULES[2], kind, asked, k=7)[0] for kind in ("pages", "slots")))
+    assert max(last) == PAGE - 1
 
 
 def test_graphs_stay_and_caches_go():
@@ -141,6 +150,20 @@ def test_a_smaller_cache_forgets_the_pages_of_a_larger_one():
     cache.allocate(2, PAGE + 1)
     assert cache._tables.tolist() == [[1, 2, 0], [3, 4, 0], [0, 0, 0], [0, 0, 0]]
     assert len(cache._cache._block) == 5
+
+
+def test_idle_rows_do_not_look_where_sequences_of_an_earlier_round_stood(monkeypatch):
+    seen, launch = [], RoundGraphs._launch
+
+    def noted(self, rows):
+        seen.append(self._input.positions.tolist())
+        launch(self, rows)
+
+    monkeypatch.setattr(RoundGraphs, "_launch", noted)
+    asked = [ask((3, 4, 5), 2 + 6 * (s < 2), seed=s) for s in range(4)]
+    generate(pair(), Rule("mixture", eps=0.0), "pages", asked, k=2, max_slots=8)
+    assert min(seen[0]) == 3  # four sequences begin behind three tokens
+    assert len(seen) == 4 and all(min(at[:2]) > 3 and at[2:] == [0, 0] for at in seen[1:])
 
 
 def test_scores_of_idle_rows_are_paid_for_too(monkeypatch):
