@@ -14,7 +14,6 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "studies" / "gsm8k"
 sys.path.insert(0, str(FOLDER))
 
-import figures  # noqa: E402
 import make_data  # noqa: E402
 import plan  # noqa: E402
 import run as driver  # noqa: E402
@@ -281,45 +280,3 @@ def test_metrics_are_collected_and_the_best_rate_is_chosen(tmp_path):
     assert [row["curves"]["val-core/accuracy"] for row in rows] == [[[25, 0.1]], [[25, 0.2]], [[25, 0.4]]]
     assert all("other" not in row["curves"] for row in rows)
     assert driver.choose(tmp_path) == {"luffy": 3e-5}
-
-
-def test_the_tables_of_the_document_are_those_of_the_results():
-    text = figures.DOC.read_text(encoding="utf-8")
-    rows = figures.read(FOLDER / "results")
-    assert figures.fill(text, rows) == text
-    assert all(f"<!-- {name} -->" in text for name in figures.TABLES)
-
-
-def test_intervals():
-    assert figures.share([0.5, 0.6, 0.7], 100) == "60.0 (35.2 to 84.8)"  # 4.303 * 0.1 / sqrt(3)
-    low, high = figures.wilson(0.5, 100)
-    assert (low, high) == (pytest.approx(0.4038, abs=1e-4), pytest.approx(0.5962, abs=1e-4))
-    assert figures.wilson(0.0, 512)[1] == pytest.approx(0.00745, abs=1e-4)
-
-
-def test_a_run_in_two_files_counts_once_and_an_unfinished_one_not_at_all(tmp_path):
-    for name, finished in (("a", True), ("b", False)):
-        rows = [{"name": "x", "finished": finished, "file": name}, {"name": "y", "finished": False}]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert figures.read(tmp_path) == [{"name": "x", "finished": True, "file": "a"}]
-
-
-def test_two_seeds_on_the_same_problems_are_not_twice_as_many_problems():
-    assert figures.share([0.5, 0.5], 256) == figures.share([0.5], 256) == "50.0 (43.9 to 56.1)"
-    assert figures.share([0.4, 0.5, 0.6], 256) == "50.0 (25.2 to 74.8)"
-
-
-def test_a_missing_temperature_leaves_its_own_cell_empty():
-    def row(method, found):
-        passes = {t: {"accuracy": 0.1, "pass_at": {"8": value}} for t, value in found.items()}
-        return {"question": "main", "task": "stories", "method": method, "pass": passes}
-
-    rows = [row("sft", {"0.2": 0.1, "0.6": 0.3}), row("luffy", {"0.2": 0.4, "0.4": 0.5, "0.6": 0.6})]
-    _, _, sft, luffy = figures.pass_table(rows).splitlines()
-    assert sft == "| stories | SFT | 10.0 |  | 30.0 |"
-    assert luffy == "| stories | LUFFY | 40.0 | 50.0 | 60.0 |"
-
-
-def test_a_set_that_only_some_runs_were_asked_is_shown_for_those():
-    rows = [{"method": "luffy", "curves": {"a": [[0, 0.0], [60, 0.5]]}}, {"method": "luffy", "curves": {}}]
-    assert figures.accuracy(rows, "a", 256) == "50.0 (43.9 to 56.1)" and figures.accuracy(rows, "b", 256) == "not run"
