@@ -68,35 +68,28 @@ def begin_counted(t: Teller) -> Step:
 
 
 def begin_boxes(t: Teller) -> Step:
-    a, b = t.random.randint(2, 9), t.random.randint(2, 9)
-    return t.step(
-        (
-            "{name} has {a} boxes with {b} {things} in each box.",
-            "{name} buys {a} bags. Each bag holds {b} {things}.",
-            "{name} puts {b} {things} on each of {a} tables.",
-            "{name} fills {a} jars with {b} {things} apiece.",
-        ),
-        "{name} has {a} * {b} = {after} {things}.",
-        a * b,
-        a=a,
-        b=b,
+    return _equal_lots(
+        t,
+        "{name} has {a} boxes with {b} {things} in each box.",
+        "{name} buys {a} bags. Each bag holds {b} {things}.",
+        "{name} puts {b} {things} on each of {a} tables.",
+        "{name} fills {a} jars with {b} {things} apiece.",
     )
 
 
 def begin_days(t: Teller) -> Step:
-    a, b = t.random.randint(2, 9), t.random.randint(2, 9)
-    return t.step(
-        (
-            "{name} finds {a} {things} every day for {b} days.",
-            "For {b} days, {name} collects {a} {things} a day.",
-            "{name} makes {a} {things} each morning. {He} does this for {b} mornings.",
-            "Over {b} days, {name} gathers {a} {things} daily.",
-        ),
-        "{name} has {a} * {b} = {after} {things}.",
-        a * b,
-        a=a,
-        b=b,
+    return _equal_lots(
+        t,
+        "{name} finds {a} {things} every day for {b} days.",
+        "For {b} days, {name} collects {a} {things} a day.",
+        "{name} makes {a} {things} each morning. {He} does this for {b} mornings.",
+        "Over {b} days, {name} gathers {a} {things} daily.",
     )
+
+
+def _equal_lots(t: Teller, *wordings: str) -> Step:
+    a, b = t.random.randint(2, 9), t.random.randint(2, 9)
+    return t.step(wordings, "{name} has {a} * {b} = {after} {things}.", a * b, a=a, b=b)
 
 
 def more(t: Teller, v: int) -> Step | None:
