@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from luffy.errors import UserError
+from luffy.models.flash import flash_kernel, heads_of
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -259,10 +260,14 @@ def causal_varlen(
 ) -> Tensor:
     """Stretches of queries over sequences of keys. The kernel aligns causality to the end: the last query of a
     stretch sees every key of its sequence."""
-    out = varlen_attn(
-        query, key, value, asking.bounds, asked.bounds, asking.longest, asked.longest,
-        scale=scale, window_size=(-1, 0), **VARLEN_GQA,
-    )  # fmt: skip
+    kernel = flash_kernel(heads_of(query, key), torch_varlen) or torch_varlen
+    return kernel(query, key, value, (asking.bounds, asked.bounds), (asking.longest, asked.longest), scale)
+
+
+def torch_varlen(
+    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float
+) -> Tensor:
+    out = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=(-1, 0), **VARLEN_GQA)
     assert isinstance(out, Tensor)
     return out
 

@@ -1,0 +1,200 @@
+"""flash-attn is called where it is there and agrees with torch, and nothing depends on it."""
+
+import importlib.util
+import sys
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from luffy.models import attention, flash
+from luffy.models.attention import PackedLayout
+from luffy.models.families import FamilyLayout
+from luffy.types import Family
+
+HEADS = flash.Heads(torch.device("cpu"), torch.float32, 4, 2, 8)
+LAYOUTS = {
+    "whole": PackedLayout((5, 3, 9)),
+    "families": FamilyLayout([Family(4, (3, 5)), Family(1, (2, 2))], "cpu"),
+}
+
+
+def reference(
+    query, key, value, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, deterministic
+):
+    """What the package computes: causality is aligned to the end of each sequence."""
+    assert causal and max_seqlen_q == int(cu_seqlens_q.diff().max()) and max_seqlen_k == int(cu_seqlens_k.diff().max())
+    out = []
+    for i in range(len(cu_seqlens_q) - 1):
+        q = query[cu_seqlens_q[i] : cu_seqlens_q[i + 1]].transpose(0, 1)
+        k, v = (x[cu_seqlens_k[i] : cu_seqlens_k[i + 1]].transpose(0, 1) for x in (key, value))
+        sees = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        made = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=softmax_scale, enable_gqa=True)
+        out.append(made.transpose(0, 1))
+    return torch.cat(out), None
+
+
+def torch_reference(query, key, value, bounds, longest, scale):
+    return flash._adapted(reference)(query, key, value, bounds, longest, scale)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A Hopper GPU in name; tensors stay on the CPU."""
+    monkeypatch.setattr(flash, "gpu_generation", lambda device: 9)
+    monkeypatch.setattr(attention, "varlen_serves", lambda query: True)
+    monkeypatch.setattr("luffy.models.families.varlen_serves", lambda query: True)
+    monkeypatch.setattr(attention, "torch_varlen", torch_reference)
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, None)  # not installed
+    flash.flash_kernel.cache_clear()
+    yield monkeypatch
+    flash.flash_kernel.cache_clear()
+
+
+def install(monkeypatch, name, function):
+    module = types.ModuleType(name)
+    module.flash_attn_varlen_func = function
+    monkeypatch.setitem(sys.modules, name, module)
+    if "." in name:
+        monkeypatch.setitem(sys.modules, name.split(".")[0], types.ModuleType(name.split(".")[0]))
+
+
+def changed(calls, change=lambda x: x):
+    """The right kernel, with its calls counted and its output changed."""
+
+    def kernel(*args, **named):
+        calls.append(args[0].shape[0])
+        return change(reference(*args, **named)[0])
+
+    return kernel
+
+
+def heads(tokens):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(tokens, count, 8, generator=generator, requires_grad=True) for count in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_values_and_gradients_are_those_of_the_padded_path(hopper, layout):
+    tensors, calls = heads(17), []
+    install(hopper, "flash_attn.cute", changed(calls))
+    out = layout.attend(0, *tensors, 0.3, None)
+    assert calls[-1] == 17
+    grads = torch.autograd.grad((out * out.detach().sin()).sum(), tensors)
+    hopper.setattr(attention, "varlen_serves", lambda query: False)
+    hopper.setattr("luffy.models.families.varlen_serves", lambda query: False)
+    padded = layout.attend(0, *tensors, 0.3, None)
+    torch.testing.assert_close(out, padded)
+    for ours, theirs in zip(grads, torch.autograd.grad((padded * out.detach().sin()).sum(), tensors), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_it_is_tried_once_for_all_layers_and_steps(hopper, inference):
+    calls = []
+    install(hopper, "flash_attn.cute", changed(calls))
+    with torch.inference_mode(inference):
+        for _ in range(3):
+            PackedLayout((5,)).attend(0, *heads(5), 0.3, None)
+    assert calls == [430, 5, 5, 5]
+
+
+def test_the_newest_package_is_taken(hopper):
+    third, fourth = [], []
+    install(hopper, "flash_attn_interface", changed(third))
+    assert flash.flash_kernel(HEADS, torch_reference) and (len(third), len(fourth)) == (1, 0)
+    install(hopper, "flash_attn.cute", changed(fourth))
+    flash.flash_kernel.cache_clear()
+    assert flash.flash_kernel(HEADS, torch_reference) and (len(third), len(fourth)) == (1, 1)
+
+
+def test_without_a_package_on_an_older_gpu_or_switched_off_torch_serves(hopper):
+    assert flash.flash_kernel(HEADS, torch_reference) is None
+    install(hopper, "flash_attn.cute", reference)
+    for block in (
+        lambda patch: patch.setattr(flash, "gpu_generation", lambda device: 8),
+        lambda patch: patch.setenv(flash.SWITCH, "0"),
+    ):
+        flash.flash_kernel.cache_clear()
+        with hopper.context() as patch:
+            block(patch)
+            assert flash.flash_kernel(HEADS, torch_reference) is None
+    flash.flash_kernel.cache_clear()
+    assert flash.flash_kernel(HEADS, torch_reference) is not None
+
+
+def wrong_backward(out):
+    return out.detach() + (out - out.detach()) * 1.1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda out: out * 1.1, "out by 0.1"),
+        (wrong_backward, "torch's in dq by 0.1, dk by 0.1, dv by 0.1"),
+        (lambda out: out * float("nan"), "out by nan"),
+        (lambda out: out.nope, "AttributeError: .*nope"),
+    ],
+)
+def test_one_that_fails_or_differs_is_not_used_and_says_so_once(hopper, change, said):
+    calls = []
+    install(hopper, "flash_attn.cute", changed(calls, change))
+    with pytest.warns(UserWarning, match=said):
+        first = PackedLayout((5,)).attend(0, *heads(5), 0.3, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(PackedLayout((5,)).attend(0, *heads(5), 0.3, None), first)
+    assert calls == [430]
+
+
+def test_memory_that_runs_out_is_no_reason_to_leave_it(hopper):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("full")
+
+    install(hopper, "flash_attn.cute", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        PackedLayout((5,)).attend(0, *heads(5), 0.3, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.skipif(
+    not any(importlib.util.find_spec(name.split(".")[0]) for name, _ in flash.PACKAGES),
+    reason="needs flash-attn 3 or 4",
+)
+@pytest.mark.parametrize(("queries", "keys", "size"), [(12, 2, 128), (9, 3, 64), (16, 8, 128)])
+def test_on_the_gpu_the_installed_package_is_used_and_right(queries, keys, size):
+    """As close to float64 as torch's own kernel is, over whole sequences and shared prompts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernel = flash.flash_kernel(
+            flash.Heads(torch.device("cuda", 0), torch.bfloat16, queries, keys, size), attention.torch_varlen
+        )
+    assert kernel is not None
+    families = [Family(121, (512, 3, 700)), Family(7, (60, 200))]
+    lengths = (700, 33, 1, 1024)
+    for layout, tokens in (
+        (PackedLayout(lengths, "cuda"), sum(lengths)),
+        (FamilyLayout(families, "cuda"), sum(family.tokens for family in families)),
+    ):
+        seen = [torch.randn(tokens, n, size, device="cuda", dtype=torch.bfloat16) for n in (queries, keys, keys)]
+        want = _with_gradients(layout, [x.double() for x in seen])  # the padded path
+        ours = _with_gradients(layout, seen)
+        flash.flash_kernel.cache_clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(flash.SWITCH, "0")
+            torchs = _with_gradients(layout, seen)
+        flash.flash_kernel.cache_clear()
+        for a, b, truth in zip(ours, torchs, want, strict=True):
+            scale = truth.norm()
+            assert float((a - truth).norm() / scale) < 1.5 * float((b - truth).norm() / scale) + 1e-4
+
+
+def _with_gradients(layout, tensors):
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    out = layout.attend(0, *tensors, tensors[0].shape[-1] ** -0.5, None)
+    weights = torch.linspace(-1, 1, out.shape[0], device=out.device, dtype=out.dtype)[:, None, None]
+    return [x.double() for x in (out, *torch.autograd.grad((out * weights).sum(), tensors))]
