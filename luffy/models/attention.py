@@ -135,10 +135,9 @@ class PackedLayout:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         if self._store is not None:
             self._store.write(layer, key, value, self._token_slots, self.position_ids)
-        banded = window is not None and window < self.longest
-        if not banded and varlen_serves(query):
-            return causal_varlen(query, key, value, self, self, scale)
-        return self._attend_padded(query, key, value, scale, window if banded else None)
+        if varlen_serves(query):
+            return causal_varlen(query, key, value, self, self, scale, window)
+        return self._attend_padded(query, key, value, scale, narrowing(window, self.longest))
 
     def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         out = F.scaled_dot_product_attention(
@@ -255,19 +254,38 @@ def varlen_serves(query: Tensor) -> bool:
     )
 
 
+def narrowing(window: int | None, longest: int) -> int | None:
+    """The window, if any sequence is longer: others need not hear of it."""
+    return window if window is not None and window < longest else None
+
+
 def causal_varlen(
-    query: Tensor, key: Tensor, value: Tensor, asking: PackedLayout, asked: PackedLayout, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asking: PackedLayout,
+    asked: PackedLayout,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
-    """Stretches of queries over sequences of keys. The kernel aligns causality to the end: the last query of a
-    stretch sees every key of its sequence."""
-    kernel = flash_kernel(heads_of(query, key), torch_varlen) or torch_varlen
-    return kernel(query, key, value, (asking.bounds, asked.bounds), (asking.longest, asked.longest), scale)
+    """Stretches of queries over sequences of keys. The kernel aligns causality and window to the end: the last query
+    of a stretch sees the last key of its sequence and what is before it."""
+    window = narrowing(window, asked.longest)
+    kernel = flash_kernel(heads_of(query, key, window), torch_varlen) or torch_varlen
+    return kernel(query, key, value, (asking.bounds, asked.bounds), (asking.longest, asked.longest), scale, window)
 
 
 def torch_varlen(
-    query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float,
+    window: int | None,
 ) -> Tensor:
-    out = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=(-1, 0), **VARLEN_GQA)
+    before = -1 if window is None else window - 1  # the kernel counts the tokens beside the query's own
+    out = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=(before, 0), **VARLEN_GQA)
     assert isinstance(out, Tensor)
     return out
 

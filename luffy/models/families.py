@@ -39,9 +39,8 @@ class FamilyLayout:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         keys, values = self._copies.of(key), self._copies.of(value)
-        banded = window is not None and window < self._whole.longest
-        if not banded and varlen_serves(query):
-            return causal_varlen(query, keys, values, self._stretches, self._whole, scale)
+        if varlen_serves(query):
+            return causal_varlen(query, keys, values, self._stretches, self._whole, scale, window)
         out = self._whole.attend(layer, self._copies.of(query), keys, values, scale, window)
         return out.index_select(0, self._copies.first)
 

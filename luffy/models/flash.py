@@ -1,7 +1,7 @@
 """flash-attn where it is installed: the newest of its packages that serves the GPU and agrees with torch.
 
 torch brings the kernels of version 2 itself, so that package would change nothing. Versions 3 and 4 are written for
-newer GPUs; both take the same arguments and align causality to the end, as torch's own does. Version 4 compiles its
+newer GPUs; both take the same arguments and align causality and windows to the end, as torch's own does. Version 4 compiles its
 kernels when they are first called and is still a beta, so nothing is taken on trust: a small forward and backward pass
 must work and give torch's values, or torch's kernel serves.
 """
@@ -26,8 +26,8 @@ TOLERANCE = 0.02  # of a tensor's norm; half precision itself is off by 0.003
 
 logger = logging.getLogger(__name__)
 
-# Query, key and value [tokens, heads, D], where the sequences of either begin, the longest of either, scale.
-Varlen = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], tuple[int, int], float], Tensor]
+# Query, key and value [tokens, heads, D], where the sequences of either begin, the longest of either, scale, window.
+Varlen = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], tuple[int, int], float, int | None], Tensor]
 
 
 class Heads(NamedTuple):
@@ -38,10 +38,11 @@ class Heads(NamedTuple):
     queries: int
     keys: int
     size: int
+    windowed: bool = False  # by any number of tokens
 
 
-def heads_of(query: Tensor, key: Tensor) -> Heads:
-    return Heads(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2])
+def heads_of(query: Tensor, key: Tensor, window: int | None) -> Heads:
+    return Heads(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2], window is not None)
 
 
 @functools.cache
@@ -70,12 +71,20 @@ def gpu_generation(device: torch.device) -> int:
 
 def _adapted(package_function: Callable[..., Any]) -> Varlen:
     def kernel(
-        query: Tensor, key: Tensor, value: Tensor, bounds: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: tuple[Tensor, Tensor],
+        longest: tuple[int, int],
+        scale: float,
+        window: int | None,
     ) -> Tensor:
+        # Without a window nothing is said of it: versions 3 and 4 have different words for "unlimited".
+        band = {} if window is None else {"window_size": (window - 1, 0)}
         out = package_function(
             query, key, value, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1], max_seqlen_q=longest[0],
             max_seqlen_k=longest[1], softmax_scale=scale, causal=True,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic=torch.are_deterministic_algorithms_enabled(), **band,
         )  # fmt: skip
         first: Tensor = out[0] if isinstance(out, tuple) else out
         return first
@@ -99,12 +108,14 @@ def disagreement(kernel: Varlen, trusted: Varlen, heads: Heads) -> str | None:
 def _tried(kernel: Varlen, heads: Heads) -> dict[str, Tensor]:
     """Output and gradients of three sequences: whole, asked from the middle, of one token."""
     asking, asked = (300, 129, 1), (300, 215, 1)
+    window = 100 if heads.windowed else None
     with torch.inference_mode(False), torch.enable_grad():
         generator = torch.Generator().manual_seed(0)
         shapes = ((asking, heads.queries), (asked, heads.keys), (asked, heads.keys))
         drawn = [torch.randn(sum(tokens), count, heads.size, generator=generator) for tokens, count in shapes]
         inputs = [x.to(heads.device, heads.dtype).requires_grad_() for x in drawn]
         bounds = tuple(torch.tensor((0, *n)).cumsum(0).to(heads.device, torch.int32) for n in (asking, asked))
-        out = kernel(*inputs, bounds, (max(asking), max(asked)), heads.size**-0.5)  # type: ignore[call-arg, arg-type]
+        longest = (max(asking), max(asked))
+        out = kernel(*inputs, bounds, longest, heads.size**-0.5, window)  # type: ignore[call-arg, arg-type]
         grads = torch.autograd.grad((out.float() * out.detach().float().sin()).sum(), inputs)
     return {name: x.detach().float() for name, x in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)}

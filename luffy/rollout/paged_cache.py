@@ -229,9 +229,8 @@ class PiecesLayout:
         if not self._continues:
             return self._packed.attend(layer, query, key, value, scale, window)
         keys, values = self._everything(layer)
-        banded = window is not None and window < self._whole.longest
-        if not banded and varlen_serves(query):
-            return causal_varlen(query, torch.cat(keys), torch.cat(values), self._packed, self._whole, scale)
+        if varlen_serves(query):
+            return causal_varlen(query, torch.cat(keys), torch.cat(values), self._packed, self._whole, scale, window)
         parts = query.split([len(piece) for piece in self._pieces])
         return torch.cat([
             _attend_last(q, k, v, scale, window) for q, k, v in zip(parts, keys, values, strict=True)

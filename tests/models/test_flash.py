@@ -21,23 +21,32 @@ LAYOUTS = {
 }
 
 
+WINDOWS = (None, 9, 3, 1)  # the longest sequence has nine tokens
+
+
 def reference(
-    query, key, value, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, deterministic
-):
-    """What the package computes: causality is aligned to the end of each sequence."""
+    query, key, value, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, deterministic,
+    window_size=(None, None),
+):  # fmt: skip
+    """What the package computes: causality and window (tokens before a query's own) are aligned to the end."""
+    before, after = window_size
     assert causal and max_seqlen_q == int(cu_seqlens_q.diff().max()) and max_seqlen_k == int(cu_seqlens_k.diff().max())
     out = []
     for i in range(len(cu_seqlens_q) - 1):
         q = query[cu_seqlens_q[i] : cu_seqlens_q[i + 1]].transpose(0, 1)
         k, v = (x[cu_seqlens_k[i] : cu_seqlens_k[i + 1]].transpose(0, 1) for x in (key, value))
-        sees = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        ends = k.shape[1] - q.shape[1]
+        sees = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(ends)
+        if before is not None:
+            assert before >= 0 and after == 0
+            sees = sees.triu(ends - before)
         made = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=softmax_scale, enable_gqa=True)
         out.append(made.transpose(0, 1))
     return torch.cat(out), None
 
 
-def torch_reference(query, key, value, bounds, longest, scale):
-    return flash._adapted(reference)(query, key, value, bounds, longest, scale)
+def torch_reference(query, key, value, bounds, longest, scale, window):
+    return flash._adapted(reference)(query, key, value, bounds, longest, scale, window)
 
 
 @pytest.fixture
@@ -62,11 +71,13 @@ def install(monkeypatch, name, function):
         monkeypatch.setitem(sys.modules, name.split(".")[0], types.ModuleType(name.split(".")[0]))
 
 
-def changed(calls, change=lambda x: x):
-    """The right kernel, with its calls counted and its output changed."""
+def changed(calls, change=lambda x: x, windows=None):
+    """The right kernel, with its calls (and their windows) kept and its output changed."""
 
     def kernel(*args, **named):
         calls.append(args[0].shape[0])
+        if windows is not None:
+            windows.append(named.get("window_size"))
         return change(reference(*args, **named)[0])
 
     return kernel
@@ -77,19 +88,35 @@ def heads(tokens):
     return [torch.randn(tokens, count, 8, generator=generator, requires_grad=True) for count in (4, 2, 2)]
 
 
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_values_and_gradients_are_those_of_the_padded_path(hopper, layout):
-    tensors, calls = heads(17), []
-    install(hopper, "flash_attn.cute", changed(calls))
-    out = layout.attend(0, *tensors, 0.3, None)
-    assert calls[-1] == 17
+def test_values_and_gradients_are_those_of_the_padded_path(hopper, layout, window):
+    tensors, calls, windows = heads(17), [], []
+    install(hopper, "flash_attn.cute", changed(calls, windows=windows))
+    out = layout.attend(0, *tensors, 0.3, window)
+    assert calls == [430, 17]
+    # Tried with a window where it is used with one; a window that holds every sequence is none.
+    assert windows == ([None, None] if window in (None, 9) else [(99, 0), (window - 1, 0)])
     grads = torch.autograd.grad((out * out.detach().sin()).sum(), tensors)
     hopper.setattr(attention, "varlen_serves", lambda query: False)
     hopper.setattr("luffy.models.families.varlen_serves", lambda query: False)
-    padded = layout.attend(0, *tensors, 0.3, None)
+    padded = layout.attend(0, *tensors, 0.3, window)
     torch.testing.assert_close(out, padded)
     for ours, theirs in zip(grads, torch.autograd.grad((padded * out.detach().sin()).sum(), tensors), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_one_that_is_wrong_with_windows_serves_without_them(hopper):
+    def blind(*args, window_size=None, **named):
+        return reference(*args, **named)
+
+    install(hopper, "flash_attn.cute", blind)
+    tensors = heads(9)
+    with pytest.warns(UserWarning, match="flash_attn.cute is installed but not used"):
+        ours = PackedLayout((9,)).attend(0, *tensors, 0.3, 4)
+    torch.testing.assert_close(ours, PackedLayout((9,))._attend_padded(*tensors, 0.3, 4))
+    assert flash.flash_kernel(HEADS, torch_reference) is not None
+    assert flash.flash_kernel(HEADS._replace(windowed=True), torch_reference) is None
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -165,15 +192,16 @@ def test_memory_that_runs_out_is_no_reason_to_leave_it(hopper):
     not any(importlib.util.find_spec(name.split(".")[0]) for name, _ in flash.PACKAGES),
     reason="needs flash-attn 3 or 4",
 )
+@pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize(("queries", "keys", "size"), [(12, 2, 128), (9, 3, 64), (16, 8, 128)])
-def test_on_the_gpu_the_installed_package_is_used_and_right(queries, keys, size):
-    """As close to float64 as torch's own kernel is, over whole sequences and shared prompts."""
+def test_on_the_gpu_the_installed_package_is_used_and_right(queries, keys, size, window):
+    """As close to float64 as torch's own kernel is, over whole sequences and shared prompts. With windows it may
+    be left aside, with a warning, for torch's kernel."""
+    shape = flash.Heads(torch.device("cuda", 0), torch.bfloat16, queries, keys, size, window is not None)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        kernel = flash.flash_kernel(
-            flash.Heads(torch.device("cuda", 0), torch.bfloat16, queries, keys, size), attention.torch_varlen
-        )
-    assert kernel is not None
+        warnings.simplefilter("error" if window is None else "default")
+        kernel = flash.flash_kernel(shape, attention.torch_varlen)
+    assert kernel is not None or window is not None
     families = [Family(121, (512, 3, 700)), Family(7, (60, 200))]
     lengths = (700, 33, 1, 1024)
     for layout, tokens in (
@@ -181,20 +209,20 @@ def test_on_the_gpu_the_installed_package_is_used_and_right(queries, keys, size)
         (FamilyLayout(families, "cuda"), sum(family.tokens for family in families)),
     ):
         seen = [torch.randn(tokens, n, size, device="cuda", dtype=torch.bfloat16) for n in (queries, keys, keys)]
-        want = _with_gradients(layout, [x.double() for x in seen])  # the padded path
-        ours = _with_gradients(layout, seen)
+        want = _with_gradients(layout, [x.double() for x in seen], window)  # the padded path
+        ours = _with_gradients(layout, seen, window)
         flash.flash_kernel.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(flash.SWITCH, "0")
-            torchs = _with_gradients(layout, seen)
+            torchs = _with_gradients(layout, seen, window)
         flash.flash_kernel.cache_clear()
         for a, b, truth in zip(ours, torchs, want, strict=True):
             scale = truth.norm()
             assert float((a - truth).norm() / scale) < 1.5 * float((b - truth).norm() / scale) + 1e-4
 
 
-def _with_gradients(layout, tensors):
+def _with_gradients(layout, tensors, window):
     tensors = [x.detach().requires_grad_() for x in tensors]
-    out = layout.attend(0, *tensors, tensors[0].shape[-1] ** -0.5, None)
+    out = layout.attend(0, *tensors, tensors[0].shape[-1] ** -0.5, window)
     weights = torch.linspace(-1, 1, out.shape[0], device=out.device, dtype=out.dtype)[:, None, None]
     return [x.double() for x in (out, *torch.autograd.grad((out * weights).sum(), tensors))]
