@@ -51,6 +51,26 @@ def attend(q, address, tables, positions, layer, page_stride, kv_heads, scale, w
     return torch.stack(out)
 
 
+def attend_last(query, keys, values, scale, window):
+    """One stretch of queries [n, H, D] at the end of its sequence."""
+    at = torch.arange(len(keys), device=keys.device)
+    distance = at[len(keys) - len(query) :, None] - at[None, :]
+    seen = (distance >= 0) & (distance < (window or len(keys)))
+    heads = (x.transpose(0, 1)[None] for x in (query, keys, values))
+    return F.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+
+def varlen_attn(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, **_):
+    """What torch documents of its function: causality and window aligned to the end of queries and keys; the window
+    is the number of tokens before a query's own, -1 for all."""
+    before, after = window_size
+    assert after == 0 and before >= -1
+    lengths_q, lengths_k = bounds_q.diff().tolist(), bounds_k.diff().tolist()
+    assert (max(lengths_q), max(lengths_k)) == (longest_q, longest_k)
+    parts = zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True)
+    return torch.cat([attend_last(q, k, v, scale, before + 1) for q, k, v in parts])
+
+
 def sample_and_advance(
     logits, seeds, temperatures, greedy, tokens, positions, limits, step, all_tokens, all_log_probs
 ):  # fmt: skip

@@ -91,18 +91,19 @@ class PackedLayout:
     @cached_property
     def position_ids(self) -> Tensor:
         """[N]: counts from 0 in every sequence."""
-        return torch.cat([torch.arange(n) for n in self.lengths]).to(self.device)
+        return torch.cat([torch.arange(n) for n in self.lengths]).to(self.device, non_blocking=True)
 
     @cached_property
     def last_tokens(self) -> Tensor:
         """[S]: where each sequence ends in the flat row."""
-        return (torch.tensor(self.lengths).cumsum(0) - 1).to(self.device)
+        return (torch.tensor(self.lengths).cumsum(0) - 1).to(self.device, non_blocking=True)
 
     @cached_property
     def _token_rows(self) -> Tensor:
         """[N]: the number of the sequence a token belongs to."""
         lengths = torch.tensor(self.lengths)
-        return torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(self.device)
+        rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        return rows.to(self.device, non_blocking=True)
 
     @cached_property
     def _token_slots(self) -> Tensor:

@@ -35,6 +35,7 @@ from luffy.rollout.paged_cache import (
     PiecesLayout,
     cache_shape,
     pages_for,
+    sent,
 )
 from luffy.rollout.sampling import SamplingRows, sample, signed
 from luffy.rollout.scheduler import PromptGroup, SequenceState
@@ -552,6 +553,4 @@ def _sampling_rows(sequences: Sequence[PagedSequence], device: torch.device) -> 
 
 
 def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Through pinned memory, so that the host does not wait for the device to get there."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return sent(torch.from_numpy(np.ascontiguousarray(array)), device)

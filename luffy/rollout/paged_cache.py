@@ -51,6 +51,11 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Through pinned memory, so that the host does not wait for the device to get there."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 @dataclass(frozen=True)
 class CacheShape:
     layers: int
@@ -104,7 +109,7 @@ class PagedCache:
         assert self._block is not None
         for start in range(0, len(sources), COPIED_AT_ONCE):
             part = slice(start, start + COPIED_AT_ONCE)
-            source, target = (torch.tensor(pages[part], device=self.device) for pages in (sources, targets))
+            source, target = (sent(torch.tensor(pages[part]), self.device) for pages in (sources, targets))
             self._block[target] = self._block[source]
 
     def gather(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -213,12 +218,12 @@ class PiecesLayout:
         lengths = [len(piece) for piece in pieces]
         self._packed = PackedLayout(lengths, device)
         self._continues = any(piece.start for piece in pieces)
-        self.position_ids = torch.cat([torch.arange(p.start, p.end) for p in pieces]).to(device)
+        self.position_ids = sent(torch.cat([torch.arange(p.start, p.end) for p in pieces]), device)
         self.last_tokens = self._packed.last_tokens
         widest = max(len(piece.pages) for piece in pieces)
         table = [list(p.pages) + [SCRATCH] * (widest - len(p.pages)) for p in pieces]
-        self._tables = torch.tensor(table, dtype=torch.int32).to(device)
-        self._rows = torch.repeat_interleave(torch.arange(len(pieces)), torch.tensor(lengths)).to(device)
+        self._tables = sent(torch.tensor(table, dtype=torch.int32), device)
+        self._rows = sent(torch.repeat_interleave(torch.arange(len(pieces)), torch.tensor(lengths)), device)
         self._ends = [piece.end for piece in pieces]
         self._whole = PackedLayout(self._ends, device)
 

@@ -6,7 +6,9 @@ from tiny_models import ARCHITECTURES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from luffy.errors import UserError
-from luffy.models import PackedLayout, forward_hidden, head_weight_bias, use_luffy_attention
+from luffy.models import PackedLayout, attention, flash, forward_hidden, head_weight_bias, use_luffy_attention
+from luffy.models.families import FamilyLayout, layout_of
+from luffy.types import Family
 
 UNEVEN = (3, 21, 1, 12)
 EVEN = (14, 14, 14)
@@ -189,3 +191,77 @@ def test_varlen_on_the_gpu_equals_the_padded_path(architecture, monkeypatch):
     assert grads.keys() == plain_grads.keys()
     for name, grad in grads.items():
         assert (grad - plain_grads[name]).norm() <= 0.03 * plain_grads[name].norm() + 1e-3, name
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """torch's kernel serves, and the windows it is called with are kept."""
+    kept, kernel = [], attention.varlen_attn
+
+    def counted(*args, window_size, **named):
+        kept.append(window_size)
+        return kernel(*args, window_size=window_size, **named)
+
+    monkeypatch.setenv(flash.SWITCH, "0")
+    flash.flash_kernel.cache_clear()
+    monkeypatch.setattr(attention, "varlen_attn", counted)
+    yield kept
+    flash.flash_kernel.cache_clear()
+
+
+def hidden_and_gradients(model, families):
+    device = next(model.parameters()).device
+    positions = torch.cat([family.positions() for family in families]).to(device)
+    ids = torch.randint(3, 200, positions.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    hidden = forward_hidden(model, ids, positions, layout_of(families, device)).float()
+    direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(device)
+    model.zero_grad()
+    (hidden * direction).sum().backward()
+    gradients = {n: p.grad.float().clone() for n, p in model.model.named_parameters() if p.grad is not None}
+    return hidden.detach(), gradients
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "families",
+    [[Family(2, (n - 2,)) for n in (3, 40, 8, 9, 21)], [Family(12, (3, 30, 1, 8)), Family(2, (3, 5, 6))]],
+    ids=["packed", "families"],
+)
+def test_a_window_in_bfloat16_stays_within_its_noise_of_padded_float32(families, windows, monkeypatch):
+    """The noise is that of the padded path in bfloat16 against the same float32 numbers."""
+    model = tiny_model("mistral", initializer_range=0.05).cuda()
+    exact, exact_grads = hidden_and_gradients(model, families)
+    assert not windows  # float32 is padded
+    model = model.to(torch.bfloat16)
+    ours, grads = hidden_and_gradients(model, families)
+    assert windows == [(7, 0)] * 3
+    monkeypatch.setattr(attention, "varlen_attn", None)
+    padded, padded_grads = hidden_and_gradients(model, families)
+    noise, error = (padded - exact).norm(), (ours - exact).norm()
+    assert error <= 1.5 * noise and noise < 0.03 * exact.norm(), (error, noise, exact.norm())
+    assert grads.keys() == exact_grads.keys()
+    for name, gradient in exact_grads.items():
+        noise, error = ((g[name] - gradient).norm() / gradient.norm() for g in (padded_grads, grads))
+        assert error <= 1.5 * noise + 0.01, (name, error, noise)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [2, 8, 64, 129, 511, 1024])
+def test_the_kernels_window_is_the_padded_paths(window, windows):
+    families = [Family(121, (512, 3, 700)), Family(7, (60, 200))]
+    lengths = (700, 33, 1, 1024)
+    for layout, tokens in (
+        (PackedLayout(lengths, "cuda"), sum(lengths)),
+        (FamilyLayout(families, "cuda"), sum(family.tokens for family in families)),
+    ):
+        generator = torch.Generator().manual_seed(0)
+        seen = [torch.randn(tokens, n, 64, generator=generator).cuda().to(torch.bfloat16) for n in (6, 2, 2)]
+        weights = torch.randn(tokens, 6, 64, generator=generator).cuda().double()
+        results = []
+        for dtype in (torch.bfloat16, torch.float64):  # float64 is padded
+            inputs = [x.to(dtype).requires_grad_() for x in seen]
+            out = layout.attend(0, *inputs, 0.125, window)
+            results.append((out, *torch.autograd.grad((out.double() * weights).sum(), inputs)))
+        for name, ours, theirs in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+            assert (ours.double() - theirs).norm() < 0.02 * theirs.norm(), name
+    assert windows == [(window - 1 if window < longest else -1, 0) for longest in (1024, 821)]

@@ -1,5 +1,6 @@
 """The copies that attention makes of a shared prompt, and the way back of their gradients."""
 
+import plain_kernels
 import pytest
 import torch
 from hypothesis import given
@@ -39,34 +40,13 @@ def test_without_a_shared_prompt_nothing_is_copied():
     assert isinstance(layout_of([Family(3, (4,)), Family(2, (1, 1))], "cpu"), FamilyLayout)
 
 
-def reference(query, keys, values, scale, window):
-    """One stretch of queries at the end of its sequence."""
-    at = torch.arange(len(keys))
-    distance = at[len(keys) - len(query) :, None] - at[None, :]
-    seen = (distance >= 0) & (distance < (window or len(keys)))
-    heads = (x.transpose(0, 1)[None] for x in (query, keys, values))
-    out = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
-
-
-def made_up_varlen(query, key, value, bounds_q, bounds_k, longest_q, longest_k, *, scale, window_size, **_):
-    """What torch documents of `varlen_attn`: causality and window aligned to the end of queries and keys; the window
-    is the number of tokens before a query's own, -1 for all."""
-    before, after = window_size
-    assert after == 0 and before >= -1
-    lengths_q, lengths_k = bounds_q.diff().tolist(), bounds_k.diff().tolist()
-    assert (max(lengths_q), max(lengths_k)) == (longest_q, longest_k)
-    parts = zip(query.split(lengths_q), key.split(lengths_k), value.split(lengths_k), strict=True)
-    return torch.cat([reference(q, k, v, scale, before + 1) for q, k, v in parts])
-
-
 @pytest.mark.parametrize("window", [None, 1, 2, 4, 7, 8])
 @pytest.mark.parametrize("kernel", [False, True])
 def test_a_response_sees_its_prompt_and_itself(kernel, window, monkeypatch):
     """Both ways through attention, within the window; an empty response has no place in either."""
     if kernel:
         monkeypatch.setattr("luffy.models.families.varlen_serves", lambda query: True)
-        monkeypatch.setattr("luffy.models.attention.varlen_attn", made_up_varlen)
+        monkeypatch.setattr("luffy.models.attention.varlen_attn", plain_kernels.varlen_attn)
     torch.manual_seed(0)
     families = [Family(3, (4, 2, 0)), Family(1, (2,)), Family(2, (1, 5, 1))]
     query, key, value = torch.randn(21, 4, 8), torch.randn(21, 2, 8), torch.randn(21, 2, 8)
@@ -77,7 +57,7 @@ def test_a_response_sees_its_prompt_and_itself(kernel, window, monkeypatch):
         end = start + family.prompt
         for n in family.responses:
             rows = torch.cat([prompt, torch.arange(end, end + n)])
-            expected = reference(query[rows], key[rows], value[rows], 0.3, window)
+            expected = plain_kernels.attend_last(query[rows], key[rows], value[rows], 0.3, window)
             torch.testing.assert_close(out[rows], expected, atol=1e-5, rtol=1e-5)
             end += n
         start = end

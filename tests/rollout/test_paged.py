@@ -90,6 +90,25 @@ def test_a_long_prompt_is_prefilled_in_pieces_between_steps():
     assert_same(*both(small(), requests, prefill_tokens=64)[:2])
 
 
+def test_pieces_run_on_the_variable_length_kernel_with_the_models_window(monkeypatch):
+    windows = []
+
+    def kernel(*args, window_size, **named):
+        windows.append(window_size)
+        return plain_kernels.varlen_attn(*args, window_size=window_size, **named)
+
+    model = small("mistral", sliding_window=40)
+    long = [3 + (7 * i) % 30 for i in range(150)]
+    requests = [ask(long, 6, seed=1), ask(long[:70], 6, seed=2), ask(long[:20], 6, seed=3)]
+    slots = NativeEngine(model, decoding="slots").generate(requests)
+    monkeypatch.setattr("luffy.models.attention.varlen_attn", kernel)
+    for module in ("luffy.models.attention", "luffy.rollout.paged_cache"):
+        monkeypatch.setattr(f"{module}.varlen_serves", lambda query: True)
+    monkeypatch.setattr("luffy.models.attention.flash_kernel", lambda heads, trusted: None)
+    assert_same(slots, NativeEngine(model, decoding="pages", prefill_tokens=32).generate(requests))
+    assert set(windows) == {(-1, 0), (39, 0)}  # where every sequence is shorter than the window, there is none
+
+
 def test_sequences_set_back_for_want_of_memory_say_the_same(monkeypatch):
     model = small()
     requests = [ask((3, 4, 5), 80, seed=i) for i in range(3)] + [ask([6] * 60, 30, seed=9)]
