@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup test test-slow test-faults audit test-view test-vllm test-distributed test-ray lint quickstart docs clean
+.PHONY: setup test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-gpu lint quickstart docs clean
 
 setup: $(READY)
 
@@ -85,6 +85,11 @@ $(RAY_READY): pyproject.toml constraints.txt constraints-ray.txt
 
 test-ray: $(RAY_READY)
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -m slow tests/distributed/test_ray.py
+
+# Needs a CUDA device. No environment is made: such a machine brings its own torch, next to which transformers, pytest and
+# hypothesis must be installed. LUFFY_SMOLLM2 adds the checks on real weights. Run from the clone, luffy need not be.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu tests
 
 quickstart: $(READY)
 	$(BIN)/luffy quickstart

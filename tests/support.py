@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from luffy.types import Sample
+
+# Some tests run wherever they are: on a CPU as part of the default suite. On a GPU they are gpu tests, which the
+# default suite leaves out and `pytest -m gpu` runs.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GPU_IF_THERE = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 
 def make_samples(count=7, seed=0, off_policy=True):

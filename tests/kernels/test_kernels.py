@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from support import DEVICE, GPU_IF_THERE
 
 pytest.importorskip("triton")
 
@@ -17,7 +18,7 @@ from luffy.kernels.norm import add_rms_norm
 from luffy.rollout.sampling import SamplingRows, draw_tokens, negative_clocks, sample
 from luffy.types import Sampling
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = GPU_IF_THERE
 HALF = [torch.bfloat16] if DEVICE.type == "cuda" else []  # the interpreter cannot multiply bfloat16 matrices
 
 

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from support import DEVICE, GPU_IF_THERE
 from tiny_models import tiny_model
 
 from luffy.models.families import layout_of
 from luffy.models.forward import forward_hidden
 from luffy.types import Family
 
-pytestmark = pytest.mark.usefixtures("interpreted_kernels")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = [pytest.mark.usefixtures("interpreted_kernels"), *GPU_IF_THERE]
 ALONE = (Family(3, (2,)), Family(4, (5,)))
 SHARED = (Family(3, (2, 1, 4)), Family(1, (3,)))
 

@@ -5,6 +5,7 @@ import copy
 import plain_kernels
 import pytest
 import torch
+from support import DEVICE, GPU_IF_THERE
 from tiny_models import tiny_model
 
 pytest.importorskip("triton")
@@ -16,7 +17,7 @@ from luffy.rollout import NativeEngine, paged
 from luffy.rollout.paged_cache import PagePool
 from luffy.types import Request, Sampling
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = GPU_IF_THERE
 SMALL = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
 

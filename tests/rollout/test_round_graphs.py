@@ -8,6 +8,7 @@ from functools import partial
 import plain_kernels
 import pytest
 import torch
+from support import DEVICE, GPU_IF_THERE
 from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,7 +26,7 @@ from luffy.rollout.native import ModelRunner
 from luffy.rollout.round_graphs import RoundGraphs
 from luffy.types import Request
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = GPU_IF_THERE
 RULES = [Rule("speculative"), Rule("threshold", tau=0.02), Rule("mixture", eps=0.3)]
 SMALL = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.1}
 
