@@ -13,12 +13,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU_IF_THERE = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 
-def make_samples(count=7, seed=0, off_policy=True):
+def make_samples(count=7, seed=0, off_policy=True, more=(0,)):
+    """Responses of 4 to 10 tokens, and in turn ``more``."""
     g = torch.Generator().manual_seed(seed)
     samples = []
     for i in range(count):
         prompt = torch.randint(3, 18, (3 + i % 3,), generator=g)
-        response = torch.randint(3, 18, (4 + (5 * i) % 7,), generator=g)
+        response = torch.randint(3, 18, (4 + (5 * i) % 7 + more[i % len(more)],), generator=g)
         n = len(response)
         off = torch.arange(n) < (n if off_policy and i == 0 else n // 2 if off_policy and i == 1 else 0)
         samples.append(

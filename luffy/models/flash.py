@@ -1,9 +1,9 @@
 """flash-attn where it is installed: the newest of its packages that serves the GPU and agrees with torch.
 
 torch brings the kernels of version 2 itself, so that package would change nothing. Versions 3 and 4 are written for
-newer GPUs; both take the same arguments and align causality and windows to the end, as torch's own does. Version 4 compiles its
-kernels when they are first called and is still a beta, so nothing is taken on trust: a small forward and backward pass
-must work and give torch's values, or torch's kernel serves.
+newer GPUs; both take the same arguments and align causality and windows to the end, as torch's own does. Version 4
+compiles its kernels when they are first called and is still a beta, so nothing is taken on trust: a small forward and
+backward pass must work and give torch's values, or torch's kernel serves. Windows are other kernels, tried apart.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """The whole path on a GPU: engine, packed update, checkpoint and resume, in float32 and bfloat16."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import make_samples
@@ -8,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from luffy.models.load import load_model
 from luffy.report.recorder import read_json_lines
 from luffy.train.loop import Trainer
+from luffy.train.packing import cut
 from luffy.train.policy import Policy
 
 pytestmark = pytest.mark.gpu
@@ -43,20 +46,36 @@ def test_sft_on_the_gpu_learns(make_config):
     assert rows[-1]["actor/sft_loss"] < 0.5 * rows[0]["actor/sft_loss"]
 
 
+def pairs_of_long_samples():
+    """Two samples a prompt, every third longer than 100 tokens, none short enough to lie in 32 tokens with another."""
+    samples = make_samples(8, more=(110, 16, 16))
+    return [replace(sample, prompt_ids=samples[i - i % 2].prompt_ids) for i, sample in enumerate(samples)]
+
+
 def gradients(cfg, device, dtype):
     policy = Policy(load_model(cfg.model.path, dtype, device), cfg)
     kept = {}
     policy.optimizer.step = lambda lr, norm: kept.update(  # keep the gradient instead of taking the step
         {n: m.grad.detach().float().cpu().clone() for n, m in policy.optimizer.masters.items()}
     )
-    policy.update(make_samples(), 0.01)
+    policy.update(pairs_of_long_samples(), 0.01)
     return kept
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.05)])
-def test_gradients_equal_the_cpu_float32_ones(make_config, dtype, tolerance):
-    exact = gradients(make_config(), "cpu", "float32")
-    ours = gradients(make_config(), "cuda", dtype)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.08)])
+def test_packed_gradients_with_shared_prompts_equal_the_cpu_float32_ones_of_each_sample_alone(
+    make_config, dtype, tolerance
+):
+    """bfloat16 on a CPU is off by 0.04 too."""
+    alone, packed = (make_config(batch={"tokens": tokens}) for tokens in (32, 1024))
+    samples = pairs_of_long_samples()
+    assert sorted(cut(samples, alone.batch.tokens)) == [[[i]] for i in range(8)]
+    assert [sorted(map(sorted, bin_)) for bin_ in cut(samples, packed.batch.tokens)] == [
+        [[0, 1], [2, 3], [4, 5], [6, 7]]
+    ]
+    assert max(map(len, samples)) > 100
+    exact = gradients(alone, "cpu", "float32")
+    ours = gradients(packed, "cuda", dtype)
     for name, value in exact.items():
         error = (ours[name] - value).norm() / value.norm().clamp(min=1e-8)
         assert error < tolerance, (name, error)

@@ -1,6 +1,8 @@
 """The paged engine draws what the slot engine draws; on a CPU with plain torch in the place of its kernels."""
 
 import copy
+import warnings
+from types import SimpleNamespace
 
 import plain_kernels
 import pytest
@@ -13,7 +15,7 @@ pytest.importorskip("triton")
 from luffy.errors import UserError
 from luffy.kernels.paged import PAGE
 from luffy.models.fused import fused_decoder
-from luffy.rollout import NativeEngine, paged
+from luffy.rollout import NativeEngine, native, paged
 from luffy.rollout.paged_cache import PagePool
 from luffy.types import Request, Sampling
 
@@ -179,6 +181,19 @@ def test_hooked_layers_and_other_activations_keep_their_modules():
     assert fused_decoder(model) is not None
     assert fused_decoder(small(hidden_act="gelu")) is None
     assert fused_decoder(copy.deepcopy(model)) is not None
+
+
+def test_a_model_without_a_fused_form_decodes_from_slots_and_says_so_once(monkeypatch):
+    native._warn_slow.cache_clear()
+    models = [small(hidden_act="gelu"), small(hidden_act="gelu"), small("qwen2", hidden_act="gelu"), small()]
+    for model in models:  # a GPU in name
+        monkeypatch.setattr(model, "parameters", lambda: iter([SimpleNamespace(is_cuda=True)]))
+    engines = [NativeEngine(model) for model in models]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert [engine._uses_pages() for engine in engines * 2] == [False, False, False, True] * 2
+    names = [str(warning.message).split(" has no fused form")[0] for warning in caught]
+    assert names == ["LlamaForCausalLM", "Qwen2ForCausalLM"]
 
 
 def test_a_page_is_free_when_its_last_holder_gives_it_back():
