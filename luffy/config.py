@@ -358,7 +358,9 @@ class TrainConfig:
     keep: int = knob(2, "checkpoints kept besides the best one", ge=1)
     keep_best: bool = knob(True, "save and keep the step that was best on data.eval; false: less to write")
     max_bad_steps: int = knob(3, "stop after so many updates in a row skipped for a non-finite loss or gradient", ge=1)
-    threads: int | None = knob(None, "CPU threads of torch; null: leave as is", ge=1)
+    threads: int | None = knob(
+        None, "CPU threads of torch; null: OMP_NUM_THREADS, or one a core of the process at most", ge=1
+    )
 
 
 @dataclass(frozen=True)

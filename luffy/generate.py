@@ -10,6 +10,7 @@ from luffy.data import Encoder, load_problems
 from luffy.errors import UserError
 from luffy.guidance.plan import seed_of
 from luffy.models.load import eos_ids, load_model, load_tokenizer
+from luffy.models.threads import use_threads
 from luffy.rollout.native import NativeEngine
 from luffy.train.setup import pick_device
 from luffy.types import Problem, Request, Sampling
@@ -56,6 +57,7 @@ def generate_texts(
     tokenizer = load_tokenizer(path)
     if style == "auto":
         style = "chat" if tokenizer.chat_template else "plain"
+    use_threads(None)
     model = load_model(path, cast(Any, dtype), pick_device(device))
     context = model.config.max_position_embeddings
     if max_tokens >= context:

@@ -11,6 +11,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from luffy.errors import UserError
 from luffy.models.load import eos_ids, eos_ids_of, gguf_file, load_model, load_tokenizer
+from luffy.models.threads import use_threads
 from luffy.rewards.worker import resolve
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
@@ -45,6 +46,7 @@ def load_engine(name: str, model: str, *, dtype: str, device: str, slots: int) -
 
 def load_native(model: str, *, dtype: str, device: str, slots: int) -> LoadedModel:
     tokenizer = load_tokenizer(model)
+    use_threads(None)
     policy = load_model(model, cast(Any, dtype), device)
     engine = NativeEngine(policy, max_slots=slots)
     return LoadedModel(engine, tokenizer, eos_ids(policy, tokenizer), engine.max_context)

@@ -256,7 +256,7 @@ def phase_bar(seconds: Mapping[str, float], longest: float, name: str) -> Markup
     return Markup(head).format(f"{name}, seconds per step", said) + Markup("").join(out) + Markup("</svg>")
 
 
-KNOWN_PHASES = ("plan", "rollout", "reward", "old_log_probs", "advantage", "record", "update", "eval", "save")
+KNOWN_PHASES = ("plan", "rollout", "reward", "old_log_probs", "advantage", "record", "pack", "update", "eval", "save")
 
 
 def phase_class(phase: str) -> str:

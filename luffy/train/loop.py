@@ -36,6 +36,7 @@ from luffy.evaluation.held_out import evaluate
 from luffy.files import remove_unfinished, write_atomically
 from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.models.load import eos_ids, load_model
+from luffy.models.threads import use_threads
 from luffy.report.console import RunView
 from luffy.report.recorder import Recorder, SilentRecorder, evaluation_rows, sample_rows, trace_rows
 from luffy.report.timing import Stopwatch
@@ -81,8 +82,7 @@ class Trainer:
         on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
         console: Console | None = None,
     ) -> None:
-        if cfg.train.threads:
-            torch.set_num_threads(cfg.train.threads)
+        use_threads(cfg.train.threads)
         self.cfg, self.method, self.world, self.on_step = cfg, method, world or World(), on_step
         self.console, self.progress = console, Progress()
         self._stop_reason: str | None = None
@@ -125,9 +125,10 @@ class Trainer:
         self.engines = Engines(cfg, method, self.model, self.device, self.world, self._warn)
         self._closing.callback(self.engines.current.close)
         self.engines.current.sync(0 if checkpoint is None else checkpoint.step)
-        self.policy = Policy(self.model, cfg, temperature=1.0 if method == "sft" else None, world=self.world)
-        self.saver = BackgroundSaver(self.store, self.world) if self.world.joined else None
         self.watch = Stopwatch()
+        temperature = 1.0 if method == "sft" else None
+        self.policy = Policy(self.model, cfg, temperature=temperature, world=self.world, watch=self.watch)
+        self.saver = BackgroundSaver(self.store, self.world) if self.world.joined else None
         self.source = self._build_source()
         if checkpoint is not None:
             self._restore(checkpoint, allow_changed_data)
@@ -265,13 +266,11 @@ class Trainer:
         while not self.is_finished:
             started = time.perf_counter()
             metrics = self.step(view, recorder)
-            speed = self._throughput(metrics, time.perf_counter() - started)
+            speed = throughput(metrics, time.perf_counter() - started)
             step = self.progress.step
             if self._is_due(step, self.cfg.eval.every) and self.eval_tasks:
                 metrics |= self._evaluate_or_save(step, recorder)
-            values = read(metrics) | self.watch.take() | speed
-            recorder.log(step, values)
-            view.step(step, values)
+            values = self.log(metrics, speed, view, recorder)
             improved = self._note_best(step, values)
             if improved or self._is_due(step, self.cfg.train.save_every):
                 with self.watch("save"):
@@ -326,6 +325,15 @@ class Trainer:
             self._sync(self.progress.step)
         recorder.write_samples(rows)
         return merge_metrics(parts)
+
+    def log(
+        self, metrics: dict[str, Metric], speed: dict[str, float], view: RunView, recorder: Recorder
+    ) -> dict[str, float]:
+        """The last step's figures, as they go on record."""
+        values = read(metrics) | self.watch.take() | speed
+        recorder.log(self.progress.step, values)
+        view.step(self.progress.step, values)
+        return values
 
     def _record(self, batch: StepBatch) -> list[dict[str, Any]]:
         """Rows of the first groups, with the tokens as the update is about to see them."""
@@ -407,11 +415,6 @@ class Trainer:
             shown = zip(places, groups, strict=False)  # the first few of all
             rows = [(place, evaluation_rows(self.progress.step, name, [g], self.tokenizer)) for place, g in shown]
             recorder.write_eval_samples(self._in_order(rows))
-
-    def _throughput(self, metrics: dict[str, Metric], seconds: float) -> dict[str, float]:
-        """Of the training step itself: evaluation and saving have their own timings."""
-        tokens = metrics["perf/update_tokens"].value if "perf/update_tokens" in metrics else 0.0
-        return {"perf/throughput": tokens / seconds, "timing_s/step": seconds}
 
     def _note_best(self, step: int, values: dict[str, float]) -> bool:
         accuracy = values.get("val-core/accuracy")
@@ -536,6 +539,12 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def throughput(metrics: dict[str, Metric], seconds: float) -> dict[str, float]:
+    """Of the training step itself: evaluation and saving have their own timings."""
+    tokens = metrics["perf/update_tokens"].value if "perf/update_tokens" in metrics else 0.0
+    return {"perf/throughput": tokens / seconds, "timing_s/step": seconds}
 
 
 def read(metrics: dict[str, Metric]) -> dict[str, float]:

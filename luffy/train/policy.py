@@ -17,6 +17,7 @@ from luffy.core.reduce import Counts
 from luffy.distributed.shard import shard
 from luffy.distributed.world import World
 from luffy.metrics import Mean, Metric, OnDevice, Sum, fetch
+from luffy.report.timing import Stopwatch
 from luffy.train.guide import importance_of
 from luffy.train.memory import Checkpointing
 from luffy.train.objective import Objective, Stats
@@ -42,11 +43,17 @@ class Whole(NamedTuple):
 
 class Policy:
     def __init__(
-        self, model: nn.Module, cfg: Config, *, temperature: float | None = None, world: World | None = None
+        self,
+        model: nn.Module,
+        cfg: Config,
+        *,
+        temperature: float | None = None,
+        world: World | None = None,
+        watch: Stopwatch | None = None,
     ) -> None:
         """``temperature`` of the scored distribution: that of the rollouts unless given (SFT: 1). In a world that
         was joined the model's weights are sharded here, before the optimizer sees them."""
-        self.model, self.cfg, self.world = model, cfg, world or World()
+        self.model, self.cfg, self.world, self.watch = model, cfg, world or World(), watch or Stopwatch()
         self.temperature = cfg.rollout.temperature if temperature is None else temperature
         self.device = self.world.device or next(model.parameters()).device
         self.scorer = self.scorer_of(model)
@@ -150,7 +157,8 @@ class Policy:
 
     def _over_all(self, samples: Sequence[Sample]) -> Whole:
         """Denominators, passes and tokens of a mini-batch over all processes, in one exchange."""
-        bins = cut(samples, self.cfg.batch.tokens, self.scorer.shares_prompts)
+        with self.watch("pack", on_host=True):
+            bins = cut(samples, self.cfg.batch.tokens, self.scorer.shares_prompts)
         mine = (denominators(samples), len(bins), sum(map(len, samples)), computed_tokens(samples, bins))
         counts, passes, tokens, computed = zip(*self.world.gather(mine), strict=True)
         rl, sft = (Counts.total(part) for part in zip(*counts, strict=True))
@@ -161,7 +169,8 @@ class Policy:
     ) -> list[MicroBatch]:
         reduction, longest = self.cfg.algorithm.loss_reduction, self.cfg.rollout.max_tokens
         share = (scorer or self.scorer).shares_prompts
-        return pack(samples, self.cfg.batch.tokens, reduction, longest, whole, share)
+        with self.watch("pack", on_host=True):
+            return pack(samples, self.cfg.batch.tokens, reduction, longest, whole, share)
 
     def _accumulate(self, batch: MicroBatch, off_ratio_mean: Tensor | None) -> Stats:
         self.checkpointing.prepare(len(batch.input_ids), sum(batch.lengths), self.device)

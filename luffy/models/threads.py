@@ -1,0 +1,44 @@
+"""How many CPU threads torch takes: those asked for, or no more than there are cores for them."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def use_threads(wanted: int | None) -> None:
+    """``wanted`` threads. With none named here or in OMP_NUM_THREADS, torch's own choice, but no more than the cores
+    this process may use: torch looks at the machine, not at a container's share of it, and threads that wait for a
+    core cost several times what they bring."""
+    if wanted is not None:
+        torch.set_num_threads(wanted)
+    elif "OMP_NUM_THREADS" not in os.environ and available_cores() < torch.get_num_threads():
+        torch.set_num_threads(available_cores())
+
+
+def available_cores() -> int:
+    """The cores this process is bound to, or fewer where its container has a quota of their time."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(bound, _quota())))
+
+
+def _quota() -> float:
+    """Cores' worth of time the container may use, by either version of Linux' control groups."""
+    try:
+        words = (CGROUP / "cpu.max").read_text().split()
+    except OSError:
+        words = [_content(CGROUP / "cpu" / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    limited = len(words) == 2 and words[0].isdigit() and words[1].isdigit()  # "max", "-1" and nothing: no limit
+    return int(words[0]) / int(words[1]) if limited else math.inf
+
+
+def _content(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

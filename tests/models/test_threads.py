@@ -1,0 +1,58 @@
+"""Torch never takes more threads than the process has cores for, unless told to."""
+
+import os
+
+import pytest
+import torch
+
+from luffy.models import threads
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Eight cores and eight threads, no quota, nothing said by the user; torch is left as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(threads, "CGROUP", tmp_path)
+    yield tmp_path
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "9900000 100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+    ],
+)
+def test_a_quota_bounds_the_threads(machine, files, cores):
+    for name, text in files.items():
+        (machine / name).parent.mkdir(exist_ok=True)
+        (machine / name).write_text(text)
+    threads.use_threads(None)
+    assert torch.get_num_threads() == threads.available_cores() == cores
+
+
+def test_few_cores_bound_them_and_many_do_not_add_any(machine, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5})
+    threads.use_threads(None)
+    assert torch.get_num_threads() == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    threads.use_threads(None)
+    assert torch.get_num_threads() == 2
+
+
+def test_what_the_user_says_stands(machine, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    threads.use_threads(4)
+    assert torch.get_num_threads() == 4
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    threads.use_threads(None)
+    assert torch.get_num_threads() == 4

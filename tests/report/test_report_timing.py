@@ -1,0 +1,32 @@
+"""Phases of a step add up, also where one lies inside another."""
+
+import time
+
+import pytest
+
+from luffy.report.timing import Stopwatch
+
+
+def test_a_phase_inside_another_counts_once(monkeypatch):
+    now = iter([0.0, 1.0, 3.0, 10.0, 20.0, 21.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    said = []
+    watch = Stopwatch(said.append)
+    with watch("update"), watch("pack", on_host=True):
+        pass
+    with watch("pack"):
+        pass
+    assert watch.take() == {"timing_s/pack": 2.0 + 1.0, "timing_s/update": 10.0 - 2.0}
+    assert said == ["update", "pack", "update", "pack"]
+    assert watch.take() == {}
+
+
+def test_a_phase_that_fails_is_timed_and_closed(monkeypatch):
+    now = iter([0.0, 1.0, 4.0, 5.0, 7.0, 8.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    watch = Stopwatch()
+    with pytest.raises(ValueError, match="no"), watch("update"), watch("pack"):
+        raise ValueError("no")
+    with watch("sync"):
+        pass
+    assert watch.take() == {"timing_s/pack": 3.0, "timing_s/update": 2.0, "timing_s/sync": 1.0}
