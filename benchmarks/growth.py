@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from luffy.bench.step import bench_step
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2-0.5b")
     parser.add_argument("--points", default="32x512,128x512,512x512,32x2048,32x8192", help="PROBLEMSxRESPONSE_TOKENS")
@@ -23,7 +24,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     rows = []
     for point in args.points.split(","):
         problems, response = map(int, point.split("x"))
@@ -42,13 +43,15 @@ def main() -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    names = ["problems", "response", "rollout s", "update s", "step s", "tokens/s", "peak GiB"]
-    print("\n" + " ".join(f"{name:>9}" for name in names))
+    names = ["problems", "response", "rollout s", "update s", "step s", "rollout/s", "update/s", "step/s", "outside"]
+    print("\ntokens per second of the rollout (new ones), of the update and of the whole step (trained on)")
+    print(" ".join(f"{name:>9}" for name in [*names, "peak GiB"]))
     for row in rows:
         phases = row["phases"]
         peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
         cells = [row["problems"], row["response_tokens"], f"{phases['rollout']:.2f}", f"{phases['update']:.2f}"]
-        cells += [f"{row['seconds']:.2f}", f"{row['tokens_per_second']:,.0f}", peak]
+        speeds = [row[f"{part}tokens_per_second"] for part in ("rollout_", "update_", "")]
+        cells += [f"{row['seconds']:.2f}", *(f"{speed:,.0f}" for speed in speeds), f"{row['outside']:.1%}", peak]
         print(" ".join(f"{cell:>9}" for cell in cells))
 
 

@@ -1,11 +1,12 @@
 """One GRPO step on luffy, on TRL with transformers' generate, and on TRL with vLLM: same model, prompts and work.
 
-    python benchmarks/vs_peers.py [--systems luffy,trl,trl-vllm] [--steps 2] [--json PATH]
+    python benchmarks/vs_peers.py [--systems luffy,luffy-auto,trl,trl-vllm] [--steps 2] [--json PATH]
 
 Every system runs in a process of its own, one after the other: random Qwen2 of the 1.5B shape in bfloat16,
 64 prompts of 121 tokens x 8 completions of 512 tokens, temperature 1, one optimizer step, activation
-checkpointing, no KL. The first step warms up and is not counted, unless a system is named with --cold. The
-last line is the ratio.
+checkpointing, no KL. No completion ends early, on any side: the token that ends one is not in the model's vocabulary.
+The first step warms up and is not counted, unless a system is named with --cold. A system that fails has its row
+all the same, and the exit code says so. The last line is the ratio.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 MARK = "FIGURES "
 
 
-def arguments() -> argparse.Namespace:
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", default="luffy,luffy-auto,trl,trl-vllm")
     parser.add_argument("--shape", default="qwen2-1.5b")
@@ -40,15 +42,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--inputs", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
-    args = arguments()
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = options(arguments)
     if args.one:
         figures = run_luffy(args) if args.one.startswith("luffy") else run_trl(args)
         print(MARK + json.dumps(figures), flush=True)
-        return
+        return 0
     from luffy.bench.step import write_inputs
 
     with tempfile.TemporaryDirectory() as name:
@@ -56,6 +58,7 @@ def main() -> None:
         write_inputs(Path(name), args.shape, args.dtype, args.device, problems, args.prompt_tokens)
         results = {system: in_its_own_process(args, system, name) for system in args.systems.split(",")}
     report(results, args)
+    return int(any("failed" in row for row in results.values()))
 
 
 def in_its_own_process(args: argparse.Namespace, system: str, inputs: str) -> dict[str, Any]:
@@ -76,7 +79,11 @@ def in_its_own_process(args: argparse.Namespace, system: str, inputs: str) -> di
 
 def run_luffy(args: argparse.Namespace) -> dict[str, Any]:
     """``luffy`` checkpoints all activations, as TRL does here; ``luffy-auto`` only if memory asks for it."""
+    import torch
+
+    from luffy.bench.machine import Machine
     from luffy.bench.step import step_config, timed_steps
+    from luffy.models.load import DTYPES
     from luffy.train.loop import Trainer
 
     checkpointing = "auto" if args.one == "luffy-auto" else True
@@ -85,12 +92,12 @@ def run_luffy(args: argparse.Namespace) -> dict[str, Any]:
         args.inputs, args.problems, args.samples, args.new_tokens, args.dtype, args.device,
         {**overrides, "out": str(args.inputs / args.one)},
     )  # fmt: skip
+    machine = Machine.measure(torch.device(args.device), DTYPES[args.dtype])
     with Trainer(cfg) as trainer:
-        rows = timed_steps(trainer, args.steps)
+        rows = timed_steps(trainer, machine, args.steps)
     best = min(rows, key=lambda row: row["seconds"])
-    phases = best["phases"]
-    generate = best["seconds"] - phases["update"]
-    return {"step": best["seconds"], "generate_and_score": generate, "peak_gib": best["peak_gib"], "phases": phases}
+    generate = best["seconds"] - best["phases"]["update"] - best["phases"]["pack"]
+    return {"step": best["seconds"], "generate_and_score": generate, **best}
 
 
 def run_trl(args: argparse.Namespace) -> dict[str, Any]:
@@ -183,8 +190,8 @@ def report(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> None
     ours = results.get("luffy", {}).get("step")
     others = {name: row["step"] for name, row in results.items() if name != "luffy" and "step" in row}
     ratios = [f"{name} / luffy = {step / ours:.2f}" for name, step in others.items() if ours]
-    print("whole step: " + ", ".join(ratios))
+    print("whole step: " + (", ".join(ratios) or "no ratio without luffy and another system"))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,6 +10,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from luffy.bench.machine import Machine
 from luffy.models.load import DtypeName
@@ -24,17 +25,21 @@ Json = Annotated[Path | None, typer.Option("--json", help="also write the figure
 Repeats = Annotated[int, typer.Option(help="timed runs; the best counts", min=1)]
 MicroBatch = Annotated[int, typer.Option("--tokens", help="batch.tokens: tokens of a micro-batch", min=1)]
 Checkpointing = Annotated[str, typer.Option(help="model.gradient_checkpointing: auto, true or false")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads of torch; default: as it is", min=1)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of torch; default: as train.threads", min=1)]
+Offload = Annotated[bool, typer.Option(help="optim.offload: optimizer state in the host's memory")]
+Lora = Annotated[int, typer.Option(help="rank of LoRA adapters; 0: all weights", min=0)]
+Kernels = Annotated[bool, typer.Option("--kernels", help="one more run under the profiler: what takes the time?")]
+
+WIDE = 160  # characters of a line
+NAME_CUT = 100  # of a kernel's name, whose template arguments have no end
 
 
 def _place(device: str, dtype: str, threads: int | None) -> tuple[str, DtypeName]:
-    import torch
-
     from luffy.errors import UserError
+    from luffy.models.threads import use_threads
     from luffy.train.setup import pick_device
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     device = pick_device(device)
     if dtype == "":
         return device, "bfloat16" if device == "cuda" else "float32"
@@ -51,6 +56,7 @@ def rollout(
     runs: Annotated[str, typer.Option(help="PROMPTSxPROMPT_TOKENSxNEW_TOKENS, several with commas")] = "16x32x64",
     samples: Annotated[int, typer.Option(help="samples of each prompt", min=1)] = 1,
     slots: Annotated[int | None, typer.Option(help="sequences decoded at once", min=1)] = None,
+    kernels: Kernels = False,
     dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
 ) -> None:  # fmt: skip
     """New tokens per second of the native engine, with log-probs, and the share of the memory's limit."""
@@ -59,7 +65,7 @@ def rollout(
 
     device, kind = _place(device, dtype, threads)
     wanted = [RolloutRun.parse(text, samples) for text in runs.split(",")]
-    machine, rows = bench_rollout(model_of(shape, model, kind, device), wanted, repeats, slots)
+    machine, rows = bench_rollout(model_of(shape, model, kind, device), wanted, repeats, slots, kernels)
     _show("rollout", machine, rows, json_path, {
         "prompts": "{prompts}", "samples": "{samples}", "prompt": "{prompt_tokens}", "new": "{new_tokens}",
         "seconds": "{seconds:.2f}", "tokens/s": "{tokens_per_second:,.0f}", "of roofline": "{roofline_share:.0%}",
@@ -77,8 +83,9 @@ def update(
     response_tokens: Annotated[int, typer.Option(min=1)] = 64,
     tokens: MicroBatch = 16384,
     checkpointing: Checkpointing = "auto",
-    offload: Annotated[bool, typer.Option(help="optim.offload: optimizer state in the host's memory")] = False,
-    lora: Annotated[int, typer.Option(help="rank of LoRA adapters; 0: all weights", min=0)] = 0,
+    offload: Offload = False,
+    lora: Lora = 0,
+    kernels: Kernels = False,
     dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
 ) -> None:  # fmt: skip
     """Tokens trained on per second of one optimizer step, and its share of the matrix rate (6 operations a weight and
@@ -92,7 +99,7 @@ def update(
     trained = model_of(shape, model, kind, device)
     if cfg.model.lora is not None:
         trained = add_adapters(trained, cfg.model)
-    machine, row = bench_update(trained, cfg, samples, group, prompt_tokens, response_tokens, repeats)
+    machine, row = bench_update(trained, cfg, samples, group, prompt_tokens, response_tokens, repeats, kernels)
     _show("update", machine, [row], json_path, {
         "samples": "{samples}", "lengths": "{prompt_tokens}+{response_tokens}", "tokens": "{tokens:,}",
         "computed": "{computed_tokens:,}", "seconds": "{seconds:.2f}", "tokens/s": "{tokens_per_second:,.0f}",
@@ -109,22 +116,30 @@ def step(
     new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     tokens: MicroBatch = 16384,
     checkpointing: Checkpointing = "auto",
+    offload: Offload = False,
+    lora: Lora = 0,
     profile: Annotated[bool, typer.Option(help="one more step under the profiler: how long was the GPU idle?")] = False,
     dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
 ) -> None:  # fmt: skip
-    """A whole training step by the trainer itself, phase by phase."""
+    """A whole training step by the trainer itself, phase by phase; MFU is that of the update with its packing, the
+    roofline that of the rollout, and outside is what passes in neither, nor in scoring."""
     from luffy.bench.step import bench_step
-    from luffy.bench.update import checkpointing_knob
+    from luffy.bench.update import model_knobs
 
     device, kind = _place(device, dtype, threads)
-    overrides = {"batch": {"tokens": tokens}, "model": {"gradient_checkpointing": checkpointing_knob(checkpointing)}}
+    overrides = {
+        "batch": {"tokens": tokens},
+        "model": model_knobs(checkpointing, lora),
+        "optim": {"offload": offload},
+    }
     machine, rows = bench_step(
         shape, kind, device, problems, samples, prompt_tokens, new_tokens, repeats, overrides, profile
     )
     phases = [name for name in rows[0]["phases"] if any(_counts(row, name) for row in rows)]
     _show("step", machine, rows, json_path, {
         "step": "{seconds:.2f}", **{phase: f"{{phases[{phase}]:.2f}}" for phase in phases},
-        "tokens/s": "{tokens_per_second:,.0f}", "host": "{host_share:.1%}", "GPU idle": "{gpu_idle_share}",
+        "tokens/s": "{tokens_per_second:,.0f}", "MFU": "{mfu:.0%}", "of roofline": "{roofline_share:.0%}",
+        "outside": "{outside:.1%}", "GPU idle": "{gpu_idle_share}",
         "GiB": "{peak_gib}",
     })  # fmt: skip
 
@@ -141,10 +156,26 @@ def _show(title: str, machine: Machine, rows: list[dict[str, Any]], path: Path |
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(*(_cell(text, row) for text in columns.values()))
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDE  # in a file a line may be longer than a terminal's usual 80 characters
+    console.print(table)
+    for row in rows:
+        if "kernels" in row:
+            console.print(_kernel_table(row["kernels"]))
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"bench": title, "machine": vars(machine), "rows": rows}, indent=1) + "\n")
+
+
+def _kernel_table(kernels: list[dict[str, Any]]) -> Table:
+    table = Table(title="kernels", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("share", "ms", "calls", "kernel"):
+        table.add_column(name, justify="left" if name == "kernel" else "right")
+    for row in kernels:
+        cells = f"{row['share']:.1%}", f"{1000 * row['seconds']:.1f}", f"{row['calls']:,}"
+        table.add_row(*cells, Text(row["kernel"][:NAME_CUT]))
+    return table
 
 
 def _rate(value: float, unit: str) -> str:

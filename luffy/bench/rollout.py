@@ -9,11 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from luffy.bench.kernels import top_kernels
+from luffy.bench.limits import Response, roofline_seconds
 from luffy.bench.machine import Machine, peak_gib, reset_peak, synchronize
 from luffy.errors import UserError
 from luffy.models.forward import causal_lm
 from luffy.rollout import NativeEngine
 from luffy.types import Request, Sampling
+
+PROFILED_TOKENS = 64  # of a response: every decoding step has the same kernels, and reading a profile takes long
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,22 @@ class RolloutRun:
 
 
 def bench_rollout(
-    model: nn.Module, runs: Sequence[RolloutRun], repeats: int = 2, slots: int | None = None
+    model: nn.Module,
+    runs: Sequence[RolloutRun],
+    repeats: int = 2,
+    slots: int | None = None,
+    kernels: bool = False,
 ) -> tuple[Machine, list[dict[str, Any]]]:
-    """The best of ``repeats`` calls each, after one that warms up (kernels are compiled, graphs captured)."""
+    """The best of ``repeats`` calls each, after one that warms up (kernels are compiled, graphs captured). With
+    ``kernels``, one more call of at most 64 tokens a response says where the time goes."""
     weight = next(model.parameters())
     machine = Machine.measure(weight.device, weight.dtype)
     engine = NativeEngine(model, max_slots=slots)
-    return machine, [_bench_run(engine, run, repeats, machine) for run in runs]
+    rows = [_bench_run(engine, run, repeats, machine) for run in runs]
+    if kernels:
+        for row, run in zip(rows, runs, strict=True):
+            row["kernels"] = _kernels(engine, run)
+    return machine, rows
 
 
 def _bench_run(engine: NativeEngine, run: RolloutRun, repeats: int, machine: Machine) -> dict[str, Any]:
@@ -65,7 +78,8 @@ def _bench_run(engine: NativeEngine, run: RolloutRun, repeats: int, machine: Mac
     tokens = sum(len(c.token_ids) for c in completions)
     assert tokens == run.prompts * run.samples * run.new_tokens
     best = min(seconds)
-    limit = roofline_seconds(engine.model, run, machine, engine.max_slots)
+    responses = [Response(run.prompt_tokens, c.token_ids.numel()) for c in completions]
+    limit = roofline_seconds(engine.model, responses, machine, engine.max_slots)
     return {
         "prompts": run.prompts, "samples": run.samples, "prompt_tokens": run.prompt_tokens,
         "new_tokens": run.new_tokens, "seconds": best, "all_seconds": seconds, "tokens_per_second": tokens / best,
@@ -73,15 +87,8 @@ def _bench_run(engine: NativeEngine, run: RolloutRun, repeats: int, machine: Mac
     }  # fmt: skip
 
 
-def roofline_seconds(model: nn.Module, run: RolloutRun, machine: Machine, slots: int) -> float:
-    """Decoding that only reads weights and cached keys and values, each once per step, at the copy's speed."""
-    config = causal_lm(model).config
-    size = next(model.parameters()).dtype.itemsize
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    weights = (sum(p.numel() for p in model.parameters()) - embedding) * size
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * size
-    rows = run.prompts * run.samples
-    waves = -(-rows // slots)
-    cached = rows * sum(run.prompt_tokens + t for t in range(1, run.new_tokens))
-    return (waves * (run.new_tokens - 1) * weights + cached * per_token) / machine.bandwidth
+def _kernels(engine: NativeEngine, run: RolloutRun) -> list[dict[str, Any]]:
+    model = causal_lm(engine.model)
+    short = replace(run, new_tokens=min(run.new_tokens, PROFILED_TOKENS))
+    requests = short.requests(model.config.vocab_size, seed=-1)
+    return top_kernels(lambda: engine.generate(requests), model.device)

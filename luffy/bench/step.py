@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +13,32 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from luffy.bench.kernels import profiled
+from luffy.bench.limits import Response, roofline_seconds, update_flops
 from luffy.bench.machine import Machine, peak_gib, reset_peak, synchronize
 from luffy.bench.shapes import random_model
 from luffy.config import Config
-from luffy.models.load import DtypeName
+from luffy.models.load import DTYPES, DtypeName
 from luffy.report.console import RunView
 from luffy.report.recorder import Recorder
+from luffy.rollout import NativeEngine
 from luffy.schema import build
-from luffy.train.loop import Trainer, read
+from luffy.train.loop import Trainer, throughput
+from luffy.train.sources import Source, StepBatch
+
+ON_DEVICE = ("rollout", "old_log_probs", "update")  # phases whose time is the model's; the rest of a step is outside
 
 
 def write_inputs(folder: Path, shape: str, dtype: DtypeName, device: str, problems: int, prompt_tokens: int) -> None:
-    """A random model, a tokenizer with one token per word, and prompts of exactly so many words."""
+    """A random model, a tokenizer with one token per word, and prompts of exactly so many words. What ends a response
+    is a token of the tokenizer that the model has no row for: none ends early, whichever system reads this."""
     model = random_model(shape, dtype, device)
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
     model.save_pretrained(folder / "model")
     vocabulary = {f"w{i}": i for i in range(model.config.vocab_size)}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    last = f"w{model.config.vocab_size - 1}"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=last, pad_token="w0", unk_token="w0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="w0", unk_token="w0")
     # In a folder of its own: beside the model, `transformers` would take it for that model's usual kind.
     tokenizer.save_pretrained(folder / "tokenizer")
     with (folder / "train.jsonl").open("w") as file:
@@ -62,7 +69,7 @@ def step_config(
         "record": {"tensorboard": False, "samples_every": 0},
     }
     for section, values in overrides.items():
-        settings[section] = {**settings[section], **values} if isinstance(values, dict) else values
+        settings[section] = {**settings.get(section, {}), **values} if isinstance(values, dict) else values
     return build(Config, settings)
 
 
@@ -75,53 +82,102 @@ def bench_step(
         folder = Path(name)
         write_inputs(folder, shape, dtype, device, problems * (steps + 2), prompt_tokens)
         cfg = step_config(folder, problems, samples, new_tokens, dtype, device, overrides or {})
-        machine = Machine.measure(torch.device(device), torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+        machine = Machine.measure(torch.device(device), DTYPES[dtype])
         with Trainer(cfg) as trainer:
-            return machine, timed_steps(trainer, steps, profile, warm_up)
+            return machine, timed_steps(trainer, machine, steps, profile, warm_up)
 
 
-def timed_steps(trainer: Trainer, steps: int, profile: bool = False, warm_up: bool = True) -> list[dict[str, Any]]:
+class Overheard:
+    """The trainer's source of samples; its last batch stays at hand for whoever counts tokens."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.batch = StepBatch([], {})
+
+    def next(self, step: int) -> StepBatch:
+        self.batch = self.source.next(step)
+        return self.batch
+
+    def state_dict(self) -> dict[str, int]:
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.source.load_state_dict(state)
+
+    def responses(self) -> list[Response]:
+        return [
+            Response(len(group.task.prompt_ids), rollout.token_ids.numel())
+            for group in self.batch.groups
+            for rollout in group.rollouts
+        ]
+
+
+def timed_steps(
+    trainer: Trainer, machine: Machine, steps: int, profile: bool = False, warm_up: bool = True
+) -> list[dict[str, Any]]:
     device = torch.device(trainer.device)
     recorder = Recorder(trainer.cfg, -1, print)
     view = RunView("bench", trainer.total_steps, 0)
+    trainer.source = source = Overheard(trainer.source)
     rows = []
+
+    def one_step() -> dict[str, Any]:
+        seconds, values = _one_step(trainer, view, recorder, device)
+        return figures(trainer, source.responses(), machine, seconds, values)
+
     try:
         if warm_up:
-            trainer.step(view, recorder)
-            trainer.watch.take()
+            one_step()
         for _ in range(steps):
             reset_peak(device)
-            rows.append(_one_step(trainer, view, recorder, device))
+            rows.append(one_step() | {"peak_gib": peak_gib(device)})
         if profile and device.type == "cuda":
-            rows[-1]["gpu_idle_share"] = _idle_share(trainer, view, recorder, device)
+            rows[-1]["gpu_idle_share"] = _idle_share(lambda: _one_step(trainer, view, recorder, device), device)
     finally:
         recorder.close()
         view.close()
     return rows
 
 
-def _one_step(trainer: Trainer, view: RunView, recorder: Recorder, device: torch.device) -> dict[str, Any]:
+def _one_step(
+    trainer: Trainer, view: RunView, recorder: Recorder, device: torch.device
+) -> tuple[float, dict[str, float]]:
+    """Seconds of a step with all that a run does for it, writing its figures down included, and those figures."""
     synchronize(device)
     started = time.perf_counter()
-    values = read(trainer.step(view, recorder))
+    metrics = trainer.step(view, recorder)
+    values = trainer.log(metrics, throughput(metrics, time.perf_counter() - started), view, recorder)
     synchronize(device)
-    seconds = time.perf_counter() - started
-    phases = {k.removeprefix("timing_s/"): v for k, v in trainer.watch.take().items()}
-    tokens = values["perf/update_tokens"]
-    on_gpu = phases.get("rollout", 0.0) + phases.get("update", 0.0)
+    return time.perf_counter() - started, values
+
+
+def figures(
+    trainer: Trainer, responses: Sequence[Response], machine: Machine, seconds: float, values: Mapping[str, float]
+) -> dict[str, Any]:
+    """The update with its packing is what `luffy bench update` times; only the rest of it is the GPU's."""
+    named = {k.removeprefix("timing_s/"): v for k, v in values.items() if k.startswith("timing_s/")}
+    phases = {phase: taken for phase, taken in named.items() if phase != "step"}
+    engine = trainer.engines.current
+    assert isinstance(engine, NativeEngine)
+    rollout, update = phases["rollout"], phases["update"] + phases["pack"]
+    tokens, computed = values["perf/update_tokens"], values["perf/computed_tokens"]
+    new = sum(response.new for response in responses)
     return {
-        "seconds": seconds, "phases": phases, "update_tokens": tokens, "tokens_per_second": tokens / seconds,
-        "computed_tokens": values["perf/computed_tokens"], "host_share": 1 - on_gpu / seconds,
-        "peak_gib": peak_gib(device),
+        "seconds": seconds, "phases": phases, "new_tokens": new, "update_tokens": tokens, "computed_tokens": computed,
+        "tokens_per_second": tokens / seconds, "rollout_tokens_per_second": new / rollout,
+        "update_tokens_per_second": tokens / update,
+        "mfu": update_flops(trainer.model, computed) / update / machine.flops,
+        "roofline_share": roofline_seconds(trainer.model, responses, machine, engine.max_slots) / rollout,
+        "outside": 1 - sum(phases.get(phase, 0.0) for phase in ON_DEVICE) / seconds,
     }  # fmt: skip
 
 
-def _idle_share(trainer: Trainer, view: RunView, recorder: Recorder, device: torch.device) -> float:
+def _idle_share(step: Callable[[], tuple[float, object]], device: torch.device) -> float:
     """The share of a step in which no kernel ran. Profiling slows the host, so this errs on the high side."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        row = _one_step(trainer, view, recorder, device)
-    spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_type.name == "CUDA")
-    return 1 - covered(spans) / 1e6 / row["seconds"]
+    took = []
+    events = profiled(lambda: took.append(step()[0]), device)
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
+    return 1 - covered(spans) / 1e6 / took[0]
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from luffy.bench.kernels import top_kernels
+from luffy.bench.limits import update_flops
 from luffy.bench.machine import Machine, peak_gib, reset_peak, timed
-from luffy.bench.shapes import parameter_count
 from luffy.config import Config
 from luffy.errors import UserError
 from luffy.models.forward import causal_lm
@@ -42,13 +43,16 @@ def checkpointing_knob(text: str) -> bool | str:
     return words[text]
 
 
+def model_knobs(checkpointing: str, lora: int) -> dict[str, Any]:
+    return {"gradient_checkpointing": checkpointing_knob(checkpointing), "lora": {"rank": lora} if lora else None}
+
+
 def update_config(
     tokens: int, response_tokens: int, checkpointing: str, offload: bool, lora: int, dtype: DtypeName, device: str
 ) -> Config:
     model = {"path": "bench", "dtype": dtype, "device": device}
-    more = {"gradient_checkpointing": checkpointing_knob(checkpointing), "lora": {"rank": lora} if lora else None}
     return build(Config, {
-        "model": {**model, **more},
+        "model": {**model, **model_knobs(checkpointing, lora)},
         "data": {"train": "bench", "max_prompt_tokens": 1},
         "rollout": {"max_tokens": response_tokens},
         "batch": {"tokens": tokens},
@@ -58,10 +62,17 @@ def update_config(
 
 
 def bench_update(
-    model: nn.Module, cfg: Config, count: int, group: int, prompt_tokens: int, response_tokens: int, repeats: int = 2
+    model: nn.Module,
+    cfg: Config,
+    count: int,
+    group: int,
+    prompt_tokens: int,
+    response_tokens: int,
+    repeats: int = 2,
+    kernels: bool = False,
 ) -> tuple[Machine, dict[str, Any]]:
     """One optimizer step over ``count`` samples, ``group`` of each prompt; the first call warms up and makes the
-    optimizer's state."""
+    optimizer's state. With ``kernels``, one more says where the time goes."""
     weight = next(model.parameters())
     machine = Machine.measure(weight.device, weight.dtype)
     policy = Policy(model, cfg)
@@ -73,17 +84,13 @@ def bench_update(
     tokens = count * (prompt_tokens + response_tokens)
     computed = computed_tokens(samples, cut(samples, cfg.batch.tokens, policy.scorer.shares_prompts))
     best = min(seconds)
-    # Forward and through: 4 a parameter and computed token; the gradient of the weight itself: 2, where there is one.
-    # An embedding that is not the head as well is looked up, not multiplied.
-    config = causal_lm(model).config
-    looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    embedding_trains = causal_lm(model).get_input_embeddings().weight.requires_grad
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) - looked_up * embedding_trains
-    flops = (4 * (parameter_count(model) - looked_up) + 2 * trained) * computed
-    return machine, {
+    row = {
         "samples": count, "group": group, "prompt_tokens": prompt_tokens, "response_tokens": response_tokens,
         "tokens": tokens, "computed_tokens": computed,
         "seconds": best, "all_seconds": seconds, "tokens_per_second": tokens / best,
-        "mfu": flops / best / machine.flops, "checkpointing": policy.checkpointing.is_on,
+        "mfu": update_flops(model, computed) / best / machine.flops, "checkpointing": policy.checkpointing.is_on,
         "micro_batch_tokens": cfg.batch.tokens, "peak_gib": peak_gib(weight.device),
     }  # fmt: skip
+    if kernels:
+        row["kernels"] = top_kernels(lambda: policy.update(samples, cfg.optim.lr), weight.device)
+    return machine, row

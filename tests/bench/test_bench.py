@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from luffy.bench.kernels import top_kernels
+from luffy.bench.limits import Response, roofline_seconds, update_flops
 from luffy.bench.machine import Machine
-from luffy.bench.rollout import RolloutRun, roofline_seconds
+from luffy.bench.rollout import RolloutRun
 from luffy.bench.shapes import random_model
 from luffy.bench.step import covered
 from luffy.bench.update import checkpointing_knob
@@ -32,7 +35,7 @@ def test_rollout_counts_every_token(tmp_path):
     assert rows[0]["tokens_per_second"] == pytest.approx(2 * 2 * 6 / rows[0]["seconds"])
 
 
-def test_update_and_step_report_their_work(tmp_path):
+def test_an_update_reports_its_work(tmp_path):
     out = tmp_path / "update.json"
     sizes = ["--samples", 3, "--group", 2, "--prompt-tokens", 3, "--response-tokens", 5]
     bench("update", *sizes, "--repeats", 1, "--json", out)
@@ -40,14 +43,80 @@ def test_update_and_step_report_their_work(tmp_path):
     assert row["tokens"] == 3 * 8 and row["computed_tokens"] == (3 + 2 * 5) + (
         3 + 5
     )  # two of one prompt, one of another
-    assert row["mfu"] > 0 and row["checkpointing"] is False
+    assert row["mfu"] > 0 and row["checkpointing"] is False and "kernels" not in row
+
+
+@pytest.mark.parametrize("more", [["--checkpointing", "true"], ["--offload"], ["--lora", 4]])
+def test_a_step_reports_its_work(tmp_path, more):
     out = tmp_path / "step.json"
-    bench("step", "--problems", 2, "--samples", 2, "--prompt-tokens", 4, "--new-tokens", 3, "--repeats", 1,
-          "--checkpointing", "true", "--json", out)  # fmt: skip
-    (row,) = json.loads(out.read_text())["rows"]
+    sizes = ["--problems", 2, "--samples", 2, "--prompt-tokens", 4, "--new-tokens", 3]
+    text = bench("step", *sizes, "--repeats", 1, "--device", "cpu", *more, "--json", out)
+    assert all(name in text for name in ("MFU", "of roofline", "outside", "GPU idle"))
+    written = json.loads(out.read_text())
+    (row,), machine = written["rows"], Machine(**written["machine"])
+    assert (row["new_tokens"], row["update_tokens"]) == (2 * 2 * 3, 2 * 2 * 7)  # no response ends early
     assert row["computed_tokens"] == row["update_tokens"] - 2 * 4  # the prompts of two samples
-    assert row["update_tokens"] <= 2 * 2 * 7 and {"rollout", "update", "reward", "plan"} <= row["phases"].keys()
-    assert 0 <= row["host_share"] < 1
+    phases, model = row["phases"], random_model("tiny", "float32", "cpu")
+    assert {"plan", "rollout", "reward", "pack", "update"} <= phases.keys() and "step" not in phases
+    spent = phases["rollout"] + phases["update"] + phases["old_log_probs"]
+    assert row["outside"] == pytest.approx(1 - spent / row["seconds"]) and 0 < row["outside"] < 1
+    assert row["update_tokens_per_second"] == pytest.approx(28 / (phases["update"] + phases["pack"]))
+    if "--lora" not in more:
+        limit = roofline_seconds(model, [Response(4, 3)] * 4, machine, slots=64)
+        assert row["roofline_share"] == pytest.approx(limit / phases["rollout"])
+        per_second = update_flops(model, 20) / (phases["update"] + phases["pack"])
+        assert row["mfu"] == pytest.approx(per_second / machine.flops)
+
+
+def test_adapters_have_gradients_and_the_rest_does_not(tmp_path):
+    flops = {}
+    for rank in (0, 4):
+        out = tmp_path / f"{rank}.json"
+        bench("step", "--repeats", 1, "--device", "cpu", "--lora", rank, "--json", out)
+        written = json.loads(out.read_text())
+        (row,) = written["rows"]
+        seconds = row["phases"]["update"] + row["phases"]["pack"]
+        flops[rank] = row["mfu"] * seconds * written["machine"]["flops"] / row["computed_tokens"]
+    weights = sum(p.numel() for p in random_model("tiny", "float32", "cpu").parameters())
+    assert flops[0] == pytest.approx(6 * weights)
+    assert 4 * weights < flops[4] < 6 * weights
+
+
+def test_a_separate_embedding_is_only_looked_up():
+    model = random_model("tiny", "float32", "cpu")
+    weights = sum(p.numel() for p in model.parameters())
+    assert update_flops(model, 10) == 60 * weights
+    model.config.tie_word_embeddings = False  # as if the same number of parameters held an embedding of its own
+    assert update_flops(model, 10) == 60 * (weights - 512 * 64)
+    model.requires_grad_(False)
+    assert update_flops(model, 10) == 40 * (weights - 512 * 64)
+
+
+def test_kernels_are_named_with_their_shares(tmp_path):
+    out = tmp_path / "kernels.json"
+    assert "aten::mm" in bench(
+        "rollout", "--runs", "2x5x6", "--repeats", 1, "--device", "cpu", "--kernels", "--json", out
+    )
+    (row,) = json.loads(out.read_text())["rows"]
+    assert len(row["kernels"]) == 12 and sum(k["share"] for k in row["kernels"]) < 1
+    assert row["new_tokens"] == 6 and row["decode_steps"] == 5  # the profiled call is not the timed one
+    sizes = ["--samples", 3, "--prompt-tokens", 3, "--response-tokens", 5]
+    assert "aten::mm" in bench("update", *sizes, "--repeats", 1, "--device", "cpu", "--kernels")
+
+
+def test_a_kernel_counts_without_what_it_calls():
+    a = torch.randn(300, 300)
+
+    def work():
+        with torch.profiler.record_function("a region"):
+            for _ in range(5):
+                torch.nn.functional.linear(a, a)
+
+    rows = top_kernels(work, torch.device("cpu"))
+    assert rows[0]["kernel"] == "aten::mm" and rows[0]["calls"] == 5 and rows[0]["share"] > 0.5
+    assert "a region" not in [row["kernel"] for row in rows]
+    assert sum(row["share"] for row in rows) == pytest.approx(1)
+    assert [row["kernel"] for row in top_kernels(work, torch.device("cpu"), count=1)] == ["aten::mm"]
 
 
 def test_the_roofline_is_bytes_over_bandwidth():
@@ -55,10 +124,13 @@ def test_the_roofline_is_bytes_over_bandwidth():
     weights = sum(p.numel() for p in model.parameters()) * 4
     machine = Machine("made up", 1.0, bandwidth=1000.0)
     per_token = 2 * 2 * 2 * 16 * 4
-    run = RolloutRun(prompts=3, prompt_tokens=10, new_tokens=3, samples=2)
-    cached = 6 * (11 + 12)
-    assert roofline_seconds(model, run, machine, 100) == pytest.approx((2 * weights + cached * per_token) / 1000)
-    assert roofline_seconds(model, run, machine, 4) == pytest.approx((4 * weights + cached * per_token) / 1000)
+    even, cached = [Response(10, 3)] * 6, 6 * (11 + 12)
+    assert roofline_seconds(model, even, machine, 100) == pytest.approx((2 * weights + cached * per_token) / 1000)
+    assert roofline_seconds(model, even, machine, 4) == pytest.approx((4 * weights + cached * per_token) / 1000)
+    uneven, cached = [Response(10, 2), Response(5, 1), Response(10, 4)], 11 + (11 + 12 + 13)
+    assert roofline_seconds(model, uneven, machine, 2) == pytest.approx((3 * weights + cached * per_token) / 1000)
+    assert roofline_seconds(model, uneven, machine, 1) == pytest.approx((4 * weights + cached * per_token) / 1000)
+    assert roofline_seconds(model, [], machine, 1) == 0
 
 
 def test_overlapping_kernels_count_once():

@@ -1,0 +1,54 @@
+"""What a model's work must cost at least: bytes read by decoding, operations of an update."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from luffy.bench.machine import Machine
+from luffy.bench.shapes import parameter_count
+from luffy.models.forward import causal_lm
+
+
+class Response(NamedTuple):
+    """Lengths of a prompt and of what was said to it, in tokens."""
+
+    prompt: int
+    new: int
+
+
+def roofline_seconds(model: nn.Module, responses: Sequence[Response], machine: Machine, slots: int) -> float:
+    """Decoding that only reads weights and cached keys and values, each once per step, at the copy's speed."""
+    config = causal_lm(model).config
+    size = next(model.parameters()).dtype.itemsize
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * size
+    # Its t-th step finds prompt + t tokens in the cache; the first token comes from the prefill.
+    cached = sum((r.new - 1) * r.prompt + r.new * (r.new - 1) // 2 for r in responses)
+    weights = (parameter_count(model) - _looked_up(model)) * size
+    return (_steps([r.new - 1 for r in responses], slots) * weights + cached * per_token) / machine.bandwidth
+
+
+def update_flops(model: nn.Module, computed_tokens: float) -> float:
+    """Forward and through: 4 a parameter and computed token; the gradient of the weight itself: 2, where there is one.
+    Recomputation is not work that counts."""
+    embedding_trains = causal_lm(model).get_input_embeddings().weight.requires_grad
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) - _looked_up(model) * embedding_trains
+    return (4 * (parameter_count(model) - _looked_up(model)) + 2 * trained) * computed_tokens
+
+
+def _looked_up(model: nn.Module) -> int:
+    """Parameters of an embedding that is not the head as well: looked up, neither read in full nor multiplied."""
+    config = causal_lm(model).config
+    return 0 if config.tie_word_embeddings else int(config.vocab_size * config.hidden_size)
+
+
+def _steps(lengths: Sequence[int], slots: int) -> int:
+    """Decoding steps of rows that take over a slot when it is free, the longest first."""
+    busy_until = [0] * min(slots, len(lengths))
+    for length in sorted(lengths, reverse=True):
+        heapq.heapreplace(busy_until, busy_until[0] + length)
+    return max(busy_until, default=0)
