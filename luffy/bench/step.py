@@ -154,7 +154,8 @@ def _one_step(
 def figures(
     trainer: Trainer, responses: Sequence[Response], machine: Machine, seconds: float, values: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The update with its packing is what `luffy bench update` times; only the rest of it is the GPU's."""
+    """MFU and speed of the update are over its packing too, as `luffy bench update` has them; for the share outside the
+    model packing is outside."""
     named = {k.removeprefix("timing_s/"): v for k, v in values.items() if k.startswith("timing_s/")}
     phases = {phase: taken for phase, taken in named.items() if phase != "step"}
     engine = trainer.engines.current

@@ -159,7 +159,7 @@ class Policy:
         """Denominators, passes and tokens of a mini-batch over all processes, in one exchange."""
         with self.watch("pack", on_host=True):
             bins = cut(samples, self.cfg.batch.tokens, self.scorer.shares_prompts)
-        mine = (denominators(samples), len(bins), sum(map(len, samples)), computed_tokens(samples, bins))
+            mine = (denominators(samples), len(bins), sum(map(len, samples)), computed_tokens(samples, bins))
         counts, passes, tokens, computed = zip(*self.world.gather(mine), strict=True)
         rl, sft = (Counts.total(part) for part in zip(*counts, strict=True))
         return Whole((rl, sft), max(passes), sum(tokens), sum(computed))
