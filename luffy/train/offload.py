@@ -97,7 +97,8 @@ class OffloadedOptimizer:
             self._adam(name, state, grad if scale is None else grad.mul_(scale), lr)
             self._send_back(name, state)
         if self._on_gpu:
-            torch.cuda.synchronize()
+            for stream in (torch.cuda.current_stream(), *self._streams):  # not the device: see Stopwatch
+                stream.synchronize()
 
     def _fetch(self, name: str) -> list[Tensor]:
         if not self._on_gpu:

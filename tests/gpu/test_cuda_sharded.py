@@ -2,12 +2,18 @@
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import yaml
 
 from luffy.report.recorder import read_json_lines
+from luffy.report.timing import Stopwatch
+from luffy.rollout.decoder import capturing
 from luffy.schema import to_dict
+from luffy.train.ahead import own_stream
 from luffy.train.loop import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -58,3 +64,29 @@ def test_rollouts_ahead_on_their_own_stream(make_config):
     moving = run_here(make_config(name="moving", **(common | {"optim": {"lr": 1e-2}, "async": {"max_staleness": 1}})))
     assert [r["async/staleness/max"] for r in moving] == [0, 1, 1, 1, 1, 1]
     assert all(0 < r["async/ess"] < 1 for r in moving[1:])
+
+
+def test_a_phase_may_end_while_another_thread_captures():
+    """CUDA forbids waiting for the device then, and both the phase and the capture would fail."""
+    x = torch.ones(4, device="cuda")
+    began, ended = threading.Event(), threading.Event()
+
+    def capture():
+        with own_stream(x.device), capturing(None) as graph:
+            y = x + 1
+            began.set()
+            assert ended.wait(60)
+        graph.replay()
+        torch.cuda.current_stream().synchronize()
+        return y.tolist()
+
+    watch = Stopwatch()
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(capture)
+        assert began.wait(60)
+        try:
+            with watch("update"):
+                total = float((x * 3).sum())
+        finally:
+            ended.set()
+        assert (total, made.result()) == (12.0, [2.0] * 4) and watch.take()["timing_s/update"] > 0

@@ -1,8 +1,10 @@
 """Phases of a step add up, also where one lies inside another."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from luffy.report.timing import Stopwatch
 
@@ -30,3 +32,16 @@ def test_a_phase_that_fails_is_timed_and_closed(monkeypatch):
     with watch("sync"):
         pass
     assert watch.take() == {"timing_s/pack": 3.0, "timing_s/update": 2.0, "timing_s/sync": 1.0}
+
+
+def test_on_a_gpu_a_phase_waits_for_the_work_of_its_own_thread(monkeypatch):
+    """Waiting for the device is an error while another thread captures a graph."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("the whole device"))
+    stream = SimpleNamespace(synchronize=lambda: waited.append(1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    watch = Stopwatch()
+    with watch("update"), watch("pack", on_host=True):
+        pass
+    assert waited == [1]
