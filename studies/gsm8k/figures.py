@@ -33,11 +33,13 @@ COLORS = {
 }  # fmt: skip
 SETS = {"val-core/accuracy": "easy", "val-hard/accuracy": "hard", "val-words/accuracy": "other words",
         "val-longer/accuracy": "longer"}  # fmt: skip
-# The first runs have "val-changed" instead of "val-varied": a set that had wrong answers, so it is not shown.
 GSM_SETS = {"val-core/accuracy": "GSM8K test", "val-varied/accuracy": "changed numbers",
-            "val-stories/accuracy": "stories, easy"}  # fmt: skip
+            "val-stories/accuracy": "stories, easy", "val-math/accuracy": "MATH-500, whole numbers",
+            "val-arc/accuracy": "ARC-c, numbered"}  # fmt: skip
 PROBLEMS = {"stories": 256, "gsm8k": 512}
-OTHER_PROBLEMS = {"val-stories/accuracy": 256, "val-varied/accuracy": 375}
+PASS_PROBLEMS = 256
+OTHER_PROBLEMS = {"val-stories/accuracy": 256, "val-varied/accuracy": 375, "val-math/accuracy": 308,
+                  "val-arc/accuracy": 256}  # fmt: skip
 STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 Row = dict[str, Any]
 
@@ -171,7 +173,7 @@ def gamma_figure(rows: Sequence[Row]) -> None:
         ax.plot([gamma] * len(values), [100 * v for v in values], "o", color=COLORS["luffy"], alpha=0.5, ms=5)
     means = [(g, 100 * statistics.mean(map(both, gamma_rows(rows, g)))) for g in GAMMAS if gamma_rows(rows, g)]
     ax.plot(*zip(*means, strict=True), color=COLORS["luffy"])
-    ax.set(xlabel="gamma", ylabel="held-out accuracy, %", title="shaping f(p) = p / (p + gamma)", xscale="log")
+    ax.set(xlabel="gamma", ylabel="held-out accuracy, %", title="f(p) = p / (p + gamma)", xscale="log", ylim=(0, None))
     ax.set_xticks(GAMMAS, [f"{g:g}" for g in GAMMAS])
     ax.minorticks_off()
     ax.grid(alpha=0.25)
@@ -191,30 +193,33 @@ def split_figure(rows: Sequence[Row]) -> None:
     figure, axes = panels(2)
     for ax, part, title in zip(axes, ("easy", "hard"), ("1 and 2 steps", "3 and 4 steps"), strict=True):
         draw(ax, pick(rows, question="split", note=part), ("on_policy", "luffy"), "batch/on_solved", 5)
-        ax.set(title=f"trained on problems of {title}", xlabel="step", ylabel="reward of own samples", ylim=(0, 1))
+        ax.set(title=f"trained on {title}", xlabel="step", ylabel="reward of own samples", ylim=(0, None))
     axes[0].legend(frameon=False, fontsize=8)
     save(figure, "split")
 
 
 def generalisation_figure(rows: Sequence[Row]) -> None:
-    figure, (ax,) = panels(1)
-    figure.set_size_inches(8.5, 3.2)
-    bars(ax, pick(rows, question="main", task="stories"), SETS)
-    ax.legend(frameon=False, fontsize=7, ncols=3)
+    figure, (left, right) = panels(2)
+    figure.set_size_inches(13, 3.4)
+    for ax, task, sets in ((left, "stories", SETS), (right, "gsm8k", GSM_SETS)):
+        bars(ax, pick(rows, question="main", task=task), sets)
+        ax.set_title(f"trained on {'the stories' if task == 'stories' else 'GSM8K'}")
+    legend_below(figure, left)
     save(figure, "generalisation")
 
 
 def bars(ax: Any, rows: Sequence[Row], sets: dict[str, str]) -> None:
     width = 0.8 / len(MAIN)
     for i, method in enumerate(MAIN):
-        values = [[100 * last(row, metric) for row in pick(rows, method=method)] for metric in sets]
+        runs = pick(rows, method=method)
+        values = [[100 * last(run, metric) for run in runs if metric in run["curves"]] for metric in sets]
         if not all(values):
             continue
         at = [k + (i - len(MAIN) / 2 + 0.5) * width for k in range(len(sets))]
         ax.bar(at, [statistics.mean(v) for v in values], width, color=COLORS[method], label=LABELS[method])
         for x, seeds in zip(at, values, strict=True):
             ax.plot([x] * len(seeds), seeds, ".", color="black", ms=3)
-    ax.set_xticks(range(len(sets)), sets.values())
+    ax.set_xticks(range(len(sets)), [name.replace(", ", ",\n") for name in sets.values()])
     ax.set_ylabel("accuracy, %")
     ax.spines[["top", "right"]].set_visible(False)
 
@@ -253,7 +258,7 @@ def accuracy_table(rows: Sequence[Row], methods: Iterable[str], sets: dict[str, 
         if runs:
             cells = [accuracy(runs, metric, problems_of(task, metric)) for metric in sets]
             body.append([LABELS[method], str(len(runs)), *cells])
-    return table(["method", "seeds", *(f"{name}, %" for name in sets.values())], body)
+    return table(["method", "runs", *(f"{name}, %" for name in sets.values())], body)
 
 
 def start_table(rows: Sequence[Row]) -> str:
@@ -265,6 +270,16 @@ def start_table(rows: Sequence[Row]) -> str:
             if first:
                 body.append([task, name, accuracy(first, metric, problems_of(task, metric), at=0)])
     return table(["task", "held-out set", "base model, %"], body)
+
+
+def warm_table(rows: Sequence[Row]) -> str:
+    """The base before, and every method after."""
+    runs = pick(rows, question="warm", note="")
+    base = [
+        accuracy(pick(rows, question="warm", note="base"), metric, problems_of("stories", metric)) for metric in SETS
+    ]
+    lines = accuracy_table(runs, MAIN, SETS, "stories").splitlines()
+    return "\n".join([*lines[:2], "| " + " | ".join(["the base", "", *base]) + " |", *lines[2:]]) if runs else lines[0]
 
 
 def ablation_table(rows: Sequence[Row]) -> str:
@@ -281,7 +296,7 @@ def ablation_table(rows: Sequence[Row]) -> str:
             body.append(
                 [LABELS[method] if method != "luffy" else "mixed + shaping, no clip = LUFFY", str(len(found)), *cells]
             )
-    return table(["", "seeds", "held-out accuracy, %", "tokens clipped, %"], body)
+    return table(["", "runs", "held-out accuracy, %", "tokens clipped, %"], body)
 
 
 def entropy_table(rows: Sequence[Row]) -> str:
@@ -298,7 +313,7 @@ def entropy_table(rows: Sequence[Row]) -> str:
                 continue
             start, end = (run["curves"]["actor/entropy_loss"][i][1] for i in (0, -1))
             solved = run["curves"]["batch/on_solved"][-1][1]
-            cells = [f"{start:.2f} to {end:.2f}", f"{100 * solved:.1f}", f"{100 * both(run):.1f}"]
+            cells = [f"{start:.2f} to {end:.2f}", f"{100 * solved:.1f}", share([both(run)], 512)]
             body.append([LABELS[run["method"]], task, f"{run['lr']:g}", coefficient, *cells])
     head = ["method", "run", "learning rate", "coefficient", "entropy, nats", "own samples solved in the last step, %"]
     return table([*head, "held-out accuracy, %"], sorted(body, key=lambda cells: cells[:4]))
@@ -307,7 +322,7 @@ def entropy_table(rows: Sequence[Row]) -> str:
 def gamma_table(rows: Sequence[Row]) -> str:
     found = [(gamma, gamma_rows(rows, gamma)) for gamma in GAMMAS]
     body = [[f"{g:g}", str(len(runs)), share([both(run) for run in runs], 512)] for g, runs in found if runs]
-    return table(["gamma", "seeds", "held-out accuracy, %"], body)
+    return table(["gamma", "runs", "held-out accuracy, %"], body)
 
 
 def split_table(rows: Sequence[Row]) -> str:
@@ -318,7 +333,7 @@ def split_table(rows: Sequence[Row]) -> str:
             if runs:
                 cells = [share([last(run, metric) for run in runs], 256) for metric in SETS]
                 body.append([part, LABELS[method], str(len(runs)), *cells])
-    return table(["trained on", "method", "seeds", *(f"{name}, %" for name in SETS.values())], body)
+    return table(["trained on", "method", "runs", *(f"{name}, %" for name in SETS.values())], body)
 
 
 def tuning_table(rows: Sequence[Row]) -> str:
@@ -338,14 +353,14 @@ def pass_table(rows: Sequence[Row]) -> str:
     for task in ("stories", "gsm8k"):
         for row in [row for row in pick(rows, question="main", task=task) if "pass" in row]:
             found = row["pass"]
-            cells = [f"{100 * found[t]['pass_at']['8']:.1f}" if t in found else "" for t in temperatures]
+            cells = [share([found[t]["pass_at"]["8"]], PASS_PROBLEMS) if t in found else "" for t in temperatures]
             body.append([task, LABELS[row["method"]], *cells])
     return table(["task", "method", *(f"T = {t}" for t in temperatures)], body)
 
 
 def cost_table(rows: Sequence[Row]) -> str:
     body = []
-    for question in ("pilot", "tune", "main", "ablation", "entropy", "gamma", "split"):
+    for question in ("pilot", "tune", "main", "ablation", "entropy", "gamma", "split", "warm"):
         for task in ("stories", "gsm8k"):
             runs = pick(rows, question=question, task=task)
             if runs:
@@ -362,6 +377,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "start": start_table,
     "stories": lambda rows: accuracy_table(pick(rows, question="main", task="stories"), MAIN, SETS, "stories"),
     "gsm8k": lambda rows: accuracy_table(pick(rows, question="main", task="gsm8k"), MAIN, GSM_SETS, "gsm8k"),
+    "warm": warm_table,
     "ablation": ablation_table,
     "entropy": entropy_table,
     "gamma": gamma_table,

@@ -6,7 +6,7 @@ python studies/gsm8k/plan.py          lists them
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ SEEDS = (0, 1, 2)
 GAMMAS = (0.05, 0.1, 0.2, 0.3, 0.5)
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
 TUNING_STEPS = 25
+AT_THE_END = ("eval.every", 0)  # evaluate only then, where no table or figure shows what was before
 
 
 @dataclass(frozen=True)
@@ -93,19 +94,23 @@ class Run:
         """The run whose model this one begins with."""
         before = METHODS[self.method].after
         if before is None:
-            return None
+            return WARM.name if self.question == "warm" and self != WARM else None
         if self.question == "tune":
             return Run("tune", self.task, before, 0, CHOSEN[before], note=f"lr{CHOSEN[before]:g}").name
-        return Run("main", self.task, before, self.seed, CHOSEN[before]).name
+        return Run(self.question, self.task, before, self.seed, CHOSEN[before]).name
 
     def config(self, data: Path, model: str, out: Path) -> Config:
         method = METHODS[self.method]
         values = merge(read_recipe(find_recipe(method.recipe)), _task(self.task, data))
         for key, value in (*method.sets, *self.sets, ("optim.lr", self.lr), ("seed", self.seed)):
-            set_at(values, key.split("."), value)
+            set_at(values, key.split("."), str(data / value) if key == "data.train" else value)
         start = model if self.start is None else str(out / self.start / "model")
         values["model"] = {**values["model"], "path": start}
         return build(Config, {**values, "name": self.name, "out": str(out)})
+
+
+# A base that can do a third of the stories: SFT, short and slow, on others than those of the training set.
+WARM = Run("warm", "stories", "sft", 0, 3e-5, (("train.steps", 50), ("data.train", "stories-warm.jsonl")), "base")
 
 
 def _task(task: str, data: Path) -> dict[str, Any]:
@@ -132,53 +137,54 @@ def main() -> Iterator[Run]:
 
 
 def gsm8k() -> Iterator[Run]:
-    for method in sorted(MAIN, key=lambda name: name != "sft"):
-        yield Run("main", "gsm8k", method, 0, CHOSEN[family(method)])
+    for seed in SEEDS:
+        for method in sorted(MAIN, key=lambda name: name != "sft"):
+            yield Run("main", "gsm8k", method, seed, CHOSEN[family(method)], (AT_THE_END,) if seed else ())
 
 
 def ablation() -> Iterator[Run]:
     for seed in SEEDS:
         for method in ABLATION:
-            yield Run("ablation", "stories", method, seed, CHOSEN[family(method)])
+            yield Run("ablation", "stories", method, seed, CHOSEN[family(method)], (AT_THE_END,))
 
 
 def gamma() -> Iterator[Run]:
-    for seed in SEEDS[:2]:
+    for seed in SEEDS:
         for value in GAMMAS:
             if value != 0.1:  # that is LUFFY itself
-                yield Run("gamma", "stories", f"luffy_gamma_{value}", seed, CHOSEN["luffy"])
+                yield Run("gamma", "stories", f"luffy_gamma_{value}", seed, CHOSEN["luffy"], (AT_THE_END,))
 
 
 def entropy() -> Iterator[Run]:
     """With the paper's entropy bonus, and a tenth of it."""
     for coefficient in (0.01, 0.001):
         for method in ("luffy", "mixed", "on_policy"):
-            sets = (("algorithm.entropy_coef", coefficient),)
+            sets = (("algorithm.entropy_coef", coefficient), AT_THE_END)
             yield Run("entropy", "stories", method, 0, CHOSEN[method], sets, f"h{coefficient:g}")
 
 
-def split(data: Path = Path()) -> Iterator[Run]:
+def split() -> Iterator[Run]:
     """Only short or only long problems to learn from."""
-    for seed in SEEDS[:2]:
+    for seed in SEEDS:
         for method in ("on_policy", "luffy"):
             for part in ("easy", "hard"):
-                sets = (("data.train", str(data / f"stories-train-{part}.jsonl")),)
+                sets = (("data.train", f"stories-train-{part}.jsonl"), AT_THE_END)
                 yield Run("split", "stories", method, seed, CHOSEN[method], sets, part)
 
 
-def runs(question: str, data: Path) -> list[Run]:
-    if question == "split":
-        return list(split(data))
-    return list(
-        {"tune": tune, "gsm8k": gsm8k, "main": main, "ablation": ablation, "entropy": entropy, "gamma": gamma}[
-            question
-        ]()
-    )
+def warm() -> Iterator[Run]:
+    """Question 1 once more, from a base that already has some of the skill, as the paper's has."""
+    yield WARM
+    for seed in SEEDS:
+        for method in sorted(MAIN, key=lambda name: name != "sft"):
+            yield Run("warm", "stories", method, seed, CHOSEN[family(method)], (AT_THE_END,))
 
 
-QUESTIONS = ("tune", "gsm8k", "main", "ablation", "entropy", "gamma", "split")
+PLAN: dict[str, Callable[[], Iterator[Run]]] = {
+    "tune": tune, "gsm8k": gsm8k, "main": main, "ablation": ablation, "entropy": entropy, "gamma": gamma,
+    "split": split, "warm": warm,
+}  # fmt: skip
 
 if __name__ == "__main__":
-    for question in QUESTIONS:
-        for run in runs(question, Path("study-data")):
-            print(run.name, f"lr={run.lr:g}", *(f"{key}={value}" for key, value in run.sets))
+    for run in (run for question in PLAN.values() for run in question()):
+        print(run.name, f"lr={run.lr:g}", *(f"{key}={value}" for key, value in run.sets))

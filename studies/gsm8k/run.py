@@ -3,7 +3,8 @@
     python studies/gsm8k/run.py --data study-data --model SmolLM2-135M-Instruct.Q4_1.gguf --questions main gsm8k
 
 A run that its slice cuts short saves a checkpoint, and the next call resumes it. A finished run keeps its metrics and
-its model. ``--collect FILE`` keeps the metrics of all runs, compact, in one file: what figures.py reads. The question
+its model. ``--collect FILE`` keeps the metrics of all runs, compact, in one file: what figures.py reads. On a machine
+that has none of the runs, ``--known FILE`` leaves out those whose metrics an earlier one has collected. The question
 "pass" samples from the models of "main" and "gsm8k" at several temperatures.
 A model of 135M parameters leaves most of a large GPU idle, so --at-once runs share it; with NVIDIA's MPS
 (``nvidia-cuda-mps-control -d`` before) their kernels run side by side.
@@ -19,13 +20,14 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import torch
-from plan import CHOSEN, HERE, QUESTIONS, TEMPERATURES, Run, runs
+from plan import CHOSEN, HERE, PLAN, TEMPERATURES, Run
 from rich.console import Console
 
 from luffy.config import Config
@@ -55,14 +57,16 @@ def train(run: Run, data: Path, model: str, out: Path, deadline: float) -> str:
     if time.time() > deadline:
         raise SliceOver
     folder.mkdir(parents=True, exist_ok=True)
-    started = time.time()
+    spent, started = folder / "seconds.txt", time.time()
+    before = float(spent.read_text()) if spent.exists() else 0.0
     try:
         with (folder / "console.txt").open("a", encoding="utf-8") as log:
             _train(run.config(data, model, out), run.kind, log, deadline)
     finally:
+        spent.write_text(f"{before + time.time() - started:.1f}")
         _free_memory()
     _keep_model_only(folder)
-    done = {"seconds": round(time.time() - started, 1), "lr": run.lr, "method": run.method, "task": run.task,
+    done = {"seconds": float(spent.read_text()), "lr": run.lr, "method": run.method, "task": run.task,
             "question": run.question, "seed": run.seed, "note": run.note}  # fmt: skip
     (folder / "done.json").write_text(json.dumps(done))
     return f"{done['seconds']} s"
@@ -152,9 +156,13 @@ class Job:
     def name(self) -> str:
         return f"{self.run.name} pass@{SAMPLES}" if self.sampling else self.run.name
 
+    @property
+    def needs(self) -> str | None:
+        """The run whose model it takes."""
+        return self.run.name if self.sampling else self.run.start
+
     def may_start(self, out: Path) -> bool:
-        before = self.run.name if self.sampling else self.run.start
-        return before is None or is_trained(before, out)
+        return self.needs is None or is_trained(self.needs, out)
 
     def is_done(self, out: Path) -> bool:
         if self.sampling:
@@ -169,11 +177,27 @@ def is_trained(name: str, out: Path) -> bool:
     return (out / name / "done.json").exists()
 
 
-def jobs(question: str, data: Path) -> list[Job]:
+def jobs(question: str) -> list[Job]:
     if question != "pass":
-        return [Job(run) for run in runs(question, data)]
-    every = runs("main", data) + runs("gsm8k", data)
+        return [Job(run) for run in PLAN[question]()]
+    every = [*PLAN["main"](), *PLAN["gsm8k"]()]
     return [Job(run, sampling=True) for run in every if run.seed == 0 and run.method in SAMPLED]
+
+
+def known_jobs(files: Sequence[Path]) -> set[str]:
+    """Names of the jobs whose results are in files of earlier calls."""
+    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    done = [row for row in rows if row["finished"]]
+    sampled = [row for row in done if set(map(str, TEMPERATURES)) <= set(row.get("pass", ()))]
+    return {row["name"] for row in done} | {f"{row['name']} pass@{SAMPLES}" for row in sampled}
+
+
+def without_known(every: Sequence[Job], known: set[str]) -> list[Job]:
+    """What is left to do. A model that is gone is trained again where something left to do begins with it."""
+    wanted = {job.name for job in every} - known
+    while more := {job.needs for job in every if job.name in wanted and job.needs} - wanted:
+        wanted |= more
+    return [job for job in every if job.name in wanted]
 
 
 class Slice:
@@ -186,7 +210,9 @@ class Slice:
         self.failed: dict[str, str] = {}
 
     def every(self) -> list[Job]:
-        return [job for question in self.args.questions for job in jobs(question, self.args.data)]
+        """The first seed of all questions before the second of any: a study cut short says something of each."""
+        every = [job for question in self.args.questions for job in jobs(question)]
+        return sorted(without_known(every, known_jobs(self.args.known)), key=lambda job: job.run.seed)
 
     def go(self) -> None:
         while not self._went_through():
@@ -226,7 +252,7 @@ class Slice:
         """After every job: whoever ends this process loses nothing that is finished."""
         if self.args.collect:
             self.args.collect.parent.mkdir(parents=True, exist_ok=True)
-            lines = "".join(json.dumps(row) + "\n" for row in collect(self.args.out))
+            lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in collect(self.args.out))
             write_atomically(self.args.collect, lines)
 
     def _note(self, name: str, future: Future[str]) -> bool:
@@ -262,10 +288,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("study-data"), help="what make_data.py wrote")
     parser.add_argument("--model", required=True, help="the base model")
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
-    parser.add_argument("--questions", nargs="+", choices=(*QUESTIONS, "pass"), default=["main"])
+    parser.add_argument("--questions", nargs="+", choices=(*PLAN, "pass"), default=["main"])
     parser.add_argument("--at-once", type=int, default=8, help="runs that share the GPU")
     parser.add_argument("--minutes", type=float, default=60, help="of this slice")
     parser.add_argument("--collect", type=Path, help="write the metrics of all runs here")
+    parser.add_argument("--known", type=Path, nargs="*", default=[], help="such files: what they have is not run again")
     args = parser.parse_args()
     args.data, args.out = args.data.resolve(), args.out.resolve()
     part = Slice(args)

@@ -9,6 +9,8 @@ from concurrent.futures.process import BrokenProcessPool
 from fractions import Fraction
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "studies" / "gsm8k"
@@ -98,14 +100,39 @@ def test_a_number_in_words_stays_in_the_program_too():
 
 @pytest.fixture
 def data(tmp_path):
-    gsm8k = tmp_path / "gsm8k"
-    gsm8k.mkdir()
+    given = tmp_path / "given"
+    for folder in ("gsm8k", "benchmarks"):
+        (given / folder).mkdir(parents=True)
     for name in ("train", "test"):
-        (gsm8k / f"{name}.jsonl").write_text(json.dumps(APPLES) + "\n")
+        (given / "gsm8k" / f"{name}.jsonl").write_text(json.dumps(APPLES) + "\n")
+    math = [("math", "6 * 7?", "42"), ("math", "1 / 2?", "0.5"), ("math", "3 - 8?", "-5")]
+    others = [(source, f"{source}?", "1") for source in ("aime", "aime25", "amc", "minerva", "olympiad_bench")]
+    benchmark(given / "benchmarks" / "math6.parquet", math + others)
+    benchmark(given / "benchmarks" / "arc_c.parquet", [("arc_c", "What is wet?\n\nA) sand\nB) water\nC) air\n", "B")])
     out = tmp_path / "data"
-    counts = make_data.make(gsm8k, out)
-    assert counts["stories-train"] == 4000 and counts["stories-easy"] == 256
+    counts = make_data.make(given, out)
+    assert counts["stories-train"] == 4000 and counts["stories-easy"] == 256 and counts["stories-warm"] == 1600
     return out
+
+
+def benchmark(path, rows):
+    made = [
+        {
+            "data_source": source,
+            "prompt": [{"role": "user", "content": question}],
+            "reward_model": {"ground_truth": gold},
+        }
+        for source, question, gold in rows
+    ]
+    pq.write_table(pa.Table.from_pylist(made), path)
+
+
+def test_benchmarks_become_problems_whose_answer_is_a_number(data):
+    rows = {name: [json.loads(line) for line in (data / f"{name}.jsonl").read_text().splitlines()]
+            for name in ("math-integers", "arc-numbers")}  # fmt: skip
+    assert [(r["prompt"], r["answer"]) for r in rows["math-integers"]] == [("6 * 7?", "42"), ("3 - 8?", "-5")]
+    (arc,) = rows["arc-numbers"]
+    assert arc["answer"] == "2" and arc["prompt"].endswith("\n1) sand\n2) water\n3) air")
 
 
 def test_held_out_stories_are_not_in_the_training_set(data):
@@ -114,12 +141,14 @@ def test_held_out_stories_are_not_in_the_training_set(data):
     for name in ("stories-easy", "stories-hard", "stories-words", "stories-longer"):
         assert not trained & {r["prompt"] for r in rows[name]}
     assert {r["steps"] for r in rows["stories-train-hard"]} == {3, 4}
+    others = {r["prompt"] for name, found in rows.items() if name != "stories-warm" for r in found}
+    assert not others & {r["prompt"] for r in rows["stories-warm"]}
 
 
 def test_every_run_of_the_plan_has_a_config_and_something_to_start_from(data, tmp_path):
-    every = [run for question in plan.QUESTIONS for run in plan.runs(question, data)]
+    every = [run for question in plan.PLAN.values() for run in question()]
     names = [run.name for run in every]
-    assert len(set(names)) == len(names) > 60
+    assert len(set(names)) == len(names) > 100
     for run in every:
         cfg = run.config(data, "base", tmp_path)
         assert cfg.name == run.name and cfg.optim.lr == run.lr and Path(str(cfg.data.train)).exists()
@@ -178,8 +207,9 @@ def finished(job, out):
     return "1 s"
 
 
-def slice_of(tmp_path, data, questions=("main",)):
+def slice_of(tmp_path, data, questions=("main",), known=()):
     args = {"questions": list(questions), "at_once": 2, "minutes": 1.0, "collect": tmp_path / "all.jsonl"}
+    args |= {"known": list(known)}
     return driver.Slice(argparse.Namespace(**args, data=data, model="base", out=tmp_path / "runs"))
 
 
@@ -187,7 +217,7 @@ def test_a_run_waits_for_the_one_it_starts_from_and_a_second_call_has_nothing_to
     pool = Pool(finished)
     monkeypatch.setattr(driver, "ProcessPoolExecutor", pool)
     slice_of(tmp_path, data).go()
-    assert sorted(pool.seen) == sorted(run.name for run in plan.runs("main", data))
+    assert sorted(pool.seen) == sorted(run.name for run in plan.PLAN["main"]())
     for seed in plan.SEEDS:
         assert pool.seen.index(f"main-stories-sft-s{seed}") < pool.seen.index(f"main-stories-sft_rl-s{seed}")
     again = Pool(finished)
@@ -207,6 +237,25 @@ def test_models_are_sampled_from_when_they_are_there(data, tmp_path, monkeypatch
     rows = {row["name"]: row for row in map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())}
     assert rows["main-stories-sft-s0"]["pass"]["0.2"] == {"accuracy": 0.5, "pass_at": {"8": 0.75}}
     assert len(rows) == 18 and "pass" not in rows["main-stories-sft-s1"]
+
+
+def test_what_an_earlier_machine_finished_is_run_again_only_for_its_model(data, tmp_path, monkeypatch):
+    known = tmp_path / "known.jsonl"
+    left = {"main-stories-luffy-s2", "main-stories-sft_rl-s1"}
+    every = [run.name for run in plan.PLAN["main"]()]
+    all_sampled = {"pass": {str(t): {} for t in plan.TEMPERATURES}}
+    rows = [
+        {"name": name, "finished": name not in left} | (all_sampled if "on_policy" in name else {}) for name in every
+    ]
+    known.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pool = Pool(finished)
+    monkeypatch.setattr(driver, "ProcessPoolExecutor", pool)
+    slice_of(tmp_path, data, known=[known]).go()
+    assert sorted(pool.seen) == ["main-stories-luffy-s2", "main-stories-sft-s1", "main-stories-sft_rl-s1"]
+    part = slice_of(tmp_path, data, ("main", "pass"), [known])
+    assert sorted(job.name for job in part.waiting if "gsm8k" not in job.name) == [
+        "main-stories-luffy-s0", "main-stories-luffy-s0 pass@8", "main-stories-sft-s0", "main-stories-sft-s0 pass@8",
+    ]  # fmt: skip
 
 
 def test_what_is_finished_is_on_file_before_the_slice_ends(data, tmp_path, monkeypatch):
