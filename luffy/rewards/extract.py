@@ -8,6 +8,7 @@ from typing import NamedTuple
 # Answers stand at the end. Reading only the tail bounds every later step, whatever the model wrote.
 TAIL_CHARACTERS = 4096
 
+_SPECIAL = re.compile(r"[\\{}]")
 _BOX_OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BOX_JOINER = re.compile(r"[\s$;]*(?:,|and|or|\\text\{\s*(?:and|or)\s*\})[\s$;,]*(?:and|or)?\s*\$?(?:[a-zA-Z]\s*=\s*)?")
 _LONGEST_JOINER = 40
@@ -33,8 +34,8 @@ def boxes(text: str) -> list[Box]:
     found: list[Box] = []
     open_braces: list[tuple[int, int] | None] = []  # (start, content start) of a box, None for another brace
     position = 0
-    while position < len(text):
-        character = text[position]
+    while (special := _SPECIAL.search(text, position)) is not None:
+        character, position = special[0], special.start()
         if character == "\\":
             opening = _BOX_OPENING.match(text, position)
             if opening is not None:

@@ -107,7 +107,8 @@ def read_number(region: str) -> Fraction | None:
 
 def clean(text: str) -> str:
     """ASCII digits and signs, LaTeX fractions as ``a/b``, no currency signs, no markup."""
-    text = "".join(map(_plain_character, text.translate(_CHARACTERS)))
+    if not text.isascii():
+        text = "".join(map(_plain_character, text.translate(_CHARACTERS)))
     text = _DEGREES.sub("", text).replace("{,}", ",")
     text = _FRAC.sub(_slashed, text)
     text = _LATEX_SPACE.sub("", text).replace("\\$", "").replace("\\%", "%")
