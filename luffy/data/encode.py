@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
+from itertools import islice
 from typing import Any
 
 from jinja2 import TemplateError
@@ -15,6 +16,7 @@ from luffy.errors import ConfigError, DataError
 from luffy.types import Demonstration, Message, Problem, Task, Trace
 
 THINK = "<think>"
+READ_AT_ONCE = 256  # problems whose texts the tokenizer gets in one call
 
 PAPER_SYSTEM_PROMPT = (
     "Your task is to follow a systematic, thorough reasoning process before providing the final solution. "
@@ -80,6 +82,7 @@ class Encoder:
         self.system_prompt = self._checked_system_prompt(system_prompt)
         self._bos = _leading_special(tokenizer)
         self.counts: Counter[str] = Counter()
+        self._read: dict[str, list[int]] = {}
         if self.style in TEMPLATE_STYLES and not self._has_template:
             raise ConfigError(
                 f"the tokenizer {_name(tokenizer)} has no chat template, which data.style={self.style} needs; "
@@ -145,6 +148,8 @@ class Encoder:
         return text
 
     def _tokenize(self, problem: Problem, text: str) -> list[int]:
+        if text in self._read:
+            return list(self._read[text])
         try:
             # verbose=False: lengths are checked here against the run's own budgets, not the tokenizer's.
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -155,6 +160,30 @@ class Encoder:
             ) from error
 
     # ---- tasks
+
+    def encode_all(self, problems: Iterable[Problem]) -> Iterator[Task | None]:
+        """``encode`` of each. A fast tokenizer reads many texts at once on all cores, which long traces need: tens of
+        thousands of them take minutes one by one."""
+        rest = iter(problems)
+        while some := list(islice(rest, READ_AT_ONCE)):
+            self._read = self._read_at_once(some)
+            try:
+                yield from [self.encode(problem) for problem in some]
+            finally:
+                self._read = {}
+
+    def _read_at_once(self, problems: Sequence[Problem]) -> dict[str, list[int]]:
+        texts = list(dict.fromkeys(text for problem in problems for text in self._texts(problem)))
+        try:
+            ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        except Exception:  # the tokenizers library raises nothing narrower; one by one it comes out whose text it was
+            return {}
+        return dict(zip(texts, ids, strict=True))
+
+    def _texts(self, problem: Problem) -> Iterator[str]:
+        prompt, _ = self._prompt_text(problem)
+        yield prompt
+        yield from (without_open_think(t.text or "", prompt) for t in problem.traces if t.token_ids is None)
 
     def encode(self, problem: Problem) -> Task | None:
         """The problem as the model sees it, or None when its prompt is too long and may be dropped."""

@@ -109,8 +109,7 @@ def plan(options: Options, suite: Suite, loaded: LoadedModel) -> tuple[list[Job]
     encoder = Encoder(loaded.tokenizer, style, options.system_prompt, max_prompt_tokens=loaded.context - 1)
     jobs = []
     for benchmark in suite.benchmarks:
-        for problem in benchmark.problems:
-            task = encoder.encode(problem)
+        for problem, task in zip(benchmark.problems, encoder.encode_all(benchmark.problems), strict=True):
             assert task is not None, "overlong prompts are errors here"
             jobs += [Job(benchmark.name, problem, sample, task.prompt_ids) for sample in range(benchmark.k)]
     longest = max(len(job.prompt_ids) for job in jobs)

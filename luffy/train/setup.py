@@ -119,8 +119,7 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
     guided = sft or cfg.guidance.n_prefix > 0
     problems = _load(cfg, cfg.data.train, cfg.data.split, limit=cfg.data.limit, require_answer=not sft)
     usable, with_traces = [], 0
-    for index in range(len(problems)):
-        task = encoder.encode(problems[index])
+    for index, task in enumerate(encoder.encode_all(problems[i] for i in range(len(problems)))):
         if task is None or (sft and not task.demonstrations):
             continue
         usable.append(index)
@@ -170,7 +169,7 @@ def _load_eval_set(cfg: Config, path: Any, encoder: Encoder) -> list[Task]:
     columns = {k: v for k, v in cfg.data.columns.items() if k not in ("traces", "teacher", "log_probs")}
     without_traces = replace(cfg, data=replace(cfg.data, columns=columns))
     problems = _load(without_traces, path, cfg.data.eval_split, limit=cfg.eval.limit, require_answer=True)
-    tasks = [encoder.encode(replace(problem, traces=())) for problem in problems]
+    tasks = list(encoder.encode_all(replace(problem, traces=()) for problem in problems))
     usable = [task for task in tasks if task is not None]
     if not usable:
         raise DataError(

@@ -280,3 +280,58 @@ def test_long_texts_raise_no_warning_of_the_tokenizer(tokenizer, caplog):
     tokenizer.model_max_length = 5
     Encoder(tokenizer).encode(with_traces(Trace(text="a" * 100)))
     assert "longer than the specified maximum" not in caplog.text
+
+
+# ---- many at once
+
+
+class Counted:
+    """A tokenizer that counts its calls and refuses some texts."""
+
+    def __init__(self, tokenizer, refuses=()) -> None:
+        self.tokenizer, self.refuses, self.calls = tokenizer, refuses, []
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    def __call__(self, text, **options):
+        self.calls.append(text)
+        if any(word in text for word in self.refuses):
+            raise TypeError("not in the alphabet")
+        return self.tokenizer(text, **options)
+
+
+def problems(count: int) -> list[Problem]:
+    text, recorded = Trace(text="<think>\nso 2"), Trace(token_ids=(5, 6), log_probs=(-0.5, -0.25))
+    return [replace(PROBLEM, id=str(i), prompt=f"{i}+1?", traces=(text, recorded)[: i % 3]) for i in range(count)]
+
+
+@pytest.mark.parametrize("style", PromptStyle)
+def test_all_at_once_are_what_they_are_one_by_one(tokenizer, style, monkeypatch):
+    monkeypatch.setattr("luffy.data.encode.READ_AT_ONCE", 4)
+    options = {"style": style, "max_prompt_tokens": 1200, "max_response_tokens": 10, "overlong_prompt": "drop"}
+    counted = Counted(tokenizer)
+    at_once, one_by_one = Encoder(counted, **options), Encoder(tokenizer, **options)
+    rows = [*problems(9), replace(PROBLEM, prompt="x" * 1300)]
+    counted.calls.clear()
+    made = list(at_once.encode_all(iter(rows)))
+    assert made == [one_by_one.encode(row) for row in rows] and made[-1] is None
+    assert at_once.counts == one_by_one.counts and at_once.counts["traces_dropped"] > 0
+    assert [isinstance(text, list) for text in counted.calls] == [True] * 3  # of 4, 4 and 2 problems, and no other
+
+
+def test_a_text_that_cannot_be_read_is_named_among_many(tokenizer):
+    rows = [*problems(5), replace(PROBLEM, prompt="bad", meta={"__row__": "d.jsonl:77"}), *problems(3)]
+    counted = Counted(tokenizer, refuses=("bad",))
+    with pytest.raises(DataError, match=r"d\.jsonl:77.*cannot read 'bad'.*not in the alphabet"):
+        list(Encoder(counted, style="plain").encode_all(rows))
+
+
+def test_nothing_read_ahead_outlives_its_problems(tokenizer):
+    encoder = Encoder(tokenizer)
+    for _ in encoder.encode_all(problems(3)):
+        pass
+    assert encoder._read == {} and list(encoder.encode_all([])) == []
