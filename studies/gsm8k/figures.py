@@ -106,15 +106,25 @@ def smooth(values: Sequence[float], width: int = 5) -> list[float]:
     return [statistics.mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
-def draw(ax: Any, rows: Sequence[Row], methods: Iterable[str], metric: str | Sequence[str], smoothed: int = 1) -> None:
+def draw(
+    ax: Any,
+    rows: Sequence[Row],
+    methods: Iterable[str],
+    metric: str | Sequence[str],
+    smoothed: int = 1,
+    percent: bool = True,
+    marker: str = "",
+) -> None:
+    """Means over runs; the band reaches from the smallest to the largest."""
     for method in methods:
         steps, mean, low, high = averaged(pick(rows, method=method), metric)
         if not steps:
             continue
         per_step = 0.5 if method == "sft" else 1.0  # a step of RL has two optimizer steps, one of SFT has one
         at = [step * per_step for step in steps]
-        ax.plot(at, smooth(mean, smoothed), color=COLORS[method], label=LABELS[method], lw=1.8)
-        ax.fill_between(at, smooth(low, smoothed), smooth(high, smoothed), color=COLORS[method], alpha=0.13, lw=0)
+        mean, low, high = ([(100 if percent else 1) * v for v in smooth(part, smoothed)] for part in (mean, low, high))
+        ax.plot(at, mean, marker=marker, ms=4, color=COLORS[method], label=LABELS[method], lw=1.8)
+        ax.fill_between(at, low, high, color=COLORS[method], alpha=0.13, lw=0)
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
 
@@ -125,7 +135,8 @@ def panels(count: int, height: float = 3.1) -> tuple[Any, list[Any]]:
 
 
 def legend_below(figure: Any, ax: Any) -> None:
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False, fontsize=7)
+    columns = 6 if figure.get_figwidth() > 8 else 3
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def save(figure: Any, name: str) -> None:
@@ -139,29 +150,77 @@ def methods_figure(rows: Sequence[Row]) -> None:
         runs = pick(rows, question="main", task=task)
         figure, (left, right) = panels(2, 3.5)
         draw(left, runs, [m for m in MAIN if m != "sft"], "batch/on_solved", 5)
-        draw(right, runs, MAIN, held_out)
-        left.set(title="reward of own samples in training", xlabel="step", ylim=(0, None))
-        right.set(title="held-out accuracy", xlabel="step (SFT: two optimizer steps)", ylim=(0, None))
+        draw(right, runs, MAIN, held_out, marker="o")
+        left.set(title="own samples right in training", xlabel="step, mean of 5", ylabel="%", ylim=(0, None))
+        right.set(title="held-out accuracy", xlabel="step (SFT: two optimizer steps)", ylabel="%", ylim=(0, None))
         legend_below(figure, right)
         save(figure, f"methods-{task}")
 
 
 def dynamics_figure(rows: Sequence[Row]) -> None:
-    runs = pick(rows, question="main", task="stories") + pick(rows, question="ablation", task="stories")
+    runs = dynamics_rows(rows)
     figure, axes = panels(4)
-    shown = ("on_policy", "mixed", "mixed_shaping", "luffy", "rl_sft_loss")
     with_traces = ("mixed", "mixed_shaping", "luffy")  # in the RL term
-    for ax, metric, title in zip(axes, DYNAMICS, DYNAMICS.values(), strict=True):
-        draw(ax, runs, with_traces if metric == "actor/off_policy_prob" else shown, metric, 3)
-        ax.set(title=title, xlabel="step", ylim=(0, None))
+    for ax, (metric, title, unit) in zip(axes, DYNAMICS, strict=True):
+        shown = with_traces if metric == "actor/off_policy_prob" else DYNAMIC
+        draw(ax, runs, shown, metric, 3, percent=unit == "%")
+        ax.set(title=title, xlabel="step, mean of 3", ylabel=unit, ylim=(0, None))
     legend_below(figure, axes[0])
     save(figure, "dynamics")
 
 
-DYNAMICS = {
-    "actor/entropy_loss": "entropy (nats per token)", "response_length/mean": "response tokens",
-    "actor/off_policy_prob": "probability of trace tokens", "actor/pg_clipfrac": "share of tokens clipped",
-}  # fmt: skip
+def dynamics_rows(rows: Sequence[Row]) -> list[Row]:
+    return pick(rows, question="main", task="stories") + pick(rows, question="ablation", task="stories")
+
+
+DYNAMIC = ("on_policy", "rl_sft_loss", "mixed", "mixed_shaping", "luffy")
+DYNAMICS = (
+    ("actor/entropy_loss", "entropy", "nats per token"), ("response_length/mean", "response length", "tokens"),
+    ("actor/off_policy_prob", "probability of trace tokens", "%"), ("actor/pg_clipfrac", "tokens clipped", "%"),
+)  # fmt: skip
+
+
+def dynamics_table(rows: Sequence[Row]) -> str:
+    """Over the last ten steps, from run to run."""
+    body = []
+    for method in DYNAMIC:
+        runs = pick(dynamics_rows(rows), method=method)
+        cells = [spread(runs, metric, 100 if unit == "%" else 1) for metric, _, unit in DYNAMICS]
+        body.append([LABELS[method], str(len(runs)), *cells])
+    return table(["steps 51 to 60", "runs", *(f"{title}, {unit}" for _, title, unit in DYNAMICS)], body)
+
+
+def spread(runs: Sequence[Row], metric: str, times: int) -> str:
+    """Mean of a run's last ten steps; over three runs Student's interval, over fewer the runs themselves."""
+    means = [
+        times * statistics.mean(v for _, v in run["curves"][metric][-10:]) for run in runs if metric in run["curves"]
+    ]
+    if not any(means):
+        return "" if metric == "actor/off_policy_prob" else "0"  # these have no trace in the RL term
+    if len(means) < 3:
+        return " and ".join(f"{value:.3g}" for value in means)
+    middle, half = statistics.mean(means), STUDENT_95[len(means)] * statistics.stdev(means) / math.sqrt(len(means))
+    return f"{middle:.3g} ({max(middle - half, 0):.3g} to {middle + half:.3g})"
+
+
+def ablation_figure(rows: Sequence[Row]) -> None:
+    figure, (ax,) = panels(1)
+    figure.set_size_inches(6.5, 3.1)
+    runs = dynamics_rows(rows)
+    for place, method in enumerate(ABLATED):
+        values = [100 * both(run) for run in pick(runs, method=method)]
+        ax.bar(place, statistics.mean(values), 0.6, color=COLORS[method])
+        ax.plot([place] * len(values), values, ".", color="black", ms=6)
+    ax.set_xticks(
+        range(len(ABLATED)), [LABELS[method].replace(" + ", "\n+ ").replace(", ", ",\n") for method in ABLATED]
+    )
+    ax.set(ylabel="held-out accuracy, %", title="dots are runs")
+    ax.grid(alpha=0.25, axis="y")
+    ax.spines[["top", "right"]].set_visible(False)
+    save(figure, "ablation")
+
+
+ABLATED = ("on_policy", "on_policy_shaping", "on_policy_no_clip", "mixed", "mixed_shaping", "luffy")
 
 
 def gamma_figure(rows: Sequence[Row]) -> None:
@@ -169,11 +228,17 @@ def gamma_figure(rows: Sequence[Row]) -> None:
         return
     figure, (ax,) = panels(1)
     for gamma in GAMMAS:
-        values = [both(row) for row in gamma_rows(rows, gamma)]
-        ax.plot([gamma] * len(values), [100 * v for v in values], "o", color=COLORS["luffy"], alpha=0.5, ms=5)
+        for row in gamma_rows(rows, gamma):
+            ax.plot(gamma, 100 * both(row), "osD"[row["seed"]], color=COLORS["luffy"], alpha=0.5, ms=5)
     means = [(g, 100 * statistics.mean(map(both, gamma_rows(rows, g)))) for g in GAMMAS if gamma_rows(rows, g)]
     ax.plot(*zip(*means, strict=True), color=COLORS["luffy"])
-    ax.set(xlabel="gamma", ylabel="held-out accuracy, %", title="f(p) = p / (p + gamma)", xscale="log", ylim=(0, None))
+    ax.set(
+        xlabel="gamma",
+        ylabel="held-out accuracy, %",
+        title="circles: seed 0, squares: seed 1",
+        xscale="log",
+        ylim=(0, None),
+    )
     ax.set_xticks(GAMMAS, [f"{g:g}" for g in GAMMAS])
     ax.minorticks_off()
     ax.grid(alpha=0.25)
@@ -193,7 +258,7 @@ def split_figure(rows: Sequence[Row]) -> None:
     figure, axes = panels(2)
     for ax, part, title in zip(axes, ("easy", "hard"), ("1 and 2 steps", "3 and 4 steps"), strict=True):
         draw(ax, pick(rows, question="split", note=part), ("on_policy", "luffy"), "batch/on_solved", 5)
-        ax.set(title=f"trained on {title}", xlabel="step", ylabel="reward of own samples", ylim=(0, None))
+        ax.set(title=f"trained on {title}", xlabel="step, mean of 5", ylabel="own samples right, %", ylim=(0, None))
     axes[0].legend(frameon=False, fontsize=8)
     save(figure, "split")
 
@@ -283,10 +348,9 @@ def warm_table(rows: Sequence[Row]) -> str:
 
 
 def ablation_table(rows: Sequence[Row]) -> str:
-    runs = pick(rows, question="main", task="stories") + pick(rows, question="ablation")
-    order = ("on_policy", "on_policy_shaping", "on_policy_no_clip", "mixed", "mixed_shaping", "luffy")
+    runs = dynamics_rows(rows)
     body = []
-    for method in order:
+    for method in ABLATED:
         found = pick(runs, method=method)
         if found:
             clipped = [
@@ -379,6 +443,7 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "gsm8k": lambda rows: accuracy_table(pick(rows, question="main", task="gsm8k"), MAIN, GSM_SETS, "gsm8k"),
     "warm": warm_table,
     "ablation": ablation_table,
+    "dynamics": dynamics_table,
     "entropy": entropy_table,
     "gamma": gamma_table,
     "split": split_table,
@@ -386,7 +451,9 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "pass": pass_table,
     "cost": cost_table,
 }
-FIGURES = (methods_figure, dynamics_figure, gamma_figure, split_figure, generalisation_figure, pass_figure)
+FIGURES = (
+    methods_figure, ablation_figure, dynamics_figure, gamma_figure, split_figure, generalisation_figure, pass_figure,
+)  # fmt: skip
 
 
 def fill(text: str, rows: list[Row]) -> str:
