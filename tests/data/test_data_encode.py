@@ -312,7 +312,7 @@ def problems(count: int) -> list[Problem]:
 @pytest.mark.parametrize("style", PromptStyle)
 def test_all_at_once_are_what_they_are_one_by_one(tokenizer, style, monkeypatch):
     monkeypatch.setattr("luffy.data.encode.READ_AT_ONCE", 4)
-    options = {"style": style, "max_prompt_tokens": 1200, "max_response_tokens": 10, "overlong_prompt": "drop"}
+    options = {"style": style, "max_prompt_tokens": 1200, "max_response_tokens": 4, "overlong_prompt": "drop"}
     counted = Counted(tokenizer)
     at_once, one_by_one = Encoder(counted, **options), Encoder(tokenizer, **options)
     rows = [*problems(9), replace(PROBLEM, prompt="x" * 1300)]
