@@ -86,10 +86,10 @@ $(RAY_READY): pyproject.toml constraints.txt constraints-ray.txt
 test-ray: $(RAY_READY)
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -m slow tests/distributed/test_ray.py
 
-# Needs a CUDA device. No environment is made: such a machine brings its own torch, next to which transformers, pytest and
-# hypothesis must be installed. LUFFY_SMOLLM2 adds the checks on real weights. Run from the clone, luffy need not be.
+# Needs a CUDA device. No environment is made: such a machine brings its own torch, next to which transformers and pytest
+# must be installed; luffy itself need not be. LUFFY_SMOLLM2 adds the checks on real weights.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu tests
+	$(PYTHON) -m pytest -m gpu tests/gpu tests/models tests/kernels tests/rollout
 
 quickstart: $(READY)
 	$(BIN)/luffy quickstart

@@ -94,7 +94,7 @@ def run_luffy(args: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     machine = Machine.measure(torch.device(args.device), DTYPES[args.dtype])
     with Trainer(cfg) as trainer:
-        rows = timed_steps(trainer, machine, args.steps)
+        rows = timed_steps(trainer, machine, args.steps, warm_up=args.one not in args.cold.split(","))
     best = min(rows, key=lambda row: row["seconds"])
     generate = best["seconds"] - best["phases"]["update"] - best["phases"]["pack"]
     return {"step": best["seconds"], "generate_and_score": generate, **best}

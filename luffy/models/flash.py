@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ Varlen = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], tuple[int, int
 
 
 class Heads(NamedTuple):
-    """What a kernel is compiled for."""
+    """What a kernel is tried for: each of these may mean another one."""
 
     device: torch.device
     dtype: torch.dtype
@@ -40,10 +41,12 @@ class Heads(NamedTuple):
     keys: int
     size: int
     windowed: bool = False  # by any number of tokens
+    deterministic: bool = False
 
 
 def heads_of(query: Tensor, key: Tensor, window: int | None) -> Heads:
-    return Heads(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2], window is not None)
+    exact = torch.are_deterministic_algorithms_enabled()
+    return Heads(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2], window is not None, exact)
 
 
 @functools.cache
@@ -55,9 +58,13 @@ def flash_kernel(heads: Heads, trusted: Varlen) -> Varlen | None:
     for module in (name for name, generations in PACKAGES if generation in generations):
         try:
             kernel = _adapted(importlib.import_module(module).flash_attn_varlen_func)
-        except (ImportError, AttributeError):
-            continue
-        trouble = disagreement(kernel, trusted, heads)
+            trouble = disagreement(kernel, trusted, heads)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever its import or its compiler raises
+            if isinstance(error, ModuleNotFoundError) and error.name in (module, module.split(".")[0]):
+                continue  # not installed
+            trouble = f"{type(error).__name__}: {str(error)[:300]}"
         if trouble is None:
             logger.info("attention runs on %s", module)
             return kernel
@@ -95,12 +102,7 @@ def _adapted(package_function: Callable[..., Any]) -> Varlen:
 
 def disagreement(kernel: Varlen, trusted: Varlen, heads: Heads) -> str | None:
     """Why the kernel cannot stand in for the trusted one, or None."""
-    try:
-        ours, theirs = _aside(kernel, heads), _aside(trusted, heads)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever its compiler raises
-        return f"{type(error).__name__}: {str(error)[:300]}"
+    ours, theirs = _aside(kernel, heads), _aside(trusted, heads)
     errors = {name: float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs}
     far = [f"{name} by {error:.2g}" for name, error in errors.items() if not error < TOLERANCE]
     return f"it differs from torch's in {', '.join(far)} of the norm" if far else None
@@ -114,16 +116,34 @@ def _aside(kernel: Varlen, heads: Heads) -> dict[str, Tensor]:
 
 
 def _tried(kernel: Varlen, heads: Heads) -> dict[str, Tensor]:
-    """Output and gradients of three sequences (whole, asked from the middle, of one token), on the CPU: the thread's
-    stream is not the caller's."""
-    asking, asked = (300, 129, 1), (300, 215, 1)
-    window = 100 if heads.windowed else None
+    """Output and gradients of three sequences (whole, asked from the middle, of one token), and what other kernels may
+    serve: no gradient, short sequences. On the CPU, since the thread's stream is not the caller's."""
+    on_its_gpu = torch.cuda.device(heads.device) if heads.device.type == "cuda" else nullcontext()
+    with on_its_gpu:  # which GPU is the current one belongs to the thread, and a new one begins with the first
+        inputs, ask = _question(heads, (300, 129, 1), (300, 215, 1))
+        out = ask(kernel)
+        grads = torch.autograd.grad((out.float() * out.detach().float().sin()).sum(), inputs)
+        with torch.no_grad():
+            scored = ask(kernel)
+            short = _question(heads, (17, 3), (17, 5))[1](kernel)
+        found = {"out": out, "dq": grads[0], "dk": grads[1], "dv": grads[2], "scored": scored, "short": short}
+        return {name: x.detach().float().cpu() for name, x in found.items()}
+
+
+def _question(
+    heads: Heads, asking: tuple[int, ...], asked: tuple[int, ...]
+) -> tuple[list[Tensor], Callable[[Varlen], Tensor]]:
+    """Random queries, keys and values, and what asks a kernel about them."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((asking, heads.queries), (asked, heads.keys), (asked, heads.keys))
-    drawn = [torch.randn(sum(tokens), count, heads.size, generator=generator) for tokens, count in shapes]
-    inputs = [x.to(heads.device, heads.dtype).requires_grad_() for x in drawn]
-    bounds = tuple(torch.tensor((0, *n)).cumsum(0).to(heads.device, torch.int32) for n in (asking, asked))
-    longest = (max(asking), max(asked))
-    out = kernel(*inputs, bounds, longest, heads.size**-0.5, window)  # type: ignore[call-arg, arg-type]
-    grads = torch.autograd.grad((out.float() * out.detach().float().sin()).sum(), inputs)
-    return {name: x.detach().float().cpu() for name, x in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)}
+
+    def random(lengths: tuple[int, ...], count: int) -> Tensor:
+        drawn = torch.randn(sum(lengths), count, heads.size, generator=generator)
+        return drawn.to(heads.device, heads.dtype).requires_grad_()
+
+    def starts(lengths: tuple[int, ...]) -> Tensor:
+        return torch.tensor((0, *lengths)).cumsum(0).to(heads.device, torch.int32)
+
+    query, key, value = random(asking, heads.queries), random(asked, heads.keys), random(asked, heads.keys)
+    bounds, longest = (starts(asking), starts(asked)), (max(asking), max(asked))
+    window = max(asked) // 3 if heads.windowed else None
+    return [query, key, value], lambda kernel: kernel(query, key, value, bounds, longest, heads.size**-0.5, window)

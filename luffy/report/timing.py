@@ -12,7 +12,7 @@ import torch
 
 class Stopwatch:
     """``with watch("rollout"): ...`` adds up; ``take`` reads and clears. On a GPU a phase ends when its work does.
-    A phase inside another counts for itself alone, so that phases add up to no more than the step."""
+    A phase inside another counts for itself alone, so that those of one thread add up to no more than the step."""
 
     def __init__(self, on_phase: Callable[[str], None] | None = None) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

@@ -6,7 +6,6 @@ python studies/gsm8k/figures.py            reads results/*.jsonl, draws docs/ima
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -19,6 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from plan import GAMMAS, HERE, MAIN, TRIED
+from run import read_rows
 
 DOC = HERE.parents[1] / "docs" / "study-gsm8k.md"
 IMAGES = DOC.parent / "images"
@@ -45,9 +45,7 @@ Row = dict[str, Any]
 
 
 def read(folder: Path) -> list[Row]:
-    """Finished runs; of one that is in several files, the last."""
-    rows = [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
-    return list({row["name"]: row for row in rows if row["finished"]}.values())
+    return list(read_rows(sorted(folder.glob("*.jsonl"))).values())
 
 
 def last(row: Row, metric: str) -> float:

@@ -20,7 +20,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,20 +184,29 @@ def jobs(question: str) -> list[Job]:
     return [Job(run, sampling=True) for run in every if run.seed == 0 and run.method in SAMPLED]
 
 
-def known_jobs(files: Sequence[Path]) -> set[str]:
-    """Names of the jobs whose results are in files of earlier calls."""
-    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    done = [row for row in rows if row["finished"]]
-    sampled = [row for row in done if set(map(str, TEMPERATURES)) <= set(row.get("pass", ()))]
-    return {row["name"] for row in done} | {f"{row['name']} pass@{SAMPLES}" for row in sampled}
+def read_rows(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Finished runs of earlier calls by name; of one that is in several files, what the later ones add or change."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+            if row["finished"]:
+                found[row["name"]] = {**found.get(row["name"], {}), **row}
+    return found
 
 
-def without_known(every: Sequence[Job], known: set[str]) -> list[Job]:
-    """What is left to do. A model that is gone is trained again where something left to do begins with it."""
-    wanted = {job.name for job in every} - known
-    while more := {job.needs for job in every if job.name in wanted and job.needs} - wanted:
+def known_jobs(rows: Mapping[str, dict[str, Any]]) -> set[str]:
+    sampled = [name for name, row in rows.items() if set(map(str, TEMPERATURES)) <= set(row.get("pass", ()))]
+    return set(rows) | {f"{name} pass@{SAMPLES}" for name in sampled}
+
+
+def without_known(asked: Sequence[Job], known: set[str]) -> list[Job]:
+    """What is left to do. A model that is gone is trained again where something left to do begins with it, whether
+    its question was asked or not."""
+    every = {job.name: job for job in [*asked, *(job for question in PLAN for job in jobs(question))]}
+    wanted = {job.name for job in asked} - known
+    while more := {needs for name in wanted if (needs := every[name].needs)} - wanted:
         wanted |= more
-    return [job for job in every if job.name in wanted]
+    return [job for name, job in every.items() if name in wanted]
 
 
 class Slice:
@@ -206,13 +215,14 @@ class Slice:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.started = args, time.time()
         self.deadline = self.started + args.minutes * 60
+        self.known = read_rows(args.known)
         self.waiting = [job for job in self.every() if not job.is_done(args.out)]
         self.failed: dict[str, str] = {}
 
     def every(self) -> list[Job]:
         """The first seed of all questions before the second of any: a study cut short says something of each."""
         every = [job for question in self.args.questions for job in jobs(question)]
-        return sorted(without_known(every, known_jobs(self.args.known)), key=lambda job: job.run.seed)
+        return sorted(without_known(every, known_jobs(self.known)), key=lambda job: job.run.seed)
 
     def go(self) -> None:
         while not self._went_through():
@@ -252,8 +262,13 @@ class Slice:
         """After every job: whoever ends this process loses nothing that is finished."""
         if self.args.collect:
             self.args.collect.parent.mkdir(parents=True, exist_ok=True)
-            lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in collect(self.args.out))
+            lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in self.rows())
             write_atomically(self.args.collect, lines)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Of this machine and of those before it."""
+        here = {row["name"]: row for row in collect(self.args.out)}
+        return [{**self.known.get(name, {}), **here.get(name, {})} for name in sorted(self.known | here)]
 
     def _note(self, name: str, future: Future[str]) -> bool:
         """Say what became of it; False: it failed for the first time, so it may try again (with memory that others
@@ -272,10 +287,10 @@ class Slice:
         return True
 
 
-def choose(out: Path) -> dict[str, float]:
+def choose(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Of the learning rates tried for a method, the one with the best held-out accuracy."""
     best: dict[str, tuple[float, float]] = {}
-    for row in collect(out):
+    for row in rows:
         if row["finished"] and row["question"] == "tune":
             sets = ("val-core/accuracy", "val-hard/accuracy")
             accuracy = sum(row["curves"][name][-1][1] for name in sets) / len(sets)
@@ -298,7 +313,7 @@ def main() -> None:
     part = Slice(args)
     part.go()
     if "tune" in args.questions:
-        (HERE / "rates.json").write_text(json.dumps(CHOSEN | choose(args.out)) + "\n", encoding="utf-8")
+        (HERE / "rates.json").write_text(json.dumps(CHOSEN | choose(part.rows())) + "\n", encoding="utf-8")
     for name, text in part.failed.items():
         print(f"--- {name}\n{text}", file=sys.stderr)
     left = [job.name for job in part.every() if not job.is_done(args.out)]

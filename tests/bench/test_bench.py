@@ -130,6 +130,9 @@ def test_the_roofline_is_bytes_over_bandwidth():
     uneven, cached = [Response(10, 2), Response(5, 1), Response(10, 4)], 11 + (11 + 12 + 13)
     assert roofline_seconds(model, uneven, machine, 2) == pytest.approx((3 * weights + cached * per_token) / 1000)
     assert roofline_seconds(model, uneven, machine, 1) == pytest.approx((4 * weights + cached * per_token) / 1000)
+    model.config.tie_word_embeddings = False  # as if an embedding of its own were among the same parameters
+    read = weights - 512 * 64 * 4
+    assert roofline_seconds(model, uneven, machine, 1) == pytest.approx((4 * read + cached * per_token) / 1000)
     assert roofline_seconds(model, [], machine, 1) == 0
 
 

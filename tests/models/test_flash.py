@@ -1,5 +1,6 @@
 """flash-attn is called where it is there and agrees with torch, and nothing depends on it."""
 
+import contextlib
 import importlib.util
 import sys
 import types
@@ -16,6 +17,7 @@ from luffy.models.families import FamilyLayout
 from luffy.types import Family
 
 HEADS = flash.Heads(torch.device("cpu"), torch.float32, 4, 2, 8)
+TRIED = [430, 430, 20]  # queries of the trial: with gradients, without, short
 LAYOUTS = {
     "whole": PackedLayout((5, 3, 9)),
     "families": FamilyLayout([Family(4, (3, 5)), Family(1, (2, 2))], "cpu"),
@@ -95,9 +97,9 @@ def test_values_and_gradients_are_those_of_the_padded_path(hopper, layout, windo
     tensors, calls, windows = heads(17), [], []
     install(hopper, "flash_attn.cute", changed(calls, windows=windows))
     out = layout.attend(0, *tensors, 0.3, window)
-    assert calls == [430, 17]
+    assert calls == [*TRIED, 17]
     # Tried with a window where it is used with one; a window that holds every sequence is none.
-    assert windows == ([None, None] if window in (None, 9) else [(99, 0), (window - 1, 0)])
+    assert windows == ([None] * 4 if window in (None, 9) else [(99, 0), (99, 0), (4, 0), (window - 1, 0)])
     grads = torch.autograd.grad((out * out.detach().sin()).sum(), tensors)
     hopper.setattr(attention, "varlen_serves", lambda query: False)
     hopper.setattr("luffy.models.families.varlen_serves", lambda query: False)
@@ -127,7 +129,7 @@ def test_it_is_tried_once_for_all_layers_and_steps(hopper, inference):
     with torch.inference_mode(inference):
         for _ in range(3):
             PackedLayout((5,)).attend(0, *heads(5), 0.3, None)
-    assert calls == [430, 5, 5, 5]
+    assert calls == [*TRIED, 5, 5, 5]
 
 
 def test_the_trial_leaves_no_trace_in_a_layer_that_is_checkpointed(hopper):
@@ -143,10 +145,10 @@ def test_the_trial_leaves_no_trace_in_a_layer_that_is_checkpointed(hopper):
 def test_the_newest_package_is_taken(hopper):
     third, fourth = [], []
     install(hopper, "flash_attn_interface", changed(third))
-    assert flash.flash_kernel(HEADS, torch_reference) and (len(third), len(fourth)) == (1, 0)
+    assert flash.flash_kernel(HEADS, torch_reference) and (len(third), len(fourth)) == (3, 0)
     install(hopper, "flash_attn.cute", changed(fourth))
     flash.flash_kernel.cache_clear()
-    assert flash.flash_kernel(HEADS, torch_reference) and (len(third), len(fourth)) == (1, 1)
+    assert flash.flash_kernel(HEADS, torch_reference) and (len(third), len(fourth)) == (3, 3)
 
 
 def test_without_a_package_on_an_older_gpu_or_switched_off_torch_serves(hopper):
@@ -185,7 +187,58 @@ def test_one_that_fails_or_differs_is_not_used_and_says_so_once(hopper, change, 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(PackedLayout((5,)).attend(0, *heads(5), 0.3, None), first)
-    assert calls == [430]
+    assert calls and set(calls) <= set(TRIED)
+
+
+@pytest.mark.parametrize(
+    "trouble", [ModuleNotFoundError("no cutlass", name="cutlass"), OSError("libcute.so"), RuntimeError("CUDA 13")]
+)
+def test_one_that_cannot_be_imported_is_told_apart_from_one_that_is_not_there(hopper, trouble):
+    def fails(name):
+        raise trouble if name == "flash_attn.cute" else ModuleNotFoundError(name=name)
+
+    hopper.setattr(flash.importlib, "import_module", fails)
+    with pytest.warns(UserWarning, match="flash_attn.cute is installed but not used.*" + str(trouble)):
+        assert flash.flash_kernel(HEADS, torch_reference) is None
+
+
+@pytest.mark.parametrize("which", ["no gradient", "short"])
+def test_a_kernel_that_only_some_calls_reach_is_tried_too(hopper, which):
+    def wrong(query, *args, **named):
+        right = reference(query, *args, **named)[0]
+        hit = query.shape[0] < 100 if which == "short" else query.shape[0] == 430 and not torch.is_grad_enabled()
+        return right * 1.1 if hit else right
+
+    install(hopper, "flash_attn.cute", wrong)
+    with pytest.warns(UserWarning, match="scored by 0.1" if which == "no gradient" else "short by 0.1"):
+        assert flash.flash_kernel(HEADS, torch_reference) is None
+
+
+def test_the_trial_is_on_the_gpu_that_asks(hopper):
+    """A new thread begins with the first GPU."""
+    entered = []
+
+    @contextlib.contextmanager
+    def device(which):
+        entered.append(which)
+        yield
+
+    hopper.setattr(torch.cuda, "device", device)
+    hopper.setattr(flash, "_question", lambda *_: entered.append("asked") or ([], None))
+    second = torch.device("cuda", 1)
+    with pytest.raises(TypeError):  # there is nothing to ask with
+        flash._tried(torch_reference, HEADS._replace(device=second))
+    assert entered == [second, "asked"]
+
+
+def test_determinism_asked_for_later_is_tried_anew(hopper):
+    query, key, _ = heads(5)
+    assert not flash.heads_of(query, key, None).deterministic
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert flash.heads_of(query, key, None).deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_memory_that_runs_out_is_no_reason_to_leave_it(hopper):

@@ -5,7 +5,10 @@ import os
 import pytest
 import torch
 
+from luffy.evaluation.engines import load_native
+from luffy.generate import generate_texts
 from luffy.models import threads
+from luffy.types import Problem
 
 
 @pytest.fixture
@@ -56,3 +59,19 @@ def test_what_the_user_says_stands(machine, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     threads.use_threads(None)
     assert torch.get_num_threads() == 4
+
+
+@pytest.mark.parametrize("module", ["luffy.evaluation.engines", "luffy.generate"])
+def test_evaluation_and_generation_hold_to_it(machine, monkeypatch, module, tiny_model):
+    """Eight threads were set; this process has two cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    if module == "luffy.generate":
+        options = {"max_tokens": 2, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "n": 1, "seed": 0, "style": "plain"}
+        list(
+            generate_texts(
+                str(tiny_model), [Problem("0", "1", "")], **options, system_prompt=None, dtype="float32", device="cpu"
+            )
+        )
+    else:
+        load_native(str(tiny_model), dtype="float32", device="cpu", slots=2)
+    assert torch.get_num_threads() == 2

@@ -23,6 +23,21 @@ def test_a_phase_inside_another_counts_once(monkeypatch):
     assert watch.take() == {}
 
 
+def test_several_phases_inside_another_and_inside_each_other(monkeypatch):
+    """update 0-20 with pack 1-3, save 5-12 (in it pack 6-8), pack 15-16."""
+    now = iter([0.0, 1.0, 3.0, 5.0, 6.0, 8.0, 12.0, 15.0, 16.0, 20.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    watch = Stopwatch()
+    with watch("update"):
+        with watch("pack"):
+            pass
+        with watch("save"), watch("pack"):
+            pass
+        with watch("pack"):
+            pass
+    assert watch.take() == {"timing_s/pack": 2.0 + 2.0 + 1.0, "timing_s/save": 5.0, "timing_s/update": 20.0 - 2 - 7 - 1}
+
+
 def test_a_phase_that_fails_is_timed_and_closed(monkeypatch):
     now = iter([0.0, 1.0, 4.0, 5.0, 7.0, 8.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))

@@ -231,12 +231,15 @@ def test_models_are_sampled_from_when_they_are_there(data, tmp_path, monkeypatch
     monkeypatch.setattr(driver, "ProcessPoolExecutor", pool)
     slice_of(tmp_path, data, ("pass", "main")).go()
     sampled = [name for name in pool.seen if name.endswith("pass@8")]
-    assert sorted(sampled) == [f"main-stories-{m}-s0 pass@8" for m in ("luffy", "on_policy", "sft")]  # no GSM8K model
+    methods = ("luffy", "on_policy", "sft")
+    assert sorted(sampled) == [f"main-{task}-{m}-s0 pass@8" for task in ("gsm8k", "stories") for m in methods]
+    asked_for_by_them = sorted(name for name in pool.seen if "gsm8k" in name and name not in sampled)
+    assert asked_for_by_them == [f"main-gsm8k-{m}-s0" for m in methods]
     for name in sampled:
         assert pool.seen.index(name.removesuffix(" pass@8")) < pool.seen.index(name)
     rows = {row["name"]: row for row in map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())}
     assert rows["main-stories-sft-s0"]["pass"]["0.2"] == {"accuracy": 0.5, "pass_at": {"8": 0.75}}
-    assert len(rows) == 18 and "pass" not in rows["main-stories-sft-s1"]
+    assert len(rows) == 18 + 3 and "pass" not in rows["main-stories-sft-s1"]
 
 
 def test_what_an_earlier_machine_finished_is_run_again_only_for_its_model(data, tmp_path, monkeypatch):
@@ -252,10 +255,58 @@ def test_what_an_earlier_machine_finished_is_run_again_only_for_its_model(data, 
     monkeypatch.setattr(driver, "ProcessPoolExecutor", pool)
     slice_of(tmp_path, data, known=[known]).go()
     assert sorted(pool.seen) == ["main-stories-luffy-s2", "main-stories-sft-s1", "main-stories-sft_rl-s1"]
+    assert {json.loads(line)["name"] for line in (tmp_path / "all.jsonl").read_text().splitlines()} == set(every)
     part = slice_of(tmp_path, data, ("main", "pass"), [known])
     assert sorted(job.name for job in part.waiting if "gsm8k" not in job.name) == [
         "main-stories-luffy-s0", "main-stories-luffy-s0 pass@8", "main-stories-sft-s0", "main-stories-sft-s0 pass@8",
     ]  # fmt: skip
+    del all_sampled["pass"]["0.4"]  # all rows share it
+    known.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    again = [job.name for job in slice_of(tmp_path, data, ("pass",), [known]).waiting]
+    assert "main-stories-on_policy-s0 pass@8" in again
+
+
+def test_what_is_known_stays_on_file_and_takes_part_in_the_choice(data, tmp_path, monkeypatch):
+    known = tmp_path / "all.jsonl"  # also where this machine's go
+    curves = {"val-core/accuracy": [[25, 0.9]], "val-hard/accuracy": [[25, 0.9]]}
+    about = {"question": "tune", "task": "stories", "seed": 0, "lr": 7e-5, "finished": True, "curves": curves}
+    rows = [{"name": "tune-stories-luffy-lr7e-05-s0", "method": "luffy", **about},
+            {"name": "main-stories-sft-s0", "method": "sft", "pass": {"0.2": 1}, **about, "question": "main"}]  # fmt: skip
+    known.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(driver, "ProcessPoolExecutor", Pool(finished))
+    part = slice_of(tmp_path, data, ("tune", "pass"), [known])
+    part.go()
+    kept = {row["name"]: row for row in map(json.loads, known.read_text().splitlines())}
+    assert kept["tune-stories-luffy-lr7e-05-s0"]["lr"] == 7e-5 and "tune-stories-luffy-lr3e-05-s0" in kept
+    assert driver.choose(part.rows())["luffy"] == 7e-5
+    assert driver.read_rows([known, known])["main-stories-sft-s0"]["question"] == "main"
+
+
+def test_a_row_of_a_later_file_adds_to_the_earlier_one(tmp_path):
+    rows = [
+        {"name": "a", "finished": True, "seconds": 1, "pass": {"0.2": 1}},
+        {"name": "a", "finished": True, "seconds": 2},
+    ]
+    for name, row in zip("xy", rows, strict=True):
+        (tmp_path / name).write_text(json.dumps(row) + "\n")
+    (found,) = driver.read_rows([tmp_path / "x", tmp_path / "y"]).values()
+    assert (found["seconds"], found["pass"]) == (2, {"0.2": 1})
+
+
+def test_the_first_seed_of_all_questions_goes_first(data, tmp_path):
+    waiting = slice_of(tmp_path, data, ("gamma", "split")).waiting
+    seeds = [job.run.seed for job in waiting]
+    assert seeds == sorted(seeds) and [job.run.question for job in waiting[:5]] == ["gamma"] * 4 + ["split"]
+
+
+def test_warm_runs_begin_with_their_own_base_and_their_own_sft(data, tmp_path):
+    runs = {run.name: run for run in plan.warm()}
+    base = "warm-stories-sft-base-s0"
+    assert runs[base].start is None and runs[base].config(data, "base", tmp_path).model.path == "base"
+    assert runs["warm-stories-luffy-s1"].start == runs["warm-stories-sft-s2"].start == base
+    assert runs["warm-stories-sft_rl-s1"].start == "warm-stories-sft-s1"
+    assert runs["warm-stories-luffy-s1"].config(data, "base", tmp_path).model.path == str(tmp_path / base / "model")
+    assert Path(str(runs[base].config(data, "base", tmp_path).data.train)).name == "stories-warm.jsonl"
 
 
 def test_what_is_finished_is_on_file_before_the_slice_ends(data, tmp_path, monkeypatch):
@@ -328,4 +379,4 @@ def test_metrics_are_collected_and_the_best_rate_is_chosen(tmp_path):
     rows = driver.collect(tmp_path)
     assert [row["curves"]["val-core/accuracy"] for row in rows] == [[[25, 0.1]], [[25, 0.2]], [[25, 0.4]]]
     assert all("other" not in row["curves"] for row in rows)
-    assert driver.choose(tmp_path) == {"luffy": 3e-5}
+    assert driver.choose(rows) == {"luffy": 3e-5}

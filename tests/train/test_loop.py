@@ -410,3 +410,13 @@ def test_mini_batches_keep_groups_together():
     assert list(mini_batches(groups, 2)) == [["a1", "a2", "b1", "b2"], ["c1", "c2"]]
     assert list(mini_batches(groups, None)) == [["a1", "a2", "b1", "b2", "c1", "c2"]]
     assert list(mini_batches([], 2)) == []
+
+
+def test_the_threads_asked_for_are_taken(make_config):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Trainer(make_config(train={"threads": 1})):
+            assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

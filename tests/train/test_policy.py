@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import luffy
 from luffy.models.load import load_model
+from luffy.report.timing import Stopwatch
 from luffy.train.policy import NonFiniteUpdate, Policy
 
 
@@ -183,3 +184,11 @@ def test_log_probs_at_the_sampling_temperature_in_sample_order(make_config):
         log_p = torch.log_softmax(reference(ids[None]).logits[0].float() / 0.7, -1)
         expected = log_p[len(s.prompt_ids) - 1 : -1].gather(1, s.token_ids[:, None]).squeeze(1)
         torch.testing.assert_close(log_prob, expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_packing_is_timed_as_such(make_config):
+    """Counting a mini-batch and laying it out, both inside the update of whoever times that."""
+    cfg, opened = make_config(), []
+    policy = Policy(load_model(cfg.model.path, cfg.model.dtype, "cpu"), cfg, watch=Stopwatch(opened.append))
+    policy.update(make_samples(), 1e-3)
+    assert opened == ["pack", "pack"]
