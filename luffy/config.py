@@ -7,6 +7,7 @@ A recipe is YAML with the sections below; ``base: other.yaml`` inherits another 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from luffy.types import Sampling
 PACKAGE = Path(__file__).parent
 BUILT_IN_RECIPES = PACKAGE / "recipes"
 MOST_VALUES = 10_000  # of a recipe
+DEEPEST = 200  # brackets within brackets
 # The parser's own, and what escapes it: a 13th month, 5,000 digits, bytes that are no text, deep nesting, `!!bool x`.
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError)
 
@@ -626,7 +628,7 @@ def _with_package_paths(value: Any) -> Any:
 
 def _parse_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = _read_yaml(path.read_text(encoding="utf-8"))
     except YAML_ERRORS as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     _check_size(values, str(path))
@@ -637,13 +639,24 @@ def _parse_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
+def _read_yaml(text: str) -> Any:
+    """The parser takes seconds for two kilobytes of brackets within brackets: its time is their depth squared."""
+    depth = deepest = 0
+    for mark in re.findall(r"[\[\]{}]", text):
+        depth = max(depth + (1 if mark in "[{" else -1), 0)
+        deepest = max(deepest, depth)
+    if deepest > DEEPEST:
+        raise ValueError(f"brackets lie {deepest} deep in each other, at most {DEEPEST} are read")
+    return yaml.safe_load(text)
+
+
 def parse_override(text: str) -> tuple[list[str], Any]:
     """``"optim.lr=1e-5"`` -> ``(["optim", "lr"], "1e-5")``, the value read as YAML."""
     key, sign, raw = text.partition("=")
     if not sign or not key.strip():
         raise ConfigError(f"override {text!r} must look like section.key=value")
     try:
-        value = yaml.safe_load(raw) if raw.strip() else None
+        value = _read_yaml(raw) if raw.strip() else None
     except YAML_ERRORS as error:
         raise ConfigError(f"override {text!r}: not a YAML value: {' '.join(str(error).split())}") from None
     _check_size(value, f"override {key.strip()}")

@@ -91,6 +91,12 @@ def test_recipes_that_cannot_be_read(tmp_path):
         load_config("nowhere.yaml")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_config(write(tmp_path, "bad.yaml", "a: [1"))
+    with pytest.raises(ConfigError, match="brackets lie 1500 deep in each other, at most 200"):
+        load_config(write(tmp_path, "deep.yaml", "a: " + "[" * 1500))
+    with pytest.raises(ConfigError, match="brackets lie 201 deep"):
+        load_config(write(tmp_path, "flat.yaml", "name: a\n"), ["data.train=" + "[{a: " * 100 + "["])
+    flat = write(tmp_path, "flat.yaml", "data: {train: [" + "'}]', " * 300 + "a]}\n")
+    assert len(load_config(flat).data.train) == 301  # many brackets, none of them deep
     with pytest.raises(ConfigError, match="mapping of sections"):
         load_config(write(tmp_path, "list.yaml", "- 1\n"))
     write(tmp_path, "a.yaml", "base: b.yaml\n")
