@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from luffy.errors import UserError
-from luffy.models.flash import flash_kernel, heads_of
+from luffy.models.flash import Reach, flash_kernel, heads_of
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -269,24 +269,16 @@ def causal_varlen(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Stretches of queries over sequences of keys. The kernel aligns causality and window to the end: the last query
-    of a stretch sees the last key of its sequence and what is before it."""
+    """Each stretch of ``asking`` is the end of its sequence of ``asked``."""
     window = narrowing(window, asked.longest)
+    reach = Reach((asking.bounds, asked.bounds), (asking.longest, asked.longest), window)
     kernel = flash_kernel(heads_of(query, key, window), torch_varlen) or torch_varlen
-    return kernel(query, key, value, (asking.bounds, asked.bounds), (asking.longest, asked.longest), scale, window)
+    return kernel(query, key, value, reach, scale)
 
 
-def torch_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    before = -1 if window is None else window - 1  # the kernel counts the tokens beside the query's own
-    out = varlen_attn(query, key, value, *bounds, *longest, scale=scale, window_size=(before, 0), **VARLEN_GQA)
+def torch_varlen(query: Tensor, key: Tensor, value: Tensor, reach: Reach, scale: float) -> Tensor:
+    band = (-1 if reach.window is None else reach.window - 1, 0)  # the kernel counts the tokens beside the query's own
+    out = varlen_attn(query, key, value, *reach.bounds, *reach.longest, scale=scale, window_size=band, **VARLEN_GQA)
     assert isinstance(out, Tensor)
     return out
 

@@ -28,8 +28,17 @@ TOLERANCE = 0.02  # of a tensor's norm; half precision itself is off by 0.003
 
 logger = logging.getLogger(__name__)
 
-# Query, key and value [tokens, heads, D], where the sequences of either begin, the longest of either, scale, window.
-Varlen = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor], tuple[int, int], float, int | None], Tensor]
+
+class Reach(NamedTuple):
+    """Stretches of queries over sequences of keys, both end to end; causality and window are aligned to the ends."""
+
+    bounds: tuple[Tensor, Tensor]  # where each begins, and where the last one ends: of queries, of keys
+    longest: tuple[int, int]
+    window: int | None  # tokens that a query sees, its own included
+
+
+# Query, key and value [tokens, heads, D], who sees whom, scale.
+Varlen = Callable[[Tensor, Tensor, Tensor, Reach, float], Tensor]
 
 
 class Heads(NamedTuple):
@@ -78,20 +87,12 @@ def gpu_generation(device: torch.device) -> int:
 
 
 def _adapted(package_function: Callable[..., Any]) -> Varlen:
-    def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        bounds: tuple[Tensor, Tensor],
-        longest: tuple[int, int],
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
+    def kernel(query: Tensor, key: Tensor, value: Tensor, reach: Reach, scale: float) -> Tensor:
         # Without a window nothing is said of it: versions 3 and 4 have different words for "unlimited".
-        band = {} if window is None else {"window_size": (window - 1, 0)}
+        band = {} if reach.window is None else {"window_size": (reach.window - 1, 0)}
         out = package_function(
-            query, key, value, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1], max_seqlen_q=longest[0],
-            max_seqlen_k=longest[1], softmax_scale=scale, causal=True,
+            query, key, value, cu_seqlens_q=reach.bounds[0], cu_seqlens_k=reach.bounds[1],
+            max_seqlen_q=reach.longest[0], max_seqlen_k=reach.longest[1], softmax_scale=scale, causal=True,
             deterministic=torch.are_deterministic_algorithms_enabled(), **band,
         )  # fmt: skip
         first: Tensor = out[0] if isinstance(out, tuple) else out
@@ -144,6 +145,6 @@ def _question(
         return torch.tensor((0, *lengths)).cumsum(0).to(heads.device, torch.int32)
 
     query, key, value = random(asking, heads.queries), random(asked, heads.keys), random(asked, heads.keys)
-    bounds, longest = (starts(asking), starts(asked)), (max(asking), max(asked))
     window = max(asked) // 3 if heads.windowed else None
-    return [query, key, value], lambda kernel: kernel(query, key, value, bounds, longest, heads.size**-0.5, window)
+    reach = Reach((starts(asking), starts(asked)), (max(asking), max(asked)), window)
+    return [query, key, value], lambda kernel: kernel(query, key, value, reach, heads.size**-0.5)
