@@ -10,6 +10,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from plan import GAMMAS, HERE, MAIN, TRIED
+from plan import GAMMAS, HERE, MAIN, TASKS, TRIED
 from run import read_rows
 
 DOC = HERE.parents[1] / "docs" / "study-gsm8k.md"
@@ -36,7 +37,13 @@ SETS = {"val-core/accuracy": "easy", "val-hard/accuracy": "hard", "val-words/acc
 GSM_SETS = {"val-core/accuracy": "GSM8K test", "val-varied/accuracy": "changed numbers",
             "val-stories/accuracy": "stories, easy", "val-math/accuracy": "MATH-500, whole numbers",
             "val-arc/accuracy": "ARC-c, numbered"}  # fmt: skip
+SPLIT_SETS = {"stories": SETS,
+              "gsm8k": {"val-core/accuracy": "GSM8K test, easy", "val-hard/accuracy": "GSM8K test, hard"}}  # fmt: skip
+SPLIT_PROBLEMS = {"stories": {}, "gsm8k": {"val-core/accuracy": 422, "val-hard/accuracy": 512}}
+NAMES = {"stories": "the stories", "gsm8k": "GSM8K"}
 PROBLEMS = {"stories": 256, "gsm8k": 512}
+LAST_STEP = 60
+HELD_OUT = 512  # of either task: easy and hard stories, or GSM8K's test
 PASS_PROBLEMS = 256
 OTHER_PROBLEMS = {"val-stories/accuracy": 256, "val-varied/accuracy": 375, "val-math/accuracy": 308,
                   "val-arc/accuracy": 256}  # fmt: skip
@@ -55,6 +62,10 @@ def last(row: Row, metric: str) -> float:
 def both(row: Row) -> float:
     """Held-out stories of one to four steps: as many of them are easy as are hard."""
     return (last(row, "val-core/accuracy") + last(row, "val-hard/accuracy")) / 2
+
+
+def held_out(row: Row) -> float:
+    return both(row) if row["task"] == "stories" else last(row, "val-core/accuracy")
 
 
 def pick(rows: Iterable[Row], **wanted: Any) -> list[Row]:
@@ -144,11 +155,11 @@ def save(figure: Any, name: str) -> None:
 
 
 def methods_figure(rows: Sequence[Row]) -> None:
-    for task, held_out in (("stories", ("val-core/accuracy", "val-hard/accuracy")), ("gsm8k", ("val-core/accuracy",))):
+    for task, sets in (("stories", ("val-core/accuracy", "val-hard/accuracy")), ("gsm8k", ("val-core/accuracy",))):
         runs = pick(rows, question="main", task=task)
         figure, (left, right) = panels(2, 3.5)
         draw(left, runs, [m for m in MAIN if m != "sft"], "batch/on_solved", 5)
-        draw(right, runs, MAIN, held_out, marker="o")
+        draw(right, runs, MAIN, sets, marker="o")
         left.set(title="own samples right in training", xlabel="step, mean of 5", ylabel="%", ylim=(0, None))
         right.set(title="held-out accuracy", xlabel="step (SFT: two optimizer steps)", ylabel="%", ylim=(0, None))
         legend_below(figure, right)
@@ -156,19 +167,20 @@ def methods_figure(rows: Sequence[Row]) -> None:
 
 
 def dynamics_figure(rows: Sequence[Row]) -> None:
-    runs = dynamics_rows(rows)
-    figure, axes = panels(4)
     with_traces = ("mixed", "mixed_shaping", "luffy")  # in the RL term
-    for ax, (metric, title, unit) in zip(axes, DYNAMICS, strict=True):
-        shown = with_traces if metric == "actor/off_policy_prob" else DYNAMIC
-        draw(ax, runs, shown, metric, 3, percent=unit == "%")
-        ax.set(title=title, xlabel="step, mean of 3", ylabel=unit, ylim=(0, None))
-    legend_below(figure, axes[0])
-    save(figure, "dynamics")
+    for task in TASKS:
+        runs = ablation_rows(rows, task)
+        figure, axes = panels(4)
+        for ax, (metric, title, unit) in zip(axes, DYNAMICS, strict=True):
+            shown = with_traces if metric == "actor/off_policy_prob" else DYNAMIC
+            draw(ax, runs, shown, metric, 3, percent=unit == "%")
+            ax.set(title=title, xlabel="step, mean of 3", ylabel=unit, ylim=(0, None))
+        legend_below(figure, axes[0])
+        save(figure, f"dynamics-{task}")
 
 
-def dynamics_rows(rows: Sequence[Row]) -> list[Row]:
-    return pick(rows, question="main", task="stories") + pick(rows, question="ablation", task="stories")
+def ablation_rows(rows: Sequence[Row], task: str) -> list[Row]:
+    return pick(rows, question="main", task=task) + pick(rows, question="ablation", task=task)
 
 
 DYNAMIC = ("on_policy", "rl_sft_loss", "mixed", "mixed_shaping", "luffy")
@@ -178,43 +190,45 @@ DYNAMICS = (
 )  # fmt: skip
 
 
-def dynamics_table(rows: Sequence[Row]) -> str:
+IN_THE_TABLE = (*DYNAMICS[:2], ("response_length/clip_ratio", "cut off at the limit", "%"), *DYNAMICS[2:])
+
+
+def dynamics_table(rows: Sequence[Row], task: str) -> str:
     """Over the last ten steps, from run to run."""
     body = []
     for method in DYNAMIC:
-        runs = pick(dynamics_rows(rows), method=method)
-        cells = [spread(runs, metric, 100 if unit == "%" else 1) for metric, _, unit in DYNAMICS]
+        runs = pick(ablation_rows(rows, task), method=method)
+        cells = [spread(runs, metric, 100 if unit == "%" else 1) for metric, _, unit in IN_THE_TABLE]
         body.append([LABELS[method], str(len(runs)), *cells])
-    return table(["steps 51 to 60", "runs", *(f"{title}, {unit}" for _, title, unit in DYNAMICS)], body)
+    return table(["steps 51 to 60", "runs", *(f"{title}, {unit}" for _, title, unit in IN_THE_TABLE)], body)
 
 
 def spread(runs: Sequence[Row], metric: str, times: int) -> str:
-    """Mean of a run's last ten steps; over three runs Student's interval, over fewer the runs themselves."""
-    means = [
-        times * statistics.mean(v for _, v in run["curves"][metric][-10:]) for run in runs if metric in run["curves"]
-    ]
+    """Mean of a run's last ten steps, of those that have the metric: a step without an update has no entropy. Over
+    three runs Student's interval, over fewer the runs themselves."""
+    late = [[times * v for step, v in run["curves"].get(metric, ()) if step > LAST_STEP - 10] for run in runs]
+    means = [statistics.mean(values) for values in late if values]
     if not any(means):
         return "" if metric == "actor/off_policy_prob" else "0"  # these have no trace in the RL term
     if len(means) < 3:
         return " and ".join(f"{value:.3g}" for value in means)
     middle, half = statistics.mean(means), STUDENT_95[len(means)] * statistics.stdev(means) / math.sqrt(len(means))
-    return f"{middle:.3g} ({max(middle - half, 0):.3g} to {middle + half:.3g})"
+    high = min(middle + half, 100.0) if times == 100 else middle + half
+    return f"{middle:.3g} ({max(middle - half, 0):.3g} to {high:.3g})"
 
 
 def ablation_figure(rows: Sequence[Row]) -> None:
-    figure, (ax,) = panels(1)
-    figure.set_size_inches(6.5, 3.1)
-    runs = dynamics_rows(rows)
-    for place, method in enumerate(ABLATED):
-        values = [100 * both(run) for run in pick(runs, method=method)]
-        ax.bar(place, statistics.mean(values), 0.6, color=COLORS[method])
-        ax.plot([place] * len(values), values, ".", color="black", ms=6)
-    ax.set_xticks(
-        range(len(ABLATED)), [LABELS[method].replace(" + ", "\n+ ").replace(", ", ",\n") for method in ABLATED]
-    )
-    ax.set(ylabel="held-out accuracy, %", title="dots are runs")
-    ax.grid(alpha=0.25, axis="y")
-    ax.spines[["top", "right"]].set_visible(False)
+    figure, axes = panels(2)
+    figure.set_size_inches(13, 3.2)
+    for ax, task in zip(axes, TASKS, strict=True):
+        for place, method in enumerate(ABLATED):
+            values = [100 * held_out(run) for run in pick(ablation_rows(rows, task), method=method)]
+            ax.bar(place, statistics.mean(values), 0.6, color=COLORS[method])
+            ax.plot([place] * len(values), values, ".", color="black", ms=6)
+        ax.set_xticks(range(len(ABLATED)), [LABELS[m].replace(" + ", "\n+ ").replace(", ", ",\n") for m in ABLATED])
+        ax.set(ylabel="held-out accuracy, %", title=f"{NAMES[task]}; dots are runs")
+        ax.grid(alpha=0.25, axis="y")
+        ax.spines[["top", "right"]].set_visible(False)
     save(figure, "ablation")
 
 
@@ -222,41 +236,38 @@ ABLATED = ("on_policy", "on_policy_shaping", "on_policy_no_clip", "mixed", "mixe
 
 
 def gamma_figure(rows: Sequence[Row]) -> None:
-    if not pick(rows, question="gamma"):
-        return
-    figure, (ax,) = panels(1)
-    for gamma in GAMMAS:
-        for row in gamma_rows(rows, gamma):
-            ax.plot(gamma, 100 * both(row), "osD"[row["seed"]], color=COLORS["luffy"], alpha=0.5, ms=5)
-    means = [(g, 100 * statistics.mean(map(both, gamma_rows(rows, g)))) for g in GAMMAS if gamma_rows(rows, g)]
-    ax.plot(*zip(*means, strict=True), color=COLORS["luffy"])
-    ax.set(
-        xlabel="gamma",
-        ylabel="held-out accuracy, %",
-        title="circles: seed 0, squares: seed 1",
-        xscale="log",
-        ylim=(0, None),
-    )
-    ax.set_xticks(GAMMAS, [f"{g:g}" for g in GAMMAS])
-    ax.minorticks_off()
-    ax.grid(alpha=0.25)
-    ax.spines[["top", "right"]].set_visible(False)
+    figure, axes = panels(2)
+    for ax, task in zip(axes, TASKS, strict=True):
+        found = [(gamma, gamma_rows(rows, gamma, task)) for gamma in GAMMAS]
+        for gamma, runs in found:
+            for run in runs:
+                ax.plot(gamma, 100 * held_out(run), "osD"[run["seed"]], color=COLORS["luffy"], alpha=0.5, ms=5)
+        means = [100 * statistics.mean(map(held_out, runs)) for _, runs in found]
+        ax.plot(GAMMAS, means, color=COLORS["luffy"])
+        ax.set(xlabel="gamma", title=NAMES[task], xscale="log", ylim=(0, None))
+        ax.set_xticks(GAMMAS, [f"{g:g}" for g in GAMMAS])
+        ax.minorticks_off()
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("held-out accuracy, %")
+    figure.supxlabel("line: mean; circles, squares, diamonds: seeds 0, 1, 2", fontsize=9)
     save(figure, "gamma")
 
 
-def gamma_rows(rows: Sequence[Row], gamma: float) -> list[Row]:
+def gamma_rows(rows: Sequence[Row], gamma: float, task: str) -> list[Row]:
     if gamma == 0.1:
-        return pick(rows, question="main", task="stories", method="luffy")
-    return pick(rows, question="gamma", method=f"luffy_gamma_{gamma}")
+        return pick(rows, question="main", task=task, method="luffy")
+    return pick(rows, question="gamma", task=task, method=f"luffy_gamma_{gamma}")
 
 
 def split_figure(rows: Sequence[Row]) -> None:
-    if not pick(rows, question="split"):
-        return
-    figure, axes = panels(2)
-    for ax, part, title in zip(axes, ("easy", "hard"), ("1 and 2 steps", "3 and 4 steps"), strict=True):
-        draw(ax, pick(rows, question="split", note=part), ("on_policy", "luffy"), "batch/on_solved", 5)
-        ax.set(title=f"trained on {title}", xlabel="step, mean of 5", ylabel="own samples right, %", ylim=(0, None))
+    steps = {("stories", "easy"): "1 or 2 steps", ("stories", "hard"): "3 or 4 steps",
+             ("gsm8k", "easy"): "1 or 2 steps", ("gsm8k", "hard"): "3 steps or more"}  # fmt: skip
+    figure, axes = panels(4)
+    for ax, ((task, part), length) in zip(axes, steps.items(), strict=True):
+        draw(ax, pick(rows, question="split", task=task, note=part), ("on_policy", "luffy"), "batch/on_solved", 5)
+        ax.set(title=f"{NAMES[task].removeprefix('the ')}, {length}", xlabel="step, mean of 5", ylim=(0, None))
+    axes[0].set_ylabel("own samples right, %")
     axes[0].legend(frameon=False, fontsize=8)
     save(figure, "split")
 
@@ -266,7 +277,7 @@ def generalisation_figure(rows: Sequence[Row]) -> None:
     figure.set_size_inches(13, 3.4)
     for ax, task, sets in ((left, "stories", SETS), (right, "gsm8k", GSM_SETS)):
         bars(ax, pick(rows, question="main", task=task), sets)
-        ax.set_title(f"trained on {'the stories' if task == 'stories' else 'GSM8K'}")
+        ax.set_title(f"trained on {NAMES[task]}")
     legend_below(figure, left)
     save(figure, "generalisation")
 
@@ -345,20 +356,21 @@ def warm_table(rows: Sequence[Row]) -> str:
     return "\n".join([*lines[:2], "| " + " | ".join(["the base", "", *base]) + " |", *lines[2:]]) if runs else lines[0]
 
 
-def ablation_table(rows: Sequence[Row]) -> str:
-    runs = dynamics_rows(rows)
+def ablation_table(rows: Sequence[Row], task: str) -> str:
     body = []
     for method in ABLATED:
-        found = pick(runs, method=method)
-        if found:
-            clipped = [
-                statistics.mean(v for _, v in run["curves"].get("actor/pg_clipfrac", [[0, 0.0]])) for run in found
-            ]
-            cells = [share([both(run) for run in found], 512), f"{100 * statistics.mean(clipped):.3f}"]
-            body.append(
-                [LABELS[method] if method != "luffy" else "mixed + shaping, no clip = LUFFY", str(len(found)), *cells]
-            )
-    return table(["", "runs", "held-out accuracy, %", "tokens clipped, %"], body)
+        runs = pick(ablation_rows(rows, task), method=method)
+        clipped = [statistics.mean(v for _, v in run["curves"].get("actor/pg_clipfrac", [[0, 0.0]])) for run in runs]
+        cells = [*outcome(runs), f"{100 * statistics.mean(clipped):.3f}"]
+        body.append([LABELS[method] if method != "luffy" else "mixed + shaping, no clip = LUFFY", *cells])
+    return table(["", *OUTCOME, "tokens clipped, %"], body)
+
+
+OUTCOME = ("runs", "held-out accuracy, %", "own samples right, steps 51 to 60, %")
+
+
+def outcome(runs: Sequence[Row]) -> list[str]:
+    return [str(len(runs)), share([held_out(run) for run in runs], HELD_OUT), spread(runs, "batch/on_solved", 100)]
 
 
 def entropy_table(rows: Sequence[Row]) -> str:
@@ -375,27 +387,26 @@ def entropy_table(rows: Sequence[Row]) -> str:
                 continue
             start, end = (run["curves"]["actor/entropy_loss"][i][1] for i in (0, -1))
             solved = run["curves"]["batch/on_solved"][-1][1]
-            cells = [f"{start:.2f} to {end:.2f}", f"{100 * solved:.1f}", share([both(run)], 512)]
+            cells = [f"{start:.2f} to {end:.2f}", f"{100 * solved:.1f}", share([both(run)], HELD_OUT)]
             body.append([LABELS[run["method"]], task, f"{run['lr']:g}", coefficient, *cells])
     head = ["method", "run", "learning rate", "coefficient", "entropy, nats", "own samples solved in the last step, %"]
     return table([*head, "held-out accuracy, %"], sorted(body, key=lambda cells: cells[:4]))
 
 
-def gamma_table(rows: Sequence[Row]) -> str:
-    found = [(gamma, gamma_rows(rows, gamma)) for gamma in GAMMAS]
-    body = [[f"{g:g}", str(len(runs)), share([both(run) for run in runs], 512)] for g, runs in found if runs]
-    return table(["gamma", "runs", "held-out accuracy, %"], body)
+def gamma_table(rows: Sequence[Row], task: str) -> str:
+    return table(["gamma", *OUTCOME], [[f"{gamma:g}", *outcome(gamma_rows(rows, gamma, task))] for gamma in GAMMAS])
 
 
-def split_table(rows: Sequence[Row]) -> str:
+def split_table(rows: Sequence[Row], task: str) -> str:
     body = []
     for part in ("easy", "hard"):
         for method in ("on_policy", "luffy"):
-            runs = pick(rows, question="split", note=part, method=method)
-            if runs:
-                cells = [share([last(run, metric) for run in runs], 256) for metric in SETS]
-                body.append([part, LABELS[method], str(len(runs)), *cells])
-    return table(["trained on", "method", "runs", *(f"{name}, %" for name in SETS.values())], body)
+            runs = pick(rows, question="split", task=task, note=part, method=method)
+            counts = SPLIT_PROBLEMS[task]
+            cells = [share([last(run, m) for run in runs], counts.get(m, PROBLEMS[task])) for m in SPLIT_SETS[task]]
+            body.append([part, LABELS[method], str(len(runs)), spread(runs, "batch/on_solved", 100), *cells])
+    sets = [f"{name}, %" for name in SPLIT_SETS[task].values()]
+    return table(["trained on", "method", "runs", "own samples right, steps 51 to 60, %", *sets], body)
 
 
 def tuning_table(rows: Sequence[Row]) -> str:
@@ -440,11 +451,15 @@ TABLES: dict[str, Callable[[list[Row]], str]] = {
     "stories": lambda rows: accuracy_table(pick(rows, question="main", task="stories"), MAIN, SETS, "stories"),
     "gsm8k": lambda rows: accuracy_table(pick(rows, question="main", task="gsm8k"), MAIN, GSM_SETS, "gsm8k"),
     "warm": warm_table,
-    "ablation": ablation_table,
-    "dynamics": dynamics_table,
+    "ablation-stories": partial(ablation_table, task="stories"),
+    "ablation-gsm8k": partial(ablation_table, task="gsm8k"),
+    "dynamics-stories": partial(dynamics_table, task="stories"),
+    "dynamics-gsm8k": partial(dynamics_table, task="gsm8k"),
     "entropy": entropy_table,
-    "gamma": gamma_table,
-    "split": split_table,
+    "gamma-stories": partial(gamma_table, task="stories"),
+    "gamma-gsm8k": partial(gamma_table, task="gsm8k"),
+    "split-stories": partial(split_table, task="stories"),
+    "split-gsm8k": partial(split_table, task="gsm8k"),
     "tuning": tuning_table,
     "pass": pass_table,
     "cost": cost_table,

@@ -27,7 +27,7 @@ SHORT, LONG = (1, 2), (3, 4)
 
 def make(data: Path, out: Path) -> dict[str, int]:
     out.mkdir(parents=True, exist_ok=True)
-    test = [json.loads(line) for line in (data / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    train, test = (_read(data / "gsm8k" / f"{name}.jsonl") for name in ("train", "test"))
     trained = list(stories(0, 4000, SHORT + LONG))
     known = {row["prompt"] for row in trained}
     easy, hard = (_unseen(stories(seed, 300, steps), known)[:256] for seed, steps in ((1, SHORT), (2, LONG)))
@@ -41,6 +41,10 @@ def make(data: Path, out: Path) -> dict[str, int]:
         "stories-words": stories(3, 256, SHORT + LONG, held_out=True),
         "stories-longer": stories(4, 256, (5, 6)),
         "stories-warm": _unseen(stories(5, 1700, SHORT + LONG), known)[:1600],
+        "gsm8k-train-easy": [row for row in train if calculations(row) in SHORT],
+        "gsm8k-train-hard": [row for row in train if calculations(row) > max(SHORT)],
+        "gsm8k-easy": [row for row in test if calculations(row) in SHORT],
+        "gsm8k-hard": [row for row in test if calculations(row) > max(SHORT)],
         "gsm8k-varied": variants(test, 0),
         "math-integers": filter(None, map(_integer, _benchmark(data, "math6", "math500"))),
         "arc-numbers": map(_numbered, _benchmark(data, "ood", "arc_c")[:256]),
@@ -50,6 +54,15 @@ def make(data: Path, out: Path) -> dict[str, int]:
         link.unlink(missing_ok=True)
         link.symlink_to((data / "gsm8k" / f"{name}.jsonl").resolve())
     return {name: _write(out / f"{name}.jsonl", rows) for name, rows in sets.items()}
+
+
+def calculations(row: dict[str, Any]) -> int:
+    """How many a human solution of GSM8K marks; a few mark none, which says nothing of their length."""
+    return int(row["answer"].count("<<"))
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _benchmark(data: Path, suite: str, name: str) -> tuple[Problem, ...]:

@@ -17,11 +17,13 @@ from luffy.config import Config, find_recipe, merge, read_recipe, set_at
 from luffy.schema import build
 
 HERE = Path(__file__).parent
+TASKS = ("stories", "gsm8k")
 SEEDS = (0, 1, 2)
 GAMMAS = (0.05, 0.1, 0.2, 0.3, 0.5)
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
 TUNING_STEPS = 25
 AT_THE_END = ("eval.every", 0)  # evaluate only then, where no table or figure shows what was before
+ITS_OWN_TEST = {"stories": (), "gsm8k": (("data.eval_also", {}),)}  # where no table shows the other sets
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,11 @@ class Run:
 
     def config(self, data: Path, model: str, out: Path) -> Config:
         method = METHODS[self.method]
-        values = merge(read_recipe(find_recipe(method.recipe)), _task(self.task, data))
+        task = yaml.safe_load((HERE / "tasks" / f"{self.task}.yaml").read_text(encoding="utf-8"))
+        values = merge(read_recipe(find_recipe(method.recipe)), task)
         for key, value in (*method.sets, *self.sets, ("optim.lr", self.lr), ("seed", self.seed)):
-            set_at(values, key.split("."), str(data / value) if key == "data.train" else value)
+            set_at(values, key.split("."), value)
+        values["data"] = {**values["data"], **_paths(values["data"], data)}
         start = model if self.start is None else str(out / self.start / "model")
         values["model"] = {**values["model"], "path": start}
         return build(Config, {**values, "name": self.name, "out": str(out)})
@@ -113,12 +117,9 @@ class Run:
 WARM = Run("warm", "stories", "sft", 0, 3e-5, (("train.steps", 50), ("data.train", "stories-warm.jsonl")), "base")
 
 
-def _task(task: str, data: Path) -> dict[str, Any]:
-    values: dict[str, Any] = yaml.safe_load((HERE / "tasks" / f"{task}.yaml").read_text(encoding="utf-8"))
-    sets = values["data"]
-    sets["train"], sets["eval"] = str(data / sets["train"]), str(data / sets["eval"])
-    sets["eval_also"] = {name: str(data / file) for name, file in sets["eval_also"].items()}
-    return values
+def _paths(sets: dict[str, Any], data: Path) -> dict[str, Any]:
+    also = {name: str(data / file) for name, file in sets["eval_also"].items()}
+    return {"train": str(data / sets["train"]), "eval": str(data / sets["eval"]), "eval_also": also}
 
 
 def tune() -> Iterator[Run]:
@@ -131,28 +132,28 @@ def tune() -> Iterator[Run]:
 
 
 def main() -> Iterator[Run]:
-    for seed in SEEDS:
-        for method in sorted(MAIN, key=lambda name: name != "sft"):
-            yield Run("main", "stories", method, seed, CHOSEN[family(method)])
-
-
-def gsm8k() -> Iterator[Run]:
-    for seed in SEEDS:
-        for method in sorted(MAIN, key=lambda name: name != "sft"):
-            yield Run("main", "gsm8k", method, seed, CHOSEN[family(method)], (AT_THE_END,) if seed else ())
+    for task in TASKS:
+        for seed in SEEDS:
+            sets = (AT_THE_END,) if task == "gsm8k" and seed else ()
+            for method in sorted(MAIN, key=lambda name: name != "sft"):
+                yield Run("main", task, method, seed, CHOSEN[family(method)], sets)
 
 
 def ablation() -> Iterator[Run]:
-    for seed in SEEDS:
-        for method in ABLATION:
-            yield Run("ablation", "stories", method, seed, CHOSEN[family(method)], (AT_THE_END,))
+    for task in TASKS:
+        for seed in SEEDS:
+            for method in ABLATION:
+                sets = (AT_THE_END, *ITS_OWN_TEST[task])
+                yield Run("ablation", task, method, seed, CHOSEN[family(method)], sets)
 
 
 def gamma() -> Iterator[Run]:
-    for seed in SEEDS:
-        for value in GAMMAS:
-            if value != 0.1:  # that is LUFFY itself
-                yield Run("gamma", "stories", f"luffy_gamma_{value}", seed, CHOSEN["luffy"], (AT_THE_END,))
+    for task in TASKS:
+        for seed in SEEDS:
+            for value in GAMMAS:
+                if value != 0.1:  # that is LUFFY itself
+                    sets = (AT_THE_END, *ITS_OWN_TEST[task])
+                    yield Run("gamma", task, f"luffy_gamma_{value}", seed, CHOSEN["luffy"], sets)
 
 
 def entropy() -> Iterator[Run]:
@@ -164,12 +165,15 @@ def entropy() -> Iterator[Run]:
 
 
 def split() -> Iterator[Run]:
-    """Only short or only long problems to learn from."""
-    for seed in SEEDS:
-        for method in ("on_policy", "luffy"):
-            for part in ("easy", "hard"):
-                sets = (("data.train", f"stories-train-{part}.jsonl"), AT_THE_END)
-                yield Run("split", "stories", method, seed, CHOSEN[method], sets, part)
+    """Only short or only long problems to learn from; GSM8K's test problems are split like those to train on."""
+    held_out = {"stories": (), "gsm8k": (("data.eval", "gsm8k-easy.jsonl"),
+                                         ("data.eval_also", {"hard": "gsm8k-hard.jsonl"}))}  # fmt: skip
+    for task in TASKS:
+        for seed in SEEDS:
+            for method in ("on_policy", "luffy"):
+                for part in ("easy", "hard"):
+                    sets = (("data.train", f"{task}-train-{part}.jsonl"), AT_THE_END, *held_out[task])
+                    yield Run("split", task, method, seed, CHOSEN[method], sets, part)
 
 
 def warm() -> Iterator[Run]:
@@ -181,8 +185,8 @@ def warm() -> Iterator[Run]:
 
 
 PLAN: dict[str, Callable[[], Iterator[Run]]] = {
-    "tune": tune, "gsm8k": gsm8k, "main": main, "ablation": ablation, "entropy": entropy, "gamma": gamma,
-    "split": split, "warm": warm,
+    "tune": tune, "main": main, "ablation": ablation, "entropy": entropy, "gamma": gamma, "split": split,
+    "warm": warm,
 }  # fmt: skip
 
 if __name__ == "__main__":

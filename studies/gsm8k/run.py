@@ -1,11 +1,11 @@
 """Runs of the study, several at once on one GPU, in slices of time; called again, it goes on.
 
-    python studies/gsm8k/run.py --data study-data --model SmolLM2-135M-Instruct.Q4_1.gguf --questions main gsm8k
+    python studies/gsm8k/run.py --data study-data --model SmolLM2-135M-Instruct.Q4_1.gguf --questions main
 
 A run that its slice cuts short saves a checkpoint, and the next call resumes it. A finished run keeps its metrics and
 its model. ``--collect FILE`` keeps the metrics of all runs, compact, in one file: what figures.py reads. On a machine
 that has none of the runs, ``--known FILE`` leaves out those whose metrics an earlier one has collected. The question
-"pass" samples from the models of "main" and "gsm8k" at several temperatures.
+"pass" samples from the models of "main" at several temperatures.
 A model of 135M parameters leaves most of a large GPU idle, so --at-once runs share it; with NVIDIA's MPS
 (``nvidia-cuda-mps-control -d`` before) their kernels run side by side.
 """
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import torch
-from plan import CHOSEN, HERE, PLAN, TEMPERATURES, Run
+from plan import CHOSEN, HERE, PLAN, TASKS, TEMPERATURES, Run
 from rich.console import Console
 
 from luffy.config import Config
@@ -177,11 +177,11 @@ def is_trained(name: str, out: Path) -> bool:
     return (out / name / "done.json").exists()
 
 
-def jobs(question: str) -> list[Job]:
+def jobs(question: str, tasks: Sequence[str] = TASKS) -> list[Job]:
+    runs = [run for run in PLAN["main" if question == "pass" else question]() if run.task in tasks]
     if question != "pass":
-        return [Job(run) for run in PLAN[question]()]
-    every = [*PLAN["main"](), *PLAN["gsm8k"]()]
-    return [Job(run, sampling=True) for run in every if run.seed == 0 and run.method in SAMPLED]
+        return [Job(run) for run in runs]
+    return [Job(run, sampling=True) for run in runs if run.seed == 0 and run.method in SAMPLED]
 
 
 def read_rows(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
@@ -221,7 +221,7 @@ class Slice:
 
     def every(self) -> list[Job]:
         """The first seed of all questions before the second of any: a study cut short says something of each."""
-        every = [job for question in self.args.questions for job in jobs(question)]
+        every = [job for question in self.args.questions for job in jobs(question, self.args.tasks)]
         return sorted(without_known(every, known_jobs(self.known)), key=lambda job: job.run.seed)
 
     def go(self) -> None:
@@ -304,6 +304,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="the base model")
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     parser.add_argument("--questions", nargs="+", choices=(*PLAN, "pass"), default=["main"])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--at-once", type=int, default=8, help="runs that share the GPU")
     parser.add_argument("--minutes", type=float, default=60, help="of this slice")
     parser.add_argument("--collect", type=Path, help="write the metrics of all runs here")

@@ -135,6 +135,27 @@ def test_benchmarks_become_problems_whose_answer_is_a_number(data):
     assert arc["answer"] == "2" and arc["prompt"].endswith("\n1) sand\n2) water\n3) air")
 
 
+def test_gsm8k_is_split_by_the_calculations_of_its_solutions(data):
+    rows = {name: (data / f"gsm8k-{name}.jsonl").read_text().split() for name in ("train-hard", "hard")}
+    assert rows == {"train-hard": [], "hard": []}  # the apples take two
+    for name in ("train-easy", "easy"):
+        assert json.loads((data / f"gsm8k-{name}.jsonl").read_text()) == APPLES
+    counts = [make_data.calculations({"answer": f"{'<<1+1=2>>2 ' * n}#### 2"}) for n in range(4)]
+    assert counts == [0, 1, 2, 3]
+
+
+def test_on_gsm8k_each_question_is_asked_of_the_sets_that_its_table_shows(data, tmp_path):
+    runs = [run for name in ("ablation", "gamma", "split") for run in plan.PLAN[name]() if run.task == "gsm8k"]
+    assert len(runs) == 3 * (3 + 4 + 4)
+    for run in runs:
+        sets = run.config(data, "base", tmp_path).data
+        held_out = {"core": sets.eval, **sets.eval_also}
+        names = {"core": "gsm8k-easy", "hard": "gsm8k-hard"} if run.question == "split" else {"core": "gsm8k-test"}
+        assert held_out == {name: str(data / f"{file}.jsonl") for name, file in names.items()}
+        train = f"gsm8k-train-{run.note}.jsonl" if run.note else "gsm8k-train.jsonl"
+        assert sets.train == str(data / train)
+
+
 def test_held_out_stories_are_not_in_the_training_set(data):
     rows = {p.stem: [json.loads(line) for line in p.read_text().splitlines()] for p in data.glob("stories-*.jsonl")}
     trained = {r["prompt"] for r in rows["stories-train"]}
@@ -207,8 +228,8 @@ def finished(job, out):
     return "1 s"
 
 
-def slice_of(tmp_path, data, questions=("main",), known=()):
-    args = {"questions": list(questions), "at_once": 2, "minutes": 1.0, "collect": tmp_path / "all.jsonl"}
+def slice_of(tmp_path, data, questions=("main",), known=(), tasks=("stories",)):
+    args = {"questions": list(questions), "tasks": list(tasks), "at_once": 2, "minutes": 1.0, "collect": tmp_path / "all.jsonl"}
     args |= {"known": list(known)}
     return driver.Slice(argparse.Namespace(**args, data=data, model="base", out=tmp_path / "runs"))
 
@@ -217,7 +238,7 @@ def test_a_run_waits_for_the_one_it_starts_from_and_a_second_call_has_nothing_to
     pool = Pool(finished)
     monkeypatch.setattr(driver, "ProcessPoolExecutor", pool)
     slice_of(tmp_path, data).go()
-    assert sorted(pool.seen) == sorted(run.name for run in plan.PLAN["main"]())
+    assert sorted(pool.seen) == sorted(run.name for run in plan.PLAN["main"]() if run.task == "stories")
     for seed in plan.SEEDS:
         assert pool.seen.index(f"main-stories-sft-s{seed}") < pool.seen.index(f"main-stories-sft_rl-s{seed}")
     again = Pool(finished)
@@ -229,23 +250,22 @@ def test_a_run_waits_for_the_one_it_starts_from_and_a_second_call_has_nothing_to
 def test_models_are_sampled_from_when_they_are_there(data, tmp_path, monkeypatch):
     pool = Pool(finished)
     monkeypatch.setattr(driver, "ProcessPoolExecutor", pool)
-    slice_of(tmp_path, data, ("pass", "main")).go()
+    slice_of(tmp_path, data, ("pass",), tasks=plan.TASKS).go()
     sampled = [name for name in pool.seen if name.endswith("pass@8")]
     methods = ("luffy", "on_policy", "sft")
     assert sorted(sampled) == [f"main-{task}-{m}-s0 pass@8" for task in ("gsm8k", "stories") for m in methods]
-    asked_for_by_them = sorted(name for name in pool.seen if "gsm8k" in name and name not in sampled)
-    assert asked_for_by_them == [f"main-gsm8k-{m}-s0" for m in methods]
+    assert sorted(set(pool.seen) - set(sampled)) == [name.removesuffix(" pass@8") for name in sorted(sampled)]
     for name in sampled:
         assert pool.seen.index(name.removesuffix(" pass@8")) < pool.seen.index(name)
     rows = {row["name"]: row for row in map(json.loads, (tmp_path / "all.jsonl").read_text().splitlines())}
     assert rows["main-stories-sft-s0"]["pass"]["0.2"] == {"accuracy": 0.5, "pass_at": {"8": 0.75}}
-    assert len(rows) == 18 + 3 and "pass" not in rows["main-stories-sft-s1"]
+    assert len(rows) == 6
 
 
 def test_what_an_earlier_machine_finished_is_run_again_only_for_its_model(data, tmp_path, monkeypatch):
     known = tmp_path / "known.jsonl"
     left = {"main-stories-luffy-s2", "main-stories-sft_rl-s1"}
-    every = [run.name for run in plan.PLAN["main"]()]
+    every = [run.name for run in plan.PLAN["main"]() if run.task == "stories"]
     all_sampled = {"pass": {str(t): {} for t in plan.TEMPERATURES}}
     rows = [
         {"name": name, "finished": name not in left} | (all_sampled if "on_policy" in name else {}) for name in every
@@ -257,7 +277,7 @@ def test_what_an_earlier_machine_finished_is_run_again_only_for_its_model(data, 
     assert sorted(pool.seen) == ["main-stories-luffy-s2", "main-stories-sft-s1", "main-stories-sft_rl-s1"]
     assert {json.loads(line)["name"] for line in (tmp_path / "all.jsonl").read_text().splitlines()} == set(every)
     part = slice_of(tmp_path, data, ("main", "pass"), [known])
-    assert sorted(job.name for job in part.waiting if "gsm8k" not in job.name) == [
+    assert sorted(job.name for job in part.waiting) == [
         "main-stories-luffy-s0", "main-stories-luffy-s0 pass@8", "main-stories-sft-s0", "main-stories-sft-s0 pass@8",
     ]  # fmt: skip
     del all_sampled["pass"]["0.4"]  # all rows share it
