@@ -48,6 +48,7 @@ from luffy.train.background import BackgroundSaver
 from luffy.train.checkpoint import DISK_ERRORS, Checkpoint, CheckpointStore, cannot_be_written
 from luffy.train.copies import Engines
 from luffy.train.credit import without_credit
+from luffy.train.memory import when_it_runs_out
 from luffy.train.optim import lr_at
 from luffy.train.policy import NonFiniteUpdate, Policy
 from luffy.train.scorer import TokenScorer
@@ -204,6 +205,8 @@ class Trainer:
                     view.warn(notice)
                 with self._stopped_by_sigterm():
                     self._loop(view, recorder)
+            except torch.OutOfMemoryError as error:
+                raise TrainingStopped(f"stopped: {when_it_runs_out(error, self.cfg)}") from error
             finally:
                 recorder.close()
                 view.close()

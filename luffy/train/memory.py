@@ -1,4 +1,4 @@
-"""Whether a micro-batch's activations fit, or must be computed again in the backward pass."""
+"""Whether a micro-batch's activations fit, or must be computed again in the backward pass; what to do when not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from luffy.config import Config
 from luffy.models.forward import causal_lm
 
 # Left for the head's chunk of logits, the gradients of the layer at hand, and what the allocator wastes.
@@ -35,6 +36,21 @@ def unused_bytes(device: torch.device) -> int:
     """Memory nobody holds: the driver's, and what torch has reserved but not given out."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def when_it_runs_out(error: torch.OutOfMemoryError, cfg: Config) -> str:
+    """What was found, and the knobs that this run has left, the cheapest first."""
+    found = str(error).partition(" If reserved but unallocated")[0].strip().rstrip(".")
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
+    left = [f"batch.tokens below {cfg.batch.tokens} (not below {longest})"] * (cfg.batch.tokens > longest)
+    left += ["model.gradient_checkpointing=true"] * (cfg.model.gradient_checkpointing is not True)
+    left += [f"rollout.slots below {cfg.rollout.slots}"] * (cfg.rollout.slots is not None)
+    if cfg.launch == "local":
+        left += ["optim.offload=true"] * (not cfg.optim.offload)
+    else:
+        left += ["parallel.cpu_offload=true"] * (not cfg.parallel.cpu_offload)
+    left += ['model.lora="{rank: 16}"'] * (cfg.model.lora is None)
+    return f"{found}; try {', '.join(left)}" if left else f"{found}; no knob is left but shorter responses"
 
 
 class Checkpointing:

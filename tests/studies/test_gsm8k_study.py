@@ -229,7 +229,13 @@ def finished(job, out):
 
 
 def slice_of(tmp_path, data, questions=("main",), known=(), tasks=("stories",)):
-    args = {"questions": list(questions), "tasks": list(tasks), "at_once": 2, "minutes": 1.0, "collect": tmp_path / "all.jsonl"}
+    args = {
+        "questions": list(questions),
+        "tasks": list(tasks),
+        "at_once": 2,
+        "minutes": 1.0,
+        "collect": tmp_path / "all.jsonl",
+    }
     args |= {"known": list(known)}
     return driver.Slice(argparse.Namespace(**args, data=data, model="base", out=tmp_path / "runs"))
 

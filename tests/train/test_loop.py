@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from luffy.errors import TrainingStopped, UserError
 from luffy.report.recorder import read_json_lines
 from luffy.train.loop import Trainer, mini_batches
+from luffy.train.memory import when_it_runs_out
 from luffy.types import Score
 
 
@@ -227,6 +228,42 @@ def test_a_stop_keeps_what_was_learnt_and_can_be_resumed(make_config, monkeypatc
     undisturbed = run(make_config(name="undisturbed"))
     losses = [[r.get("actor/loss") for r in rows] for rows in (resumed, undisturbed)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 16.56 MiB is free. "
+    "If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid"
+)
+
+
+def test_out_of_memory_names_the_knobs_that_are_left_and_the_run_goes_on_from_its_checkpoint(make_config, monkeypatch):
+    cfg = make_config(train={"save_every": 1})
+    with Trainer(cfg) as trainer:
+        update = trainer.policy.update
+
+        def too_large(samples, lr):
+            if trainer.progress.step == 3:
+                raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+            return update(samples, lr)
+
+        monkeypatch.setattr(trainer.policy, "update", too_large)
+        with pytest.raises(TrainingStopped) as stop:
+            trainer.train()
+    assert str(stop.value).startswith("stopped: CUDA out of memory. Tried to allocate 20.00 MiB.")
+    assert str(stop.value).endswith(
+        "16.56 MiB is free; try batch.tokens below 128 (not below 32), model.gradient_checkpointing=true, rollout.slots "
+        'below 16, optim.offload=true, model.lora="{rank: 16}"'
+    )
+    assert [row["step"] for row in run(cfg)] == [1, 2, 3, 4]
+
+
+def test_knobs_that_are_turned_already_are_not_named(make_config):
+    turned = {"model": {"gradient_checkpointing": True, "lora": {"rank": 4}}, "batch": {"problems": 2, "tokens": 32}}
+    cfg = make_config(**turned, launch="torchrun", parallel={"workers": 2})
+    error = torch.OutOfMemoryError("No room.")
+    assert when_it_runs_out(error, cfg) == "No room; try rollout.slots below 16, parallel.cpu_offload=true"
+    cfg = make_config(**turned, optim={"offload": True}, rollout={"n": 4, "max_tokens": 16, "slots": None})
+    assert when_it_runs_out(error, cfg) == "No room; no knob is left but shorter responses"
 
 
 def test_a_failing_evaluation_does_not_cost_the_steps(make_config, sums, monkeypatch):
