@@ -38,7 +38,15 @@ from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.models.load import eos_ids, load_model
 from luffy.models.threads import use_threads
 from luffy.report.console import RunView
-from luffy.report.recorder import Recorder, SilentRecorder, evaluation_rows, sample_rows, trace_rows
+from luffy.report.recorder import (
+    METRICS,
+    Recorder,
+    SilentRecorder,
+    evaluation_rows,
+    read_json_lines,
+    sample_rows,
+    trace_rows,
+)
 from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier, build_verifier
 from luffy.schema import to_dict
@@ -67,6 +75,10 @@ class Progress:
     bad_updates: int = 0
     best_step: int | None = None
     best_accuracy: float = -1.0
+
+
+class EvaluationCut(Exception):
+    """A stop came first; the evaluation is made up for when the run goes on."""
 
 
 class Trainer:
@@ -197,7 +209,7 @@ class Trainer:
 
     def train(self) -> Path:
         """Run to the last step; returns the model folder of the newest checkpoint."""
-        if not self.is_finished:
+        if not self.is_finished or self._lacks_evaluation():
             recorder, view = self._open_records()
             self.view = view
             try:
@@ -224,8 +236,8 @@ class Trainer:
         return recorder, view
 
     def stop_soon(self, reason: str) -> None:
-        """End after the step under way (and its evaluation, where one is due), with a checkpoint of it. In a world of
-        several every process must be told in the same step: a checkpoint needs all."""
+        """End after the step under way, with a checkpoint of it; an evaluation waits until the run goes on. In a world
+        of several every process must be told in the same step: a checkpoint needs all."""
         self._stop_reason = reason
 
     @contextmanager
@@ -263,16 +275,15 @@ class Trainer:
         return newest
 
     def _loop(self, view: RunView, recorder: Recorder) -> None:
-        if self.progress.step == 0 and self.cfg.eval.every and self.eval_tasks:
-            values = read(self.evaluate(recorder=recorder))
-            recorder.log(0, values | self.watch.take())
+        if self._lacks_evaluation():
+            self._make_up_for_evaluation(recorder)
         while not self.is_finished:
             started = time.perf_counter()
             metrics = self.step(view, recorder)
             speed = throughput(metrics, time.perf_counter() - started)
             step = self.progress.step
             if self._is_due(step, self.cfg.eval.every) and self.eval_tasks:
-                metrics |= self._evaluate_or_save(step, recorder)
+                metrics |= self._evaluate_or_save(metrics, speed, view, recorder)
             values = self.log(metrics, speed, view, recorder)
             improved = self._note_best(step, values)
             if improved or self._is_due(step, self.cfg.train.save_every):
@@ -281,27 +292,61 @@ class Trainer:
             self.on_step(step, values)
             if self.saver is not None:
                 self.saver.poll()
-            if self._stop_reason is not None and not self.is_finished:
+            if self._stop_reason is not None and (not self.is_finished or self._lacks_evaluation()):
                 self._save_if_new(step)
-                raise TrainingStopped(f"stopped at step {step} by {self._stop_reason}; the same command goes on there")
+                raise self._stopped()
         if self.saver is not None:
             self.saver.finish()
 
-    def _evaluate_or_save(self, step: int, recorder: Recorder) -> dict[str, Metric]:
+    def _stopped(self) -> TrainingStopped:
+        return TrainingStopped(
+            f"stopped at step {self.progress.step} by {self._stop_reason}; the same command goes on there"
+        )
+
+    def _lacks_evaluation(self) -> bool:
+        """Whether the evaluation due at this step is not on record: before the first step, or after a stop in it."""
+        step = self.progress.step
+        if not self.eval_tasks or not self._is_due(step, self.cfg.eval.every):
+            return False
+        return self.world.on_main(lambda: step not in self._evaluated_steps())
+
+    def _evaluated_steps(self) -> list[int]:
+        rows = read_json_lines(self.cfg.folder / METRICS)
+        return [row["step"] for row in rows if "val-core/accuracy" in row]
+
+    def _make_up_for_evaluation(self, recorder: Recorder) -> None:
+        step = self.progress.step
+        try:
+            values = read(self.evaluate(recorder=recorder)) | self.watch.take()
+        except EvaluationCut:
+            raise self._stopped() from None
+        recorder.log(step, values)
+        if self.world.on_main(lambda: self._is_saved(step)) and self._note_best(step, values):
+            self.world.on_main(self._settle)
+
+    def _evaluate_or_save(
+        self, metrics: dict[str, Metric], speed: dict[str, float], view: RunView, recorder: Recorder
+    ) -> dict[str, Metric]:
         """An evaluation that fails must not cost the steps before it. (Of several processes it fails on one, and
         a checkpoint needs all.)"""
         try:
             return self.evaluate(recorder=recorder)
+        except EvaluationCut:
+            return {}
         except Exception:
             if self.world.size == 1:
-                self._save_if_new(step)
+                self.log(metrics, speed, view, recorder)
+                self._save_if_new(self.progress.step)
             raise
 
     def _save_if_new(self, step: int) -> None:
         if self.saver is not None:
             self.saver.finish()  # what is still being written counts as there
-        if step > 0 and self.world.on_main(lambda: step not in [checkpoint.step for checkpoint in self.store]):
+        if step > 0 and not self.world.on_main(lambda: self._is_saved(step)):
             self._save(step)
+
+    def _is_saved(self, step: int) -> bool:
+        return step in [checkpoint.step for checkpoint in self.store]
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self.total_steps or (every > 0 and step % every == 0)
@@ -401,23 +446,36 @@ class Trainer:
         ``recorder``, the first problems of each set go on record: the same ones at every evaluation."""
         assert self.verifier is not None, "there is no held-out data"
         metrics: dict[str, Metric] = {}
+        rows: list[dict[str, Any]] = []
         with self.watch("eval"):
             for name, tasks in self.eval_tasks.items():
+                self._cut_when_stopped()
                 metrics |= evaluate(
                     tasks, self.engines.current, self.verifier, self.tokenizer, cfg or self.cfg.eval,
                     max_tokens=self.cfg.rollout.max_tokens, eos_ids=self.eos, seed=self.cfg.seed,
-                    reward=self.cfg.reward, name=name, progress=self._count,
-                    seen=None if recorder is None else partial(self._record_evaluation, recorder, name),
+                    reward=self.cfg.reward, name=name, progress=self._count_evaluated,
+                    seen=None if recorder is None else partial(self._show_evaluated, rows, name),
                     rank=self.world.rank, ranks=self.world.size,
                 )  # fmt: skip
+        if recorder is not None:
+            recorder.write_eval_samples(rows)
         return self.world.merge(metrics)
 
-    def _record_evaluation(self, recorder: Recorder, name: str, groups: Sequence[Group]) -> None:
+    def _count_evaluated(self, done: int, total: int) -> None:
+        self._cut_when_stopped()
+        self._count(done, total)
+
+    def _cut_when_stopped(self) -> None:
+        """Of several processes none may leave the others alone in an evaluation."""
+        if self._stop_reason is not None and not self.world.joined:
+            raise EvaluationCut
+
+    def _show_evaluated(self, rows: list[dict[str, Any]], name: str, groups: Sequence[Group]) -> None:
         if self.cfg.record.samples_every:
             places = range(self.world.rank, self.cfg.record.samples, self.world.size)
             shown = zip(places, groups, strict=False)  # the first few of all
-            rows = [(place, evaluation_rows(self.progress.step, name, [g], self.tokenizer)) for place, g in shown]
-            recorder.write_eval_samples(self._in_order(rows))
+            made = [(place, evaluation_rows(self.progress.step, name, [g], self.tokenizer)) for place, g in shown]
+            rows += self._in_order(made)
 
     def _note_best(self, step: int, values: dict[str, float]) -> bool:
         accuracy = values.get("val-core/accuracy")
@@ -572,7 +630,7 @@ def mini_batches(groups: Sequence[Sequence[Sample]], size: int | None) -> Iterat
 def find_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Any) -> Checkpoint | None:
     """What ``--resume auto|never|PATH`` means for this run folder."""
     if resume == "never":
-        if (cfg.folder / "metrics.jsonl").exists():
+        if (cfg.folder / METRICS).exists():
             raise UserError(f"{cfg.folder} already holds a run; resume it, or choose another name=")
         return None
     if resume == "auto":

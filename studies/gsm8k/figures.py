@@ -262,7 +262,7 @@ def gamma_rows(rows: Sequence[Row], gamma: float, task: str) -> list[Row]:
 
 def split_figure(rows: Sequence[Row]) -> None:
     steps = {("stories", "easy"): "1 or 2 steps", ("stories", "hard"): "3 or 4 steps",
-             ("gsm8k", "easy"): "1 or 2 steps", ("gsm8k", "hard"): "3 steps or more"}  # fmt: skip
+             ("gsm8k", "easy"): "1 or 2 calculations", ("gsm8k", "hard"): "3 or more"}  # fmt: skip
     figure, axes = panels(4)
     for ax, ((task, part), length) in zip(axes, steps.items(), strict=True):
         draw(ax, pick(rows, question="split", task=task, note=part), ("on_policy", "luffy"), "batch/on_solved", 5)

@@ -143,6 +143,55 @@ def test_sigterm_in_the_last_step_ends_nothing_early(make_config, sums):
         assert trainer.train().parent.name == "step-000006"
 
 
+@pytest.mark.parametrize(("owner", "name", "step"), [
+    (loop, "evaluate", 0), (loop, "evaluate", 4), (loop, "evaluate", 6), (Policy, "update", 4), (Policy, "update", 6),
+])  # fmt: skip
+def test_an_evaluation_does_not_keep_a_stop_waiting_and_is_made_up_for(
+    make_config, sums, monkeypatch, owner, name, step
+):
+    torch.set_num_threads(1)
+    undisturbed, ended = config(make_config, sums, "undisturbed"), config(make_config, sums, "ended")
+    train(undisturbed)
+    original = getattr(owner, name)
+
+    def terminated(*args, **kwargs):
+        if trainer.progress.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args, **kwargs)
+
+    with Trainer(ended) as trainer, monkeypatch.context() as patch:
+        patch.setattr(owner, name, terminated)
+        with pytest.raises(TrainingStopped, match=f"step {step} by SIGTERM"):
+            trainer.train()
+    assert [row["step"] for row in figures(ended) if "val-core/accuracy" in row] == list(range(0, step, 2))
+    train(ended)
+    by_step = [{}, {}]
+    for merged, cfg in zip(by_step, (ended, undisturbed), strict=True):
+        for row in figures(cfg):
+            merged[row["step"]] = merged.get(row["step"], {}) | row
+    assert by_step[0] == by_step[1]
+    assert left_behind(ended) == left_behind(undisturbed)
+    samples = [read_json_lines(cfg.folder / "eval_samples.jsonl") for cfg in (ended, undisturbed)]
+    assert samples[0] == samples[1] and samples[0]
+
+
+def test_a_failed_evaluation_is_made_up_for_and_its_step_is_on_record(make_config, sums, monkeypatch):
+    undisturbed, broken = config(make_config, sums, "undisturbed"), config(make_config, sums, "broken")
+    train(undisturbed)
+    with Trainer(broken) as trainer, monkeypatch.context() as patch:
+        original = loop.evaluate
+        patch.setattr(
+            loop, "evaluate", lambda *args, **kw: 1 / 0 if trainer.progress.step == 4 else original(*args, **kw)
+        )
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+    train(broken)
+    assert [row["step"] for row in figures(broken)] == [0, 1, 2, 3, 4, 4, 5, 6]
+    accuracies = [[row["val-core/accuracy"] for row in figures(cfg) if "val-core/accuracy" in row]
+                  for cfg in (broken, undisturbed)]  # fmt: skip
+    assert accuracies[0] == accuracies[1] and left_behind(broken) == left_behind(undisturbed)
+
+
 def test_the_best_step_is_not_kept_when_nobody_asks(make_config, sums):
     cfg = config(make_config, sums, "plain")
     cfg = replace(cfg, train=replace(cfg.train, save_every=4, keep=1, keep_best=False))
