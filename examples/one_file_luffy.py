@@ -80,18 +80,15 @@ def read_rows(path: Path, tokenizer) -> list[Row]:
 
 
 @torch.no_grad()
-def sample(model, prompts: list[list[int]], max_tokens: int, eos: int, temperature: float = 1.0) -> list[list[int]]:
-    """One response for each prompt (all prompts have the same length on this task, so there is nothing to pad)."""
+def sample(model, prompts: list[list[int]], max_tokens: int, eos: int) -> list[list[int]]:
+    """One response for each prompt, at temperature 1. All prompts of this task have the same length: nothing to pad."""
     ids = torch.tensor(prompts)
     cache, done, made = None, torch.zeros(len(ids), dtype=torch.bool), []
     step = ids
     for _ in range(max_tokens):
         out = model(step, past_key_values=cache, use_cache=True)
         cache, logits = out.past_key_values, out.logits[:, -1].float()
-        if temperature == 0:
-            step = logits.argmax(-1, keepdim=True)
-        else:
-            step = torch.multinomial(torch.softmax(logits / temperature, -1), 1)
+        step = torch.multinomial(torch.softmax(logits, -1), 1)
         made.append(torch.where(done, eos, step[:, 0]))
         done |= step[:, 0] == eos
         if done.all():

@@ -29,13 +29,8 @@ PATIENCE_S = 30.0  # of a process whose error another one explains: the launcher
 
 def knob_reference() -> str:
     """Every knob of a recipe, one line each, for ``--help``."""
-    lines = []
-    for doc in describe(Config):
-        default = (
-            "required" if doc.default == "" and doc.path in ("model.path", "data.train") else json.dumps(doc.default)
-        )
-        lines.append(f"  {doc.path} = {default}  [{doc.kind}]\n      {doc.help}")
-    return "\n".join(lines)
+    docs = describe(Config)
+    return "\n".join(f"  {doc.path} = {doc.shown_default}  [{doc.kind}]\n      {doc.help}" for doc in docs)
 
 
 class KnobHelp(typer.core.TyperCommand):
@@ -173,7 +168,7 @@ def generate(
     style: Annotated[
         str, typer.Option(help="chat, paper, paper_simple or plain; auto: chat where the tokenizer has a template")
     ] = "auto",
-    system_prompt: Annotated[str | None, typer.Option(help="system message (style chat)")] = None,
+    system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     as_json: Annotated[

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import yaml
 
-from luffy.core.kl import ESTIMATORS
+from luffy.core.kl import Estimator
 from luffy.core.losses import PolicyLoss
-from luffy.core.reduce import REDUCTIONS
+from luffy.core.reduce import Reduction
 from luffy.core.shaping import Shape
 from luffy.errors import ConfigError
 from luffy.guidance.choice import TraceChoice
@@ -43,7 +43,7 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = knob("", "Hugging Face folder or hub id of the policy (safetensors), or a .gguf file")
+    path: str = knob("", "Hugging Face folder or hub id of the policy (safetensors), or a .gguf file", required=True)
     tokenizer: str | None = knob(None, "folder or hub id of the tokenizer when it is not with the model")
     reference: str | None = knob(None, "reference model of the KL term; null: the policy as it was at the start")
     dtype: Literal["float32", "bfloat16"] = knob(
@@ -61,7 +61,9 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: str | tuple[str, ...] = knob("", "JSONL or parquet file, dataset folder, hub id, or a list of them")
+    train: str | tuple[str, ...] = knob(
+        "", "JSONL or parquet file, dataset folder, hub id, or a list of them", required=True
+    )
     eval: str | tuple[str, ...] | None = knob(None, "held-out problems, same forms; null: no evaluation")
     eval_also: dict[str, str] = knob(
         factory=dict, help="further held-out sets by name, e.g. {ood: ood.jsonl}: metrics val-ood/*"
@@ -80,7 +82,7 @@ class DataConfig:
     style: Literal["chat", "paper", "paper_simple", "plain"] = knob(
         "chat", "how a question becomes a prompt; paper and paper_simple are the two of the paper's appendix C.2"
     )
-    system_prompt: str | None = knob(None, "system message in front of the question (style chat)")
+    system_prompt: str | None = knob(None, "system message in front of the question (styles chat and paper)")
     chat_template: str | None = knob(None, "Jinja chat template, as text or a file, instead of the tokenizer's")
     max_prompt_tokens: int = knob(1024, "longest prompt", ge=1)
     overlong_prompt: Literal["error", "drop"] = knob(
@@ -123,7 +125,7 @@ class GuidanceConfig:
 @dataclass(frozen=True)
 class OffPolicyGuidanceConfig:
     enable: bool = knob(True, "false: as if the section were not there")
-    model_path: str = knob("", "the guidance model: a folder or hub id with the policy's tokenizer")
+    model_path: str = knob("", "the guidance model: a folder or hub id with the policy's tokenizer", required=True)
     dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
     tensor_parallel_size: int = knob(1, "GPUs of the guidance model; the native engine takes 1", ge=1)
     rule: Literal["speculative", "threshold", "mixture", "aligned"] = knob(
@@ -243,8 +245,8 @@ class AlgorithmConfig:
         "grpo", "baseline of a group: all samples (paper Eq. 4), or the on-policy ones alone"
     )
     normalize_std: bool = knob(False, "divide advantages by the group's standard deviation (Dr. GRPO does not)")
-    loss_reduction: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        knob("seq-mean-token-sum-norm", "denominator of the loss; -norm divides by rollout.max_tokens (Dr. GRPO)")
+    loss_reduction: Reduction = knob(
+        "seq-mean-token-sum-norm", "denominator of the loss; -norm divides by rollout.max_tokens (Dr. GRPO)"
     )
     remove_clip: bool = knob(True, "no clipping of the on-policy ratio (best row of the paper's Table 4)")
     clip_ratio: float = knob(0.2, "on-policy ratio clipped at 1 - this", ge=0, le=1)
@@ -287,7 +289,7 @@ class AlgorithmConfig:
     prefix_beta: float = knob(1.0, "weight of the advantage on the policy's own tokens")
     entropy_coef: float = knob(0.01, "weight of the entropy bonus", ge=0)
     kl_coef: float = knob(0.0, "weight of the KL term against the reference model; 0 loads none", ge=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = knob("k3", "estimator of the KL term")
+    kl_estimator: Estimator = knob("k3", "estimator of the KL term")
     kl_in: Literal["loss", "reward"] = knob("loss", "where the KL term goes")
     trace_term: Literal["rl", "sft"] = knob(
         "rl", "teacher samples enter the policy-gradient term, or (RL with SFT loss) an SFT term only"
@@ -452,6 +454,11 @@ class Config:
         return Path(self.out) / self.name
 
     @property
+    def longest(self) -> int:
+        """Tokens that one sequence may have."""
+        return self.data.max_prompt_tokens + self.rollout.max_tokens
+
+    @property
     def sampling(self) -> Sampling:
         r = self.rollout
         return Sampling(max_tokens=r.max_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k)
@@ -521,11 +528,10 @@ def _check_guide(c: Config) -> None:
 
 
 def _check_batch(c: Config) -> None:
-    longest = c.data.max_prompt_tokens + c.rollout.max_tokens
-    if c.batch.tokens < longest:
+    if c.batch.tokens < c.longest:
         raise ConfigError(
             f"'batch.tokens' ({c.batch.tokens}) cannot hold one sequence of data.max_prompt_tokens + "
-            f"rollout.max_tokens = {longest} tokens; raise it or lower those"
+            f"rollout.max_tokens = {c.longest} tokens; raise it or lower those"
         )
     if c.data.eval_also and c.data.eval is None:
         raise ConfigError("'data.eval_also' names further sets, but 'data.eval', the first one, is empty")
@@ -577,9 +583,6 @@ def _check_launch(c: Config) -> None:
             "sharded layers hold weights of one dtype, and adapters learn in float32: with launch="
             f"{c.launch} and model.lora set model.dtype=float32"
         )
-
-
-assert set(ESTIMATORS) == {"k1", "k2", "k3"} and len(REDUCTIONS) == 4, "the Literals above repeat core's names"
 
 
 def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import groupby
 
 from luffy.config import Config
@@ -32,8 +31,8 @@ def reference() -> str:
     for section, docs in groupby(describe(Config), section_of):
         parts.append(f"## {section or 'The run itself'}\n\n| key | default | accepts | meaning |\n|---|---|---|---|")
         for doc in docs:
-            default = json.dumps(doc.default)
-            parts.append(f"| `{doc.path}` | `{cell(default)}` | {cell(doc.kind)} | {cell(doc.help)} |")
+            default = "required" if doc.required else f"`{cell(doc.shown_default)}`"
+            parts.append(f"| `{doc.path}` | {default} | {cell(doc.kind)} | {cell(doc.help)} |")
         parts.append("")
     return "\n".join(parts).rstrip() + "\n"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import types
 import typing
@@ -29,9 +30,11 @@ def knob(
     gt: float | None = None,
     le: float | None = None,
     factory: Any = dataclasses.MISSING,
+    required: bool = False,
 ) -> Any:
-    """A documented field; ``ge``, ``gt`` and ``le`` bound a number."""
-    metadata = {"help": help, "ge": ge, "gt": gt, "le": le}
+    """A documented field; ``ge``, ``gt`` and ``le`` bound a number. ``required``: its default only says that it was not
+    given, which whoever uses it refuses."""
+    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "required": required}
     if factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -63,10 +66,7 @@ def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     for key, field in fields.items():
         name = field.name
         if name not in arguments and dataclasses.is_dataclass(hints[name]):
-            where = f"{path}.{key}" if path else key
-            arguments[name] = build(typing.cast(type, hints[name]), {}, where)
-        elif name not in arguments and _is_required(field):
-            raise ConfigError(f"'{path}.{key}' is required".replace("'.", "'"))
+            arguments[name] = build(typing.cast(type, hints[name]), {}, f"{path}.{key}" if path else key)
     return cls(**arguments)
 
 
@@ -74,10 +74,6 @@ def _below(path: str, name: Any) -> str:
     """The dotted path of a key, on one line whatever the key is."""
     shown = " ".join(str(name).split())
     return f"{path}.{shown}" if path else shown
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _nearest_key(name: str, cls: type, path: str) -> str:
@@ -192,6 +188,11 @@ class KnobDoc:
     kind: str
     default: Any
     help: str
+    required: bool = False
+
+    @property
+    def shown_default(self) -> str:
+        return "required" if self.required else json.dumps(self.default)
 
 
 def describe(cls: type, path: str = "") -> Iterator[KnobDoc]:
@@ -206,7 +207,8 @@ def describe(cls: type, path: str = "") -> Iterator[KnobDoc]:
         default = field.default
         if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        yield KnobDoc(where, kind_of(hints[field.name]), default, field.metadata.get("help", ""))
+        about = field.metadata
+        yield KnobDoc(where, kind_of(hints[field.name]), default, about.get("help", ""), about.get("required", False))
 
 
 def _dataclass_in(hint: Any) -> type | None:

@@ -1,6 +1,7 @@
 """Data flows one way, and imports follow it."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,18 @@ MAY_IMPORT = {
     "prepare": {"prepare", "train", "rollout", "models", "guidance", "rewards", "data", *BASE},
     "quickstart": {"quickstart", "train", "report", "config", "schema", "data", "rewards", "evaluation", "rollout", "models", *BASE},
 }  # fmt: skip
+
+
+def test_the_page_on_architecture_has_this_table():
+    page = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Layers")[2]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", page, re.MULTILINE)
+    written = {part: set(re.findall(r"`(\w+)`", cell)) | (BASE if "the base" in cell else set()) for part, cell in rows}
+    assert written == {part: may - {part} for part, may in MAY_IMPORT.items() if part not in BASE}
+
+
+def test_the_command_line_starts_without_transformers():
+    code = "import sys, luffy.cli; print('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
 def imports_of(path):

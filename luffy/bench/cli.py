@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from luffy.bench.machine import Machine
-from luffy.models.load import DtypeName
+if TYPE_CHECKING:
+    from luffy.bench.machine import Machine
+    from luffy.models.load import DtypeName
 
 bench_app = typer.Typer(name="bench", help="Measure speed and memory: rollout, update, step.", no_args_is_help=True)
 
@@ -36,6 +37,7 @@ NAME_CUT = 100  # of a kernel's name, whose template arguments have no end
 
 def _place(device: str, dtype: str, threads: int | None) -> tuple[str, DtypeName]:
     from luffy.errors import UserError
+    from luffy.models.load import DTYPES
     from luffy.models.threads import use_threads
     from luffy.train.setup import pick_device
 
@@ -43,10 +45,9 @@ def _place(device: str, dtype: str, threads: int | None) -> tuple[str, DtypeName
     device = pick_device(device)
     if dtype == "":
         return device, "bfloat16" if device == "cuda" else "float32"
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype '{dtype}' is unknown: use float32 or bfloat16")
-    name: Literal["float32", "bfloat16"] = "float32" if dtype == "float32" else "bfloat16"
-    return device, name
+    if dtype not in DTYPES:
+        raise UserError(f"dtype '{dtype}' is unknown: use {' or '.join(DTYPES)}")
+    return device, cast("DtypeName", dtype)
 
 
 @bench_app.command()

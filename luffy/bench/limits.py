@@ -10,7 +10,7 @@ from torch import nn
 
 from luffy.bench.machine import Machine
 from luffy.bench.shapes import parameter_count
-from luffy.models.forward import causal_lm
+from luffy.models.forward import causal_lm, key_value_shape
 
 
 class Response(NamedTuple):
@@ -24,8 +24,8 @@ def roofline_seconds(model: nn.Module, responses: Sequence[Response], machine: M
     """Decoding that only reads weights and cached keys and values, each once per step, at the copy's speed."""
     config = causal_lm(model).config
     size = next(model.parameters()).dtype.itemsize
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * size
+    kv_heads, width = key_value_shape(config)
+    per_token = 2 * config.num_hidden_layers * kv_heads * width * size
     # Its t-th step finds prompt + t tokens in the cache; the first token comes from the prefill.
     cached = sum((r.new - 1) * r.prompt + r.new * (r.new - 1) // 2 for r in responses)
     weights = (parameter_count(model) - _looked_up(model)) * size

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
-ESTIMATORS = ("k1", "k2", "k3")
+Estimator = Literal["k1", "k2", "k3"]
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, estimator: str) -> Tensor:

@@ -7,12 +7,13 @@ spreading it over ranks cannot change it. The names are those verl users know.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-REDUCTIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+Reduction = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 
 class Counts(NamedTuple):

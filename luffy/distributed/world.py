@@ -86,14 +86,13 @@ def lost_a_peer(error: RuntimeError) -> bool:
 
 def join_world(device: str, timeout_s: float) -> World:
     """Connect to the other processes. Objects and CPU tensors go over gloo, GPU tensors over NCCL."""
-    here = torch.device(device)
+    here, timeout = torch.device(device), timedelta(seconds=timeout_s)
     if device == "cuda":
         here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         torch.cuda.set_device(here)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, timeout=timeout)
     return World(dist.get_rank(), dist.get_world_size(), joined=True, device=here, timeout=timeout)
 
 

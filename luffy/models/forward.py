@@ -34,6 +34,13 @@ def causal_lm(model: nn.Module) -> Any:
     return wrapper.get_base_model()
 
 
+def key_value_shape(config: Any) -> tuple[int, int]:
+    """Heads of keys and values, and how wide one is."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(heads), int(width)
+
+
 def use_luffy_attention(model: nn.Module) -> None:
     """Point the model at our attention function, after checking that it is one we compute rightly."""
     causal = causal_lm(model)

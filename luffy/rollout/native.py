@@ -48,6 +48,10 @@ CPU_SLOTS = 256
 GPU_SLOTS = 1024
 
 
+def default_slots(device: str) -> int:
+    return GPU_SLOTS if device == "cuda" else CPU_SLOTS
+
+
 class ModelRunner:
     """Tokens to logits."""
 
@@ -227,8 +231,8 @@ class NativeEngine(Engine):
         decoding: Literal["auto", "slots", "pages"] = "auto",
         memory_share: float = 1.0,
     ) -> None:
-        on_gpu = next(model.parameters()).is_cuda
-        max_slots = (GPU_SLOTS if on_gpu else CPU_SLOTS) if max_slots is None else max_slots
+        device = next(model.parameters()).device.type
+        max_slots = default_slots(device) if max_slots is None else max_slots
         if max_slots < 1:
             raise UserError(f"max_slots is {max_slots}: the engine needs at least 1")
         if batch_invariant and decoding == "pages":
@@ -239,7 +243,7 @@ class NativeEngine(Engine):
         self.model = model
         self.max_slots = max_slots
         self.max_context = max_context or longest
-        self.prefill_tokens = prefill_tokens or (16384 if on_gpu else 4096)
+        self.prefill_tokens = prefill_tokens or (16384 if device == "cuda" else 4096)
         self.batch_invariant = batch_invariant
         self.decoding = decoding
         self.memory_share = memory_share  # of the GPU memory that is unused when a call begins

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from luffy.kernels.paged import PAGE, attend, rotate_and_store, splits_for, store
 from luffy.models.attention import PackedLayout, causal_varlen, varlen_serves
-from luffy.models.forward import causal_lm, head_weight_bias
+from luffy.models.forward import causal_lm, head_weight_bias, key_value_shape
 
 COPIED_AT_ONCE = 64  # pages
 SCRATCH = 0  # rows that only fill up a batch write here; nobody reads it
@@ -74,9 +74,9 @@ class CacheShape:
 
 def cache_shape(model: nn.Module) -> CacheShape:
     config = causal_lm(model).config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads, width = key_value_shape(config)
     weight, _ = head_weight_bias(model)
-    return CacheShape(config.num_hidden_layers, config.num_key_value_heads, width, weight.dtype)
+    return CacheShape(config.num_hidden_layers, kv_heads, width, weight.dtype)
 
 
 class PagedCache:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,13 +27,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from luffy.config import Config
 from luffy.distributed.state import read_whole
 from luffy.errors import TrainingStopped, UserError
 from luffy.files import flush_path
+from luffy.report.recorder import METRICS
 
 MANIFEST = "manifest.json"
 SHARDS = "optimizer"
@@ -222,3 +226,42 @@ def flush_tree(folder: Path) -> None:
             path.chmod(0o644)  # transformers writes its weights 0600
         flush_path(path)
     flush_path(folder)
+
+
+def find_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Callable[[str], None]) -> Checkpoint | None:
+    """What ``--resume auto|never|PATH`` means for this run folder."""
+    if resume == "never":
+        if (cfg.folder / METRICS).exists():
+            raise UserError(f"{cfg.folder} already holds a run; resume it, or choose another name=")
+        return None
+    if resume == "auto":
+        return store.newest_whole(warn)
+    path = Path(resume).resolve()
+    if not (path / MANIFEST).is_file():
+        raise UserError(
+            f"--resume {resume}: not a checkpoint folder (no {MANIFEST}); use auto, never or a step-* folder"
+        )
+    checkpoint = Checkpoint(path)
+    checkpoint.verify()
+    if path.parent != store.folder.resolve() and checkpoint.step >= (cfg.train.steps or math.inf):
+        raise UserError(
+            f"--resume {resume}: that run ended at step {checkpoint.step}; raise train.steps to go on from it"
+        )
+    later = [c.path.name for c in store if c.step > checkpoint.step]
+    if later:
+        raise UserError(
+            f"--resume {resume}: {store.folder} already holds later checkpoints ({', '.join(later)}); "
+            f"choose another name= to branch off"
+        )
+    return checkpoint
+
+
+def random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def restore_random_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

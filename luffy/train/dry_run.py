@@ -10,13 +10,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from luffy.config import Config
+from luffy.core.logprobs import CPU_CHUNK_ROWS, GPU_CHUNK_BYTES
 from luffy.data import ProblemSampler
 from luffy.errors import UserError
 from luffy.guidance import Planner
-from luffy.models.forward import use_luffy_attention
+from luffy.models.forward import key_value_shape, use_luffy_attention
 from luffy.models.load import DTYPES, gguf_file, load_model, load_tokenizer
 from luffy.rewards import build_verifier
-from luffy.rollout.native import GPU_SLOTS
+from luffy.rollout.native import default_slots
 from luffy.rollout.speculative import check_same_tokenizer
 from luffy.train import setup
 from luffy.train.engines import VLLM_SLOTS, context_of
@@ -182,7 +183,7 @@ def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: in
         "weights": parameters * stored / shards,
         "optimizer": 0 if cfg.optim.offload else trained * (8 + master) / shards,
         "gradients": trained * 4 / shards,
-        "activations": kept + 3 * 1024 * c.vocab_size * 4,
+        "activations": kept + head_bytes(cfg, c.vocab_size),
         "KV cache": 0.0 if method == "sft" else cache_bytes(cfg, c, size),
     }
     if cfg.algorithm.kl_coef and cfg.model.lora is None and method == "rl":
@@ -203,9 +204,14 @@ def guidance_memory(cfg: Config, model: Any) -> dict[str, float]:
 
 def cache_bytes(cfg: Config, model_config: Any, size: int) -> float:
     """Keys and values of as many sequences of full length as are in the making at once."""
-    c = model_config
-    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    slots = min(cfg.rollout.slots or GPU_SLOTS, cfg.batch.problems * cfg.rollout.n)
-    tokens = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
-    return float(2 * c.num_hidden_layers * heads * width * tokens * slots * size)
+    heads, width = key_value_shape(model_config)
+    most = VLLM_SLOTS if cfg.rollout.engine == "vllm" else default_slots(setup.pick_device(cfg.model.device))
+    slots = min(cfg.rollout.slots or most, cfg.batch.problems * cfg.rollout.n)
+    return float(2 * model_config.num_hidden_layers * heads * width * cfg.longest * slots * size)
+
+
+def head_bytes(cfg: Config, vocabulary: int) -> int:
+    """The head's chunk of logits; on a CPU also in float32, with its gradient."""
+    if setup.pick_device(cfg.model.device) == "cuda":
+        return GPU_CHUNK_BYTES
+    return 3 * CPU_CHUNK_ROWS * vocabulary * 4

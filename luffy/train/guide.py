@@ -8,7 +8,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from luffy.config import Config, OffPolicyGuidanceConfig
-from luffy.core.importance import Importance
 from luffy.core.rules import Rule
 from luffy.errors import UserError
 from luffy.models.load import drop_padding_tokens, load_model, load_tokenizer, token_count
@@ -61,7 +60,7 @@ def _token_by_token(
             max_overrides=guide.max_overrides,
             guidance_temperature=guide.temperature,
             max_slots=cfg.rollout.slots,
-            max_context=_longest(cfg),
+            max_context=cfg.longest,
             memory_share=engine.memory_share,
         )
     return TurnsEngine(
@@ -91,15 +90,11 @@ def check_guidance_fits(cfg: Config, guide: OffPolicyGuidanceConfig, model_confi
             f"{token_count(tokenizer)}; guidance needs a model of the policy's own tokenizer"
         )
     longest = getattr(model_config, "max_position_embeddings", None)
-    if longest is not None and longest < _longest(cfg):
+    if longest is not None and longest < cfg.longest:
         raise UserError(
             f"{SECTION}.model_path={guide.model_path} takes {longest} tokens, but data.max_prompt_tokens + "
-            f"rollout.max_tokens = {_longest(cfg)}; lower one of them or take another guidance model"
+            f"rollout.max_tokens = {cfg.longest}; lower one of them or take another guidance model"
         )
-
-
-def _longest(cfg: Config) -> int:
-    return cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
 
 
 def rule_at(guide: OffPolicyGuidanceConfig, step: int, total_steps: int) -> Rule:
@@ -113,21 +108,3 @@ def _check_alignable(guide: OffPolicyGuidanceConfig) -> None:
             f"{SECTION}: max_overrides and temperature cannot be honoured by rule aligned, which takes "
             "whole texts of the guidance model; leave them out or choose another rule"
         )
-
-
-def importance_of(cfg: Config) -> Importance | None:
-    """None where the policy itself, as it is now, drew every token: then no weight is computed at all."""
-    a = cfg.algorithm
-    if cfg.rollout.guide is not None or cfg.async_.max_staleness > 0:
-        return Importance(
-            clamp_min=a.importance_clamp_min,
-            clamp_max=a.importance_clamp_max,
-            detach=a.importance_detach,
-            literal=a.importance_objective == "literal",
-            level=a.importance_level,
-        )
-    if a.mismatch_correction == "truncated":
-        return Importance(clamp_max=a.mismatch_cap)
-    if a.mismatch_correction == "masked":
-        return Importance(clamp_min=1 / a.mismatch_cap, clamp_max=a.mismatch_cap, mask=True)
-    return None

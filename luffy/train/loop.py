@@ -8,10 +8,8 @@ state) is in the checkpoint, so a killed run continues as if nothing had happene
 from __future__ import annotations
 
 import copy
-import fcntl
 import json
 import math
-import os
 import signal
 import threading
 import time
@@ -20,7 +18,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -53,9 +51,18 @@ from luffy.schema import to_dict
 from luffy.train import setup
 from luffy.train.ahead import Ahead
 from luffy.train.background import BackgroundSaver
-from luffy.train.checkpoint import DISK_ERRORS, Checkpoint, CheckpointStore, cannot_be_written
+from luffy.train.checkpoint import (
+    DISK_ERRORS,
+    Checkpoint,
+    CheckpointStore,
+    cannot_be_written,
+    find_checkpoint,
+    random_state,
+    restore_random_state,
+)
 from luffy.train.copies import Engines
 from luffy.train.credit import without_credit
+from luffy.train.lock import FolderLock, lock_folder
 from luffy.train.memory import when_it_runs_out
 from luffy.train.optim import lr_at
 from luffy.train.policy import NonFiniteUpdate, Policy
@@ -627,96 +634,9 @@ def mini_batches(groups: Sequence[Sequence[Sample]], size: int | None) -> Iterat
         yield [sample for group in groups[start : start + step] for sample in group]
 
 
-def find_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Any) -> Checkpoint | None:
-    """What ``--resume auto|never|PATH`` means for this run folder."""
-    if resume == "never":
-        if (cfg.folder / METRICS).exists():
-            raise UserError(f"{cfg.folder} already holds a run; resume it, or choose another name=")
-        return None
-    if resume == "auto":
-        return store.newest_whole(warn)
-    path = Path(resume).resolve()
-    if not (path / "manifest.json").is_file():
-        raise UserError(
-            f"--resume {resume}: not a checkpoint folder (no manifest.json); use auto, never or a step-* folder"
-        )
-    checkpoint = Checkpoint(path)
-    checkpoint.verify()
-    if path.parent != store.folder.resolve() and checkpoint.step >= (cfg.train.steps or math.inf):
-        raise UserError(
-            f"--resume {resume}: that run ended at step {checkpoint.step}; raise train.steps to go on from it"
-        )
-    later = [c.path.name for c in store if c.step > checkpoint.step]
-    if later:
-        raise UserError(
-            f"--resume {resume}: {store.folder} already holds later checkpoints ({', '.join(later)}); "
-            f"choose another name= to branch off"
-        )
-    return checkpoint
-
-
 def load_adapter(model: nn.Module, folder: Path) -> None:
     from peft import set_peft_model_state_dict
 
     result: Any = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
     if result.unexpected_keys:
         raise UserError(f"adapter {folder} does not fit model.lora: unexpected {result.unexpected_keys[:3]}")
-
-
-def random_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def restore_random_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-@dataclass
-class FolderLock:
-    """Held while a training runs. ``created`` are the folders that were made for it, outermost last."""
-
-    file: IO[str]
-    created: list[Path]
-
-    def release(self) -> None:
-        """Leave nothing behind where nothing else was written: a run refused for bad input made no folder."""
-        folder = Path(self.file.name).parent
-        if [p.name for p in folder.iterdir()] == [".lock"]:
-            Path(self.file.name).unlink()
-        for path in self.created:
-            if not any(path.iterdir()):
-                path.rmdir()
-        self.file.close()
-
-
-def lock_folder(folder: Path, patience_s: float = 0.0) -> FolderLock:
-    """One training per run folder: the lock dies with its process, so a killed run leaves none behind."""
-    created = [p for p in (folder, *folder.parents) if not p.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("w")
-    deadline = time.monotonic() + patience_s
-    while not _locked(file):
-        if time.monotonic() >= deadline:
-            file.close()
-            raise UserError(f"another training is running in {folder}; wait for it or choose another name=")
-        time.sleep(0.2)
-    if not _is_still(folder / ".lock", file):
-        file.close()
-        return lock_folder(folder, patience_s)
-    return FolderLock(file, created)
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_still(path: Path, file: IO[str]) -> bool:
-    """Whether the file is the one of that name: a lock on a file that was removed meanwhile keeps nobody out."""
-    return path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from luffy.config import Config
-from luffy.models.forward import causal_lm
+from luffy.models.forward import causal_lm, key_value_shape
 
 # Left for the head's chunk of logits, the gradients of the layer at hand, and what the allocator wastes.
 MARGIN_BYTES = 6 << 30
@@ -20,8 +20,7 @@ def layer_values(config: Any) -> tuple[int, int]:
     """Numbers a decoder layer keeps. Per computed token: two norms with their sums, queries, the attention's result,
     and three times the width of its MLP. Per attended token: its key and value, which exist once for every
     response even where the prompt is computed once for all."""
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    kv_heads, width = key_value_shape(config)
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     computed = 4 * config.hidden_size + 2 * config.num_attention_heads * width + 3 * inner
     return int(computed), int(2 * kv_heads * width)
@@ -41,8 +40,7 @@ def unused_bytes(device: torch.device) -> int:
 def when_it_runs_out(error: torch.OutOfMemoryError, cfg: Config) -> str:
     """What was found, and the knobs that this run has left, the cheapest first."""
     found = str(error).partition(" If reserved but unallocated")[0].strip().rstrip(".")
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_tokens
-    left = [f"batch.tokens below {cfg.batch.tokens} (not below {longest})"] * (cfg.batch.tokens > longest)
+    left = [f"batch.tokens below {cfg.batch.tokens} (not below {cfg.longest})"] * (cfg.batch.tokens > cfg.longest)
     left += ["model.gradient_checkpointing=true"] * (cfg.model.gradient_checkpointing is not True)
     left += [f"rollout.slots below {cfg.rollout.slots}"] * (cfg.rollout.slots is not None)
     if cfg.launch == "local":

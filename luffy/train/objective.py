@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from luffy.config import Config
 from luffy.core.importance import Importance
 from luffy.core.kl import kl_penalty
 from luffy.core.losses import LossTerms, PolicyLoss, policy_loss_terms
@@ -20,6 +21,24 @@ from luffy.types import MicroBatch
 
 Stats = dict[str, OnDevice]
 LARGEST_LOG_RATIO = 20.0  # keeps the squares of the weights finite
+
+
+def importance_of(cfg: Config) -> Importance | None:
+    """None where the policy itself, as it is now, drew every token: then no weight is computed at all."""
+    a = cfg.algorithm
+    if cfg.rollout.guide is not None or cfg.async_.max_staleness > 0:
+        return Importance(
+            clamp_min=a.importance_clamp_min,
+            clamp_max=a.importance_clamp_max,
+            detach=a.importance_detach,
+            literal=a.importance_objective == "literal",
+            level=a.importance_level,
+        )
+    if a.mismatch_correction == "truncated":
+        return Importance(clamp_max=a.mismatch_cap)
+    if a.mismatch_correction == "masked":
+        return Importance(clamp_min=1 / a.mismatch_cap, clamp_max=a.mismatch_cap, mask=True)
+    return None
 
 
 @dataclass(frozen=True)

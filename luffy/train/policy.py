@@ -18,9 +18,8 @@ from luffy.distributed.shard import shard
 from luffy.distributed.world import World
 from luffy.metrics import Mean, Metric, OnDevice, Sum, fetch
 from luffy.report.timing import Stopwatch
-from luffy.train.guide import importance_of
 from luffy.train.memory import Checkpointing
-from luffy.train.objective import Objective, Stats
+from luffy.train.objective import Objective, Stats, importance_of
 from luffy.train.offload import OffloadedOptimizer
 from luffy.train.optim import Optimizer
 from luffy.train.packing import Denominators, computed_tokens, cut, denominators, idle_batch, pack

@@ -12,7 +12,7 @@ from luffy.config import Config, ModelConfig
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.errors import ConfigError, DataError, UserError
 from luffy.models.load import load_model, load_tokenizer
-from luffy.types import Sampling, Task
+from luffy.types import Task
 
 
 def pick_device(wanted: str) -> str:
@@ -191,10 +191,6 @@ def _load(cfg: Config, path: Any, split: str, *, limit: int | None, require_answ
         limit=limit,
         require_answer=require_answer,
     )
-
-
-def with_eos(sampling: Sampling, eos: tuple[int, ...]) -> Sampling:
-    return replace(sampling, eos_ids=eos)
 
 
 def left_out(train: dict[str, int], held_out: dict[str, int]) -> list[str]:

@@ -33,7 +33,7 @@ from luffy.train.credit import (
 )
 from luffy.train.policy import Policy
 from luffy.train.scorer import TokenScorer
-from luffy.train.setup import TaskSet, with_eos
+from luffy.train.setup import TaskSet
 from luffy.types import Group, Sample, Task
 
 
@@ -161,7 +161,7 @@ class RolloutSource:
         self.planner = Planner(
             n=cfg.rollout.n,
             n_prefix=cfg.guidance.n_prefix,
-            sampling=with_eos(cfg.sampling, eos_ids),
+            sampling=replace(cfg.sampling, eos_ids=eos_ids),
             schedule=cfg.schedule(total_steps),
             trace_choice=cfg.guidance.trace_choice,
             seed=cfg.seed,

@@ -21,6 +21,8 @@ import matplotlib.pyplot as plt
 from plan import GAMMAS, HERE, MAIN, TASKS, TRIED
 from run import read_rows
 
+from luffy.report.curves import t_quantile_95
+
 DOC = HERE.parents[1] / "docs" / "study-gsm8k.md"
 IMAGES = DOC.parent / "images"
 LABELS = {
@@ -47,7 +49,6 @@ HELD_OUT = 512  # of either task: easy and hard stories, or GSM8K's test
 PASS_PROBLEMS = 256
 OTHER_PROBLEMS = {"val-stories/accuracy": 256, "val-varied/accuracy": 375, "val-math/accuracy": 308,
                   "val-arc/accuracy": 256}  # fmt: skip
-STUDENT_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 Row = dict[str, Any]
 
 
@@ -77,14 +78,20 @@ def share(values: Sequence[float], problems: int) -> str:
     answer the same problems, so they are not twice as many."""
     mean = statistics.mean(values)
     if len(values) >= 3:
-        half = STUDENT_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+        half = half_width(values)
         low, high = max(mean - half, 0.0), min(mean + half, 1.0)
     else:
         low, high = wilson(mean, problems)
     return f"{100 * mean:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
-def wilson(p: float, n: int, z: float = 1.96) -> tuple[float, float]:
+def half_width(values: Sequence[float]) -> float:
+    """Of Student's 95 % interval of the mean."""
+    return t_quantile_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def wilson(p: float, n: int) -> tuple[float, float]:
+    z = 1.96
     middle = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     return max(middle - half, 0.0), min(middle + half, 1.0)
@@ -212,7 +219,7 @@ def spread(runs: Sequence[Row], metric: str, times: int) -> str:
         return "" if metric == "actor/off_policy_prob" else "0"  # these have no trace in the RL term
     if len(means) < 3:
         return " and ".join(f"{value:.3g}" for value in means)
-    middle, half = statistics.mean(means), STUDENT_95[len(means)] * statistics.stdev(means) / math.sqrt(len(means))
+    middle, half = statistics.mean(means), half_width(means)
     high = min(middle + half, 100.0) if times == 100 else middle + half
     return f"{middle:.3g} ({max(middle - half, 0):.3g} to {high:.3g})"
 

@@ -23,7 +23,7 @@ from luffy.report import recorder
 from luffy.report.html import write_report
 from luffy.report.recorder import read_json_lines
 from luffy.report.runs import load_run
-from luffy.train import checkpoint, loop
+from luffy.train import checkpoint, lock, loop
 from luffy.train.loop import Trainer
 
 # what is written, and the call before which the disk fills; after which, where negative
@@ -167,15 +167,15 @@ def test_a_second_training_in_the_same_folder_is_refused_and_the_first_goes_on(m
 
 def test_a_lock_file_that_was_removed_meanwhile_locks_nothing(tmp_path, monkeypatch):
     """A run refused for bad input removes its lock file: who had opened that one must take the new one."""
-    real, calls = loop.fcntl.flock, itertools.count()
+    real, calls = lock.fcntl.flock, itertools.count()
 
     def removed_before_the_first_lock(file, operation):
         if next(calls) == 0:
             (tmp_path / ".lock").unlink()
         real(file, operation)
 
-    monkeypatch.setattr(loop.fcntl, "flock", removed_before_the_first_lock)
-    held = loop.lock_folder(tmp_path)
+    monkeypatch.setattr(lock.fcntl, "flock", removed_before_the_first_lock)
+    held = lock.lock_folder(tmp_path)
     assert os.fstat(held.file.fileno()).st_ino == (tmp_path / ".lock").stat().st_ino
     with pytest.raises(UserError, match="another training is running"):
-        loop.lock_folder(tmp_path)
+        lock.lock_folder(tmp_path)

@@ -10,8 +10,8 @@ from luffy.errors import ConfigError
 from luffy.report.recorder import read_json_lines
 from luffy.rollout.native import NativeEngine
 from luffy.train.ahead import Abandoned, Ahead
-from luffy.train.guide import importance_of
 from luffy.train.loop import Trainer
+from luffy.train.objective import importance_of
 from luffy.train.policy import Policy
 
 FROZEN = 1e-30  # a learning rate that moves no weight

@@ -12,8 +12,8 @@ from luffy.models.load import load_model
 from luffy.report.recorder import read_json_lines
 from luffy.rollout.native import NativeEngine
 from luffy.train.engines import build_engine, context_of, transfer_of, vllm_arguments
-from luffy.train.guide import importance_of
 from luffy.train.loop import Trainer
+from luffy.train.objective import importance_of
 
 
 class CopyEngine(NativeEngine):
