@@ -19,7 +19,7 @@ import typer.core
 
 from luffy._version import __version__
 from luffy.bench.cli import bench_app
-from luffy.config import Config, load_config, to_yaml
+from luffy.config import Config, built_in_recipes, load_config, to_yaml
 from luffy.errors import TrainingStopped, UserError
 from luffy.prepare.cli import prepare_app
 from luffy.schema import describe
@@ -138,6 +138,15 @@ def serve(
     from luffy.train.serve import serve as start
 
     start(load_config(recipe, overrides or ()), host, port)
+
+
+@app.command()
+def recipes() -> None:
+    """List the built-in recipes; a recipe of your own may begin with one: `base: tiny/luffy`."""
+    known = built_in_recipes()
+    width = max(map(len, known))
+    for name, purpose in known.items():
+        typer.echo(f"{name:{width}}  {purpose}")
 
 
 @app.command()

@@ -595,11 +595,11 @@ def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Con
 
 
 def read_recipe(recipe: str | Path, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The recipe's values on top of those of the recipe it names as ``base``."""
+    """The recipe's values on top of those of the recipe it names as ``base``; without a ``name`` the file's own."""
     path = find_recipe(recipe, _seen[-1].parent if _seen else None)
     if path in _seen:
         raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in _seen)}")
-    values: dict[str, Any] = _with_package_paths(_parse_yaml(path))
+    values: dict[str, Any] = {"name": path.stem, **_with_package_paths(_parse_yaml(path))}
     base = values.pop("base", None)
     if base is None:
         return values
@@ -615,9 +615,16 @@ def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
     for path in (*places, built_in):
         if os.path.isfile(path):  # unlike Path.is_file, no error where a name is too long to be one
             return path.resolve()
-    known = sorted(str(p.relative_to(BUILT_IN_RECIPES).with_suffix("")) for p in BUILT_IN_RECIPES.rglob("*.yaml"))
-    hint = nearest(name, known) or (f"; built-in recipes: {', '.join(known)}" if known else "")
-    raise ConfigError(f"no recipe {name!r}: neither a file nor a built-in one{hint}")
+    hint = nearest(name, list(built_in_recipes())) or "; `luffy recipes` lists the built-in ones"
+    named = "" if beside is None else f", which a recipe in {beside} names as its base"
+    raise ConfigError(f"no recipe {name!r}{named}: neither a file nor a built-in one{hint}")
+
+
+def built_in_recipes() -> dict[str, str]:
+    """What each is for, by name: the first line of its file says it."""
+    files = {str(path.relative_to(BUILT_IN_RECIPES).with_suffix("")): path for path in BUILT_IN_RECIPES.rglob("*.yaml")}
+    first_lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in sorted(files.items())}
+    return {name: line.removeprefix("#").strip() for name, line in first_lines.items() if line.startswith("#")}
 
 
 def _with_package_paths(value: Any) -> Any:

@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import pytest
 import yaml
 
-from luffy.config import Config, build, load_config, to_yaml
+import luffy
+from luffy.config import Config, build, built_in_recipes, load_config, to_yaml
 from luffy.errors import ConfigError
 from luffy.schema import describe
 
@@ -102,7 +105,24 @@ def test_recipes_that_cannot_be_read(tmp_path):
     write(tmp_path, "a.yaml", "base: b.yaml\n")
     with pytest.raises(ConfigError, match="inherits itself"):
         load_config(write(tmp_path, "b.yaml", "base: a.yaml\n"))
-    assert load_config(write(tmp_path, "empty.yaml", "")) == load_config(None)
+    assert load_config(write(tmp_path, "empty.yaml", "")) == load_config(None, ["name=empty"])
+
+
+def test_a_recipe_without_a_name_has_that_of_its_file(tmp_path):
+    assert load_config(write(tmp_path, "mine.yaml", "base: tiny/luffy\n")).name == "mine"
+    assert load_config(write(tmp_path, "mine.yaml", "base: tiny/luffy\nname: other\n")).name == "other"
+    assert load_config("tiny/luffy").name == "tiny-luffy" and load_config("tiny/luffy", ["name=x"]).name == "x"
+
+
+def test_a_missing_base_says_whose_it_is(tmp_path):
+    with pytest.raises(ConfigError, match=rf"no recipe 'nothere', which a recipe in {tmp_path} names as its base"):
+        load_config(write(tmp_path, "mine.yaml", "base: nothere\n"))
+
+
+def test_every_built_in_recipe_says_what_it_is_for():
+    known = built_in_recipes()
+    assert {"tiny/luffy", "small/sft_rl", "paper/luffy_1.5b"} <= set(known) and all(known.values())
+    assert len(known) == len(list((Path(luffy.__file__).parent / "recipes").rglob("*.yaml")))
 
 
 def test_yaml_cannot_run_code(tmp_path):

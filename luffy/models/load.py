@@ -44,7 +44,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer that lies beside the weights."""
     gguf = gguf_file(path)
     if gguf is None:
-        _check_local(path, "tokenizer_config.json")
+        check_local(path, "tokenizer_config.json")
         return _guarded(AutoTokenizer.from_pretrained, path, str(path), trust_remote_code=trust_remote_code)
     return _guarded(AutoTokenizer.from_pretrained, gguf, str(gguf.parent), gguf_file=gguf.name)
 
@@ -78,7 +78,7 @@ def eos_ids_of(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _load_safetensors(path: str | Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    _check_local(path, "config.json")
+    check_local(path, "config.json")
     _check_no_pickles(path)
     model: PreTrainedModel
     model, info = _guarded(
@@ -133,7 +133,7 @@ def gguf_file(path: str | Path) -> Path | None:
     return files[0] if files else None
 
 
-def _check_local(path: str | Path, needed: str) -> None:
+def check_local(path: str | Path, needed: str) -> None:
     """A path that is plainly local must exist; otherwise it may be a hub id."""
     local = Path(path)
     looks_local = local.is_absolute() or str(path).startswith(("./", "../", "~")) or len(local.parts) > 2
@@ -142,7 +142,18 @@ def _check_local(path: str | Path, needed: str) -> None:
     if local.is_file():
         raise UserError(f"{path} is a file: give a folder in Hugging Face format, a hub id or a .gguf file")
     if local.is_dir() and not (local / needed).exists():
-        raise UserError(f"{path} has no {needed}: not a model folder in Hugging Face format")
+        raise UserError(f"{path} has no {needed}: {_what_it_is(local, needed)}")
+
+
+def _what_it_is(folder: Path, needed: str) -> str:
+    latest = folder / "checkpoints" / "latest" / "model"
+    if latest.is_dir():
+        return f"a run folder; its newest model is {latest}"
+    if (folder / "adapter_config.json").exists():
+        return f"LoRA adapters alone; {folder.parent / 'model'} has them merged into the model"
+    if needed == "tokenizer_config.json" and (folder / "config.json").exists():
+        return "a model without its tokenizer; say where that is (model.tokenizer=FOLDER)"
+    return "not a model folder in Hugging Face format"
 
 
 def _check_no_pickles(path: str | Path) -> None:

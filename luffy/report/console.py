@@ -13,6 +13,7 @@ FIELDS = (
     ("trace", "batch/off_solved", "{:.2f}"),
     ("sft loss", "actor/sft_loss", "{:.3f}"),
     ("entropy", "actor/entropy_loss", "{:.3f}"),
+    ("held-out", "val-core/accuracy", "{:.3f}"),
     ("length", "response_length/mean", "{:.0f}"),
     ("tok/s", "perf/throughput", "{:,.0f}"),
 )
@@ -21,10 +22,19 @@ FIELDS = (
 def summary_line(values: Mapping[str, float], eta_s: float) -> str:
     """``reward 0.125  trace 1.00  entropy 0.482  length 61  tok/s 8,211  eta 3m12s``"""
     hidden = {"sft loss"} if "critic/rewards/mean" in values else {"entropy"}
+    if not values.get("batch/avg_prefix_ratio"):
+        hidden.add("trace")  # there was none in the batch
     parts = [
         f"{label} {form.format(values[key])}" for label, key, form in FIELDS if key in values and label not in hidden
     ]
+    if was_idle(values):
+        parts.append(f"no update, {values['batch/rejected']:.0f} groups without a signal")
     return "  ".join([*parts, f"eta {clock(eta_s)}"])
+
+
+def was_idle(values: Mapping[str, float]) -> bool:
+    """Nothing to learn from in this step: the weights are what they were."""
+    return "actor/grad_norm" not in values and values.get("batch/rejected", 0) > 0
 
 
 def clock(seconds: float) -> str:
@@ -71,6 +81,10 @@ class RunView:
             self._progress.update(self._task, completed=step, figures=line)
         else:
             self.say(f"{self.name}  step {step}/{self.total}  {line}")
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """An evaluation before the first step, or one made up for."""
+        self.say(f"{self.name}  step {step}/{self.total}  held-out {values['val-core/accuracy']:.3f}")
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)

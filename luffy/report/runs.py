@@ -281,9 +281,14 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path}: a run's config is a mapping, got {type(values).__name__}")
     try:
-        return dict(_flat(to_dict(build(Config, values))))
+        return flat_config(build(Config, values))
     except ConfigError:  # written by a version whose keys are gone: shown as it is
         return dict(_flat(values))
+
+
+def flat_config(cfg: Config) -> dict[str, Any]:
+    """``{"optim.lr": 1e-6, ...}``"""
+    return dict(_flat(to_dict(cfg)))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

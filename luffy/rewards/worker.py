@@ -97,7 +97,8 @@ def resolve(path: str) -> Callable[..., Any]:
     try:
         module = import_module(module_name)
     except Exception as error:
-        raise UserError(f"cannot import {module_name!r} for {path!r}: {describe(error)}") from error
+        where = "; modules are found from the folder you are in" if isinstance(error, ModuleNotFoundError) else ""
+        raise UserError(f"cannot import {module_name!r} for {path!r}: {describe(error)}{where}") from error
     function = getattr(module, function_name, None)
     if function is None:
         raise UserError(f"module {module_name!r} ({getattr(module, '__file__', '?')}) has no {function_name!r}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
+from contextlib import closing, suppress
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from luffy.data import ProblemSampler
 from luffy.errors import UserError
 from luffy.guidance import Planner
 from luffy.models.forward import key_value_shape, use_luffy_attention
-from luffy.models.load import DTYPES, gguf_file, load_model, load_tokenizer
+from luffy.models.load import DTYPES, check_local, gguf_file, load_model, load_tokenizer
 from luffy.rewards import build_verifier
 from luffy.rollout.native import default_slots
 from luffy.rollout.speculative import check_same_tokenizer
@@ -30,6 +31,8 @@ from luffy.train.sources import draw
 GIB = 2**30
 SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 CACHES = ("KV cache", "guidance KV cache")
+PROBLEMS_LOOKED_AT, TRACES_VERIFIED = 1000, 64
+FEW_RIGHT = 0.8  # of them: fewer is worth a remark
 
 
 def dry_run(cfg: Config, method: Method) -> list[str]:
@@ -42,8 +45,7 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
     setup.validate(cfg, method, model_config)
     setup.pick_device(cfg.model.device)
     guidance = check_other_models(cfg, method, tokenizer)
-    if method == "rl" or eval_tasks:
-        build_verifier(cfg.reward.kind, cfg.reward.weights or None, 1, cfg.reward.timeout_s).close()
+    traces = check_reward(cfg, tasks, tokenizer) if method == "rl" or eval_tasks else "not verified: no reward"
     held_out = ", ".join(f"{name} {len(items)}" for name, items in eval_tasks.items()) or "none"
     steps = total_steps(cfg, len(tasks))
     sampler = ProblemSampler(len(tasks), cfg.seed)
@@ -54,6 +56,7 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
         f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed})",
         f"model      {cfg.model.path}  {parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
         f"data       {', '.join(f'{k} {v}' for k, v in tasks.report.items())}; held out {held_out}",
+        f"traces     {traces}",
         f"engine     {engine_line(cfg, method, model_config)}",
         f"step       {plan_line(cfg, method, batch, visits, steps)}",
         f"update     {update_line(cfg, steps)}",
@@ -62,6 +65,20 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
         encoder.render(batch[0].problem),
     ]
     return lines
+
+
+def check_reward(cfg: Config, tasks: setup.TaskSet, tokenizer: Any) -> str:
+    """The reward of the run can be had, and what it says of the first traces, as the update would see them."""
+    looked_at = (tasks[i] for i in range(min(len(tasks), PROBLEMS_LOOKED_AT)))
+    some = list(islice(((t.problem, demo) for t in looked_at for demo in t.demonstrations), TRACES_VERIFIED))
+    with closing(build_verifier(cfg.reward.kind, cfg.reward.weights or None, 1, cfg.reward.timeout_s)) as verifier:
+        if not some:
+            return f"none with the first {min(len(tasks), PROBLEMS_LOOKED_AT)} problems"
+        texts = tokenizer.batch_decode([demo.token_ids for _, demo in some], skip_special_tokens=True)
+        scores = verifier.score([(problem, text) for (problem, _), text in zip(some, texts, strict=True)])
+    right = sum(cfg.reward.solved(s.value) for s in scores)
+    doubt = "" if right >= FEW_RIGHT * len(some) else "; LOOK AT THEM: only right ones teach (luffy prepare check)"
+    return f"{right} of the first {len(some)} are right by reward {cfg.reward.kind}{doubt}"
 
 
 def model_shape(cfg: Config) -> tuple[Any, int, int]:
@@ -93,6 +110,10 @@ def parameters_of(model: Any) -> int:
 
 
 def read_model_config(path: str, knob: str, trust_remote_code: bool) -> Any:
+    try:
+        check_local(path, "config.json")
+    except UserError as error:
+        raise UserError(f"'{knob}' {error}") from None
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -35,7 +35,7 @@ from luffy.files import remove_unfinished, write_atomically
 from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.models.load import eos_ids, load_model
 from luffy.models.threads import use_threads
-from luffy.report.console import RunView
+from luffy.report.console import RunView, was_idle
 from luffy.report.recorder import (
     METRICS,
     Recorder,
@@ -45,12 +45,14 @@ from luffy.report.recorder import (
     sample_rows,
     trace_rows,
 )
+from luffy.report.runs import CONFIG
 from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier, build_verifier
 from luffy.schema import to_dict
 from luffy.train import setup
 from luffy.train.ahead import Ahead
 from luffy.train.background import BackgroundSaver
+from luffy.train.changes import Changes, changed_settings, in_words
 from luffy.train.checkpoint import (
     DISK_ERRORS,
     Checkpoint,
@@ -125,7 +127,9 @@ class Trainer:
     def _build(self, resume: str, allow_changed_data: bool) -> None:
         cfg, method = self.cfg, self.method
         self.store = CheckpointStore(cfg.folder / "checkpoints", cfg.train.keep)
+        self.facts: list[str] = []
         self.notices: list[str] = []
+        self.changes: Changes = {}
         self.view: RunView | None = None
         self.tokenizer = setup.load_policy_tokenizer(cfg.model)
         encoder = setup.build_encoder(cfg, self.tokenizer)
@@ -158,17 +162,28 @@ class Trainer:
         self.world.on_main(lambda: remove_unfinished(cfg.folder))
         self.world.on_main(self._settle)
 
+    def _check_made_alike(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state()
+        if state["method"] != self.method:
+            commands = {"rl": "luffy train", "sft": "luffy sft"}
+            raise UserError(
+                f"checkpoint {checkpoint.path} was made by `{commands[state['method']]}`, this is "
+                f"`{commands[self.method]}`; start a new run with model.path={checkpoint.model}"
+            )
+        saved, now = state["model"], self._model_kind()
+        differ = [f"model.{key} {saved.get(key)} -> {now[key]}" for key in now if saved.get(key) != now[key]]
+        if differ:
+            raise UserError(
+                f"checkpoint {checkpoint.path} is of another kind of model: {', '.join(differ)}; set that as it was, "
+                f"or start a new run with model.path={checkpoint.model}"
+            )
+
     def _load_weights(self, checkpoint: Checkpoint | None) -> nn.Module:
         device = "cpu" if self.world.joined else self.device  # sharding takes them to the device, layer by layer
         m = self.cfg.model
         if checkpoint is None:
             return setup.load_policy(m, device)
-        saved, now = checkpoint.state()["model"], self._model_kind()
-        if saved != now:
-            raise UserError(
-                f"checkpoint {checkpoint.path} was trained with {saved}, this run has {now}; set model.dtype and "
-                f"model.lora as they were, or start a new run with model.path={checkpoint.model}"
-            )
+        self._check_made_alike(checkpoint)
         if m.lora is None:
             return setup.load_policy(replace(m, path=str(checkpoint.model)), device)
         model = setup.load_policy(m, device)
@@ -220,6 +235,8 @@ class Trainer:
             recorder, view = self._open_records()
             self.view = view
             try:
+                for fact in self.facts:
+                    view.say(fact)
                 for notice in self.notices:
                     view.warn(notice)
                 with self._stopped_by_sigterm():
@@ -265,7 +282,10 @@ class Trainer:
         return self.progress.step >= self.total_steps
 
     def _write_settings(self) -> None:
-        write_atomically(self.cfg.folder / "config.yaml", to_yaml(self.cfg))
+        record = self.cfg.folder / CONFIG
+        if self.changes:
+            write_atomically(record.with_name(settings_before(self.progress.step)), record.read_text(encoding="utf-8"))
+        write_atomically(record, to_yaml(self.cfg))
         report = {"train": self.tasks.report, "eval": self.eval_report}
         write_atomically(self.cfg.folder / "data.json", json.dumps(report, indent=1) + "\n")
 
@@ -283,7 +303,8 @@ class Trainer:
 
     def _loop(self, view: RunView, recorder: Recorder) -> None:
         if self._lacks_evaluation():
-            self._make_up_for_evaluation(recorder)
+            self._make_up_for_evaluation(view, recorder)
+        first, idle = self.progress.step, 0
         while not self.is_finished:
             started = time.perf_counter()
             metrics = self.step(view, recorder)
@@ -292,6 +313,7 @@ class Trainer:
             if self._is_due(step, self.cfg.eval.every) and self.eval_tasks:
                 metrics |= self._evaluate_or_save(metrics, speed, view, recorder)
             values = self.log(metrics, speed, view, recorder)
+            idle += was_idle(values)
             improved = self._note_best(step, values)
             if improved or self._is_due(step, self.cfg.train.save_every):
                 with self.watch("save"):
@@ -302,6 +324,11 @@ class Trainer:
             if self._stop_reason is not None and (not self.is_finished or self._lacks_evaluation()):
                 self._save_if_new(step)
                 raise self._stopped()
+        if 2 * idle > self.progress.step - first:
+            view.warn(
+                f"{idle} of {self.progress.step - first} steps changed nothing: all groups were all right or all wrong "
+                "(batch/solve_all, batch/solve_none); easier problems, traces or algorithm.oversample_rounds may help"
+            )
         if self.saver is not None:
             self.saver.finish()
 
@@ -321,13 +348,14 @@ class Trainer:
         rows = read_json_lines(self.cfg.folder / METRICS)
         return [row["step"] for row in rows if "val-core/accuracy" in row]
 
-    def _make_up_for_evaluation(self, recorder: Recorder) -> None:
+    def _make_up_for_evaluation(self, view: RunView, recorder: Recorder) -> None:
         step = self.progress.step
         try:
             values = read(self.evaluate(recorder=recorder)) | self.watch.take()
         except EvaluationCut:
             raise self._stopped() from None
         recorder.log(step, values)
+        view.evaluated(step, values)
         if self.world.on_main(lambda: self._is_saved(step)) and self._note_best(step, values):
             self.world.on_main(self._settle)
 
@@ -561,12 +589,6 @@ class Trainer:
 
     def _restore(self, checkpoint: Checkpoint, allow_changed_data: bool) -> None:
         state = checkpoint.state()
-        if state["method"] != self.method:
-            commands = {"rl": "luffy train", "sft": "luffy sft"}
-            raise UserError(
-                f"checkpoint {checkpoint.path} was made by `{commands[state['method']]}`, this is "
-                f"`{commands[self.method]}`; start a new run with model.path={checkpoint.model}"
-            )
         same = state["data_fingerprint"] == self.tasks.problems.fingerprint and state["usable"] == len(self.tasks)
         if same:
             self.source.load_state_dict(state["sampler"])
@@ -579,9 +601,15 @@ class Trainer:
         restore_random_state({k.removeprefix("random/"): v for k, v in tensors.items() if k.startswith("random/")})
         self.policy.optimizer.load_tensors(tensors)
         self.progress = Progress(**state["progress"])
+        step = self.progress.step
+        self.facts.append(f"resumed at step {step} from {checkpoint.path}")
         if checkpoint.path.parent.resolve() != self.store.folder.resolve():
             self.progress.best_step, self.progress.best_accuracy = None, -1.0  # that checkpoint is another run's
-        self.notices.append(f"resumed at step {self.progress.step} from {checkpoint.path}")
+            return
+        self.changes = self.world.on_main(lambda: changed_settings(self.cfg.folder, self.cfg))
+        if self.changes:
+            kept = f"those before are in {settings_before(step)}"
+            self.notices.append(f"settings changed since step {step}: {in_words(self.changes)} ({kept})")
 
     def _read_tensors(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         if not self.world.joined:
@@ -607,6 +635,11 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def settings_before(step: int) -> str:
+    """The file that keeps what a run was told up to a step, when it is told otherwise."""
+    return f"config-step-{step:06d}.yaml"
 
 
 def throughput(metrics: dict[str, Metric], seconds: float) -> dict[str, float]:

@@ -10,7 +10,9 @@ from rich.console import Console
 from luffy.config import Config
 from luffy.distributed.launch import OnStep
 from luffy.distributed.world import World, join_world, leave_world
+from luffy.report.recorder import METRICS
 from luffy.train import setup
+from luffy.train.changes import in_words
 from luffy.train.loop import Method, Trainer
 
 
@@ -43,7 +45,11 @@ class Job:
             if trainer.is_finished and world.is_main:
                 step = trainer.progress.step
                 print(f"already finished at step {step}; raise train.steps or choose another name=", file=out)
-            model = trainer.train()
+                if trainer.changes:
+                    print(f"it was trained with other settings: {in_words(trainer.changes)}", file=out)
+            model, progress = trainer.train(), trainer.progress
         if world.is_main:
             print(f"model      {model}", file=out)
-            print(f"metrics    {self.cfg.folder / 'metrics.jsonl'}", file=out)
+            print(f"metrics    {self.cfg.folder / METRICS}", file=out)
+            if progress.best_step is not None:
+                print(f"best       step {progress.best_step}, held-out accuracy {progress.best_accuracy:.4g}", file=out)

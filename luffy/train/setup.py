@@ -194,12 +194,12 @@ def _load(cfg: Config, path: Any, split: str, *, limit: int | None, require_answ
 
 
 def left_out(train: dict[str, int], held_out: dict[str, int]) -> list[str]:
-    """What data was dropped or cut, in words; it is never silent."""
+    """What data was dropped or cut, in words, and the knob that decides it; it is never silent."""
     spoken = {
-        "rows_skipped": "rows skipped as unusable",
-        "prompts_dropped": "prompts dropped as too long",
-        "traces_dropped": "traces dropped as too long",
-        "traces_truncated": "traces cut at rollout.max_tokens",
+        "rows_skipped": "row(s) skipped as unusable (data.bad_rows)",
+        "prompts_dropped": "prompt(s) dropped as longer than data.max_prompt_tokens",
+        "traces_dropped": "trace(s) dropped as longer than rollout.max_tokens",
+        "traces_truncated": "trace(s) cut at rollout.max_tokens",
     }
     return [
         f"{name} data: " + ", ".join(f"{counts[key]} {text}" for key, text in spoken.items() if counts.get(key))

@@ -50,6 +50,20 @@ def test_a_missing_folder_a_file_and_a_folder_without_config(tmp_path):
     refused(r"no config\.json", tmp_path)
 
 
+def test_folders_beside_the_model_name_the_one_to_take(folder, tmp_path):
+    newest = tmp_path / "run" / "checkpoints" / "latest" / "model"
+    newest.mkdir(parents=True)
+    refused(rf"a run folder; its newest model is {newest}", tmp_path / "run")
+    adapter = tmp_path / "step" / "adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    refused(rf"LoRA adapters alone; {tmp_path}/step/model has them merged", adapter)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"without its tokenizer; say where that is \(model\.tokenizer=FOLDER\)"):
+        load_tokenizer(tmp_path / "bare")
+
+
 def test_an_unknown_hub_id_is_one_line(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     refused("cannot load nobody/no-such-model", "nobody/no-such-model")

@@ -187,7 +187,9 @@ def test_a_model_without_a_fused_form_decodes_from_slots_and_says_so_once(monkey
     native._warn_slow.cache_clear()
     models = [small(hidden_act="gelu"), small(hidden_act="gelu"), small("qwen2", hidden_act="gelu"), small()]
     for model in models:  # a GPU in name
-        monkeypatch.setattr(model, "parameters", lambda: iter([SimpleNamespace(is_cuda=True)]))
+        monkeypatch.setattr(
+            model, "parameters", lambda: iter([SimpleNamespace(is_cuda=True, device=torch.device("cuda"))])
+        )
     engines = [NativeEngine(model) for model in models]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

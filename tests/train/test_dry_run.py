@@ -1,11 +1,14 @@
-"""What `--dry-run` estimates: bytes by hand."""
+"""What `--dry-run` says: bytes counted by hand, and what it finds wrong."""
+
+import json
 
 import pytest
 from transformers import LlamaConfig
 
+from luffy.errors import UserError
 from luffy.rollout.native import CPU_SLOTS, GPU_SLOTS
 from luffy.train import setup
-from luffy.train.dry_run import cache_bytes, head_bytes
+from luffy.train.dry_run import cache_bytes, dry_run, head_bytes
 from luffy.train.engines import VLLM_SLOTS
 
 SHAPE = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, vocab_size=1000)
@@ -30,3 +33,26 @@ def test_the_heads_chunk_is_a_gigabyte_on_a_gpu(make_config, monkeypatch):
     assert head_bytes(make_config(), 1000) == 3 * 1024 * 1000 * 4
     monkeypatch.setattr(setup, "pick_device", lambda wanted: "cuda")
     assert head_bytes(make_config(), 1000) == 2**30
+
+
+def test_the_first_traces_are_verified(make_config, sums, tmp_path):
+    rows = [json.loads(line) for line in sums.read_text().splitlines()]
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text("".join(json.dumps({**row, "answer": "77777"}) + "\n" for row in rows))
+
+    def said(n_prefix=1, **data):
+        lines = dry_run(make_config(data=data, guidance={"n_prefix": n_prefix}), "rl")
+        return next(line for line in lines if line.startswith("traces"))
+
+    with_traces = sum(bool(row.get("traces")) for row in rows)
+    assert f"{with_traces} of the first {with_traces} are right by reward" in said()
+    assert said(train=str(wrong)).endswith("LOOK AT THEM: only right ones teach (luffy prepare check)")
+    bare = tmp_path / "bare.jsonl"
+    bare.write_text("".join(json.dumps({**row, "traces": []}) + "\n" for row in rows))
+    assert said(n_prefix=0, train=str(bare)) == f"traces     none with the first {len(rows)} problems"
+
+
+def test_a_guidance_model_that_is_not_there(make_config):
+    cfg = make_config(rollout={"offpolicy_guidance": {"model_path": "/nowhere"}})
+    with pytest.raises(UserError, match=r"'rollout\.offpolicy_guidance\.model_path' /nowhere: no such folder"):
+        dry_run(cfg, "rl")

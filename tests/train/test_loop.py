@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from luffy.errors import TrainingStopped, UserError
 from luffy.report.recorder import read_json_lines
 from luffy.train.loop import Trainer, mini_batches
 from luffy.train.memory import when_it_runs_out
+from luffy.train.run import Job
 from luffy.types import Score
 
 
@@ -356,8 +358,9 @@ def test_dropped_data_is_said_and_kept(make_config, sums, tmp_path, capsys):
     )
     run(cfg)
     said = capsys.readouterr().err
-    assert "training data: 1 rows skipped as unusable, 1 prompts dropped as too long, 1 traces dropped" in said
-    assert "held-out data: 1 prompts dropped as too long" in said
+    assert "training data: 1 row(s) skipped as unusable (data.bad_rows), 1 prompt(s) dropped as longer than" in said
+    assert "data.max_prompt_tokens, 1 trace(s) dropped as longer than rollout.max_tokens" in said
+    assert "held-out data: 1 prompt(s) dropped as longer than data.max_prompt_tokens" in said
     assert json.loads((cfg.folder / "data.json").read_text())["train"]["prompts_dropped"] == 1
 
 
@@ -438,8 +441,61 @@ def test_changed_data_is_refused_unless_allowed(make_config, sums, tmp_path):
 def test_a_changed_model_kind_is_refused_on_resume(make_config):
     run(make_config(model={"lora": {"rank": 4}}, train={"steps": 2}))
     for lora in ({"rank": 8}, None):
-        with pytest.raises(UserError, match=r"model\.lora as they were"):
+        with pytest.raises(
+            UserError, match=r"another kind of model: model\.lora .*'rank': 4.* -> .*; set that as it was"
+        ):
             Trainer(make_config(model={"lora": lora}))
+
+
+def test_another_command_is_named_before_another_kind_of_model(make_config):
+    run(make_config(train={"steps": 1}))
+    with pytest.raises(UserError, match="was made by `luffy train`, this is `luffy sft`"):
+        Trainer(make_config(model={"lora": {"rank": 4}}), "sft")
+
+
+def test_settings_changed_at_a_resume_are_said_and_kept(make_config, capsys):
+    cfg = make_config(train={"steps": 2, "save_every": 1})
+    run(cfg)
+    before = (cfg.folder / "config.yaml").read_text()
+    run(make_config(train={"steps": 3, "save_every": 1}))
+    assert "settings changed" not in capsys.readouterr().err and len(list(cfg.folder.glob("config-*"))) == 0
+    changed = make_config(train={"steps": 4, "save_every": 1}, optim={"lr": 0.5}, guidance={"n_prefix": 0})
+    with Trainer(changed) as trainer:
+        assert trainer.changes["optim.lr"][1] == 0.5 and set(trainer.changes) == {"optim.lr", "guidance.n_prefix"}
+        trainer.train()
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"since step 3: guidance.n_prefix 1 -> 0, optim.lr {cfg.optim.lr} -> 0.5 (those before are in" in said
+    assert (cfg.folder / "config-step-000003.yaml").read_text().replace("\n  steps: 3", "\n  steps: 2") == before
+    assert "lr: 0.5" in (cfg.folder / "config.yaml").read_text()
+
+
+def test_a_finished_run_asked_for_with_other_settings_says_so(make_config, capsys):
+    cfg = make_config(train={"steps": 1})
+    run(cfg)
+    elsewhere = shutil.copytree(cfg.model.path, cfg.folder.parent / "elsewhere")
+    Job(make_config(train={"steps": 1}, optim={"lr": 0.5}, model={"path": str(elsewhere)}), "rl").alone()
+    said = capsys.readouterr().out
+    assert "already finished at step 1" in said and "other settings: model.path" in said
+    assert f"optim.lr {cfg.optim.lr} -> 0.5; the weights stay the checkpoint's" in said
+
+
+def test_steps_that_changed_nothing_are_told(make_config, capsys):
+    run(make_config(guidance={"n_prefix": 0}, reward={"kind": f"{__name__}:always_wrong"}, train={"steps": 2}))
+    said = capsys.readouterr().err
+    assert "step 2/2  reward 0.000  length" in said and "no update, 6 groups without a signal" in said
+    assert "2 of 2 steps changed nothing" in " ".join(said.split()) and "trace" not in said.partition("warning")[0]
+    run(make_config(name="learns", train={"steps": 2}))
+    assert "changed nothing" not in capsys.readouterr().err
+
+
+def test_held_out_accuracy_is_on_the_console(make_config, sums, capsys):
+    cfg = make_config(data={"eval": str(sums)}, eval={"every": 2}, train={"steps": 2})
+    Job(cfg, "rl").alone()
+    said = capsys.readouterr()
+    lines = [line for line in said.err.splitlines() if "held-out" in line]
+    assert [line.split()[2] for line in lines] == ["0/2", "2/2"]
+    best = json.loads((cfg.folder / "best.json").read_text())
+    assert f"best       step {best['step']}, held-out accuracy {best['accuracy']:.4g}" in said.out
 
 
 def test_mini_batches_keep_groups_together():

@@ -1,0 +1,34 @@
+"""What a resumed run is asked to do that it did not do before."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from luffy.config import Config
+from luffy.errors import UserError
+from luffy.report.runs import CONFIG, flat_config, read_config
+
+Changes = dict[str, tuple[Any, Any]]
+OF_NO_CONSEQUENCE = {"out", "name", "train.steps", "train.epochs"}  # where it lies, and how far it goes
+
+
+def changed_settings(folder: Path, cfg: Config) -> Changes:
+    """Settings that the run's own record has otherwise: {key: (before, now)}."""
+    before: dict[str, Any] = {}
+    with suppress(UserError):  # a damaged record says nothing
+        before = read_config(folder / CONFIG)
+    now = flat_config(cfg)
+    keys = sorted((before.keys() | now.keys()) - OF_NO_CONSEQUENCE) if before else []
+    return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
+
+
+def in_words(changes: Changes) -> str:
+    shown = ", ".join(f"{key} {_short(before)} -> {_short(now)}" for key, (before, now) in changes.items())
+    return shown + ("; the weights stay the checkpoint's" if "model.path" in changes else "")
+
+
+def _short(value: Any) -> str:
+    text = " ".join(str(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
