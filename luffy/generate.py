@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from luffy.data import Encoder, load_problems
+from luffy.data.encode import resolve_style
 from luffy.errors import UserError
 from luffy.guidance.plan import seed_of
 from luffy.models.load import eos_ids, load_model, load_tokenizer
@@ -55,14 +56,12 @@ def generate_texts(
 ) -> Iterator[dict[str, Any]]:
     """One row a response, prompts in order, the ``n`` samples of each together."""
     tokenizer = load_tokenizer(path)
-    if style == "auto":
-        style = "chat" if tokenizer.chat_template else "plain"
     use_threads(None)
     model = load_model(path, cast(Any, dtype), pick_device(device))
     context = model.config.max_position_embeddings
     if max_tokens >= context:
         raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt in the model's context of {context}")
-    encoder = Encoder(tokenizer, style, system_prompt, max_prompt_tokens=context)
+    encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt, max_prompt_tokens=context)
     sampling = Sampling(max_tokens, temperature, top_p, top_k, eos_ids(model, tokenizer))
     requests, owners = [], []
     for problem in problems:

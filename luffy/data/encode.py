@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from itertools import islice
 from typing import Any
@@ -29,6 +30,8 @@ PAPER_SYSTEM_PROMPT = (
     "solutions."
 )
 """LUFFY paper, appendix C.2. Rows that carry their own system message keep theirs."""
+QUESTION_LINE = "This is the problem: "
+"""What the paper writes before the question."""
 
 
 class PromptStyle(StrEnum):
@@ -116,14 +119,12 @@ class Encoder:
                 return prompt, self._bos
             if self.style == PromptStyle.PAPER_SIMPLE:
                 return f"User: {prompt}\n\nAnswer: Let's think step by step.", self._bos
-            question = f"This is the problem: {prompt}" if self.style == PromptStyle.PAPER else prompt
+            question = QUESTION_LINE + prompt if self.style == PromptStyle.PAPER else prompt
             prompt = (Message("user", question),)
         return self._chat_text(problem, prompt), ()
 
     def _chat_text(self, problem: Problem, chat: tuple[Message, ...]) -> str:
-        if self.system_prompt and not any(message.role == "system" for message in chat):
-            chat = (Message("system", self.system_prompt), *chat)
-        text = self._apply_template(problem, chat)
+        text = self._apply_template(problem, with_system_prompt(chat, self.system_prompt))
         if self.style != PromptStyle.PAPER or text.endswith(f"{THINK}\n"):
             return text
         return text + ("\n" if text.endswith(THINK) else f"{THINK}\n")
@@ -134,7 +135,7 @@ class Encoder:
                 f"{_where(problem)}: the prompt is a chat, but the tokenizer {_name(self.tokenizer)} has no chat "
                 "template; give data.chat_template"
             )
-        messages = [{"role": message.role, "content": message.content} for message in chat]
+        messages = [asdict(message) for message in chat]
         try:
             text: str = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, chat_template=self.chat_template
@@ -270,6 +271,24 @@ class Encoder:
         return DataError(
             f"{_where(problem)}: {what} has {length} tokens, more than {limit}; raise it or set data.{way_out}"
         )
+
+
+def resolve_style(style: str, tokenizer: Any, paper: bool = False) -> str:
+    """``auto`` depends on whether the tokenizer has a chat template: ``chat`` or ``plain``, which take a question as it
+    is; with ``paper``, the paper's prompts, which ask for a boxed answer."""
+    if style != "auto":
+        return style
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if paper:
+        return "paper" if has_template else "paper_simple"
+    return "chat" if has_template else "plain"
+
+
+def with_system_prompt(chat: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
+    """A chat with a system message of its own stays as it is."""
+    if not system_prompt or any(message.role == "system" for message in chat):
+        return chat
+    return (Message("system", system_prompt), *chat)
 
 
 def without_open_think(trace: str, prompt: str) -> str:

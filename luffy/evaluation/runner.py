@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from luffy.data import Encoder
+from luffy.data.encode import resolve_style
 from luffy.errors import UserError
 from luffy.evaluation.benchmarks import Suite, load_suite
 from luffy.evaluation.engines import LoadedModel, load_engine, model_identity
@@ -105,7 +106,7 @@ def default_out(model: str, suite: str) -> Path:
 
 def plan(options: Options, suite: Suite, loaded: LoadedModel) -> tuple[list[Job], Settings]:
     """Every response to make, in order, and what decides them."""
-    style = resolve_style(options.style, loaded.tokenizer, suite.is_builtin)
+    style = resolve_style(options.style, loaded.tokenizer, paper=suite.is_builtin)
     encoder = Encoder(loaded.tokenizer, style, options.system_prompt, max_prompt_tokens=loaded.context - 1)
     jobs = []
     for benchmark in suite.benchmarks:
@@ -133,17 +134,6 @@ def plan(options: Options, suite: Suite, loaded: LoadedModel) -> tuple[list[Job]
         engine=options.engine,
     )
     return jobs, settings
-
-
-def resolve_style(style: str, tokenizer: Any, is_builtin: bool) -> str:
-    """``auto``: the paper's prompts for its benchmarks, which ask for a boxed answer; a dataset of one's own is
-    taken as it is."""
-    if style != "auto":
-        return style
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if is_builtin:
-        return "paper" if has_template else "paper_simple"
-    return "chat" if has_template else "plain"
 
 
 def resolve_max_tokens(given: int | None, context: int, longest_prompt: int) -> int:

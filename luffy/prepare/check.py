@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from luffy.data import Encoder, ProblemDataset, load_problems
+from luffy.data.encode import resolve_style
 from luffy.models.load import load_tokenizer
 from luffy.prepare.cards import quantiles
 from luffy.rewards import build_verifier
@@ -62,9 +63,7 @@ def check_file(path: str, options: CheckOptions) -> dict[str, Any]:
 
 def _encoder(options: CheckOptions) -> Encoder:
     tokenizer = load_tokenizer(str(options.tokenizer))
-    style = options.style
-    if style == "auto":
-        style = "chat" if tokenizer.chat_template else "plain"
+    style = resolve_style(options.style, tokenizer)
     budgets: dict[str, Any] = {"max_prompt_tokens": NO_LIMIT, "max_response_tokens": NO_LIMIT}
     return Encoder(tokenizer, style, options.system_prompt, **budgets)
 

@@ -13,7 +13,7 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from http.client import HTTPException
 from typing import Any
 
@@ -80,7 +80,7 @@ class Endpoint:
         if isinstance(prompt, str):
             body["prompt"] = prompt
         else:
-            body["messages"] = [{"role": message.role, "content": message.content} for message in prompt]
+            body["messages"] = [asdict(message) for message in prompt]
         if self.log_probs:
             body["logprobs"] = True if self.api == "chat" else 0
         return self._reply(self._post(body))

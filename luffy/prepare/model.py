@@ -18,13 +18,12 @@ from typing import Any
 from jinja2 import TemplateError
 
 from luffy.data import PAPER_SYSTEM_PROMPT
-from luffy.data.encode import THINK
+from luffy.data.encode import QUESTION_LINE, THINK
 from luffy.errors import UserError
 from luffy.files import write_atomically
 from luffy.models.load import load_tokenizer
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
-QUESTION_LINE = "This is the problem: "
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 CHATML = (

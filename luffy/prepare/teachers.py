@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from luffy.data import Encoder
+from luffy.data.encode import resolve_style, with_system_prompt
 from luffy.errors import UserError
 from luffy.guidance.plan import seed_of
 from luffy.prepare.endpoint import Aborted, Endpoint, Reply
@@ -119,9 +120,7 @@ class EndpointTeacher:
                 raise UserError(f"problem {problem.id}: a chat needs --tokenizer to become text for --api completions")
             return problem.prompt
         chat = problem.prompt if isinstance(problem.prompt, tuple) else (Message("user", problem.prompt),)
-        if self.system_prompt and not any(message.role == "system" for message in chat):
-            chat = (Message("system", self.system_prompt), *chat)
-        return chat
+        return with_system_prompt(chat, self.system_prompt)
 
     def _drawn(self, reply: Reply) -> Drawn:
         return Drawn(reply.text, reply.finish != "length", *recorded_ids(reply, self.tokenizer))
@@ -202,7 +201,8 @@ class LocalTeacher:
         if max_tokens >= context:
             raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt in the context of {context}")
         room = context - max_tokens
-        self._encoder = Encoder(self._tokenizer, _style(self._tokenizer, style), system_prompt, max_prompt_tokens=room)
+        style = resolve_style(style, self._tokenizer)
+        self._encoder = Encoder(self._tokenizer, style, system_prompt, max_prompt_tokens=room)
         self._sampling = Sampling(max_tokens, temperature, eos_ids=eos_ids(model, self._tokenizer))
         self._engine = NativeEngine(model)
         self._seed = seed
@@ -254,7 +254,7 @@ def ask_endpoint(
     tokenizer = None if tokenizer_path is None else _loaded(tokenizer_path)
     encoder = None
     if api == "completions" and tokenizer is not None:
-        encoder = Encoder(tokenizer, _style(tokenizer, style), system_prompt)
+        encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt)
     elif style != "auto":
         raise UserError("--style is the server's own matter with --api chat; with completions it needs --tokenizer")
     teacher = EndpointTeacher(endpoint, sampling, seed, concurrency, system_prompt, tokenizer, encoder)
@@ -283,12 +283,6 @@ def _loaded(path: str) -> Any:
     from luffy.models.load import load_tokenizer
 
     return load_tokenizer(path)
-
-
-def _style(tokenizer: Any, style: str) -> str:
-    if style != "auto":
-        return style
-    return "chat" if tokenizer.chat_template else "plain"
 
 
 def default_name(endpoint_model: str | None, local: str | None) -> str:

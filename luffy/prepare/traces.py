@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,7 @@ def _output_row(
     counts.update(f"samples_{sample['log_prob_status']}" for sample in samples)
     counts["samples_right"] += sum(sample["score"] == 1.0 for sample in samples)
     counts["traces_with_log_probs"] += sum(trace["log_probs"] is not None for trace in traces)
-    prompt = problem.prompt
-    if not isinstance(prompt, str):
-        prompt = [{"role": message.role, "content": message.content} for message in prompt]  # type: ignore[assignment]
+    prompt = problem.prompt if isinstance(problem.prompt, str) else [asdict(message) for message in problem.prompt]
     return {"id": problem.id, "prompt": prompt, "answer": problem.answer, "traces": traces, "source": problem.source}
 
 
