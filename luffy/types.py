@@ -88,13 +88,23 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to make. The engine continues ``prompt_ids + prefix_ids``; ``max_tokens`` of the
-    sampling counts generated tokens only. The same seed gives the same tokens in any batch."""
+    """One response to make. ``max_tokens`` of the sampling counts generated tokens only. The same seed gives
+    the same tokens in any batch."""
 
     prompt_ids: tuple[int, ...]
     seed: int
     sampling: Sampling
     prefix_ids: tuple[int, ...] = ()
+
+    @property
+    def given_ids(self) -> tuple[int, ...]:
+        """What the engine continues."""
+        return self.prompt_ids + self.prefix_ids
+
+    @property
+    def start(self) -> int:
+        """Where the first new token will stand."""
+        return len(self.prompt_ids) + len(self.prefix_ids)
 
 
 @dataclass(frozen=True, eq=False)

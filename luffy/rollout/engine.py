@@ -78,7 +78,7 @@ class GuidedPair(Engine):
 
 def check_request(request: Request, max_context: int, vocabulary: int) -> None:
     """Refuse what no engine can do, naming the knob to turn."""
-    sampling, given = request.sampling, request.prompt_ids + request.prefix_ids
+    sampling, given = request.sampling, request.given_ids
     if not given:
         raise UserError("a request has no prompt tokens: give at least one (e.g. the BOS token)")
     if sampling.max_tokens < 1:

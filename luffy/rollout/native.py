@@ -91,7 +91,7 @@ class DecodeBatch:
         requests = [seq.request for seq in sequences] + [sequences[0].request] * idle_rows
         tokens = [seq.token_ids[-1] for seq in sequences] + [0] * idle_rows
         positions = [seq.length - 1 for seq in sequences] + [0] * idle_rows
-        rows = SamplingRows.of([r.sampling for r in requests], [r.seed for r in requests], device)
+        rows = SamplingRows.of(requests, device)
         return cls(tuple(sequences), torch.tensor(tokens, device=device), torch.tensor(positions, device=device), rows)
 
     def advance(self, tokens: Tensor) -> None:
@@ -170,8 +170,7 @@ class Generation:
     def _draw_first_tokens(self, admissions: Sequence[Admission]) -> None:
         started = [sequence for admission in admissions for sequence in admission.sequences]
         logits = torch.stack([_first_logits(sequence) for sequence in started])
-        requests = [sequence.request for sequence in started]
-        rows = SamplingRows.of([r.sampling for r in requests], [r.seed for r in requests], self._runner.device)
+        rows = SamplingRows.of([sequence.request for sequence in started], self._runner.device)
         positions = torch.tensor([sequence.length for sequence in started], device=self._runner.device)
         self._start(started, logits, rows, positions)
         for admission in admissions:
@@ -202,11 +201,6 @@ class Generation:
         """The one transfer of a step: ids and log-probs together (ids are exact in float64)."""
         ids, chosen = torch.stack((tokens.double(), log_probs.double()))[:, : len(sequences)].tolist()
         for sequence, token, log_prob in zip(sequences, ids, chosen, strict=True):
-            if log_prob != log_prob:
-                raise FloatingPointError(
-                    f"the model gave NaN logits for request {sequence.index} after {sequence.length} tokens:"
-                    " its weights hold NaN or infinity"
-                )
             sequence.append(int(token), log_prob)
         self.stats.generated_tokens += len(sequences)
 
@@ -336,7 +330,7 @@ def cache_for(model: nn.Module, slots: int, capacity: int) -> SlotCache:
 
 def _cached_tokens(request: Request) -> int:
     """Positions a request needs in the cache: the last new token is never fed back."""
-    return len(request.prompt_ids) + len(request.prefix_ids) + request.sampling.max_tokens - 1
+    return request.start + request.sampling.max_tokens - 1
 
 
 def _first_logits(sequence: SequenceState) -> Tensor:

@@ -54,18 +54,13 @@ class PagedSequence(SequenceState):
     pages: list[int] = field(default_factory=list)
 
     @property
-    def start(self) -> int:
-        """Where its first new token stands."""
-        return len(self.request.prompt_ids) + len(self.request.prefix_ids)
-
-    @property
     def length(self) -> int:
-        return self.start + len(self.token_ids)
+        return self.request.start + len(self.token_ids)
 
     @property
     def limit(self) -> int:
         """The last position whose keys anybody reads: the last token is never fed back."""
-        return max(self.start + self.request.sampling.max_tokens - 2, 0)
+        return max(self.request.start + self.request.sampling.max_tokens - 2, 0)
 
     def receive(self, tokens: list[int], log_probs: list[float]) -> int:
         """Append up to and including the first end of sequence; how many were taken."""
@@ -73,6 +68,8 @@ class PagedSequence(SequenceState):
         room = sampling.max_tokens - len(self.token_ids)
         ends = [i for i, token in enumerate(tokens[:room]) if token in sampling.eos_ids] if sampling.eos_ids else []
         count = ends[0] + 1 if ends else min(room, len(tokens))
+        if any(value != value for value in log_probs[:count]):
+            raise self.nan_logits()
         self.token_ids.extend(tokens[:count])
         self.log_probs.extend(log_probs[:count])
         if ends:
@@ -139,7 +136,7 @@ class Rows:
         row = len(self)
         self.sequences.append(sequence)
         self._ends[row] = self.clock + sequence.request.sampling.max_tokens - drawn
-        self._newest[row] = sequence.start + drawn - 1 - self.clock
+        self._newest[row] = sequence.request.start + drawn - 1 - self.clock
         self._limits[row] = sequence.limit
         self._held[row] = len(sequence.pages)
         self.table[row] = SCRATCH
@@ -438,7 +435,7 @@ class PagedGeneration:
         (sequence,) = self._rows.keep(np.arange(len(self._rows) - 1))
         self._leave(sequence)
         self._moved = True
-        resumed = Prompt(sequence.request.prompt_ids + sequence.request.prefix_ids + tuple(sequence.token_ids))
+        resumed = Prompt(sequence.request.given_ids + tuple(sequence.token_ids))
         resumed.waiting.append(sequence)
         self._waiting.appendleft(resumed)
         self.stats.set_back += 1
@@ -496,35 +493,24 @@ class PagedGeneration:
         while len(self._pending) > keep:
             for sequence, tokens, log_probs in self._pending.popleft().columns():
                 if sequence.finish is None:
-                    self._receive(sequence, tokens, log_probs)
+                    self.stats.generated_tokens += sequence.receive(tokens, log_probs)
                     if sequence.finish is not None:
                         ended.append(sequence)
         return ended
-
-    def _receive(self, sequence: PagedSequence, tokens: list[int], log_probs: list[float]) -> None:
-        count = sequence.receive(tokens, log_probs)
-        if any(value != value for value in log_probs[:count]):
-            raise FloatingPointError(
-                f"the model gave NaN logits for request {sequence.index} after {sequence.length - count} tokens:"
-                " its weights hold NaN or infinity"
-            )
-        self.stats.generated_tokens += count
 
 
 def _prompts(requests: Sequence[Request]) -> deque[Prompt]:
     """Requests with the same tokens share one prompt."""
     prompts: dict[tuple[int, ...], Prompt] = {}
     for index, request in enumerate(requests):
-        tokens = request.prompt_ids + request.prefix_ids
-        prompt = prompts.setdefault(tokens, Prompt(tokens))
+        prompt = prompts.setdefault(request.given_ids, Prompt(request.given_ids))
         prompt.waiting.append(PagedSequence(index, request, prompt))
     return deque(prompts.values())
 
 
 def _pages_of(request: Request) -> int:
     """Pages of a sequence that runs to its longest."""
-    given = len(request.prompt_ids) + len(request.prefix_ids)
-    return pages_for(given + max(request.sampling.max_tokens - 1, 0))
+    return pages_for(request.start + max(request.sampling.max_tokens - 1, 0))
 
 
 def _pages_wanted(requests: Sequence[Request], rows: int) -> int:
@@ -548,8 +534,7 @@ def affordable(wanted: int, bytes_each: int, device: torch.device, share: float)
 
 
 def _sampling_rows(sequences: Sequence[PagedSequence], device: torch.device) -> SamplingRows:
-    requests = [sequence.request for sequence in sequences]
-    return SamplingRows.of([r.sampling for r in requests], [r.seed for r in requests], device)
+    return SamplingRows.of([sequence.request for sequence in sequences], device)
 
 
 def _to_device(array: np.ndarray, device: torch.device) -> Tensor:

@@ -28,8 +28,7 @@ class PlainGeneration:
         self._model, self._slots = engine.model, engine.max_slots
         self._device = next(engine.model.parameters()).device
         self._waiting = [
-            SequenceState(index, request, PromptGroup(request.prompt_ids + request.prefix_ids))
-            for index, request in enumerate(requests)
+            SequenceState(index, request, PromptGroup(request.given_ids)) for index, request in enumerate(requests)
         ]
 
     def close(self) -> None:
@@ -45,8 +44,7 @@ class PlainGeneration:
 
     def _generate(self, batch: Sequence[SequenceState]) -> None:
         tokens, mask = self._padded(batch)
-        requests = [sequence.request for sequence in batch]
-        rows = SamplingRows.of([r.sampling for r in requests], [r.seed for r in requests], self._device)
+        rows = SamplingRows.of([sequence.request for sequence in batch], self._device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         cache = None
         self.stats.prefill_tokens += int(mask.sum())
@@ -73,10 +71,5 @@ class PlainGeneration:
     def _record(self, batch: Sequence[SequenceState], tokens: Tensor, log_probs: Tensor) -> None:
         for sequence, token, log_prob in zip(batch, tokens.tolist(), log_probs.tolist(), strict=True):
             if sequence.finish is None:
-                if log_prob != log_prob:
-                    raise FloatingPointError(
-                        f"the model gave NaN logits for request {sequence.index} after {sequence.length} tokens:"
-                        " its weights hold NaN or infinity"
-                    )
                 sequence.append(token, log_prob)
                 self.stats.generated_tokens += 1

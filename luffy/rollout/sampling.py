@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from luffy.types import Sampling
+from luffy.types import Request
 
 
 def signed(value: int, bits: int = 64) -> int:
@@ -87,13 +87,14 @@ class SamplingRows:
     top_k: Tensor  # [F, 1] int64
 
     @classmethod
-    def of(cls, samplings: Sequence[Sampling], seeds: Sequence[int], device: torch.device) -> SamplingRows:
+    def of(cls, requests: Sequence[Request], device: torch.device) -> SamplingRows:
+        samplings = [request.sampling for request in requests]
         greedy = [s.temperature == 0 for s in samplings]
         filtered = [i for i, s in enumerate(samplings) if s.temperature > 0 and (s.top_k > 0 or s.top_p < 1)]
         chosen = [samplings[i] for i in filtered]
         no_limit = torch.iinfo(torch.int64).max
         return cls(
-            seeds=torch.tensor([signed(seed) for seed in seeds], device=device),
+            seeds=torch.tensor([signed(request.seed) for request in requests], device=device),
             temperatures=torch.tensor([[s.temperature or 1.0] for s in samplings], device=device),
             greedy=torch.tensor(greedy, device=device),
             any_greedy=any(greedy),

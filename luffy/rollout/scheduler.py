@@ -39,6 +39,8 @@ class SequenceState:
         return len(self.group.token_ids) + len(self.token_ids)
 
     def append(self, token: int, log_prob: float) -> None:
+        if log_prob != log_prob:
+            raise self.nan_logits()
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
         sampling = self.request.sampling
@@ -46,6 +48,12 @@ class SequenceState:
             self.finish = "stop"
         elif len(self.token_ids) >= sampling.max_tokens:
             self.finish = "length"
+
+    def nan_logits(self, model: str = "model") -> FloatingPointError:
+        return FloatingPointError(
+            f"the {model} gave NaN logits for request {self.index} after {self.length} tokens:"
+            " its weights hold NaN or infinity"
+        )
 
     def completion(self) -> Completion:
         assert self.finish is not None
@@ -83,8 +91,7 @@ class Scheduler:
     def __init__(self, requests: Sequence[Request], slots: int, state: type[SequenceState] = SequenceState) -> None:
         groups: dict[tuple[int, ...], PromptGroup] = {}
         for index, request in enumerate(requests):
-            tokens = request.prompt_ids + request.prefix_ids
-            group = groups.setdefault(tokens, PromptGroup(tokens))
+            group = groups.setdefault(request.given_ids, PromptGroup(request.given_ids))
             group.waiting.append(state(index, request, group))
         self._queue = deque(groups.values())
         self._seats: list[SequenceState | None] = [None] * slots

@@ -62,10 +62,6 @@ class SpeculativeStats(EngineStats):
     accepted_in_rounds: int = 0
 
     @property
-    def draft_steps(self) -> int:
-        return self.decode_steps
-
-    @property
     def mean_accepted_length(self) -> float:
         """Draft tokens that a sequence keeps from a round: between 0 and k."""
         return self.accepted_in_rounds / self.sequence_rounds if self.sequence_rounds else 0.0
@@ -239,10 +235,7 @@ class SpeculativeGeneration(Generation):
     def _take(self, sequence: GuidedSequence, token: int, override: bool, log_probs: Sequence[float]) -> None:
         policy, behavior, guidance = log_probs
         if policy != policy or guidance != guidance:
-            raise FloatingPointError(
-                f"the {'policy' if policy != policy else 'guidance model'} gave NaN logits for request"
-                f" {sequence.index} after {sequence.length} tokens: its weights hold NaN or infinity"
-            )
+            raise sequence.nan_logits("policy" if policy != policy else "guidance model")
         sequence.append(token, policy)
         sequence.overrides.append(override)
         sequence.behavior_log_probs.append(behavior)

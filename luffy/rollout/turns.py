@@ -132,8 +132,8 @@ class TurnsEngine(GuidedPair):
 
     def _coins(self, requests: Sequence[Request]) -> list[list[bool]]:
         """Those of the native engine: a function of seed and position."""
-        rows = SamplingRows.of([r.sampling for r in requests], [r.seed for r in requests], torch.device("cpu"))
-        first = torch.tensor([len(r.prompt_ids) + len(r.prefix_ids) for r in requests])
+        rows = SamplingRows.of(requests, torch.device("cpu"))
+        first = torch.tensor([request.start for request in requests])
         longest = max(r.sampling.max_tokens for r in requests)
         overrides = uniforms(rows.seeds ^ ACCEPT_STREAM, first[:, None] + torch.arange(longest)) >= 1.0 - self.rule.eps
         if self.max_overrides is not None:

@@ -16,7 +16,7 @@ from luffy.kernels import head, paged, sampling
 from luffy.kernels.elementwise import rotate, swiglu
 from luffy.kernels.norm import add_rms_norm
 from luffy.rollout.sampling import SamplingRows, draw_tokens, negative_clocks, sample
-from luffy.types import Sampling
+from luffy.types import Request, Sampling
 
 pytestmark = GPU_IF_THERE
 HALF = [torch.bfloat16] if DEVICE.type == "cuda" else []  # the interpreter cannot multiply bfloat16 matrices
@@ -186,7 +186,7 @@ def test_device_sampling_draws_what_the_host_draws(vocabulary):
     rows = 40
     logits = randn(rows, vocabulary) * 3
     settings = [Sampling(temperature=0.0 if i % 5 == 0 else 0.5 + i / 20, max_tokens=1) for i in range(rows)]
-    host_rows = SamplingRows.of(settings, [i * 7919 - 50 for i in range(rows)], DEVICE)
+    host_rows = SamplingRows.of([Request((0,), i * 7919 - 50, one) for i, one in enumerate(settings)], DEVICE)
     positions = torch.arange(rows, device=DEVICE) * 3
     expected, expected_log_probs = sample(logits, host_rows, positions + 1)
     tokens, moved, step, every, log_probs = draw(

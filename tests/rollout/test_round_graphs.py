@@ -74,7 +74,7 @@ def test_pages_draw_what_slots_draw(rule, k, budget, tokens):
     assert_same(pages, slots)
     assert {c.finish for c in pages} == {"stop", "length"}
     assert 0 < engine.stats.overrides < engine.stats.generated_tokens
-    assert engine.stats.draft_steps == k * engine.stats.guidance_passes
+    assert engine.stats.decode_steps == k * engine.stats.guidance_passes
 
 
 @pytest.mark.parametrize("architectures", [("qwen2", "mistral"), ("mistral", "llama")])

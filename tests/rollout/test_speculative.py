@@ -218,7 +218,7 @@ def test_equal_models_agree_on_everything():
     assert tokens_of(got) == tokens_of(NativeEngine(draft).generate([ask((5, 6, 7), 13, seed=s) for s in range(8)]))
     stats = engine.stats
     # The first token comes from the prefill, then 12 in rounds of 4.
-    assert (stats.draft_steps, stats.guidance_passes, stats.overrides) == (12, 3, 0)
+    assert (stats.decode_steps, stats.guidance_passes, stats.overrides) == (12, 3, 0)
     assert (stats.proposals, stats.accepted, stats.mean_accepted_length) == (8 * 13, 8 * 13, 4.0)
 
 
@@ -230,7 +230,7 @@ def test_counts_add_up():
     assert stats.generated_tokens == sum(len(c.token_ids) for c in got) == stats.accepted + stats.overrides
     assert stats.overrides == sum(int(c.overrides.sum()) for c in got)
     assert stats.proposals >= stats.generated_tokens and 0 < stats.mean_accepted_length < 4
-    assert stats.guidance_passes < stats.draft_steps <= 4 * stats.guidance_passes
+    assert stats.guidance_passes < stats.decode_steps <= 4 * stats.guidance_passes
 
 
 def test_one_transfer_to_the_host_per_round(monkeypatch):

@@ -132,7 +132,7 @@ class VllmEngine(Engine):
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
 
-        prompts: list[Any] = [{"prompt_token_ids": list(r.prompt_ids + r.prefix_ids)} for r in requests]
+        prompts: list[Any] = [{"prompt_token_ids": list(r.given_ids)} for r in requests]
         try:
             params = [
                 SamplingParams(**sampling_arguments(r, self.seeded), detokenize=False, flat_logprobs=True)

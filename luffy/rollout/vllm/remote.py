@@ -229,7 +229,7 @@ class RemoteEngine(Engine):
         body: dict[str, Any] = {
             **sampling_arguments(request, self.seeded),
             "model": self._names[server],
-            "prompt": list(request.prompt_ids + request.prefix_ids),
+            "prompt": list(request.given_ids),
             "return_token_ids": True,
             "skip_special_tokens": False,
         }
