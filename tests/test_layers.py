@@ -9,13 +9,14 @@ from pathlib import Path
 import luffy
 
 ROOT = Path(luffy.__file__).parent
-BASE = {"types", "errors", "files", "metrics", "web", "_version"}
+BASE = {"types", "errors", "files", "metrics", "progress", "web", "_version"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
     "files": {"errors"},
     "_version": set(),
     "metrics": set(),
+    "progress": set(),
     "web": set(),
     "schema": {"errors"},
     "kernels": {"kernels"},

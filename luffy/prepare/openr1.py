@@ -22,9 +22,9 @@ from luffy.models.load import load_tokenizer
 from luffy.prepare.cards import card_markdown, make_card
 from luffy.prepare.files import Journal, ProblemWriter, Record, problem_schema
 from luffy.prepare.overlap import index_evaluation
-from luffy.prepare.progress import progress
 from luffy.prepare.screen import Screener, read_problem, screen
 from luffy.prepare.select import DROPPED, HELD_OUT, TRAIN, Choice, Selection, kept_traces, select
+from luffy.progress import progress
 from luffy.rewards import build_verifier
 
 NO_LIMIT = 1 << 40

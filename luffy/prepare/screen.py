@@ -19,7 +19,7 @@ from luffy.data import READERS, Encoder, RowError, RowSource
 from luffy.data.schemas import ReadOptions, RowView
 from luffy.prepare.files import Journal, Record
 from luffy.prepare.overlap import EvaluationIndex, question_key, question_text
-from luffy.prepare.progress import Advance
+from luffy.progress import Advance
 from luffy.rewards import Verifier
 from luffy.types import Problem, Score
 

@@ -18,8 +18,8 @@ from luffy.data import ProblemDataset, load_problems
 from luffy.errors import DataError, UserError
 from luffy.files import whole_file, write_atomically
 from luffy.prepare.files import Journal, ProblemWriter, Record, problem_schema
-from luffy.prepare.progress import progress
 from luffy.prepare.teachers import Answered, Drawn, Teacher
+from luffy.progress import progress
 from luffy.rewards import Verifier, build_verifier
 from luffy.types import Problem, Score
 

@@ -6,8 +6,8 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,15 +15,13 @@ from typing import Any
 
 from luffy.errors import DataError
 from luffy.files import complete_or_nothing
+from luffy.progress import progress as progress_bar
 from luffy.rewards.verifier import Verifier
 from luffy.types import Problem
 
 # Few enough to keep memory flat and the bar moving, many enough that one slow row seldom idles a worker.
 _ROWS_AT_ONCE = 128
 _COPIED = ("id", "problem")
-_LINES_WHEN_PIPED = 10
-
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,8 @@ def score_file(
     total = sum(1 for _ in read_rows(rows_path))
     counts: Counter[str] = Counter()
     sum_of_scores = 0.0
-    with target as out, _progress(total if progress else None) as advance:
+    bar = progress_bar("verified rows", total) if progress else nullcontext(lambda count: None)
+    with target as out, bar as advance:
         rows = read_rows(rows_path)
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
             scores = verifier.score([(row.problem(), row.response) for row in batch])
@@ -112,36 +111,3 @@ def _text(path: Path, number: int, row: dict[str, Any], column: str) -> str:
     if column == "answer" and not value.strip():
         raise DataError(f"{path}:{number}: column 'answer' is empty")
     return value
-
-
-@contextmanager
-def _progress(total: int | None) -> Iterator[Advance]:
-    """A bar on a terminal's stderr, a plain line now and then when stderr is a file or a pipe."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress
-
-    console = Console(stderr=True)
-    if total is None:
-        yield lambda count: None
-    elif not console.is_terminal:
-        yield _line_printer(console.file, total)
-    else:
-        with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar:
-            task = bar.add_task("verify", total=total)
-            yield lambda count: bar.update(task, advance=count)
-
-
-def _line_printer(out: Any, total: int) -> Advance:
-    started = time.monotonic()
-    done = 0
-    shown = 0
-
-    def advance(count: int) -> None:
-        nonlocal done, shown
-        done += count
-        if done * _LINES_WHEN_PIPED // total > shown or done == total:
-            shown = done * _LINES_WHEN_PIPED // total
-            speed = done / max(time.monotonic() - started, 1e-9)
-            print(f"verified {done}/{total} rows ({100 * done // total}%), {speed:.0f}/s", file=out, flush=True)
-
-    return advance

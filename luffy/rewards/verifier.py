@@ -6,7 +6,6 @@ is warned about the first time, because a reward that is silently 0 ruins a trai
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import logging
 import math
@@ -21,6 +20,7 @@ from luffy.rewards import math as math_reward
 from luffy.rewards.extract import tail
 from luffy.rewards.pool import Outcome, WorkerPool
 from luffy.rewards.worker import describe
+from luffy.schema import nearest
 from luffy.types import Problem, Score
 
 logger = logging.getLogger(__name__)
@@ -204,9 +204,7 @@ def _check_weights(weights: Mapping[str, float]) -> None:
 def _check_kind(kind: str) -> None:
     if kind in _IN_PROCESS or kind == "math" or (":" in kind and kind != KINDS[-1]):
         return
-    nearest = difflib.get_close_matches(kind, KINDS[:-1], n=1)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-    raise UserError(f"unknown reward {kind!r}{hint}; known: {', '.join(KINDS)} ")
+    raise UserError(f"unknown reward {kind!r}{nearest(kind, KINDS[:-1])}; known: {', '.join(KINDS)}")
 
 
 def _build_reward(kind: str, workers: int, timeout_s: float) -> Reward:

@@ -35,7 +35,7 @@ def test_scores_in_order_with_identity_copied(tmp_path, verifier, capfd):
     assert summary.counts == {"ok": 299, "no_answer": 1}
     captured = capfd.readouterr()
     assert captured.out == ""
-    assert "verified 300/300 rows (100%)" in captured.err
+    assert "verified rows 300/300 (100%)" in captured.err
     assert "\x1b" not in captured.err
 
 
