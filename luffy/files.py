@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 from luffy.errors import UserError
 
@@ -20,7 +22,8 @@ def whole_file(path: Path) -> Iterator[Path]:
         raise UserError(f"{path}: is a folder; name a file to write")
     if not path.parent.is_dir():
         raise UserError(f"{path}: the folder {path.parent} does not exist; make it first")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
+    # Not by the process id: those who write to a shared folder may sit on several machines.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         yield temporary
         flush_path(temporary)
@@ -42,6 +45,15 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a small file: the old text or the new one is there at any moment, never a part."""
     with complete_or_nothing(path) as file:
         file.write(text)
+
+
+def try_lock(file: IO[Any]) -> bool:
+    """Lock an open file for as long as it stays open; False, at once, where another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def remove_unfinished(folder: Path) -> None:

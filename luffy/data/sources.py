@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
@@ -26,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from luffy.errors import DataError
+from luffy.files import whole_file
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 DATA_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow")
@@ -290,18 +290,13 @@ class ParquetRows(ArrowRows):
 
     def _write_arrow(self, target: Path) -> None:
         schema = pq.read_schema(self.path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                with pa.ipc.new_stream(file, schema) as writer:
-                    for batch in self._stream():
-                        writer.write_batch(batch)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with (
+            whole_file(target) as temporary,
+            temporary.open("wb") as file,
+            pa.ipc.new_stream(file, schema) as writer,
+        ):
+            for batch in self._stream():
+                writer.write_batch(batch)
 
 
 class ConcatSource(RowSource):

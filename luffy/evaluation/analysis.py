@@ -24,7 +24,7 @@ from luffy.evaluation.bleu import bleu_figure, load_traces
 from luffy.evaluation.figures import Figure, Panel, Series, save
 from luffy.evaluation.results import Evaluation, is_evaluation, model_label, read_evaluation
 from luffy.evaluation.scores import Row, is_right, mean_pass_at_k
-from luffy.files import complete_or_nothing
+from luffy.files import write_atomically
 from luffy.report.recorder import METRICS, SAMPLES, read_json_lines
 
 DYNAMICS = (
@@ -236,10 +236,9 @@ def _write_overview(figures: Sequence[Figure], out: Path) -> None:
     for figure in figures:
         lines += [f"## {figure.title}", "", f"![{figure.title}]({figure.name}.png)", "", figure.caption, ""]
         lines += [f"The paper: {figure.paper}. Numbers: [{figure.name}.csv]({figure.name}.csv).", ""]
-    with complete_or_nothing(out / "analysis.md") as file:
-        file.write("\n".join(lines))
-    with complete_or_nothing(out / "analysis.json") as file:
-        file.write(json.dumps([_as_json(figure) for figure in figures], ensure_ascii=False) + "\n")
+    write_atomically(out / "analysis.md", "\n".join(lines))
+    content = [_as_json(figure) for figure in figures]
+    write_atomically(out / "analysis.json", json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def _as_json(figure: Figure) -> dict[str, Any]:

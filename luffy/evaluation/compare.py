@@ -15,7 +15,7 @@ from luffy.errors import UserError
 from luffy.evaluation.bootstrap import Array, Difference, paired_difference
 from luffy.evaluation.results import Evaluation, percent, read_evaluation, table
 from luffy.evaluation.scores import item_accuracy
-from luffy.files import complete_or_nothing
+from luffy.files import write_atomically
 
 AVERAGE = "average"
 SHOWN_IDS = 5
@@ -183,7 +183,5 @@ def _marks(values: Mapping[str, float]) -> dict[str, str]:
 def write_comparison(comparison: Comparison, out: Path) -> None:
     """``OUT.json`` and ``OUT.md`` (a suffix of OUT is replaced)."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with complete_or_nothing(out.with_suffix(".json")) as file:
-        file.write(json.dumps(comparison.as_json(), indent=2, ensure_ascii=False) + "\n")
-    with complete_or_nothing(out.with_suffix(".md")) as file:
-        file.write(as_markdown(comparison))
+    write_atomically(out.with_suffix(".json"), json.dumps(comparison.as_json(), indent=2, ensure_ascii=False) + "\n")
+    write_atomically(out.with_suffix(".md"), as_markdown(comparison))

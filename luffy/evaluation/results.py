@@ -15,7 +15,7 @@ from luffy.errors import UserError
 from luffy.evaluation.benchmarks import Suite
 from luffy.evaluation.scores import Row, Summary, summarise
 from luffy.evaluation.settings import Settings
-from luffy.files import complete_or_nothing
+from luffy.files import write_atomically
 from luffy.report.recorder import read_json_lines
 
 ITEMS, RESULT, RESULT_MD = "items.jsonl", "result.json", "result.md"
@@ -77,10 +77,8 @@ def write_result(result: Result, folder: Path) -> None:
         "missing": list(result.missing),
         "settings": result.settings,
     }
-    with complete_or_nothing(folder / RESULT) as file:
-        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    with complete_or_nothing(folder / RESULT_MD) as file:
-        file.write(as_markdown(result))
+    write_atomically(folder / RESULT, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(folder / RESULT_MD, as_markdown(result))
 
 
 # ---- Markdown

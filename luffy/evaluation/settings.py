@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 from luffy.errors import UserError
 from luffy.evaluation.benchmarks import Suite
-from luffy.files import complete_or_nothing
+from luffy.files import try_lock, write_atomically
 
 SETTINGS = "settings.json"
 
@@ -56,8 +55,7 @@ def claim(folder: Path, settings: Settings) -> None:
     path = folder / SETTINGS
     now = asdict(settings)
     if not path.exists():
-        with complete_or_nothing(path) as file:
-            file.write(json.dumps(now, indent=2, ensure_ascii=False) + "\n")
+        write_atomically(path, json.dumps(now, indent=2, ensure_ascii=False) + "\n")
         return
     before = json.loads(path.read_text(encoding="utf-8"))
     # a model that was only moved is the same model: its identity decides
@@ -79,8 +77,6 @@ def alone_in(folder: Path) -> Iterator[None]:
     """Two evaluations writing to one folder would do everything twice."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another evaluation is writing to {folder}; wait for it or give another --out") from None
+        if not try_lock(lock):
+            raise UserError(f"another evaluation is writing to {folder}; wait for it or give another --out")
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 
 from luffy.data.sources import shown
 from luffy.errors import DataError, UserError
+from luffy.files import try_lock
 
 Record = dict[str, Any]
 
@@ -79,11 +79,9 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        if not try_lock(self._file):
             what = "another process is at work on it; wait for it, or choose another --out"
-            raise UserError(f"{self.path}: {what}") from error
+            raise UserError(f"{self.path}: {what}")
 
     def _check(self, settings: Mapping[str, Any]) -> None:
         try:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from luffy.config import Config
 from luffy.errors import UserError
+from luffy.files import complete_or_nothing
 from luffy.schema import to_dict
 from luffy.types import Group, Rollout, Sample, Score, TokenView
 
@@ -36,12 +37,8 @@ class JsonLines:
     def __init__(self, path: Path, keep_through_step: int, separators: tuple[str, str] = (", ", ": ")) -> None:
         self._separators = separators
         rows = [r for r in read_json_lines(path) if r.get("step", 0) <= keep_through_step]
-        aside = path.with_name(f".{path.name}.writing")
-        with aside.open("w", encoding="utf-8") as file:
+        with complete_or_nothing(path) as file:
             file.writelines(map(self._line, rows))
-            file.flush()
-            os.fsync(file.fileno())
-        aside.rename(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
