@@ -60,12 +60,20 @@ def context_of(cfg: Config, model_config: Any) -> int:
 
 def transfer_of(cfg: Config, device: str) -> str:
     v = cfg.rollout.vllm
+    if v.servers:
+        return transfer_to_servers(cfg, device)
     if v.transfer != "auto":
         return v.transfer
-    if v.servers:
-        return "nccl" if device == "cuda" else "folder"
     spread = v.tensor_parallel_size > 1 or v.args.get("pipeline_parallel_size", 1) > 1
     return "folder" if spread else "memory"
+
+
+def transfer_to_servers(cfg: Config, device: str) -> str:
+    """What both ends choose, each for itself: the trainer and the server."""
+    v = cfg.rollout.vllm
+    if v.transfer != "auto":
+        return v.transfer
+    return "nccl" if device == "cuda" else "folder"
 
 
 def weight_folder(cfg: Config) -> Path:
