@@ -38,7 +38,7 @@ PAPER_POOL = ("aime24", "amc")  # Figure 12 merges these two
 
 
 def analyse(
-    paths: Sequence[Path], out: Path, *, data: Path | None = None, gammas: Sequence[float] = (0.1,), k: int = 8
+    paths: Sequence[Path], out: Path, *, gammas: Sequence[float], data: Path | None = None, k: int = 8
 ) -> list[Figure]:
     """Draw every figure the given folders allow; the overview is ``analysis.md``, the numbers lie in CSV files."""
     runs, evaluations = _sorted_out(paths)

@@ -36,9 +36,7 @@ def resampled_means(values: Array, resamples: int, rng: np.random.Generator) -> 
     return np.concatenate([values[rng.integers(0, n, size=(count, n))].mean(axis=1) for count in blocks])
 
 
-def paired_difference(
-    pairs: Sequence[tuple[str, Array, Array]], resamples: int = 1000, seed: int = 0, level: float = 0.95
-) -> Difference:
+def paired_difference(pairs: Sequence[tuple[str, Array, Array]], resamples: int = 1000, seed: int = 0) -> Difference:
     """Second minus first, averaged over benchmarks with equal weight; ``pairs`` holds (name, first, second).
 
     Items are resampled within each benchmark, the same ones for both models. The draws depend on the seed
@@ -48,7 +46,7 @@ def paired_difference(
     """
     observed = float(np.mean([(second - first).mean() for _, first, second in pairs]))
     draws = np.mean([_draws(name, second - first, resamples, seed) for name, first, second in pairs], axis=0)
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(draws, [0.025, 0.975])
     # equal items give equal sums up to rounding: a hair's breadth counts as reached
     as_far = np.abs(draws - observed) >= abs(observed) - 1e-12
     p = (1 + int(as_far.sum())) / (1 + resamples)

@@ -13,8 +13,8 @@ from luffy.report.console import clock
 class EvalView:
     """``working`` moves the bar within a chunk, ``saved`` when its responses are scored and on the disk."""
 
-    def __init__(self, name: str, total: int, done: int, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+    def __init__(self, name: str, total: int, done: int) -> None:
+        self.console = Console(stderr=True)
         self.total, self.first, self.done = total, done, done
         self.tokens = 0
         self.started = time.monotonic()

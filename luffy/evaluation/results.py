@@ -131,15 +131,10 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A finished evaluation's folder."""
+    """What a finished evaluation's folder holds."""
 
-    folder: Path
     content: Mapping[str, Any]
     rows: tuple[Row, ...]
-
-    @property
-    def name(self) -> str:
-        return self.folder.resolve().name
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -165,4 +160,4 @@ def read_evaluation(folder: Path) -> Evaluation:
         state = "an unfinished evaluation: run its command again" if is_evaluation(folder) else "no evaluation"
         raise UserError(f"{folder} has no {RESULT}: it is {state}")
     content = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    return Evaluation(folder, content, tuple(read_json_lines(folder / ITEMS)))
+    return Evaluation(content, tuple(read_json_lines(folder / ITEMS)))

@@ -116,29 +116,30 @@ def pretrain(base: Base, steps: int, rows: int, lr: float, seed: int) -> None:
 
 
 @torch.no_grad()
-def right_step_probabilities(base: Base, terms: int, rows: int = 256) -> Tensor:
-    """Probability of each right total (both its digits) along right traces: [rows, steps]."""
+def right_step_probabilities(base: Base, terms: int) -> Tensor:
+    """Probability of each right total (both its digits) along right traces: [chains, steps]."""
     rng = random.Random(f"teacher-{terms}")
-    chains = [task.draw_chain(rng, terms) for _ in range(rows)]
+    chains = [task.draw_chain(rng, terms) for _ in range(256)]
     ids = base.encode([task.prompt_of(chain) + task.solution_of(chain) + task.EOS for chain in chains])
     targets = ids[:, task.prompt_tokens(terms) :, None]
     chosen = response_log_probs(base, ids, terms).gather(-1, targets)[..., 0]
-    steps = chosen[:, : 6 * (terms - 1)].reshape(rows, terms - 1, 6)  # six characters a step, "+5=52 "
+    steps = chosen[:, : 6 * (terms - 1)].reshape(len(chains), terms - 1, 6)  # six characters a step, "+5=52 "
     return steps[..., 3:5].sum(-1).exp()
 
 
 @torch.no_grad()
-def accuracy(base: Base, terms: int, greedy: bool, rows: int = 512) -> float:
+def accuracy(base: Base, terms: int, greedy: bool) -> float:
     """Share of chains whose generated text ends in the right answer."""
     rng = random.Random(f"accuracy-{terms}")
-    chains = [task.draw_chain(rng, terms) for _ in range(rows)]
+    chains = [task.draw_chain(rng, terms) for _ in range(512)]
     ids = base.encode([task.prompt_of(chain) for chain in chains])
     mask = torch.ones_like(ids)
     room = task.response_tokens(terms)
     how = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
     made = base.model.generate(ids, attention_mask=mask, max_new_tokens=room, **how)
     texts: list[str] = base.tokenizer.batch_decode(made[:, ids.shape[1] :], skip_special_tokens=True)
-    return sum(text.endswith(f"#### {sum(chain)}") for text, chain in zip(texts, chains, strict=True)) / rows
+    right = sum(text.endswith(f"#### {sum(chain)}") for text, chain in zip(texts, chains, strict=True))
+    return right / len(chains)
 
 
 def report(base: Base) -> None:

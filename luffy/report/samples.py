@@ -48,18 +48,18 @@ class Shown:
     problem: str
 
 
-def choose_groups(methods: Sequence[Method], most: int = MOST_GROUPS) -> tuple[list[Shown], int]:
+def choose_groups(methods: Sequence[Method]) -> tuple[list[Shown], int]:
     """The first problem recorded at the first, a middle and the last recorded step of each method, and how
     many recorded groups are left out. Never chosen by outcome: what is seen is what was recorded."""
     shown: list[Shown] = []
     recorded = 0
-    share = max(most // max(sum(any(r.samples.places for r in m.runs) for m in methods), 1), 1)
+    share = max(MOST_GROUPS // max(sum(any(r.samples.places for r in m.runs) for m in methods), 1), 1)
     for style, method in enumerate(methods):
         recorded += sum(len(run.samples.places) for run in method.runs)
         run = next((run for run in method.runs if run.samples.places), None)
         if run is not None:
             shown += [Shown(style, method, run, step, problem) for step, problem in _first_groups(run, share)]
-    shown = shown[:most]
+    shown = shown[:MOST_GROUPS]
     return shown, recorded - len(shown)
 
 

@@ -13,7 +13,7 @@ def test_the_figures_are_inside_the_page(make_config, tmp_path):
     cfg = make_config(train={"steps": 2})
     with Trainer(cfg) as trainer:
         trainer.train()
-    figures = analyse([cfg.folder], tmp_path / "figures")
+    figures = analyse([cfg.folder], tmp_path / "figures", gammas=[0.1])
     page = write_report([cfg.folder], tmp_path / "report.html", analysis=tmp_path / "figures").read_text()
     assert page.count("data:image/png;base64,") == len(figures) > 0
     assert all(figure.title in page for figure in figures)
