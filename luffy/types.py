@@ -63,7 +63,6 @@ class Demonstration:
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...] | None = None
-    teacher: str = "teacher"
 
 
 @dataclass(frozen=True)

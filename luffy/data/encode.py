@@ -17,6 +17,7 @@ from luffy.errors import ConfigError, DataError
 from luffy.types import Demonstration, Message, Problem, Task, Trace
 
 THINK = "<think>"
+NO_LIMIT = 1 << 40  # tokens: a budget that nothing exceeds
 READ_AT_ONCE = 256  # problems whose texts the tokenizer gets in one call
 
 PAPER_SYSTEM_PROMPT = (
@@ -211,7 +212,7 @@ class Encoder:
         log_probs = self._trace_log_probs(problem, trace, ids)
         limit = self.max_response_tokens
         if len(ids) <= limit:
-            return Demonstration(ids, log_probs, trace.teacher)
+            return Demonstration(ids, log_probs)
         if self.overlong_trace == "error":
             raise self._too_long(
                 problem,
@@ -224,7 +225,7 @@ class Encoder:
             self.counts["traces_dropped"] += 1
             return None
         self.counts["traces_truncated"] += 1
-        return Demonstration(ids[:limit], log_probs and log_probs[:limit], trace.teacher)
+        return Demonstration(ids[:limit], log_probs and log_probs[:limit])
 
     def _trace_ids(self, problem: Problem, trace: Trace, prompt: str) -> tuple[int, ...]:
         """Token ids that end in exactly one EOS."""

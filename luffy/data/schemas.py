@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
-from luffy.data.sources import JsonFloat, RowError, shown
+from luffy.data.sources import FIX_OR_SKIP, JsonFloat, RowError, shown
 from luffy.errors import ConfigError
 from luffy.types import Message, Problem, Trace
 
@@ -23,6 +23,8 @@ ROW_KEY = "__row__"
 """Key of ``Problem.meta`` that holds ``file:row``, so that later errors can name the row."""
 ABSENT = object()
 LONGEST_NAMES = 300
+LABELS = ("correctness_math_verify", "correctness_llama")
+"""Columns of OpenR1 that judge its generations: Math-Verify's verdicts, a language model's."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class RowView:
         value = lookup(self.values, column)
         return None if value is ABSENT else value
 
-    def fault(self, column: str, what: str, advice: str = "fix the row or set data.bad_rows=skip") -> RowError:
+    def fault(self, column: str, what: str, advice: str = FIX_OR_SKIP) -> RowError:
         return RowError(self.where, f"column {column!r}: {what}", column, advice)
 
     def unexpected(self, column: str, expected: str, value: Any) -> RowError:
@@ -101,7 +103,7 @@ def read_openr1(row: RowView) -> Problem:
     """Only the generations judged correct become traces: Math-Verify's verdict, else the LLM judge's, else all."""
     return build(
         row,
-        used=("problem", "answer", "source", "generations", "correctness_math_verify", "correctness_llama"),
+        used=("problem", "answer", "source", "generations", *LABELS),
         prompt_column="problem",
         source=read_source(row, "source", "openr1"),
         traces=_correct_generations(row),
@@ -391,7 +393,7 @@ def _correct_generations(row: RowView) -> tuple[Trace, ...]:
     generations = row.get("generations")
     traces = read_traces(row, "generations", generations)
     traces = tuple(replace(trace, teacher="DeepSeek-R1") for trace in traces)
-    for column in ("correctness_math_verify", "correctness_llama"):
+    for column in LABELS:
         verdicts = row.get(column)
         if verdicts is None:
             continue

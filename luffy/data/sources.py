@@ -35,7 +35,10 @@ SPLIT_WORDS = {
     "test": {"test", "testing"},
     "validation": {"validation", "valid", "val", "dev"},
 }
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(/[\w./-]+)?")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_DATA = re.compile(HUB_ID.pattern + r"(/[\w./-]+)?")
+"""A dataset, and perhaps a folder in it."""
+FIX_OR_SKIP = "fix the row or set data.bad_rows=skip"
 BOM = b"\xef\xbb\xbf"
 IN_MEMORY_BYTES = 64 << 20
 """A Parquet file up to this size (as its own metadata says, uncompressed) is decoded into memory."""
@@ -47,9 +50,7 @@ Row = dict[str, Any]
 class RowError(DataError):
     """One row is unusable. ``kind`` is what skipped rows are counted under, usually the column."""
 
-    def __init__(
-        self, where: str, fault: str, kind: str, advice: str = "fix the row or set data.bad_rows=skip"
-    ) -> None:
+    def __init__(self, where: str, fault: str, kind: str, advice: str = FIX_OR_SKIP) -> None:
         super().__init__(f"{where}: {fault}; {advice}")
         self.kind = kind
 
@@ -433,7 +434,7 @@ def _files_of(path: str, split: str) -> list[str]:
         return [path]
     if os.path.isdir(path):
         return [str(file) for file in _folder_files(Path(path), split)]
-    if HUB_ID.fullmatch(path) and ".." not in path.split("/") and not path.endswith(DATA_SUFFIXES):
+    if HUB_DATA.fullmatch(path) and ".." not in path.split("/") and not path.endswith(DATA_SUFFIXES):
         return [str(file) for file in _folder_files(_hub_folder(path), split)]
     raise DataError(f"{path}: no such file or folder; check the path")
 

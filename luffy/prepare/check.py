@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from luffy.data import Encoder, ProblemDataset, load_problems
-from luffy.data.encode import resolve_style
+from luffy.data.encode import NO_LIMIT, resolve_style
 from luffy.models.load import load_tokenizer
 from luffy.prepare.cards import quantiles
 from luffy.rewards import build_verifier
 from luffy.types import Problem, Trace
 
-NO_LIMIT = 1 << 40
 SHOWN_DISAGREEMENTS = 5
 SHOWN_CHARACTERS = 1500
 RULE = "-" * 100

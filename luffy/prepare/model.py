@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -19,12 +18,12 @@ from jinja2 import TemplateError
 
 from luffy.data import PAPER_SYSTEM_PROMPT
 from luffy.data.encode import QUESTION_LINE, THINK
+from luffy.data.sources import HUB_ID
 from luffy.errors import UserError
 from luffy.files import write_atomically
 from luffy.models.load import load_tokenizer
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 CHATML = (
     "{%- for message in messages %}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from luffy.data import Encoder, RowError, RowSource, open_source
+from luffy.data.encode import NO_LIMIT
 from luffy.errors import DataError
 from luffy.files import whole_file, write_atomically
 from luffy.models.load import load_tokenizer
@@ -27,7 +28,6 @@ from luffy.prepare.select import DROPPED, HELD_OUT, TRAIN, Choice, Selection, ke
 from luffy.progress import progress
 from luffy.rewards import build_verifier
 
-NO_LIMIT = 1 << 40
 FILES = {TRAIN: "train.parquet", HELD_OUT: "held_out.parquet"}
 
 
@@ -50,7 +50,6 @@ def prepare_openr1(
     options: ScreenOptions,
     choice: Choice,
     workers: int = 2,
-    timeout_s: float = 8.0,
 ) -> dict[str, Any]:
     """Write ``train.parquet``, ``held_out.parquet`` (when asked for), ``contaminated.jsonl`` and the data card into
     ``out``; returns the card."""
@@ -73,7 +72,7 @@ def prepare_openr1(
         if len(journal) < len(source):
             screener = Screener(encoder, index, options.max_trace_tokens, options.trust_labels)
             with (
-                build_verifier("math", workers=workers, timeout_s=timeout_s) as verifier,
+                build_verifier("math", workers=workers) as verifier,
                 progress("verified rows", len(source), len(journal)) as advance,
             ):
                 screen(source, journal, screener, verifier, advance)

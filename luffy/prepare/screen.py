@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from luffy.data import READERS, Encoder, RowError, RowSource
-from luffy.data.schemas import ReadOptions, RowView
+from luffy.data.schemas import LABELS, ReadOptions, RowView
 from luffy.prepare.files import Journal, Record
 from luffy.prepare.overlap import EvaluationIndex, question_key, question_text
 from luffy.progress import Advance
@@ -25,7 +25,6 @@ from luffy.types import Problem, Score
 
 # Enough to keep the workers busy beside one slow item, few enough that a kill costs seconds.
 TRACES_AT_ONCE = 256
-LABELS = ("correctness_math_verify", "correctness_llama")
 PENDING = "pending"
 ID_PREFIX = "openr1-"
 

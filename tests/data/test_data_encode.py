@@ -178,10 +178,10 @@ def test_options_that_cannot_be_honoured(tokenizer, options, message):
 @pytest.mark.parametrize("text", ["two", "two<eos>", "two<eos><eos>"])
 def test_eos_exactly_once(tokenizer, text):
     encoder = Encoder(tokenizer)
-    (demonstration,) = encoder.encode(with_traces(Trace(text=text, teacher="big"))).demonstrations
+    (demonstration,) = encoder.encode(with_traces(Trace(text=text))).demonstrations
     assert decode(encoder, demonstration.token_ids) == "two<eos>"
     assert demonstration.token_ids.count(tokenizer.eos_token_id) == 1 and demonstration.token_ids[0] != 256
-    assert demonstration.teacher == "big" and demonstration.log_probs is None
+    assert demonstration.log_probs is None
 
 
 def test_any_of_several_ends_counts_and_the_first_is_appended(tokenizer):
