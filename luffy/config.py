@@ -35,7 +35,7 @@ YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, LookupError, Attribut
 
 @dataclass(frozen=True)
 class LoraConfig:
-    rank: int = knob(16, "rank of the adapters", ge=1)
+    rank: int = knob(16, "rank of the adapters; without a section model.lora all weights are trained", ge=1)
     alpha: float = knob(32.0, "scale of the adapters: the update is alpha / rank * B A", gt=0)
     dropout: float = knob(0.0, "dropout on the adapters' input; 0 keeps old and new log-probs comparable", ge=0, le=1)
     target_modules: str | tuple[str, ...] = knob("all-linear", "module names to adapt, or 'all-linear'")
@@ -125,7 +125,11 @@ class GuidanceConfig:
 @dataclass(frozen=True)
 class OffPolicyGuidanceConfig:
     enable: bool = knob(True, "false: as if the section were not there")
-    model_path: str = knob("", "the guidance model: a folder or hub id with the policy's tokenizer", required=True)
+    model_path: str = knob(
+        "",
+        "the guidance model: a folder or hub id with the policy's tokenizer; without this section there is none",
+        required=True,
+    )
     dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
     tensor_parallel_size: int = knob(1, "GPUs of the guidance model; the native engine takes 1", ge=1)
     rule: Literal["speculative", "threshold", "mixture", "aligned"] = knob(
