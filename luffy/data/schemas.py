@@ -81,7 +81,7 @@ def lookup(values: Mapping[str, Any], column: str) -> Any:
 
 def read_own(row: RowView) -> Problem:
     """``{"id"?, "prompt", "answer", "traces"?, "source"?}``."""
-    traces = read_traces(row, "traces", row.get("traces"))
+    traces = read_traces(row, "traces", none_if_blank(row.get("traces")))
     return build(row, used=("id", "prompt", "answer", "traces", "source"), traces=traces)
 
 
@@ -93,7 +93,7 @@ def read_verl(row: RowView) -> Problem:
         used=("prompt", "reward_model", "data_source", "target", "target_lst"),
         answer_column="reward_model.ground_truth",
         source=read_source(row, "data_source", ""),
-        traces=read_traces(row, column, row.get(column)),
+        traces=read_traces(row, column, none_if_blank(row.get(column))),
         trace_column=column,
         id_column=None,
     )
@@ -291,6 +291,11 @@ def _gold_text(value: Any) -> str | None:
     return str(value) if isinstance(value, int | float | Decimal) else None
 
 
+def none_if_blank(value: Any) -> Any:
+    """Flat files write an absent trace as an empty text."""
+    return None if isinstance(value, str) and not value.strip() else value
+
+
 def read_traces(row: RowView, column: str, value: Any) -> tuple[Trace, ...]:
     """One trace or a list of them; None and an empty list are no trace."""
     if value is None:
@@ -406,7 +411,7 @@ def _correct_generations(row: RowView) -> tuple[Trace, ...]:
 def _mapped_traces(row: RowView) -> tuple[Trace, ...]:
     columns = row.options.columns
     value = row.get(columns["traces"])
-    traces = read_traces(row, columns["traces"], value)
+    traces = read_traces(row, columns["traces"], none_if_blank(value))
     if "teacher" in columns:
         names = _per_trace(row, columns["teacher"], len(traces), lambda value: isinstance(value, str))
         traces = tuple(replace(t, teacher=n or t.teacher) for t, n in zip(traces, names, strict=True))

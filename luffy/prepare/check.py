@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ class CheckOptions:
     verify: int = 200
     examples: int = 10
     workers: int = 2
+    columns: Mapping[str, str] | None = None
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Lengths:
 
 def check_file(path: str, options: CheckOptions) -> dict[str, Any]:
     """The report as data. Unusable data (no readable row, ids the tokenizer does not have) is a DataError."""
-    problems = load_problems(path, options.split, bad_rows="skip", require_answer=False)
+    problems = load_problems(path, options.split, bad_rows="skip", require_answer=False, columns=options.columns)
     encoder = None if options.tokenizer is None else _encoder(options)
     report: dict[str, Any] = {
         "file": path,
@@ -180,7 +181,7 @@ def report_lines(report: dict[str, Any], full: bool = False) -> Iterator[str]:
     for message in report["skipped_examples"]:
         yield f"  skipped   {message}"
     if report["without_answer"]:
-        yield f"no answer   {report['without_answer']:,} problems (usable for SFT only)"
+        yield f"no answer   {report['without_answer']:,} problems: luffy sft takes them, luffy train stops at them"
     yield (
         f"traces      {report['traces']:,}; {100 * report['share_with_traces']:.1f}% of the problems have one; "
         f"{report['traces_with_log_probs']:,} with log-probs"
@@ -216,7 +217,8 @@ def _verifier_lines(verifier: dict[str, Any]) -> Iterator[str]:
 def _example_lines(number: int, example: dict[str, Any], rendered: bool, full: bool) -> Iterator[str]:
     how = "as the model will see it" if rendered else "as the file has it (give --tokenizer to see it rendered)"
     yield f"{RULE}\nexample {number}: {example['id']}, {how}; gold {example['answer']!r}"
-    yield f"{RULE}\n{example['prompt']}" + _elided(example["trace"] or "", full)
+    between = "" if rendered else "\n[first trace] "
+    yield f"{RULE}\n{example['prompt']}" + (between + _elided(example["trace"], full) if example["trace"] else "")
 
 
 def _elided(text: str, full: bool) -> str:

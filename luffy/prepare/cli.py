@@ -72,6 +72,13 @@ def openr1(
     typer.echo(f"written   {card['rows']['train']:,} train, {card['rows']['held_out']:,} held out: {out}")
 
 
+def _named(columns: list[str]) -> dict[str, str] | None:
+    wrong = [column for column in columns if not all(column.partition("=")[::2])]
+    if wrong:
+        raise UserError(f"--column {wrong[0]}: write it as ours=theirs, e.g. --column prompt=question")
+    return {ours: theirs for ours, _, theirs in (column.partition("=") for column in columns)} or None
+
+
 @prepare_app.command()
 def check(
     file: Annotated[str, typer.Argument(help="a data file, folder or hub dataset in any layout that train reads")],
@@ -80,6 +87,9 @@ def check(
     style: Style = "auto",
     system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
     split: Annotated[str, typer.Option(help="split of a folder or hub dataset")] = "train",
+    columns: Annotated[
+        list[str] | None, typer.Option("--column", help="own column name, as in data.columns: --column prompt=question")
+    ] = None,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="budget to compare with")] = 1024,
     max_trace_tokens: Annotated[int, typer.Option(min=1, help="budget to compare with")] = 8192,
     verify: Annotated[int, typer.Option(min=0, help="how many problems' traces to verify; 0: none")] = 200,
@@ -92,8 +102,9 @@ def check(
     from luffy.prepare.check import CheckOptions, check_file, report_lines
 
     options = CheckOptions(
-        split, tokenizer, style, system_prompt, max_prompt_tokens, max_trace_tokens, reward, verify, examples, workers
-    )
+        split, tokenizer, style, system_prompt, max_prompt_tokens, max_trace_tokens, reward, verify, examples, workers,
+        _named(columns or []),
+    )  # fmt: skip
     report = check_file(file, options)
     if as_json:
         typer.echo(json.dumps(report, ensure_ascii=False, indent=2))

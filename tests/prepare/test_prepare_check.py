@@ -152,3 +152,16 @@ def test_model_and_local_traces_on_the_command_line(tmp_path):
     assert luffy(*command).returncode == 2
     result = luffy(*command, "--endpoint", "http://127.0.0.1:9/v1", "--model", "m", "--api-key-env", "NO_SUCH_KEY")
     assert "NO_SUCH_KEY: the variable is not set" in result.stderr
+
+
+def test_own_columns_are_checked_under_their_names(tmp_path):
+    path = tmp_path / "own.jsonl"
+    rows = [{"q": "1+1", "gold": "2", "solution": "so #### 2"}, {"q": "2+2", "gold": "4", "solution": ""}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = ["--column", "prompt=q", "--column", "answer=gold", "--column", "traces=solution"]
+    said = luffy("prepare", "check", path, "--reward", "gsm8k", *named)
+    assert said.returncode == 0, said.stderr
+    assert "problems    2 usable, 0 skipped" in said.stdout and "traces      1; 50.0%" in said.stdout
+    assert "1+1\n[first trace] so #### 2" in said.stdout and said.stdout.rstrip().endswith("2+2")
+    wrong = luffy("prepare", "check", path, "--column", "prompt")
+    assert wrong.returncode == 2 and "write it as ours=theirs" in wrong.stderr
