@@ -49,6 +49,8 @@ class Chart:
 CHARTS = (
     Chart("critic/rewards/mean", "Reward, on-policy", "mean reward of the policy's own samples", True),
     Chart("batch/off_solved", "Reward, off-policy", "share of guided samples that are right", True, of=is_guided),
+    Chart("batch/rejected", "Groups without a signal", "left out of the update: all right or all wrong", True,
+          of=samples_rollouts),
     Chart("actor/entropy_loss", "Entropy", "mean entropy of the policy per token, in nats", True, True),
     Chart("response_length/mean", "Response length", "tokens; of the traces in SFT"),
     Chart("actor/off_policy_prob", "Off-policy probability", "of teacher tokens under the policy", True, True),

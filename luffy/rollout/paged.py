@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from luffy.errors import UserError
 from luffy.kernels.paged import PAGE
 from luffy.models.forward import forward_hidden, head_weight_bias
+from luffy.models.memory import unused_bytes
 from luffy.rollout.decoder import Decoder
 from luffy.rollout.engine import EngineStats
 from luffy.rollout.paged_cache import (
@@ -528,9 +529,7 @@ def pages_available(wanted: int, shape: CacheShape, device: torch.device, share:
 def affordable(wanted: int, bytes_each: int, device: torch.device, share: float) -> int:
     if device.type != "cuda":
         return wanted
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(min(wanted, int(share * (free + unused - RESERVED_BYTES)) // bytes_each), 0)
+    return max(min(wanted, int(share * (unused_bytes(device) - RESERVED_BYTES)) // bytes_each), 0)
 
 
 def _sampling_rows(sequences: Sequence[PagedSequence], device: torch.device) -> SamplingRows:

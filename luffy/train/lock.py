@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from luffy.errors import UserError
+from luffy.files import try_lock
 
 
 @dataclass
@@ -36,7 +36,7 @@ def lock_folder(folder: Path, patience_s: float = 0.0) -> FolderLock:
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".lock").open("w")
     deadline = time.monotonic() + patience_s
-    while not _locked(file):
+    while not try_lock(file):
         if time.monotonic() >= deadline:
             file.close()
             raise UserError(f"another training is running in {folder}; wait for it or choose another name=")
@@ -45,14 +45,6 @@ def lock_folder(folder: Path, patience_s: float = 0.0) -> FolderLock:
         file.close()
         return lock_folder(folder, patience_s)
     return FolderLock(file, created)
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_still(path: Path, file: IO[str]) -> bool:

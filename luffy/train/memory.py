@@ -9,6 +9,7 @@ from torch import nn
 
 from luffy.config import Config
 from luffy.models.forward import causal_lm, key_value_shape
+from luffy.models.memory import unused_bytes
 
 # Left for the head's chunk of logits, the gradients of the layer at hand, and what the allocator wastes.
 MARGIN_BYTES = 6 << 30
@@ -29,12 +30,6 @@ def layer_values(config: Any) -> tuple[int, int]:
 def activation_bytes(config: Any, tokens: int, attended: int, itemsize: int) -> int:
     per_token, per_attended = layer_values(config)
     return (per_token * tokens + per_attended * attended) * int(config.num_hidden_layers) * itemsize
-
-
-def unused_bytes(device: torch.device) -> int:
-    """Memory nobody holds: the driver's, and what torch has reserved but not given out."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def when_it_runs_out(error: torch.OutOfMemoryError, cfg: Config) -> str:

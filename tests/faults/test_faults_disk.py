@@ -167,14 +167,14 @@ def test_a_second_training_in_the_same_folder_is_refused_and_the_first_goes_on(m
 
 def test_a_lock_file_that_was_removed_meanwhile_locks_nothing(tmp_path, monkeypatch):
     """A run refused for bad input removes its lock file: who had opened that one must take the new one."""
-    real, calls = lock.fcntl.flock, itertools.count()
+    real, calls = lock.try_lock, itertools.count()
 
-    def removed_before_the_first_lock(file, operation):
+    def removed_before_the_first_lock(file):
         if next(calls) == 0:
             (tmp_path / ".lock").unlink()
-        real(file, operation)
+        return real(file)
 
-    monkeypatch.setattr(lock.fcntl, "flock", removed_before_the_first_lock)
+    monkeypatch.setattr(lock, "try_lock", removed_before_the_first_lock)
     held = lock.lock_folder(tmp_path)
     assert os.fstat(held.file.fileno()).st_ino == (tmp_path / ".lock").stat().st_ino
     with pytest.raises(UserError, match="another training is running"):

@@ -69,7 +69,7 @@ def test_charts_show_only_what_a_run_has(two_methods, read_page):
     )  # grpo has no traces
     assert "grpo" in described["Clip fraction"]  # always 0, and truly so
     assert "SFT loss" not in described  # an RL run's zeros are no loss
-    assert "No chart for want of values: sft loss." in text
+    assert "No chart for want of values: groups without a signal, sft loss." in text
 
 
 def test_further_evaluations_are_charted_and_tabled(write_run, make_metric_row, read_page):
