@@ -24,7 +24,7 @@ from luffy.schema import build, to_dict
 
 CONFIG = "config.yaml"
 EXCERPT = 40  # characters of a response in a list: how it ends
-NOT_RUNS = {"checkpoints", "tensorboard"}  # below a run folder; may hold thousands of files
+NOT_RUNS = {"checkpoints", "tensorboard", "wandb"}  # may hold thousands of files; W&B has a config.yaml of its own
 Points = list[tuple[int, float]]
 Kind = Literal["train", "sft"]
 
@@ -159,15 +159,31 @@ def in_order(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def find_runs(places: Iterable[Path | str]) -> list[Path]:
     """Every run folder named by, or found below, ``places``: sorted below each, none twice."""
-    found: dict[Path, Path] = {}
-    for place in map(Path, places):
-        if not place.is_dir():
-            raise UserError(f"no folder {place}; name a run folder, or one that holds runs below it")
-        runs = sorted(runs_below(place), key=natural_order)
+    found = [(place, _below(place, METRICS)) for place in map(Path, places)]
+    for place, runs in found:
         if not runs:
             raise UserError(f"no run in or below {place}: no {METRICS} there; name a run folder (out/name of a recipe)")
-        for run in runs:
-            found.setdefault(run.resolve(), run)
+    return _once(run for _, runs in found for run in runs)
+
+
+def find_begun(places: Iterable[Path | str]) -> list[Path]:
+    """As ``find_runs``, with those that have only written their config; there may be none yet. A config above other
+    runs is a recipe that someone keeps there."""
+    found = _once(run for place in map(Path, places) for run in _below(place, METRICS, CONFIG))
+    above = {folder for run in found for folder in run.resolve().parents}
+    return [run for run in found if (run / METRICS).is_file() or run.resolve() not in above]
+
+
+def _below(place: Path, *signs: str) -> list[Path]:
+    if not place.is_dir():
+        raise UserError(f"no folder {place}; name a run folder, or one that holds runs below it")
+    return sorted(runs_below(place, signs), key=natural_order)
+
+
+def _once(runs: Iterable[Path]) -> list[Path]:
+    found: dict[Path, Path] = {}
+    for run in runs:
+        found.setdefault(run.resolve(), run)
     return list(found.values())
 
 
@@ -219,10 +235,11 @@ def _count(row: Mapping[str, Any], key: str, tokens: str, of: Callable[[Any], in
     return int(row[key]) if key in row else of(row.get(tokens) or ())
 
 
-def runs_below(place: Path) -> Iterator[Path]:
+def runs_below(place: Path, signs: Sequence[str]) -> Iterator[Path]:
+    """Folders that hold one of the files ``signs``."""
     for folder, below, files in os.walk(place):
         below[:] = [name for name in below if name not in NOT_RUNS]
-        if METRICS in files:
+        if any(sign in files for sign in signs):
             yield Path(folder)
 
 

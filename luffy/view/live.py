@@ -17,7 +17,7 @@ from luffy.report.runs import (
     CONFIG,
     RunRecord,
     SampleIndex,
-    find_runs,
+    find_begun,
     in_order,
     metric_row,
     read_config,
@@ -86,11 +86,13 @@ class LiveRun:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All runs at one moment, by method; a method keeps its colour while the server runs."""
+    """All runs at one moment, by method; a method keeps its colour while the server runs. ``waiting`` are the folders
+    of runs that have begun and made no step yet."""
 
     version: str
     methods: Sequence[Styled]
     ids: Mapping[Path, str]
+    waiting: Sequence[str]
     remarks: Sequence[str]
 
     def choose(self, styles: Sequence[int] | None) -> list[Styled]:
@@ -99,7 +101,7 @@ class Snapshot:
 
 
 class Board:
-    """Every run in or below ``places``, also those that start later."""
+    """Every run in or below ``places``, also those that start later; at first there may be none."""
 
     def __init__(self, places: Sequence[Path]) -> None:
         self.places = places
@@ -130,7 +132,7 @@ class Board:
         now = time.monotonic()
         if now - self._looked < LOOK_FOR_RUNS_S:
             return
-        found = [LiveRun(folder) for folder in find_runs(self.places)]
+        found = [LiveRun(folder) for folder in find_begun(self.places)]
         self.runs = {run.id: self.runs.get(run.id, run) for run in found}
         self._looked = now
 
@@ -138,7 +140,6 @@ class Board:
         started = [run for run in self.runs.values() if run.rows]
         methods = group_runs([run.record for run in started])
         styled = [(self._styles.setdefault(m.label, len(self._styles)), m) for m in methods]
-        waiting = [f"{run.folder}: no step yet" for run in self.runs.values() if not run.rows and not run.trouble]
-        troubles = [run.trouble for run in self.runs.values() if run.trouble]
-        remarks = [legible(line) for line in (*troubles, *waiting)]
-        return Snapshot(version, styled, {run.folder: run.id for run in started}, remarks)
+        waiting = [legible(str(run.folder)) for run in self.runs.values() if not run.rows]
+        troubles = [legible(run.trouble) for run in self.runs.values() if run.trouble]
+        return Snapshot(version, styled, {run.folder: run.id for run in started}, waiting, troubles)

@@ -27,8 +27,8 @@ def page_html() -> Markup:
         '<link rel="icon" href="data:,"><title>luffy view</title>\n'
         '<link rel="stylesheet" href="/assets/components.css"><link rel="stylesheet" href="/assets/view.css">\n'
         '<script defer src="/assets/components.js"></script><script defer src="/assets/browser.js"></script>'
-        '<script defer src="/assets/view.js"></script></head>\n<body><main>{}{}{}{}{}</main></body></html>\n'
-    ).format(_header(), _curves(), _samples(), _differences(), _keys())
+        '<script defer src="/assets/view.js"></script></head>\n<body><main>{}{}{}{}{}{}</main></body></html>\n'
+    ).format(_header(), _waiting(), _curves(), _samples(), _differences(), _keys())
 
 
 def _header() -> Markup:
@@ -36,11 +36,21 @@ def _header() -> Markup:
     tab = '<button type="button" role="tab" id="tab-{0}" aria-controls="{0}" data-tab="{0}">{1}</button>'
     return Markup(
         '<header class="top"><h1>luffy view</h1><p id="facts" class="facts" role="status">luffy {}</p>'
-        '<div role="tablist" aria-label="what to see">{}</div>'
+        '<div id="tabs" role="tablist" aria-label="what to see">{}</div>'
         '<div class="corner"><button type="button" id="show-keys">Keys</button> '
         '<button type="button" id="theme">Dark</button></div></header><ul id="remarks" class="remarks" hidden></ul>'
         "<noscript><p>The live page needs its scripts; luffy report makes one that does not.</p></noscript>"
     ).format(__version__, Markup("").join(Markup(tab).format(*names) for names in tabs))
+
+
+def _waiting() -> Markup:
+    """In place of the panels while no run has made a step."""
+    return Markup(
+        '<section id="waiting" aria-labelledby="waiting-h" hidden><h2 id="waiting-h">Waiting for the first step</h2>'
+        '<p id="waiting-for"></p><ul id="waiting-folders"></ul>'
+        '<p class="note">The page fills by itself. A large model and its first step take minutes.</p>'
+        "</section>"
+    )
 
 
 def _panel(name: str, content: Markup) -> Markup:

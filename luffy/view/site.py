@@ -98,6 +98,8 @@ class Site:
                 ],
                 "metrics": sorted({metric for run in runs for metric in run.metrics}),
                 "charts": [chart.metric for chart in charts_of(now.methods)],
+                "places": [legible(str(place)) for place in self.board.places],
+                "waiting": list(now.waiting),
                 "remarks": list(now.remarks),
             }
         )

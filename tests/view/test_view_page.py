@@ -343,6 +343,47 @@ def test_the_address_brings_back_the_sample(serving, two_methods, open_page):
         until(page, f"document.querySelector('.row[aria-selected=true]')?.id === '{chosen}'")
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_waits_for_the_first_step(serving, make_metric_row, tmp_path, open_page, width, scheme, monkeypatch):
+    monkeypatch.setattr("luffy.view.live.LOOK_FOR_RUNS_S", 0.0)
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    with serving([run.parent]) as client:
+        page = open_page(client.url + "#/differences", width, scheme)
+        page.wait_for_selector("#waiting:not([hidden])")
+        assert page.locator("#facts").inner_text() == "waiting for the first step"
+        assert "No run has begun in or below:" in page.locator("#waiting").inner_text()
+        assert texts(page, "#waiting code") == [str(run.parent)]
+        assert page.locator(".panel:visible, [role=tab]:visible, #remarks:visible").count() == 0
+        (run / "config.yaml").write_text("name: a\n")
+        until(page, "document.querySelector('#waiting').innerText.includes('Begun, no step yet:')")
+        assert texts(page, "#waiting code") == [str(run)]
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        (run / "metrics.jsonl").write_text(json.dumps(make_metric_row(1, 0.1)) + "\n")
+        page.wait_for_selector("#differences", state="visible")  # the tab of the address
+        assert page.locator("#waiting").is_hidden()
+        page.keyboard.press("c")
+        page.wait_for_selector("#charts .chart")
+        (run.parent / "b").mkdir()
+        (run.parent / "b" / "config.yaml").write_text("name: b\n")
+        until(page, "document.querySelector('#remarks').innerText.includes('b: no step yet')")
+
+
+def test_the_address_is_kept_until_its_run_comes(serving, two_methods, open_page, monkeypatch):
+    """A run that starts anew under an open bookmark."""
+    monkeypatch.setattr("luffy.view.live.LOOK_FOR_RUNS_S", 0.0)
+    metrics = two_methods / "luffy" / "seed-0" / "metrics.jsonl"
+    recorded = metrics.read_text()
+    with serving([metrics.parent]) as client:
+        run = client.run
+        metrics.write_text("")
+        page = open_page(f"{client.url}#/samples/{run}/train/7")
+        page.wait_for_selector("#waiting:not([hidden])")
+        metrics.write_text(recorded)
+        until(page, "document.querySelector('.row[aria-selected=true]')?.id === 'row-7'")
+
+
 def test_a_server_that_ends_is_said_to_have(serving, two_methods, chromium):
     with serving([two_methods]) as client:
         page = chromium.new_page()

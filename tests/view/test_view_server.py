@@ -199,12 +199,56 @@ def test_a_run_that_goes_on_starts_and_breaks_while_being_watched(
         write_run("c", [])
         later = client.get("/api/state")
         assert [(m["label"], m["style"]) for m in later["methods"]] == [("a", 0), ("b", 1)]
-        assert [line.endswith("c: no step yet") for line in later["remarks"]] == [True]
+        assert later["waiting"] == [str(folder.parent / "c")] and later["remarks"] == []
         with (folder / "metrics.jsonl").open("a") as file:
             file.write("not json\n")
         broken = client.get("/api/state")
         assert "a line is not JSON" in broken["remarks"][0]
         assert broken["methods"][0]["runs"][0]["steps"] == "2"  # what was read stays
+
+
+def test_it_starts_before_the_first_run_and_shows_it_as_it_comes(serving, make_metric_row, tmp_path, monkeypatch):
+    monkeypatch.setattr("luffy.view.live.LOOK_FOR_RUNS_S", 0.0)
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    for place in (run.parent, run):  # a folder of runs, and the run itself
+        with serving([place]) as client:
+            empty = client.get("/api/state")
+            assert (empty["methods"], empty["waiting"], empty["places"]) == ([], [], [str(place)])
+            assert client.get("/api/curves")["html"] == '<div class="charts"></div>'
+            assert client.get("/api/tables")["final"] == client.get("/api/knobs")["html"] == ""
+            (run / "config.yaml").write_text("name: a\n")
+            begun = client.get("/api/state")
+            assert (begun["methods"], begun["waiting"], begun["remarks"]) == ([], [str(run)], [])
+            (run / "metrics.jsonl").write_text('{"step": 1, "val-co')
+            assert client.get("/api/state")["waiting"] == [str(run)]
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write("\n")  # a broken line, then a good one
+            broken = client.get("/api/state")
+            assert broken["waiting"] == [str(run)] and "a line is not JSON" in broken["remarks"][0]
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(make_metric_row(1, 0.1)) + "\n")
+            started = client.get("/api/state")
+            assert ([m["label"] for m in started["methods"]], started["waiting"]) == (["a"], [])
+        (run / "config.yaml").unlink()
+        (run / "metrics.jsonl").unlink()
+
+
+def test_a_folder_that_is_not_there_is_an_error(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["luffy", "view", str(tmp_path / "nowhere"), "--port", "0"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith(f"luffy: error: no folder {tmp_path / 'nowhere'};")
+
+
+def test_only_the_config_of_a_run_is_waited_for(serving, write_run, make_metric_row, tmp_path):
+    run = write_run("a", [make_metric_row(1)])
+    for stray in (run.parent, run / "checkpoints" / "step-1", tmp_path / "runs" / "wandb" / "run-1" / "files"):
+        stray.mkdir(parents=True, exist_ok=True)
+        (stray / "config.yaml").write_text("a: 1\n")
+    with serving([run.parent]) as client:
+        assert client.get("/api/state")["waiting"] == []
 
 
 def test_a_resumed_run_that_lost_steps_is_read_anew(serving, write_run, make_metric_row, make_sample_row):

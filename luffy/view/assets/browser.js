@@ -199,9 +199,9 @@ luffy.browser = (() => {
     if (!visible) return;
     const fresh = !view.known;
     if (view.known === state.version) return;
-    view.known = state.version;
     view.state = state;
     if (!showRuns(state)) { clear("No run has made a step yet."); return; }
+    view.known = state.version;
     const wanted = view.wanted;
     view.wanted = null;
     if (fresh && wanted?.at !== undefined) {

@@ -24,6 +24,21 @@
     list.hidden = !lines.length;
   }
 
+  // Without a step there is nothing to draw: the page says what it waits for, and hides what would be empty.
+  function showWaiting() {
+    const { methods, waiting, places } = page.state, empty = !methods.length;
+    at("waiting").hidden = !empty;
+    at("tabs").hidden = empty;
+    document.querySelector("main").classList.toggle("empty", empty);
+    at("waiting-for").textContent = waiting.length ? "Begun, no step yet:" : "No run has begun in or below:";
+    at("waiting-folders").replaceChildren(...(waiting.length ? waiting : places).map((folder) => {
+      const item = document.createElement("li");
+      item.append(Object.assign(document.createElement("code"), { textContent: folder }));
+      return item;
+    }));
+    return empty;
+  }
+
   function facts() {
     const runs = page.state.methods.flatMap((method) => method.runs);
     const going = runs.filter((run) => run.unfinished).length;
@@ -120,8 +135,10 @@
     if (state.version === page.version) return refresh();
     page.version = state.version;
     page.state = state;
-    say(state.remarks);
-    facts();
+    const empty = showWaiting();
+    say([...state.remarks, ...(empty ? [] : state.waiting.map((folder) => `${folder}: no step yet`))]);
+    if (empty) at("facts").textContent = "waiting for the first step";
+    else facts();
     showMethods();
     showMetrics();
     page.stale = { curves: true, differences: true };
