@@ -343,6 +343,26 @@ def test_the_address_brings_back_the_sample(serving, two_methods, open_page):
         until(page, f"document.querySelector('.row[aria-selected=true]')?.id === '{chosen}'")
 
 
+@pytest.mark.parametrize("tab", ["samples", "differences", "curves"])
+def test_a_tab_by_its_name_in_the_address(serving, two_methods, open_page, tab):
+    with serving([two_methods]) as client:
+        page = open_page(f"{client.url}#{tab}")
+        until(page, f"document.querySelector('[aria-selected=true][role=tab]').id === 'tab-{tab}'")
+        assert page.locator(f"#{tab}").is_visible()
+        page.evaluate("location.hash = 'samples'")  # entered while the page is open
+        page.wait_for_selector("#group .sample")
+
+
+def test_a_samples_address_entered_on_the_open_page(serving, two_methods, open_page):
+    with serving([two_methods]) as client:
+        runs = [run["id"] for method in client.get("/api/state")["methods"] for run in method["runs"]]
+        page = open_page(client.url + "#samples")
+        page.wait_for_selector("#group .sample")
+        page.evaluate(f"location.hash = '/samples/{runs[0]}/train/7'")
+        until(page, "document.querySelector('.row[aria-selected=true]')?.id === 'row-7'")
+        assert page.locator("[name=run]").input_value() == runs[0]
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_waits_for_the_first_step(serving, make_metric_row, tmp_path, open_page, width, scheme, monkeypatch):

@@ -182,7 +182,7 @@ luffy.browser = (() => {
 
   function showRuns(state) {
     const runs = state.methods.flatMap((method) => method.runs.map((run) => ({ ...run, label: method.label })));
-    const select = field("run"), chosen = select.value || view.wanted?.run;
+    const select = field("run"), chosen = view.wanted?.run || select.value;
     const options = runs.map((run) => new Option(`${run.label}, seed ${run.seed ?? "?"}`, run.id));
     select.replaceChildren(...options);
     const newest = runs.filter((run) => run.files.length).sort((a, b) => b.time - a.time)[0];
@@ -220,8 +220,11 @@ luffy.browser = (() => {
   }
 
   function recall() {
-    const [tab, run, file, number] = location.hash.slice(2).split("/");
-    if (run && /^\d+$/.test(number || "")) view.wanted = { run, file, at: Number(number) };
+    const [tab, run, file, number] = location.hash.replace(/^#\/?/, "").split("/"); // #samples, typed by hand, too
+    if (run && /^\d+$/.test(number || "")) {
+      view.wanted = { run, file, at: Number(number) };
+      view.known = ""; // an address entered on an open page is like one it was opened with
+    }
     return ["curves", "samples", "differences"].includes(tab) ? tab : "curves";
   }
 

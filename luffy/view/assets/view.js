@@ -204,6 +204,7 @@
   });
 
   document.addEventListener("visibilitychange", () => { if (!document.hidden) attempt(look); });
+  window.addEventListener("hashchange", () => open(luffy.browser.recall()));
   open(luffy.browser.recall());
   poll();
 })();
