@@ -77,7 +77,8 @@ def _common_titles(evaluations: Mapping[str, Evaluation]) -> dict[str, str]:
         if apart:
             raise UserError(
                 f"{first_name} and {name} do not cover the same benchmarks: {', '.join(apart)} "
-                f"{'is' if len(apart) == 1 else 'are'} in only one of them; evaluate both on the same suite"
+                f"{'is' if len(apart) == 1 else 'are'} in only one of them; evaluate both with the same --suite "
+                "(a file given by its path goes by its own name, not by that of the suite it belongs to)"
             )
     return first.titles
 

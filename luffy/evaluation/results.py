@@ -19,6 +19,10 @@ from luffy.files import write_atomically
 from luffy.report.recorder import read_json_lines
 
 ITEMS, RESULT, RESULT_MD = "items.jsonl", "result.json", "result.md"
+SHOWN = (  # settings in result.md
+    "temperature", "top_p", "top_k", "max_tokens", "seed", "style", "system_prompt", "reward", "limit", "dtype",
+    "engine",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,9 +94,15 @@ def as_markdown(result: Result) -> str:
     lines += [f"Not evaluated, the file is missing: {name}." for name in result.missing]
     if result.missing:
         lines.append("")
-    shown = ("temperature", "top_p", "top_k", "max_tokens", "seed", "style", "reward", "limit", "dtype", "engine")
-    lines.append("Settings: " + ", ".join(f"{key} {settings[key]}" for key in shown) + f"; luffy {__version__}.")
+    shown = ", ".join(f"{key} {_shown(settings, key)}" for key in SHOWN)
+    lines.append(f"Settings: {shown}; luffy {__version__}.")
     return "\n".join(lines) + "\n"
+
+
+def _shown(settings: Mapping[str, Any], key: str) -> str:
+    """A system prompt is quoted: it has commas and lines of its own. None is the style's."""
+    value = settings[key]
+    return json.dumps(value, ensure_ascii=False) if key == "system_prompt" and value is not None else str(value)
 
 
 def _headline(result: Result) -> list[str]:

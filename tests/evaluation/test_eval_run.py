@@ -16,6 +16,7 @@ from luffy.cli import main
 from luffy.errors import UserError
 from luffy.evaluation.compare import as_markdown, compare
 from luffy.evaluation.engines import LoadedModel, load_native, model_identity
+from luffy.evaluation.results import as_markdown as result_markdown
 from luffy.evaluation.results import model_label
 from luffy.evaluation.runner import Options, run_evaluation
 from luffy.evaluation.scores import pass_at_k
@@ -67,6 +68,17 @@ def test_the_figures_follow_from_the_items(whole, problems):
     assert saved["benchmarks"]["heldout"]["accuracy"] == summary.accuracy == saved["average"]["accuracy"]
     assert saved["settings"]["temperature"] == 1.0 and saved["missing"] == []
     assert f"| base | {100 * summary.accuracy:.1f} |" in (folder / "result.md").read_text()
+
+
+def test_the_result_names_the_system_prompt(whole):
+    def line(prompt):
+        told = replace(whole[1], settings={**whole[1].settings, "system_prompt": prompt})
+        return result_markdown(told).splitlines()[-1]
+
+    assert line(None).startswith("Settings: temperature 1.0,") and "style plain, system_prompt None, reward" in line(
+        None
+    )
+    assert 'style plain, system_prompt "Be brief,\\nplease.", reward gsm8k' in line("Be brief,\nplease.")
 
 
 def test_seeds_differ_between_items_and_samples(whole):
@@ -211,6 +223,15 @@ def test_compare_names_missing_items(whole, tmp_path):
         with pytest.raises(UserError, match="partial lacks 1 items of heldout that eval has: ") as error:
             compare(folders)
         assert gone in str(error.value)
+
+
+def test_compare_says_that_a_file_goes_by_its_own_name(whole, tmp_path):
+    suite = rewritten(whole[0], tmp_path / "suite", lambda row: {**row, "benchmark": "sums"})
+    content = json.loads((suite / "result.json").read_text())
+    content["benchmarks"] = {"sums": content["benchmarks"]["heldout"]}
+    (suite / "result.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"heldout, sums are in only one .* same --suite \(a file given by its path"):
+        compare([whole[0], suite])
 
 
 def test_compare_refuses_other_problems_and_unfinished_folders(whole, tmp_path):
