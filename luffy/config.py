@@ -423,7 +423,7 @@ class RayConfig:
 
 @dataclass(frozen=True)
 class Config:
-    name: str = knob("run", "name of the run: its folder below out")
+    name: str = knob("run", "name of the run: its folder below out; of a recipe that gives none, its file's")
     out: str = knob("runs", "folder that holds runs")
     seed: int = knob(0, "seed of everything random", ge=0)
     launch: Literal["local", "torchrun", "ray"] = knob(

@@ -34,7 +34,8 @@ def summary_line(values: Mapping[str, float], eta_s: float) -> str:
 
 def was_idle(values: Mapping[str, float]) -> bool:
     """Nothing to learn from in this step: the weights are what they were."""
-    return "actor/grad_norm" not in values and values.get("batch/rejected", 0) > 0
+    skipped = "train/skipped_updates" in values
+    return "actor/grad_norm" not in values and not skipped and values.get("batch/rejected", 0) > 0
 
 
 def clock(seconds: float) -> str:

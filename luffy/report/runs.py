@@ -152,8 +152,10 @@ def load_run(folder: Path | str) -> RunRecord:
 
 
 def in_order(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """By step; the last row of a step is the one that counts."""
-    by_step = {row["step"]: row for row in rows}
+    """By step. A step may have two rows (its own, then an evaluation made up for): what was written last counts."""
+    by_step: dict[Any, dict[str, Any]] = {}
+    for row in rows:
+        by_step.setdefault(row["step"], {}).update(row)
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -14,14 +14,24 @@ Changes = dict[str, tuple[Any, Any]]
 OF_NO_CONSEQUENCE = {"out", "name", "train.steps", "train.epochs"}  # where it lies, and how far it goes
 
 
-def changed_settings(folder: Path, cfg: Config) -> Changes:
-    """Settings that the run's own record has otherwise: {key: (before, now)}."""
+def settings_before(folder: Path, step: int) -> Path:
+    """The file that keeps what a run was told up to a step, when it is told otherwise."""
+    return folder / f"config-step-{step:06d}.yaml"
+
+
+def changed_settings(folder: Path, step: int, cfg: Config) -> Changes:
+    """Settings that the steps up to ``step`` were made with otherwise: {key: (before, now)}."""
+    kept = settings_before(folder, step)  # of a resume since then that came to no further checkpoint
     before: dict[str, Any] = {}
     with suppress(UserError):  # a damaged record says nothing
-        before = read_config(folder / CONFIG)
-    now = flat_config(cfg)
+        before = _without_empty(read_config(kept if kept.exists() else folder / CONFIG))
+    now = _without_empty(flat_config(cfg))
     keys = sorted((before.keys() | now.keys()) - OF_NO_CONSEQUENCE) if before else []
     return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
+
+
+def _without_empty(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if value != {}}
 
 
 def in_words(changes: Changes) -> str:

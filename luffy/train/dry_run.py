@@ -45,7 +45,9 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
     setup.validate(cfg, method, model_config)
     setup.pick_device(cfg.model.device)
     guidance = check_other_models(cfg, method, tokenizer)
-    traces = check_reward(cfg, tasks, tokenizer) if method == "rl" or eval_tasks else "not verified: no reward"
+    traces = "not verified: no reward is needed"
+    if method == "rl" or eval_tasks:
+        traces = check_reward(cfg, method, tasks, tokenizer)
     held_out = ", ".join(f"{name} {len(items)}" for name, items in eval_tasks.items()) or "none"
     steps = total_steps(cfg, len(tasks))
     sampler = ProblemSampler(len(tasks), cfg.seed)
@@ -67,18 +69,23 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
     return lines
 
 
-def check_reward(cfg: Config, tasks: setup.TaskSet, tokenizer: Any) -> str:
+def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: Any) -> str:
     """The reward of the run can be had, and what it says of the first traces, as the update would see them."""
-    looked_at = (tasks[i] for i in range(min(len(tasks), PROBLEMS_LOOKED_AT)))
-    some = list(islice(((t.problem, demo) for t in looked_at for demo in t.demonstrations), TRACES_VERIFIED))
     with closing(build_verifier(cfg.reward.kind, cfg.reward.weights or None, 1, cfg.reward.timeout_s)) as verifier:
+        if method == "sft":
+            return "not verified: SFT learns from all of them"
+        if cfg.guidance.n_prefix == 0:
+            return "not used (guidance.n_prefix=0)"
+        looked_at = (tasks[i] for i in range(min(len(tasks), PROBLEMS_LOOKED_AT)))
+        some = list(islice(((t.problem, demo) for t in looked_at for demo in t.demonstrations), TRACES_VERIFIED))
         if not some:
             return f"none with the first {min(len(tasks), PROBLEMS_LOOKED_AT)} problems"
         texts = tokenizer.batch_decode([demo.token_ids for _, demo in some], skip_special_tokens=True)
         scores = verifier.score([(problem, text) for (problem, _), text in zip(some, texts, strict=True)])
     right = sum(cfg.reward.solved(s.value) for s in scores)
     doubt = "" if right >= FEW_RIGHT * len(some) else "; LOOK AT THEM: only right ones teach (luffy prepare check)"
-    return f"{right} of the first {len(some)} are right by reward {cfg.reward.kind}{doubt}"
+    reward = " + ".join(cfg.reward.weights) or cfg.reward.kind
+    return f"{right} of the first {len(some)} are right by reward {reward}{doubt}"
 
 
 def model_shape(cfg: Config) -> tuple[Any, int, int]:

@@ -52,7 +52,7 @@ from luffy.schema import to_dict
 from luffy.train import setup
 from luffy.train.ahead import Ahead
 from luffy.train.background import BackgroundSaver
-from luffy.train.changes import Changes, changed_settings, in_words
+from luffy.train.changes import Changes, changed_settings, in_words, settings_before
 from luffy.train.checkpoint import (
     DISK_ERRORS,
     Checkpoint,
@@ -231,7 +231,7 @@ class Trainer:
 
     def train(self) -> Path:
         """Run to the last step; returns the model folder of the newest checkpoint."""
-        if not self.is_finished or self._lacks_evaluation():
+        if not self.is_finished or self.lacks_evaluation():
             recorder, view = self._open_records()
             self.view = view
             try:
@@ -282,9 +282,9 @@ class Trainer:
         return self.progress.step >= self.total_steps
 
     def _write_settings(self) -> None:
-        record = self.cfg.folder / CONFIG
-        if self.changes:
-            write_atomically(record.with_name(settings_before(self.progress.step)), record.read_text(encoding="utf-8"))
+        record, kept = self.cfg.folder / CONFIG, settings_before(self.cfg.folder, self.progress.step)
+        if self.changes and not kept.exists():  # what came between made no step that counts
+            write_atomically(kept, record.read_text(encoding="utf-8"))
         write_atomically(record, to_yaml(self.cfg))
         report = {"train": self.tasks.report, "eval": self.eval_report}
         write_atomically(self.cfg.folder / "data.json", json.dumps(report, indent=1) + "\n")
@@ -302,7 +302,7 @@ class Trainer:
         return newest
 
     def _loop(self, view: RunView, recorder: Recorder) -> None:
-        if self._lacks_evaluation():
+        if self.lacks_evaluation():
             self._make_up_for_evaluation(view, recorder)
         first, idle = self.progress.step, 0
         while not self.is_finished:
@@ -321,13 +321,15 @@ class Trainer:
             self.on_step(step, values)
             if self.saver is not None:
                 self.saver.poll()
-            if self._stop_reason is not None and (not self.is_finished or self._lacks_evaluation()):
+            if self._stop_reason is not None and (not self.is_finished or self.lacks_evaluation()):
                 self._save_if_new(step)
                 raise self._stopped()
-        if 2 * idle > self.progress.step - first:
+        self._stop_reason = None  # it came too late to end anything
+        steps = self.progress.step - first
+        if 2 * idle > steps:
             view.warn(
-                f"{idle} of {self.progress.step - first} steps changed nothing: all groups were all right or all wrong "
-                "(batch/solve_all, batch/solve_none); easier problems, traces or algorithm.oversample_rounds may help"
+                f"{idle} of {steps} steps changed nothing: all groups were all right or all wrong (batch/solve_all, "
+                "batch/solve_none); easier problems, traces or algorithm.oversample_rounds may help"
             )
         if self.saver is not None:
             self.saver.finish()
@@ -337,16 +339,16 @@ class Trainer:
             f"stopped at step {self.progress.step} by {self._stop_reason}; the same command goes on there"
         )
 
-    def _lacks_evaluation(self) -> bool:
+    def lacks_evaluation(self) -> bool:
         """Whether the evaluation due at this step is not on record: before the first step, or after a stop in it."""
         step = self.progress.step
         if not self.eval_tasks or not self._is_due(step, self.cfg.eval.every):
             return False
         return self.world.on_main(lambda: step not in self._evaluated_steps())
 
-    def _evaluated_steps(self) -> list[int]:
+    def _evaluated_steps(self) -> dict[int, float]:
         rows = read_json_lines(self.cfg.folder / METRICS)
-        return [row["step"] for row in rows if "val-core/accuracy" in row]
+        return {row["step"]: row["val-core/accuracy"] for row in rows if "val-core/accuracy" in row}
 
     def _make_up_for_evaluation(self, view: RunView, recorder: Recorder) -> None:
         step = self.progress.step
@@ -606,9 +608,12 @@ class Trainer:
         if checkpoint.path.parent.resolve() != self.store.folder.resolve():
             self.progress.best_step, self.progress.best_accuracy = None, -1.0  # that checkpoint is another run's
             return
-        self.changes = self.world.on_main(lambda: changed_settings(self.cfg.folder, self.cfg))
+        made_up_for = self.world.on_main(lambda: self._evaluated_steps().get(step))  # after the checkpoint was taken
+        if made_up_for is not None:
+            self._note_best(step, {"val-core/accuracy": made_up_for})
+        self.changes = self.world.on_main(lambda: changed_settings(self.cfg.folder, step, self.cfg))
         if self.changes:
-            kept = f"those before are in {settings_before(step)}"
+            kept = f"those before are in {settings_before(self.cfg.folder, step).name}"
             self.notices.append(f"settings changed since step {step}: {in_words(self.changes)} ({kept})")
 
     def _read_tensors(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -635,11 +640,6 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def settings_before(step: int) -> str:
-    """The file that keeps what a run was told up to a step, when it is told otherwise."""
-    return f"config-step-{step:06d}.yaml"
 
 
 def throughput(metrics: dict[str, Metric], seconds: float) -> dict[str, float]:

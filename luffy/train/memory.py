@@ -42,7 +42,9 @@ def when_it_runs_out(error: torch.OutOfMemoryError, cfg: Config) -> str:
         left += ["optim.offload=true"] * (not cfg.optim.offload)
     else:
         left += ["parallel.cpu_offload=true"] * (not cfg.parallel.cpu_offload)
-    left += ['model.lora="{rank: 16}"'] * (cfg.model.lora is None)
+    left += [f"rollout.vllm.memory_fraction below {cfg.rollout.vllm.memory_fraction}"] * (cfg.rollout.engine == "vllm")
+    takes_adapters = cfg.model.lora is None and (cfg.launch == "local" or cfg.model.dtype == "float32")
+    left += ['in a new run model.lora="{rank: 16}"'] * takes_adapters
     return f"{found}; try {', '.join(left)}" if left else f"{found}; no knob is left but shorter responses"
 
 

@@ -42,9 +42,11 @@ class Job:
         console = None if out is None else Console(file=out, width=200)
         arguments = (self.cfg, self.method, self.resume, self.allow_changed_data, world, on_step, console)
         with Trainer(*arguments) as trainer:
+            lacks = trainer.lacks_evaluation()  # all processes ask
             if trainer.is_finished and world.is_main:
                 step = trainer.progress.step
-                print(f"already finished at step {step}; raise train.steps or choose another name=", file=out)
+                rest = "its last evaluation is missing" if lacks else "raise train.steps or choose another name="
+                print(f"already finished at step {step}; {rest}", file=out)
                 if trainer.changes:
                     print(f"it was trained with other settings: {in_words(trainer.changes)}", file=out)
             model, progress = trainer.train(), trainer.progress

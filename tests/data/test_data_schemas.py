@@ -179,6 +179,7 @@ def verl_row(**more: Any) -> dict[str, Any]:
         ({"target": {"role": "assistant", "content": "two"}}, ["two"]),
         ({"target": None}, []),
         ({"target": []}, []),
+        ({"target": " "}, []),
         ({}, []),
         (
             {"target_lst": [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]]},

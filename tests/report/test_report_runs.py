@@ -5,6 +5,7 @@ import json
 import pytest
 
 from luffy.errors import UserError
+from luffy.report.recorder import JsonLines, read_json_lines
 from luffy.report.runs import EmptyRun, at_start, best, find_runs, last, load_run, summed
 
 
@@ -94,3 +95,19 @@ def test_a_config_of_another_version_is_read_as_it_is(write_run, make_metric_row
     run = load_run(write_run("a", [make_metric_row(1)], {"optim": {"gone": 3}}))
     assert run.config["optim.gone"] == 3
     assert "optim.lr" not in run.config
+
+
+def test_a_writer_that_is_killed_while_it_drops_rows_keeps_all_of_them(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(4)))
+    original = JsonLines._line
+
+    def killed(self, row):
+        if row["step"] == 1:
+            raise KeyboardInterrupt
+        return original(self, row)
+
+    monkeypatch.setattr(JsonLines, "_line", killed)
+    with pytest.raises(KeyboardInterrupt):
+        JsonLines(path, keep_through_step=2)
+    assert [row["step"] for row in read_json_lines(path)] == [0, 1, 2, 3]

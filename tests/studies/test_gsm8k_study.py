@@ -176,6 +176,12 @@ def test_every_run_of_the_plan_has_a_config_and_something_to_start_from(data, tm
         assert run.start is None or (run.start in names and cfg.model.path == str(tmp_path / run.start / "model"))
 
 
+def test_only_the_first_runs_on_gsm8k_show_what_was_before(data, tmp_path):
+    every = {run.name: run.config(data, "base", tmp_path).eval.every for run in plan.PLAN["main"]()}
+    assert [every[f"main-gsm8k-luffy-s{seed}"] for seed in plan.SEEDS] == [60, 0, 0]
+    assert [every[f"main-stories-luffy-s{seed}"] for seed in plan.SEEDS] == [30, 30, 30]
+
+
 def test_methods_differ_in_what_they_differ_in(data, tmp_path):
     cfgs = {m: plan.Run("main", "stories", m, 0, 1e-5).config(data, "base", tmp_path) for m in plan.METHODS}
     assert [cfgs[m].guidance.n_prefix for m in ("on_policy", "mixed", "luffy")] == [0, 1, 1]

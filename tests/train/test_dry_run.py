@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 
 from luffy.errors import UserError
 from luffy.rollout.native import CPU_SLOTS, GPU_SLOTS
+from luffy.train import dry_run as planning
 from luffy.train import setup
 from luffy.train.dry_run import cache_bytes, dry_run, head_bytes
 from luffy.train.engines import VLLM_SLOTS
@@ -35,21 +36,24 @@ def test_the_heads_chunk_is_a_gigabyte_on_a_gpu(make_config, monkeypatch):
     assert head_bytes(make_config(), 1000) == 2**30
 
 
-def test_the_first_traces_are_verified(make_config, sums, tmp_path):
-    rows = [json.loads(line) for line in sums.read_text().splitlines()]
-    wrong = tmp_path / "wrong.jsonl"
-    wrong.write_text("".join(json.dumps({**row, "answer": "77777"}) + "\n" for row in rows))
+def test_the_first_traces_are_verified(make_config, sums, tmp_path, monkeypatch):
+    rows = sorted(map(json.loads, sums.read_text().splitlines()), key=lambda row: bool(row["traces"]))
+    assert not rows[0]["traces"] and sum(bool(row["traces"]) for row in rows) == 16
 
-    def said(n_prefix=1, **data):
-        lines = dry_run(make_config(data=data, guidance={"n_prefix": n_prefix}), "rl")
-        return next(line for line in lines if line.startswith("traces"))
+    def said(wrong, method="rl", n_prefix=1):
+        made = [{**row, "answer": "777"} if i < wrong else row for i, row in enumerate(reversed(rows))]
+        path = tmp_path / f"wrong-{wrong}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in reversed(made)))
+        cfg = make_config(data={"train": str(path), "eval": str(sums)}, guidance={"n_prefix": n_prefix})
+        return next(line for line in dry_run(cfg, method) if line.startswith("traces"))
 
-    with_traces = sum(bool(row.get("traces")) for row in rows)
-    assert f"{with_traces} of the first {with_traces} are right by reward" in said()
-    assert said(train=str(wrong)).endswith("LOOK AT THEM: only right ones teach (luffy prepare check)")
-    bare = tmp_path / "bare.jsonl"
-    bare.write_text("".join(json.dumps({**row, "traces": []}) + "\n" for row in rows))
-    assert said(n_prefix=0, train=str(bare)) == f"traces     none with the first {len(rows)} problems"
+    assert said(wrong=3) == "traces     13 of the first 16 are right by reward numeric"
+    assert said(wrong=4).endswith("12 of the first 16 are right by reward numeric; LOOK AT THEM: only right ones teach "
+                                  "(luffy prepare check)")  # fmt: skip
+    assert said(wrong=4, n_prefix=0) == "traces     not used (guidance.n_prefix=0)"
+    assert said(wrong=4, method="sft") == "traces     not verified: SFT learns from all of them"
+    monkeypatch.setattr(planning, "PROBLEMS_LOOKED_AT", 1)
+    assert said(wrong=0) == "traces     none with the first 1 problems"
 
 
 def test_a_guidance_model_that_is_not_there(make_config):

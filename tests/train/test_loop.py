@@ -6,8 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from luffy.config import to_yaml
 from luffy.errors import TrainingStopped, UserError
+from luffy.report.console import was_idle
 from luffy.report.recorder import read_json_lines
+from luffy.train import loop
+from luffy.train.changes import changed_settings
 from luffy.train.loop import Trainer, mini_batches
 from luffy.train.memory import when_it_runs_out
 from luffy.train.run import Job
@@ -254,7 +258,7 @@ def test_out_of_memory_names_the_knobs_that_are_left_and_the_run_goes_on_from_it
     assert str(stop.value).startswith("stopped: CUDA out of memory. Tried to allocate 20.00 MiB.")
     assert str(stop.value).endswith(
         "16.56 MiB is free; try batch.tokens below 128 (not below 32), model.gradient_checkpointing=true, rollout.slots "
-        'below 16, optim.offload=true, model.lora="{rank: 16}"'
+        'below 16, optim.offload=true, in a new run model.lora="{rank: 16}"'
     )
     assert [row["step"] for row in run(cfg)] == [1, 2, 3, 4]
 
@@ -266,6 +270,11 @@ def test_knobs_that_are_turned_already_are_not_named(make_config):
     assert when_it_runs_out(error, cfg) == "No room; try rollout.slots below 16, parallel.cpu_offload=true"
     cfg = make_config(**turned, optim={"offload": True}, rollout={"n": 4, "max_tokens": 16, "slots": None})
     assert when_it_runs_out(error, cfg) == "No room; no knob is left but shorter responses"
+    sharded = {"launch": "torchrun", "parallel": {"workers": 2, "cpu_offload": True}, "batch": turned["batch"]}
+    half = make_config(model={"gradient_checkpointing": True, "dtype": "bfloat16"}, **sharded)
+    assert when_it_runs_out(error, half) == "No room; try rollout.slots below 16"  # no adapters in bfloat16 there
+    served = make_config(rollout={"n": 4, "max_tokens": 16, "slots": None, "engine": "vllm"}, **turned)
+    assert "rollout.vllm.memory_fraction below" in when_it_runs_out(error, served)
 
 
 def test_a_failing_evaluation_does_not_cost_the_steps(make_config, sums, monkeypatch):
@@ -465,8 +474,38 @@ def test_settings_changed_at_a_resume_are_said_and_kept(make_config, capsys):
         trainer.train()
     said = " ".join(capsys.readouterr().err.split())
     assert f"since step 3: guidance.n_prefix 1 -> 0, optim.lr {cfg.optim.lr} -> 0.5 (those before are in" in said
-    assert (cfg.folder / "config-step-000003.yaml").read_text().replace("\n  steps: 3", "\n  steps: 2") == before
+    kept = cfg.folder / "config-step-000003.yaml"
+    assert kept.read_text().replace("\n  steps: 3", "\n  steps: 2") == before
     assert "lr: 0.5" in (cfg.folder / "config.yaml").read_text()
+
+
+def test_settings_are_compared_with_those_that_made_the_checkpoint(make_config):
+    cfg = make_config(train={"steps": 2, "save_every": 2}, data={"eval_also": {}})
+    run(cfg)
+    made_with = (cfg.folder / "config.yaml").read_text()
+    for lr in (0.5, 0.25):  # neither comes to a checkpoint
+        with Trainer(make_config(train={"steps": 4, "save_every": 2}, optim={"lr": lr})) as trainer:
+            trainer._write_settings()
+        assert trainer.changes == {"optim.lr": (cfg.optim.lr, lr)}
+        assert (cfg.folder / "config-step-000002.yaml").read_text() == made_with
+    with Trainer(make_config(train={"steps": 4, "save_every": 2})) as trainer:
+        assert trainer.changes == {}
+
+
+def test_what_counts_as_a_changed_setting(make_config, tmp_path):
+    cfg = make_config()
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    assert changed_settings(folder, 2, cfg) == {}  # nothing to compare with
+    record = folder / "config.yaml"
+    record.write_text("[not a mapping")
+    assert changed_settings(folder, 2, cfg) == {}  # nor here
+    record.write_text(to_yaml(make_config(name="other", out="x", train={"steps": 9}, data={"eval_also": {}})))
+    assert changed_settings(folder, 2, cfg) == {}
+    record.write_text(to_yaml(make_config(reward={"weights": {"gsm8k": 1.0}})))
+    assert changed_settings(folder, 2, cfg) == {"reward.weights.gsm8k": (1.0, None)}
+    record.write_text(to_yaml(cfg) + "gone: {knob: 1}\n")
+    assert changed_settings(folder, 2, cfg) == {"gone.knob": (1, None)}
 
 
 def test_a_finished_run_asked_for_with_other_settings_says_so(make_config, capsys):
@@ -486,6 +525,31 @@ def test_steps_that_changed_nothing_are_told(make_config, capsys):
     assert "2 of 2 steps changed nothing" in " ".join(said.split()) and "trace" not in said.partition("warning")[0]
     run(make_config(name="learns", train={"steps": 2}))
     assert "changed nothing" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "idle"),
+    [
+        ({"batch/rejected": 3.0}, True),
+        ({"batch/rejected": 3.0, "actor/grad_norm": 1.0}, False),
+        ({"batch/rejected": 3.0, "train/skipped_updates": 1.0}, False),  # it had a signal, and a NaN
+        ({"batch/rejected": 0.0}, False),
+        ({"actor/sft_loss": 1.0}, False),
+    ],
+)
+def test_which_steps_were_idle(values, idle):
+    assert was_idle(values) is idle
+
+
+def test_few_idle_steps_are_no_warning_and_only_those_of_this_start_count(make_config, monkeypatch, capsys):
+    cfg = make_config(train={"steps": 3, "save_every": 1})
+    monkeypatch.setattr(loop, "was_idle", lambda values: values["critic/rewards/mean"] >= 0 and next(idle))
+    idle = iter([True, False, False])
+    run(cfg)
+    assert "changed nothing" not in capsys.readouterr().err
+    idle = iter([True, True])
+    run(make_config(train={"steps": 5, "save_every": 1}))
+    assert "2 of 2 steps changed nothing" in " ".join(capsys.readouterr().err.split())
 
 
 def test_held_out_accuracy_is_on_the_console(make_config, sums, capsys):

@@ -1,5 +1,6 @@
 """A training killed with SIGKILL and resumed writes the same metrics and weights, bit for bit, as an undisturbed one."""
 
+import json
 import os
 import signal
 from dataclasses import replace
@@ -9,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from luffy.errors import TrainingStopped
+from luffy.metrics import Mean
 from luffy.report import recorder
 from luffy.report.recorder import read_json_lines
+from luffy.report.runs import load_run
 from luffy.rollout.native import NativeEngine
 from luffy.train import checkpoint, loop
 from luffy.train.checkpoint import CheckpointStore
@@ -173,6 +176,68 @@ def test_an_evaluation_does_not_keep_a_stop_waiting_and_is_made_up_for(
     assert left_behind(ended) == left_behind(undisturbed)
     samples = [read_json_lines(cfg.folder / "eval_samples.jsonl") for cfg in (ended, undisturbed)]
     assert samples[0] == samples[1] and samples[0]
+
+
+def test_a_best_step_found_when_an_evaluation_is_made_up_for_stays_the_best(make_config, sums, monkeypatch):
+    cfg = config(make_config, sums, "ended")
+    cfg = replace(cfg, train=replace(cfg.train, keep=1))
+    accuracies = {0: 0.1, 2: 0.2, 4: 0.3, 6: 0.9}
+
+    def graded(*args, **kwargs):
+        if trainer.progress.step == 6 and not stopped:
+            stopped.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            kwargs["progress"](0, 1)
+        return {"val-core/accuracy": Mean(accuracies[trainer.progress.step])}
+
+    stopped = []
+    monkeypatch.setattr(loop, "evaluate", graded)
+    with Trainer(cfg) as trainer, pytest.raises(TrainingStopped, match="step 6 by SIGTERM"):
+        trainer.train()
+    assert json.loads((cfg.folder / "best.json").read_text())["step"] == 4
+    for _ in range(3):  # the evaluation is made up for once, and its outcome is not forgotten
+        with Trainer(cfg) as trainer:
+            trainer.train()
+        assert json.loads((cfg.folder / "best.json").read_text()) == {"step": 6, "accuracy": 0.9}
+        assert trainer.progress.best_step == 6
+        assert [c.step for c in CheckpointStore(cfg.folder / "checkpoints", 1)] == [6]
+    assert [row["step"] for row in figures(cfg) if "val-core/accuracy" in row] == [0, 2, 4, 6]
+    record = load_run(cfg.folder)
+    assert [step for step, _ in record.series("critic/rewards/mean")] == [1, 2, 3, 4, 5, 6]
+    assert record.series("val-core/accuracy")[-1] == (6, 0.9)
+
+
+def test_a_stop_between_two_sets_records_no_samples_twice(make_config, sums, monkeypatch):
+    def with_two_sets(name):
+        cfg = config(make_config, sums, name)
+        return replace(cfg, data=replace(cfg.data, eval_also={"again": str(sums)}))
+
+    undisturbed, ended = with_two_sets("undisturbed"), with_two_sets("ended")
+    train(undisturbed)
+    original = loop.evaluate
+
+    def ends_after_the_first(*args, **kwargs):
+        if kwargs["name"] == "again" and trainer.progress.step == 2:
+            raise AssertionError("the second set must not begin")
+        made = original(*args, **kwargs)
+        if trainer.progress.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return made
+
+    with Trainer(ended) as trainer, monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluate", ends_after_the_first)
+        with pytest.raises(TrainingStopped, match="step 2 by SIGTERM"):
+            trainer.train()
+    train(ended)
+    samples = [read_json_lines(cfg.folder / "eval_samples.jsonl") for cfg in (ended, undisturbed)]
+    assert samples[0] == samples[1]
+
+
+def test_a_stop_that_comes_too_late_leaves_evaluations_alone(make_config, sums):
+    cfg = config(make_config, sums, "late")
+    with Trainer(cfg, on_step=lambda step, _: step == 6 and trainer.stop_soon("a wish")) as trainer:
+        trainer.train()
+        assert "val-core/accuracy" in trainer.evaluate()
 
 
 def test_a_failed_evaluation_is_made_up_for_and_its_step_is_on_record(make_config, sums, monkeypatch):
