@@ -15,6 +15,7 @@ import pytest
 import torch
 from faults_support import assert_all_equal, config, figures, fill, filling, in_child, mounting, train
 
+from luffy import files
 from luffy.cli import main
 from luffy.config import to_yaml
 from luffy.errors import UserError
@@ -135,6 +136,14 @@ def test_a_read_only_folder_is_refused_with_one_line_and_can_still_be_read(make_
     assert load_run(cfg.folder).steps == 2
     write_report([cfg.folder], tmp_path / "report.html")
     assert "run" in (tmp_path / "report.html").read_text()
+
+
+def test_a_new_name_is_on_the_disk_too(tmp_path, monkeypatch):
+    """A renamed file whose folder was not flushed may be gone after a power cut."""
+    flushed = []
+    monkeypatch.setattr(files, "flush_path", flushed.append)
+    files.write_atomically(tmp_path / "a", "text")
+    assert flushed[0].name.endswith(files.UNFINISHED) and flushed[1:] == [tmp_path]
 
 
 def test_a_clock_that_goes_back_changes_nothing_but_the_times(make_config, monkeypatch):

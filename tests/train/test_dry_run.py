@@ -56,6 +56,15 @@ def test_the_first_traces_are_verified(make_config, sums, tmp_path, monkeypatch)
     assert said(wrong=0) == "traces     none with the first 1 problems"
 
 
+def ends_in_a_digit(response, answer, problem):
+    return float(response[-1:].isdigit())
+
+
+def test_traces_are_verified_without_the_token_that_ends_them(make_config):
+    cfg = make_config(reward={"kind": f"{__name__}:ends_in_a_digit"})
+    assert any(line.startswith("traces     16 of the first 16 are right") for line in dry_run(cfg, "rl"))
+
+
 def test_a_guidance_model_that_is_not_there(make_config):
     cfg = make_config(rollout={"offpolicy_guidance": {"model_path": "/nowhere"}})
     with pytest.raises(UserError, match=r"'rollout\.offpolicy_guidance\.model_path' /nowhere: no such folder"):

@@ -240,6 +240,15 @@ def test_a_stop_that_comes_too_late_leaves_evaluations_alone(make_config, sums):
         assert "val-core/accuracy" in trainer.evaluate()
 
 
+def test_of_several_processes_none_leaves_an_evaluation(make_config, sums):
+    with Trainer(config(make_config, sums, "joined")) as trainer:
+        trainer.stop_soon("a wish")
+        with pytest.raises(loop.EvaluationCut):
+            trainer._cut_when_stopped()
+        trainer.world = replace(trainer.world, joined=True)
+        trainer._cut_when_stopped()
+
+
 def test_a_failed_evaluation_is_made_up_for_and_its_step_is_on_record(make_config, sums, monkeypatch):
     undisturbed, broken = config(make_config, sums, "undisturbed"), config(make_config, sums, "broken")
     train(undisturbed)
