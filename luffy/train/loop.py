@@ -325,12 +325,7 @@ class Trainer:
                 self._save_if_new(step)
                 raise self._stopped()
         self._stop_reason = None  # it came too late to end anything
-        steps = self.progress.step - first
-        if 2 * idle > steps:
-            view.warn(
-                f"{idle} of {steps} steps changed nothing: all groups were all right or all wrong (batch/solve_all, "
-                "batch/solve_none); easier problems, traces or algorithm.oversample_rounds may help"
-            )
+        warn_if_mostly_idle(view, idle, self.progress.step - first)
         if self.saver is not None:
             self.saver.finish()
 
@@ -640,6 +635,14 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def warn_if_mostly_idle(view: RunView, idle: int, steps: int) -> None:
+    if 2 * idle > steps:
+        view.warn(
+            f"{idle} of {steps} steps changed nothing: all groups were all right or all wrong (batch/solve_all, "
+            "batch/solve_none); easier problems, traces or algorithm.oversample_rounds may help"
+        )
 
 
 def throughput(metrics: dict[str, Metric], seconds: float) -> dict[str, float]:
