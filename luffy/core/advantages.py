@@ -21,7 +21,13 @@ def group_advantages(
 
     Mean and unbiased std are taken over the samples ``in_baseline``: all of them is the paper's
     Eq. 4 (``grpo``); the on-policy ones alone is ``grpo_split``. One such sample alone: mean 0, std 1.
+    Equal rewards have an advantage of exactly 0. ``index`` has one group key a score.
     """
+    if not len(index) == len(in_baseline) == len(scores):
+        raise ValueError(
+            f"rewards of {len(scores)} rows need as many entries in the others: "
+            f"got {len(index)} group keys and {len(in_baseline)} on-policy flags"
+        )
     members: dict[Hashable, list[int]] = defaultdict(list)
     for row, key in enumerate(index):
         members[key].append(row)
@@ -39,6 +45,8 @@ def group_advantages(
 def _mean_std(values: Tensor) -> tuple[Tensor, Tensor]:
     if values.numel() == 1:
         return values.new_zeros(()), values.new_ones(())
+    if (values == values[0]).all():  # the mean of equal values may be rounded, and so may their spread
+        return values[0], values.new_ones(())
     std = values.std()
     return values.mean(), torch.where(std == 0, torch.ones_like(std), std)
 

@@ -49,6 +49,38 @@ def test_equal_rewards_give_zero_not_nan():
     assert (advantages == 0).all()
 
 
+@pytest.mark.parametrize("value", [0.1, 0.3, 1.1, 10.1, -0.7, 1e-3, 1e6 + 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("use_std", [True, False])
+def test_equal_rewards_that_are_not_exact_in_binary_give_exactly_zero(value, dtype, use_std):
+    """The rounding of the mean, over the spread that the same rounding makes, would be an advantage of up to 0.9."""
+    for size in range(2, 33):
+        scores = torch.full((size,), value, dtype=dtype)
+        everyone = torch.ones(size, dtype=torch.bool)
+        assert (group_advantages(scores, "g" * size, everyone, use_std=use_std) == 0).all(), size
+
+
+def test_a_trace_beside_equal_rewards_is_as_good_as_its_distance():
+    scores = torch.tensor([1.0] + [0.1] * 7, dtype=torch.float64)
+    on = torch.tensor([False] + [True] * 7)
+    advantages = group_advantages(scores, "g" * 8, on, use_std=True)
+    assert advantages[0].item() == pytest.approx(0.9 / (1 + 1e-6), rel=1e-12)
+    assert (advantages[1:] == 0).all()
+
+
+@pytest.mark.parametrize("keys", [["a"], [], ["a", "a", "b"], torch.tensor([1, 1, 2])])
+def test_one_group_key_a_row(keys):
+    with pytest.raises(ValueError, match=rf"2 rows.*{len(keys)} group keys"):
+        compute_grpo_outcome_advantage_split(rewards([1.0, 0.0]), torch.ones(2, 3), keys, torch.tensor([True, True]))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_on_policy_flag_a_row(rows):
+    on = torch.ones(rows, dtype=torch.bool)
+    with pytest.raises(ValueError, match=rf"2 rows.*{rows} on-policy"):
+        compute_grpo_outcome_advantage_split(rewards([1.0, 0.0]), torch.ones(2, 3), ["a", "a"], on)
+
+
 def test_a_group_without_on_policy_sample_is_named():
     with pytest.raises(ValueError, match="'lonely'"):
         compute_grpo_outcome_advantage_split(
