@@ -159,6 +159,8 @@ class Trainer:
         if self.engines.replica is not None:  # made before the masters of a checkpoint were there
             self._sync(self.progress.step)
         self.notices += setup.left_out(self.tasks.report, self.eval_report)
+        if method == "rl":
+            self.notices += setup.dropout_notice(self.model.config)
         self.world.on_main(lambda: remove_unfinished(cfg.folder))
         self.world.on_main(self._settle)
 

@@ -55,6 +55,7 @@ class Policy:
         self.model, self.cfg, self.world, self.watch = model, cfg, world or World(), watch or Stopwatch()
         self.temperature = cfg.rollout.temperature if temperature is None else temperature
         self.device = self.world.device or next(model.parameters()).device
+        model.eval()  # whoever scores tokens finds it so; only the gradient passes of an update run in training mode
         self.scorer = self.scorer_of(model)
         self.optimizer = (OffloadedOptimizer if cfg.optim.offload else Optimizer)(model, cfg.optim)
         self.checkpointing = Checkpointing(model, cfg.model.gradient_checkpointing)
@@ -124,7 +125,10 @@ class Policy:
         batches += [idle_batch()] * (whole.passes - len(batches))
         off_ratio_mean = self._off_ratio_mean(batches)
         self.model.train()
-        parts = [self._accumulate(batch, off_ratio_mean) for batch in batches]
+        try:
+            parts = [self._accumulate(batch, off_ratio_mean) for batch in batches]
+        finally:
+            self.model.eval()
         metrics = self.world.merge(fetch(parts))
         grad_norm = self.optimizer.grad_norm()
         norm, loss = float(grad_norm), metrics["actor/loss"].value

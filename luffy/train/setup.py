@@ -208,6 +208,24 @@ def left_out(train: dict[str, int], held_out: dict[str, int]) -> list[str]:
     ]
 
 
+def dropout_notice(model_config: Any) -> list[str]:
+    """One line when the model's config asks for dropout or router noise, which an RL update would run with."""
+    found = [
+        f"{name}={value}"
+        for name, value in sorted(model_config.to_dict().items())
+        if ("drop" in name or "jitter" in name)
+        and not name.startswith(("classifier", "summary"))  # of heads that a causal LM does not have
+        and isinstance(value, float)
+        and value > 0
+    ]
+    if not found:
+        return []
+    return [
+        f"the model has {', '.join(found)}: updates run with it, so their log-probs differ from those of the rollouts "
+        "(rollout/logprob_diff_*); set it to 0 in its config.json"
+    ]
+
+
 def validate(cfg: Config, method: str, model_config: Any) -> None:
     """What only the model or the method can tell, before anything is written."""
     longest = getattr(model_config, "max_position_embeddings", None)
