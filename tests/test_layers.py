@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "data": {"data", *BASE, "schema"},
     "rewards": {"rewards", *BASE, "schema"},
     "guidance": {"guidance", *BASE},
-    "config": {"core", "guidance", "schema", *BASE},
+    "config": {"config", "core", "guidance", "schema", *BASE},
     "models": {"models", "core", "kernels", *BASE},
     "rollout": {"rollout", "models", "core", "kernels", *BASE},
     "report": {"report", "config", "schema", "core", *BASE},

@@ -1,20 +1,12 @@
-"""Every knob, typed, documented where it is defined, and checked when it is built.
-
-A recipe is YAML with the sections below; ``base: other.yaml`` inherits another recipe, and
-``section.key=value`` on the command line overrides both. See ``load_config``.
-"""
+"""Every knob: a typed field with its meaning and its bounds beside its default."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
+from luffy.config.checks import check
 from luffy.core.kl import Estimator
 from luffy.core.losses import PolicyLoss
 from luffy.core.reduce import Reduction
@@ -22,15 +14,8 @@ from luffy.core.shaping import Shape
 from luffy.errors import ConfigError
 from luffy.guidance.choice import TraceChoice
 from luffy.guidance.ratios import RatioSchedule, Strategy
-from luffy.schema import build, knob, nearest, to_dict
+from luffy.schema import knob
 from luffy.types import Sampling
-
-PACKAGE = Path(__file__).parent
-BUILT_IN_RECIPES = PACKAGE / "recipes"
-MOST_VALUES = 10_000  # of a recipe
-DEEPEST = 200  # brackets within brackets
-# The parser's own, and what escapes it: a 13th month, 5,000 digits, bytes that are no text, deep nesting, `!!bool x`.
-YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -445,13 +430,7 @@ class Config:
     ray: RayConfig = knob(factory=RayConfig)
 
     def __post_init__(self) -> None:
-        _check_name(self.name)
-        _check_guidance(self)
-        _check_clip(self)
-        _check_guide(self)
-        _check_batch(self)
-        _check_async(self)
-        _check_launch(self)
+        check(self)
 
     @property
     def folder(self) -> Path:
@@ -470,242 +449,3 @@ class Config:
     def schedule(self, total_steps: int) -> RatioSchedule:
         g = self.guidance
         return RatioSchedule(g.strategy, g.min_ratio, g.max_ratio, g.prefix_steps or total_steps, g.shared)
-
-
-def _check_name(name: str) -> None:
-    parts = Path(name).parts
-    if not name or Path(name).is_absolute() or ".." in parts or parts == () or "\0" in name:
-        raise ConfigError(f"'name' must be a relative folder name without '..', got {name!r}")
-
-
-def _check_guidance(c: Config) -> None:
-    g, n = c.guidance, c.rollout.n
-    if g.n_prefix > n:
-        raise ConfigError(
-            f"'guidance.n_prefix' ({g.n_prefix}) exceeds 'rollout.n' ({n}), the TOTAL number of samples; "
-            f"raise rollout.n or lower guidance.n_prefix"
-        )
-    if g.min_ratio > g.max_ratio:
-        raise ConfigError(f"'guidance.min_ratio' ({g.min_ratio}) exceeds 'guidance.max_ratio' ({g.max_ratio})")
-    if g.n_prefix == n and (c.algorithm.advantage == "grpo_split" or c.algorithm.trace_term == "sft"):
-        raise ConfigError(
-            f"with guidance.n_prefix = rollout.n = {n} no on-policy sample is left, which "
-            f"advantage grpo_split and trace_term sft need; lower guidance.n_prefix"
-        )
-    if c.algorithm.trace_term == "sft" and c.rollout.temperature != 1.0:
-        raise ConfigError(
-            f"trace_term sft scores traces at 'rollout.temperature' ({c.rollout.temperature}), which is not their "
-            f"likelihood; set rollout.temperature=1"
-        )
-    if c.algorithm.trace_term == "sft" and (g.strategy, g.min_ratio, g.max_ratio) != ("fixed", 1.0, 1.0):
-        raise ConfigError("trace_term sft takes whole traces: set guidance.strategy=fixed, min_ratio=1, max_ratio=1")
-
-
-def _check_clip(c: Config) -> None:
-    if c.algorithm.on_policy_reshape == "logp" and not c.algorithm.remove_clip:
-        raise ConfigError(
-            "'algorithm.on_policy_reshape' logp starts at 0, far below the clip at 1 - clip_ratio, so half the tokens "
-            "would have no gradient; set algorithm.remove_clip=true"
-        )
-
-
-def _check_guide(c: Config) -> None:
-    guide = c.rollout.guide
-    if guide is None:
-        return
-    if c.algorithm.mismatch_correction != "off":
-        raise ConfigError(
-            "under token-level guidance the importance weights already divide by what the engine drew with; "
-            "set algorithm.mismatch_correction=off"
-        )
-    if not guide.model_path:
-        raise ConfigError("'rollout.offpolicy_guidance.model_path' is empty; name the guidance model")
-    if guide.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"'rollout.offpolicy_guidance.tensor_parallel_size' is {guide.tensor_parallel_size}, but the native engine "
-            f"runs the guidance model on one device; set it to 1"
-        )
-    if c.rollout.top_p != 1.0 or c.rollout.top_k != 0:
-        raise ConfigError(
-            "token-level guidance needs the exact probability of every token: set rollout.top_p=1 and rollout.top_k=0"
-        )
-
-
-def _check_batch(c: Config) -> None:
-    if c.batch.tokens < c.longest:
-        raise ConfigError(
-            f"'batch.tokens' ({c.batch.tokens}) cannot hold one sequence of data.max_prompt_tokens + "
-            f"rollout.max_tokens = {c.longest} tokens; raise it or lower those"
-        )
-    if c.data.eval_also and c.data.eval is None:
-        raise ConfigError("'data.eval_also' names further sets, but 'data.eval', the first one, is empty")
-    if "core" in c.data.eval_also:
-        raise ConfigError("'data.eval_also.core' is the name of 'data.eval' itself (val-core/*); choose another")
-    if c.batch.mini_batch is not None and c.batch.mini_batch > c.batch.problems:
-        raise ConfigError(f"'batch.mini_batch' ({c.batch.mini_batch}) exceeds 'batch.problems' ({c.batch.problems})")
-
-
-def _check_async(c: Config) -> None:
-    if c.async_.max_staleness and c.rollout.engine != "native":
-        raise ConfigError(
-            f"'async.max_staleness' ({c.async_.max_staleness}) rolls out ahead on a second copy of the native engine; "
-            f"set rollout.engine=native or async.max_staleness=0"
-        )
-    if c.async_.max_staleness and c.algorithm.oversample_rounds:
-        raise ConfigError(
-            f"'async.max_staleness' ({c.async_.max_staleness}) makes one batch a step ahead, and "
-            f"'algorithm.oversample_rounds' ({c.algorithm.oversample_rounds}) may need more; set one of them to 0"
-        )
-    if c.async_.max_staleness and (c.rollout.top_p != 1.0 or c.rollout.top_k != 0):
-        raise ConfigError(
-            "stale rollouts are weighted by the exact probability of every token: set rollout.top_p=1 and "
-            "rollout.top_k=0, or async.max_staleness=0"
-        )
-
-
-def _check_launch(c: Config) -> None:
-    p = c.parallel
-    if c.launch == "local" and p.workers > 1:
-        raise ConfigError(f"'parallel.workers' is {p.workers}, but launch=local runs one; set launch=torchrun or ray")
-    if p.workers % p.rollout_group:
-        raise ConfigError(
-            f"'parallel.rollout_group' ({p.rollout_group}) does not divide 'parallel.workers' ({p.workers})"
-        )
-    if c.launch != "local" and c.rollout.engine == "vllm" and c.rollout.vllm.servers and p.rollout_group != p.workers:
-        raise ConfigError(
-            "each group of processes would push its weights to the same 'rollout.vllm.servers'; set "
-            f"parallel.rollout_group={p.workers}, so that one process speaks to them for all"
-        )
-    if p.shard_size is not None and p.shard != "hybrid":
-        raise ConfigError(f"'parallel.shard_size' ({p.shard_size}) has a meaning only with parallel.shard=hybrid")
-    if c.launch != "local" and c.optim.offload:
-        raise ConfigError(
-            f"'optim.offload' is for one process; with launch={c.launch} set parallel.cpu_offload=true instead"
-        )
-    if c.launch != "local" and c.model.lora is not None and c.model.dtype != "float32":
-        raise ConfigError(
-            "sharded layers hold weights of one dtype, and adapters learn in float32: with launch="
-            f"{c.launch} and model.lora set model.dtype=float32"
-        )
-
-
-def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """A recipe file (or the name of a built-in one) with ``key.sub=value`` overrides, checked."""
-    values: dict[str, Any] = {} if recipe is None else read_recipe(recipe)
-    for override in overrides:
-        keys, value = parse_override(override)
-        set_at(values, keys, value)
-    return build(Config, values)
-
-
-def read_recipe(recipe: str | Path, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The recipe's values on top of those of the recipe it names as ``base``; without a ``name`` the file's own."""
-    path = find_recipe(recipe, _seen[-1].parent if _seen else None)
-    if path in _seen:
-        raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in _seen)}")
-    values: dict[str, Any] = {"name": path.stem, **_with_package_paths(_parse_yaml(path))}
-    base = values.pop("base", None)
-    if base is None:
-        return values
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: 'base' must name one recipe, got {base!r}")
-    return merge(read_recipe(base, (*_seen, path)), values)
-
-
-def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
-    name = str(recipe)
-    places = [Path(name)] if beside is None else [beside / name, Path(name)]
-    built_in = BUILT_IN_RECIPES / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
-    for path in (*places, built_in):
-        if os.path.isfile(path):  # unlike Path.is_file, no error where a name is too long to be one
-            return path.resolve()
-    hint = nearest(name, list(built_in_recipes())) or "; `luffy recipes` lists the built-in ones"
-    named = "" if beside is None else f", which a recipe in {beside} names as its base"
-    raise ConfigError(f"no recipe {name!r}{named}: neither a file nor a built-in one{hint}")
-
-
-def built_in_recipes() -> dict[str, str]:
-    """What each is for, by name: the first line of its file says it."""
-    files = {str(path.relative_to(BUILT_IN_RECIPES).with_suffix("")): path for path in BUILT_IN_RECIPES.rglob("*.yaml")}
-    first_lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in sorted(files.items())}
-    return {name: line.removeprefix("#").strip() for name, line in first_lines.items() if line.startswith("#")}
-
-
-def _with_package_paths(value: Any) -> Any:
-    """``package:quickstart/assets/base`` in a recipe names a file that is installed with luffy."""
-    if isinstance(value, dict):
-        return {k: _with_package_paths(v) for k, v in value.items()}
-    if isinstance(value, str) and value.startswith("package:"):
-        return str(PACKAGE / value.removeprefix("package:"))
-    return value
-
-
-def _parse_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = _read_yaml(path.read_text(encoding="utf-8"))
-    except YAML_ERRORS as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    _check_size(values, str(path))
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a recipe is a mapping of sections, got {type(values).__name__}")
-    return values
-
-
-def _read_yaml(text: str) -> Any:
-    """The parser takes seconds for two kilobytes of brackets within brackets: its time is their depth squared."""
-    depth = deepest = 0
-    for mark in re.findall(r"[\[\]{}]", text):
-        depth = max(depth + (1 if mark in "[{" else -1), 0)
-        deepest = max(deepest, depth)
-    if deepest > DEEPEST:
-        raise ValueError(f"brackets lie {deepest} deep in each other, at most {DEEPEST} are read")
-    return yaml.safe_load(text)
-
-
-def parse_override(text: str) -> tuple[list[str], Any]:
-    """``"optim.lr=1e-5"`` -> ``(["optim", "lr"], "1e-5")``, the value read as YAML."""
-    key, sign, raw = text.partition("=")
-    if not sign or not key.strip():
-        raise ConfigError(f"override {text!r} must look like section.key=value")
-    try:
-        value = _read_yaml(raw) if raw.strip() else None
-    except YAML_ERRORS as error:
-        raise ConfigError(f"override {text!r}: not a YAML value: {' '.join(str(error).split())}") from None
-    _check_size(value, f"override {key.strip()}")
-    return key.strip().split("."), value
-
-
-def _check_size(value: Any, where: str) -> None:
-    """Aliases (``*name``) make a short text endless, or so large that nobody sees the end of it."""
-    waiting, seen = [value], 0
-    while waiting:
-        seen += 1
-        if seen > MOST_VALUES:
-            raise ConfigError(f"{where}: more than {MOST_VALUES:,} values; an alias (*name) must not repeat itself")
-        inner = waiting.pop()
-        waiting.extend(inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, list) else ())
-
-
-def set_at(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """Replace what stands at a dotted path: ``reward.weights={}`` empties the mapping of the recipe."""
-    for key in keys[:-1]:
-        inner = values.get(key)
-        values[key] = values = dict(inner) if isinstance(inner, Mapping) else {}
-    values[keys[-1]] = value
-
-
-def merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """``top`` laid over ``base``, section by section; changes and returns ``base``."""
-    for key, value in top.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
-            merge(base[key], value)
-        else:
-            base[key] = dict(value) if isinstance(value, Mapping) else value
-    return base
-
-
-def to_yaml(config: Config) -> str:
-    """The resolved config: reading it back gives the same object."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,73 @@
+"""The configuration of a run: knobs, checks across them, and recipes.
+
+A recipe is YAML with one section per dataclass of ``knobs``; ``base: other.yaml`` inherits another recipe, and
+``section.key=value`` on the command line overrides both. See ``load_config``.
+"""
+
+from luffy.config.knobs import (
+    AlgorithmConfig,
+    AsyncConfig,
+    BatchConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    GuidanceConfig,
+    LoraConfig,
+    ModelConfig,
+    OffPolicyGuidanceConfig,
+    OptimConfig,
+    ParallelConfig,
+    RayConfig,
+    RecordConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainConfig,
+    VllmConfig,
+)
+from luffy.config.recipes import (
+    BUILT_IN_RECIPES,
+    PACKAGE,
+    YAML_ERRORS,
+    built_in_recipes,
+    find_recipe,
+    load_config,
+    merge,
+    parse_override,
+    read_recipe,
+    set_at,
+    to_yaml,
+)
+from luffy.schema import build
+
+__all__ = [
+    "BUILT_IN_RECIPES",
+    "PACKAGE",
+    "YAML_ERRORS",
+    "AlgorithmConfig",
+    "AsyncConfig",
+    "BatchConfig",
+    "Config",
+    "DataConfig",
+    "EvalConfig",
+    "GuidanceConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OffPolicyGuidanceConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "RayConfig",
+    "RecordConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "TrainConfig",
+    "VllmConfig",
+    "build",
+    "built_in_recipes",
+    "find_recipe",
+    "load_config",
+    "merge",
+    "parse_override",
+    "read_recipe",
+    "set_at",
+    "to_yaml",
+]

@@ -1,0 +1,135 @@
+"""Checks across sections: settings that are right one by one and wrong together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from luffy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from luffy.config.knobs import Config
+
+
+def check(config: Config) -> None:
+    """Raise a ConfigError that names the knobs in conflict and what to set instead."""
+    _check_name(config.name)
+    for check_one in (_check_guidance, _check_clip, _check_guide, _check_batch, _check_async, _check_launch):
+        check_one(config)
+
+
+def _check_name(name: str) -> None:
+    parts = Path(name).parts
+    if not name or Path(name).is_absolute() or ".." in parts or parts == () or "\0" in name:
+        raise ConfigError(f"'name' must be a relative folder name without '..', got {name!r}")
+
+
+def _check_guidance(c: Config) -> None:
+    g, n = c.guidance, c.rollout.n
+    if g.n_prefix > n:
+        raise ConfigError(
+            f"'guidance.n_prefix' ({g.n_prefix}) exceeds 'rollout.n' ({n}), the TOTAL number of samples; "
+            f"raise rollout.n or lower guidance.n_prefix"
+        )
+    if g.min_ratio > g.max_ratio:
+        raise ConfigError(f"'guidance.min_ratio' ({g.min_ratio}) exceeds 'guidance.max_ratio' ({g.max_ratio})")
+    if g.n_prefix == n and (c.algorithm.advantage == "grpo_split" or c.algorithm.trace_term == "sft"):
+        raise ConfigError(
+            f"with guidance.n_prefix = rollout.n = {n} no on-policy sample is left, which "
+            f"advantage grpo_split and trace_term sft need; lower guidance.n_prefix"
+        )
+    if c.algorithm.trace_term == "sft" and c.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"trace_term sft scores traces at 'rollout.temperature' ({c.rollout.temperature}), which is not their "
+            f"likelihood; set rollout.temperature=1"
+        )
+    if c.algorithm.trace_term == "sft" and (g.strategy, g.min_ratio, g.max_ratio) != ("fixed", 1.0, 1.0):
+        raise ConfigError("trace_term sft takes whole traces: set guidance.strategy=fixed, min_ratio=1, max_ratio=1")
+
+
+def _check_clip(c: Config) -> None:
+    if c.algorithm.on_policy_reshape == "logp" and not c.algorithm.remove_clip:
+        raise ConfigError(
+            "'algorithm.on_policy_reshape' logp starts at 0, far below the clip at 1 - clip_ratio, so half the tokens "
+            "would have no gradient; set algorithm.remove_clip=true"
+        )
+
+
+def _check_guide(c: Config) -> None:
+    guide = c.rollout.guide
+    if guide is None:
+        return
+    if c.algorithm.mismatch_correction != "off":
+        raise ConfigError(
+            "under token-level guidance the importance weights already divide by what the engine drew with; "
+            "set algorithm.mismatch_correction=off"
+        )
+    if not guide.model_path:
+        raise ConfigError("'rollout.offpolicy_guidance.model_path' is empty; name the guidance model")
+    if guide.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"'rollout.offpolicy_guidance.tensor_parallel_size' is {guide.tensor_parallel_size}, but the native engine "
+            f"runs the guidance model on one device; set it to 1"
+        )
+    if c.rollout.top_p != 1.0 or c.rollout.top_k != 0:
+        raise ConfigError(
+            "token-level guidance needs the exact probability of every token: set rollout.top_p=1 and rollout.top_k=0"
+        )
+
+
+def _check_batch(c: Config) -> None:
+    if c.batch.tokens < c.longest:
+        raise ConfigError(
+            f"'batch.tokens' ({c.batch.tokens}) cannot hold one sequence of data.max_prompt_tokens + "
+            f"rollout.max_tokens = {c.longest} tokens; raise it or lower those"
+        )
+    if c.data.eval_also and c.data.eval is None:
+        raise ConfigError("'data.eval_also' names further sets, but 'data.eval', the first one, is empty")
+    if "core" in c.data.eval_also:
+        raise ConfigError("'data.eval_also.core' is the name of 'data.eval' itself (val-core/*); choose another")
+    if c.batch.mini_batch is not None and c.batch.mini_batch > c.batch.problems:
+        raise ConfigError(f"'batch.mini_batch' ({c.batch.mini_batch}) exceeds 'batch.problems' ({c.batch.problems})")
+
+
+def _check_async(c: Config) -> None:
+    if c.async_.max_staleness and c.rollout.engine != "native":
+        raise ConfigError(
+            f"'async.max_staleness' ({c.async_.max_staleness}) rolls out ahead on a second copy of the native engine; "
+            f"set rollout.engine=native or async.max_staleness=0"
+        )
+    if c.async_.max_staleness and c.algorithm.oversample_rounds:
+        raise ConfigError(
+            f"'async.max_staleness' ({c.async_.max_staleness}) makes one batch a step ahead, and "
+            f"'algorithm.oversample_rounds' ({c.algorithm.oversample_rounds}) may need more; set one of them to 0"
+        )
+    if c.async_.max_staleness and (c.rollout.top_p != 1.0 or c.rollout.top_k != 0):
+        raise ConfigError(
+            "stale rollouts are weighted by the exact probability of every token: set rollout.top_p=1 and "
+            "rollout.top_k=0, or async.max_staleness=0"
+        )
+
+
+def _check_launch(c: Config) -> None:
+    p = c.parallel
+    if c.launch == "local" and p.workers > 1:
+        raise ConfigError(f"'parallel.workers' is {p.workers}, but launch=local runs one; set launch=torchrun or ray")
+    if p.workers % p.rollout_group:
+        raise ConfigError(
+            f"'parallel.rollout_group' ({p.rollout_group}) does not divide 'parallel.workers' ({p.workers})"
+        )
+    if c.launch != "local" and c.rollout.engine == "vllm" and c.rollout.vllm.servers and p.rollout_group != p.workers:
+        raise ConfigError(
+            "each group of processes would push its weights to the same 'rollout.vllm.servers'; set "
+            f"parallel.rollout_group={p.workers}, so that one process speaks to them for all"
+        )
+    if p.shard_size is not None and p.shard != "hybrid":
+        raise ConfigError(f"'parallel.shard_size' ({p.shard_size}) has a meaning only with parallel.shard=hybrid")
+    if c.launch != "local" and c.optim.offload:
+        raise ConfigError(
+            f"'optim.offload' is for one process; with launch={c.launch} set parallel.cpu_offload=true instead"
+        )
+    if c.launch != "local" and c.model.lora is not None and c.model.dtype != "float32":
+        raise ConfigError(
+            "sharded layers hold weights of one dtype, and adapters learn in float32: with launch="
+            f"{c.launch} and model.lora set model.dtype=float32"
+        )

@@ -1,0 +1,144 @@
+"""Recipes: YAML files found, composed and read into a checked ``Config``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from luffy.config.knobs import Config
+from luffy.errors import ConfigError
+from luffy.schema import build, nearest, to_dict
+
+PACKAGE = Path(__file__).parent.parent
+BUILT_IN_RECIPES = PACKAGE / "recipes"
+MOST_VALUES = 10_000  # of a recipe
+DEEPEST = 200  # brackets within brackets
+# The parser's own, and what escapes it: a 13th month, 5,000 digits, bytes that are no text, deep nesting, `!!bool x`.
+YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError)
+
+
+def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """A recipe file (or the name of a built-in one) with ``key.sub=value`` overrides, checked."""
+    values: dict[str, Any] = {} if recipe is None else read_recipe(recipe)
+    for override in overrides:
+        keys, value = parse_override(override)
+        set_at(values, keys, value)
+    return build(Config, values)
+
+
+def read_recipe(recipe: str | Path, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The recipe's values on top of those of the recipe it names as ``base``; without a ``name`` the file's own."""
+    path = find_recipe(recipe, _seen[-1].parent if _seen else None)
+    if path in _seen:
+        raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in _seen)}")
+    values: dict[str, Any] = {"name": path.stem, **_with_package_paths(_parse_yaml(path))}
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: 'base' must name one recipe, got {base!r}")
+    return merge(read_recipe(base, (*_seen, path)), values)
+
+
+def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
+    name = str(recipe)
+    places = [Path(name)] if beside is None else [beside / name, Path(name)]
+    built_in = BUILT_IN_RECIPES / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+    for path in (*places, built_in):
+        if os.path.isfile(path):  # unlike Path.is_file, no error where a name is too long to be one
+            return path.resolve()
+    hint = nearest(name, list(built_in_recipes())) or "; `luffy recipes` lists the built-in ones"
+    named = "" if beside is None else f", which a recipe in {beside} names as its base"
+    raise ConfigError(f"no recipe {name!r}{named}: neither a file nor a built-in one{hint}")
+
+
+def built_in_recipes() -> dict[str, str]:
+    """What each is for, by name: the first line of its file says it."""
+    files = {str(path.relative_to(BUILT_IN_RECIPES).with_suffix("")): path for path in BUILT_IN_RECIPES.rglob("*.yaml")}
+    first_lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in sorted(files.items())}
+    return {name: line.removeprefix("#").strip() for name, line in first_lines.items() if line.startswith("#")}
+
+
+def _with_package_paths(value: Any) -> Any:
+    """``package:quickstart/assets/base`` in a recipe names a file that is installed with luffy."""
+    if isinstance(value, dict):
+        return {k: _with_package_paths(v) for k, v in value.items()}
+    if isinstance(value, str) and value.startswith("package:"):
+        return str(PACKAGE / value.removeprefix("package:"))
+    return value
+
+
+def _parse_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = _read_yaml(path.read_text(encoding="utf-8"))
+    except YAML_ERRORS as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    _check_size(values, str(path))
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a recipe is a mapping of sections, got {type(values).__name__}")
+    return values
+
+
+def _read_yaml(text: str) -> Any:
+    """The parser takes seconds for two kilobytes of brackets within brackets: its time is their depth squared."""
+    depth = deepest = 0
+    for mark in re.findall(r"[\[\]{}]", text):
+        depth = max(depth + (1 if mark in "[{" else -1), 0)
+        deepest = max(deepest, depth)
+    if deepest > DEEPEST:
+        raise ValueError(f"brackets lie {deepest} deep in each other, at most {DEEPEST} are read")
+    return yaml.safe_load(text)
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """``"optim.lr=1e-5"`` -> ``(["optim", "lr"], "1e-5")``, the value read as YAML."""
+    key, sign, raw = text.partition("=")
+    if not sign or not key.strip():
+        raise ConfigError(f"override {text!r} must look like section.key=value")
+    try:
+        value = _read_yaml(raw) if raw.strip() else None
+    except YAML_ERRORS as error:
+        raise ConfigError(f"override {text!r}: not a YAML value: {' '.join(str(error).split())}") from None
+    _check_size(value, f"override {key.strip()}")
+    return key.strip().split("."), value
+
+
+def _check_size(value: Any, where: str) -> None:
+    """Aliases (``*name``) make a short text endless, or so large that nobody sees the end of it."""
+    waiting, seen = [value], 0
+    while waiting:
+        seen += 1
+        if seen > MOST_VALUES:
+            raise ConfigError(f"{where}: more than {MOST_VALUES:,} values; an alias (*name) must not repeat itself")
+        inner = waiting.pop()
+        waiting.extend(inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, list) else ())
+
+
+def set_at(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Replace what stands at a dotted path: ``reward.weights={}`` empties the mapping of the recipe."""
+    for key in keys[:-1]:
+        inner = values.get(key)
+        values[key] = values = dict(inner) if isinstance(inner, Mapping) else {}
+    values[keys[-1]] = value
+
+
+def merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """``top`` laid over ``base``, section by section; changes and returns ``base``."""
+    for key, value in top.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            merge(base[key], value)
+        else:
+            base[key] = dict(value) if isinstance(value, Mapping) else value
+    return base
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config: reading it back gives the same object."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
