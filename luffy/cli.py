@@ -357,6 +357,9 @@ def eval_golds(
             failures += len(check.failed)
         for name in suite.missing:
             typer.echo(f"{name}: not checked, the file is missing")
+        for row in suite.left_out:
+            typer.echo(f"  FAILED {row}")
+        failures += len(suite.left_out)
     if failures:
         raise typer.Exit(1)
 

@@ -66,11 +66,13 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Suite:
-    """``missing`` names the benchmarks of the suite whose files are not there."""
+    """``missing`` names the benchmarks of the suite whose files are not there. ``left_out`` names every row that
+    cannot be read, with the reason; such rows are not evaluated."""
 
     name: str
     benchmarks: tuple[Benchmark, ...]
     missing: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     is_builtin: bool = True
 
 
@@ -92,8 +94,12 @@ def load_suite(
     else:
         known = ", ".join(SUITES)
         raise UserError(f"--suite {name}: neither a suite ({known}) nor a file; check the name or the path")
-    arranged = (_arranged(b, k, reward, seed, shuffle, limit) for b in suite.benchmarks)
-    return replace(suite, benchmarks=tuple(arranged))
+    left_out: list[str] = []
+    arranged = [_arranged(b, k, reward, seed, shuffle, limit, left_out) for b in suite.benchmarks]
+    readable = tuple(benchmark for benchmark in arranged if benchmark.problems)
+    if not readable:
+        raise DataError(f"--suite {name}: no row can be evaluated; the first: {left_out[0]}")
+    return replace(suite, benchmarks=readable, left_out=tuple(left_out))
 
 
 def data_folder(given: Path | None) -> Path:
@@ -150,13 +156,23 @@ def _from_file(path: Path, reward: str) -> Suite:
 
 
 def _arranged(
-    benchmark: Benchmark, k: int | None, reward: str | None, seed: int, shuffle: bool, limit: int | None
+    benchmark: Benchmark,
+    k: int | None,
+    reward: str | None,
+    seed: int,
+    shuffle: bool,
+    limit: int | None,
+    left_out: list[str],
 ) -> Benchmark:
-    problems = benchmark.problems[:limit]
+    """``benchmark`` as it is evaluated. Rows whose options cannot be read are added to ``left_out``."""
     kind = reward or benchmark.reward
-    if kind == "choice":
-        problems = tuple(_arranged_choice(problem, seed, shuffle) for problem in problems)
-    return replace(benchmark, problems=problems, reward=kind, k=k or benchmark.k)
+    problems = []
+    for problem in benchmark.problems[:limit]:
+        try:
+            problems.append(_arranged_choice(problem, seed, shuffle) if kind == "choice" else problem)
+        except DataError as error:
+            left_out.append(f"{benchmark.title}, {error}")
+    return replace(benchmark, problems=tuple(problems), reward=kind, k=k or benchmark.k)
 
 
 def _arranged_choice(problem: Problem, seed: int, shuffle: bool) -> Problem:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from luffy.errors import DataError
@@ -16,6 +16,7 @@ from luffy.guidance.plan import seed_of
 from luffy.types import Problem
 
 LETTERS = "ABCDEFGHIJ"
+NUMBERS = tuple(str(number) for number in range(1, 11))
 _OPTION = re.compile(r"^[ \t]*\(?([A-J]|10|[1-9])[).:][ \t]+(?=\S)", re.MULTILINE)
 # "Both A and B", "all of the above": such an option means something only where it stands.
 _REFERS = re.compile(
@@ -43,9 +44,15 @@ class Choices:
 
 
 def read_choices(question: str, answer: str, where: str) -> Choices:
-    """The options are the last run of lines labelled A, B, C ... or 1, 2, 3 ..., up to the end."""
+    """The options are the last run of lines labelled A, B, C ..., up to the end of the question.
+
+    Only a question without such a run may number its options 1, 2, 3 ...: an option's own text can contain lines
+    such as "2. HCl".
+    """
     labels = list(_OPTION.finditer(question))
-    run = _last_run(labels)
+    run = _last_run(labels, LETTERS)
+    if len(run) < 2:
+        run = _last_run(labels, NUMBERS)
     if len(run) < 2:
         raise DataError(f"{where}: no options found in the question; write them as lines 'A) ...', 'B) ...'")
     ends = [match.start() for match in run[1:]] + [len(question)]
@@ -57,14 +64,12 @@ def read_choices(question: str, answer: str, where: str) -> Choices:
     return Choices(question[: run[0].start()], options, names.index(gold))
 
 
-def _last_run(labels: list[re.Match[str]]) -> list[re.Match[str]]:
-    """From the last label A (or 1) on, as long as each label is the next one."""
-    starts = [place for place, match in enumerate(labels) if match[1] in ("A", "1")]
-    if not starts:
-        return []
-    run = labels[starts[-1] :]
-    alphabet = list(LETTERS) if run[0][1] == "A" else [str(n) for n in range(1, 11)]
-    return [match for match, label in zip(run, alphabet, strict=False) if match[1] == label]
+def _last_run(labels: list[re.Match[str]], names: Sequence[str]) -> list[re.Match[str]]:
+    """From the last label ``names[0]`` on, as long as each of the labels in ``names`` is the next one."""
+    labels = [match for match in labels if match[1] in names]
+    starts = [place for place, match in enumerate(labels) if match[1] == names[0]]
+    run = labels[starts[-1] :] if starts else []
+    return [match for match, label in zip(run, names, strict=False) if match[1] == label]
 
 
 def shuffled(choices: Choices, seed: int) -> Choices:

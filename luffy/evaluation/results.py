@@ -27,13 +27,15 @@ SHOWN = (  # settings in result.md
 
 @dataclass(frozen=True)
 class Result:
-    """``benchmarks`` keeps the paper's column order; ``missing`` names those of the suite without a file."""
+    """``benchmarks`` keeps the paper's column order; ``missing`` names those of the suite without a file,
+    ``left_out`` rows that cannot be read."""
 
     settings: dict[str, Any]
     titles: dict[str, str]
     benchmarks: dict[str, Summary]
     repeats: dict[str, int]
     missing: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -65,6 +67,7 @@ def build_result(suite: Suite, settings: Settings, rows: Sequence[Row]) -> Resul
         benchmarks={b.name: summarise(wanted[b.name], b.k) for b in suite.benchmarks},
         repeats={b.name: b.repeats for b in suite.benchmarks},
         missing=suite.missing,
+        left_out=suite.left_out,
     )
 
 
@@ -79,6 +82,7 @@ def write_result(result: Result, folder: Path) -> None:
             for name, summary in result.benchmarks.items()
         },
         "missing": list(result.missing),
+        "left_out": list(result.left_out),
         "settings": result.settings,
     }
     write_atomically(folder / RESULT, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
@@ -92,7 +96,8 @@ def as_markdown(result: Result) -> str:
     settings = result.settings
     lines = [f"# {result.name} on {Path(settings['suite']).name}", "", *_headline(result), "", *_details(result), ""]
     lines += [f"Not evaluated, the file is missing: {name}." for name in result.missing]
-    if result.missing:
+    lines += [f"Not evaluated, the row cannot be read: {row}." for row in result.left_out]
+    if result.missing or result.left_out:
         lines.append("")
     shown = ", ".join(f"{key} {_shown(settings, key)}" for key in SHOWN)
     lines.append(f"Settings: {shown}; luffy {__version__}.")

@@ -85,6 +85,8 @@ def run_evaluation(options: Options) -> Result:
     )  # fmt: skip
     for name in suite.missing:
         logger.warning("%s is not evaluated: the file is missing", name)
+    for row in suite.left_out:
+        logger.warning("a row is not evaluated: %s", row)
     rewards = {benchmark.reward for benchmark in suite.benchmarks}
     assert len(rewards) == 1, "a suite has one reward"
     out = options.out or default_out(options.model, options.suite)

@@ -98,3 +98,26 @@ def test_no_data_folder(monkeypatch, tmp_path):
 def test_unknown_suite():
     with pytest.raises(UserError, match=r"--suite maths6: neither a suite \(math6, ood, gsm8k\) nor a file"):
         load_suite("maths6")
+
+
+def test_a_row_without_options_is_named_and_the_rest_is_evaluated(folder):
+    gpqa = [verl_row("gpqa", f"q{n}\n\nA) x{n}\nB) y{n}\n", "B") for n in range(4)]
+    gpqa[2] = verl_row("gpqa", "Name the compound.", "B")
+    pq.write_table(pa.Table.from_pylist(gpqa), folder / "benchmarks/gpqa.parquet")
+    suite = load_suite("ood", folder)
+    assert {b.title: len(b.problems) for b in suite.benchmarks} == {"ARC-c": 20, "GPQA*": 3}
+    assert [p.id for p in suite.benchmarks[1].problems] == ["gpqa:0", "gpqa:1", "gpqa:3"]
+    [row] = suite.left_out
+    assert row.startswith("GPQA*, problem 'gpqa:2': no options found")
+
+
+def test_a_benchmark_of_unreadable_rows_does_not_stop_the_others(folder):
+    pq.write_table(pa.Table.from_pylist([verl_row("gpqa", "Name it.", "B")]), folder / "benchmarks/gpqa.parquet")
+    assert [b.title for b in load_suite("ood", folder).benchmarks] == ["ARC-c"]
+
+
+def test_a_file_of_unreadable_rows_is_an_error(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "Name it.", "answer": "B"}\n')
+    with pytest.raises(DataError, match="no row can be evaluated; the first: mine, problem .*no options found"):
+        load_suite(str(path), reward="choice")

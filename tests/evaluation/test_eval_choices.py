@@ -28,6 +28,24 @@ def test_an_option_over_several_lines_and_letters_in_the_question():
     assert choices.stem.startswith("Take\nA) first")
 
 
+def test_numbered_lines_inside_lettered_options_are_text():
+    text = "Which route?\n\nA) 1. Br2, light\n2. NaOH\nB) 1. HCl\n2. Cl2/hv\n3. heat\nC) none\nD) 1. O3\n2. Zn"
+    choices = read_choices(text, "C", "row")
+    assert choices.options == ("1. Br2, light\n2. NaOH", "1. HCl\n2. Cl2/hv\n3. heat", "none", "1. O3\n2. Zn")
+    assert choices.gold == 2 and choices.stem == "Which route?\n\n"
+
+
+def test_numbered_steps_on_lines_of_their_own_inside_options():
+    text = "Which route?\nA)\tfirst:\n1. Br2\n2. NaOH\nB) second:\n1. HCl\n2. Cl2/hv"
+    choices = read_choices(text, "B", "row")
+    assert choices.options == ("first:\n1. Br2\n2. NaOH", "second:\n1. HCl\n2. Cl2/hv") and choices.gold == 1
+
+
+def test_numbered_options_of_a_question_with_a_single_lettered_line():
+    choices = read_choices("Take\nA) the map.\nWhere?\n1) north\n2) south", "2", "row")
+    assert choices.options == ("north", "south") and choices.gold == 1
+
+
 @pytest.mark.parametrize("gold", ["E", "", "apple"])
 def test_a_gold_that_is_no_option(gold):
     with pytest.raises(DataError, match=r"row 7: the gold .* is none of the options A, B, C, D"):
