@@ -10,6 +10,7 @@ import torch
 from luffy.config import EvalConfig, RewardConfig
 from luffy.guidance.plan import seed_of
 from luffy.metrics import Mean, Metric
+from luffy.models.load import decode
 from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
 from luffy.types import Completion, Group, Request, Rollout, Sampling, Score, Task
@@ -43,7 +44,7 @@ def evaluate(
         for k in range(cfg.n)
     ]
     completions = engine.generate(requests, progress)
-    texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+    texts = decode(tokenizer, [c.token_ids for c in completions])
     mine = tasks[rank::ranks]
     problems = [task.problem for task in mine for _ in range(cfg.n)]
     scores = verifier.score(list(zip(problems, texts, strict=True)))

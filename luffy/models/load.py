@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +48,12 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
         check_local(path, "tokenizer_config.json")
         return _guarded(AutoTokenizer.from_pretrained, path, str(path), trust_remote_code=trust_remote_code)
     return _guarded(AutoTokenizer.from_pretrained, gguf, str(gguf.parent), gguf_file=gguf.name)
+
+
+def decode(tokenizer: Any, responses: Sequence[Any]) -> list[str]:
+    """The text of each response's token ids, without special tokens. (For no responses some versions of
+    `transformers` give one empty text.)"""
+    return tokenizer.batch_decode(responses, skip_special_tokens=True) if responses else []
 
 
 def token_count(tokenizer: Any) -> int:

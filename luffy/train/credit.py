@@ -14,6 +14,7 @@ from luffy.config import AlgorithmConfig, RewardConfig
 from luffy.core.advantages import group_advantages
 from luffy.core.kl import kl_penalty
 from luffy.metrics import Max, Mean, Metric, Sum, spread
+from luffy.models.load import decode
 from luffy.rewards import Verifier
 from luffy.types import Group, Rollout, Sample
 
@@ -21,7 +22,7 @@ from luffy.types import Group, Rollout, Sample
 def score(rollouts: Sequence[tuple[Rollout, ...]], verifier: Verifier, tokenizer: Any) -> list[Group]:
     """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
     flat = [rollout for group in rollouts for rollout in group]
-    texts = tokenizer.batch_decode([r.token_ids for r in flat], skip_special_tokens=True)
+    texts = decode(tokenizer, [r.token_ids for r in flat])
     scores = iter(verifier.score([(r.task.problem, text) for r, text in zip(flat, texts, strict=True)]))
     return [Group(group[0].task, group, tuple(next(scores) for _ in group)) for group in rollouts]
 

@@ -16,7 +16,7 @@ from luffy.data import ProblemSampler
 from luffy.errors import UserError
 from luffy.guidance import Planner
 from luffy.models.forward import key_value_shape, use_luffy_attention
-from luffy.models.load import DTYPES, check_local, gguf_file, load_model, load_tokenizer
+from luffy.models.load import DTYPES, check_local, decode, gguf_file, load_model, load_tokenizer
 from luffy.rewards import build_verifier
 from luffy.rollout.native import default_slots
 from luffy.rollout.speculative import check_same_tokenizer
@@ -80,7 +80,7 @@ def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: A
         some = list(islice(((t.problem, demo) for t in looked_at for demo in t.demonstrations), TRACES_VERIFIED))
         if not some:
             return f"none with the first {min(len(tasks), PROBLEMS_LOOKED_AT)} problems"
-        texts = tokenizer.batch_decode([demo.token_ids for _, demo in some], skip_special_tokens=True)
+        texts = decode(tokenizer, [demo.token_ids for _, demo in some])
         scores = verifier.score([(problem, text) for (problem, _), text in zip(some, texts, strict=True)])
     right = sum(cfg.reward.solved(s.value) for s in scores)
     doubt = "" if right >= FEW_RIGHT * len(some) else "; LOOK AT THEM: only right ones teach (luffy prepare check)"

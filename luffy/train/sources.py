@@ -16,6 +16,7 @@ from luffy.errors import AllStopped
 from luffy.guidance import Planner
 from luffy.guidance.choice import choose
 from luffy.metrics import Metric, Sum, merge_metrics, spread
+from luffy.models.load import decode
 from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
@@ -289,7 +290,7 @@ class RolloutSource:
         known = self._trace_rewards.get(task.problem.id)
         if known is None:
             ids = [list(d.token_ids) for d in task.demonstrations]
-            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            texts = decode(self.tokenizer, ids)
             known = [s.value for s in self.verifier.score([(task.problem, text) for text in texts])]
             self._trace_rewards[task.problem.id] = known
         return known

@@ -1,0 +1,63 @@
+"""More processes than problems: the one without a problem goes through the same steps with nothing in its hands."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import make_tokenizer
+
+from luffy.config import EvalConfig, RewardConfig, to_yaml
+from luffy.evaluation.held_out import evaluate
+from luffy.models.load import decode, load_model
+from luffy.report.recorder import read_json_lines
+from luffy.rewards import build_verifier
+from luffy.rollout.native import NativeEngine
+from luffy.train.credit import score
+from luffy.types import Problem, Task
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_decoding_gives_one_text_for_each_response():
+    tokenizer = make_tokenizer()
+    assert decode(tokenizer, []) == []
+    assert decode(tokenizer, [[], [4, 13, 5, 1]]) == ["", "1+2"]
+
+
+def test_no_rollouts_make_no_groups():
+    with build_verifier("numeric") as verifier:
+        assert score([], verifier, make_tokenizer()) == []
+
+
+def test_a_rank_without_a_held_out_problem_counts_nothing(tiny_model):
+    engine = NativeEngine(load_model(tiny_model))
+    task = Task(Problem("p", "1+1", "2"), (4, 13, 4))
+    seen = []
+    with build_verifier("numeric") as verifier:
+        metrics = evaluate(
+            [task], engine, verifier, make_tokenizer(), EvalConfig(n=2), max_tokens=4, eos_ids=(1,), seed=0,
+            reward=RewardConfig(), seen=seen.append, rank=1, ranks=2,
+        )  # fmt: skip
+    assert seen == [[]] and all(metric.weight == 0 for metric in metrics.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["train", "sft"])
+def test_two_processes_train_and_evaluate_on_one_problem(make_config, sums, tmp_path, method):
+    one = tmp_path / "one.jsonl"
+    one.write_text(sums.read_text().splitlines()[0] + "\n")
+    cfg = make_config(
+        launch="torchrun", parallel={"workers": 2, "timeout_s": 60}, data={"train": str(one), "eval": str(one)},
+        batch={"problems": 1}, eval={"every": 0}, train={"steps": 2}, algorithm={"reject_extreme": False},
+    )  # fmt: skip
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(to_yaml(cfg))
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "luffy", method, str(recipe)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    rows = read_json_lines(cfg.folder / "metrics.jsonl")
+    assert [row["step"] for row in rows if "actor/loss" in row] == [1, 2]
+    assert [row["step"] for row in rows if "val-core/accuracy" in row] == [2]
