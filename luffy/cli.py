@@ -19,6 +19,7 @@ import typer.core
 
 from luffy._version import __version__
 from luffy.bench.cli import bench_app
+from luffy.cli_help import FullHelp
 from luffy.config import Config, built_in_recipes, load_config, to_yaml
 from luffy.errors import TrainingStopped, UserError
 from luffy.prepare.cli import prepare_app
@@ -36,12 +37,33 @@ def knob_reference() -> str:
 class KnobHelp(typer.core.TyperCommand):
     """A command whose --help ends with every knob that an override can set."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
+        for place, arg in enumerate(args[: args.index("--")] if "--" in args else args):
+            name, equals, value = arg.partition("=")
+            if name.startswith("--") and name not in known:
+                following = args[place + 1] if place + 1 < len(args) else ""
+                following = "" if following.startswith("-") or "=" in following else following
+                raise UserError(_not_an_option(name, value if equals else following, self.name))
+        return super().parse_args(ctx, args)
+
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         formatter.write("\nKnobs (section.key=value), with their defaults:\n" + knob_reference() + "\n")
 
 
+def _not_an_option(name: str, value: str, command: str | None) -> str:
+    """What to write instead of ``--steps 3``: the knobs of that name, with the value."""
+    wanted = name.removeprefix("--").replace("-", "_")
+    paths = [doc.path for doc in describe(Config)]
+    meant = [path for path in paths if wanted in (path, path.replace(".", "_"), path.rpartition(".")[2])]
+    if not meant:
+        return f"{name} is no option; knobs are written section.key=value (luffy {command} --help lists them)"
+    return f"{name} is no option: write " + " or ".join(f"{path}={value or '...'}" for path in meant)
+
+
 app = typer.Typer(
     name="luffy",
+    cls=FullHelp,
     help="Reinforcement learning with verifiable rewards under off-policy guidance (LUFFY).",
     no_args_is_help=True,
     add_completion=False,
@@ -169,7 +191,9 @@ def generate(
         Path | None, typer.Option(help="read prompts from a file: one a line, or the data formats of train")
     ] = None,
     n: Annotated[int, typer.Option(min=1, help="samples per prompt")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=1, help="longest response")] = 256,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="longest response; default: 256, or what the context leaves")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.6,
     top_p: Annotated[float, typer.Option(help="nucleus sampling; 1 is off")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 is off")] = 0,
@@ -198,7 +222,7 @@ def generate(
 
 @app.command()
 def verify(
-    rows: Annotated[Path, typer.Argument(help='JSONL with "answer" and "response" in every line')],
+    rows: Annotated[Path, typer.Argument(help='JSONL with "answer" and "response" in every line; - is standard input')],
     reward: Annotated[str, typer.Option(help="math, numeric, gsm8k, choice, format, or module:function")] = "math",
     out: Annotated[Path | None, typer.Option(help="where to write the scores; default: standard output")] = None,
     workers: Annotated[int, typer.Option(min=1, help="verifier processes")] = 2,
@@ -248,7 +272,7 @@ def view(
 # ---- evaluation
 
 
-class ModelOrCommand(typer.core.TyperGroup):
+class ModelOrCommand(FullHelp):
     """``luffy eval MODEL ...`` and ``luffy eval compare A B``: what is no command is a model's name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

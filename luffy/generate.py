@@ -9,12 +9,15 @@ from typing import Any, TextIO, cast
 from luffy.data import Encoder, load_problems
 from luffy.data.encode import resolve_style
 from luffy.errors import UserError
+from luffy.evaluation.runner import room_for
 from luffy.guidance.plan import seed_of
 from luffy.models.load import eos_ids, load_model, load_tokenizer
 from luffy.models.threads import use_threads
 from luffy.rollout.native import NativeEngine
 from luffy.train.setup import pick_device
 from luffy.types import Problem, Request, Sampling
+
+MAX_TOKENS = 256
 
 
 def read_prompts(prompt: str | None, file: Path | None, stdin: TextIO) -> list[Problem]:
@@ -44,7 +47,7 @@ def generate_texts(
     problems: Sequence[Problem],
     *,
     n: int,
-    max_tokens: int,
+    max_tokens: int | None,
     temperature: float,
     top_p: float,
     top_k: int,
@@ -59,19 +62,14 @@ def generate_texts(
     use_threads(None)
     model = load_model(path, cast(Any, dtype), pick_device(device))
     context = model.config.max_position_embeddings
-    if max_tokens >= context:
-        raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt in the model's context of {context}")
-    encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt, max_prompt_tokens=context)
-    sampling = Sampling(max_tokens, temperature, top_p, top_k, eos_ids(model, tokenizer))
+    encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt, max_prompt_tokens=context - 1)
+    tasks = list(encoder.encode_all(problems))
+    longest = max(len(task.prompt_ids) for task in tasks if task is not None)
+    budget = room_for(max_tokens, MAX_TOKENS, context, longest)
+    sampling = Sampling(budget, temperature, top_p, top_k, eos_ids(model, tokenizer))
     requests, owners = [], []
-    for problem in problems:
-        task = encoder.encode(problem)
+    for problem, task in zip(problems, tasks, strict=True):
         assert task is not None, "overlong prompts are errors here"
-        if len(task.prompt_ids) + max_tokens > context:
-            raise UserError(
-                f"prompt {problem.id} has {len(task.prompt_ids)} tokens, which with --max-tokens {max_tokens} exceeds "
-                f"the model's context of {context}; lower --max-tokens or shorten the prompt"
-            )
         requests += [Request(task.prompt_ids, seed_of(f"{seed}:{problem.id}:{k}"), sampling) for k in range(n)]
         owners += [problem] * n
     completions = NativeEngine(model).generate(requests)

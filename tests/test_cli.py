@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ def luffy(*args, stdin=""):
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", ["luffy", *map(str, args)])
-        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         patch.setattr("torch.cuda.is_available", lambda: False)
         patch.setenv("COLUMNS", "200")
         try:
@@ -178,3 +179,72 @@ def test_the_installed_command_itself():
     assert version.stdout.startswith("luffy 0.")
     mistake = subprocess.run([command, "train", "nowhere"], capture_output=True, text=True, check=False)
     assert mistake.returncode == 2 and mistake.stderr.startswith("luffy: error: no recipe 'nowhere'")
+
+
+def test_help_shows_whole_descriptions():
+    for group in ([], ["prepare"], ["bench"], ["eval"]):
+        listed = luffy(*group, "--help").stdout.split("Commands:")[1]
+        assert not any(line.endswith("...") for line in listed.splitlines()) and len(listed.split()) > 20
+    assert "guided ones, or both." in " ".join(luffy("--help").stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (["--steps", "3"], "--steps is no option: write train.steps=3"),
+        (["--steps=3"], "write train.steps=3"),
+        (["--optim.lr", "1e-6"], "write optim.lr=1e-6"),
+        (["--max-prompt-tokens=9"], "write data.max_prompt_tokens=9"),
+        (["--max-tokens", "9"], "write rollout.max_tokens=9 or eval.max_tokens=9"),
+        (["--normalize_std", "--dry-run"], "write algorithm.normalize_std=..."),
+        (["--no-such-thing"], "section.key=value (luffy train --help lists them)"),
+    ],
+)
+def test_a_knob_written_as_an_option_is_told_as_it_should_be(recipe, options, advice):
+    result = luffy("train", recipe, *options)
+    assert result.returncode == 2 and advice in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("out", ["/proc/nowhere", "{file}/below"])
+def test_a_run_folder_that_cannot_be_made_names_its_knob(recipe, tmp_path, out):
+    (tmp_path / "file").write_text("")
+    out = out.format(file=tmp_path / "file")
+    result = luffy("train", recipe, f"out={out}")
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1
+    assert f"cannot write the run folder {out}" in result.stderr and "choose another out=" in result.stderr
+
+
+def test_data_without_answers_points_to_sft_and_the_column_map(recipe, tmp_path):
+    path = tmp_path / "no_answers.jsonl"
+    path.write_text('{"prompt": "1+1", "traces": ["1+1=2"], "solution": "2"}\n')
+    result = luffy("train", recipe, f"data.train={path}")
+    assert result.returncode == 2 and "no_answers.jsonl:1" in result.stderr
+    assert "data.columns={prompt: prompt, answer: ..., traces: traces}" in result.stderr
+    assert "luffy sft" in result.stderr
+
+
+def test_generate_takes_what_the_context_leaves(tiny_model):
+    options = ["--style", "plain", "--json"]
+    row = json.loads(luffy("generate", tiny_model, "1+2", *options).stdout)
+    assert len(row["token_ids"]) <= 128 - 3 and (row["finish"] == "length") == (len(row["token_ids"]) == 125)
+    result = luffy("generate", tiny_model, "1+2", "--max-tokens", "126", *options)
+    assert result.returncode == 2 and "at most 125" in result.stderr
+
+
+def test_verify_reads_standard_input():
+    rows = [("72", "\\boxed{72}"), ("3", "\\boxed{4}")]
+    text = "".join(json.dumps({"answer": a, "response": r}) + "\n" for a, r in rows)
+    result = luffy("verify", "-", "--reward", "numeric", stdin=text)
+    assert result.returncode == 0, result.stderr
+    assert [json.loads(line)["score"] for line in result.stdout.splitlines()] == [1.0, 0.0]
+    result = luffy("verify", "-", stdin='{"answer": "1"}\n')
+    assert result.returncode == 2 and "standard input:1" in result.stderr
+
+
+@pytest.mark.parametrize("what", ["model.path=org/model", "data.train=org/data"])
+def test_a_hub_that_does_not_answer_is_one_line(recipe, what):
+    command = [str(Path(sys.executable).parent / "luffy"), "train", str(recipe), what, "--dry-run"]
+    nowhere = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""}
+    result = subprocess.run(command, env=nowhere, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert what.split("=")[1] in result.stderr and "http://127.0.0.1:9 cannot be reached" in result.stderr

@@ -12,11 +12,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from luffy.cli_help import FullHelp
+
 if TYPE_CHECKING:
     from luffy.bench.machine import Machine
     from luffy.models.load import DtypeName
 
-bench_app = typer.Typer(name="bench", help="Measure speed and memory: rollout, update, step.", no_args_is_help=True)
+bench_app = typer.Typer(
+    name="bench",
+    cls=FullHelp,
+    help="Measure speed and memory: rollout, update, step.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 Shape = Annotated[str, typer.Option(help="random model: tiny, 30m, qwen2-0.5b, qwen2-1.5b, qwen2-7b")]
 ModelPath = Annotated[Path | None, typer.Option("--model", help="a model folder instead of random weights")]

@@ -222,7 +222,8 @@ def build(
 ) -> Problem:
     """Read the fields all layouts share, and keep the unused columns for whoever needs them."""
     prompt = read_prompt(row, prompt_column)
-    gold = read_gold(row, answer_column) if answer is None else answer
+    columns = {"prompt": prompt_column, "answer": "..."} | ({"traces": trace_column} if traces else {})
+    gold = read_gold(row, answer_column, columns) if answer is None else answer
     if row.options.require_traces and not traces:
         raise _no_trace(row, trace_column)
     return Problem(
@@ -269,11 +270,19 @@ def read_message(row: RowView, column: str, item: Any) -> Message:
     return Message(role, content)
 
 
-def read_gold(row: RowView, column: str) -> str:
-    """The gold answer exactly as written. Some verl files wrap it in a list of one."""
+def read_gold(row: RowView, column: str, columns: Mapping[str, str]) -> str:
+    """The gold answer exactly as written. Some verl files wrap it in a list of one. ``columns`` is the map to
+    propose where there is no such column."""
     value = row.get(column)
     if value is None and not row.options.require_answer:
         return ""
+    if value is None and lookup(row.values, column) is ABSENT:
+        proposed = ", ".join(f"{key}: {name}" for key, name in columns.items())
+        raise row.fault(
+            column,
+            f"expected a string, but the row has only {column_names(row.values)}",
+            f"name the answers with data.columns={{{proposed}}}, or train on traces alone with luffy sft",
+        )
     only = value[0] if isinstance(value, list) and len(value) == 1 else value
     text = _gold_text(only)
     if text is None or not text.strip():

@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 
 from luffy.errors import DataError
 from luffy.files import whole_file
+from luffy.hub import hub_fault
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 DATA_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow")
@@ -507,13 +508,14 @@ def _hub_folder(path: str) -> Path:
         ) from error
     prefix = "/".join([*inner, ""])
     patterns = [f"{prefix}*{suffix}" for suffix in DATA_SUFFIXES]
+    fault = hub_fault()
     try:
         root = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=patterns))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = fault or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise DataError(
             f"{path}: no such file or folder, and hub dataset {repo!r} cannot be fetched "
-            f"({type(error).__name__}: {reason}); check the name, or give a local path"
+            f"({reason}); check the name, or give a local path"
         ) from error
     folder = root.joinpath(*inner)
     if not folder.is_dir():

@@ -126,7 +126,7 @@ def plan(options: Options, suite: Suite, loaded: LoadedModel) -> tuple[list[Job]
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
-        max_tokens=resolve_max_tokens(options.max_tokens, loaded.context, longest),
+        max_tokens=room_for(options.max_tokens, PAPER_MAX_TOKENS, loaded.context, longest),
         seed=options.seed,
         style=style,
         system_prompt=options.system_prompt,
@@ -138,14 +138,15 @@ def plan(options: Options, suite: Suite, loaded: LoadedModel) -> tuple[list[Job]
     return jobs, settings
 
 
-def resolve_max_tokens(given: int | None, context: int, longest_prompt: int) -> int:
+def room_for(given: int | None, default: int, context: int, longest_prompt: int) -> int:
+    """Tokens of the longest response: as ``given``, else ``default`` or what the context leaves of it."""
     room = context - longest_prompt
     if given is not None and given > room:
         raise UserError(
             f"--max-tokens {given} and the longest prompt of {longest_prompt} tokens exceed the model's context of "
             f"{context}; give at most {room}"
         )
-    return given or min(PAPER_MAX_TOKENS, room)
+    return given or min(default, room)
 
 
 def run_jobs(

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from luffy.errors import UserError
+from luffy.hub import hub_fault
 from luffy.models.forward import causal_lm
 from luffy.models.plain import choose_path
 
@@ -141,7 +142,7 @@ def gguf_file(path: str | Path) -> Path | None:
 
 
 def check_local(path: str | Path, needed: str) -> None:
-    """A path that is plainly local must exist; otherwise it may be a hub id."""
+    """A path that is plainly local must exist; otherwise it may be a hub id, and the hub is asked if it is there."""
     local = Path(path)
     looks_local = local.is_absolute() or str(path).startswith(("./", "../", "~")) or len(local.parts) > 2
     if not local.exists() and looks_local:
@@ -150,6 +151,8 @@ def check_local(path: str | Path, needed: str) -> None:
         raise UserError(f"{path} is a file: give a folder in Hugging Face format, a hub id or a .gguf file")
     if local.is_dir() and not (local / needed).exists():
         raise UserError(f"{path} has no {needed}: {_what_it_is(local, needed)}")
+    if not local.exists():
+        hub_fault()
 
 
 def _what_it_is(folder: Path, needed: str) -> str:
@@ -187,4 +190,6 @@ def _guarded(loader: Any, named: str | Path, *args: Any, **kwargs: Any) -> Any:
     except LOAD_ERRORS as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
+        if not Path(named).exists() and (fault := hub_fault()):
+            reason = f"no such folder, not in the hub's cache, and {fault}"
         raise UserError(f"cannot load {named}: {reason}") from error

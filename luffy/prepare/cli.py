@@ -9,10 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
+from luffy.cli_help import FullHelp
 from luffy.errors import UserError
 
 prepare_app = typer.Typer(
     name="prepare",
+    cls=FullHelp,
     help="Make data, models and traces ready for training.",
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -55,18 +55,18 @@ def score_file(
 ) -> ScoreSummary:
     """Score each row ``{"answer", "response"}`` and write one line ``{"score", "status"}`` for it, in order.
 
-    All rows are checked before the first is scored. A file appears only when it is complete; without
-    ``out_path`` the lines go to standard output as they come.
+    ``-`` is standard input. All rows are checked before the first is scored. A file appears only when it is
+    complete; without ``out_path`` the lines go to standard output as they come.
     """
-    rows_path = Path(rows_path)
+    name, lines = ("standard input", _standard_input()) if str(rows_path) == "-" else (str(rows_path), None)
     target = nullcontext(sys.stdout) if out_path is None else complete_or_nothing(Path(out_path))
     started = time.monotonic()
-    total = sum(1 for _ in read_rows(rows_path))
+    total = sum(1 for _ in read_rows(name, lines))
     counts: Counter[str] = Counter()
     sum_of_scores = 0.0
     bar = progress_bar("verified rows", total) if progress else nullcontext(lambda count: None)
     with target as out, bar as advance:
-        rows = read_rows(rows_path)
+        rows = read_rows(name, lines)
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
             scores = verifier.score([(row.problem(), row.response) for row in batch])
             for row, score in zip(batch, scores, strict=True):
@@ -77,17 +77,22 @@ def score_file(
     return ScoreSummary(total, sum_of_scores / total if total else 0.0, counts, time.monotonic() - started)
 
 
-def read_rows(path: Path) -> Iterator[_Row]:
-    """Rows of the file, streamed; blank lines are skipped."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    with path.open("rb") as file:
+def _standard_input() -> list[bytes]:
+    """In memory: rows are read twice, once to check them and once to score them."""
+    return sys.stdin.buffer.readlines()
+
+
+def read_rows(name: str, lines: Sequence[bytes] | None = None) -> Iterator[_Row]:
+    """Rows of ``lines``, or of the file ``name``, streamed; blank lines are skipped."""
+    if lines is None and not Path(name).is_file():
+        raise DataError(f"{name}: no such file")
+    with open(name, "rb") if lines is None else nullcontext(lines) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _row(path, number, line)
+                yield _row(name, number, line)
 
 
-def _row(path: Path, number: int, line: bytes) -> _Row:
+def _row(path: str, number: int, line: bytes) -> _Row:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:  # bad UTF-8 or bad JSON
@@ -98,7 +103,7 @@ def _row(path: Path, number: int, line: bytes) -> _Row:
     return _Row(number, answer, response, {key: row[key] for key in _COPIED if key in row})
 
 
-def _text(path: Path, number: int, row: dict[str, Any], column: str) -> str:
+def _text(path: str, number: int, row: dict[str, Any], column: str) -> str:
     if column not in row:
         found = ", ".join(map(str, row)) or "none"
         raise DataError(f"{path}:{number}: column {column!r} is missing (found: {found})")

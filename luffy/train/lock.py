@@ -33,8 +33,11 @@ class FolderLock:
 def lock_folder(folder: Path, patience_s: float = 0.0) -> FolderLock:
     """One training per run folder: the lock dies with its process, so a killed run leaves none behind."""
     created = [p for p in (folder, *folder.parents) if not p.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("w")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"cannot write the run folder {folder} ({error.strerror}); choose another out=") from None
     deadline = time.monotonic() + patience_s
     while not try_lock(file):
         if time.monotonic() >= deadline:

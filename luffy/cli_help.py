@@ -1,0 +1,20 @@
+"""Help of the command line that shows every description whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer.core
+
+
+class FullHelp(typer.core.TyperGroup):
+    """A group of commands whose --help wraps long descriptions instead of cutting them."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [(name, _first_paragraph(command.help or "")) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def _first_paragraph(text: str) -> str:
+    return " ".join(text.split("\n\n")[0].split())
