@@ -21,7 +21,7 @@ from luffy._version import __version__
 from luffy.errors import UserError
 from luffy.files import write_atomically
 from luffy.report.charts import chart_grid, charts_of, legend
-from luffy.report.methods import Method, Styled, group_runs
+from luffy.report.methods import Method, Styled, group_runs, with_styles
 from luffy.report.runs import find_runs, load_runs
 from luffy.report.samples import BRIEF, choose_groups, colour_choice, colour_key, group_html
 from luffy.report.tables import difference_table, final_table, phase_table, run_table
@@ -69,14 +69,14 @@ def render(
 ) -> Markup:
     """The page. The same runs give the same bytes."""
     remarks = [*left_out, *_remarks(methods)]
-    styled = list(enumerate(methods))
+    styled = with_styles(methods)
     sections = [
         _final_section(styled),
         _curves_section(styled, remarks),
         analyses,
         _time_section(styled),
         _knobs_section(styled),
-        _samples_section(methods, remarks),
+        _samples_section(styled, remarks),
         _runs_section(styled, remarks),  # last: it lists what the others left out
     ]
     body = Markup("\n").join([_header(methods, title, notes), *(s for s in sections if s)])
@@ -166,9 +166,9 @@ def _knobs_section(methods: Sequence[Styled]) -> Markup | None:
     return None if content is None else _section("knobs", "What sets the methods apart", intro, content)
 
 
-def _samples_section(methods: Sequence[Method], remarks: list[str]) -> Markup | None:
+def _samples_section(methods: Sequence[Styled], remarks: list[str]) -> Markup | None:
     shown, hidden = choose_groups(methods)
-    without = [m.label for m in methods if not any(run.samples.places for run in m.runs)]
+    without = [m.label for _, m in methods if not any(run.samples.places for run in m.runs)]
     if without:
         remarks.append(f"No samples recorded: {', '.join(without)}.")
     if not shown:

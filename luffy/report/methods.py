@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from luffy.report.runs import RunRecord
@@ -17,6 +19,8 @@ SHOWN_DIFFERENCES = 3  # keys in a label
 
 _SEED_FOLDER = re.compile(r"(?:seed|s)[-_]?\d+")
 _SEED_SUFFIX = re.compile(r"(?P<label>.+?)[-_.](?:seed|s)[-_]?\d+")
+_NUMBER = re.compile(r"(?:(?P<label>.+?)[-_.])?(?P<number>\d+)")
+SHORTEST_PREFIX = 3  # letters that names must share to be called by them
 
 
 @dataclass(frozen=True)
@@ -37,34 +41,86 @@ Styled = tuple[int, Method]  # a method and the number of its colour and dash
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Method]:
-    """Methods in the order of their first run. Folders that name a method keep it apart even where the
-    config is the same (two versions of the code, say); other runs go by their config alone."""
-    groups: dict[str, Method] = {}
+    """Methods in the order of their first run. Runs of equal settings are seeds of one method where their folders
+    differ by the seed alone, or say nothing of a seed while their configs have different ones. A method is called by
+    its path from the folder that all methods share."""
+    groups: dict[str, list[RunRecord]] = {}
     for run in runs:
-        named = folder_label(run)
-        settings = settings_of(run)
-        key = json.dumps([named, settings], sort_keys=True, default=str)
-        if key in groups:
-            groups[key] = replace(groups[key], runs=(*groups[key].runs, run))
-        else:
-            groups[key] = Method(legible(named or plain_label(run)), (run,), settings)
-    return _distinct(list(groups.values()))
+        groups.setdefault(_written([str(_seed_taken_off(run) or run.folder.resolve()), settings_of(run)]), []).append(run)
+    merged = _merged(_merged(list(groups.values()), _numbered), _unnamed)
+    paths = [_method_path(members) for members in merged]
+    root = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    labels = [legible(_label(members, path, root)) for members, path in zip(merged, paths, strict=True)]
+    methods = [Method(label, tuple(m), settings_of(m[0])) for label, m in zip(labels, merged, strict=True)]
+    return _distinct(methods)
 
 
-def folder_label(run: RunRecord) -> str | None:
+def with_styles(methods: Sequence[Method]) -> list[Styled]:
+    """In the order given; colours go by when a method began, so that a page that watches it grow and a report made
+    afterwards agree."""
+    ranks = {id(method): style for style, method in enumerate(by_beginning(methods))}
+    return [(ranks[id(method)], method) for method in methods]
+
+
+def by_beginning(methods: Sequence[Method]) -> list[Method]:
+    return sorted(methods, key=lambda method: min((run.first_time for run in method.runs), default=0.0))
+
+
+def _seed_taken_off(run: RunRecord) -> Path | None:
     """``luffy`` of a folder ``luffy/seed-0``, ``luffy-s0`` or ``luffy-seed0``; None of any other."""
     folder = run.folder.resolve()
     if _SEED_FOLDER.fullmatch(folder.name):
-        return folder.parent.name or None
+        return folder.parent
     match = _SEED_SUFFIX.fullmatch(folder.name)
-    return match["label"] if match else None
+    return folder.with_name(match["label"]) if match else None
 
 
-def plain_label(run: RunRecord) -> str:
-    """The run's own name, its seed stripped, for folders that follow no convention."""
-    name = run.name.rsplit("/", 1)[-1]
-    match = _SEED_SUFFIX.fullmatch(name)
-    return match["label"] if match else name
+def _number_taken_off(run: RunRecord) -> Path | None:
+    """``luffy`` of ``luffy-0`` or ``luffy/0``, where 0 is the seed of its config."""
+    folder = run.folder.resolve()
+    match = _NUMBER.fullmatch(folder.name)
+    if match is None or _seed_taken_off(run) is not None or run.seed != int(match["number"]):
+        return None
+    return folder.with_name(match["label"]) if match["label"] else folder.parent
+
+
+def _numbered(members: Sequence[RunRecord]) -> str | None:
+    path = _number_taken_off(members[0])
+    return None if path is None else str(path)
+
+
+def _unnamed(members: Sequence[RunRecord]) -> str | None:
+    """Whatever the folder is called, as long as it does not say that it is one seed of several."""
+    return None if len(members) > 1 or _seed_taken_off(members[0]) else str(members[0].folder.resolve().parent)
+
+
+def _merged(
+    groups: Sequence[list[RunRecord]], name: Callable[[Sequence[RunRecord]], str | None]
+) -> list[list[RunRecord]]:
+    """Groups of the same name and settings together, where each has a seed of its own."""
+    found: dict[str, list[RunRecord]] = {}
+    for place, members in enumerate(groups):
+        named = name(members)
+        key = _written([place if named is None else named, settings_of(members[0])])
+        seeds = [run.seed for run in (*found.get(key, ()), *members)]
+        key = key if len(set(seeds)) == len(seeds) and None not in seeds else _written(place)
+        found.setdefault(key, []).extend(members)
+    return list(found.values())
+
+
+def _method_path(members: Sequence[RunRecord]) -> Path:
+    """What its folders have in common when the seed is taken off; of an only run without such a sign, its folder."""
+    first = members[0]
+    return _seed_taken_off(first) or (len(members) > 1 and _number_taken_off(first)) or first.folder.resolve()
+
+
+def _label(members: Sequence[RunRecord], path: Path, root: str) -> str:
+    label = str(path.relative_to(root))
+    names = [run.folder.resolve().name for run in members]
+    if len(members) == 1 or path.name not in names:
+        return label
+    shared = os.path.commonprefix(names).rstrip("-_. ")
+    return str(Path(label).with_name(shared)) if len(shared) >= SHORTEST_PREFIX else ", ".join([label, *names[1:]])
 
 
 def settings_of(run: RunRecord) -> dict[str, Any]:

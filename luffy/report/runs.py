@@ -121,6 +121,11 @@ class RunRecord:
         return {key for row in self.rows for key in row} - {"step", "time"}
 
     @property
+    def first_time(self) -> float:
+        """When its first row was written; 0 where rows have no time."""
+        return next((float(row["time"]) for row in self.rows if is_number(row.get("time"))), 0.0)
+
+    @property
     def last_time(self) -> float | None:
         times = [row["time"] for row in self.rows if is_number(row.get("time"))]
         return max(times, default=None)

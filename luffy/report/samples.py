@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from luffy.report.figures import swatch
-from luffy.report.methods import Method
+from luffy.report.methods import Method, Styled
 from luffy.report.runs import RunRecord, is_number
 from luffy.report.text import aligned, number, shorten, show
 
@@ -48,13 +48,13 @@ class Shown:
     problem: str
 
 
-def choose_groups(methods: Sequence[Method]) -> tuple[list[Shown], int]:
+def choose_groups(methods: Sequence[Styled]) -> tuple[list[Shown], int]:
     """The first problem recorded at the first, a middle and the last recorded step of each method, and how
     many recorded groups are left out. Never chosen by outcome: what is seen is what was recorded."""
     shown: list[Shown] = []
     recorded = 0
-    share = max(MOST_GROUPS // max(sum(any(r.samples.places for r in m.runs) for m in methods), 1), 1)
-    for style, method in enumerate(methods):
+    share = max(MOST_GROUPS // max(sum(any(r.samples.places for r in m.runs) for _, m in methods), 1), 1)
+    for style, method in methods:
         recorded += sum(len(run.samples.places) for run in method.runs)
         run = next((run for run in method.runs if run.samples.places), None)
         if run is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.report.methods import Styled, group_runs
+from luffy.report.methods import Styled, by_beginning, group_runs
 from luffy.report.recorder import EVAL_SAMPLES, METRICS, SAMPLES
 from luffy.report.runs import (
     CONFIG,
@@ -139,7 +139,9 @@ class Board:
     def _take(self, version: str) -> Snapshot:
         started = [run for run in self.runs.values() if run.rows]
         methods = group_runs([run.record for run in started])
-        styled = [(self._styles.setdefault(m.label, len(self._styles)), m) for m in methods]
+        for method in by_beginning(methods):
+            self._styles.setdefault(method.label, len(self._styles))
+        styled = [(self._styles[method.label], method) for method in methods]
         waiting = [legible(str(run.folder)) for run in self.runs.values() if not run.rows]
         troubles = [legible(run.trouble) for run in self.runs.values() if run.trouble]
         return Snapshot(version, styled, {run.folder: run.id for run in started}, waiting, troubles)

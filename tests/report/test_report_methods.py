@@ -1,6 +1,6 @@
 """Which runs are seeds of one method, and what the method is called."""
 
-from luffy.report.methods import differing_keys, group_runs
+from luffy.report.methods import differing_keys, group_runs, with_styles
 from luffy.report.runs import load_run
 
 
@@ -25,7 +25,39 @@ def test_other_folders_go_by_their_config(write_run, make_metric_row):
         write_run(n, rows, c)
         for n, c in [("first", {"seed": 1}), ("second", {"seed": 2}), ("third", {"optim": {"lr": 0.1}})]
     ]
-    assert groups(folders) == {"first": [1, 2], "third": [0]}
+    assert groups(folders) == {"first, second": [1, 2], "third": [0]}
+
+
+def test_a_number_that_is_the_runs_own_seed(write_run, make_metric_row):
+    rows = [make_metric_row(1)]
+    folders = [write_run(f"luffy-{k}", rows, {"seed": k}) for k in (0, 1, 2)]
+    folders += [write_run(f"sft/{k}", rows, {"seed": k, "optim": {"lr": 0.1}}) for k in (3, 4)]
+    folders += [write_run(f"ablation-{k}", rows, {"seed": 0, "rollout": {"n": 4 + k}}) for k in (0, 1)]
+    assert groups(folders) == {"luffy": [0, 1, 2], "sft": [3, 4], "ablation-0": [0], "ablation-1": [0]}
+
+
+def test_names_that_share_their_beginning(write_run, make_metric_row):
+    folders = [write_run(f"luffy-{day}", [make_metric_row(1)], {"seed": k}) for k, day in enumerate(("mon", "tue"))]
+    assert groups(folders) == {"luffy": [0, 1]}
+
+
+def test_equal_settings_and_seed_stay_apart(write_run, make_metric_row):
+    folders = [write_run(n, [make_metric_row(1)], {"name": "same"}) for n in ("mine", "yours")]
+    assert groups(folders) == {"mine": [0], "yours": [0]}
+
+
+def test_the_label_is_the_path_from_the_common_folder(write_run, make_metric_row):
+    names = ("x/luffy/seed-0", "x/luffy/seed-1", "y/z/luffy/seed-0", "mine")
+    folders = [write_run(n, [make_metric_row(1)]) for n in names]
+    assert groups(folders) == {"x/luffy": [0, 1], "y/z/luffy": [0], "mine": [0]}
+    assert groups(folders[2:3]) == {"luffy": [0]} and groups(folders[3:]) == {"mine": [0]}
+
+
+def test_colours_go_by_when_a_method_began(write_run, make_metric_row):
+    begun = {"a/seed-0": 30.0, "b/seed-0": 20.0, "b/seed-1": 50.0, "c/seed-0": 10.0}
+    folders = [write_run(n, [{**make_metric_row(1), "time": t}]) for n, t in begun.items()]
+    methods = group_runs([load_run(f) for f in folders])
+    assert [(style, m.label) for style, m in with_styles(methods)] == [(2, "a"), (1, "b"), (0, "c")]
 
 
 def test_named_folders_stay_apart_though_their_config_is_the_same(write_run, make_metric_row):
@@ -38,7 +70,9 @@ def test_the_same_label_gets_the_differing_keys(write_run, make_metric_row):
         write_run(f"{p}/luffy/seed-0", [make_metric_row(1)], {"optim": {"lr": lr}})
         for p, lr in (("a", 0.1), ("b", 0.2))
     ]
-    assert groups(folders) == {"luffy (lr=0.1)": [0], "luffy (lr=0.2)": [0]}
+    assert groups(folders) == {"a/luffy": [0], "b/luffy": [0]}
+    folders = [write_run(f"luffy/seed-{k}", [make_metric_row(1)], {"optim": {"lr": 0.1 + k}}) for k in (0, 1)]
+    assert groups(folders) == {"luffy (lr=0.1)": [0], "luffy (lr=1.1)": [1]}
 
 
 def test_sft_and_rl_of_one_recipe_are_two_methods(write_run, make_metric_row):
@@ -46,7 +80,7 @@ def test_sft_and_rl_of_one_recipe_are_two_methods(write_run, make_metric_row):
         write_run("a", [make_metric_row(1)], {"name": "x"}),
         write_run("b", [{"step": 1, "actor/sft_loss": 1.0}], {"name": "x"}),
     ]
-    assert groups(folders) == {"x (command=train)": [0], "x (command=sft)": [0]}
+    assert groups(folders) == {"a": [0], "b": [0]}
 
 
 def test_a_path_with_the_runs_own_seed_is_no_difference(write_run, make_metric_row):
@@ -68,8 +102,8 @@ def test_a_key_that_an_older_version_did_not_write_is_no_difference(write_run, m
 def test_differing_keys_and_repeated_seeds(write_run, make_metric_row):
     rows = [make_metric_row(1)]
     folders = [
-        write_run("a/m/seed-0", rows),
-        write_run("b/m/seed-0", rows),
+        write_run("m-s0", rows, {"seed": 0}),
+        write_run("m-seed0", rows, {"seed": 0}),
         write_run("n/seed-0", rows, {"rollout": {"n": 4}}),
     ]
     m, n = group_runs([load_run(f) for f in folders])
