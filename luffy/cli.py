@@ -164,11 +164,17 @@ def serve(
 
 @app.command()
 def recipes() -> None:
-    """List the built-in recipes; a recipe of your own may begin with one: `base: tiny/luffy`."""
+    """List sizes and methods: `luffy train SIZE/METHOD`, or `base: [sizes/SIZE, methods/METHOD]` in your own recipe."""
     known = built_in_recipes()
-    width = max(map(len, known))
-    for name, purpose in known.items():
-        typer.echo(f"{name:{width}}  {purpose}")
+    sizes = [name for name in known if name.startswith("sizes/")]
+    methods = [name for name in known if name.startswith("methods/")]
+    composed = {f"{Path(size).name}/{Path(name).name}" for size in sizes for name in (*methods, "base")}
+    others = [name for name in known if name not in {*sizes, *methods, *composed}]
+    width = max(map(len, (*methods, *others))) - len("methods/")
+    for title, names in (("sizes", sizes), ("methods", methods), ("others", others)):
+        typer.echo(f"{title}:")
+        for name in names:
+            typer.echo(f"  {name.removeprefix(f'{title}/'):{width}}  {known[name]}")
 
 
 @app.command()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from luffy.config import BUILT_IN_RECIPES, Config
+from luffy.config import Config, built_in_recipes
 from luffy.data import load_problems
 from luffy.rewards import build_verifier
 from luffy.schema import describe
@@ -24,7 +24,7 @@ FILE_ENDINGS = {"jsonl", "json", "yaml", "py", "md", "parquet", "safetensors", "
 KNOBS = {doc.path: doc.kind for doc in describe(Config)}
 SECTIONS = {path.split(".")[0] for path in KNOBS if "." in path}
 KNOB = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(SECTIONS))})(?:\.[a-z_0-9]+)+)(?![\w/(-])")
-RECIPE = re.compile(r"(?<![\w-])(?:tiny|small|paper)/[\w.]*\w")
+RECIPE = re.compile(r"(?<![\w-])(?:tiny|small|paper|sizes|methods)/[\w.]*\w")
 
 
 def blocks(page, language):
@@ -95,8 +95,7 @@ def test_knobs_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_recipes_exist(page):
     named = {name.removesuffix(".yaml") for span in code_spans(page) for name in RECIPE.findall(span)}
-    missing = {name for name in named if not (BUILT_IN_RECIPES / f"{name}.yaml").is_file()}
-    assert missing == set()
+    assert named - set(built_in_recipes()) == set()
 
 
 def test_the_checks_see_what_is_wrong():

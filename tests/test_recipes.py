@@ -1,15 +1,21 @@
-"""Every recipe that ships loads, says only what differs, and passes a dry run on a small stand-in."""
+"""Every recipe that ships loads with the values it always had, and passes a dry run on a small stand-in."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from luffy.config import BUILT_IN_RECIPES, load_config, to_yaml
+from luffy.config import BUILT_IN_RECIPES, PACKAGE, Config, build, built_in_recipes, load_config, merge, read_recipe
+from luffy.errors import ConfigError
+from luffy.schema import to_dict
 from luffy.train.dry_run import dry_run
 
-RECIPES = sorted(str(p.relative_to(BUILT_IN_RECIPES).with_suffix("")) for p in BUILT_IN_RECIPES.rglob("*.yaml"))
+# What every name stood for when a recipe was one file: its merged values.
+RESOLVED = json.loads((Path(__file__).parent / "recipes_resolved.json").read_text().replace("package:", f"{PACKAGE}/"))
+RECIPES = sorted(RESOLVED)
+FILES = sorted(p.relative_to(BUILT_IN_RECIPES).with_suffix("").as_posix() for p in BUILT_IN_RECIPES.rglob("*.yaml"))
 BASELINES = {"luffy", "luffy_clip", "mixed", "on_policy", "grpo", "dapo", "rl_sft_loss", "sft", "sft_rl"}
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
@@ -37,7 +43,50 @@ def stand_in(tmp_path_factory):
 
 def test_every_baseline_has_a_recipe_at_every_size():
     for size in ("tiny", "small", "paper"):
-        assert {f"{size}/{name}" for name in BASELINES} <= set(RECIPES)
+        assert {f"{size}/{name}" for name in BASELINES} <= set(built_in_recipes())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_name_stands_for_what_it_always_did(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = build(Config, RESOLVED[recipe])
+    for spelling in (recipe, f"{recipe}.yaml", BUILT_IN_RECIPES / f"{recipe}.yaml"):
+        assert load_config(spelling) == expected
+    mine = tmp_path / "mine.yaml"
+    for base in (recipe, f"{recipe}.yaml", f"[{recipe}]"):
+        mine.write_text(f"base: {base}\nname: {expected.name}\n")
+        assert load_config(mine) == expected
+
+
+def test_later_bases_win_and_the_recipe_itself_wins_over_all(tmp_path):
+    (tmp_path / "lr.yaml").write_text("optim: {lr: 1.0e-3}\nbatch: {problems: 3}\n")
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("base: [sizes/tiny, methods/mixed, lr.yaml]\nbatch: {problems: 5}\n")
+    cfg = load_config(mine)
+    assert (cfg.name, cfg.optim.lr, cfg.batch.problems) == ("mine", 1e-3, 5)
+    assert (cfg.data.style, cfg.algorithm.off_policy_reshape) == ("plain", "no_reshape")
+    mine.write_text("base: [lr.yaml, small/luffy]\n")
+    assert (load_config(mine).optim.lr, load_config(mine).batch.problems) == (1e-5, 64)
+    for wrong in ("{a: 1}", "[1]", "[[tiny/luffy]]", "5"):
+        mine.write_text(f"base: {wrong}\n")
+        with pytest.raises(ConfigError, match="'base' must be a recipe or a list of recipes"):
+            load_config(mine)
+
+
+def test_two_bases_may_share_a_third_but_none_may_come_back(tmp_path):
+    for name, text in {
+        "top": "base: [left, right]",
+        "left": "base: low",
+        "right": "base: low",
+        "low": "seed: 4",
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(
+            text.replace("left", "left.yaml").replace("right", "right.yaml").replace("low", "low.yaml")
+        )
+    assert load_config(tmp_path / "top.yaml").seed == 4
+    (tmp_path / "low.yaml").write_text("base: [sizes/tiny, top.yaml]")
+    with pytest.raises(ConfigError, match="inherits itself"):
+        load_config(tmp_path / "top.yaml")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -55,15 +104,27 @@ def test_loads_and_dry_runs(recipe, stand_in, monkeypatch):
     assert lines[0].startswith(f"run        runs/{cfg.name}") and any("GiB at the peak" in line for line in lines)
 
 
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if not r.endswith("base")])
+@pytest.mark.parametrize("recipe", [f for f in FILES if not f.startswith("sizes/") and f != "methods/luffy"])
 def test_a_recipe_shows_only_what_differs_from_its_base(recipe):
-    own = yaml.safe_load((BUILT_IN_RECIPES / f"{recipe}.yaml").read_text())
-    base = load_config(str(BUILT_IN_RECIPES / recipe.split("/")[0] / own.pop("base")))
-    before, after = yaml.safe_load(to_yaml(base)), yaml.safe_load(to_yaml(load_config(recipe)))
-    for section, entries in own.items():
-        for key in entries if isinstance(entries, dict) else [None]:
-            pick = lambda values: values[section] if key is None else values[section][key]  # noqa: B023, E731
-            assert pick(before) != pick(after), f"{section}.{key} repeats its base"
+    own = yaml.safe_load((BUILT_IN_RECIPES / f"{recipe}.yaml").read_text()) or {}
+    bases = own.pop("base", [])
+    before = to_dict(Config())
+    for base in [bases] if isinstance(bases, str) else bases:
+        merge(before, {**read_recipe(base), "name": "base"})
+    for path in leaves(own):
+        assert at(before, path) != at(own, path), f"{'.'.join(path)} repeats its base"
+
+
+def leaves(values, path=()):
+    """Paths of all values that are not sections."""
+    for key, value in values.items():
+        yield from leaves(value, (*path, key)) if isinstance(value, dict) else [(*path, key)]
+
+
+def at(values, path):
+    for key in path:
+        values = None if values is None else values.get(key)
+    return values
 
 
 def test_names_are_unique():

@@ -1,7 +1,7 @@
 """The configuration of a run: knobs, checks across them, and recipes.
 
-A recipe is YAML with one section per dataclass of ``knobs``; ``base: other.yaml`` inherits another recipe, and
-``section.key=value`` on the command line overrides both. See ``load_config``.
+A recipe is YAML with one section per dataclass of ``knobs``; ``base: [sizes/small, methods/luffy]`` begins with other
+recipes, and ``section.key=value`` on the command line overrides all of them. See ``load_config``.
 """
 
 from luffy.config.knobs import (
@@ -29,7 +29,6 @@ from luffy.config.recipes import (
     PACKAGE,
     YAML_ERRORS,
     built_in_recipes,
-    find_recipe,
     load_config,
     merge,
     parse_override,
@@ -63,7 +62,6 @@ __all__ = [
     "VllmConfig",
     "build",
     "built_in_recipes",
-    "find_recipe",
     "load_config",
     "merge",
     "parse_override",

@@ -32,36 +32,71 @@ def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Con
 
 
 def read_recipe(recipe: str | Path, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The recipe's values on top of those of the recipe it names as ``base``; without a ``name`` the file's own."""
-    path = find_recipe(recipe, _seen[-1].parent if _seen else None)
+    """The recipe's values over those of the recipes it names as ``base``; without a ``name`` the file's own."""
+    paths = _find(recipe, _seen[-1].parent if _seen else None)
+    if len(paths) > 1:
+        values = _merged(paths, _seen)
+        return {**values, "name": "-".join(path.stem for path in paths).replace("_", "-")}
+    (path,) = paths
     if path in _seen:
         raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in _seen)}")
-    values: dict[str, Any] = {"name": path.stem, **_with_package_paths(_parse_yaml(path))}
-    base = values.pop("base", None)
-    if base is None:
-        return values
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: 'base' must name one recipe, got {base!r}")
-    return merge(read_recipe(base, (*_seen, path)), values)
+    values = {"name": path.stem, **_with_package_paths(_parse_yaml(path))}
+    return merge(_merged(_bases(values.pop("base", []), path), (*_seen, path)), values)
 
 
-def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
+def _merged(recipes: Sequence[str | Path], seen: tuple[Path, ...]) -> dict[str, Any]:
+    """The values of all of them; a later recipe wins."""
+    values: dict[str, Any] = {}
+    for recipe in recipes:
+        merge(values, read_recipe(recipe, seen))
+    return values
+
+
+def _bases(value: Any, path: Path) -> list[str]:
+    bases = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{path}: 'base' must be a recipe or a list of recipes, got {value!r}")
+    return bases
+
+
+def _find(recipe: str | Path, beside: Path | None) -> tuple[Path, ...]:
+    """The file of a recipe, or the two files of ``size/method``."""
     name = str(recipe)
     places = [Path(name)] if beside is None else [beside / name, Path(name)]
     built_in = BUILT_IN_RECIPES / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
     for path in (*places, built_in):
         if os.path.isfile(path):  # unlike Path.is_file, no error where a name is too long to be one
-            return path.resolve()
+            return (path.resolve(),)
+        if parts := _composed(path):
+            return parts
     hint = nearest(name, list(built_in_recipes())) or "; `luffy recipes` lists the built-in ones"
     named = "" if beside is None else f", which a recipe in {beside} names as its base"
     raise ConfigError(f"no recipe {name!r}{named}: neither a file nor a built-in one{hint}")
 
 
+def _composed(path: Path) -> tuple[Path, ...]:
+    """``tiny/luffy`` is ``sizes/tiny`` and ``methods/luffy``; ``tiny/base`` is ``sizes/tiny``; else nothing."""
+    if not path.absolute().is_relative_to(BUILT_IN_RECIPES):
+        return ()
+    size, _, method = str(path.absolute().relative_to(BUILT_IN_RECIPES).with_suffix("")).partition("/")
+    names = [f"sizes/{size}.yaml"] if method == "base" else [f"sizes/{size}.yaml", f"methods/{method}.yaml"]
+    parts = tuple(BUILT_IN_RECIPES / name for name in names)
+    return parts if all(map(os.path.isfile, parts)) else ()
+
+
 def built_in_recipes() -> dict[str, str]:
-    """What each is for, by name: the first line of its file says it."""
-    files = {str(path.relative_to(BUILT_IN_RECIPES).with_suffix("")): path for path in BUILT_IN_RECIPES.rglob("*.yaml")}
-    first_lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in sorted(files.items())}
-    return {name: line.removeprefix("#").strip() for name, line in first_lines.items() if line.startswith("#")}
+    """What each is for, by name: the first line of its file says it. ``size/method`` has the method's line."""
+    files = {
+        path.relative_to(BUILT_IN_RECIPES).with_suffix("").as_posix(): path for path in BUILT_IN_RECIPES.rglob("*.yaml")
+    }
+    lines = {name: path.read_text(encoding="utf-8").partition("\n")[0] for name, path in sorted(files.items())}
+    about = {name: line.removeprefix("#").strip() for name, line in lines.items()}
+    sizes, methods = (
+        [name.partition("/")[2] for name in about if name.startswith(f"{kind}/")] for kind in ("sizes", "methods")
+    )
+    bases = {f"{size}/base": about[f"sizes/{size}"] for size in sizes}
+    composed = {f"{size}/{method}": about[f"methods/{method}"] for size in sizes for method in methods}
+    return bases | composed | about
 
 
 def _with_package_paths(value: Any) -> Any:

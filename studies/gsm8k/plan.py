@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from luffy.config import Config, find_recipe, merge, read_recipe, set_at
+from luffy.config import Config, merge, read_recipe, set_at
 from luffy.schema import build
 
 HERE = Path(__file__).parent
@@ -104,7 +104,7 @@ class Run:
     def config(self, data: Path, model: str, out: Path) -> Config:
         method = METHODS[self.method]
         task = yaml.safe_load((HERE / "tasks" / f"{self.task}.yaml").read_text(encoding="utf-8"))
-        values = merge(read_recipe(find_recipe(method.recipe)), task)
+        values = merge(read_recipe(method.recipe), task)
         for key, value in (*method.sets, *self.sets, ("optim.lr", self.lr), ("seed", self.seed)):
             set_at(values, key.split("."), value)
         values["data"] = {**values["data"], **_paths(values["data"], data)}
