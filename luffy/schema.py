@@ -8,6 +8,7 @@ of the key in every message.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import json
 import math
@@ -150,6 +151,8 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
         value = float(value)
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)
+    if hint is str and isinstance(value, datetime.date):  # YAML reads 2026-01-31 as one
+        value = value.isoformat()
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ConfigError(f"'{where}' must be {_spoken(hint)}, got {value!r}")
     if hint is float and not math.isfinite(value):

@@ -14,8 +14,8 @@ if not Path("/proc/driver/nvidia").exists():
 import pytest
 import torch
 from hypothesis import settings
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from support import LETTERS, make_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import luffy.kernels
 from luffy.config import Config, build
@@ -23,16 +23,6 @@ from luffy.config import Config, build
 # A busy machine is not a failure; and CI draws the same examples every time.
 settings.register_profile("luffy", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("luffy")
-
-LETTERS = "0123456789+=# \n"
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {c: i + 3 for i, c in enumerate(LETTERS)}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
 
 
 @pytest.fixture(scope="session")

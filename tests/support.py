@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from luffy.types import Sample
 
@@ -11,6 +13,16 @@ from luffy.types import Sample
 # default suite leaves out and `pytest -m gpu` runs.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU_IF_THERE = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+
+LETTERS = "0123456789+=# \n"
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {c: i + 3 for i, c in enumerate(LETTERS)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
 
 
 def make_samples(count=7, seed=0, off_policy=True, more=(0,)):

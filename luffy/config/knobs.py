@@ -69,6 +69,9 @@ class DataConfig:
     )
     system_prompt: str | None = knob(None, "system message in front of the question (styles chat and paper)")
     chat_template: str | None = knob(None, "Jinja chat template, as text or a file, instead of the tokenizer's")
+    date: str | None = knob(
+        None, "the date that templates print which ask for it (Llama 3), e.g. 2026-01-31; null: the day the run started"
+    )
     max_prompt_tokens: int = knob(1024, "longest prompt", ge=1)
     overlong_prompt: Literal["error", "drop"] = knob(
         "error", "a longer prompt stops the run, or is dropped and counted"

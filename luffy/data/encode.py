@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from datetime import date as Date
 from enum import StrEnum
 from itertools import islice
 from typing import Any
@@ -17,6 +18,7 @@ from luffy.errors import ConfigError, DataError
 from luffy.types import Demonstration, Message, Problem, Task, Trace
 
 THINK = "<think>"
+CLOCK = "strftime_now"  # what chat templates call to get the date
 NO_LIMIT = 1 << 40  # tokens: a budget that nothing exceeds
 READ_AT_ONCE = 256  # problems whose texts the tokenizer gets in one call
 
@@ -60,6 +62,10 @@ class Encoder:
 
     Recorded traces (token ids) are used as they are; their log-probs may leave out the EOS that ends the
     trace, which then gets log-prob 0 (probability 1), the value of every token without a record.
+
+    ``date`` (``2026-01-31``; default: today) is what a chat template gets that asks for the date with
+    ``strftime_now``; all prompts of an encoder have the same. ``prompt_date`` is that date, or None where no template
+    asks for it.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Encoder:
         max_response_tokens: int = 2048,
         overlong_trace: str = "drop",
         eos_ids: Sequence[int] | None = None,
+        date: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.style = PromptStyle(_one_of("style", style, tuple(PromptStyle)))
@@ -83,6 +90,7 @@ class Encoder:
         self.vocabulary = len(tokenizer)
         self.eos_ids = _checked_eos(tokenizer, eos_ids, self.vocabulary)
         self.chat_template = _template_text(chat_template)
+        self._date = today() if date is None else _checked_date(date)
         self.system_prompt = self._checked_system_prompt(system_prompt)
         self._bos = _leading_special(tokenizer)
         self.counts: Counter[str] = Counter()
@@ -96,6 +104,11 @@ class Encoder:
     @property
     def _has_template(self) -> bool:
         return bool(self.chat_template or getattr(self.tokenizer, "chat_template", None))
+
+    @property
+    def prompt_date(self) -> str | None:
+        template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
+        return self._date.isoformat() if self._has_template and CLOCK in str(template) else None
 
     def _checked_system_prompt(self, system_prompt: str | None) -> str | None:
         if system_prompt and self.style not in TEMPLATE_STYLES:
@@ -139,8 +152,9 @@ class Encoder:
         messages = [asdict(message) for message in chat]
         try:
             text: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, chat_template=self.chat_template
-            )
+                messages, tokenize=False, add_generation_prompt=True, chat_template=self.chat_template,
+                **{CLOCK: self._date.strftime},
+            )  # fmt: skip
         except TemplateError as error:
             roles = ", ".join(message.role for message in chat)
             raise DataError(
@@ -272,6 +286,17 @@ class Encoder:
         return DataError(
             f"{_where(problem)}: {what} has {length} tokens, more than {limit}; raise it or set data.{way_out}"
         )
+
+
+def today() -> Date:
+    return Date.today()
+
+
+def _checked_date(date: str) -> Date:
+    try:
+        return Date.fromisoformat(date)
+    except ValueError:
+        raise ConfigError(f"data.date={date!r} is not a date; write it as 2026-01-31") from None
 
 
 def resolve_style(style: str, tokenizer: Any, paper: bool = False) -> str:

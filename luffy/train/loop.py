@@ -132,6 +132,11 @@ class Trainer:
         self.changes: Changes = {}
         self.view: RunView | None = None
         self.tokenizer = setup.load_policy_tokenizer(cfg.model)
+        checkpoint = self.world.on_main(lambda: find_checkpoint(cfg, self.store, resume, self.notices.append))
+        saved = {} if checkpoint is None else checkpoint.state()
+        self.cfg = cfg = self.world.from_main(setup.with_date(cfg, self.tokenizer, saved))
+        if cfg.data.date is not None:
+            self.facts.append(f"prompts are dated {cfg.data.date} (data.date)")
         encoder = setup.build_encoder(cfg, self.tokenizer)
         self.tasks = setup.load_training_tasks(cfg, encoder, sft=method == "sft")
         encoder = setup.build_encoder(cfg, self.tokenizer)  # its counts begin anew
@@ -139,7 +144,6 @@ class Trainer:
         self.eval_report = dict(encoder.counts)
         self.total_steps = total_steps(cfg, len(self.tasks))
         self.verifier = self._build_verifier()
-        checkpoint = self.world.on_main(lambda: find_checkpoint(cfg, self.store, resume, self.notices.append))
         self.device = setup.pick_device(cfg.model.device)
         torch.manual_seed(cfg.seed)
         self.model: Any = self._load_weights(checkpoint)
@@ -526,6 +530,7 @@ class Trainer:
             "data_fingerprint": self.tasks.problems.fingerprint,
             "usable": len(self.tasks),
             "model": self._model_kind(),
+            "date": self.cfg.data.date,
         }
         tensors = dict(self.policy.optimizer.tensors())
         random = {f"random/{name}": t for name, t in random_state().items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -91,7 +92,17 @@ def build_encoder(cfg: Config, tokenizer: Any) -> Encoder:
         overlong_prompt=d.overlong_prompt,
         max_response_tokens=cfg.rollout.max_tokens,
         overlong_trace=d.overlong_trace,
+        date=d.date,
     )
+
+
+def with_date(cfg: Config, tokenizer: Any, saved: Mapping[str, Any]) -> Config:
+    """The config with the date of its prompts: as given, else as in the state of a checkpoint, else today's. Without a
+    template that prints the date there is none."""
+    if cfg.data.date is not None:
+        return cfg
+    known = replace(cfg, data=replace(cfg.data, date=saved.get("date")))
+    return replace(cfg, data=replace(cfg.data, date=build_encoder(known, tokenizer).prompt_date))
 
 
 @dataclass

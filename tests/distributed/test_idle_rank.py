@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import make_tokenizer
+from support import make_tokenizer
 
 from luffy.config import EvalConfig, RewardConfig, to_yaml
 from luffy.evaluation.held_out import evaluate

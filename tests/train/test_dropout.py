@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from conftest import LETTERS, make_tokenizer
-from support import make_samples
+from support import LETTERS, make_samples, make_tokenizer
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from luffy.models.load import load_model
