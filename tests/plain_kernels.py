@@ -92,7 +92,8 @@ def install(monkeypatch):
     import luffy.kernels
     import luffy.kernels.elementwise
     import luffy.kernels.norm
-    from luffy.rollout import decoder, paged_cache, round_graphs
+    from luffy.rollout.native import decode_graphs, paged_cache
+    from luffy.rollout.overrides import round_graphs
 
     monkeypatch.setattr(luffy.kernels, "interpreted", True)
     monkeypatch.setattr(luffy.kernels.norm, "add_rms_norm", add_rms_norm)
@@ -100,7 +101,7 @@ def install(monkeypatch):
     monkeypatch.setattr(luffy.kernels.elementwise, "rotate", rotate)
     for name in ("store", "rotate_and_store", "attend"):
         monkeypatch.setattr(paged_cache, name, globals()[name])
-    monkeypatch.setattr(decoder, "sample_and_advance", sample_and_advance)
+    monkeypatch.setattr(decode_graphs, "sample_and_advance", sample_and_advance)
     monkeypatch.setattr(round_graphs, "draw_tokens", draw_tokens)
     plain = paged_cache.PagedCache.allocate
 

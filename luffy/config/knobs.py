@@ -121,7 +121,7 @@ class OffPolicyGuidanceConfig:
     dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
     tensor_parallel_size: int = knob(1, "GPUs of the guidance model; the native engine takes 1", ge=1)
     rule: Literal["speculative", "threshold", "mixture", "aligned"] = knob(
-        "speculative", "who decides a token: see docs/guidance.md; aligned is approximate"
+        "speculative", "who decides a token: see docs/overrides.md; aligned is approximate"
     )
     k: int = knob(4, "tokens the policy proposes before the guidance model looks", ge=1)
     tau: float = knob(0.1, "threshold: override where the guidance gives the proposal less than this", ge=0, le=1)

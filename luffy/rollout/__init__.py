@@ -2,8 +2,8 @@
 
 from luffy.rollout.engine import Engine, EngineStats
 from luffy.rollout.native import NativeEngine
-from luffy.rollout.speculative import SpeculativeEngine, SpeculativeStats, check_same_tokenizer
-from luffy.rollout.turns import TurnsEngine
+from luffy.rollout.overrides.speculative import SpeculativeEngine, SpeculativeStats, check_same_tokenizer
+from luffy.rollout.overrides.turns import TurnsEngine
 
 __all__ = [
     "Engine",

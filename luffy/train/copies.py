@@ -18,7 +18,7 @@ from luffy.distributed.world import World
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
 from luffy.train.engines import build_engine
-from luffy.train.guide import BeforeStep, build_rollout_engine
+from luffy.train.overrides import BeforeStep, build_rollout_engine
 
 # Of the unused GPU memory when a rollout begins that an update will run beside: gradients, moments and activations
 # need the rest, and at the first step none of them is there yet.

@@ -19,13 +19,13 @@ from luffy.models.forward import key_value_shape, use_luffy_attention
 from luffy.models.load import DTYPES, check_local, decode, gguf_file, load_model, load_tokenizer
 from luffy.rewards import build_verifier
 from luffy.rollout.native import default_slots
-from luffy.rollout.speculative import check_same_tokenizer
+from luffy.rollout.overrides.speculative import check_same_tokenizer
 from luffy.train import setup
 from luffy.train.engines import VLLM_SLOTS, context_of
-from luffy.train.guide import check_guidance_fits
 from luffy.train.loop import Method, total_steps
 from luffy.train.memory import activation_bytes
 from luffy.train.optim import lr_at
+from luffy.train.overrides import check_guidance_fits
 from luffy.train.sources import draw
 
 GIB = 2**30

@@ -14,8 +14,8 @@ from luffy.models.forward import causal_lm
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
 from luffy.rollout.vllm.colocated import VllmEngine, engine_arguments
+from luffy.rollout.vllm.http_client import Server, key_from
 from luffy.rollout.vllm.remote import RemoteEngine
-from luffy.rollout.vllm.server import Server, key_from
 from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer, Transfer
 
 VLLM_SLOTS = 256  # unless rollout.slots says otherwise: vLLM's own default

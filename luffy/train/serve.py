@@ -5,8 +5,8 @@ from __future__ import annotations
 from luffy.config import Config
 from luffy.errors import ConfigError
 from luffy.models.load import gguf_file
-from luffy.rollout.vllm.serve import become_server, server_command, server_environment
-from luffy.rollout.vllm.server import key_from
+from luffy.rollout.vllm.http_client import key_from
+from luffy.rollout.vllm.server_process import become_server, server_command, server_environment
 from luffy.train.dry_run import read_model_config
 from luffy.train.engines import transfer_to_servers, vllm_arguments
 from luffy.train.setup import pick_device

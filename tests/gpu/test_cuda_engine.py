@@ -13,7 +13,8 @@ from luffy.bench.shapes import random_model
 from luffy.models import load_model, load_tokenizer
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden
-from luffy.rollout import NativeEngine, paged_cache
+from luffy.rollout import NativeEngine
+from luffy.rollout.native import paged_cache
 from luffy.train.packing import pack
 from luffy.train.policy import Policy
 from luffy.train.scorer import TokenScorer

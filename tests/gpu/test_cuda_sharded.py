@@ -11,7 +11,7 @@ import yaml
 
 from luffy.report.recorder import read_json_lines
 from luffy.report.timing import Stopwatch
-from luffy.rollout.decoder import capturing
+from luffy.rollout.native.decode_graphs import capturing
 from luffy.schema import to_dict
 from luffy.train.ahead import own_stream
 from luffy.train.loop import Trainer

@@ -9,7 +9,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from luffy.rollout.vllm.worker import shape_fields, tensors_in
+from luffy.rollout.vllm.worker_extension import shape_fields, tensors_in
 
 KEY = "a-key-that-must-not-be-seen"
 

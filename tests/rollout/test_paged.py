@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 from luffy.errors import UserError
 from luffy.kernels.paged import PAGE
 from luffy.models.fused import fused_decoder
-from luffy.rollout import NativeEngine, native, paged
-from luffy.rollout.paged_cache import PagePool
+from luffy.rollout import NativeEngine
+from luffy.rollout.native import native_engine, paged_generation
+from luffy.rollout.native.paged_cache import PagePool
 from luffy.types import Request, Sampling
 
 pytestmark = GPU_IF_THERE
@@ -105,7 +106,7 @@ def test_pieces_run_on_the_variable_length_kernel_with_the_models_window(monkeyp
     requests = [ask(long, 6, seed=1), ask(long[:70], 6, seed=2), ask(long[:20], 6, seed=3)]
     slots = NativeEngine(model, decoding="slots").generate(requests)
     monkeypatch.setattr("luffy.models.attention.varlen_attn", kernel)
-    for module in ("luffy.models.attention", "luffy.rollout.paged_cache"):
+    for module in ("luffy.models.attention", "luffy.rollout.native.paged_cache"):
         monkeypatch.setattr(f"{module}.varlen_serves", lambda query: True)
     monkeypatch.setattr("luffy.models.attention.flash_kernel", lambda heads, trusted: None)
     assert_same(slots, NativeEngine(model, decoding="pages", prefill_tokens=32).generate(requests))
@@ -116,7 +117,7 @@ def test_sequences_set_back_for_want_of_memory_say_the_same(monkeypatch):
     model = small()
     requests = [ask((3, 4, 5), 80, seed=i) for i in range(3)] + [ask([6] * 60, 30, seed=9)]
     # Two pages each at the end, and one for scratch: five cannot hold all four at once.
-    monkeypatch.setattr(paged, "pages_available", lambda *_: 5)
+    monkeypatch.setattr(paged_generation, "pages_available", lambda *_: 5)
     slots, pages, engine = both(model, requests)
     assert_same(slots, pages)
     assert engine.stats.set_back > 0
@@ -127,19 +128,19 @@ def test_any_memory_that_holds_one_sequence_is_enough(monkeypatch, pages):
     model = small()
     prompts = [[3 + (5 * i + 11 * p) % 30 for i in range(300)] for p in range(2)]  # five pages each, six at the end
     requests = [ask(prompt, 40, seed=i) for prompt in prompts for i in range(4)]
-    monkeypatch.setattr(paged, "pages_available", lambda *_: pages)
+    monkeypatch.setattr(paged_generation, "pages_available", lambda *_: pages)
     slots, pages_too, engine = both(model, requests)
     assert_same(slots, pages_too)
     assert engine._paged.cache._block is None
 
 
 def test_too_little_memory_is_said(monkeypatch):
-    monkeypatch.setattr(paged, "pages_available", lambda *_: 2)
+    monkeypatch.setattr(paged_generation, "pages_available", lambda *_: 2)
     with pytest.raises(UserError, match="memory left for the cache"):
         NativeEngine(small(), decoding="pages").generate([ask([3] * (PAGE + 1), 4)])
     with pytest.raises(UserError, match="fills the memory"):
         NativeEngine(small(), decoding="pages").generate([ask([3] * 10, 2 * PAGE)])
-    monkeypatch.setattr(paged, "pages_available", lambda *_: 1)
+    monkeypatch.setattr(paged_generation, "pages_available", lambda *_: 1)
     with pytest.raises(UserError, match="no memory is left"):
         NativeEngine(small(), decoding="pages").generate([ask([3] * 10, 2)])
 
@@ -184,7 +185,7 @@ def test_hooked_layers_and_other_activations_keep_their_modules():
 
 
 def test_a_model_without_a_fused_form_decodes_from_slots_and_says_so_once(monkeypatch):
-    native._warn_slow.cache_clear()
+    native_engine._warn_slow.cache_clear()
     models = [small(hidden_act="gelu"), small(hidden_act="gelu"), small("qwen2", hidden_act="gelu"), small()]
     for model in models:  # a GPU in name
         monkeypatch.setattr(

@@ -9,8 +9,8 @@ from fake_servers import KEY, FakeServer
 from tiny_models import tiny_model
 
 from luffy.errors import TrainingStopped, UserError
+from luffy.rollout.vllm.http_client import Server, key_from
 from luffy.rollout.vllm.remote import RemoteEngine
-from luffy.rollout.vllm.server import Server, key_from
 from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer
 from luffy.rollout.weights import Weight, tensors_of
 from luffy.types import Request, Sampling
@@ -173,7 +173,7 @@ def test_a_server_that_takes_too_long_for_a_push_is_lost(model, start, tmp_path)
 
 
 def test_a_server_that_answers_nothing_any_more_is_waited_for_once(model, start, tmp_path, monkeypatch):
-    monkeypatch.setattr("luffy.rollout.vllm.server.HEALTH_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("luffy.rollout.vllm.http_client.HEALTH_TIMEOUT_S", 0.1)
     quick, stuck = start(), start()
     clients = [Server(s.url, KEY, timeout_s=1.5) for s in (quick, stuck)]
     engine = RemoteEngine(model, clients, FolderTransfer(tmp_path), max_context=512)

@@ -12,18 +12,20 @@ from support import DEVICE, GPU_IF_THERE
 from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from toy_guidance import ask
+from toy_overrides import ask
 
 pytest.importorskip("triton")
 
-from luffy.core.rules import Rule
+from luffy.core.override_rules import Rule
 from luffy.errors import UserError
 from luffy.kernels.paged import PAGE
 from luffy.models import drop_padding_tokens
-from luffy.rollout import SpeculativeEngine, paged_cache, round_graphs
-from luffy.rollout.decoder import capturing
-from luffy.rollout.native import ModelRunner
-from luffy.rollout.round_graphs import RoundGraphs
+from luffy.rollout import SpeculativeEngine
+from luffy.rollout.native import paged_cache
+from luffy.rollout.native.decode_graphs import capturing
+from luffy.rollout.native.native_engine import ModelRunner
+from luffy.rollout.overrides import round_graphs
+from luffy.rollout.overrides.round_graphs import RoundGraphs
 from luffy.types import Request
 
 pytestmark = GPU_IF_THERE

@@ -2,7 +2,7 @@
 
 import random
 
-from luffy.rollout.scheduler import Scheduler
+from luffy.rollout.native.scheduler import Scheduler
 from luffy.types import Request, Sampling
 
 

@@ -7,7 +7,7 @@ import pytest
 from luffy.config import Config, build
 from luffy.errors import UserError
 from luffy.rollout.vllm.guard import RequireKey
-from luffy.rollout.vllm.serve import flags, server_command, server_environment
+from luffy.rollout.vllm.server_process import flags, server_command, server_environment
 from luffy.train.serve import serve
 
 KEY = "the-servers-own-key"
@@ -45,7 +45,7 @@ def test_a_server_listens_on_loopback_with_a_guard_and_its_key_only_in_the_envir
         "--host 127.0.0.1", "--port 8123", "--max-model-len 70", "--max-num-seqs 7", "--tensor-parallel-size 2",
         "--enforce-eager", "--logprobs-mode processed_logprobs", "--generation-config vllm",
         "--middleware luffy.rollout.vllm.guard.RequireKey",
-        "--worker-extension-cls luffy.rollout.vllm.worker.LuffyWorker", f"--model {tiny_model}",
+        "--worker-extension-cls luffy.rollout.vllm.worker_extension.LuffyWorker", f"--model {tiny_model}",
     ):  # fmt: skip
         assert part in line, part
     assert KEY not in line and "api-key" not in line

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import ARCHITECTURES, tiny_model
 from tokenizers import Tokenizer, models
-from toy_guidance import (
+from toy_overrides import (
     DRAFT_ALONE,
     RULES,
     SAMPLES,
@@ -24,12 +24,12 @@ from toy_guidance import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from luffy.core.rules import Rule
+from luffy.core.override_rules import Rule
 from luffy.errors import UserError
 from luffy.models.attention import ExtendLayout
 from luffy.models.forward import forward_hidden
 from luffy.rollout import NativeEngine, SpeculativeEngine, check_same_tokenizer
-from luffy.rollout.cache import SlotCache
+from luffy.rollout.native.slot_cache import SlotCache
 from luffy.types import Completion, Request
 
 

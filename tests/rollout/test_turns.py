@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from tiny_models import tiny_model
-from toy_guidance import (
+from toy_overrides import (
     DRAFT_ALONE,
     EOS,
     GIVEN,
@@ -26,10 +26,10 @@ from toy_guidance import (
     toy_tables,
 )
 
-from luffy.core.rules import Rule
+from luffy.core.override_rules import Rule
 from luffy.errors import UserError
 from luffy.rollout import NativeEngine, SpeculativeEngine, TurnsEngine
-from luffy.rollout.turns import check_log_probs
+from luffy.rollout.overrides.turns import check_log_probs
 from luffy.types import Completion, Sampling
 
 

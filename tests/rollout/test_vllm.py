@@ -12,8 +12,8 @@ import vllm_engines
 from tiny_models import tiny_model as smallest_model
 
 from luffy.errors import UserError
+from luffy.rollout.vllm.http_client import Server
 from luffy.rollout.vllm.remote import RemoteEngine
-from luffy.rollout.vllm.server import Server
 from luffy.rollout.vllm.transfer import FolderTransfer
 from luffy.types import Request, Sampling
 

@@ -6,7 +6,7 @@ from tiny_models import tiny_model
 
 from luffy.errors import UserError
 from luffy.rollout.vllm.transfer import write_weights
-from luffy.rollout.vllm.worker import not_filled, noting_loaded, tensors_in
+from luffy.rollout.vllm.worker_extension import not_filled, noting_loaded, tensors_in
 from luffy.rollout.weights import PushCheck, checkpoint_weights, tensors_of
 
 

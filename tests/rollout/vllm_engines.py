@@ -100,7 +100,7 @@ def process_of(name: str):
 
 def start_server(folder: Path):
     """(client, process), once the server answers."""
-    from luffy.rollout.vllm.server import Server, ServerLost
+    from luffy.rollout.vllm.http_client import Server, ServerLost
     from luffy.rollout.vllm.transfer import free_port
 
     key = os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))

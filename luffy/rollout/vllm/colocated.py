@@ -33,7 +33,7 @@ from luffy.rollout.vllm.transfer import write_weights
 from luffy.rollout.weights import PushCheck, tensors_of
 from luffy.types import Completion, Request
 
-WORKER = "luffy.rollout.vllm.worker.LuffyWorker"
+WORKER = "luffy.rollout.vllm.worker_extension.LuffyWorker"
 SLEEP_LEVEL = 2
 # Defaults for what the user's environment leaves open: quiet, nothing sent home, nothing listening beyond this host.
 ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}

@@ -18,10 +18,10 @@ from luffy.metrics import Mean, Metric, Sum
 from luffy.models.forward import causal_lm
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
 from luffy.rollout.vllm.dispatch import Dispatch
+from luffy.rollout.vllm.http_client import Server, ServerLost, TooSlow
 from luffy.rollout.vllm.requests import completion, sampling_arguments
-from luffy.rollout.vllm.server import Server, ServerLost, TooSlow
 from luffy.rollout.vllm.transfer import Transfer, everywhere
-from luffy.rollout.vllm.worker import shape_fields
+from luffy.rollout.vllm.worker_extension import shape_fields
 from luffy.rollout.weights import PushCheck
 from luffy.types import Completion, Request
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from luffy.errors import UserError
-from luffy.rollout.vllm.server import Server, ServerLost
+from luffy.rollout.vllm.http_client import Server, ServerLost
 from luffy.rollout.weights import checkpoint_weights, tensors_of
 
 SHARD_BYTES = 2 << 30

@@ -13,7 +13,7 @@ A place in a response has three noises of its own (proposal, acceptance, overrid
 seed and position alone. So neither k nor the neighbours change what is drawn, and where no rule ever
 overrides the tokens are those of `NativeEngine`.
 
-To propose and to score is `luffy.rollout.rounds`, on a GPU one graph launch; to judge is here.
+To propose and to score is `luffy.rollout.overrides.rounds`, on a GPU one graph launch; to judge is here.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from luffy.core.rules import Rule
+from luffy.core.override_rules import Rule
 from luffy.errors import UserError
 from luffy.models.forward import causal_lm, head_weight_bias
-from luffy.rollout.cache import Slots
 from luffy.rollout.engine import EngineStats, check_request
-from luffy.rollout.native import DecodeBatch, Generation, NativeEngine, cache_for, evaluating
-from luffy.rollout.rounds import Draw, Proposals, Round, RoundRows
+from luffy.rollout.native.native_engine import DecodeBatch, Generation, NativeEngine, cache_for, evaluating
+from luffy.rollout.native.scheduler import SequenceState
+from luffy.rollout.native.slot_cache import Slots
+from luffy.rollout.overrides.rounds import Draw, Proposals, Round, RoundRows
 from luffy.rollout.sampling import SamplingRows, draw_tokens, tempered, token_bits
-from luffy.rollout.scheduler import SequenceState
 from luffy.types import Completion, Request
 
 if TYPE_CHECKING:
-    from luffy.rollout.round_graphs import RoundGraphs
+    from luffy.rollout.overrides.round_graphs import RoundGraphs
 
 # Any two numbers far apart will do: the seeds are hashed after these are mixed in.
 ACCEPT_STREAM = 0x2545F4914F6CDD1D
@@ -320,8 +320,8 @@ class SpeculativeEngine(NativeEngine):
         """With caches for up to ``slots`` sequences, as memory allows; None where decoding runs without graphs."""
         if not self._uses_pages():
             return None
-        from luffy.rollout.decoder import bucket_for
-        from luffy.rollout.round_graphs import RoundGraphs, slots_available
+        from luffy.rollout.native.decode_graphs import bucket_for
+        from luffy.rollout.overrides.round_graphs import RoundGraphs, slots_available
 
         if self._graphs is not None:
             self._graphs.release()  # what a call that broke off may have left is not missing here

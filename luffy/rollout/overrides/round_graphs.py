@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from luffy.errors import UserError
 from luffy.kernels.sampling import draw_tokens
 from luffy.models.forward import causal_lm, head_weight_bias
-from luffy.rollout.decoder import bucket_for, capturing, weight_addresses
-from luffy.rollout.paged import affordable
-from luffy.rollout.paged_cache import PagedSlots, cache_shape, pages_for
-from luffy.rollout.rounds import Proposals, Round, RoundRows
+from luffy.rollout.native.decode_graphs import bucket_for, capturing, weight_addresses
+from luffy.rollout.native.paged_cache import PagedSlots, cache_shape, pages_for
+from luffy.rollout.native.paged_generation import affordable
+from luffy.rollout.overrides.rounds import Proposals, Round, RoundRows
 
 # Log-probs of a round that exist at once, counted in float32 [k, V] a row: fixed places, graphs, judgement.
 ROUND_COPIES = 10

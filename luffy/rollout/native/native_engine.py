@@ -6,7 +6,7 @@
     sample        logits to tokens
 
 A step costs one forward pass over the live slots and one small transfer of the sampled tokens. On a GPU
-`luffy.rollout.paged` takes the place of all four for the models that have a fused form.
+`luffy.rollout.native.paged_generation` takes the place of all four for the models that have a fused form.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from luffy.models.attention import Layout, PackedLayout
 from luffy.models.forward import causal_lm, forward_hidden, head_weight_bias
 from luffy.models.fused import fused_decoder
 from luffy.models.plain import runs_plain
-from luffy.rollout.cache import SlotCache, Slots
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
-from luffy.rollout.plain import PlainGeneration
+from luffy.rollout.native.scheduler import Admission, Scheduler, SequenceState
+from luffy.rollout.native.slot_cache import SlotCache, Slots
+from luffy.rollout.native.static_batch import PlainGeneration
 from luffy.rollout.sampling import SamplingRows, sample
-from luffy.rollout.scheduler import Admission, Scheduler, SequenceState
 from luffy.types import Completion, Request
 
 if TYPE_CHECKING:
-    from luffy.rollout.paged import PagedGeneration, PagedMemory
+    from luffy.rollout.native.paged_generation import PagedGeneration, PagedMemory
 
 # Attention reads cached positions in whole blocks: the vector units like it, and the result then hardly
 # depends on the longest neighbour. The exact block is the unit in which the CPU kernel walks the keys.
@@ -282,7 +282,7 @@ class NativeEngine(Engine):
             return PlainGeneration(self, requests)
         if not self._uses_pages():
             return Generation(self, requests)
-        from luffy.rollout.paged import PagedGeneration, PagedMemory
+        from luffy.rollout.native.paged_generation import PagedGeneration, PagedMemory
 
         if self._paged is None:
             self._paged = PagedMemory(self.model, self.max_slots, self.max_context, self.memory_share)

@@ -25,9 +25,9 @@ from luffy.errors import UserError
 from luffy.kernels.paged import PAGE
 from luffy.models.forward import forward_hidden, head_weight_bias
 from luffy.models.memory import unused_bytes
-from luffy.rollout.decoder import Decoder
 from luffy.rollout.engine import EngineStats
-from luffy.rollout.paged_cache import (
+from luffy.rollout.native.decode_graphs import Decoder
+from luffy.rollout.native.paged_cache import (
     SCRATCH,
     CacheShape,
     PagedCache,
@@ -38,8 +38,8 @@ from luffy.rollout.paged_cache import (
     pages_for,
     sent,
 )
+from luffy.rollout.native.scheduler import PromptGroup, SequenceState
 from luffy.rollout.sampling import SamplingRows, sample, signed
-from luffy.rollout.scheduler import PromptGroup, SequenceState
 from luffy.types import Request
 
 if TYPE_CHECKING:

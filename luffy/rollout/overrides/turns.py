@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from luffy.core.rules import Rule
+from luffy.core.override_rules import Rule
 from luffy.errors import UserError
 from luffy.rollout.engine import Engine, GuidedPair, Progress
+from luffy.rollout.overrides.speculative import ACCEPT_STREAM, check_exact, uniforms
 from luffy.rollout.sampling import GOLDEN, SamplingRows
-from luffy.rollout.speculative import ACCEPT_STREAM, check_exact, uniforms
 from luffy.types import Completion, Finish, Request, Sampling
 
 # What the other rules do with the policy's whole distribution, and what to set instead.

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "guidance.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "overrides.py"
 SMALL = ["--draft", "tiny", "--sequences", "4", "--prompt", "5", "--tokens", "9", "--repeats", "1", "--k", "2", "4"]
 
 

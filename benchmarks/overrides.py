@@ -1,7 +1,7 @@
 """Tokens per second of guided decoding, against the guidance model alone and the draft alone.
 
-    python benchmarks/guidance.py                                                     # CPU, tiny models
-    python benchmarks/guidance.py --draft qwen2-0.5b --guidance qwen2-1.5b --device cuda --dtype bfloat16
+    python benchmarks/overrides.py                                                     # CPU, tiny models
+    python benchmarks/overrides.py --draft qwen2-0.5b --guidance qwen2-1.5b --device cuda --dtype bfloat16
 
 Weights are random, so speed is real and agreement is chosen. Random models are nearly flat, and a higher --temperature
 makes any two of them agree more. --guidance copy takes the draft's own weights with --noise (relative) on them instead.
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from luffy.core.rules import RULES, Rule
+from luffy.core.override_rules import RULES, Rule
 from luffy.rollout import EngineStats, NativeEngine, SpeculativeEngine, SpeculativeStats
 from luffy.types import Request, Sampling
 

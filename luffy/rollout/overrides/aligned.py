@@ -2,7 +2,7 @@
 
 Where the guidance model's token differs from the policy's at the same position, the guidance's is taken and marked.
 After the first difference the policy's log-probs belong to another text, so the behaviour is not exact; what it asks
-of an engine is only to generate. See ``luffy.rollout.speculative`` for the exact rules.
+of an engine is only to generate. See ``luffy.rollout.overrides.speculative`` for the exact rules.
 """
 
 from __future__ import annotations

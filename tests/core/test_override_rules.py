@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from luffy.core.rules import RULES, Rule
+from luffy.core.override_rules import RULES, Rule
 
 CASES = [
     Rule("speculative"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from luffy.kernels.sampling import sample_and_advance
 from luffy.models.forward import forward_hidden, head_weight_bias
-from luffy.rollout.paged_cache import PagedCache, PagedDecodeLayout
+from luffy.rollout.native.paged_cache import PagedCache, PagedDecodeLayout
 
 # Batches run with the next larger of these many rows; the idle ones write to the scratch page.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512)

@@ -1,7 +1,7 @@
 """The models' part of a round of guided decoding: k proposals of the draft and what the guidance model makes of them.
 
 A function of tensors alone: no value is read back and no shape depends on one. So on a GPU these very lines
-are captured as a graph (`luffy.rollout.round_graphs`).
+are captured as a graph (`luffy.rollout.overrides.round_graphs`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from luffy.models.attention import Layout
 from luffy.models.forward import causal_lm
-from luffy.rollout.cache import Slots
-from luffy.rollout.native import ModelRunner
+from luffy.rollout.native.native_engine import ModelRunner
+from luffy.rollout.native.slot_cache import Slots
 from luffy.rollout.sampling import tempered
 
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # log-probs [B, V], seeds [B], positions [B] -> tokens [B]

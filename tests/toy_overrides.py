@@ -10,7 +10,7 @@ import torch
 from scipy.stats import chisquare
 from tiny_models import tiny_model
 
-from luffy.core.rules import Rule
+from luffy.core.override_rules import Rule
 from luffy.models import drop_padding_tokens
 from luffy.rollout import SpeculativeEngine
 from luffy.types import Completion, Request, Sampling

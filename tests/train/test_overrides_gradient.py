@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy_guidance import GIVEN, RULES, TEMPERATURE, count, toy_models, toy_samples, toy_sequences, toy_tables
+from toy_overrides import GIVEN, RULES, TEMPERATURE, count, toy_models, toy_samples, toy_sequences, toy_tables
 
 from luffy.core.importance import Importance
 from luffy.core.losses import PolicyLoss
-from luffy.core.rules import Rule
+from luffy.core.override_rules import Rule
 from luffy.train.objective import Objective
 from luffy.train.packing import pack
 from luffy.train.policy import Policy

@@ -1,4 +1,4 @@
-"""The engine that rolls out: the policy alone, or with a guidance model beside it (docs/guidance.md)."""
+"""The engine that rolls out: the policy alone, or with a guidance model beside it (docs/overrides.md)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from luffy.config import Config, OffPolicyGuidanceConfig
-from luffy.core.rules import Rule
+from luffy.core.override_rules import Rule
 from luffy.errors import UserError
 from luffy.models.load import drop_padding_tokens, load_model, load_tokenizer, token_count
-from luffy.rollout.aligned import AlignedEngine
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
-from luffy.rollout.speculative import SpeculativeEngine, check_same_tokenizer
-from luffy.rollout.turns import TurnsEngine, check_log_probs, check_takes_turns
+from luffy.rollout.overrides.aligned import AlignedEngine
+from luffy.rollout.overrides.speculative import SpeculativeEngine, check_same_tokenizer
+from luffy.rollout.overrides.turns import TurnsEngine, check_log_probs, check_takes_turns
 
 BeforeStep = Callable[[int], None]
 SECTION = "rollout.offpolicy_guidance"

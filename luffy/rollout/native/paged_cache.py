@@ -148,7 +148,7 @@ class PagedDecodeLayout:
 
 
 class PagedSlots:
-    """A fixed stretch of pages per slot, for those who think in slots (`luffy.rollout.cache.Slots`).
+    """A fixed stretch of pages per slot, for those who think in slots (`luffy.rollout.native.slot_cache.Slots`).
 
     Tables and the place of the block's address stay where they are when the block goes and comes back in
     another size, so graphs outlive it. Rows without a slot write to the scratch page.

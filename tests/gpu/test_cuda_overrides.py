@@ -9,9 +9,9 @@ import warnings
 import pytest
 import torch
 from tiny_models import tiny_model
-from toy_guidance import ask
+from toy_overrides import ask
 
-from luffy.core.rules import Rule
+from luffy.core.override_rules import Rule
 from luffy.models import drop_padding_tokens
 from luffy.report.recorder import read_json_lines
 from luffy.rollout import SpeculativeEngine

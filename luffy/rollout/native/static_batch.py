@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from luffy.rollout.engine import EngineStats
+from luffy.rollout.native.scheduler import PromptGroup, SequenceState
 from luffy.rollout.sampling import SamplingRows, sample
-from luffy.rollout.scheduler import PromptGroup, SequenceState
 from luffy.types import Request
 
 if TYPE_CHECKING:
