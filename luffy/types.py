@@ -175,14 +175,16 @@ class Group:
 class Sample:
     """One response with its credit. The loss executes these streams and knows nothing else.
 
-    ``rl_mask`` marks tokens of the policy-gradient term, ``sft_mask`` those of the SFT term.
+    ``rl_weights`` weigh each token's share of the policy-gradient term (with its entropy and KL), ``sft_weights`` its
+    share of the SFT term. A token may count in both. A token of weight 0 is not in the term and not in its denominator;
+    every other token counts as one token there, whatever its weight.
     """
 
     prompt_ids: tuple[int, ...]
     token_ids: Tensor  # [T] long
     off_policy: Tensor  # [T] bool
-    rl_mask: Tensor  # [T] bool
-    sft_mask: Tensor  # [T] bool
+    rl_weights: Tensor  # [T] float32
+    sft_weights: Tensor  # [T] float32
     advantages: Tensor  # [T] float32
     behavior_log_probs: Tensor  # [T] float32
     engine_log_probs: Tensor  # [T] float32
@@ -224,8 +226,8 @@ class MicroBatch:
 
     ``predict_from[r]`` is the packed position whose hidden state predicts response token ``r``; the first
     tokens of a family's responses are all predicted from the last one of its prompt.
-    ``rl_weights`` and ``sft_weights`` are the loss reduction, already divided by the denominator of
-    the whole mini-batch, so that a loss is always a plain weighted sum.
+    ``rl_weights`` and ``sft_weights`` are the samples' own, already divided by the denominator of the
+    whole mini-batch, so that a loss is always a plain weighted sum.
     """
 
     input_ids: Tensor  # [N] long

@@ -29,7 +29,7 @@ def random_samples(count: int, group: int, prompt_tokens: int, response_tokens: 
     log_probs = torch.full((response_tokens,), -1.0)
     return [
         Sample(
-            prompts[i // group], row[prompt_tokens:].clone(), ~everywhere, everywhere, ~everywhere,
+            prompts[i // group], row[prompt_tokens:].clone(), ~everywhere, everywhere.float(), (~everywhere).float(),
             torch.full((response_tokens,), 0.5 if i % 2 else -0.5), log_probs, log_probs,
         )
         for i, row in enumerate(ids)

@@ -233,6 +233,11 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
+    credit: str = knob(
+        "group_baseline",
+        "how rewards become the weights of tokens in the loss: group_baseline (by advantage, trace_term, prefix_alpha, "
+        "prefix_beta), or module:function of your own",
+    )
     advantage: Literal["grpo", "grpo_split"] = knob(
         "grpo", "baseline of a group: all samples (paper Eq. 4), or the on-policy ones alone"
     )

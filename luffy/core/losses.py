@@ -29,6 +29,9 @@ class PolicyLoss:
     off_normalize: bool = False
     all_max_clip: float | None = None
 
+    def __post_init__(self) -> None:
+        self.on_shape.require_ratios()
+
 
 @dataclass(frozen=True, eq=False)
 class LossTerms:

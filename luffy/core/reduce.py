@@ -17,14 +17,14 @@ REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 
 class Counts(NamedTuple):
-    """What denominators are made of. A sequence with no token in its mask is no sequence of this loss."""
+    """What denominators are made of: tokens whose weight is not 0, and sequences that have such a token."""
 
     tokens: int
     sequences: int
 
     @staticmethod
-    def of(masks: Iterable[Tensor]) -> Counts:
-        counts = [int(m.sum()) for m in masks]
+    def of(weights: Iterable[Tensor]) -> Counts:
+        counts = [int(w.count_nonzero()) for w in weights]
         return Counts(sum(counts), sum(c > 0 for c in counts))
 
     @staticmethod
@@ -34,17 +34,17 @@ class Counts(NamedTuple):
 
 
 def token_weights(
-    masks: Sequence[Tensor], reduction: str, max_response_tokens: int, whole: Counts | None = None
+    weights: Sequence[Tensor], reduction: str, max_response_tokens: int, whole: Counts | None = None
 ) -> list[Tensor]:
-    """The weight of each token of each sequence, [T_i] each; a masked-out token weighs 0.
+    """The ``weights`` of each sequence's tokens, [T_i] each (bool or float), over the denominator of the loss.
 
     ``seq-mean-token-sum-norm`` is Dr. GRPO's: a constant, the response budget, instead of the length.
-    ``whole`` counts the whole mini-batch when ``masks`` are only this process's part of it.
+    ``whole`` counts the whole mini-batch when ``weights`` are only this process's part of it.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"unknown loss reduction {reduction!r}; known: {', '.join(REDUCTIONS)}")
-    counts = [int(m.sum()) for m in masks]
-    tokens, sequences = Counts.of(masks) if whole is None else whole
+    counts = [int(w.count_nonzero()) for w in weights]
+    tokens, sequences = Counts.of(weights) if whole is None else whole
 
     def denominator(count: int) -> int:
         if reduction == "token-mean":
@@ -55,4 +55,4 @@ def token_weights(
             return sequences * count
         return sequences * max_response_tokens
 
-    return [m.to(torch.float32) / max(denominator(c), 1) for m, c in zip(masks, counts, strict=True)]
+    return [w.to(torch.float32) / max(denominator(c), 1) for w, c in zip(weights, counts, strict=True)]

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-KNOWN = ("no_reshape", "logp", "p_logp", "square_root", "pow", "p_div_p_<A>")
+from luffy.errors import UserError
+from luffy.registry import Registry
+
 _P_DIV_P = re.compile(r"p_div_p_(?P<a>[0-9.eE+-]+)")
 
 
@@ -27,33 +29,73 @@ class Shape:
     pow_exp: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.name not in _OFF_POLICY:
+        if ":" in self.name:
+            SHAPES[self.name]
+        elif self.name not in SHAPES:
             gamma_of(self.name)
 
     def off_policy(self, log_prob: Tensor) -> Tensor:
         """f(p) of a teacher's token: the ratio p / 1, the teacher's probability taken as 1."""
-        if self.name in _OFF_POLICY:
-            return _OFF_POLICY[self.name](log_prob, self)
+        if self.name in SHAPES or ":" in self.name:
+            return SHAPES[self.name](log_prob, self)
         return torch.sigmoid(log_prob - math.log(gamma_of(self.name)))
 
     def on_policy(self, log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
         """The same shape of the ratio p / p_old of the policy's own token."""
-        if self.name == "logp":
-            return log_prob - old_log_prob
-        if self.name in _OFF_POLICY:
-            return _OFF_POLICY[self.name](log_prob - old_log_prob, self)
+        if self.name in RATIO_SHAPES:
+            return RATIO_SHAPES[self.name](log_prob - old_log_prob, self)
         log_gamma = math.log(gamma_of(self.name))
         log_f = torch.nn.functional.logsigmoid
         return torch.exp(log_f(log_prob - log_gamma) - log_f(old_log_prob - log_gamma))
 
+    def require_ratios(self) -> None:
+        """A shape of a probability may not be defined for a ratio, which can exceed 1: only one that was registered
+        for ratios too serves the policy's own tokens."""
+        if self.name not in RATIO_SHAPES and not _P_DIV_P.fullmatch(self.name):
+            known = ", ".join([*RATIO_SHAPES, "p_div_p_<A>"])
+            raise UserError(
+                f"'algorithm.on_policy_reshape' {self.name} shapes a teacher's probability, not the policy's ratio, "
+                f"which can exceed 1; take one of {known}"
+            )
 
-_OFF_POLICY: dict[str, Callable[[Tensor, Shape], Tensor]] = {
-    "no_reshape": lambda log_r, shape: torch.exp(log_r),
-    "logp": lambda log_r, shape: shape.weight * log_r,
-    "p_logp": lambda log_r, shape: torch.exp(log_r) + shape.weight * log_r,
-    "square_root": lambda log_r, shape: torch.exp(0.5 * log_r),
-    "pow": lambda log_r, shape: torch.exp(shape.pow_exp * log_r),
-}
+
+ShapeFunction = Callable[[Tensor, Shape], Tensor]
+SHAPES: Registry[ShapeFunction] = Registry("shape")  # f(p) of a teacher's token, from log p
+RATIO_SHAPES: Registry[ShapeFunction] = Registry("shape of ratios")  # f(p / p_old), from the log of the ratio
+
+
+@SHAPES.register("no_reshape")
+@RATIO_SHAPES.register("no_reshape")
+def _no_reshape(log_r: Tensor, shape: Shape) -> Tensor:
+    return torch.exp(log_r)
+
+
+@SHAPES.register("logp")
+def _logp(log_p: Tensor, shape: Shape) -> Tensor:
+    return shape.weight * log_p
+
+
+@RATIO_SHAPES.register("logp")
+def _log_ratio(log_r: Tensor, shape: Shape) -> Tensor:
+    return log_r
+
+
+@SHAPES.register("p_logp")
+@RATIO_SHAPES.register("p_logp")
+def _p_logp(log_r: Tensor, shape: Shape) -> Tensor:
+    return torch.exp(log_r) + shape.weight * log_r
+
+
+@SHAPES.register("square_root")
+@RATIO_SHAPES.register("square_root")
+def _square_root(log_r: Tensor, shape: Shape) -> Tensor:
+    return torch.exp(0.5 * log_r)
+
+
+@SHAPES.register("pow")
+@RATIO_SHAPES.register("pow")
+def _pow(log_r: Tensor, shape: Shape) -> Tensor:
+    return torch.exp(shape.pow_exp * log_r)
 
 
 def gamma_of(name: str) -> float:
@@ -64,7 +106,8 @@ def gamma_of(name: str) -> float:
     except ValueError:
         gamma = math.nan
     if not (gamma > 0 and math.isfinite(gamma)):
-        raise ValueError(f"unknown reshape {name!r}; known: {', '.join(KNOWN)} with any positive A")
+        known = ", ".join([*SHAPES, "p_div_p_<A>"])
+        raise UserError(f"unknown reshape {name!r}; known: {known} with any positive A, or module:function of your own")
     return gamma
 
 

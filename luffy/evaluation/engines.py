@@ -12,7 +12,7 @@ from transformers import AutoConfig, GenerationConfig
 from luffy.errors import UserError
 from luffy.models.load import eos_ids, eos_ids_of, gguf_file, load_model, load_tokenizer
 from luffy.models.threads import use_threads
-from luffy.rewards.worker import resolve
+from luffy.registry import resolve
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
 from luffy.rollout.vllm.colocated import VllmEngine, engine_arguments

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from luffy.errors import UserError
-from luffy.rewards.worker import resolve
+from luffy.registry import resolve
 
 if TYPE_CHECKING:
     from luffy.types import Problem

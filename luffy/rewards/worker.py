@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from luffy.errors import UserError
+from luffy.registry import resolve
 
 
 @dataclass(frozen=True)
@@ -87,24 +88,6 @@ def describe(error: BaseException) -> str:
     if isinstance(error, UserError):
         return text
     return f"{type(error).__name__}: {text}"[:500]
-
-
-def resolve(path: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names."""
-    module_name, _, function_name = path.partition(":")
-    if not module_name or not function_name:
-        raise UserError(f"{path!r} is no import path; write it as module:function")
-    try:
-        module = import_module(module_name)
-    except Exception as error:
-        where = "; modules are found from the folder you are in" if isinstance(error, ModuleNotFoundError) else ""
-        raise UserError(f"cannot import {module_name!r} for {path!r}: {describe(error)}{where}") from error
-    function = getattr(module, function_name, None)
-    if function is None:
-        raise UserError(f"module {module_name!r} ({getattr(module, '__file__', '?')}) has no {function_name!r}")
-    if not callable(function):
-        raise UserError(f"{path!r} is a {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
 
 
 def _load(setup: Setup) -> Callable[..., Any]:

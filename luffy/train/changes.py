@@ -20,14 +20,16 @@ def settings_before(folder: Path, step: int) -> Path:
 
 
 def changed_settings(folder: Path, step: int, cfg: Config) -> Changes:
-    """Settings that the steps up to ``step`` were made with otherwise: {key: (before, now)}."""
+    """Settings that the steps up to ``step`` were made with otherwise: {key: (before, now)}. A knob that is newer than
+    the record had its default then."""
     kept = settings_before(folder, step)  # of a resume since then that came to no further checkpoint
     before: dict[str, Any] = {}
     with suppress(UserError):  # a damaged record says nothing
         before = _without_empty(read_config(kept if kept.exists() else folder / CONFIG))
     now = _without_empty(flat_config(cfg))
     keys = sorted((before.keys() | now.keys()) - OF_NO_CONSEQUENCE) if before else []
-    return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
+    first = _without_empty(flat_config(Config())) | before
+    return {key: (first.get(key), now.get(key)) for key in keys if first.get(key) != now.get(key)}
 
 
 def _without_empty(settings: dict[str, Any]) -> dict[str, Any]:

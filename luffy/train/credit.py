@@ -1,76 +1,139 @@
-"""From rollouts to credit: rewards, rejection of groups without a signal, advantages per token."""
+"""Credit: from the rewards of a group to the weight of every token in the loss.
+
+A credit function sees one problem at a time: its responses, their rewards and, where they were computed, log-probs
+and entropies of the tokens. It says for every token how much it counts in the policy-gradient term, with which
+advantage, and how much in the SFT term (``TokenCredit``). The loss only executes these streams. A function is
+registered by name and chosen by ``algorithm.credit``; a new one is a file of its own:
+
+    @credit_function("sft_by_confidence", needs=("entropy",))
+    def sft_by_confidence(group, cfg):
+        return [replace(c, sft_weights=c.sft_weights * torch.exp(-tokens.entropy))
+                for c, tokens in zip(group_baseline(group, cfg), group.tokens)]
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from luffy.config import AlgorithmConfig, RewardConfig
+from luffy.config import AlgorithmConfig
 from luffy.core.advantages import group_advantages
 from luffy.core.kl import kl_penalty
-from luffy.metrics import Max, Mean, Metric, Sum, spread
-from luffy.models.load import decode
-from luffy.rewards import Verifier
+from luffy.errors import UserError
+from luffy.metrics import Mean, Metric
+from luffy.registry import Registry
 from luffy.types import Group, Rollout, Sample
 
-
-def score(rollouts: Sequence[tuple[Rollout, ...]], verifier: Verifier, tokenizer: Any) -> list[Group]:
-    """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
-    flat = [rollout for group in rollouts for rollout in group]
-    texts = decode(tokenizer, [r.token_ids for r in flat])
-    scores = iter(verifier.score([(r.task.problem, text) for r, text in zip(flat, texts, strict=True)]))
-    return [Group(group[0].task, group, tuple(next(scores) for _ in group)) for group in rollouts]
-
-
-def is_extreme(group: Group, cfg: RewardConfig) -> bool:
-    """All solved or all failed: there is nothing to prefer."""
-    return all_solved(group, cfg) or all_failed(group, cfg)
-
-
-def all_solved(group: Group, cfg: RewardConfig) -> bool:
-    return all(cfg.solved(s.value) for s in group.scores)
-
-
-def all_failed(group: Group, cfg: RewardConfig) -> bool:
-    return all(cfg.failed(s.value) for s in group.scores)
+Need = Literal["log_probs", "entropy"]
 
 
 @dataclass(frozen=True, eq=False)
 class ScoredTokens:
-    """Log-probs of one rollout under the policy before the update and under the reference model."""
+    """Of the response tokens of one rollout, [T] float32 each: log-probs and entropies under the policy before the
+    update, log-probs under the reference model. None where nothing needed them."""
 
     old: Tensor | None = None
     ref: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredGroup:
+    """What a credit function sees of one problem: n responses (``group.rollouts``) with the verifier's scores, their
+    rewards, and their tokens. ``step`` counts from 0."""
+
+    group: Group
+    rewards: Tensor  # [n] float32: the scores, less the KL of the whole response when it goes in the reward
+    tokens: Sequence[ScoredTokens]  # n
+    step: int = 0
+    total_steps: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class TokenCredit:
+    """Of one response, [T] float32 each; see ``Sample``."""
+
+    advantages: Tensor
+    rl_weights: Tensor
+    sft_weights: Tensor
+
+
+@dataclass(frozen=True)
+class CreditFunction:
+    """``function(group, cfg)`` returns the credit of each response of the group. ``needs``: what must be computed
+    before it is called, at the price of a forward pass."""
+
+    function: Callable[[ScoredGroup, AlgorithmConfig], list[TokenCredit]]
+    needs: tuple[Need, ...] = ()
+
+    def __call__(self, group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit]:
+        return self.function(group, cfg)
+
+
+CREDIT: Registry[CreditFunction] = Registry("credit function")
+
+
+def credit_function(
+    name: str, needs: tuple[Need, ...] = ()
+) -> Callable[[Callable[[ScoredGroup, AlgorithmConfig], list[TokenCredit]]], CreditFunction]:
+    """A decorator that registers a credit function under the name that ``algorithm.credit`` gives."""
+    return lambda function: CREDIT.register(name)(CreditFunction(function, needs))
+
+
+def find_credit_function(name: str) -> CreditFunction:
+    """The registered function of that name, or a user's own by ``module:function``."""
+    try:
+        found = CREDIT[name]
+    except UserError as error:
+        raise UserError(f"'algorithm.credit': {error}") from None
+    return found if isinstance(found, CreditFunction) else CreditFunction(found)
+
+
+@credit_function("group_baseline")
+def group_baseline(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit]:
+    """Reward minus the baseline of the group (``algorithm.advantage``), the same for every token of a response but for
+    ``prefix_alpha`` and ``prefix_beta``; a teacher's tokens in the policy-gradient or the SFT term
+    (``algorithm.trace_term``)."""
+    rollouts = group.group.rollouts
+    on_policy = torch.tensor([r.is_on_policy for r in rollouts], dtype=torch.bool)
+    only_on_policy = cfg.advantage == "grpo_split" or cfg.trace_term == "sft"
+    baseline = on_policy if only_on_policy else torch.ones_like(on_policy)
+    advantages = group_advantages(group.rewards, [0] * len(rollouts), baseline, use_std=cfg.normalize_std).tolist()
+    credit = []
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        off = rollout.off_policy
+        in_sft = off.float() if cfg.trace_term == "sft" else torch.zeros(off.numel())
+        weights = torch.where(off, cfg.prefix_alpha, cfg.prefix_beta)
+        credit.append(TokenCredit(advantage * weights, rl_weights=1 - in_sft, sft_weights=in_sft))
+    return credit
 
 
 def credit(
-    groups: Sequence[Group], scored: Sequence[Sequence[ScoredTokens]], cfg: AlgorithmConfig
+    groups: Sequence[Group],
+    scored: Sequence[Sequence[ScoredTokens]],
+    cfg: AlgorithmConfig,
+    step: int = 0,
+    total_steps: int = 1,
 ) -> list[list[Sample]]:
-    """Samples of each group with their advantages as per-token streams."""
-    rewards = _rewards(groups, scored, cfg)
-    index = [i for i, group in enumerate(groups) for _ in group.rollouts]
-    flat = [r for group in groups for r in group.rollouts]
-    on_policy = torch.tensor([r.is_on_policy for r in flat], dtype=torch.bool)
-    only_on_policy = cfg.advantage == "grpo_split" or cfg.trace_term == "sft"
-    baseline = on_policy if only_on_policy else torch.ones_like(on_policy)
-    advantages = iter(group_advantages(rewards, index, baseline, use_std=cfg.normalize_std).tolist())
-    return [
-        [_sample(r, next(advantages), s, cfg) for r, s in zip(group.rollouts, tokens, strict=True)]
-        for group, tokens in zip(groups, scored, strict=True)
-    ]
+    """Samples of each group with their credit, by the function that ``algorithm.credit`` names."""
+    function = find_credit_function(cfg.credit)
+    samples = []
+    for group, tokens in zip(groups, scored, strict=True):
+        seen = ScoredGroup(group, rewards_of(group, tokens, cfg), tokens, step, total_steps)
+        rows = zip(group.rollouts, tokens, function(seen, cfg), strict=True)
+        samples.append([_sample(rollout, own, given, cfg) for rollout, own, given in rows])
+    return samples
 
 
-def _rewards(groups: Sequence[Group], scored: Sequence[Sequence[ScoredTokens]], cfg: AlgorithmConfig) -> Tensor:
-    """One number a rollout: the verifier's, less the KL of the whole response when it goes in the reward."""
-    rewards = torch.tensor([s.value for group in groups for s in group.scores], dtype=torch.float32)
-    if cfg.kl_coef and cfg.kl_in == "reward" and groups:
-        penalties = [_kl(tokens, cfg).sum() for group in scored for tokens in group]
-        rewards = rewards - cfg.kl_coef * torch.stack(penalties)
+def rewards_of(group: Group, tokens: Sequence[ScoredTokens], cfg: AlgorithmConfig) -> Tensor:
+    """One number a rollout, [n] float32: the score, less the KL of the whole response when it goes in the reward."""
+    rewards = torch.tensor([score.value for score in group.scores], dtype=torch.float32)
+    if cfg.kl_coef and cfg.kl_in == "reward":
+        rewards = rewards - cfg.kl_coef * torch.stack([_kl(own, cfg).sum() for own in tokens])
     return rewards
 
 
@@ -85,75 +148,27 @@ def reward_kl_metrics(scored: Sequence[Sequence[ScoredTokens]], cfg: AlgorithmCo
     return {"critic/kl": Mean(float(sum(t.sum() for t in per_token)), sum(t.numel() for t in per_token))}
 
 
-def without_credit(rollout: Rollout) -> Sample:
-    """A rollout as a sample that no loss counts yet: enough to score its tokens."""
-    nothing = torch.zeros_like(rollout.off_policy)
+def uncredited(rollout: Rollout) -> Sample:
+    """A rollout as a sample that no loss counts: enough to score its tokens."""
+    nothing = torch.zeros(rollout.token_ids.numel())
     return Sample(
         prompt_ids=rollout.task.prompt_ids,
         token_ids=rollout.token_ids,
         off_policy=rollout.off_policy,
-        rl_mask=nothing,
-        sft_mask=nothing,
-        advantages=torch.zeros(nothing.numel()),
+        rl_weights=nothing,
+        sft_weights=nothing,
+        advantages=nothing,
         behavior_log_probs=rollout.behavior_log_probs,
         engine_log_probs=rollout.engine_log_probs,
     )
 
 
-def _sample(rollout: Rollout, advantage: float, scored: ScoredTokens, cfg: AlgorithmConfig) -> Sample:
-    off = rollout.off_policy
-    in_sft = off if cfg.trace_term == "sft" else torch.zeros_like(off)
-    weights = torch.where(off, cfg.prefix_alpha, cfg.prefix_beta)
+def _sample(rollout: Rollout, tokens: ScoredTokens, credit: TokenCredit, cfg: AlgorithmConfig) -> Sample:
     return replace(
-        without_credit(rollout),
-        rl_mask=~in_sft,
-        sft_mask=in_sft,
-        advantages=advantage * weights,
-        old_log_probs=scored.old,
-        ref_log_probs=scored.ref if cfg.kl_in == "loss" else None,
+        uncredited(rollout),
+        rl_weights=credit.rl_weights,
+        sft_weights=credit.sft_weights,
+        advantages=credit.advantages,
+        old_log_probs=tokens.old,
+        ref_log_probs=tokens.ref if cfg.kl_in == "loss" else None,
     )
-
-
-def group_metrics(groups: Sequence[Group], cfg: RewardConfig) -> dict[str, Metric]:
-    """What the rollouts of a step say, before any is rejected."""
-    pairs = [(r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)]
-    own = [(r, s) for r, s in pairs if r.is_on_policy]
-    guided = [(r, s) for r, s in pairs if not r.is_on_policy]
-    lengths = [r.token_ids.numel() for r, _ in own]
-    return {
-        **spread("critic/score", (s.value for _, s in pairs)),
-        **spread("critic/rewards", (s.value for _, s in own)),
-        "batch/solve_all": Sum(sum(all_solved(g, cfg) for g in groups)),
-        "batch/solve_none": Sum(sum(all_failed(g, cfg) for g in groups)),
-        "batch/on_solved": Mean.of(cfg.solved(s.value) for _, s in own),
-        "batch/off_solved": Mean.of(cfg.solved(s.value) for _, s in guided),
-        "batch/avg_prefix_ratio": Mean.of(r.prefix_ratio for r, _ in guided),
-        "batch/verifier_failures": Sum(sum(s.status not in ("ok", "no_answer") for _, s in pairs)),
-        **spread("response_length", lengths),
-        "response_length/clip_ratio": Mean.of(r.finish == "length" for r, _ in own),
-    }
-
-
-def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, Metric]:
-    """How many versions behind the policy that made each of its tokens was."""
-    versions = [r.versions for g in groups for r in g.rollouts]
-    lags = [step - v[v >= 0] for v in versions]
-    return {
-        "async/staleness/mean": Mean(sum(int(lag.sum()) for lag in lags), sum(lag.numel() for lag in lags)),
-        "async/staleness/max": Max(max((int(lag.max()) for lag in lags if lag.numel()), default=-math.inf)),
-    }
-
-
-def override_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """How much of the responses a guidance model wrote, over the tokens the engine made."""
-    rollouts = [r for g in groups for r in g.rollouts if r.finish != "trace"]
-    made = sum(int((~r.off_policy).sum()) for r in rollouts)
-    put_in = sum(int(r.overrides.sum()) for r in rollouts)
-    missing = sum(
-        int((r.overrides & r.guidance_log_probs.isnan()).sum()) for r in rollouts if r.guidance_log_probs is not None
-    )
-    return {
-        "guidance/token_ratio": Mean(put_in, made),
-        "guidance/sequence_ratio": Mean.of(bool(r.overrides.any()) for r in rollouts),
-        "guidance/missing_log_prob_ratio": Mean(missing, put_in),
-    }

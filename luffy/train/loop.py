@@ -63,7 +63,7 @@ from luffy.train.checkpoint import (
     restore_random_state,
 )
 from luffy.train.copies import Engines
-from luffy.train.credit import without_credit
+from luffy.train.credit import uncredited
 from luffy.train.lock import FolderLock, lock_folder
 from luffy.train.memory import when_it_runs_out
 from luffy.train.optim import lr_at
@@ -426,7 +426,7 @@ class Trainer:
         count = self.cfg.record.samples
         with self.watch("record"):
             credited, rejected = batch.shown(count)
-            unpaid = [[without_credit(r) for r in group.rollouts] for group in rejected]
+            unpaid = [[uncredited(r) for r in group.rollouts] for group in rejected]
             return self._sample_rows(batch, count, [*self._token_views(credited), *self._token_views(unpaid)])
 
     def _token_views(self, groups: Sequence[Sequence[Sample]]) -> list[list[TokenView]]:

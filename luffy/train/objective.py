@@ -1,8 +1,8 @@
 """What one micro-batch adds to the loss, and what it tells about itself.
 
-    sum over RL tokens of  w * (policy loss + kl_coef * KL - entropy_coef * H)   +   sft_coef * sum of  v * -log p
+    sum of  w * (policy loss + kl_coef * KL - entropy_coef * H)   +   sft_coef * sum of  v * -log p
 
-with w and v the weights of ``pack``: already divided by the mini-batch's denominators.
+with w and v the weights of ``pack``: the samples' own, already divided by the mini-batch's denominators.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def importance_of(cfg: Config) -> Importance | None:
 
 @dataclass(frozen=True)
 class Objective:
+    """The loss of a micro-batch; ``Objective.of(cfg)`` is the one that a config describes."""
+
     policy_loss: PolicyLoss
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
@@ -52,11 +54,25 @@ class Objective:
     importance: Importance | None = None
     weights_are: str = "guidance"  # or "async" or "rollout", by what they correct: the group of their metrics
 
+    @staticmethod
+    def of(cfg: Config) -> Objective:
+        a = cfg.algorithm
+        return Objective(
+            policy_loss=a.policy_loss(),
+            entropy_coef=a.entropy_coef,
+            kl_coef=a.kl_coef if a.kl_in == "loss" else 0.0,
+            kl_estimator=a.kl_estimator,
+            sft_coef=a.sft_coef,
+            recorded_teacher=a.teacher_probs == "recorded",
+            importance=importance_of(cfg),
+            weights_are="guidance" if cfg.rollout.guide else "async" if cfg.async_.max_staleness else "rollout",
+        )
+
     def __call__(
         self, batch: MicroBatch, log_prob: Tensor, entropy: Tensor, off_ratio_mean: Tensor | None = None
     ) -> tuple[Tensor, Stats]:
         """log_prob, entropy: [R], of the response tokens under the current policy."""
-        in_rl = batch.rl_weights > 0
+        in_rl = batch.rl_weights != 0
         old = log_prob.detach() if batch.old_log_probs is None else batch.old_log_probs
         base, advantages, weights = old, batch.advantages, None
         if self.importance is not None:
@@ -84,22 +100,21 @@ class Objective:
         return loss, stats
 
     def gradient_weights(self, batch: MicroBatch, log_prob: Tensor) -> Tensor:
-        """[R]: |d loss / d logit| of each token's own logit, per unit of advantage and before the reduction.
+        """[R]: |d loss / d logit| of each token's own logit, per unit of advantage.
 
-        The derivative of this very objective (shaping, clipping, importance weights, SFT term), so that a viewer
-        shows what the update does and not a formula of its own. With ``off_normalize`` the mean is that of the
-        tokens given. 0 where no term counts the token.
+        ``batch`` is packed without a reduction: its weights are the samples' own. The derivative of this very
+        objective (shaping, clipping, importance weights, SFT term), so that a viewer shows what the update does and
+        not a formula of its own. With ``off_normalize`` the mean is that of the tokens given. 0 where no term counts
+        the token.
         """
-        one_each = replace(
+        unit = replace(
             batch,
-            rl_weights=(batch.rl_weights > 0).float(),
-            sft_weights=(batch.sft_weights > 0).float(),
             advantages=torch.where(batch.advantages < 0, -1.0, 1.0),
             ref_log_probs=None,
         )
         with torch.enable_grad():
             current = log_prob.detach().requires_grad_(True)
-            loss, _ = self(one_each, current, torch.zeros_like(current))
+            loss, _ = self(unit, current, torch.zeros_like(current))
             (slope,) = torch.autograd.grad(loss, current)
         return slope.abs() * -torch.expm1(current.detach())
 
@@ -158,6 +173,6 @@ def _stats(b: MicroBatch, t: LossTerms, old: Tensor, log_prob: Tensor, entropy: 
         "actor/off_ratio_mean": _over(t.off_ratio, off),
         "actor/off_ratio_max_clip_frac": _over(t.off_max_clipped, off),
         "actor/off_ratio_min_clip_frac": _over(t.off_min_clipped, off),
-        "actor/sft_loss": _over(-log_prob, b.sft_weights > 0),
+        "actor/sft_loss": _over(-log_prob, b.sft_weights != 0),
         **_mismatch(old, b.engine_log_probs, on),
     }

@@ -71,22 +71,25 @@ Denominators = tuple[Counts, Counts]  # of the RL and of the SFT tokens
 
 
 def denominators(samples: Sequence[Sample]) -> Denominators:
-    return Counts.of(s.rl_mask for s in samples), Counts.of(s.sft_mask for s in samples)
+    return Counts.of(s.rl_weights for s in samples), Counts.of(s.sft_weights for s in samples)
 
 
 def pack(
     samples: Sequence[Sample],
     budget: int,
-    reduction: str,
+    reduction: str | None,
     max_response_tokens: int,
     whole: Denominators | None = None,
     share: bool = True,
 ) -> list[MicroBatch]:
     """Micro-batches of one mini-batch. Denominators are counted over all of it, so that the sum of the
-    micro-batch losses is the mini-batch loss however it was cut; ``whole`` are those over all processes."""
+    micro-batch losses is the mini-batch loss however it was cut; ``whole`` are those over all processes. Without a
+    ``reduction`` the weights stay the samples' own."""
+    if reduction is None:
+        reduction, whole = "token-mean", (Counts(1, 1), Counts(1, 1))
     of_rl, of_sft = denominators(samples) if whole is None else whole
-    rl = token_weights([s.rl_mask for s in samples], reduction, max_response_tokens, of_rl)
-    sft = token_weights([s.sft_mask for s in samples], "token-mean", max_response_tokens, of_sft)
+    rl = token_weights([s.rl_weights for s in samples], reduction, max_response_tokens, of_rl)
+    sft = token_weights([s.sft_weights for s in samples], "token-mean", max_response_tokens, of_sft)
     return [_micro_batch(samples, rl, sft, bin_) for bin_ in cut(samples, budget, share)]
 
 
@@ -136,7 +139,7 @@ def idle_batch() -> MicroBatch:
     sharded layers need every process in every pass."""
     none = torch.zeros(1, dtype=torch.bool)
     nothing = torch.zeros(1)
-    sample = Sample((0,), torch.zeros(1, dtype=torch.long), none, none, none, nothing, nothing, nothing)
+    sample = Sample((0,), torch.zeros(1, dtype=torch.long), none, nothing, nothing, nothing, nothing, nothing)
     return _micro_batch([sample], [nothing], [nothing], [[0]])
 
 

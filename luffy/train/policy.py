@@ -19,7 +19,7 @@ from luffy.distributed.world import World
 from luffy.metrics import Mean, Metric, OnDevice, Sum, fetch
 from luffy.report.timing import Stopwatch
 from luffy.train.memory import Checkpointing
-from luffy.train.objective import Objective, Stats, importance_of
+from luffy.train.objective import Objective, Stats
 from luffy.train.offload import OffloadedOptimizer
 from luffy.train.optim import Optimizer
 from luffy.train.packing import Denominators, computed_tokens, cut, denominators, idle_batch, pack
@@ -59,17 +59,7 @@ class Policy:
         self.scorer = self.scorer_of(model)
         self.optimizer = (OffloadedOptimizer if cfg.optim.offload else Optimizer)(model, cfg.optim)
         self.checkpointing = Checkpointing(model, cfg.model.gradient_checkpointing)
-        a = cfg.algorithm
-        self.objective = Objective(
-            policy_loss=a.policy_loss(),
-            entropy_coef=a.entropy_coef,
-            kl_coef=a.kl_coef if a.kl_in == "loss" else 0.0,
-            kl_estimator=a.kl_estimator,
-            sft_coef=a.sft_coef,
-            recorded_teacher=a.teacher_probs == "recorded",
-            importance=importance_of(cfg),
-            weights_are="guidance" if cfg.rollout.guide else "async" if cfg.async_.max_staleness else "rollout",
-        )
+        self.objective = Objective.of(cfg)
 
     def scorer_of(self, model: nn.Module) -> TokenScorer:
         scorer = TokenScorer(model)
@@ -77,18 +67,24 @@ class Policy:
             shard(scorer, self.cfg.parallel, self.cfg.model.dtype, self.device.type)
         return scorer
 
-    def log_probs(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[Tensor]:
-        """Log-probs of each sample's response tokens, on the CPU, without gradients."""
-        out: list[Tensor] = [torch.empty(0)] * len(samples)
-        for batch, log_prob in self._scored(samples, scorer):
-            for i, piece in zip(batch.order, _pieces(log_prob, batch), strict=True):
+    def score(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Log-probs and entropies of each sample's response tokens, [T] each, on the CPU, without gradients."""
+        out: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(samples)
+        for batch, log_prob, entropy in self._scored(self._pack(samples, scorer=scorer), scorer):
+            pieces = zip(_pieces(log_prob, batch), _pieces(entropy, batch), strict=True)
+            for i, piece in zip(batch.order, pieces, strict=True):
                 out[i] = piece
         return out
+
+    def log_probs(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[Tensor]:
+        """Log-probs of each sample's response tokens, [T], on the CPU, without gradients."""
+        return [log_prob for log_prob, _ in self.score(samples, scorer)]
 
     def token_views(self, samples: Sequence[Sample]) -> list[TokenView]:
         """What the record keeps of each token besides its text."""
         out: list[TokenView] = [TokenView(torch.empty(0), torch.empty(0))] * len(samples)
-        for batch, log_prob in self._scored(samples):
+        unreduced = pack(samples, self.cfg.batch.tokens, None, 1, share=self.scorer.shares_prompts)
+        for batch, log_prob, _ in self._scored(unreduced):
             weights = self.objective.gradient_weights(batch, log_prob)
             pieces = zip(_pieces(log_prob, batch), _pieces(weights, batch), strict=True)
             for i, (own, weight) in zip(batch.order, pieces, strict=True):
@@ -96,16 +92,15 @@ class Policy:
         return out
 
     def _scored(
-        self, samples: Sequence[Sample], scorer: TokenScorer | None = None
-    ) -> Iterator[tuple[MicroBatch, Tensor]]:
-        """The samples in batches, and the log-probs of their response tokens, without gradients. All processes go
+        self, batches: Sequence[MicroBatch], scorer: TokenScorer | None = None
+    ) -> Iterator[tuple[MicroBatch, Tensor, Tensor]]:
+        """Each batch with the log-probs and entropies of its response tokens, without gradients. All processes go
         through as many passes as the one with the most."""
-        batches = self._pack(samples, scorer=scorer)
         passes = self.world.most(len(batches))
         for batch in (b.to(self.device) for b in batches):
             with torch.no_grad():
-                log_prob, _ = self._forward(batch, scorer)
-            yield batch, log_prob
+                log_prob, entropy = self._forward(batch, scorer)
+            yield batch, log_prob, entropy
         for _ in range(len(batches), passes):
             with torch.no_grad():
                 self._forward(idle_batch().to(self.device), scorer)
@@ -119,7 +114,7 @@ class Policy:
 
     def update(self, samples: Sequence[Sample], lr: float) -> dict[str, Metric]:
         """One optimizer step on a mini-batch, whatever the number of micro-batches it takes."""
-        samples = self._without_sure_tokens(samples)
+        samples = self._drop_confident_tokens(samples)
         whole = self._over_all(samples)
         batches = self._pack(samples, whole.denominators)
         batches += [idle_batch()] * (whole.passes - len(batches))
@@ -150,13 +145,13 @@ class Policy:
             }
         )
 
-    def _without_sure_tokens(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """``all_max_clip`` drops tokens by their current probability, from the denominator too: known beforehand."""
+    def _drop_confident_tokens(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Without the tokens whose current probability exceeds ``all_max_clip``: they leave the denominator too."""
         bound = self.objective.policy_loss.all_max_clip
         if bound is None:
             return samples
         kept = [log_prob.exp() <= bound for log_prob in self.log_probs(samples)]
-        return [replace(s, rl_mask=s.rl_mask & keep) for s, keep in zip(samples, kept, strict=True)]
+        return [replace(s, rl_weights=s.rl_weights * keep) for s, keep in zip(samples, kept, strict=True)]
 
     def _over_all(self, samples: Sequence[Sample]) -> Whole:
         """Denominators, passes and tokens of a mini-batch over all processes, in one exchange."""
@@ -196,7 +191,7 @@ class Policy:
         for batch in (b.to(self.device) for b in batches):
             with torch.no_grad():
                 log_prob, _ = self._forward(batch)
-            off = batch.off_policy & (batch.rl_weights > 0)
+            off = batch.off_policy & (batch.rl_weights != 0)
             target = self.objective.target_probs(batch)
             ratios.append(off_policy_ratio(log_prob, off, settings.off_shape, target)[off])
         every = torch.cat(ratios)

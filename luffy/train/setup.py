@@ -13,6 +13,7 @@ from luffy.config import Config, ModelConfig
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.errors import ConfigError, DataError, UserError
 from luffy.models.load import load_model, load_tokenizer
+from luffy.train.credit import find_credit_function
 from luffy.types import Task
 
 
@@ -250,5 +251,7 @@ def validate(cfg: Config, method: str, model_config: Any) -> None:
                 f"data.max_prompt_tokens + {name} = {needed} exceeds the model's context of {longest}; "
                 f"lower one of them"
             )
+    if method == "rl":
+        find_credit_function(cfg.algorithm.credit)
     if method == "sft" and cfg.guidance.trace_choice == "best_reward":
         raise UserError("guidance.trace_choice=best_reward needs a verifier, which SFT does not run; choose another")

@@ -21,17 +21,8 @@ from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
 from luffy.train.ahead import Ahead
-from luffy.train.credit import (
-    ScoredTokens,
-    credit,
-    group_metrics,
-    is_extreme,
-    override_metrics,
-    reward_kl_metrics,
-    score,
-    staleness_metrics,
-    without_credit,
-)
+from luffy.train.credit import ScoredTokens, credit, find_credit_function, reward_kl_metrics, uncredited
+from luffy.train.groups import group_metrics, is_extreme, override_metrics, score, staleness_metrics
 from luffy.train.policy import Policy
 from luffy.train.scorer import TokenScorer
 from luffy.train.setup import TaskSet
@@ -131,9 +122,8 @@ class TraceSource:
         key = f"{self.cfg.seed}:{visit}:{task.problem.id}"
         (trace,) = choose(task.demonstrations, 1, self.cfg.guidance.trace_choice, visit=visit, key=key)
         ids = torch.tensor(trace.token_ids, dtype=torch.long)
-        everywhere = torch.ones(ids.numel(), dtype=torch.bool)
-        nothing = torch.zeros(ids.numel())
-        return Sample(task.prompt_ids, ids, everywhere, ~everywhere, everywhere, nothing, nothing, nothing)
+        everywhere, nothing = torch.ones(ids.numel()), torch.zeros(ids.numel())
+        return Sample(task.prompt_ids, ids, everywhere.bool(), nothing, everywhere, nothing, nothing, nothing)
 
 
 class RolloutSource:
@@ -167,6 +157,7 @@ class RolloutSource:
             trace_choice=cfg.guidance.trace_choice,
             seed=cfg.seed,
         )
+        self.total_steps = total_steps
         self._trace_rewards: dict[str, list[float]] = {}
         self._taken = self.sampler.state_dict()
         self.ahead: Ahead[Rolled] | None = None
@@ -194,7 +185,7 @@ class RolloutSource:
         with self.watch("old_log_probs"):
             scored = self._score_tokens(list(kept.values()), len(found.kept))
         with self.watch("advantage"):
-            samples = credit(list(kept.values()), scored, self.cfg.algorithm)
+            samples = credit(list(kept.values()), scored, self.cfg.algorithm, step, self.total_steps)
         if self.cfg.algorithm.kl_coef and self.cfg.algorithm.kl_in == "reward":
             metrics |= reward_kl_metrics(scored, self.cfg.algorithm)
         advantages = [float(s.advantages[0]) for group in samples for s in group]
@@ -301,9 +292,14 @@ class RolloutSource:
         a, b = self.cfg.algorithm, self.cfg.batch
         several = b.mini_batch is not None and groups_in_all > b.mini_batch
         need_ref = a.kl_coef > 0
-        need_old = several or (need_ref and a.kl_in == "reward")
-        flat = [without_credit(rollout) for group in groups for rollout in group.rollouts]
+        need_old = several or (need_ref and a.kl_in == "reward") or bool(find_credit_function(a.credit).needs)
+        flat = [uncredited(rollout) for group in groups for rollout in group.rollouts]
         nothing = [None] * len(flat)
-        old = iter(self.policy.log_probs(flat) if need_old else nothing)
+        old = iter(self.policy.score(flat) if need_old else [(None, None)] * len(flat))
         ref = iter(self.policy.reference_log_probs(flat, self.reference) if need_ref else nothing)
-        return [[ScoredTokens(next(old), next(ref)) for _ in g.rollouts] for g in groups]
+
+        def next_tokens() -> ScoredTokens:
+            log_probs, entropy = next(old)
+            return ScoredTokens(log_probs, next(ref), entropy)
+
+        return [[next_tokens() for _ in g.rollouts] for g in groups]

@@ -30,3 +30,8 @@ def test_no_token_at_all_weighs_nothing():
 def test_unknown_reduction():
     with pytest.raises(ValueError, match="token-mean, seq-mean-token-sum"):
         token_weights(MASKS, "mean", 10)
+
+
+def test_a_weight_scales_its_token_and_counts_as_one():
+    first, second = token_weights([torch.tensor([0.5, 0.0, -2.0]), torch.tensor([1.0])], "token-mean", 10)
+    assert first.tolist() == pytest.approx([0.5 / 3, 0.0, -2 / 3]) and second.tolist() == pytest.approx([1 / 3])

@@ -3,7 +3,9 @@ import math
 import pytest
 import torch
 
-from luffy.core.shaping import Shape, gamma_of, gradient_weight
+from luffy.core.losses import PolicyLoss
+from luffy.core.shaping import RATIO_SHAPES, SHAPES, Shape, gamma_of, gradient_weight
+from luffy.errors import UserError
 
 LOGP = torch.log(torch.tensor([0.9, 0.25, 0.01], dtype=torch.float64))
 OLD = torch.log(torch.tensor([0.6, 0.5, 0.04], dtype=torch.float64))
@@ -73,3 +75,31 @@ def test_unknown_names_list_the_known_ones(name):
 
 def test_any_positive_gamma_is_known():
     assert gamma_of("p_div_p_0.3") == 0.3 and gamma_of("p_div_p_1e-2") == 0.01 and gamma_of("p_div_p_7") == 7.0
+
+
+def one_minus_root(log_p, shape):
+    """Not defined for ratios above 1: the root of a negative number is NaN."""
+    return 1 - torch.sqrt(-torch.expm1(log_p))
+
+
+@pytest.mark.parametrize("name", ["one_minus_root", f"{__name__}:one_minus_root"])
+def test_an_own_shape_serves_teachers_tokens_and_is_refused_for_ratios(name):
+    if ":" not in name:
+        SHAPES.register(name)(one_minus_root)
+    shape = Shape(name)
+    torch.testing.assert_close(shape.off_policy(LOGP), 1 - torch.sqrt(1 - LOGP.exp()))
+    assert math.isfinite(gradient_weight(torch.tensor([0.5]), shape).item())
+    PolicyLoss(off_shape=shape)
+    with pytest.raises(UserError, match=r"on_policy_reshape.*not the policy's ratio.*no_reshape"):
+        PolicyLoss(on_shape=shape)
+
+
+def test_an_own_shape_of_ratios_serves_both():
+    SHAPES.register("third_power")(third_power)
+    RATIO_SHAPES.register("third_power")(third_power)
+    loss = PolicyLoss(on_shape=Shape("third_power"), off_shape=Shape("third_power"))
+    torch.testing.assert_close(loss.on_shape.on_policy(LOGP, OLD), torch.tensor(RATIO, dtype=torch.float64) ** 3)
+
+
+def third_power(log_r, shape):
+    return torch.exp(3 * log_r)

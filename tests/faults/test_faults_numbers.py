@@ -124,7 +124,7 @@ def test_no_valid_token_is_no_gradient(make_config):
     cfg = make_config()
     policy = Policy(load_model(cfg.model.path), cfg)
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
-    nothing = [replace(s, rl_mask=torch.zeros_like(s.rl_mask)) for s in make_samples()]
+    nothing = [replace(s, rl_weights=torch.zeros_like(s.rl_weights)) for s in make_samples()]
     metrics = policy.update(nothing, 0.01)
     assert metrics["actor/loss"].value == 0.0 and metrics["actor/grad_norm"].value == 0.0
     assert all(math.isfinite(m.value) for m in metrics.values())

@@ -5,7 +5,18 @@ import pytest
 import torch
 
 from luffy.config import AlgorithmConfig, RewardConfig
-from luffy.train.credit import ScoredTokens, credit, group_metrics, is_extreme
+from luffy.errors import UserError
+from luffy.report.recorder import read_json_lines
+from luffy.train.credit import (
+    ScoredTokens,
+    TokenCredit,
+    credit,
+    credit_function,
+    find_credit_function,
+    group_baseline,
+)
+from luffy.train.groups import group_metrics, is_extreme
+from luffy.train.loop import Trainer
 from luffy.types import Group, Problem, Rollout, Score, Task
 
 TASK = Task(Problem("p", "1+1", "2"), (5, 6))
@@ -49,8 +60,8 @@ def test_prefix_weights_scale_teacher_and_own_tokens():
 
 def test_trace_term_sft_moves_the_trace_out_of_the_rl_term_and_baseline():
     (samples,) = credit([GUIDED], [[ScoredTokens()] * 4], AlgorithmConfig(trace_term="sft"))
-    assert samples[0].sft_mask.all() and not samples[0].rl_mask.any()
-    assert all(s.rl_mask.all() and not s.sft_mask.any() for s in samples[1:])
+    assert samples[0].sft_weights.all() and not samples[0].rl_weights.any()
+    assert all(s.rl_weights.all() and not s.sft_weights.any() for s in samples[1:])
     assert samples[1].advantages[0].item() == pytest.approx(-1 / 3)  # mean of 0, 1, 0
 
 
@@ -92,3 +103,44 @@ def test_no_guided_sample_gives_zero_not_nan():
 def test_verifier_failures_are_counted():
     g = dataclasses.replace(group([0.0, 0.0]), scores=(Score(0.0, "timeout"), Score(0.0, "no_answer")))
     assert group_metrics([g], RewardConfig())["batch/verifier_failures"].value == 1
+
+
+@credit_function("test_both_terms", needs=("entropy",))
+def both_terms(group, cfg):
+    """The trace's tokens in both terms, in the SFT term by exp(-entropy)."""
+    return [
+        dataclasses.replace(c, sft_weights=r.off_policy * torch.exp(-t.entropy))
+        for c, r, t in zip(group_baseline(group, cfg), group.group.rollouts, group.tokens, strict=True)
+    ]
+
+
+def no_credit(group, cfg):
+    return [TokenCredit(*[torch.zeros(r.token_ids.numel())] * 3) for r in group.group.rollouts]
+
+
+def test_a_credit_function_is_chosen_by_name_and_sees_entropies():
+    entropy = torch.tensor([0.0, 1.0, 2.0])
+    tokens = [ScoredTokens(entropy=entropy)] * 4
+    (samples,) = credit([GUIDED], [tokens], AlgorithmConfig(credit="test_both_terms"))
+    torch.testing.assert_close(samples[0].sft_weights, torch.exp(-entropy))
+    assert samples[0].rl_weights.tolist() == [1, 1, 1] and samples[0].advantages.tolist() == [0.5] * 3
+    assert all(s.sft_weights.count_nonzero() == 0 for s in samples[1:])
+    assert find_credit_function("test_both_terms").needs == ("entropy",)
+    (nothing,) = credit([GUIDED], [tokens], AlgorithmConfig(credit=f"{__name__}:no_credit"))
+    assert all(s.rl_weights.count_nonzero() == s.sft_weights.count_nonzero() == 0 for s in nothing)
+    with pytest.raises(UserError, match=r"'algorithm\.credit': unknown credit function 'x'; known: group_baseline"):
+        find_credit_function("x")
+
+
+def test_a_run_computes_what_its_credit_function_needs_and_counts_tokens_in_both_terms(make_config):
+    cfg = make_config(
+        algorithm={"credit": "test_both_terms", "reject_extreme": False},
+        train={"steps": 2, "save_every": 2},
+        record={"samples": 6},
+    )
+    with Trainer(cfg) as trainer:
+        trainer.train()
+    rows = read_json_lines(cfg.folder / "metrics.jsonl")
+    assert all(r["actor/sft_loss"] > 0 and r["actor/off_pg_loss"] != 0 and "timing_s/old_log_probs" in r for r in rows)
+    with pytest.raises(UserError, match=r"algorithm\.credit"):
+        Trainer(make_config(name="wrong", algorithm={"credit": "no_such_function"}))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +16,8 @@ def sample(prompt, response, *, off=False, sft=False):
         tuple(prompt),
         torch.tensor(response),
         flag,
-        ~in_sft,
-        in_sft,
+        (~in_sft).float(),
+        in_sft.float(),
         torch.full((n,), 1.5),
         torch.full((n,), -0.5),
         torch.full((n,), -0.5),
@@ -122,3 +124,12 @@ def test_denominators_count_the_whole_mini_batch_however_it_is_cut():
         weights = torch.cat([b.rl_weights for b in batches])
         assert sorted(weights.tolist()) == [0.0] * 2 + [torch.tensor(1 / 20).item()] * 4  # 2 RL sequences x 10
         assert torch.cat([b.sft_weights for b in batches]).sum().item() == 1.0
+
+
+def test_a_token_may_count_in_both_terms_and_without_a_reduction_weights_stay():
+    s = sample([5], [6, 7])
+    both = replace(s, sft_weights=torch.tensor([0.25, 0.0]))
+    (batch,) = pack([both], 100, "token-mean", 16)
+    assert batch.rl_weights.tolist() == [0.5, 0.5] and batch.sft_weights.tolist() == [0.25, 0.0]
+    (batch,) = pack([both, both], 100, None, 16)
+    assert batch.rl_weights.tolist() == [1.0] * 4 and batch.sft_weights.tolist() == [0.25, 0.0] * 2

@@ -135,8 +135,8 @@ def test_gradient_checkpointing_changes_nothing(make_config):
 def test_sft_term_is_the_public_sft_loss(make_config):
     samples = []
     for s in make_samples():
-        everywhere = torch.ones_like(s.rl_mask)
-        samples.append(dataclasses.replace(s, rl_mask=~everywhere, sft_mask=everywhere, old_log_probs=None))
+        everywhere = torch.ones_like(s.rl_weights)
+        samples.append(dataclasses.replace(s, rl_weights=1 - everywhere, sft_weights=everywhere, old_log_probs=None))
     cfg = make_config()
     policy = Policy(load_model(cfg.model.path, "float32", "cpu"), cfg)
     log_probs = torch.cat(policy.log_probs(samples))

@@ -15,7 +15,7 @@ SHAPE = Shape("p_div_p_0.1")
 
 
 def batch_of(samples):
-    (batch,) = pack(samples, 10_000, "token-mean", 16)
+    (batch,) = pack(samples, 10_000, None, 16)
     return batch
 
 
@@ -52,9 +52,9 @@ def test_sft_tokens_pull_by_their_own_term_and_uncounted_tokens_not_at_all():
     log_prob = torch.linspace(-3, -0.1, n)
     objective = Objective(PolicyLoss(), sft_coef=0.5)
     streams = vars(sample)
-    in_sft = batch_of([type(sample)(**{**streams, "rl_mask": nothing, "sft_mask": everything})])
+    in_sft = batch_of([type(sample)(**{**streams, "rl_weights": nothing, "sft_weights": everything})])
     torch.testing.assert_close(objective.gradient_weights(in_sft, log_prob), 0.5 * (1 - log_prob.exp()))
-    uncounted = batch_of([type(sample)(**{**streams, "rl_mask": nothing})])
+    uncounted = batch_of([type(sample)(**{**streams, "rl_weights": nothing})])
     assert objective.gradient_weights(uncounted, log_prob).count_nonzero() == 0
 
 

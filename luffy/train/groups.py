@@ -1,0 +1,79 @@
+"""Groups of a step: their rewards, which of them carry a signal, and what they say about the policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from luffy.config import RewardConfig
+from luffy.metrics import Max, Mean, Metric, Sum, spread
+from luffy.models.load import decode
+from luffy.rewards import Verifier
+from luffy.types import Group, Rollout
+
+
+def score(rollouts: Sequence[tuple[Rollout, ...]], verifier: Verifier, tokenizer: Any) -> list[Group]:
+    """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
+    flat = [rollout for group in rollouts for rollout in group]
+    texts = decode(tokenizer, [r.token_ids for r in flat])
+    scores = iter(verifier.score([(r.task.problem, text) for r, text in zip(flat, texts, strict=True)]))
+    return [Group(group[0].task, group, tuple(next(scores) for _ in group)) for group in rollouts]
+
+
+def is_extreme(group: Group, cfg: RewardConfig) -> bool:
+    """All solved or all failed: there is nothing to prefer."""
+    return all_solved(group, cfg) or all_failed(group, cfg)
+
+
+def all_solved(group: Group, cfg: RewardConfig) -> bool:
+    return all(cfg.solved(s.value) for s in group.scores)
+
+
+def all_failed(group: Group, cfg: RewardConfig) -> bool:
+    return all(cfg.failed(s.value) for s in group.scores)
+
+
+def group_metrics(groups: Sequence[Group], cfg: RewardConfig) -> dict[str, Metric]:
+    """What the rollouts of a step say, before any is rejected."""
+    pairs = [(r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)]
+    own = [(r, s) for r, s in pairs if r.is_on_policy]
+    guided = [(r, s) for r, s in pairs if not r.is_on_policy]
+    lengths = [r.token_ids.numel() for r, _ in own]
+    return {
+        **spread("critic/score", (s.value for _, s in pairs)),
+        **spread("critic/rewards", (s.value for _, s in own)),
+        "batch/solve_all": Sum(sum(all_solved(g, cfg) for g in groups)),
+        "batch/solve_none": Sum(sum(all_failed(g, cfg) for g in groups)),
+        "batch/on_solved": Mean.of(cfg.solved(s.value) for _, s in own),
+        "batch/off_solved": Mean.of(cfg.solved(s.value) for _, s in guided),
+        "batch/avg_prefix_ratio": Mean.of(r.prefix_ratio for r, _ in guided),
+        "batch/verifier_failures": Sum(sum(s.status not in ("ok", "no_answer") for _, s in pairs)),
+        **spread("response_length", lengths),
+        "response_length/clip_ratio": Mean.of(r.finish == "length" for r, _ in own),
+    }
+
+
+def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, Metric]:
+    """How many versions behind the policy that made each of its tokens was."""
+    versions = [r.versions for g in groups for r in g.rollouts]
+    lags = [step - v[v >= 0] for v in versions]
+    return {
+        "async/staleness/mean": Mean(sum(int(lag.sum()) for lag in lags), sum(lag.numel() for lag in lags)),
+        "async/staleness/max": Max(max((int(lag.max()) for lag in lags if lag.numel()), default=-math.inf)),
+    }
+
+
+def override_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
+    """How much of the responses a guidance model wrote, over the tokens the engine made."""
+    rollouts = [r for g in groups for r in g.rollouts if r.finish != "trace"]
+    made = sum(int((~r.off_policy).sum()) for r in rollouts)
+    put_in = sum(int(r.overrides.sum()) for r in rollouts)
+    missing = sum(
+        int((r.overrides & r.guidance_log_probs.isnan()).sum()) for r in rollouts if r.guidance_log_probs is not None
+    )
+    return {
+        "guidance/token_ratio": Mean(put_in, made),
+        "guidance/sequence_ratio": Mean.of(bool(r.overrides.any()) for r in rollouts),
+        "guidance/missing_log_prob_ratio": Mean(missing, put_in),
+    }
