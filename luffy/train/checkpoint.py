@@ -11,17 +11,22 @@
 
 A checkpoint is written aside, every file is flushed to the disk, then the folder is renamed: its name
 is the proof that it is whole, its manifest that it still is. Nothing is overwritten, nothing is
-unpickled. Reading checks every hash before the first tensor is used.
+unpickled. Reading checks every hash before the first tensor is used. Files that were not saved with a
+checkpoint (``.DS_Store``, leftovers of a copy) are named and not read.
+
+``saved.json`` beside ``checkpoints/`` has the step of the newest checkpoint: a run folder whose checkpoints are lost
+is told from one that had none yet.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +40,14 @@ from torch import Tensor
 from luffy.config import Config
 from luffy.distributed.state import read_whole
 from luffy.errors import TrainingStopped, UserError
-from luffy.files import flush_path
-from luffy.report.recorder import METRICS
+from luffy.files import flush_path, write_atomically
+from luffy.report.recorder import EVAL_SAMPLES, METRICS, SAMPLES
+from luffy.report.runs import CONFIG
 
 MANIFEST = "manifest.json"
+SAVED = "saved.json"
+BEST = "best.json"
+RECORDS = (SAVED, CONFIG, BEST, SAMPLES, EVAL_SAMPLES, METRICS)  # of one training; the metrics say that it was there
 SHARDS = "optimizer"
 WRITING = ".writing-"
 DISK_ERRORS = (OSError, SafetensorError)  # a full disk is either, by whoever was writing
@@ -86,18 +95,34 @@ class Checkpoint:
     def tensors(self) -> dict[str, Tensor]:
         return read_whole(self.shards) if self.shards.is_dir() else load_file(self.path / "optimizer.safetensors")
 
-    def verify(self) -> None:
-        """Every file of the manifest is there with its size and hash, and no other file is."""
+    def verify(self) -> list[str]:
+        """Check that every file of the manifest is there with its size and hash; returns the names of other files.
+
+        A foreign file where a loader would read it is damage too.
+        """
         manifest = _read_manifest(self.path)
-        found = file_entries(self.path)
-        present = found.keys() - {MANIFEST}
-        for name in sorted(manifest.keys() | present):
+        present = {str(p.relative_to(self.path)): p for p in files_below(self.path)}
+        for name in manifest:
             if name not in present:
                 raise DamagedCheckpoint(f"checkpoint {self.path} lacks its file {name}")
-            if name not in manifest:
-                raise DamagedCheckpoint(f"checkpoint {self.path} holds {name}, which was not saved with it")
-            if found[name] != manifest[name]:
+        found = file_entries(self.path, [present[name] for name in manifest])
+        for name, entry in found.items():
+            if entry != manifest[name]:
                 raise DamagedCheckpoint(f"checkpoint {self.path}: {name} is not what was saved (its hash differs)")
+        foreign = sorted(present.keys() - manifest.keys() - {MANIFEST})
+        for name in foreign:
+            if _is_loaded(Path(name)):
+                raise DamagedCheckpoint(
+                    f"checkpoint {self.path} holds {name}, which was not saved with it and would be loaded; remove it"
+                )
+        return foreign
+
+
+def _is_loaded(name: Path) -> bool:
+    """Whether transformers, peft or the reader of shards would pick up a file of this name."""
+    if name.parts[0] == SHARDS:
+        return name.suffix == ".safetensors"
+    return len(name.parts) > 1 and name.suffix in (".json", ".safetensors") and not name.name.startswith(".")
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -121,12 +146,23 @@ def file_entry(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def file_entries(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of all files below a folder, by relative name; hashing lets other threads run, so shards go side by side."""
-    paths = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+def files_below(folder: Path) -> list[Path]:
+    return [p for p in sorted(folder.rglob("*")) if p.is_file()]
+
+
+def file_entries(folder: Path, paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """Of files below a folder, by relative name; hashing lets other threads run, so shards go side by side."""
     with ThreadPoolExecutor() as pool:
         entries = pool.map(file_entry, paths)
         return {str(path.relative_to(folder)): entry for path, entry in zip(paths, entries, strict=True)}
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder with all that is in it; of a link to one, the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 class CheckpointStore:
@@ -165,7 +201,8 @@ class CheckpointStore:
 
     def complete(self, aside: Path, state: dict[str, Any]) -> Checkpoint:
         (aside / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        (aside / MANIFEST).write_text(manifest_text(file_entries(aside)), encoding="utf-8")
+        own = [p for p in files_below(aside) if not p.name.startswith(".")]  # the system's, and soon gone
+        (aside / MANIFEST).write_text(manifest_text(file_entries(aside, own)), encoding="utf-8")
         flush_tree(aside)
         target = aside.with_name(aside.name.removeprefix(WRITING))
         aside.rename(target)
@@ -180,10 +217,12 @@ class CheckpointStore:
             self.rotate(best_step)
 
     def _point_latest(self) -> None:
-        """``latest`` names the newest checkpoint, for whoever wants the model and not the step."""
+        """``latest`` links to the newest checkpoint, for whoever wants the model and not the step; ``saved.json``
+        has its step."""
         newest = next(iter(self), None)
         if newest is None:
             return
+        write_atomically(self.folder.parent / SAVED, json.dumps({"step": newest.step}))
         link = self.folder / f"{WRITING}latest"
         link.symlink_to(newest.path.name)
         link.replace(self.folder / "latest")
@@ -194,30 +233,38 @@ class CheckpointStore:
             if checkpoint.step != best_step:
                 doomed = checkpoint.path.with_name(f".deleting-{checkpoint.path.name}")
                 checkpoint.path.rename(doomed)
-                shutil.rmtree(doomed)
+                remove_tree(doomed)
 
     def newest_whole(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that passes its manifest; a damaged one is named and set aside, so that
-        the resumed run can save under its name again."""
+        """The newest checkpoint that passes its manifest, None if there is no checkpoint. Damaged ones that are newer
+        are named and set aside, so that the resumed run can save under their names; DamagedCheckpoint if all are."""
+        damaged: list[tuple[Checkpoint, DamagedCheckpoint]] = []
         for checkpoint in self:
             try:
-                checkpoint.verify()
+                foreign = checkpoint.verify()
             except DamagedCheckpoint as error:
-                aside = checkpoint.path.with_name(f"damaged-{checkpoint.path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                checkpoint.path.rename(aside)
-                warn(f"{error}; kept as {aside.name}, trying the checkpoint before it")
+                damaged.append((checkpoint, error))
                 continue
+            for newer, error in damaged:
+                warn(f"{error}; kept as {self.set_aside(newer).name}, trying the checkpoint before it")
+            if foreign:
+                warn(f"checkpoint {checkpoint.path}: ignored {', '.join(foreign)}, not saved with it")
             return checkpoint
+        if damaged:
+            raise DamagedCheckpoint("; ".join(str(error) for _, error in damaged))
         return None
+
+    def set_aside(self, checkpoint: Checkpoint) -> Path:
+        """Give a damaged checkpoint another name, which is returned."""
+        aside = checkpoint.path.with_name(f"damaged-{checkpoint.path.name}")
+        if aside.exists() or aside.is_symlink():
+            remove_tree(aside)
+        return checkpoint.path.rename(aside)
 
     def _sweep(self) -> None:
         """Remove what a killed run left half-written or half-deleted."""
         for leftover in [*self.folder.glob(f"{WRITING}*"), *self.folder.glob(".deleting-*")]:
-            if leftover.is_symlink():
-                leftover.unlink()
-            else:
-                shutil.rmtree(leftover)
+            remove_tree(leftover)
 
 
 def flush_tree(folder: Path) -> None:
@@ -229,21 +276,65 @@ def flush_tree(folder: Path) -> None:
 
 
 def find_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Callable[[str], None]) -> Checkpoint | None:
-    """What ``--resume auto|never|PATH`` means for this run folder."""
+    """What ``--resume auto|never|PATH`` means for this run folder; None: begin at step 1.
+
+    Records that belong to lost or damaged checkpoints are never written over: that needs ``--resume never``, with
+    which they keep their lines under other names (``set_records_aside``).
+    """
+    _check_links(store)
     if resume == "never":
-        if (cfg.folder / METRICS).exists():
-            raise UserError(f"{cfg.folder} already holds a run; resume it, or choose another name=")
+        _begin_again(cfg, store)
         return None
-    if resume == "auto":
-        return store.newest_whole(warn)
+    if resume != "auto":
+        return _named_checkpoint(cfg, store, resume, warn)
+    otherwise = "or begin again with --resume never, which keeps the old records under other names"
+    try:
+        found = store.newest_whole(warn)
+    except DamagedCheckpoint as error:
+        raise UserError(f"no checkpoint of {cfg.folder} is whole: {error}; mend that, {otherwise}") from None
+    saved = _saved_step(cfg)
+    if found is None and saved and (cfg.folder / METRICS).exists():
+        raise UserError(
+            f"{cfg.folder} has the records of a training but not its checkpoints: the newest was of step {saved}, and "
+            f"{store.folder} has none; bring them back (is their disk mounted?), {otherwise}"
+        )
+    return found
+
+
+def _check_links(store: CheckpointStore) -> None:
+    """A link to a disk that is not mounted is no reason to begin again, nor a place to save to."""
+    steps = store.folder.iterdir() if store.folder.is_dir() else ()
+    for path in (store.folder, *sorted(p for p in steps if _NAME.fullmatch(p.name))):
+        if path.is_symlink() and not path.exists():
+            raise UserError(
+                f"{path} is a link to {path.readlink()}, which is not there; mount its disk or remove the link"
+            )
+
+
+def _begin_again(cfg: Config, store: CheckpointStore) -> None:
+    """Make room for a training from step 1, unless there is one to resume."""
+    try:
+        found = store.newest_whole(lambda message: None)
+    except DamagedCheckpoint:
+        for checkpoint in store:
+            store.set_aside(checkpoint)
+        return
+    if found is not None:
+        raise UserError(f"{cfg.folder} already holds a run; resume it, or choose another name=")
+
+
+def _named_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Callable[[str], None]) -> Checkpoint:
     path = Path(resume).resolve()
     if not (path / MANIFEST).is_file():
         raise UserError(
             f"--resume {resume}: not a checkpoint folder (no {MANIFEST}); use auto, never or a step-* folder"
         )
     checkpoint = Checkpoint(path)
-    checkpoint.verify()
-    if path.parent != store.folder.resolve() and checkpoint.step >= (cfg.train.steps or math.inf):
+    foreign = checkpoint.verify()
+    if foreign:
+        warn(f"checkpoint {path}: ignored {', '.join(foreign)}, not saved with it")
+    elsewhere = path.parent != store.folder.resolve()
+    if elsewhere and checkpoint.step >= (cfg.train.steps or math.inf):
         raise UserError(
             f"--resume {resume}: that run ended at step {checkpoint.step}; raise train.steps to go on from it"
         )
@@ -253,7 +344,33 @@ def find_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Call
             f"--resume {resume}: {store.folder} already holds later checkpoints ({', '.join(later)}); "
             f"choose another name= to branch off"
         )
+    if elsewhere and _saved_step(cfg) > checkpoint.step and (cfg.folder / METRICS).exists():
+        raise UserError(
+            f"--resume {resume}: {cfg.folder} has records of its own, up to a checkpoint of step {_saved_step(cfg)}; "
+            f"choose another name= to branch off"
+        )
     return checkpoint
+
+
+def _saved_step(cfg: Config) -> int:
+    """The step of the newest checkpoint this folder ever had, 0 before the first."""
+    try:
+        return int(json.loads((cfg.folder / SAVED).read_text(encoding="utf-8"))["step"])
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError):
+        return 1  # a damaged file was written all the same
+
+
+def set_records_aside(folder: Path) -> str | None:
+    """Before a training from step 1: records of an earlier one in its folder get other names. Returns what to say."""
+    found = [folder / name for name in RECORDS if (folder / name).exists()]
+    if not any(path.suffix == ".jsonl" and path.stat().st_size for path in found):
+        return None
+    number = next(n for n in itertools.count(1) if not any(folder.glob(f"*.earlier-{n}.*")))
+    for path in found:
+        path.rename(path.with_name(f"{path.stem}.earlier-{number}{path.suffix}"))
+    return f"begins at step 1; the records of an earlier training in {folder} are kept as *.earlier-{number}.*"
 
 
 def random_state() -> dict[str, Tensor]:

@@ -54,6 +54,7 @@ from luffy.train.ahead import Ahead
 from luffy.train.background import BackgroundSaver
 from luffy.train.changes import Changes, changed_settings, in_words, settings_before
 from luffy.train.checkpoint import (
+    BEST,
     DISK_ERRORS,
     Checkpoint,
     CheckpointStore,
@@ -61,6 +62,7 @@ from luffy.train.checkpoint import (
     find_checkpoint,
     random_state,
     restore_random_state,
+    set_records_aside,
 )
 from luffy.train.copies import Engines
 from luffy.train.credit import uncredited
@@ -259,6 +261,8 @@ class Trainer:
         """Those of other processes than the main one say and write nothing."""
         if not self.world.is_main:
             return SilentRecorder(self.cfg), RunView(self.cfg.name, self.total_steps, 0, Console(quiet=True))
+        earlier = None if self.progress.step else set_records_aside(self.cfg.folder)
+        self.notices += [earlier] if earlier else []
         self._write_settings()
         recorder = Recorder(self.cfg, self.progress.step or -1, self.notices.append)
         view = RunView(self.cfg.name, self.total_steps, self.progress.step, self.console)
@@ -577,7 +581,7 @@ class Trainer:
         self.store.settle(now.best_step)
         if now.best_step is not None:
             best = {"step": now.best_step, "accuracy": now.best_accuracy}
-            write_atomically(self.cfg.folder / "best.json", json.dumps(best))
+            write_atomically(self.cfg.folder / BEST, json.dumps(best))
 
     def _model_kind(self) -> dict[str, Any]:
         """What optimizer state cannot be carried across."""

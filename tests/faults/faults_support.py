@@ -57,8 +57,8 @@ def figures(folder):
 
 
 def left_behind(folder):
-    """Names of all that is there when a run is over, where ``latest`` points, and the best."""
-    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+    """Names of all that is there when a run is over, less what a kill before the first checkpoint left; where ``latest`` points, and the best."""
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if ".earlier-" not in p.name)
     return names, os.readlink(folder / "checkpoints" / "latest"), (folder / "best.json").read_text()
 
 

@@ -19,6 +19,7 @@ from luffy.errors import UserError
 from luffy.generate import generate_texts
 from luffy.models.load import load_model, load_tokenizer
 from luffy.report.html import write_report
+from luffy.report.recorder import read_json_lines
 from luffy.train.checkpoint import Checkpoint, DamagedCheckpoint, file_entry, manifest_text
 from luffy.train.loop import Trainer
 from luffy.types import Problem
@@ -26,11 +27,21 @@ from luffy.types import Problem
 FLIPS = 2000
 
 
+@pytest.fixture(scope="module")
+def first_half(tmp_path_factory):
+    """Where the run of ``half_way`` is kept, once it was trained."""
+    return tmp_path_factory.mktemp("half-way") / "run"
+
+
 @pytest.fixture
-def half_way(make_config):
+def half_way(make_config, first_half):
     """A run with checkpoints at steps 2 and 4 of 6."""
-    train(make_config(train={"steps": 4}))
-    return make_config(train={"steps": 6})
+    cfg = make_config(train={"steps": 6})
+    if not first_half.exists():
+        train(make_config(train={"steps": 4}))
+        cfg.folder.rename(first_half)
+    shutil.copytree(first_half, cfg.folder, symlinks=True)
+    return cfg
 
 
 def files_of(checkpoint):
@@ -96,12 +107,160 @@ def test_a_training_passes_over_the_damaged_checkpoint_whatever_file_it_is(half_
     assert loaded == [2] * len(names)
 
 
-def test_damage_in_every_checkpoint_starts_anew_and_says_so(half_way):
+def records(folder):
+    return {name: (folder / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl", "config.yaml")}
+
+
+def test_damage_in_every_checkpoint_stops_and_touches_nothing(half_way):
     for saved in (half_way.folder / "checkpoints").glob("step-*"):
         flipped(saved / "state.json")
+    before, names = records(half_way.folder), sorted((half_way.folder / "checkpoints").iterdir())
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"(?s)step-000004.*state.json.*step-000002.*--resume never"):
+            Trainer(half_way)
+    assert records(half_way.folder) == before
+    assert sorted((half_way.folder / "checkpoints").iterdir()) == names
+
+
+def test_resume_never_begins_again_beside_damaged_checkpoints_and_keeps_the_records(half_way):
+    for saved in (half_way.folder / "checkpoints").glob("step-*"):
+        flipped(saved / "state.json")
+    before = records(half_way.folder)
+    with Trainer(half_way, resume="never") as trainer:
+        trainer.train()
+        assert any("earlier-1" in notice for notice in trainer.notices)
+    rows = read_json_lines(half_way.folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    kept = {name: name.replace(".", ".earlier-1.") for name in before}
+    assert {name: (half_way.folder / kept[name]).read_bytes() for name in before} == before
+    assert (half_way.folder / "checkpoints" / "damaged-step-000004" / "model").is_dir()
+
+
+def test_foreign_files_are_named_and_ignored(make_config):
+    cfg = make_config(train={"steps": 2, "save_every": 2})
+    train(cfg)
+    names = [".DS_Store", "model/._model.safetensors", "model/.nfs01", "model/model.safetensors.part", "notes.txt"]
+    for name in names:
+        (cfg.folder / "checkpoints" / "step-000002" / name).write_bytes(b"whatever")
+    before = records(cfg.folder)
+    with Trainer(make_config(train={"steps": 3})) as trainer:
+        assert trainer.progress.step == 2
+        assert any(f"ignored {', '.join(names)}" in notice for notice in trainer.notices)
+        trainer.train()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert (cfg.folder / name).read_bytes().startswith(before[name])
+
+
+@pytest.mark.parametrize("name", ["model/adapter_config.json", "model/generation_config.json"])
+def test_a_foreign_file_that_would_be_loaded_is_damage(make_config, name):
+    cfg = make_config(train={"steps": 1})
+    train(cfg)
+    path = cfg.folder / "checkpoints" / "step-000001" / name
+    saved = Checkpoint(path.parents[1])
+    if path.exists():  # as if it had not been saved
+        files = json.loads((saved.path / "manifest.json").read_text())["files"]
+        del files[name]
+        (saved.path / "manifest.json").write_text(manifest_text(files))
+    else:
+        path.write_text("{}")
+    before = records(cfg.folder)
+    with pytest.raises(UserError, match=rf"{name}.*remove it"):
+        Trainer(make_config(train={"steps": 4}))
+    assert records(cfg.folder) == before
+
+
+def to_a_disk(path, disk):
+    """Move a folder away and leave a link in its place."""
+    disk.mkdir(exist_ok=True)
+    shutil.move(path, disk / path.name)
+    path.symlink_to(disk / path.name, target_is_directory=True)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_checkpoints_on_a_disk_that_is_not_mounted_stop_the_run(half_way, tmp_path, resume):
+    to_a_disk(half_way.folder / "checkpoints", tmp_path / "disk")
+    (tmp_path / "disk").rename(tmp_path / "unplugged")
+    before = records(half_way.folder)
+    with pytest.raises(UserError, match=r"checkpoints is a link to .*disk.*not there"):
+        Trainer(half_way, resume=resume)
+    assert records(half_way.folder) == before
+    (tmp_path / "unplugged").rename(tmp_path / "disk")
     with Trainer(half_way) as trainer:
-        assert trainer.progress.step == 0
-        assert [n.count("kept as damaged-step-00000") for n in trainer.notices[:2]] == [1, 1]
+        trainer.train()
+    assert [row["step"] for row in read_json_lines(half_way.folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("gone", ["folder", "mount point"])
+def test_records_whose_checkpoints_are_gone_are_not_written_over(half_way, gone):
+    shutil.rmtree(half_way.folder / "checkpoints")
+    if gone == "mount point":
+        (half_way.folder / "checkpoints").mkdir()
+    before = records(half_way.folder)
+    with pytest.raises(UserError, match=r"not its checkpoints: the newest was of step 4.*mounted.*--resume never"):
+        Trainer(half_way)
+    assert records(half_way.folder) == before
+    with Trainer(half_way, resume="never") as trainer:
+        trainer.train()
+    assert (half_way.folder / "metrics.earlier-1.jsonl").read_bytes() == before["metrics.jsonl"]
+    assert len(read_json_lines(half_way.folder / "metrics.jsonl")) == 6
+
+
+def test_the_checkpoint_of_another_run_does_not_cut_records_either(half_way, make_config):
+    train(make_config(name="other", train={"steps": 2}))
+    shutil.rmtree(half_way.folder / "checkpoints")
+    before = records(half_way.folder)
+    with pytest.raises(UserError, match=r"records of its own, up to a checkpoint of step 4"):
+        Trainer(half_way, resume=str(half_way.folder.parent / "other" / "checkpoints" / "step-000002"))
+    assert records(half_way.folder) == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again_and_keeps_what_it_recorded(make_config):
+    cfg = make_config(train={"steps": 6, "save_every": 4})
+
+    def dies(step, values):
+        if step == 3:
+            raise RuntimeError("killed")
+
+    with Trainer(cfg, on_step=dies) as trainer, pytest.raises(RuntimeError, match="killed"):
+        trainer.train()
+    before = records(cfg.folder)
+    with Trainer(cfg) as trainer:
+        trainer.train()
+        assert any("metrics" in n or "earlier-1" in n for n in trainer.notices)
+    assert (cfg.folder / "metrics.earlier-1.jsonl").read_bytes() == before["metrics.jsonl"]
+    assert (cfg.folder / "samples.earlier-1.jsonl").read_bytes() == before["samples.jsonl"]
+    assert [row["step"] for row in read_json_lines(cfg.folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_rotation_removes_the_link_to_a_checkpoint_and_not_what_it_links_to(make_config, tmp_path):
+    cfg = make_config(train={"steps": 4, "save_every": 2, "keep": 1})
+    train(cfg)
+    to_a_disk(cfg.folder / "checkpoints" / "step-000004", tmp_path / "disk")
+    train(make_config(train={"steps": 6, "save_every": 2, "keep": 1}))
+    assert sorted(p.name for p in (cfg.folder / "checkpoints").iterdir()) == ["latest", "step-000006"]
+    Checkpoint(tmp_path / "disk" / "step-000004").verify()
+
+
+def test_a_linked_checkpoint_on_a_disk_that_is_not_mounted_is_not_passed_over(half_way, tmp_path):
+    newest = half_way.folder / "checkpoints" / "step-000004"
+    to_a_disk(newest, tmp_path / "disk")
+    (tmp_path / "disk").rename(tmp_path / "unplugged")
+    before = records(half_way.folder)
+    with pytest.raises(UserError, match=r"step-000004 is a link to .*not there; mount its disk or remove the link"):
+        Trainer(half_way)
+    assert records(half_way.folder) == before
+
+
+def test_a_damaged_checkpoint_behind_a_link_is_set_aside_by_its_link(half_way, tmp_path):
+    newest = half_way.folder / "checkpoints" / "step-000004"
+    for _ in range(2):  # the second time, the name it gets is taken
+        to_a_disk(newest, tmp_path / "disk")
+        cut_short(newest / "state.json")
+        with Trainer(half_way) as trainer:
+            assert trainer.progress.step == 2
+        assert (newest.parent / "damaged-step-000004").is_symlink()
+        shutil.move(tmp_path / "disk" / newest.name, newest)
+    assert newest.is_dir()
 
 
 class Watched:

@@ -82,16 +82,43 @@ def test_any_flipped_byte_is_found_and_the_one_before_is_used(tmp_path, name):
     save(s, 2)  # the name is free again
 
 
-def test_a_missing_and_a_foreign_file_are_found(tmp_path):
+def test_a_missing_file_is_damage_and_a_foreign_one_is_named(tmp_path):
     s = store(tmp_path)
     checkpoint = save(s, 1)
+    assert checkpoint.verify() == []
     (checkpoint.path / "extra.bin").write_bytes(b"x")
-    with pytest.raises(DamagedCheckpoint, match=r"extra\.bin"):
-        checkpoint.verify()
-    (checkpoint.path / "extra.bin").unlink()
+    (checkpoint.path / "model" / ".DS_Store").write_bytes(b"x")
+    assert checkpoint.verify() == ["extra.bin", "model/.DS_Store"]
+    messages = []
+    assert s.newest_whole(messages.append) == checkpoint
+    assert "extra.bin, model/.DS_Store" in messages[0]
     (checkpoint.path / "model" / "weights").unlink()
     with pytest.raises(DamagedCheckpoint, match="lacks its file model/weights"):
         checkpoint.verify()
+
+
+@pytest.mark.parametrize(
+    "name", ["model/adapter_config.json", "optimizer/shard-1.safetensors", "optimizer/._shard.safetensors"]
+)
+def test_a_foreign_file_that_a_loader_would_read_is_damage(tmp_path, name):
+    checkpoint = save(store(tmp_path), 1)
+    (checkpoint.path / name).parent.mkdir(exist_ok=True)
+    (checkpoint.path / name).write_bytes(b"x")
+    with pytest.raises(DamagedCheckpoint, match=f"holds {name}.*remove it"):
+        checkpoint.verify()
+
+
+def test_a_file_of_the_system_that_comes_and_goes_is_not_counted_on(tmp_path):
+    """NFS renames a deleted file that is still open to .nfs*; it is gone soon."""
+
+    def write(folder):
+        write_model(folder)
+        (folder / "model" / ".nfs0001").write_bytes(b"x")
+
+    checkpoint = store(tmp_path).save(1, write, {}, {})
+    assert checkpoint.verify() == ["model/.nfs0001"]
+    (checkpoint.path / "model" / ".nfs0001").unlink()
+    assert checkpoint.verify() == []
 
 
 def test_manifest_without_files_is_damage(tmp_path):
