@@ -1,0 +1,195 @@
+"""Which runs the study has, in the order of their importance.
+
+    python -m studies.qwen.plan          lists them
+
+A contest is the tuning of a method: one run for each of three learning rates, started together. At the steps of
+``RUNGS`` the runs with the worst validation accuracy end, and the last one is the method's run with seed 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+HERE = Path(__file__).parent
+RATES = (3e-6, 1e-6, 1e-5)
+SFT_RATES = (1e-5, 3e-5, 3e-6)
+SEEDS = (0, 1, 2)
+STEPS, SFT_STEPS, HARD_STEPS = 200, 240, 100
+RUNGS = {50: 2, 100: 1}  # step: how many runs of a contest go on from there
+HARD_TRAIN = "train-hard.parquet"
+
+Kind = Literal["rl", "sft"]
+Sets = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A built-in recipe, and what the study sets besides."""
+
+    label: str
+    recipe: str
+    kind: Kind = "rl"
+    sets: Sets = field(default_factory=dict)
+    after: str | None = None  # the method whose model it starts from
+    rate_of: str | None = None  # the method whose learning rate it takes; None: it has a contest of its own
+
+
+METHODS = {
+    "luffy": Method("LUFFY", "small/luffy"),
+    "on_policy": Method("on-policy RL", "small/on_policy"),
+    "sft": Method("SFT", "small/sft", "sft", {"batch": {"mini_batch": None}}),
+    "mixed": Method("Mixed-Policy", "small/mixed"),
+    "sft_rl": Method("SFT, then RL", "small/on_policy", after="sft"),
+    "luffy_clip": Method("LUFFY with clip", "small/luffy_clip", rate_of="luffy"),
+    "rl_sft_loss": Method("RL with SFT loss", "small/rl_sft_loss"),
+}
+IN_THREE_SEEDS = ("luffy", "on_policy", "sft", "mixed", "sft_rl")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: everything that decides it, and the study's questions that it answers."""
+
+    method: str
+    lr: float
+    seed: int = 0
+    questions: tuple[int, ...] = (1, 3)
+    note: str = ""  # what it changes, as part of its name
+    sets: Sets = field(default_factory=dict)
+    steps: int = STEPS
+    start: str | None = None  # the run whose model it begins with
+
+    @property
+    def name(self) -> str:
+        parts = [self.method, self.note, f"lr{self.lr:g}", f"s{self.seed}"]
+        return "-".join(part for part in parts if part)
+
+    @property
+    def kind(self) -> Kind:
+        return METHODS[self.method].kind
+
+    def recipe(self, model: Path, data: Path, out: Path) -> dict[str, Any]:
+        """A recipe for ``luffy train`` (or ``luffy sft``)."""
+        start = model if self.start is None else out / self.start / "model"
+        own = {
+            "base": METHODS[self.method].recipe,
+            "name": self.name,
+            "out": str(out),
+            "seed": self.seed,
+            "model": {"path": str(start)},
+            "data": {"train": str(data / "train.parquet"), "eval": str(data / "val.jsonl")},
+            "optim": {"lr": self.lr},
+            "train": {"steps": self.steps},
+        }
+        settings = yaml.safe_load((HERE / "settings.yaml").read_text(encoding="utf-8"))
+        recipe = _merged(_merged(_merged(settings, own), METHODS[self.method].sets), self.sets)
+        if "train" in self.sets.get("data", {}):
+            recipe["data"]["train"] = str(data / self.sets["data"]["train"])
+        return recipe
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Runs that differ in their learning rate alone. Without rungs all of them go to their last step."""
+
+    method: str
+    runs: tuple[Run, ...]
+    rungs: Mapping[int, int]
+
+
+Unit = Run | Contest
+
+
+def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    both = {**low, **high}
+    for key in low.keys() & high.keys():
+        if isinstance(low[key], dict) and isinstance(high[key], dict):
+            both[key] = _merged(low[key], high[key])
+    return both
+
+
+def contest(method: str, chosen: Mapping[str, float]) -> Contest | None:
+    """None where its base is not known yet."""
+    if METHODS[method].kind == "sft":
+        return Contest(method, tuple(Run(method, lr, steps=SFT_STEPS) for lr in SFT_RATES), {})
+    start = _start(method, 0, chosen)
+    if METHODS[method].after and start is None:
+        return None
+    return Contest(method, tuple(Run(method, lr, start=start) for lr in RATES), RUNGS)
+
+
+def _start(method: str, seed: int, chosen: Mapping[str, float]) -> str | None:
+    before = METHODS[method].after
+    return Run(before, chosen[before], seed).name if before is not None and before in chosen else None
+
+
+def plan(chosen: Mapping[str, float]) -> Iterator[Unit]:
+    """All units whose learning rate is known, the most important first. ``chosen``: the rates that contests found."""
+    for method in ("luffy", "on_policy", "sft", "mixed", "sft_rl"):
+        found = contest(method, chosen)
+        if found is not None:
+            yield found
+    yield from _seeds(chosen)
+    yield from _hard(chosen)
+    yield from filter(None, [contest("rl_sft_loss", chosen)])
+    yield from _variants(chosen)
+
+
+def _seeds(chosen: Mapping[str, float]) -> Iterator[Run]:
+    """Question 1: the second and third seed."""
+    for seed in SEEDS[1:]:
+        for method in IN_THREE_SEEDS:
+            if method in chosen and (METHODS[method].after is None or _start(method, seed, chosen)):
+                steps = SFT_STEPS if METHODS[method].kind == "sft" else STEPS
+                yield Run(method, chosen[method], seed, start=_start(method, seed, chosen), steps=steps)
+
+
+def _hard(chosen: Mapping[str, float]) -> Iterator[Run]:
+    """Question 2: the problems that the base fails 8 of 8 times."""
+    for seed in SEEDS:
+        for method in ("on_policy", "luffy", "mixed", "sft"):
+            if method in chosen:
+                sets = {"data": {"train": HARD_TRAIN}}
+                yield Run(method, chosen[method], seed, (2,), "hard", sets, HARD_STEPS)
+
+
+def _variants(chosen: Mapping[str, float]) -> Iterator[Run]:
+    """Questions 1 (LUFFY with clip) and 4, one seed each, with LUFFY's learning rate."""
+    if "luffy" not in chosen:
+        return
+    lr = chosen["luffy"]
+    yield Run("luffy_clip", lr)
+    changes: dict[str, Sets] = {
+        f"gamma{gamma:g}": {"algorithm": {"off_policy_reshape": f"p_div_p_{gamma:g}"}} for gamma in (0.05, 0.2, 0.5)
+    }
+    changes |= {f"entropy{c:g}": {"algorithm": {"entropy_coef": c}} for c in (0.001, 0.01)}
+    changes |= {f"traces{n}": {"data": {"train": f"train-traces{n}.parquet"}} for n in (1, 2)}
+    changes["human"] = {"data": {"train": "train-human.jsonl"}}
+    changes["recorded"] = {
+        "data": {"train": "train-recorded.parquet"},
+        "algorithm": {"teacher_probs": "recorded", "off_policy_reshape": "no_reshape"},
+    }
+    for note, sets in changes.items():
+        yield Run("luffy", lr, 0, (4,), note, sets)
+
+
+# Question 5 evaluates models of questions 1 and 4 (MATH-500, ARC-c, pass@k against temperature) and trains none.
+# Question 6: these wait for their recipes; each gets a contest like those above.
+WAITING = ("RL-PLUS", "HPT", "ExGRPO", "CHORD", "SRFT", "ReLIFT", "on-policy distillation from the 1.5B")
+
+
+def runs_of(units: Iterator[Unit] | Sequence[Unit]) -> list[Run]:
+    return [run for unit in units for run in (unit.runs if isinstance(unit, Contest) else (unit,))]
+
+
+if __name__ == "__main__":
+    known = {method: RATES[0] for method in METHODS} | {"sft": SFT_RATES[0]}
+    print("Rates of runs that follow a contest are examples.")
+    for run in runs_of(plan(known)):
+        print(f"{run.name:32} {run.steps} steps, questions {', '.join(map(str, run.questions))}")
+    print(f"not possible yet: {', '.join(WAITING)}")

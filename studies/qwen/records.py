@@ -1,0 +1,115 @@
+"""What comes back of a run: its curves, its test scores, the time it had the GPU for."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+CURVES = (
+    "batch/on_solved", "batch/off_solved", "batch/solve_none", "batch/solve_all", "critic/rewards/mean",
+    "actor/entropy_loss", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl", "actor/off_policy_prob",
+    "actor/on_policy_prob", "actor/off_ratio_mean", "actor/sft_loss", "response_length/mean",
+    "response_length/clip_ratio", "perf/update_tokens", "perf/computed_tokens", "rollout/logprob_diff_mean",
+    "timing_s/step", "timing_s/rollout", "timing_s/reward", "timing_s/old_log_probs", "timing_s/update",
+    "timing_s/eval", "val-core/accuracy", "val-core/response_length", "val-core/truncated",
+)  # fmt: skip
+
+
+def read_lines(path: Path) -> list[Row]:
+    """The whole lines of a file that may still be written."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1] if line.strip()]
+
+
+def read_rows(files: Iterable[Path]) -> dict[str, Row]:
+    """Runs by name. Of a run in several files the one that got further counts, then the later one."""
+    found: dict[str, Row] = {}
+    for file in files:
+        for row in read_lines(file):
+            if row["name"] not in found or _progress(row) >= _progress(found[row["name"]]):
+                found[row["name"]] = row
+    return found
+
+
+def _progress(row: Row) -> tuple[bool, int]:
+    return row["status"] == "finished", max(row["curves"].get("step", [0]), default=0)
+
+
+def curves(metrics: Sequence[Row]) -> dict[str, list[Any]]:
+    """Columns of the same length, None where a row has no such value."""
+    names = [name for name in CURVES if any(name in row for row in metrics)]
+    columns: dict[str, list[Any]] = {"step": [row["step"] for row in metrics]}
+    return columns | {name: [_short(row.get(name)) for row in metrics] for name in names}
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def gpu_seconds(jobs: Sequence[Row], name: str, times: Sequence[float]) -> list[float]:
+    """For each of ``times``: the seconds since the run's start, each divided by the number of processes that shared the
+    GPU in it. ``jobs`` are the lines of jobs.jsonl."""
+    mine = [line["time"] for line in jobs if line["job"] == name and line["what"] == "started"]
+    if not mine:
+        return [0.0 for _ in times]
+    begin, points = mine[-1], sorted({line["time"] for line in jobs} | set(times))
+    change: dict[float, int] = defaultdict(int)
+    for line in jobs:
+        change[line["time"]] += 1 if line["what"] == "started" else -1
+    at, running, total, before = {}, 0, 0.0, points[0] if points else 0.0
+    for point in points:
+        if before >= begin:
+            total += (point - before) / max(running, 1)
+        running, before = running + change[point], point
+        at[point] = round(total, 1)
+    return [at[time] for time in times]
+
+
+def test_row(folder: Path, key: str) -> Row:
+    """``{key: {...}}`` of a finished ``luffy eval``: the right samples of each problem, one digit a problem in the
+    file's order, and the means; nothing where it is not finished."""
+    if not (folder / "result.json").exists():
+        return {}
+    items = read_lines(folder / "items.jsonl")
+    tokens = [row["tokens"] for row in items]
+    cut = [row["finish"] == "length" for row in items]
+    means = {"tokens": round(sum(tokens) / len(tokens), 1), "truncated": round(sum(cut) / len(cut), 4)}
+    right = "".join(str(n) for n in right_counts(folder).values())
+    return {key: {"k": max(row["sample"] for row in items) + 1, "right": right, **means}}
+
+
+def right_counts(folder: Path) -> dict[str, int]:
+    """Of a finished ``luffy eval``: right samples by problem."""
+    if not (folder / "result.json").exists():
+        return {}
+    counts: dict[str, int] = {}
+    for row in read_lines(folder / "items.jsonl"):
+        counts[row["id"]] = counts.get(row["id"], 0) + (row["score"] >= 1)
+    return counts
+
+
+def best_rates(rows: Iterable[Row]) -> dict[str, float]:
+    """The learning rate of each method whose contest is decided: one run is left, or (SFT) all are finished and one has
+    the best validation accuracy at its last step."""
+    contests: dict[str, dict[float, Row]] = defaultdict(dict)
+    for row in rows:
+        if row.get("seed") == 0 and not row["note"]:
+            contests[row["method"]][row["lr"]] = row
+    return {method: lr for method, runs in contests.items() if (lr := _winner(list(runs.values()))) is not None}
+
+
+def _winner(rows: Sequence[Row]) -> float | None:
+    left = [row for row in rows if row["status"] != "dropped"]
+    if len(rows) < 3 or any(row["status"] != "finished" for row in left):
+        return None
+    return float(max(left, key=lambda row: last(row, "val-core/accuracy"))["lr"])
+
+
+def last(row: Mapping[str, Any], metric: str) -> float:
+    """The last value of a metric."""
+    return float([value for value in row["curves"][metric] if value is not None][-1])

@@ -1,0 +1,249 @@
+"""The study on Qwen2.5: its plan, its contests, what it keeps of a run, and a driver that loses nothing."""
+
+import json
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from luffy.config import load_config  # noqa: E402
+from studies.qwen import data as sets  # noqa: E402
+from studies.qwen import plan, records  # noqa: E402
+from studies.qwen import run as driver  # noqa: E402
+
+CHOSEN = dict.fromkeys(plan.METHODS, 3e-6) | {"sft": 1e-5}
+
+
+def test_every_run_of_the_plan_is_a_recipe_that_loads(tmp_path):
+    runs = plan.runs_of(plan.plan(CHOSEN))
+    names = [run.name for run in runs]
+    assert len(set(names)) == len(names) > 40
+    for run in runs:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(run.recipe(tmp_path / "base", tmp_path / "data", tmp_path)))
+        cfg = load_config(path)
+        assert (cfg.name, cfg.seed, cfg.optim.lr, cfg.train.steps) == (run.name, run.seed, run.lr, run.steps)
+        start = tmp_path / "base" if run.start is None else tmp_path / run.start / "model"
+        assert cfg.model.path == str(start) and cfg.data.eval == str(tmp_path / "data" / "val.jsonl")
+        assert run.start is None or run.start in names
+        assert cfg.batch.problems == 64 and cfg.batch.mini_batch == (None if run.kind == "sft" else 32)
+        assert cfg.data.system_prompt.endswith("\\boxed{}.") and cfg.reward.kind == "gsm8k"
+
+
+def test_methods_differ_in_what_they_are(tmp_path):
+    recipes = {}
+    for method in plan.METHODS:
+        path = tmp_path / f"{method}.yaml"
+        path.write_text(yaml.safe_dump(plan.Run(method, 1e-6).recipe(tmp_path, tmp_path, tmp_path)))
+        recipes[method] = load_config(path)
+    seen = {m: (c.guidance.n_prefix, c.algorithm.off_policy_reshape, c.algorithm.remove_clip, c.algorithm.trace_term)
+            for m, c in recipes.items() if m != "sft"}  # fmt: skip
+    assert seen["luffy"] == (1, "p_div_p_0.1", True, "rl") and seen["luffy_clip"] == (1, "p_div_p_0.1", False, "rl")
+    assert seen["mixed"] == (1, "no_reshape", False, "rl")
+    assert seen["on_policy"][0] == seen["sft_rl"][0] == 0 and seen["rl_sft_loss"][3] == "sft"
+
+
+def test_what_depends_on_a_choice_waits_for_it():
+    early = [unit.method for unit in plan.plan({}) if isinstance(unit, plan.Contest)]
+    assert early == ["luffy", "on_policy", "sft", "mixed", "rl_sft_loss"] and len(plan.runs_of(plan.plan({}))) == 15
+    later = plan.runs_of(plan.plan({"sft": 3e-5}))
+    assert {run.start for run in later if run.method == "sft_rl" and run.seed == 0} == {"sft-lr3e-05-s0"}
+
+
+def test_losers_end_at_their_rung_and_not_before_all_have_reached_it():
+    rungs = {50: 2, 100: 1}
+    behind = {"a": {50: 0.3}, "b": {50: 0.4}, "c": {25: 0.2}}
+    assert driver.losers(rungs, behind) == []
+    behind["c"][50] = 0.35
+    assert driver.losers(rungs, behind) == [("a", 50)]
+    del behind["a"]
+    behind["b"][100] = 0.1
+    assert driver.losers(rungs, behind) == []  # c has not reached 100
+    behind["c"][100] = 0.2
+    assert driver.losers(rungs, behind) == [("b", 100)]
+    assert driver.losers({}, behind) == []
+
+
+def row(method, lr, status, accuracy=0.5, seed=0, note="", step=10):
+    curves = {"step": [0, step], "val-core/accuracy": [0.1, accuracy]}
+    return {"name": f"{method}-lr{lr:g}-s{seed}", "method": method, "lr": lr, "status": status, "seed": seed,
+            "note": note, "curves": curves}  # fmt: skip
+
+
+def test_a_rate_is_chosen_when_its_contest_is_decided():
+    luffy = [row("luffy", 1e-6, "dropped", 0.9), row("luffy", 3e-6, "finished"), row("luffy", 1e-5, "dropped")]
+    sft = [row("sft", lr, "finished", a) for lr, a in ((3e-6, 0.3), (1e-5, 0.5), (3e-5, 0.4))]
+    running = [row("mixed", 1e-6, "dropped"), row("mixed", 3e-6, "running"), row("mixed", 1e-5, "dropped")]
+    others = [row("on_policy", 1e-6, "finished"), row("luffy", 1e-4, "finished", 0.99, seed=1)]
+    assert records.best_rates([*luffy, *sft, *running, *others]) == {"luffy": 3e-6, "sft": 1e-5}
+
+
+def test_time_on_the_gpu_is_shared_by_those_who_used_it():
+    jobs = [{"time": t, "job": j, "what": w} for t, j, w in (
+        (0, "a", "started"), (10, "b", "started"), (20, "c", "started"), (23, "a", "ended"), (31, "c", "ended"))]  # fmt: skip
+    assert records.gpu_seconds(jobs, "b", [12, 20, 23, 31, 35]) == [1.0, 5.0, 6.0, 10.0, 14.0]
+    assert records.gpu_seconds(jobs, "a", [5, 10]) == [5.0, 10.0]
+
+
+def test_curves_are_columns_and_rows_of_several_machines_are_one(tmp_path):
+    metrics = [
+        {"step": 0, "time": 1.0, "val-core/accuracy": 0.25},
+        {"step": 1, "time": 2.0, "actor/grad_norm": 0.123456},
+    ]
+    assert records.curves(metrics) == {
+        "step": [0, 1],
+        "actor/grad_norm": [None, 0.1235],
+        "val-core/accuracy": [0.25, None],
+    }
+    cut, again = row("luffy", 1e-6, "cut", step=50), row("luffy", 1e-6, "running", step=20)
+    for name, found in (("a", cut), ("b", again)):
+        (tmp_path / name).write_text(json.dumps(found) + "\n")
+    assert records.read_rows([tmp_path / "a", tmp_path / "b"])[cut["name"]]["status"] == "cut"
+
+
+def test_validation_problems_are_not_trained_on(tmp_path):
+    traces = [{"token_ids": [1, 2], "log_probs": [-0.5, -1.0]}] * 4
+    rows = [{"id": f"train:{i}", "prompt": f"p{i}", "answer": str(i), "traces": traces[: i % 5]} for i in range(600)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "traces.parquet")
+    lines = "".join(json.dumps({"question": f"p{i}", "answer": f"#### {i}"}) + "\n" for i in range(600))
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    out = tmp_path / "out"
+    counts = sets.make(tmp_path, tmp_path / "traces.parquet", out, {row["id"]: i % 2 for i, row in enumerate(rows)})
+    assert counts["validation"] == 512 and counts["train"] == counts["train-human"] == 88
+    held_out = {json.loads(line)["prompt"] for line in (out / "val.jsonl").read_text().splitlines()}
+    train = {
+        name: pq.read_table(out / f"{name}.parquet").to_pylist()
+        for name in counts
+        if name.startswith("train-") and name != "train-human"
+    }
+    train["train"] = pq.read_table(out / "train.parquet").to_pylist()
+    assert all(not held_out & {row["prompt"] for row in found} for found in train.values())
+    human = {json.loads(line)["question"] for line in (out / "train-human.jsonl").read_text().splitlines()}
+    assert human == {row["prompt"] for row in train["train"]}
+    assert all(int(row["id"].split(":")[1]) % 2 == 0 for row in train["train-hard"]) and train["train-hard"]
+    assert max(len(row["traces"]) for row in train["train-traces1"]) == 1
+    assert "log_probs" not in train["train"][0]["traces"][0] if train["train"][0]["traces"] else True
+
+
+STAND_IN = """
+import json, pathlib, signal, sys, time, yaml
+command, what, *rest = sys.argv[1:]
+stopped = []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+if command == "eval":
+    out = pathlib.Path(rest[rest.index("--out") + 1]); out.mkdir(parents=True)
+    assert (pathlib.Path(what) / "weights").exists()
+    rows = [{"id": f"t:{i}", "sample": k, "score": float(i == 0), "tokens": 10, "finish": "stop"} for i in range(2) for k in range(4)]
+    (out / "items.jsonl").write_text("".join(json.dumps(r) + chr(10) for r in rows)); (out / "result.json").write_text("{}")
+    sys.exit(0)
+cfg = yaml.safe_load(open(what)); folder = pathlib.Path(cfg["out"]) / cfg["name"]
+def save(step):
+    model = folder / "checkpoints" / f"step-{step}" / "model"; model.mkdir(parents=True)
+    (model / "weights").write_text(str(step)); (folder / "checkpoints" / "latest").symlink_to(f"step-{step}")
+with open(folder / "metrics.jsonl", "a") as file:
+    for step in range(0, cfg["train"]["steps"] + 1, 25):
+        accuracy = {1e-6: 0.1, 3e-6: 0.3, 1e-5: 0.2, 3e-5: 0.1}[cfg["optim"]["lr"]] + step / 1000
+        file.write(json.dumps({"step": step, "time": time.time(), "val-core/accuracy": accuracy}) + chr(10)); file.flush()
+        while (cfg["optim"]["lr"], step) in ((1e-6, 50), (1e-5, 100)):
+            time.sleep(0.05)  # until it is ended
+        time.sleep(SLEEP)
+        if stopped:
+            save(step); sys.exit(1)
+save(cfg["train"]["steps"])
+"""
+
+
+def drive(tmp_path, sleep, *more):
+    """The driver with a stand-in for ``luffy`` that learns faster at 3e-6."""
+    script = tmp_path / "luffy.py"
+    script.write_text(textwrap.dedent(STAND_IN).replace("SLEEP", str(sleep)))
+    for name in ("data", "model"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    for path in ("data/train.parquet", "data/test.jsonl", "model/weights"):
+        (tmp_path / path).write_text("")
+    arguments = ["--model", tmp_path / "model", "--data", tmp_path / "data", "--out", tmp_path / "runs", "--collect",
+                 tmp_path / "collected", "--luffy", f"{sys.executable} {script}", "--poll-s", "0.05", *more]  # fmt: skip
+    driver.main([str(argument) for argument in arguments])
+    return records.read_rows([tmp_path / "collected" / "runs.jsonl"])
+
+
+def test_a_contest_ends_with_the_best_rate_tested_and_a_second_call_goes_on_with_the_seeds(tmp_path):
+    more = ("--methods", "luffy", "--questions", "1", "--minutes", "10")
+    rows = drive(tmp_path, 0.0, *more)
+    tuned = {
+        name: (found["status"], found.get("step"))
+        for name, found in rows.items()
+        if name.endswith("s0") and "clip" not in name
+    }
+    assert tuned == {
+        "luffy-lr3e-06-s0": ("finished", None),
+        "luffy-lr1e-05-s0": ("dropped", 100),
+        "luffy-lr1e-06-s0": ("dropped", 50),
+    }
+    assert {name for name, found in rows.items() if found["status"] == "finished"} == {
+        "base", "luffy-lr3e-06-s0", "luffy-lr3e-06-s1", "luffy-lr3e-06-s2"}  # fmt: skip
+    assert (
+        rows["luffy-lr3e-06-s1"]["test"]
+        == rows["base"]["test"]
+        == {"k": 4, "right": "40", "tokens": 10.0, "truncated": 0.0}
+    )
+    assert "test" not in rows["luffy-lr1e-05-s0"]
+    before = (tmp_path / "collected" / "jobs.jsonl").read_text()
+    assert drive(tmp_path, 0.0, *more) == rows
+    assert (tmp_path / "collected" / "jobs.jsonl").read_text() == before
+
+
+def test_at_the_end_of_its_time_what_is_left_of_a_contest_is_saved_and_tested(tmp_path, monkeypatch):
+    begun = tmp_path / "runs" / "luffy-lr3e-06-s0" / "metrics.jsonl"
+    monkeypatch.setattr(driver.Driver, "_is_late", lambda self: begun.exists() and begun.read_text() != "")
+    known = tmp_path / "known.jsonl"
+    lost = [row("luffy", lr, "dropped") for lr in (1e-6, 1e-5)]
+    known.write_text("".join(json.dumps(found) + "\n" for found in lost))
+    rows = drive(tmp_path, 0.5, "--methods", "luffy", "--minutes", "10", "--known", known)
+    (cut,) = [found for found in rows.values() if found["method"] == "luffy"]
+    assert cut["name"] == "luffy-lr3e-06-s0" and cut["status"] == "cut" and "test" in cut
+    assert os.path.exists(tmp_path / "runs" / cut["name"] / "checkpoints" / "latest")
+
+
+def test_a_gguf_file_becomes_the_tensors_that_transformers_reads(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    from studies.qwen import weights
+
+    generator = torch.Generator().manual_seed(0)
+    given = {
+        name: torch.randn(4, 8, generator=generator)
+        for name in ("token_embd.weight", "output.weight", "blk.1.attn_q.weight")
+    }
+    given |= {
+        "output_norm.weight": torch.randn(8, generator=generator),
+        "blk.0.attn_k.bias": torch.randn(4, generator=generator),
+    }
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen2")
+    for name, tensor in given.items():
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    weights.convert(tmp_path / "x.gguf", tmp_path / "model.safetensors", processes=2)
+    found = load_file(tmp_path / "model.safetensors")
+    expected = {
+        "model.embed_tokens.weight": given["output.weight"],
+        "model.norm.weight": given["output_norm.weight"],
+        "model.layers.1.self_attn.q_proj.weight": given["blk.1.attn_q.weight"],
+        "model.layers.0.self_attn.k_proj.bias": given["blk.0.attn_k.bias"],
+    }
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name].bfloat16()) for name in expected)
