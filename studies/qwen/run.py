@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,8 @@ class Driver:
         return []
 
     def _is_open(self, run: Run) -> bool:
-        wanted = self.args.methods is None or run.method in self.args.methods
-        if run.name in self.begun or not wanted or not set(run.questions) & set(self.args.questions):
+        wanted = any(fnmatchcase(run.name, pattern) for pattern in self.args.runs)
+        if run.name in self.begun or not wanted:
             return False
         train = run.recipe(self.args.model, self.args.data, self.args.out)["data"]["train"]
         there = run.start is None or (self.args.out / run.start / "model").exists()
@@ -306,8 +307,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--collect", type=Path, default=Path("runs/qwen-collected"))
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--at-once", type=int, default=3, help="trainings that share the GPU")
-    parser.add_argument("--questions", type=int, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--methods", nargs="+", choices=sorted(METHODS), help="these alone")
+    parser.add_argument(
+        "--runs", nargs="+", default=["*"], help="names or patterns of the runs to do, e.g. 'luffy-lr*'"
+    )
     parser.add_argument("--known", type=Path, nargs="*", default=[], help="runs.jsonl of earlier machines")
     parser.add_argument("--screen", type=Path, help="sample the base 8 times on the problems of this file first")
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value for every training, to try things out")

@@ -177,7 +177,7 @@ def drive(tmp_path, sleep, *more):
 
 
 def test_a_contest_ends_with_the_best_rate_tested_and_a_second_call_goes_on_with_the_seeds(tmp_path):
-    more = ("--methods", "luffy", "--questions", "1", "--minutes", "10")
+    more = ("--runs", "luffy-lr*", "--minutes", "10")
     rows = drive(tmp_path, 0.0, *more)
     tuned = {
         name: (found["status"], found.get("step"))
@@ -208,7 +208,7 @@ def test_at_the_end_of_its_time_what_is_left_of_a_contest_is_saved_and_tested(tm
     known = tmp_path / "known.jsonl"
     lost = [row("luffy", lr, "dropped") for lr in (1e-6, 1e-5)]
     known.write_text("".join(json.dumps(found) + "\n" for found in lost))
-    rows = drive(tmp_path, 0.5, "--methods", "luffy", "--minutes", "10", "--known", known)
+    rows = drive(tmp_path, 0.5, "--runs", "luffy-lr*", "--minutes", "10", "--known", known)
     (cut,) = [found for found in rows.values() if found["method"] == "luffy"]
     assert cut["name"] == "luffy-lr3e-06-s0" and cut["status"] == "cut" and "test" in cut
     assert os.path.exists(tmp_path / "runs" / cut["name"] / "checkpoints" / "latest")
