@@ -318,6 +318,9 @@ def eval_model(
         ),
     ] = "auto",
     system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
+    date: Annotated[
+        str | None, typer.Option(help="the date that chat templates print which ask for it; default: today")
+    ] = None,
     reward: Annotated[
         str | None, typer.Option(help="default: math for math6 and a FILE, choice for ood, gsm8k for gsm8k")
     ] = None,
@@ -340,7 +343,7 @@ def eval_model(
     out = out or default_out(model, suite)
     options = Options(
         model=model, suite=suite, out=out, data=data, k=k, temperature=temperature, top_p=top_p, top_k=top_k,
-        max_tokens=max_tokens, seed=seed, style=style, system_prompt=system_prompt, reward=reward,
+        max_tokens=max_tokens, seed=seed, style=style, system_prompt=system_prompt, date=date, reward=reward,
         shuffle_options=shuffle, limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
         chunk=chunk, workers=workers,
     )  # fmt: skip

@@ -131,9 +131,21 @@ def _with_average(accuracies: dict[str, float]) -> dict[str, float]:
 def _notes(evaluations: Mapping[str, Evaluation]) -> tuple[str, ...]:
     """Settings in which the evaluations differ: a difference in score may come from there."""
     notes = []
-    keys = ("k", "temperature", "top_p", "top_k", "max_tokens", "seed", "style", "system_prompt", "reward", "dtype")
+    keys = [
+        "k",
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_tokens",
+        "seed",
+        "style",
+        "system_prompt",
+        "reward",
+        "dtype",
+        "date",
+    ]
     for key in keys:
-        values = {name: json.dumps(evaluation.settings[key]) for name, evaluation in evaluations.items()}
+        values = {name: json.dumps(evaluation.settings.get(key)) for name, evaluation in evaluations.items()}
         if len(set(values.values())) > 1:
             notes.append(f"{key} differs: " + ", ".join(f"{name} {value}" for name, value in values.items()))
     return tuple(notes)

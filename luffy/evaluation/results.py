@@ -99,7 +99,8 @@ def as_markdown(result: Result) -> str:
     lines += [f"Not evaluated, the row cannot be read: {row}." for row in result.left_out]
     if result.missing or result.left_out:
         lines.append("")
-    shown = ", ".join(f"{key} {_shown(settings, key)}" for key in SHOWN)
+    keys = (*SHOWN, "date") if settings.get("date") else SHOWN
+    shown = ", ".join(f"{key} {_shown(settings, key)}" for key in keys)
     lines.append(f"Settings: {shown}; luffy {__version__}.")
     return "\n".join(lines) + "\n"
 

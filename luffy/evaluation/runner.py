@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from luffy.evaluation.engines import LoadedModel, load_engine, model_identity
 from luffy.evaluation.progress import EvalView
 from luffy.evaluation.results import ITEMS, Result, build_result, model_label, write_result
 from luffy.evaluation.scores import is_right
-from luffy.evaluation.settings import Settings, alone_in, claim, problems_hash
+from luffy.evaluation.settings import Settings, alone_in, claim, problems_hash, recorded_date
 from luffy.guidance.plan import seed_of
 from luffy.report.recorder import JsonLines, read_json_lines
 from luffy.rewards import Verifier, build_verifier
@@ -48,6 +48,7 @@ class Options:
     seed: int = 0
     style: str = "auto"
     system_prompt: str | None = None
+    date: str | None = None
     reward: str | None = None
     shuffle_options: bool = True
     limit: int | None = None
@@ -94,7 +95,7 @@ def run_evaluation(options: Options) -> Result:
         loaded = load_engine(
             options.engine, options.model, dtype=options.dtype, device=options.device, slots=options.slots
         )
-        jobs, settings = plan(options, suite, loaded)
+        jobs, settings = plan(replace(options, date=options.date or recorded_date(out)), suite, loaded)
         claim(out, settings)
         run_jobs(jobs, loaded, verifier, settings, out, options.chunk)
         result = build_result(suite, settings, read_json_lines(out / ITEMS))
@@ -109,7 +110,8 @@ def default_out(model: str, suite: str) -> Path:
 def plan(options: Options, suite: Suite, loaded: LoadedModel) -> tuple[list[Job], Settings]:
     """Every response to make, in order, and what decides them."""
     style = resolve_style(options.style, loaded.tokenizer, paper=suite.is_builtin)
-    encoder = Encoder(loaded.tokenizer, style, options.system_prompt, max_prompt_tokens=loaded.context - 1)
+    room = loaded.context - 1
+    encoder = Encoder(loaded.tokenizer, style, options.system_prompt, max_prompt_tokens=room, date=options.date)
     jobs = []
     for benchmark in suite.benchmarks:
         for problem, task in zip(benchmark.problems, encoder.encode_all(benchmark.problems), strict=True):
@@ -134,6 +136,7 @@ def plan(options: Options, suite: Suite, loaded: LoadedModel) -> tuple[list[Job]
         limit=options.limit,
         dtype=options.dtype,
         engine=options.engine,
+        date=encoder.prompt_date,
     )
     return jobs, settings
 

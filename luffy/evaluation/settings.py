@@ -38,6 +38,7 @@ class Settings:
     limit: int | None
     dtype: str
     engine: str
+    date: str | None = None  # that the prompts print, where the chat template asks for it
 
 
 def problems_hash(suite: Suite) -> str:
@@ -48,6 +49,12 @@ def problems_hash(suite: Suite) -> str:
             said = prompt if isinstance(prompt, str) else [(m.role, m.content) for m in prompt]
             digest.update(json.dumps([benchmark.name, problem.id, said, problem.answer]).encode())
     return digest.hexdigest()
+
+
+def recorded_date(folder: Path) -> str | None:
+    """The date in the prompts of an evaluation that this folder already holds."""
+    path = folder / SETTINGS
+    return json.loads(path.read_text(encoding="utf-8")).get("date") if path.exists() else None
 
 
 def claim(folder: Path, settings: Settings) -> None:

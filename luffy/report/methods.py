@@ -46,7 +46,9 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Method]:
     its path from the folder that all methods share."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
-        groups.setdefault(_written([str(_seed_taken_off(run) or run.folder.resolve()), settings_of(run)]), []).append(run)
+        groups.setdefault(_written([str(_seed_taken_off(run) or run.folder.resolve()), settings_of(run)]), []).append(
+            run
+        )
     merged = _merged(_merged(list(groups.values()), _numbered), _unnamed)
     paths = [_method_path(members) for members in merged]
     root = os.path.commonpath([path.parent for path in paths]) if paths else ""

@@ -2,8 +2,10 @@
 
 import contextlib
 import csv
+import datetime
 import io
 import json
+import shutil
 import sys
 from dataclasses import replace
 from importlib import resources
@@ -13,6 +15,7 @@ import pytest
 
 import luffy.evaluation.runner as runner
 from luffy.cli import main
+from luffy.data import encode
 from luffy.errors import UserError
 from luffy.evaluation.compare import as_markdown, compare
 from luffy.evaluation.engines import LoadedModel, load_native, model_identity
@@ -79,6 +82,25 @@ def test_the_result_names_the_system_prompt(whole):
         None
     )
     assert 'style plain, system_prompt "Be brief,\\nplease.", reward gsm8k' in line("Be brief,\nplease.")
+
+
+def test_an_evaluation_keeps_the_date_of_its_prompts(options, tmp_path, monkeypatch):
+    model = tmp_path / "dated"
+    shutil.copytree(BASE, model)
+    (model / "chat_template.jinja").write_text("{{ strftime_now('%d%m%Y') }}={{ messages[0]['content'] }}")
+    asked = replace(options, model=str(model), style="chat", limit=2, k=1, max_tokens=4)
+    day = lambda text: monkeypatch.setattr(encode, "today", lambda: datetime.date.fromisoformat(text))  # noqa: E731
+    day("2024-07-26")
+    run_evaluation(replace(asked, out=tmp_path / "first"))
+    day("2024-07-27")
+    first = run_evaluation(replace(asked, out=tmp_path / "first"))  # goes on with its own date
+    second = run_evaluation(replace(asked, out=tmp_path / "second"))
+    again = run_evaluation(replace(asked, out=tmp_path / "again", date="2024-07-26"))
+    assert [r.settings["date"] for r in (first, second, again)] == ["2024-07-26", "2024-07-27", "2024-07-26"]
+    assert read_items(tmp_path / "first") == read_items(tmp_path / "again")
+    assert ", date 2024-07-26;" in result_markdown(first)
+    noted = compare([tmp_path / "first", tmp_path / "second"], resamples=10).notes
+    assert [note for note in noted if note.startswith("date differs")]
 
 
 def test_seeds_differ_between_items_and_samples(whole):
