@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -53,12 +54,18 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_config(tiny_model: Path, sums: Path, tmp_path: Path):
+def make_config(make_config_in, tmp_path: Path):
     """``make_config(optim={"lr": 0.1}, name="b")``: a small LUFFY run, sections merged."""
+    return make_config_in(tmp_path)
 
-    def make(**changes) -> Config:
+
+@pytest.fixture(scope="session")
+def make_config_in(tiny_model: Path, sums: Path):
+    """``make_config`` for runs in a folder, for fixtures that several tests share."""
+
+    def make(folder: Path, **changes) -> Config:
         values: dict = {
-            "out": str(tmp_path / "runs"),
+            "out": str(folder / "runs"),
             "model": {"path": str(tiny_model), "device": "cpu"},
             "data": {"train": str(sums), "style": "plain", "max_prompt_tokens": 16},
             "reward": {"kind": "numeric", "workers": 1},
@@ -72,7 +79,7 @@ def make_config(tiny_model: Path, sums: Path, tmp_path: Path):
             values[section] = {**values.get(section, {}), **entries} if isinstance(entries, dict) else entries
         return build(Config, values)
 
-    return make
+    return lambda folder: functools.partial(make, folder)
 
 
 @pytest.fixture

@@ -1,16 +1,12 @@
-"""Several processes on the CPU, connected by gloo, each running the same function."""
+"""Several processes on the CPU, connected by gloo, each running the same function in a fresh interpreter."""
 
 from __future__ import annotations
 
 import os
-import pickle
 import socket
-import sys
-import tempfile
-import traceback
-from pathlib import Path
 
 import torch
+from children import Child, in_children
 from transformers import AutoModelForCausalLM
 
 from luffy.distributed.shard import whole
@@ -28,47 +24,36 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start_ranks(count, act, folder):
-    """Fork ``count`` processes; each leaves what ``act(world)`` returns in ``folder``. Gives their ids."""
+def run_ranks(count, act, *args):
+    """What ``act(*args, world)`` returns on each of ``count`` processes. It must undo what it patches."""
     port = free_port()
-    pids = []
-    for rank in range(count):
-        pid = os.fork()
-        if not pid:
-            _be(rank, count, port, act, folder)
-        pids.append(pid)
-    return pids
+    return in_children(_as_rank, [(rank, count, port, act, args) for rank in range(count)])
 
 
-def _be(rank, count, port, act, folder):
-    code = 1
-    try:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank),
-                       "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-        torch.set_num_threads(1)
-        result = act(join_world("cpu", 60))
-        (folder / f"rank-{rank}").write_bytes(pickle.dumps(result))
-        leave_world()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+def exit_codes_of_ranks(count, act, *args):
+    """The same for an ``act`` that ends its process: how each process ended."""
+    port = free_port()
+    children = [Child() for _ in range(count)]
+    for rank, child in enumerate(children):
+        child.start(_as_rank, rank, count, port, act, args)
+    return [child.exit_code() for child in children]
 
 
-def run_ranks(count, act):
-    """What ``act(world)`` returns on each of ``count`` processes."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        statuses = [os.waitpid(pid, 0)[1] for pid in start_ranks(count, act, folder)]
-        assert statuses == [0] * count, f"exit statuses {statuses}"
-        return [pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(count)]
+def _as_rank(rank, count, port, act, args):
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank),
+                   "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    result = act(*args, join_world("cpu", 60))
+    leave_world()
+    return result
 
 
 def train(cfg, world=None, method="rl", **options):
     with Trainer(cfg, method, world=world, **options) as trainer:
         trainer.train()
+
+
+def train_sft_and_keep_gradients(cfg, world=None):
+    return train_and_keep_gradients(cfg, world, "sft")
 
 
 def train_and_keep_gradients(cfg, world=None, method="rl"):

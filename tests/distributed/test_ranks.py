@@ -13,6 +13,7 @@ from ranks import (
     samples,
     train,
     train_and_keep_gradients,
+    train_sft_and_keep_gradients,
 )
 
 from luffy.schema import to_dict
@@ -76,7 +77,7 @@ def test_ranks_agree_with_one_process(make_config, sums, kind, count):
     torch.set_num_threads(1)
     alone, many = (config(make_config, sums, name, **RUNS[kind]) for name in ("alone", "many"))
     expected = train_and_keep_gradients(alone)
-    results = run_ranks(count, lambda world: train_and_keep_gradients(many, world))
+    results = run_ranks(count, train_and_keep_gradients, many)
     for gradients in results:
         assert_same_run(many, alone, gradients, expected)
 
@@ -94,7 +95,7 @@ def test_hybrid_sharding_rollout_groups_and_offload_change_nothing(make_config, 
     alone = config(make_config, sums, "alone", **{"async": {"max_staleness": staleness}})
     many = make_config(**to_dict(alone) | {"name": "many", "launch": "torchrun", "parallel": parallel})
     expected = train_and_keep_gradients(alone)
-    for gradients in run_ranks(many.parallel.workers, lambda world: train_and_keep_gradients(many, world)):
+    for gradients in run_ranks(many.parallel.workers, train_and_keep_gradients, many):
         assert_same_run(many, alone, gradients, expected)
 
 
@@ -106,7 +107,7 @@ def test_tokens_of_a_group_carry_the_version_of_the_process_that_made_them(make_
     cfg = make_config(
         **to_dict(base) | {"launch": "torchrun", "parallel": {"workers": 2, "rollout_group": 2, "timeout_s": 60}}
     )
-    begun = run_ranks(2, lambda world: versions_begun(cfg, world))
+    begun = run_ranks(2, versions_begun, cfg)
     assert begun[0][2] == 1 and begun[1][2] == 0  # by their own account
     found = {(row["step"], v) for row in samples(cfg) for v, off in zip(row["versions"], row["off_policy"], strict=True) if not off}  # fmt: skip
     assert found == {(step + 1, begun[0][step]) for step in range(4)}
@@ -131,16 +132,18 @@ def versions_begun(cfg, world):
         assert world.is_main or third.wait(60)
         return update(self, *args)
 
-    Ahead._begin, Policy.update = noting, held_up
-    train(cfg, world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ahead, "_begin", noting)
+        patch.setattr(Policy, "update", held_up)
+        train(cfg, world)
     return versions
 
 
 def test_sft_with_fewer_traces_than_ranks(make_config, sums):
     torch.set_num_threads(1)
     alone, many = (config(make_config, sums, name, batch={"problems": 2}) for name in ("alone", "many"))
-    expected = train_and_keep_gradients(alone, method="sft")
-    for gradients in run_ranks(3, lambda world: train_and_keep_gradients(many, world, "sft")):
+    expected = train_sft_and_keep_gradients(alone)
+    for gradients in run_ranks(3, train_sft_and_keep_gradients, many):
         for a, b in zip(gradients, expected, strict=True):
             assert_same_weights(a, b)
     assert_same_figures(figures(many), figures(alone))
@@ -154,7 +157,7 @@ def test_bfloat16_computes_low_and_keeps_float32_masters(make_config, sums):
     low = {"model": {"dtype": "bfloat16"}, "train": {"steps": 2, "save_every": 2}, "optim": {"lr": 1e-4, "eps": 1e-3}}
     alone, many = (config(make_config, sums, name, **low) for name in ("alone", "many"))
     train(alone)
-    types = run_ranks(2, lambda world: types_of_a_run(many, world))
+    types = run_ranks(2, types_of_a_run, many)
     assert types == [({torch.float32}, {torch.bfloat16})] * 2
     for a, b in zip(figures(many), figures(alone), strict=True):
         assert a["actor/loss"] == pytest.approx(b["actor/loss"], abs=5e-3)

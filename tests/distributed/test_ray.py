@@ -60,9 +60,9 @@ def make(tiny_model, sums, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(make):
-    """Two processes without Ray: what every run below must equal. Made before Ray starts its threads."""
+    """Two processes without Ray: what every run below must equal."""
     cfg = make("undisturbed")
-    run_ranks(2, lambda world: train(cfg, world))
+    run_ranks(2, train, cfg)
     return cfg
 
 

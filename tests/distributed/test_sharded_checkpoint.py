@@ -6,9 +6,18 @@ import threading
 
 import pytest
 import torch
-from ranks import assert_same_figures, assert_same_weights, figures, final_weights, run_ranks, start_ranks, train
+from ranks import (
+    assert_same_figures,
+    assert_same_weights,
+    exit_codes_of_ranks,
+    figures,
+    final_weights,
+    run_ranks,
+    train,
+)
 from safetensors import safe_open
 
+from luffy.errors import UserError
 from luffy.train import background
 from luffy.train.checkpoint import Checkpoint, CheckpointStore
 from luffy.train.loop import Trainer
@@ -22,7 +31,7 @@ def config(make_config, name, steps=6, **changes):
 
 def train_on(count, cfg):
     """0: an ordinary run of one process, without a world."""
-    train(cfg) if count == 0 else run_ranks(count, lambda world: train(cfg, world))
+    train(cfg) if count == 0 else run_ranks(count, train, cfg)
 
 
 @pytest.mark.parametrize("counts", [(2, 1, 4), pytest.param((2, 0, 2), marks=pytest.mark.slow)])
@@ -73,7 +82,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(make_config):
     """The first checkpoint is held up until step 3 is over; it still has the weights of step 2."""
     slow, plain = config(make_config, "slow", 4), config(make_config, "plain", 4)
     train_on(2, plain)
-    run_ranks(2, lambda world: train_with_a_held_up_checkpoint(slow, world))
+    run_ranks(2, train_with_a_held_up_checkpoint, slow)
     for step in ("step-000002", "step-000004"):
         ours, theirs = (Checkpoint(c.folder / "checkpoints" / step) for c in (slow, plain))
         ours.verify()
@@ -89,24 +98,23 @@ def train_with_a_held_up_checkpoint(cfg, world):
             assert step_three_is_over.wait(60), "training waited for the checkpoint"
         return complete(self, aside, state)
 
-    CheckpointStore.complete = hold_up
-
     def on_step(step, values):
         if step == 3:
             assert not (cfg.folder / "checkpoints" / "step-000002").exists()
             step_three_is_over.set()
 
-    train(cfg, world, on_step=on_step)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointStore, "complete", hold_up)
+        train(cfg, world, on_step=on_step)
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_while_a_checkpoint_is_written(make_config, victim, tmp_path):
+def test_killed_while_a_checkpoint_is_written(make_config, victim):
     """SIGKILL to one process between its shards and the name of the checkpoint; the run resumes from the one before."""
     whole, killed = config(make_config, "whole", 4), config(make_config, "killed", 4)
     train_on(2, whole)
-    pids = start_ranks(2, lambda world: train_and_die_in_second_save(killed, world, victim), tmp_path)
-    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-    assert os.WIFSIGNALED(statuses[victim]) and os.WTERMSIG(statuses[victim]) == signal.SIGKILL
+    codes = exit_codes_of_ranks(2, train_and_die_in_second_save, killed, victim)
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] != 0
     folder = killed.folder / "checkpoints"
     assert [c.step for c in CheckpointStore(folder, 2)] == [2]
     train_on(2, killed)
@@ -114,7 +122,7 @@ def test_killed_while_a_checkpoint_is_written(make_config, victim, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "step-000002", "step-000004"]
 
 
-def train_and_die_in_second_save(cfg, world, victim):
+def train_and_die_in_second_save(cfg, victim, world):
     start, saves = background.start_saving, []
 
     def deadly(tensors, folder, group):
@@ -130,12 +138,11 @@ def train_and_die_in_second_save(cfg, world, victim):
 def test_a_user_mistake_found_by_the_main_process_reaches_all(make_config):
     cfg = config(make_config, "run", 2)
     train_on(2, cfg)
-
-    def again(world):
-        try:
-            Trainer(cfg, resume="never", world=world)
-        except ValueError as error:
-            return str(error)
-
-    said = run_ranks(2, again)
+    said = run_ranks(2, mistake_of_starting_again, cfg)
     assert said[0] == said[1] and "already holds a run" in said[0]
+
+
+def mistake_of_starting_again(cfg, world):
+    with pytest.raises(UserError) as mistake:
+        Trainer(cfg, resume="never", world=world)
+    return str(mistake.value)

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,19 +35,6 @@ def config(make_config, sums, name, **more):
 def train(cfg):
     with Trainer(cfg) as trainer:
         trainer.train()
-
-
-def in_child(work) -> int:
-    """The status of a forked process that does ``work``."""
-    child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1]
-    try:
-        work()
-    except BaseException as error:
-        print(f"{type(error).__name__}: {error}", file=sys.__stderr__, flush=True)
-        os._exit(1)
-    os._exit(0)
 
 
 def figures(folder):

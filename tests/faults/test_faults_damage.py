@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
+import pickle
 import random
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from faults_support import in_child, train
+from children import in_child
+from faults_support import train
 from hostile import TEMPLATE, pickled, poison_model_folder, script, write_poisoned
 
 import luffy
@@ -263,36 +266,40 @@ def test_a_damaged_checkpoint_behind_a_link_is_set_aside_by_its_link(half_way, t
     assert newest.is_dir()
 
 
-class Watched:
-    """In a forked process: what was unpickled there, by the interpreter's own account."""
+class Watch:
+    """What is unpickled while ``on``, by the interpreter's own account. A hook cannot be taken out again."""
 
     def __init__(self):
-        self.seen = []
+        self.on, self.seen = False, []
         sys.addaudithook(self._hook)
 
     def _hook(self, event, args):
-        if event == "pickle.find_class":
+        if self.on and event == "pickle.find_class":
             self.seen.append(args)
 
 
-def in_child_without_pickles(work):
-    def watched():
-        watch = Watched()
-        work()
-        assert not watch.seen, watch.seen
+@functools.cache
+def the_watch():
+    return Watch()
 
-    assert in_child(watched) == 0
+
+def unpickled_by(work, args):
+    """In a child: the classes that were asked for."""
+    watch = the_watch()
+    watch.seen, watch.on = [], True
+    try:
+        work(*args)
+    finally:
+        watch.on = False
+    return [str(seen) for seen in watch.seen]
+
+
+def assert_unpickles_nothing(work, *args):
+    assert in_child(unpickled_by, work, args) == []
 
 
 def test_the_watch_sees_an_unpickled_class(tmp_path):
-    def unpickles():
-        import pickle
-
-        watch = Watched()
-        pickle.loads(pickled(tmp_path / "mark"))
-        assert watch.seen
-
-    assert in_child(unpickles) == 0
+    assert in_child(unpickled_by, pickle.loads, (pickled(tmp_path / "mark"),)) == ["('posix', 'mkdir')"]
     assert (tmp_path / "mark").exists()
 
 
@@ -303,17 +310,22 @@ def _sampled(model):
     )  # fmt: skip
 
 
+def use_every_load_path(cfg, data, report):
+    train(cfg)
+    newest = str(cfg.folder / "checkpoints" / "latest" / "model")
+    assert len(list(_sampled(newest))) == 1
+    assert len(load_problems(data)) == 24
+    write_report([cfg.folder], report)
+
+
 def test_no_load_path_unpickles(half_way, sums, tmp_path):
     """Resume, load for sampling, read data, report: pickle is never asked for a class."""
+    assert_unpickles_nothing(use_every_load_path, half_way, str(sums), tmp_path / "report.html")
 
-    def work():
-        train(half_way)
-        newest = str(half_way.folder / "checkpoints" / "latest" / "model")
-        assert len(list(_sampled(newest))) == 1
-        assert len(load_problems(str(sums))) == 24
-        write_report([half_way.folder], tmp_path / "report.html")
 
-    in_child_without_pickles(work)
+def train_refused(cfg):
+    with pytest.raises(Exception, match="(?i)header|safetensors"):
+        train(cfg)
 
 
 def test_a_hostile_checkpoint_runs_nothing(half_way, tmp_path):
@@ -325,17 +337,12 @@ def test_a_hostile_checkpoint_runs_nothing(half_way, tmp_path):
         (newest / name).parent.mkdir(exist_ok=True)
         (newest / name).write_bytes(pickled(mark))
     resign(newest)
-    in_child_without_pickles(lambda: train(half_way))
+    assert_unpickles_nothing(train, half_way)
     assert not mark.exists()
     shutil.rmtree(half_way.folder / "checkpoints" / "step-000006")
     (newest / "optimizer.safetensors").write_bytes(pickled(mark))
     resign(newest)
-
-    def refused():
-        with pytest.raises(Exception, match="(?i)header|safetensors"):
-            train(half_way)
-
-    in_child_without_pickles(refused)
+    assert_unpickles_nothing(train_refused, half_way)
     assert not mark.exists()
 
 
@@ -347,16 +354,16 @@ def resign(folder):
 def test_a_hostile_model_folder_runs_nothing(tiny_model, tmp_path):
     folder, mark = shutil.copytree(tiny_model, tmp_path / "model"), tmp_path / "mark"
     poison_model_folder(folder, mark)
-
-    def work():
-        load_model(folder)
-        load_tokenizer(folder)
-        (folder / "model.safetensors").unlink()
-        with pytest.raises(UserError, match="holds only pickled weights"):
-            load_model(folder)
-
-    in_child_without_pickles(work)
+    assert_unpickles_nothing(load_a_hostile_model, folder)
     assert not mark.exists()
+
+
+def load_a_hostile_model(folder):
+    load_model(folder)
+    load_tokenizer(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="holds only pickled weights"):
+        load_model(folder)
 
 
 def test_a_hostile_chat_template_reaches_no_class(half_way, tmp_path):
@@ -366,11 +373,15 @@ def test_a_hostile_chat_template_reaches_no_class(half_way, tmp_path):
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
 
 
+def read_all(path):
+    assert all(problem.prompt and problem.answer for problem in load_problems(str(path)))
+
+
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 def test_a_hostile_table_runs_nothing(tmp_path, suffix):
     path, mark = tmp_path / f"train{suffix}", tmp_path / "mark"
     write_poisoned(path, mark)
-    in_child_without_pickles(lambda: [problem.answer for problem in load_problems(str(path))])
+    assert_unpickles_nothing(read_all, path)
     assert not mark.exists()
 
 
@@ -386,7 +397,7 @@ def test_a_hostile_dataset_folder_runs_nothing(tmp_path, monkeypatch):
     ]  # fmt: skip
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(folder)
-    in_child_without_pickles(lambda: [problem.prompt for problem in load_problems(str(folder))])
+    assert_unpickles_nothing(read_all, folder)
     assert load_problems(str(folder))[0].prompt == TEMPLATE
     with pytest.raises(UserError, match="unknown file type '.pkl'"):
         load_problems(str(folder / "train.pkl"))

@@ -6,6 +6,8 @@ tests are skipped. Nothing may be lost: once there is room again, the run ends a
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import os
 import subprocess
@@ -13,7 +15,8 @@ import sys
 
 import pytest
 import torch
-from faults_support import assert_all_equal, config, figures, fill, filling, in_child, mounting, train
+from children import Child, in_child
+from faults_support import assert_all_equal, config, figures, fill, filling, mounting, train
 
 from luffy import files
 from luffy.cli import main
@@ -40,6 +43,7 @@ WRITES = {
     "manifest.json": (checkpoint, "file_entry", 1),
     "best.json": (loop, "write_atomically", 3),
 }
+TRACKER = {"TensorBoard": (recorder.TensorBoardTracker, "log", 2)}
 
 
 mounted = pytest.fixture(mounting)
@@ -50,23 +54,38 @@ def small_disk(mounted):
     return mounted("size=12m")
 
 
-def luffy_train(cfg, desk, *prepare):
-    """``luffy train`` in a child, after ``prepare``; (exit code, standard error). ``desk`` is a sound folder."""
-    recipe, errors = desk / "recipe.yaml", desk / "errors"
-    recipe.write_text(to_yaml(cfg))
+def luffy_train(cfg, desk, fills=None, what=None):
+    """``luffy train`` in a child; (exit code, standard error). ``desk`` is a sound folder.
 
-    def work():
-        sys.stderr = errors.open("w", buffering=1)
-        for step in prepare:
-            step()
-        sys.argv = ["luffy", "train", str(recipe)]
+    ``fills`` is a disk that fills when ``what`` is written.
+    """
+    recipe = desk / "recipe.yaml"
+    recipe.write_text(to_yaml(cfg))
+    if fills is None:
+        return in_child(run_luffy, "train", str(recipe))
+    child = Child()
+    child.start(run_luffy_on_a_disk_that_fills, fills, what, "train", str(recipe))
+    try:
+        return child.result()
+    finally:
+        child.end()
+
+
+def run_luffy_on_a_disk_that_fills(disk, what, *arguments):
+    filling(disk, *(WRITES | TRACKER)[what])
+    return run_luffy(*arguments)
+
+
+def run_luffy(*arguments):
+    """(exit code, standard error) of the command, in this process."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
+        patch.setattr(sys, "argv", ["luffy", *arguments])
         try:
             main()
+            code = 0
         except SystemExit as stop:
-            os._exit(stop.code or 0)
-
-    status = in_child(work)
-    return os.waitstatus_to_exitcode(status), errors.read_text()
+            code = stop.code or 0
+    return code, errors.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +98,7 @@ def undisturbed(finished, make_config, sums, tmp_path_factory):
     if not finished:
         out = tmp_path_factory.mktemp("undisturbed")
         cfg = config(make_config, sums, "undisturbed", out=str(out))
-        assert in_child(lambda: train(cfg)) == 0
+        in_child(train, cfg)
         finished["folder"] = cfg.folder
     return finished["folder"]
 
@@ -92,7 +111,7 @@ def test_a_full_disk_stops_with_one_line_and_nothing_is_lost(
     torch.set_num_threads(1)
     whole = undisturbed(finished, make_config, sums, tmp_path_factory)
     cfg = config(make_config, sums, "run", out=str(small_disk))
-    code, said = luffy_train(cfg, tmp_path, lambda: filling(small_disk, *WRITES[write]))
+    code, said = luffy_train(cfg, tmp_path, small_disk, write)
     assert (small_disk / "ballast").exists(), f"the moment never came\n{said}"
     assert (code, said.count("luffy: error: "), "Traceback" in said) == (1, 1, False), said
     assert "No space left on device" in said.splitlines()[-1], said
@@ -108,7 +127,7 @@ def test_a_tracker_on_a_full_disk_is_switched_off_and_the_run_goes_on(make_confi
     cfg = make_config(record={"tensorboard": True})
     cfg.folder.mkdir(parents=True)
     (cfg.folder / "tensorboard").symlink_to(disk)
-    code, said = luffy_train(cfg, tmp_path, lambda: filling(disk, recorder.TensorBoardTracker, "log", 2))
+    code, said = luffy_train(cfg, tmp_path, disk, "TensorBoard")
     assert code == 0, said
     assert said.count("TensorBoard failed and is off from step") == 1
     assert [row["step"] for row in read_json_lines(cfg.folder / "metrics.jsonl")] == [1, 2, 3, 4]

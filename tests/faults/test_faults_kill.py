@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from faults_support import assert_all_equal, config, figures, in_child, train
+from children import Child
+from faults_support import assert_all_equal, config, figures, train
 from kill_timer import kill_this_process_after
 
 from luffy.report import recorder
@@ -50,15 +51,14 @@ pytestmark = [
 
 
 class PhaseWatch:
-    """Where a training is, in memory that outlives it; and the moment that ends it."""
+    """Where a training is, in a file that outlives it; and the moment that ends it."""
 
-    def __init__(self):
-        self.shared = mmap.mmap(-1, 1)  # number of the phase the process was in, 0: between phases
+    def __init__(self, file):
+        """``file`` holds one byte: the number of the phase the process was in, 0: between phases."""
+        with file.open("r+b") as opened:
+            self.shared = mmap.mmap(opened.fileno(), 1)
         self.entries: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
-
-    def last_phase(self) -> str:
-        return "between" if self.shared[0] == 0 else NAMES[self.shared[0] - 1]
 
     def install(self, target: str | None = None, entry: int = 0, delay: float = 0.0) -> None:
         """In this process, for good: note the phases, and die ``delay`` seconds after the ``entry``-th of ``target``."""
@@ -82,20 +82,26 @@ class PhaseWatch:
         return call
 
 
-def measured_undisturbed(cfg, watch):
-    """Train in a child; seconds of CPU in all, then entries and seconds by phase."""
-    read, write = os.pipe()
+def last_phase(file: Path) -> str:
+    number = file.read_bytes()[0]
+    return "between" if number == 0 else NAMES[number - 1]
 
-    def work():
-        watch.install()
-        began = time.process_time()
-        train(cfg)
-        os.write(write, json.dumps([time.process_time() - began, watch.entries, watch.seconds]).encode())
 
-    assert in_child(work) == 0
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        return json.load(pipe)
+def measured_undisturbed(cfg, file):
+    """Train in this process; seconds of CPU in all, then entries and seconds by phase."""
+    watch = PhaseWatch(file)
+    watch.install()
+    began = time.process_time()
+    train(cfg)
+    return time.process_time() - began, watch.entries, watch.seconds
+
+
+def attempt(cfg, file, kind, moment, delay):
+    """Train, and be killed ``delay`` seconds after the ``moment``-th entry of ``kind``, or anywhere, or not at all."""
+    PhaseWatch(file).install(kind, moment, delay)
+    if kind is None and delay is not None:
+        kill_this_process_after(delay, time.CLOCK_PROCESS_CPUTIME_ID)
+    train(cfg)
 
 
 def assert_nothing_partial(folder: Path, truth: list[dict]) -> None:
@@ -111,40 +117,41 @@ def assert_nothing_partial(folder: Path, truth: list[dict]) -> None:
 
 
 @pytest.mark.timeout(3600)
-def test_a_training_killed_anywhere_ends_as_the_undisturbed_one(make_config, sums):
+def test_a_training_killed_anywhere_ends_as_the_undisturbed_one(make_config, sums, tmp_path):
     torch.set_num_threads(1)
     dice = random.Random(SEED)
     undisturbed = config(make_config, sums, "undisturbed")
-    cpu_s, entries, seconds = measured_undisturbed(undisturbed, PhaseWatch())
+    phase = tmp_path / "phase"
+    phase.write_bytes(b"\0")
+    child = Child()
+    child.start(measured_undisturbed, undisturbed, phase)
+    cpu_s, entries, seconds = child.result()
+    child.end()
+    child = Child()
     moments = itertools.cycle([moment for name in NAMES for moment in (None, name)])
     truth = figures(undisturbed.folder)
     killed_in: Counter[str] = Counter()
     resumed = finished = kills_of_this_run = 0
     cfg = config(make_config, sums, "killed-0")
     while killed_in.total() < KILLS or kills_of_this_run:
-        watch = PhaseWatch()
         last_try = killed_in.total() >= KILLS
         kind = None if last_try else next(moments)
         moment = dice.randint(1, 1 + entries[kind] // 3) if kind else 0  # a resumed training has fewer
-        delay = dice.uniform(0, seconds[kind] / entries[kind] if kind else cpu_s)
-
-        def attempt(cfg=cfg, watch=watch, last_try=last_try, kind=kind, moment=moment, delay=delay):
-            watch.install(kind, moment, delay)
-            if kind is None and not last_try:
-                kill_this_process_after(delay, time.CLOCK_PROCESS_CPUTIME_ID)
-            train(cfg)
-
-        status = in_child(attempt)
+        delay = None if last_try else dice.uniform(0, seconds[kind] / entries[kind] if kind else cpu_s)
+        child.start(attempt, cfg, phase, kind, moment, delay)
+        following = Child()  # imports meanwhile
+        code, child = child.exit_code(), following
         resumed += kills_of_this_run > 0
-        if os.WIFSIGNALED(status):
-            assert os.WTERMSIG(status) == signal.SIGKILL
-            killed_in[watch.last_phase()] += 1
+        if code < 0:
+            assert code == -signal.SIGKILL
+            killed_in[last_phase(phase)] += 1
             kills_of_this_run += 1
             assert_nothing_partial(cfg.folder, truth)
         else:
-            assert status == 0, f"seed {SEED}: the attempt after {kills_of_this_run} kills of {cfg.name} failed"
+            assert code == 0, f"seed {SEED}: the attempt after {kills_of_this_run} kills of {cfg.name} failed"
             assert_all_equal(cfg.folder, undisturbed.folder)
             finished, kills_of_this_run = finished + 1, 0
             cfg = config(make_config, sums, f"killed-{finished}")
+    child.end()
     print(f"\n{killed_in.total()} kills {dict(killed_in)}, {resumed} resumes, {finished} trainings compared")
     assert set(killed_in) >= set(NAMES), f"a phase was never hit: {dict(killed_in)}"

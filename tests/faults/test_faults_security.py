@@ -18,7 +18,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from faults_support import in_child, train
+from children import in_child
+from faults_support import train
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -167,6 +168,21 @@ SECRETS = {
 }  # fmt: skip
 
 
+def run_with_secrets(commands, path):
+    """All that the commands say goes to ``path``."""
+    os.environ.update(SECRETS, WANDB_MODE="offline")
+    with (
+        path.open("w", buffering=1) as output,
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for command in commands:
+            patch.setattr(sys, "argv", ["luffy", *command])
+            with contextlib.suppress(SystemExit):
+                main()
+
+
 def test_no_secret_of_the_environment_is_written(make_config, sums, tmp_path):
     """Train with every tracker, report, check the data: no file and no line of output holds one."""
     cfg = make_config(record={"tensorboard": True, "wandb": True}, data={"eval": str(sums)}, train={"steps": 2})
@@ -179,16 +195,7 @@ def test_no_secret_of_the_environment_is_written(make_config, sums, tmp_path):
         ["report", str(cfg.folder), "--out", str(tmp_path / "report.html")],
         ["train", str(recipe), "optim.lr=-1"],
     ]
-
-    def work():
-        os.environ.update(SECRETS, WANDB_MODE="offline")
-        sys.stdout = sys.stderr = (tmp_path / "output").open("w", buffering=1)
-        for command in commands:
-            sys.argv = ["luffy", *command]
-            with contextlib.suppress(SystemExit):
-                main()
-
-    assert in_child(work) == 0
+    in_child(run_with_secrets, commands, tmp_path / "output")
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"output", "report.html", "config.yaml", "metrics.jsonl", "samples.jsonl"} <= {p.name for p in written}
     for path in written:

@@ -55,7 +55,7 @@ def undisturbed():
 def expected(undisturbed, make_config):
     if not undisturbed:
         cfg = sharded(make_config, "undisturbed")
-        run_ranks(2, lambda world: train(cfg, world))
+        run_ranks(2, train, cfg)
         undisturbed.update(figures=figures(cfg), samples=samples(cfg), weights=final_weights(cfg))
     return undisturbed
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from children import exit_code_in_new_child
 from transformers import AutoModelForCausalLM
 
 from luffy.errors import TrainingStopped
@@ -36,6 +37,8 @@ MOMENTS = {
     "last checkpoint not pointed at": (CheckpointStore, "_point_latest", 3),
     "last rotation": (CheckpointStore, "rotate", 3),
 }
+# of step 5: steps 2 and 4 are saved, and four evaluations roll out too
+AFTER_TWO_SAVES = {"after two saves": (NativeEngine, "generate", 9)}
 
 
 def config(make_config, sums, name):
@@ -65,13 +68,9 @@ def train(cfg):
         trainer.train()
 
 
-def train_in_child_killed_at(cfg, owner, name, call):
-    """Fork, and let the child kill itself when ``owner.name`` is called for the ``call``-th time."""
-    child = os.fork()
-    if child:
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, "the moment never came"
-        return
+def train_until_killed(cfg, moment):
+    """In a child: SIGKILL at the moment."""
+    owner, name, call = (MOMENTS | AFTER_TWO_SAVES)[moment]
     original, calls = getattr(owner, name), 0
 
     def deadly(*args, **kwargs):
@@ -83,15 +82,25 @@ def train_in_child_killed_at(cfg, owner, name, call):
 
     setattr(owner, name, deadly)
     train(cfg)
-    os._exit(0)
+
+
+def killed_at(cfg, moment):
+    assert exit_code_in_new_child(train_until_killed, cfg, moment) == -signal.SIGKILL, "the moment never came"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_config_in, sums, tmp_path_factory):
+    """The run that was never killed, made once."""
+    torch.set_num_threads(1)
+    cfg = config(make_config_in(tmp_path_factory.mktemp("undisturbed")), sums, "undisturbed")
+    train(cfg)
+    return cfg
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_and_resumed_equals_undisturbed(make_config, sums, moment):
-    torch.set_num_threads(1)
-    undisturbed, killed = config(make_config, sums, "undisturbed"), config(make_config, sums, "killed")
-    train(undisturbed)
-    train_in_child_killed_at(killed, *MOMENTS[moment])
+def test_killed_and_resumed_equals_undisturbed(make_config, sums, undisturbed, moment):
+    killed = config(make_config, sums, "killed")
+    killed_at(killed, moment)
     train(killed)
     assert figures(killed) == figures(undisturbed)
     ours, theirs = final_weights(killed), final_weights(undisturbed)
@@ -110,10 +119,9 @@ def left_behind(cfg):
     return names, os.readlink(folder / "latest"), best.read_text() if best.exists() else None
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(make_config, sums):
-    undisturbed, damaged = config(make_config, sums, "undisturbed"), config(make_config, sums, "damaged")
-    train(undisturbed)
-    train_in_child_killed_at(damaged, NativeEngine, "generate", 9)
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(make_config, sums, undisturbed):
+    damaged = config(make_config, sums, "damaged")
+    killed_at(damaged, "after two saves")
     newest = max((damaged.folder / "checkpoints").glob("step-*")) / "model" / "model.safetensors"
     data = bytearray(newest.read_bytes())
     data[-5] ^= 0x10
@@ -122,10 +130,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(mak
     assert figures(damaged) == figures(undisturbed)
 
 
-def test_sigterm_ends_after_the_step_with_a_checkpoint_of_it(make_config, sums):
-    torch.set_num_threads(1)
-    undisturbed, ended = config(make_config, sums, "undisturbed"), config(make_config, sums, "ended")
-    train(undisturbed)
+def test_sigterm_ends_after_the_step_with_a_checkpoint_of_it(make_config, sums, undisturbed):
+    ended = config(make_config, sums, "ended")
     before = signal.getsignal(signal.SIGTERM)
 
     def end_the_third(step, _):
@@ -150,11 +156,9 @@ def test_sigterm_in_the_last_step_ends_nothing_early(make_config, sums):
     (loop, "evaluate", 0), (loop, "evaluate", 4), (loop, "evaluate", 6), (Policy, "update", 4), (Policy, "update", 6),
 ])  # fmt: skip
 def test_an_evaluation_does_not_keep_a_stop_waiting_and_is_made_up_for(
-    make_config, sums, monkeypatch, owner, name, step
+    make_config, sums, undisturbed, monkeypatch, owner, name, step
 ):
-    torch.set_num_threads(1)
-    undisturbed, ended = config(make_config, sums, "undisturbed"), config(make_config, sums, "ended")
-    train(undisturbed)
+    ended = config(make_config, sums, "ended")
     original = getattr(owner, name)
 
     def terminated(*args, **kwargs):
@@ -249,9 +253,8 @@ def test_of_several_processes_none_leaves_an_evaluation(make_config, sums):
         trainer._cut_when_stopped()
 
 
-def test_a_failed_evaluation_is_made_up_for_and_its_step_is_on_record(make_config, sums, monkeypatch):
-    undisturbed, broken = config(make_config, sums, "undisturbed"), config(make_config, sums, "broken")
-    train(undisturbed)
+def test_a_failed_evaluation_is_made_up_for_and_its_step_is_on_record(make_config, sums, undisturbed, monkeypatch):
+    broken = config(make_config, sums, "broken")
     with Trainer(broken) as trainer, monkeypatch.context() as patch:
         original = loop.evaluate
         patch.setattr(
