@@ -9,13 +9,14 @@ from pathlib import Path
 import luffy
 
 ROOT = Path(luffy.__file__).parent
-BASE = {"types", "errors", "files", "hub", "metrics", "progress", "registry", "web", "cli_help", "_version"}
+BASE = {"types", "errors", "files", "hub", "metrics", "plugins", "progress", "registry", "web", "cli_help", "_version"}
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
     "files": {"errors"},
     "hub": set(),
     "cli_help": set(),
+    "plugins": {"errors"},
     "registry": {"errors"},
     "_version": set(),
     "metrics": set(),

@@ -13,8 +13,8 @@ from luffy.core.reduce import Reduction
 from luffy.core.shaping import Shape
 from luffy.errors import ConfigError
 from luffy.guidance.choice import TraceChoice
-from luffy.guidance.ratios import RatioSchedule, Strategy
-from luffy.schema import knob
+from luffy.guidance.ratios import SCHEDULES, RatioSchedule
+from luffy.schema import knob, nearest
 from luffy.types import Sampling
 
 
@@ -83,7 +83,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    kind: str = knob("math", "math, numeric, gsm8k, choice, format, or module:function of your own")
+    kind: str = knob(
+        "math", "math, numeric, gsm8k, choice, format, or your own: registered (docs/extend.md), or module:function"
+    )
     weights: dict[str, float] = knob(
         factory=dict, help="weighted sum of kinds, e.g. {math: 1, format: 0.1}; overrides kind"
     )
@@ -102,12 +104,24 @@ class RewardConfig:
 @dataclass(frozen=True)
 class GuidanceConfig:
     n_prefix: int = knob(1, "samples of each group that start from a teacher's trace (of rollout.n in all)", ge=0)
-    strategy: Strategy = knob("fixed", "how the prefix ratio is drawn; fixed at ratio 1 is a whole trace")
+    strategy: str = knob(
+        "fixed",
+        "how the prefix ratio is drawn: fixed (at ratio 1 a whole trace), random, linear, linear_max, reverse_linear, "
+        "cosine, or your own (docs/extend.md)",
+    )
     min_ratio: float = knob(1.0, "smallest share of the trace", ge=0, le=1)
     max_ratio: float = knob(1.0, "largest share of the trace", ge=0, le=1)
     prefix_steps: int | None = knob(None, "steps over which a schedule runs; null: the whole training", ge=1)
     shared: bool = knob(False, "one ratio for all prefix samples of a problem instead of one each")
     trace_choice: TraceChoice = knob("random", "which traces of a problem that has several")
+
+    def __post_init__(self) -> None:
+        known = ("fixed", *SCHEDULES)
+        if self.strategy not in known and ":" not in self.strategy:
+            raise ConfigError(
+                f"'guidance.strategy' must be one of {', '.join(known)}; got {self.strategy!r}"
+                f"{nearest(self.strategy, known)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -419,6 +433,9 @@ class Config:
     name: str = knob("run", "name of the run: its folder below out; of a recipe that gives none, its file's")
     out: str = knob("runs", "folder that holds runs")
     seed: int = knob(0, "seed of everything random", ge=0)
+    plugins: tuple[str, ...] = knob(
+        (), "your own modules, or .py files, imported first: what they register can be named below (docs/extend.md)"
+    )
     launch: Literal["local", "torchrun", "ray"] = knob(
         "local", "one process here, parallel.workers processes here, or workers that Ray places and restarts"
     )

@@ -12,6 +12,7 @@ import yaml
 
 from luffy.config.knobs import Config
 from luffy.errors import ConfigError
+from luffy.plugins import load_plugins
 from luffy.schema import build, nearest, to_dict
 
 PACKAGE = Path(__file__).parent.parent
@@ -28,6 +29,14 @@ def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Con
     for override in overrides:
         keys, value = parse_override(override)
         set_at(values, keys, value)
+    return config_of(values)
+
+
+def config_of(values: Mapping[str, Any]) -> Config:
+    """A checked config from nested values; its plugins are imported first, because the checks know their names."""
+    plugins = values.get("plugins", ())
+    if isinstance(plugins, list | tuple) and all(isinstance(plugin, str) for plugin in plugins):
+        load_plugins(plugins)
     return build(Config, values)
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from luffy.config import Config
 from luffy.distributed.launch import Job
 from luffy.errors import ConfigError, TrainingStopped, UserError
+from luffy.plugins import load_plugins
 
 MISTAKES = {"user": UserError, "stopped": TrainingStopped}
 POLL_S = 0.5
@@ -167,6 +168,7 @@ def work(settings: dict[str, Any]) -> None:
         nodes = len({node["NodeID"] for node in ray.nodes() if node["Alive"]})
         letters.write(f"{train.get_context().get_world_size()} workers started, {nodes} machine(s) in the cluster\n")
     try:
+        load_plugins(settings["job"].cfg.plugins)
         settings["job"].as_worker(report, letters)
     except (UserError, TrainingStopped) as error:
         kind = "user" if isinstance(error, UserError) else "stopped"

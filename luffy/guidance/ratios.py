@@ -8,18 +8,34 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-Strategy = Literal["random", "fixed", "linear", "linear_max", "reverse_linear", "cosine"]
+from luffy.errors import UserError
+from luffy.registry import Registry
+
 WINDOWS = 10
+TINY = 1e-9  # what rounding may add
+Interval = tuple[float, float]
+PrefixSchedule = Callable[[float, float, float], "Interval | float"]
+
+SCHEDULES: Registry[PrefixSchedule] = Registry("prefix schedule")
+
+
+def prefix_schedule(name: str) -> Callable[[PrefixSchedule], PrefixSchedule]:
+    """A decorator that registers a schedule for ``guidance.strategy``.
+
+    ``schedule(done, low, high)`` returns the ratio, or the interval from which one is drawn, at the share ``done`` of
+    ``guidance.prefix_steps``; ``low`` and ``high`` are ``guidance.min_ratio`` and ``guidance.max_ratio``.
+    """
+    return SCHEDULES.register(name)
 
 
 @dataclass(frozen=True)
 class RatioSchedule:
     """``RatioSchedule("fixed", 1.0, 1.0)`` is the paper's: every prefix sample is a whole trace."""
 
-    strategy: Strategy = "fixed"
+    strategy: str = "fixed"
     min_ratio: float = 1.0
     max_ratio: float = 1.0
     prefix_steps: int = 1
@@ -35,22 +51,44 @@ class RatioSchedule:
             return [rng.uniform(low, high)] * count
         return [rng.uniform(low, high) for _ in range(count)]
 
-    def _range(self, step: int) -> tuple[float, float]:
+    def _range(self, step: int) -> Interval:
         """The interval a ratio is drawn from at this step; a point for the deterministic strategies."""
-        done = min(step / self.prefix_steps, 1.0)
-        span = self.max_ratio - self.min_ratio
-        window = min(int(done * WINDOWS), WINDOWS - 1)
-        if self.strategy == "random":
-            return self.min_ratio, self.max_ratio
-        if self.strategy == "linear":
-            ratio = self.max_ratio * (1 - done)
-            return ratio, ratio
-        if self.strategy == "cosine":
-            ratio = self.min_ratio + span * 0.5 * (1 + math.cos(math.pi * done))
-            return ratio, ratio
-        if self.strategy == "linear_max":
-            return self.min_ratio, self.max_ratio - span * window / WINDOWS
-        return self.min_ratio, self.min_ratio + span * (window + 1) / WINDOWS
+        found = SCHEDULES[self.strategy](min(step / self.prefix_steps, 1.0), self.min_ratio, self.max_ratio)
+        low, high = found if isinstance(found, tuple) else (found, found)
+        if not -TINY <= low <= high <= 1 + TINY:
+            raise UserError(
+                f"'guidance.strategy' {self.strategy}: gave {found} at step {step}; a ratio is between 0 and 1"
+            )
+        return low, high
+
+
+@prefix_schedule("random")
+def _random(done: float, low: float, high: float) -> Interval:
+    return low, high
+
+
+@prefix_schedule("linear")
+def _linear(done: float, low: float, high: float) -> float:
+    return high * (1 - done)
+
+
+@prefix_schedule("cosine")
+def _cosine(done: float, low: float, high: float) -> float:
+    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@prefix_schedule("linear_max")
+def _linear_max(done: float, low: float, high: float) -> Interval:
+    return low, high - (high - low) * _window(done) / WINDOWS
+
+
+@prefix_schedule("reverse_linear")
+def _reverse_linear(done: float, low: float, high: float) -> Interval:
+    return low, low + (high - low) * (_window(done) + 1) / WINDOWS
+
+
+def _window(done: float) -> int:
+    return min(int(done * WINDOWS), WINDOWS - 1)
 
 
 def evenly_spaced(low: float, high: float, count: int) -> list[float]:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from luffy.rewards.pool import Outcome, WorkerPool
     from luffy.rewards.scores import ScoreSummary, score_file
-    from luffy.rewards.verifier import KINDS, Verifier, build_verifier
+    from luffy.rewards.verifier import Verifier, build_verifier
 
-__all__ = ["KINDS", "Outcome", "ScoreSummary", "Verifier", "WorkerPool", "build_verifier", "score_file"]
+__all__ = ["Outcome", "ScoreSummary", "Verifier", "WorkerPool", "build_verifier", "score_file"]
 
 _HOMES = {
-    "KINDS": "verifier",
     "Outcome": "pool",
     "ScoreSummary": "scores",
     "Verifier": "verifier",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from luffy.rewards.extract import last_boxed, tail
+from luffy.rewards.kinds import text_reward
 
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathsf|boldsymbol|bf|rm)(?![a-zA-Z])")
 _MARKUP = str.maketrans("", "", "{}$*`\\ \t\n")
@@ -26,6 +27,7 @@ _BOLD = re.compile(r"\*\*\s*\(?([A-J])[.):]?\s*\*\*")
 _LONE = re.compile(r"\W*([A-J])\W*")
 
 
+@text_reward("choice")
 def score(answer: str, response: str) -> tuple[float, str]:
     gold = letter_of(answer)
     if gold is None:

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 
 from luffy.errors import UserError
 from luffy.registry import resolve
+from luffy.rewards.kinds import OwnReward
 
 if TYPE_CHECKING:
     from luffy.types import Problem
 
-Reward = Callable[[str, str, "Problem"], float]
-
 
 def load(path: str) -> Callable[[str, str, Problem], tuple[float, str]]:
     """The user's function, checked once to take (response, answer, problem)."""
-    function: Reward = resolve(path)
-    _require_three_arguments(path, function)
+    function: OwnReward = resolve(path)
+    require_three_arguments(path, function)
 
     def score(response: str, answer: str, problem: Problem) -> tuple[float, str]:
         return finite_number(path, function(response, answer, problem)), "ok"
@@ -37,7 +36,7 @@ def finite_number(path: str, value: object) -> float:
     return number
 
 
-def _require_three_arguments(path: str, function: Reward) -> None:
+def require_three_arguments(path: str, function: OwnReward) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built into C, without a signature to read

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from luffy.rewards.kinds import text_reward
+
 OPEN, CLOSE = "<think>", "</think>"
 
 
+@text_reward("format")
 def score(answer: str, response: str) -> tuple[float, str]:
     """The gold plays no part. A response has the shape or not, so there is always an answer."""
     return float(has_think_block(response)), "ok"

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from luffy.rewards.extract import last_boxed, tail
+from luffy.rewards.kinds import text_reward
 
 _CHARACTERS = str.maketrans(
     {
@@ -57,11 +58,13 @@ _HEADING = re.compile(r"\s*\d+\s*[.):]\s+[^\W\d]")
 _ANSWER_IS = re.compile(r"\banswer\W{0,8}?(?:is\b|:|=)[\s:*]*(?=([^\n]{0,200}))", re.IGNORECASE)
 
 
+@text_reward("gsm8k")
 def score_strict(answer: str, response: str) -> tuple[float, str]:
     """Kind ``gsm8k``."""
     return _verdict(answer, find_marked(tail(response)))
 
 
+@text_reward("numeric")
 def score_lenient(answer: str, response: str) -> tuple[float, str]:
     """Kind ``numeric``."""
     text = tail(response)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from luffy.errors import UserError
-from luffy.rewards import choice, format, numeric
 from luffy.rewards import math as math_reward
+from luffy.rewards.custom import finite_number, require_three_arguments
 from luffy.rewards.extract import tail
+from luffy.rewards.kinds import OWN_REWARDS, TEXT_REWARDS, OwnReward, built_in
 from luffy.rewards.pool import Outcome, WorkerPool
 from luffy.rewards.worker import describe
 from luffy.schema import nearest
@@ -26,16 +28,7 @@ from luffy.types import Problem, Score
 logger = logging.getLogger(__name__)
 
 Item = tuple[Problem, str]
-Scorer = Callable[[str, str], tuple[float, str]]
-
-# Pure, bounded text functions: no need for a process. (gold, response) -> (score, status).
-_IN_PROCESS: dict[str, Scorer] = {
-    "numeric": numeric.score_lenient,
-    "gsm8k": numeric.score_strict,
-    "choice": choice.score,
-    "format": format.score,
-}
-KINDS = ("math", *_IN_PROCESS, "module:function")
+Scorer = Callable[[Problem, str], tuple[float, str]]
 
 
 class Reward(Protocol):
@@ -51,16 +44,18 @@ class Reward(Protocol):
 
 
 class InProcessReward:
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
+    """``scorer(problem, response)`` in this process; an error of the ``caught`` kinds scores 0."""
+
+    def __init__(self, scorer: Scorer, caught: type[Exception] = ValueError) -> None:
+        self._scorer, self._caught = scorer, caught
 
     def outcomes(self, items: Sequence[Item]) -> list[Outcome]:
         return [self._outcome(problem, response) for problem, response in items]
 
     def _outcome(self, problem: Problem, response: str) -> Outcome:
         try:
-            return Outcome("ok", self._scorer(problem.answer, response))
-        except ValueError as error:  # the gold does not suit the reward
+            return Outcome("ok", self._scorer(problem, response))
+        except self._caught as error:
             return Outcome("error", message=describe(error))
 
     def self_check(self) -> None:
@@ -202,14 +197,28 @@ def _check_weights(weights: Mapping[str, float]) -> None:
 
 
 def _check_kind(kind: str) -> None:
-    if kind in _IN_PROCESS or kind == "math" or (":" in kind and kind != KINDS[-1]):
+    known = (*built_in(), *OWN_REWARDS)
+    if kind in known or (":" in kind and kind != "module:function"):
         return
-    raise UserError(f"unknown reward {kind!r}{nearest(kind, KINDS[:-1])}; known: {', '.join(KINDS)}")
+    raise UserError(
+        f"unknown reward {kind!r}{nearest(kind, known)}; known: {', '.join(known)}, or module:function of your own"
+    )
 
 
 def _build_reward(kind: str, workers: int, timeout_s: float) -> Reward:
     if kind == "math":
         return MathReward(workers, timeout_s)
-    if kind in _IN_PROCESS:
-        return InProcessReward(_IN_PROCESS[kind])
-    return CustomReward(kind, workers, timeout_s)
+    if kind in TEXT_REWARDS:
+        score = TEXT_REWARDS[kind]
+        return InProcessReward(lambda problem, response: score(problem.answer, response))
+    if kind not in OWN_REWARDS:
+        return CustomReward(kind, workers, timeout_s)
+    own = OWN_REWARDS[kind]
+    if getattr(sys.modules.get(own.__module__), own.__qualname__, None) is own and own.__module__ != "__main__":
+        return CustomReward(f"{own.__module__}:{own.__qualname__}", workers, timeout_s)
+    return InProcessReward(_of_this_process(kind, own), caught=Exception)
+
+
+def _of_this_process(kind: str, own: OwnReward) -> Scorer:
+    require_three_arguments(kind, own)
+    return lambda problem, response: (finite_number(kind, own(response, problem.answer, problem)), "ok")

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luffy.guidance.ratios import RatioSchedule, evenly_spaced
+from luffy.errors import UserError
+from luffy.guidance.ratios import RatioSchedule, evenly_spaced, prefix_schedule
 
 
 def ratio(strategy, step, low=0.2, high=0.8, steps=100, count=1, **kw):
@@ -51,3 +52,19 @@ def test_random_differs_by_problem_step_and_sample_unless_shared():
     assert schedule.ratios(2, 2, "s:p") != [a, b] and schedule.ratios(2, 1, "s:q") != [a, b]
     shared = RatioSchedule("random", 0.0, 1.0, 10, shared=True).ratios(3, 1, "s:p")
     assert shared == [shared[0]] * 3
+
+
+def test_a_schedule_of_your_own():
+    @prefix_schedule("test_steps")
+    def two_levels(done, low, high):
+        return high if done < 0.5 else low
+
+    @prefix_schedule("test_wrong")
+    def wrong(done, low, high):
+        return 2 * high
+
+    assert [ratio("test_steps", s, count=2) for s in (49, 50)] == [[0.8, 0.8], [0.2, 0.2]]
+    with pytest.raises(UserError, match="test_wrong: gave 1.6 at step 3; a ratio is between 0 and 1"):
+        ratio("test_wrong", 3)
+    with pytest.raises(UserError, match="unknown prefix schedule 'test_none'; known: random, linear"):
+        ratio("test_none", 3)

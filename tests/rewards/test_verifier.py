@@ -69,7 +69,7 @@ def test_a_custom_bool_is_a_number():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("maths", r"unknown reward 'maths' \(did you mean 'math'\?\); known: math, numeric, gsm8k, choice, format"),
+        ("maths", r"unknown reward 'maths' \(did you mean 'math'\?\); known: choice, format, gsm8k, math, numeric"),
         ("zzz", r"unknown reward 'zzz'; known"),
         ("module:function", "unknown reward"),
         ("no_such_module:f", "cannot import 'no_such_module'.*No module named 'no_such_module'"),

@@ -1,0 +1,52 @@
+"""Rewards by the name that ``reward.kind`` and ``reward.weights`` give. A built-in one is a file of this package:
+
+@text_reward("exact")
+def score(answer, response):
+    return float(response.strip() == answer), "ok"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING
+
+from luffy.errors import UserError
+from luffy.registry import Registry
+
+if TYPE_CHECKING:
+    from luffy.types import Problem
+
+TextReward = Callable[[str, str], tuple[float, str]]
+OwnReward = Callable[[str, str, "Problem"], float]
+
+TEXT_REWARDS: Registry[TextReward] = Registry("reward")
+OWN_REWARDS: Registry[OwnReward] = Registry("reward")
+
+
+def text_reward(name: str) -> Callable[[TextReward], TextReward]:
+    """A decorator for ``score(answer, response) -> (score, status)``: a pure function that always ends soon, because
+    it runs in the trainer's process. A ValueError says that the answer does not suit the reward."""
+    return TEXT_REWARDS.register(name)
+
+
+def reward(name: str) -> Callable[[OwnReward], OwnReward]:
+    """A decorator for a reward of your own, ``function(response, answer, problem) -> number``.
+
+    It runs in verifier processes, where it may hang or crash without harm (``reward.timeout_s``); one that is defined
+    in the script or notebook itself, which those processes cannot import, runs in the trainer's own.
+    """
+    if name in built_in():
+        raise UserError(f"there is a reward {name!r} already; register yours under another name")
+    return OWN_REWARDS.register(name)
+
+
+@cache
+def built_in() -> tuple[str, ...]:
+    """Names of the rewards of this package, in alphabetical order; imports all of its files."""
+    package = import_module(__package__ or "")
+    for module in iter_modules(package.__path__):
+        import_module(f"{package.__name__}.{module.name}")
+    return tuple(sorted(["math", *TEXT_REWARDS]))
