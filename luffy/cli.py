@@ -83,6 +83,10 @@ DryRun = Annotated[
     bool, typer.Option("--dry-run", help="check all, build the first batch, print the plan, train nothing")
 ]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="print the resolved config and exit")]
+Seeds = Annotated[
+    int | None,
+    typer.Option(min=1, help="train so many times, one after the other: NAME/seed-0, NAME/seed-1, ... (see seed)"),
+]
 ChangedData = Annotated[bool, typer.Option("--allow-changed-data", help="resume although the training data changed")]
 
 
@@ -101,9 +105,10 @@ def train(
     dry_run: DryRun = False,
     print_config: PrintConfig = False,
     allow_changed_data: ChangedData = False,
+    seeds: Seeds = None,
 ) -> None:
     """Train with reinforcement learning: on-policy samples, guided ones, or both."""
-    _train("rl", recipe, overrides, resume, dry_run, print_config, allow_changed_data)
+    _train("rl", _seeded(recipe, overrides or [], seeds, resume), resume, dry_run, print_config, allow_changed_data)
 
 
 @app.command(cls=KnobHelp)
@@ -114,35 +119,55 @@ def sft(
     dry_run: DryRun = False,
     print_config: PrintConfig = False,
     allow_changed_data: ChangedData = False,
+    seeds: Seeds = None,
 ) -> None:
     """Supervised fine-tuning on the traces of the same recipe."""
-    _train("sft", recipe, overrides, resume, dry_run, print_config, allow_changed_data)
+    _train("sft", _seeded(recipe, overrides or [], seeds, resume), resume, dry_run, print_config, allow_changed_data)
+
+
+def _seeded(recipe: str, overrides: list[str], seeds: int | None, resume: str) -> list[tuple[Config, list[str]]]:
+    """The config of each training that was asked for, and the command line that starts it alone."""
+    cfg = load_config(recipe, overrides)
+    if seeds is None:
+        return [(cfg, sys.argv[1:])]
+    if resume not in ("auto", "never"):
+        raise UserError(f"--resume {resume} names one checkpoint, and --seeds asks for {seeds} trainings; drop one")
+    own = [[f"seed={seed}", f"name={cfg.name}/seed-{seed}"] for seed in range(cfg.seed, cfg.seed + seeds)]
+    rest = _without_option("--seeds", sys.argv[1:])
+    return [(load_config(recipe, [*overrides, *knobs]), [*rest, *knobs]) for knobs in own]
+
+
+def _without_option(name: str, args: list[str]) -> list[str]:
+    if name in args:
+        place = args.index(name)
+        return args[:place] + args[place + 2 :]
+    return [arg for arg in args if not arg.startswith(f"{name}=")]
 
 
 def _train(
     method: Any,
-    recipe: str,
-    overrides: list[str] | None,
+    trainings: list[tuple[Config, list[str]]],
     resume: str,
     dry_run: bool,
     print_config: bool,
     allow_changed_data: bool,
 ) -> None:
-    cfg = load_config(recipe, overrides or ())
+    cfg = trainings[0][0]
     if print_config:
         typer.echo(to_yaml(cfg), nl=False)
         return
     if dry_run:
         from luffy.train.dry_run import dry_run as plan
 
-        for line in plan(cfg, method):
+        for line in plan(cfg, method, len(trainings)):
             typer.echo(line)
         return
     from luffy.distributed.launch import launch
     from luffy.train.run import Job
 
     try:
-        launch(Job(cfg, method, resume, allow_changed_data), sys.argv[1:])
+        for cfg, arguments in trainings:
+            launch(Job(cfg, method, resume, allow_changed_data), arguments)
     except KeyboardInterrupt:
         _fail("interrupted; run the same command again to go on from the last checkpoint", 130)
 
@@ -408,8 +433,11 @@ def analyze(
     """Figures 2, 5, 8, 10 and 12 of the paper for your own runs and evaluations, as PNG and CSV."""
     from luffy.evaluation.analysis import analyse
 
-    for figure in analyse(paths or [], out, data=data, gammas=gamma or [0.01, 0.1, 0.5], k=k):
+    left_out: list[str] = []
+    for figure in analyse(paths or [], out, data=data, gammas=gamma or [0.01, 0.1, 0.5], k=k, left_out=left_out):
         typer.echo(f"{out / (figure.name + '.png')}  {figure.title}")
+    for remark in left_out:
+        typer.echo(f"left out   {remark}", err=True)
     typer.echo(f"overview   {out / 'analysis.md'}")
 
 

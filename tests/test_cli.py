@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from luffy.cli import main
+from luffy.report.methods import group_runs
+from luffy.report.runs import load_run
 
 
 @dataclass
@@ -63,6 +66,21 @@ def test_train_runs_and_its_piped_output_is_readable(recipe, tmp_path):
     assert "\x1b" not in result.stderr + result.stdout and "reward" in lines[0] and "eta" in lines[0]
     model = tmp_path / "runs" / "first" / "checkpoints" / "step-000002" / "model"
     assert f"model      {model}" in result.stdout and (model / "config.json").is_file()
+
+
+def test_seeds_trains_several_times_and_they_are_one_method(recipe, tmp_path):
+    result = luffy("train", recipe, "name=several", "train.steps=1", "seed=3", "--seeds", "2")
+    assert result.returncode == 0, result.stderr
+    folders = [tmp_path / "runs" / "several" / f"seed-{seed}" for seed in (3, 4)]
+    configs = [yaml.safe_load((folder / "config.yaml").read_text()) for folder in folders]
+    assert [(c["seed"], c["name"]) for c in configs] == [(3, "several/seed-3"), (4, "several/seed-4")]
+    (method,) = group_runs([load_run(folder) for folder in folders])
+    assert method.label == "several" and [run.seed for run in method.runs] == [3, 4]
+    again = luffy("train", recipe, "name=several", "train.steps=1", "seed=3", "--seeds=2")
+    assert again.stdout.count("already finished at step 1") == 2
+    result = luffy("train", recipe, "--seeds", "2", "--resume", tmp_path)
+    assert result.returncode == 2 and "--seeds asks for 2 trainings" in result.stderr
+    assert ", the first of 2 seeds)" in luffy("train", recipe, "--seeds", "2", "--dry-run").stdout
 
 
 def test_help_shows_every_knob_and_only_working_commands():

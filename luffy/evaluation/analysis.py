@@ -10,6 +10,7 @@ a data set          BLEU of responses against its traces               appendix 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -38,14 +39,22 @@ PAPER_POOL = ("aime24", "amc")  # Figure 12 merges these two
 
 
 def analyse(
-    paths: Sequence[Path], out: Path, *, gammas: Sequence[float], data: Path | None = None, k: int = 8
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    gammas: Sequence[float],
+    data: Path | None = None,
+    k: int = 8,
+    left_out: list[str] | None = None,
 ) -> list[Figure]:
-    """Draw every figure the given folders allow; the overview is ``analysis.md``, the numbers lie in CSV files."""
+    """Draw every figure the given folders allow; the overview is ``analysis.md``, the numbers lie in CSV files.
+    ``left_out`` gets a line on what could not be drawn."""
     runs, evaluations = _sorted_out(paths)
-    figures = list(_figures(runs, evaluations, data, gammas, k))
+    remarks: list[str] = [] if left_out is None else left_out
+    figures = list(_figures(runs, evaluations, data, gammas, k, remarks))
     for figure in figures:
         save(figure, out)
-    _write_overview(figures, out)
+    _write_overview(figures, remarks, out)
     return figures
 
 
@@ -57,25 +66,35 @@ def _below(path: Path) -> list[Path]:
 
 
 def _sorted_out(paths: Sequence[Path]) -> tuple[dict[str, Path], dict[str, Evaluation]]:
-    runs: dict[str, Path] = {}
-    evaluations: dict[str, Evaluation] = {}
+    """Runs and evaluations, each by its path from the folder that its kind shares."""
+    runs: list[Path] = []
+    evaluations: list[Path] = []
     for path in [found for named in paths for found in _below(named)]:
-        name = path.resolve().name
-        if name in runs or name in evaluations:
-            name = str(path)
         if is_evaluation(path):
-            evaluations[name] = read_evaluation(path)
+            evaluations.append(path)
         elif (path / METRICS).is_file():
-            runs[name] = path
+            runs.append(path)
         else:
             raise UserError(
                 f"{path} is neither a run (no {METRICS}) nor an evaluation (no items.jsonl); check the path"
             )
-    return runs, evaluations
+    return _labelled(runs), {label: read_evaluation(path) for label, path in _labelled(evaluations).items()}
+
+
+def _labelled(folders: Sequence[Path]) -> dict[str, Path]:
+    if not folders:
+        return {}
+    root = os.path.commonpath([folder.resolve().parent for folder in folders])
+    return {str(folder.resolve().relative_to(root)): folder for folder in folders}
 
 
 def _figures(
-    runs: Mapping[str, Path], evaluations: Mapping[str, Evaluation], data: Path | None, gammas: Sequence[float], k: int
+    runs: Mapping[str, Path],
+    evaluations: Mapping[str, Evaluation],
+    data: Path | None,
+    gammas: Sequence[float],
+    k: int,
+    left_out: list[str],
 ) -> Iterator[Figure]:
     yield shaping_figure(gammas)
     if runs:
@@ -83,8 +102,7 @@ def _figures(
         yield from dynamics_figures(metrics)
     if evaluations:
         yield length_figure(evaluations)
-        if len({e.settings["temperature"] for e in evaluations.values()}) > 1:
-            yield temperature_figure(evaluations, k)
+        yield from temperature_figures(evaluations, k, left_out)
     if data is not None:
         if not runs and not evaluations:
             raise UserError("--data gives traces to compare responses with: name a run or an evaluation too")
@@ -188,16 +206,34 @@ def length_figure(evaluations: Mapping[str, Evaluation]) -> Figure:
 # ---- Figure 12
 
 
-def temperature_figure(evaluations: Mapping[str, Evaluation], k: int) -> Figure:
+def temperature_figures(evaluations: Mapping[str, Evaluation], k: int, left_out: list[str]) -> Iterator[Figure]:
+    """One figure with a panel for each suite that was evaluated at two temperatures or more."""
+    suites: dict[tuple[str, ...], dict[str, Evaluation]] = {}
+    for name, evaluation in evaluations.items():
+        suites.setdefault(_pool(evaluation), {})[name] = evaluation
+    panels = []
+    for pool, members in suites.items():
+        if len({e.settings["temperature"] for e in members.values()}) > 1:
+            try:
+                panels.append(_temperature_panel(pool, members, k))
+            except UserError as error:
+                left_out.append(f"pass@{k} over temperatures: {error}")
+    if panels:
+        yield Figure(
+            "temperatures",
+            f"pass@{k} over temperatures",
+            f"Unbiased pass@{k} on {'; '.join(p.title for p in panels)}: does the model find more when it explores more?",
+            "Figure 12",
+            tuple(panels),
+        )
+
+
+def _temperature_panel(pool: tuple[str, ...], evaluations: Mapping[str, Evaluation], k: int) -> Panel:
     points: dict[str, dict[float, float]] = {}  # by the model's identity
     labels: dict[str, str] = {}
-    pools = {name: _pool(evaluation) for name, evaluation in evaluations.items()}
-    merged = sorted({" + ".join(pool) for pool in pools.values()})
-    if len(merged) > 1:
-        raise UserError(f"pass@{k} over temperatures needs evaluations of the same suite, found {', '.join(merged)}")
     for name, evaluation in evaluations.items():
-        rows = [row for row in evaluation.rows if row["benchmark"] in pools[name]]
-        fewest = min(evaluation.settings["k"][benchmark] for benchmark in pools[name])
+        rows = [row for row in evaluation.rows if row["benchmark"] in pool]
+        fewest = min(evaluation.settings["k"][benchmark] for benchmark in pool)
         if fewest < k:
             raise UserError(f"{name} has {fewest} samples per problem, pass@{k} needs {k}; lower --k to {fewest}")
         temperature = float(evaluation.settings["temperature"])
@@ -212,14 +248,8 @@ def temperature_figure(evaluations: Mapping[str, Evaluation], k: int) -> Figure:
         Series(labels[model], tuple(sorted(curve)), tuple(curve[t] for t in sorted(curve)))
         for model, curve in points.items()
     ]
-    where = " + ".join(next(iter(evaluations.values())).titles[b] for b in next(iter(pools.values())))
-    return Figure(
-        "temperatures",
-        f"pass@{k} over temperatures",
-        f"Unbiased pass@{k} on {where}: does the model find more when it explores more?",
-        "Figure 12",
-        (Panel(where, "temperature", f"pass@{k}", tuple(series), y_from_zero=True),),
-    )
+    where = " + ".join(next(iter(evaluations.values())).titles[benchmark] for benchmark in pool)
+    return Panel(where, "temperature", f"pass@{k}", tuple(series), y_from_zero=True)
 
 
 def _pool(evaluation: Evaluation) -> tuple[str, ...]:
@@ -231,11 +261,13 @@ def _pool(evaluation: Evaluation) -> tuple[str, ...]:
 # ---- overview
 
 
-def _write_overview(figures: Sequence[Figure], out: Path) -> None:
+def _write_overview(figures: Sequence[Figure], left_out: Sequence[str], out: Path) -> None:
     lines = ["# Analysis", ""]
     for figure in figures:
         lines += [f"## {figure.title}", "", f"![{figure.title}]({figure.name}.png)", "", figure.caption, ""]
         lines += [f"The paper: {figure.paper}. Numbers: [{figure.name}.csv]({figure.name}.csv).", ""]
+    if left_out:
+        lines += ["## Left out", "", *(f"- {remark}" for remark in left_out), ""]
     write_atomically(out / "analysis.md", "\n".join(lines))
     content = [_as_json(figure) for figure in figures]
     write_atomically(out / "analysis.json", json.dumps(content, ensure_ascii=False) + "\n")

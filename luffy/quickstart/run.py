@@ -18,6 +18,7 @@ from luffy.config import Config, load_config
 from luffy.files import write_atomically
 from luffy.report.html import write_report
 from luffy.report.recorder import read_json_lines
+from luffy.report.tables import OUTSIDE_STEPS, STEP_SECONDS
 from luffy.train.loop import Method, Trainer
 
 METHODS: tuple[tuple[str, str, Method], ...] = (
@@ -87,7 +88,7 @@ def run_one(cfg: Config, method: Method) -> Outcome:
         heldout_greedy=greedy["val-core/accuracy"],
         ood=evaluated[-1]["val-ood/accuracy"],
         ood_greedy=greedy["val-ood/accuracy"],
-        seconds=sum(row.get("timing_s/step", 0.0) for row in rows),
+        seconds=sum(row.get(name, 0.0) for row in rows for name in (STEP_SECONDS, *OUTSIDE_STEPS)),
     )
 
 

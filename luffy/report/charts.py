@@ -102,7 +102,7 @@ def _figure(chart: Chart, methods: Sequence[Styled], last: int, remarks: list[st
             spread = envelope([smooth(curve, smoothing) for curve in drawn])
             lines.append(Line(method.label, style, drawn, spread, smoothed=smoothing > 0))
     data = json.dumps(hover_data(lines), separators=(",", ":")).replace("<", "\\u003c")
-    picture = line_chart(lines, last, chart.title, chart.from_zero)
+    picture = line_chart(lines, last, chart.title, chart.from_zero, [method.label for _, method in methods])
     return Markup(
         '<figure data-chart="{}"><figcaption><b>{}</b> <span class="sub">{}</span></figcaption>{}'
         '<script type="application/json">{}</script></figure>'

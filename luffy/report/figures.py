@@ -77,7 +77,7 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
     unit, suffix = next(((u, s) for u, s in ((1e6, "M"), (1e3, "k")) if largest >= 10 * u), (1.0, ""))
     gap = (ticks[1] - ticks[0]) / unit if len(ticks) > 1 else 1.0
     digits = min(max(-math.floor(math.log10(gap) + 1e-9), 0), 6)
-    return [f"{t / unit:,.{digits}f}{suffix}".replace("-", "\u2212") for t in ticks]
+    return [f"{t / unit:,.{digits}f}{suffix if t else ''}".replace("-", "\u2212") for t in ticks]
 
 
 def value_ticks(lines: Sequence[Line], from_zero: bool) -> list[float]:
@@ -92,12 +92,16 @@ def value_ticks(lines: Sequence[Line], from_zero: bool) -> list[float]:
     return nice_ticks(low - room, high + room, 5)
 
 
-def line_chart(lines: Sequence[Line], last_step: int, name: str, from_zero: bool = False) -> Markup:
-    """The chart of one metric over steps 0 to ``last_step``; ``lines`` hold at least one point."""
+def line_chart(
+    lines: Sequence[Line], last_step: int, name: str, from_zero: bool = False, labels_of: Sequence[str] = ()
+) -> Markup:
+    """The chart of one metric over steps 0 to ``last_step``; ``lines`` hold at least one point. ``labels_of`` are the
+    labels of all charts beside it: with the same room for them, the same step is at the same place in each."""
     ticks = value_ticks(lines, from_zero)
     labels = tick_labels(ticks)
     named = len(lines) <= MOST_LABELS
-    right = 22 + LETTER * max(len(shorten_middle(line.label, LONGEST_LABEL)) for line in lines) if named else 12
+    room = [*labels_of, *(line.label for line in lines)]
+    right = 22 + LETTER * max(len(shorten_middle(label, LONGEST_LABEL)) for label in room) if named else 12
     left = 12 + LETTER * max(map(len, labels))
     x = Scale(0, max(last_step, 1), left, WIDTH - right)
     y = Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
@@ -215,7 +219,7 @@ def _end_labels(lines: Sequence[Line], x: Scale, y: Scale) -> Markup:
     out = []
     for (at, end, line), place in zip(shown, places, strict=True):
         begin = x.end + 4
-        if abs(place - at) > 3 or end < x.end - 3:
+        if abs(place - at) > 3 and end >= x.end - 3:  # from farther off it would cross the chart
             out.append(Markup('<path class="lead" d="M{:.1f} {:.1f}L{:.1f} {:.1f}"/>').format(end, at, begin, place))
         out.append(_stroke([(begin, place), (begin + 10, place)], line.style))
         text = '<text class="label" x="{:.1f}" y="{:.1f}" dy="3.8"><title>{}</title>{}</text>'

@@ -137,9 +137,15 @@ def _section(name: str, heading: str, intro: str, *content: Markup) -> Markup:
 
 
 def _final_section(methods: Sequence[Styled]) -> Markup:
+    several = any(len(method.runs) > 1 for _, method in methods)
+    seeds = (
+        "Means over seeds; \u00b1 is the half width of the 95 % interval (Student's t over seeds)."
+        if several
+        else "One seed per method, so no intervals."
+    )
     intro = (
-        "Means over seeds; \u00b1 is the half width of the 95 % interval (Student's t over seeds). Final is the last "
-        "recorded value. Best is the highest of a run; chosen on the problems it is measured on, it flatters."
+        f"{seeds} Final is the last recorded value. Best is the highest of a run; chosen on the problems it is measured "
+        "on, it flatters. Seconds include evaluations and checkpoints."
     )
     return _section("final", "Final figures", intro, final_table(methods))
 
@@ -156,7 +162,10 @@ def _curves_section(methods: Sequence[Styled], remarks: list[str]) -> Markup:
 
 def _time_section(methods: Sequence[Styled]) -> Markup | None:
     content = phase_table(methods)
-    intro = "Mean seconds of a training step, by what they were spent on, over all steps of all seeds."
+    intro = (
+        "Mean seconds per training step, by what they were spent on, over all steps of all seeds; evaluations and "
+        "checkpoints are spread over all steps."
+    )
     return None if content is None else _section("time", "Time per phase", intro, content)
 
 

@@ -76,7 +76,7 @@ def group_html(shown: Shown) -> Markup:
     head = Markup('<h3>{} {} <span class="sub">seed {}, step {}</span></h3>').format(
         swatch(shown.style), show(shown.method.label), "?" if shown.run.seed is None else shown.run.seed, shown.step
     )
-    guided = int(any(any(row.get("off_policy") or ()) for row in rows))
+    guided = int(any(any(row.get("off_policy") or ()) and "reward" in row for row in rows))  # not the traces of SFT
     opened = Markup('<article class="group" data-method="{}" data-label="{}" data-step="{}" data-teacher="{}">').format(
         shown.style, shown.method.label, shown.step, guided
     )
@@ -123,16 +123,20 @@ def colour_choice() -> Markup:
     return Markup('<label>Colour by <select class="colour">{}</select></label>').format(options)
 
 
+OR_OVERRIDE = '<span class="override-word"> or override</span>'
+
+
 def colour_key() -> Markup:
+    """The style sheet hides what is said of overrides where no sample has any."""
     return Markup(
         '<p class="key by-source"><mark class="teacher">teacher token</mark> <mark class="override">override by the '
         "guidance model</mark> <span>policy token</span></p>"
         '<p class="key by-probability"><span>probability under the policy:</span> <span class="p0">near 0</span> '
-        '<span class="p4">0.5</span> <span>near 1</span> <mark class="teacher none">teacher or override</mark></p>'
+        '<span class="p4">0.5</span> <span>near 1</span> <mark class="teacher none">teacher' + OR_OVERRIDE + "</mark></p>"
         '<p class="key by-weight"><span title="|d loss / d logit| of the token per unit of advantage, as the update '
         'saw it">pull on the token per unit of advantage:</span> <span class="w0">0</span> '
         '<span class="w3">0.1</span> <span class="w5">0.3</span> <span class="w9">1</span> '
-        '<mark class="teacher none">teacher or override</mark></p>'
+        '<mark class="teacher none">teacher' + OR_OVERRIDE + "</mark></p>"
     )
 
 

@@ -19,6 +19,7 @@ from luffy.report.text import seconds as show_seconds
 
 EVALUATION = re.compile(r"val-(?P<name>[^/]+)/accuracy")
 STEP_SECONDS = "timing_s/step"
+OUTSIDE_STEPS = ("timing_s/eval", "timing_s/save")  # which the seconds of a step leave out
 NEGLIGIBLE = 0.005  # share of a step below which a phase has no column of its own
 ROOMY_COLUMNS = 7  # more of them put the interval under the mean
 LONGEST_VALUE = 160
@@ -59,8 +60,14 @@ def final_columns(runs: Sequence[RunRecord]) -> list[Column]:
         Column("Reward", "final", sampled(read.last("critic/rewards/mean"))),
         Column("Entropy", "final", sampled(read.last("actor/entropy_loss"))),
         Column("Length", "final", read.last("response_length/mean"), 1),
-        Column("Seconds", "all steps", read.summed(STEP_SECONDS), 1),
+        Column("Seconds", "in all", all_seconds, 1),
     ]
+
+
+def all_seconds(run: RunRecord) -> float | None:
+    """Of its steps with their evaluations and checkpoints, as the phases below the table have them."""
+    parts = [run.total(name) for name in (STEP_SECONDS, *OUTSIDE_STEPS)]
+    return None if parts[0] is None else sum(part or 0.0 for part in parts)
 
 
 def sampled(reader: Reader) -> Reader:
@@ -97,13 +104,14 @@ def _final_row(style: int, method: Method, columns: Sequence[Column]) -> Markup:
 
 
 def show_estimate(value: Estimate | None, digits: int = 3) -> Markup:
-    """``0.940 ± 0.012``; one seed has no interval, and says so."""
+    """``0.940 ± 0.012``; one seed has no interval."""
     if value is None:
         return Markup('<span class="none" title="not recorded">\u2013</span>')
     mean = Markup("<b>{}</b>").format(number(value.mean, digits))
+    if value.half_width is None:
+        return mean
     digits = 0 if abs(value.mean) >= 1000 else digits  # as exact as the mean beside it
-    beside = "1 seed" if value.half_width is None else f"\u00b1 {number(value.half_width, digits)}"
-    return mean + Markup(' <span class="pm">{}</span>').format(beside)
+    return mean + Markup(' <span class="pm">\u00b1 {}</span>').format(number(value.half_width, digits))
 
 
 def steps_of(runs: Sequence[RunRecord]) -> str:
@@ -134,31 +142,50 @@ def column_head(text: str, left: bool = False) -> Markup:
 
 
 def phase_seconds(method: Method) -> dict[str, float]:
-    """Mean seconds of a step by phase, over all steps of all seeds; ``other`` is what no phase claims."""
+    """Mean seconds of a step by phase, over all steps of all seeds; ``other`` is what no phase claims. Evaluations and
+    checkpoints count too, spread over all steps."""
     steps = sum(len(run.series(STEP_SECONDS)) for run in method.runs)
     if not steps:
         return {}
     names = dict.fromkeys(k for run in method.runs for row in run.rows for k in row if k.startswith("timing_s/"))
     totals = {name: sum(run.total(name) or 0.0 for run in method.runs) / steps for name in names}
-    whole = totals.pop(STEP_SECONDS, 0.0)
+    outside = sum(totals.get(name, 0.0) for name in OUTSIDE_STEPS)
+    whole = totals.pop(STEP_SECONDS, 0.0) + outside
     phases = {name.removeprefix("timing_s/"): seconds for name, seconds in totals.items()}
-    small = [name for name, seconds in phases.items() if seconds < NEGLIGIBLE * whole]
-    other = max(whole - sum(phases.values()), 0.0) + sum(phases.pop(name) for name in small)
+    other = max(whole - sum(phases.values()), 0.0)
     return phases | ({"other": other} if other > 0 else {})
 
 
 def phase_table(methods: Sequence[Styled]) -> Markup | None:
     """A stacked bar a method with its figures beside it; None where no run recorded times."""
     timed = [(style, method, phase_seconds(method)) for style, method in methods]
-    phases = list(dict.fromkeys(phase for _, _, seconds in timed for phase in seconds))
+    phases = _worth_a_column([seconds for _, _, seconds in timed])
     if not phases:
         return None
-    phases.sort(key=_phase_order)
+    timed = [(style, method, _with_the_rest(seconds, phases)) for style, method, seconds in timed]
+    phases = sorted({*phases, *(name for _, _, seconds in timed for name in seconds)}, key=_phase_order)
     longest = max(sum(seconds.values()) for _, _, seconds in timed)
     heads = [column_head("Method", left=True), Markup('<th scope="col" class="bars">Seconds per step</th>')]
     heads += [_phase_head(phase) for phase in phases] + [column_head("all")]
     rows = [_phase_row(i, method.label, seconds, phases, longest) for i, method, seconds in timed if seconds]
     return table(Markup("").join(heads), rows, "phases")
+
+
+def _worth_a_column(timed: Sequence[dict[str, float]]) -> list[str]:
+    """Phases that are no trifle in at least one method."""
+    found = dict.fromkeys(
+        phase
+        for seconds in timed
+        for phase, spent in seconds.items()
+        if phase != "other" and spent >= NEGLIGIBLE * sum(seconds.values())
+    )
+    return list(found) or (["other"] if any(timed) else [])
+
+
+def _with_the_rest(seconds: dict[str, float], phases: Sequence[str]) -> dict[str, float]:
+    shown = {phase: spent for phase, spent in seconds.items() if phase in phases}
+    rest = sum(spent for phase, spent in seconds.items() if phase not in phases)
+    return shown | ({"other": rest} if rest > 0 else {})
 
 
 def _phase_order(phase: str) -> int:
@@ -213,7 +240,7 @@ def _run_row(style: int, label: str, run: RunRecord, metrics: Sequence[str]) -> 
     values = [read.last(metric)(run) for metric in metrics]
     cells = [method_head(style, label), _cell(seed), _cell(steps_of([run]))]
     cells += [_cell("\u2013" if value is None else number(value)) for value in values]
-    seconds = run.total(STEP_SECONDS)
+    seconds = all_seconds(run)
     cells.append(_cell("\u2013" if seconds is None else number(seconds, 1)))
     cells.append(Markup('<td class="name"><code>{}</code></td>').format(show(str(run.folder))))
     return Markup("").join(cells)

@@ -35,8 +35,8 @@ PROBLEMS_LOOKED_AT, TRACES_VERIFIED = 1000, 64
 FEW_RIGHT = 0.8  # of them: fewer is worth a remark
 
 
-def dry_run(cfg: Config, method: Method) -> list[str]:
-    """Lines to print. Weights are not loaded: the model is built without memory to count its parameters."""
+def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
+    """Lines to print; ``trainings`` like this one are made one after the other. Weights are not loaded: the model is built without memory to count its parameters."""
     tokenizer = setup.load_policy_tokenizer(cfg.model)
     encoder = setup.build_encoder(cfg, tokenizer)
     tasks = setup.load_training_tasks(cfg, encoder, sft=method == "sft")
@@ -53,9 +53,10 @@ def dry_run(cfg: Config, method: Method) -> list[str]:
     sampler = ProblemSampler(len(tasks), cfg.seed)
     rows, visits = draw(sampler, cfg.batch.problems)
     batch = [tasks[i] for i in rows]
+    several = "" if trainings == 1 else f", the first of {trainings} seeds"
     memory = memory_estimate(cfg, model_config, parameters, trained, method) | guidance_memory(cfg, guidance)
     lines = [
-        f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed})",
+        f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed}{several})",
         f"model      {cfg.model.path}  {parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
         f"data       {', '.join(f'{k} {v}' for k, v in tasks.report.items())}; held out {held_out}",
         f"traces     {traces}",

@@ -110,6 +110,7 @@ class Site:
             "id": live.id,
             "folder": legible(str(run.folder)),
             "seed": run.seed,
+            "kind": run.kind,
             "steps": steps_of([run]),
             "unfinished": run.unfinished,
             "time": run.last_time or 0.0,

@@ -194,6 +194,8 @@ def test_any_engine_by_its_import_path(options, whole, tmp_path):
 def test_labels():
     assert model_label("runs/tiny-luffy/checkpoints/step-000060/model") == "tiny-luffy-step-000060"
     assert model_label("runs/tiny-luffy/checkpoints/latest/model") == "tiny-luffy"
+    assert model_label("runs/quickstart/sft/seed-0/checkpoints/latest/model") == "quickstart-sft-seed-0"
+    assert model_label("/else/where/checkpoints/step-000001/model") == "else-where-step-000001"
     assert model_label("Qwen/Qwen2.5-Math-7B") == "Qwen2.5-Math-7B"
 
 
@@ -395,5 +397,33 @@ def test_analyze_without_folders_draws_the_shaping_curves(tmp_path):
 
 def test_pass_at_k_needs_enough_samples(whole, greedy, tmp_path):
     pytest.importorskip("matplotlib")
-    code, _, err = luffy("analyze", whole[0], greedy, "--out", tmp_path)
-    assert code == 2 and "greedy has 1 samples per problem, pass@8 needs 8; lower --k to 1" in err
+    code, out, err = luffy("analyze", whole[0], greedy, "--out", tmp_path)
+    assert code == 0 and "lengths.png" in out and "temperatures.png" not in out
+    assert "greedy has 1 samples per problem, pass@8 needs 8; lower --k to 1" in err
+    assert "lower --k to 1" in (tmp_path / "analysis.md").read_text()
+
+
+def test_analyze_several_suites(whole, options, problems, tmp_path):
+    """A panel for each suite that has two temperatures; one that has a single one is no obstacle."""
+    pytest.importorskip("matplotlib")
+    rows = problems.read_text().splitlines()[:2]
+    (tmp_path / "few.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "one.jsonl").write_text(rows[0] + "\n")
+    few = replace(options, suite=str(tmp_path / "few.jsonl"), limit=None)
+    for name, temperature in (("warm", 1.0), ("cool", 0.5)):
+        run_evaluation(replace(few, out=tmp_path / name, temperature=temperature))
+    run_evaluation(replace(few, suite=str(tmp_path / "one.jsonl"), out=tmp_path / "other"))
+    code, out, err = luffy("analyze", whole[0], *(tmp_path / n for n in ("warm", "cool", "other")), "--out", tmp_path)
+    assert code == 0 and err == "", err
+    curve = read_csv(tmp_path / "temperatures.csv")
+    assert {row["panel"] for row in curve} == {"few"} and [float(row["x"]) for row in curve] == [0.5, 1.0]
+
+
+def test_analyze_labels_runs_by_their_path(tmp_path):
+    pytest.importorskip("matplotlib")
+    for method in ("luffy", "sft"):
+        folder = tmp_path / "runs" / method / "seed-0"
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n')
+    assert luffy("analyze", tmp_path / "runs", "--out", tmp_path)[0] == 0
+    assert [r["series"] for r in read_csv(tmp_path / "dynamics.csv")] == ["luffy/seed-0", "sft/seed-0"]

@@ -44,7 +44,7 @@ def test_ticks_of_steps_are_whole():
 
 def test_tick_labels_share_their_decimals():
     assert tick_labels([0, 0.5, 1.0]) == ["0.0", "0.5", "1.0"]
-    assert tick_labels([0, 10000, 20000]) == ["0k", "10k", "20k"]
+    assert tick_labels([0, 10000, 20000]) == ["0", "10k", "20k"]
     assert tick_labels([-2, 0, 2]) == ["\u22122", "0", "2"]
     assert tick_labels([0, 0.0001]) == ["0.0000", "0.0001"]
 
@@ -53,6 +53,22 @@ def test_values_that_hardly_move_are_not_blown_up():
     ticks = value_ticks([line("a", [(1, 20.0), (2, 20.001)])], from_zero=False)
     assert ticks[-1] - ticks[0] >= FLATTEST * 20
     assert value_ticks([line("a", [(1, 0.0), (2, 0.0)])], from_zero=True) == [0.0, 0.5, 1.0]
+
+
+def test_a_leader_never_crosses_the_chart():
+    """A line that ends early has its label at the edge without one; two that end together are led to theirs."""
+    short, whole = line("a", [(0, 0.0), (10, 0.5)]), line("b", [(0, 0.0), (100, 0.5)], style=1)
+    for lines in ([short, whole], [line("a", [(0, 0.0), (100, 0.5)]), whole]):
+        leads = re.findall(r'class="lead" d="M([\d.]+) [\d.]+L([\d.]+) ', line_chart(lines, 100, "x"))
+        assert leads and all(float(end) - float(begin) < 5 for begin, end in leads)
+
+
+def test_charts_side_by_side_have_the_same_width():
+    plot = r'data-plot="([\d.]+) ([\d.]+) '
+    one, other = line("a", [(0, 0.0), (1, 1.0)]), line("a long label", [(0, 0.0), (1, 1.0)])
+    beside = ["a", "a long label"]
+    ends = [re.search(plot, line_chart([drawn], 1, "x", labels_of=beside))[2] for drawn in (one, other)]
+    assert ends[0] == ends[1]
 
 
 def test_labels_are_moved_apart_and_stay_inside():

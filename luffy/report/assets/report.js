@@ -20,7 +20,7 @@
   const pick = () => groups.forEach((group) => {
     group.hidden = (method.value && group.dataset.method !== method.value) || (step.value && group.dataset.step !== step.value);
   });
-  const first = groups.find((group) => group.dataset.teacher === "1") || groups[0];
+  const first = groups.find((group) => group.dataset.teacher === "1") || groups[0]; // a guided group, not SFT
   method.value = first.dataset.method;
   step.value = first.dataset.step;
   method.addEventListener("change", pick);

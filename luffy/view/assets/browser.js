@@ -185,7 +185,8 @@ luffy.browser = (() => {
     const select = field("run"), chosen = view.wanted?.run || select.value;
     const options = runs.map((run) => new Option(`${run.label}, seed ${run.seed ?? "?"}`, run.id));
     select.replaceChildren(...options);
-    const newest = runs.filter((run) => run.files.length).sort((a, b) => b.time - a.time)[0];
+    const sampled = (run) => run.kind === "train" ? 1 : 0; // traces of SFT are no samples
+    const newest = runs.filter((run) => run.files.length).sort((a, b) => sampled(b) - sampled(a) || b.time - a.time)[0];
     const best = runs.find((run) => run.id === chosen) || newest || runs[0];
     if (!best) return false;
     select.value = best.id;
