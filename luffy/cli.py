@@ -21,7 +21,7 @@ from luffy._version import __version__
 from luffy.bench.cli import bench_app
 from luffy.cli_help import FullHelp
 from luffy.config import Config, built_in_recipes, load_config, to_yaml
-from luffy.errors import TrainingStopped, UserError
+from luffy.errors import Interrupted, TrainingStopped, UserError
 from luffy.prepare.cli import prepare_app
 from luffy.schema import describe
 
@@ -450,7 +450,7 @@ def main() -> None:
     except UserError as error:
         _fail(str(error), 2)
     except (TrainingStopped, FloatingPointError) as error:
-        _fail(str(error), 1)
+        _fail(str(error), 130 if isinstance(error, Interrupted) else 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -17,5 +17,9 @@ class TrainingStopped(RuntimeError):
     """A run that stopped itself; the message says why and what to look at."""
 
 
+class Interrupted(TrainingStopped):
+    """A run that Ctrl-C ended after its step: exit code 130."""
+
+
 class AllStopped(TrainingStopped):
     """A stop that every process of a run comes to at the same place, from the same numbers."""

@@ -4,6 +4,8 @@ import contextlib
 import io
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -81,6 +83,20 @@ def test_seeds_trains_several_times_and_they_are_one_method(recipe, tmp_path):
     result = luffy("train", recipe, "--seeds", "2", "--resume", tmp_path)
     assert result.returncode == 2 and "--seeds asks for 2 trainings" in result.stderr
     assert ", the first of 2 seeds)" in luffy("train", recipe, "--seeds", "2", "--dry-run").stdout
+
+
+def test_ctrl_c_saves_the_step_under_way(recipe, tmp_path):
+    """The terminal sends it to the whole group: the verifier's workers get it too."""
+    command = [sys.executable, "-m", "luffy", "train", str(recipe), "name=cut", "train.steps=100000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
+        assert any("step 2/100000" in line for line in running.stderr)
+        os.killpg(running.pid, signal.SIGINT)
+        said = running.stderr.read()
+    assert running.returncode == 130
+    assert re.search(r"stopped at step (\d+) by Ctrl-C; the same command goes on there", said), said
+    (saved,) = (tmp_path / "runs" / "cut" / "checkpoints").glob("step-*")
+    rows = (tmp_path / "runs" / "cut" / "metrics.jsonl").read_text().splitlines()
+    assert saved.name == f"step-{len(rows):06d}"
 
 
 def test_help_shows_every_knob_and_only_working_commands():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +18,12 @@ from torch import Tensor
 
 from luffy.config import Config
 from luffy.errors import UserError
-from luffy.files import complete_or_nothing
+from luffy.files import complete_or_nothing, write_atomically
 from luffy.schema import to_dict
 from luffy.types import Group, Rollout, Sample, Score, TokenView
 
 METRICS, SAMPLES, EVAL_SAMPLES = "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"
+WANDB = "wandb.json"
 DENSE = (",", ":")  # a list entry a token: the spaces between them would be a sixth of the file
 
 
@@ -85,9 +87,12 @@ class WandbTracker:
     def __init__(self, cfg: Config) -> None:
         import wandb
 
-        run_id = str(cfg.folder).replace(os.sep, "-")
         self._run: Any = wandb.init(
-            project=cfg.record.wandb_project, name=cfg.name, id=run_id, resume="allow", config=to_dict(cfg)
+            project=cfg.record.wandb_project,
+            name=cfg.name,
+            id=_wandb_id(cfg.folder / WANDB),
+            resume="allow",
+            config=to_dict(cfg),
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -95,6 +100,13 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _wandb_id(path: Path) -> str:
+    """The run's id, drawn once: folders of the same name may write to one project."""
+    if not path.exists():
+        write_atomically(path, json.dumps({"id": secrets.token_hex(8)}))
+    return str(json.loads(path.read_text(encoding="utf-8"))["id"])
 
 
 class Recorder:

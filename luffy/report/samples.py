@@ -132,7 +132,9 @@ def colour_key() -> Markup:
         '<p class="key by-source"><mark class="teacher">teacher token</mark> <mark class="override">override by the '
         "guidance model</mark> <span>policy token</span></p>"
         '<p class="key by-probability"><span>probability under the policy:</span> <span class="p0">near 0</span> '
-        '<span class="p4">0.5</span> <span>near 1</span> <mark class="teacher none">teacher' + OR_OVERRIDE + "</mark></p>"
+        '<span class="p4">0.5</span> <span>near 1</span> <mark class="teacher none">teacher'
+        + OR_OVERRIDE
+        + "</mark></p>"
         '<p class="key by-weight"><span title="|d loss / d logit| of the token per unit of advantage, as the update '
         'saw it">pull on the token per unit of advantage:</span> <span class="w0">0</span> '
         '<span class="w3">0.1</span> <span class="w5">0.3</span> <span class="w9">1</span> '

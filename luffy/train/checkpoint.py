@@ -41,13 +41,21 @@ from luffy.config import Config
 from luffy.distributed.state import read_whole
 from luffy.errors import TrainingStopped, UserError
 from luffy.files import flush_path, write_atomically
-from luffy.report.recorder import EVAL_SAMPLES, METRICS, SAMPLES
+from luffy.report.recorder import EVAL_SAMPLES, METRICS, SAMPLES, WANDB
 from luffy.report.runs import CONFIG
 
 MANIFEST = "manifest.json"
 SAVED = "saved.json"
 BEST = "best.json"
-RECORDS = (SAVED, CONFIG, BEST, SAMPLES, EVAL_SAMPLES, METRICS)  # of one training; the metrics say that it was there
+RECORDS = (
+    SAVED,
+    CONFIG,
+    BEST,
+    WANDB,
+    SAMPLES,
+    EVAL_SAMPLES,
+    METRICS,
+)  # of one training; the metrics say that it was there
 SHARDS = "optimizer"
 WRITING = ".writing-"
 DISK_ERRORS = (OSError, SafetensorError)  # a full disk is either, by whoever was writing

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import signal
 import threading
 import time
@@ -29,7 +30,7 @@ from luffy.config import Config, EvalConfig, to_yaml
 from luffy.distributed.replica import on_host
 from luffy.distributed.state import read_sharded, shard_whole
 from luffy.distributed.world import World
-from luffy.errors import AllStopped, TrainingStopped, UserError
+from luffy.errors import AllStopped, Interrupted, TrainingStopped, UserError
 from luffy.evaluation.held_out import evaluate
 from luffy.files import remove_unfinished, write_atomically
 from luffy.metrics import Max, Metric, Sum, merge_metrics
@@ -75,6 +76,7 @@ from luffy.train.sources import RolloutSource, Source, StepBatch, TraceSource
 from luffy.types import Group, Sample, TokenView
 
 Method = Literal["rl", "sft"]
+CTRL_C = "Ctrl-C"
 
 
 @dataclass
@@ -247,7 +249,7 @@ class Trainer:
                     view.say(fact)
                 for notice in self.notices:
                     view.warn(notice)
-                with self._stopped_by_sigterm():
+                with self._stopped_by_signals():
                     self._loop(view, recorder)
             except torch.OutOfMemoryError as error:
                 raise TrainingStopped(f"stopped: {when_it_runs_out(error, self.cfg)}") from error
@@ -275,17 +277,28 @@ class Trainer:
         self._stop_reason = reason
 
     @contextmanager
-    def _stopped_by_sigterm(self) -> Iterator[None]:
-        """Schedulers send it before they kill. Several processes do not see it at the same step, so there it ends
-        them at once, and the last checkpoint counts."""
+    def _stopped_by_signals(self) -> Iterator[None]:
+        """SIGTERM, which schedulers send before they kill, and Ctrl-C end the run after its step; a second Ctrl-C at
+        once. Several processes do not see a signal at the same step, so there it ends them at once, and the last
+        checkpoint counts."""
         if self.world.joined or threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGTERM, lambda *_: self.stop_soon("SIGTERM"))
+
+        def interrupted(*_: object) -> None:
+            self.stop_soon(CTRL_C)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.write(2, b"\nends after this step; Ctrl-C again ends it at once\n")  # print is not safe in a handler
+
+        before = {
+            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: self.stop_soon("SIGTERM")),
+            signal.SIGINT: signal.signal(signal.SIGINT, interrupted),
+        }
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     @property
     def is_finished(self) -> bool:
@@ -340,9 +353,8 @@ class Trainer:
             self.saver.finish()
 
     def _stopped(self) -> TrainingStopped:
-        return TrainingStopped(
-            f"stopped at step {self.progress.step} by {self._stop_reason}; the same command goes on there"
-        )
+        kind = Interrupted if self._stop_reason == CTRL_C else TrainingStopped
+        return kind(f"stopped at step {self.progress.step} by {self._stop_reason}; the same command goes on there")
 
     def lacks_evaluation(self) -> bool:
         """Whether the evaluation due at this step is not on record: before the first step, or after a stop in it."""

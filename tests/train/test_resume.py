@@ -130,20 +130,36 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(mak
     assert figures(damaged) == figures(undisturbed)
 
 
-def test_sigterm_ends_after_the_step_with_a_checkpoint_of_it(make_config, sums, undisturbed):
+@pytest.mark.parametrize(("sent", "called"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_a_signal_ends_after_the_step_with_a_checkpoint_of_it(make_config, sums, undisturbed, sent, called):
     ended = config(make_config, sums, "ended")
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(sent)
 
     def end_the_third(step, _):
         if step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), sent)
 
-    with Trainer(ended, on_step=end_the_third) as trainer, pytest.raises(TrainingStopped, match="step 3 by SIGTERM"):
+    with Trainer(ended, on_step=end_the_third) as trainer, pytest.raises(TrainingStopped, match=f"step 3 by {called}"):
         trainer.train()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(sent) is before
     assert next(c.step for c in CheckpointStore(ended.folder / "checkpoints", 2)) == 3
     train(ended)
     assert figures(ended) == figures(undisturbed)
+
+
+def test_a_second_ctrl_c_ends_at_once(make_config, sums, capfd):
+    cfg = config(make_config, sums, "hurried")
+    before = signal.getsignal(signal.SIGINT)
+
+    def twice(step, _):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with Trainer(cfg, on_step=twice) as trainer, pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert list(CheckpointStore(cfg.folder / "checkpoints", 2)) == []
+    assert "Ctrl-C again" in capfd.readouterr().err
 
 
 def test_sigterm_in_the_last_step_ends_nothing_early(make_config, sums):
