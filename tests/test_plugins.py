@@ -8,6 +8,7 @@ import pytest
 from luffy.config import load_config, to_yaml
 from luffy.errors import ConfigError, UserError
 from luffy.plugins import load_plugins
+from luffy.report.runs import read_config
 from luffy.rewards import build_verifier
 from luffy.rewards.kinds import OWN_REWARDS, built_in, reward
 from luffy.types import Problem, Score
@@ -96,3 +97,15 @@ def test_a_reward_that_verifier_processes_cannot_import_runs_here():
     with pytest.raises(UserError, match="there is a reward 'gsm8k' already"):
         reward("gsm8k")
     assert built_in() == ("choice", "format", "gsm8k", "math", "numeric") and "local_reward" in OWN_REWARDS
+
+
+def test_reading_a_config_imports_nothing(tmp_path, monkeypatch):
+    """A report or the live page reads configs of runs that others made."""
+    (tmp_path / "planted.py").write_text("raise SystemExit(1)")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "config.yaml").write_text(
+        "plugins: [planted.py, planted]\nreward: {kind: 'planted:f'}\nrollout: {engine: 'planted:f'}\n"
+        "guidance: {strategy: 'planted:f'}\nalgorithm: {credit: 'planted:f', off_policy_reshape: 'planted:f'}\n"
+    )
+    assert read_config(tmp_path / "config.yaml")["algorithm.off_policy_reshape"] == "planted:f"
+    assert "planted" not in sys.modules

@@ -6,22 +6,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from luffy.errors import ConfigError
+from luffy.schema import nearest
 
 if TYPE_CHECKING:
     from luffy.config.knobs import Config
 
 
+ENGINE_NAMES = {"native", "vllm"}  # and those that plugins register
+
+
 def check(config: Config) -> None:
     """Raise a ConfigError that names the knobs in conflict and what to set instead."""
     _check_name(config.name)
-    for check_one in (_check_guidance, _check_clip, _check_guide, _check_batch, _check_async, _check_launch):
-        check_one(config)
+    for across in (
+        _check_engine,
+        _check_guidance,
+        _check_clip,
+        _check_guide,
+        _check_batch,
+        _check_async,
+        _check_launch,
+    ):
+        across(config)
 
 
 def _check_name(name: str) -> None:
     parts = Path(name).parts
     if not name or Path(name).is_absolute() or ".." in parts or parts == () or "\0" in name:
         raise ConfigError(f"'name' must be a relative folder name without '..', got {name!r}")
+
+
+def _check_engine(c: Config) -> None:
+    known, name = sorted(ENGINE_NAMES), c.rollout.engine
+    if name not in known and ":" not in name:
+        raise ConfigError(f"'rollout.engine' must be one of {', '.join(known)}; got {name!r}{nearest(name, known)}")
 
 
 def _check_guidance(c: Config) -> None:

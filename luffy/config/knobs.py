@@ -229,9 +229,10 @@ class RolloutConfig:
         "sequences decoded at once; null: 256 on a CPU and in vLLM, 1024 on a GPU (fewer when memory is short)",
         ge=1,
     )
-    engine: Literal["native", "vllm"] = knob(
+    engine: str = knob(
         "native",
-        "who makes the responses of luffy train: the policy itself, or vLLM with a copy of it (docs/engines.md)",
+        "who makes the responses of luffy train: native (the policy itself), vllm (a copy of it; docs/engines.md), or "
+        "your own (docs/extend.md)",
     )
     offpolicy_guidance: OffPolicyGuidanceConfig | None = knob(
         None, "token-level guidance by a second model during rollout; null: none"

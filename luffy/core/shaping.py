@@ -29,15 +29,18 @@ class Shape:
     pow_exp: float = 0.5
 
     def __post_init__(self) -> None:
-        if ":" in self.name:
-            SHAPES[self.name]
-        elif self.name not in SHAPES:
+        if self.name not in SHAPES and ":" not in self.name:  # a user's module is imported on first use, not here
             gamma_of(self.name)
+
+    @property
+    def function(self) -> ShapeFunction | None:
+        """The function of that name; None for ``p_div_p_A``."""
+        return SHAPES[self.name] if self.name in SHAPES or ":" in self.name else None
 
     def off_policy(self, log_prob: Tensor) -> Tensor:
         """f(p) of a teacher's token: the ratio p / 1, the teacher's probability taken as 1."""
-        if self.name in SHAPES or ":" in self.name:
-            return SHAPES[self.name](log_prob, self)
+        if self.function is not None:
+            return self.function(log_prob, self)
         return torch.sigmoid(log_prob - math.log(gamma_of(self.name)))
 
     def on_policy(self, log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
@@ -64,13 +67,28 @@ SHAPES: Registry[ShapeFunction] = Registry("shape")  # f(p) of a teacher's token
 RATIO_SHAPES: Registry[ShapeFunction] = Registry("shape of ratios")  # f(p / p_old), from the log of the ratio
 
 
-@SHAPES.register("no_reshape")
-@RATIO_SHAPES.register("no_reshape")
+def shape(name: str, *, ratios: bool = False) -> Callable[[ShapeFunction], ShapeFunction]:
+    """A decorator that registers a shape for ``algorithm.off_policy_reshape``.
+
+    ``function(log_p, shape)`` returns f(p) of teacher tokens, in the shape of ``log_p``, their log-probs under the
+    policy; ``shape.weight`` and ``shape.pow_exp`` are its two knobs. ``ratios``: it is also defined for the logs of
+    ratios p / p_old, which can exceed 0, and may be named in ``algorithm.on_policy_reshape``.
+    """
+
+    def register(function: ShapeFunction) -> ShapeFunction:
+        if ratios:
+            RATIO_SHAPES.register(name)(function)
+        return SHAPES.register(name)(function)
+
+    return register
+
+
+@shape("no_reshape", ratios=True)
 def _no_reshape(log_r: Tensor, shape: Shape) -> Tensor:
     return torch.exp(log_r)
 
 
-@SHAPES.register("logp")
+@shape("logp")
 def _logp(log_p: Tensor, shape: Shape) -> Tensor:
     return shape.weight * log_p
 
@@ -80,20 +98,17 @@ def _log_ratio(log_r: Tensor, shape: Shape) -> Tensor:
     return log_r
 
 
-@SHAPES.register("p_logp")
-@RATIO_SHAPES.register("p_logp")
+@shape("p_logp", ratios=True)
 def _p_logp(log_r: Tensor, shape: Shape) -> Tensor:
     return torch.exp(log_r) + shape.weight * log_r
 
 
-@SHAPES.register("square_root")
-@RATIO_SHAPES.register("square_root")
+@shape("square_root", ratios=True)
 def _square_root(log_r: Tensor, shape: Shape) -> Tensor:
     return torch.exp(0.5 * log_r)
 
 
-@SHAPES.register("pow")
-@RATIO_SHAPES.register("pow")
+@shape("pow", ratios=True)
 def _pow(log_r: Tensor, shape: Shape) -> Tensor:
     return torch.exp(shape.pow_exp * log_r)
 

@@ -9,8 +9,10 @@ from typing import Any
 from torch import nn
 
 from luffy.config import Config
-from luffy.errors import ConfigError
+from luffy.config.checks import ENGINE_NAMES
+from luffy.errors import ConfigError, UserError
 from luffy.models.forward import causal_lm
+from luffy.registry import Registry
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
 from luffy.rollout.vllm.colocated import VllmEngine, engine_arguments
@@ -21,10 +23,40 @@ from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer, Transfer
 VLLM_SLOTS = 256  # unless rollout.slots says otherwise: vLLM's own default
 
 
+EngineBuilder = Callable[[Config, nn.Module, str, Callable[[str], None]], Engine]
+ENGINES: Registry[EngineBuilder] = Registry("engine")
+
+
+def engine(name: str) -> Callable[[EngineBuilder], EngineBuilder]:
+    """A decorator that registers ``build(cfg, model, device, warn) -> Engine`` for ``rollout.engine``.
+
+    ``model`` is the policy on ``device``; ``warn`` takes a line for the user. ``sync`` of the engine is called before
+    its first ``generate``.
+    """
+    ENGINE_NAMES.add(name)
+    return ENGINES.register(name)
+
+
+def find_engine(name: str) -> EngineBuilder:
+    try:
+        return ENGINES[name]
+    except UserError as error:
+        raise UserError(f"'rollout.engine': {error}") from None
+
+
 def build_engine(cfg: Config, model: nn.Module, device: str, warn: Callable[[str], None]) -> Engine:
-    """The policy's engine. One of vLLM's has no weights before its first ``sync``."""
-    if cfg.rollout.engine == "native":
-        return NativeEngine(model, max_slots=cfg.rollout.slots)
+    """The policy's engine, by its name."""
+    return find_engine(cfg.rollout.engine)(cfg, model, device, warn)
+
+
+@engine("native")
+def build_native(cfg: Config, model: nn.Module, device: str, warn: Callable[[str], None]) -> Engine:
+    return NativeEngine(model, max_slots=cfg.rollout.slots)
+
+
+@engine("vllm")
+def build_vllm(cfg: Config, model: nn.Module, device: str, warn: Callable[[str], None]) -> Engine:
+    """It has no weights before its first ``sync``."""
     if cfg.rollout.vllm.servers:
         return remote_engine(cfg, model, device, warn)
     folder = weight_folder(cfg) if transfer_of(cfg, device) == "folder" else None

@@ -14,6 +14,7 @@ from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.errors import ConfigError, DataError, UserError
 from luffy.models.load import load_model, load_tokenizer
 from luffy.train.credit import find_credit_function
+from luffy.train.engines import find_engine
 from luffy.types import Task
 
 
@@ -252,6 +253,14 @@ def validate(cfg: Config, method: str, model_config: Any) -> None:
                 f"lower one of them"
             )
     if method == "rl":
-        find_credit_function(cfg.algorithm.credit)
+        find_names(cfg)
     if method == "sft" and cfg.guidance.trace_choice == "best_reward":
         raise UserError("guidance.trace_choice=best_reward needs a verifier, which SFT does not run; choose another")
+
+
+def find_names(cfg: Config) -> None:
+    """Find what the config chooses by name; a UserError says what is unknown or cannot be imported."""
+    find_credit_function(cfg.algorithm.credit)
+    find_engine(cfg.rollout.engine)
+    _ = cfg.algorithm.policy_loss().off_shape.function
+    cfg.schedule(1).ratios(1, 0, "")
