@@ -253,8 +253,8 @@ class CheckpointStore:
             except DamagedCheckpoint as error:
                 damaged.append((checkpoint, error))
                 continue
-            for newer, error in damaged:
-                warn(f"{error}; kept as {self.set_aside(newer).name}, trying the checkpoint before it")
+            for newer, reason in damaged:
+                warn(f"{reason}; kept as {self.set_aside(newer).name}, trying the checkpoint before it")
             if foreign:
                 warn(f"checkpoint {checkpoint.path}: ignored {', '.join(foreign)}, not saved with it")
             return checkpoint
