@@ -96,6 +96,7 @@ quickstart: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m luffy.reference > docs/configuration.md
+	$(BIN)/python -m luffy.reference api > docs/api.md
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(RAY_VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -23,13 +24,28 @@ DEEPEST = 200  # brackets within brackets
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError)
 
 
-def load_config(recipe: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """A recipe file (or the name of a built-in one) with ``key.sub=value`` overrides, checked."""
-    values: dict[str, Any] = {} if recipe is None else read_recipe(recipe)
-    for override in overrides:
-        keys, value = parse_override(override)
+def load_config(
+    recipe: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> Config:
+    """A checked config from a recipe with overrides.
+
+    ``recipe``: a file, the name of a built-in one, or its content as nested dictionaries (``base`` too); None: the
+    defaults. ``overrides``: ``["optim.lr=1e-5"]`` as on the command line, or ``{"optim.lr": 1e-5}``.
+    """
+    values = read_mapping(recipe) if isinstance(recipe, Mapping) else {} if recipe is None else read_recipe(recipe)
+    if isinstance(overrides, Mapping):
+        pairs = [(key.split("."), value) for key, value in overrides.items()]
+    else:
+        pairs = [parse_override(override) for override in overrides]
+    for keys, value in pairs:
         set_at(values, keys, value)
     return config_of(values)
+
+
+def read_mapping(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe that is given as nested dictionaries."""
+    values = _with_package_paths(copy.deepcopy(dict(recipe)))
+    return merge(_merged(_bases(values.pop("base", []), "the recipe"), ()), values)
 
 
 def config_of(values: Mapping[str, Any]) -> Config:
@@ -61,7 +77,7 @@ def _merged(recipes: Sequence[str | Path], seen: tuple[Path, ...]) -> dict[str, 
     return values
 
 
-def _bases(value: Any, path: Path) -> list[str]:
+def _bases(value: Any, path: Path | str) -> list[str]:
     bases = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{path}: 'base' must be a recipe or a list of recipes, got {value!r}")

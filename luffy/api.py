@@ -1,0 +1,140 @@
+"""What a script or notebook needs.
+
+    from luffy import api
+
+    @api.reward("short")
+    def short(response, answer, problem):
+        return float(answer in response) - 0.001 * len(response)
+
+    cfg = api.load_config("tiny/luffy", {"train.steps": 20, "reward.kind": "short"})
+    with api.Trainer(cfg) as trainer:
+        for step, metrics in trainer.steps():
+            print(step, metrics["critic/rewards/mean"])
+        model = trainer.train()  # all steps are made: this is the folder of the trained model
+
+    print(api.generate(str(model), "3+4=", max_tokens=32)[0]["response"])
+
+Everything is found on first use: importing this module loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from luffy.config import Config, built_in_recipes, load_config, to_yaml
+    from luffy.core.shaping import shape
+    from luffy.evaluation.results import Result
+    from luffy.guidance.ratios import prefix_schedule
+    from luffy.rewards.kinds import reward
+    from luffy.rewards.verifier import build_verifier
+    from luffy.rollout.engine import Engine
+    from luffy.train.credit import ScoredGroup, ScoredTokens, TokenCredit, credit_function, group_baseline
+    from luffy.train.engines import engine
+    from luffy.train.loop import Trainer
+    from luffy.types import Completion, Problem, Request
+
+_HOMES = {
+    "load_config": "luffy.config",
+    "built_in_recipes": "luffy.config",
+    "to_yaml": "luffy.config",
+    "Config": "luffy.config",
+    "Trainer": "luffy.train.loop",
+    "reward": "luffy.rewards.kinds",
+    "build_verifier": "luffy.rewards.verifier",
+    "Problem": "luffy.types",
+    "shape": "luffy.core.shaping",
+    "prefix_schedule": "luffy.guidance.ratios",
+    "credit_function": "luffy.train.credit",
+    "group_baseline": "luffy.train.credit",
+    "ScoredGroup": "luffy.train.credit",
+    "ScoredTokens": "luffy.train.credit",
+    "TokenCredit": "luffy.train.credit",
+    "engine": "luffy.train.engines",
+    "Engine": "luffy.rollout.engine",
+    "Request": "luffy.types",
+    "Completion": "luffy.types",
+}
+
+__all__ = [
+    "Completion",
+    "Config",
+    "Engine",
+    "Problem",
+    "Request",
+    "ScoredGroup",
+    "ScoredTokens",
+    "TokenCredit",
+    "Trainer",
+    "build_verifier",
+    "built_in_recipes",
+    "credit_function",
+    "engine",
+    "evaluate",
+    "generate",
+    "group_baseline",
+    "load_config",
+    "prefix_schedule",
+    "reward",
+    "shape",
+    "to_yaml",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'luffy.api' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def evaluate(model: str, suite: str, out: Path | None = None, **options: Any) -> Result:
+    """Evaluate a model as ``luffy eval`` does: ``suite`` is math6, ood, gsm8k or a dataset.
+
+    ``options`` are those of the command: k, temperature, max_tokens, seed, reward, limit, style, device, ...
+    The responses go to the folder ``out`` (default: evals/MODEL-SUITE), from which a killed evaluation goes on.
+    Returns a ``Result``; its ``benchmarks`` have avg@k, pass@k and lengths.
+    """
+    from luffy.evaluation.runner import Options, run_evaluation
+    from luffy.train.setup import pick_device
+
+    device = pick_device(options.pop("device", "auto"))
+    return run_evaluation(Options(model=model, suite=suite, out=out, device=device, **options))
+
+
+def generate(
+    model: str,
+    prompts: str | Sequence[str],
+    *,
+    n: int = 1,
+    max_tokens: int | None = None,
+    temperature: float = 0.6,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    style: str = "auto",
+    system_prompt: str | None = None,
+    dtype: str = "float32",
+    device: str = "auto",
+) -> list[dict[str, Any]]:
+    """``n`` responses to each prompt by the training engine, as ``luffy generate`` does.
+
+    ``model`` is a Hugging Face folder, hub id or .gguf file. Each row has id (the prompt's number), sample, response,
+    finish, token_ids and log_probs.
+    """
+    from luffy.generate import generate_texts
+    from luffy.types import Problem
+
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    problems = [Problem(id=str(i), prompt=text, answer="") for i, text in enumerate(texts)]
+    rows = generate_texts(
+        model, problems, n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+        style=style, system_prompt=system_prompt, dtype=dtype, device=device,
+    )  # fmt: skip
+    return list(rows)
