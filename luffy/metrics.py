@@ -1,6 +1,7 @@
 """Metrics that carry their own reduction, so that parts of unequal size merge exactly.
 
-A mean is a (sum, weight) pair until it is read: no mean of means over micro-batches or ranks.
+A mean is a (sum, weight) pair until it is read: no mean of means over micro-batches or ranks. What was not measured
+(a mean of nothing) has the value 0, never NaN, and is left out of the record (``measured``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ class Metric(Protocol):
     @property
     def value(self) -> float: ...
 
+    @property
+    def measured(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class Mean:
@@ -35,6 +39,10 @@ class Mean:
     def value(self) -> float:
         return self.total / self.weight if self.weight else 0.0
 
+    @property
+    def measured(self) -> bool:
+        return self.weight > 0
+
     @staticmethod
     def of(values: Iterable[float]) -> Mean:
         items = list(values)
@@ -43,14 +51,21 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
+    """``count`` is the number of things added up, where that may be 0."""
+
     total: float
+    count: float = 1.0
 
     def merge(self, other: Sum) -> Sum:
-        return Sum(self.total + other.total)
+        return Sum(self.total + other.total, self.count + other.count)
 
     @property
     def value(self) -> float:
         return self.total
+
+    @property
+    def measured(self) -> bool:
+        return self.count > 0
 
 
 @dataclass(frozen=True)
@@ -62,7 +77,11 @@ class Max:
 
     @property
     def value(self) -> float:
-        return self.largest if self.largest > -math.inf else 0.0
+        return self.largest if self.measured else 0.0
+
+    @property
+    def measured(self) -> bool:
+        return self.largest != -math.inf
 
 
 @dataclass(frozen=True)
@@ -74,7 +93,11 @@ class Min:
 
     @property
     def value(self) -> float:
-        return self.smallest if self.smallest < math.inf else 0.0
+        return self.smallest if self.measured else 0.0
+
+    @property
+    def measured(self) -> bool:
+        return self.smallest != math.inf
 
 
 @dataclass(frozen=True)
@@ -91,6 +114,10 @@ class EffectiveShare:
     @property
     def value(self) -> float:
         return self.total**2 / (self.count * self.squares) if self.squares else 0.0
+
+    @property
+    def measured(self) -> bool:
+        return self.count > 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -675,7 +675,8 @@ def throughput(metrics: dict[str, Metric], seconds: float) -> dict[str, float]:
 
 
 def read(metrics: dict[str, Metric]) -> dict[str, float]:
-    return {name: metric.value for name, metric in metrics.items()}
+    """Values for the record; what was not measured is left out."""
+    return {name: metric.value for name, metric in metrics.items() if metric.measured}
 
 
 def total_steps(cfg: Config, problems: int) -> int:

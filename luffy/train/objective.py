@@ -135,10 +135,14 @@ def _over(values: Tensor, mask: Tensor) -> OnDevice:
     return OnDevice(Mean, (values.detach().float().masked_fill(~mask, 0.0).sum(), mask.sum()))
 
 
+def _largest(values: Tensor, mask: Tensor) -> OnDevice:
+    return OnDevice(Max, (values.float().masked_fill(~mask, -torch.inf).amax(),))
+
+
 def _weight_stats(weights: Tensor, on: Tensor, group: str) -> Stats:
     """Of the weights as they are used. The engine's own effective sample size is always there, as rollout/ess."""
     kept = weights.float().masked_fill(~on, 0.0)
-    stats = {f"{group}/weight_mean": _over(weights, on), f"{group}/weight_max": OnDevice(Max, (kept.amax(),))}
+    stats = {f"{group}/weight_mean": _over(weights, on), f"{group}/weight_max": _largest(weights, on)}
     return stats if group == "rollout" else {**stats, f"{group}/ess": _effective_share(kept, on)}
 
 
@@ -154,15 +158,16 @@ def _mismatch(old: Tensor, engine: Tensor, on: Tensor) -> Stats:
     ratios = gap.float().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp().masked_fill(~known, 0.0)
     return {
         "rollout/logprob_diff_mean": _over(gap.abs(), known),
-        "rollout/logprob_diff_max": OnDevice(Max, (gap.abs().amax(),)),
+        "rollout/logprob_diff_max": _largest(gap.abs(), known),
         "rollout/ess": _effective_share(ratios, known),
     }
 
 
 def _stats(b: MicroBatch, t: LossTerms, old: Tensor, log_prob: Tensor, entropy: Tensor, in_rl: Tensor) -> Stats:
     on, off = in_rl & ~b.off_policy, in_rl & b.off_policy
+    weighted = t.loss.detach() * b.rl_weights  # which hold the denominator
     return {
-        "actor/pg_loss": OnDevice(Sum, ((t.loss.detach() * b.rl_weights).sum(),)),  # the weights hold the denominator
+        "actor/pg_loss": OnDevice(Sum, (weighted.sum(), in_rl.sum())),
         "actor/on_pg_loss": _over(t.on_loss, on),
         "actor/off_pg_loss": _over(t.off_loss, off),
         "actor/entropy_loss": _over(entropy, in_rl),

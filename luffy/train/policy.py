@@ -133,7 +133,7 @@ class Policy:
         self.optimizer.step(lr, grad_norm)
         self.optimizer.zero_grad()
         # Sums over the micro-batches of this mini-batch; over mini-batches they average.
-        sums = {name: Mean(m.value) for name, m in metrics.items() if isinstance(m, Sum)}
+        sums = {name: Mean(m.value, float(m.measured)) for name, m in metrics.items() if isinstance(m, Sum)}
         return (
             metrics
             | sums

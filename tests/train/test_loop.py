@@ -161,7 +161,27 @@ def test_kl_against_the_starting_policy(make_config, where):
 
 def test_rl_with_sft_loss(make_config):
     rows = run(make_config(algorithm={"trace_term": "sft", "reject_extreme": False}))
-    assert all(r["actor/sft_loss"] > 0 and r["actor/off_pg_loss"] == 0.0 for r in rows)
+    assert all(r["actor/sft_loss"] > 0 and "actor/off_pg_loss" not in r for r in rows)
+
+
+def test_sft_writes_only_what_it_measured(make_config):
+    rows = run(make_config(train={"steps": 2}), "sft")
+    measured = {"actor/loss", "actor/sft_loss", "actor/grad_norm", "actor/lr"}
+    for row in rows:
+        assert {k for k in row if k.startswith(("actor/", "rollout/", "critic/", "batch/"))} == measured
+        assert row["actor/loss"] == pytest.approx(row["actor/sft_loss"], rel=1e-5)
+
+
+def test_a_run_without_traces_writes_nothing_about_traces(make_config):
+    for row in run(make_config(guidance={"n_prefix": 0}, algorithm={"reject_extreme": False}, train={"steps": 2})):
+        about = {
+            "actor/off_policy_prob",
+            "actor/off_pg_loss",
+            "actor/off_ratio_mean",
+            "batch/off_solved",
+            "actor/sft_loss",
+        }
+        assert not about & row.keys() and {"actor/on_policy_prob", "actor/pg_loss", "actor/entropy_loss"} <= row.keys()
 
 
 def test_sft_shares_everything_and_learns(make_config, sums):
