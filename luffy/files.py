@@ -47,6 +47,19 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text)
 
 
+def cache_folder() -> Path:
+    """Where copies are kept that can be made again: ``LUFFY_CACHE``, or a folder of the user's cache."""
+    return Path(os.environ.get("LUFFY_CACHE") or Path.home() / ".cache" / "luffy")
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Wait until no other process holds the lock file ``path``, and hold it meanwhile."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def try_lock(file: IO[Any]) -> bool:
     """Lock an open file for as long as it stays open; False, at once, where another process has it."""
     try:

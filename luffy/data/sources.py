@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from luffy.errors import DataError
-from luffy.files import whole_file
+from luffy.files import cache_folder, whole_file
 from luffy.hub import hub_fault
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -379,10 +379,6 @@ def _has_lone_surrogate(row: Row) -> bool:
     except UnicodeEncodeError:
         return True
     return False
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("LUFFY_CACHE") or Path.home() / ".cache" / "luffy")
 
 
 def _open_file(path: str) -> RowSource:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import struct
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from safetensors import SafetensorError
@@ -14,9 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from luffy.errors import UserError
+from luffy.files import alone, cache_folder
 from luffy.hub import hub_fault
 from luffy.models.forward import causal_lm
 from luffy.models.plain import choose_path
+
+logger = logging.getLogger(__name__)
 
 disable_progress_bar()  # its bars for loading and saving would tear a run's own view apart
 
@@ -32,8 +40,7 @@ def load_model(
     """A causal LM, ready to train and to generate: safetensors or GGUF weights, never pickles."""
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is unknown: use {' or '.join(DTYPES)}")
-    gguf = gguf_file(path)
-    model = _load_gguf(gguf) if gguf else _load_safetensors(path, DTYPES[dtype], trust_remote_code)
+    model = _load_safetensors(model_folder(path), DTYPES[dtype], trust_remote_code)
     for parameter in model.parameters():
         # Parameters only: rotary frequencies are buffers, and rounding them turns far positions by whole radians.
         parameter.data = parameter.data.to(DTYPES[dtype])
@@ -44,11 +51,9 @@ def load_model(
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer that lies beside the weights."""
-    gguf = gguf_file(path)
-    if gguf is None:
-        check_local(path, "tokenizer_config.json")
-        return _guarded(AutoTokenizer.from_pretrained, path, str(path), trust_remote_code=trust_remote_code)
-    return _guarded(AutoTokenizer.from_pretrained, gguf, str(gguf.parent), gguf_file=gguf.name)
+    path = model_folder(path)
+    check_local(path, "tokenizer_config.json")
+    return _guarded(AutoTokenizer.from_pretrained, path, str(path), trust_remote_code=trust_remote_code)
 
 
 def decode(tokenizer: Any, responses: Sequence[Any]) -> list[str]:
@@ -104,9 +109,58 @@ def _load_safetensors(path: str | Path, dtype: torch.dtype, trust_remote_code: b
     return model
 
 
+def model_folder(path: str | Path) -> str | Path:
+    """Where to read a model: ``path`` itself, or the folder that a GGUF file was converted to."""
+    gguf = gguf_file(path)
+    return path if gguf is None else _converted(gguf)
+
+
+def _converted(file: Path) -> Path:
+    """De-quantized weights, float32, and tokenizer of a GGUF file as a Hugging Face folder in the cache, made when it
+    is not there: `transformers` takes half a minute for 135 million weights, at every start and for each part."""
+    now = file.stat()
+    key = hashlib.sha256(f"{file.resolve()} {now.st_size} {now.st_mtime_ns}".encode()).hexdigest()[:16]
+    target = cache_folder() / "gguf" / f"{file.stem}-{key}"
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with alone(target.parent / ".lock"):
+            if not target.is_dir():
+                _convert(file, target)
+    except OSError as error:
+        raise UserError(
+            f"{file}: cannot write its converted copy {target} ({error.strerror or error}); set LUFFY_CACHE to a "
+            "writable folder with room"
+        ) from error
+    return target
+
+
+def _convert(file: Path, target: Path) -> None:
+    logger.warning("%s is converted once; later starts read %s", file, target)
+    with _quiet_bars():
+        tokenizer = _guarded(AutoTokenizer.from_pretrained, file, str(file.parent), gguf_file=file.name)
+        model = _load_gguf(file)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as unfinished:
+        folder = Path(unfinished) / "model"
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        folder.rename(target)
+
+
+@contextmanager
+def _quiet_bars() -> Iterator[None]:
+    """The reader of GGUF files draws a bar of its own, which `disable_progress_bar` does not reach."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    with patch.object(reader, "tqdm", lambda items, **_: items):
+        yield
+
+
 def _load_gguf(file: Path) -> PreTrainedModel:
-    """De-quantized weights in a fresh model. `transformers` marks the one it reads as quantized, and
-    such a model refuses to be saved."""
+    """De-quantized weights. `transformers` marks the model it reads as quantized, and such a model refuses to be
+    saved; its weights are plain."""
+    loaded: Any
     loaded, info = _guarded(
         AutoModelForCausalLM.from_pretrained,
         file,
@@ -116,13 +170,12 @@ def _load_gguf(file: Path) -> PreTrainedModel:
         output_loading_info=True,
     )
     _check_complete(file, info)
-    config = loaded.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model: PreTrainedModel = type(loaded)(config)
-    model.load_state_dict(loaded.state_dict())
-    model.generation_config = loaded.generation_config
-    nn.Module.eval(model)
+    if hasattr(loaded.config, "quantization_config"):
+        del loaded.config.quantization_config
+    for mark in ("hf_quantizer", "quantization_method"):
+        if hasattr(loaded, mark):
+            delattr(loaded, mark)
+    model: PreTrainedModel = loaded
     return model
 
 

@@ -16,7 +16,7 @@ from luffy.data import ProblemSampler
 from luffy.errors import UserError
 from luffy.guidance import Planner
 from luffy.models.forward import key_value_shape, use_luffy_attention
-from luffy.models.load import DTYPES, check_local, decode, gguf_file, load_model, load_tokenizer
+from luffy.models.load import DTYPES, check_local, decode, load_tokenizer, model_folder
 from luffy.rewards import build_verifier
 from luffy.rollout.native import default_slots
 from luffy.rollout.overrides.speculative import check_same_tokenizer
@@ -102,11 +102,9 @@ def model_shape(cfg: Config) -> tuple[Any, int, int]:
 
 
 def bare_model(path: str, knob: str, cfg: Config) -> Any:
-    """Without memory for its weights; a GGUF file is read whole, since only that tells its shape."""
+    """Without memory for its weights."""
     trust = cfg.model.trust_remote_code
-    if gguf_file(path) is not None:
-        return load_model(path, cfg.model.dtype, "cpu")
-    config = read_model_config(path, knob, trust)
+    config = read_model_config(str(model_folder(path)), knob, trust)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     model.tie_weights()

@@ -4,6 +4,7 @@ import json
 import os
 import types
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -108,9 +109,72 @@ def test_two_ggufs_in_a_folder_are_ambiguous(tmp_path):
     refused("holds 2 GGUF files: name the one", tmp_path)
 
 
-def test_a_broken_gguf_is_one_line(tmp_path):
+def test_a_broken_gguf_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("LUFFY_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.gguf").write_bytes(b"GGUF but not really")
     refused("cannot load", tmp_path / "a.gguf")
+
+
+def write_gguf(path, seed=0):
+    """A Llama of one layer with a tokenizer of single letters, as llama.cpp writes it."""
+    gguf = pytest.importorskip("gguf")
+    numbers = np.random.default_rng(seed)
+    letters = ["<unk>", "<s>", "</s>", *"abcdefghijkl", "ab"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(letters))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(letters)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    shapes = {
+        "token_embd": (16, 32), "output": (16, 32), "output_norm": (32,), "blk.0.attn_norm": (32,),
+        "blk.0.ffn_norm": (32,), "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32),
+        "blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (48, 32), "blk.0.ffn_up": (48, 32), "blk.0.ffn_down": (32, 48),
+    }  # fmt: skip
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", numbers.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_converted_once(tmp_path, monkeypatch, capsys, caplog):
+    monkeypatch.setenv("LUFFY_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file)
+    tokenizer, model = load_tokenizer(file), load_model(file)
+    assert tokenizer("ab", add_special_tokens=False)["input_ids"] and capsys.readouterr().err == ""
+    assert [r.message for r in caplog.records if "converted once" in r.message] == [
+        f"{file} is converted once; later starts read {next((tmp_path / 'cache' / 'gguf').glob('tiny-*'))}"
+    ]
+    half = load_model(file, dtype="bfloat16")
+    assert all(torch.equal(p.bfloat16(), q) for p, q in zip(model.parameters(), half.parameters(), strict=True))
+    model.save_pretrained(tmp_path / "saved")
+    before = file.stat()
+    file.write_bytes(bytes(before.st_size))  # nothing reads it again as long as it looks the same
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    again = load_model(file)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    write_gguf(file, seed=1)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert not torch.equal(next(load_model(file).parameters()), next(model.parameters()))
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LUFFY_CACHE", str(tmp_path / "file"))
+    write_gguf(tmp_path / "tiny.gguf")
+    refused("set LUFFY_CACHE to a writable folder", tmp_path / "tiny.gguf")
 
 
 def test_a_folder_without_tokenizer(folder):
