@@ -20,7 +20,7 @@ import typer.core
 from luffy._version import __version__
 from luffy.bench.cli import bench_app
 from luffy.cli_help import FullHelp
-from luffy.config import Config, built_in_recipes, load_config, to_yaml
+from luffy.config import Config, built_in_recipes, inherited_for_rl, load_config, to_yaml
 from luffy.errors import Interrupted, TrainingStopped, UserError
 from luffy.prepare.cli import prepare_app
 from luffy.schema import describe
@@ -122,6 +122,14 @@ def sft(
     seeds: Seeds = None,
 ) -> None:
     """Supervised fine-tuning on the traces of the same recipe."""
+    source = inherited_for_rl(recipe, overrides or [], "optim.lr")
+    if source is not None and int(os.environ.get("RANK", "0")) == 0:
+        lr = load_config(recipe, overrides or []).optim.lr
+        typer.echo(
+            f"warning: optim.lr={lr:g} comes from {source}, which is meant for RL; SFT usually takes 10 to 50 times as "
+            "much: set optim.lr",
+            err=True,
+        )
     _train("sft", _seeded(recipe, overrides or [], seeds, resume), resume, dry_run, print_config, allow_changed_data)
 
 

@@ -282,3 +282,23 @@ def test_a_hub_that_does_not_answer_is_one_line(recipe, what):
     result = subprocess.run(command, env=nowhere, capture_output=True, text=True, check=False)
     assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
     assert what.split("=")[1] in result.stderr and "http://127.0.0.1:9 cannot be reached" in result.stderr
+
+
+def test_sft_does_not_take_the_learning_rate_of_rl_in_silence(recipe, tmp_path):
+    own = tmp_path / "own.yaml"
+    text = recipe.read_text().replace("optim: {lr: 1e-3}\n", "")
+
+    def said(*overrides, base="", command="sft"):
+        own.write_text(base + text)
+        result = luffy(command, own, *overrides, "--print-config")
+        assert result.returncode == 0, result.stderr
+        return result.stderr
+
+    assert said() == (
+        "warning: optim.lr=1e-06 comes from the default, which is meant for RL; SFT usually takes 10 to 50 times as "
+        "much: set optim.lr\n"
+    )
+    assert "comes from base tiny/luffy" in said(base="base: tiny/luffy\n")
+    assert said("optim.lr=1e-5") == said(base="base: small/sft\n") == said(command="train") == ""
+    text += "optim: {lr: 1e-4}\n"
+    assert said() == ""

@@ -69,6 +69,21 @@ def read_recipe(recipe: str | Path, _seen: tuple[Path, ...] = ()) -> dict[str, A
     return merge(_merged(_bases(values.pop("base", []), path), (*_seen, path)), values)
 
 
+def inherited_for_rl(recipe: str | Path, overrides: Sequence[str], key: str) -> str | None:
+    """Where the value of ``key`` comes from, in words, when neither an override nor the user's own recipe file says it,
+    nor a base that is made for SFT; else None. Built-in recipes say what they mean."""
+    paths = _find(recipe, None)
+    section, _, name = key.partition(".")
+    if paths[0].is_relative_to(BUILT_IN_RECIPES) or any(text.partition("=")[0].strip() == key for text in overrides):
+        return None
+    own = _parse_yaml(paths[0])
+    given = own.get(section)
+    bases = _bases(own.get("base", []), paths[0])
+    if (isinstance(given, Mapping) and name in given) or any(Path(base).stem == "sft" for base in bases):
+        return None
+    return f"base {', '.join(bases)}" if bases else "the default"
+
+
 def _merged(recipes: Sequence[str | Path], seen: tuple[Path, ...]) -> dict[str, Any]:
     """The values of all of them; a later recipe wins."""
     values: dict[str, Any] = {}

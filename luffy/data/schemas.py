@@ -139,6 +139,24 @@ def read_completion(row: RowView) -> Problem:
     return build(row, used=used, traces=traces, trace_column="completion")
 
 
+def read_chat(row: RowView) -> Problem:
+    """``{"messages", "answer"?}``: where the chat ends with an assistant turn that is the trace, what comes before it is
+    the prompt; else all of it is the prompt."""
+    chat = row.get("messages")
+    if not _is_chat(chat):
+        raise row.unexpected("messages", "a non-empty list of chat messages", chat)
+    ends = len(chat) - 1 if chat[-1].get("role") == "assistant" else len(chat)
+    traces = read_traces(row, f"messages[{ends}]", chat[ends]) if ends < len(chat) else ()
+    opened = replace(row, values={**row.values, "messages": chat[:ends]})
+    return build(
+        opened,
+        used=("id", "messages", "answer", "source"),
+        prompt_column="messages",
+        traces=traces,
+        trace_column="messages",
+    )
+
+
 def read_columns(row: RowView) -> Problem:
     """Whatever the user's column map says."""
     columns = row.options.columns
@@ -161,6 +179,7 @@ READERS: dict[str, Reader] = {
     "openr1": read_openr1,
     "gsm8k": read_gsm8k,
     "completion": read_completion,
+    "messages": read_chat,
     "columns": read_columns,
 }
 LAYOUTS = {
@@ -169,6 +188,7 @@ LAYOUTS = {
     "openr1": "problem, answer, generations?",
     "gsm8k": "question, answer with ####",
     "completion": "prompt, completion, answer?",
+    "messages": "messages, answer?",
 }
 
 
@@ -182,7 +202,9 @@ def detect(row: Mapping[str, Any]) -> str | None:
         return "gsm8k"
     if "prompt" in row and "completion" in row and "traces" not in row:
         return "completion"
-    return "luffy" if "prompt" in row else None
+    if "prompt" in row:
+        return "luffy"
+    return "messages" if "messages" in row else None
 
 
 def unknown_layout(where: str, row: Mapping[str, Any]) -> RowError:
@@ -223,6 +245,7 @@ def build(
     """Read the fields all layouts share, and keep the unused columns for whoever needs them."""
     prompt = read_prompt(row, prompt_column)
     columns = {"prompt": prompt_column, "answer": "..."} | ({"traces": trace_column} if traces else {})
+    columns = {} if trace_column == prompt_column else columns  # a chat is prompt and trace in one
     gold = read_gold(row, answer_column, columns) if answer is None else answer
     if row.options.require_traces and not traces:
         raise _no_trace(row, trace_column)
@@ -272,17 +295,15 @@ def read_message(row: RowView, column: str, item: Any) -> Message:
 
 def read_gold(row: RowView, column: str, columns: Mapping[str, str]) -> str:
     """The gold answer exactly as written. Some verl files wrap it in a list of one. ``columns`` is the map to
-    propose where there is no such column."""
+    propose where there is no such column; empty where none can help."""
     value = row.get(column)
     if value is None and not row.options.require_answer:
         return ""
     if value is None and lookup(row.values, column) is ABSENT:
         proposed = ", ".join(f"{key}: {name}" for key, name in columns.items())
-        raise row.fault(
-            column,
-            f"expected a string, but the row has only {column_names(row.values)}",
-            f"name the answers with data.columns={{{proposed}}}, or train on traces alone with luffy sft",
-        )
+        named = f"name the answers with data.columns={{{proposed}}}" if columns else f"add the column {column}"
+        what = f"expected a string, but the row has only {column_names(row.values)}"
+        raise row.fault(column, what, f"{named}, or train on traces alone with luffy sft")
     only = value[0] if isinstance(value, list) and len(value) == 1 else value
     text = _gold_text(only)
     if text is None or not text.strip():

@@ -11,13 +11,14 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from luffy.config import Config
-from luffy.errors import UserError
+from luffy.errors import ConfigError, UserError
 from luffy.files import complete_or_nothing, write_atomically
 from luffy.schema import to_dict
 from luffy.types import Group, Rollout, Sample, Score, TokenView
@@ -109,6 +110,29 @@ def _wandb_id(path: Path) -> str:
     return str(json.loads(path.read_text(encoding="utf-8"))["id"])
 
 
+def check_trackers(cfg: Config) -> list[str]:
+    """Before the first step: W&B, which somebody asked for, must be there and logged in; TensorBoard, which is on
+    unless somebody says otherwise, may be missing, and the line to say so is returned."""
+    if cfg.record.wandb and (fault := _wandb_fault()):
+        raise ConfigError(f"record.wandb=true, but {fault}")
+    if cfg.record.tensorboard and find_spec("tensorboard") is None:
+        return ["TensorBoard is off: the package tensorboard is missing (record.tensorboard)"]
+    return []
+
+
+def _wandb_fault() -> str | None:
+    try:
+        import wandb
+    except ImportError:
+        return "the package wandb is missing: pip install 'luffy-rl[wandb]'"
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return None
+    api = getattr(wandb, "api", None)
+    if api is not None and not api.api_key:
+        return "nobody is logged in: run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline"
+    return None
+
+
 class Recorder:
     """``start_step`` is the last step already done: rows after it (of a run that was killed) are dropped."""
 
@@ -119,7 +143,7 @@ class Recorder:
         self.samples = JsonLines(folder / SAMPLES, start_step, DENSE)
         self.eval_samples = JsonLines(folder / EVAL_SAMPLES, start_step, DENSE)
         self.trackers: dict[str, Tracker] = {}
-        if cfg.record.tensorboard:
+        if cfg.record.tensorboard and find_spec("tensorboard") is not None:
             self._start("TensorBoard", lambda: TensorBoardTracker(folder / "tensorboard", start_step + 1))
         if cfg.record.wandb:
             self._start("W&B", lambda: WandbTracker(cfg))

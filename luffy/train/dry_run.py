@@ -17,6 +17,7 @@ from luffy.errors import UserError
 from luffy.guidance import Planner
 from luffy.models.forward import key_value_shape, use_luffy_attention
 from luffy.models.load import DTYPES, check_local, decode, load_tokenizer, model_folder
+from luffy.report.recorder import check_trackers
 from luffy.rewards import build_verifier
 from luffy.rollout.native import default_slots
 from luffy.rollout.overrides.speculative import check_same_tokenizer
@@ -37,6 +38,7 @@ FEW_RIGHT = 0.8  # of them: fewer is worth a remark
 
 def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
     """Lines to print; ``trainings`` like this one are made one after the other. Weights are not loaded: the model is built without memory to count its parameters."""
+    notices = check_trackers(cfg)
     tokenizer = setup.load_policy_tokenizer(cfg.model)
     encoder = setup.build_encoder(cfg, tokenizer)
     tasks = setup.load_training_tasks(cfg, encoder, sft=method == "sft")
@@ -53,6 +55,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
     sampler = ProblemSampler(len(tasks), cfg.seed)
     rows, visits = draw(sampler, cfg.batch.problems)
     batch = [tasks[i] for i in rows]
+    notices += setup.repeated_problems(cfg, len(tasks))
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
     memory = memory_estimate(cfg, model_config, parameters, trained, method) | guidance_memory(cfg, guidance)
     lines = [
@@ -64,6 +67,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
         f"step       {plan_line(cfg, method, batch, visits, steps)}",
         f"update     {update_line(cfg, steps)}",
         f"memory     {memory_line(cfg, memory)}",
+        *(f"warning    {notice}" for notice in notices),
         "first prompt, as the model sees it:",
         encoder.render(batch[0].problem),
     ]

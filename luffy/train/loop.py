@@ -41,6 +41,7 @@ from luffy.report.recorder import (
     METRICS,
     Recorder,
     SilentRecorder,
+    check_trackers,
     evaluation_rows,
     read_json_lines,
     sample_rows,
@@ -135,6 +136,7 @@ class Trainer:
         self.notices: list[str] = []
         self.changes: Changes = {}
         self.view: RunView | None = None
+        self.notices += self.world.on_main(lambda: check_trackers(cfg))
         self.tokenizer = setup.load_policy_tokenizer(cfg.model)
         checkpoint = self.world.on_main(lambda: find_checkpoint(cfg, self.store, resume, self.notices.append))
         saved = {} if checkpoint is None else checkpoint.state()
@@ -167,6 +169,7 @@ class Trainer:
         if self.engines.replica is not None:  # made before the masters of a checkpoint were there
             self._sync(self.progress.step)
         self.notices += setup.left_out(self.tasks.report, self.eval_report)
+        self.notices += setup.repeated_problems(cfg, len(self.tasks))
         if method == "rl":
             self.notices += setup.dropout_notice(self.model.config)
         self.world.on_main(lambda: remove_unfinished(cfg.folder))

@@ -239,6 +239,17 @@ def dropout_notice(model_config: Any) -> list[str]:
     ]
 
 
+def repeated_problems(cfg: Config, problems: int) -> list[str]:
+    """A batch that is larger than the data has problems in it several times."""
+    if cfg.batch.problems <= problems:
+        return []
+    times = cfg.batch.problems / problems
+    return [
+        f"batch.problems={cfg.batch.problems}, but only {problems} usable: every step takes each about {times:.3g} times; "
+        "lower batch.problems or add data"
+    ]
+
+
 def validate(cfg: Config, method: str, model_config: Any) -> None:
     """What only the model or the method can tell, before anything is written."""
     longest = getattr(model_config, "max_position_embeddings", None)

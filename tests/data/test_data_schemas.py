@@ -38,6 +38,8 @@ def fault(row: dict[str, Any], schema: str | None = None, **options: Any) -> str
         ({"problem": "p", "answer": "1", "solution": "s"}, "openr1"),
         ({"question": "q", "answer": "so 3\n#### 3"}, "gsm8k"),
         ({"prompt": "q", "completion": "c"}, "completion"),
+        ({"messages": [{"role": "user", "content": "q"}]}, "messages"),
+        ({"prompt": "q", "messages": []}, "luffy"),
         ({"prompt": "q", "completion": "c", "answer": "1"}, "completion"),
         ({"question": "q", "answer": "3"}, None),
         ({"instruction": "q", "label": "3"}, None),
@@ -272,6 +274,34 @@ def test_completion():
     assert "column 'completion': expected a non-empty string" in fault(
         {"prompt": "q", "completion": ""}, require_answer=False
     )
+
+
+# ---- chats
+
+
+def turns(*contents):
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+def test_the_last_assistant_turn_of_a_chat_is_the_trace():
+    problem = read({"messages": turns("q", "a", "more?", "b"), "answer": "3", "id": "x", "level": 2})
+    assert problem.prompt == (Message("user", "q"), Message("assistant", "a"), Message("user", "more?"))
+    assert problem.traces == (Trace(text="b"),) and (problem.answer, problem.id, problem.meta["level"]) == ("3", "x", 2)
+    system = [{"role": "system", "content": "Be brief."}, *turns("q", "a")]
+    assert read({"messages": system}, require_answer=False).prompt[0] == Message("system", "Be brief.")
+    unanswered = read({"messages": turns("q"), "answer": "3"})
+    assert unanswered.prompt == (Message("user", "q"),) and unanswered.traces == ()
+
+
+def test_faults_of_a_chat():
+    for chat in ([], "q", ["q"], None, [{"content": "q"}]):
+        assert "column 'messages': expected a non-empty list of chat messages" in fault({"messages": chat})
+    only = [{"role": "assistant", "content": "a"}]
+    assert "column 'messages'" in fault({"messages": only, "answer": "1"})
+    assert "column 'messages[1]'" in fault({"messages": turns("q", ""), "answer": "1"})
+    assert "data.columns={prompt: messages, answer: ..., traces: messages}" not in fault({"messages": turns("q", "a")})
+    assert "luffy sft" in fault({"messages": turns("q", "a")})
 
 
 # ---- column map

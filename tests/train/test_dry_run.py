@@ -11,6 +11,7 @@ from luffy.train import dry_run as planning
 from luffy.train import setup
 from luffy.train.dry_run import cache_bytes, dry_run, head_bytes
 from luffy.train.engines import VLLM_SLOTS
+from luffy.train.loop import Trainer
 
 SHAPE = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, vocab_size=1000)
 
@@ -54,6 +55,17 @@ def test_the_first_traces_are_verified(make_config, sums, tmp_path, monkeypatch)
     assert said(wrong=4, method="sft") == "traces     not verified: SFT learns from all of them"
     monkeypatch.setattr(planning, "PROBLEMS_LOOKED_AT", 1)
     assert said(wrong=0) == "traces     none with the first 1 problems"
+
+
+def test_a_batch_larger_than_the_data_is_said(make_config):
+    cfg = make_config(batch={"problems": 36})
+    said = (
+        "batch.problems=36, but only 24 usable: every step takes each about 1.5 times; lower batch.problems or add data"
+    )
+    assert f"warning    {said}" in dry_run(cfg, "rl")
+    with Trainer(cfg) as trainer:
+        assert said in trainer.notices
+    assert not any("usable: every" in line for line in dry_run(make_config(batch={"problems": 24}), "rl"))
 
 
 def ends_in_a_digit(response, answer, problem):

@@ -1,6 +1,8 @@
 import json
 import math
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -366,10 +368,11 @@ def test_a_run_in_two_parts_equals_one_in_one_go(make_config, dtype):
 def test_a_failing_tracker_never_ends_a_run(make_config, monkeypatch, capsys):
     from luffy.report import recorder
 
-    def full_disk(*args):
+    def full_disk(*args, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(recorder.TensorBoardTracker, "log", full_disk)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=full_disk))
     rows = run(make_config(record={"tensorboard": True, "wandb": True}))
     assert len(rows) == 4
     said = capsys.readouterr().err
