@@ -140,8 +140,8 @@ def read_completion(row: RowView) -> Problem:
 
 
 def read_chat(row: RowView) -> Problem:
-    """``{"messages", "answer"?}``: where the chat ends with an assistant turn that is the trace, what comes before it is
-    the prompt; else all of it is the prompt."""
+    """``{"messages", "answer"?}``: an assistant turn at the end of the chat is the trace, what comes before it the
+    prompt; without one the whole chat is the prompt."""
     chat = row.get("messages")
     if not _is_chat(chat):
         raise row.unexpected("messages", "a non-empty list of chat messages", chat)

@@ -219,10 +219,11 @@ def temperature_figures(evaluations: Mapping[str, Evaluation], k: int, left_out:
             except UserError as error:
                 left_out.append(f"pass@{k} over temperatures: {error}")
     if panels:
+        where = "; ".join(panel.title for panel in panels)
         yield Figure(
             "temperatures",
             f"pass@{k} over temperatures",
-            f"Unbiased pass@{k} on {'; '.join(p.title for p in panels)}: does the model find more when it explores more?",
+            f"Unbiased pass@{k} on {where}: does the model find more when it explores more?",
             "Figure 12",
             tuple(panels),
         )

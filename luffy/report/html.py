@@ -144,8 +144,8 @@ def _final_section(methods: Sequence[Styled]) -> Markup:
         else "One seed per method, so no intervals."
     )
     intro = (
-        f"{seeds} Final is the last recorded value. Best is the highest of a run; chosen on the problems it is measured "
-        "on, it flatters. Seconds include evaluations and checkpoints."
+        f"{seeds} Final is the last recorded value. Best is the highest of a run; chosen on the problems it is "
+        "measured on, it flatters. Seconds include evaluations and checkpoints."
     )
     return _section("final", "Final figures", intro, final_table(methods))
 

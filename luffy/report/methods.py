@@ -121,8 +121,15 @@ def _label(members: Sequence[RunRecord], path: Path, root: str) -> str:
     names = [run.folder.resolve().name for run in members]
     if len(members) == 1 or path.name not in names:
         return label
-    shared = os.path.commonprefix(names).rstrip("-_. ")
+    shared = _shared_beginning(names).rstrip("-_. ")
     return str(Path(label).with_name(shared)) if len(shared) >= SHORTEST_PREFIX else ", ".join([label, *names[1:]])
+
+
+def _shared_beginning(names: Sequence[str]) -> str:
+    """The letters with which all names begin; of sorted names, the first and the last tell."""
+    first, last = min(names), max(names)
+    same = (i for i, letter in enumerate(first) if not last.startswith(letter, i))
+    return first[: next(same, len(first))]
 
 
 def settings_of(run: RunRecord) -> dict[str, Any]:

@@ -37,7 +37,8 @@ FEW_RIGHT = 0.8  # of them: fewer is worth a remark
 
 
 def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
-    """Lines to print; ``trainings`` like this one are made one after the other. Weights are not loaded: the model is built without memory to count its parameters."""
+    """Lines to print; ``trainings`` like this one are made one after the other. Weights are not loaded: the model is
+    built without memory to count its parameters."""
     notices = check_trackers(cfg)
     tokenizer = setup.load_policy_tokenizer(cfg.model)
     encoder = setup.build_encoder(cfg, tokenizer)

@@ -245,8 +245,8 @@ def repeated_problems(cfg: Config, problems: int) -> list[str]:
         return []
     times = cfg.batch.problems / problems
     return [
-        f"batch.problems={cfg.batch.problems}, but only {problems} usable: every step takes each about {times:.3g} times; "
-        "lower batch.problems or add data"
+        f"batch.problems={cfg.batch.problems}, but only {problems} usable: every step takes each about {times:.3g} "
+        "times; lower batch.problems or add data"
     ]
 
 

@@ -413,7 +413,7 @@ def test_analyze_several_suites(whole, options, problems, tmp_path):
     for name, temperature in (("warm", 1.0), ("cool", 0.5)):
         run_evaluation(replace(few, out=tmp_path / name, temperature=temperature))
     run_evaluation(replace(few, suite=str(tmp_path / "one.jsonl"), out=tmp_path / "other"))
-    code, out, err = luffy("analyze", whole[0], *(tmp_path / n for n in ("warm", "cool", "other")), "--out", tmp_path)
+    code, _, err = luffy("analyze", whole[0], *(tmp_path / n for n in ("warm", "cool", "other")), "--out", tmp_path)
     assert code == 0 and err == "", err
     curve = read_csv(tmp_path / "temperatures.csv")
     assert {row["panel"] for row in curve} == {"few"} and [float(row["x"]) for row in curve] == [0.5, 1.0]
