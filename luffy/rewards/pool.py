@@ -260,6 +260,7 @@ class _Worker:
         self.timeout_s = timeout_s
         self.ready = False
         self.item: int | None = None
+        self._ended = False
         self.deadline = time.monotonic() + START_TIMEOUT_S
         ours, theirs = (_above_stdio(end.detach()) for end in socket.socketpair())
         lifeline_read, self._lifeline = (_above_stdio(end) for end in os.pipe())
@@ -294,9 +295,10 @@ class _Worker:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
     def kill_process(self) -> None:
-        """End the process and whatever it started (it leads its own process group)."""
-        if self.process.poll() is None:
-            with suppress(ProcessLookupError):
+        """End the process and whatever it started (it leads its own process group), also when it ended by itself."""
+        if not self._ended:
+            self._ended = True
+            with suppress(ProcessLookupError, PermissionError):  # nobody is left; on macOS a zombie is
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 

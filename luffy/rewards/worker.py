@@ -34,6 +34,8 @@ class Setup:
 
 def main(connection_fd: int, lifeline_fd: int) -> None:
     """Entry of the process. ``lifeline_fd`` is a pipe whose other end only the parent holds."""
+    for fd in (connection_fd, lifeline_fd):  # in the hands of what the function starts, it would outlive this process
+        os.set_inheritable(fd, False)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a blocked SIGALRM would be inherited and disarm soft limits
     die_with_parent(lifeline_fd)
     # Sent to a whole job, it asks the parent to end its step, which needs this process. A handler, because what the
@@ -54,13 +56,14 @@ def main(connection_fd: int, lifeline_fd: int) -> None:
 
 
 def die_with_parent(lifeline_fd: int) -> None:
-    """Ask the kernel for SIGIO, which ends this process, when the parent's end of the pipe closes.
+    """Ask the kernel for SIGIO, which ends this process and what it started (its process group), when the parent's
+    end of the pipe closes.
 
     Unlike a watching thread it also ends a worker that holds the interpreter lock in a long
     big-integer operation; unlike a parent-death signal it does not depend on the spawning thread.
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
     try:
         os.read(lifeline_fd, 1)
@@ -103,8 +106,8 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
     while True:
         try:
             message = connection.recv_bytes()
-        except EOFError:
-            return
+        except EOFError:  # the parent is gone
+            os.killpg(os.getpgrp(), signal.SIGKILL)
         try:
             connection.send(("ok", function(*pickle.loads(message)), ""))
         except MemoryError:

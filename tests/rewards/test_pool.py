@@ -184,6 +184,25 @@ def test_a_timeout_also_ends_what_the_worker_started():
         assert wait_until(lambda: not is_running(grandchild))
 
 
+@pytest.mark.parametrize("end", ["exit", "kill", "bomb"])
+def test_what_a_worker_started_ends_with_it_however_it_ends(end):
+    with WorkerPool("reward_functions:misbehave", workers=1, timeout_s=60, memory_bytes=256 << 20) as pool:
+        grandchild = pool.map([("grandchild",)])[0].value
+        assert is_running(grandchild)
+        assert pool.map([(end, 1 << 30)])[0].status == "crashed"
+        assert wait_until(lambda: not is_running(grandchild))
+
+
+def test_what_a_worker_started_ends_when_the_worker_is_killed_between_items():
+    with WorkerPool("reward_functions:misbehave", workers=1, timeout_s=60) as pool:
+        grandchild = pool.map([("grandchild",)])[0].value
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        assert wait_until(lambda: not is_running(pid))
+        assert pool.map([("echo", 1)])[0].value == 1
+        assert wait_until(lambda: not is_running(grandchild))
+
+
 def test_close_leaves_no_process_and_refuses_further_work():
     pool = WorkerPool("reward_functions:square")
     pids = pool.pids
@@ -219,17 +238,18 @@ def test_workers_end_when_the_parent_is_killed(occupation):
         from luffy.rewards.pool import WorkerPool
         pool = WorkerPool("reward_functions:misbehave", timeout_s=60)
         pool.wait_ready()
-        print(*pool.pids, flush=True)
+        started = [outcome.value for outcome in pool.map([("grandchild",)] * 2)]
+        print(*pool.pids, *started, flush=True)
         if {occupation!r} == "idle":
             time.sleep(1000)
         pool.map([({occupation!r},)] * 2)
     """)
     pids = [int(word) for word in parent.stdout.readline().split()]
     time.sleep(0.5)
-    assert len(pids) == 2 and all(map(is_running, pids))
+    assert len(pids) == 4 and all(map(is_running, pids))
     parent.kill()
     parent.wait()
-    assert wait_until(lambda: not any(map(is_running, pids)), seconds=5)
+    assert wait_until(lambda: not any(map(is_running, pids)))
 
 
 def test_script_without_guard_without_stdin_and_without_close():
