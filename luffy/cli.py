@@ -21,6 +21,7 @@ from luffy._version import __version__
 from luffy.bench.cli import bench_app
 from luffy.cli_help import FullHelp
 from luffy.config import Config, built_in_recipes, inherited_for_rl, load_config, to_yaml
+from luffy.distributed.follow import LAUNCHER_VARIABLE, follow_launcher
 from luffy.errors import Interrupted, TrainingStopped, UserError
 from luffy.prepare.cli import prepare_app
 from luffy.schema import describe
@@ -452,6 +453,8 @@ def analyze(
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if LAUNCHER_VARIABLE in os.environ:
+        follow_launcher()
     sys.path.insert(0, os.getcwd())  # reward.kind=module:function finds a module beside the recipe, as python -m would
     try:
         app()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, TypeVar, cast
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
+T = TypeVar("T")
 Advance = Callable[[int], None]
 
 LINES_WHEN_PIPED = 20
@@ -17,7 +21,7 @@ LINES_WHEN_PIPED = 20
 @contextmanager
 def progress(label: str, total: int, done: int = 0) -> Iterator[Advance]:
     """``advance(count)`` after each piece of work; ``done`` is what an earlier run left finished."""
-    console = Console(stderr=True)
+    console = Console(file=lasting(sys.stderr))
     if not console.is_terminal:
         yield _line_printer(console, label, total, done)
         return
@@ -40,3 +44,34 @@ def _line_printer(console: Console, label: str, total: int, done: int) -> Advanc
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     return advance
+
+
+class LastingStream:
+    """A text stream whose reader may go away: from then on what is written goes nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._try(lambda: self._stream.write(text)) or 0
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], T]) -> T | None:
+        try:
+            return act()
+        except OSError:
+            with suppress(
+                OSError, ValueError
+            ):  # below the stream's buffer, which still holds what could not be written
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def lasting(stream: TextIO | None) -> TextIO:
+    """The stream, made to outlive its reader. (``sys.stderr`` is None where standard error was closed from the start.)"""
+    return cast(TextIO, LastingStream(stream if stream is not None else open(os.devnull, "w")))

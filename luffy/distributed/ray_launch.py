@@ -24,6 +24,7 @@ from luffy.config import Config
 from luffy.distributed.launch import Job
 from luffy.errors import ConfigError, TrainingStopped, UserError
 from luffy.plugins import load_plugins
+from luffy.progress import lasting
 
 MISTAKES = {"user": UserError, "stopped": TrainingStopped}
 POLL_S = 0.5
@@ -211,7 +212,7 @@ class Mailbox:
 
 def print_lines(lines: list[str]) -> None:
     for line in lines:
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=lasting(sys.stderr), flush=True)
 
 
 def raise_mistake(mistake: tuple[str, str] | None) -> None:

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from luffy.distributed.follow import LAUNCHER_VARIABLE
 from luffy.errors import UserError
 from luffy.metrics import Metric, merge_metrics
 
@@ -76,7 +77,7 @@ class World:
 
 def is_launched() -> bool:
     """Whether a launcher started this process: torchrun by its environment, Ray by having connected it."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or (dist.is_available() and dist.is_initialized())
+    return LAUNCHER_VARIABLE in os.environ or (dist.is_available() and dist.is_initialized())
 
 
 def lost_a_peer(error: RuntimeError) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from luffy.progress import lasting
 from luffy.report.console import clock
 
 
@@ -14,7 +16,7 @@ class EvalView:
     """``working`` moves the bar within a chunk, ``saved`` when its responses are scored and on the disk."""
 
     def __init__(self, name: str, total: int, done: int) -> None:
-        self.console = Console(stderr=True)
+        self.console = Console(file=lasting(sys.stderr))
         self.total, self.first, self.done = total, done, done
         self.tokens = 0
         self.started = time.monotonic()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.table import Table
 
 from luffy.config import Config, load_config
 from luffy.files import write_atomically
+from luffy.progress import lasting
 from luffy.report.html import write_report
 from luffy.report.recorder import read_json_lines
 from luffy.report.tables import OUTSIDE_STEPS, STEP_SECONDS
@@ -48,7 +50,7 @@ class Outcome:
 
 def quickstart(out: Path, seeds: int, steps: int | None = None) -> dict[str, dict[int, Outcome]]:
     """Train every method with every seed below ``out``, print the table, write summary.json and report.html."""
-    console = Console(stderr=True)
+    console = Console(file=lasting(sys.stderr))
     console.print("Chains of sums, e.g. [bold]47+5-3+8=?[/] -> +5=52 -3=49 +8=57 #### 57")
     console.print("The base model knows the steps, but gets 19 of 20 wrong by one: its own samples are never right.\n")
     outcomes: dict[str, dict[int, Outcome]] = {name: {} for name, _, _ in METHODS}

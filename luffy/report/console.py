@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from luffy.progress import lasting
 
 FIELDS = (
     ("reward", "critic/rewards/mean", "{:.3f}"),
@@ -48,7 +51,7 @@ class RunView:
     """Shows steps as they end, and what the run is doing in between."""
 
     def __init__(self, name: str, total: int, done: int, console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
+        self.console = console or Console(file=lasting(sys.stderr))
         self.name, self.total, self.first = name, total, done
         self.started = time.monotonic()
         self._progress: Progress | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -10,6 +11,7 @@ from rich.console import Console
 from luffy.config import Config
 from luffy.distributed.launch import OnStep
 from luffy.distributed.world import World, join_world, leave_world
+from luffy.progress import lasting
 from luffy.report.recorder import METRICS
 from luffy.train import setup
 from luffy.train.changes import in_words
@@ -40,6 +42,7 @@ class Job:
 
     def _train(self, world: World, on_step: OnStep, out: TextIO | None) -> None:
         console = None if out is None else Console(file=out, width=200)
+        out = lasting(out if out is not None else sys.stdout)
         arguments = (self.cfg, self.method, self.resume, self.allow_changed_data, world, on_step, console)
         with Trainer(*arguments) as trainer:
             lacks = trainer.lacks_evaluation()  # all processes ask
