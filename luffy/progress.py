@@ -73,5 +73,5 @@ class LastingStream:
 
 
 def lasting(stream: TextIO | None) -> TextIO:
-    """The stream, made to outlive its reader. (``sys.stderr`` is None where standard error was closed from the start.)"""
+    """The stream, made to outlive its reader. (``sys.stderr`` is None where it was closed from the start.)"""
     return cast(TextIO, LastingStream(stream if stream is not None else open(os.devnull, "w")))
