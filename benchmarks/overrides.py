@@ -1,10 +1,10 @@
-"""Tokens per second of guided decoding, against the guidance model alone and the draft alone.
+"""Tokens per second of decoding with overrides, against the second model alone and the draft alone.
 
     python benchmarks/overrides.py                                                     # CPU, tiny models
-    python benchmarks/overrides.py --draft qwen2-0.5b --guidance qwen2-1.5b --device cuda --dtype bfloat16
+    python benchmarks/overrides.py --draft qwen2-0.5b --second qwen2-1.5b --device cuda --dtype bfloat16
 
 Weights are random, so speed is real and agreement is chosen. Random models are nearly flat, and a higher --temperature
-makes any two of them agree more. --guidance copy takes the draft's own weights with --noise (relative) on them instead.
+makes any two of them agree more. --second copy takes the draft's own weights with --noise (relative) on them instead.
 What matters for speed is how many proposals a round keeps, and that is in the table.
 """
 
@@ -54,7 +54,7 @@ class Row:
 
     engine: str
     tokens_per_second: float
-    against_guidance: float
+    against_second: float
     accepted_length: float | None = None
     override_share: float | None = None
 
@@ -110,13 +110,13 @@ def speeds(engines: dict[str, NativeEngine], requests: Sequence[Request], repeat
 def make_engines(args: argparse.Namespace) -> dict[str, NativeEngine]:
     dtype = getattr(torch, args.dtype)
     draft = build(SHAPES[args.draft], 1, args.device, dtype)
-    if args.guidance == "copy":
-        guidance = noisy_copy(draft, args.noise, 2)
+    if args.second == "copy":
+        second = noisy_copy(draft, args.noise, 2)
     else:
-        guidance = build(SHAPES[args.guidance], 2, args.device, dtype)
+        second = build(SHAPES[args.second], 2, args.device, dtype)
     rule, slots = Rule(args.rule, tau=args.tau, eps=args.eps), args.sequences
-    guided = {f"{rule.name}, k={k}": SpeculativeEngine(draft, guidance, rule, k=k, max_slots=slots) for k in args.k}
-    return {"guidance alone": NativeEngine(guidance, slots), "draft alone": NativeEngine(draft, slots), **guided}
+    engines = {f"{rule.name}, k={k}": SpeculativeEngine(draft, second, rule, k=k, max_slots=slots) for k in args.k}
+    return {"second alone": NativeEngine(second, slots), "draft alone": NativeEngine(draft, slots), **engines}
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
@@ -124,7 +124,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
     vocabulary = SHAPES[args.draft].vocabulary
     requests = make_requests(args.sequences, args.prompt, args.tokens, args.temperature, vocabulary)
     found = speeds(engines, requests, args.repeats)
-    alone = found["guidance alone"]
+    alone = found["second alone"]
     return [Row(name, found[name], found[name] / alone, *agreement(engine.stats)) for name, engine in engines.items()]
 
 
@@ -136,9 +136,9 @@ def agreement(stats: EngineStats) -> tuple[float | None, float | None]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [f"{'':18}{'tokens/s':>10}{'x guidance':>12}{'accepted':>10}{'overrides':>11}"]
+    lines = [f"{'':18}{'tokens/s':>10}{'x second':>12}{'accepted':>10}{'overrides':>11}"]
     for row in rows:
-        line = f"{row.engine:18}{row.tokens_per_second:>10,.0f}{row.against_guidance:>12.2f}"
+        line = f"{row.engine:18}{row.tokens_per_second:>10,.0f}{row.against_second:>12.2f}"
         if row.accepted_length is not None and row.override_share is not None:
             line += f"{row.accepted_length:>10.2f}{row.override_share:>11.1%}"
         lines.append(line)
@@ -150,10 +150,10 @@ def machine(device: str) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Speed of token-level guidance.")
+    parser = argparse.ArgumentParser(description="Speed of token overrides.")
     parser.add_argument("--draft", choices=SHAPES, default="tiny")
-    parser.add_argument("--guidance", choices=[*SHAPES, "copy"], default="tiny-large")
-    parser.add_argument("--noise", type=float, default=0.1, help="of --guidance copy, relative to each matrix's spread")
+    parser.add_argument("--second", choices=[*SHAPES, "copy"], default="tiny-large")
+    parser.add_argument("--noise", type=float, default=0.1, help="of --second copy, relative to each matrix's spread")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rule", choices=RULES, default="speculative")
@@ -165,7 +165,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a response")
     parser.add_argument("--temperature", type=float, default=1.0, help="higher: random models agree more")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=Path("runs/benchmark-guidance.json"))
+    parser.add_argument("--json", type=Path, default=Path("runs/benchmark-overrides.json"))
     return parser.parse_args(argv)
 
 
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{args.draft} under {args.guidance}, {machine(args.device)}, {args.dtype}: {args.json}")
+    print(f"{args.draft} under {args.second}, {machine(args.device)}, {args.dtype}: {args.json}")
     print(table(rows))
 
 

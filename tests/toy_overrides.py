@@ -21,7 +21,7 @@ RULES = {
     "mixture": Rule("mixture", eps=0.5),
 }
 VOCABULARY, EOS, LENGTH, GIVEN = 6, 1, 3, (3, 4)
-TEMPERATURE, GUIDANCE_TEMPERATURE = 1.6, 2.0
+TEMPERATURE, SECOND_TEMPERATURE = 1.6, 2.0
 SAMPLES = 4000
 
 
@@ -38,22 +38,22 @@ def plain_log_probs(model, ids, start: int, temperature: float = 1.0) -> torch.T
 
 
 @cache
-def toy_models(guided: int = VOCABULARY):
-    """Draft and guidance; of the guidance model's tokens only the first ``guided`` are left."""
-    draft, guidance = (
+def toy_models(known: int = VOCABULARY):
+    """Draft and second model; of the second model's tokens only the first ``known`` are left."""
+    draft, second = (
         tiny_model(name, seed=seed, vocab_size=VOCABULARY, eos_token_id=EOS, initializer_range=0.1)
         for name, seed in (("qwen2", 1), ("llama", 2))
     )
-    drop_padding_tokens(guidance, guided)
-    return draft, guidance
+    drop_padding_tokens(second, known)
+    return draft, second
 
 
 @cache
-def toy_tables(guided: int = VOCABULARY) -> tuple[dict, dict]:
-    """Log-probs [V] of draft and guidance after every beginning of a sequence, in float64."""
+def toy_tables(known: int = VOCABULARY) -> tuple[dict, dict]:
+    """Log-probs [V] of draft and second model after every beginning of a sequence, in float64."""
     contexts = [c for n in range(LENGTH) for c in itertools.product(range(VOCABULARY), repeat=n) if EOS not in c]
     tables = []
-    for model, temperature in zip(toy_models(guided), (TEMPERATURE, GUIDANCE_TEMPERATURE), strict=True):
+    for model, temperature in zip(toy_models(known), (TEMPERATURE, SECOND_TEMPERATURE), strict=True):
         size = model.config.vocab_size
         ids = [(*GIVEN, *(min(token, size - 1) for token in c)) for c in contexts]
         rows = [plain_log_probs(model, i, len(i), temperature)[-1].double() for i in ids]
@@ -71,7 +71,7 @@ def toy_sequences() -> list[tuple[int, ...]]:
 
 @cache
 def exact_moments(
-    rule: Rule, budget: int | None, guided: int = VOCABULARY
+    rule: Rule, budget: int | None, known: int = VOCABULARY
 ) -> dict[tuple[int, ...], tuple[float, float]]:
     """Of every sequence its probability and E[w^2; sequence], w the product of d / b, by enumeration of
     proposals, verdicts and overrides. The state is how many overrides were spent: b depends on it."""
@@ -79,7 +79,7 @@ def exact_moments(
     for sequence in toy_sequences():
         spent = {0: (1.0, 1.0)}
         for place, token in enumerate(sequence):
-            stay, replaced, draft = branches(rule, sequence[:place], token, guided)
+            stay, replaced, draft = branches(rule, sequence[:place], token, known)
             after: dict[int, tuple[float, float]] = {}
             for count, (weight, squared) in spent.items():
                 free = budget is None or count < budget
@@ -95,9 +95,9 @@ def exact_moments(
     return out
 
 
-def branches(rule: Rule, context: tuple[int, ...], token: int, guided: int) -> tuple[float, float, float]:
+def branches(rule: Rule, context: tuple[int, ...], token: int, known: int) -> tuple[float, float, float]:
     """Probability that ``token`` is proposed and kept, that it takes a rejected one's place, and d(token)."""
-    log_d, log_g = (table[context] for table in toy_tables(guided))
+    log_d, log_g = (table[context] for table in toy_tables(known))
     every = torch.arange(VOCABULARY)
     keep = rule.accept_probability(log_d.expand(VOCABULARY, -1), log_g.expand(VOCABULARY, -1), every)
     rejected = (log_d.exp() * (1 - keep)).sum()
@@ -105,21 +105,21 @@ def branches(rule: Rule, context: tuple[int, ...], token: int, guided: int) -> t
     return float(d * keep[token]), float(rejected * override), float(d)
 
 
-def exact_distribution(rule: Rule, budget: int | None, guided: int = VOCABULARY) -> dict[tuple[int, ...], float]:
-    return {sequence: p for sequence, (p, _) in exact_moments(rule, budget, guided).items()}
+def exact_distribution(rule: Rule, budget: int | None, known: int = VOCABULARY) -> dict[tuple[int, ...], float]:
+    return {sequence: p for sequence, (p, _) in exact_moments(rule, budget, known).items()}
 
 
 DRAFT_ALONE = Rule("mixture", eps=0.0)
 
 
 @cache
-def toy_samples(name: str, budget: int | None, guided: int = VOCABULARY) -> tuple[Completion, ...]:
+def toy_samples(name: str, budget: int | None, known: int = VOCABULARY) -> tuple[Completion, ...]:
     engine = SpeculativeEngine(
-        *toy_models(guided),
+        *toy_models(known),
         RULES[name],
         k=2,
         max_overrides=budget,
-        guidance_temperature=GUIDANCE_TEMPERATURE,
+        second_temperature=SECOND_TEMPERATURE,
         max_slots=800,
     )
     return tuple(engine.generate(toy_requests()))

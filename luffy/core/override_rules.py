@@ -1,7 +1,7 @@
-"""When a guidance model overrides the policy's token, and the exact probability of what comes out.
+"""When a second model overrides the policy's token, and the exact probability of what comes out.
 
-The policy (the draft, d) proposes a token; a rule keeps it or draws another from the guidance model's
-side (g). What the sequence is really drawn with is the behaviour b:
+The policy (the draft, d) proposes a token; a rule keeps it, or draws another with the help of the second
+model (g). The distribution that a token is really drawn from is the behaviour b:
 
     speculative     keep x with min(1, g(x) / d(x)), else draw from (g - d)+      b = g
     threshold(tau)  keep x where g(x) >= tau, else draw from g                    b = d [g >= tau] + D g
@@ -35,7 +35,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.name not in RULES:
-            raise ValueError(f"unknown guidance rule {self.name!r}; known: {', '.join(RULES)}")
+            raise ValueError(f"unknown override rule {self.name!r}; known: {', '.join(RULES)}")
         for field, value in (("tau", self.tau), ("eps", self.eps)):
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"{field} is {value}: a probability lies between 0 and 1")
@@ -48,7 +48,7 @@ class Rule:
         if self.name == "threshold":
             return (chosen_g >= _log(self.tau)).to(log_d.dtype)
         ratio = (chosen_g - _at(log_d, proposals)).clamp(max=0.0)
-        # -inf minus -inf is NaN; what the guidance never says is never kept.
+        # -inf minus -inf is NaN; what the second model never says is never kept.
         return ratio.masked_fill(chosen_g == -math.inf, -math.inf).exp()
 
     def override_log_probs(self, log_d: Tensor, log_g: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from luffy.rollout.engine import Engine, EngineStats
 from luffy.rollout.native import NativeEngine
-from luffy.rollout.overrides.speculative import SpeculativeEngine, SpeculativeStats, check_same_tokenizer
+from luffy.rollout.overrides.overriding_decoder import SpeculativeStats
+from luffy.rollout.overrides.pair_checks import check_same_tokenizer
+from luffy.rollout.overrides.speculative import SpeculativeEngine
 from luffy.rollout.overrides.turns import TurnsEngine
 
 __all__ = [

@@ -22,7 +22,7 @@ class EngineStats:
     prefill_tokens: int = 0
     prefilled_prompts: int = 0
     decode_steps: int = 0
-    set_back: int = 0  # times a sequence had to start again because memory ran out
+    preemptions: int = 0  # times a sequence lost its KV cache for want of memory and was prefilled again later
     seconds: float = 0.0
 
     @property
@@ -58,22 +58,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """The run is over."""
         return None
-
-
-class GuidedPair(Engine):
-    """Two engines, of which the first, the draft, has the policy's weights: a step is a step of the draft."""
-
-    def __init__(self, draft: Engine, guidance: Engine) -> None:
-        self.draft, self.guidance = draft, guidance
-
-    def sync(self, version: int) -> None:
-        self.draft.sync(version)
-
-    def sleep(self) -> None:
-        self.draft.sleep()
-
-    def metrics(self) -> dict[str, Metric]:
-        return self.draft.metrics()
 
 
 def check_request(request: Request, max_context: int, vocabulary: int) -> None:

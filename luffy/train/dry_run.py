@@ -20,7 +20,7 @@ from luffy.models.load import DTYPES, check_local, decode, load_tokenizer, model
 from luffy.report.recorder import check_trackers
 from luffy.rewards import build_verifier
 from luffy.rollout.native import default_slots
-from luffy.rollout.overrides.speculative import check_same_tokenizer
+from luffy.rollout.overrides.pair_checks import check_same_tokenizer
 from luffy.train import setup
 from luffy.train.engines import VLLM_SLOTS, context_of
 from luffy.train.loop import Method, total_steps

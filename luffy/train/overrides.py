@@ -14,7 +14,8 @@ from luffy.models.load import drop_padding_tokens, load_model, load_tokenizer, t
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
 from luffy.rollout.overrides.aligned import AlignedEngine
-from luffy.rollout.overrides.speculative import SpeculativeEngine, check_same_tokenizer
+from luffy.rollout.overrides.pair_checks import check_same_tokenizer
+from luffy.rollout.overrides.speculative import SpeculativeEngine
 from luffy.rollout.overrides.turns import TurnsEngine, check_log_probs, check_takes_turns
 
 BeforeStep = Callable[[int], None]
@@ -58,7 +59,7 @@ def _token_by_token(
             rule,
             k=guide.k,
             max_overrides=guide.max_overrides,
-            guidance_temperature=guide.temperature,
+            second_temperature=guide.temperature,
             max_slots=cfg.rollout.slots,
             max_context=cfg.longest,
             memory_share=engine.memory_share,
@@ -68,8 +69,8 @@ def _token_by_token(
         NativeEngine(model, max_slots=cfg.rollout.slots),
         rule,
         max_overrides=guide.max_overrides,
-        guidance_temperature=guide.temperature,
-        guidance_vocabulary=model.config.vocab_size,
+        second_temperature=guide.temperature,
+        second_vocabulary=model.config.vocab_size,
     )
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of token-level guidance runs, and its figures say what they claim."""
+"""The benchmark of token overrides runs, and its figures say what they claim."""
 
 import json
 import runpy
@@ -20,14 +20,14 @@ def test_a_copy_agrees_without_noise_and_less_with_it(benchmark, tmp_path, capsy
     accepted = {}
     for noise in ("0", "3"):
         out = tmp_path / "deep" / f"{noise}.json"
-        benchmark.main([*SMALL, "--guidance", "copy", "--noise", noise, "--json", str(out)])
+        benchmark.main([*SMALL, "--second", "copy", "--noise", noise, "--json", str(out)])
         result = json.loads(out.read_text())
         accepted[noise] = [row["accepted_length"] for row in result["rows"][2:]]
         assert [row["engine"] for row in result["rows"]] == [
-            "guidance alone", "draft alone", "speculative, k=2", "speculative, k=4",
+            "second alone", "draft alone", "speculative, k=2", "speculative, k=4",
         ]  # fmt: skip
         assert all(row["tokens_per_second"] > 0 for row in result["rows"])
-        assert result["rows"][0]["against_guidance"] == 1.0 and result["settings"]["k"] == [2, 4]
+        assert result["rows"][0]["against_second"] == 1.0 and result["settings"]["k"] == [2, 4]
         shown = capsys.readouterr().out.splitlines()
         assert shown[-1].startswith("speculative, k=4") and "accepted" in shown[-5]
     assert accepted["0"] == [2.0, 4.0]  # 8 tokens after the first: whole rounds
@@ -36,7 +36,7 @@ def test_a_copy_agrees_without_noise_and_less_with_it(benchmark, tmp_path, capsy
 
 def test_another_shape_and_rule_on_the_same_tokens(benchmark, tmp_path):
     out = tmp_path / "out.json"
-    benchmark.main([*SMALL, "--guidance", "tiny-large", "--rule", "mixture", "--eps", "1", "--json", str(out)])
+    benchmark.main([*SMALL, "--second", "tiny-large", "--rule", "mixture", "--eps", "1", "--json", str(out)])
     for row in json.loads(out.read_text())["rows"][2:]:
         assert row["override_share"] == 1.0 and row["accepted_length"] == 0.0
 

@@ -111,7 +111,7 @@ def test_the_ends_of_the_scales():
 
 
 def test_bad_rules_are_refused():
-    with pytest.raises(ValueError, match="unknown guidance rule 'medusa'; known: speculative, threshold, mixture"):
+    with pytest.raises(ValueError, match="unknown override rule 'medusa'; known: speculative, threshold, mixture"):
         Rule("medusa")
     for knobs in ({"tau": -0.1}, {"tau": 1.5}, {"eps": 2.0}, {"eps": math.nan}):
         with pytest.raises(ValueError, match=f"{next(iter(knobs))} is .*between 0 and 1"):

@@ -1,6 +1,6 @@
-"""Token-level guidance on a GPU: float32 draws what the CPU draws, bfloat16 reports what it drew with.
+"""Token overrides on a GPU: float32 draws what the CPU draws, bfloat16 reports what it drew with.
 
-LUFFY_GPU_TEST_DEVICE=cpu runs the same checks without one: pytest -m gpu tests/gpu/test_cuda_guidance.py
+LUFFY_GPU_TEST_DEVICE=cpu runs the same checks without one: pytest -m gpu tests/gpu/test_cuda_overrides.py
 """
 
 import os
@@ -32,7 +32,7 @@ REQUESTS = [
 
 
 def models(device: str, dtype: torch.dtype, tokens: int = 200):
-    """Two models near enough for long agreement and far enough for overrides; the guidance may know fewer tokens."""
+    """Two models near enough for long agreement and far enough for overrides; the second model may know fewer tokens."""
     pair = tiny_model("llama", 1, initializer_range=0.05), tiny_model("qwen3", 2, initializer_range=0.05)
     drop_padding_tokens(pair[1], tokens)
     for model in pair:
@@ -43,8 +43,8 @@ def models(device: str, dtype: torch.dtype, tokens: int = 200):
 
 
 def generate(device, dtype, rule, *, k=4, budget=None, tokens=200):
-    draft, guidance = models(device, dtype, tokens)
-    engine = SpeculativeEngine(draft, guidance, rule, k=k, max_overrides=budget, max_slots=4)
+    draft, second = models(device, dtype, tokens)
+    engine = SpeculativeEngine(draft, second, rule, k=k, max_overrides=budget, max_slots=4)
     return engine.generate(REQUESTS), engine.stats
 
 
@@ -148,11 +148,11 @@ def teacher_forced(model, request, completion) -> torch.Tensor:
 @pytest.mark.parametrize("name", RULES)
 def test_reported_log_probs_are_those_of_a_teacher_forced_pass(name, dtype, mean, largest):
     dtype, rule = getattr(torch, dtype), RULES[name]
-    draft, guidance = models(DEVICE, dtype)
+    draft, second = models(DEVICE, dtype)
     completions, _ = generate(DEVICE, dtype, rule)
     gaps = []
     for request, completion in zip(REQUESTS, completions, strict=True):
-        log_d, log_g = (teacher_forced(model, request, completion) for model in (draft, guidance))
+        log_d, log_g = (teacher_forced(model, request, completion) for model in (draft, second))
         chosen = completion.token_ids[:, None]
         gaps += [completion.log_probs - log_d.gather(-1, chosen)[:, 0]]
         gaps += [completion.guidance_log_probs - log_g.gather(-1, chosen)[:, 0]]

@@ -113,14 +113,14 @@ def test_pieces_run_on_the_variable_length_kernel_with_the_models_window(monkeyp
     assert set(windows) == {(-1, 0), (39, 0)}  # where every sequence is shorter than the window, there is none
 
 
-def test_sequences_set_back_for_want_of_memory_say_the_same(monkeypatch):
+def test_preempted_sequences_go_on_as_they_would_have(monkeypatch):
     model = small()
     requests = [ask((3, 4, 5), 80, seed=i) for i in range(3)] + [ask([6] * 60, 30, seed=9)]
     # Two pages each at the end, and one for scratch: five cannot hold all four at once.
     monkeypatch.setattr(paged_generation, "pages_available", lambda *_: 5)
     slots, pages, engine = both(model, requests)
     assert_same(slots, pages)
-    assert engine.stats.set_back > 0
+    assert engine.stats.preemptions > 0
 
 
 @pytest.mark.parametrize("pages", [7, 8, 9, 11, 12, 13, 16, 22, 30])
@@ -194,7 +194,12 @@ def test_a_model_without_a_fused_form_decodes_from_slots_and_says_so_once(monkey
     engines = [NativeEngine(model) for model in models]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert [engine._uses_pages() for engine in engines * 2] == [False, False, False, True] * 2
+        assert [native_engine.uses_pages([engine.model], engine.decoding, False) for engine in engines * 2] == [
+            False,
+            False,
+            False,
+            True,
+        ] * 2
     names = [str(warning.message).split(" has no fused form")[0] for warning in caught]
     assert names == ["LlamaForCausalLM", "Qwen2ForCausalLM"]
 
@@ -202,12 +207,12 @@ def test_a_model_without_a_fused_form_decodes_from_slots_and_says_so_once(monkey
 def test_a_page_is_free_when_its_last_holder_gives_it_back():
     pool = PagePool(6)
     assert pool.free == 5  # one is scratch
-    pages = pool.take(3)
+    pages = pool.allocate(3)
     assert 0 not in pages
     shared = pool.share(pages[:2])
-    pool.give_back(pages)
+    pool.release(pages)
     assert pool.free == 3
-    pool.give_back(shared)
+    pool.release(shared)
     assert pool.free == 5
 
 

@@ -1,4 +1,4 @@
-"""Guided decoding from graphs draws what it draws without; on a CPU with plain torch in the place of kernels and graphs."""
+"""Decoding with overrides from graphs draws what it draws without; on a CPU with plain torch in the place of kernels and graphs."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ from luffy.models import drop_padding_tokens
 from luffy.rollout import SpeculativeEngine
 from luffy.rollout.native import paged_cache
 from luffy.rollout.native.decode_graphs import capturing
-from luffy.rollout.native.native_engine import ModelRunner
+from luffy.rollout.native.model_runner import ModelRunner
 from luffy.rollout.overrides import round_graphs
 from luffy.rollout.overrides.round_graphs import RoundGraphs
 from luffy.types import Request
@@ -76,7 +76,7 @@ def test_pages_draw_what_slots_draw(rule, k, budget, tokens):
     assert_same(pages, slots)
     assert {c.finish for c in pages} == {"stop", "length"}
     assert 0 < engine.stats.overrides < engine.stats.generated_tokens
-    assert engine.stats.decode_steps == k * engine.stats.guidance_passes
+    assert engine.stats.decode_steps == k * engine.stats.second_passes
 
 
 @pytest.mark.parametrize("architectures", [("qwen2", "mistral"), ("mistral", "llama")])
@@ -142,7 +142,7 @@ def test_little_memory_gives_few_slots(monkeypatch):
     pages = sum(2 * s.layers * 2 * s.kv_heads * PAGE * s.width * 4 for s in heads.values())
     assert sizes == [(8, pages + 10 * 3 * 40 * 4)] and engine._graphs.caches[0].slots == 2
     monkeypatch.setattr(round_graphs, "affordable", lambda *_: 0)
-    with pytest.raises(UserError, match="no memory is left for one guided sequence"):
+    with pytest.raises(UserError, match="no memory is left for one sequence with overrides"):
         engine.generate(requests())
 
 

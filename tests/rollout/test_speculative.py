@@ -1,4 +1,4 @@
-"""Token-level guidance: the tokens follow the rule's closed form, and the reported probabilities are it."""
+"""Token overrides: the tokens follow the rule's closed form, and the reported probabilities are it."""
 
 import math
 
@@ -37,24 +37,24 @@ def tokens_of(completions: list[Completion]) -> list[list[int]]:
     return [c.token_ids.tolist() for c in completions]
 
 
-# A budget of overrides, and a guidance model that lacks a token which the policy has (in earnest: padding).
-VARIANTS = pytest.mark.parametrize(("budget", "guided"), [(None, VOCABULARY), (1, VOCABULARY), (None, VOCABULARY - 1)])
+# A budget of overrides, and a second model that lacks a token which the policy has (in earnest: padding).
+VARIANTS = pytest.mark.parametrize(("budget", "known"), [(None, VOCABULARY), (1, VOCABULARY), (None, VOCABULARY - 1)])
 
 
 @VARIANTS
 @pytest.mark.parametrize("name", RULES)
-def test_sequences_follow_the_closed_form(name, budget, guided):
-    counts = count(toy_samples(name, budget, guided))
-    expected = exact_distribution(RULES[name], budget, guided)
+def test_sequences_follow_the_closed_form(name, budget, known):
+    counts = count(toy_samples(name, budget, known))
+    expected = exact_distribution(RULES[name], budget, known)
     assert set(counts) <= set(expected)
     assert chi_square(counts, expected) > 1e-3
     # The test can tell: the draft alone does not look like this.
     assert chi_square(counts, exact_distribution(DRAFT_ALONE, None)) < 1e-6
 
 
-def test_speculative_is_the_guidance_model_itself():
-    _, guides = toy_tables()
-    alone = {s: math.exp(sum(float(guides[s[:i]][y]) for i, y in enumerate(s))) for s in toy_sequences()}
+def test_speculative_is_the_second_model_itself():
+    _, others = toy_tables()
+    alone = {s: math.exp(sum(float(others[s[:i]][y]) for i, y in enumerate(s))) for s in toy_sequences()}
     assert exact_distribution(RULES["speculative"], None) == pytest.approx(alone, abs=1e-6)
     completions = toy_samples("speculative", None)
     assert all(torch.equal(c.behavior_log_probs, c.guidance_log_probs) for c in completions)
@@ -63,13 +63,13 @@ def test_speculative_is_the_guidance_model_itself():
 
 @VARIANTS
 @pytest.mark.parametrize("name", RULES)
-def test_reported_log_probs_are_the_closed_form_of_plain_forward_passes(name, budget, guided):
-    drafts, guides = toy_tables(guided)
+def test_reported_log_probs_are_the_closed_form_of_plain_forward_passes(name, budget, known):
+    drafts, others = toy_tables(known)
     rule = RULES[name]
-    for completion in toy_samples(name, budget, guided)[:300]:
+    for completion in toy_samples(name, budget, known)[:300]:
         sequence, spent = tuple(completion.token_ids.tolist()), 0
         for place, token in enumerate(sequence):
-            log_d, log_g = drafts[sequence[:place]], guides[sequence[:place]]
+            log_d, log_g = drafts[sequence[:place]], others[sequence[:place]]
             free = budget is None or spent < budget
             behavior = rule.behavior_log_probs(log_d, log_g, torch.tensor(token)) if free else log_d[token]
             assert float(completion.log_probs[place]) == pytest.approx(float(log_d[token]), abs=2e-5)
@@ -101,16 +101,16 @@ def test_importance_weights_bring_back_the_drafts_expectation(name, budget):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_log_probs_equal_plain_forward_passes_in_every_architecture(architecture):
-    draft, guidance = tiny_model("llama", seed=1), tiny_model(architecture, seed=2)
+    draft, second = tiny_model("llama", seed=1), tiny_model(architecture, seed=2)
     if architecture == "llama":  # the draft's sliding window too, and another shape on either side
         draft = tiny_model("mistral", seed=1, hidden_size=32, num_hidden_layers=2)
     rule = Rule("mixture", eps=0.2)
     requests = [ask(range(5, 9 + 4 * s), 20, seed=s, temperature=1.0 + 0.2 * s) for s in range(5)]
-    got = SpeculativeEngine(draft, guidance, rule, k=3, max_slots=3).generate(requests)
+    got = SpeculativeEngine(draft, second, rule, k=3, max_slots=3).generate(requests)
     for request, completion in zip(requests, got, strict=True):
         ids, start = [*request.prompt_ids, *completion.token_ids.tolist()], len(request.prompt_ids)
         temperature, tokens = request.sampling.temperature, completion.token_ids
-        log_d, log_g = (plain_log_probs(m, ids[:-1], start, temperature) for m in (draft, guidance))
+        log_d, log_g = (plain_log_probs(m, ids[:-1], start, temperature) for m in (draft, second))
         close = {"atol": 5e-5, "rtol": 1e-4}
         torch.testing.assert_close(completion.log_probs, log_d.gather(-1, tokens[:, None])[:, 0], **close)
         torch.testing.assert_close(completion.guidance_log_probs, log_g.gather(-1, tokens[:, None])[:, 0], **close)
@@ -176,9 +176,9 @@ def spread_models():
     ("rule", "budget"), [(Rule("mixture", eps=0.0), None), (Rule("threshold", tau=0.0), None), (Rule("speculative"), 0)]
 )
 def test_without_overrides_it_is_the_native_engine(rule, budget):
-    draft, guidance = spread_models()
+    draft, second = spread_models()
     expected = NativeEngine(draft, max_slots=7).generate(mixed_requests())
-    engine = SpeculativeEngine(draft, guidance, rule, k=3, max_overrides=budget, max_slots=7)
+    engine = SpeculativeEngine(draft, second, rule, k=3, max_overrides=budget, max_slots=7)
     got = engine.generate(mixed_requests())
     for a, b in zip(expected, got, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish
@@ -191,10 +191,10 @@ def test_without_overrides_it_is_the_native_engine(rule, budget):
 @pytest.mark.parametrize("budget", [None, 3])
 @pytest.mark.parametrize("name", RULES)
 def test_neither_k_nor_company_changes_the_tokens(name, budget):
-    draft, guidance = spread_models()
+    draft, second = spread_models()
     rule = Rule("threshold", tau=0.005) if name == "threshold" else RULES[name]
     runs = [
-        SpeculativeEngine(draft, guidance, rule, k=k, max_overrides=budget, max_slots=slots).generate(mixed_requests())
+        SpeculativeEngine(draft, second, rule, k=k, max_overrides=budget, max_slots=slots).generate(mixed_requests())
         for k, slots in ((1, 32), (2, 3), (5, 7))
     ]
     for other in runs[1:]:
@@ -218,19 +218,19 @@ def test_equal_models_agree_on_everything():
     assert tokens_of(got) == tokens_of(NativeEngine(draft).generate([ask((5, 6, 7), 13, seed=s) for s in range(8)]))
     stats = engine.stats
     # The first token comes from the prefill, then 12 in rounds of 4.
-    assert (stats.decode_steps, stats.guidance_passes, stats.overrides) == (12, 3, 0)
+    assert (stats.decode_steps, stats.second_passes, stats.overrides) == (12, 3, 0)
     assert (stats.proposals, stats.accepted, stats.mean_accepted_length) == (8 * 13, 8 * 13, 4.0)
 
 
 def test_counts_add_up():
-    draft, guidance = spread_models()
-    engine = SpeculativeEngine(draft, guidance, Rule("mixture", eps=0.2), k=4, max_slots=5)
+    draft, second = spread_models()
+    engine = SpeculativeEngine(draft, second, Rule("mixture", eps=0.2), k=4, max_slots=5)
     got = engine.generate(mixed_requests())
     stats = engine.stats
     assert stats.generated_tokens == sum(len(c.token_ids) for c in got) == stats.accepted + stats.overrides
     assert stats.overrides == sum(int(c.overrides.sum()) for c in got)
     assert stats.proposals >= stats.generated_tokens and 0 < stats.mean_accepted_length < 4
-    assert stats.guidance_passes < stats.decode_steps <= 4 * stats.guidance_passes
+    assert stats.second_passes < stats.decode_steps <= 4 * stats.second_passes
 
 
 def test_one_transfer_to_the_host_per_round(monkeypatch):
@@ -240,12 +240,12 @@ def test_one_transfer_to_the_host_per_round(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: counted.append(1) or plain(self))
     monkeypatch.setattr(torch.Tensor, "item", lambda self: pytest.fail("a scalar was read back"))
     engine.generate([ask((5, 6), 10, seed=i) for i in range(4)])
-    assert len(counted) == 1 + engine.stats.guidance_passes
+    assert len(counted) == 1 + engine.stats.second_passes
 
 
 def test_a_prefix_continues_exactly_where_it_was_cut():
-    draft, guidance = spread_models()
-    engine = SpeculativeEngine(draft, guidance, Rule("mixture", eps=0.4), k=4)
+    draft, second = spread_models()
+    engine = SpeculativeEngine(draft, second, Rule("mixture", eps=0.4), k=4)
     full = engine.generate([ask((5, 6, 7), 20, seed=3)])[0]
     ids = full.token_ids.tolist()
     cut = [ask((5, 6, 7), 20 - n, seed=3, prefix=ids[:n]) for n in (1, 7, 19)]
@@ -255,8 +255,8 @@ def test_a_prefix_continues_exactly_where_it_was_cut():
 
 
 def test_an_end_inside_a_round_ends_the_response():
-    draft, guidance = spread_models()
-    engine = SpeculativeEngine(draft, guidance, Rule("mixture", eps=0.2), k=5)
+    draft, second = spread_models()
+    engine = SpeculativeEngine(draft, second, Rule("mixture", eps=0.2), k=5)
     ids = engine.generate([ask((5, 6, 7), 20, seed=3)])[0].token_ids.tolist()
     ends = [ask((5, 6, 7), 20, seed=3, eos_ids=(token,)) for token in ids]
     for end, got in enumerate(engine.generate(ends)):
@@ -266,13 +266,13 @@ def test_an_end_inside_a_round_ends_the_response():
 
 def test_the_context_may_be_filled_to_the_last_token():
     draft = tiny_model("llama", max_position_embeddings=32)
-    guidance = tiny_model("qwen2", max_position_embeddings=32)
+    second = tiny_model("qwen2", max_position_embeddings=32)
     requests = [ask(range(3, 23), 12), ask((5,), 31)]
-    got = SpeculativeEngine(draft, guidance, Rule("mixture", eps=0.2), k=7).generate(requests)
+    got = SpeculativeEngine(draft, second, Rule("mixture", eps=0.2), k=7).generate(requests)
     assert [len(c.token_ids) for c in got] == [12, 31]
     for request, completion in zip(requests, got, strict=True):
         ids = [*request.prompt_ids, *completion.token_ids.tolist()]
-        for model, reported in ((draft, completion.log_probs), (guidance, completion.guidance_log_probs)):
+        for model, reported in ((draft, completion.log_probs), (second, completion.guidance_log_probs)):
             expected = plain_log_probs(model, ids[:-1], len(request.prompt_ids)).gather(
                 -1, completion.token_ids[:, None]
             )
@@ -280,16 +280,16 @@ def test_the_context_may_be_filled_to_the_last_token():
 
 
 def test_padding_of_the_policy_is_never_put_in_and_never_asked_for():
-    draft, guidance = toy_models(VOCABULARY - 1)
+    draft, second = toy_models(VOCABULARY - 1)
     for name in RULES:
         seen = [c for c in toy_samples(name, None, VOCABULARY - 1) if VOCABULARY - 1 in c.token_ids.tolist()]
         for completion in seen:
             at = completion.token_ids == VOCABULARY - 1
             assert not completion.overrides[at].any() and (completion.guidance_log_probs[at] == -math.inf).all()
-        # Its probability is the policy's: mixture keeps a share of it, the others reject what the guidance never says.
+        # Its probability is the policy's: mixture keeps a share of it, the others reject what the second model never says.
         assert bool(seen) is (name == "mixture")
     with pytest.raises(UserError, match=f"token id {VOCABULARY - 1} lies outside"):
-        SpeculativeEngine(draft, guidance, RULES["mixture"]).generate([ask((VOCABULARY - 1,), 3)])
+        SpeculativeEngine(draft, second, RULES["mixture"]).generate([ask((VOCABULARY - 1,), 3)])
 
 
 def test_the_rule_may_change_between_calls():
@@ -303,10 +303,10 @@ def test_the_rule_may_change_between_calls():
 
 
 def test_batch_invariance_is_to_the_bit():
-    draft, guidance = (model.to(torch.bfloat16) for model in spread_models())
+    draft, second = (model.to(torch.bfloat16) for model in spread_models())
     mine = [ask(range(10, 30 + s), 30, seed=s) for s in range(3)]
     others = [ask(range(40, 60 + 20 * s), 50, seed=s) for s in range(5)]
-    engine = SpeculativeEngine(draft, guidance, Rule("speculative"), k=3, max_slots=6, batch_invariant=True)
+    engine = SpeculativeEngine(draft, second, Rule("speculative"), k=3, max_slots=6, batch_invariant=True)
     alone = [engine.generate([request])[0] for request in mine]
     crowd = engine.generate([*others[:3], *mine, *others[3:]])[3:6]
     for a, b in zip(alone, crowd, strict=True):
@@ -314,22 +314,22 @@ def test_batch_invariance_is_to_the_bit():
 
 
 def test_training_state_of_both_comes_back():
-    draft, guidance = spread_models()
+    draft, second = spread_models()
     draft.train()
-    guidance.model.layers[1].train()
-    modes = [m.training for model in (draft, guidance) for m in model.modules()]
-    SpeculativeEngine(draft, guidance, RULES["mixture"]).generate([ask((5, 6), 5)])
-    assert [m.training for model in (draft, guidance) for m in model.modules()] == modes
+    second.model.layers[1].train()
+    modes = [m.training for model in (draft, second) for m in model.modules()]
+    SpeculativeEngine(draft, second, RULES["mixture"]).generate([ask((5, 6), 5)])
+    assert [m.training for model in (draft, second) for m in model.modules()] == modes
 
 
-@pytest.mark.parametrize("broken", ["policy", "guidance model"])
+@pytest.mark.parametrize("broken", ["policy", "second model"])
 @pytest.mark.parametrize("name", RULES)
 def test_broken_weights_name_the_model(broken, name):
-    draft, guidance = spread_models()
+    draft, second = spread_models()
     with torch.no_grad():
-        (draft if broken == "policy" else guidance).model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+        (draft if broken == "policy" else second).model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match=f"the {broken} gave NaN logits for request 0 after 3 tokens"):
-        SpeculativeEngine(draft, guidance, RULES[name]).generate([ask((5, 6, 7), 4)])
+        SpeculativeEngine(draft, second, RULES[name]).generate([ask((5, 6, 7), 4)])
 
 
 def test_bad_settings_are_refused():
@@ -337,19 +337,19 @@ def test_bad_settings_are_refused():
     for knobs, message in (
         ({"k": 0}, "k is 0"),
         ({"max_overrides": -1}, "max_overrides is -1"),
-        ({"guidance_temperature": 0.0}, "guidance_temperature is 0.0"),
+        ({"second_temperature": 0.0}, "second_temperature is 0.0"),
         ({"max_slots": 0}, "max_slots is 0"),
     ):
         with pytest.raises(UserError, match=message):
             SpeculativeEngine(draft, draft, rule, **knobs)
-    with pytest.raises(UserError, match="vocabulary of 200 tokens, the guidance model of 210.*drop_padding_tokens"):
+    with pytest.raises(UserError, match="vocabulary of 200 tokens, the second model of 210.*drop_padding_tokens"):
         SpeculativeEngine(draft, tiny_model("llama", vocab_size=210), rule)
     short = tiny_model("llama", max_position_embeddings=128)
     with pytest.raises(
         UserError, match="takes 128 tokens, less than the context of 512: set max_context to at most 128"
     ):
         SpeculativeEngine(draft, short, rule)
-    assert SpeculativeEngine(draft, short, rule, max_context=128).max_context == 128
+    assert SpeculativeEngine(draft, short, rule, max_context=128).policy.max_context == 128
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_tokenizers_must_agree_and_the_first_difference_is_named():
     mine = tokenizer("? a b c", eos_token="c", pad_token="?")
     check_same_tokenizer(mine, tokenizer("? a b c", eos_token="c", pad_token="a"))
     for other, message in (
-        (tokenizer("? a x c", eos_token="c"), "token id 2 is 'b' for the policy and 'x' for the guidance model"),
+        (tokenizer("? a x c", eos_token="c"), "token id 2 is 'b' for the policy and 'x' for the second model"),
         (tokenizer("? a b c d", eos_token="c"), "token id 4 is missing for the policy and 'd'"),
         (tokenizer("? a b c", eos_token="b"), "eos_token is 'c' for the policy and 'b'"),
         (tokenizer("? a b c", eos_token="c", bos_token="a"), "bos_token is missing for the policy and 'a'"),

@@ -68,8 +68,8 @@ class Plain:
 
 @pytest.fixture(scope="module", params=[None, 1])
 def drawn(request) -> tuple[int | None, list[Completion]]:
-    draft, guidance = map(TableEngine, toy_tables())  # these have the temperatures in them
-    return request.param, TurnsEngine(draft, guidance, RULES["mixture"], request.param).generate(toy_requests())
+    draft, second = map(TableEngine, toy_tables())  # these have the temperatures in them
+    return request.param, TurnsEngine(draft, second, RULES["mixture"], request.param).generate(toy_requests())
 
 
 def test_sequences_follow_the_closed_form_of_the_native_rule(drawn):
@@ -80,20 +80,20 @@ def test_sequences_follow_the_closed_form_of_the_native_rule(drawn):
 
 def test_log_probs_are_the_writers_own_and_unknown_ones_say_so(drawn):
     budget, completions = drawn
-    drafts, guides = toy_tables()
+    drafts, others = toy_tables()
     for completion in completions[:300]:
         sequence = tuple(completion.token_ids.tolist())
         for place, token in enumerate(sequence):
-            guided = bool(completion.overrides[place])
-            exact = float((guides if guided else drafts)[sequence[:place]][token])
+            overridden = bool(completion.overrides[place])
+            exact = float((others if overridden else drafts)[sequence[:place]][token])
             assert float(completion.behavior_log_probs[place]) == pytest.approx(exact, abs=2e-5)
-            assert math.isnan(completion.log_probs[place]) is guided
-            assert math.isnan(completion.guidance_log_probs[place]) is not guided
+            assert math.isnan(completion.log_probs[place]) is overridden
+            assert math.isnan(completion.guidance_log_probs[place]) is not overridden
         assert budget is None or int(completion.overrides.sum()) <= budget
 
 
 def test_weights_given_the_coins_bring_back_the_drafts_expectation(drawn):
-    """As for the native rule, with d / g where the guidance wrote and 1 elsewhere."""
+    """As for the native rule, with d / g where the second model wrote and 1 elsewhere."""
     budget, completions = drawn
     drafts, _ = toy_tables()
     draft = exact_distribution(DRAFT_ALONE, None)
@@ -113,21 +113,21 @@ def test_weights_given_the_coins_bring_back_the_drafts_expectation(drawn):
 
 
 def test_coins_are_those_of_the_native_engine_and_turns_are_as_long_as_they_last():
-    draft, guidance = map(Plain, toy_models())
+    draft, second = map(Plain, toy_models())
     requests = [ask(GIVEN, 12, seed=s, prefix=(2,) * (s % 3)) for s in range(40)]
-    got = TurnsEngine(draft, guidance, Rule("mixture", eps=0.4), 3).generate(requests)
+    got = TurnsEngine(draft, second, Rule("mixture", eps=0.4), 3).generate(requests)
     native = SpeculativeEngine(*toy_models(), Rule("mixture", eps=0.4), max_overrides=3).generate(requests)
     assert [c.overrides.tolist() for c in got] == [c.overrides.tolist() for c in native]
     assert all(c.finish == "length" and len(c.token_ids) == 12 for c in got)
     changes = sum(int((c.overrides[1:] != c.overrides[:-1]).sum()) + 1 for c in got)
-    assert len(draft.asked) + len(guidance.asked) == changes
-    assert len({r.seed for r in draft.asked + guidance.asked}) == changes  # no turn repeats another's noise
+    assert len(draft.asked) + len(second.asked) == changes
+    assert len({r.seed for r in draft.asked + second.asked}) == changes  # no turn repeats another's noise
 
 
 def test_an_end_in_either_hand_ends_the_response():
-    draft, guidance = map(Plain, toy_models())
+    draft, second = map(Plain, toy_models())
     requests = [ask(GIVEN, 40, seed=s, eos_ids=(1, 4)) for s in range(200)]
-    got = TurnsEngine(draft, guidance, Rule("mixture", eps=0.5)).generate(requests)
+    got = TurnsEngine(draft, second, Rule("mixture", eps=0.5)).generate(requests)
     ends = {bool(c.overrides[-1]) for c in got if c.finish == "stop"}
     assert ends == {True, False}
     for c in got:
@@ -135,16 +135,16 @@ def test_an_end_in_either_hand_ends_the_response():
         assert not {1, 4} & set(ids[:-1]) and (c.finish == "stop") == (ids[-1] in (1, 4))
 
 
-def test_eps_one_is_the_guidance_model_and_eps_zero_the_policy():
-    draft, guidance = map(Plain, toy_models())
-    engine = TurnsEngine(draft, guidance, Rule("mixture", eps=1.0), guidance_temperature=0.7)
+def test_eps_one_is_the_second_model_and_eps_zero_the_policy():
+    draft, second = map(Plain, toy_models())
+    engine = TurnsEngine(draft, second, Rule("mixture", eps=1.0), second_temperature=0.7)
     requests = [ask(GIVEN, 6, seed=s, temperature=1.3) for s in range(5)]
-    for eps, writer, temperature in ((1.0, guidance, 0.7), (0.0, draft, 1.3)):
+    for eps, writer, temperature in ((1.0, second, 0.7), (0.0, draft, 1.3)):
         engine.rule = Rule("mixture", eps=eps)
         alone = writer.generate([ask(GIVEN, 6, seed=s, temperature=temperature) for s in range(5)])
         assert [c.token_ids.tolist() for c in engine.generate(requests)] == [c.token_ids.tolist() for c in alone]
     engine.sync(7)
-    assert draft.versions == [7] and guidance.versions == []
+    assert draft.versions == [7] and second.versions == []
     assert engine.generate([]) == []
 
 
@@ -155,11 +155,11 @@ def test_progress_counts_to_the_end():
     assert seen[-1] == (5, 5) and seen == sorted(seen)
 
 
-def test_a_token_the_guidance_cannot_read_is_read_as_its_last():
+def test_a_token_the_second_model_cannot_read_is_read_as_its_last():
     """The policy's padding: it may write it, and the behaviour stays what is reported."""
     draft, small = tiny_model("llama", seed=1, vocab_size=40), tiny_model("qwen2", seed=2, vocab_size=8)
     asks = Plain(small)
-    engine = TurnsEngine(Plain(draft), asks, Rule("mixture", eps=0.5), guidance_vocabulary=8)
+    engine = TurnsEngine(Plain(draft), asks, Rule("mixture", eps=0.5), second_vocabulary=8)
     got = engine.generate([ask((3, 4), 10, seed=s) for s in range(6)])
     assert any(int(c.token_ids.max()) >= 8 for c in got)
     for c in got:
@@ -184,13 +184,13 @@ class Empty(Plain):
 
 @pytest.mark.parametrize("engine", [Silent, Empty])
 def test_missing_log_probs_are_found_by_asking_for_one_token(engine):
-    draft, guidance = toy_models()
+    draft, second = toy_models()
     check_log_probs(Plain(draft), Sampling(LENGTH, TEMPERATURE))
     message = f"{engine.__name__} gave 1 tokens with 0 log-probs"
     with pytest.raises(UserError, match=message):
         check_log_probs(engine(draft), Sampling(LENGTH, TEMPERATURE))
     with pytest.raises(UserError, match="with 0 log-probs"):
-        TurnsEngine(Plain(draft), engine(guidance), RULES["mixture"]).generate([ask(GIVEN, 20)])
+        TurnsEngine(Plain(draft), engine(second), RULES["mixture"]).generate([ask(GIVEN, 20)])
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,9 @@ def test_missing_log_probs_are_found_by_asking_for_one_token(engine):
     [("speculative", "mixture with eps=1, which draws from the same"), ("threshold", "below tau.*rule=mixture")],
 )
 def test_rules_that_need_distributions_are_refused_by_name(rule, instead):
-    draft, guidance = map(Plain, toy_models())
+    draft, second = map(Plain, toy_models())
     with pytest.raises(UserError, match=f"rule {rule} cannot be honoured with the engine Plain.*{instead}") as caught:
-        TurnsEngine(draft, guidance, RULES[rule])
+        TurnsEngine(draft, second, RULES[rule])
     assert "\n" not in str(caught.value) and "native" in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Token-level guidance in the trainer: bit for bit nothing when absent, its metrics and errors when there."""
+"""Token overrides in the trainer: bit for bit nothing when absent, its metrics and errors when there."""
 
 import shutil
 from dataclasses import replace
@@ -19,7 +19,7 @@ from luffy.train.loop import Trainer
 @pytest.fixture(scope="module")
 def stronger(tiny_model, tmp_path_factory):
     """Another random model with the same tokenizer."""
-    folder = tmp_path_factory.mktemp("guide")
+    folder = tmp_path_factory.mktemp("second")
     shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     torch.manual_seed(5)
@@ -50,9 +50,9 @@ def test_absent_or_switched_off_equals_the_plain_run_bit_for_bit(make_config, st
 
 @pytest.mark.parametrize("rule", ["speculative", "threshold", "mixture", "aligned"])
 def test_every_rule_trains_beside_trace_prefixes(make_config, stronger, rule):
-    guide = {"model_path": str(stronger), "rule": rule, "tau": 0.3, "eps": 0.5}
+    overrides = {"model_path": str(stronger), "rule": rule, "tau": 0.3, "eps": 0.5}
     cfg = make_config(
-        rollout={"offpolicy_guidance": guide},
+        rollout={"offpolicy_guidance": overrides},
         guidance={"n_prefix": 1, "strategy": "fixed", "min_ratio": 0.5, "max_ratio": 0.5},
         algorithm={"reject_extreme": False},
     )
@@ -66,9 +66,9 @@ def test_every_rule_trains_beside_trace_prefixes(make_config, stronger, rule):
     assert not any(o and t for s in samples for o, t in zip(s["overrides"], s["off_policy"], strict=True))
 
 
-def test_mixture_without_guidance_tokens_has_weight_one(make_config, stronger):
-    guide = {"model_path": str(stronger), "rule": "mixture", "eps": 0.0}
-    rows, weights = run(make_config(name="eps0", rollout={"offpolicy_guidance": guide}))
+def test_mixture_without_overrides_has_weight_one(make_config, stronger):
+    overrides = {"model_path": str(stronger), "rule": "mixture", "eps": 0.0}
+    rows, weights = run(make_config(name="eps0", rollout={"offpolicy_guidance": overrides}))
     assert all(r["guidance/token_ratio"] == 0.0 for r in rows)
     assert all(r["guidance/weight_mean"] == pytest.approx(1.0, abs=1e-5) for r in rows)
     plain_rows, plain = run(make_config(name="plain"))
@@ -77,25 +77,25 @@ def test_mixture_without_guidance_tokens_has_weight_one(make_config, stronger):
 
 
 def test_the_eps_schedule_fades_out(make_config, stronger):
-    guide = {"model_path": str(stronger), "rule": "mixture", "eps": 1.0, "eps_end": 0.0, "eps_steps": 3}
-    rows, _ = run(make_config(rollout={"offpolicy_guidance": guide}))
+    overrides = {"model_path": str(stronger), "rule": "mixture", "eps": 1.0, "eps_end": 0.0, "eps_steps": 3}
+    rows, _ = run(make_config(rollout={"offpolicy_guidance": overrides}))
     ratios = [r["guidance/token_ratio"] for r in rows]
     assert ratios[0] == 1.0 and ratios == sorted(ratios, reverse=True) and ratios[3] == 0.0
 
 
 def test_the_tau_schedule_fades_out(make_config, stronger):
-    guide = {"model_path": str(stronger), "rule": "threshold", "tau": 1.0, "tau_end": 0.0, "tau_steps": 3}
-    rows, _ = run(make_config(rollout={"offpolicy_guidance": guide}))
+    overrides = {"model_path": str(stronger), "rule": "threshold", "tau": 1.0, "tau_end": 0.0, "tau_steps": 3}
+    rows, _ = run(make_config(rollout={"offpolicy_guidance": overrides}))
     ratios = [r["guidance/token_ratio"] for r in rows]
     assert ratios[0] == 1.0 and ratios == sorted(ratios, reverse=True) and ratios[3] == 0.0
 
 
 def test_sequence_weights_train(make_config, stronger):
-    guide = {"model_path": str(stronger), "rule": "mixture", "eps": 0.3}
+    overrides = {"model_path": str(stronger), "rule": "mixture", "eps": 0.3}
     whole = {"importance_level": "sequence", "reject_extreme": False}
-    rows, _ = run(make_config(name="whole", rollout={"offpolicy_guidance": guide}, algorithm=whole))
+    rows, _ = run(make_config(name="whole", rollout={"offpolicy_guidance": overrides}, algorithm=whole))
     token, _ = run(
-        make_config(name="token", rollout={"offpolicy_guidance": guide}, algorithm={"reject_extreme": False})
+        make_config(name="token", rollout={"offpolicy_guidance": overrides}, algorithm={"reject_extreme": False})
     )
     assert token[0]["guidance/weight_max"] <= 1 / 0.7 + 1e-4 < rows[0]["guidance/weight_max"]  # (1/(1-eps))^T at most
     assert rows[0]["guidance/ess"] < token[0]["guidance/ess"]
@@ -114,15 +114,15 @@ def resized(folder, target, rows):
 
 
 @pytest.mark.parametrize("rule", ["speculative", "threshold", "mixture", "aligned"])
-@pytest.mark.parametrize("padded", ["policy", "guidance", "both"])
+@pytest.mark.parametrize("padded", ["policy", "second", "both"])
 def test_padding_of_either_model_leaves_the_probabilities_exact(
     make_config, tiny_model, stronger, tmp_path, padded, rule
 ):
-    policy = str(tiny_model) if padded == "guidance" else resized(tiny_model, tmp_path / "policy", 24)
-    guidance = str(stronger) if padded == "policy" else resized(stronger, tmp_path / "guidance", 29)
+    policy = str(tiny_model) if padded == "second" else resized(tiny_model, tmp_path / "policy", 24)
+    second = str(stronger) if padded == "policy" else resized(stronger, tmp_path / "second", 29)
     cfg = make_config(
         model={"path": policy, "device": "cpu"},
-        rollout={"offpolicy_guidance": {"model_path": guidance, "rule": rule, "tau": 0.2, "eps": 0.5}},
+        rollout={"offpolicy_guidance": {"model_path": second, "rule": rule, "tau": 0.2, "eps": 0.5}},
         algorithm={"reject_extreme": False},
         train={"steps": 1},
     )
@@ -130,12 +130,12 @@ def test_padding_of_either_model_leaves_the_probabilities_exact(
     assert all(0 < r["guidance/token_ratio"] < 1 for r in rows)
     samples = read_json_lines(cfg.folder / "samples.jsonl")
     written = [(t, o) for s in samples for t, o in zip(s["token_ids"], s["overrides"], strict=True)]
-    assert max(t for t, o in written if o) < 18  # the tokenizer's: the guidance never writes padding
+    assert max(t for t, o in written if o) < 18  # the tokenizer's: the second model never writes padding
     if rule != "aligned":
         # What the engine took for the policy's own probabilities is what the trainer computes.
         assert all(r["rollout/logprob_diff_max"] < 1e-4 for r in rows)
     if rule == "mixture":
-        assert (max(t for t, _ in written) >= 18) is (padded != "guidance")
+        assert (max(t for t, _ in written) >= 18) is (padded != "second")
         assert all(r["guidance/weight_max"] <= 2.0 + 1e-4 for r in rows)
 
 
@@ -147,9 +147,9 @@ class Foreign(Engine):
         self.generate, self.sync = self._engine.generate, self._engine.sync
 
 
-def test_another_engine_and_the_guidance_take_turns(make_config, stronger, monkeypatch):
+def test_another_engine_and_the_second_model_take_turns(make_config, stronger, monkeypatch):
     monkeypatch.setattr("luffy.train.engines.NativeEngine", Foreign)
-    guide = {
+    overrides = {
         "model_path": str(stronger),
         "rule": "mixture",
         "eps": 0.6,
@@ -158,7 +158,7 @@ def test_another_engine_and_the_guidance_take_turns(make_config, stronger, monke
         "max_overrides": 4,
     }
     cfg = make_config(
-        rollout={"offpolicy_guidance": guide},
+        rollout={"offpolicy_guidance": overrides},
         guidance={"n_prefix": 1, "strategy": "fixed", "min_ratio": 0.5, "max_ratio": 0.5},
         algorithm={"reject_extreme": False},
     )
@@ -196,14 +196,14 @@ def test_an_engine_without_log_probs_is_refused_before_the_first_step(make_confi
             ]
 
     monkeypatch.setattr("luffy.train.engines.NativeEngine", Silent)
-    guide = {"model_path": str(stronger), "rule": "mixture"}
+    overrides = {"model_path": str(stronger), "rule": "mixture"}
     with pytest.raises(UserError, match="Silent gave 1 tokens with 0 log-probs"):
-        Trainer(make_config(rollout={"offpolicy_guidance": guide}))
+        Trainer(make_config(rollout={"offpolicy_guidance": overrides}))
 
 
 def test_several_optimizer_steps_and_the_literal_objective(make_config, stronger):
-    guide = {"model_path": str(stronger), "rule": "mixture", "eps": 0.5, "max_overrides": 2}
-    common = {"rollout": {"offpolicy_guidance": guide}, "batch": {"mini_batch": 2}, "optim": {"lr": 1e-2}}
+    overrides = {"model_path": str(stronger), "rule": "mixture", "eps": 0.5, "max_overrides": 2}
+    common = {"rollout": {"offpolicy_guidance": overrides}, "batch": {"mini_batch": 2}, "optim": {"lr": 1e-2}}
     decoupled, _ = run(make_config(name="decoupled", **common))
     literal, _ = run(make_config(name="literal", algorithm={"importance_objective": "literal"}, **common))
     assert decoupled[0]["actor/pg_loss"] != literal[0]["actor/pg_loss"]
@@ -211,12 +211,12 @@ def test_several_optimizer_steps_and_the_literal_objective(make_config, stronger
     assert max(sum(s["overrides"]) for s in samples) == 2
 
 
-def test_resume_is_exact_under_guidance(make_config, stronger):
-    guide = {"model_path": str(stronger), "rule": "mixture", "eps": 0.8, "eps_end": 0.2}
-    whole, _ = run(make_config(name="whole", rollout={"offpolicy_guidance": guide}))
-    guide = {**guide, "eps_steps": 4}
-    run(make_config(name="halves", rollout={"offpolicy_guidance": guide}, train={"steps": 2}))
-    halves, _ = run(make_config(name="halves", rollout={"offpolicy_guidance": guide}))
+def test_resume_is_exact_under_overrides(make_config, stronger):
+    overrides = {"model_path": str(stronger), "rule": "mixture", "eps": 0.8, "eps_end": 0.2}
+    whole, _ = run(make_config(name="whole", rollout={"offpolicy_guidance": overrides}))
+    overrides = {**overrides, "eps_steps": 4}
+    run(make_config(name="halves", rollout={"offpolicy_guidance": overrides}, train={"steps": 2}))
+    halves, _ = run(make_config(name="halves", rollout={"offpolicy_guidance": overrides}))
     assert halves == whole
 
 
@@ -238,7 +238,7 @@ def test_another_tokenizer_is_refused_before_the_first_step(make_config, stronge
         ({"vocab_size": 17}, "has 17 tokens, fewer than the tokenizer's 18"),
     ],
 )
-def test_a_guidance_model_that_does_not_fit_is_refused(make_config, stronger, tmp_path, change, message, rule):
+def test_a_second_model_that_does_not_fit_is_refused(make_config, stronger, tmp_path, change, message, rule):
     other = tmp_path / "other"
     shutil.copytree(stronger, other)
     model = AutoModelForCausalLM.from_pretrained(stronger)
@@ -253,7 +253,7 @@ def test_a_guidance_model_that_does_not_fit_is_refused(make_config, stronger, tm
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(None, 4), ("bfloat16", 2)])
-def test_a_dry_run_counts_the_guidance_model_and_its_cache(make_config, stronger, monkeypatch, dtype, size):
+def test_a_dry_run_counts_the_second_model_and_its_cache(make_config, stronger, monkeypatch, dtype, size):
     monkeypatch.setattr(planning, "GIB", 1)  # bytes
 
     def memory(**rollout):
@@ -289,6 +289,6 @@ def test_bad_settings(overrides, message):
 
 
 def test_aligned_refuses_what_it_cannot_honour(make_config, stronger):
-    guide = {"model_path": str(stronger), "rule": "aligned", "max_overrides": 2}
+    overrides = {"model_path": str(stronger), "rule": "aligned", "max_overrides": 2}
     with pytest.raises(UserError, match="aligned"):
-        Trainer(make_config(rollout={"offpolicy_guidance": guide}))
+        Trainer(make_config(rollout={"offpolicy_guidance": overrides}))

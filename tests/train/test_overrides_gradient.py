@@ -1,4 +1,4 @@
-"""The gradient under token-level guidance over whole sequences: which weights make it the policy gradient.
+"""The gradient under token overrides over whole sequences: which weights make it the policy gradient.
 
 Once enumerated (a table for a policy, up to 4 tokens, no Monte-Carlo error), once through the engine and the trainer.
 """
@@ -154,11 +154,11 @@ def gradient_of(policy: Policy, samples: list[Sample]) -> torch.Tensor:
 
 def enumerated(policy: Policy, rule: Rule | None) -> torch.Tensor:
     """The gradient's expectation over all sequences, drawn by the rule; None: by the policy itself."""
-    drafts, guides = toy_tables()
+    drafts, others = toy_tables()
     samples = []
     for s in toy_sequences():
         contexts = [s[:t] for t in range(len(s))]
-        log_d, log_g = (torch.stack([table[c] for c in contexts]) for table in (drafts, guides))
+        log_d, log_g = (torch.stack([table[c] for c in contexts]) for table in (drafts, others))
         tokens = torch.tensor(s)
         own = log_d.gather(-1, tokens[:, None])[:, 0]
         behavior = own if rule is None else rule.behavior_log_probs(log_d, log_g, tokens)

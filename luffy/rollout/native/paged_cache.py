@@ -1,4 +1,4 @@
-"""Keys and values in pages: who holds which page (host), and the block that holds them (device)."""
+"""A paged KV cache: which sequence holds which page (host), and the block of pages (device)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PagePool:
     def free(self) -> int:
         return len(self._free)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         assert count <= self.free, f"{count} pages wanted, {self.free} free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -40,7 +40,7 @@ class PagePool:
             self._holders[page] += 1
         return list(pages)
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int]) -> None:
         for page in pages:
             self._holders[page] -= 1
             if self._holders[page] == 0:
@@ -51,7 +51,7 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Through pinned memory, so that the host does not wait for the device to get there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -94,7 +94,7 @@ class PagedCache:
         size = (pages, s.layers, 2, s.kv_heads, PAGE, s.width)
         try:
             self._block = torch.empty(size, dtype=s.dtype, device=self.device)
-        except torch.OutOfMemoryError:  # free, but in pieces: give them all back and try once more
+        except torch.OutOfMemoryError:  # free, but fragmented: return the cached blocks and try once more
             torch.cuda.empty_cache()
             self._block = torch.empty(size, dtype=s.dtype, device=self.device)
         self.address.fill_(self._block.data_ptr())
@@ -109,7 +109,7 @@ class PagedCache:
         assert self._block is not None
         for start in range(0, len(sources), COPIED_AT_ONCE):
             part = slice(start, start + COPIED_AT_ONCE)
-            source, target = (sent(torch.tensor(pages[part]), self.device) for pages in (sources, targets))
+            source, target = (to_device(torch.tensor(pages[part]), self.device) for pages in (sources, targets))
             self._block[target] = self._block[source]
 
     def gather(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -148,10 +148,10 @@ class PagedDecodeLayout:
 
 
 class PagedSlots:
-    """A fixed stretch of pages per slot, for those who think in slots (`luffy.rollout.native.slot_cache.Slots`).
+    """Slots over pages (`luffy.rollout.native.slot_cache.Slots`): each slot has a fixed range of pages.
 
-    Tables and the place of the block's address stay where they are when the block goes and comes back in
-    another size, so graphs outlive it. Rows without a slot write to the scratch page.
+    Tables and the block's address stay where they are when the block is released and allocated in another size, so
+    graphs outlive it. Rows without a slot write to the scratch page.
     """
 
     def __init__(self, shape: CacheShape, device: torch.device, rows: int, longest: int) -> None:
@@ -197,7 +197,7 @@ class PagedSlots:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Tokens ``start`` to ``end`` of a sequence that lies in ``pages``; what is before is there already."""
 
     pages: Sequence[int]
@@ -208,23 +208,23 @@ class Piece:
         return self.end - self.start
 
 
-class PiecesLayout:
-    """Stretches of sequences end to end, each seeing what its pages hold and itself, causally: prefill."""
+class ChunksLayout:
+    """Chunked prefill: chunks end to end, each attending causally to what its pages hold and to itself."""
 
-    def __init__(self, cache: PagedCache, pieces: Sequence[Piece]) -> None:
+    def __init__(self, cache: PagedCache, chunks: Sequence[Chunk]) -> None:
         self.calls = 0
-        self._cache, self._pieces = cache, pieces
+        self._cache, self._chunks = cache, chunks
         device = cache.device
-        lengths = [len(piece) for piece in pieces]
+        lengths = [len(chunk) for chunk in chunks]
         self._packed = PackedLayout(lengths, device)
-        self._continues = any(piece.start for piece in pieces)
-        self.position_ids = sent(torch.cat([torch.arange(p.start, p.end) for p in pieces]), device)
+        self._continues = any(chunk.start for chunk in chunks)
+        self.position_ids = to_device(torch.cat([torch.arange(p.start, p.end) for p in chunks]), device)
         self.last_tokens = self._packed.last_tokens
-        widest = max(len(piece.pages) for piece in pieces)
-        table = [list(p.pages) + [SCRATCH] * (widest - len(p.pages)) for p in pieces]
-        self._tables = sent(torch.tensor(table, dtype=torch.int32), device)
-        self._rows = sent(torch.repeat_interleave(torch.arange(len(pieces)), torch.tensor(lengths)), device)
-        self._ends = [piece.end for piece in pieces]
+        widest = max(len(chunk.pages) for chunk in chunks)
+        table = [list(p.pages) + [SCRATCH] * (widest - len(p.pages)) for p in chunks]
+        self._tables = to_device(torch.tensor(table, dtype=torch.int32), device)
+        self._rows = to_device(torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(lengths)), device)
+        self._ends = [chunk.end for chunk in chunks]
         self._whole = PackedLayout(self._ends, device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -236,7 +236,7 @@ class PiecesLayout:
         keys, values = self._everything(layer)
         if varlen_serves(query):
             return causal_varlen(query, torch.cat(keys), torch.cat(values), self._packed, self._whole, scale, window)
-        parts = query.split([len(piece) for piece in self._pieces])
+        parts = query.split([len(chunk) for chunk in self._chunks])
         return torch.cat([
             _attend_last(q, k, v, scale, window) for q, k, v in zip(parts, keys, values, strict=True)
         ])  # fmt: skip

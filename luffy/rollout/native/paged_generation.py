@@ -2,11 +2,11 @@
 
     waiting prompts --prefill--> rows of the decoder --steps of a burst--> tokens, read one burst later
 
-The device is never waited for while it has work: tokens of a burst are read while the next one runs. A
-sequence that met its end of sequence is so noticed up to two bursts late; what it drew after that is
-thrown away. Memory is taken page by page. When pages run out, the youngest sequence gives its own back
-and starts again later from what it has said so far; its noise depends on seed and position alone, so it
-goes on as it would have.
+The host never waits while the device has work: it reads the tokens of a burst while the next one runs. So an
+end of sequence is noticed up to two bursts late; what was drawn after it is dropped. Prompts are prefilled in
+chunks of at most ``prefill_tokens`` tokens. Memory is taken page by page. When pages run out, the youngest
+sequence is preempted: its pages are released, and it is prefilled again later with the tokens it has so far. Its
+noise depends on seed and position alone, so it continues as it would have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,23 +30,20 @@ from luffy.rollout.native.decode_graphs import Decoder
 from luffy.rollout.native.paged_cache import (
     SCRATCH,
     CacheShape,
+    Chunk,
+    ChunksLayout,
     PagedCache,
     PagePool,
-    Piece,
-    PiecesLayout,
     cache_shape,
     pages_for,
-    sent,
+    to_device,
 )
 from luffy.rollout.native.scheduler import PromptGroup, SequenceState
 from luffy.rollout.sampling import SamplingRows, sample, signed
 from luffy.types import Request
 
-if TYPE_CHECKING:
-    from luffy.rollout.native import NativeEngine
-
 BURST = 8  # decoding steps between two looks at the results
-PLAIN_DRAWS = 256  # rows that the plain sampler draws for at once: it keeps float32 copies of their logits
+SAMPLER_ROWS = 256  # rows that the plain sampler draws for at once: it keeps float32 copies of their logits
 RESERVED_BYTES = 3 << 30  # left to activations of prefill and decoding when pages fill the memory
 
 
@@ -114,9 +111,9 @@ class Burst:
 
 
 class Rows:
-    """The host's picture of the decoder's rows. All rows step together, so one clock tells how far each is.
+    """The host's copy of what is in the decoder's rows. All rows step together, so one clock counts for all.
 
-    Everything that is asked in every burst is an array over the rows: a thousand rows cost as much as one.
+    What every burst needs is an array over the rows, so that a thousand rows cost about as much as one.
     """
 
     def __init__(self, most: int, widest: int) -> None:
@@ -132,8 +129,8 @@ class Rows:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def seat(self, sequence: PagedSequence, drawn: int) -> None:
-        """``drawn`` of its tokens are drawn or on their way."""
+    def add(self, sequence: PagedSequence, drawn: int) -> None:
+        """Give a sequence the next row; ``drawn`` of its tokens are drawn or on their way to the host."""
         row = len(self)
         self.sequences.append(sequence)
         self._ends[row] = self.clock + sequence.request.sampling.max_tokens - drawn
@@ -144,16 +141,16 @@ class Rows:
         self.table[row, : len(sequence.pages)] = sequence.pages
 
     def remaining(self) -> int:
-        """Steps until the last row is through."""
+        """Steps until the last row has drawn all it may."""
         return int(self._ends[: len(self)].max(initial=self.clock)) - self.clock
 
-    def staying(self) -> np.ndarray:
+    def unfinished(self) -> np.ndarray:
         """Rows that have something left to draw, as far as is known."""
         unfinished = np.array([sequence.finish is None for sequence in self.sequences], dtype=bool)
         return np.flatnonzero(unfinished & (self._ends[: len(self)] > self.clock))
 
     def keep(self, rows: np.ndarray) -> list[PagedSequence]:
-        """Close up around ``rows``; those who had to leave."""
+        """Keep only ``rows``, moved up to the front; returns the sequences of the others."""
         for array in self._arrays:
             array[: len(rows)] = array[rows]
         kept = set(rows.tolist())
@@ -188,7 +185,7 @@ class PagedMemory:
             self._decoder = Decoder(self._model, self.cache, self._rows, pages_for(self._context), BURST)
         return self._decoder
 
-    def take(self, wanted: int) -> PagePool:
+    def allocate(self, wanted: int) -> PagePool:
         self.cache.release()
         count = pages_available(wanted, self.cache.shape, self.cache.device, self._share)
         if count < 2:
@@ -198,23 +195,25 @@ class PagedMemory:
 
 
 class PagedGeneration:
-    """One call of `generate`."""
+    """One call of `generate`: up to ``max_rows`` sequences at once, prefill in chunks of ``prefill_tokens``."""
 
-    def __init__(self, engine: NativeEngine, requests: Sequence[Request], memory: PagedMemory) -> None:
+    def __init__(
+        self, model: nn.Module, requests: Sequence[Request], memory: PagedMemory, max_rows: int, prefill_tokens: int
+    ) -> None:
         self.stats = EngineStats()
-        self._model, self._prefill_tokens = engine.model, engine.prefill_tokens
-        self._head = head_weight_bias(engine.model)
+        self._model, self._prefill_tokens = model, prefill_tokens
+        self._head = head_weight_bias(model)
         self.device = memory.cache.device
         self._waiting = _prompts(requests)
-        self._most = min(engine.max_slots, len(requests))
+        self._most = min(max_rows, len(requests))
         self._cache = memory.cache
         self._decoder = memory.decoder()
-        self._pool = memory.take(_pages_wanted(requests, self._most))
+        self._pool = memory.allocate(_pages_wanted(requests, self._most))
         self._rows = Rows(self._most, max(map(_pages_of, requests)))
         self._pending: deque[Burst] = deque()
-        self._ended: list[PagedSequence] = []  # known to be finished, not yet handed out
+        self._finished: list[PagedSequence] = []  # known to be finished, not yet handed out
         self._filters: list[SamplingRows] = []  # of the rows, part by part, when some want top-k or top-p
-        self._moved = True  # the rows on the device are not those of the host
+        self._rows_changed = True  # the rows on the device are not those of the host
 
     def run(self) -> Iterator[PagedSequence]:
         """Finished sequences, as they are known to be finished."""
@@ -222,17 +221,17 @@ class PagedGeneration:
             worked = self._prefill_round()
             launched = self._launch()
             if not (worked or launched or self._pending):
-                self._start_one()
+                self._start_alone()
             yield from self._collect(keep=1 if launched else 0)
 
     def close(self) -> None:
         self._cache.release()
 
-    def _start_one(self) -> None:
-        """No page is left to start a second sample of the prompt beside the first: let one go alone, with the
+    def _start_alone(self) -> None:
+        """No page is left to start a second sample of the prompt beside the first: start one alone, with the
         prompt's own pages; the others wait for a prefill of their own."""
         prompt = self._waiting[0]
-        assert prompt.is_filled and len(prompt.waiting) > 1, "somebody could have gone on"
+        assert prompt.is_filled and len(prompt.waiting) > 1, "another sequence could have run"
         again = Prompt(prompt.token_ids, deque(list(prompt.waiting)[1:]))
         prompt.waiting = deque([prompt.waiting[0]])
         self._waiting.insert(1, again)
@@ -240,36 +239,37 @@ class PagedGeneration:
     # --- prompts ---
 
     def _prefill_round(self) -> bool:
-        """Work on waiting prompts for at most ``prefill_tokens`` tokens, and seat who can start."""
+        """Prefill up to ``prefill_tokens`` tokens of waiting prompts, and start the sequences that can; returns
+        whether there was anything to do."""
         started = self._started()
-        self._seat(started)
-        pieces = self._next_pieces()
-        if pieces:
-            self._run_pieces(pieces)
-            self._seat(self._started())
-        return bool(started or pieces)
+        self._start_rows(started)
+        chunks = self._next_chunks()
+        if chunks:
+            self._prefill_chunks(chunks)
+            self._start_rows(self._started())
+        return bool(started or chunks)
 
-    def _next_pieces(self) -> list[tuple[Prompt, Piece]]:
+    def _next_chunks(self) -> list[tuple[Prompt, Chunk]]:
         budget, rows = self._prefill_tokens, self._most - len(self._rows)
-        pieces: list[tuple[Prompt, Piece]] = []
+        chunks: list[tuple[Prompt, Chunk]] = []
         for prompt in self._waiting:
             if prompt.is_filled:
                 rows -= len(prompt.waiting)
                 continue
-            if budget <= 0 or rows <= 0 or not self._take_prompt_pages(prompt, first=not pieces):
+            if budget <= 0 or rows <= 0 or not self._allocate_prompt(prompt, first=not chunks):
                 break
             end = min(prompt.filled + budget, len(prompt.token_ids))
-            pieces.append((prompt, Piece(tuple(prompt.pages), prompt.filled, end)))
+            chunks.append((prompt, Chunk(tuple(prompt.pages), prompt.filled, end)))
             budget -= end - prompt.filled
             rows -= len(prompt.waiting)
-        return pieces
+        return chunks
 
-    def _take_prompt_pages(self, prompt: Prompt, first: bool) -> bool:
-        """Pages for the whole prompt, when as many are left for those who are on their way."""
+    def _allocate_prompt(self, prompt: Prompt, first: bool) -> bool:
+        """Pages for the whole prompt, if the running rows keep enough for their next bursts; whether it got them."""
         missing = pages_for(len(prompt.token_ids)) - len(prompt.pages)
         nobody_else = first and not len(self._rows) and not self._pending
         if nobody_else and missing > self._pool.free:
-            self._take_back_prompts(besides=prompt)
+            self._evict_prompts(besides=prompt)
         if missing > self._pool.free - (0 if nobody_else else self._pages_soon()):
             if nobody_else:
                 raise UserError(
@@ -277,28 +277,28 @@ class PagedGeneration:
                     f" ({self._pool.free} pages of {PAGE} tokens): free memory or use a smaller model"
                 )
             return False
-        prompt.pages += self._pool.take(missing)
+        prompt.pages += self._pool.allocate(missing)
         return True
 
-    def _take_back_prompts(self, besides: Prompt | None = None) -> None:
-        """Prompts that wait with pages in hand give them back; they will be prefilled again."""
+    def _evict_prompts(self, besides: Prompt | None = None) -> None:
+        """Release the pages of waiting prompts; they will be prefilled again."""
         for prompt in self._waiting:
             if prompt is not besides and prompt.pages:
-                self._pool.give_back(prompt.pages)
+                self._pool.release(prompt.pages)
                 prompt.pages, prompt.filled, prompt.first_logits = [], 0, None
 
     def _pages_soon(self) -> int:
-        """What the rows take in the next burst or two."""
+        """Pages the running rows need in the next burst or two."""
         return int(self._rows.missing_pages(2 * BURST).sum())
 
-    def _run_pieces(self, pieces: Sequence[tuple[Prompt, Piece]]) -> None:
-        layout = PiecesLayout(self._cache, [piece for _, piece in pieces])
-        tokens = [token for prompt, piece in pieces for token in prompt.token_ids[piece.start : piece.end]]
-        ids = _to_device(np.array(tokens, dtype=np.int64), self.device)
+    def _prefill_chunks(self, chunks: Sequence[tuple[Prompt, Chunk]]) -> None:
+        layout = ChunksLayout(self._cache, [chunk for _, chunk in chunks])
+        tokens = [token for prompt, chunk in chunks for token in prompt.token_ids[chunk.start : chunk.end]]
+        ids = _array_to_device(np.array(tokens, dtype=np.int64), self.device)
         hidden = forward_hidden(self._model, ids, layout.position_ids, layout)
         logits = F.linear(hidden[layout.last_tokens], *self._head)
-        for (prompt, piece), row in zip(pieces, logits, strict=True):
-            prompt.filled = piece.end
+        for (prompt, chunk), row in zip(chunks, logits, strict=True):
+            prompt.filled = chunk.end
             if prompt.is_filled:
                 prompt.first_logits = row.clone()  # alone: the others' rows may go
                 self.stats.prefilled_prompts += 1
@@ -312,7 +312,7 @@ class PagedGeneration:
             prompt = self._waiting[0]
             assert prompt.first_logits is not None
             while prompt.waiting and len(self._rows) + len(started) < self._most and self._has_start_page(prompt):
-                started.append((self._take_start(prompt, copies), prompt.first_logits))
+                started.append((self._start_sequence(prompt, copies), prompt.first_logits))
             if prompt.waiting:
                 break
             self._waiting.popleft()
@@ -322,7 +322,7 @@ class PagedGeneration:
     def _has_start_page(self, prompt: Prompt) -> bool:
         return self._pool.free > 0 or len(prompt.waiting) == 1
 
-    def _take_start(self, prompt: Prompt, copies: tuple[list[int], list[int]]) -> PagedSequence:
+    def _start_sequence(self, prompt: Prompt, copies: tuple[list[int], list[int]]) -> PagedSequence:
         """The next sequence of a prompt: shares its full pages, has a page of its own for what is left over.
         The last one takes the prompt's own."""
         sequence = prompt.waiting.popleft()
@@ -331,67 +331,67 @@ class PagedGeneration:
             return sequence
         sequence.pages = self._pool.share(prompt.pages[: prompt.shared_pages])
         if len(prompt.pages) > prompt.shared_pages:
-            (own,) = self._pool.take(1)
+            (own,) = self._pool.allocate(1)
             copies[0].append(prompt.pages[-1])
             copies[1].append(own)
             sequence.pages.append(own)
         return sequence
 
-    def _seat(self, started: Sequence[tuple[PagedSequence, Tensor]]) -> None:
-        """Draw first tokens; who wants more than one gets a row."""
+    def _start_rows(self, started: Sequence[tuple[PagedSequence, Tensor]]) -> None:
+        """Draw first tokens; a sequence of more than one token gets a row."""
         if not started:
             return
-        drawn = [self._draw_first(started[i : i + PLAIN_DRAWS]) for i in range(0, len(started), PLAIN_DRAWS)]
+        drawn = [self._draw_first(started[i : i + SAMPLER_ROWS]) for i in range(0, len(started), SAMPLER_ROWS)]
         tokens, log_probs = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         sequences = [sequence for sequence, _ in started]
         self._send(sequences, tokens[None], log_probs[None])
-        self._close_up()
-        first_row, seated = len(self._rows), []
+        self._compact()
+        first_row, running = len(self._rows), []
         for i, sequence in enumerate(sequences):
             drawn_so_far = len(sequence.token_ids) + 1
             if drawn_so_far < sequence.request.sampling.max_tokens:
-                self._rows.seat(sequence, drawn_so_far)
-                seated.append(i)
+                self._rows.add(sequence, drawn_so_far)
+                running.append(i)
             else:
-                self._leave(sequence)
+                self._free_pages(sequence)
         place, state = slice(first_row, len(self._rows)), self._decoder.state
-        state.tokens[place] = tokens[_to_device(np.array(seated, dtype=np.int64), self.device)]
-        positions = [sequences[i].length for i in seated]
-        state.positions[place] = _to_device(np.array(positions, dtype=np.int64), self.device)
-        self._moved = True
+        state.tokens[place] = tokens[_array_to_device(np.array(running, dtype=np.int64), self.device)]
+        positions = [sequences[i].length for i in running]
+        state.positions[place] = _array_to_device(np.array(positions, dtype=np.int64), self.device)
+        self._rows_changed = True
 
     def _draw_first(self, started: Sequence[tuple[PagedSequence, Tensor]]) -> tuple[Tensor, Tensor]:
         logits = torch.stack([row for _, row in started])
         rows = _sampling_rows([sequence for sequence, _ in started], self.device)
-        positions = _to_device(np.array([sequence.length for sequence, _ in started]), self.device)
+        positions = _array_to_device(np.array([sequence.length for sequence, _ in started]), self.device)
         return sample(logits, rows, positions)
 
     # --- rows ---
 
-    def _close_up(self) -> None:
-        """Rows that have nothing left to draw leave, the others move up."""
-        staying = self._rows.staying()
-        if len(staying) == len(self._rows):
+    def _compact(self) -> None:
+        """Remove the rows that have nothing left to draw; the others move up."""
+        unfinished = self._rows.unfinished()
+        if len(unfinished) == len(self._rows):
             return
-        order = _to_device(staying, self.device)
+        order = _array_to_device(unfinished, self.device)
         for row in (self._decoder.state.tokens, self._decoder.state.positions):
-            row[: len(staying)] = row[order]
-        for sequence in self._rows.keep(staying):
-            self._leave(sequence)
-        self._moved = True
+            row[: len(unfinished)] = row[order]
+        for sequence in self._rows.keep(unfinished):
+            self._free_pages(sequence)
+        self._rows_changed = True
 
-    def _leave(self, sequence: PagedSequence) -> None:
+    def _free_pages(self, sequence: PagedSequence) -> None:
         """Work queued on the device before still uses the pages; whatever comes later is queued behind it."""
-        self._pool.give_back(sequence.pages)
+        self._pool.release(sequence.pages)
         sequence.pages = []
 
     def _upload(self) -> None:
-        """Tell the device who sits where."""
+        """Send the parameters of the rows to the device."""
         state, sequences = self._decoder.state, self._rows.sequences
         idle = len(state.limits) - len(sequences)
 
         def put(target: Tensor, values: list[Any], filler: Any, dtype: Any) -> None:
-            target.copy_(_to_device(np.array(values + [filler] * idle, dtype=dtype), self.device))
+            target.copy_(_array_to_device(np.array(values + [filler] * idle, dtype=dtype), self.device))
 
         put(state.limits, [s.limit for s in sequences], 0, np.int64)
         put(state.seeds, [signed(s.request.seed) for s in sequences], 0, np.int64)
@@ -399,33 +399,33 @@ class PagedGeneration:
         put(state.greedy, [s.request.sampling.temperature == 0 for s in sequences], False, np.bool_)
         state.positions[len(sequences) :] = 0
         filtered = any(s.request.sampling.top_k > 0 or s.request.sampling.top_p < 1 for s in sequences)
-        parts = [sequences[i : i + PLAIN_DRAWS] for i in range(0, len(sequences), PLAIN_DRAWS)] if filtered else []
+        parts = [sequences[i : i + SAMPLER_ROWS] for i in range(0, len(sequences), SAMPLER_ROWS)] if filtered else []
         self._filters = [_sampling_rows(part, self.device) for part in parts]
-        self._moved = False
+        self._rows_changed = False
 
     def _upload_tables(self) -> None:
         count, table = len(self._rows), self._rows.table
         tables = self._decoder.state.tables
-        tables[:count, : table.shape[1]] = _to_device(table[:count], self.device)
+        tables[:count, : table.shape[1]] = _array_to_device(table[:count], self.device)
         tables[count:, 0] = SCRATCH  # idle rows stand at position 0
 
     def _grow(self, steps: int) -> None:
-        """Pages for the next burst; if there are too few, the youngest rows make room."""
+        """Pages for the next burst; where there are too few, the youngest rows are preempted."""
         while (missing := self._rows.missing_pages(steps)).sum() > self._pool.free:
-            self._set_back()
+            self._preempt()
         for row in np.flatnonzero(missing):
-            self._rows.grow(int(row), self._pool.take(int(missing[row])))
-        if self._moved or missing.any():
+            self._rows.grow(int(row), self._pool.allocate(int(missing[row])))
+        if self._rows_changed or missing.any():
             self._upload_tables()
 
-    def _set_back(self) -> None:
-        """Somebody makes room: rows that have ended, else prompts that wait, else the youngest row, which goes back
-        to the queue with what it has said so far."""
+    def _preempt(self) -> None:
+        """Free pages: of rows that have finished, else of prompts that wait, else of the youngest row, which goes back
+        to the queue with its tokens so far."""
         free = self._pool.free
-        self._ended = self._collect(keep=0)
-        self._close_up()
+        self._finished = self._collect(keep=0)
+        self._compact()
         if self._pool.free == free:
-            self._take_back_prompts()
+            self._evict_prompts()
         if self._pool.free > free or not len(self._rows):
             return
         if len(self._rows) == 1:
@@ -434,23 +434,23 @@ class PagedGeneration:
                 " rollout.max_tokens, or leave more memory to the rollout"
             )
         (sequence,) = self._rows.keep(np.arange(len(self._rows) - 1))
-        self._leave(sequence)
-        self._moved = True
+        self._free_pages(sequence)
+        self._rows_changed = True
         resumed = Prompt(sequence.request.given_ids + tuple(sequence.token_ids))
         resumed.waiting.append(sequence)
         self._waiting.appendleft(resumed)
-        self.stats.set_back += 1
+        self.stats.preemptions += 1
 
     # --- steps ---
 
     def _launch(self) -> bool:
         """Queue a burst of steps on the device, without waiting for any."""
-        self._close_up()
+        self._compact()
         steps = min(BURST, self._rows.remaining())
         self._grow(steps)
         if not self._rows:
             return False
-        if self._moved:
+        if self._rows_changed:
             self._upload()
         state, count = self._decoder.state, len(self._rows)
         state.step.zero_()
@@ -469,8 +469,8 @@ class PagedGeneration:
         # Top-k and top-p sort the vocabulary, which the graph does not: draw again from its logits.
         positions = state.positions[:count] + 1
         logits = self._decoder.run(count)
-        for start, rows in zip(range(0, count, PLAIN_DRAWS), self._filters, strict=True):
-            part = slice(start, min(start + PLAIN_DRAWS, count))
+        for start, rows in zip(range(0, count, SAMPLER_ROWS), self._filters, strict=True):
+            part = slice(start, min(start + SAMPLER_ROWS, count))
             tokens, log_probs = sample(logits[part], rows, positions[part])
             state.tokens[part] = tokens
             state.drawn[step, part] = tokens
@@ -489,15 +489,15 @@ class PagedGeneration:
         self._pending.append(Burst(tuple(sequences), host[0], host[1], arrived))
 
     def _collect(self, keep: int) -> list[PagedSequence]:
-        """Read what has arrived, but for the newest ``keep`` bursts; the sequences that ended."""
-        ended, self._ended = self._ended, []
+        """Read what has arrived, but for the newest ``keep`` bursts; the sequences that finished."""
+        finished, self._finished = self._finished, []
         while len(self._pending) > keep:
             for sequence, tokens, log_probs in self._pending.popleft().columns():
                 if sequence.finish is None:
                     self.stats.generated_tokens += sequence.receive(tokens, log_probs)
                     if sequence.finish is not None:
-                        ended.append(sequence)
-        return ended
+                        finished.append(sequence)
+        return finished
 
 
 def _prompts(requests: Sequence[Request]) -> deque[Prompt]:
@@ -536,5 +536,5 @@ def _sampling_rows(sequences: Sequence[PagedSequence], device: torch.device) -> 
     return SamplingRows.of([sequence.request for sequence in sequences], device)
 
 
-def _to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    return sent(torch.from_numpy(np.ascontiguousarray(array)), device)
+def _array_to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    return to_device(torch.from_numpy(np.ascontiguousarray(array)), device)

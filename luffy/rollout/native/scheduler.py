@@ -18,7 +18,7 @@ class PromptGroup:
 
     token_ids: tuple[int, ...]
     waiting: deque[SequenceState] = field(default_factory=deque)
-    # [V], or [2, V] with a guidance model: kept from the prefill until the last member has started.
+    # [V], or [2, V] with a second model: kept from the prefill until the last member has started.
     first_logits: Tensor | None = None
 
 

@@ -1,4 +1,4 @@
-"""Generation through the model's own forward pass and cache, for models that have no other way here.
+"""Static batching through the model's own forward pass and cache, for models that have no other way here.
 
 A batch starts together and ends with its longest response; prompts are padded on the left.
 """
@@ -6,27 +6,24 @@ A batch starts together and ends with its longest response; prompts are padded o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from luffy.rollout.engine import EngineStats
 from luffy.rollout.native.scheduler import PromptGroup, SequenceState
 from luffy.rollout.sampling import SamplingRows, sample
 from luffy.types import Request
 
-if TYPE_CHECKING:
-    from luffy.rollout.native import NativeEngine
 
+class StaticBatchGeneration:
+    """One call of `generate`: batches of at most ``max_slots`` requests."""
 
-class PlainGeneration:
-    """One call of `generate`."""
-
-    def __init__(self, engine: NativeEngine, requests: Sequence[Request]) -> None:
+    def __init__(self, model: nn.Module, requests: Sequence[Request], max_slots: int) -> None:
         self.stats = EngineStats()
-        self._model, self._slots = engine.model, engine.max_slots
-        self._device = next(engine.model.parameters()).device
+        self._model, self._slots = model, max_slots
+        self._device = next(model.parameters()).device
         self._waiting = [
             SequenceState(index, request, PromptGroup(request.given_ids)) for index, request in enumerate(requests)
         ]

@@ -1,8 +1,8 @@
-"""Two engines write alone, and their texts are aligned by position: the approximate kind of guidance.
+"""Two engines generate alone, and their texts are aligned by position: the approximate kind of overrides.
 
-Where the guidance model's token differs from the policy's at the same position, the guidance's is taken and marked.
-After the first difference the policy's log-probs belong to another text, so the behaviour is not exact; what it asks
-of an engine is only to generate. See ``luffy.rollout.overrides.speculative`` for the exact rules.
+Where the second model's token differs from the policy's at the same position, the second model's is taken and marked.
+After the first difference the policy's log-probs belong to another text, so the behaviour is not exact. The engines
+need only generate. See `luffy.rollout.overrides.speculative` for the exact rules.
 """
 
 from __future__ import annotations
@@ -11,30 +11,31 @@ from collections.abc import Sequence
 
 import torch
 
-from luffy.rollout.engine import GuidedPair, Progress
+from luffy.rollout.engine import Progress
+from luffy.rollout.overrides.pair import OverridingPair
 from luffy.types import Completion, Request
 
 
-class AlignedEngine(GuidedPair):
+class AlignedEngine(OverridingPair):
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
         drafts = self.draft.generate(requests, progress)
-        guided = self.guidance.generate(requests)
-        return [align(d, g) for d, g in zip(drafts, guided, strict=True)]
+        texts = self.second.generate(requests)
+        return [align(draft, second) for draft, second in zip(drafts, texts, strict=True)]
 
 
-def align(draft: Completion, guidance: Completion) -> Completion:
-    """The guidance's text; a token the draft has at the same place is the draft's. Beyond the draft's end every
-    token is an override, and the policy's log-prob of it is unknown: the guidance's stands in."""
-    length, shared = guidance.token_ids.numel(), min(draft.token_ids.numel(), guidance.token_ids.numel())
+def align(draft: Completion, second: Completion) -> Completion:
+    """The second model's text; a token the draft has at the same position is the draft's. Beyond the draft's end every
+    token is an override, and the policy's log-prob of it is unknown: the second model's stands in."""
+    length, shared = second.token_ids.numel(), min(draft.token_ids.numel(), second.token_ids.numel())
     overrides = torch.ones(length, dtype=torch.bool)
-    overrides[:shared] = draft.token_ids[:shared] != guidance.token_ids[:shared]
-    own = guidance.log_probs.clone()
+    overrides[:shared] = draft.token_ids[:shared] != second.token_ids[:shared]
+    own = second.log_probs.clone()
     own[:shared] = torch.where(overrides[:shared], own[:shared], draft.log_probs[:shared])
     return Completion(
-        token_ids=guidance.token_ids,
+        token_ids=second.token_ids,
         log_probs=own,
-        finish=guidance.finish,
+        finish=second.finish,
         overrides=overrides,
         behavior_log_probs=own,
-        guidance_log_probs=guidance.log_probs,
+        guidance_log_probs=second.log_probs,
     )

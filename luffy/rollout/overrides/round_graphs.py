@@ -1,10 +1,10 @@
-"""Rounds of guided decoding on a GPU: one CUDA graph per size of batch, kept between calls.
+"""Rounds of decoding with overrides on a GPU: one CUDA graph per size of batch, kept between calls.
 
     rows of the batch --copied to fixed places--> graph of `Round` --fixed places--> proposals
 
-What a rule makes of the proposals is not captured: its parameters change from step to step, and its few
-kernels are queued while the graph still runs. The caches are given back after every call; graphs read
-their addresses from memory.
+The rule's verification of the proposals is not captured: its parameters change from step to step, and its few
+kernels are queued while the graph still runs. The caches are released after every call; graphs read their addresses
+from memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from luffy.rollout.native.paged_cache import PagedSlots, cache_shape, pages_for
 from luffy.rollout.native.paged_generation import affordable
 from luffy.rollout.overrides.rounds import Proposals, Round, RoundRows
 
-# Log-probs of a round that exist at once, counted in float32 [k, V] a row: fixed places, graphs, judgement.
+# Log-probs of a round that exist at once, counted in float32 [k, V] a row: fixed places, graphs, verification.
 ROUND_COPIES = 10
 
 
@@ -33,7 +33,7 @@ def slots_available(wanted: int, models: tuple[nn.Module, nn.Module], capacity: 
     slots = affordable(wanted, keys + scores, head_weight_bias(models[0])[0].device, share)
     if slots < 1:
         raise UserError(
-            "no memory is left for one guided sequence: use a smaller model, LoRA or lower rollout.max_tokens"
+            "no memory is left for one sequence with overrides: use a smaller model, LoRA or lower rollout.max_tokens"
         )
     return slots
 
@@ -41,11 +41,11 @@ def slots_available(wanted: int, models: tuple[nn.Module, nn.Module], capacity: 
 class RoundGraphs:
     """Runs rounds of up to ``rows`` sequences with k proposals each."""
 
-    def __init__(self, draft: nn.Module, guidance: nn.Module, rows: int, k: int, max_context: int) -> None:
-        self._models, self._rows, self._k = (draft, guidance), rows, k
+    def __init__(self, draft: nn.Module, second: nn.Module, rows: int, k: int, max_context: int) -> None:
+        self._models, self._rows, self._k = (draft, second), rows, k
         device = head_weight_bias(draft)[0].device
         self.caches = [PagedSlots(cache_shape(model), device, rows, max_context + k) for model in self._models]
-        self.round = Round(draft, guidance, self.caches, max_context, draw_tokens)
+        self.round = Round(draft, second, self.caches, max_context, draw_tokens)
         self._weights = [weight_addresses(model) for model in self._models]
         tokens, positions, seeds = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self._input = RoundRows(tokens, positions, seeds, torch.ones(rows, 1, device=device))
@@ -55,11 +55,11 @@ class RoundGraphs:
 
     def _places(self, rows: int, k: int, device: torch.device) -> Proposals:
         shape = (rows, k, self.round.vocabulary)
-        guidance, _ = head_weight_bias(self._models[1])
+        second, _ = head_weight_bias(self._models[1])
         return Proposals(
             torch.zeros(rows, k, dtype=torch.int64, device=device),
             torch.empty(shape, device=device),
-            torch.empty(shape, dtype=guidance.dtype, device=device),
+            torch.empty(shape, dtype=second.dtype, device=device),
         )
 
     def serves(self, slots: int, k: int) -> bool:
@@ -104,7 +104,7 @@ class RoundGraphs:
                 self._compute(rows)
         except RuntimeError as error:
             self._pool = None
-            warnings.warn(f"guided decoding goes on without CUDA graphs, many times slower: {error}", stacklevel=2)
+            warnings.warn(f"overrides go on without CUDA graphs, many times slower: {error}", stacklevel=2)
         else:
             self._graphs[rows] = graph
 

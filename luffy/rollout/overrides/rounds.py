@@ -1,7 +1,7 @@
-"""The models' part of a round of guided decoding: k proposals of the draft and what the guidance model makes of them.
+"""The models' part of a round: k proposals of the draft, and the second model's logits at each of them.
 
-A function of tensors alone: no value is read back and no shape depends on one. So on a GPU these very lines
-are captured as a graph (`luffy.rollout.overrides.round_graphs`).
+A function of tensors alone: no value is read back and no shape depends on one. So on a GPU these lines are captured
+as a graph (`luffy.rollout.overrides.round_graphs`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from luffy.models.attention import Layout
 from luffy.models.forward import causal_lm
-from luffy.rollout.native.native_engine import ModelRunner
+from luffy.rollout.native.model_runner import ModelRunner
 from luffy.rollout.native.slot_cache import Slots
 from luffy.rollout.sampling import tempered
 
@@ -35,10 +35,10 @@ class RoundRows(NamedTuple):
 class Proposals(NamedTuple):
     tokens: Tensor  # [B, k]
     log_probs: Tensor  # [B, k, V] float32, the draft's
-    guidance_logits: Tensor  # [B, k, V]
+    second_logits: Tensor  # [B, k, V]
 
 
-class GuidanceRunner(ModelRunner):
+class SecondModelRunner(ModelRunner):
     """Runs a model that has fewer tokens than the policy, over the policy's vocabulary: what the policy has beyond
     is padding, has probability 0 here, and is read as the last token should the policy ever write it."""
 
@@ -62,12 +62,13 @@ class Round:
     """Both models over the first rows of their caches, the draft's cache first."""
 
     def __init__(
-        self, draft: nn.Module, guidance: nn.Module, caches: Sequence[Slots], max_context: int, draw: Draw
+        self, draft: nn.Module, second: nn.Module, caches: Sequence[Slots], max_context: int, draw: Draw
     ) -> None:
-        self._draft_cache, self._guidance_cache = caches
+        self.caches = caches
+        self._draft_cache, self._second_cache = caches
         self.vocabulary: int = causal_lm(draft).config.vocab_size
-        self._draft = ModelRunner(draft, self._draft_cache)
-        self.guidance = GuidanceRunner(guidance, self._guidance_cache, self.vocabulary)
+        self.draft = ModelRunner(draft, self._draft_cache)
+        self.second = SecondModelRunner(second, self._second_cache, self.vocabulary)
         self.draw = draw
         self._last_place = max_context - 1
 
@@ -75,8 +76,8 @@ class Round:
         """As many proposals as ``spans``, which say how far into the cache each step has to look."""
         fed, proposed, log_probs = self._propose(rows, spans)
         places = rows.positions[:, None] + torch.arange(len(spans), device=fed.device)
-        layout = self._guidance_cache.extend_layout(places, spans[-1])
-        logits = self.guidance.decode(fed.flatten(), self._within_context(places.flatten()), layout)
+        layout = self._second_cache.extend_layout(places, spans[-1])
+        logits = self.second.decode(fed.flatten(), self._within_context(places.flatten()), layout)
         return Proposals(proposed, log_probs, logits.view(*fed.shape, -1))
 
     def _propose(self, rows: RoundRows, spans: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +86,7 @@ class Round:
         log_probs: list[Tensor] = []
         for span in spans:
             layout = self._draft_cache.decode_layout(positions, span)
-            logits = self._draft.decode(tokens[-1], self._within_context(positions), layout)
+            logits = self.draft.decode(tokens[-1], self._within_context(positions), layout)
             positions = positions + 1
             log_probs.append(tempered(logits, rows.temperatures))
             tokens.append(self.draw(log_probs[-1], rows.seeds, positions))

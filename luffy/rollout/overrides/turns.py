@@ -1,12 +1,12 @@
 """Two engines take turns at one response: the rule `mixture` for engines that show only what they drew.
 
 The rule's coin does not look at the tokens, so all coins of a response can fall before its first token. Where they
-say so the guidance engine writes, elsewhere the policy's; each is asked to continue the text so far for as long as
+say so the second engine writes, elsewhere the policy's; each is asked to continue the text so far for as long as
 its turn lasts, and to give the log-probs of its own tokens. Sequences are distributed as under the native `mixture`.
 
-The behaviour reported is the one given the coins: g(y) where the guidance wrote, d(y) where the policy did. Weights
-d/g and 1 are unbiased, for the coins are independent of everything. The native engine sees both distributions and
-reports (1 - eps) d + eps g, which is unbiased too and varies less.
+The behaviour reported is the one given the coins: g(y) where the second engine wrote, d(y) where the policy did.
+Weights d/g and 1 are unbiased, for the coins are independent of everything. The native engine sees both distributions
+and reports (1 - eps) d + eps g, which is unbiased too and varies less.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import torch
 
 from luffy.core.override_rules import Rule
 from luffy.errors import UserError
-from luffy.rollout.engine import Engine, GuidedPair, Progress
-from luffy.rollout.overrides.speculative import ACCEPT_STREAM, check_exact, uniforms
+from luffy.rollout.engine import Engine, Progress
+from luffy.rollout.overrides.pair import OverridingPair
+from luffy.rollout.overrides.pair_checks import check_exact
+from luffy.rollout.overrides.verify import ACCEPT_STREAM, uniforms
 from luffy.rollout.sampling import GOLDEN, SamplingRows
 from luffy.types import Completion, Finish, Request, Sampling
 
@@ -49,7 +51,7 @@ def check_log_probs(engine: Engine, sampling: Sampling) -> None:
 
 @dataclass(eq=False)
 class Turns:
-    """One response in the making. ``coins`` [max_tokens] are True where the guidance engine writes."""
+    """One response being generated. ``coins`` [max_tokens] are True where the second engine writes."""
 
     request: Request
     coins: list[bool]
@@ -58,14 +60,15 @@ class Turns:
     finish: Finish | None = None
 
     @property
-    def guided(self) -> bool:
+    def overridden(self) -> bool:
+        """Whether the second engine writes the next token."""
         return self.coins[len(self.token_ids)]
 
     def ask(self, temperature: float | None, readable: int | None) -> Request:
         """Continue until the coin changes. An engine may draw its noise from the seed alone, so every turn has one of
-        its own; ids that the guidance model has no row for (the policy's padding) are read as its last."""
+        its own; ids that the second model has no row for (the policy's padding) are read as its last."""
         start, request = len(self.token_ids), self.request
-        turn = next((t for t in range(start, len(self.coins)) if self.coins[t] != self.guided), len(self.coins))
+        turn = next((t for t in range(start, len(self.coins)) if self.coins[t] != self.overridden), len(self.coins))
         sampling = replace(request.sampling, max_tokens=turn - start)
         if temperature is not None:
             sampling = replace(sampling, temperature=temperature)
@@ -84,38 +87,38 @@ class Turns:
     def completion(self) -> Completion:
         assert self.finish is not None
         behavior = torch.tensor(self.log_probs, dtype=torch.float32)
-        guided = torch.tensor(self.coins[: len(self.token_ids)])
+        overrides = torch.tensor(self.coins[: len(self.token_ids)])
         return Completion(
             token_ids=torch.tensor(self.token_ids, dtype=torch.long),
-            log_probs=behavior.masked_fill(guided, torch.nan),
+            log_probs=behavior.masked_fill(overrides, torch.nan),
             finish=self.finish,
-            overrides=guided,
+            overrides=overrides,
             behavior_log_probs=behavior,
-            guidance_log_probs=behavior.masked_fill(~guided, torch.nan),
+            guidance_log_probs=behavior.masked_fill(~overrides, torch.nan),
         )
 
 
-class TurnsEngine(GuidedPair):
-    """Token-level guidance from any two engines. ``rule`` (a mixture) may be replaced between calls (schedules).
+class TurnsEngine(OverridingPair):
+    """Token overrides from any two engines. ``rule`` (a mixture) may be replaced between calls (schedules).
 
-    ``guidance_vocabulary`` is the number of tokens the guidance engine can read, where the policy may write more.
+    ``second_vocabulary`` is the number of tokens the second engine can read, where the policy may write more.
     """
 
     def __init__(
         self,
         draft: Engine,
-        guidance: Engine,
+        second: Engine,
         rule: Rule,
         max_overrides: int | None = None,
-        guidance_temperature: float | None = None,
-        guidance_vocabulary: int | None = None,
+        second_temperature: float | None = None,
+        second_vocabulary: int | None = None,
     ) -> None:
         check_takes_turns(rule.name, type(draft).__name__)
-        super().__init__(draft, guidance)
+        super().__init__(draft, second)
         self.rule = rule
         self.max_overrides = max_overrides
-        self.guidance_temperature = guidance_temperature
-        self.guidance_vocabulary = guidance_vocabulary
+        self.second_temperature = second_temperature
+        self.second_vocabulary = second_vocabulary
 
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
         if not requests:
@@ -124,8 +127,8 @@ class TurnsEngine(GuidedPair):
             check_exact(request)
         responses = [Turns(r, coins) for r, coins in zip(requests, self._coins(requests), strict=True)]
         while any(r.finish is None for r in responses):
-            for guided in (False, True):
-                self._turn([r for r in responses if r.finish is None and r.guided is guided], guided)
+            for overridden in (False, True):
+                self._turn([r for r in responses if r.finish is None and r.overridden is overridden], overridden)
             if progress is not None:
                 progress(sum(r.finish is not None for r in responses), len(responses))
         return [r.completion() for r in responses]
@@ -140,12 +143,12 @@ class TurnsEngine(GuidedPair):
             overrides &= overrides.cumsum(dim=1) <= self.max_overrides
         return [coins[: r.sampling.max_tokens] for coins, r in zip(overrides.tolist(), requests, strict=True)]
 
-    def _turn(self, responses: Sequence[Turns], guided: bool) -> None:
+    def _turn(self, responses: Sequence[Turns], overridden: bool) -> None:
         if not responses:
             return
-        engine = self.guidance if guided else self.draft
-        temperature = self.guidance_temperature if guided else None
-        readable = self.guidance_vocabulary if guided else None
+        engine = self.second if overridden else self.draft
+        temperature = self.second_temperature if overridden else None
+        readable = self.second_vocabulary if overridden else None
         answers = engine.generate([r.ask(temperature, readable) for r in responses])
         for response, answer in zip(responses, answers, strict=True):
             _check_known(engine, answer)
@@ -157,5 +160,5 @@ def _check_known(engine: Engine, completion: Completion) -> None:
     if tokens.numel() == 0 or log_probs.numel() != tokens.numel() or bool(log_probs.isnan().any()):
         raise UserError(
             f"{type(engine).__name__} gave {tokens.numel()} tokens with {int((~log_probs.isnan()).sum())} log-probs: "
-            "token-level guidance needs one for every token; switch them on in that engine or use the native one"
+            "token overrides need one for every token; switch them on in that engine or use the native one"
         )
