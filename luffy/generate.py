@@ -66,7 +66,7 @@ def generate_texts(
     tasks = list(encoder.encode_all(problems))
     longest = max(len(task.prompt_ids) for task in tasks if task is not None)
     budget = room_for(max_tokens, MAX_TOKENS, context, longest)
-    sampling = Sampling(budget, temperature, top_p, top_k, eos_ids(model, tokenizer))
+    sampling = Sampling(budget, temperature, top_p, top_k, encoder.stops(eos_ids(model, tokenizer)))
     requests, owners = [], []
     for problem, task in zip(problems, tasks, strict=True):
         assert task is not None, "overlong prompts are errors here"

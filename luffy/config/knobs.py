@@ -72,6 +72,9 @@ class DataConfig:
     date: str | None = knob(
         None, "the date that templates print which ask for it (Llama 3), e.g. 2026-01-31; null: the day the run started"
     )
+    special_tokens: Literal["text", "control"] = knob(
+        "text", "special tokens spelled out in prompts and traces (<|im_end|>) are read as plain text, or count as such"
+    )
     max_prompt_tokens: int = knob(1024, "longest prompt", ge=1)
     overlong_prompt: Literal["error", "drop"] = knob(
         "error", "a longer prompt stops the run, or is dropped and counted"

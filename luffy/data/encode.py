@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import date as Date
 from enum import StrEnum
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -17,7 +19,9 @@ from luffy.data.schemas import ROW_KEY, log_prob_fault
 from luffy.errors import ConfigError, DataError
 from luffy.types import Demonstration, Message, Problem, Task, Trace
 
-THINK = "<think>"
+THINK, END_THINK = "<think>", "</think>"
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # code points that no text has: around the id of a token that is to be read as text
+MARK = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 CLOCK = "strftime_now"  # what chat templates call to get the date
 NO_LIMIT = 1 << 40  # tokens: a budget that nothing exceeds
 READ_AT_ONCE = 256  # problems whose texts the tokenizer gets in one call
@@ -56,12 +60,19 @@ TEMPLATE_STYLES = (PromptStyle.CHAT, PromptStyle.PAPER)
 class Encoder:
     """Renders and tokenises problems for one tokenizer.
 
-    ``eos_ids`` are the ids that end a response; the first is the one appended to traces (default: the
-    tokenizer's). ``chat_template`` is Jinja text or a file with it. ``counts`` says what options dropped or cut:
-    ``prompts_dropped``, ``traces_dropped``, ``traces_truncated``.
+    ``eos_ids`` are the ids that end a response (default: the tokenizer's). Where prompts go through a chat template,
+    the token with which it ends an assistant turn comes first among them. Text traces end with the first of
+    ``eos_ids``, recorded ones with the first end token they have. ``chat_template`` is Jinja text or a file with it.
 
-    Recorded traces (token ids) are used as they are; their log-probs may leave out the EOS that ends the
-    trace, which then gets log-prob 0 (probability 1), the value of every token without a record.
+    ``special_tokens``: "text" reads special tokens that are spelled out in prompts and traces (``<|im_end|>``) as plain
+    text, all but ``<think>`` and ``</think>``; "control" reads them as special tokens. End tokens that close a text
+    trace are its end either way.
+
+    Recorded traces (token ids) are used as they are, up to their first end token; their log-probs may leave out the
+    EOS that ends the trace, which then gets log-prob 0 (probability 1), the value of every token without a record.
+
+    ``counts`` says what was dropped, cut or read otherwise: ``prompts_dropped``, ``traces_dropped``,
+    ``traces_truncated``, ``traces_cut_at_end``, ``special_as_text``, ``special_as_control``.
 
     ``date`` (``2026-01-31``; default: today) is what a chat template gets that asks for the date with
     ``strftime_now``; all prompts of an encoder have the same. ``prompt_date`` is that date, or None where no template
@@ -80,6 +91,7 @@ class Encoder:
         overlong_trace: str = "drop",
         eos_ids: Sequence[int] | None = None,
         date: str | None = None,
+        special_tokens: str = "text",
     ) -> None:
         self.tokenizer = tokenizer
         self.style = PromptStyle(_one_of("style", style, tuple(PromptStyle)))
@@ -88,7 +100,8 @@ class Encoder:
         self.max_prompt_tokens = _at_least_one("data.max_prompt_tokens", max_prompt_tokens)
         self.max_response_tokens = _at_least_one("rollout.max_tokens", max_response_tokens)
         self.vocabulary = len(tokenizer)
-        self.eos_ids = _checked_eos(tokenizer, eos_ids, self.vocabulary)
+        self.special_tokens = _one_of("special_tokens", special_tokens, ("text", "control"))
+        self._special = special_texts(tokenizer)
         self.chat_template = _template_text(chat_template)
         self._date = today() if date is None else _checked_date(date)
         self.system_prompt = self._checked_system_prompt(system_prompt)
@@ -100,6 +113,7 @@ class Encoder:
                 f"the tokenizer {_name(tokenizer)} has no chat template, which data.style={self.style} needs; "
                 "set data.style=plain or give data.chat_template"
             )
+        self.eos_ids = _checked_eos(tokenizer, eos_ids, self._turn_end(), self.vocabulary)
 
     @property
     def _has_template(self) -> bool:
@@ -118,21 +132,27 @@ class Encoder:
             )
         return PAPER_SYSTEM_PROMPT if system_prompt is None and self.style == PromptStyle.PAPER else system_prompt
 
+    def stops(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
+        """What an engine has to stop at: the ends that this encoder knows, and the model's."""
+        return tuple(dict.fromkeys((*self.eos_ids, *eos_ids)))
+
     # ---- prompts
 
     def render(self, problem: Problem) -> str:
         """The exact text of the prompt, special tokens included."""
         text, bos = self._prompt_text(problem)
-        return (str(self.tokenizer.bos_token) if bos else "") + text
+        spelled = MARK.sub(lambda mark: self._special[int(mark[1])], text)
+        return (str(self.tokenizer.bos_token) if bos else "") + spelled
 
     def _prompt_text(self, problem: Problem) -> tuple[str, tuple[int, ...]]:
-        """Text to tokenise and the ids before it. A chat template writes its own BOS, so none comes before it."""
+        """Text to tokenise, marked, and the ids before it. A chat template writes its own BOS, so none comes before
+        it."""
         prompt = problem.prompt
         if isinstance(prompt, str):
             if self.style == PromptStyle.PLAIN:
-                return prompt, self._bos
+                return self._marked(prompt), self._bos
             if self.style == PromptStyle.PAPER_SIMPLE:
-                return f"User: {prompt}\n\nAnswer: Let's think step by step.", self._bos
+                return f"User: {self._marked(prompt)}\n\nAnswer: Let's think step by step.", self._bos
             question = QUESTION_LINE + prompt if self.style == PromptStyle.PAPER else prompt
             prompt = (Message("user", question),)
         return self._chat_text(problem, prompt), ()
@@ -149,26 +169,81 @@ class Encoder:
                 f"{_where(problem)}: the prompt is a chat, but the tokenizer {_name(self.tokenizer)} has no chat "
                 "template; give data.chat_template"
             )
-        messages = [asdict(message) for message in chat]
+        messages = [{**asdict(message), "content": self._marked(message.content)} for message in chat]
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, chat_template=self.chat_template,
-                **{CLOCK: self._date.strftime},
-            )  # fmt: skip
+            return self._rendered(messages, add_generation_prompt=True)
         except TemplateError as error:
             roles = ", ".join(message.role for message in chat)
             raise DataError(
                 f"{_where(problem)}: the chat template refuses a chat of {roles} ({error}); "
                 "change data.system_prompt or give data.chat_template"
             ) from error
+
+    def _rendered(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, chat_template=self.chat_template,
+            **{CLOCK: self._date.strftime},
+        )  # fmt: skip
         return text
 
+    def _turn_end(self) -> int | None:
+        """The special token with which the chat template ends an assistant turn; None where it has none."""
+        if self.style not in TEMPLATE_STYLES:
+            return None
+        answer = "An answer."
+        chat = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+        try:
+            text = self._rendered(chat, add_generation_prompt=False)
+        except TemplateError:
+            return None
+        _, found, rest = text.rpartition(answer)
+        end = self._spelled.match(rest.lstrip()) if found else None
+        return self._special_ids[end[0]] if end else None
+
+    # ---- special tokens in the user's texts
+
+    def _marked(self, text: str) -> str:
+        """The text with a mark in place of every special token that is spelled out in it, unless those count."""
+        text = _without_marks(text)
+        if self.special_tokens == "control" or not any(first in text for first in self._first_letters):
+            return text
+        return self._spelled.sub(lambda found: f"{OPEN}{self._special_ids[found[0]]}{CLOSE}", text)
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        return {text: token for token, text in self._special.items()}
+
+    @cached_property
+    def _first_letters(self) -> set[str]:
+        return {text[0] for text in self._special_ids}
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        longest_first = sorted(self._special_ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    @cached_property
+    def _closing(self) -> re.Pattern[str]:
+        """End tokens, spelled out, at the end of a text."""
+        ends = [re.escape(self._special[token]) for token in self.eos_ids if token in self._special]
+        return re.compile(rf"(?:(?:{'|'.join(ends)})\s*)+\Z" if ends else r"(?!)")
+
     def _tokenize(self, problem: Problem, text: str) -> list[int]:
+        """Ids of a text; what is marked in it becomes ids of its letters."""
         if text in self._read:
             return list(self._read[text])
+        ids: list[int] = []
+        for place, part in enumerate(MARK.split(text)):  # every other part is the id of a special token
+            spelled = self._special[int(part)] if place % 2 else part
+            ids += self._ids(problem, spelled, **({"split_special_tokens": True} if place % 2 else {}))
+        return ids
+
+    def _ids(self, problem: Problem, text: str, **options: bool) -> list[int]:
+        if not text:
+            return []
         try:
             # verbose=False: lengths are checked here against the run's own budgets, not the tokenizer's.
-            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return list(self.tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"])
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise DataError(
                 f"{_where(problem)}: the tokenizer {_name(self.tokenizer)} cannot read {text[:60]!r} ({error}); "
@@ -189,7 +264,8 @@ class Encoder:
                 self._read = {}
 
     def _read_at_once(self, problems: Sequence[Problem]) -> dict[str, list[int]]:
-        texts = list(dict.fromkeys(text for problem in problems for text in self._texts(problem)))
+        unmarked = (text for problem in problems for text in self._texts(problem) if OPEN not in text)
+        texts = list(dict.fromkeys(unmarked))
         try:
             ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
         except Exception:  # the tokenizers library raises nothing narrower; one by one it comes out whose text it was
@@ -199,7 +275,7 @@ class Encoder:
     def _texts(self, problem: Problem) -> Iterator[str]:
         prompt, _ = self._prompt_text(problem)
         yield prompt
-        yield from (without_open_think(t.text or "", prompt) for t in problem.traces if t.token_ids is None)
+        yield from (trace_text(trace, prompt) for trace in problem.traces if trace.token_ids is None)
 
     def encode(self, problem: Problem) -> Task | None:
         """The problem as the model sees it, or None when its prompt is too long and may be dropped."""
@@ -218,8 +294,19 @@ class Encoder:
                 )
             self.counts["prompts_dropped"] += 1
             return None
+        self._count_special(OPEN in text, bool(self.special_tokens == "control" and self._in_prompt(problem)))
         traces = (self._demonstration(problem, trace, text) for trace in problem.traces)
         return Task(problem, prompt_ids, tuple(trace for trace in traces if trace is not None))
+
+    def _in_prompt(self, problem: Problem) -> bool:
+        """Whether special tokens are spelled out in what the user wrote."""
+        chat = problem.prompt if isinstance(problem.prompt, tuple) else (Message("user", problem.prompt),)
+        return any(self._spelled.search(message.content) for message in chat)
+
+    def _count_special(self, as_text: bool, as_control: bool) -> None:
+        for kind, found in (("special_as_text", as_text), ("special_as_control", as_control)):
+            if found:
+                self.counts[kind] += 1
 
     def _demonstration(self, problem: Problem, trace: Trace, prompt: str) -> Demonstration | None:
         ids = self._trace_ids(problem, trace, prompt)
@@ -242,14 +329,28 @@ class Encoder:
         return Demonstration(ids[:limit], log_probs and log_probs[:limit])
 
     def _trace_ids(self, problem: Problem, trace: Trace, prompt: str) -> tuple[int, ...]:
-        """Token ids that end in exactly one EOS."""
+        """Token ids with one end token, their last: a response ends at the first it has."""
         if trace.token_ids is None:
-            ids = self._tokenize(problem, without_open_think(trace.text or "", prompt))
+            ids = self._text_ids(problem, trace_text(trace, prompt))
         else:
             ids = list(trace.token_ids)
             self._check_recorded(problem, ids)
-        body = self._body_length(ids)
-        return (*ids[:body], ids[body] if body < len(ids) else self.eos_ids[0])
+        body = next((place for place, token in enumerate(ids) if token in self.eos_ids), len(ids))
+        if body < self._body_length(ids):
+            self.counts["traces_cut_at_end"] += 1
+        end = ids[body] if trace.token_ids is not None and body < len(ids) else self.eos_ids[0]
+        return (*ids[:body], end)
+
+    def _text_ids(self, problem: Problem, text: str) -> list[int]:
+        """Ids of a trace's text; an end that it spells out is an end token, or left off."""
+        ids = self._tokenize(problem, text)
+        if self._special.keys().isdisjoint(ids):
+            return ids
+        body = self._closing.sub("", text)
+        spelled_inside = bool(self._spelled.search(body))
+        as_text = self.special_tokens == "text"
+        self._count_special(spelled_inside and as_text, spelled_inside and not as_text)
+        return self._tokenize(problem, self._marked(body)) if as_text else ids
 
     def _check_recorded(self, problem: Problem, ids: Sequence[int]) -> None:
         for token in ids:
@@ -273,8 +374,8 @@ class Encoder:
         if trace.token_ids is None:
             raise DataError(f"{_where(problem)}: a text trace has log-probs; record its token ids or drop them")
         wrong = log_prob_fault(trace.log_probs)
-        body = len(ids) - 1
-        lengths = {body, body + 1, len(trace.token_ids)}
+        body, whole = len(ids) - 1, self._body_length(trace.token_ids)
+        lengths = {whole, whole + 1, len(trace.token_ids)}
         if wrong is None and len(trace.log_probs) not in lengths:
             wrong = f"found {len(trace.log_probs)} log-probs for {len(trace.token_ids)} token ids"
         if wrong is not None:
@@ -326,6 +427,15 @@ def without_open_think(trace: str, prompt: str) -> str:
     return trace.removeprefix(THINK) if prompt.endswith(THINK) else trace
 
 
+def trace_text(trace: Trace, prompt: str) -> str:
+    return _without_marks(without_open_think(trace.text or "", prompt))
+
+
+def _without_marks(text: str) -> str:
+    """A user's text cannot carry marks of ours."""
+    return text.replace(OPEN, "\ufffd") if OPEN in text else text
+
+
 def _where(problem: Problem) -> str:
     return str(problem.meta.get(ROW_KEY, f"problem {problem.id!r}"))
 
@@ -346,10 +456,13 @@ def _at_least_one(knob: str, value: int) -> int:
     return value
 
 
-def _checked_eos(tokenizer: Any, eos_ids: Sequence[int] | None, vocabulary: int) -> tuple[int, ...]:
+def _checked_eos(
+    tokenizer: Any, eos_ids: Sequence[int] | None, turn_end: int | None, vocabulary: int
+) -> tuple[int, ...]:
     """Without an EOS no response ever ends and every trace teaches to go on."""
     own = tokenizer.eos_token_id
-    ids = tuple(eos_ids) if eos_ids is not None else (() if own is None else (own,))
+    given = tuple(eos_ids) if eos_ids is not None else (() if own is None else (own,))
+    ids = tuple(dict.fromkeys(given if turn_end is None else (turn_end, *given)))
     if not ids:
         raise ConfigError(
             f"the tokenizer {_name(tokenizer)} has no EOS token; set eos_token in its tokenizer_config.json"
@@ -358,6 +471,14 @@ def _checked_eos(tokenizer: Any, eos_ids: Sequence[int] | None, vocabulary: int)
     if wrong:
         raise ConfigError(f"eos_ids: {wrong[0]} is not one of the tokenizer's {vocabulary} ids; correct it")
     return ids
+
+
+def special_texts(tokenizer: Any) -> dict[int, str]:
+    """The special tokens of a tokenizer by id, but for those that mark a thought: traces spell them out."""
+    known = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    found = {token: text for token, text in (known | dict(named)).items() if token is not None and text}
+    return {token: text for token, text in found.items() if text not in (THINK, END_THINK)}
 
 
 def _template_text(chat_template: str | None) -> str | None:

@@ -95,7 +95,10 @@ def run_evaluation(options: Options) -> Result:
         loaded = load_engine(
             options.engine, options.model, dtype=options.dtype, device=options.device, slots=options.slots
         )
-        jobs, settings = plan(replace(options, date=options.date or recorded_date(out)), suite, loaded)
+        options = replace(options, date=options.date or recorded_date(out))
+        encoder = encoder_of(options, suite, loaded)
+        loaded = replace(loaded, eos_ids=encoder.stops(loaded.eos_ids))
+        jobs, settings = plan(options, suite, loaded, encoder)
         claim(out, settings)
         run_jobs(jobs, loaded, verifier, settings, out, options.chunk)
         result = build_result(suite, settings, read_json_lines(out / ITEMS))
@@ -107,11 +110,14 @@ def default_out(model: str, suite: str) -> Path:
     return Path("evals") / f"{model_label(model)}-{Path(suite).stem}"
 
 
-def plan(options: Options, suite: Suite, loaded: LoadedModel) -> tuple[list[Job], Settings]:
-    """Every response to make, in order, and what decides them."""
+def encoder_of(options: Options, suite: Suite, loaded: LoadedModel) -> Encoder:
     style = resolve_style(options.style, loaded.tokenizer, paper=suite.is_builtin)
     room = loaded.context - 1
-    encoder = Encoder(loaded.tokenizer, style, options.system_prompt, max_prompt_tokens=room, date=options.date)
+    return Encoder(loaded.tokenizer, style, options.system_prompt, max_prompt_tokens=room, date=options.date)
+
+
+def plan(options: Options, suite: Suite, loaded: LoadedModel, encoder: Encoder) -> tuple[list[Job], Settings]:
+    """Every response to make, in order, and what decides them."""
     jobs = []
     for benchmark in suite.benchmarks:
         for problem, task in zip(benchmark.problems, encoder.encode_all(benchmark.problems), strict=True):
@@ -130,7 +136,7 @@ def plan(options: Options, suite: Suite, loaded: LoadedModel) -> tuple[list[Job]
         top_k=options.top_k,
         max_tokens=room_for(options.max_tokens, PAPER_MAX_TOKENS, loaded.context, longest),
         seed=options.seed,
-        style=style,
+        style=str(encoder.style),
         system_prompt=options.system_prompt,
         shuffle_options=options.shuffle_options,
         limit=options.limit,

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from luffy.errors import UserError
@@ -76,6 +76,22 @@ def drop_padding_tokens(model: PreTrainedModel, tokens: int) -> None:
 def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
     """Every token id that ends a response: those of the generation config, then the tokenizer's own."""
     return eos_ids_of(causal_lm(model).generation_config, tokenizer)
+
+
+def eos_ids_in(path: str | Path, tokenizer: Any, trust_remote_code: bool = False) -> tuple[int, ...]:
+    """The same as ``eos_ids`` before the weights are read: the tokenizer's own first, then those in the folder."""
+    generation: Any = None
+    if gguf_file(path) is None:
+        try:
+            generation = GenerationConfig.from_pretrained(str(path))
+        except LOAD_ERRORS:
+            try:
+                generation = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+            except LOAD_ERRORS:  # what is wrong with the folder is said when the model is loaded
+                generation = None
+    own = tokenizer.eos_token_id
+    found = eos_ids_of(generation, tokenizer)
+    return found if own is None else (own, *(token for token in found if token != own))
 
 
 def eos_ids_of(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -203,7 +203,8 @@ class LocalTeacher:
         room = context - max_tokens
         style = resolve_style(style, self._tokenizer)
         self._encoder = Encoder(self._tokenizer, style, system_prompt, max_prompt_tokens=room)
-        self._sampling = Sampling(max_tokens, temperature, eos_ids=eos_ids(model, self._tokenizer))
+        stops = self._encoder.stops(eos_ids(model, self._tokenizer))
+        self._sampling = Sampling(max_tokens, temperature, eos_ids=stops)
         self._engine = NativeEngine(model)
         self._seed = seed
         self._same_ids = tokenizer is None or tokenizer.get_vocab() == self._tokenizer.get_vocab()

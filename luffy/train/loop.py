@@ -154,7 +154,7 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         self.model: Any = self._load_weights(checkpoint)
         setup.validate(cfg, method, self.model.config)
-        self.eos = eos_ids(self.model, self.tokenizer)
+        self.eos = encoder.stops(eos_ids(self.model, self.tokenizer))
         self.lags = method == "rl" and cfg.async_.max_staleness > 0
         self.engines = Engines(cfg, method, self.model, self.device, self.world, self._warn)
         self._closing.callback(self.engines.current.close)

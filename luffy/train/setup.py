@@ -12,7 +12,7 @@ from torch import nn
 from luffy.config import Config, ModelConfig
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.errors import ConfigError, DataError, UserError
-from luffy.models.load import load_model, load_tokenizer
+from luffy.models.load import eos_ids_in, load_model, load_tokenizer
 from luffy.train.credit import find_credit_function
 from luffy.train.engines import find_engine
 from luffy.types import Task
@@ -84,7 +84,9 @@ def load_policy_tokenizer(cfg: ModelConfig) -> Any:
 
 
 def build_encoder(cfg: Config, tokenizer: Any) -> Encoder:
-    d = cfg.data
+    """The encoder of a run. Its ``eos_ids`` are what the engine has to stop at: a trace ends as a response does."""
+    d, m = cfg.data, cfg.model
+    ends = None if tokenizer.eos_token_id is None else eos_ids_in(m.path, tokenizer, m.trust_remote_code)
     return Encoder(
         tokenizer,
         style=d.style,
@@ -94,7 +96,9 @@ def build_encoder(cfg: Config, tokenizer: Any) -> Encoder:
         overlong_prompt=d.overlong_prompt,
         max_response_tokens=cfg.rollout.max_tokens,
         overlong_trace=d.overlong_trace,
+        eos_ids=None if ends is None else [token for token in ends if token < len(tokenizer)],
         date=d.date,
+        special_tokens=d.special_tokens,
     )
 
 
@@ -213,6 +217,9 @@ def left_out(train: dict[str, int], held_out: dict[str, int]) -> list[str]:
         "prompts_dropped": "prompt(s) dropped as longer than data.max_prompt_tokens",
         "traces_dropped": "trace(s) dropped as longer than rollout.max_tokens",
         "traces_truncated": "trace(s) cut at rollout.max_tokens",
+        "traces_cut_at_end": "trace(s) cut at an end token inside them",
+        "special_as_text": "prompt(s) or trace(s) that spell out special tokens, read as text (data.special_tokens)",
+        "special_as_control": "prompt(s) or trace(s) with special tokens in them (data.special_tokens=control)",
     }
     return [
         f"{name} data: " + ", ".join(f"{counts[key]} {text}" for key, text in spoken.items() if counts.get(key))

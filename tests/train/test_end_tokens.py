@@ -1,0 +1,55 @@
+"""Traces end where responses end: one set of end tokens for the encoder and the engine."""
+
+import json
+import shutil
+
+import pytest
+from support import LETTERS, make_tokenizer
+
+from luffy.report.recorder import read_json_lines
+from luffy.train.loop import Trainer
+from luffy.train.setup import build_encoder
+
+EOS, HASH = 1, LETTERS.index("#") + 3
+TURNS = "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
+PAD = 0
+
+
+@pytest.fixture
+def two_ends(tiny_model, tmp_path):
+    """A model whose generation config names a second end token, as Qwen2.5-Instruct's does."""
+    folder = shutil.copytree(tiny_model, tmp_path / "two-ends")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [HASH, EOS]}))
+    return folder
+
+
+def recorded(tmp_path, *traces):
+    path = tmp_path / "recorded.jsonl"
+    rows = [{"id": str(i), "prompt": "1+1", "answer": "2", "traces": [{"token_ids": t}]} for i, t in enumerate(traces)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_recorded_trace_gets_no_second_end_token(make_config, two_ends, tmp_path):
+    data = recorded(tmp_path, [5, 6, HASH], [5, 6, EOS], [5, 6], [5, HASH, 6, EOS])
+    cfg = make_config(model={"path": str(two_ends)}, data={"train": data}, train={"steps": 1}, batch={"problems": 4})
+    with Trainer(cfg, "sft") as trainer:
+        tasks = [trainer.tasks[i] for i in range(4)]
+        ends = [task.demonstrations[0].token_ids for task in tasks]
+        assert ends == [(5, 6, HASH), (5, 6, EOS), (5, 6, EOS), (5, HASH)]
+        assert set(trainer.eos) == {EOS, HASH}
+        assert any("1 trace(s) cut at an end token inside them" in notice for notice in trainer.notices)
+
+
+def test_the_engine_stops_where_the_template_ends_a_turn(make_config, tmp_path):
+    """Neither the tokenizer nor the generation config knows that token as an end."""
+    chat = {"style": "chat", "chat_template": TURNS}
+    cfg = make_config(data=chat, train={"steps": 2}, rollout={"n": 8})
+    assert build_encoder(cfg, make_tokenizer()).eos_ids == (PAD, EOS)
+    with Trainer(cfg) as trainer:
+        assert trainer.eos == (PAD, EOS)
+        trainer.train()
+    rows = read_json_lines(cfg.folder / "samples.jsonl")
+    assert {row["token_ids"][-1] for row in rows if row["finish"] == "trace"} == {PAD}
+    own = [row["token_ids"] for row in rows if row["finish"] == "stop"]
+    assert PAD in {ids[-1] for ids in own} and all(PAD not in ids[:-1] and EOS not in ids[:-1] for ids in own)
