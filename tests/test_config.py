@@ -141,3 +141,28 @@ def test_the_reference_page_is_generated_from_the_code():
 
     page = Path(__file__).parents[1] / "docs" / "configuration.md"
     assert page.read_text() == reference(), "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reward.success=0", "reward.failure=1"], r"'reward\.failure' \(1\.0\) exceeds 'reward\.success' \(0\.0\)"),
+        (["algorithm.off_min_clip=2", "algorithm.off_max_clip=1"], r"'algorithm\.off_min_clip' \(2\.0\) exceeds"),
+        (["algorithm.importance_clamp_min=11"], r"'algorithm\.importance_clamp_min' \(11\.0\) exceeds"),
+        (["seed=18446744073709551616"], r"'seed' must be <= 9223372036854775807"),
+        (
+            ["model.lora={target_modules: '(q_proj'}"],
+            r"'model\.lora\.target_modules' '\(q_proj' is no regular expression",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_or_cannot_be_used(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, overrides)
+
+
+def test_bounds_that_meet_are_fine():
+    load_config(
+        None, ["algorithm.off_min_clip=1", "algorithm.off_max_clip=1", "reward.success=0.5", "reward.failure=0.5"]
+    )
+    load_config(None, ["seed=9223372036854775807", "model.lora={target_modules: '.*proj'}"])

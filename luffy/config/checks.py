@@ -20,6 +20,7 @@ def check(config: Config) -> None:
     _check_name(config.name)
     for across in (
         _check_engine,
+        _check_reward,
         _check_guidance,
         _check_clip,
         _check_guide,
@@ -40,6 +41,14 @@ def _check_engine(c: Config) -> None:
     known, name = sorted(ENGINE_NAMES), c.rollout.engine
     if name not in known and ":" not in name:
         raise ConfigError(f"'rollout.engine' must be one of {', '.join(known)}; got {name!r}{nearest(name, known)}")
+
+
+def _check_reward(c: Config) -> None:
+    if c.reward.failure > c.reward.success:
+        raise ConfigError(
+            f"'reward.failure' ({c.reward.failure}) exceeds 'reward.success' ({c.reward.success}): a response would "
+            f"have solved its problem and failed; lower reward.failure"
+        )
 
 
 def _check_guidance(c: Config) -> None:
@@ -66,6 +75,9 @@ def _check_guidance(c: Config) -> None:
 
 
 def _check_clip(c: Config) -> None:
+    low, high = c.algorithm.off_min_clip, c.algorithm.off_max_clip
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"'algorithm.off_min_clip' ({low}) exceeds 'algorithm.off_max_clip' ({high}); lower it")
     if c.algorithm.on_policy_reshape == "logp" and not c.algorithm.remove_clip:
         raise ConfigError(
             "'algorithm.on_policy_reshape' logp starts at 0, far below the clip at 1 - clip_ratio, so half the tokens "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,19 @@ class LoraConfig:
     rank: int = knob(16, "rank of the adapters; without a section model.lora all weights are trained", ge=1)
     alpha: float = knob(32.0, "scale of the adapters: the update is alpha / rank * B A", gt=0)
     dropout: float = knob(0.0, "dropout on the adapters' input; 0 keeps old and new log-probs comparable", ge=0, le=1)
-    target_modules: str | tuple[str, ...] = knob("all-linear", "module names to adapt, or 'all-linear'")
+    target_modules: str | tuple[str, ...] = knob(
+        "all-linear", "module names to adapt: a list, a regular expression of whole names, or 'all-linear'"
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.target_modules, str):
+            try:
+                re.compile(self.target_modules)
+            except re.error as error:
+                raise ConfigError(
+                    f"'model.lora.target_modules' {self.target_modules!r} is no regular expression ({error}); "
+                    "give one, a list of names, or all-linear"
+                ) from None
 
 
 @dataclass(frozen=True)
@@ -436,7 +449,7 @@ class RayConfig:
 class Config:
     name: str = knob("run", "name of the run: its folder below out; of a recipe that gives none, its file's")
     out: str = knob("runs", "folder that holds runs")
-    seed: int = knob(0, "seed of everything random", ge=0)
+    seed: int = knob(0, "seed of everything random", ge=0, le=2**63 - 1)
     plugins: tuple[str, ...] = knob(
         (), "your own modules, or .py files, imported first: what they register can be named below (docs/extend.md)"
     )

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -55,22 +55,44 @@ class SampleHead:
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """Where each recorded group lies in samples.jsonl: (step, problem) -> offsets of its lines."""
+    """Where each recorded group lies in samples.jsonl: the offsets of its lines."""
 
     path: Path
-    places: Mapping[tuple[int, str], Sequence[int]]
+    places: Mapping[GroupKey, Sequence[int]]
 
     @property
     def steps(self) -> list[int]:
-        return sorted({step for step, _ in self.places})
+        return sorted({key.step for key in self.places})
 
-    def problems(self, step: int) -> list[str]:
+    def groups(self, step: int) -> list[GroupKey]:
         """In the order they were recorded."""
-        return [problem for at, problem in self.places if at == step]
+        return [key for key in self.places if key.step == step]
 
-    def group(self, step: int, problem: str) -> list[dict[str, Any]]:
-        """All samples of one problem at one step, as ``recorder.sample_rows`` wrote them."""
-        return read_samples(self.path, self.places[step, problem])
+    def group(self, key: GroupKey) -> list[dict[str, Any]]:
+        """All samples of a group, as ``recorder.sample_rows`` wrote them."""
+        return read_samples(self.path, self.places[key])
+
+
+class GroupKey(NamedTuple):
+    """A problem at a step. ``draw`` counts from 0: a small dataset may give a problem to a step several times."""
+
+    step: int
+    problem: str
+    draw: int = 0
+
+
+class GroupKeys:
+    """The key of each sample, as they come. A group counts its samples upwards, so one that does not go on counting
+    begins another group."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, str], tuple[int, int]] = {}  # draw and number of the last sample
+
+    def of(self, head: SampleHead) -> GroupKey:
+        draw, last = self._last.get((head.step, head.problem), (0, -1))
+        draw += head.sample <= last
+        self._last[head.step, head.problem] = draw, head.sample
+        return GroupKey(head.step, head.problem, draw)
 
 
 def read_samples(path: Path, offsets: Iterable[int]) -> list[dict[str, Any]]:
@@ -208,10 +230,10 @@ def load_runs(folders: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
 
 
 def index_samples(path: Path) -> SampleIndex:
-    places: dict[tuple[int, str], list[int]] = {}
+    places: dict[GroupKey, list[int]] = {}
+    keys = GroupKeys()
     for offset, line in complete_lines(path):
-        head = sample_head(offset, sample_texts(line, path))
-        places.setdefault((head.step, head.problem), []).append(offset)
+        places.setdefault(keys.of(sample_head(offset, sample_texts(line, path))), []).append(offset)
     return SampleIndex(path, places)
 
 

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from luffy.report.figures import swatch
 from luffy.report.methods import Method, Styled
-from luffy.report.runs import RunRecord, is_number
+from luffy.report.runs import GroupKey, RunRecord, is_number
 from luffy.report.text import aligned, number, shorten, show
 
 MOST_GROUPS = 12  # in a report
@@ -44,8 +44,7 @@ class Shown:
     style: int
     method: Method
     run: RunRecord
-    step: int
-    problem: str
+    key: GroupKey
 
 
 def choose_groups(methods: Sequence[Styled]) -> tuple[list[Shown], int]:
@@ -58,27 +57,27 @@ def choose_groups(methods: Sequence[Styled]) -> tuple[list[Shown], int]:
         recorded += sum(len(run.samples.places) for run in method.runs)
         run = next((run for run in method.runs if run.samples.places), None)
         if run is not None:
-            shown += [Shown(style, method, run, step, problem) for step, problem in _first_groups(run, share)]
+            shown += [Shown(style, method, run, key) for key in _first_groups(run, share)]
     shown = shown[:MOST_GROUPS]
     return shown, recorded - len(shown)
 
 
-def _first_groups(run: RunRecord, most: int) -> list[tuple[int, str]]:
+def _first_groups(run: RunRecord, most: int) -> list[GroupKey]:
     steps = run.samples.steps
     middle = [steps[len(steps) // 2]] if most >= STEPS_PER_METHOD else []
     picked = sorted({steps[0], *middle, steps[-1]})[-most:]
     each = max(min(most // len(picked), 2), 1)
-    return [(step, problem) for step in picked for problem in run.samples.problems(step)[:each]]
+    return [key for step in picked for key in run.samples.groups(step)[:each]]
 
 
 def group_html(shown: Shown) -> Markup:
-    rows = shown.run.samples.group(shown.step, shown.problem)
+    rows, step = shown.run.samples.group(shown.key), shown.key.step
     head = Markup('<h3>{} {} <span class="sub">seed {}, step {}</span></h3>').format(
-        swatch(shown.style), show(shown.method.label), "?" if shown.run.seed is None else shown.run.seed, shown.step
+        swatch(shown.style), show(shown.method.label), "?" if shown.run.seed is None else shown.run.seed, step
     )
     guided = int(any(any(row.get("off_policy") or ()) and "reward" in row for row in rows))  # not the traces of SFT
     opened = Markup('<article class="group" data-method="{}" data-label="{}" data-step="{}" data-teacher="{}">').format(
-        shown.style, shown.method.label, shown.step, guided
+        shown.style, shown.method.label, step, guided
     )
     success = shown.run.config.get("reward.success", 1.0)
     cards = sample_cards(rows[:MOST_SAMPLES], len(rows), success)

@@ -48,9 +48,18 @@ def boxes(text: str) -> list[Box]:
         elif character == "}" and open_braces:
             opened = open_braces.pop()
             if opened is not None:
-                found.append(Box(text[opened[1] : position].strip(), opened[0], position + 1))
+                found.append(Box(_trimmed(text[opened[1] : position]), opened[0], position + 1))
         position += 1
     return sorted(found, key=lambda box: box.start)
+
+
+def _trimmed(content: str) -> str:
+    """Without spaces around it; one at the end may be LaTeX's own, ``\\ ``."""
+    short = content.rstrip()
+    while len(short) < len(content) and short.endswith("\\") and not short.endswith("\\\\"):
+        content = short[:-1]
+        short = content.rstrip()
+    return short.strip()
 
 
 def last_boxed(text: str) -> Box | None:

@@ -34,6 +34,7 @@ _LOOSE_SPACE = re.compile(r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])")
 _MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]\+?(-?\d{1,4})", re.ASCII)
 _WORD = re.compile(r"[A-Za-z]{4,}")
+_SHORT_WORD = re.compile(r"(?=.*o)[a-z]{2,3}|(?=.*[ei])[a-z]{3}|all|any")
 _ONE_CHARACTER_GROUP = re.compile(r"([_^])\{(\w)\}")
 
 # Spellings Math-Verify reads as text, or not at all, and the ones it reads as mathematics.
@@ -70,6 +71,8 @@ def score(answer: str, response: str) -> tuple[float, str]:
     boxed = boxed_answer(text)
     if boxed is not None and same_text(boxed, answer):
         return 1.0, "ok"
+    if boxed is not None and is_anagram(boxed, answer):
+        return 0.0, "ok"
     try:
         gold = parse_gold(answer)
         guess = _parse(as_boxed(boxed) if boxed is not None else text)
@@ -84,6 +87,13 @@ def same_text(boxed: str, answer: str) -> bool:
     """Equal up to LaTeX layout that never changes the meaning: certainly right, no parser needed."""
     gold = normalise(_gold_text(answer))
     return bool(gold) and normalise(boxed) == gold
+
+
+def is_anagram(boxed: str, answer: str) -> bool:
+    """Whether the gold is a short word and the answer the same letters in another order, which Math-Verify would take
+    for the same product. Letters that are rarely variables tell a word from a product such as ``xyz`` or ``bi``."""
+    word, gold = normalise(boxed).lower(), normalise(_gold_text(answer)).lower()
+    return _SHORT_WORD.fullmatch(gold) is not None and word != gold and sorted(word) == sorted(gold)
 
 
 def normalise(latex: str) -> str:

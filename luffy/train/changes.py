@@ -11,7 +11,8 @@ from luffy.errors import UserError
 from luffy.report.runs import CONFIG, flat_config, read_config
 
 Changes = dict[str, tuple[Any, Any]]
-OF_NO_CONSEQUENCE = {"out", "name", "train.steps", "train.epochs"}  # where it lies, and how far it goes
+OF_NO_CONSEQUENCE = {"out", "name"}  # where it lies
+LENGTH = {"train.steps", "train.epochs"}  # how far it goes: of no consequence unless a schedule follows it
 
 
 def settings_before(folder: Path, step: int) -> Path:
@@ -27,9 +28,21 @@ def changed_settings(folder: Path, step: int, cfg: Config) -> Changes:
     with suppress(UserError):  # a damaged record says nothing
         before = _without_empty(read_config(kept if kept.exists() else folder / CONFIG))
     now = _without_empty(flat_config(cfg))
-    keys = sorted((before.keys() | now.keys()) - OF_NO_CONSEQUENCE) if before else []
+    spared = OF_NO_CONSEQUENCE if follows_length(cfg) else OF_NO_CONSEQUENCE | LENGTH
+    keys = sorted((before.keys() | now.keys()) - spared) if before else []
     first = _without_empty(flat_config(Config())) | before
     return {key: (first.get(key), now.get(key)) for key in keys if first.get(key) != now.get(key)}
+
+
+def follows_length(cfg: Config) -> bool:
+    """Whether a schedule is spread over the whole training, so that a longer one changes every step of it."""
+    o, g, guide = cfg.optim, cfg.guidance, cfg.rollout.guide
+    prefixes = g.n_prefix > 0 and g.strategy not in ("fixed", "random") and g.prefix_steps is None
+    overrides = guide is not None and (
+        (guide.tau_end is not None and guide.tau_steps is None)
+        or (guide.eps_end is not None and guide.eps_steps is None)
+    )
+    return o.schedule != "constant" or 0 < o.warmup < 1 or prefixes or overrides
 
 
 def _without_empty(settings: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +51,9 @@ def _without_empty(settings: dict[str, Any]) -> dict[str, Any]:
 
 def in_words(changes: Changes) -> str:
     shown = ", ".join(f"{key} {_short(before)} -> {_short(now)}" for key, (before, now) in changes.items())
-    return shown + ("; the weights stay the checkpoint's" if "model.path" in changes else "")
+    notes = ["the weights stay the checkpoint's"] * ("model.path" in changes)
+    notes += ["schedules follow the length of the run"] * bool(LENGTH & changes.keys())
+    return "; ".join([shown, *notes])
 
 
 def _short(value: Any) -> str:

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -291,7 +291,8 @@ class Trainer:
         def interrupted(*_: object) -> None:
             self.stop_soon(CTRL_C)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.write(2, b"\nends after this step; Ctrl-C again ends it at once\n")  # print is not safe in a handler
+            with suppress(OSError):  # nobody reads it any more
+                os.write(2, b"\nends after this step; Ctrl-C again ends it at once\n")  # print is not safe in a handler
 
         before = {
             signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: self.stop_soon("SIGTERM")),

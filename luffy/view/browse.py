@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.report.runs import EXCERPT, SampleHead, complete_lines, read_samples, sample_head, sample_texts
+from luffy.report.runs import (
+    EXCERPT,
+    GroupKey,
+    GroupKeys,
+    SampleHead,
+    complete_lines,
+    read_samples,
+    sample_head,
+    sample_texts,
+)
 from luffy.report.text import legible, shorten_middle
 from luffy.view.tail import Tail
 
@@ -83,7 +92,9 @@ class SampleTable:
 
     def _forget(self) -> None:
         self.heads: list[SampleHead] = []
-        self._groups: dict[tuple[int, str], list[int]] = {}
+        self._keys = GroupKeys()
+        self._groups: dict[GroupKey, list[int]] = {}
+        self._key_of: list[GroupKey] = []
         self._steps: dict[str, dict[int, int]] = {}
         self._searches: OrderedDict[str, tuple[int, list[int]]] = OrderedDict()
 
@@ -112,7 +123,8 @@ class SampleTable:
     def _add(self, head: SampleHead) -> None:
         number = len(self.heads)
         self.heads.append(head)
-        self._groups.setdefault((head.step, head.problem), []).append(number)
+        self._key_of.append(self._keys.of(head))
+        self._groups.setdefault(self._key_of[number], []).append(number)
         self._steps.setdefault(head.problem, {}).setdefault(head.step, number)
 
     def matching(self, wanted: Filter) -> list[int]:
@@ -145,9 +157,9 @@ class SampleTable:
         return [_entry(n, self.heads[n], success) for n in numbers[start : start + PAGE]]
 
     def group(self, number: int) -> tuple[list[int], list[dict[str, Any]]]:
-        """The numbers and rows of all samples of the problem at the step of one of them."""
-        head = self._head(number)
-        numbers = self._groups[head.step, head.problem]
+        """The numbers and rows of all samples of the group of one of them."""
+        self._head(number)
+        numbers = self._groups[self._key_of[number]]
         return numbers, read_samples(self.path, [self.heads[n].offset for n in numbers])
 
     def steps_of(self, number: int) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ import pytest
 
 from luffy.errors import UserError
 from luffy.report.recorder import JsonLines, read_json_lines
-from luffy.report.runs import EmptyRun, at_start, best, find_runs, last, load_run, summed
+from luffy.report.runs import EmptyRun, GroupKey, at_start, best, find_runs, last, load_run, summed
 
 
 def test_a_run_reads_back(write_run, make_metric_row):
@@ -85,10 +85,17 @@ def test_samples_are_found_by_step_and_problem(write_run, make_metric_row, make_
         file.write(json.dumps({"problem": "other order", "step": 10}) + "\n" + '{"step": 11, "problem": "half')
     samples = load_run(folder).samples
     assert samples.steps == [1, 10]
-    assert samples.problems(1) == ["p1", 'q "x" \u00e9']
-    assert samples.problems(10) == ["p1", "other order"]
-    assert samples.group(1, "p1") == rows[:2]
-    assert samples.group(1, 'q "x" \u00e9') == [rows[2]]
+    assert samples.groups(1) == [(1, "p1", 0), (1, 'q "x" \u00e9', 0)]
+    assert [key.problem for key in samples.groups(10)] == ["p1", "other order"]
+    assert samples.group(GroupKey(1, "p1")) == rows[:2]
+    assert samples.group(GroupKey(1, 'q "x" \u00e9')) == [rows[2]]
+
+
+def test_a_problem_drawn_twice_in_a_step_is_two_groups(write_run, make_metric_row, make_sample_row):
+    rows = [make_sample_row(1, k, reward=reward) for reward in (0.0, 1.0) for k in range(2)]
+    samples = load_run(write_run("a", [make_metric_row(1)], samples=rows)).samples
+    assert samples.groups(1) == [(1, "p1", 0), (1, "p1", 1)]
+    assert [samples.group(key) for key in samples.groups(1)] == [rows[:2], rows[2:]]
 
 
 def test_a_config_of_another_version_is_read_as_it_is(write_run, make_metric_row):

@@ -117,6 +117,26 @@ def test_text_shortcut_is_exact():
     assert normalise(r"3\, \text{a b}.") == r"3\text{a b}"
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "expected"),
+    [
+        ("yes", "eys", 0.0), ("yes", "yes", 1.0), ("odd", "ddo", 0.0), ("two", "tow", 0.0), ("no", "on", 0.0),
+        ("all", "lla", 0.0), ("xyz", "zyx", 1.0), ("abc", "cab", 1.0), ("bi", "ib", 1.0), ("even", "neve", 0.0),
+    ],
+)  # fmt: skip
+def test_an_anagram_of_a_short_word_is_wrong_and_a_product_may_be_turned_round(verifier, gold, answer, expected):
+    (score,) = verifier.score([(Problem("p", "?", gold), rf"\boxed{{{answer}}}")])
+    assert (score.value, score.status) == (expected, "ok")
+
+
+@pytest.mark.parametrize(
+    "box", [r"\boxed{3\ }", r"\boxed{ \ 3 \ \  }", r"\boxed{3~}", r"\boxed{3\,}", "\\boxed{3\\\n}"]
+)
+def test_spaces_of_latex_around_an_answer(verifier, box):
+    (score,) = verifier.score([(Problem("p", "?", "3"), box)])
+    assert (score.value, score.status) == (1.0, "ok")
+
+
 def test_rewriting_for_the_parser():
     assert undress("$$x$$") == "x"
     assert undress(r"\(x\)") == "x"

@@ -13,7 +13,7 @@ from luffy.errors import TrainingStopped, UserError
 from luffy.report.console import was_idle
 from luffy.report.recorder import read_json_lines
 from luffy.train import loop
-from luffy.train.changes import changed_settings
+from luffy.train.changes import changed_settings, in_words
 from luffy.train.loop import Trainer, mini_batches
 from luffy.train.memory import when_it_runs_out
 from luffy.train.run import Job
@@ -529,6 +529,29 @@ def test_what_counts_as_a_changed_setting(make_config, tmp_path):
     assert changed_settings(folder, 2, cfg) == {"reward.weights.gsm8k": (1.0, None)}
     record.write_text(to_yaml(cfg) + "gone: {knob: 1}\n")
     assert changed_settings(folder, 2, cfg) == {"gone.knob": (1, None)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "counts"),
+    [
+        ({"optim": {"schedule": "constant"}}, False),
+        ({"optim": {"schedule": "cosine"}}, True),
+        ({"optim": {"schedule": "linear"}}, True),
+        ({"optim": {"warmup": 0.1}}, True),
+        ({"optim": {"warmup": 5}}, False),
+        ({"guidance": {"strategy": "random"}}, False),
+        ({"guidance": {"strategy": "linear"}}, True),
+        ({"guidance": {"strategy": "linear", "prefix_steps": 10}}, False),
+        ({"guidance": {"strategy": "linear", "n_prefix": 0}}, False),
+    ],
+)
+def test_the_length_of_a_run_counts_where_a_schedule_follows_it(make_config, schedule, counts):
+    before, now = (make_config(**schedule, train={"steps": steps}) for steps in (2, 4))
+    before.folder.mkdir(parents=True)
+    (before.folder / "config.yaml").write_text(to_yaml(before))
+    found = changed_settings(now.folder, 2, now)
+    assert found == ({"train.steps": (2, 4)} if counts else {})
+    assert ("follow the length of the run" in in_words(found)) == counts
 
 
 def test_a_finished_run_asked_for_with_other_settings_says_so(make_config, capsys):

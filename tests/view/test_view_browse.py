@@ -124,3 +124,10 @@ def test_a_long_file_is_read_in_parts(table, monkeypatch):
     with table.up_to_date():
         assert (len(table.heads), table.complete) == (4, True)
         assert [head.offset for head in table.heads] == sorted({head.offset for head in table.heads})
+
+
+def test_a_problem_drawn_twice_in_a_step_is_two_groups(tmp_path, make_sample_row):
+    rows = [make_sample_row(1, k, reward=reward) for reward in (0.0, 1.0) for k in range(2)]
+    write(tmp_path / "samples.jsonl", rows)
+    with SampleTable(tmp_path / "samples.jsonl").up_to_date() as table:
+        assert [table.group(n) for n in (0, 3)] == [([0, 1], rows[:2]), ([2, 3], rows[2:])]
