@@ -2,9 +2,11 @@
 
     from luffy import api
 
+
     @api.reward("short")
     def short(response, answer, problem):
         return float(answer in response) - 0.001 * len(response)
+
 
     cfg = api.load_config("tiny/luffy", {"train.steps": 20, "reward.kind": "short"})
     with api.Trainer(cfg) as trainer:

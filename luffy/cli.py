@@ -172,7 +172,7 @@ def _train(
             typer.echo(line)
         return
     from luffy.distributed.launch import launch
-    from luffy.train.run import Job
+    from luffy.train.job import Job
 
     try:
         for cfg, arguments in trainings:

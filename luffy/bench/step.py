@@ -19,12 +19,11 @@ from luffy.bench.machine import Machine, peak_gib, reset_peak, synchronize
 from luffy.bench.shapes import random_model
 from luffy.config import Config
 from luffy.models.load import DTYPES, DtypeName
-from luffy.report.console import RunView
-from luffy.report.recorder import Recorder
 from luffy.rollout import NativeEngine
 from luffy.schema import build
-from luffy.train.loop import Trainer, throughput
-from luffy.train.sources import Source, StepBatch
+from luffy.train.batch import StepBatch
+from luffy.train.loop import Trainer
+from luffy.train.recording import Records, throughput
 
 ON_DEVICE = ("rollout", "old_log_probs", "update")  # phases whose time is the model's; the rest of a step is outside
 
@@ -87,68 +86,43 @@ def bench_step(
             return machine, timed_steps(trainer, machine, steps, profile, warm_up)
 
 
-class Overheard:
-    """The trainer's source of samples; its last batch stays at hand for whoever counts tokens."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.batch = StepBatch([], {})
-
-    def next(self, step: int) -> StepBatch:
-        self.batch = self.source.next(step)
-        return self.batch
-
-    def state_dict(self) -> dict[str, int]:
-        return self.source.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.source.load_state_dict(state)
-
-    def responses(self) -> list[Response]:
-        return [
-            Response(len(group.task.prompt_ids), rollout.token_ids.numel())
-            for group in self.batch.groups
-            for rollout in group.rollouts
-        ]
-
-
 def timed_steps(
     trainer: Trainer, machine: Machine, steps: int, profile: bool = False, warm_up: bool = True
 ) -> list[dict[str, Any]]:
-    device = torch.device(trainer.device)
-    recorder = Recorder(trainer.cfg, -1, print)
-    view = RunView("bench", trainer.total_steps, 0)
-    trainer.source = source = Overheard(trainer.source)
+    device = torch.device(trainer.run.device)
     rows = []
+    with trainer.recording() as records:
 
-    def one_step() -> dict[str, Any]:
-        seconds, values = _one_step(trainer, view, recorder, device)
-        return figures(trainer, source.responses(), machine, seconds, values)
+        def one_step() -> dict[str, Any]:
+            seconds, batch, values = _one_step(trainer, records, device)
+            return figures(trainer, responses(batch), machine, seconds, values)
 
-    try:
         if warm_up:
             one_step()
         for _ in range(steps):
             reset_peak(device)
             rows.append(one_step() | {"peak_gib": peak_gib(device)})
         if profile and device.type == "cuda":
-            rows[-1]["gpu_idle_share"] = _idle_share(lambda: _one_step(trainer, view, recorder, device), device)
-    finally:
-        recorder.close()
-        view.close()
+            rows[-1]["gpu_idle_share"] = _idle_share(lambda: _one_step(trainer, records, device)[0], device)
     return rows
 
 
-def _one_step(
-    trainer: Trainer, view: RunView, recorder: Recorder, device: torch.device
-) -> tuple[float, dict[str, float]]:
-    """Seconds of a step with all that a run does for it, writing its figures down included, and those figures."""
+def _one_step(trainer: Trainer, records: Records, device: torch.device) -> tuple[float, StepBatch, dict[str, float]]:
+    """Seconds of a step with all that a run does for it, writing its figures down included; the step, its figures."""
     synchronize(device)
     started = time.perf_counter()
-    metrics = trainer.step(view, recorder)
-    values = trainer.log(metrics, throughput(metrics, time.perf_counter() - started), view, recorder)
+    batch = trainer.step(records)
+    values = records.log(batch.metrics, throughput(batch.metrics, time.perf_counter() - started))
     synchronize(device)
-    return time.perf_counter() - started, values
+    return time.perf_counter() - started, batch, values
+
+
+def responses(batch: StepBatch) -> list[Response]:
+    return [
+        Response(len(group.task.prompt_ids), rollout.token_ids.numel())
+        for group in batch.groups.values()
+        for rollout in group.rollouts
+    ]
 
 
 def figures(
@@ -158,7 +132,7 @@ def figures(
     model packing is outside."""
     named = {k.removeprefix("timing_s/"): v for k, v in values.items() if k.startswith("timing_s/")}
     phases = {phase: taken for phase, taken in named.items() if phase != "step"}
-    engine = trainer.engines.current
+    engine = trainer.run.engines.current
     assert isinstance(engine, NativeEngine)
     rollout, update = phases["rollout"], phases["update"] + phases["pack"]
     tokens, computed = values["perf/update_tokens"], values["perf/computed_tokens"]
@@ -173,10 +147,10 @@ def figures(
     }  # fmt: skip
 
 
-def _idle_share(step: Callable[[], tuple[float, object]], device: torch.device) -> float:
+def _idle_share(step: Callable[[], float], device: torch.device) -> float:
     """The share of a step in which no kernel ran. Profiling slows the host, so this errs on the high side."""
     took = []
-    events = profiled(lambda: took.append(step()[0]), device)
+    events = profiled(lambda: took.append(step()), device)
     spans = sorted((event.time_range.start, event.time_range.end) for event in events)
     return 1 - covered(spans) / 1e6 / took[0]
 

@@ -21,7 +21,8 @@ from luffy.progress import lasting
 from luffy.report.html import write_report
 from luffy.report.recorder import read_json_lines
 from luffy.report.tables import OUTSIDE_STEPS, STEP_SECONDS
-from luffy.train.loop import Method, Trainer
+from luffy.train.loop import Trainer
+from luffy.train.run_state import Method
 
 METHODS: tuple[tuple[str, str, Method], ...] = (
     ("on-policy", "tiny/on_policy", "rl"),

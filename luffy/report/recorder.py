@@ -24,6 +24,7 @@ from luffy.schema import to_dict
 from luffy.types import Group, Rollout, Sample, Score, TokenView
 
 METRICS, SAMPLES, EVAL_SAMPLES = "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"
+EVALUATED = "evaluated.json"  # held-out accuracy by step, of the evaluations on record
 WANDB = "wandb.json"
 DENSE = (",", ":")  # a list entry a token: the spaces between them would be a sixth of the file
 

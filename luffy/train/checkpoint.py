@@ -41,13 +41,14 @@ from luffy.config import Config
 from luffy.distributed.state import read_whole
 from luffy.errors import TrainingStopped, UserError
 from luffy.files import flush_path, write_atomically
-from luffy.report.recorder import EVAL_SAMPLES, METRICS, SAMPLES, WANDB
+from luffy.report.recorder import EVAL_SAMPLES, EVALUATED, METRICS, SAMPLES, WANDB
 from luffy.report.runs import CONFIG
 
 MANIFEST = "manifest.json"
 SAVED = "saved.json"
 BEST = "best.json"
 RECORDS = (
+    EVALUATED,
     SAVED,
     CONFIG,
     BEST,

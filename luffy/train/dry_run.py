@@ -22,12 +22,13 @@ from luffy.rewards import build_verifier
 from luffy.rollout.native import default_slots
 from luffy.rollout.overrides.pair_checks import check_same_tokenizer
 from luffy.train import setup
+from luffy.train.activations import activation_bytes
+from luffy.train.batch import draw
+from luffy.train.build import total_steps
 from luffy.train.engines import VLLM_SLOTS, context_of
-from luffy.train.loop import Method, total_steps
-from luffy.train.memory import activation_bytes
 from luffy.train.optim import lr_at
 from luffy.train.overrides import check_guidance_fits
-from luffy.train.sources import draw
+from luffy.train.run_state import Method
 
 GIB = 2**30
 SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}

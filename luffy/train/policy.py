@@ -18,7 +18,7 @@ from luffy.distributed.shard import shard
 from luffy.distributed.world import World
 from luffy.metrics import Mean, Metric, OnDevice, Sum, fetch
 from luffy.report.timing import Stopwatch
-from luffy.train.memory import Checkpointing
+from luffy.train.activations import Checkpointing
 from luffy.train.objective import Objective, Stats
 from luffy.train.offload import OffloadedOptimizer
 from luffy.train.optim import Optimizer

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from luffy.rollout.native import NativeEngine
 from luffy.train import background
+from luffy.train.job import Job
 from luffy.train.policy import Policy
-from luffy.train.run import Job
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,19 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support import make_tokenizer
 
-from luffy.config import EvalConfig, RewardConfig, to_yaml
-from luffy.evaluation.held_out import evaluate
-from luffy.models.load import decode, load_model
+from luffy.config import to_yaml
+from luffy.models.load import decode
 from luffy.report.recorder import read_json_lines
 from luffy.rewards import build_verifier
-from luffy.rollout.native import NativeEngine
-from luffy.train.credit import score
-from luffy.types import Problem, Task
+from luffy.train.groups import score
+from luffy.train.held_out import evaluate_set
+from luffy.train.loop import Trainer
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -31,16 +31,12 @@ def test_no_rollouts_make_no_groups():
         assert score([], verifier, make_tokenizer()) == []
 
 
-def test_a_rank_without_a_held_out_problem_counts_nothing(tiny_model):
-    engine = NativeEngine(load_model(tiny_model))
-    task = Task(Problem("p", "1+1", "2"), (4, 13, 4))
-    seen = []
-    with build_verifier("numeric") as verifier:
-        metrics = evaluate(
-            [task], engine, verifier, make_tokenizer(), EvalConfig(n=2), max_tokens=4, eos_ids=(1,), seed=0,
-            reward=RewardConfig(), seen=seen.append, rank=1, ranks=2,
-        )  # fmt: skip
-    assert seen == [[]] and all(metric.weight == 0 for metric in metrics.values())
+def test_a_rank_without_a_held_out_problem_counts_nothing(make_config, sums):
+    with Trainer(make_config(data={"eval": str(sums)}, eval={"n": 2, "limit": 1})) as trainer:
+        trainer.run.world = replace(trainer.run.world, rank=1, size=2)
+        ((name, tasks),) = trainer.run.eval_tasks.items()
+        metrics, groups = evaluate_set(trainer.run, name, tasks, trainer.cfg.eval, lambda done, total: None)
+    assert groups == [] and all(metric.weight == 0 for metric in metrics.values())
 
 
 @pytest.mark.slow

@@ -17,10 +17,10 @@ from ranks import (
 )
 
 from luffy.schema import to_dict
-from luffy.train.ahead import Ahead
 from luffy.train.checkpoint import Checkpoint
 from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
+from luffy.train.prefetch import Prefetcher
 
 # Adam divides by the root of the second moment: with its usual epsilon a gradient of 1e-9 that is rounded
 # otherwise moves a weight by a whole learning rate. A larger one lets the comparison see the gradients.
@@ -117,7 +117,7 @@ def test_tokens_of_a_group_carry_the_version_of_the_process_that_made_them(make_
 def versions_begun(cfg, world):
     """Train; the version that each batch began with, as this process saw it. The main process holds back the batch of
     step 3 until there is a version 1, and the other one the first update until it has begun that batch."""
-    begin, update, versions, third = Ahead._begin, Policy.update, {}, threading.Event()
+    begin, update, versions, third = Prefetcher._begin, Policy.update, {}, threading.Event()
 
     def noting(self, step):
         if step == 2 and world.is_main:
@@ -133,7 +133,7 @@ def versions_begun(cfg, world):
         return update(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ahead, "_begin", noting)
+        patch.setattr(Prefetcher, "_begin", noting)
         patch.setattr(Policy, "update", held_up)
         train(cfg, world)
     return versions
@@ -173,5 +173,5 @@ def test_bfloat16_computes_low_and_keeps_float32_masters(make_config, sums):
 def types_of_a_run(cfg, world):
     with Trainer(cfg, world=world) as trainer:
         trainer.train()
-        copy = trainer.engines.replica.model
+        copy = trainer.run.engines.replica.model
         return {p.dtype for p in trainer.model.parameters()}, {p.dtype for p in copy.parameters()}

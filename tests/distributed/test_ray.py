@@ -17,7 +17,7 @@ from ranks import figures, final_weights, run_ranks, samples, train
 import luffy
 from luffy.config import Config, build
 from luffy.errors import TrainingStopped, UserError
-from luffy.train.run import Job
+from luffy.train.job import Job
 
 # Ray reads its token settings when it is imported, so it must not be before the fixture below has made them.
 absent = importlib.util.find_spec("ray") is None

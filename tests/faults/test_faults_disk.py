@@ -27,21 +27,22 @@ from luffy.report import recorder
 from luffy.report.html import write_report
 from luffy.report.recorder import read_json_lines
 from luffy.report.runs import load_run
-from luffy.train import checkpoint, lock, loop
+from luffy.train import checkpoint, held_out, lock, recording, saving
 from luffy.train.loop import Trainer
 
 # what is written, and the call before which the disk fills; after which, where negative
 WRITES = {
     "record files at the start": (recorder.JsonLines, "__init__", 1),
-    "config.yaml": (loop, "write_atomically", 1),
-    "data.json": (loop, "write_atomically", 2),
+    "config.yaml": (recording, "write_atomically", 1),
+    "data.json": (recording, "write_atomically", 2),
     "samples.jsonl": (recorder.JsonLines, "write", 4),
     "metrics.jsonl": (recorder.Recorder, "log", 4),
-    "weights": (Trainer, "_write_model", 2),
+    "weights": (saving, "write_model", 2),
     "optimizer state": (checkpoint, "save_file", 2),
     "state.json": (checkpoint, "save_file", -2),  # after the second call: the next write is state.json's
     "manifest.json": (checkpoint, "file_entry", 1),
-    "best.json": (loop, "write_atomically", 3),
+    "evaluated.json": (held_out, "write_atomically", 2),
+    "best.json": (saving, "write_atomically", 1),
 }
 TRACKER = {"TensorBoard": (recorder.TensorBoardTracker, "log", 2)}
 

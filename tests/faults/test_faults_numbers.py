@@ -97,7 +97,7 @@ def test_rewards_that_are_no_numbers_never_reach_the_weights(make_config, monkey
     cfg = make_config(train={"max_bad_steps": 2}, algorithm={"reject_extreme": False})
     with Trainer(cfg) as trainer:
         before = {n: p.clone() for n, p in trainer.model.named_parameters()}
-        monkeypatch.setattr(trainer.verifier, "score", lambda items: [Score(value)] * len(items))
+        monkeypatch.setattr(trainer.run.verifier, "score", lambda items: [Score(value)] * len(items))
         with pytest.raises(TrainingStopped, match="2 updates in a row were not finite"):
             trainer.train()
         assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
@@ -107,13 +107,13 @@ def test_rewards_that_are_no_numbers_never_reach_the_weights(make_config, monkey
 def test_one_bad_update_among_good_ones_is_counted_and_the_run_goes_on(make_config, monkeypatch):
     cfg = make_config(algorithm={"reject_extreme": False})
     with Trainer(cfg) as trainer:
-        original, calls = trainer.verifier.score, []
+        original, calls = trainer.run.verifier.score, []
 
         def bad_at_the_second_step(items):
             calls.append(1)
             return [Score(float("nan"))] * len(items) if len(calls) == 2 else original(items)
 
-        monkeypatch.setattr(trainer.verifier, "score", bad_at_the_second_step)
+        monkeypatch.setattr(trainer.run.verifier, "score", bad_at_the_second_step)
         trainer.train()
     rows = read_json_lines(cfg.folder / "metrics.jsonl")
     assert [row.get("train/skipped_updates", 0) for row in rows] == [0, 1, 0, 0]

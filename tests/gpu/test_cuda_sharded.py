@@ -13,8 +13,8 @@ from luffy.report.recorder import read_json_lines
 from luffy.report.timing import Stopwatch
 from luffy.rollout.native.decode_graphs import capturing
 from luffy.schema import to_dict
-from luffy.train.ahead import own_stream
 from luffy.train.loop import Trainer
+from luffy.train.prefetch import own_stream
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from luffy.progress import lasting
 from luffy.report.console import RunView
 from luffy.report.recorder import read_json_lines
-from luffy.train.run import Job
+from luffy.train.job import Job
 
 
 @pytest.fixture

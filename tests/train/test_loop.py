@@ -12,11 +12,12 @@ from luffy.config import to_yaml
 from luffy.errors import TrainingStopped, UserError
 from luffy.report.console import was_idle
 from luffy.report.recorder import read_json_lines
-from luffy.train import loop
+from luffy.train import loop, recording
+from luffy.train.activations import out_of_memory_advice
+from luffy.train.batch import mini_batches
 from luffy.train.changes import changed_settings, in_words
-from luffy.train.loop import Trainer, mini_batches
-from luffy.train.memory import when_it_runs_out
-from luffy.train.run import Job
+from luffy.train.job import Job
+from luffy.train.loop import Trainer
 from luffy.types import Score
 
 
@@ -241,17 +242,18 @@ def test_oversampling_fills_the_batch_or_stops_clearly(make_config):
 def test_a_stop_keeps_what_was_learnt_and_can_be_resumed(make_config, monkeypatch):
     cfg = make_config(train={"save_every": 50})
     with Trainer(cfg) as trainer:
-        original = trainer.source.next
+        original = loop.roll_out
 
-        def stops_at_step_3(step):
-            if step == 2:
-                trainer.source.sampler.next(5)
+        def stops_at_step_3(run, at):
+            if at.step == 2:
+                run.sampler.next(5)
                 raise TrainingStopped("enough")
-            return original(step)
+            return original(run, at)
 
-        monkeypatch.setattr(trainer.source, "next", stops_at_step_3)
+        monkeypatch.setattr(loop, "roll_out", stops_at_step_3)
         with pytest.raises(TrainingStopped):
             trainer.train()
+    monkeypatch.undo()
     resumed = run(cfg)
     undisturbed = run(make_config(name="undisturbed"))
     losses = [[r.get("actor/loss") for r in rows] for rows in (resumed, undisturbed)]
@@ -267,14 +269,14 @@ OUT_OF_MEMORY = (
 def test_out_of_memory_names_the_knobs_that_are_left_and_the_run_goes_on_from_its_checkpoint(make_config, monkeypatch):
     cfg = make_config(train={"save_every": 1})
     with Trainer(cfg) as trainer:
-        update = trainer.policy.update
+        update = trainer.run.policy.update
 
         def too_large(samples, lr):
             if trainer.progress.step == 3:
                 raise torch.OutOfMemoryError(OUT_OF_MEMORY)
             return update(samples, lr)
 
-        monkeypatch.setattr(trainer.policy, "update", too_large)
+        monkeypatch.setattr(trainer.run.policy, "update", too_large)
         with pytest.raises(TrainingStopped) as stop:
             trainer.train()
     assert str(stop.value).startswith("stopped: CUDA out of memory. Tried to allocate 20.00 MiB.")
@@ -289,14 +291,14 @@ def test_knobs_that_are_turned_already_are_not_named(make_config):
     turned = {"model": {"gradient_checkpointing": True, "lora": {"rank": 4}}, "batch": {"problems": 2, "tokens": 32}}
     cfg = make_config(**turned, launch="torchrun", parallel={"workers": 2})
     error = torch.OutOfMemoryError("No room.")
-    assert when_it_runs_out(error, cfg) == "No room; try rollout.slots below 16, parallel.cpu_offload=true"
+    assert out_of_memory_advice(error, cfg) == "No room; try rollout.slots below 16, parallel.cpu_offload=true"
     cfg = make_config(**turned, optim={"offload": True}, rollout={"n": 4, "max_tokens": 16, "slots": None})
-    assert when_it_runs_out(error, cfg) == "No room; no knob is left but shorter responses"
+    assert out_of_memory_advice(error, cfg) == "No room; no knob is left but shorter responses"
     sharded = {"launch": "torchrun", "parallel": {"workers": 2, "cpu_offload": True}, "batch": turned["batch"]}
     half = make_config(model={"gradient_checkpointing": True, "dtype": "bfloat16"}, **sharded)
-    assert when_it_runs_out(error, half) == "No room; try rollout.slots below 16"  # no adapters in bfloat16 there
+    assert out_of_memory_advice(error, half) == "No room; try rollout.slots below 16"  # no adapters in bfloat16 there
     served = make_config(rollout={"n": 4, "max_tokens": 16, "slots": None, "engine": "vllm"}, **turned)
-    assert "rollout.vllm.memory_fraction below" in when_it_runs_out(error, served)
+    assert "rollout.vllm.memory_fraction below" in out_of_memory_advice(error, served)
 
 
 def test_a_failing_evaluation_does_not_cost_the_steps(make_config, sums, monkeypatch):
@@ -319,7 +321,7 @@ def test_kl_in_the_reward_survives_a_step_without_a_signal(make_config):
 def test_non_finite_steps_are_skipped_counted_and_stop_the_run_with_samples_saved(make_config, monkeypatch):
     cfg = make_config(train={"max_bad_steps": 2})
     with Trainer(cfg) as trainer:
-        monkeypatch.setattr(trainer.verifier, "score", lambda items: [Score(float("nan"))] * len(items))
+        monkeypatch.setattr(trainer.run.verifier, "score", lambda items: [Score(float("nan"))] * len(items))
         with pytest.raises(TrainingStopped, match="2 updates in a row were not finite"):
             trainer.train()
     rows = read_json_lines(cfg.folder / "metrics.jsonl")
@@ -493,7 +495,10 @@ def test_settings_changed_at_a_resume_are_said_and_kept(make_config, capsys):
     assert "settings changed" not in capsys.readouterr().err and len(list(cfg.folder.glob("config-*"))) == 0
     changed = make_config(train={"steps": 4, "save_every": 1}, optim={"lr": 0.5}, guidance={"n_prefix": 0})
     with Trainer(changed) as trainer:
-        assert trainer.changes["optim.lr"][1] == 0.5 and set(trainer.changes) == {"optim.lr", "guidance.n_prefix"}
+        assert trainer.run.changes["optim.lr"][1] == 0.5 and set(trainer.run.changes) == {
+            "optim.lr",
+            "guidance.n_prefix",
+        }
         trainer.train()
     said = " ".join(capsys.readouterr().err.split())
     assert f"since step 3: guidance.n_prefix 1 -> 0, optim.lr {cfg.optim.lr} -> 0.5 (those before are in" in said
@@ -508,11 +513,11 @@ def test_settings_are_compared_with_those_that_made_the_checkpoint(make_config):
     made_with = (cfg.folder / "config.yaml").read_text()
     for lr in (0.5, 0.25):  # neither comes to a checkpoint
         with Trainer(make_config(train={"steps": 4, "save_every": 2}, optim={"lr": lr})) as trainer:
-            trainer._write_settings()
-        assert trainer.changes == {"optim.lr": (cfg.optim.lr, lr)}
+            recording.write_settings(trainer.run)
+        assert trainer.run.changes == {"optim.lr": (cfg.optim.lr, lr)}
         assert (cfg.folder / "config-step-000002.yaml").read_text() == made_with
     with Trainer(make_config(train={"steps": 4, "save_every": 2})) as trainer:
-        assert trainer.changes == {}
+        assert trainer.run.changes == {}
 
 
 def test_what_counts_as_a_changed_setting(make_config, tmp_path):
@@ -623,3 +628,26 @@ def test_the_threads_asked_for_are_taken(make_config):
             assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_script_iterates_steps_and_reads_their_metrics(make_config):
+    cfg = make_config()
+    with Trainer(cfg) as trainer:
+        seen = [(step, values["critic/rewards/mean"]) for step, values in trainer.steps()]
+        assert trainer.is_finished and list(trainer.steps()) == []
+    rows = read_json_lines(cfg.folder / "metrics.jsonl")
+    assert seen == [(row["step"], row["critic/rewards/mean"]) for row in rows] and len(seen) == 4
+
+
+def test_a_script_that_leaves_the_loop_goes_on_from_the_last_checkpoint(make_config):
+    whole = run(make_config(name="whole"))
+    cfg = make_config(name="left")
+    with Trainer(cfg) as trainer:
+        for step, _ in trainer.steps():
+            if step == 3:
+                break
+    with Trainer(cfg) as trainer:
+        assert trainer.progress.step == 2
+        trainer.train()
+    losses = [[r.get("actor/loss") for r in rows] for rows in (read_json_lines(cfg.folder / "metrics.jsonl"), whole)]
+    assert losses[0] == losses[1]

@@ -5,7 +5,7 @@ import torch
 from support import make_samples
 
 from luffy.models.load import load_model
-from luffy.train.memory import Checkpointing, activation_bytes, layer_values
+from luffy.train.activations import Checkpointing, activation_bytes, layer_values
 from luffy.train.offload import OffloadedOptimizer
 from luffy.train.optim import Optimizer
 from luffy.train.policy import Policy
@@ -68,7 +68,7 @@ def test_auto_checkpoints_only_what_would_not_fit(make_config, monkeypatch):
     auto = Checkpointing(model, "auto")
     assert not auto.prepare(10**9, 10**9, torch.device("cpu"))  # the host has no such limit
     needed = 1.25 * activation_bytes(config, 1000, 2000, 4) + (6 << 30)
-    monkeypatch.setattr("luffy.train.memory.unused_bytes", lambda device: needed)
+    monkeypatch.setattr("luffy.train.activations.unused_bytes", lambda device: needed)
     assert not auto.prepare(1000, 2000, torch.device("cuda"))
     for tokens, attended in ((1001, 2000), (1000, 2001)):  # copies of a shared prompt's keys count as well
         assert auto.prepare(tokens, attended, torch.device("cuda")) and model.is_gradient_checkpointing

@@ -26,7 +26,7 @@ def on(monkeypatch, day):
 def train(cfg):
     with Trainer(cfg) as trainer:
         trainer.train()
-        return trainer.facts
+        return trainer.run.messages.facts
 
 
 def test_the_clock_is_read_once(monkeypatch):

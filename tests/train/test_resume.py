@@ -16,7 +16,7 @@ from luffy.report import recorder
 from luffy.report.recorder import read_json_lines
 from luffy.report.runs import load_run
 from luffy.rollout.native import NativeEngine
-from luffy.train import checkpoint, loop
+from luffy.train import checkpoint, held_out, saving
 from luffy.train.checkpoint import CheckpointStore
 from luffy.train.loop import Trainer
 from luffy.train.optim import Optimizer
@@ -30,7 +30,8 @@ MOMENTS = {
     "model half written": (checkpoint, "save_file", 2),
     "checkpoint written but not renamed": (checkpoint, "flush_tree", 2),
     "checkpoint renamed but nothing settled": (CheckpointStore, "settle", 3),
-    "best file": (loop, "write_atomically", 4),
+    "best file": (saving, "write_atomically", 2),
+    "evaluation on record but not kept": (held_out, "write_atomically", 3),
     # steps 2, 4 and 6 are saved: the last save is the third, after the start's own settling
     "last checkpoint not renamed": (checkpoint, "flush_tree", 3),
     "last checkpoint renamed but nothing settled": (CheckpointStore, "settle", 4),
@@ -38,7 +39,10 @@ MOMENTS = {
     "last rotation": (CheckpointStore, "rotate", 3),
 }
 # of step 5: steps 2 and 4 are saved, and four evaluations roll out too
-AFTER_TWO_SAVES = {"after two saves": (NativeEngine, "generate", 9)}
+AFTER_TWO_SAVES = {
+    "after two saves": (NativeEngine, "generate", 9),
+    "evaluated but not saved": (checkpoint, "save_file", 2),
+}
 
 
 def config(make_config, sums, name):
@@ -169,7 +173,8 @@ def test_sigterm_in_the_last_step_ends_nothing_early(make_config, sums):
 
 
 @pytest.mark.parametrize(("owner", "name", "step"), [
-    (loop, "evaluate", 0), (loop, "evaluate", 4), (loop, "evaluate", 6), (Policy, "update", 4), (Policy, "update", 6),
+    (held_out, "evaluate_set", 0), (held_out, "evaluate_set", 4), (held_out, "evaluate_set", 6),
+    (Policy, "update", 4), (Policy, "update", 6),
 ])  # fmt: skip
 def test_an_evaluation_does_not_keep_a_stop_waiting_and_is_made_up_for(
     make_config, sums, undisturbed, monkeypatch, owner, name, step
@@ -207,11 +212,11 @@ def test_a_best_step_found_when_an_evaluation_is_made_up_for_stays_the_best(make
         if trainer.progress.step == 6 and not stopped:
             stopped.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
-            kwargs["progress"](0, 1)
-        return {"val-core/accuracy": Mean(accuracies[trainer.progress.step])}
+            args[-1](0, 1)
+        return {"val-core/accuracy": Mean(accuracies[trainer.progress.step])}, []
 
     stopped = []
-    monkeypatch.setattr(loop, "evaluate", graded)
+    monkeypatch.setattr(held_out, "evaluate_set", graded)
     with Trainer(cfg) as trainer, pytest.raises(TrainingStopped, match="step 6 by SIGTERM"):
         trainer.train()
     assert json.loads((cfg.folder / "best.json").read_text())["step"] == 4
@@ -234,18 +239,18 @@ def test_a_stop_between_two_sets_records_no_samples_twice(make_config, sums, mon
 
     undisturbed, ended = with_two_sets("undisturbed"), with_two_sets("ended")
     train(undisturbed)
-    original = loop.evaluate
+    original = held_out.evaluate_set
 
-    def ends_after_the_first(*args, **kwargs):
-        if kwargs["name"] == "again" and trainer.progress.step == 2:
+    def ends_after_the_first(run, name, *args):
+        if name == "again" and trainer.progress.step == 2:
             raise AssertionError("the second set must not begin")
-        made = original(*args, **kwargs)
+        made = original(run, name, *args)
         if trainer.progress.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return made
 
     with Trainer(ended) as trainer, monkeypatch.context() as patch:
-        patch.setattr(loop, "evaluate", ends_after_the_first)
+        patch.setattr(held_out, "evaluate_set", ends_after_the_first)
         with pytest.raises(TrainingStopped, match="step 2 by SIGTERM"):
             trainer.train()
     train(ended)
@@ -263,19 +268,17 @@ def test_a_stop_that_comes_too_late_leaves_evaluations_alone(make_config, sums):
 def test_of_several_processes_none_leaves_an_evaluation(make_config, sums):
     with Trainer(config(make_config, sums, "joined")) as trainer:
         trainer.stop_soon("a wish")
-        with pytest.raises(loop.EvaluationCut):
-            trainer._cut_when_stopped()
-        trainer.world = replace(trainer.world, joined=True)
-        trainer._cut_when_stopped()
+        with pytest.raises(held_out.EvaluationInterrupted):
+            trainer.evaluate()
+        trainer._stop.world = replace(trainer._stop.world, joined=True)
+        assert "val-core/accuracy" in trainer.evaluate()
 
 
 def test_a_failed_evaluation_is_made_up_for_and_its_step_is_on_record(make_config, sums, undisturbed, monkeypatch):
     broken = config(make_config, sums, "broken")
     with Trainer(broken) as trainer, monkeypatch.context() as patch:
-        original = loop.evaluate
-        patch.setattr(
-            loop, "evaluate", lambda *args, **kw: 1 / 0 if trainer.progress.step == 4 else original(*args, **kw)
-        )
+        original = held_out.evaluate_set
+        patch.setattr(held_out, "evaluate_set", lambda *args: 1 / 0 if trainer.progress.step == 4 else original(*args))
         with pytest.raises(ZeroDivisionError):
             trainer.train()
     train(broken)
@@ -291,3 +294,34 @@ def test_the_best_step_is_not_kept_when_nobody_asks(make_config, sums):
     train(cfg)
     assert [c.step for c in CheckpointStore(cfg.folder / "checkpoints", 1)] == [6]
     assert not (cfg.folder / "best.json").exists()
+
+
+def test_a_folder_of_before_evaluated_json_is_asked_by_its_metrics(make_config, sums):
+    """As runs left it that were made before: the evaluation of step 6 is missing, those of 2 and 4 are on record."""
+    cfg = config(make_config, sums, "old")
+    train(cfg)
+    path, record = cfg.folder / "evaluated.json", cfg.folder / "metrics.jsonl"
+    found = {int(step): accuracy for step, accuracy in json.loads(path.read_text()).items()}
+    rows = read_json_lines(record)
+    assert found == {row["step"]: row["val-core/accuracy"] for row in rows if "val-core/accuracy" in row}
+    path.unlink()
+    with Trainer(cfg) as trainer:
+        assert trainer.run.evaluated == found and not trainer.lacks_evaluation()
+    without = [{k: v for k, v in row.items() if row["step"] < 6 or not k.startswith("val-")} for row in rows]
+    record.write_text("".join(json.dumps(row) + "\n" for row in without))
+    with Trainer(cfg) as trainer:
+        assert trainer.lacks_evaluation()
+        trainer.train()
+    assert json.loads(path.read_text())["6"] == found[6]
+
+
+def test_an_evaluation_after_the_checkpoint_is_forgotten_with_its_rows(make_config, sums):
+    """A kill came between an evaluation and its checkpoint. The resumed run is stopped in that step's evaluation."""
+    cfg = config(make_config, sums, "killed")
+    killed_at(cfg, "evaluated but not saved")
+    assert "4" in json.loads((cfg.folder / "evaluated.json").read_text())
+    with Trainer(cfg, on_step=lambda step, _: step == 3 and trainer.stop_soon("a wish")) as trainer:
+        assert trainer.progress.step == 2 and 4 not in trainer.run.evaluated
+        with pytest.raises(TrainingStopped):
+            trainer.train()
+    assert "4" not in json.loads((cfg.folder / "evaluated.json").read_text())

@@ -67,7 +67,7 @@ def test_a_run_records_them_as_transformers_would_score_them(make_config):
         trainer.train()
     rows = read_json_lines(cfg.folder / "samples.jsonl")
     model = AutoModelForCausalLM.from_pretrained(cfg.model.path)
-    tokenizer = trainer.tokenizer
+    tokenizer = trainer.run.tokenizer
     assert {r["off_policy_tokens"] > 0 for r in rows} == {True, False}
     assert {r["gradient_weights"] is None for r in rows} == {r["advantages"] is None for r in rows} == {True, False}
     for row in rows:

@@ -56,7 +56,7 @@ def config(folder, name, **rollout):
 def run(cfg):
     with Trainer(cfg) as trainer:
         trainer.train()
-        assert trainer.engines.current.version == 5
+        assert trainer.run.engines.current.version == 5
     return read_json_lines(cfg.folder / "metrics.jsonl")
 
 

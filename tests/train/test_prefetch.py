@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 from luffy.errors import ConfigError
 from luffy.report.recorder import read_json_lines
 from luffy.rollout.native import NativeEngine
-from luffy.train.ahead import Abandoned, Ahead
 from luffy.train.loop import Trainer
 from luffy.train.objective import importance_of
 from luffy.train.policy import Policy
+from luffy.train.prefetch import PrefetchCancelled, Prefetcher
 
 FROZEN = 1e-30  # a learning rate that moves no weight
 
@@ -47,7 +47,11 @@ def test_no_staleness_is_the_synchronous_run_to_the_bit(make_config):
     assert all(torch.equal(a, b) for a, b in zip(weights(plain).values(), weights(zero).values(), strict=True))
     assert samples(plain, "token_ids", "versions") == samples(zero, "token_ids", "versions")
     with Trainer(config(make_config, "nothing-ahead", staleness=0)) as trainer:  # not a lag of nothing: no lag
-        assert trainer.ahead is None and trainer.engines.replica is None and importance_of(trainer.cfg) is None
+        assert (
+            trainer.run.prefetcher is None
+            and trainer.run.engines.replica is None
+            and importance_of(trainer.cfg) is None
+        )
 
 
 def test_each_batch_is_made_by_the_version_before_and_says_so(make_config):
@@ -128,7 +132,7 @@ def test_an_error_in_a_rollout_ends_the_run(make_config):
     cfg = config(make_config, "run", 1)
     with Trainer(cfg) as trainer:
         with torch.no_grad():
-            trainer.engines.replica.model.lm_head.weight.fill_(float("nan"))
+            trainer.run.engines.replica.model.lm_head.weight.fill_(float("nan"))
         with pytest.raises(FloatingPointError, match="NaN"):
             trainer.train()
     assert not [t for t in threading.enumerate() if t.name == "rollouts"]
@@ -143,13 +147,13 @@ def test_closing_abandons_a_batch_in_the_making():
         while True:
             check()
 
-    ahead = Ahead(endless, lambda: None, 1, 10)
-    with ahead.publishing(0):
+    prefetcher = Prefetcher(lambda: None, 1, 10)
+    with prefetcher.publishing(0):
         pass
-    closer = threading.Thread(target=lambda: begun.wait(10) and ahead.close())
+    closer = threading.Thread(target=lambda: begun.wait(10) and prefetcher.close())
     closer.start()
-    with pytest.raises(Abandoned):
-        ahead.take(0)
+    with pytest.raises(PrefetchCancelled):
+        prefetcher.take(0, endless)
     closer.join(10)
     assert not closer.is_alive()
 

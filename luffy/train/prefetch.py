@@ -1,4 +1,4 @@
-"""Rollouts made ahead: a thread generates the batches of coming steps while the update of this one runs.
+"""Prefetched rollouts: a thread generates the batches of coming steps while the update of this one runs.
 
     update     |  step 0  |  step 1  |  step 2  |
     rollout  0 |     1    |     2    |     3    |        max_staleness 1: batch 2 is of version 1
@@ -20,24 +20,29 @@ import torch
 T = TypeVar("T")
 
 
-class Abandoned(Exception):
-    """The run is over before the batch is."""
+Make = Callable[[int, int, Callable[[], None]], T]
 
 
-class Ahead(Generic[T]):
-    """``make(step, version, check)`` rolls out with the weights that ``copy_weights`` took over before; it calls
-    ``check`` from time to time, which raises when nobody waits any more."""
+class PrefetchCancelled(Exception):
+    """The prefetcher was closed before the batch was made."""
+
+
+class Prefetcher(Generic[T]):
+    """Makes the batches of coming steps in a thread of its own.
+
+    ``copy_weights`` takes over the published weights; it is called before each batch. ``device``: the GPU that the
+    thread works on. Requires ``max_staleness`` > 0.
+    """
 
     def __init__(
         self,
-        make: Callable[[int, int, Callable[[], None]], T],
         copy_weights: Callable[[], None],
         max_staleness: int,
         total_steps: int,
         device: torch.device | None = None,
     ) -> None:
-        assert max_staleness > 0, "without staleness there is nothing to do ahead"
-        self._make, self._copy_weights = make, copy_weights
+        assert max_staleness > 0, "without staleness there is nothing to prefetch"
+        self._copy_weights = copy_weights
         self._max_staleness, self._total_steps = max_staleness, total_steps
         self._device = device
         self._changed = threading.Condition()
@@ -56,11 +61,13 @@ class Ahead(Generic[T]):
             self._version = version
             self._changed.notify_all()
 
-    def take(self, step: int) -> T:
-        """The batch of ``step``. Returns only when the next one has its weights, so that with a staleness of 1 which
-        version makes a batch never depends on who is faster."""
+    def take(self, step: int, make: Make[T]) -> T:
+        """The batch of ``step``. ``make(step, version, check)`` rolls one out; it calls ``check`` from time to time,
+        which raises when nobody waits any more. The first call starts the thread, and its ``make`` stays. Returns only
+        when the next batch has its weights, so that with a staleness of 1 which version makes a batch never depends on
+        who is faster."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(step,), name="rollouts", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(step, make), name="rollouts", daemon=True)
             self._thread.start()
         with self._changed:
             self._wait(lambda: step in self._ready)
@@ -78,18 +85,18 @@ class Ahead(Generic[T]):
     def _wait(self, there: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: self._closed or self._failure is not None or there())
         if not there():
-            raise self._failure or Abandoned
+            raise self._failure or PrefetchCancelled
 
-    def _run(self, first: int) -> None:
+    def _run(self, first: int, make: Make[T]) -> None:
         try:
             with own_stream(self._device):
                 for step in range(first, self._total_steps):
                     version = self._begin(step)
-                    batch = self._make(step, version, self._check)
+                    batch = make(step, version, self._check)
                     with self._changed:
                         self._ready[step] = batch
                         self._changed.notify_all()
-        except Abandoned:
+        except PrefetchCancelled:
             pass
         except BaseException as error:
             with self._changed:
@@ -107,7 +114,7 @@ class Ahead(Generic[T]):
 
     def _check(self) -> None:
         if self._closed:
-            raise Abandoned
+            raise PrefetchCancelled
 
 
 def own_stream(device: torch.device | None) -> AbstractContextManager[object]:

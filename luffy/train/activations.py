@@ -32,7 +32,7 @@ def activation_bytes(config: Any, tokens: int, attended: int, itemsize: int) -> 
     return (per_token * tokens + per_attended * attended) * int(config.num_hidden_layers) * itemsize
 
 
-def when_it_runs_out(error: torch.OutOfMemoryError, cfg: Config) -> str:
+def out_of_memory_advice(error: torch.OutOfMemoryError, cfg: Config) -> str:
     """What was found, and the knobs that this run has left, the cheapest first."""
     found = str(error).partition(" If reserved but unallocated")[0].strip().rstrip(".")
     left = [f"batch.tokens below {cfg.batch.tokens} (not below {cfg.longest})"] * (cfg.batch.tokens > cfg.longest)

@@ -15,7 +15,8 @@ from luffy.progress import lasting
 from luffy.report.recorder import METRICS
 from luffy.train import setup
 from luffy.train.changes import in_words
-from luffy.train.loop import Method, Trainer
+from luffy.train.loop import Trainer
+from luffy.train.run_state import Method
 
 
 def nothing(step: int, values: dict[str, float]) -> None:
@@ -50,8 +51,8 @@ class Job:
                 step = trainer.progress.step
                 rest = "its last evaluation is missing" if lacks else "raise train.steps or choose another name="
                 print(f"already finished at step {step}; {rest}", file=out)
-                if trainer.changes:
-                    print(f"it was trained with other settings: {in_words(trainer.changes)}", file=out)
+                if trainer.run.changes:
+                    print(f"it was trained with other settings: {in_words(trainer.run.changes)}", file=out)
             model, progress = trainer.train(), trainer.progress
         if world.is_main:
             print(f"model      {model}", file=out)

@@ -1,0 +1,198 @@
+"""The batch of one step: which problems this rank takes, which groups are kept, and cutting it into mini-batches.
+
+What surrounds the method is here: ranks (each takes its share, and all agree on what is kept), oversampling
+(rolling out further batches until enough groups are kept) and taking a batch that was prefetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from luffy.data import ProblemSampler
+from luffy.distributed.share import expected_tokens, share_out
+from luffy.errors import AllStopped
+from luffy.guidance.choice import choose
+from luffy.metrics import Metric, merge_metrics, spread
+from luffy.report.timing import Stopwatch
+from luffy.train.credit import ScoredTokens, find_credit_function, uncredited
+from luffy.train.groups import group_metrics, is_extreme, override_metrics, staleness_metrics
+from luffy.types import Group, Sample, Task
+
+if TYPE_CHECKING:
+    from luffy.train.run_state import Run
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One batch to roll out. ``version``: of the policy whose weights make it. ``first``: the position of its first
+    problem in the step, which is not 0 when a step takes several batches."""
+
+    step: int
+    version: int
+    first: int
+    watch: Stopwatch
+    progress: Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """This rank's groups of a batch by position in the step, the sampler's state after drawing it, and what was
+    measured. ``seconds`` by phase: of a batch that was made in another thread."""
+
+    groups: dict[int, Group]
+    sampler: dict[str, int]
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+RollOut = Callable[["Run", Slot], RolloutBatch]
+
+
+@dataclass
+class StepBatch:
+    """What one step trains on. Groups are numbered over all ranks: the ``size`` kept ones first, then the rejected
+    ones; the dictionaries hold this rank's, by that number. ``metrics`` are over all ranks. In SFT a group is one
+    trace, and there are samples alone."""
+
+    size: int
+    metrics: dict[str, Metric]
+    groups: dict[int, Group] = field(default_factory=dict)
+    rejected: dict[int, Group] = field(default_factory=dict)
+    samples: dict[int, list[Sample]] = field(default_factory=dict)
+
+    def mini_batches(self, problems: int | None) -> Iterator[list[Sample]]:
+        """This rank's samples of ``problems`` groups at a time, as many mini-batches on every rank."""
+        return mini_batches([self.samples.get(i, []) for i in range(self.size)], problems)
+
+
+def mini_batches(groups: Sequence[Sequence[Sample]], size: int | None) -> Iterator[list[Sample]]:
+    """Samples of ``size`` groups at a time (None: all); an empty batch has no mini-batch."""
+    step = size or max(len(groups), 1)
+    for start in range(0, len(groups), step):
+        yield [sample for group in groups[start : start + step] for sample in group]
+
+
+def draw(sampler: ProblemSampler, count: int) -> tuple[list[int], list[int]]:
+    """The next problems and how often each was drawn in earlier epochs."""
+    first = sampler.epoch * sampler.size + sampler.state_dict()["position"]
+    return sampler.next(count), [(first + i) // sampler.size for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Problems of a batch: how often each was drawn before, and its position in the step."""
+
+    tasks: list[Task]
+    visits: list[int]
+    positions: list[int]
+
+
+def draw_share(run: Run, first: int) -> Drawn:
+    """This rank's share of the next ``batch.problems`` problems; every rank draws all of them."""
+    r = run.cfg.rollout
+    rows, visits = draw(run.sampler, run.cfg.batch.problems)
+    tasks = [run.tasks[i] for i in rows]
+    costs = [expected_tokens(task, r.n, r.max_tokens) for task in tasks]
+    mine = share_out(costs, run.world.size)[run.world.rank]
+    return Drawn([tasks[i] for i in mine], [visits[i] for i in mine], [first + i for i in mine])
+
+
+def draw_traces(run: Run) -> StepBatch:
+    """SFT: one trace of each of the next problems, shared out among the ranks."""
+    rows, visits = draw(run.sampler, run.cfg.batch.problems)
+    samples = [_trace_sample(run, run.tasks[i], visit) for i, visit in zip(rows, visits, strict=True)]
+    mine = share_out([len(s) for s in samples], run.world.size)[run.world.rank]
+    lengths = spread("response_length", [s.token_ids.numel() for s in samples])
+    return StepBatch(len(samples), lengths, samples={i: [samples[i]] for i in mine})
+
+
+def _trace_sample(run: Run, task: Task, visit: int) -> Sample:
+    key = f"{run.cfg.seed}:{visit}:{task.problem.id}"
+    (trace,) = choose(task.demonstrations, 1, run.cfg.guidance.trace_choice, visit=visit, key=key)
+    ids = torch.tensor(trace.token_ids, dtype=torch.long)
+    everywhere, nothing = torch.ones(ids.numel()), torch.zeros(ids.numel())
+    return Sample(task.prompt_ids, ids, everywhere.bool(), nothing, everywhere, nothing, nothing, nothing)
+
+
+def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
+    """The groups of a step, kept and rejected: those of one batch, and with oversampling those of as many more as it
+    takes to keep ``batch.problems`` of them. Raises AllStopped when ``oversample_rounds`` batches are not enough."""
+    wanted, rounds = run.cfg.batch.problems, run.cfg.algorithm.oversample_rounds
+    own: dict[int, Group] = {}
+    kept: list[int] = []
+    rejected: list[int] = []
+    parts: list[Mapping[str, Metric]] = []
+    for attempt in range(rounds + 1):
+        batch = _next_batch(run, step, attempt * wanted, roll_out)
+        parts += [batch.metrics, *_rollout_metrics(run, list(batch.groups.values()), step)]
+        own |= batch.groups
+        for position, extreme in sorted(_extremes(run, batch.groups).items()):
+            (rejected if extreme else kept).append(position)
+        if len(kept) >= wanted:
+            break
+    if rounds and len(kept) < wanted:
+        raise AllStopped(
+            f"stopped at step {step + 1}: after {rounds} extra batches only {len(kept)} of {wanted} groups "
+            f"have unequal rewards; the problems are too easy or too hard for the policy: raise "
+            f"algorithm.oversample_rounds, lower batch.problems, or set algorithm.oversample_rounds=0 to train on "
+            f"what is left"
+        )
+    run.data_position = batch.sampler
+    kept = kept[:wanted]
+    return StepBatch(
+        len(kept),
+        merge_metrics(parts),
+        groups={i: own[p] for i, p in enumerate(kept) if p in own},
+        rejected={len(kept) + i: own[p] for i, p in enumerate(rejected) if p in own},
+    )
+
+
+def _next_batch(run: Run, step: int, first: int, roll_out: RollOut) -> RolloutBatch:
+    """The next batch of problems, rolled out now or prefetched."""
+    if run.prefetcher is None:
+        return roll_out(run, Slot(step, step, first, run.watch, run.messages.count))
+
+    def make(step: int, version: int, check: Callable[[], None]) -> RolloutBatch:
+        watch, version = Stopwatch(), run.engine.agree_on(version)
+        made = roll_out(run, Slot(step, version, 0, watch, lambda done, total: check()))
+        return replace(made, seconds=watch.seconds)
+
+    with run.watch("wait"):
+        batch = run.prefetcher.take(step, make)
+    for phase, seconds in batch.seconds.items():
+        run.watch.seconds[phase] += seconds
+    return batch
+
+
+def _rollout_metrics(run: Run, groups: list[Group], step: int) -> Iterator[Mapping[str, Metric]]:
+    yield group_metrics(groups, run.cfg.reward)
+    yield run.engine.metrics() if run.prefetcher is None else staleness_metrics(groups, step)
+    if run.cfg.rollout.guide is not None:
+        yield override_metrics(groups)
+
+
+def _extremes(run: Run, groups: Mapping[int, Group]) -> dict[int, bool]:
+    """By position, over all ranks: whether a group is rejected because its rewards are all success or all failure."""
+    reject = run.cfg.algorithm.reject_extreme
+    mine = {position: reject and is_extreme(group, run.cfg.reward) for position, group in groups.items()}
+    return {position: extreme for part in run.world.gather(mine) for position, extreme in part.items()}
+
+
+def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:
+    """Log-probs before the update: of the policy where it will take several optimizer steps (with one,
+    old is current and no pass is spent) or the credit function asks for them, of the reference where a KL term needs
+    it."""
+    a, b = run.cfg.algorithm, run.cfg.batch
+    several = b.mini_batch is not None and batch.size > b.mini_batch
+    need_ref = a.kl_coef > 0
+    need_old = several or (need_ref and a.kl_in == "reward") or bool(find_credit_function(a.credit).needs)
+    groups = list(batch.groups.values())
+    flat = [uncredited(rollout) for group in groups for rollout in group.rollouts]
+    old = run.policy.score(flat) if need_old else [(None, None)] * len(flat)
+    ref = run.policy.reference_log_probs(flat, run.reference) if need_ref else [None] * len(flat)
+    tokens = iter([ScoredTokens(o, r, entropy) for (o, entropy), r in zip(old, ref, strict=True)])
+    return [[next(tokens) for _ in group.rollouts] for group in groups]

@@ -1,0 +1,154 @@
+"""From a config to a run: everything is built here, in the order in which a mistake shows soonest."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from luffy.config import Config
+from luffy.data import ProblemSampler
+from luffy.distributed.world import World
+from luffy.errors import UserError
+from luffy.files import remove_unfinished
+from luffy.guidance import Planner
+from luffy.models.load import eos_ids, load_model
+from luffy.report.recorder import check_trackers
+from luffy.report.timing import Stopwatch
+from luffy.rewards import Verifier, build_verifier
+from luffy.train import held_out, recording, saving, setup
+from luffy.train.background import BackgroundSaver
+from luffy.train.batch import RolloutBatch
+from luffy.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint
+from luffy.train.copies import Engines
+from luffy.train.lock import lock_folder
+from luffy.train.policy import Policy
+from luffy.train.prefetch import Prefetcher
+from luffy.train.run_state import Messages, Method, Run
+from luffy.train.scorer import TokenScorer
+
+
+def build_run(cfg: Config, method: Method, world: World, resume: str, allow_changed_data: bool) -> Run:
+    """A run ready for its next step: a new one, or restored from the checkpoint that ``resume`` (auto, never or a path)
+    names. Holds the lock of the run folder until ``run.closing.close()``."""
+    with ExitStack() as closing:
+        world.on_main(lambda: _lock(cfg, world, closing))
+        messages = Messages(notices=world.on_main(lambda: check_trackers(cfg)))
+        store = CheckpointStore(cfg.folder / "checkpoints", cfg.train.keep)
+        checkpoint = world.on_main(lambda: find_checkpoint(cfg, store, resume, messages.notices.append))
+        run = _assemble(cfg, method, world, store, checkpoint, messages, closing)
+        own = checkpoint is not None and saving.restore(run, checkpoint, allow_changed_data)
+        step = run.progress.step
+        run.evaluated = world.on_main(lambda: held_out.read_evaluated(cfg.folder, step))
+        if own:
+            held_out.note_best(run)  # an evaluation that was made up for after the checkpoint was taken
+            recording.note_changes(run)
+        if run.engines.replica is not None:  # made before the masters of a checkpoint were there
+            run.sync(step)
+        messages.notices += setup.left_out(run.tasks.report, run.eval_report)
+        messages.notices += setup.repeated_problems(cfg, len(run.tasks))
+        if method == "rl":
+            messages.notices += setup.dropout_notice(run.model.config)
+        world.on_main(lambda: remove_unfinished(cfg.folder))
+        world.on_main(lambda: saving.tidy(run))
+        run.closing = closing.pop_all()
+    return run
+
+
+def _lock(cfg: Config, world: World, closing: ExitStack) -> None:
+    # Workers that are started anew may find rank 0 of the lost group still on its way out.
+    lock = lock_folder(cfg.folder, patience_s=30.0 if world.joined else 0.0)
+    closing.callback(lock.release)
+
+
+def _assemble(
+    cfg: Config,
+    method: Method,
+    world: World,
+    store: CheckpointStore,
+    checkpoint: Checkpoint | None,
+    messages: Messages,
+    closing: ExitStack,
+) -> Run:
+    tokenizer = setup.load_policy_tokenizer(cfg.model)
+    saved = {} if checkpoint is None else checkpoint.state()
+    cfg = world.from_main(setup.with_date(cfg, tokenizer, saved))
+    if cfg.data.date is not None:
+        messages.facts.append(f"prompts are dated {cfg.data.date} (data.date)")
+    tasks = setup.load_training_tasks(cfg, setup.build_encoder(cfg, tokenizer), sft=method == "sft")
+    encoder = setup.build_encoder(cfg, tokenizer)  # its counts begin anew
+    eval_tasks = setup.load_eval_tasks(cfg, encoder)
+    steps = total_steps(cfg, len(tasks))
+    verifier = _verifier(cfg, closing) if method == "rl" or eval_tasks else None
+    device = setup.pick_device(cfg.model.device)
+    torch.manual_seed(cfg.seed)
+    model = saving.load_weights(cfg, method, world, device, checkpoint)
+    setup.validate(cfg, method, model.config)
+    end_of_text = encoder.stops(eos_ids(model, tokenizer))
+    engines = Engines(cfg, method, model, device, world, messages.warn)
+    closing.callback(engines.current.close)
+    engines.current.sync(0 if checkpoint is None else checkpoint.step)
+    watch = Stopwatch()
+    policy = Policy(model, cfg, temperature=1.0 if method == "sft" else None, world=world, watch=watch)
+    saver = BackgroundSaver(store, world) if world.joined else None
+    if saver is not None:
+        closing.callback(saver.close)
+    rollouts = engines.for_rollouts(tokenizer, steps) if method == "rl" else (engines.current, lambda step: None)
+    return Run(
+        cfg=cfg, method=method, world=world, device=device, messages=messages, watch=watch, closing=closing,
+        tokenizer=tokenizer, eos_ids=end_of_text, tasks=tasks, eval_tasks=eval_tasks,
+        eval_report=dict(encoder.counts), total_steps=steps, model=model, policy=policy,
+        reference=_reference(cfg, method, policy, device),
+        engines=engines, engine=rollouts[0], before_step=rollouts[1],
+        prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
+        sampler=ProblemSampler(len(tasks), cfg.seed), planner=_planner(cfg, steps, end_of_text),
+        store=store, saver=saver,
+    )  # fmt: skip
+
+
+def _verifier(cfg: Config, closing: ExitStack) -> Verifier:
+    r = cfg.reward
+    verifier = build_verifier(r.kind, r.weights or None, r.workers, r.timeout_s)
+    closing.callback(verifier.close)
+    return verifier
+
+
+def _planner(cfg: Config, steps: int, end_of_text: tuple[int, ...]) -> Planner:
+    return Planner(
+        n=cfg.rollout.n,
+        n_prefix=cfg.guidance.n_prefix,
+        sampling=replace(cfg.sampling, eos_ids=end_of_text),
+        schedule=cfg.schedule(steps),
+        trace_choice=cfg.guidance.trace_choice,
+        seed=cfg.seed,
+    )
+
+
+def _prefetcher(
+    cfg: Config, method: Method, engines: Engines, steps: int, policy: Policy, closing: ExitStack
+) -> Prefetcher[RolloutBatch] | None:
+    staleness = cfg.async_.max_staleness
+    if method == "sft" or staleness == 0:
+        return None
+    prefetcher = Prefetcher[RolloutBatch](engines.catch_up, staleness, steps, policy.device)
+    closing.callback(prefetcher.close)
+    return prefetcher
+
+
+def _reference(cfg: Config, method: Method, policy: Policy, device: str) -> TokenScorer | None:
+    """The model that a KL term compares with; with LoRA it is the policy without its adapters."""
+    m = cfg.model
+    if method == "sft" or cfg.algorithm.kl_coef == 0 or (m.lora is not None and m.reference is None):
+        return None
+    model = load_model(m.reference or m.path, m.dtype, "cpu" if policy.world.joined else device, m.trust_remote_code)
+    return policy.scorer_of(model.requires_grad_(False).eval())
+
+
+def total_steps(cfg: Config, problems: int) -> int:
+    if cfg.train.steps is not None:
+        return cfg.train.steps
+    if cfg.train.epochs is None:
+        raise UserError("say how long to train: set train.steps or train.epochs")
+    return max(math.ceil(cfg.train.epochs * problems / cfg.batch.problems), 1)

@@ -1,0 +1,135 @@
+"""Held-out evaluation during a training: which is due, its figures, and which step is the best.
+
+``evaluated.json`` beside the records has the accuracy of every evaluation on record, by step. A run folder of before
+that file existed is asked once, through its metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from luffy.config import EvalConfig
+from luffy.files import write_atomically
+from luffy.guidance.plan import seed_of
+from luffy.metrics import Mean, Metric
+from luffy.models.load import decode
+from luffy.report.recorder import EVALUATED, METRICS, read_json_lines
+from luffy.train.run_state import Run
+from luffy.types import Completion, Group, Request, Rollout, Sampling, Score, Task
+
+ACCURACY = "val-core/accuracy"
+
+Seen = Callable[[str, list[Group]], None]
+
+
+class EvaluationInterrupted(Exception):
+    """The run was asked to stop; the evaluation is made up for when it goes on."""
+
+
+def is_missing(run: Run) -> bool:
+    """Whether the evaluation due at this step is not on record: before the first step, or after a stop in it."""
+    step = run.progress.step
+    return bool(run.eval_tasks) and run.is_due(step, run.cfg.eval.every) and step not in run.evaluated
+
+
+def evaluate(
+    run: Run, cfg: EvalConfig | None = None, *, check: Callable[[], None] = lambda: None, seen: Seen | None = None
+) -> dict[str, Metric]:
+    """The policy as it is now on every held-out set, over all ranks; ``cfg`` instead of the run's own settings.
+
+    ``check`` is called from time to time and may raise EvaluationInterrupted. ``seen`` gets the name of each set and
+    the groups that this rank generated.
+    """
+    metrics: dict[str, Metric] = {}
+
+    def progress(done: int, total: int) -> None:
+        check()
+        run.messages.count(done, total)
+
+    with run.watch("eval"):
+        for name, tasks in run.eval_tasks.items():
+            check()
+            figures, groups = evaluate_set(run, name, tasks, cfg or run.cfg.eval, progress)
+            metrics |= figures
+            if seen is not None:
+                seen(name, groups)
+    return run.world.merge(metrics)
+
+
+def evaluate_set(
+    run: Run, name: str, tasks: Sequence[Task], cfg: EvalConfig, progress: Callable[[int, int], None]
+) -> tuple[dict[str, Metric], list[Group]]:
+    """Figures of one set and what was generated, a group a problem: this rank takes every n-th problem of n ranks.
+
+    ``val-<name>/accuracy`` is the mean over problems of the mean over ``cfg.n`` samples. Seeds do not change from one
+    evaluation to the next.
+    """
+    assert run.verifier is not None, "there is no held-out data"
+    rank, ranks = run.world.rank, run.world.size
+    sampling = Sampling(cfg.max_tokens or run.cfg.rollout.max_tokens, cfg.temperature, cfg.top_p, 0, run.eos_ids)
+    requests = [
+        Request(task.prompt_ids, seed_of(f"eval:{name}:{run.cfg.seed}:{i}:{k}"), sampling)
+        for i, task in enumerate(tasks)
+        if i % ranks == rank
+        for k in range(cfg.n)
+    ]
+    completions = run.engines.current.generate(requests, progress)
+    texts = decode(run.tokenizer, [c.token_ids for c in completions])
+    mine = tasks[rank::ranks]
+    problems = [task.problem for task in mine for _ in range(cfg.n)]
+    scores = run.verifier.score(list(zip(problems, texts, strict=True)))
+    metrics: dict[str, Metric] = {
+        f"val-{name}/accuracy": Mean.of(run.cfg.reward.solved(s.value) for s in scores),
+        f"val-{name}/score": Mean.of(s.value for s in scores),
+        f"val-{name}/response_length": Mean.of(c.token_ids.numel() for c in completions),
+        f"val-{name}/truncated": Mean.of(c.finish == "length" for c in completions),
+    }
+    return metrics, _groups(mine, completions, scores, cfg.n)
+
+
+def _groups(tasks: Sequence[Task], completions: Sequence[Completion], scores: Sequence[Score], n: int) -> list[Group]:
+    rollouts = [_rollout(tasks[i // n], completion) for i, completion in enumerate(completions)]
+    places = [slice(n * i, n * (i + 1)) for i in range(len(tasks))]
+    return [Group(task, tuple(rollouts[at]), tuple(scores[at])) for task, at in zip(tasks, places, strict=True)]
+
+
+def _rollout(task: Task, completion: Completion) -> Rollout:
+    nowhere = torch.zeros(completion.token_ids.numel(), dtype=torch.bool)
+    own = completion.log_probs.float().cpu()
+    return Rollout(task, completion.token_ids.cpu(), nowhere, own, own, nowhere, completion.finish)
+
+
+def note(run: Run, values: Mapping[str, float]) -> None:
+    """Keep the accuracy among the figures of the last step, if there is one, once they are on record."""
+    if ACCURACY in values:
+        run.evaluated[run.progress.step] = values[ACCURACY]
+        write_evaluated(run)
+
+
+def note_best(run: Run) -> bool:
+    """Whether the last step was evaluated and is better than every step before; the progress then says so."""
+    progress = run.progress
+    accuracy = run.evaluated.get(progress.step)
+    if not run.cfg.train.keep_best or accuracy is None or accuracy <= progress.best_accuracy:
+        return False
+    progress.best_accuracy, progress.best_step = accuracy, progress.step
+    return True
+
+
+def write_evaluated(run: Run) -> None:
+    if run.world.is_main and run.eval_tasks:
+        write_atomically(run.cfg.folder / EVALUATED, json.dumps(run.evaluated))
+
+
+def read_evaluated(folder: Path, through_step: int) -> dict[int, float]:
+    """Accuracies of the evaluations on record up to a step. A run that begins at step 0 drops its records."""
+    path = folder / EVALUATED
+    if path.exists():
+        found = {int(step): accuracy for step, accuracy in json.loads(path.read_text(encoding="utf-8")).items()}
+    else:
+        found = {row["step"]: row[ACCURACY] for row in read_json_lines(folder / METRICS) if ACCURACY in row}
+    return {step: accuracy for step, accuracy in found.items() if through_step and step <= through_step}

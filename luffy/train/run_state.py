@@ -1,0 +1,133 @@
+"""The state of a run as one value.
+
+``build_run`` (build.py) makes it. The step (loop.py), saving, recording and held-out evaluation take it; they know
+nothing of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from luffy.config import Config
+from luffy.data import ProblemSampler
+from luffy.distributed.world import World
+from luffy.guidance import Planner
+from luffy.models.load import decode
+from luffy.report.console import RunView
+from luffy.report.timing import Stopwatch
+from luffy.rewards import Verifier
+from luffy.rollout.engine import Engine
+from luffy.train.background import BackgroundSaver
+from luffy.train.batch import RolloutBatch
+from luffy.train.changes import Changes
+from luffy.train.checkpoint import CheckpointStore
+from luffy.train.copies import Engines
+from luffy.train.policy import Policy
+from luffy.train.prefetch import Prefetcher
+from luffy.train.scorer import TokenScorer
+from luffy.train.setup import TaskSet
+from luffy.types import Task
+
+Method = Literal["rl", "sft"]
+
+
+@dataclass
+class Progress:
+    """Counters that a checkpoint keeps, in its state.json. ``step`` is the number of finished steps."""
+
+    step: int = 0
+    bad_in_a_row: int = 0
+    bad_updates: int = 0
+    best_step: int | None = None
+    best_accuracy: float = -1.0
+
+
+@dataclass
+class Messages:
+    """What the user is told. Warnings wait in ``notices`` while there is no view to show them."""
+
+    facts: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    view: RunView | None = None
+
+    def warn(self, text: str) -> None:
+        if self.view is None:
+            self.notices.append(text)
+        else:
+            self.view.warn(text)
+
+    def count(self, done: int, total: int) -> None:
+        """How far the phase under way is."""
+        if self.view is not None:
+            self.view.count(done, total)
+
+
+@dataclass
+class Run:
+    """One process's part of a run. In a ``world`` of several all processes go through the same steps, each with its
+    share of the problems; rank 0 alone writes the run folder and speaks to the user."""
+
+    cfg: Config
+    method: Method
+    world: World
+    device: str
+    messages: Messages
+    watch: Stopwatch
+    closing: ExitStack  # what `close` ends
+
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    tasks: TaskSet
+    eval_tasks: dict[str, list[Task]]  # held-out sets by name; "core" is data.eval
+    eval_report: dict[str, int]
+    total_steps: int
+
+    model: Any
+    policy: Policy
+    reference: TokenScorer | None
+    engines: Engines
+    engine: Engine  # makes the rollouts; `engines.current` always has the newest weights
+    before_step: Callable[[int], None]  # moves the schedule of token overrides
+    prefetcher: Prefetcher[RolloutBatch] | None  # with async.max_staleness
+    verifier: Verifier | None  # none in SFT without held-out problems
+    sampler: ProblemSampler
+    planner: Planner
+
+    store: CheckpointStore
+    saver: BackgroundSaver | None  # writes the checkpoints of several processes
+
+    progress: Progress = field(default_factory=Progress)
+    data_position: dict[str, int] = field(default_factory=dict)  # the sampler's state where the next step begins
+    evaluated: dict[int, float] = field(default_factory=dict)  # held-out accuracy by step, of those on record
+    changes: Changes = field(default_factory=dict)  # settings that differ from those before the resume
+    _trace_rewards: dict[str, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.data_position = self.sampler.state_dict()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.progress.step >= self.total_steps
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether what happens every so many steps (0: never), and always at the last one, happens at ``step``."""
+        return step == self.total_steps or (every > 0 and step % every == 0)
+
+    def sync(self, version: int) -> None:
+        """Give the engines the weights as they are now. A prefetching engine takes them when it begins a batch."""
+        with nullcontext() if self.prefetcher is None else self.prefetcher.publishing(version):
+            self.engines.renew(self.model)
+        self.engines.current.sync(version)
+
+    def trace_rewards(self, task: Task) -> list[float]:
+        """The verifier's scores of a task's traces."""
+        known = self._trace_rewards.get(task.problem.id)
+        if known is None:
+            assert self.verifier is not None
+            texts = decode(self.tokenizer, [list(d.token_ids) for d in task.demonstrations])
+            known = [s.value for s in self.verifier.score([(task.problem, text) for text in texts])]
+            self._trace_rewards[task.problem.id] = known
+        return known

@@ -1,0 +1,202 @@
+"""Checkpoints of a run: what is saved, when it counts as saved, and how a run is restored from one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from luffy.config import Config
+from luffy.distributed.replica import on_host
+from luffy.distributed.state import read_sharded, shard_whole
+from luffy.distributed.world import World
+from luffy.errors import UserError
+from luffy.files import write_atomically
+from luffy.schema import to_dict
+from luffy.train import setup
+from luffy.train.checkpoint import (
+    BEST,
+    DISK_ERRORS,
+    Checkpoint,
+    cannot_be_written,
+    random_state,
+    restore_random_state,
+)
+from luffy.train.run_state import Progress, Run
+
+
+def save(run: Run) -> None:
+    """A checkpoint of the step that was finished last. Several processes write it in the background."""
+    step = run.progress.step
+    state = {
+        "progress": dict(vars(run.progress)),
+        "method": run.method,
+        "sampler": dict(run.data_position),
+        "data_fingerprint": run.tasks.problems.fingerprint,
+        "usable": len(run.tasks),
+        "model": model_kind(run.cfg),
+        "date": run.cfg.data.date,
+    }
+    tensors = dict(run.policy.optimizer.tensors())
+    random = {f"random/{name}": t for name, t in random_state().items()}
+    if run.saver is not None:
+        tensors |= _sharded_masters(run) | random
+        taken = replace(run.progress)
+        run.saver.start(step, tensors, _model_writer(run), state, lambda: tidy(run, taken))
+        return
+    tensors = {name: t.contiguous().cpu() for name, t in tensors.items()} | random
+    try:
+        run.store.save(step, lambda folder: write_model(run, folder, run.model), tensors, state)
+    except DISK_ERRORS as error:
+        raise cannot_be_written(step, run.store.folder, error) from error
+    tidy(run)
+
+
+def save_if_new(run: Run) -> None:
+    """A checkpoint of the last finished step, unless there is one."""
+    if run.saver is not None:
+        run.saver.finish()  # what is still being written counts as there
+    if run.progress.step > 0 and not run.world.on_main(lambda: is_saved(run)):
+        save(run)
+
+
+def is_saved(run: Run) -> bool:
+    return run.progress.step in [checkpoint.step for checkpoint in run.store]
+
+
+def tidy(run: Run, progress: Progress | None = None) -> None:
+    """Bring ``latest``, ``best.json`` and the checkpoints that are kept in line with those that exist. After a save,
+    and at the start, since a kill may have come in between. ``progress``: as it was when the newest checkpoint was
+    taken; by default as it is now."""
+    now = progress or run.progress
+    run.store.settle(now.best_step)
+    if now.best_step is not None:
+        best = {"step": now.best_step, "accuracy": now.best_accuracy}
+        write_atomically(run.cfg.folder / BEST, json.dumps(best))
+
+
+def newest_model(run: Run) -> Path:
+    """The model folder of the newest checkpoint."""
+    newest = next(iter(run.store), None)
+    if newest is None:
+        raise UserError(f"{run.cfg.folder} has no checkpoint of its own; raise train.steps to go on from the other run")
+    return newest.model
+
+
+def model_kind(cfg: Config) -> dict[str, Any]:
+    """What optimizer state cannot be carried across."""
+    return {"dtype": cfg.model.dtype, "lora": to_dict(cfg.model.lora)}
+
+
+def _sharded_masters(run: Run) -> dict[str, torch.Tensor]:
+    """Sharded weights are float32; where the model is of less precision, they are what a checkpoint of a single
+    process calls masters."""
+    if run.cfg.model.dtype == "float32":
+        return {}
+    return {f"{name}/master": p.detach() for name, p in run.policy.optimizer.parameters.items()}
+
+
+def _model_writer(run: Run) -> Callable[[Path], None]:
+    """Writes the weights as they are now, whenever it is called; only rank 0 will."""
+    if not run.world.is_main:
+        return lambda folder: None
+    assert run.engines.replica is not None
+    model: Any = run.engines.replica.model
+    if run.cfg.model.lora is not None:
+        snapshot = copy.deepcopy(model)
+        return lambda folder: write_model(run, folder, snapshot)
+    weights = on_host(model)
+
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder / "model", state_dict=weights)
+        run.tokenizer.save_pretrained(folder / "model")
+
+    return write
+
+
+def write_model(run: Run, folder: Path, model: Any) -> None:
+    """A Hugging Face folder, adapters merged; with LoRA the adapters by themselves too."""
+    if run.cfg.model.lora is not None:
+        model.save_pretrained(folder / "adapter")
+        model = copy.deepcopy(model).merge_and_unload()  # a copy: merging in place would round the base
+    model.save_pretrained(folder / "model")
+    run.tokenizer.save_pretrained(folder / "model")
+
+
+def load_weights(cfg: Config, method: str, world: World, device: str, checkpoint: Checkpoint | None) -> nn.Module:
+    """The model to train: the config's, or a checkpoint's if that is of the same method and kind of model."""
+    if checkpoint is not None:
+        check_same_kind(cfg, method, checkpoint)
+    place = "cpu" if world.joined else device  # sharding takes them to the device, layer by layer
+    if checkpoint is None:
+        return setup.load_policy(cfg.model, place)
+    if cfg.model.lora is None:
+        return setup.load_policy(replace(cfg.model, path=str(checkpoint.model)), place)
+    model = setup.load_policy(cfg.model, place)
+    load_adapter(model, checkpoint.adapter)
+    return model
+
+
+def check_same_kind(cfg: Config, method: str, checkpoint: Checkpoint) -> None:
+    state = checkpoint.state()
+    if state["method"] != method:
+        commands = {"rl": "luffy train", "sft": "luffy sft"}
+        raise UserError(
+            f"checkpoint {checkpoint.path} was made by `{commands[state['method']]}`, this is "
+            f"`{commands[method]}`; start a new run with model.path={checkpoint.model}"
+        )
+    saved, now = state["model"], model_kind(cfg)
+    differ = [f"model.{key} {saved.get(key)} -> {now[key]}" for key in now if saved.get(key) != now[key]]
+    if differ:
+        raise UserError(
+            f"checkpoint {checkpoint.path} is of another kind of model: {', '.join(differ)}; set that as it was, "
+            f"or start a new run with model.path={checkpoint.model}"
+        )
+
+
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    from peft import set_peft_model_state_dict
+
+    result: Any = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    if result.unexpected_keys:
+        raise UserError(f"adapter {folder} does not fit model.lora: unexpected {result.unexpected_keys[:3]}")
+
+
+def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
+    """Everything but the weights, which are there: sampler, random state, optimizer, counters. Returns whether the
+    checkpoint is this run's own; the best step of another run's is not taken over."""
+    state = checkpoint.state()
+    same = state["data_fingerprint"] == run.tasks.problems.fingerprint and state["usable"] == len(run.tasks)
+    if same:
+        run.sampler.load_state_dict(state["sampler"])
+        run.data_position = run.sampler.state_dict()
+    elif not allow_changed_data:
+        raise UserError(
+            f"the training data changed since {checkpoint.path} was saved; restore the old file, or pass "
+            f"--allow-changed-data to go on with a fresh order over the new one"
+        )
+    tensors = _read_tensors(run, checkpoint)
+    restore_random_state({k.removeprefix("random/"): v for k, v in tensors.items() if k.startswith("random/")})
+    run.policy.optimizer.load_tensors(tensors)
+    run.progress = Progress(**state["progress"])
+    run.messages.facts.append(f"resumed at step {run.progress.step} from {checkpoint.path}")
+    own = checkpoint.path.parent.resolve() == run.store.folder.resolve()
+    if not own:
+        run.progress.best_step, run.progress.best_accuracy = None, -1.0
+    return own
+
+
+def _read_tensors(run: Run, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    if not run.world.joined:
+        return checkpoint.tensors()
+    parameters = run.policy.optimizer.parameters
+    if checkpoint.shards.is_dir():
+        return read_sharded(checkpoint.shards, parameters)
+    return shard_whole(checkpoint.tensors(), parameters)
