@@ -34,7 +34,7 @@ $(SMOLLM2): $(READY)
 test-slow: $(READY) $(SMOLLM2)
 	LUFFY_SMOLLM2=$$(find $(SMOLLM2) -name '*.gguf') OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
 
-# Kills, full disks, damaged files, hostile input (docs/reliability.md). Small disks are mounted, as root only.
+# Kills, full disks, damaged files, hostile input (docs/results/reliability.md). Small disks are mounted, as root only.
 test-faults: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m 'not gpu' -s
 

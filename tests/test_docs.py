@@ -14,7 +14,7 @@ from luffy.schema import describe
 from luffy.types import Problem
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```[ ]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 INLINE = re.compile(r"`([^`\n]+)`")

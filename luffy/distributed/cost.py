@@ -1,6 +1,6 @@
 """What a training step moves and how long it takes: a model on paper, checked against what one GPU measured.
 
-    python -m luffy.distributed.cost        the tables of docs/scaling.md
+    python -m luffy.distributed.cost        the tables of docs/results/cost.md
 
 Times are lower bounds with a measured share of the peak in them; what overlaps is taken as overlapping
 perfectly. The point is not the third digit but which term is the largest, and which limit is reached first.
@@ -17,7 +17,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """An H200 as measured here, in a machine of eight as sold. Shares of the peak: see `docs/scaling.md`."""
+    """An H200 as measured here, in a machine of eight as sold. Shares of the peak: see `docs/results/cost.md`."""
 
     flops: float = 790e12  # bf16 matrix products, measured
     memory_bandwidth: float = 4.2e12  # device copy, measured
@@ -209,7 +209,7 @@ def row(plan: Plan, gpu: Gpu) -> list[str]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one H200 took (docs/performance.md): responses that never end early, so the longest is the mean."""
+    """What one H200 took (docs/results/performance.md): responses that never end early, so the longest is the mean."""
 
     what: str
     plan: Plan

@@ -1,7 +1,7 @@
-"""Figures and tables of docs/study-gsm8k.md, from the metrics that run.py collected.
+"""Figures and tables of docs/results/study-gsm8k.md, from the metrics that run.py collected.
 
 python studies/gsm8k/figures.py            reads results/*.jsonl, draws docs/images/study-*.png and fills the
-                                           tables between the marks in docs/study-gsm8k.md
+                                           tables between the marks in docs/results/study-gsm8k.md
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from run import read_rows
 
 from luffy.report.curves import t_quantile_95
 
-DOC = HERE.parents[1] / "docs" / "study-gsm8k.md"
-IMAGES = DOC.parent / "images"
+DOC = HERE.parents[1] / "docs" / "results" / "study-gsm8k.md"
+IMAGES = DOC.parents[1] / "images"
 LABELS = {
     "on_policy": "on-policy RL", "sft": "SFT", "rl_sft_loss": "RL with SFT loss", "sft_rl": "SFT + RL",
     "mixed": "Mixed-Policy", "luffy": "LUFFY", "mixed_shaping": "mixed + shaping",

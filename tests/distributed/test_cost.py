@@ -58,11 +58,11 @@ def test_updates_by_hand(number, tokens, share):
     "figure", ["25,996", "67,886", "88,944", "3.1 s", "7.63", "1.80", "8.31", "10.8 s", "4.20 TB/s"]
 )
 def test_the_measurements_are_those_of_the_performance_page(figure):
-    assert figure in (DOCS / "performance.md").read_text()
+    assert figure in (DOCS / "results" / "performance.md").read_text()
 
 
 def test_the_page_shows_what_the_model_says():
-    page = (DOCS / "scaling.md").read_text()
+    page = (DOCS / "results" / "cost.md").read_text()
     assert table() in page and comparison() in page
 
 

@@ -15,7 +15,7 @@ DATA = Path(os.environ.get("LUFFY_DATA", "/nowhere"))
 
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="LUFFY_DATA does not name the data folder")
 
-# docs/verifier.md says why
+# docs/results/verifier.md says why
 READ_AS_TEXT = {"minerva:27", "minerva:269"}
 
 
