@@ -44,6 +44,39 @@ def test_a_config_from_dictionaries():
     assert recipe == {"data": {"columns": {"a": "b"}}}  # the caller's own is left alone
 
 
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """A file with a shape of its own, named in a recipe."""
+    (tmp_path / "own_shape.py").write_text(
+        "from luffy.api import shape\n\n@shape('halved')\ndef halved(log_p, settings):\n    return log_p.exp() / 2\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path / "own_shape.py"
+    sys.modules.pop("own_shape", None)
+
+
+def test_training_step_by_step(plugin, tmp_path):
+    @api.reward("a_quarter")
+    def a_quarter(response, answer, problem):
+        return 0.25
+
+    cfg = api.load_config(
+        {"base": "tiny/luffy", "plugins": [str(plugin)], "algorithm": {"off_policy_reshape": "halved"}},
+        {"reward.kind": "a_quarter", "train.steps": 2, "batch.problems": 2, "eval.limit": 4, "eval.every": 0,
+         "eval.max_tokens": 4, "record.tensorboard": False, "out": str(tmp_path / "runs")},
+    )  # fmt: skip
+    with api.Trainer(cfg) as trainer:
+        steps = list(trainer.steps())
+        held_out = trainer.evaluate()
+        model = trainer.train()
+    assert [step for step, _ in steps] == [1, 2]
+    assert [metrics["critic/rewards/mean"] for _, metrics in steps] == [0.25, 0.25]
+    ratio = steps[0][1]["actor/off_ratio_mean"]
+    assert ratio == pytest.approx(steps[0][1]["actor/off_policy_prob"] / 2)
+    assert held_out["val-core/score"].value == 0.25 and (model / "model.safetensors").is_file()
+    assert (cfg.folder / "plugins" / "own_shape.py").read_text() == plugin.read_text()
+
+
 def test_generate_and_evaluate(tmp_path):
     base = api.load_config("tiny/luffy")
     rows = api.generate(base.model.path, ["3+4=", "2+2="], n=2, max_tokens=4, style="plain", device="cpu")

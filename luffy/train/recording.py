@@ -13,6 +13,7 @@ from rich.console import Console
 from luffy.config import to_yaml
 from luffy.files import write_atomically
 from luffy.metrics import Metric
+from luffy.plugins import load_plugins
 from luffy.report.console import RunView
 from luffy.report.recorder import Recorder, SilentRecorder, evaluation_rows, sample_rows, trace_rows
 from luffy.report.runs import CONFIG
@@ -99,6 +100,19 @@ def write_settings(run: Run) -> None:
     write_atomically(record, to_yaml(run.cfg))
     report = {"train": run.tasks.report, "eval": run.eval_report}
     write_atomically(run.cfg.folder / "data.json", json.dumps(report, indent=1) + "\n")
+    keep_plugins(run)
+
+
+def keep_plugins(run: Run) -> None:
+    """A copy of each plugin's source; one that was changed at a resume keeps the one before under another name."""
+    folder = run.cfg.folder / "plugins"
+    for module in load_plugins(run.cfg.plugins):
+        source = Path(str(module.__file__)).read_text(encoding="utf-8")
+        record = folder / f"{module.__name__}.py"
+        if record.exists() and (before := record.read_text(encoding="utf-8")) != source:
+            write_atomically(folder / f"{module.__name__}-step-{run.progress.step:06d}.py", before)
+        folder.mkdir(exist_ok=True)
+        write_atomically(record, source)
 
 
 def note_changes(run: Run) -> None:
