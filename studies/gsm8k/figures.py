@@ -6,9 +6,8 @@ python studies/gsm8k/figures.py            reads results/*.jsonl, draws docs/ima
 
 from __future__ import annotations
 
-import math
-import re
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,9 @@ import matplotlib.pyplot as plt
 from plan import GAMMAS, HERE, MAIN, TASKS, TRIED
 from run import read_rows
 
-from luffy.report.curves import t_quantile_95
+sys.path.insert(0, str(HERE.parents[1]))
+
+from studies.common import fill_marks, half_width, legend_below, panels, smooth, table, wilson
 
 DOC = HERE.parents[1] / "docs" / "results" / "study-gsm8k.md"
 IMAGES = DOC.parents[1] / "images"
@@ -85,24 +86,6 @@ def share(values: Sequence[float], problems: int) -> str:
     return f"{100 * mean:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
 
-def half_width(values: Sequence[float]) -> float:
-    """Of Student's 95 % interval of the mean."""
-    return t_quantile_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-
-
-def wilson(p: float, n: int) -> tuple[float, float]:
-    z = 1.96
-    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(middle - half, 0.0), min(middle + half, 1.0)
-
-
-def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    made = ["| " + " | ".join([*cells, *[""] * (len(head) - len(cells))]) + " |" for cells in body]
-    return "\n".join(lines + made) if made else "No run of this question is finished."
-
-
 def averaged(
     rows: Sequence[Row], metric: str | Sequence[str]
 ) -> tuple[list[float], list[float], list[float], list[float]]:
@@ -116,10 +99,6 @@ def averaged(
     steps = sorted(by_step)
     values = [by_step[step] for step in steps]
     return steps, [statistics.mean(v) for v in values], [min(v) for v in values], [max(v) for v in values]
-
-
-def smooth(values: Sequence[float], width: int = 5) -> list[float]:
-    return [statistics.mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
 def draw(
@@ -143,16 +122,6 @@ def draw(
         ax.fill_between(at, low, high, color=COLORS[method], alpha=0.13, lw=0)
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
-
-
-def panels(count: int, height: float = 3.1) -> tuple[Any, list[Any]]:
-    figure, axes = plt.subplots(1, count, figsize=(3.4 * count, height), layout="constrained")
-    return figure, list(axes) if count > 1 else [axes]
-
-
-def legend_below(figure: Any, ax: Any) -> None:
-    columns = 6 if figure.get_figwidth() > 8 else 3
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def save(figure: Any, name: str) -> None:
@@ -478,11 +447,7 @@ FIGURES = (
 
 def fill(text: str, rows: list[Row]) -> str:
     """Each table between its marks."""
-    for name, make in TABLES.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        made = make(rows)
-        text = pattern.sub(lambda m, made=made: f"{m[1]}{made}\n{m[2]}", text)
-    return text
+    return fill_marks(text, {name: make(rows) for name, make in TABLES.items()})
 
 
 def main() -> None:

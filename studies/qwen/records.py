@@ -44,11 +44,13 @@ def curves(metrics: Sequence[Row]) -> dict[str, list[Any]]:
     """Columns of the same length, None where a row has no such value."""
     names = [name for name in CURVES if any(name in row for row in metrics)]
     columns: dict[str, list[Any]] = {"step": [row["step"] for row in metrics]}
-    return columns | {name: [_short(row.get(name)) for row in metrics] for name in names}
+    return columns | {
+        name: [_short(row.get(name), 6 if "accuracy" in name else 4) for row in metrics] for name in names
+    }
 
 
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")
+def _short(value: float | None, digits: int) -> float | None:
+    return None if value is None else float(f"{value:.{digits}g}")
 
 
 def gpu_seconds(jobs: Sequence[Row], name: str, times: Sequence[float]) -> list[float]:

@@ -221,9 +221,9 @@ class Driver:
         path.write_text(json.dumps({"status": status} | ({} if step is None else {"step": step})))
 
     def _is_alone(self, run: Run) -> bool:
-        """Whether all others of its contest are out, so that its model is the method's."""
+        """Whether no other run of its contest is left, so that its model is the method's."""
         others = [r for c in self.contests.values() if run in c.runs for r in c.runs if r != run]
-        return all(self._status(other) in ("dropped", "failed") for other in others)
+        return not any(self._status(other) in ("running", "cut", "finished") for other in others)
 
     def _validation(self, run: Run) -> dict[int, float]:
         rows = read_lines(self.args.out / run.name / "metrics.jsonl")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -132,6 +133,53 @@ def test_validation_problems_are_not_trained_on(tmp_path):
     assert all(int(row["id"].split(":")[1]) % 2 == 0 for row in train["train-hard"]) and train["train-hard"]
     assert max(len(row["traces"]) for row in train["train-traces1"]) == 1
     assert "log_probs" not in train["train"][0]["traces"][0] if train["train"][0]["traces"] else True
+
+
+NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?!\w)")
+
+
+@pytest.fixture(scope="module")
+def figures():
+    pytest.importorskip("matplotlib")
+    from studies.qwen import figures
+
+    return figures
+
+
+def test_the_page_says_what_the_results_say(figures):
+    text, rows = figures.PAGE.read_text(encoding="utf-8"), figures.read()
+    assert figures.fill(text, rows) == text and all(f"<!-- {name} -->" in text for name in figures.TABLES)
+    lines = text.splitlines()
+    known = {number for line in lines if line.startswith("|") for number in NUMBER.findall(line)}
+    known |= {"0.6"}  # the temperature
+    known.add(f"{100 * (0.42 * 0.58 / 512) ** 0.5:.1f}")  # the standard error of the validation accuracy
+    prose = [line for line in lines if not line.startswith("|")]
+    unknown = {number for line in prose for number in NUMBER.findall(line)} - known
+    assert not unknown
+
+
+def test_counts_in_the_prose_of_the_page(figures):
+    by_name = {row["name"]: row for row in figures.read()}
+    updated = {}
+    for name in ("on_policy-lr3e-06-s0", "luffy-lr3e-06-s0"):
+        idle = [figures.present(by_name[name], f"batch/solve_{x}") for x in ("none", "all")]
+        left = [figures.PROBLEMS - a - b for a, b in zip(*idle, strict=True)]
+        updated[name] = (sum(count > 32 for count in left), len(left))
+    assert updated == {"on_policy-lr3e-06-s0": (97, 165), "luffy-lr3e-06-s0": (200, 200)}
+    cut = dict(figures.points(by_name["on_policy-lr3e-06-s0"], "response_length/clip_ratio"))
+    assert max(cut[step] for step in range(101, 111)) < 0.08 and min(cut[step] for step in range(156, 166)) > 0.6
+    assert [row["status"] for row in by_name.values() if row["method"] != "base"].count("finished") == 2
+
+
+def test_intervals_over_problems_and_seeds(figures):
+    middle, half = figures.interval([[0.0, 1.0] * 50])
+    assert middle == 50.0 and half == pytest.approx(100 * 1.96 * 0.5025 / 10, rel=1e-3)
+    middle, wider = figures.interval([[0.0, 1.0] * 50, [0.0, 1.0] * 50, [0.2, 1.0] * 50])
+    assert middle == pytest.approx(53.33, abs=0.01) and wider > 4.303 * 5.77 / 3**0.5
+    row = {"seed": 0, "test": {"k": 4, "right": "0124"}}
+    other = {"seed": 0, "test": {"k": 4, "right": "0004"}}
+    assert figures.shares(row) == [0.0, 0.25, 0.5, 1.0] and figures.solved(row) == [0.0, 1.0, 1.0, 1.0]
+    assert figures.difference([row], [other], figures.shares).startswith("+18.8 (")
 
 
 STAND_IN = """

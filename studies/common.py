@@ -1,0 +1,56 @@
+"""What the studies share: intervals, tables between marks of a page, the looks of figures."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from luffy.report.curves import t_quantile_95
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Of Student's 95 % interval of the mean."""
+    return t_quantile_95(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def wilson(p: float, n: int) -> tuple[float, float]:
+    z = 1.96
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    made = ["| " + " | ".join([*cells, *[""] * (len(head) - len(cells))]) + " |" for cells in body]
+    return "\n".join(lines + made) if made else "No run of this question is finished."
+
+
+def smooth(values: Sequence[float], width: int = 5) -> list[float]:
+    return [statistics.mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
+
+
+def panels(count: int, height: float = 3.1) -> tuple[Any, list[Any]]:
+    figure, axes = plt.subplots(1, count, figsize=(3.4 * count, height), layout="constrained")
+    return figure, list(axes) if count > 1 else [axes]
+
+
+def legend_below(figure: Any, ax: Any) -> None:
+    columns = 6 if figure.get_figwidth() > 8 else 3
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def fill_marks(text: str, tables: Mapping[str, str]) -> str:
+    """The page with every table between ``<!-- its name -->`` and ``<!-- end -->``."""
+    for name, made in tables.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        text = pattern.sub(lambda m, made=made: f"{m[1]}{made}\n{m[2]}", text)
+    return text

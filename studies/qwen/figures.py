@@ -1,0 +1,257 @@
+"""Figures and tables of docs/results/qwen-gsm8k.md, from the rows that run.py collected.
+
+python -m studies.qwen.figures             reads results/*.jsonl, draws docs/images/qwen-*.png and fills the tables
+                                           between the marks of the page
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, combinations
+from pathlib import Path
+from typing import Any
+
+from studies.common import fill_marks, half_width, legend_below, panels, plt, smooth, table
+from studies.qwen.plan import HERE, METHODS
+from studies.qwen.records import Row, best_rates, last, read_rows
+
+PAGE = HERE.parents[1] / "docs" / "results" / "qwen-gsm8k.md"
+IMAGES = HERE.parents[1] / "docs" / "images"
+COLORS = {
+    "luffy": "#c8373a", "on_policy": "#8c8c8c", "sft": "#d08a1d", "mixed": "#3b7dd8", "sft_rl": "#5b8a3c",
+    "luffy_clip": "#e58f91", "rl_sft_loss": "#7a5195",
+}  # fmt: skip
+LATE = 10  # steps at the end of a run that the table of its dynamics averages
+PROBLEMS = 64  # groups of a step
+VALIDATION = "val-core/accuracy"
+
+
+def read(folder: Path = HERE / "results") -> list[Row]:
+    return list(read_rows(sorted(folder.glob("*.jsonl"))).values())
+
+
+def label(row: Row) -> str:
+    return "the base" if row["method"] == "base" else METHODS[row["method"]].label
+
+
+def trained(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row["method"] != "base" and not row["note"]]
+
+
+def tested(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Runs with test scores by method: the base first, then in the plan's order; only the rate of a decided contest."""
+    rates = best_rates(trained(rows))
+    found: dict[str, list[Row]] = {}
+    for method in ("base", *METHODS):
+        runs = [row for row in rows if row["method"] == method and "test" in row and not row.get("note")]
+        runs = [row for row in runs if method not in rates or row["lr"] == rates[method]]
+        if runs:
+            found[method] = runs
+    return found
+
+
+# ---- intervals
+
+
+def shares(row: Row) -> list[float]:
+    """Of each test problem, the share of its samples that is right."""
+    return [int(count) / row["test"]["k"] for count in row["test"]["right"]]
+
+
+def interval(of_seeds: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Mean over seeds and problems in percent, and half its 95 % interval: the problems' own spread (normal), and with
+    three seeds or more that of the seeds (Student's), added in squares."""
+    means = [statistics.mean(values) for values in of_seeds]
+    by_problem = [statistics.mean(values) for values in zip(*of_seeds, strict=True)]
+    halves = [1.96 * statistics.stdev(by_problem) / math.sqrt(len(by_problem))]
+    if len(means) >= 3:
+        halves.append(half_width(means))
+    return 100 * statistics.mean(means), 100 * math.hypot(*halves)
+
+
+def accuracy(runs: Sequence[Row]) -> str:
+    middle, half = interval([shares(run) for run in runs])
+    return f"{middle:.1f} ({middle - half:.1f} to {middle + half:.1f})"
+
+
+def solved(row: Row) -> list[float]:
+    """Of each test problem, whether one of its samples is right."""
+    return [float(count != "0") for count in row["test"]["right"]]
+
+
+def difference(ones: Sequence[Row], others: Sequence[Row], score: Callable[[Row], list[float]]) -> str:
+    """Paired: problem by problem, and seed by seed for the seeds that both have."""
+    pairs = [(a, b) for a in ones for b in others if a.get("seed") == b.get("seed")]
+    middle, half = interval([[x - y for x, y in zip(score(a), score(b), strict=True)] for a, b in pairs])
+    return f"{middle:+.1f} ({middle - half:+.1f} to {middle + half:+.1f})"
+
+
+# ---- tables
+
+
+def main_table(rows: Sequence[Row]) -> str:
+    body = []
+    for method, runs in tested(rows).items():
+        tests = [run["test"] for run in runs]
+        some = [statistics.mean(solved(run)) for run in runs]
+        cells = [label(runs[0]), "" if method == "base" else f"{runs[0]['lr']:g}", str(len(runs)), steps_of(runs)]
+        cells += [accuracy(runs), f"{100 * statistics.mean(some):.1f}"]
+        cells += [f"{mean(tests, 'tokens'):.0f}", f"{100 * mean(tests, 'truncated'):.1f}"]
+        if method != "base":
+            seconds = statistics.mean(last(run, "gpu_seconds") for run in runs)
+            tokens = statistics.mean(sum(present(run, "perf/update_tokens")) for run in runs)
+            cells += [f"{seconds:.0f}", f"{tokens / 1e6:.1f}"]
+        body.append(cells)
+    head = ["", "learning rate", "seeds", "steps", "test accuracy, %", "pass@4, %", "tokens a response", "cut off, %",
+            "GPU seconds", "tokens in updates, millions"]  # fmt: skip
+    return table(head, body)
+
+
+def mean(values: Sequence[Row], key: str) -> float:
+    return statistics.mean(value[key] for value in values)
+
+
+def steps_of(runs: Sequence[Row]) -> str:
+    done = sorted({run["curves"]["step"][-1] for run in runs if run["curves"]})
+    return ", ".join(f"{step:g}" for step in done)
+
+
+def difference_table(rows: Sequence[Row]) -> str:
+    runs = {method: found for method, found in tested(rows).items() if method != "base"}
+    body = [
+        [f"{METHODS[a].label} less {METHODS[b].label}", *(difference(runs[a], runs[b], s) for s in (shares, solved))]
+        for a, b in combinations(runs, 2)
+    ]
+    return table(["", "difference in test accuracy, points", "in pass@4"], body)
+
+
+def validation_table(rows: Sequence[Row]) -> str:
+    runs = sorted(trained(rows), key=order)
+    steps = sorted({step for run in runs for step, _ in points(run, VALIDATION)})
+    body = []
+    for run in runs:
+        at = dict(points(run, VALIDATION))
+        values = [f"{100 * at[step]:.1f}" if step in at else "" for step in steps]
+        body.append([label(run), f"{run['lr']:g}", str(run["seed"]), *values])
+    return table(["", "rate", "seed", *(f"{step:g}" for step in steps)], body)
+
+
+def order(row: Row) -> tuple[int, float, int]:
+    return list(METHODS).index(row["method"]), row["lr"], row["seed"]
+
+
+DYNAMICS = (
+    ("batch/on_solved", "own samples right, %", 100), ("actor/entropy_loss", "entropy, nats a token", 1),
+    ("response_length/mean", "tokens a response", 1), ("response_length/clip_ratio", "cut off, %", 100),
+    ("actor/grad_norm", "gradient norm", 1), ("actor/off_policy_prob", "probability of trace tokens", 1),
+    ("actor/pg_clipfrac", "tokens clipped, %", 100),
+)  # fmt: skip
+
+
+def dynamics_table(rows: Sequence[Row]) -> str:
+    """The first and the last steps of a run."""
+    body = []
+    for run in sorted((row for row in trained(rows) if METHODS[row["method"]].kind == "rl"), key=order):
+        for part, name in ((slice(0, LATE), "first"), (slice(-LATE, None), "last")):
+            cells = [cell(present(run, metric)[part], times) for metric, _, times in DYNAMICS]
+            idle = [(a + b) / PROBLEMS for a, b in zip(*(present(run, f"batch/solve_{x}") for x in ("none", "all")),
+                                                       strict=True)]  # fmt: skip
+            body.append([label(run), f"{run['lr']:g}", name, *cells, cell(idle[part], 100)])
+    head = ["", "rate", f"{LATE} steps", *(title for _, title, _ in DYNAMICS), "groups without a signal, %"]
+    return table(head, body)
+
+
+def cell(values: Sequence[float], times: float) -> str:
+    return f"{times * statistics.mean(values):.3g}" if any(values) else ""
+
+
+def cost_table(rows: Sequence[Row]) -> str:
+    body = []
+    for method in METHODS:
+        runs = [row for row in trained(rows) if row["method"] == method]
+        if runs:
+            steps = sum(run["curves"]["step"][-1] for run in runs)
+            seconds = sum(last(run, "gpu_seconds") for run in runs)
+            body.append([METHODS[method].label, str(len(runs)), str(steps), f"{seconds:.0f}", f"{seconds / steps:.2f}"])
+    return table(["", "runs", "steps", "GPU seconds", "GPU seconds a step, evaluation included"], body)
+
+
+TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
+    "main": main_table, "differences": difference_table, "validation": validation_table, "dynamics": dynamics_table,
+    "cost": cost_table,
+}  # fmt: skip
+
+
+# ---- figures
+
+
+def points(row: Row, metric: str) -> list[tuple[float, float]]:
+    pairs = zip(row["curves"]["step"], row["curves"].get(metric, ()), strict=False)
+    return [(step, value) for step, value in pairs if value is not None]
+
+
+def present(row: Row, metric: str) -> list[float]:
+    return [value for _, value in points(row, metric)]
+
+
+def accuracy_figure(rows: Sequence[Row]) -> None:
+    """Validation accuracy against what it took. Thin lines lost their contest."""
+    figure, axes = panels(3, 3.6)
+    for row in sorted(trained(rows), key=order):
+        steps = row["curves"]["step"]
+        tokens = accumulate(value or 0.0 for value in row["curves"]["perf/update_tokens"])
+        scales = (steps, row["curves"]["gpu_seconds"], [count / 1e6 for count in tokens])
+        lost = row["status"] == "dropped"
+        for ax, scale in zip(axes, scales, strict=True):
+            at = dict(zip(steps, scale, strict=True))
+            found = points(row, VALIDATION)
+            ax.plot([at[step] for step, _ in found], [100 * value for _, value in found], marker="o", ms=3,
+                    color=COLORS[row["method"]], lw=0.8 if lost else 1.8, alpha=0.5 if lost else 1.0,
+                    label="_" if lost else f"{label(row)}, {row['lr']:g}")  # fmt: skip
+    for ax, name in zip(axes, ("step", "GPU seconds", "tokens in updates, millions"), strict=True):
+        tidy(ax)
+        ax.set(xlabel=name)
+    axes[0].set_ylabel("validation accuracy, %")
+    legend_below(figure, axes[0])
+    save(figure, "accuracy")
+
+
+def dynamics_figure(rows: Sequence[Row]) -> None:
+    figure, axes = plt.subplots(2, 3, figsize=(10.2, 5.6), layout="constrained")
+    runs = [row for row in trained(rows) if METHODS[row["method"]].kind == "rl" and row["status"] != "dropped"]
+    for ax, (metric, title, times) in zip(axes.flat, DYNAMICS[:6], strict=True):
+        for row in sorted(runs, key=order):
+            found = points(row, metric)
+            if any(value for _, value in found):
+                steps, values = zip(*found, strict=True)
+                ax.plot(steps, [times * value for value in smooth(values)], color=COLORS[row["method"]], lw=1.5,
+                        label=f"{label(row)}, {row['lr']:g}")  # fmt: skip
+        tidy(ax)
+        ax.set(title=title)
+    for ax in axes[1]:
+        ax.set_xlabel("step, mean of 5")
+    legend_below(figure, axes[0, 0])
+    save(figure, "dynamics")
+
+
+def tidy(ax: Any) -> None:
+    ax.grid(alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def save(figure: Any, name: str) -> None:
+    figure.savefig(IMAGES / f"qwen-{name}.png", dpi=120)
+    plt.close(figure)
+
+
+def fill(text: str, rows: Sequence[Row]) -> str:
+    return fill_marks(text, {name: make(rows) for name, make in TABLES.items()})
+
+
+if __name__ == "__main__":
+    collected = read()
+    for draw in (accuracy_figure, dynamics_figure):
+        draw(collected)
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), collected), encoding="utf-8")
