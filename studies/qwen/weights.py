@@ -1,4 +1,4 @@
-"""The tensors of a Qwen2 GGUF file as bfloat16 safetensors, dequantised by several processes (seconds, not a minute).
+"""The tensors of a Qwen2 GGUF file as bfloat16 safetensors, dequantised by several processes.
 
     python -m studies.qwen.weights IN.gguf OUT/model.safetensors
 
