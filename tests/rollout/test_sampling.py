@@ -96,6 +96,15 @@ def test_top_p_keeps_the_fewest_that_reach_it():
     assert draws(Sampling(1, top_p=1e-9), 100, probs.log()).eq(0).all()
 
 
+def test_top_p_stops_where_it_is_reached_exactly():
+    """Two tokens of the same probability and half of it asked for: one is enough."""
+    log_probs = torch.tensor([[0.5, 0.5]]).log()
+    no_limit = torch.tensor([[2]])
+    assert keep_mask(log_probs, no_limit, torch.tensor([[0.5]], dtype=torch.float64)).tolist() == [[True, False]]
+    above = torch.tensor([[0.5 + 1e-9]], dtype=torch.float64)
+    assert keep_mask(log_probs, no_limit, above).tolist() == [[True, True]]
+
+
 def test_top_p_counts_what_top_k_left():
     log_probs = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     # Of the two that top-k keeps the first has 0.4 / 0.7 = 0.571.

@@ -138,6 +138,31 @@ def test_an_error_in_a_rollout_ends_the_run(make_config):
     assert not [t for t in threading.enumerate() if t.name == "rollouts"]
 
 
+@pytest.mark.parametrize("bound", [1, 2, 3])
+def test_no_batch_begins_with_weights_older_than_the_bound(bound):
+    """Weights are published late: a thread that may run further ahead has the time to do so."""
+    made = []
+
+    def make(step, version, check):
+        made.append((step, version))
+        return step
+
+    total = 8
+    prefetcher = Prefetcher(lambda: None, bound, total)
+    try:
+        for step in range(total):
+            taker = threading.Thread(target=prefetcher.take, args=(step, make))
+            taker.start()
+            taker.join(0.1)  # it may be waiting for weights that the next batch can begin with
+            with prefetcher.publishing(step + 1):
+                pass
+            taker.join()
+    finally:
+        prefetcher.close()
+    assert [step for step, _ in made] == list(range(total))
+    assert made[0] == (0, 0) and all(0 <= step - version <= bound for step, version in made)
+
+
 def test_closing_abandons_a_batch_in_the_making():
     """The thread stops at its next check, not at the end of the batch."""
     begun = threading.Event()

@@ -1,0 +1,60 @@
+"""The loss of a micro-batch, term by term, against its closed form."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support import make_samples
+
+from luffy.core.kl import kl_penalty
+from luffy.core.losses import PolicyLoss
+from luffy.train.objective import Objective
+from luffy.train.packing import pack
+
+PLAIN = PolicyLoss(clip_low=0.8, clip_high=1.2)
+
+
+@pytest.fixture
+def batch():
+    """One micro-batch of seven samples, on-policy and off-policy, with a reference and weights of the token mean."""
+    samples = [replace(s, ref_log_probs=-1.5 - 0.1 * torch.arange(len(s.token_ids))) for s in make_samples()]
+    (packed,) = pack(samples, 1000, "token-mean", 16)
+    return packed
+
+
+@pytest.fixture
+def tokens(batch):
+    """Log-probs and entropies of the response tokens as a model might give them."""
+    g = torch.Generator().manual_seed(1)
+    count = len(batch.targets)
+    return -2 - 0.5 * torch.rand(count, generator=g), 1 + torch.rand(count, generator=g)
+
+
+def loss_of(batch, tokens, **settings):
+    loss, _ = Objective(PLAIN, **settings)(batch, *tokens)
+    return float(loss)
+
+
+def test_the_entropy_is_a_bonus(batch, tokens):
+    _, entropy = tokens
+    without, with_it = (loss_of(batch, tokens, entropy_coef=c) for c in (0.0, 0.3))
+    bonus = float((batch.rl_weights * entropy).sum())
+    assert bonus > 1 and with_it == pytest.approx(without - 0.3 * bonus, rel=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_is_a_penalty_on_the_distance_to_the_reference(batch, tokens, estimator):
+    log_prob, _ = tokens
+    without, with_it = (loss_of(batch, tokens, kl_coef=c, kl_estimator=estimator) for c in (0.0, 0.7))
+    penalty = float((batch.rl_weights * kl_penalty(log_prob, batch.ref_log_probs, estimator)).sum())
+    assert abs(penalty) > 0.05 and with_it == pytest.approx(without + 0.7 * penalty, rel=1e-5)
+    _, stats = Objective(PLAIN, kl_coef=0.7, kl_estimator=estimator)(batch, *tokens)
+    total, count = stats["actor/kl_loss"].numbers
+    assert float(total / count) == pytest.approx(penalty, rel=1e-5)
+
+
+def test_the_sft_term_is_the_negative_log_likelihood(batch, tokens):
+    log_prob, _ = tokens
+    half = replace(batch, sft_weights=torch.full_like(batch.rl_weights, 0.5))
+    expected = loss_of(batch, tokens) - 2.0 * float((0.5 * log_prob).sum())
+    assert loss_of(half, tokens, sft_coef=2.0) == pytest.approx(expected, rel=1e-5)
