@@ -83,6 +83,9 @@ Resume = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="check all, build the first batch, print the plan, train nothing")
 ]
+AnswerInThought = Annotated[
+    bool, typer.Option("--answer-in-thought", help="read answers inside <think>...</think> too")
+]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="print the resolved config and exit")]
 Seeds = Annotated[
     int | None,
@@ -267,11 +270,12 @@ def verify(
     out: Annotated[Path | None, typer.Option(help="where to write the scores; default: standard output")] = None,
     workers: Annotated[int, typer.Option(min=1, help="verifier processes")] = 2,
     timeout_s: Annotated[float, typer.Option(help="seconds after which a verification is killed and scores 0")] = 8.0,
+    answer_in_thought: AnswerInThought = False,
 ) -> None:
     """Score responses from the shell: one JSON line per row, in order, with score and status."""
     from luffy.rewards import build_verifier, score_file
 
-    with build_verifier(reward, workers=workers, timeout_s=timeout_s) as verifier:
+    with build_verifier(reward, workers=workers, timeout_s=timeout_s, answer_in_thought=answer_in_thought) as verifier:
         summary = score_file(rows, out, verifier)
     typer.echo(str(summary), err=True)
 
@@ -358,6 +362,7 @@ def eval_model(
     reward: Annotated[
         str | None, typer.Option(help="default: math for math6 and a FILE, choice for ood, gsm8k for gsm8k")
     ] = None,
+    answer_in_thought: AnswerInThought = False,
     shuffle: Annotated[bool, typer.Option(help="shuffle the options of multiple choice by the seed")] = True,
     limit: Annotated[int | None, typer.Option(min=1, help="only the first problems of each benchmark")] = None,
     data: Annotated[Path | None, typer.Option(help="folder with the benchmarks; default: $LUFFY_DATA")] = None,
@@ -378,7 +383,8 @@ def eval_model(
     options = Options(
         model=model, suite=suite, out=out, data=data, k=k, temperature=temperature, top_p=top_p, top_k=top_k,
         max_tokens=max_tokens, seed=seed, style=style, system_prompt=system_prompt, date=date, reward=reward,
-        shuffle_options=shuffle, limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
+        answer_in_thought=answer_in_thought, shuffle_options=shuffle,
+        limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
         chunk=chunk, workers=workers,
     )  # fmt: skip
     typer.echo(as_markdown(run_evaluation(options)), nl=False)

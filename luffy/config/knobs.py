@@ -107,6 +107,9 @@ class RewardConfig:
     )
     workers: int = knob(2, "verifier processes", ge=1)
     timeout_s: float = knob(8.0, "a verification running longer is killed, scores 0 and is counted", gt=0)
+    answer_in_thought: bool = knob(
+        False, "read answers inside <think>...</think> too; false: what stands after the last closed thought counts"
+    )
     success: float = knob(1.0, "a response that scores this or more has solved its problem")
     failure: float = knob(0.0, "a response that scores this or less has failed")
 

@@ -143,6 +143,8 @@ def _notes(evaluations: Mapping[str, Evaluation]) -> tuple[str, ...]:
         "reward",
         "dtype",
         "date",
+        "answer_in_thought",
+        "answer_in_thought",
     ]
     for key in keys:
         values = {name: json.dumps(evaluation.settings.get(key)) for name, evaluation in evaluations.items()}

@@ -50,6 +50,7 @@ class Options:
     system_prompt: str | None = None
     date: str | None = None
     reward: str | None = None
+    answer_in_thought: bool = False
     shuffle_options: bool = True
     limit: int | None = None
     engine: str = "native"
@@ -91,7 +92,8 @@ def run_evaluation(options: Options) -> Result:
     rewards = {benchmark.reward for benchmark in suite.benchmarks}
     assert len(rewards) == 1, "a suite has one reward"
     out = options.out or default_out(options.model, options.suite)
-    with alone_in(out), build_verifier(rewards.pop(), workers=options.workers) as verifier:
+    inside = options.answer_in_thought
+    with alone_in(out), build_verifier(rewards.pop(), workers=options.workers, answer_in_thought=inside) as verifier:
         loaded = load_engine(
             options.engine, options.model, dtype=options.dtype, device=options.device, slots=options.slots
         )
@@ -143,6 +145,7 @@ def plan(options: Options, suite: Suite, loaded: LoadedModel, encoder: Encoder) 
         dtype=options.dtype,
         engine=options.engine,
         date=encoder.prompt_date,
+        answer_in_thought=options.answer_in_thought,
     )
     return jobs, settings
 

@@ -38,6 +38,7 @@ class Settings:
     limit: int | None
     dtype: str
     engine: str
+    answer_in_thought: bool = False
     date: str | None = None  # that the prompts print, where the chat template asks for it
 
 
@@ -67,7 +68,7 @@ def claim(folder: Path, settings: Settings) -> None:
     before = json.loads(path.read_text(encoding="utf-8"))
     # a model that was only moved is the same model: its identity decides
     for key in [key for key in now if key != "model"]:
-        if before.get(key) != now[key]:
+        if before.get(key, now[key]) != now[key]:  # a folder may be older than a setting
             raise UserError(
                 f"{folder} holds an evaluation with {key}={_shown(before.get(key))}, this one has "
                 f"{key}={_shown(now[key])}; give another --out or delete that folder"

@@ -10,17 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from luffy.rewards.extract import after_thought
     from luffy.rewards.pool import Outcome, WorkerPool
     from luffy.rewards.scores import ScoreSummary, score_file
     from luffy.rewards.verifier import Verifier, build_verifier
 
-__all__ = ["Outcome", "ScoreSummary", "Verifier", "WorkerPool", "build_verifier", "score_file"]
+__all__ = ["Outcome", "ScoreSummary", "Verifier", "WorkerPool", "after_thought", "build_verifier", "score_file"]
 
 _HOMES = {
     "Outcome": "pool",
     "ScoreSummary": "scores",
     "Verifier": "verifier",
     "WorkerPool": "pool",
+    "after_thought": "extract",
     "build_verifier": "verifier",
     "score_file": "scores",
 }

@@ -14,12 +14,22 @@ _BOX_JOINER = re.compile(r"[\s$;]*(?:,|and|or|\\text\{\s*(?:and|or)\s*\})[\s$;,]
 _LONGEST_JOINER = 40
 
 
+THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
+
+
 class Box(NamedTuple):
     """One ``\\boxed{...}``: its content and where it lies in the text."""
 
     content: str
     start: int
     end: int
+
+
+def after_thought(response: str) -> str:
+    """What stands after the last closed thought; nothing when a thought is still open, and all of a response without
+    tags. The tag that opens the first thought may be missing, where the prompt ended with it."""
+    rest = response.rpartition(THOUGHT_ENDS)[2]
+    return "" if THOUGHT_BEGINS in rest else rest
 
 
 def tail(response: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from luffy.rewards.extract import THOUGHT_BEGINS as OPEN
+from luffy.rewards.extract import THOUGHT_ENDS as CLOSE
 from luffy.rewards.kinds import text_reward
 
-OPEN, CLOSE = "<think>", "</think>"
 
-
-@text_reward("format")
+@text_reward("format", reads_thoughts=True)
 def score(answer: str, response: str) -> tuple[float, str]:
     """The gold plays no part. A response has the shape or not, so there is always an answer."""
     return float(has_think_block(response)), "ok"

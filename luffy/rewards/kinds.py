@@ -24,11 +24,15 @@ OwnReward = Callable[[str, str, "Problem"], float]
 
 TEXT_REWARDS: Registry[TextReward] = Registry("reward")
 OWN_REWARDS: Registry[OwnReward] = Registry("reward")
+READS_THOUGHTS: set[str] = set()  # of the text rewards
 
 
-def text_reward(name: str) -> Callable[[TextReward], TextReward]:
+def text_reward(name: str, reads_thoughts: bool = False) -> Callable[[TextReward], TextReward]:
     """A decorator for ``score(answer, response) -> (score, status)``: a pure function that always ends soon, because
-    it runs in the trainer's process. A ValueError says that the answer does not suit the reward."""
+    it runs in the trainer's process. A ValueError says that the answer does not suit the reward. It gets what stands
+    after the last thought, or with ``reads_thoughts`` the whole response."""
+    if reads_thoughts:
+        READS_THOUGHTS.add(name)
     return TEXT_REWARDS.register(name)
 
 

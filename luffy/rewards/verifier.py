@@ -18,8 +18,8 @@ from typing import Protocol
 from luffy.errors import UserError
 from luffy.rewards import math as math_reward
 from luffy.rewards.custom import finite_number, require_three_arguments
-from luffy.rewards.extract import tail
-from luffy.rewards.kinds import OWN_REWARDS, TEXT_REWARDS, OwnReward, built_in
+from luffy.rewards.extract import after_thought, tail
+from luffy.rewards.kinds import OWN_REWARDS, READS_THOUGHTS, TEXT_REWARDS, OwnReward, built_in
 from luffy.rewards.pool import Outcome, WorkerPool
 from luffy.rewards.worker import describe
 from luffy.schema import nearest
@@ -63,6 +63,17 @@ class InProcessReward:
 
     def close(self) -> None:
         """Holds nothing."""
+
+
+class AfterThought:
+    """A reward that sees of each response what stands after its last thought."""
+
+    def __init__(self, reward: Reward) -> None:
+        self._reward = reward
+        self.self_check, self.close = reward.self_check, reward.close
+
+    def outcomes(self, items: Sequence[Item]) -> list[Outcome]:
+        return self._reward.outcomes([(problem, after_thought(response)) for problem, response in items])
 
 
 class MathReward:
@@ -170,16 +181,20 @@ def build_verifier(
     weights: Mapping[str, float] | None = None,
     workers: int = 2,
     timeout_s: float = 8.0,
+    answer_in_thought: bool = False,
 ) -> Verifier:
     """A verifier that has passed its self-check. ``weights`` such as ``{"math": 1.0, "format": 0.1}``
-    make a weighted sum of those kinds and replace ``kind``."""
+    make a weighted sum of those kinds and replace ``kind``. With ``answer_in_thought`` an answer inside
+    ``<think>...</think>`` counts too."""
     chosen = {kind: 1.0} if weights is None else dict(weights)
     _check_weights(chosen)
     rewards: dict[str, Reward] = {}
     verifier = Verifier(rewards, chosen)
     try:
         for name in chosen:
-            rewards[name] = _build_reward(name, workers, timeout_s)
+            reward = _build_reward(name, workers, timeout_s)
+            reads_answers = name == "math" or (name in TEXT_REWARDS and name not in READS_THOUGHTS)
+            rewards[name] = AfterThought(reward) if reads_answers and not answer_in_thought else reward
         verifier.self_check()
     except BaseException:
         verifier.close()

@@ -78,7 +78,8 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
 
 def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: Any) -> str:
     """The reward of the run can be had, and what it says of the first traces, as the update would see them."""
-    with closing(build_verifier(cfg.reward.kind, cfg.reward.weights or None, 1, cfg.reward.timeout_s)) as verifier:
+    r = cfg.reward
+    with closing(build_verifier(r.kind, r.weights or None, 1, r.timeout_s, r.answer_in_thought)) as verifier:
         if method == "sft":
             return "not verified: SFT learns from all of them"
         if cfg.guidance.n_prefix == 0:
