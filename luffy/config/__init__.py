@@ -4,11 +4,11 @@ A recipe is YAML with one section per dataclass of ``knobs``; ``base: [sizes/sma
 recipes, and ``section.key=value`` on the command line overrides all of them. See ``load_config``.
 """
 
+from luffy.config.checks import Config
 from luffy.config.knobs import (
     AlgorithmConfig,
     AsyncConfig,
     BatchConfig,
-    Config,
     DataConfig,
     EvalConfig,
     GuidanceConfig,

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from luffy.config.knobs import Knobs
 from luffy.errors import ConfigError
 from luffy.schema import nearest
-
-if TYPE_CHECKING:
-    from luffy.config.knobs import Config
-
 
 ENGINE_NAMES = {"native", "vllm"}  # and those that plugins register
 
 
-def check(config: Config) -> None:
+def check(config: Knobs) -> None:
     """Raise a ConfigError that names the knobs in conflict and what to set instead."""
     _check_name(config.name)
     for across in (
@@ -37,13 +34,13 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"'name' must be a relative folder name without '..', got {name!r}")
 
 
-def _check_engine(c: Config) -> None:
+def _check_engine(c: Knobs) -> None:
     known, name = sorted(ENGINE_NAMES), c.rollout.engine
     if name not in known and ":" not in name:
         raise ConfigError(f"'rollout.engine' must be one of {', '.join(known)}; got {name!r}{nearest(name, known)}")
 
 
-def _check_reward(c: Config) -> None:
+def _check_reward(c: Knobs) -> None:
     if c.reward.failure > c.reward.success:
         raise ConfigError(
             f"'reward.failure' ({c.reward.failure}) exceeds 'reward.success' ({c.reward.success}): a response would "
@@ -51,7 +48,7 @@ def _check_reward(c: Config) -> None:
         )
 
 
-def _check_guidance(c: Config) -> None:
+def _check_guidance(c: Knobs) -> None:
     g, n = c.guidance, c.rollout.n
     if g.n_prefix > n:
         raise ConfigError(
@@ -74,7 +71,7 @@ def _check_guidance(c: Config) -> None:
         raise ConfigError("trace_term sft takes whole traces: set guidance.strategy=fixed, min_ratio=1, max_ratio=1")
 
 
-def _check_clip(c: Config) -> None:
+def _check_clip(c: Knobs) -> None:
     low, high = c.algorithm.off_min_clip, c.algorithm.off_max_clip
     if low is not None and high is not None and low > high:
         raise ConfigError(f"'algorithm.off_min_clip' ({low}) exceeds 'algorithm.off_max_clip' ({high}); lower it")
@@ -85,7 +82,7 @@ def _check_clip(c: Config) -> None:
         )
 
 
-def _check_guide(c: Config) -> None:
+def _check_guide(c: Knobs) -> None:
     guide = c.rollout.guide
     if guide is None:
         return
@@ -107,7 +104,7 @@ def _check_guide(c: Config) -> None:
         )
 
 
-def _check_batch(c: Config) -> None:
+def _check_batch(c: Knobs) -> None:
     if c.batch.tokens < c.longest:
         raise ConfigError(
             f"'batch.tokens' ({c.batch.tokens}) cannot hold one sequence of data.max_prompt_tokens + "
@@ -121,7 +118,7 @@ def _check_batch(c: Config) -> None:
         raise ConfigError(f"'batch.mini_batch' ({c.batch.mini_batch}) exceeds 'batch.problems' ({c.batch.problems})")
 
 
-def _check_async(c: Config) -> None:
+def _check_async(c: Knobs) -> None:
     if c.async_.max_staleness and c.rollout.engine != "native":
         raise ConfigError(
             f"'async.max_staleness' ({c.async_.max_staleness}) rolls out ahead on a second copy of the native engine; "
@@ -139,7 +136,7 @@ def _check_async(c: Config) -> None:
         )
 
 
-def _check_launch(c: Config) -> None:
+def _check_launch(c: Knobs) -> None:
     p = c.parallel
     if c.launch == "local" and p.workers > 1:
         raise ConfigError(f"'parallel.workers' is {p.workers}, but launch=local runs one; set launch=torchrun or ray")
@@ -163,3 +160,11 @@ def _check_launch(c: Config) -> None:
             "sharded layers hold weights of one dtype, and adapters learn in float32: with launch="
             f"{c.launch} and model.lora set model.dtype=float32"
         )
+
+
+@dataclass(frozen=True)
+class Config(Knobs):
+    """The configuration of a run; its knobs agree with each other."""
+
+    def __post_init__(self) -> None:
+        check(self)

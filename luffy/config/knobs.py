@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from luffy.config.checks import check
 from luffy.core.kl import Estimator
 from luffy.core.losses import PolicyLoss
 from luffy.core.reduce import Reduction
@@ -449,7 +448,9 @@ class RayConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class Knobs:
+    """All knobs of a run, each checked alone; `luffy.config.Config` is this with the checks across them."""
+
     name: str = knob("run", "name of the run: its folder below out; of a recipe that gives none, its file's")
     out: str = knob("runs", "folder that holds runs")
     seed: int = knob(0, "seed of everything random", ge=0, le=2**63 - 1)
@@ -473,9 +474,6 @@ class Config:
     async_: AsyncConfig = knob(factory=AsyncConfig)
     parallel: ParallelConfig = knob(factory=ParallelConfig)
     ray: RayConfig = knob(factory=RayConfig)
-
-    def __post_init__(self) -> None:
-        check(self)
 
     @property
     def folder(self) -> Path:

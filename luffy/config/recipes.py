@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from luffy.config.knobs import Config
+from luffy.config.checks import Config
 from luffy.errors import ConfigError
 from luffy.plugins import load_plugins
 from luffy.schema import build, nearest, to_dict

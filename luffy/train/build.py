@@ -22,7 +22,7 @@ from luffy.train import held_out, recording, saving, setup
 from luffy.train.background import BackgroundSaver
 from luffy.train.batch import RolloutBatch
 from luffy.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint
-from luffy.train.copies import Engines
+from luffy.train.engines import Engines
 from luffy.train.lock import lock_folder
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher

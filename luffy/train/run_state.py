@@ -24,7 +24,7 @@ from luffy.train.background import BackgroundSaver
 from luffy.train.batch import RolloutBatch
 from luffy.train.changes import Changes
 from luffy.train.checkpoint import CheckpointStore
-from luffy.train.copies import Engines
+from luffy.train.engines import Engines
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
 from luffy.train.scorer import TokenScorer
