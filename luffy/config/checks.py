@@ -20,7 +20,7 @@ def check(config: Knobs) -> None:
         _check_reward,
         _check_guidance,
         _check_clip,
-        _check_guide,
+        _check_overrides,
         _check_batch,
         _check_async,
         _check_launch,
@@ -82,25 +82,25 @@ def _check_clip(c: Knobs) -> None:
         )
 
 
-def _check_guide(c: Knobs) -> None:
-    guide = c.rollout.guide
-    if guide is None:
+def _check_overrides(c: Knobs) -> None:
+    overrides = c.rollout.guide
+    if overrides is None:
         return
     if c.algorithm.mismatch_correction != "off":
         raise ConfigError(
-            "under token-level guidance the importance weights already divide by what the engine drew with; "
+            "under token overrides the importance weights already divide by what the engine drew with; "
             "set algorithm.mismatch_correction=off"
         )
-    if not guide.model_path:
-        raise ConfigError("'rollout.offpolicy_guidance.model_path' is empty; name the guidance model")
-    if guide.tensor_parallel_size != 1:
+    if not overrides.model_path:
+        raise ConfigError("'rollout.offpolicy_guidance.model_path' is empty; name the second model")
+    if overrides.tensor_parallel_size != 1:
         raise ConfigError(
-            f"'rollout.offpolicy_guidance.tensor_parallel_size' is {guide.tensor_parallel_size}, but the native engine "
-            f"runs the guidance model on one device; set it to 1"
+            f"'rollout.offpolicy_guidance.tensor_parallel_size' is {overrides.tensor_parallel_size}, but the native "
+            f"engine runs the second model on one device; set it to 1"
         )
     if c.rollout.top_p != 1.0 or c.rollout.top_k != 0:
         raise ConfigError(
-            "token-level guidance needs the exact probability of every token: set rollout.top_p=1 and rollout.top_k=0"
+            "token overrides need the exact probability of every token: set rollout.top_p=1 and rollout.top_k=0"
         )
 
 

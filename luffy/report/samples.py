@@ -129,7 +129,7 @@ def colour_key() -> Markup:
     """The style sheet hides what is said of overrides where no sample has any."""
     return Markup(
         '<p class="key by-source"><mark class="teacher">teacher token</mark> <mark class="override">override by the '
-        "guidance model</mark> <span>policy token</span></p>"
+        "second model</mark> <span>policy token</span></p>"
         '<p class="key by-probability"><span>probability under the policy:</span> <span class="p0">near 0</span> '
         '<span class="p4">0.5</span> <span>near 1</span> <mark class="teacher none">teacher'
         + OR_OVERRIDE
