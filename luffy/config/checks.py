@@ -83,7 +83,7 @@ def _check_clip(c: Knobs) -> None:
 
 
 def _check_overrides(c: Knobs) -> None:
-    overrides = c.rollout.guide
+    overrides = c.rollout.overrides
     if overrides is None:
         return
     if c.algorithm.mismatch_correction != "off":

@@ -258,7 +258,7 @@ class RolloutConfig:
     vllm: VllmConfig = knob(factory=VllmConfig)
 
     @property
-    def guide(self) -> OffPolicyGuidanceConfig | None:
+    def overrides(self) -> OffPolicyGuidanceConfig | None:
         """The token overrides that are switched on."""
         g = self.offpolicy_guidance
         return g if g is not None and g.enable else None

@@ -171,7 +171,7 @@ def _next_batch(run: Run, step: int, first: int, roll_out: RollOut) -> RolloutBa
 def _rollout_metrics(run: Run, groups: list[Group], step: int) -> Iterator[Mapping[str, Metric]]:
     yield group_metrics(groups, run.cfg.reward)
     yield run.engine.metrics() if run.prefetcher is None else staleness_metrics(groups, step)
-    if run.cfg.rollout.guide is not None:
+    if run.cfg.rollout.overrides is not None:
         yield override_metrics(groups)
 
 

@@ -135,7 +135,7 @@ def read_model_config(path: str, knob: str, trust_remote_code: bool) -> Any:
 
 def check_other_models(cfg: Config, method: Method, tokenizer: Any) -> Any:
     """The reference and the second model are there and fit; the latter without its weights, if there is one."""
-    m, knobs = cfg.model, cfg.rollout.guide
+    m, knobs = cfg.model, cfg.rollout.overrides
     if method == "rl" and cfg.algorithm.kl_coef and m.reference:
         read_model_config(m.reference, "model.reference", m.trust_remote_code)
     if method != "rl" or knobs is None:
@@ -230,9 +230,9 @@ def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: in
 
 def second_memory(cfg: Config, model: Any) -> dict[str, float]:
     """A second model stays beside the policy, whole; its cache is there when the policy's is."""
-    if model is None or cfg.rollout.guide is None:
+    if model is None or cfg.rollout.overrides is None:
         return {}
-    size = SIZES[cfg.rollout.guide.dtype or cfg.model.dtype]
+    size = SIZES[cfg.rollout.overrides.dtype or cfg.model.dtype]
     return {"second model": parameters_of(model) * size, "second KV cache": cache_bytes(cfg, model.config, size)}
 
 

@@ -100,7 +100,7 @@ def with_overrides(
     native engine the second model decides token by token; any other engine shows only what it drew, and the two take
     turns where the rule allows it.
     """
-    knobs = cfg.rollout.guide
+    knobs = cfg.rollout.overrides
     if knobs is None:
         return policy, lambda step: None
     if not isinstance(policy, NativeEngine):
