@@ -129,6 +129,11 @@ def _check_async(c: Knobs) -> None:
             f"'async.max_staleness' ({c.async_.max_staleness}) makes one batch a step ahead, and "
             f"'algorithm.oversample_rounds' ({c.algorithm.oversample_rounds}) may need more; set one of them to 0"
         )
+    if c.async_.max_staleness and c.guidance.gate != "none":
+        raise ConfigError(
+            f"'async.max_staleness' ({c.async_.max_staleness}) makes one batch a step ahead, and 'guidance.gate' "
+            f"({c.guidance.gate}) may need a second round of it; set guidance.gate=none or async.max_staleness=0"
+        )
     if c.async_.max_staleness and (c.rollout.top_p != 1.0 or c.rollout.top_k != 0):
         raise ConfigError(
             "stale rollouts are weighted by the exact probability of every token: set rollout.top_p=1 and "

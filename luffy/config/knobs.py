@@ -13,6 +13,7 @@ from luffy.core.reduce import Reduction
 from luffy.core.shaping import Shape
 from luffy.errors import ConfigError
 from luffy.guidance.choice import TraceChoice
+from luffy.guidance.gate import GATES
 from luffy.guidance.ratios import SCHEDULES, RatioSchedule
 from luffy.schema import knob, nearest
 from luffy.types import Sampling
@@ -132,8 +133,18 @@ class GuidanceConfig:
     prefix_steps: int | None = knob(None, "steps over which a schedule runs; null: the whole training", ge=1)
     shared: bool = knob(False, "one ratio for all prefix samples of a problem instead of one each")
     trace_choice: TraceChoice = knob("random", "which traces of a problem that has several")
+    gate: str = knob(
+        "none",
+        "a second round for problems whose first responses ask for it: trace_on_failure (where all own samples failed, "
+        "one gives way to a verified trace), or your own (docs/extend.md)",
+    )
 
     def __post_init__(self) -> None:
+        gates = ("none", *GATES)
+        if self.gate not in gates and ":" not in self.gate:
+            raise ConfigError(
+                f"'guidance.gate' must be one of {', '.join(gates)}; got {self.gate!r}{nearest(self.gate, gates)}"
+            )
         known = ("fixed", *SCHEDULES)
         if self.strategy not in known and ":" not in self.strategy:
             raise ConfigError(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from luffy.config import Config
 from luffy.data import ProblemSampler
 from luffy.distributed.world import World
-from luffy.guidance import Planner
+from luffy.guidance import Gate, Planner
 from luffy.models.load import decode
 from luffy.report.console import RunView
 from luffy.report.timing import Stopwatch
@@ -95,6 +95,7 @@ class Run:
     verifier: Verifier | None  # none in SFT without held-out problems
     sampler: ProblemSampler
     planner: Planner
+    gate: Gate | None
 
     store: CheckpointStore
     saver: BackgroundSaver | None  # writes the checkpoints of several processes
