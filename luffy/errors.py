@@ -23,3 +23,8 @@ class Interrupted(TrainingStopped):
 
 class AllStopped(TrainingStopped):
     """A stop that every process of a run comes to at the same place, from the same numbers."""
+
+
+def how_to_install(extra: str) -> str:
+    """The command that brings an optional part of luffy."""
+    return f"pip install '.[{extra}]' (in luffy's own folder)"

@@ -102,10 +102,14 @@ def in_child(function: Callable[..., Any], *args: Any) -> Any:
     return in_children(function, [args])[0]
 
 
+_spare: list[Child] = []
+
+
 def exit_code_in_new_child(function: Callable[..., Any], *args: Any) -> int:
-    """For a function that kills or changes its interpreter."""
-    child = Child()
+    """For a function that kills or changes its interpreter. The next child imports torch meanwhile."""
+    child = _spare.pop() if _spare else Child()
     child.start(function, *args)
+    _spare.append(Child())
     return child.exit_code()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from luffy.config import Config
 from luffy.distributed.launch import Job
-from luffy.errors import ConfigError, TrainingStopped, UserError
+from luffy.errors import ConfigError, TrainingStopped, UserError, how_to_install
 from luffy.plugins import load_plugins
 from luffy.progress import lasting
 
@@ -109,7 +109,7 @@ def import_ray() -> Any:
         import ray
         import ray.train
     except ImportError:
-        raise ConfigError("launch=ray needs Ray; install it with: pip install 'luffy-rl[ray]'") from None
+        raise ConfigError(f"launch=ray needs Ray; install it with: {how_to_install('ray')}") from None
     return ray
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from luffy.errors import UserError
+from luffy.errors import UserError, how_to_install
 from luffy.files import complete_or_nothing
 
 # Okabe and Ito's palette: told apart by colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C00")
 DASHES = ("-", "--", "-.", ":")
 MARK_UP_TO = 30
-INSTALL_HINT = "pip install 'luffy-rl[analysis]'"
+INSTALL_HINT = how_to_install("analysis")
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import struct
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +42,8 @@ def load_model(
     """A causal LM, ready to train and to generate: safetensors or GGUF weights, never pickles."""
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is unknown: use {' or '.join(DTYPES)}")
+    if remark := slow_dtype(dtype, device):
+        _say_once(remark)
     model = _load_safetensors(model_folder(path), DTYPES[dtype], trust_remote_code)
     for parameter in model.parameters():
         # Parameters only: rotary frequencies are buffers, and rounding them turns far positions by whole radians.
@@ -47,6 +51,23 @@ def load_model(
     nn.Module.to(model, device=torch.device(device))
     choose_path(model)
     return model
+
+
+def slow_dtype(dtype: str, device: str) -> str:
+    """A remark on a dtype for which the device has no fast instructions, else ''."""
+    if dtype != "bfloat16" or torch.device(device).type != "cpu":
+        return ""
+    try:
+        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    except (AttributeError, RuntimeError):  # a torch without oneDNN, on a Mac for one, has another way
+        return ""
+    return "" if fast else "this CPU has no bfloat16 instructions and takes many times longer with it: use float32"
+
+
+@functools.cache
+def _say_once(remark: str) -> None:
+    logger.warning(remark)
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # torch says the same, with a C++ stack
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:

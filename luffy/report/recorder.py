@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from luffy.config import Config
-from luffy.errors import ConfigError, UserError
+from luffy.errors import ConfigError, UserError, how_to_install
 from luffy.files import complete_or_nothing, write_atomically
 from luffy.schema import to_dict
 from luffy.types import Group, Rollout, Sample, Score, TokenView
@@ -125,7 +125,7 @@ def _wandb_fault() -> str | None:
     try:
         import wandb
     except ImportError:
-        return "the package wandb is missing: pip install 'luffy-rl[wandb]'"
+        return f"the package wandb is missing: {how_to_install('wandb')}"
     if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
         return None
     api = getattr(wandb, "api", None)
@@ -285,7 +285,7 @@ def _texts(group: Group, rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
     ids = rollout.token_ids.tolist()
     return {
         "prefix_ratio": rollout.prefix_ratio,
-        "prompt": tokenizer.decode(list(rollout.task.prompt_ids)),
+        "prompt": tokenizer.decode(list(group.task.prompt_ids)),
         "answer": group.task.problem.answer,
         "response": tokenizer.decode(ids, skip_special_tokens=True),
         "token_ids": ids,

@@ -11,8 +11,7 @@ from torch import nn
 
 from luffy.config import Config, ModelConfig
 from luffy.data import Encoder, ProblemDataset, load_problems
-from luffy.errors import ConfigError, DataError, UserError
-from luffy.guidance.gate import find_gate
+from luffy.errors import ConfigError, DataError, UserError, how_to_install
 from luffy.models.load import eos_ids_in, load_model, load_tokenizer
 from luffy.train.credit import find_credit_function
 from luffy.train.engines import find_engine
@@ -39,7 +38,7 @@ def add_adapters(model: nn.Module, cfg: ModelConfig) -> nn.Module:
     try:
         import peft
     except ImportError:
-        raise ConfigError("'model.lora' needs peft; install it with: pip install 'luffy-rl[peft]'") from None
+        raise ConfigError(f"'model.lora' needs peft; install it with: {how_to_install('peft')}") from None
     assert cfg.lora is not None
     lora = cfg.lora
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
@@ -134,8 +133,7 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
     """Every problem is read and encoded once before the first step: what is wrong shows now."""
     if not cfg.data.train:
         raise ConfigError("'data.train' is empty; give a file, folder or hub id")
-    gate = find_gate(cfg.guidance.gate)
-    guided = sft or cfg.guidance.n_prefix > 0 or (gate is not None and gate.uses_traces)
+    guided = sft or cfg.guidance.n_prefix > 0
     problems = _load(cfg, cfg.data.train, cfg.data.split, limit=cfg.data.limit, require_answer=not sft)
     usable, with_traces = [], 0
     for index, task in enumerate(encoder.encode_all(problems[i] for i in range(len(problems)))):

@@ -97,7 +97,7 @@ def test_who_runs_what(monkeypatch):
 def test_without_ray_the_launch_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(ConfigError, match=r"pip install 'luffy-rl\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[ray\]'"):
         launch(Asked(launch="ray"), [])
 
 

@@ -3,15 +3,17 @@
 import json
 import os
 import types
+import warnings
 
 import numpy as np
 import pytest
 import torch
+from children import in_child
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from luffy.errors import UserError
-from luffy.models import PackedLayout, drop_padding_tokens, eos_ids, forward_hidden, load_model, load_tokenizer
+from luffy.models import PackedLayout, drop_padding_tokens, eos_ids, forward_hidden, load, load_model, load_tokenizer
 
 
 @pytest.fixture
@@ -34,6 +36,36 @@ def test_a_saved_model_comes_back_in_the_asked_dtype_ready_to_run(folder):
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
     layout = PackedLayout((3,))
     assert forward_hidden(half, torch.tensor([4, 5, 6]), layout.position_ids, layout).shape == (3, 64)
+
+
+@pytest.mark.parametrize(("fast", "dtype", "device", "said"), [
+    (False, "bfloat16", "cpu", True), (True, "bfloat16", "cpu", False), (False, "float32", "cpu", False),
+    (False, "bfloat16", "cuda", False),
+])  # fmt: skip
+def test_a_cpu_without_bfloat16_is_told_to_use_float32(monkeypatch, fast, dtype, device, said):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
+    assert load.slow_dtype(dtype, device).endswith("use float32") == said
+    assert bool(load.slow_dtype(dtype, device)) == said
+
+
+def test_on_such_a_cpu_one_line_comes_and_no_stack_of_torch(folder):
+    logged, warned = in_child(load_twice_and_run, folder)
+    assert len(logged) == 1 and logged[0].endswith("use float32") and "\n" not in logged[0]
+    assert warned == []
+
+
+def load_twice_and_run(folder):
+    """In a child: what is logged and warned."""
+    logged, layout = [], PackedLayout((3,))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+        patch.setattr(load.logger, "warning", logged.append)
+        for _ in range(2):
+            half = load_model(folder, dtype="bfloat16")
+            forward_hidden(half, torch.tensor([4, 5, 6]), layout.position_ids, layout)
+        load._say_once.cache_clear()
+    return logged, [str(w.message)[:80] for w in warned if "mkldnn" in str(w.message)]
 
 
 def test_saving_again_works_and_remembers_no_attention_name(folder, tmp_path):
@@ -216,18 +248,25 @@ def test_rotary_frequencies_stay_float32_and_far_positions_stay_right(tmp_path):
     from luffy.models.attention import PackedLayout
     from luffy.models.forward import forward_hidden
 
-    tiny_model("qwen2", max_position_embeddings=4096).save_pretrained(tmp_path)
+    tiny_model("qwen2", max_position_embeddings=4096, num_hidden_layers=1).save_pretrained(tmp_path)
     ours = load_model(tmp_path, "bfloat16")
     assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
     assert {b.dtype for n, b in ours.named_buffers() if "inv_freq" in n} == {torch.float32}
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="sdpa")
-    ids = torch.randint(3, 100, (2000,), generator=torch.Generator().manual_seed(0))
-    layout = PackedLayout([2000])
+    ids = torch.randint(3, 100, (1000,), generator=torch.Generator().manual_seed(0))
+    layout = PackedLayout([1000])
     with torch.no_grad():
         hidden = forward_hidden(ours, ids, layout.position_ids, layout)
         expected = theirs.model(ids[None]).last_hidden_state[0]
     error = (hidden - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
-    assert error[-500:].mean() < 0.02
+    assert error[-250:].mean() < 0.02
+    for name, buffer in ours.named_buffers():
+        if "inv_freq" in name:
+            buffer.copy_(buffer.bfloat16())
+    with torch.no_grad():
+        rounded = forward_hidden(ours, ids, layout.position_ids, layout)
+    error = (rounded - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
+    assert error[-250:].mean() > 0.04  # this would have shown
 
 
 @pytest.mark.parametrize("tied", [True, False])

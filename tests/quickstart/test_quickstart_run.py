@@ -1,5 +1,7 @@
 """The quickstart command: its files, its table, and (slow) its result over three seeds."""
 
+import contextlib
+import io
 import json
 
 import pytest
@@ -8,20 +10,29 @@ from luffy.quickstart.run import quickstart
 from luffy.quickstart.task import write_dataset
 
 
-def test_a_short_quickstart_leaves_summary_and_report(tmp_path, capsys):
-    quickstart(tmp_path, seeds=1, steps=2)
-    summary = json.loads((tmp_path / "summary.json").read_text())["methods"]
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """The folder of a quickstart of two steps, its outcomes, and what it printed."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        outcomes = quickstart(folder, seeds=1, steps=2)
+    return folder, outcomes, printed.getvalue()
+
+
+def test_a_short_quickstart_leaves_summary_and_report(short):
+    folder, _, printed = short
+    summary = json.loads((folder / "summary.json").read_text())["methods"]
     assert set(summary) == {"on-policy", "sft", "luffy"}
     assert all(set(m["seeds"]) == {"0"} and m["start"] == 0.0 for m in summary.values())
-    assert (tmp_path / "report.html").stat().st_size > 10_000
-    assert "Right answers after training in percent, 1 seed" in capsys.readouterr().out
+    assert (folder / "report.html").stat().st_size > 10_000
+    assert "Right answers after training in percent, 1 seed" in printed
 
 
-def test_a_finished_quickstart_is_not_trained_again(tmp_path):
-    first = quickstart(tmp_path, seeds=1, steps=1)
-    written = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("metrics.jsonl")}
-    assert quickstart(tmp_path, seeds=1, steps=1) == first
-    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("metrics.jsonl")} == written
+def test_a_finished_quickstart_is_not_trained_again(short):
+    folder, first, _ = short
+    written = {p: p.stat().st_mtime_ns for p in folder.rglob("metrics.jsonl")}
+    assert quickstart(folder, seeds=1, steps=2) == first
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("metrics.jsonl")} == written
 
 
 def test_the_shipped_problems_are_the_generated_ones(tmp_path):

@@ -93,9 +93,9 @@ def test_bfloat16_log_probs_stay_with_a_plain_forward_pass(architecture):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_batch_invariance_is_to_the_bit(dtype):
-    model = tiny_model("mistral", sliding_window=64, hidden_size=256).to(dtype)
-    mine = [ask(range(10, 30 + s), 60, seed=s, temperature=1.3) for s in range(3)]
-    others = [ask(range(40, 60 + 20 * s), 100, seed=s) for s in range(5)]
+    model = tiny_model("mistral", sliding_window=24, hidden_size=256, num_hidden_layers=2).to(dtype)
+    mine = [ask(range(10, 30 + s), 20, seed=s, temperature=1.3) for s in range(3)]
+    others = [ask(range(40, 60 + 20 * s), 30, seed=s) for s in range(5)]
     engine = NativeEngine(model, max_slots=6, batch_invariant=True)
     alone = [engine.generate([request])[0] for request in mine]
     crowd = engine.generate([*others[:3], *mine, *others[3:]])[3:6]

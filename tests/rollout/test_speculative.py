@@ -304,8 +304,8 @@ def test_the_rule_may_change_between_calls():
 
 def test_batch_invariance_is_to_the_bit():
     draft, second = (model.to(torch.bfloat16) for model in spread_models())
-    mine = [ask(range(10, 30 + s), 30, seed=s) for s in range(3)]
-    others = [ask(range(40, 60 + 20 * s), 50, seed=s) for s in range(5)]
+    mine = [ask(range(10, 30 + s), 12, seed=s) for s in range(3)]
+    others = [ask(range(40, 60 + 20 * s), 20, seed=s) for s in range(5)]
     engine = SpeculativeEngine(draft, second, Rule("speculative"), k=3, max_slots=6, batch_invariant=True)
     alone = [engine.generate([request])[0] for request in mine]
     crowd = engine.generate([*others[:3], *mine, *others[3:]])[3:6]

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from luffy.errors import UserError
@@ -10,8 +11,8 @@ from luffy.rollout.native import CPU_SLOTS, GPU_SLOTS
 from luffy.train import dry_run as planning
 from luffy.train import setup
 from luffy.train.dry_run import cache_bytes, dry_run, head_bytes
+from luffy.train.engines import VLLM_SLOTS
 from luffy.train.loop import Trainer
-from luffy.train.vllm_settings import VLLM_SLOTS
 
 SHAPE = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, vocab_size=1000)
 
@@ -57,6 +58,17 @@ def test_the_first_traces_are_verified(make_config, sums, tmp_path, monkeypatch)
     assert said(wrong=0) == "traces     none with the first 1 problems"
 
 
+def test_a_cpu_without_bfloat16_is_told_to_use_float32(make_config, tiny_model, monkeypatch):
+    def warned(fast, **changes):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
+        return [line for line in dry_run(make_config(**changes), "rl") if line.startswith("warning")]
+
+    half = {"model": {"path": str(tiny_model), "device": "cpu", "dtype": "bfloat16"}}
+    (line,) = warned(False, **half)
+    assert line.endswith("bfloat16 instructions and takes many times longer with it: use float32")
+    assert warned(True, **half) == warned(False) == []
+
+
 def test_a_batch_larger_than_the_data_is_said(make_config):
     cfg = make_config(batch={"problems": 36})
     said = (
@@ -68,12 +80,8 @@ def test_a_batch_larger_than_the_data_is_said(make_config):
     assert not any("usable: every" in line for line in dry_run(make_config(batch={"problems": 24}), "rl"))
 
 
-def ends_in_a_digit(response, answer, problem):
-    return float(response[-1:].isdigit())
-
-
 def test_traces_are_verified_without_the_token_that_ends_them(make_config):
-    cfg = make_config(reward={"kind": f"{__name__}:ends_in_a_digit"})
+    cfg = make_config(reward={"kind": "loop_rewards:ends_in_a_digit"})
     assert any(line.startswith("traces     16 of the first 16 are right") for line in dry_run(cfg, "rl"))
 
 

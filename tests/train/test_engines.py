@@ -11,10 +11,9 @@ from luffy.errors import ConfigError, UserError
 from luffy.models.load import load_model
 from luffy.report.recorder import read_json_lines
 from luffy.rollout.native import NativeEngine
-from luffy.train.engines import build_engine
+from luffy.train.engines import build_engine, context_of, transfer_of, vllm_arguments
 from luffy.train.loop import Trainer
 from luffy.train.objective import importance_of
-from luffy.train.vllm_settings import context_of, transfer_of, vllm_arguments
 
 
 class CopyEngine(NativeEngine):
@@ -55,7 +54,7 @@ def copy_engine(monkeypatch):
         made.append(CopyEngine(model, max_slots=16))
         return made[-1]
 
-    monkeypatch.setattr("luffy.train.engines.build_engine", build)
+    monkeypatch.setattr("luffy.train.copies.build_engine", build)
     return made
 
 
@@ -179,7 +178,7 @@ def test_what_cannot_be_is_refused_when_it_is_read(overrides, message):
 def test_without_vllm_the_error_says_what_to_install(make_config, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     cfg = make_config(rollout={"engine": "vllm"})
-    with pytest.raises(UserError, match=r"pip install 'luffy-rl\[vllm\]'"):
+    with pytest.raises(UserError, match=r"pip install '\.\[vllm\]'"):
         Trainer(cfg)
     assert not cfg.folder.exists()
 

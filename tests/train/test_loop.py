@@ -67,7 +67,7 @@ def test_guidance_off_equals_grpo_in_twenty_lines(make_config):
         optim={"lr": 1e-2, "eps": 1e-3},
         train={"steps": 3, "save_every": 3},
         record={"samples": 6, "samples_every": 1},
-        reward={"kind": f"{__name__}:first_token_parity"},
+        reward={"kind": "loop_rewards:length_parity"},
     )
     run(cfg)
     model = AutoModelForCausalLM.from_pretrained(cfg.model.path)
@@ -94,10 +94,6 @@ def test_guidance_off_equals_grpo_in_twenty_lines(make_config):
     ours = weights(newest_model(cfg))
     for name, value in model.state_dict().items():
         torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=2e-5)
-
-
-def first_token_parity(response, answer, problem):
-    return float(len(response) % 2)
 
 
 def test_a_problem_without_traces_trains_as_plain_on_policy(make_config, tmp_path, sums):
@@ -212,15 +208,11 @@ def test_epochs_instead_of_steps(make_config):
 
 
 def test_rejection_without_signal_skips_the_update(make_config):
-    cfg = make_config(guidance={"n_prefix": 0}, reward={"kind": f"{__name__}:always_wrong"})
+    cfg = make_config(guidance={"n_prefix": 0}, reward={"kind": "loop_rewards:always_wrong"})
     rows = run(cfg)
     assert all(r["batch/rejected"] == 6 and "actor/grad_norm" not in r for r in rows)
     start, end = weights(cfg.model.path), weights(newest_model(cfg))
     assert all(torch.equal(start[n], end[n]) for n in start)
-
-
-def always_wrong(response, answer, problem):
-    return 0.0
 
 
 def test_oversampling_fills_the_batch_or_stops_clearly(make_config):
@@ -233,7 +225,7 @@ def test_oversampling_fills_the_batch_or_stops_clearly(make_config):
         assert len(credited) == 6 * 4
     hopeless = make_config(
         name="hopeless", guidance={"n_prefix": 0}, algorithm={"oversample_rounds": 2},
-        reward={"kind": f"{__name__}:always_wrong"},
+        reward={"kind": "loop_rewards:always_wrong"},
     )  # fmt: skip
     with pytest.raises(TrainingStopped, match="after 2 extra batches only 0 of 6 groups"):
         run(hopeless)
@@ -312,7 +304,7 @@ def test_a_failing_evaluation_does_not_cost_the_steps(make_config, sums, monkeyp
 
 def test_kl_in_the_reward_survives_a_step_without_a_signal(make_config):
     cfg = make_config(
-        guidance={"n_prefix": 0}, reward={"kind": f"{__name__}:always_wrong"}, train={"steps": 1},
+        guidance={"n_prefix": 0}, reward={"kind": "loop_rewards:always_wrong"}, train={"steps": 1},
         algorithm={"kl_coef": 0.1, "kl_in": "reward"},
     )  # fmt: skip
     assert run(cfg)[0]["batch/rejected"] == 6
@@ -399,14 +391,10 @@ def test_dropped_data_is_said_and_kept(make_config, sums, tmp_path, capsys):
 
 
 def test_a_weighted_reward_above_one_still_counts_as_solved(make_config, sums):
-    weights = {"numeric": 1.0, f"{__name__}:always_right": 0.1}
+    weights = {"numeric": 1.0, "loop_rewards:always_right": 0.1}
     cfg = make_config(reward={"weights": weights}, data={"eval": str(sums)}, train={"steps": 1})
     rows = run(cfg)
     assert rows[0]["batch/off_solved"] == 1.0 and rows[0]["critic/score/max"] == pytest.approx(1.1)
-
-
-def always_right(response, answer, problem):
-    return 1.0
 
 
 def test_sft_records_its_samples_and_saves_those_of_a_bad_step(make_config, monkeypatch):
@@ -570,7 +558,7 @@ def test_a_finished_run_asked_for_with_other_settings_says_so(make_config, capsy
 
 
 def test_steps_that_changed_nothing_are_told(make_config, capsys):
-    run(make_config(guidance={"n_prefix": 0}, reward={"kind": f"{__name__}:always_wrong"}, train={"steps": 2}))
+    run(make_config(guidance={"n_prefix": 0}, reward={"kind": "loop_rewards:always_wrong"}, train={"steps": 2}))
     said = capsys.readouterr().err
     assert "step 2/2  reward 0.000  length" in said and "no update, 6 groups without a signal" in said
     assert "2 of 2 steps changed nothing" in " ".join(said.split()) and "trace" not in said.partition("warning")[0]

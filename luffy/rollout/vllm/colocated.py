@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from luffy.errors import UserError
+from luffy.errors import UserError, how_to_install
 from luffy.models.forward import causal_lm
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
 from luffy.rollout.vllm.requests import completion, sampling_arguments
@@ -233,7 +233,7 @@ def engine_arguments(
 
 def start(arguments: Mapping[str, Any]) -> Any:
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("rollout.engine=vllm needs vLLM; install it with: pip install 'luffy-rl[vllm]'")
+        raise UserError(f"rollout.engine=vllm needs vLLM; install it with: {how_to_install('vllm')}")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from luffy.errors import UserError
+from luffy.errors import UserError, how_to_install
 from luffy.rollout.vllm.colocated import ENVIRONMENT, WORKER
 
 
@@ -49,6 +49,6 @@ def server_environment(key: str) -> dict[str, str]:
 def become_server(command: list[str], environment: Mapping[str, str]) -> None:
     """This process turns into the server, so signals and exit codes are the server's own."""
     if importlib.util.find_spec("vllm") is None:
-        raise UserError("luffy serve needs vLLM; install it with: pip install 'luffy-rl[vllm]'")
+        raise UserError(f"luffy serve needs vLLM; install it with: {how_to_install('vllm')}")
     sys.stdout.flush()
     os.execvpe(command[0], command, dict(environment))
