@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from luffy.config import Config, built_in_recipes, load_config, to_yaml
     from luffy.core.shaping import shape
     from luffy.evaluation.results import Result
+    from luffy.guidance.gate import FirstRound, SecondRound, gate_function
     from luffy.guidance.ratios import prefix_schedule
     from luffy.rewards.kinds import reward
     from luffy.rewards.verifier import build_verifier
@@ -50,6 +51,9 @@ _HOMES = {
     "Problem": "luffy.types",
     "shape": "luffy.core.shaping",
     "prefix_schedule": "luffy.guidance.ratios",
+    "gate_function": "luffy.guidance.gate",
+    "FirstRound": "luffy.guidance.gate",
+    "SecondRound": "luffy.guidance.gate",
     "credit_function": "luffy.train.credit",
     "group_baseline": "luffy.train.credit",
     "ScoredGroup": "luffy.train.credit",
@@ -65,10 +69,12 @@ __all__ = [
     "Completion",
     "Config",
     "Engine",
+    "FirstRound",
     "Problem",
     "Request",
     "ScoredGroup",
     "ScoredTokens",
+    "SecondRound",
     "TokenCredit",
     "Trainer",
     "build_verifier",
@@ -76,6 +82,7 @@ __all__ = [
     "credit_function",
     "engine",
     "evaluate",
+    "gate_function",
     "generate",
     "group_baseline",
     "load_config",

@@ -54,9 +54,12 @@ functions of the paper's code: `compute_token_on_off_policy_loss`, `compute_sft_
 API_GROUPS = {
     "Config and recipes": ("load_config", "built_in_recipes", "to_yaml", "Config"),
     "Train, evaluate, generate": ("Trainer", "evaluate", "generate"),
-    "Your own parts": ("reward", "shape", "prefix_schedule", "credit_function", "group_baseline", "engine"),
+    "Your own parts": (
+        "reward", "shape", "prefix_schedule", "gate_function", "credit_function", "group_baseline", "engine",
+    ),
     "What they take and return": (
-        "Problem", "ScoredGroup", "ScoredTokens", "TokenCredit", "Engine", "Request", "Completion", "build_verifier",
+        "Problem", "FirstRound", "SecondRound", "ScoredGroup", "ScoredTokens", "TokenCredit", "Engine", "Request",
+        "Completion", "build_verifier",
     ),
 }  # fmt: skip
 METHODS = {"Trainer", "Engine"}  # classes whose methods are called or written by the user

@@ -110,7 +110,7 @@ class Request:
 class Completion:
     """What an engine generated after the prefix: the EOS that ended it is the last token.
 
-    The optional streams come from an engine with a guidance model: which tokens it put in, what the
+    The optional streams come from an engine with a second model: which tokens it put in, what the
     tokens were really drawn with, and what it gave them itself.
     """
 
@@ -129,7 +129,7 @@ class Rollout:
     ``behavior_log_probs`` are of whoever wrote the token: the engine's for its own tokens; the
     recorded teacher's for off-policy tokens, 0 (probability 1) where none was recorded.
     ``engine_log_probs`` are the policy's own as the engine saw them (NaN where it did not); they differ from
-    the behaviour only where a guidance model had a say. ``overrides[t]`` is True where it put token t in.
+    the behaviour only where a second model had a say. ``overrides[t]`` is True where it put token t in.
     """
 
     task: Task
@@ -141,7 +141,7 @@ class Rollout:
     finish: Finish
     prefix_ratio: float = 0.0
     policy_version: int = 0
-    guidance_log_probs: Tensor | None = None  # [T] float32, NaN where the guidance model gave none
+    guidance_log_probs: Tensor | None = None  # [T] float32, NaN where the second model gave none
 
     @property
     def is_on_policy(self) -> bool:

@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -52,5 +53,9 @@ def fill_marks(text: str, tables: Mapping[str, str]) -> str:
     """The page with every table between ``<!-- its name -->`` and ``<!-- end -->``."""
     for name, made in tables.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text = pattern.sub(lambda m, made=made: f"{m[1]}{made}\n{m[2]}", text)
+        text = pattern.sub(partial(_between, made), text)
     return text
+
+
+def _between(made: str, marks: re.Match[str]) -> str:
+    return f"{marks[1]}{made}\n{marks[2]}"

@@ -126,3 +126,41 @@ def test_ray_is_imported_in_one_file_alone():
         or (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "ray" for a in node.names))
     ]
     assert set(users) == {"distributed/ray_launch.py"}
+
+
+def module_imports():
+    """Of every module, the modules of luffy that it imports outside of functions; for type checking alone counts too."""
+    files = {".".join(("luffy", *path.relative_to(ROOT).with_suffix("").parts)): path for path in ROOT.rglob("*.py")}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    return {name: set(imported_modules(ast.parse(path.read_text()), files)) - {name} for name, path in files.items()}
+
+
+def imported_modules(tree, known):
+    inside = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.Lambda) for n in ast.walk(f)}
+    for node in ast.walk(tree):
+        if id(node) in inside:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in known else node.module for name in whole if node.module in known)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    imports = module_imports()
+    assert {"luffy.rollout.native.native_engine", "luffy.rollout.engine"} <= imports[
+        "luffy.rollout.overrides.speculative"
+    ]
+    reached = {name: reachable(imports, name) for name in imports}
+    circles = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in reached if a in reached[a]}
+    assert circles == set()
+
+
+def reachable(imports, start):
+    found, todo = set(), [start]
+    while todo:
+        new = imports[todo.pop()] - found
+        found |= new
+        todo += new
+    return found

@@ -105,7 +105,7 @@ def test_reading_a_config_imports_nothing(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "config.yaml").write_text(
         "plugins: [planted.py, planted]\nreward: {kind: 'planted:f'}\nrollout: {engine: 'planted:f'}\n"
-        "guidance: {strategy: 'planted:f'}\nalgorithm: {credit: 'planted:f', off_policy_reshape: 'planted:f'}\n"
+        "guidance: {strategy: 'planted:f', gate: 'planted:f'}\nalgorithm: {credit: 'planted:f', off_policy_reshape: 'planted:f'}\n"
     )
     assert read_config(tmp_path / "config.yaml")["algorithm.off_policy_reshape"] == "planted:f"
     assert "planted" not in sys.modules

@@ -97,7 +97,7 @@ def test_loads_and_dry_runs(recipe, stand_in, monkeypatch):
     if not recipe.startswith("tiny/"):
         data = stand_in / "data.jsonl"
         overrides += [f"data.train={data}", f"data.eval={data}", "data.max_prompt_tokens=1024", "reward.kind=numeric"]
-    if recipe == "tiny/guided":  # its guidance model is another run's
+    if recipe == "tiny/guided":  # its second model is another run's
         overrides += [f"rollout.offpolicy_guidance.model_path={load_config(recipe).model.path}"]
     cfg = load_config(recipe, overrides)
     lines = dry_run(cfg, "sft" if recipe.endswith("/sft") else "rl")

@@ -4,11 +4,11 @@ A recipe is YAML with one section per dataclass of ``knobs``; ``base: [sizes/sma
 recipes, and ``section.key=value`` on the command line overrides all of them. See ``load_config``.
 """
 
+from luffy.config.checks import Config
 from luffy.config.knobs import (
     AlgorithmConfig,
     AsyncConfig,
     BatchConfig,
-    Config,
     DataConfig,
     EvalConfig,
     GuidanceConfig,
@@ -27,13 +27,13 @@ from luffy.config.knobs import (
 from luffy.config.recipes import (
     BUILT_IN_RECIPES,
     PACKAGE,
-    YAML_ERRORS,
     built_in_recipes,
     config_of,
     inherited_for_rl,
     load_config,
     merge,
     parse_override,
+    parse_yaml,
     read_recipe,
     set_at,
     to_yaml,
@@ -43,7 +43,6 @@ from luffy.schema import build
 __all__ = [
     "BUILT_IN_RECIPES",
     "PACKAGE",
-    "YAML_ERRORS",
     "AlgorithmConfig",
     "AsyncConfig",
     "BatchConfig",
@@ -69,6 +68,7 @@ __all__ = [
     "load_config",
     "merge",
     "parse_override",
+    "parse_yaml",
     "read_recipe",
     "set_at",
     "to_yaml",

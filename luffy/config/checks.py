@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from luffy.config.knobs import Knobs
 from luffy.errors import ConfigError
 from luffy.schema import nearest
-
-if TYPE_CHECKING:
-    from luffy.config.knobs import Config
-
 
 ENGINE_NAMES = {"native", "vllm"}  # and those that plugins register
 
 
-def check(config: Config) -> None:
+def check(config: Knobs) -> None:
     """Raise a ConfigError that names the knobs in conflict and what to set instead."""
     _check_name(config.name)
     for across in (
@@ -23,7 +20,7 @@ def check(config: Config) -> None:
         _check_reward,
         _check_guidance,
         _check_clip,
-        _check_guide,
+        _check_overrides,
         _check_batch,
         _check_async,
         _check_launch,
@@ -37,13 +34,13 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"'name' must be a relative folder name without '..', got {name!r}")
 
 
-def _check_engine(c: Config) -> None:
+def _check_engine(c: Knobs) -> None:
     known, name = sorted(ENGINE_NAMES), c.rollout.engine
     if name not in known and ":" not in name:
         raise ConfigError(f"'rollout.engine' must be one of {', '.join(known)}; got {name!r}{nearest(name, known)}")
 
 
-def _check_reward(c: Config) -> None:
+def _check_reward(c: Knobs) -> None:
     if c.reward.failure > c.reward.success:
         raise ConfigError(
             f"'reward.failure' ({c.reward.failure}) exceeds 'reward.success' ({c.reward.success}): a response would "
@@ -51,7 +48,7 @@ def _check_reward(c: Config) -> None:
         )
 
 
-def _check_guidance(c: Config) -> None:
+def _check_guidance(c: Knobs) -> None:
     g, n = c.guidance, c.rollout.n
     if g.n_prefix > n:
         raise ConfigError(
@@ -74,7 +71,7 @@ def _check_guidance(c: Config) -> None:
         raise ConfigError("trace_term sft takes whole traces: set guidance.strategy=fixed, min_ratio=1, max_ratio=1")
 
 
-def _check_clip(c: Config) -> None:
+def _check_clip(c: Knobs) -> None:
     low, high = c.algorithm.off_min_clip, c.algorithm.off_max_clip
     if low is not None and high is not None and low > high:
         raise ConfigError(f"'algorithm.off_min_clip' ({low}) exceeds 'algorithm.off_max_clip' ({high}); lower it")
@@ -85,29 +82,29 @@ def _check_clip(c: Config) -> None:
         )
 
 
-def _check_guide(c: Config) -> None:
-    guide = c.rollout.guide
-    if guide is None:
+def _check_overrides(c: Knobs) -> None:
+    overrides = c.rollout.overrides
+    if overrides is None:
         return
     if c.algorithm.mismatch_correction != "off":
         raise ConfigError(
-            "under token-level guidance the importance weights already divide by what the engine drew with; "
+            "under token overrides the importance weights already divide by what the engine drew with; "
             "set algorithm.mismatch_correction=off"
         )
-    if not guide.model_path:
-        raise ConfigError("'rollout.offpolicy_guidance.model_path' is empty; name the guidance model")
-    if guide.tensor_parallel_size != 1:
+    if not overrides.model_path:
+        raise ConfigError("'rollout.offpolicy_guidance.model_path' is empty; name the second model")
+    if overrides.tensor_parallel_size != 1:
         raise ConfigError(
-            f"'rollout.offpolicy_guidance.tensor_parallel_size' is {guide.tensor_parallel_size}, but the native engine "
-            f"runs the guidance model on one device; set it to 1"
+            f"'rollout.offpolicy_guidance.tensor_parallel_size' is {overrides.tensor_parallel_size}, but the native "
+            f"engine runs the second model on one device; set it to 1"
         )
     if c.rollout.top_p != 1.0 or c.rollout.top_k != 0:
         raise ConfigError(
-            "token-level guidance needs the exact probability of every token: set rollout.top_p=1 and rollout.top_k=0"
+            "token overrides need the exact probability of every token: set rollout.top_p=1 and rollout.top_k=0"
         )
 
 
-def _check_batch(c: Config) -> None:
+def _check_batch(c: Knobs) -> None:
     if c.batch.tokens < c.longest:
         raise ConfigError(
             f"'batch.tokens' ({c.batch.tokens}) cannot hold one sequence of data.max_prompt_tokens + "
@@ -121,7 +118,7 @@ def _check_batch(c: Config) -> None:
         raise ConfigError(f"'batch.mini_batch' ({c.batch.mini_batch}) exceeds 'batch.problems' ({c.batch.problems})")
 
 
-def _check_async(c: Config) -> None:
+def _check_async(c: Knobs) -> None:
     if c.async_.max_staleness and c.rollout.engine != "native":
         raise ConfigError(
             f"'async.max_staleness' ({c.async_.max_staleness}) rolls out ahead on a second copy of the native engine; "
@@ -132,6 +129,11 @@ def _check_async(c: Config) -> None:
             f"'async.max_staleness' ({c.async_.max_staleness}) makes one batch a step ahead, and "
             f"'algorithm.oversample_rounds' ({c.algorithm.oversample_rounds}) may need more; set one of them to 0"
         )
+    if c.async_.max_staleness and c.guidance.gate != "none":
+        raise ConfigError(
+            f"'async.max_staleness' ({c.async_.max_staleness}) makes one batch a step ahead, and 'guidance.gate' "
+            f"({c.guidance.gate}) may need a second round of it; set guidance.gate=none or async.max_staleness=0"
+        )
     if c.async_.max_staleness and (c.rollout.top_p != 1.0 or c.rollout.top_k != 0):
         raise ConfigError(
             "stale rollouts are weighted by the exact probability of every token: set rollout.top_p=1 and "
@@ -139,7 +141,7 @@ def _check_async(c: Config) -> None:
         )
 
 
-def _check_launch(c: Config) -> None:
+def _check_launch(c: Knobs) -> None:
     p = c.parallel
     if c.launch == "local" and p.workers > 1:
         raise ConfigError(f"'parallel.workers' is {p.workers}, but launch=local runs one; set launch=torchrun or ray")
@@ -163,3 +165,11 @@ def _check_launch(c: Config) -> None:
             "sharded layers hold weights of one dtype, and adapters learn in float32: with launch="
             f"{c.launch} and model.lora set model.dtype=float32"
         )
+
+
+@dataclass(frozen=True)
+class Config(Knobs):
+    """The configuration of a run; its knobs agree with each other."""
+
+    def __post_init__(self) -> None:
+        check(self)

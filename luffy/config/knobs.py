@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from luffy.config.checks import check
 from luffy.core.kl import Estimator
 from luffy.core.losses import PolicyLoss
 from luffy.core.reduce import Reduction
 from luffy.core.shaping import Shape
 from luffy.errors import ConfigError
 from luffy.guidance.choice import TraceChoice
+from luffy.guidance.gate import GATES
 from luffy.guidance.ratios import SCHEDULES, RatioSchedule
 from luffy.schema import knob, nearest
 from luffy.types import Sampling
@@ -133,8 +133,18 @@ class GuidanceConfig:
     prefix_steps: int | None = knob(None, "steps over which a schedule runs; null: the whole training", ge=1)
     shared: bool = knob(False, "one ratio for all prefix samples of a problem instead of one each")
     trace_choice: TraceChoice = knob("random", "which traces of a problem that has several")
+    gate: str = knob(
+        "none",
+        "a second round for problems whose first responses ask for it: trace_on_failure (where all own samples failed, "
+        "one gives way to a verified trace), or your own (docs/extend.md)",
+    )
 
     def __post_init__(self) -> None:
+        gates = ("none", *GATES)
+        if self.gate not in gates and ":" not in self.gate:
+            raise ConfigError(
+                f"'guidance.gate' must be one of {', '.join(gates)}; got {self.gate!r}{nearest(self.gate, gates)}"
+            )
         known = ("fixed", *SCHEDULES)
         if self.strategy not in known and ":" not in self.strategy:
             raise ConfigError(
@@ -148,23 +158,23 @@ class OffPolicyGuidanceConfig:
     enable: bool = knob(True, "false: as if the section were not there")
     model_path: str = knob(
         "",
-        "the guidance model: a folder or hub id with the policy's tokenizer; without this section there is none",
+        "the second model: a folder or hub id with the policy's tokenizer; without this section there is none",
         required=True,
     )
     dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
-    tensor_parallel_size: int = knob(1, "GPUs of the guidance model; the native engine takes 1", ge=1)
+    tensor_parallel_size: int = knob(1, "GPUs of the second model; the native engine takes 1", ge=1)
     rule: Literal["speculative", "threshold", "mixture", "aligned"] = knob(
         "speculative", "who decides a token: see docs/overrides.md; aligned is approximate"
     )
-    k: int = knob(4, "tokens the policy proposes before the guidance model looks", ge=1)
-    tau: float = knob(0.1, "threshold: override where the guidance gives the proposal less than this", ge=0, le=1)
+    k: int = knob(4, "tokens the policy proposes before the second model reads them", ge=1)
+    tau: float = knob(0.1, "threshold: override where the second model gives the proposal less than this", ge=0, le=1)
     tau_end: float | None = knob(None, "threshold: tau at the end of tau_steps, linearly; null: constant", ge=0, le=1)
     tau_steps: int | None = knob(None, "steps of the tau schedule; null: the whole training", ge=1)
-    eps: float = knob(0.5, "mixture: share of tokens drawn from the guidance model", ge=0, le=1)
+    eps: float = knob(0.5, "mixture: share of tokens drawn from the second model", ge=0, le=1)
     eps_end: float | None = knob(None, "mixture: eps at the end of eps_steps, linearly; null: constant", ge=0, le=1)
     eps_steps: int | None = knob(None, "steps of the eps schedule; null: the whole training", ge=1)
     max_overrides: int | None = knob(None, "overrides per response, then the policy goes on alone", ge=0)
-    temperature: float | None = knob(None, "temperature of the guidance model; null: rollout.temperature", gt=0)
+    temperature: float | None = knob(None, "temperature of the second model; null: rollout.temperature", gt=0)
 
     def tau_at(self, step: int, total_steps: int) -> float:
         return _linear(self.tau, self.tau_end, step / (self.tau_steps or total_steps))
@@ -254,13 +264,13 @@ class RolloutConfig:
         "your own (docs/extend.md)",
     )
     offpolicy_guidance: OffPolicyGuidanceConfig | None = knob(
-        None, "token-level guidance by a second model during rollout; null: none"
+        None, "overrides of tokens by a second model during rollout (docs/overrides.md); null: none"
     )
     vllm: VllmConfig = knob(factory=VllmConfig)
 
     @property
-    def guide(self) -> OffPolicyGuidanceConfig | None:
-        """The guidance that is switched on."""
+    def overrides(self) -> OffPolicyGuidanceConfig | None:
+        """The token overrides that are switched on."""
         g = self.offpolicy_guidance
         return g if g is not None and g.enable else None
 
@@ -297,12 +307,8 @@ class AlgorithmConfig:
     teacher_probs: Literal["one", "recorded"] = knob(
         "one", "teacher's probability in the off-policy ratio: 1 (paper), or the recorded log-probs (then no reshape)"
     )
-    importance_clamp_min: float = knob(
-        0.0, "smallest importance weight, under token-level guidance or stale rollouts", ge=0
-    )
-    importance_clamp_max: float = knob(
-        10.0, "largest importance weight, under token-level guidance or stale rollouts", gt=0
-    )
+    importance_clamp_min: float = knob(0.0, "smallest importance weight, under token overrides or stale rollouts", ge=0)
+    importance_clamp_max: float = knob(10.0, "largest importance weight, under token overrides or stale rollouts", gt=0)
     importance_detach: bool = knob(True, "no gradient through the importance weights")
     importance_objective: Literal["decoupled", "literal"] = knob(
         "decoupled", "decoupled: ratio p/p_old, advantage times weight; literal: corrects twice, kept for comparison"
@@ -449,7 +455,9 @@ class RayConfig:
 
 
 @dataclass(frozen=True)
-class Config:
+class Knobs:
+    """All knobs of a run, each checked alone; `luffy.config.Config` is this with the checks across them."""
+
     name: str = knob("run", "name of the run: its folder below out; of a recipe that gives none, its file's")
     out: str = knob("runs", "folder that holds runs")
     seed: int = knob(0, "seed of everything random", ge=0, le=2**63 - 1)
@@ -473,9 +481,6 @@ class Config:
     async_: AsyncConfig = knob(factory=AsyncConfig)
     parallel: ParallelConfig = knob(factory=ParallelConfig)
     ray: RayConfig = knob(factory=RayConfig)
-
-    def __post_init__(self) -> None:
-        check(self)
 
     @property
     def folder(self) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from luffy.config.knobs import Config
+from luffy.config.checks import Config
 from luffy.errors import ConfigError
 from luffy.plugins import load_plugins
 from luffy.schema import build, nearest, to_dict
@@ -65,7 +65,7 @@ def read_recipe(recipe: str | Path, _seen: tuple[Path, ...] = ()) -> dict[str, A
     (path,) = paths
     if path in _seen:
         raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in _seen)}")
-    values = {"name": path.stem, **_with_package_paths(_parse_yaml(path))}
+    values = {"name": path.stem, **_with_package_paths(_parse_recipe(path))}
     return merge(_merged(_bases(values.pop("base", []), path), (*_seen, path)), values)
 
 
@@ -76,7 +76,7 @@ def inherited_for_rl(recipe: str | Path, overrides: Sequence[str], key: str) -> 
     section, _, name = key.partition(".")
     if paths[0].is_relative_to(BUILT_IN_RECIPES) or any(text.partition("=")[0].strip() == key for text in overrides):
         return None
-    own = _parse_yaml(paths[0])
+    own = _parse_recipe(paths[0])
     given = own.get(section)
     bases = _bases(own.get("base", []), paths[0])
     if (isinstance(given, Mapping) and name in given) or any(Path(base).stem == "sft" for base in bases):
@@ -148,12 +148,18 @@ def _with_package_paths(value: Any) -> Any:
     return value
 
 
-def _parse_yaml(path: Path) -> dict[str, Any]:
+def parse_yaml(path: Path) -> Any:
+    """What a YAML file says; a ConfigError where it cannot be read, or is endless through its aliases."""
     try:
         values = _read_yaml(path.read_text(encoding="utf-8"))
     except YAML_ERRORS as error:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     _check_size(values, str(path))
+    return values
+
+
+def _parse_recipe(path: Path) -> dict[str, Any]:
+    values = parse_yaml(path)
     if values is None:
         return {}
     if not isinstance(values, dict):

@@ -39,12 +39,9 @@ class Replica:
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()  # another thread may read the copy on its own stream
 
-    def twin(self) -> Twin:
-        return Twin(self.model)
 
-
-class Twin:
-    """A second copy, for a rollout that goes on with its weights while the first copy gets new ones."""
+class StaleReplica:
+    """A copy of a replica, for a rollout that goes on with its weights while the replica gets new ones."""
 
     def __init__(self, model: nn.Module) -> None:
         self._source = model
@@ -59,9 +56,9 @@ class Twin:
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(model)
-    take_same_path(twin, model)
-    return twin
+    copied = copy.deepcopy(model)
+    take_same_path(copied, model)
+    return copied
 
 
 def on_host(model: nn.Module) -> dict[str, Tensor]:

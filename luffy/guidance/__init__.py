@@ -1,6 +1,7 @@
 """What comes from the teacher: prefix ratios, the choice of traces, the plan of a step."""
 
+from luffy.guidance.gate import FirstRound, Gate, SecondRound, gate_function
 from luffy.guidance.plan import Plan, Planner
 from luffy.guidance.ratios import RatioSchedule
 
-__all__ = ["Plan", "Planner", "RatioSchedule"]
+__all__ = ["FirstRound", "Gate", "Plan", "Planner", "RatioSchedule", "SecondRound", "gate_function"]

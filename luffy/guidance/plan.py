@@ -95,11 +95,12 @@ class Planner:
                 demonstrations[j] = demonstration
                 prefixes[j] = int(ratio * len(demonstration.token_ids))
         return tuple(
-            self._planned(task, d, p, seed_of(f"{key}:{j}"))
+            self.planned(task, d, p, seed_of(f"{key}:{j}"))
             for j, (d, p) in enumerate(zip(demonstrations, prefixes, strict=True))
         )
 
-    def _planned(self, task: Task, demonstration: Demonstration | None, prefix: int, seed: int) -> Planned:
+    def planned(self, task: Task, demonstration: Demonstration | None, prefix: int, seed: int) -> Planned:
+        """One sample: the first ``prefix`` tokens of a trace, the rest by the engine (nothing if that is all of it)."""
         if demonstration is None or prefix == 0:
             return Planned(task, Request(task.prompt_ids, seed, self.sampling))
         if prefix == len(demonstration.token_ids):

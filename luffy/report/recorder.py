@@ -285,7 +285,7 @@ def _texts(group: Group, rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
     ids = rollout.token_ids.tolist()
     return {
         "prefix_ratio": rollout.prefix_ratio,
-        "prompt": tokenizer.decode(list(group.task.prompt_ids)),
+        "prompt": tokenizer.decode(list(rollout.task.prompt_ids)),
         "answer": group.task.problem.answer,
         "response": tokenizer.decode(ids, skip_special_tokens=True),
         "token_ids": ids,

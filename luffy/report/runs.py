@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import yaml
-
-from luffy.config import YAML_ERRORS, Config
+from luffy.config import Config, parse_yaml
 from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import METRICS, SAMPLES
 from luffy.schema import build, to_dict
 
 CONFIG = "config.yaml"
+MOST = 1 << 53  # of whole numbers: beyond, a float skips some
 EXCERPT = 40  # characters of a response in a list: how it ends
 NOT_RUNS = {"checkpoints", "tensorboard", "wandb"}  # may hold thousands of files; W&B has a config.yaml of its own
 Points = list[tuple[int, float]]
@@ -119,6 +118,12 @@ class RunRecord:
         return value if isinstance(value, int) else None
 
     @property
+    def success(self) -> float:
+        """``reward.success``: from which reward on a problem is solved."""
+        value = self.config.get("reward.success")
+        return float(value) if is_number(value) else 1.0  # type: ignore[arg-type]
+
+    @property
     def kind(self) -> Kind:
         """What trained it. The config does not say: ``luffy train`` and ``luffy sft`` take the same recipe."""
         trained = [row for row in self.rows if row["step"] > 0]
@@ -162,7 +167,15 @@ class RunRecord:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite number, and not one of so many digits that no float holds it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) if isinstance(value, float) else abs(value) < MOST
+
+
+def whole(value: Any) -> int:
+    """The value where it is a whole number, else 0: files of others may say anything."""
+    return value if isinstance(value, int) and is_number(value) else 0
 
 
 def load_run(folder: Path | str) -> RunRecord:
@@ -217,12 +230,12 @@ def _once(runs: Iterable[Path]) -> list[Path]:
 
 
 def load_runs(folders: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
-    """All that have steps, and a line for each that has none; having none at all is an error."""
+    """All that have steps, and a line for each that has none or cannot be read; having none at all is an error."""
     records, skipped = [], []
     for folder in folders:
         try:
             records.append(load_run(folder))
-        except EmptyRun as error:
+        except UserError as error:
             skipped.append(str(error))
     if not records:
         raise UserError(skipped[0] if skipped else "no run was named; name at least one run folder")
@@ -240,7 +253,7 @@ def index_samples(path: Path) -> SampleIndex:
 def sample_texts(line: bytes, path: Path) -> dict[str, Any]:
     """A sample without its token lists; whole where an older version wrote it, which did not count its tokens."""
     head = _SAMPLE_HEAD.match(line)
-    row = json.loads(head[0] + b"}") if head else {}
+    row = _parsed(head[0] + b"}", path) if head else {}
     return row if "length" in row else parse_line(line, path)
 
 
@@ -248,20 +261,30 @@ def sample_head(offset: int, row: Mapping[str, Any]) -> SampleHead:
     reward = row.get("reward")
     return SampleHead(
         offset=offset,
-        step=int(row.get("step", 0)),
+        step=whole(row.get("step")),
         problem=str(row.get("problem", "")),
-        sample=int(row.get("sample", 0)),
+        sample=whole(row.get("sample")),
         reward=float(reward) if is_number(reward) else None,  # type: ignore[arg-type]
         finish=str(row.get("finish", "?")),
         length=_count(row, "length", "tokens", len),
-        off_policy_tokens=_count(row, "off_policy_tokens", "off_policy", sum),
-        override_tokens=_count(row, "override_tokens", "overrides", sum),
+        off_policy_tokens=_count(row, "off_policy_tokens", "off_policy", _flagged),
+        override_tokens=_count(row, "override_tokens", "overrides", _flagged),
         ends=str(row.get("response", ""))[-EXCERPT:],
     )
 
 
 def _count(row: Mapping[str, Any], key: str, tokens: str, of: Callable[[Any], int]) -> int:
-    return int(row[key]) if key in row else of(row.get(tokens) or ())
+    return whole(row[key]) if key in row else of(listed(row, tokens))
+
+
+def _flagged(values: Sequence[Any]) -> int:
+    return sum(map(bool, values))
+
+
+def listed(row: Mapping[str, Any], name: str) -> list[Any]:
+    """A list of a sample; empty where there is none or something else stands there."""
+    value = row.get(name)
+    return value if isinstance(value, list) else []
 
 
 def runs_below(place: Path, signs: Sequence[str]) -> Iterator[Path]:
@@ -292,7 +315,7 @@ def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
 
 def metric_row(line: bytes, path: Path) -> dict[str, Any]:
     row = parse_line(line, path)
-    if not isinstance(row.get("step"), int):
+    if not isinstance(row.get("step"), int) or not is_number(row["step"]):
         raise UserError(f"{path}: a line without a whole number as 'step': {_excerpt(line)}")
     return row
 
@@ -303,9 +326,13 @@ def _read_at(file: Any, path: Path, offset: int) -> dict[str, Any]:
 
 
 def parse_line(line: bytes, path: Path) -> dict[str, Any]:
+    return _parsed(line, path)
+
+
+def _parsed(line: bytes, path: Path) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):  # no JSON, no UTF-8, thousands of digits, or brackets within brackets
         raise UserError(f"{path}: a line is not JSON: {_excerpt(line)}; mend or remove it") from None
     if not isinstance(row, dict):
         raise UserError(f"{path}: a line is not a JSON object: {_excerpt(line)}; mend or remove it")
@@ -320,10 +347,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The flat config with today's defaults filled in, so that a run of an older version still compares."""
     if not path.is_file():
         return {}
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except YAML_ERRORS as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    values = parse_yaml(path)
     if not isinstance(values, dict):
         raise UserError(f"{path}: a run's config is a mapping, got {type(values).__name__}")
     try:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from luffy.report.figures import swatch
 from luffy.report.methods import Method, Styled
-from luffy.report.runs import GroupKey, RunRecord, is_number
+from luffy.report.runs import GroupKey, RunRecord, is_number, listed, whole
 from luffy.report.text import aligned, number, shorten, show
 
 MOST_GROUPS = 12  # in a report
@@ -75,12 +75,11 @@ def group_html(shown: Shown) -> Markup:
     head = Markup('<h3>{} {} <span class="sub">seed {}, step {}</span></h3>').format(
         swatch(shown.style), show(shown.method.label), "?" if shown.run.seed is None else shown.run.seed, step
     )
-    guided = int(any(any(row.get("off_policy") or ()) and "reward" in row for row in rows))  # not the traces of SFT
+    guided = int(any(any(listed(row, "off_policy")) and "reward" in row for row in rows))  # not the traces of SFT
     opened = Markup('<article class="group" data-method="{}" data-label="{}" data-step="{}" data-teacher="{}">').format(
         shown.style, shown.method.label, step, guided
     )
-    success = shown.run.config.get("reward.success", 1.0)
-    cards = sample_cards(rows[:MOST_SAMPLES], len(rows), success)
+    cards = sample_cards(rows[:MOST_SAMPLES], len(rows), shown.run.success)
     return opened + head + problem_html(rows[0]) + cards + Markup("</article>")
 
 
@@ -110,7 +109,7 @@ def sample_html(row: Mapping[str, Any], success: float, look: Look = BRIEF) -> M
         '<div class="sample" data-sample="{}"><p class="chips">{}</p>'
         '<pre class="response" dir="auto" tabindex="0">{}</pre></div>'
     )
-    return Markup(card).format(int(row.get("sample", 0)), chips, response_html(row, look))
+    return Markup(card).format(whole(row.get("sample")), chips, response_html(row, look))
 
 
 COLOURS = (("source", "source"), ("probability", "probability"), ("weight", "gradient weight"))
@@ -129,7 +128,7 @@ def colour_key() -> Markup:
     """The style sheet hides what is said of overrides where no sample has any."""
     return Markup(
         '<p class="key by-source"><mark class="teacher">teacher token</mark> <mark class="override">override by the '
-        "guidance model</mark> <span>policy token</span></p>"
+        "second model</mark> <span>policy token</span></p>"
         '<p class="key by-probability"><span>probability under the policy:</span> <span class="p0">near 0</span> '
         '<span class="p4">0.5</span> <span>near 1</span> <mark class="teacher none">teacher'
         + OR_OVERRIDE
@@ -147,21 +146,22 @@ def _chips(row: Mapping[str, Any], success: float) -> Iterator[Markup]:
         solved = reward is not None and reward >= success
         said = ("\u2713" if solved else "\u2717", number(float(reward), 2).removesuffix(".00"))  # type: ignore[arg-type]
         yield Markup('<span class="chip {}">{} reward {}</span>').format("good" if solved else "bad", *said)
-    off = row.get("off_policy") or []
+    off = listed(row, "off_policy")
     if any(off):
         yield Markup('<span class="chip teacher">{}</span>').format("teacher" if all(off) else "teacher prefix")
-    if any(row.get("overrides") or []):
+    if any(listed(row, "overrides")):
         yield Markup('<span class="chip override">overridden</span>')
     if "advantages" in row:  # traces of SFT and held-out problems earn none
-        yield Markup("<span>advantage {}</span>").format(advantage_of(row["advantages"]))
+        yield Markup("<span>advantage {}</span>").format(advantage_of(listed(row, "advantages")))
     ends = show(str(row.get("finish", "?")))
-    yield Markup("<span>{} tokens, finish: {}</span>").format(len(row.get("tokens") or []), ends)
+    yield Markup("<span>{} tokens, finish: {}</span>").format(len(listed(row, "tokens")), ends)
     if row.get("status", "ok") != "ok":
         yield Markup('<span class="chip bad">{}</span>').format(show(str(row["status"])))
 
 
-def advantage_of(advantages: Sequence[float] | None) -> str:
+def advantage_of(given: Sequence[Any]) -> str:
     """One figure, or two where teacher and policy tokens are weighted apart; a rejected group has none."""
+    advantages = [value for value in given if is_number(value)]
     if not advantages:
         return "none (group rejected)"
     low, high = min(advantages), max(advantages)
@@ -175,7 +175,7 @@ def _signed(value: float) -> str:
 def response_html(row: Mapping[str, Any], look: Look = BRIEF) -> Markup:
     """Every token with classes for its source, the shade of its probability and that of its gradient weight; the
     style sheet colours by one of them at a time."""
-    tokens = [str(token) for token in row.get("tokens") or []]
+    tokens = [str(token) for token in listed(row, "tokens")]
     if not tokens:
         return show(shorten(str(row.get("response", "")), LONGEST_SPAN))
     parts = aligned(tokens, str(row.get("response", "")))
@@ -213,10 +213,12 @@ def _shade(kind: str, share: float | None) -> str:
 
 
 def _tokens(row: Mapping[str, Any], parts: Sequence[tuple[str, bool]], which: slice) -> list[Token]:
-    streams = [_stream(row.get(name), len(parts))[which] for name in ("off_policy", "overrides", "gradient_weights")]
+    streams = [
+        _stream(listed(row, name), len(parts))[which] for name in ("off_policy", "overrides", "gradient_weights")
+    ]
     probabilities = token_probabilities(row, len(parts))[which]
     return [
-        Token(text, special, _source(off, override), p, weight if is_number(weight) else None)
+        Token(text, special, _source(off, override), p, weight if is_number(weight) and weight >= 0 else None)
         for (text, special), off, override, weight, p in zip(parts[which], *streams, probabilities, strict=True)
     ]
 
@@ -228,14 +230,14 @@ def _source(off_policy: int | None, override: int | None) -> str:
 def token_probabilities(row: Mapping[str, Any], count: int) -> list[float | None]:
     """Under the policy. Runs of before it was recorded know it of the policy's own tokens only, by the log-prob
     they were drawn with; a teacher's token had 0 there, which says nothing."""
-    if row.get("policy_probs"):
-        return [p if is_number(p) else None for p in _stream(row["policy_probs"], count)]
-    drawn = zip(_stream(row.get("log_probs"), count), _stream(row.get("off_policy"), count), strict=True)
+    if listed(row, "policy_probs"):
+        return [p if is_number(p) else None for p in _stream(listed(row, "policy_probs"), count)]
+    drawn = zip(_stream(listed(row, "log_probs"), count), _stream(listed(row, "off_policy"), count), strict=True)
     return [exp(min(v, 0.0)) if is_number(v) and not off else None for v, off in drawn]
 
 
-def _stream(values: Sequence[Any] | None, count: int) -> list[Any]:
-    given = list(values or ())[:count]
+def _stream(values: Sequence[Any], count: int) -> list[Any]:
+    given = list(values[:count])
     return given + [None] * (count - len(given))
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from luffy.data import ProblemSampler
 from luffy.distributed.share import expected_tokens, share_out
+from luffy.distributed.world import World
 from luffy.errors import AllStopped
+from luffy.guidance import FirstRound
 from luffy.guidance.choice import choose
-from luffy.metrics import Metric, merge_metrics, spread
+from luffy.metrics import Metric, Sum, merge_metrics, spread
 from luffy.report.timing import Stopwatch
 from luffy.train.credit import ScoredTokens, find_credit_function, uncredited
 from luffy.train.groups import group_metrics, is_extreme, override_metrics, staleness_metrics
@@ -55,7 +58,7 @@ RollOut = Callable[["Run", Slot], RolloutBatch]
 @dataclass
 class StepBatch:
     """What one step trains on. Groups are numbered over all ranks: the ``size`` kept ones first, then the rejected
-    ones; the dictionaries hold this rank's, by that number. ``metrics`` are over all ranks. In SFT a group is one
+    ones; the dictionaries hold this rank's, by that number. In SFT a group is one
     trace, and there are samples alone."""
 
     size: int
@@ -63,6 +66,11 @@ class StepBatch:
     groups: dict[int, Group] = field(default_factory=dict)
     rejected: dict[int, Group] = field(default_factory=dict)
     samples: dict[int, list[Sample]] = field(default_factory=dict)
+
+    def add(self, samples: Sequence[list[Sample]], metrics: Mapping[str, Metric], world: World) -> None:
+        """The samples of this rank's kept groups, in their order; then the metrics become those of all ranks."""
+        self.samples = dict(zip(self.groups, samples, strict=True))
+        self.metrics = world.merge({**self.metrics, **metrics, "batch/rejected": Sum(len(self.rejected))})
 
     def mini_batches(self, problems: int | None) -> Iterator[list[Sample]]:
         """This rank's samples of ``problems`` groups at a time, as many mini-batches on every rank."""
@@ -99,6 +107,18 @@ def draw_share(run: Run, first: int) -> Drawn:
     costs = [expected_tokens(task, r.n, r.max_tokens) for task in tasks]
     mine = share_out(costs, run.world.size)[run.world.rank]
     return Drawn([tasks[i] for i in mine], [visits[i] for i in mine], [first + i for i in mine])
+
+
+def first_rounds(run: Run, drawn: Drawn, groups: Sequence[Group], step: int) -> list[FirstRound]:
+    """What the gate sees of a batch."""
+    reward = run.cfg.reward
+    return [
+        FirstRound(
+            group, step, visit, position, run.planner, reward.solved, reward.failed,
+            partial(run.trace_rewards, group.task),
+        )
+        for group, visit, position in zip(groups, drawn.visits, drawn.positions, strict=True)
+    ]  # fmt: skip
 
 
 def draw_traces(run: Run) -> StepBatch:
@@ -171,7 +191,7 @@ def _next_batch(run: Run, step: int, first: int, roll_out: RollOut) -> RolloutBa
 def _rollout_metrics(run: Run, groups: list[Group], step: int) -> Iterator[Mapping[str, Metric]]:
     yield group_metrics(groups, run.cfg.reward)
     yield run.engine.metrics() if run.prefetcher is None else staleness_metrics(groups, step)
-    if run.cfg.rollout.guide is not None:
+    if run.cfg.rollout.overrides is not None:
         yield override_metrics(groups)
 
 

@@ -14,6 +14,7 @@ from luffy.distributed.world import World
 from luffy.errors import UserError
 from luffy.files import remove_unfinished
 from luffy.guidance import Planner
+from luffy.guidance.gate import find_gate
 from luffy.models.load import eos_ids, load_model
 from luffy.report.recorder import check_trackers
 from luffy.report.timing import Stopwatch
@@ -22,7 +23,7 @@ from luffy.train import held_out, recording, saving, setup
 from luffy.train.background import BackgroundSaver
 from luffy.train.batch import RolloutBatch
 from luffy.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint
-from luffy.train.copies import Engines
+from luffy.train.engines import Engines
 from luffy.train.lock import lock_folder
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
@@ -104,6 +105,7 @@ def _assemble(
         engines=engines, engine=rollouts[0], before_step=rollouts[1],
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
         sampler=ProblemSampler(len(tasks), cfg.seed), planner=_planner(cfg, steps, end_of_text),
+        gate=find_gate(cfg.guidance.gate),
         store=store, saver=saver,
     )  # fmt: skip
 

@@ -36,11 +36,11 @@ def changed_settings(folder: Path, step: int, cfg: Config) -> Changes:
 
 def follows_length(cfg: Config) -> bool:
     """Whether a schedule is spread over the whole training, so that a longer one changes every step of it."""
-    o, g, guide = cfg.optim, cfg.guidance, cfg.rollout.guide
+    o, g, second = cfg.optim, cfg.guidance, cfg.rollout.overrides
     prefixes = g.n_prefix > 0 and g.strategy not in ("fixed", "random") and g.prefix_steps is None
-    overrides = guide is not None and (
-        (guide.tau_end is not None and guide.tau_steps is None)
-        or (guide.eps_end is not None and guide.eps_steps is None)
+    overrides = second is not None and (
+        (second.tau_end is not None and second.tau_steps is None)
+        or (second.eps_end is not None and second.eps_steps is None)
     )
     return o.schedule != "constant" or 0 < o.warmup < 1 or prefixes or overrides
 

@@ -24,7 +24,7 @@ from luffy.config import AlgorithmConfig
 from luffy.core.advantages import group_advantages
 from luffy.core.kl import kl_penalty
 from luffy.errors import UserError
-from luffy.metrics import Mean, Metric
+from luffy.metrics import Mean, Metric, spread
 from luffy.registry import Registry
 from luffy.types import Group, Rollout, Sample
 
@@ -142,10 +142,15 @@ def _kl(tokens: ScoredTokens, cfg: AlgorithmConfig) -> Tensor:
     return kl_penalty(tokens.old, tokens.ref, cfg.kl_estimator)
 
 
-def reward_kl_metrics(scored: Sequence[Sequence[ScoredTokens]], cfg: AlgorithmConfig) -> dict[str, Metric]:
-    """``critic/kl``: the mean KL per token that was taken off the rewards."""
-    per_token = [_kl(tokens, cfg) for group in scored for tokens in group]
-    return {"critic/kl": Mean(float(sum(t.sum() for t in per_token)), sum(t.numel() for t in per_token))}
+def credit_metrics(
+    samples: Sequence[Sequence[Sample]], scored: Sequence[Sequence[ScoredTokens]], cfg: AlgorithmConfig
+) -> dict[str, Metric]:
+    """The spread of the advantages; ``critic/kl``: the mean KL per token that was taken off the rewards."""
+    metrics = spread("critic/advantages", [float(s.advantages[0]) for group in samples for s in group])
+    if cfg.kl_coef and cfg.kl_in == "reward":
+        per_token = [_kl(tokens, cfg) for group in scored for tokens in group]
+        metrics["critic/kl"] = Mean(float(sum(t.sum() for t in per_token)), sum(t.numel() for t in per_token))
+    return metrics
 
 
 def uncredited(rollout: Rollout) -> Sample:

@@ -25,14 +25,14 @@ from luffy.train import setup
 from luffy.train.activations import activation_bytes
 from luffy.train.batch import draw
 from luffy.train.build import total_steps
-from luffy.train.engines import VLLM_SLOTS, context_of
 from luffy.train.optim import lr_at
-from luffy.train.overrides import check_guidance_fits
+from luffy.train.overrides import check_second_fits
 from luffy.train.run_state import Method
+from luffy.train.vllm_settings import VLLM_SLOTS, context_of
 
 GIB = 2**30
 SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-CACHES = ("KV cache", "guidance KV cache")
+CACHES = ("KV cache", "second KV cache")
 PROBLEMS_LOOKED_AT, TRACES_VERIFIED = 1000, 64
 FEW_RIGHT = 0.8  # of them: fewer is worth a remark
 
@@ -49,7 +49,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
     setup.validate(cfg, method, model_config)
     device = setup.pick_device(cfg.model.device)
     notices += [remark for dtype in dtypes_of(cfg, method) if (remark := slow_dtype(dtype, device))][:1]
-    guidance = check_other_models(cfg, method, tokenizer)
+    second = check_other_models(cfg, method, tokenizer)
     traces = "not verified: no reward is needed"
     if method == "rl" or eval_tasks:
         traces = check_reward(cfg, method, tasks, tokenizer)
@@ -60,7 +60,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
     batch = [tasks[i] for i in rows]
     notices += setup.repeated_problems(cfg, len(tasks))
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
-    memory = memory_estimate(cfg, model_config, parameters, trained, method) | guidance_memory(cfg, guidance)
+    memory = memory_estimate(cfg, model_config, parameters, trained, method) | second_memory(cfg, second)
     lines = [
         f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed}{several})",
         f"model      {cfg.model.path}  {parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
@@ -120,9 +120,9 @@ def bare_model(path: str, knob: str, cfg: Config) -> Any:
 
 
 def dtypes_of(cfg: Config, method: Method) -> set[str]:
-    """Of the policy's weights and, where there is one, the guidance model's."""
-    guide = cfg.rollout.guide if method == "rl" else None
-    return {cfg.model.dtype} | ({guide.dtype or cfg.model.dtype} if guide else set())
+    """Of the policy's weights and, where there is one, the second model's."""
+    knobs = cfg.rollout.overrides if method == "rl" else None
+    return {cfg.model.dtype} | ({knobs.dtype or cfg.model.dtype} if knobs else set())
 
 
 def parameters_of(model: Any) -> int:
@@ -141,15 +141,15 @@ def read_model_config(path: str, knob: str, trust_remote_code: bool) -> Any:
 
 
 def check_other_models(cfg: Config, method: Method, tokenizer: Any) -> Any:
-    """The reference and the guidance model are there and fit; the latter without its weights, if there is one."""
-    m, guide = cfg.model, cfg.rollout.guide
+    """The reference and the second model are there and fit; the latter without its weights, if there is one."""
+    m, knobs = cfg.model, cfg.rollout.overrides
     if method == "rl" and cfg.algorithm.kl_coef and m.reference:
         read_model_config(m.reference, "model.reference", m.trust_remote_code)
-    if method != "rl" or guide is None:
+    if method != "rl" or knobs is None:
         return None
-    model = bare_model(guide.model_path, "rollout.offpolicy_guidance.model_path", cfg)
-    check_same_tokenizer(tokenizer, load_tokenizer(guide.model_path, m.trust_remote_code))
-    check_guidance_fits(cfg, guide, model.config, tokenizer)
+    model = bare_model(knobs.model_path, "rollout.offpolicy_guidance.model_path", cfg)
+    check_same_tokenizer(tokenizer, load_tokenizer(knobs.model_path, m.trust_remote_code))
+    check_second_fits(cfg, knobs, model.config, tokenizer)
     return model
 
 
@@ -195,7 +195,7 @@ def memory_line(cfg: Config, parts: dict[str, float]) -> str:
     # Where rollout and update take turns, the caches are released before the update begins.
     overlap = cfg.async_.max_staleness > 0
     update = sum(size for name, size in parts.items() if overlap or name not in CACHES)
-    kept = ("weights", "copies for rollouts", "optimizer", "reference", "guidance model", *CACHES)
+    kept = ("weights", "copies for rollouts", "optimizer", "reference", "second model", *CACHES)
     rollout = sum(parts.get(name, 0) for name in kept)
     each = "" if cfg.launch == "local" else f" in each of {cfg.parallel.workers} processes"
     return f"about {max(update, rollout) / GIB:.2f} GiB at the peak{each} ({shown} GiB)"
@@ -235,12 +235,12 @@ def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: in
     return parts
 
 
-def guidance_memory(cfg: Config, model: Any) -> dict[str, float]:
-    """A guidance model stays beside the policy, whole; its cache is there when the policy's is."""
-    if model is None or cfg.rollout.guide is None:
+def second_memory(cfg: Config, model: Any) -> dict[str, float]:
+    """A second model stays beside the policy, whole; its cache is there when the policy's is."""
+    if model is None or cfg.rollout.overrides is None:
         return {}
-    size = SIZES[cfg.rollout.guide.dtype or cfg.model.dtype]
-    return {"guidance model": parameters_of(model) * size, "guidance KV cache": cache_bytes(cfg, model.config, size)}
+    size = SIZES[cfg.rollout.overrides.dtype or cfg.model.dtype]
+    return {"second model": parameters_of(model) * size, "second KV cache": cache_bytes(cfg, model.config, size)}
 
 
 def cache_bytes(cfg: Config, model_config: Any, size: int) -> float:

@@ -1,29 +1,43 @@
-"""From a config to the engine that makes the responses of a run (docs/engines.md)."""
+"""From a config to engines: every engine of a run is built here (docs/engines.md).
+
+The policy's engine has a name, `rollout.engine`; `engine` registers one. `Engines` says on which copy of the policy's
+weights it runs, and in which process. A second model that overrides tokens is put beside it (docs/overrides.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from luffy.config import Config
 from luffy.config.checks import ENGINE_NAMES
-from luffy.errors import ConfigError, UserError
+from luffy.distributed.group_engine import GroupEngine, leads
+from luffy.distributed.replica import Replica, StaleReplica
+from luffy.distributed.world import World
+from luffy.errors import UserError
 from luffy.models.forward import causal_lm
 from luffy.registry import Registry
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
-from luffy.rollout.vllm.colocated import VllmEngine, engine_arguments
+from luffy.rollout.overrides.aligned import AlignedEngine
+from luffy.rollout.overrides.speculative import SpeculativeEngine
+from luffy.rollout.overrides.turns import TurnsEngine, check_log_probs, check_takes_turns
+from luffy.rollout.vllm.colocated import VllmEngine
 from luffy.rollout.vllm.http_client import Server, key_from
 from luffy.rollout.vllm.remote import RemoteEngine
 from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer, Transfer
+from luffy.train.overrides import check_alignable, load_second_model, rule_at
+from luffy.train.vllm_settings import VLLM_SLOTS, context_of, transfer_of, vllm_arguments, weight_folder
 
-VLLM_SLOTS = 256  # unless rollout.slots says otherwise: vLLM's own default
+# Of the unused GPU memory when a rollout begins that an update will run beside: gradients, moments and activations
+# need the rest, and at the first step none of them is there yet.
+SHARE_BESIDE_AN_UPDATE = 0.4
 
-
-EngineBuilder = Callable[[Config, nn.Module, str, Callable[[str], None]], Engine]
+Warn = Callable[[str], None]
+BeforeStep = Callable[[int], None]
+EngineBuilder = Callable[[Config, nn.Module, str, Warn], Engine]
 ENGINES: Registry[EngineBuilder] = Registry("engine")
 
 
@@ -44,82 +58,28 @@ def find_engine(name: str) -> EngineBuilder:
         raise UserError(f"'rollout.engine': {error}") from None
 
 
-def build_engine(cfg: Config, model: nn.Module, device: str, warn: Callable[[str], None]) -> Engine:
+def build_engine(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
     """The policy's engine, by its name."""
     return find_engine(cfg.rollout.engine)(cfg, model, device, warn)
 
 
 @engine("native")
-def build_native(cfg: Config, model: nn.Module, device: str, warn: Callable[[str], None]) -> Engine:
+def build_native(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
     return NativeEngine(model, max_slots=cfg.rollout.slots)
 
 
 @engine("vllm")
-def build_vllm(cfg: Config, model: nn.Module, device: str, warn: Callable[[str], None]) -> Engine:
+def build_vllm(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
     """It has no weights before its first ``sync``."""
-    if cfg.rollout.vllm.servers:
-        return remote_engine(cfg, model, device, warn)
-    folder = weight_folder(cfg) if transfer_of(cfg, device) == "folder" else None
-    arguments = vllm_arguments(cfg, causal_lm(model).config)
-    return VllmEngine.of_policy(model, arguments, push_folder=folder, seeded=cfg.rollout.vllm.request_seeds)
-
-
-def vllm_arguments(cfg: Config, model_config: Any) -> dict[str, Any]:
     v = cfg.rollout.vllm
-    return engine_arguments(
-        dtype=cfg.model.dtype,
-        slots=cfg.rollout.slots or VLLM_SLOTS,
-        max_context=context_of(cfg, model_config),
-        width=v.tensor_parallel_size,
-        memory_fraction=v.memory_fraction,
-        args={"trust_remote_code": cfg.model.trust_remote_code, **v.args},
-    )
-
-
-def context_of(cfg: Config, model_config: Any) -> int:
-    """The longest prompt and response that the run can ask for, or what the user said."""
-    longest = max(cfg.rollout.max_tokens, cfg.eval.max_tokens or 0)
-    needed = cfg.data.max_prompt_tokens + longest
-    wanted = cfg.rollout.vllm.max_context
-    if wanted is not None and wanted < needed:
-        raise ConfigError(
-            f"'rollout.vllm.max_context' ({wanted}) is less than data.max_prompt_tokens + the longest response "
-            f"({needed}); raise it"
-        )
-    limit = getattr(model_config, "max_position_embeddings", None) or needed
-    return min(wanted or needed, limit)
-
-
-def transfer_of(cfg: Config, device: str) -> str:
-    v = cfg.rollout.vllm
-    if v.servers:
-        return transfer_to_servers(cfg, device)
-    if v.transfer != "auto":
-        return v.transfer
-    spread = v.tensor_parallel_size > 1 or v.args.get("pipeline_parallel_size", 1) > 1
-    return "folder" if spread else "memory"
-
-
-def transfer_to_servers(cfg: Config, device: str) -> str:
-    """What both ends choose, each for itself: the trainer and the server."""
-    v = cfg.rollout.vllm
-    if v.transfer != "auto":
-        return v.transfer
-    return "nccl" if device == "cuda" else "folder"
-
-
-def weight_folder(cfg: Config) -> Path:
-    return Path(cfg.rollout.vllm.shared_folder or cfg.folder / "weights")
-
-
-def remote_engine(cfg: Config, model: nn.Module, device: str, warn: Callable[[str], None]) -> RemoteEngine:
-    v = cfg.rollout.vllm
+    transfer_kind = transfer_of(cfg, device)
+    if not v.servers:
+        folder = weight_folder(cfg) if transfer_kind == "folder" else None
+        arguments = vllm_arguments(cfg, causal_lm(model).config)
+        return VllmEngine.of_policy(model, arguments, push_folder=folder, seeded=v.request_seeds)
     key = key_from(v.api_key_env)
-    transfer: Transfer
-    if transfer_of(cfg, device) == "nccl":
-        transfer = NcclTransfer(v.nccl_host)
-    else:
-        transfer = FolderTransfer(weight_folder(cfg))
+    nccl = transfer_kind == "nccl"
+    transfer: Transfer = NcclTransfer(v.nccl_host) if nccl else FolderTransfer(weight_folder(cfg))
     return RemoteEngine(
         model,
         [Server(url, key, v.timeout_s) for url in v.servers],
@@ -129,3 +89,96 @@ def remote_engine(cfg: Config, model: nn.Module, device: str, warn: Callable[[st
         seeded=v.request_seeds,
         warn=warn,
     )
+
+
+def with_overrides(
+    cfg: Config, policy: Engine, tokenizer: Any, device: str, total_steps: int
+) -> tuple[Engine, BeforeStep]:
+    """The engine that rolls out, and what to call with each step before it so that the rule's schedule moves.
+
+    ``policy`` is the policy's own engine, and the one returned where no second model overrides tokens. Beside the
+    native engine the second model decides token by token; any other engine shows only what it drew, and the two take
+    turns where the rule allows it.
+    """
+    knobs = cfg.rollout.overrides
+    if knobs is None:
+        return policy, lambda step: None
+    if not isinstance(policy, NativeEngine):
+        check_takes_turns(knobs.rule, type(policy).__name__)
+        check_log_probs(policy, cfg.sampling)
+    second = load_second_model(cfg, knobs, tokenizer, device)
+    slots = cfg.rollout.slots
+    if knobs.rule == "aligned":
+        check_alignable(knobs)
+        return AlignedEngine(policy, NativeEngine(second, max_slots=slots)), lambda step: None
+    rule = rule_at(knobs, 0, total_steps)
+    limits: dict[str, Any] = {"max_overrides": knobs.max_overrides, "second_temperature": knobs.temperature}
+    pair: SpeculativeEngine | TurnsEngine
+    if isinstance(policy, NativeEngine):
+        share = policy.memory_share
+        sizes: dict[str, Any] = {"max_slots": slots, "max_context": cfg.longest, "memory_share": share}
+        pair = SpeculativeEngine(policy.model, second, rule, k=knobs.k, **limits, **sizes)
+    else:
+        vocabulary = second.config.vocab_size
+        pair = TurnsEngine(policy, NativeEngine(second, max_slots=slots), rule, second_vocabulary=vocabulary, **limits)
+
+    def before_step(step: int) -> None:
+        pair.rule = rule_at(knobs, step, total_steps)
+
+    return pair, before_step
+
+
+class Engines:
+    """The engines of a run. ``current`` has the policy's newest weights; ``for_rollouts`` is the same, or is stale.
+
+    In one process that rolls out and updates by turns, the engine runs on the policy's own weights. Otherwise there are
+    replicas: one where the weights are sharded, and a second one where a rollout goes on while the first is refreshed.
+    """
+
+    def __init__(self, cfg: Config, method: str, model: nn.Module, device: str, world: World, warn: Warn) -> None:
+        """``model`` is still whole: replicas are made before it is sharded. SFT rolls nothing out; its evaluations run
+        on the native engine."""
+        stale = method == "rl" and cfg.async_.max_staleness > 0
+        self.cfg, self.device, self.world = cfg, device, world
+        self.group_size = cfg.parallel.rollout_group if world.joined else 1
+        self.leads = leads(world, self.group_size)
+        self.replica: Replica | None = None
+        self.stale_replica: StaleReplica | None = None
+        if world.joined or stale:
+            # An engine spread over the GPUs of a group has shards of its own: their source can wait on the host.
+            spread = method == "rl" and cfg.rollout.engine == "vllm" and self.group_size > 1
+            self.replica = Replica(model, "cpu" if spread else device, holds=self.leads)
+            model = self.replica.model
+        self._own: Engine | None = None
+        if self.leads:
+            build = build_native if method == "sft" or stale else build_engine
+            self._own = build(cfg, model, device, warn)
+        self.current = self._shared(self._own)
+        if stale and self.replica is not None and self.leads:
+            self.stale_replica = StaleReplica(self.replica.model)
+
+    def for_rollouts(self, tokenizer: Any, total_steps: int) -> tuple[Engine, BeforeStep]:
+        """The engine that rolls out, and what to call before each step (`with_overrides`)."""
+        if self._own is None:
+            return self._shared(None), lambda step: None
+        own, slots = self._own, self.cfg.rollout.slots
+        if self.stale_replica is not None:
+            own = NativeEngine(self.stale_replica.model, max_slots=slots, memory_share=SHARE_BESIDE_AN_UPDATE)
+        engine, before_step = with_overrides(self.cfg, own, tokenizer, self.device, total_steps)
+        return self._shared(engine), before_step
+
+    def _shared(self, engine: Engine | None) -> Engine:
+        if self.group_size == 1:
+            assert engine is not None
+            return engine
+        return GroupEngine(engine, self.world, self.group_size)
+
+    def renew(self, model: nn.Module) -> None:
+        """The replica gets the policy's weights of now."""
+        if self.replica is not None:
+            self.replica.refresh(model)
+
+    def catch_up(self) -> None:
+        """The stale replica gets the weights of the refreshed one."""
+        if self.stale_replica is not None:
+            self.stale_replica.catch_up()

@@ -65,7 +65,7 @@ def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, Metric]:
 
 
 def override_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """How much of the responses a guidance model wrote, over the tokens the engine made."""
+    """How much of the responses a second model wrote, over the tokens the engine made."""
     rollouts = [r for g in groups for r in g.rollouts if r.finish != "trace"]
     made = sum(int((~r.off_policy).sum()) for r in rollouts)
     put_in = sum(int(r.overrides.sum()) for r in rollouts)

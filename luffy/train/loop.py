@@ -19,20 +19,32 @@ from rich.console import Console
 from luffy.config import Config, EvalConfig
 from luffy.distributed.world import World
 from luffy.errors import AllStopped, TrainingStopped
-from luffy.metrics import Max, Metric, Sum, merge_metrics, spread
+from luffy.guidance import Plan
+from luffy.guidance.gate import SecondRounds
+from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.models.threads import use_threads
 from luffy.report.console import was_idle
 from luffy.train import held_out, recording, saving
 from luffy.train.activations import out_of_memory_advice
-from luffy.train.batch import RolloutBatch, Slot, StepBatch, collect, draw_share, draw_traces, score_tokens
+from luffy.train.batch import (
+    RolloutBatch,
+    Slot,
+    StepBatch,
+    collect,
+    draw_share,
+    draw_traces,
+    first_rounds,
+    score_tokens,
+)
 from luffy.train.build import build_run
-from luffy.train.credit import credit, reward_kl_metrics
+from luffy.train.credit import credit, credit_metrics
 from luffy.train.groups import score
 from luffy.train.optim import lr_at
 from luffy.train.policy import NonFiniteUpdate
 from luffy.train.recording import Records
 from luffy.train.run_state import Method, Progress, Run
 from luffy.train.stopping import StopRequest
+from luffy.types import Group
 
 Observer = Callable[[StepBatch], None]
 
@@ -42,24 +54,33 @@ def ignore(batch: StepBatch) -> None:
 
 
 def roll_out(run: Run, at: Slot) -> RolloutBatch:
-    """The first half of an RL step: sample problems, plan, generate, verify. With ``async.max_staleness`` a thread does
+    """The first half of an RL step: sample problems, plan, generate, verify, and once more
+    where the gate asks for it. With ``async.max_staleness`` a thread does
     this for coming steps; it must not depend on anything but the run and the slot."""
     run.before_step(at.step)
     with at.watch("plan"):
         drawn = draw_share(run, at.first)
         plan = run.planner.plan(drawn.tasks, at.step, drawn.visits, run.trace_rewards, drawn.positions)
+    groups, metrics = respond(run, plan, at), {}
+    if run.gate is not None:
+        second = SecondRounds.of(run.gate, first_rounds(run, drawn, groups, at.step))
+        groups = second.merge(groups, respond(run, second.plan, at))  # on every rank: some engines answer several
+        metrics = {"batch/gated": Sum(len(second.rounds))}
+    return RolloutBatch(dict(zip(drawn.positions, groups, strict=True)), run.sampler.state_dict(), metrics)
+
+
+def respond(run: Run, plan: Plan, at: Slot) -> list[Group]:
+    """Generate what a plan asks for, join it with the teacher's part and verify all of it."""
     with at.watch("rollout"):
         completions = run.engine.generate(plan.requests, at.progress)
         rollouts = plan.assemble(completions, version=at.version)
     with at.watch("reward"):
         assert run.verifier is not None
-        groups = score(rollouts, run.verifier, run.tokenizer)
-    return RolloutBatch(dict(zip(drawn.positions, groups, strict=True)), run.sampler.state_dict())
+        return score(rollouts, run.verifier, run.tokenizer)
 
 
 def rl_step(run: Run, step: int, observe: Observer = ignore) -> StepBatch:
     """One step of LUFFY; ``step`` counts from 0. ``observe`` sees the samples before the weights change."""
-    a = run.cfg.algorithm
     batch = collect(run, step, roll_out)  # and reject groups without a signal
     if run.prefetcher is None:
         with run.watch("sleep"):
@@ -67,13 +88,8 @@ def rl_step(run: Run, step: int, observe: Observer = ignore) -> StepBatch:
     with run.watch("old_log_probs"):
         tokens = score_tokens(run, batch)
     with run.watch("advantage"):
-        samples = credit(list(batch.groups.values()), tokens, a, step, run.total_steps)
-        batch.samples = dict(zip(batch.groups, samples, strict=True))
-    if a.kl_coef and a.kl_in == "reward":
-        batch.metrics |= reward_kl_metrics(tokens, a)
-    batch.metrics |= spread("critic/advantages", [float(s.advantages[0]) for group in samples for s in group])
-    batch.metrics |= {"batch/rejected": Sum(len(batch.rejected))}
-    batch.metrics = run.world.merge(batch.metrics)
+        samples = credit(list(batch.groups.values()), tokens, run.cfg.algorithm, step, run.total_steps)
+    batch.add(samples, credit_metrics(samples, tokens, run.cfg.algorithm), run.world)
     return update(run, step, batch, observe)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from luffy.config import Config
 from luffy.data import ProblemSampler
 from luffy.distributed.world import World
-from luffy.guidance import Planner
+from luffy.guidance import Gate, Planner
 from luffy.models.load import decode
 from luffy.report.console import RunView
 from luffy.report.timing import Stopwatch
@@ -24,7 +24,7 @@ from luffy.train.background import BackgroundSaver
 from luffy.train.batch import RolloutBatch
 from luffy.train.changes import Changes
 from luffy.train.checkpoint import CheckpointStore
-from luffy.train.copies import Engines
+from luffy.train.engines import Engines
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
 from luffy.train.scorer import TokenScorer
@@ -95,6 +95,7 @@ class Run:
     verifier: Verifier | None  # none in SFT without held-out problems
     sampler: ProblemSampler
     planner: Planner
+    gate: Gate | None
 
     store: CheckpointStore
     saver: BackgroundSaver | None  # writes the checkpoints of several processes

@@ -12,6 +12,7 @@ from torch import nn
 from luffy.config import Config, ModelConfig
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.errors import ConfigError, DataError, UserError, how_to_install
+from luffy.guidance.gate import find_gate
 from luffy.models.load import eos_ids_in, load_model, load_tokenizer
 from luffy.train.credit import find_credit_function
 from luffy.train.engines import find_engine
@@ -133,7 +134,8 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
     """Every problem is read and encoded once before the first step: what is wrong shows now."""
     if not cfg.data.train:
         raise ConfigError("'data.train' is empty; give a file, folder or hub id")
-    guided = sft or cfg.guidance.n_prefix > 0
+    gate = find_gate(cfg.guidance.gate)
+    guided = sft or cfg.guidance.n_prefix > 0 or (gate is not None and gate.uses_traces)
     problems = _load(cfg, cfg.data.train, cfg.data.split, limit=cfg.data.limit, require_answer=not sft)
     usable, with_traces = [], 0
     for index, task in enumerate(encoder.encode_all(problems[i] for i in range(len(problems)))):

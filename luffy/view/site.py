@@ -17,7 +17,7 @@ from luffy.errors import UserError
 from luffy.report.charts import Chart, chart_grid, charts_of
 from luffy.report.figures import swatch
 from luffy.report.methods import Method, Styled
-from luffy.report.runs import RunRecord
+from luffy.report.runs import RunRecord, whole
 from luffy.report.samples import CLOSE, problem_html, sample_cards
 from luffy.report.tables import difference_table, final_table, phase_table, run_table, steps_of
 from luffy.report.text import legible
@@ -153,7 +153,7 @@ class Site:
         name = _text(query, "file") or "train"
         if name not in run.samples:
             raise UserError(f"file is {name!r}; known: {', '.join(run.samples)}")
-        return run.samples[name], float(run.record.config.get("reward.success", 1.0))
+        return run.samples[name], run.record.success
 
     def _samples(self, query: Query) -> Reply:
         """One page of the list. ``near`` is a sample whose place in the list is wanted too."""
@@ -184,7 +184,7 @@ class Site:
             steps = table.steps_of(at)
         shown = rows[:MOST_SAMPLES]
         html = problem_html(rows[0]) + sample_cards(shown, len(rows), success, CLOSE)
-        step = int(rows[0].get("step", 0))
+        step = whole(rows[0].get("step"))
         return as_json({"html": html, "numbers": numbers[: len(shown)], "step": step, "steps": steps})
 
     def _text(self, query: Query) -> Reply:

@@ -29,7 +29,7 @@ from typing import Any
 
 import yaml
 
-from studies.qwen.plan import METHODS, Contest, Run, plan
+from studies.qwen.plan import METHODS, Contest, Run, plan, runs_of
 from studies.qwen.records import Row, best_rates, curves, gpu_seconds, read_lines, read_rows, right_counts, test_row
 
 SAMPLES, SCREENING = 4, 8
@@ -54,7 +54,8 @@ class Driver:
         self.running: list[Job] = []
         self.tests: list[Job] = []
         self.known = read_rows(args.known)
-        self.begun = {run for run, row in self.known.items() if row["status"] in ("finished", "dropped")}
+        self.settled = {name: row for name, row in self.known.items() if row["status"] in ("finished", "dropped")}
+        self.begun: set[str] = set()
         self.contests: dict[str, Contest] = {}
         self.rates: dict[str, float] | None = None  # None: to be found out anew
         self.stopping = False
@@ -144,13 +145,17 @@ class Driver:
 
     def _next_runs(self) -> list[Run]:
         """The first unit that fits. A contest may take one process more than there are places; where it does not
-        fit, a single run or one of a contest without rungs fills the place."""
+        fit, a single run or one of a contest without rungs fills the place. A model that a run begins with and that
+        another machine had is trained again."""
         free = self.args.at_once - sum(job.run is not None and job.name == job.run.name for job in self.running)
         for unit in plan(self._chosen()):
-            runs = [run for run in (unit.runs if isinstance(unit, Contest) else (unit,)) if self._is_open(run)]
+            runs = [run for run in runs_of([unit]) if self._is_open(run)]
+            lacking = {run.start for run in runs if run.start and not (self.args.out / run.start / "model").exists()}
+            if lacking:
+                runs = [r for r in runs_of(plan(self._chosen())) if r.name in lacking - self.begun]
             if not runs:
                 continue
-            if isinstance(unit, Contest) and unit.rungs:
+            if isinstance(unit, Contest) and unit.rungs and not lacking:
                 if free >= max(len(runs) - 1, 1):
                     self.contests[unit.method] = unit
                     return runs
@@ -160,15 +165,14 @@ class Driver:
 
     def _is_open(self, run: Run) -> bool:
         wanted = any(fnmatchcase(run.name, pattern) for pattern in self.args.runs)
-        if run.name in self.begun or not wanted:
+        if run.name in self.begun or run.name in self.settled or not wanted:
             return False
         train = run.recipe(self.args.model, self.args.data, self.args.out)["data"]["train"]
-        there = run.start is None or (self.args.out / run.start / "model").exists()
-        return there and Path(train).exists() and self._status(run) not in ("finished", "dropped")
+        return Path(train).exists() and self._status(run) not in ("finished", "dropped")
 
     def _chosen(self) -> dict[str, float]:
         if self.rates is None:
-            self.rates = best_rates([*self.known.values(), *self._rows()])
+            self.rates = best_rates([*self._rows(), *self.settled.values()])  # what was decided stays so
         return self.rates
 
     def _train_job(self, run: Run) -> Job:

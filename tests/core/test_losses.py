@@ -120,6 +120,21 @@ def test_off_policy_clips_and_their_fractions():
     assert loss(off_max_clip=0.5, off_min_clip=0.3)["off_pg_loss"] == pytest.approx((0.3 + 0.5) / 2)
 
 
+def test_clip_fractions_count_the_tokens_at_or_beyond_their_own_bound():
+    """Off-policy ratios 0.125, 0.5 and 0.75: a bound at a token's own ratio counts that token."""
+    p = torch.tensor([[0.125, 0.5, 0.75]], dtype=D).log()
+    every = torch.ones(1, 3, dtype=torch.bool)
+    arguments = dict(
+        old_log_prob=p, log_prob=p, advantages=torch.ones(1, 3, dtype=D), eos_mask=every, prefix_mask=every
+    )
+    fraction = lambda name, **bound: loss(**arguments, **bound)[f"off_ratio_{name}_clip_frac"]  # noqa: E731
+    assert [fraction("max", off_max_clip=b) for b in (0.1, 0.2, 0.6, 0.8)] == pytest.approx([1, 2 / 3, 1 / 3, 0])
+    assert [fraction("min", off_min_clip=b) for b in (0.1, 0.2, 0.6, 0.8)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    exact = torch.tensor([[0.0, -1.0, -2.0]], dtype=D)  # exp(0) is exactly 1
+    arguments |= {"old_log_prob": exact, "log_prob": exact}
+    assert fraction("max", off_max_clip=1.0) == pytest.approx(1 / 3) and fraction("min", off_min_clip=1.0) == 1.0
+
+
 def test_off_normalize_divides_by_the_detached_mean():
     m = loss(off_normalize=True)
     assert m["off_ratio_mean"] == pytest.approx(1.0)

@@ -43,6 +43,15 @@ def test_the_behaviour_is_the_sum_over_all_proposals(rule):
         torch.testing.assert_close(rule.override_log_probs(d, g).exp().sum(), torch.tensor(1.0, dtype=torch.float64))
 
 
+def test_a_token_at_the_threshold_itself_is_kept():
+    d = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log()
+    g = torch.tensor([0.25, 0.5, 0.25], dtype=torch.float64).log()
+    rule, every = Rule("threshold", tau=0.25), torch.arange(3)
+    assert rule.accept_probability(d.expand(3, -1), g.expand(3, -1), every).tolist() == [1.0, 1.0, 1.0]
+    behavior = rule.behavior_log_probs(d.expand(3, -1), g.expand(3, -1), every).exp()
+    torch.testing.assert_close(behavior, d.exp(), atol=1e-12, rtol=1e-12)  # nothing is rejected
+
+
 def test_the_formulas_by_hand():
     d, g = torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([0.1, 0.3, 0.6]).log()
     every = torch.arange(3)

@@ -3,23 +3,23 @@ import torch
 from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from luffy.distributed.replica import Replica, on_host
+from luffy.distributed.replica import Replica, StaleReplica, on_host
 from luffy.models.plain import choose_path, runs_plain
 
 
-def test_a_copy_changes_when_it_is_renewed_and_its_twin_when_it_catches_up():
+def test_a_replica_changes_when_it_is_refreshed_and_a_stale_one_when_it_catches_up():
     model = tiny_model("llama")
     replica = Replica(model, "cpu")
-    twin = replica.twin()
+    stale = StaleReplica(replica.model)
     name = "model.layers.0.mlp.up_proj.weight"
-    new, copied, lagging = (dict(m.named_parameters())[name] for m in (model, replica.model, twin.model))
+    new, copied, lagging = (dict(m.named_parameters())[name] for m in (model, replica.model, stale.model))
     assert torch.equal(copied, new) and torch.equal(lagging, new)
     with torch.no_grad():
         new.add_(1.0)
     assert not torch.equal(copied, new)
     replica.refresh(model)
     assert torch.equal(copied, new) and not torch.equal(lagging, new)
-    twin.catch_up()
+    stale.catch_up()
     assert torch.equal(lagging, new)
     assert not any(p.requires_grad for p in replica.model.parameters())
 
@@ -32,7 +32,7 @@ def test_copies_run_as_the_original_does():
     with pytest.warns(UserWarning, match="own forward pass"):
         choose_path(model)
     replica = Replica(model, "cpu")
-    assert runs_plain(replica.model) and runs_plain(replica.twin().model)
+    assert runs_plain(replica.model) and runs_plain(StaleReplica(replica.model).model)
     plain = tiny_model("llama")
     choose_path(plain)
     assert not runs_plain(Replica(plain, "cpu").model)

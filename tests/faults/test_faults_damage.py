@@ -410,7 +410,7 @@ RUNNING = {"eval", "exec", "compile", "loads", "load", "Unpickler", "unsafe_load
 ALLOWED = {
     ("rewards/worker.py", "pickle.loads"),
     ("distributed/state.py", "dcp.load"),  # by a reader of safetensors and JSON (tests/distributed)
-    ("rollout/vllm/worker.py", "load"),  # an argument: vLLM's own way to take tensors
+    ("rollout/vllm/worker_extension.py", "load"),  # an argument: vLLM's own way to take tensors
 }
 
 

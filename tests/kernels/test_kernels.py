@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from luffy.core.logprobs import selected_log_probs
-from luffy.kernels import head, paged, sampling
+from luffy.kernels import draw as sampling
+from luffy.kernels import head, paged
 from luffy.kernels.elementwise import rotate, swiglu
 from luffy.kernels.norm import add_rms_norm
 from luffy.rollout.sampling import SamplingRows, draw_tokens, negative_clocks, sample

@@ -194,6 +194,7 @@ if command == "eval":
     (out / "items.jsonl").write_text("".join(json.dumps(r) + chr(10) for r in rows)); (out / "result.json").write_text("{}")
     sys.exit(0)
 cfg = yaml.safe_load(open(what)); folder = pathlib.Path(cfg["out"]) / cfg["name"]
+assert (pathlib.Path(cfg["model"]["path"]) / "weights").exists()
 def save(step):
     model = folder / "checkpoints" / f"step-{step}" / "model"; model.mkdir(parents=True)
     (model / "weights").write_text(str(step)); (folder / "checkpoints" / "latest").symlink_to(f"step-{step}")
@@ -201,8 +202,9 @@ with open(folder / "metrics.jsonl", "a") as file:
     for step in range(0, cfg["train"]["steps"] + 1, 25):
         accuracy = {1e-6: 0.1, 3e-6: 0.3, 1e-5: 0.2, 3e-5: 0.1}[cfg["optim"]["lr"]] + step / 1000
         file.write(json.dumps({"step": step, "time": time.time(), "val-core/accuracy": accuracy}) + chr(10)); file.flush()
-        while (cfg["optim"]["lr"], step) in ((1e-6, 50), (1e-5, 100)):
-            time.sleep(0.05)  # until it is ended
+        if command == "train" and (cfg["optim"]["lr"], step) in ((1e-6, 50), (1e-5, 100)):
+            time.sleep(100)  # the driver ends it
+            sys.exit(3)
         time.sleep(SLEEP)
         if stopped:
             save(step); sys.exit(1)
@@ -260,6 +262,18 @@ def test_at_the_end_of_its_time_what_is_left_of_a_contest_is_saved_and_tested(tm
     (cut,) = [found for found in rows.values() if found["method"] == "luffy"]
     assert cut["name"] == "luffy-lr3e-06-s0" and cut["status"] == "cut" and "test" in cut
     assert os.path.exists(tmp_path / "runs" / cut["name"] / "checkpoints" / "latest")
+
+
+def test_a_model_of_another_machine_is_trained_again_for_the_runs_that_begin_with_it(tmp_path):
+    known = tmp_path / "known.jsonl"
+    sft = [row("sft", lr, "finished", a) for lr, a in ((3e-6, 0.1), (1e-5, 0.9), (3e-5, 0.8))]
+    known.write_text(
+        "".join(json.dumps(found) + "\n" for found in [*sft, {**sft[0], "name": "base", "method": "base"}])
+    )
+    rows = drive(tmp_path, 0.0, "--runs", "sft_rl-lr*-s0", "--minutes", "10", "--known", known)
+    assert {name: found["status"] for name, found in rows.items()} == {
+        "sft-lr1e-05-s0": "finished", "sft_rl-lr3e-06-s0": "finished", "sft_rl-lr1e-06-s0": "dropped",
+        "sft_rl-lr1e-05-s0": "dropped"}  # fmt: skip
 
 
 def test_a_gguf_file_becomes_the_tensors_that_transformers_reads(tmp_path):

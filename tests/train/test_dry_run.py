@@ -11,8 +11,8 @@ from luffy.rollout.native import CPU_SLOTS, GPU_SLOTS
 from luffy.train import dry_run as planning
 from luffy.train import setup
 from luffy.train.dry_run import cache_bytes, dry_run, head_bytes
-from luffy.train.engines import VLLM_SLOTS
 from luffy.train.loop import Trainer
+from luffy.train.vllm_settings import VLLM_SLOTS
 
 SHAPE = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, vocab_size=1000)
 

@@ -34,10 +34,10 @@ def test_a_recorded_trace_gets_no_second_end_token(make_config, two_ends, tmp_pa
     data = recorded(tmp_path, [5, 6, HASH], [5, 6, EOS], [5, 6], [5, HASH, 6, EOS])
     cfg = make_config(model={"path": str(two_ends)}, data={"train": data}, train={"steps": 1}, batch={"problems": 4})
     with Trainer(cfg, "sft") as trainer:
-        tasks = [trainer.tasks[i] for i in range(4)]
+        tasks = [trainer.run.tasks[i] for i in range(4)]
         ends = [task.demonstrations[0].token_ids for task in tasks]
         assert ends == [(5, 6, HASH), (5, 6, EOS), (5, 6, EOS), (5, HASH)]
-        assert set(trainer.eos) == {EOS, HASH}
+        assert set(trainer.run.eos_ids) == {EOS, HASH}
         assert any("1 trace(s) cut at an end token inside them" in notice for notice in trainer.notices)
 
 
@@ -47,7 +47,7 @@ def test_the_engine_stops_where_the_template_ends_a_turn(make_config, tmp_path):
     cfg = make_config(data=chat, train={"steps": 2}, rollout={"n": 8})
     assert build_encoder(cfg, make_tokenizer()).eos_ids == (PAD, EOS)
     with Trainer(cfg) as trainer:
-        assert trainer.eos == (PAD, EOS)
+        assert trainer.run.eos_ids == (PAD, EOS)
         trainer.train()
     rows = read_json_lines(cfg.folder / "samples.jsonl")
     assert {row["token_ids"][-1] for row in rows if row["finish"] == "trace"} == {PAD}

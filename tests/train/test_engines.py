@@ -11,9 +11,10 @@ from luffy.errors import ConfigError, UserError
 from luffy.models.load import load_model
 from luffy.report.recorder import read_json_lines
 from luffy.rollout.native import NativeEngine
-from luffy.train.engines import build_engine, context_of, transfer_of, vllm_arguments
+from luffy.train.engines import build_engine
 from luffy.train.loop import Trainer
 from luffy.train.objective import importance_of
+from luffy.train.vllm_settings import context_of, transfer_of, vllm_arguments
 
 
 class CopyEngine(NativeEngine):
@@ -54,7 +55,7 @@ def copy_engine(monkeypatch):
         made.append(CopyEngine(model, max_slots=16))
         return made[-1]
 
-    monkeypatch.setattr("luffy.train.copies.build_engine", build)
+    monkeypatch.setattr("luffy.train.engines.build_engine", build)
     return made
 
 

@@ -140,15 +140,25 @@ def test_padding_of_either_model_leaves_the_probabilities_exact(
 
 
 class Foreign(Engine):
-    """Another engine's face: tokens and their log-probs, nothing else to hold on to."""
+    """Another engine: it gives tokens and their log-probs, nothing else."""
 
-    def __init__(self, model, max_slots):
-        self._engine = NativeEngine(model, max_slots=max_slots)
+    def __init__(self, cfg, model, device, warn):
+        self._engine = NativeEngine(model, max_slots=cfg.rollout.slots)
         self.generate, self.sync = self._engine.generate, self._engine.sync
 
 
-def test_another_engine_and_the_second_model_take_turns(make_config, stronger, monkeypatch):
-    monkeypatch.setattr("luffy.train.engines.NativeEngine", Foreign)
+class Silent(Foreign):
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.generate = lambda requests: [
+            replace(c, log_probs=torch.full_like(c.log_probs, torch.nan)) for c in self._engine.generate(requests)
+        ]
+
+
+FOREIGN = f"{__name__}:Foreign"
+
+
+def test_another_engine_and_the_second_model_take_turns(make_config, stronger):
     overrides = {
         "model_path": str(stronger),
         "rule": "mixture",
@@ -158,7 +168,7 @@ def test_another_engine_and_the_second_model_take_turns(make_config, stronger, m
         "max_overrides": 4,
     }
     cfg = make_config(
-        rollout={"offpolicy_guidance": overrides},
+        rollout={"engine": FOREIGN, "offpolicy_guidance": overrides},
         guidance={"n_prefix": 1, "strategy": "fixed", "min_ratio": 0.5, "max_ratio": 0.5},
         algorithm={"reject_extreme": False},
     )
@@ -172,33 +182,25 @@ def test_another_engine_and_the_second_model_take_turns(make_config, stronger, m
     assert max(sum(s["overrides"]) for s in read_json_lines(cfg.folder / "samples.jsonl")) == 4
 
 
-def test_another_engine_aligns(make_config, stronger, monkeypatch):
-    monkeypatch.setattr("luffy.train.engines.NativeEngine", Foreign)
-    rows, _ = run(make_config(rollout={"offpolicy_guidance": {"model_path": str(stronger), "rule": "aligned"}}))
+def test_another_engine_aligns(make_config, stronger):
+    overrides = {"model_path": str(stronger), "rule": "aligned"}
+    rows, _ = run(make_config(rollout={"engine": FOREIGN, "offpolicy_guidance": overrides}))
     assert rows[0]["guidance/token_ratio"] > 0
 
 
 @pytest.mark.parametrize("rule", ["speculative", "threshold"])
-def test_a_rule_another_engine_cannot_honour_is_refused_before_the_first_step(make_config, stronger, monkeypatch, rule):
-    monkeypatch.setattr("luffy.train.engines.NativeEngine", Foreign)
-    cfg = make_config(rollout={"offpolicy_guidance": {"model_path": str(stronger), "rule": rule}})
+def test_a_rule_another_engine_cannot_honour_is_refused_before_the_first_step(make_config, stronger, rule):
+    overrides = {"model_path": str(stronger), "rule": rule}
+    cfg = make_config(rollout={"engine": FOREIGN, "offpolicy_guidance": overrides})
     with pytest.raises(UserError, match=f"rule {rule} cannot be honoured with the engine Foreign.*native engine"):
         Trainer(cfg)
     assert not cfg.folder.exists()
 
 
-def test_an_engine_without_log_probs_is_refused_before_the_first_step(make_config, stronger, monkeypatch):
-    class Silent(Foreign):
-        def __init__(self, model, max_slots):
-            super().__init__(model, max_slots)
-            self.generate = lambda requests: [
-                replace(c, log_probs=torch.full_like(c.log_probs, torch.nan)) for c in self._engine.generate(requests)
-            ]
-
-    monkeypatch.setattr("luffy.train.engines.NativeEngine", Silent)
+def test_an_engine_without_log_probs_is_refused_before_the_first_step(make_config, stronger):
     overrides = {"model_path": str(stronger), "rule": "mixture"}
     with pytest.raises(UserError, match="Silent gave 1 tokens with 0 log-probs"):
-        Trainer(make_config(rollout={"offpolicy_guidance": overrides}))
+        Trainer(make_config(rollout={"engine": f"{__name__}:Silent", "offpolicy_guidance": overrides}))
 
 
 def test_several_optimizer_steps_and_the_literal_objective(make_config, stronger):
@@ -266,7 +268,7 @@ def test_a_dry_run_counts_the_second_model_and_its_cache(make_config, stronger, 
     beside, parts = memory(offpolicy_guidance={"model_path": str(stronger), "dtype": dtype})
     weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(stronger).parameters()) * size
     cache = 2 * 2 * 2 * 8 * (16 + 16) * 16 * size  # keys and values, layers, heads, width, tokens, slots
-    assert (parts["guidance model"], parts["guidance KV cache"]) == (weights, cache)
+    assert (parts["second model"], parts["second KV cache"]) == (weights, cache)
     assert beside == alone + weights  # at this size the update has the peak, and no cache is there then
 
 

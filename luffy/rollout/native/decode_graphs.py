@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from luffy.kernels.sampling import sample_and_advance
+from luffy.kernels.draw import sample_and_advance
 from luffy.models.forward import forward_hidden, head_weight_bias
 from luffy.rollout.native.paged_cache import PagedCache, PagedDecodeLayout
 

@@ -1,4 +1,4 @@
-"""Who sits in which slot: requests wait in groups of equal tokens and take slots as they come free."""
+"""Which sequence is in which slot: requests wait in groups of equal tokens and take slots as they come free."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PromptGroup:
 
 @dataclass(eq=False)
 class SequenceState:
-    """One response in the making."""
+    """One response being generated."""
 
     index: int
     request: Request
@@ -94,22 +94,22 @@ class Scheduler:
             group = groups.setdefault(request.given_ids, PromptGroup(request.given_ids))
             group.waiting.append(state(index, request, group))
         self._queue = deque(groups.values())
-        self._seats: list[SequenceState | None] = [None] * slots
+        self._slots: list[SequenceState | None] = [None] * slots
         # Whose prompt a slot's cache begins with; outlives the sequence until the slot is reused.
         self._prompts: list[PromptGroup | None] = [None] * slots
 
     @property
     def is_done(self) -> bool:
-        return not self._queue and not any(self._seats)
+        return not self._queue and not any(self._slots)
 
     @property
     def live(self) -> list[SequenceState]:
         """Sequences by slot. Valid after `compact`."""
-        return [seat for seat in self._seats if seat is not None]
+        return [sequence for sequence in self._slots if sequence is not None]
 
     def admit(self, token_budget: int) -> list[Admission]:
         """Fill the free slots as far as one prefill of about ``token_budget`` tokens goes."""
-        free = [slot for slot, seat in enumerate(self._seats) if seat is None]
+        free = [slot for slot, sequence in enumerate(self._slots) if sequence is None]
         admissions: list[Admission] = []
         while free and self._queue:
             group = self._queue[0]
@@ -118,7 +118,7 @@ class Scheduler:
                 if admissions and len(group.token_ids) > token_budget:
                     break
                 token_budget -= len(group.token_ids)
-            admissions.append(self._seat(group, free, source))
+            admissions.append(self._assign(group, free, source))
             if not group.waiting:
                 self._queue.popleft()
         return admissions
@@ -126,34 +126,34 @@ class Scheduler:
     def _holder(self, group: PromptGroup) -> int | None:
         return next((slot for slot, held in enumerate(self._prompts) if held is group), None)
 
-    def _seat(self, group: PromptGroup, free: list[int], source: int | None) -> Admission:
-        """Seat as many of the group as there are free slots, those that hold its prompt first."""
+    def _assign(self, group: PromptGroup, free: list[int], source: int | None) -> Admission:
+        """Put as many of the group as there are free slots into them, slots that hold its prompt first."""
         free.sort(key=lambda slot: (self._prompts[slot] is not group, slot))
         count = min(len(free), len(group.waiting))
         slots = tuple(free[:count])
         del free[:count]
         sequences = tuple(group.waiting.popleft() for _ in slots)
         for slot, sequence in zip(slots, sequences, strict=True):
-            self._seats[slot], self._prompts[slot] = sequence, group
+            self._slots[slot], self._prompts[slot] = sequence, group
         return Admission(group, sequences, slots, source)
 
     def release_finished(self) -> list[SequenceState]:
-        """Take finished sequences off their slots; what the slots hold stays until they are reused."""
-        done = [seat for seat in self._seats if seat is not None and seat.finish]
-        self._seats = [None if seat is not None and seat.finish else seat for seat in self._seats]
+        """Remove finished sequences from their slots; what the slots hold stays until they are reused."""
+        done = [sequence for sequence in self._slots if sequence is not None and sequence.finish]
+        self._slots = [None if s is not None and s.finish else s for s in self._slots]
         return done
 
     def compact(self) -> list[Move]:
         """Move the last live sequences into the gaps, so that the live ones are the first ones."""
         moves = []
-        count = sum(seat is not None for seat in self._seats)
-        gaps = (slot for slot in range(count) if self._seats[slot] is None)
-        strays = (slot for slot in range(len(self._seats) - 1, count - 1, -1) if self._seats[slot] is not None)
+        count = sum(sequence is not None for sequence in self._slots)
+        gaps = (slot for slot in range(count) if self._slots[slot] is None)
+        strays = (slot for slot in range(len(self._slots) - 1, count - 1, -1) if self._slots[slot] is not None)
         for source, target in zip(strays, gaps, strict=True):
-            sequence = self._seats[source]
+            sequence = self._slots[source]
             assert sequence is not None
             # The newest token has not been through the model yet, so it has no keys to move.
             moves.append(Move(source, target, sequence.length - 1))
-            self._seats[target], self._seats[source] = sequence, None
+            self._slots[target], self._slots[source] = sequence, None
             self._prompts[target], self._prompts[source] = self._prompts[source], None
         return moves

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from luffy.errors import UserError
-from luffy.kernels.sampling import draw_tokens
+from luffy.kernels.draw import draw_tokens
 from luffy.models.forward import causal_lm, head_weight_bias
 from luffy.rollout.native.decode_graphs import bucket_for, capturing, weight_addresses
 from luffy.rollout.native.paged_cache import PagedSlots, cache_shape, pages_for

@@ -1,7 +1,8 @@
-"""Who gets which request: a prompt's samples stay on one server, and nobody waits while there is work.
+"""Which server gets which request: a prompt's samples stay on one server, and no server idles while there is work.
 
 A server takes a prompt's samples one after the other, so that they share its prefix cache, then the next prompt that
-nobody has begun; when none is left it takes from the longest queue of another. What a lost server held goes back.
+no server has begun; when none is left it takes from the longest queue of another server. The requests of a lost server
+go back to the queue.
 """
 
 from __future__ import annotations

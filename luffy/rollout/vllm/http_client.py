@@ -21,7 +21,7 @@ class ServerLost(Exception):
     """No answer, or none that a working server would give. The message names the server and why."""
 
 
-class TooSlow(ServerLost):
+class ServerTimeout(ServerLost):
     """No answer in the time that one may take."""
 
 
@@ -86,7 +86,7 @@ class Server:
         except (OSError, HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             if isinstance(reason, TimeoutError):
-                raise TooSlow(f"{self.url}/{path}: no answer in {timeout_s:g} s") from None
+                raise ServerTimeout(f"{self.url}/{path}: no answer in {timeout_s:g} s") from None
             raise ServerLost(f"{self.url}/{path}: no answer ({type(reason).__name__}: {reason})") from None
         return json.loads(raw) if raw else None
 

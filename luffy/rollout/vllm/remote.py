@@ -18,9 +18,9 @@ from luffy.metrics import Mean, Metric, Sum
 from luffy.models.forward import causal_lm
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
 from luffy.rollout.vllm.dispatch import Dispatch
-from luffy.rollout.vllm.http_client import Server, ServerLost, TooSlow
+from luffy.rollout.vllm.http_client import Server, ServerLost, ServerTimeout
 from luffy.rollout.vllm.requests import completion, sampling_arguments
-from luffy.rollout.vllm.transfer import Transfer, everywhere
+from luffy.rollout.vllm.transfer import Transfer, on_all_servers
 from luffy.rollout.vllm.worker_extension import shape_fields
 from luffy.rollout.weights import PushCheck
 from luffy.types import Completion, Request
@@ -113,7 +113,7 @@ class RemoteEngine(Engine):
             if server.rpc("luffy_state")["version"] != self.version or server in self._out:
                 stale.append(server)
 
-        lost = everywhere(self.servers, look)
+        lost = on_all_servers(self.servers, look)
         for server in lost:
             self._lose(server, "it does not answer")
         if stale:
@@ -124,11 +124,11 @@ class RemoteEngine(Engine):
         return self._alive()
 
     def _push(self, version: int, servers: Sequence[Server]) -> None:
-        lost = everywhere(servers, self._check_if_lost)
+        lost = on_all_servers(servers, self._check_if_lost)
         reached = [server for server in servers if server not in lost]
         lost += self.transfer.push(self.model, version, reached) if reached else []
         pushed = [server for server in servers if server not in lost]
-        lost += everywhere(pushed, lambda server: server.post("reset_prefix_cache", {}))
+        lost += on_all_servers(pushed, lambda server: server.post("reset_prefix_cache", {}))
         for server in servers:
             if server in lost:
                 self._lose(server, "it was lost while weights were pushed")
@@ -179,7 +179,7 @@ class RemoteEngine(Engine):
         if isinstance(dispatch.failure, ServerLost):
             for server, why in dispatch.lost.items():
                 self._lose(server, why)
-            slow = isinstance(dispatch.failure, TooSlow)
+            slow = isinstance(dispatch.failure, ServerTimeout)
             remedy = "; raise rollout.vllm.timeout_s if its responses are that long" if slow else ""
             raise TrainingStopped(f"no vLLM server could answer, the last: {dispatch.failure}{remedy}")
         if dispatch.failure is not None:
@@ -212,7 +212,7 @@ class RemoteEngine(Engine):
     def _lost_or_retry(self, server: Server, dispatch: Dispatch[Server], index: int, error: ServerLost) -> None:
         """A server that was restarted meanwhile is well but has other weights: it is lost until the next sync. So is
         one that let the time for a response pass: asked again, it would take as long again."""
-        if isinstance(error, TooSlow):
+        if isinstance(error, ServerTimeout):
             dispatch.lose(server, index, error)
             return
         try:

@@ -60,7 +60,7 @@ def _shards(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     yield shard
 
 
-def everywhere(servers: Sequence[Server], call: Callable[[Server], Any]) -> list[Server]:
+def on_all_servers(servers: Sequence[Server], call: Callable[[Server], Any]) -> list[Server]:
     """Call every server at the same time; returns those that were lost."""
     with ThreadPoolExecutor(max(len(servers), 1)) as pool:
         answers = [(server, pool.submit(call, server)) for server in servers]
@@ -83,7 +83,7 @@ class FolderTransfer:
 
     def push(self, model: nn.Module, version: int, servers: Sequence[Server]) -> list[Server]:
         with write_weights(model, self.folder, version) as folder:
-            return everywhere(servers, lambda server: server.rpc("luffy_load", version=version, folder=str(folder)))
+            return on_all_servers(servers, lambda server: server.rpc("luffy_load", version=version, folder=str(folder)))
 
 
 class NcclTransfer:
@@ -98,7 +98,7 @@ class NcclTransfer:
     def push(self, model: nn.Module, version: int, servers: Sequence[Server]) -> list[Server]:
         """A server that is lost in the middle leaves the broadcast without an end, so all are asked first. The group
         is thrown away whenever one did not answer, and the others get the weights in one of their own."""
-        lost = everywhere(servers, lambda server: server.check_health())
+        lost = on_all_servers(servers, lambda server: server.check_health())
         while alive := [server for server in servers if server not in lost]:
             opening = [] if tuple(alive) == self._servers else self._open(alive)
             missing = opening or self._send(model, version, alive)
@@ -113,7 +113,7 @@ class NcclTransfer:
     def _open(self, servers: Sequence[Server]) -> list[Server]:
         """The workers wait for the trainer inside their call, so both sides come at the same time."""
         sizes: dict[Server, int] = {}
-        lost = everywhere(servers, lambda s: sizes.update({s: int(s.get("get_world_size")["world_size"])}))
+        lost = on_all_servers(servers, lambda s: sizes.update({s: int(s.get("get_world_size")["world_size"])}))
         if lost:
             return lost
         world, port, rank = 1 + sum(sizes.values()), free_port(self.host), 1
@@ -136,7 +136,7 @@ class NcclTransfer:
             "dtype_names": [str(weight.base.dtype).removeprefix("torch.") for weight in weights],
             "shapes": [list(weight.base.shape) for weight in weights],
         }
-        lost = everywhere(servers, lambda server: server.post("start_weight_update", {}))
+        lost = on_all_servers(servers, lambda server: server.post("start_weight_update", {}))
         if lost:
             return lost
         with ThreadPoolExecutor(len(servers)) as pool:
@@ -146,7 +146,7 @@ class NcclTransfer:
             for weight in weights:
                 self._group.broadcast(weight.tensor().contiguous(), src=0)
         lost = [server for server, answer in receiving if _is_lost(answer)]
-        return lost or everywhere(servers, lambda server: _finish(server, version))
+        return lost or on_all_servers(servers, lambda server: _finish(server, version))
 
 
 def _finish(server: Server, version: int) -> None:

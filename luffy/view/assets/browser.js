@@ -91,7 +91,7 @@ luffy.browser = (() => {
     else span(top, known.solved ? "mark good" : "mark bad", known.solved ? "✓" : "✗").title = `reward ${known.reward}`;
     span(top, "problem", known.problem).dir = "auto";
     if (known.teacher) span(top, "tag teacher", "T").title = `${known.teacher} teacher tokens`;
-    if (known.override) span(top, "tag override", "O").title = `${known.override} tokens by the guidance model`;
+    if (known.override) span(top, "tag override", "O").title = `${known.override} tokens by the second model`;
     if (known.truncated) span(top, "tag bad", "cut").title = "truncated";
     span(top, "sub", `step ${known.step} · #${known.sample} · ${known.length.toLocaleString("en")} tok`);
     item.append(top);
