@@ -12,7 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from luffy.data.schemas import ABSENT, READERS, ReadOptions, RowView, check_columns, detect, lookup, unknown_layout
+from luffy.data.schemas import (
+    ABSENT,
+    READERS,
+    ReadOptions,
+    RowView,
+    check_columns,
+    detect,
+    lookup,
+    overlooked_trace,
+    unknown_layout,
+)
 from luffy.data.sources import Row, RowError, RowSource, open_source
 from luffy.errors import ConfigError, DataError
 from luffy.types import Problem
@@ -72,7 +82,11 @@ class ProblemDataset:
 
     def _problem(self, index: int, row: Row) -> Problem:
         view = RowView(row, self.source.name(index), self.source.default_id(index), self._options)
-        return READERS[self._schema_for(index, view)](view)
+        layout = self._schema_for(index, view)
+        overlooked = overlooked_trace(view, layout) if self._schema == "auto" else None
+        if overlooked is not None:
+            raise overlooked
+        return READERS[layout](view)
 
     def _schema_for(self, index: int, view: RowView) -> str:
         """The first recognisable row of a file decides for the file: a later row that differs is a bad row."""

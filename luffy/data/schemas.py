@@ -192,6 +192,14 @@ LAYOUTS = {
 }
 
 
+TRACE_COLUMNS = {
+    "luffy": ("traces",),
+    "verl": ("target", "target_lst"),
+    "openr1": ("generations",),
+    "completion": ("completion",),
+}
+
+
 def detect(row: Mapping[str, Any]) -> str | None:
     """Name of the layout of a row, or None."""
     if "prompt" in row and row.keys() & {"reward_model", "target", "target_lst"}:
@@ -205,6 +213,24 @@ def detect(row: Mapping[str, Any]) -> str | None:
     if "prompt" in row:
         return "luffy"
     return "messages" if "messages" in row else None
+
+
+def overlooked_trace(row: RowView, layout: str) -> RowError | None:
+    """What is wrong with a row whose trace stands where the layout of its file has none."""
+    own = TRACE_COLUMNS.get(layout)
+    if own is None or any(_is_there(row.get(column)) for column in own):
+        return None
+    for other, columns in TRACE_COLUMNS.items():
+        for column in columns:
+            if other != layout and _is_there(row.get(column)):
+                fault = f"holds a trace, but the file is read as {layout} ({LAYOUTS[layout]}), as its first row is"
+                advice = "make the rows alike, put them in files of their own, or set data.format or data.columns"
+                return RowError(row.where, f"column {column!r}: {fault}", column, advice)
+    return None
+
+
+def _is_there(value: Any) -> bool:
+    return none_if_blank(value) not in (None, [])
 
 
 def unknown_layout(where: str, row: Mapping[str, Any]) -> RowError:
@@ -434,8 +460,16 @@ def _correct_generations(row: RowView) -> tuple[Trace, ...]:
             continue
         if not isinstance(verdicts, list) or len(verdicts) != len(traces):
             raise row.unexpected(column, f"a list of {len(traces)} verdicts, one per generation", verdicts)
-        return tuple(trace for trace, correct in zip(traces, verdicts, strict=True) if correct is True)
+        for verdict in verdicts:
+            if verdict is not None and as_verdict(verdict) is None:
+                raise row.unexpected(column, "verdicts that are true or false (1 or 0)", verdict)
+        return tuple(trace for trace, verdict in zip(traces, verdicts, strict=True) if as_verdict(verdict))
     return traces
+
+
+def as_verdict(value: Any) -> bool | None:
+    """A verdict on a generation, written true and false or 1 and 0; None where it is neither."""
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
 def _mapped_traces(row: RowView) -> tuple[Trace, ...]:

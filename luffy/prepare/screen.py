@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from luffy.data import READERS, Encoder, RowError, RowSource
-from luffy.data.schemas import LABELS, ReadOptions, RowView
+from luffy.data.schemas import LABELS, ReadOptions, RowView, as_verdict
 from luffy.prepare.files import Journal, Record
 from luffy.prepare.overlap import EvaluationIndex, question_key, question_text
 from luffy.progress import Advance
@@ -147,7 +147,7 @@ class Screener:
 def _labels(row: dict[str, Any], count: int) -> list[Any]:
     """Math-Verify's label of each generation as the dataset has it; None where it has none."""
     labels = row.get(LABELS[0])
-    return labels if isinstance(labels, list) and len(labels) == count else [None] * count
+    return [*map(as_verdict, labels)] if isinstance(labels, list) and len(labels) == count else [None] * count
 
 
 def screen(source: RowSource, journal: Journal, screener: Screener, verifier: Verifier, advance: Advance) -> None:

@@ -182,3 +182,32 @@ def test_real_verl_benchmark():
     assert problems[0].source == "math" and problems[0].answer == r"\left( 3, \frac{\pi}{2} \right)"
     prompt = problems[0].prompt
     assert [message.role for message in prompt if isinstance(message, Message)] == ["system", "user"]
+
+
+PLAIN = {"prompt": "1+1", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "column"),
+    [
+        (PLAIN, {**PLAIN, "completion": "it is 2"}, "completion"),
+        (PLAIN | {"traces": ["a"]}, {**PLAIN, "target": "it is 2"}, "target"),
+        (PLAIN | {"completion": "a"}, {**PLAIN, "traces": ["it is 2"]}, "traces"),
+        (PLAIN | {"traces": None}, {**PLAIN, "traces": None, "completion": "it is 2"}, "completion"),
+        ({"prompt": "1+1", "reward_model": {"ground_truth": "2"}, "target": "a"},
+         {"prompt": "1+2", "reward_model": {"ground_truth": "3"}, "traces": ["it is 3"]}, "traces"),
+    ],
+)  # fmt: skip
+def test_a_trace_in_another_layouts_column_is_not_overlooked(write_jsonl, first, later, column):
+    path = write_jsonl([first, later])
+    with pytest.raises(DataError, match=rf":2: column '{column}': holds a trace, but the file is read as"):
+        load_problems(path)
+    skipping = load_problems(path, bad_rows="skip")
+    assert len(skipping) == 1 and skipping.skipped == {column: 1}
+
+
+def test_a_row_without_a_trace_and_one_with_its_own_are_fine(write_jsonl):
+    rows = [PLAIN | {"completion": "a"}, PLAIN, PLAIN | {"completion": "b", "traces": ["noted elsewhere"]}]
+    assert [len(p.traces) for p in load_problems(write_jsonl(rows))] == [1, 0, 1]
+    own = load_problems(write_jsonl([PLAIN, PLAIN | {"completion": "b"}], "own.jsonl"), schema="luffy")
+    assert [p.traces for p in own] == [(), ()]  # the user said how to read it

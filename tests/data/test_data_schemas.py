@@ -234,6 +234,20 @@ def test_openr1_keeps_only_correct_generations(verdicts, texts):
     assert (problem.prompt, problem.answer, problem.source) == ("p", "3", "openr1")
 
 
+@pytest.mark.parametrize("yes", [True, 1, 1.0])
+@pytest.mark.parametrize("no", [False, 0, 0.0, None])
+def test_openr1_verdicts_may_be_numbers(yes, no):
+    row = {"problem": "1+1", "answer": "2", "generations": ["a", "b"], "correctness_math_verify": [no, yes]}
+    assert [trace.text for trace in read(row).traces] == ["b"]
+
+
+@pytest.mark.parametrize("verdict", ["true", 2, -1, [1]])
+def test_openr1_verdicts_that_say_nothing_are_refused(verdict):
+    row = {"problem": "1+1", "answer": "2", "generations": ["a"], "correctness_math_verify": [verdict]}
+    with pytest.raises(RowError, match=r"true or false \(1 or 0\)"):
+        read(row)
+
+
 def test_openr1_edges():
     assert read({"problem": "p", "answer": "3", "source": "aime"}).source == "aime"
     assert "column 'correctness_math_verify': expected a list of 3 verdicts" in fault(
