@@ -16,6 +16,13 @@ def test_weights_by_hand_and_their_bounds():
     torch.testing.assert_close(bounded, torch.tensor([1.5, 0.8, 1.0], dtype=D))
 
 
+def test_a_mask_drops_what_lies_outside_its_bounds_and_keeps_the_bounds():
+    masked = Importance(clamp_min=0.6, clamp_max=1.5, mask=True).weights(OLD, BEHAVIOR, (1, 2))
+    torch.testing.assert_close(masked, torch.tensor([0.0, 0.0, 1.0], dtype=D))
+    for bounds in ({"clamp_max": 1.0}, {"clamp_min": 1.0}):  # equal log-probs: a weight of exactly 1
+        assert Importance(**bounds, mask=True).weights(OLD, OLD, (3,)).tolist() == [1.0, 1.0, 1.0]
+
+
 def test_the_weight_of_a_sequence_is_the_product_over_it():
     whole = Importance(level="sequence")
     torch.testing.assert_close(whole.weights(OLD, BEHAVIOR, (1, 2)), torch.tensor([2.0, 0.5, 0.5], dtype=D))
