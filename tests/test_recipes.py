@@ -145,3 +145,19 @@ def test_the_paper_settings():
     sft = load_config("paper/sft")
     assert (sft.train.epochs, sft.batch.problems, sft.optim.lr, sft.optim.warmup) == (3, 64, 5e-5, 0.1)
     assert sft.data.max_prompt_tokens + sft.rollout.max_tokens == 16384
+
+
+def test_the_command_lists_sizes_and_methods_one_line_each():
+    from typer.testing import CliRunner
+
+    from luffy.cli import app
+
+    lines = CliRunner().invoke(app, ["recipes"]).output.splitlines()
+    groups, name = {}, ""
+    for line in lines:
+        if line.endswith(":") and not line.startswith(" "):
+            groups[name := line[:-1]] = []
+        else:
+            groups[name].append(line.split()[0])
+    assert groups["sizes"] == ["paper", "small", "tiny"] and set(groups["methods"]) == {*BASELINES, "guided"}
+    assert groups["others"] == ["paper/luffy_1.5b", "paper/luffy_instruct_7b", "paper/luffy_llama_8b"]
