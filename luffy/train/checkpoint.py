@@ -218,7 +218,7 @@ class CheckpointStore:
         flush_path(self.folder)
         return Checkpoint(target)
 
-    def settle(self, best_step: int | None) -> None:
+    def tidy(self, best_step: int | None) -> None:
         """Everything that follows from which checkpoints exist; safe to repeat, so a kill in between mends itself."""
         if self.folder.is_dir():
             self._sweep()

@@ -31,7 +31,7 @@ class NonFiniteUpdate(ArithmeticError):
     """The loss or the gradient of a mini-batch is NaN or infinite; the weights were not touched."""
 
 
-class Whole(NamedTuple):
+class Totals(NamedTuple):
     """A mini-batch over all processes."""
 
     denominators: Denominators
@@ -115,7 +115,7 @@ class Policy:
     def update(self, samples: Sequence[Sample], lr: float) -> dict[str, Metric]:
         """One optimizer step on a mini-batch, whatever the number of micro-batches it takes."""
         samples = self._drop_confident_tokens(samples)
-        whole = self._over_all(samples)
+        whole = self._totals(samples)
         batches = self._pack(samples, whole.denominators)
         batches += [idle_batch()] * (whole.passes - len(batches))
         off_ratio_mean = self._off_ratio_mean(batches)
@@ -153,14 +153,14 @@ class Policy:
         kept = [log_prob.exp() <= bound for log_prob in self.log_probs(samples)]
         return [replace(s, rl_weights=s.rl_weights * keep) for s, keep in zip(samples, kept, strict=True)]
 
-    def _over_all(self, samples: Sequence[Sample]) -> Whole:
+    def _totals(self, samples: Sequence[Sample]) -> Totals:
         """Denominators, passes and tokens of a mini-batch over all processes, in one exchange."""
         with self.watch("pack", on_host=True):
             bins = cut(samples, self.cfg.batch.tokens, self.scorer.shares_prompts)
             mine = (denominators(samples), len(bins), sum(map(len, samples)), computed_tokens(samples, bins))
         counts, passes, tokens, computed = zip(*self.world.gather(mine), strict=True)
         rl, sft = (Counts.total(part) for part in zip(*counts, strict=True))
-        return Whole((rl, sft), max(passes), sum(tokens), sum(computed))
+        return Totals((rl, sft), max(passes), sum(tokens), sum(computed))
 
     def _pack(
         self, samples: Sequence[Sample], whole: Denominators | None = None, scorer: TokenScorer | None = None

@@ -76,7 +76,7 @@ def tidy(run: Run, progress: Progress | None = None) -> None:
     and at the start, since a kill may have come in between. ``progress``: as it was when the newest checkpoint was
     taken; by default as it is now."""
     now = progress or run.progress
-    run.store.settle(now.best_step)
+    run.store.tidy(now.best_step)
     if now.best_step is not None:
         best = {"step": now.best_step, "accuracy": now.best_accuracy}
         write_atomically(run.cfg.folder / BEST, json.dumps(best))

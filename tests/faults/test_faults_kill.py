@@ -39,7 +39,7 @@ PHASES = {
     "reward": (Verifier, "score"),
     "update": (Policy, "update"),
     "save": (CheckpointStore, "save"),
-    "rotation": (CheckpointStore, "settle"),
+    "rotation": (CheckpointStore, "tidy"),
     "report": (recorder.JsonLines, "write"),
 }
 NAMES = list(PHASES)

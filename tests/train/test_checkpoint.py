@@ -33,7 +33,7 @@ def test_latest_names_the_newest(tmp_path):
     s = store(tmp_path)
     for step in (1, 2):
         save(s, step)
-        s.settle(best_step=None)
+        s.tidy(best_step=None)
         assert (s.folder / "latest").resolve() == (s.folder / f"step-{step:06d}").resolve()
     assert [c.step for c in s] == [2, 1]
 

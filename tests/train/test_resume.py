@@ -29,12 +29,12 @@ MOMENTS = {
     "before the step is logged": (recorder.Recorder, "log", 4),
     "model half written": (checkpoint, "save_file", 2),
     "checkpoint written but not renamed": (checkpoint, "flush_tree", 2),
-    "checkpoint renamed but nothing settled": (CheckpointStore, "settle", 3),
+    "checkpoint renamed but nothing tidied": (CheckpointStore, "tidy", 3),
     "best file": (saving, "write_atomically", 2),
     "evaluation on record but not kept": (held_out, "write_atomically", 3),
     # steps 2, 4 and 6 are saved: the last save is the third, after the start's own settling
     "last checkpoint not renamed": (checkpoint, "flush_tree", 3),
-    "last checkpoint renamed but nothing settled": (CheckpointStore, "settle", 4),
+    "last checkpoint renamed but nothing tidied": (CheckpointStore, "tidy", 4),
     "last checkpoint not pointed at": (CheckpointStore, "_point_latest", 3),
     "last rotation": (CheckpointStore, "rotate", 3),
 }
