@@ -9,6 +9,7 @@ taken where it is there. Config and tokenizer come from elsewhere, e.g. from tra
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -55,7 +56,7 @@ def convert(path: Path, out: Path, processes: int) -> None:
     largest_first = sorted(sizes, key=lambda name: -sizes[name])
     parts = [largest_first[:1], *(largest_first[i::processes] for i in range(1, processes))]
     parts[-1] = [*parts[-1], *largest_first[processes::processes]]
-    with ProcessPoolExecutor(processes) as pool:
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         found = [item for part in pool.map(partial(values_of, path), parts) for item in part.items()]
     assert len(found) == len(sizes)
     tensors = {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in found}

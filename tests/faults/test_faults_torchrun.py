@@ -78,7 +78,7 @@ def test_a_killed_worker_ends_the_command_with_one_line_and_it_resumes(
     assert (folder / "died").exists(), said
     assert (code, said.count("luffy: error: "), "Traceback" in said) == (1, 1, False), said
     assert said.splitlines()[-1].startswith(f"luffy: error: process {victim} of 2 was ended by SIGKILL"), said
-    assert ended - (folder / "died").stat().st_mtime < 30  # nobody waited for the dead one: parallel.timeout_s is 120
+    assert ended - (folder / "died").stat().st_mtime < 100  # nobody waited for the dead one: parallel.timeout_s is 120
     assert figures(cfg) == truth["figures"][: len(figures(cfg))] and len(figures(cfg)) < 6
     (folder / "died").unlink()
     code, said = luffy_train(cfg, tmp_path)

