@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,10 +22,8 @@ from luffy.metrics import Metric, Sum, merge_metrics, spread
 from luffy.report.timing import Stopwatch
 from luffy.train.credit import ScoredTokens, find_credit_function, uncredited
 from luffy.train.groups import group_metrics, is_extreme, override_metrics, staleness_metrics
+from luffy.train.run_state import RolloutBatch, Run
 from luffy.types import Group, Sample, Task
-
-if TYPE_CHECKING:
-    from luffy.train.run_state import Run
 
 
 @dataclass(frozen=True)
@@ -41,18 +38,7 @@ class Slot:
     progress: Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class RolloutBatch:
-    """This rank's groups of a batch by position in the step, the sampler's state after drawing it, and what was
-    measured. ``seconds`` by phase: of a batch that was made in another thread."""
-
-    groups: dict[int, Group]
-    sampler: dict[str, int]
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
-
-
-RollOut = Callable[["Run", Slot], RolloutBatch]
+RollOut = Callable[[Run, Slot], RolloutBatch]
 
 
 @dataclass

@@ -21,13 +21,12 @@ from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier, build_verifier
 from luffy.train import held_out, recording, saving, setup
 from luffy.train.background import BackgroundSaver
-from luffy.train.batch import RolloutBatch
 from luffy.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint
 from luffy.train.engines import Engines
 from luffy.train.lock import lock_folder
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
-from luffy.train.run_state import Messages, Method, Run
+from luffy.train.run_state import Messages, Method, RolloutBatch, Run
 from luffy.train.scorer import TokenScorer
 
 

@@ -27,7 +27,6 @@ from luffy.report.console import was_idle
 from luffy.train import held_out, recording, saving
 from luffy.train.activations import out_of_memory_advice
 from luffy.train.batch import (
-    RolloutBatch,
     Slot,
     StepBatch,
     collect,
@@ -42,7 +41,7 @@ from luffy.train.groups import score
 from luffy.train.optim import lr_at
 from luffy.train.policy import NonFiniteUpdate
 from luffy.train.recording import Records
-from luffy.train.run_state import Method, Progress, Run
+from luffy.train.run_state import Method, Progress, RolloutBatch, Run
 from luffy.train.stopping import StopRequest
 from luffy.types import Group
 

@@ -6,7 +6,7 @@ nothing of each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,13 +15,13 @@ from luffy.config import Config
 from luffy.data import ProblemSampler
 from luffy.distributed.world import World
 from luffy.guidance import Gate, Planner
+from luffy.metrics import Metric
 from luffy.models.load import decode
 from luffy.report.console import RunView
 from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
 from luffy.train.background import BackgroundSaver
-from luffy.train.batch import RolloutBatch
 from luffy.train.changes import Changes
 from luffy.train.checkpoint import CheckpointStore
 from luffy.train.engines import Engines
@@ -29,7 +29,7 @@ from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
 from luffy.train.scorer import TokenScorer
 from luffy.train.setup import TaskSet
-from luffy.types import Task
+from luffy.types import Group, Task
 
 Method = Literal["rl", "sft"]
 
@@ -43,6 +43,17 @@ class Progress:
     bad_updates: int = 0
     best_step: int | None = None
     best_accuracy: float = -1.0
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """This rank's groups of a batch by position in the step, the sampler's state after drawing it, and what was
+    measured. ``seconds`` by phase: of a batch that was made in another thread."""
+
+    groups: dict[int, Group]
+    sampler: dict[str, int]
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
