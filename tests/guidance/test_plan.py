@@ -44,6 +44,29 @@ def test_a_partial_prefix_is_continued_within_the_response_budget():
     assert rollouts[0].prefix_ratio == 0.5 and rollouts[1].prefix_ratio == 0.0
 
 
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_streams_keep_their_types_whatever_a_trace_was_recorded_with(ratio):
+    whole_numbers = Demonstration((10, 11, 12, 1), log_probs=(-1, -2, -3, 0))
+    plan = planner(n=2, ratio=ratio).plan([task(demonstrations=[whole_numbers])], 0, [0])
+    for rollout in plan.assemble(completions(plan.requests), 0)[0]:
+        assert rollout.token_ids.dtype == torch.int64
+        assert rollout.behavior_log_probs.dtype == rollout.engine_log_probs.dtype == torch.float32
+
+
+def test_what_the_guidance_model_thought_of_a_prefix_is_not_known():
+    plan = planner(n=1, ratio=0.5).plan([task()], 0, [0])
+    answered = [Completion(torch.full((2,), 7), torch.zeros(2), "stop", guidance_log_probs=torch.tensor([-1.0, -2.0]))]
+    ((rollout,),) = plan.assemble(answered, 0)
+    assert rollout.guidance_log_probs.isnan().tolist() == [True] * 5 + [False] * 2
+    assert rollout.guidance_log_probs[5:].tolist() == [-1.0, -2.0]
+
+
+def test_every_task_has_its_visit_and_its_place():
+    for visits, places in (([0], [0, 1]), ([0, 0], [0])):
+        with pytest.raises(ValueError, match="zip"):
+            planner().plan([task("a"), task("b")], 0, visits, positions=places)
+
+
 def test_a_prefix_of_no_token_is_an_on_policy_sample():
     plan = planner(ratio=0.05).plan([task()], 0, [0])
     (rollouts,) = plan.assemble(completions(plan.requests), 0)
