@@ -328,7 +328,8 @@ def _check_call(
     if layout is None or attention_mask is not None:
         raise UserError(f"{name} was called without a luffy layout; {SDPA_HINT}")
     if dropout:
-        raise UserError(f"{name} asks for attention dropout {dropout}: set attention_dropout to 0 in the model config")
+        field = _dropout_field(module, dropout)
+        raise UserError(f"{name} asks for attention dropout {dropout}: set {field} to 0 in the model's config.json")
     terms = [term for term in UNSUPPORTED_TERMS if kwargs.get(term) is not None]
     if terms:
         raise UserError(f"{name} uses {', '.join(terms)} in attention, which luffy does not support")
@@ -336,6 +337,13 @@ def _check_call(
         raise UserError(f"{name} is not causal attention, which luffy does not support")
     if window is None and _is_sliding_layer(module):
         raise UserError(f"{name} is a sliding-window layer that does not pass its window on: unsupported model")
+
+
+def _dropout_field(module: nn.Module, dropout: float) -> str:
+    """What the model's config calls its attention dropout: attention_dropout, attn_pdrop, ..."""
+    values = vars(getattr(module, "config", None) or nn.Module())
+    names = [name for name, value in values.items() if "att" in name and "drop" in name and value == dropout]
+    return names[0] if names else "attention_dropout"
 
 
 def _is_sliding_layer(module: nn.Module) -> bool:

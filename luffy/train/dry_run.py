@@ -28,6 +28,7 @@ from luffy.train.build import total_steps
 from luffy.train.optim import lr_at
 from luffy.train.overrides import check_second_fits
 from luffy.train.run_state import Method
+from luffy.train.trial import try_model
 from luffy.train.vllm_settings import VLLM_SLOTS, context_of
 
 GIB = 2**30
@@ -47,6 +48,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
     eval_tasks = setup.load_eval_tasks(cfg, encoder)
     model_config, parameters, trained = model_shape(cfg)
     setup.validate(cfg, method, model_config)
+    try_model(model_config, cfg)
     device = setup.pick_device(cfg.model.device)
     notices += [remark for dtype in dtypes_of(cfg, method) if (remark := slow_dtype(dtype, device))][:1]
     second = check_other_models(cfg, method, tokenizer)

@@ -1,0 +1,104 @@
+"""A trial of a model's class, small and random: one sampled token and one update, as a run would do them."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from luffy.config import Config
+from luffy.errors import UserError
+from luffy.models.plain import choose_path
+from luffy.rollout.native import NativeEngine
+from luffy.train.policy import Policy
+from luffy.types import Request, Sample, Sampling
+
+MOST_PARAMETERS = 50_000_000  # of a model that is tried as it is, where no smaller one can be made
+PROMPT = (1, 2, 3)
+# Sizes of a smaller model of the same class, by the names that configs have for them; then how wide it is, which not
+# every class lets be chosen.
+SMALL = {
+    "vocab_size": 64, "intermediate_size": 64, "ffn_dim": 64, "n_inner": 64, "moe_intermediate_size": 32,
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "max_position_embeddings": 64,
+    "n_positions": 64, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+NARROW = {
+    "hidden_size": 64, "n_embd": 64, "d_model": 64, "word_embed_proj_dim": 64, "attention_hidden_size": 64,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "lru_width": 64,
+}  # fmt: skip
+
+
+def try_model(config: Any, cfg: Config) -> None:
+    """Raise a UserError that says what a run with this model cannot do. ``config`` is the model's; nothing is tried
+    where it gives no model that is small enough."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for sizes in ({**SMALL, **NARROW}, SMALL, {}):
+            model = _small_model(config, sizes, cfg.model.trust_remote_code)
+            if model is not None and _passes(model, cfg, resized=bool(sizes)):
+                return
+
+
+def _small_model(config: Any, sizes: Mapping[str, int], trust_remote_code: bool) -> Any:
+    """In evaluation mode, as a loaded one; None where the sizes do not go together or are too large."""
+    build: Any = AutoModelForCausalLM.from_config
+    with suppress(Exception):
+        small = _resized(config, sizes)
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in build(small, trust_remote_code=trust_remote_code).parameters())
+        if parameters <= MOST_PARAMETERS:
+            return build(small, trust_remote_code=trust_remote_code).float().eval()
+    return None
+
+
+def _passes(model: Any, cfg: Config, resized: bool) -> bool:
+    """Whether the trial succeeds. False where it fails by sizes, which another choice of them may mend."""
+    named = f"model.path={cfg.model.path} ({type(model).__name__})"
+    try:
+        choose_path(model)
+        _sample_a_token(model)
+        _update_once(model, cfg)
+    except UserError as error:
+        raise UserError(f"{named} cannot be trained: {error}") from None
+    except Exception as error:  # whatever a model of another making raises
+        if resized and not isinstance(error, AttributeError | NotImplementedError | TypeError):
+            return False
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(f"{named} is not supported: a trial of one token and one update ended with {reason}") from error
+    return True
+
+
+def _resized(config: Any, sizes: Mapping[str, int]) -> Any:
+    small = copy.deepcopy(config)
+    for name, size in sizes.items():
+        if isinstance(getattr(small, name, None), int):
+            setattr(small, name, min(getattr(small, name), size))
+    if sizes:
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            setattr(small, name, 0)
+        with suppress(AttributeError, TypeError):  # some have none, others derive them
+            small.layer_types = small.layer_types[: small.num_hidden_layers]
+    return small
+
+
+def _sample_a_token(model: nn.Module) -> None:
+    (completion,) = NativeEngine(model, max_slots=1).generate([Request(PROMPT, 0, Sampling(2, 1.0, 1.0, 0, (0,)))])
+    if not math.isfinite(float(completion.log_probs[0])):
+        raise UserError("its first sampled token has no finite probability")
+
+
+def _update_once(model: nn.Module, cfg: Config) -> None:
+    plain = replace(cfg, model=replace(cfg.model, lora=None), optim=replace(cfg.optim, offload=False))
+    ids, everywhere, nothing = torch.tensor([4, 5]), torch.ones(2), torch.zeros(2)
+    sample = Sample(PROMPT, ids, nothing.bool(), everywhere, nothing, everywhere, nothing, nothing)
+    norm = Policy(model, plain).update([sample], 0.0)["actor/grad_norm"].value
+    if not norm > 0:
+        raise UserError("its gradient is 0")
