@@ -1,7 +1,7 @@
-"""Figures and tables of docs/results/study-gsm8k.md, from the metrics that run.py collected.
+"""Figures and tables of the appendix of docs/results/qwen-gsm8k.md, from the metrics that run.py collected.
 
 python studies/gsm8k/figures.py            reads results/*.jsonl, draws docs/images/study-*.png and fills the
-                                           tables between the marks in docs/results/study-gsm8k.md
+                                           tables between the marks `smollm-*` of the page
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,14 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from plan import GAMMAS, HERE, MAIN, TASKS, TRIED
+from plan import GAMMAS, HERE, MAIN, TASKS
 from run import read_rows
 
 sys.path.insert(0, str(HERE.parents[1]))
 
 from studies.common import fill_marks, half_width, legend_below, panels, smooth, table, wilson
 
-DOC = HERE.parents[1] / "docs" / "results" / "study-gsm8k.md"
+DOC = HERE.parents[1] / "docs" / "results" / "qwen-gsm8k.md"
 IMAGES = DOC.parents[1] / "images"
 LABELS = {
     "on_policy": "on-policy RL", "sft": "SFT", "rl_sft_loss": "RL with SFT loss", "sft_rl": "SFT + RL",
@@ -35,14 +34,14 @@ COLORS = {
     "on_policy": "#8c8c8c", "sft": "#d08a1d", "rl_sft_loss": "#7a5195", "sft_rl": "#5b8a3c", "mixed": "#3b7dd8",
     "luffy": "#c8373a", "mixed_shaping": "#6aa3e8", "on_policy_shaping": "#b0b0b0", "on_policy_no_clip": "#5e5e5e",
 }  # fmt: skip
-SETS = {"val-core/accuracy": "easy", "val-hard/accuracy": "hard", "val-words/accuracy": "other words",
+SETS = {"val-core/accuracy": "stories, easy", "val-hard/accuracy": "stories, hard", "val-words/accuracy": "other words",
         "val-longer/accuracy": "longer"}  # fmt: skip
 GSM_SETS = {"val-core/accuracy": "GSM8K test", "val-varied/accuracy": "changed numbers",
             "val-stories/accuracy": "stories, easy", "val-math/accuracy": "MATH-500, whole numbers",
             "val-arc/accuracy": "ARC-c, numbered"}  # fmt: skip
-SPLIT_SETS = {"stories": SETS,
+SPLIT_SETS = {"stories": {"val-core/accuracy": "stories, easy", "val-hard/accuracy": "stories, hard"},
               "gsm8k": {"val-core/accuracy": "GSM8K test, easy", "val-hard/accuracy": "GSM8K test, hard"}}  # fmt: skip
-SPLIT_PROBLEMS = {"stories": {}, "gsm8k": {"val-core/accuracy": 422, "val-hard/accuracy": 512}}
+SPLIT_PROBLEMS = {("gsm8k", "val-core/accuracy"): 422}
 NAMES = {"stories": "the stories", "gsm8k": "GSM8K"}
 PROBLEMS = {"stories": 256, "gsm8k": 512}
 LAST_STEP = 60
@@ -166,17 +165,24 @@ DYNAMICS = (
 )  # fmt: skip
 
 
-IN_THE_TABLE = (*DYNAMICS[:2], ("response_length/clip_ratio", "cut off at the limit", "%"), *DYNAMICS[2:])
+IN_THE_TABLE = (
+    ("stories", "actor/entropy_loss", "stories: entropy, nats per token"),
+    ("stories", "response_length/mean", "stories: response length, tokens"),
+    ("gsm8k", "actor/entropy_loss", "GSM8K: entropy, nats per token"),
+    ("gsm8k", "response_length/clip_ratio", "GSM8K: cut off at the limit, %"),
+)
 
 
-def dynamics_table(rows: Sequence[Row], task: str) -> str:
+def dynamics_table(rows: Sequence[Row]) -> str:
     """Over the last ten steps, from run to run."""
     body = []
     for method in DYNAMIC:
-        runs = pick(ablation_rows(rows, task), method=method)
-        cells = [spread(runs, metric, 100 if unit == "%" else 1) for metric, _, unit in IN_THE_TABLE]
-        body.append([LABELS[method], str(len(runs)), *cells])
-    return table(["steps 51 to 60", "runs", *(f"{title}, {unit}" for _, title, unit in IN_THE_TABLE)], body)
+        cells = [
+            spread(pick(ablation_rows(rows, task), method=method), metric, 100 if title.endswith("%") else 1)
+            for task, metric, title in IN_THE_TABLE
+        ]
+        body.append([LABELS[method], *cells])
+    return table(["steps 51 to 60", *(title for _, _, title in IN_THE_TABLE)], body)
 
 
 def spread(runs: Sequence[Row], metric: str, times: int) -> str:
@@ -193,41 +199,7 @@ def spread(runs: Sequence[Row], metric: str, times: int) -> str:
     return f"{middle:.3g} ({max(middle - half, 0):.3g} to {high:.3g})"
 
 
-def ablation_figure(rows: Sequence[Row]) -> None:
-    figure, axes = panels(2)
-    figure.set_size_inches(13, 3.2)
-    for ax, task in zip(axes, TASKS, strict=True):
-        for place, method in enumerate(ABLATED):
-            values = [100 * held_out(run) for run in pick(ablation_rows(rows, task), method=method)]
-            ax.bar(place, statistics.mean(values), 0.6, color=COLORS[method])
-            ax.plot([place] * len(values), values, ".", color="black", ms=6)
-        ax.set_xticks(range(len(ABLATED)), [LABELS[m].replace(" + ", "\n+ ").replace(", ", ",\n") for m in ABLATED])
-        ax.set(ylabel="held-out accuracy, %", title=f"{NAMES[task]}; dots are runs")
-        ax.grid(alpha=0.25, axis="y")
-        ax.spines[["top", "right"]].set_visible(False)
-    save(figure, "ablation")
-
-
 ABLATED = ("on_policy", "on_policy_shaping", "on_policy_no_clip", "mixed", "mixed_shaping", "luffy")
-
-
-def gamma_figure(rows: Sequence[Row]) -> None:
-    figure, axes = panels(2)
-    for ax, task in zip(axes, TASKS, strict=True):
-        found = [(gamma, gamma_rows(rows, gamma, task)) for gamma in GAMMAS]
-        for gamma, runs in found:
-            for run in runs:
-                ax.plot(gamma, 100 * held_out(run), "osD"[run["seed"]], color=COLORS["luffy"], alpha=0.5, ms=5)
-        means = [100 * statistics.mean(map(held_out, runs)) for _, runs in found]
-        ax.plot(GAMMAS, means, color=COLORS["luffy"])
-        ax.set(xlabel="gamma", title=NAMES[task], xscale="log", ylim=(0, None))
-        ax.set_xticks(GAMMAS, [f"{g:g}" for g in GAMMAS])
-        ax.minorticks_off()
-        ax.grid(alpha=0.25)
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("held-out accuracy, %")
-    figure.supxlabel("line: mean; circles, squares, diamonds: seeds 0, 1, 2", fontsize=9)
-    save(figure, "gamma")
 
 
 def gamma_rows(rows: Sequence[Row], gamma: float, task: str) -> list[Row]:
@@ -248,49 +220,6 @@ def split_figure(rows: Sequence[Row]) -> None:
     save(figure, "split")
 
 
-def generalisation_figure(rows: Sequence[Row]) -> None:
-    figure, (left, right) = panels(2)
-    figure.set_size_inches(13, 3.4)
-    for ax, task, sets in ((left, "stories", SETS), (right, "gsm8k", GSM_SETS)):
-        bars(ax, pick(rows, question="main", task=task), sets)
-        ax.set_title(f"trained on {NAMES[task]}")
-    legend_below(figure, left)
-    save(figure, "generalisation")
-
-
-def bars(ax: Any, rows: Sequence[Row], sets: dict[str, str]) -> None:
-    width = 0.8 / len(MAIN)
-    for i, method in enumerate(MAIN):
-        runs = pick(rows, method=method)
-        values = [[100 * last(run, metric) for run in runs if metric in run["curves"]] for metric in sets]
-        if not all(values):
-            continue
-        at = [k + (i - len(MAIN) / 2 + 0.5) * width for k in range(len(sets))]
-        ax.bar(at, [statistics.mean(v) for v in values], width, color=COLORS[method], label=LABELS[method])
-        for x, seeds in zip(at, values, strict=True):
-            ax.plot([x] * len(seeds), seeds, ".", color="black", ms=3)
-    ax.set_xticks(range(len(sets)), [name.replace(", ", ",\n") for name in sets.values()])
-    ax.set_ylabel("accuracy, %")
-    ax.spines[["top", "right"]].set_visible(False)
-
-
-def pass_figure(rows: Sequence[Row]) -> None:
-    figure, axes = panels(2)
-    for task, ax in zip(("stories", "gsm8k"), axes, strict=True):
-        for row in [row for row in pick(rows, question="main", task=task) if "pass" in row]:
-            at = sorted(row["pass"], key=float)
-            x, color = [float(t) for t in at], COLORS[row["method"]]
-            best = [100 * row["pass"][t]["pass_at"]["8"] for t in at]
-            ax.plot(x, best, "o-", ms=3, color=color, label=LABELS[row["method"]])
-            ax.plot(x, [100 * row["pass"][t]["accuracy"] for t in at], "--", lw=1, color=color)
-        ax.set(title={"stories": "hard stories", "gsm8k": "GSM8K test"}[task], xlabel="temperature", ylim=(0, None))
-        ax.grid(alpha=0.25)
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("pass@8 (solid), average (dashed), %")
-    axes[0].legend(frameon=False, fontsize=8)
-    save(figure, "pass")
-
-
 def problems_of(task: str, metric: str) -> int:
     return OTHER_PROBLEMS.get(metric, PROBLEMS[task])
 
@@ -301,99 +230,106 @@ def accuracy(runs: Sequence[Row], metric: str, problems: int, at: int = -1) -> s
     return share(values, problems) if values else "not run"
 
 
-def accuracy_table(rows: Sequence[Row], methods: Iterable[str], sets: dict[str, str], task: str) -> str:
-    body = []
-    for method in methods:
-        runs = pick(rows, method=method)
-        if runs:
-            cells = [accuracy(runs, metric, problems_of(task, metric)) for metric in sets]
-            body.append([LABELS[method], str(len(runs)), *cells])
-    return table(["method", "runs", *(f"{name}, %" for name in sets.values())], body)
+Group = tuple[str, Sequence[Row], int, Sequence[Row], dict[str, str]]  # task, base and its point, runs, sets
 
 
-def start_table(rows: Sequence[Row]) -> str:
-    """Before training: every run begins with an evaluation, of the same model and the same samples."""
-    body = []
-    for task, sets in (("stories", SETS), ("gsm8k", GSM_SETS)):
-        first = pick(rows, question="main", task=task, method="luffy", seed=0)
-        for metric, name in sets.items():
-            if first:
-                body.append([task, name, accuracy(first, metric, problems_of(task, metric), at=0)])
-    return table(["task", "held-out set", "base model, %"], body)
+def accuracy_table(groups: Sequence[Group]) -> str:
+    """Of the base and of every method after training; the sets of all groups side by side. The base is the point
+    with that index in the curves of its rows: every run begins with an evaluation of the model it starts from."""
+    start = [accuracy(base, m, problems_of(task, m), at) for task, base, at, _, sets in groups for m in sets]
+    body = [["the base", "", *start]]
+    for method in MAIN:
+        found = [pick(runs, method=method) for _, _, _, runs, _ in groups]
+        cells = [
+            accuracy(runs, metric, problems_of(task, metric))
+            for runs, (task, _, _, _, sets) in zip(found, groups, strict=True)
+            for metric in sets
+        ]
+        body.append([LABELS[method], " / ".join(str(len(runs)) for runs in found), *cells])
+    return table(["method", "runs", *(f"{name}, %" for *_, sets in groups for name in sets.values())], body)
 
 
-def warm_table(rows: Sequence[Row]) -> str:
-    """The base before, and every method after."""
-    runs = pick(rows, question="warm", note="")
-    base = [
-        accuracy(pick(rows, question="warm", note="base"), metric, problems_of("stories", metric)) for metric in SETS
-    ]
-    lines = accuracy_table(runs, MAIN, SETS, "stories").splitlines()
-    return "\n".join([*lines[:2], "| " + " | ".join(["the base", "", *base]) + " |", *lines[2:]]) if runs else lines[0]
+def main_group(rows: Sequence[Row], task: str, sets: dict[str, str]) -> Group:
+    runs = pick(rows, question="main", task=task)
+    return task, pick(runs, method="luffy", seed=0), 0, runs, sets
 
 
-def ablation_table(rows: Sequence[Row], task: str) -> str:
+def methods_table(rows: Sequence[Row]) -> str:
+    """The sets that are like what was trained on: both tasks, and the stories from a base that knows something."""
+    stories, gsm = pick_sets(SETS, "core", "hard"), pick_sets(GSM_SETS, "core")
+    better = {metric: f"better base: {name}" for metric, name in stories.items()}
+    warm = pick(rows, question="warm", note="base"), -1, pick(rows, question="warm", note="")
+    return accuracy_table(
+        [main_group(rows, "stories", stories), main_group(rows, "gsm8k", gsm), ("stories", *warm, better)]
+    )
+
+
+def generalisation_table(rows: Sequence[Row]) -> str:
+    stories, gsm = pick_sets(SETS, "words", "longer"), pick_sets(GSM_SETS, "varied", "stories", "math", "arc")
+    return accuracy_table([main_group(rows, "stories", stories), main_group(rows, "gsm8k", gsm)])
+
+
+def pick_sets(sets: dict[str, str], *wanted: str) -> dict[str, str]:
+    return {f"val-{name}/accuracy": sets[f"val-{name}/accuracy"] for name in wanted}
+
+
+def ablation_table(rows: Sequence[Row]) -> str:
     body = []
     for method in ABLATED:
-        runs = pick(ablation_rows(rows, task), method=method)
-        clipped = [statistics.mean(v for _, v in run["curves"].get("actor/pg_clipfrac", [[0, 0.0]])) for run in runs]
-        cells = [*outcome(runs), f"{100 * statistics.mean(clipped):.3f}"]
+        runs = {task: pick(ablation_rows(rows, task), method=method) for task in TASKS}
+        clipped = [
+            statistics.mean(v for _, v in run["curves"].get("actor/pg_clipfrac", [[0, 0.0]])) for run in runs["stories"]
+        ]
+        cells = [*outcomes(runs), f"{100 * statistics.mean(clipped):.3f}"]
         body.append([LABELS[method] if method != "luffy" else "mixed + shaping, no clip = LUFFY", *cells])
-    return table(["", *OUTCOME, "tokens clipped, %"], body)
+    return table(["", *OUTCOMES, "tokens clipped, stories, %"], body)
 
 
-OUTCOME = ("runs", "held-out accuracy, %", "own samples right, steps 51 to 60, %")
+OUTCOMES = ("runs", "stories, %", "GSM8K, %")
 
 
-def outcome(runs: Sequence[Row]) -> list[str]:
-    return [str(len(runs)), share([held_out(run) for run in runs], HELD_OUT), spread(runs, "batch/on_solved", 100)]
+def outcomes(runs: dict[str, list[Row]]) -> list[str]:
+    """Number of runs and held-out accuracy of both tasks."""
+    both_tasks = [runs[task] for task in ("stories", "gsm8k")]
+    counts = " / ".join(str(len(part)) for part in both_tasks)
+    return [counts, *(share([held_out(run) for run in part], HELD_OUT) for part in both_tasks)]
 
 
 def entropy_table(rows: Sequence[Row]) -> str:
-    """The same method without the bonus and with it; the pilot has only the paper's coefficient."""
+    """The same method with the bonus and without it, one seed."""
     body = []
-    for question, task, note, coefficient in (
-        ("pilot", "25 steps of 64 problems", "", "0.01"), ("tune", "25 steps of 32 problems", "", "0"),
-        ("entropy", "60 steps of 32 problems", "h0.01", "0.01"),
-        ("entropy", "60 steps of 32 problems", "h0.001", "0.001"),
-        ("main", "60 steps of 32 problems", "", "0"),
+    for question, note, coefficient in (
+        ("main", "", "0"), ("entropy", "h0.001", "0.001"), ("entropy", "h0.01", "0.01")
     ):  # fmt: skip
-        for run in pick(rows, question=question, task="stories"):
-            if run["method"] not in ("on_policy", "mixed", "luffy") or run["seed"] or not run["note"].startswith(note):
+        for run in pick(rows, question=question, task="stories", seed=0):
+            if run["method"] not in ("on_policy", "mixed", "luffy") or not run["note"].startswith(note):
                 continue
             start, end = (run["curves"]["actor/entropy_loss"][i][1] for i in (0, -1))
-            solved = run["curves"]["batch/on_solved"][-1][1]
-            cells = [f"{start:.2f} to {end:.2f}", f"{100 * solved:.1f}", share([both(run)], HELD_OUT)]
-            body.append([LABELS[run["method"]], task, f"{run['lr']:g}", coefficient, *cells])
-    head = ["method", "run", "learning rate", "coefficient", "entropy, nats", "own samples solved in the last step, %"]
-    return table([*head, "held-out accuracy, %"], sorted(body, key=lambda cells: cells[:4]))
+            cells = [f"{start:.2f} to {end:.2f}", share([both(run)], HELD_OUT)]
+            body.append([LABELS[run["method"]], coefficient, *cells])
+    return table(["method", "coefficient", "entropy, nats", "held-out accuracy, %"], sorted(body))
 
 
-def gamma_table(rows: Sequence[Row], task: str) -> str:
-    return table(["gamma", *OUTCOME], [[f"{gamma:g}", *outcome(gamma_rows(rows, gamma, task))] for gamma in GAMMAS])
+def gamma_table(rows: Sequence[Row]) -> str:
+    found = {gamma: {task: gamma_rows(rows, gamma, task) for task in TASKS} for gamma in GAMMAS}
+    return table(["gamma", *OUTCOMES], [[f"{gamma:g}", *outcomes(runs)] for gamma, runs in found.items()])
 
 
-def split_table(rows: Sequence[Row], task: str) -> str:
+def split_table(rows: Sequence[Row]) -> str:
     body = []
     for part in ("easy", "hard"):
         for method in ("on_policy", "luffy"):
-            runs = pick(rows, question="split", task=task, note=part, method=method)
-            counts = SPLIT_PROBLEMS[task]
-            cells = [share([last(run, m) for run in runs], counts.get(m, PROBLEMS[task])) for m in SPLIT_SETS[task]]
-            body.append([part, LABELS[method], str(len(runs)), spread(runs, "batch/on_solved", 100), *cells])
-    sets = [f"{name}, %" for name in SPLIT_SETS[task].values()]
-    return table(["trained on", "method", "runs", "own samples right, steps 51 to 60, %", *sets], body)
-
-
-def tuning_table(rows: Sequence[Row]) -> str:
-    body = []
-    for method, rates in TRIED.items():
-        cells = []
-        for rate in rates:
-            runs = pick(rows, question="tune", method=method, lr=rate)
-            cells.append(f"{rate:g}: {100 * both(runs[0]):.1f}" if runs else f"{rate:g}: not run")
-        body.append([LABELS[method], *cells])
-    return table(["method", "tried: held-out accuracy, %", "", ""], body)
+            found = {task: pick(rows, question="split", task=task, note=part, method=method) for task in SPLIT_SETS}
+            cells = [
+                share([last(run, m) for run in found[task]], SPLIT_PROBLEMS.get((task, m), PROBLEMS[task]))
+                for task, sets in SPLIT_SETS.items()
+                for m in sets
+            ]
+            counts = " / ".join(str(len(runs)) for runs in found.values())
+            right = spread(found["stories"], "batch/on_solved", 100)
+            body.append([part, LABELS[method], counts, right, *cells])
+    sets = [f"{name}, %" for part in SPLIT_SETS.values() for name in part.values()]
+    return table(["trained on", "method", "runs", "own stories right, steps 51 to 60, %", *sets], body)
 
 
 def pass_table(rows: Sequence[Row]) -> str:
@@ -407,42 +343,17 @@ def pass_table(rows: Sequence[Row]) -> str:
     return table(["task", "method", *(f"T = {t}" for t in temperatures)], body)
 
 
-def cost_table(rows: Sequence[Row]) -> str:
-    body = []
-    for question in ("pilot", "tune", "main", "ablation", "entropy", "gamma", "split", "warm"):
-        for task in ("stories", "gsm8k"):
-            runs = pick(rows, question=question, task=task)
-            if runs:
-                steps = [v for run in runs for _, v in run["curves"]["timing_s/step"]]
-                cells = [f"{statistics.median(steps):.2f}", f"{sum(run['seconds'] for run in runs) / 60:.0f}"]
-                body.append([question, task, str(len(runs)), str(len(steps)), *cells])
-    return table(
-        ["question", "task", "runs", "steps", "median s a step, several runs at once", "minutes of all runs, added up"],
-        body,
-    )
-
-
 TABLES: dict[str, Callable[[list[Row]], str]] = {
-    "start": start_table,
-    "stories": lambda rows: accuracy_table(pick(rows, question="main", task="stories"), MAIN, SETS, "stories"),
-    "gsm8k": lambda rows: accuracy_table(pick(rows, question="main", task="gsm8k"), MAIN, GSM_SETS, "gsm8k"),
-    "warm": warm_table,
-    "ablation-stories": partial(ablation_table, task="stories"),
-    "ablation-gsm8k": partial(ablation_table, task="gsm8k"),
-    "dynamics-stories": partial(dynamics_table, task="stories"),
-    "dynamics-gsm8k": partial(dynamics_table, task="gsm8k"),
-    "entropy": entropy_table,
-    "gamma-stories": partial(gamma_table, task="stories"),
-    "gamma-gsm8k": partial(gamma_table, task="gsm8k"),
-    "split-stories": partial(split_table, task="stories"),
-    "split-gsm8k": partial(split_table, task="gsm8k"),
-    "tuning": tuning_table,
-    "pass": pass_table,
-    "cost": cost_table,
+    "smollm-methods": methods_table,
+    "smollm-ablation": ablation_table,
+    "smollm-dynamics": dynamics_table,
+    "smollm-entropy": entropy_table,
+    "smollm-gamma": gamma_table,
+    "smollm-split": split_table,
+    "smollm-generalisation": generalisation_table,
+    "smollm-pass": pass_table,
 }
-FIGURES = (
-    methods_figure, ablation_figure, dynamics_figure, gamma_figure, split_figure, generalisation_figure, pass_figure,
-)  # fmt: skip
+FIGURES = (methods_figure, dynamics_figure, split_figure)
 
 
 def fill(text: str, rows: list[Row]) -> str:
