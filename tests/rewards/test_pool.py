@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from luffy.errors import UserError
+from luffy.rewards import pool as pool_module
 from luffy.rewards.pool import WorkerPool
 
 HERE = Path(__file__).parent
@@ -43,6 +44,15 @@ def test_results_come_back_in_the_order_of_the_items(pool):
     outcomes = pool.map(("echo", number) for number in range(500))
     assert [outcome.value for outcome in outcomes] == list(range(500))
     assert {outcome.status for outcome in outcomes} == {"ok"}
+
+
+def test_a_worker_that_does_not_start_ends_the_run_and_is_named(monkeypatch):
+    monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.0)
+    with (
+        WorkerPool("reward_functions:misbehave", workers=1, timeout_s=1.5) as late,
+        pytest.raises(RuntimeError, match=r"did not start within 0 s: reward_functions:misbehave"),
+    ):
+        late.map([("echo", 1)])
 
 
 def test_items_are_drawn_only_when_a_worker_is_free(pool):

@@ -35,6 +35,14 @@ def test_weighted_sum_and_first_status_that_is_not_ok():
         assert verifier.counts == {"ok": 2, "no_answer": 1}
 
 
+def test_an_error_of_a_reward_in_this_process_says_what_it_was():
+    def refuses(problem, response):
+        raise ValueError(f"gold {problem.answer} is no number")
+
+    (outcome,) = verifier_module.InProcessReward(refuses).outcomes([(problem("five"), "5")])
+    assert outcome.status == "error" and "gold five is no number" in outcome.message
+
+
 def test_counts_accumulate_over_calls():
     with build_verifier("numeric") as verifier:
         verifier.score([(problem("5"), "5"), (problem("5"), "none")])
