@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("luffy needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(if $(NO_GPU),$(call pip_cpu_torch,$(BIN)) || echo "no CPU build of torch found: PyPI's with CUDA comes, 3 GB")
+	$(if $(NO_GPU),$(call pip_cpu_torch,$(BIN)) || echo "found no CPU build of torch; the one with CUDA will be downloaded (3 GB)")
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
@@ -103,7 +103,7 @@ test-vllm: $(VLLM_READY) $(SMOLLM2)
 
 # Several processes on the CPU, connected by gloo: all of the tests, the slow ones too.
 test-distributed: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/distributed tests/train/test_ahead.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/distributed tests/train/test_prefetch.py
 
 # Ray brings some forty packages of its own, so it has an environment of its own.
 RAY_VENV ?= .venv-ray
