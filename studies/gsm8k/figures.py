@@ -37,8 +37,7 @@ COLORS = {
 SETS = {"val-core/accuracy": "stories, easy", "val-hard/accuracy": "stories, hard", "val-words/accuracy": "other words",
         "val-longer/accuracy": "longer"}  # fmt: skip
 GSM_SETS = {"val-core/accuracy": "GSM8K test", "val-varied/accuracy": "changed numbers",
-            "val-stories/accuracy": "stories, easy", "val-math/accuracy": "MATH-500, whole numbers",
-            "val-arc/accuracy": "ARC-c, numbered"}  # fmt: skip
+            "val-stories/accuracy": "stories, easy"}  # fmt: skip
 SPLIT_SETS = {"stories": {"val-core/accuracy": "stories, easy", "val-hard/accuracy": "stories, hard"},
               "gsm8k": {"val-core/accuracy": "GSM8K test, easy", "val-hard/accuracy": "GSM8K test, hard"}}  # fmt: skip
 SPLIT_PROBLEMS = {("gsm8k", "val-core/accuracy"): 422}
@@ -265,7 +264,7 @@ def methods_table(rows: Sequence[Row]) -> str:
 
 
 def generalisation_table(rows: Sequence[Row]) -> str:
-    stories, gsm = pick_sets(SETS, "words", "longer"), pick_sets(GSM_SETS, "varied", "stories", "math", "arc")
+    stories, gsm = pick_sets(SETS, "words", "longer"), pick_sets(GSM_SETS, "varied", "stories")
     return accuracy_table([main_group(rows, "stories", stories), main_group(rows, "gsm8k", gsm)])
 
 
@@ -302,7 +301,7 @@ def entropy_table(rows: Sequence[Row]) -> str:
         ("main", "", "0"), ("entropy", "h0.001", "0.001"), ("entropy", "h0.01", "0.01")
     ):  # fmt: skip
         for run in pick(rows, question=question, task="stories", seed=0):
-            if run["method"] not in ("on_policy", "mixed", "luffy") or not run["note"].startswith(note):
+            if run["method"] not in ("mixed", "luffy") or not run["note"].startswith(note):
                 continue
             start, end = (run["curves"]["actor/entropy_loss"][i][1] for i in (0, -1))
             cells = [f"{start:.2f} to {end:.2f}", share([both(run)], HELD_OUT)]

@@ -21,6 +21,16 @@ def test_the_tables_of_the_document_are_those_of_the_results():
     assert all(f"<!-- {name} -->" in text for name in figures.TABLES)
 
 
+def test_figures_in_the_prose_of_the_document():
+    rows = figures.read(FOLDER / "results")
+    assert len(rows) == 143
+    for metric, most in (("val-math/accuracy", 0.04), ("val-arc/accuracy", 0.10)):
+        for method in figures.MAIN:
+            runs = figures.pick(rows, question="main", task="gsm8k", method=method)
+            asked = [figures.last(run, metric) for run in runs if metric in run["curves"]]
+            assert 0 <= sum(asked) / len(asked) < most
+
+
 def test_intervals():
     assert figures.share([0.5, 0.6, 0.7], 100) == "60.0 (35.2 to 84.8)"  # 4.303 * 0.1 / sqrt(3)
     low, high = figures.wilson(0.5, 100)
