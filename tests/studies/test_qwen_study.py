@@ -149,7 +149,7 @@ def figures():
 def test_the_page_says_what_the_results_say(figures):
     text, rows = figures.PAGE.read_text(encoding="utf-8"), figures.read()
     assert figures.fill(text, rows) == text and all(f"<!-- {name} -->" in text for name in figures.TABLES)
-    lines = text.splitlines()
+    lines = text.partition("\n## Appendix")[0].splitlines()  # the appendix is another study's
     known = {number for line in lines if line.startswith("|") for number in NUMBER.findall(line)}
     known |= {"0.6"}  # the temperature
     known.add(f"{100 * (0.42 * 0.58 / 512) ** 0.5:.1f}")  # the standard error of the validation accuracy
