@@ -1,6 +1,7 @@
 """Figures and tables of the study."""
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -21,6 +22,25 @@ def test_the_tables_of_the_document_are_those_of_the_results():
     assert all(f"<!-- {name} -->" in text for name in figures.TABLES)
 
 
+def ratios_of_entropy(rows, task):
+    """LUFFY's entropy over Mixed-Policy's, run by run: the median over the steps from 6 on that both have."""
+    pairs = zip(*(figures.pick(rows, question="main", task=task, method=m) for m in ("luffy", "mixed")), strict=False)
+    for runs in pairs:
+        luffy, mixed = (dict(map(tuple, run["curves"]["actor/entropy_loss"])) for run in runs)
+        yield statistics.median(luffy[step] / mixed[step] for step in luffy.keys() & mixed.keys() if step >= 6)
+
+
+def interval_of_difference(rows, one, other):
+    """Student's interval of the difference in held-out stories seed for seed, in points."""
+    one, other = (
+        {run["seed"]: 100 * figures.held_out(run) for run in figures.pick(rows, method=method)}
+        for method in (one, other)
+    )
+    found = [one[seed] - other[seed] for seed in one]
+    middle, half = statistics.mean(found), figures.half_width(found)
+    return middle - half, middle + half
+
+
 def test_figures_in_the_prose_of_the_document():
     rows = figures.read(FOLDER / "results")
     assert len(rows) == 143
@@ -29,6 +49,13 @@ def test_figures_in_the_prose_of_the_document():
             runs = figures.pick(rows, question="main", task="gsm8k", method=method)
             asked = [figures.last(run, metric) for run in runs if metric in run["curves"]]
             assert 0 <= sum(asked) / len(asked) < most
+    assert list(ratios_of_entropy(rows, "stories")) == pytest.approx([1.96, 1.95, 3.26], abs=0.006)
+    assert list(ratios_of_entropy(rows, "gsm8k")) == pytest.approx([3.7, 4.7], abs=0.05)
+    stories = figures.ablation_rows(rows, "stories")
+    assert interval_of_difference(stories, "mixed_shaping", "luffy") == pytest.approx((2.8, 10.5), abs=0.05)
+    assert interval_of_difference(stories, "mixed_shaping", "mixed") == pytest.approx((-11, 25), abs=0.5)
+    (pilot,) = figures.pick(rows, question="pilot", method="luffy")
+    assert [pilot["curves"]["actor/entropy_loss"][i][1] for i in (0, -1)] == pytest.approx([1.8, 7.0], abs=0.05)
 
 
 def test_intervals():
