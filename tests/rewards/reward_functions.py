@@ -61,6 +61,10 @@ def length_reward(response, answer, problem):
     return len(response) / 10 + (problem.meta["bonus"] if answer == "bonus" else 0)
 
 
+def prompt_reward(response, answer, problem):
+    return float(len(problem.prompt))
+
+
 def true_reward(response, answer, problem):
     return response == answer
 

@@ -55,6 +55,19 @@ def test_a_worker_that_does_not_start_ends_the_run_and_is_named(monkeypatch):
         late.map([("echo", 1)])
 
 
+def test_a_worker_killed_while_it_imports_is_started_again(tmp_path, monkeypatch):
+    (tmp_path / "dies_once.py").write_text(
+        "import os, signal, pathlib\n"
+        f"mark = pathlib.Path({str(tmp_path / 'died')!r})\n"
+        "if not mark.exists():\n    mark.touch()\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def double(number):\n    return 2 * number\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with WorkerPool("dies_once:double", workers=1, timeout_s=5) as pool:
+        assert [outcome.value for outcome in pool.map([(4,)])] == [8]
+    assert (tmp_path / "died").exists()
+
+
 def test_items_are_drawn_only_when_a_worker_is_free(pool):
     drawn = 0
     ahead = []

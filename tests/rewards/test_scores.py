@@ -39,6 +39,17 @@ def test_scores_in_order_with_identity_copied(tmp_path, verifier, capfd):
     assert "\x1b" not in captured.err
 
 
+def test_a_reward_of_your_own_sees_the_problem_of_each_row(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"answer": "5", "response": "5", "problem": "2+3 = ?"}\n{"answer": "5", "response": "5"}\n', encoding="utf-8"
+    )
+    with build_verifier("reward_functions:prompt_reward", workers=1) as own:
+        score_file(rows, tmp_path / "out.jsonl", own, progress=False)
+    scores = [json.loads(line)["score"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert scores == [7.0, 0.0]
+
+
 def test_progress_can_be_silent_and_files_are_world_readable(tmp_path, verifier, capfd):
     out = tmp_path / "scores.jsonl"
     score_file(write(tmp_path / "rows.jsonl", [{"answer": "5", "response": "#### 5"}]), out, verifier, progress=False)
