@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from luffy.rewards.kinds import reward
     from luffy.rewards.verifier import build_verifier
     from luffy.rollout.engine import Engine
+    from luffy.train.build_engines import engine
     from luffy.train.credit import ScoredGroup, ScoredTokens, TokenCredit, credit_function, group_baseline
-    from luffy.train.engines import engine
     from luffy.train.loop import Trainer
     from luffy.types import Completion, Problem, Request
 
@@ -59,7 +59,7 @@ _HOMES = {
     "ScoredGroup": "luffy.train.credit",
     "ScoredTokens": "luffy.train.credit",
     "TokenCredit": "luffy.train.credit",
-    "engine": "luffy.train.engines",
+    "engine": "luffy.train.build_engines",
     "Engine": "luffy.rollout.engine",
     "Request": "luffy.types",
     "Completion": "luffy.types",

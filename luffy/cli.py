@@ -18,12 +18,12 @@ import typer
 import typer.core
 
 from luffy._version import __version__
-from luffy.bench.cli import bench_app
+from luffy.bench.bench_cli import bench_app
 from luffy.cli_help import FullHelp
 from luffy.config import Config, built_in_recipes, inherited_for_rl, load_config, to_yaml
 from luffy.distributed.follow import LAUNCHER_VARIABLE, follow_launcher
 from luffy.errors import Interrupted, TrainingStopped, UserError
-from luffy.prepare.cli import prepare_app
+from luffy.prepare.prepare_cli import prepare_app
 from luffy.schema import describe
 
 PATIENCE_S = 30.0  # of a process whose error another one explains: the launcher ends it meanwhile
@@ -304,7 +304,7 @@ def view(
     browser: Annotated[bool, typer.Option("--open", help="open the page in the browser")] = False,
 ) -> None:
     """Watch runs in the browser: live curves, every recorded sample, differences in settings."""
-    from luffy.view.gate import token_of_environment
+    from luffy.view.access import token_of_environment
     from luffy.view.server import ViewServer, serve
 
     server = ViewServer(runs, host, port, token_of_environment())

@@ -12,9 +12,9 @@ from luffy.core.losses import PolicyLoss
 from luffy.core.reduce import Reduction
 from luffy.core.shaping import Shape
 from luffy.errors import ConfigError
-from luffy.guidance.choice import TraceChoice
 from luffy.guidance.gate import GATES
 from luffy.guidance.ratios import SCHEDULES, RatioSchedule
+from luffy.guidance.trace_choice import TraceChoice
 from luffy.schema import knob, nearest
 from luffy.types import Sampling
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import date as Date
 from enum import StrEnum
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from jinja2 import TemplateError
 
 from luffy.data.schemas import ROW_KEY, log_prob_fault
+from luffy.data.special_tokens import MARK, OPEN, THINK, SpecialTokens, without_marks
 from luffy.errors import ConfigError, DataError
 from luffy.types import Demonstration, Message, Problem, Task, Trace
 
-THINK, END_THINK = "<think>", "</think>"
-OPEN, CLOSE = "\ufdd0", "\ufdd1"  # code points that no text has: around the id of a token that is to be read as text
-MARK = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 CLOCK = "strftime_now"  # what chat templates call to get the date
 NO_LIMIT = 1 << 40  # tokens: a budget that nothing exceeds
 READ_AT_ONCE = 256  # problems whose texts the tokenizer gets in one call
@@ -101,7 +97,7 @@ class Encoder:
         self.max_response_tokens = _at_least_one("rollout.max_tokens", max_response_tokens)
         self.vocabulary = len(tokenizer)
         self.special_tokens = _one_of("special_tokens", special_tokens, ("text", "control"))
-        self._special = special_texts(tokenizer)
+        self._special = SpecialTokens(tokenizer)
         self.chat_template = _template_text(chat_template)
         self._date = today() if date is None else _checked_date(date)
         self.system_prompt = self._checked_system_prompt(system_prompt)
@@ -141,7 +137,7 @@ class Encoder:
     def render(self, problem: Problem) -> str:
         """The exact text of the prompt, special tokens included."""
         text, bos = self._prompt_text(problem)
-        spelled = MARK.sub(lambda mark: self._special[int(mark[1])], text)
+        spelled = MARK.sub(lambda mark: self._special.texts[int(mark[1])], text)
         return (str(self.tokenizer.bos_token) if bos else "") + spelled
 
     def _prompt_text(self, problem: Problem) -> tuple[str, tuple[int, ...]]:
@@ -197,36 +193,14 @@ class Encoder:
         except TemplateError:
             return None
         _, found, rest = text.rpartition(answer)
-        end = self._spelled.match(rest.lstrip()) if found else None
-        return self._special_ids[end[0]] if end else None
+        end = self._special.spelled.match(rest.lstrip()) if found else None
+        return self._special.ids[end[0]] if end else None
 
     # ---- special tokens in the user's texts
 
     def _marked(self, text: str) -> str:
         """The text with a mark in place of every special token that is spelled out in it, unless those count."""
-        text = _without_marks(text)
-        if self.special_tokens == "control" or not any(first in text for first in self._first_letters):
-            return text
-        return self._spelled.sub(lambda found: f"{OPEN}{self._special_ids[found[0]]}{CLOSE}", text)
-
-    @cached_property
-    def _special_ids(self) -> dict[str, int]:
-        return {text: token for token, text in self._special.items()}
-
-    @cached_property
-    def _first_letters(self) -> set[str]:
-        return {text[0] for text in self._special_ids}
-
-    @cached_property
-    def _spelled(self) -> re.Pattern[str]:
-        longest_first = sorted(self._special_ids, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-    @cached_property
-    def _closing(self) -> re.Pattern[str]:
-        """End tokens, spelled out, at the end of a text."""
-        ends = [re.escape(self._special[token]) for token in self.eos_ids if token in self._special]
-        return re.compile(rf"(?:(?:{'|'.join(ends)})\s*)+\Z" if ends else r"(?!)")
+        return without_marks(text) if self.special_tokens == "control" else self._special.mark(text)
 
     def _tokenize(self, problem: Problem, text: str) -> list[int]:
         """Ids of a text; what is marked in it becomes ids of its letters."""
@@ -234,7 +208,7 @@ class Encoder:
             return list(self._read[text])
         ids: list[int] = []
         for place, part in enumerate(MARK.split(text)):  # every other part is the id of a special token
-            spelled = self._special[int(part)] if place % 2 else part
+            spelled = self._special.texts[int(part)] if place % 2 else part
             ids += self._ids(problem, spelled, **({"split_special_tokens": True} if place % 2 else {}))
         return ids
 
@@ -301,7 +275,7 @@ class Encoder:
     def _in_prompt(self, problem: Problem) -> bool:
         """Whether special tokens are spelled out in what the user wrote."""
         chat = problem.prompt if isinstance(problem.prompt, tuple) else (Message("user", problem.prompt),)
-        return any(self._spelled.search(message.content) for message in chat)
+        return any(self._special.spelled.search(message.content) for message in chat)
 
     def _count_special(self, as_text: bool, as_control: bool) -> None:
         for kind, found in (("special_as_text", as_text), ("special_as_control", as_control)):
@@ -344,10 +318,10 @@ class Encoder:
     def _text_ids(self, problem: Problem, text: str) -> list[int]:
         """Ids of a trace's text; an end that it spells out is an end token, or left off."""
         ids = self._tokenize(problem, text)
-        if self._special.keys().isdisjoint(ids):
+        if self._special.texts.keys().isdisjoint(ids):
             return ids
-        body = self._closing.sub("", text)
-        spelled_inside = bool(self._spelled.search(body))
+        body = self._special.without_end(text, self.eos_ids)
+        spelled_inside = bool(self._special.spelled.search(body))
         as_text = self.special_tokens == "text"
         self._count_special(spelled_inside and as_text, spelled_inside and not as_text)
         return self._tokenize(problem, self._marked(body)) if as_text else ids
@@ -428,12 +402,7 @@ def without_open_think(trace: str, prompt: str) -> str:
 
 
 def trace_text(trace: Trace, prompt: str) -> str:
-    return _without_marks(without_open_think(trace.text or "", prompt))
-
-
-def _without_marks(text: str) -> str:
-    """A user's text cannot carry marks of ours."""
-    return text.replace(OPEN, "\ufffd") if OPEN in text else text
+    return without_marks(without_open_think(trace.text or "", prompt))
 
 
 def _where(problem: Problem) -> str:
@@ -471,14 +440,6 @@ def _checked_eos(
     if wrong:
         raise ConfigError(f"eos_ids: {wrong[0]} is not one of the tokenizer's {vocabulary} ids; correct it")
     return ids
-
-
-def special_texts(tokenizer: Any) -> dict[int, str]:
-    """The special tokens of a tokenizer by id, but for those that mark a thought: traces spell them out."""
-    known = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
-    found = {token: text for token, text in (known | dict(named)).items() if token is not None and text}
-    return {token: text for token, text in found.items() if text not in (THINK, END_THINK)}
 
 
 def _template_text(chat_template: str | None) -> str | None:

@@ -50,7 +50,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """A step: ``problems * samples`` responses on ``gpus``, rolled out by groups of ``width`` GPUs."""
 
     model: Model
@@ -96,7 +96,7 @@ def decode_step(model: Model, rows: float, context: float, gpu: Gpu, width: int 
     return read / gpu.memory_bandwidth + reduce
 
 
-def rollout(plan: Plan, gpu: Gpu) -> Cost:
+def rollout(plan: StepPlan, gpu: Gpu) -> Cost:
     """The prompts, each once for all its samples; then until the longest response ends, or until all have had a place
     in the cache, whichever is later. On the way the mean of a sequence's cache is its prompt and half its response."""
     rows = plan.responses / (plan.gpus / plan.width)
@@ -108,7 +108,7 @@ def rollout(plan: Plan, gpu: Gpu) -> Cost:
     return Cost(decode + 2 * plan.model.parameters * prompts / (gpu.flops * gpu.update_share))
 
 
-def update(plan: Plan, gpu: Gpu) -> Cost:
+def update(plan: StepPlan, gpu: Gpu) -> Cost:
     """Matrix products, or the weights and gradients that FSDP2 moves, whichever takes longer."""
     compute = 6 * plan.model.parameters * plan.tokens / plan.gpus / (gpu.flops * gpu.update_share)
     passes = math.ceil(plan.tokens / plan.gpus / plan.micro_batch)
@@ -116,7 +116,7 @@ def update(plan: Plan, gpu: Gpu) -> Cost:
     return Cost(max(compute, inside / gpu.nvlink, between / gpu.network), inside + between)
 
 
-def fsdp_bytes(plan: Plan, gpu: Gpu) -> tuple[float, float]:
+def fsdp_bytes(plan: StepPlan, gpu: Gpu) -> tuple[float, float]:
     """Bytes that a GPU receives in one pass forward and backward: weights in bf16 twice, gradients in fp32 once.
     First those that stay in a machine, then those that come from another. Sharded over several machines, everything
     waits for the network; hybrid, only the sum of the gradients over the machines does."""
@@ -130,13 +130,13 @@ def fsdp_bytes(plan: Plan, gpu: Gpu) -> tuple[float, float]:
     return 0.0, everything
 
 
-def weight_sync(plan: Plan, gpu: Gpu) -> Cost:
+def weight_sync(plan: StepPlan, gpu: Gpu) -> Cost:
     """The trained weights to every copy that rolls out."""
     link = gpu.nvlink if plan.machines <= 1 or plan.hybrid else gpu.network
     return Cost(plan.model.weights / link, plan.model.weights)
 
 
-def checkpoint(plan: Plan, gpu: Gpu) -> dict[str, Cost]:
+def checkpoint(plan: StepPlan, gpu: Gpu) -> dict[str, Cost]:
     """Masters and two moments in fp32, and the model in bf16. Training waits for the first term alone."""
     state, total = 12 * plan.model.parameters, 14 * plan.model.parameters
     shards = min(plan.gpus, gpu.per_machine) if plan.hybrid else plan.gpus
@@ -147,19 +147,19 @@ def checkpoint(plan: Plan, gpu: Gpu) -> dict[str, Cost]:
     }
 
 
-def memory(plan: Plan, gpu: Gpu) -> float:
+def memory(plan: StepPlan, gpu: Gpu) -> float:
     """Bytes of a GPU that are taken before the cache is: masters, moments, gradients, and the copy that rolls out."""
     shards = min(plan.gpus, gpu.per_machine) if plan.hybrid else plan.gpus
     return 16 * plan.model.parameters / shards + plan.model.weights / plan.width
 
 
-def places(plan: Plan, gpu: Gpu) -> float:
+def places(plan: StepPlan, gpu: Gpu) -> float:
     """Sequences of mean length whose cache a group of ``width`` GPUs holds at once."""
     left = max(gpu.usable * gpu.memory - memory(plan, gpu), 0.0) * plan.width
     return left / ((plan.prompt + plan.response) * plan.model.kv_bytes)
 
 
-def host_memory(plan: Plan, gpu: Gpu) -> float:
+def host_memory(plan: StepPlan, gpu: Gpu) -> float:
     """Bytes of a machine while it starts: every process reads the whole model before it keeps its shard."""
     return min(plan.gpus, gpu.per_machine) * plan.model.weights
 
@@ -174,17 +174,17 @@ QWEN_7B = Model("7B", 7.6e9, 28, 3584, 512)
 QWEN_32B = Model("32B", 32.8e9, 64, 5120, 1024)
 LLAMA_70B = Model("70B", 70.6e9, 80, 8192, 1024)
 PLANS = (
-    Plan(QWEN_7B, gpus=8, problems=128),
-    Plan(QWEN_32B, gpus=64, problems=512),
-    Plan(QWEN_32B, gpus=64, problems=512, width=2),
-    Plan(QWEN_32B, gpus=64, problems=512, width=4, hybrid=True),
-    Plan(LLAMA_70B, gpus=256, problems=1024),
-    Plan(LLAMA_70B, gpus=256, problems=1024, width=4),
-    Plan(LLAMA_70B, gpus=256, problems=1024, width=8, hybrid=True),
+    StepPlan(QWEN_7B, gpus=8, problems=128),
+    StepPlan(QWEN_32B, gpus=64, problems=512),
+    StepPlan(QWEN_32B, gpus=64, problems=512, width=2),
+    StepPlan(QWEN_32B, gpus=64, problems=512, width=4, hybrid=True),
+    StepPlan(LLAMA_70B, gpus=256, problems=1024),
+    StepPlan(LLAMA_70B, gpus=256, problems=1024, width=4),
+    StepPlan(LLAMA_70B, gpus=256, problems=1024, width=8, hybrid=True),
 )
 
 
-def row(plan: Plan, gpu: Gpu) -> list[str]:
+def row(plan: StepPlan, gpu: Gpu) -> list[str]:
     name = f"{plan.model.name} on {plan.gpus}, {'hybrid' if plan.hybrid else 'full'}, {plan.width} a copy"
     taken, held = memory(plan, gpu), places(plan, gpu)
     wanted = plan.responses / (plan.gpus / plan.width)
@@ -212,7 +212,7 @@ class Measurement:
     """What one H200 took (docs/results/performance.md): responses that never end early, so the longest is the mean."""
 
     what: str
-    plan: Plan
+    plan: StepPlan
     seconds: float
     rolls_out: bool = True
     updates: bool = True
@@ -223,12 +223,12 @@ class Measurement:
 
 
 def _rolled_out(prompts: int, tokens: int, speed: float) -> Measurement:
-    plan = Plan(QWEN_1_5B, 1, prompts, samples=1, prompt=128, response=tokens, longest=1.0)
+    plan = StepPlan(QWEN_1_5B, 1, prompts, samples=1, prompt=128, response=tokens, longest=1.0)
     return Measurement(f"1.5B rollout, {prompts} x {tokens} tokens", plan, prompts * tokens / speed, updates=False)
 
 
-def _one_gpu(model: Model, problems: int, samples: int, prompt: int, response: int) -> Plan:
-    return Plan(model, 1, problems, samples, prompt, response, longest=1.0)
+def _one_gpu(model: Model, problems: int, samples: int, prompt: int, response: int) -> StepPlan:
+    return StepPlan(model, 1, problems, samples, prompt, response, longest=1.0)
 
 
 STEP = _one_gpu(QWEN_1_5B, 64, 8, 121, 512)

@@ -16,7 +16,7 @@ OnStep = Callable[[int, dict[str, float]], None]
 GO_ON = "the same command goes on from the last complete checkpoint"
 
 
-class Job(Protocol):
+class Launchable(Protocol):
     """A training that can run alone or as one of several processes."""
 
     @property
@@ -27,7 +27,7 @@ class Job(Protocol):
     def as_worker(self, on_step: OnStep = ..., out: TextIO | None = None) -> None: ...
 
 
-def launch(job: Job, arguments: Sequence[str]) -> None:
+def launch(job: Launchable, arguments: Sequence[str]) -> None:
     """Run the job as its config says. ``arguments`` of this command line start it again in every worker."""
     how = job.cfg.launch
     if is_launched():

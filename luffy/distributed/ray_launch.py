@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from luffy.config import Config
-from luffy.distributed.launch import Job
+from luffy.distributed.launch import Launchable
 from luffy.errors import ConfigError, TrainingStopped, UserError, how_to_install
 from luffy.plugins import load_plugins
 from luffy.progress import lasting
@@ -31,7 +31,7 @@ POLL_S = 0.5
 GRACE_S = 10.0  # after a worker's mistake, for the others to end by themselves
 
 
-def run_on_ray(job: Job) -> None:
+def run_on_ray(job: Launchable) -> None:
     """Run the job on a cluster and wait for its end; a mistake that a worker found is raised here."""
     secure(job.cfg.ray.address)
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")  # machines that autoscale need minutes
@@ -80,7 +80,7 @@ def start_mailbox(ray: Any) -> Any:
     return ray.remote(Mailbox).options(num_cpus=0, scheduling_strategy=here).remote()
 
 
-def build_trainer(job: Job, mailbox: Any, on_gpus: bool) -> Any:
+def build_trainer(job: Launchable, mailbox: Any, on_gpus: bool) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 

@@ -21,10 +21,10 @@ import torch
 
 from luffy.core.shaping import Shape, gradient_weight
 from luffy.errors import UserError
+from luffy.evaluation.accuracy import Row, is_right, mean_pass_at_k
 from luffy.evaluation.bleu import bleu_figure, load_traces
-from luffy.evaluation.figures import Figure, Panel, Series, save
+from luffy.evaluation.paper_figures import Figure, Panel, Series, save
 from luffy.evaluation.results import Evaluation, is_evaluation, model_label, read_evaluation
-from luffy.evaluation.scores import Row, is_right, mean_pass_at_k
 from luffy.files import write_atomically
 from luffy.report.recorder import METRICS, SAMPLES, read_json_lines
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from luffy.data import load_problems
 from luffy.errors import UserError
-from luffy.evaluation.figures import INSTALL_HINT, Figure, Panel, Series
+from luffy.evaluation.accuracy import Row
+from luffy.evaluation.paper_figures import INSTALL_HINT, Figure, Panel, Series
 from luffy.evaluation.results import Evaluation
-from luffy.evaluation.scores import Row
 
 Traces = Mapping[str, tuple[str, ...]]
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from luffy.errors import UserError
+from luffy.evaluation.accuracy import item_accuracy
 from luffy.evaluation.bootstrap import Array, Difference, paired_difference
 from luffy.evaluation.results import Evaluation, percent, read_evaluation, table
-from luffy.evaluation.scores import item_accuracy
 from luffy.files import write_atomically
 
 AVERAGE = "average"

@@ -12,8 +12,8 @@ import numpy as np
 
 from luffy._version import __version__
 from luffy.errors import UserError
+from luffy.evaluation.accuracy import Row, Summary, summarise
 from luffy.evaluation.benchmarks import Suite
-from luffy.evaluation.scores import Row, Summary, summarise
 from luffy.evaluation.settings import Settings
 from luffy.files import write_atomically
 from luffy.report.recorder import read_json_lines

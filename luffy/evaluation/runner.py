@@ -16,14 +16,14 @@ from typing import Any
 from luffy.data import Encoder
 from luffy.data.encode import resolve_style
 from luffy.errors import UserError
+from luffy.evaluation.accuracy import is_right
 from luffy.evaluation.benchmarks import Suite, load_suite
 from luffy.evaluation.engines import LoadedModel, load_engine, model_identity
-from luffy.evaluation.progress import EvalView
+from luffy.evaluation.eval_view import EvalView
 from luffy.evaluation.results import ITEMS, Result, build_result, model_label, write_result
-from luffy.evaluation.scores import is_right
 from luffy.evaluation.settings import Settings, alone_in, claim, problems_hash, recorded_date
 from luffy.guidance.plan import seed_of
-from luffy.report.recorder import JsonLines, read_json_lines
+from luffy.report.recorder import JsonLinesWriter, read_json_lines
 from luffy.rewards import Verifier, build_verifier
 from luffy.types import Problem, Request, Sampling
 
@@ -62,7 +62,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedResponse:
     """One response to make."""
 
     benchmark: str
@@ -118,13 +118,15 @@ def encoder_of(options: Options, suite: Suite, loaded: LoadedModel) -> Encoder:
     return Encoder(loaded.tokenizer, style, options.system_prompt, max_prompt_tokens=room, date=options.date)
 
 
-def plan(options: Options, suite: Suite, loaded: LoadedModel, encoder: Encoder) -> tuple[list[Job], Settings]:
+def plan(
+    options: Options, suite: Suite, loaded: LoadedModel, encoder: Encoder
+) -> tuple[list[PlannedResponse], Settings]:
     """Every response to make, in order, and what decides them."""
     jobs = []
     for benchmark in suite.benchmarks:
         for problem, task in zip(benchmark.problems, encoder.encode_all(benchmark.problems), strict=True):
             assert task is not None, "overlong prompts are errors here"
-            jobs += [Job(benchmark.name, problem, sample, task.prompt_ids) for sample in range(benchmark.k)]
+            jobs += [PlannedResponse(benchmark.name, problem, sample, task.prompt_ids) for sample in range(benchmark.k)]
     longest = max(len(job.prompt_ids) for job in jobs)
     settings = Settings(
         model=options.model,
@@ -162,14 +164,14 @@ def room_for(given: int | None, default: int, context: int, longest_prompt: int)
 
 
 def run_jobs(
-    jobs: Sequence[Job], loaded: LoadedModel, verifier: Verifier, settings: Settings, out: Path, chunk: int
+    jobs: Sequence[PlannedResponse], loaded: LoadedModel, verifier: Verifier, settings: Settings, out: Path, chunk: int
 ) -> None:
     """Make the responses that are not there yet, ``chunk`` at a time."""
     path = out / ITEMS
     done = {(row["benchmark"], row["id"], row["sample"]) for row in read_json_lines(path)}
     todo = [job for job in jobs if job.key not in done]
     view = EvalView(model_label(settings.model), len(jobs), len(jobs) - len(todo))
-    items = JsonLines(path, keep_through_step=0)
+    items = JsonLinesWriter(path, keep_through_step=0)
     try:
         for start in range(0, len(todo), chunk):
             part = todo[start : start + chunk]
@@ -182,7 +184,7 @@ def run_jobs(
 
 
 def respond(
-    jobs: Sequence[Job], loaded: LoadedModel, verifier: Verifier, settings: Settings, view: EvalView
+    jobs: Sequence[PlannedResponse], loaded: LoadedModel, verifier: Verifier, settings: Settings, view: EvalView
 ) -> list[dict[str, Any]]:
     sampling = Sampling(settings.max_tokens, settings.temperature, settings.top_p, settings.top_k, loaded.eos_ids)
     requests = [Request(job.prompt_ids, job.seed(settings.seed), sampling) for job in jobs]

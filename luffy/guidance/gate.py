@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from luffy.errors import UserError
-from luffy.guidance.choice import choose
 from luffy.guidance.plan import Plan, Planned, Planner, seed_of
+from luffy.guidance.trace_choice import choose
 from luffy.registry import Registry
 from luffy.types import Demonstration, Group
 

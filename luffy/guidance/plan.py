@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from luffy.guidance.choice import TraceChoice, choose
 from luffy.guidance.ratios import RatioSchedule
+from luffy.guidance.trace_choice import TraceChoice, choose
 from luffy.types import Completion, Demonstration, Finish, Request, Rollout, Sampling, Task
 
 

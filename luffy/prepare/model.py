@@ -17,8 +17,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from luffy.data import PAPER_SYSTEM_PROMPT
-from luffy.data.encode import QUESTION_LINE, THINK
+from luffy.data.encode import QUESTION_LINE
 from luffy.data.sources import HUB_ID
+from luffy.data.special_tokens import THINK
 from luffy.errors import UserError
 from luffy.files import write_atomically
 from luffy.models.load import load_tokenizer

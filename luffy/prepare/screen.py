@@ -17,7 +17,7 @@ from typing import Any
 
 from luffy.data import READERS, Encoder, RowError, RowSource
 from luffy.data.schemas import LABELS, ReadOptions, RowView, as_verdict
-from luffy.prepare.files import Journal, Record
+from luffy.prepare.dataset_files import Journal, Record
 from luffy.prepare.overlap import EvaluationIndex, question_key, question_text
 from luffy.progress import Advance
 from luffy.rewards import Verifier
@@ -35,7 +35,7 @@ _PROSE_WORD = re.compile(r"[A-Za-z]{3,}")
 
 
 @dataclass
-class Look:
+class ScreenedRow:
     """A row on its way through the first pass; ``pending`` are the traces only the verifier can judge."""
 
     record: Record
@@ -92,18 +92,18 @@ class Screener:
         self._max_trace_tokens = max_trace_tokens
         self._trust_labels = trust_labels
 
-    def look(self, number: int, where: str, row: dict[str, Any] | RowError) -> Look:
+    def look(self, number: int, where: str, row: dict[str, Any] | RowError) -> ScreenedRow:
         if isinstance(row, RowError):
-            return Look({"row": number, "drop": "bad_row", "why": str(row), "generations": 0})
+            return ScreenedRow({"row": number, "drop": "bad_row", "why": str(row), "generations": 0})
         texts = row.get("generations")
         head: Record = {"row": number, "generations": len(texts) if isinstance(texts, list) else 0}
         try:
             problem = read_problem(row, where)
         except RowError as error:
-            return Look({**head, "drop": "bad_row", "why": str(error)})
+            return ScreenedRow({**head, "drop": "bad_row", "why": str(error)})
         head |= {"key": problem.id.removeprefix(ID_PREFIX), "generations": len(problem.traces)}
         dropped = self._why_drop(problem, row)
-        return Look({**head, **dropped}) if dropped else self._measured(head, problem, row)
+        return ScreenedRow({**head, **dropped}) if dropped else self._measured(head, problem, row)
 
     def _why_drop(self, problem: Problem, row: dict[str, Any]) -> Record:
         if not problem.answer.strip():
@@ -113,15 +113,15 @@ class Screener:
             return {"drop": "contaminated", "item": match.item, "ngram": match.ngram}
         return {"drop": "unverifiable"} if is_unverifiable(problem.answer, row.get("question_type")) else {}
 
-    def _measured(self, head: Record, problem: Problem, row: dict[str, Any]) -> Look:
+    def _measured(self, head: Record, problem: Problem, row: dict[str, Any]) -> ScreenedRow:
         task = self._encoder.encode(problem)
         if task is None:
-            return Look({**head, "drop": "prompt_too_long"})
+            return ScreenedRow({**head, "drop": "prompt_too_long"})
         lengths = [len(demonstration.token_ids) for demonstration in task.demonstrations]
         verdicts = self._first_verdicts(problem, lengths, _labels(row, len(lengths)))
         pending = tuple(place for place, verdict in enumerate(verdicts) if verdict == PENDING)
         traces = [list(pair) for pair in zip(lengths, verdicts, strict=True)]
-        return Look({**head, "prompt": len(task.prompt_ids), "traces": traces}, problem, pending)
+        return ScreenedRow({**head, "prompt": len(task.prompt_ids), "traces": traces}, problem, pending)
 
     def _first_verdicts(self, problem: Problem, lengths: Sequence[int], labels: Sequence[Any]) -> list[str]:
         verdicts: list[str] = []
@@ -155,7 +155,7 @@ def screen(source: RowSource, journal: Journal, screener: Screener, verifier: Ve
     first = len(journal)
     rows = enumerate(islice(source.scan(), first, None), start=first)
     looks = (screener.look(number, source.name(number), row) for number, row in rows)
-    running: tuple[list[Look], Future[list[Score]]] | None = None
+    running: tuple[list[ScreenedRow], Future[list[Score]]] | None = None
     with ThreadPoolExecutor(1) as thread:
         for batch in _batches(looks, TRACES_AT_ONCE):
             items = [item for look in batch for item in look.items()]
@@ -167,7 +167,7 @@ def screen(source: RowSource, journal: Journal, screener: Screener, verifier: Ve
             _record(journal, *running, advance)
 
 
-def _record(journal: Journal, batch: list[Look], scores: Future[list[Score]], advance: Advance) -> None:
+def _record(journal: Journal, batch: list[ScreenedRow], scores: Future[list[Score]], advance: Advance) -> None:
     remaining = iter(scores.result())
     for look in batch:
         look.settle(list(islice(remaining, len(look.pending))))
@@ -175,8 +175,8 @@ def _record(journal: Journal, batch: list[Look], scores: Future[list[Score]], ad
     advance(len(batch))
 
 
-def _batches(looks: Iterable[Look], traces: int) -> Iterator[list[Look]]:
-    batch: list[Look] = []
+def _batches(looks: Iterable[ScreenedRow], traces: int) -> Iterator[list[ScreenedRow]]:
+    batch: list[ScreenedRow] = []
     pending = 0
     for look in looks:
         batch.append(look)

@@ -22,7 +22,7 @@ TOKEN_ID = "token_id:"
 
 
 @dataclass(frozen=True)
-class Drawn:
+class TeacherResponse:
     """One response of a teacher; token ids only where they are those of the tokenizer that will be trained."""
 
     text: str
@@ -32,7 +32,7 @@ class Drawn:
     log_prob_status: str = "no_log_probs"
 
 
-Answered = list[tuple[Problem, list[Drawn]]]
+Answered = list[tuple[Problem, list[TeacherResponse]]]
 
 
 class Teacher(Protocol):
@@ -61,7 +61,7 @@ class EndpointTeacher:
         """After a failure no request is added, those under way are still used, and then the failure is raised."""
         wanted = ((problem, place) for problem in problems for place in range(n))
         running: dict[Future[Reply], tuple[Problem, int]] = {}
-        drawn: dict[str, dict[int, Drawn]] = {}
+        drawn: dict[str, dict[int, TeacherResponse]] = {}
         failure: Exception | None = None
         pool = ThreadPoolExecutor(self.concurrency)
         try:
@@ -86,7 +86,7 @@ class EndpointTeacher:
         self,
         ended: Iterable[Future[Reply]],
         running: dict[Future[Reply], tuple[Problem, int]],
-        drawn: dict[str, dict[int, Drawn]],
+        drawn: dict[str, dict[int, TeacherResponse]],
         n: int,
     ) -> tuple[Answered, Exception | None]:
         answered: Answered = []
@@ -122,8 +122,8 @@ class EndpointTeacher:
         chat = problem.prompt if isinstance(problem.prompt, tuple) else (Message("user", problem.prompt),)
         return with_system_prompt(chat, self.system_prompt)
 
-    def _drawn(self, reply: Reply) -> Drawn:
-        return Drawn(reply.text, reply.finish != "length", *recorded_ids(reply, self.tokenizer))
+    def _drawn(self, reply: Reply) -> TeacherResponse:
+        return TeacherResponse(reply.text, reply.finish != "length", *recorded_ids(reply, self.tokenizer))
 
 
 def recorded_ids(reply: Reply, tokenizer: Any) -> tuple[tuple[int, ...] | None, tuple[float, ...] | None, str]:
@@ -222,13 +222,13 @@ class LocalTeacher:
         seeds = [seed_of(f"{self._seed}:{problem.id}:{place}") for place in range(n)]
         return [Request(task.prompt_ids, seed, self._sampling) for seed in seeds]
 
-    def _drawn(self, completion: Completion) -> Drawn:
+    def _drawn(self, completion: Completion) -> TeacherResponse:
         ids = tuple(completion.token_ids.tolist())
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         finished = completion.finish == "stop"
         if not self._same_ids:
-            return Drawn(text, finished, log_prob_status="log_probs_without_matching_ids")
-        return Drawn(text, finished, ids, tuple(completion.log_probs.tolist()), "log_probs_recorded")
+            return TeacherResponse(text, finished, log_prob_status="log_probs_without_matching_ids")
+        return TeacherResponse(text, finished, ids, tuple(completion.log_probs.tolist()), "log_probs_recorded")
 
 
 # ---- from the command line

@@ -17,8 +17,8 @@ import pyarrow as pa
 from luffy.data import ProblemDataset, load_problems
 from luffy.errors import DataError, UserError
 from luffy.files import whole_file, write_atomically
-from luffy.prepare.files import Journal, ProblemWriter, Record, problem_schema
-from luffy.prepare.teachers import Answered, Drawn, Teacher
+from luffy.prepare.dataset_files import Journal, ProblemWriter, Record, problem_schema
+from luffy.prepare.teachers import Answered, Teacher, TeacherResponse
 from luffy.progress import progress
 from luffy.rewards import Verifier, build_verifier
 from luffy.types import Problem, Score
@@ -86,7 +86,7 @@ def scored(answered: Answered, verifier: Verifier) -> list[Record]:
     ]
 
 
-def _record(sample: Drawn, score: Score) -> Record:
+def _record(sample: TeacherResponse, score: Score) -> Record:
     record: Record = {
         "text": sample.text,
         "finished": sample.finished,

@@ -38,7 +38,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MethodOutcome:
     """What one method reached with one seed; accuracies are shares of right answers."""
 
     start: float
@@ -49,12 +49,12 @@ class Outcome:
     seconds: float
 
 
-def quickstart(out: Path, seeds: int, steps: int | None = None) -> dict[str, dict[int, Outcome]]:
+def quickstart(out: Path, seeds: int, steps: int | None = None) -> dict[str, dict[int, MethodOutcome]]:
     """Train every method with every seed below ``out``, print the table, write summary.json and report.html."""
     console = Console(file=lasting(sys.stderr))
     console.print("Chains of sums, e.g. [bold]47+5-3+8=?[/] -> +5=52 -3=49 +8=57 #### 57")
     console.print("The base model knows the steps, but gets 19 of 20 wrong by one: its own samples are never right.\n")
-    outcomes: dict[str, dict[int, Outcome]] = {name: {} for name, _, _ in METHODS}
+    outcomes: dict[str, dict[int, MethodOutcome]] = {name: {} for name, _, _ in METHODS}
     for seed in range(seeds):
         for name, recipe, method in METHODS:
             outcomes[name][seed] = run_one(configure(out, name, recipe, seed, steps), method)
@@ -79,13 +79,13 @@ def configure(out: Path, name: str, recipe: str, seed: int, steps: int | None) -
     return load_config(recipe, overrides)
 
 
-def run_one(cfg: Config, method: Method) -> Outcome:
+def run_one(cfg: Config, method: Method) -> MethodOutcome:
     with Trainer(cfg, method) as trainer:
         trainer.train()
         greedy = {name: m.value for name, m in trainer.evaluate(replace(cfg.eval, temperature=0.0)).items()}
     rows = read_json_lines(cfg.folder / "metrics.jsonl")
     evaluated = [row for row in rows if "val-core/accuracy" in row]
-    return Outcome(
+    return MethodOutcome(
         start=evaluated[0]["val-core/accuracy"],
         heldout=evaluated[-1]["val-core/accuracy"],
         heldout_greedy=greedy["val-core/accuracy"],
@@ -95,7 +95,7 @@ def run_one(cfg: Config, method: Method) -> Outcome:
     )
 
 
-def summary(outcomes: dict[str, dict[int, Outcome]]) -> dict[str, object]:
+def summary(outcomes: dict[str, dict[int, MethodOutcome]]) -> dict[str, object]:
     return {
         "methods": {
             name: {
@@ -108,7 +108,7 @@ def summary(outcomes: dict[str, dict[int, Outcome]]) -> dict[str, object]:
     }
 
 
-def table(outcomes: dict[str, dict[int, Outcome]]) -> Table:
+def table(outcomes: dict[str, dict[int, MethodOutcome]]) -> Table:
     seeds = max(len(by_seed) for by_seed in outcomes.values())
     title = f"Right answers after training in percent, {seeds} seed{'s' if seeds > 1 else ''}"
     shown = Table(title=title, caption="sampled at temperature 1, or greedy; longer: 11 terms, not 8")

@@ -35,7 +35,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class JsonLines:
+class JsonLinesWriter:
     """An append-only file of JSON lines; each line is on the disk when ``write`` returns."""
 
     def __init__(self, path: Path, keep_through_step: int, separators: tuple[str, str] = (", ", ": ")) -> None:
@@ -140,9 +140,9 @@ class Recorder:
     def __init__(self, cfg: Config, start_step: int, warn: Callable[[str], None]) -> None:
         self.cfg, self.warn = cfg, warn
         folder = cfg.folder
-        self.metrics = JsonLines(folder / METRICS, start_step)
-        self.samples = JsonLines(folder / SAMPLES, start_step, DENSE)
-        self.eval_samples = JsonLines(folder / EVAL_SAMPLES, start_step, DENSE)
+        self.metrics = JsonLinesWriter(folder / METRICS, start_step)
+        self.samples = JsonLinesWriter(folder / SAMPLES, start_step, DENSE)
+        self.eval_samples = JsonLinesWriter(folder / EVAL_SAMPLES, start_step, DENSE)
         self.trackers: dict[str, Tracker] = {}
         if cfg.record.tensorboard and find_spec("tensorboard") is not None:
             self._start("TensorBoard", lambda: TensorBoardTracker(folder / "tensorboard", start_step + 1))

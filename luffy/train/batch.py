@@ -17,7 +17,7 @@ from luffy.distributed.share import expected_tokens, share_out
 from luffy.distributed.world import World
 from luffy.errors import AllStopped
 from luffy.guidance import FirstRound
-from luffy.guidance.choice import choose
+from luffy.guidance.trace_choice import choose
 from luffy.metrics import Metric, Sum, merge_metrics, spread
 from luffy.report.timing import Stopwatch
 from luffy.train.credit import ScoredTokens, find_credit_function, uncredited

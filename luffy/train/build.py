@@ -21,8 +21,8 @@ from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier, build_verifier
 from luffy.train import held_out, recording, saving, setup
 from luffy.train.background import BackgroundSaver
+from luffy.train.build_engines import Engines
 from luffy.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint
-from luffy.train.engines import Engines
 from luffy.train.lock import lock_folder
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher

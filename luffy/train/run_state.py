@@ -22,9 +22,9 @@ from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
 from luffy.train.background import BackgroundSaver
+from luffy.train.build_engines import Engines
 from luffy.train.changes import Changes
 from luffy.train.checkpoint import CheckpointStore
-from luffy.train.engines import Engines
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
 from luffy.train.scorer import TokenScorer

@@ -14,8 +14,8 @@ from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.errors import ConfigError, DataError, UserError, how_to_install
 from luffy.guidance.gate import find_gate
 from luffy.models.load import eos_ids_in, load_model, load_tokenizer
+from luffy.train.build_engines import find_engine
 from luffy.train.credit import find_credit_function
-from luffy.train.engines import find_engine
 from luffy.types import Task
 
 

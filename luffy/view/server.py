@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from luffy.errors import UserError
-from luffy.view.gate import Gate, Refused, bracketed, check_address
+from luffy.view.access import AccessGate, Refused, bracketed, check_address
 from luffy.view.live import Board
-from luffy.view.site import Query, Reply, Site, as_json
+from luffy.view.site import PageReply, Query, Site, as_json
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -49,7 +49,7 @@ class ViewServer(ThreadingHTTPServer):
             raise UserError(
                 f"cannot listen on {bracketed(host)}:{port} ({error.strerror}); choose another --port"
             ) from None
-        self.gate = Gate(host, self.server_port, token)
+        self.gate = AccessGate(host, self.server_port, token)
 
     @property
     def url(self) -> str:
@@ -94,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
         """The token was right: a cookie in its place, and an address bar without it."""
         gate = self.server.gate
         cookie = f"{gate.cookie}={gate.session}; HttpOnly; SameSite=Strict; Path=/"
-        self._send(Reply("", status=303), {"Location": "/", "Set-Cookie": cookie})
+        self._send(PageReply("", status=303), {"Location": "/", "Set-Cookie": cookie})
 
     def refuse_method(self) -> None:
         self.close_connection = True  # what the request brings along is not read
@@ -102,7 +102,7 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = refuse_method
 
-    def _send(self, reply: Reply, more: dict[str, str] | None = None) -> None:
+    def _send(self, reply: PageReply, more: dict[str, str] | None = None) -> None:
         body = reply.body.encode()
         self.send_response(reply.status)
         for name, value in {**HEADERS, **(more or {})}.items():

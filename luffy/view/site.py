@@ -40,26 +40,26 @@ Query = Mapping[str, list[str]]
 
 
 @dataclass(frozen=True)
-class Reply:
+class PageReply:
     body: str
     kind: str = "text/html"
     status: int = 200
 
 
-def as_json(value: Any, status: int = 200) -> Reply:
+def as_json(value: Any, status: int = 200) -> PageReply:
     """ASCII, so that no half of a character can break the encoding."""
-    return Reply(json.dumps(value, separators=(",", ":")), "application/json", status)
+    return PageReply(json.dumps(value, separators=(",", ":")), "application/json", status)
 
 
 class Site:
     def __init__(self, board: Board) -> None:
         self.board = board
         self.assets = {
-            f"/assets/{name}": Reply((files(package) / "assets" / name).read_text(encoding="utf-8"), kind)
+            f"/assets/{name}": PageReply((files(package) / "assets" / name).read_text(encoding="utf-8"), kind)
             for name, (package, kind) in ASSETS.items()
         }
-        self.pages: dict[str, Callable[[Query], Reply]] = {
-            "/": lambda query: Reply(page_html()),
+        self.pages: dict[str, Callable[[Query], PageReply]] = {
+            "/": lambda query: PageReply(page_html()),
             "/api/state": self._state,
             "/api/curves": self._curves,
             "/api/tables": self._tables,
@@ -69,7 +69,7 @@ class Site:
             "/api/text": self._text,
         }
 
-    def answer(self, path: str, query: Query) -> Reply:
+    def answer(self, path: str, query: Query) -> PageReply:
         if path in self.assets:
             return self.assets[path]
         if path not in self.pages:
@@ -79,7 +79,7 @@ class Site:
         except UserError as error:
             return as_json({"error": legible(str(error))}, 400)
 
-    def _state(self, query: Query) -> Reply:
+    def _state(self, query: Query) -> PageReply:
         now = self.board.snapshot()
         if _text(query, "have") == now.version:
             return as_json({"version": now.version})
@@ -117,7 +117,7 @@ class Site:
             "files": [name for name, table in live.samples.items() if table.size],
         }
 
-    def _curves(self, query: Query) -> Reply:
+    def _curves(self, query: Query) -> PageReply:
         """The grid of charts of the chosen methods; ``metric`` adds charts before the fixed ones."""
         smoothing = _number(query, "smoothing", float, 0.0)
         if not 0 <= smoothing <= MOST_SMOOTHING:
@@ -129,7 +129,7 @@ class Site:
         grid = chart_grid([*added, *fixed], methods, remarks, smoothing)
         return as_json({"html": grid, "remarks": remarks})
 
-    def _tables(self, query: Query) -> Reply:
+    def _tables(self, query: Query) -> PageReply:
         methods = self._chosen(query)
         if not methods:
             return as_json({"final": "", "phases": "", "runs": ""})
@@ -137,7 +137,7 @@ class Site:
             {"final": final_table(methods), "phases": phase_table(methods) or "", "runs": run_table(methods)}
         )
 
-    def _knobs(self, query: Query) -> Reply:
+    def _knobs(self, query: Query) -> PageReply:
         """Settings that differ between the methods, or with ``by=run`` between single runs, seeds and names too."""
         methods = self._chosen(query)
         if _text(query, "by") == "run":
@@ -155,7 +155,7 @@ class Site:
             raise UserError(f"file is {name!r}; known: {', '.join(run.samples)}")
         return run.samples[name], run.record.success
 
-    def _samples(self, query: Query) -> Reply:
+    def _samples(self, query: Query) -> PageReply:
         """One page of the list. ``near`` is a sample whose place in the list is wanted too."""
         found, success = self._table(query)
         wanted = replace(_filter(query), success=success)
@@ -176,7 +176,7 @@ class Site:
                 }
             )
 
-    def _group(self, query: Query) -> Reply:
+    def _group(self, query: Query) -> PageReply:
         found, success = self._table(query)
         with found.up_to_date() as table:
             at = _number(query, "at", int, 0)
@@ -187,7 +187,7 @@ class Site:
         step = whole(rows[0].get("step"))
         return as_json({"html": html, "numbers": numbers[: len(shown)], "step": step, "steps": steps})
 
-    def _text(self, query: Query) -> Reply:
+    def _text(self, query: Query) -> PageReply:
         """A whole response, however long, as plain text."""
         found, _ = self._table(query)
         with found.up_to_date() as table:

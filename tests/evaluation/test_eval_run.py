@@ -18,12 +18,12 @@ import luffy.evaluation.runner as runner
 from luffy.cli import main
 from luffy.data import encode
 from luffy.errors import UserError
+from luffy.evaluation.accuracy import pass_at_k
 from luffy.evaluation.compare import as_markdown, compare
 from luffy.evaluation.engines import LoadedModel, load_native, model_identity
 from luffy.evaluation.results import as_markdown as result_markdown
 from luffy.evaluation.results import model_label
 from luffy.evaluation.runner import Options, run_evaluation
-from luffy.evaluation.scores import pass_at_k
 from luffy.quickstart.task import write_dataset
 
 BASE = str(resources.files("luffy.quickstart") / "assets" / "base")

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from luffy.evaluation.scores import mean_pass_at_k, pass_at_k, reported_k, summarise
+from luffy.evaluation.accuracy import mean_pass_at_k, pass_at_k, reported_k, summarise
 
 
 @pytest.mark.parametrize("n", range(1, 8))

@@ -48,9 +48,11 @@ def test_the_report_in_figures(sums_file, tokenizer_folder):
     assert [one["id"] for one in verifier["disagreements"]] == ["s4"]
     assert [example["id"] for example in report["examples"]] == [f"s{i}" for i in range(0, 20, 2)]
     assert report["examples"][0]["prompt"] == chat.format("0+1")
-    assert report["examples"][0]["trace"] == "so #### 1<eos>"
+    assert report["examples"][0]["trace"] == "so #### 1<|im_end|>"
     text = "\n".join(report_lines(report))
-    assert chat.format("2+1") + "so #### 3<eos>" in text  # the trace continues the prompt
+    assert (
+        chat.format("2+1") + "so #### 3<|im_end|>" in text
+    )  # the trace continues the prompt and ends as the chat does
     assert "gsm8k agrees with 18 of 19 traces (94.7%)" in text
     assert "2 skipped" in text and "sums.jsonl:21" in text
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from luffy.errors import UserError
-from luffy.report.recorder import JsonLines, read_json_lines
+from luffy.report.recorder import JsonLinesWriter, read_json_lines
 from luffy.report.runs import EmptyRun, GroupKey, at_start, best, find_runs, last, load_run, summed
 
 
@@ -107,14 +107,14 @@ def test_a_config_of_another_version_is_read_as_it_is(write_run, make_metric_row
 def test_a_writer_that_is_killed_while_it_drops_rows_keeps_all_of_them(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(4)))
-    original = JsonLines._line
+    original = JsonLinesWriter._line
 
     def killed(self, row):
         if row["step"] == 1:
             raise KeyboardInterrupt
         return original(self, row)
 
-    monkeypatch.setattr(JsonLines, "_line", killed)
+    monkeypatch.setattr(JsonLinesWriter, "_line", killed)
     with pytest.raises(KeyboardInterrupt):
-        JsonLines(path, keep_through_step=2)
+        JsonLinesWriter(path, keep_through_step=2)
     assert [row["step"] for row in read_json_lines(path)] == [0, 1, 2, 3]

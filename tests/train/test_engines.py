@@ -11,7 +11,7 @@ from luffy.errors import ConfigError, UserError
 from luffy.models.load import load_model
 from luffy.report.recorder import read_json_lines
 from luffy.rollout.native import NativeEngine
-from luffy.train.engines import build_engine
+from luffy.train.build_engines import build_engine
 from luffy.train.loop import Trainer
 from luffy.train.objective import importance_of
 from luffy.train.vllm_settings import context_of, transfer_of, vllm_arguments

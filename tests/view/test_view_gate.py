@@ -3,7 +3,7 @@
 import pytest
 
 from luffy.errors import UserError
-from luffy.view.gate import Gate, Refused, check_address, is_loopback
+from luffy.view.access import AccessGate, Refused, check_address, is_loopback
 
 TOKEN = "a-token-of-some-length"
 
@@ -19,7 +19,7 @@ def status(gate, token=None, **headers):
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8181", "localhost:8181", "[::1]:8181"])
 def test_names_of_this_machine_are_known(host):
-    assert status(Gate("127.0.0.1", 8181), Host=host) == 200
+    assert status(AccessGate("127.0.0.1", 8181), Host=host) == 200
 
 
 @pytest.mark.parametrize(
@@ -28,18 +28,18 @@ def test_names_of_this_machine_are_known(host):
 )
 def test_a_foreign_name_is_turned_away(host):
     """DNS rebinding: a site points its own name at this address."""
-    assert status(Gate("127.0.0.1", 8181), Host=host) == 421
+    assert status(AccessGate("127.0.0.1", 8181), Host=host) == 421
 
 
 def test_on_all_addresses_any_address_is_known_but_no_foreign_name():
-    gate = Gate("0.0.0.0", 8181, TOKEN)
+    gate = AccessGate("0.0.0.0", 8181, TOKEN)
     assert status(gate, TOKEN, Host="192.168.1.5:8181") == 200
     assert status(gate, TOKEN, Host="[fe80::1]:8181") == 200
     assert status(gate, TOKEN, Host="evil.example:8181") == 421
 
 
 def test_other_sites_get_nothing_but_a_link_may_be_followed():
-    gate = Gate("127.0.0.1", 8181)
+    gate = AccessGate("127.0.0.1", 8181)
     ask = lambda **more: status(gate, Host="localhost:8181", **more)  # noqa: E731
     assert ask(Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="no-cors") == 403
     assert ask(Sec_Fetch_Site="same-site", Sec_Fetch_Mode="cors") == 403  # another port of this machine
@@ -49,7 +49,7 @@ def test_other_sites_get_nothing_but_a_link_may_be_followed():
 
 
 def test_the_token_by_query_header_or_session():
-    gate = Gate("127.0.0.1", 8181, TOKEN)
+    gate = AccessGate("127.0.0.1", 8181, TOKEN)
     ask = lambda token=None, **more: status(gate, token, Host="localhost:8181", **more)  # noqa: E731
     assert ask() == 401
     assert ask("a-token-of-some-lengtH") == 401
@@ -61,7 +61,7 @@ def test_the_token_by_query_header_or_session():
     assert ask(Cookie=f"luffy_view_8181={gate.session}") == 200
     assert ask(Cookie=f"luffy_view_8181={TOKEN}") == 401  # the cookie is not the token
     assert ask(Cookie=f"luffy_view_9999={gate.session}") == 401
-    assert Gate("127.0.0.1", 8181, TOKEN).session != gate.session
+    assert AccessGate("127.0.0.1", 8181, TOKEN).session != gate.session
 
 
 def test_an_open_address_needs_a_token_of_some_length():

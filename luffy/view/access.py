@@ -32,7 +32,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Gate:
+class AccessGate:
     """``host`` is the address that is listened on. ``session`` is what a browser gets for the token: the token itself
     is neither stored there nor kept in the address bar."""
 
