@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from luffy.errors import UserError
-from luffy.train.checkpoint import CheckpointStore, DamagedCheckpoint
+from luffy.train.checkpoint import Checkpoint, CheckpointStore, DamagedCheckpoint
 
 
 def write_model(folder):
@@ -36,6 +36,11 @@ def test_latest_names_the_newest(tmp_path):
         s.tidy(best_step=None)
         assert (s.folder / "latest").resolve() == (s.folder / f"step-{step:06d}").resolve()
     assert [c.step for c in s] == [2, 1]
+
+
+def test_a_checkpoint_under_another_name_has_no_step(tmp_path):
+    checkpoint = save(store(tmp_path), 5)
+    assert Checkpoint(checkpoint.path.rename(tmp_path / "kept")).step == -1
 
 
 def test_nothing_is_overwritten(tmp_path):

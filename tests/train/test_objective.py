@@ -1,5 +1,6 @@
 """The loss of a micro-batch, term by term, against its closed form."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from support import make_samples
 
 from luffy.core.kl import kl_penalty
 from luffy.core.losses import PolicyLoss
+from luffy.metrics import fetch
 from luffy.train.objective import Objective
 from luffy.train.packing import pack
 
@@ -58,3 +60,27 @@ def test_the_sft_term_is_the_negative_log_likelihood(batch, tokens):
     half = replace(batch, sft_weights=torch.full_like(batch.rl_weights, 0.5))
     expected = loss_of(batch, tokens) - 2.0 * float((0.5 * log_prob).sum())
     assert loss_of(half, tokens, sft_coef=2.0) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_mismatch_is_over_own_tokens_whose_engine_log_prob_is_known(batch, tokens):
+    log_prob, _ = tokens
+    old, engine = log_prob.clone(), log_prob - 0.25
+    own = (~batch.off_policy).nonzero().flatten()
+    engine[own[0]], engine[own[1]] = float("nan"), log_prob[own[1]] + 1.0
+    engine[batch.off_policy] = log_prob[batch.off_policy] + 9.0  # a teacher's tokens were not drawn by the engine
+    _, stats = Objective(PLAIN)(replace(batch, old_log_probs=old, engine_log_probs=engine), *tokens)
+    metrics = fetch([stats])
+    known = len(own) - 1
+    assert metrics["rollout/logprob_diff_mean"].value == pytest.approx((0.25 * (known - 1) + 1.0) / known, rel=1e-5)
+    assert metrics["rollout/logprob_diff_max"].value == pytest.approx(1.0, rel=1e-5)
+    high, low = math.exp(0.25), math.exp(-1.0)
+    share = ((known - 1) * high + low) ** 2 / (known * ((known - 1) * high**2 + low**2))
+    assert metrics["rollout/ess"].value == pytest.approx(share, rel=1e-5)
+
+
+def test_what_a_viewer_shows_of_a_token_has_no_part_of_the_kl(batch, tokens):
+    log_prob, _ = tokens
+    objective = Objective(PLAIN, kl_coef=5.0)
+    alone = objective.gradient_weights(replace(batch, ref_log_probs=None), log_prob)
+    torch.testing.assert_close(objective.gradient_weights(batch, log_prob), alone)
+    assert alone.abs().sum() > 0

@@ -1,7 +1,9 @@
 import pytest
+import torch
+from torch import nn
 
 from luffy.config import OptimConfig
-from luffy.train.optim import lr_at
+from luffy.train.optim import Optimizer, lr_at
 
 
 def lrs(total=10, **changes):
@@ -23,3 +25,21 @@ def test_linear_and_cosine_fall_to_their_floor():
     assert linear[0] == 1.0 and linear[5] == pytest.approx(0.1 + 0.9 * 0.5) and linear[9] == pytest.approx(0.19)
     cosine = lrs(schedule="cosine")
     assert cosine[5] == pytest.approx(0.5) and cosine == sorted(cosine, reverse=True)
+
+
+def two_weights():
+    """Gradients of 3 and 4, and a weight that no loss reached."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))])
+    (3 * model[0].sum() + 4 * model[1].sum()).backward()
+    return model
+
+
+def test_the_gradient_norm_is_over_all_weights_that_have_one():
+    assert float(Optimizer(two_weights(), OptimConfig()).grad_norm()) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(("clip", "left"), [(0.5, 0.5), (50.0, 5.0), (0.0, 5.0)])
+def test_gradients_are_clipped_to_their_bound(clip, left):
+    optimizer = Optimizer(two_weights(), OptimConfig(grad_clip=clip))
+    optimizer.step(1e-3, optimizer.grad_norm())
+    assert float(optimizer.grad_norm()) == pytest.approx(left, rel=1e-4)
