@@ -32,10 +32,10 @@ from luffy.train.loop import Trainer
 
 # what is written, and the call before which the disk fills; after which, where negative
 WRITES = {
-    "record files at the start": (recorder.JsonLines, "__init__", 1),
+    "record files at the start": (recorder.JsonLinesWriter, "__init__", 1),
     "config.yaml": (recording, "write_atomically", 1),
     "data.json": (recording, "write_atomically", 2),
-    "samples.jsonl": (recorder.JsonLines, "write", 4),
+    "samples.jsonl": (recorder.JsonLinesWriter, "write", 4),
     "metrics.jsonl": (recorder.Recorder, "log", 4),
     "weights": (saving, "write_model", 2),
     "optimizer state": (checkpoint, "save_file", 2),

@@ -40,7 +40,7 @@ PHASES = {
     "update": (Policy, "update"),
     "save": (CheckpointStore, "save"),
     "rotation": (CheckpointStore, "tidy"),
-    "report": (recorder.JsonLines, "write"),
+    "report": (recorder.JsonLinesWriter, "write"),
 }
 NAMES = list(PHASES)
 

@@ -9,6 +9,8 @@ import torch
 from support import make_samples
 from tiny_models import tiny_model
 
+pytest.importorskip("triton")
+
 from luffy.bench.shapes import random_model
 from luffy.models import load_model, load_tokenizer
 from luffy.models.attention import PackedLayout

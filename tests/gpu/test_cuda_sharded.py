@@ -9,6 +9,8 @@ import pytest
 import torch
 import yaml
 
+pytest.importorskip("triton")
+
 from luffy.report.recorder import read_json_lines
 from luffy.report.timing import Stopwatch
 from luffy.rollout.native.decode_graphs import capturing
