@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from contextlib import closing, suppress
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -11,29 +13,32 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from luffy.config import Config
-from luffy.core.logprobs import CPU_CHUNK_ROWS, GPU_CHUNK_BYTES
 from luffy.data import ProblemSampler
 from luffy.errors import UserError
 from luffy.guidance import Planner
-from luffy.models.forward import key_value_shape, use_luffy_attention
+from luffy.guidance.plan import Plan, Planned
+from luffy.models.forward import use_luffy_attention
 from luffy.models.load import DTYPES, check_local, decode, load_tokenizer, model_folder, slow_dtype
+from luffy.models.memory import memory_of_machine, resident_bytes
 from luffy.report.recorder import check_trackers
 from luffy.rewards import build_verifier
 from luffy.rollout.native import default_slots
 from luffy.rollout.overrides.pair_checks import check_same_tokenizer
 from luffy.train import setup
-from luffy.train.activations import activation_bytes
 from luffy.train.batch import draw
 from luffy.train.build import total_steps
+from luffy.train.estimate import ALLOCATOR, Parts, Work, passes_of, planned_sample, rollout_parts, update_parts
 from luffy.train.optim import lr_at
 from luffy.train.overrides import check_second_fits
+from luffy.train.probe import time_of_step
 from luffy.train.run_state import Method
 from luffy.train.trial import try_model
 from luffy.train.vllm_settings import VLLM_SLOTS, context_of
+from luffy.types import Request, Sample, Task
 
 GIB = 2**30
 SIZES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-CACHES = ("KV cache", "second KV cache")
+LOADED_LATER = GIB // 10  # libraries and scratch memory that only a training touches, on a CPU
 PROBLEMS_LOOKED_AT, TRACES_VERIFIED = 1000, 64
 FEW_RIGHT = 0.8  # of them: fewer is worth a remark
 
@@ -46,9 +51,9 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
     encoder = setup.build_encoder(cfg, tokenizer)
     tasks = setup.load_training_tasks(cfg, encoder, sft=method == "sft")
     eval_tasks = setup.load_eval_tasks(cfg, encoder)
-    model_config, parameters, trained = model_shape(cfg)
-    setup.validate(cfg, method, model_config)
-    try_model(model_config, cfg)
+    model = model_shape(cfg)
+    setup.validate(cfg, method, model.config)
+    try_model(model.config, cfg)
     device = setup.pick_device(cfg.model.device)
     notices += [remark for dtype in dtypes_of(cfg, method) if (remark := slow_dtype(dtype, device))][:1]
     second = check_other_models(cfg, method, tokenizer)
@@ -62,16 +67,20 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
     batch = [tasks[i] for i in rows]
     notices += setup.repeated_problems(cfg, len(tasks))
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
-    memory = memory_estimate(cfg, model_config, parameters, trained, method) | second_memory(cfg, second)
+    plan = first_plan(cfg, batch, visits, steps) if method == "rl" else None
+    work = work_of(cfg, method, model, planned_samples(cfg, batch, plan))
+    requests = plan.requests if plan else []
+    needs = memory_needs(cfg, method, work, requests, second)
     lines = [
         f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed}{several})",
-        f"model      {cfg.model.path}  {parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
+        f"model      {cfg.model.path}  {model.parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
         f"data       {', '.join(f'{k} {v}' for k, v in tasks.report.items())}; held out {held_out}",
         f"traces     {traces}",
-        f"engine     {engine_line(cfg, method, model_config)}",
-        f"step       {plan_line(cfg, method, batch, visits, steps)}",
+        f"engine     {engine_line(cfg, method, model.config)}",
+        f"step       {plan_line(cfg, batch, plan)}",
         f"update     {update_line(cfg, steps)}",
-        f"memory     {memory_line(cfg, memory)}",
+        f"memory     {memory_line(cfg, work, needs)}",
+        f"time       {time_line(cfg, work, requests, steps * trainings)}",
         *(f"warning    {notice}" for notice in notices),
         "first prompt, as the model sees it:",
         encoder.render(batch[0].problem),
@@ -99,16 +108,27 @@ def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: A
     return f"{right} of the first {len(some)} are right by reward {reward}{doubt}"
 
 
-def model_shape(cfg: Config) -> tuple[Any, int, int]:
-    """Its config, its parameters, and how many of them are trained."""
+@dataclass(frozen=True)
+class ModelShape:
+    """``trained`` of the ``parameters``; ``shares``: whether samples may share their prompt in the update."""
+
+    config: Any
+    parameters: int
+    trained: int
+    shares: bool
+
+
+def model_shape(cfg: Config) -> ModelShape:
     model = bare_model(cfg.model.path, "model.path", cfg)
-    config, parameters = model.config, parameters_of(model)
-    with suppress(UserError):  # a model that luffy's attention does not serve runs by its own, slower
+    config, parameters, shares = model.config, parameters_of(model), True
+    try:
         use_luffy_attention(model)
+    except UserError:  # a model that luffy's attention does not serve runs by its own, slower
+        shares = False
     if cfg.model.lora is not None:
         with torch.device("meta"):
             model = setup.add_adapters(model, cfg.model)
-    return config, parameters, sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return ModelShape(config, parameters, sum(p.numel() for p in model.parameters() if p.requires_grad), shares)
 
 
 def bare_model(path: str, knob: str, cfg: Config) -> Any:
@@ -155,13 +175,30 @@ def check_other_models(cfg: Config, method: Method, tokenizer: Any) -> Any:
     return model
 
 
-def plan_line(cfg: Config, method: Method, batch: list[Any], visits: list[int], steps: int) -> str:
-    if method == "sft":
-        tokens = sum(len(t.prompt_ids) + max(len(d.token_ids) for d in t.demonstrations) for t in batch)
-        return f"{len(batch)} traces, up to {tokens:,} tokens"
+def first_plan(cfg: Config, batch: list[Task], visits: list[int], steps: int) -> Plan:
     g = cfg.guidance
     planner = Planner(cfg.rollout.n, g.n_prefix, cfg.sampling, cfg.schedule(steps), "random", cfg.seed)
-    plan = planner.plan(batch, 0, visits)
+    return planner.plan(batch, 0, visits)
+
+
+def planned_samples(cfg: Config, batch: list[Task], plan: Plan | None) -> list[list[Sample]]:
+    """By problem, every response of the engine as long as it may become."""
+    if plan is None:
+        return [[planned_sample(t.prompt_ids, max(len(d.token_ids) for d in t.demonstrations))] for t in batch]
+    return [[planned_sample(p.task.prompt_ids, _most_tokens(p)) for p in group] for group in plan.groups]
+
+
+def _most_tokens(planned: Planned) -> int:
+    if planned.request is None:
+        assert planned.demonstration is not None
+        return len(planned.demonstration.token_ids)
+    return planned.prefix + planned.request.sampling.max_tokens
+
+
+def plan_line(cfg: Config, batch: list[Task], plan: Plan | None) -> str:
+    if plan is None:
+        tokens = sum(len(t.prompt_ids) + max(len(d.token_ids) for d in t.demonstrations) for t in batch)
+        return f"{len(batch)} traces, up to {tokens:,} tokens"
     planned = [p for group in plan.groups for p in group]
     whole = sum(p.request is None for p in planned)
     partial = sum(p.request is not None and p.prefix > 0 for p in planned)
@@ -192,69 +229,104 @@ def update_line(cfg: Config, steps: int) -> str:
     )
 
 
-def memory_line(cfg: Config, parts: dict[str, float]) -> str:
-    shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-    # Where rollout and update take turns, the caches are released before the update begins.
-    overlap = cfg.async_.max_staleness > 0
-    update = sum(size for name, size in parts.items() if overlap or name not in CACHES)
-    kept = ("weights", "copies for rollouts", "optimizer", "reference", "second model", *CACHES)
-    rollout = sum(parts.get(name, 0) for name in kept)
-    each = "" if cfg.launch == "local" else f" in each of {cfg.parallel.workers} processes"
-    return f"about {max(update, rollout) / GIB:.2f} GiB at the peak{each} ({shown} GiB)"
+def work_of(cfg: Config, method: Method, model: ModelShape, planned: Sequence[Sequence[Sample]]) -> Work:
+    share = 1 if cfg.launch == "local" else cfg.parallel.workers
+    problems = max((cfg.batch.mini_batch or len(planned)) // share, 1)
+    mini_batches = [planned[i : i + problems] for i in range(0, len(planned), problems)]
+    return Work(
+        config=model.config,
+        parameters=model.parameters,
+        trained=model.trained,
+        itemsize=SIZES[cfg.model.dtype],
+        on_gpu=setup.pick_device(cfg.model.device) == "cuda",
+        lora_rank=None if cfg.model.lora is None else cfg.model.lora.rank,
+        checkpointing=cfg.model.gradient_checkpointing,
+        passes=[
+            passes_of([s for group in part for s in group], cfg.batch.tokens, model.shares) for part in mini_batches
+        ],
+    )
 
 
-def attended_tokens(cfg: Config, method: Method) -> int:
-    """Of a full micro-batch: a group's prompt is computed once, but its keys lie before every response."""
-    prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_tokens
-    n = 1 if method == "sft" else cfg.rollout.n
-    return cfg.batch.tokens * n * (prompt + response) // (prompt + n * response)
-
-
-def memory_estimate(cfg: Config, model_config: Any, parameters: int, trained: int, method: Method) -> dict[str, float]:
-    """Bytes. Activations: what the decoder layers keep for their backward pass (two values of the hidden width
-    per token when checkpointed), and the head's chunk of logits."""
-    size = SIZES[cfg.model.dtype]
-    c = model_config
+def kept_parts(cfg: Config, method: Method, work: Work, second: Any) -> Parts:
+    """What stays in memory from step to step."""
     local = cfg.launch == "local"
-    master = 4 if size == 2 and cfg.model.lora is None and local else 0
     shards = 1 if local else cfg.parallel.shard_size or cfg.parallel.workers
-    stored = size if local else 4  # sharded weights are the masters
-    checkpointed = 2 * c.hidden_size * c.num_hidden_layers * size * cfg.batch.tokens
-    everything = activation_bytes(c, cfg.batch.tokens, attended_tokens(cfg, method), size)
-    kept = checkpointed if cfg.model.gradient_checkpointing is True else everything
+    size = work.itemsize
+    master = 4 if size == 2 and cfg.model.lora is None and local else 0
     parts = {
-        "weights": parameters * stored / shards,
-        "optimizer": 0 if cfg.optim.offload else trained * (8 + master) / shards,
-        "gradients": trained * 4 / shards,
-        "activations": kept + head_bytes(cfg, c.vocab_size),
-        "KV cache": 0.0 if method == "sft" else cache_bytes(cfg, c, size),
+        "runtime": 0.0 if work.on_gpu else float(resident_bytes() + LOADED_LATER),
+        "weights": work.parameters * (size if local else 4) / shards,  # sharded weights are the masters
+        "optimizer": 0.0 if cfg.optim.offload and work.on_gpu else work.trained * (8 + master) / shards,
     }
-    if cfg.algorithm.kl_coef and cfg.model.lora is None and method == "rl":
-        parts["reference"] = parameters * size / shards
     lags = method == "rl" and cfg.async_.max_staleness > 0
+    if cfg.algorithm.kl_coef and cfg.model.lora is None and method == "rl":
+        parts["reference"] = work.parameters * size / shards
     if not local or lags:
-        parts["copies for rollouts"] = parameters * size * (2 if lags else 1)
-    return parts
+        parts["copies for rollouts"] = float(work.parameters * size * (2 if lags else 1))
+    if second is not None and cfg.rollout.overrides is not None:
+        parts["second model"] = float(parameters_of(second) * SIZES[cfg.rollout.overrides.dtype or cfg.model.dtype])
+    return {name: size for name, size in parts.items() if size}
 
 
-def second_memory(cfg: Config, model: Any) -> dict[str, float]:
-    """A second model stays beside the policy, whole; its cache is there when the policy's is."""
-    if model is None or cfg.rollout.overrides is None:
-        return {}
-    size = SIZES[cfg.rollout.overrides.dtype or cfg.model.dtype]
-    return {"second model": parameters_of(model) * size, "second KV cache": cache_bytes(cfg, model.config, size)}
+def slots_of(cfg: Config, work: Work, requests: Sequence[Request]) -> int:
+    most = VLLM_SLOTS if cfg.rollout.engine == "vllm" else default_slots("cuda" if work.on_gpu else "cpu")
+    return min(cfg.rollout.slots or most, len(requests))
 
 
-def cache_bytes(cfg: Config, model_config: Any, size: int) -> float:
-    """Keys and values of as many sequences of full length as are in the making at once."""
-    heads, width = key_value_shape(model_config)
-    most = VLLM_SLOTS if cfg.rollout.engine == "vllm" else default_slots(setup.pick_device(cfg.model.device))
-    slots = min(cfg.rollout.slots or most, cfg.batch.problems * cfg.rollout.n)
-    return float(2 * model_config.num_hidden_layers * heads * width * cfg.longest * slots * size)
+def memory_needs(cfg: Config, method: Method, work: Work, requests: Sequence[Request], second: Any) -> dict[str, Parts]:
+    """Bytes of each phase by part. Where rollouts and updates take turns, each has its own beside what stays."""
+    kept = kept_parts(cfg, method, work, second)
+    shards = 1 if cfg.launch == "local" else cfg.parallel.shard_size or cfg.parallel.workers
+    gradients = work.trained * 4 / shards
+    unused = None if not work.on_gpu else torch.cuda.mem_get_info()[0] - sum(kept.values()) - gradients
+    update = update_parts(replace(work, trained=work.trained // shards), unused)
+    if method == "sft" or not requests:
+        return {"update": kept | update}
+    slots = slots_of(cfg, work, requests)
+    longest = max(len(r.given_ids) + r.sampling.max_tokens for r in requests)
+    prompts = [len(ids) for ids in {r.given_ids for r in requests}]
+    rollout = rollout_parts(work, slots, prompts, longest, len(requests) // len(prompts))
+    if second is not None and cfg.rollout.overrides is not None:
+        size = SIZES[cfg.rollout.overrides.dtype or cfg.model.dtype]
+        beside = rollout_parts(replace(work, config=second.config, itemsize=size), slots, prompts, longest, 1)
+        rollout["second KV cache"] = beside["KV cache"]
+    if cfg.async_.max_staleness > 0:
+        return {"update beside rollouts": kept | update | rollout}
+    return {"update": kept | update, "rollout": kept | rollout}
 
 
-def head_bytes(cfg: Config, vocabulary: int) -> int:
-    """The head's chunk of logits; on a CPU also in float32, with its gradient."""
-    if setup.pick_device(cfg.model.device) == "cuda":
-        return GPU_CHUNK_BYTES
-    return 3 * CPU_CHUNK_ROWS * vocabulary * 4
+def memory_line(cfg: Config, work: Work, needs: dict[str, Parts]) -> str:
+    """The phase that needs the most, part by part; the others as a sum; and what the machine has."""
+    above = ALLOCATOR if work.on_gpu else 1.0
+    totals = {phase: above * sum(parts.values()) for phase, parts in needs.items()}
+    phase = max(totals, key=lambda name: totals[name])
+    shown = ", ".join(f"{name} {above * size / GIB:.2f}" for name, size in needs[phase].items())
+    others = "".join(f"; {name} {total / GIB:.2f} GiB" for name, total in totals.items() if name != phase)
+    each = "" if cfg.launch == "local" else f" in each of {cfg.parallel.workers} processes"
+    host = f"; {12 * work.trained / GIB:.1f} GiB of host memory for optim.offload" if cfg.optim.offload else ""
+    free, total, name = memory_of_machine(work.on_gpu)
+    short = "" if totals[phase] <= free else ": TOO LITTLE (docs/troubleshooting.md, out of memory)"
+    return (
+        f"about {totals[phase] / GIB:.2f} GiB at the peak{each}, in the {phase}: {shown} GiB{others}{host}; "
+        f"{name} has {total / GIB:.1f} GiB, {free / GIB:.1f} free{short}"
+    )
+
+
+def time_line(cfg: Config, work: Work, requests: Sequence[Request], steps: int) -> str:
+    """Of a step and of all ``steps``, every response as long as it may become."""
+    rolled_out = requests if cfg.rollout.engine == "native" else []
+    found = time_of_step(cfg, work, rolled_out, slots_of(cfg, work, requests))
+    if found is None:
+        return "not estimated: too large to try on this machine"
+    parts = f"rollout {duration(found.rollout)}, update {duration(found.update)}" if rolled_out else "update alone"
+    return (
+        f"roughly {duration(found.step)} a step ({parts}), {duration(steps * found.step)} for {steps} steps, without "
+        f"rewards, evaluations and checkpoints; {found.how}, responses of full length"
+    )
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.2g} s" if seconds < 9.5 else f"{seconds:.0f} s"

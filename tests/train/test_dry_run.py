@@ -1,41 +1,43 @@
 """What `--dry-run` says: bytes counted by hand, and what it finds wrong."""
 
 import json
+import re
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from luffy.errors import UserError
-from luffy.rollout.native import CPU_SLOTS, GPU_SLOTS
 from luffy.train import dry_run as planning
-from luffy.train import setup
-from luffy.train.dry_run import cache_bytes, dry_run, head_bytes
+from luffy.train.dry_run import dry_run
 from luffy.train.loop import Trainer
-from luffy.train.vllm_settings import VLLM_SLOTS
-
-SHAPE = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, vocab_size=1000)
 
 
-@pytest.mark.parametrize(
-    ("device", "engine", "slots"),
-    [("cpu", "native", CPU_SLOTS), ("cuda", "native", GPU_SLOTS), ("cuda", "vllm", VLLM_SLOTS)],
-)
-def test_the_cache_has_the_slots_that_the_engine_would_take(make_config, monkeypatch, device, engine, slots):
-    monkeypatch.setattr(setup, "pick_device", lambda wanted: device)
-    many = {"n": 8, "max_tokens": 16, "slots": None, "engine": engine}
-    cfg = make_config(rollout=many, batch={"problems": 4096, "tokens": 128})
-    keys_and_values = 2 * 3 * 2 * (64 // 8) * 4  # layers, heads, width, bytes
-    assert cache_bytes(cfg, SHAPE, 4) == keys_and_values * (16 + 16) * slots
-    few = make_config(rollout=many, batch={"problems": 2, "tokens": 128})
-    assert cache_bytes(few, SHAPE, 4) == keys_and_values * (16 + 16) * 2 * 8
+def line_of(cfg, name, method="rl"):
+    return next(line for line in dry_run(cfg, method) if line.startswith(name))
 
 
-def test_the_heads_chunk_is_a_gigabyte_on_a_gpu(make_config, monkeypatch):
-    monkeypatch.setattr(setup, "pick_device", lambda wanted: "cpu")
-    assert head_bytes(make_config(), 1000) == 3 * 1024 * 1000 * 4
-    monkeypatch.setattr(setup, "pick_device", lambda wanted: "cuda")
-    assert head_bytes(make_config(), 1000) == 2**30
+def figures(text):
+    """``{"weights": 0.5, ...}`` of a line of memory, and its peak."""
+    parts = re.search(r"in the [\w ]+: (.*?) GiB", text)[1]
+    return {name: float(size) for name, size in re.findall(r"([a-zA-Z' ]+?) ([\d.]+)(?:, |$)", parts)}
+
+
+def test_the_parts_add_up_and_the_machine_is_named(make_config):
+    for method in ("rl", "sft"):
+        said = line_of(make_config(), "memory", method)
+        peak = float(re.search(r"about ([\d.]+) GiB at the peak, in the update:", said)[1])
+        assert sum(figures(said).values()) == pytest.approx(peak, abs=0.04), said
+        assert re.search(r"this (machine|container) has [\d.]+ GiB, [\d.]+ free", said)
+    assert "; rollout " in line_of(make_config(), "memory")
+
+
+def test_the_time_of_a_step_and_of_the_run(make_config):
+    said = line_of(make_config(), "time")
+    assert re.match(r"time       roughly [\d.e-]+ \w+ a step \(rollout [\d.e-]+ \w+, update [\d.e-]+ \w+\), ", said), (
+        said
+    )
+    assert "for 4 steps" in said and "tried with two layers of the model on this machine" in said
+    assert "(update alone)" in line_of(make_config(), "time", "sft")
 
 
 def test_the_first_traces_are_verified(make_config, sums, tmp_path, monkeypatch):

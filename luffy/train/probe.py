@@ -1,0 +1,187 @@
+"""How long a step will take, roughly.
+
+On a CPU: the model with one and with two of its layers, random weights, generates a few tokens and makes one small
+update; the rest is proportion. On a GPU: the cost model of `luffy.distributed.cost` with the rates of this GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from luffy.config import Config
+from luffy.distributed import cost
+from luffy.models.forward import key_value_shape
+from luffy.models.memory import memory_of_machine
+from luffy.models.plain import choose_path
+from luffy.rollout import NativeEngine
+from luffy.train.estimate import Work
+from luffy.train.packing import pack
+from luffy.train.scorer import TokenScorer
+from luffy.types import Request, Sample
+
+NEW_TOKENS = 8  # of a probe's responses
+PROBED_TOKENS = 1024  # of a probe's update, about
+AGAIN = 4 / 3  # a forward pass more
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds; ``how`` says where they come from."""
+
+    rollout: float
+    update: float
+    how: str
+
+    @property
+    def step(self) -> float:
+        return self.rollout + self.update
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of a model of some depth: a decoding step, an updated token, an optimizer step on one weight."""
+
+    decode: float
+    token: float
+    weight: float
+
+    def deeper(self, two: Rates, layers: int) -> Rates:
+        """From one layer (self) and two: every further layer takes as long as the second."""
+        more = layers - 1
+        return Rates(
+            self.decode + more * max(two.decode - self.decode, 0.0),
+            self.token + more * max(two.token - self.token, 0.0),
+            two.weight,
+        )
+
+
+def time_of_step(cfg: Config, work: Work, requests: Sequence[Request], slots: int) -> StepTime | None:
+    """None where the embeddings alone are too large to try on this machine. Without ``requests`` (SFT, or an engine
+    that is not the native one) the rollout takes no time."""
+    if work.on_gpu:
+        return _by_cost_model(cfg, work, requests)
+    free, _, _ = memory_of_machine(False)
+    if 8 * 4 * work.config.vocab_size * work.config.hidden_size > free / 2:
+        return None
+    layers = int(work.config.num_hidden_layers)
+    one = _rates(cfg, work, requests, slots, 1)
+    rates = one if layers == 1 else one.deeper(_rates(cfg, work, requests, slots, 2), layers)
+    steps = math.ceil(len(requests) / slots) * max((r.sampling.max_tokens for r in requests), default=0)
+    return StepTime(
+        steps * rates.decode,
+        _update_seconds(cfg, work, rates),
+        f"tried with {'one layer' if layers == 1 else 'two layers'} of the model on this machine",
+    )
+
+
+def _update_seconds(cfg: Config, work: Work, rates: Rates) -> float:
+    tokens = sum(one.computed for one in work.every_pass)
+    scored = (len(work.passes) > 1) + bool(cfg.algorithm.kl_coef)  # old and reference log-probs: a forward pass each
+    passes = (AGAIN if work.checkpointing is True else 1.0) + scored / 3
+    return tokens * rates.token * passes + len(work.passes) * work.trained * rates.weight
+
+
+def _rates(cfg: Config, work: Work, requests: Sequence[Request], slots: int, layers: int) -> Rates:
+    model: Any = AutoModelForCausalLM.from_config(shortened(work.config, layers)).eval()
+    choose_path(model)
+    decode = 0.0
+    if requests:
+        engine = NativeEngine(model, max_slots=slots)
+        first, more = ([_short(r, n) for r in requests[:slots]] for n in (1, 1 + NEW_TOKENS))
+        engine.generate(first)
+        decode = max(_seconds(lambda: engine.generate(more)) - _seconds(lambda: engine.generate(first)), 0.0)
+    samples = _samples(work)
+    scorer = TokenScorer(model)
+    (batch, *_) = pack(samples, sum(map(len, samples)), "token-mean", 1, share=scorer.shares_prompts)
+
+    def update() -> None:
+        scorer(batch, 1.0)[0].sum().backward()
+
+    update()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.0)
+    adam.step()
+    weights = sum(p.numel() for p in model.parameters())
+    return Rates(decode / NEW_TOKENS, _seconds(update) / len(batch.input_ids), _seconds(adam.step) / weights)
+
+
+def shortened(config: Any, layers: int) -> Any:
+    """The config of the same model with its first layers alone."""
+    values = config.to_dict() | {"num_hidden_layers": layers}
+    if values.get("layer_types"):
+        values["layer_types"] = values["layer_types"][:layers]
+    return type(config).from_dict(values)
+
+
+def _short(request: Request, tokens: int) -> Request:
+    return replace(request, sampling=replace(request.sampling, max_tokens=tokens, eos_ids=()))
+
+
+def _samples(work: Work) -> list[Sample]:
+    """About as many tokens as a probe takes, in sequences of the mean length of the run's own."""
+    passes = work.every_pass
+    sequences = sum(one.sequences for one in passes)
+    length = max(min(sum(one.attended for one in passes) // sequences, PROBED_TOKENS) - 1, 1)
+    count = max(min(PROBED_TOKENS // (length + 1), sequences), 1)
+    nothing, ones = torch.zeros(length), torch.ones(length)
+    ids = torch.zeros(length, dtype=torch.long)
+    return [Sample((i,), ids, nothing.bool(), ones, nothing, ones, nothing, nothing) for i in range(count)]
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The better of two."""
+    best = math.inf
+    for _ in range(2):
+        started = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _by_cost_model(cfg: Config, work: Work, requests: Sequence[Request]) -> StepTime:
+    c = work.config
+    kv_heads, width = key_value_shape(c)
+    model = cost.Model("", work.parameters, c.num_hidden_layers, c.hidden_size, kv_heads * width)
+    prompts = {r.prompt_ids for r in requests}
+    plan = cost.Plan(
+        model,
+        gpus=1 if cfg.launch == "local" else cfg.parallel.workers,
+        problems=max(len(prompts), 1),
+        samples=len(requests) // max(len(prompts), 1),
+        prompt=round(sum(map(len, prompts)) / max(len(prompts), 1)),
+        response=max((r.sampling.max_tokens for r in requests), default=1),
+        longest=1.0,
+    )
+    gpu = this_gpu()
+    tokens = sum(one.computed for one in work.every_pass)
+    share = (4 if work.lora_rank is not None else 6) * (AGAIN if work.checkpointing is True else 1.0)
+    return StepTime(
+        cost.rollout(plan, gpu).seconds if requests else 0.0,
+        share * work.parameters * tokens / plan.gpus / (gpu.flops * gpu.update_share),
+        f"by the cost model, {gpu.flops / 1e12:.0f} TFLOP/s and {gpu.memory_bandwidth / 1e12:.1f} TB/s measured",
+    )
+
+
+def this_gpu() -> cost.Gpu:
+    """The rates of a large product and of a copy, measured; the rest as in the cost model."""
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    block = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+
+    def run(work: Callable[[], object]) -> float:
+        def whole() -> None:
+            work()
+            torch.cuda.synchronize()
+
+        whole()
+        return _seconds(whole)
+
+    flops = 2 * 8192**3 / run(lambda: matrix @ matrix)
+    bandwidth = 2 * block.numel() / run(block.clone)
+    _, total = torch.cuda.mem_get_info()
+    return replace(cost.Gpu(), flops=flops, memory_bandwidth=bandwidth, memory=float(total))
