@@ -73,7 +73,7 @@ def time_of_step(cfg: Config, work: Work, requests: Sequence[Request], slots: in
     layers = int(work.config.num_hidden_layers)
     one = _rates(cfg, work, requests, slots, 1)
     rates = one if layers == 1 else one.deeper(_rates(cfg, work, requests, slots, 2), layers)
-    steps = math.ceil(len(requests) / slots) * max((r.sampling.max_tokens for r in requests), default=0)
+    steps = math.ceil(len(requests) / max(slots, 1)) * max((r.sampling.max_tokens for r in requests), default=0)
     return StepTime(
         steps * rates.decode,
         _update_seconds(cfg, work, rates),
@@ -99,7 +99,7 @@ def _rates(cfg: Config, work: Work, requests: Sequence[Request], slots: int, lay
         decode = max(_seconds(lambda: engine.generate(more)) - _seconds(lambda: engine.generate(first)), 0.0)
     samples = _samples(work)
     scorer = TokenScorer(model)
-    (batch, *_) = pack(samples, sum(map(len, samples)), "token-mean", 1, share=scorer.shares_prompts)
+    (batch, *_) = pack(samples, sum(map(len, samples)), "token-mean", 1, share=False)
 
     def update() -> None:
         scorer(batch, 1.0)[0].sum().backward()
@@ -131,7 +131,7 @@ def _samples(work: Work) -> list[Sample]:
     count = max(min(PROBED_TOKENS // (length + 1), sequences), 1)
     nothing, ones = torch.zeros(length), torch.ones(length)
     ids = torch.zeros(length, dtype=torch.long)
-    return [Sample((i,), ids, nothing.bool(), ones, nothing, ones, nothing, nothing) for i in range(count)]
+    return [Sample((0,), ids, nothing.bool(), ones, nothing, ones, nothing, nothing)] * count
 
 
 def _seconds(work: Callable[[], object]) -> float:
