@@ -317,7 +317,7 @@ def time_line(cfg: Config, work: Work, requests: Sequence[Request], steps: int) 
     rolled_out = requests if cfg.rollout.engine == "native" else []
     found = time_of_step(cfg, work, rolled_out, slots_of(cfg, work, requests))
     if found is None:
-        return "not estimated: too large to try on this machine"
+        return "not estimated: the model cannot be tried on this machine with fewer layers"
     parts = f"rollout {duration(found.rollout)}, update {duration(found.update)}" if rolled_out else "update alone"
     return (
         f"roughly {duration(found.step)} a step ({parts}), {duration(steps * found.step)} for {steps} steps, without "

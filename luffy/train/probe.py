@@ -63,7 +63,8 @@ class Rates:
 
 
 def time_of_step(cfg: Config, work: Work, requests: Sequence[Request], slots: int) -> StepTime | None:
-    """None where the embeddings alone are too large to try on this machine. Without ``requests`` (SFT, or an engine
+    """None where the model cannot be tried on this machine: its embeddings alone are too large, or its class does not
+    let itself be made with fewer layers. Without ``requests`` (SFT, or an engine
     that is not the native one) the rollout takes no time."""
     if work.on_gpu:
         return _by_cost_model(cfg, work, requests)
@@ -71,8 +72,11 @@ def time_of_step(cfg: Config, work: Work, requests: Sequence[Request], slots: in
     if 8 * 4 * work.config.vocab_size * work.config.hidden_size > free / 2:
         return None
     layers = int(work.config.num_hidden_layers)
-    one = _rates(cfg, work, requests, slots, 1)
-    rates = one if layers == 1 else one.deeper(_rates(cfg, work, requests, slots, 2), layers)
+    try:
+        one = _rates(cfg, work, requests, slots, 1)
+        rates = one if layers == 1 else one.deeper(_rates(cfg, work, requests, slots, 2), layers)
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError):
+        return None
     steps = math.ceil(len(requests) / max(slots, 1)) * max((r.sampling.max_tokens for r in requests), default=0)
     return StepTime(
         steps * rates.decode,
@@ -89,7 +93,9 @@ def _update_seconds(cfg: Config, work: Work, rates: Rates) -> float:
 
 
 def _rates(cfg: Config, work: Work, requests: Sequence[Request], slots: int, layers: int) -> Rates:
-    model: Any = AutoModelForCausalLM.from_config(shortened(work.config, layers)).eval()
+    model: Any = AutoModelForCausalLM.from_config(
+        shortened(work.config, layers), trust_remote_code=cfg.model.trust_remote_code
+    ).eval()
     choose_path(model)
     decode = 0.0
     if requests:
