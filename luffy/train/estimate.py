@@ -23,7 +23,7 @@ from luffy.types import Sample
 # core/logprobs.py step by step; kernels write over the logits.
 CPU_HEAD_COPIES = 7
 DRAWN_COPIES = 7  # the same while tokens are drawn
-ALLOCATOR = 1.04  # what GPU memory is above the tensors that are counted (docs/performance.md, six figures)
+ALLOCATOR = 1.04  # what GPU memory is above the tensors that are counted (docs/results/performance.md)
 Parts = dict[str, float]
 
 

@@ -1,4 +1,4 @@
-"""The memory on paper against what was measured: on a GPU by the benchmarks of docs/performance.md, on a CPU here."""
+"""The memory on paper against what was measured: on a GPU by the benchmarks of docs/results/performance.md, on a CPU here."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from luffy.train.probe import Rates, shortened
 from luffy.types import Family
 
 GIB = 2**30
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def shape(name):
