@@ -322,6 +322,38 @@ def test_non_finite_steps_are_skipped_counted_and_stop_the_run_with_samples_save
     assert len(saved) == 24 and math.isnan(saved[0]["reward"])
 
 
+def test_skipped_updates_are_counted_over_the_whole_run(make_config, monkeypatch):
+    """Bad in steps 1 and 3: two in all, never two in a row."""
+    cfg = make_config(train={"max_bad_steps": 2, "steps": 4}, algorithm={"reject_extreme": False})
+    with Trainer(cfg) as trainer:
+        score = trainer.run.verifier.score
+
+        def bad_at_times(items):
+            return [Score(float("nan"))] * len(items) if trainer.progress.step in (0, 2) else score(items)
+
+        monkeypatch.setattr(trainer.run.verifier, "score", bad_at_times)
+        trainer.train()
+    rows = read_json_lines(cfg.folder / "metrics.jsonl")
+    assert [row.get("train/skipped_in_all") for row in rows] == [1, None, 2, None]
+
+
+def test_a_rollout_that_stops_the_run_costs_no_step_before_it(make_config, monkeypatch):
+    cfg = make_config(train={"steps": 4, "save_every": 4})
+    with Trainer(cfg) as trainer:
+        engine = trainer.run.engines.current
+        generate = engine.generate
+
+        def lost(*args, **options):
+            if trainer.progress.step == 2:
+                raise TrainingStopped("all servers are lost")
+            return generate(*args, **options)
+
+        monkeypatch.setattr(engine, "generate", lost)
+        with pytest.raises(TrainingStopped, match="all servers are lost"):
+            trainer.train()
+    assert [p.name for p in (cfg.folder / "checkpoints").glob("step-*")] == ["step-000002"]
+
+
 def test_lora_trains_adapters_saves_a_plain_model_and_resumes(make_config):
     common = {"model": {"lora": {"rank": 4, "alpha": 8.0}}, "optim": {"lr": 1e-2}, "algorithm": {"kl_coef": 0.1}}
     whole = make_config(name="whole", **common)
