@@ -155,7 +155,7 @@ def _by_cost_model(cfg: Config, work: Work, requests: Sequence[Request]) -> Step
     kv_heads, width = key_value_shape(c)
     model = cost.Model("", work.parameters, c.num_hidden_layers, c.hidden_size, kv_heads * width)
     prompts = {r.prompt_ids for r in requests}
-    plan = cost.Plan(
+    plan = cost.StepPlan(
         model,
         gpus=1 if cfg.launch == "local" else cfg.parallel.workers,
         problems=max(len(prompts), 1),

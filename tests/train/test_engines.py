@@ -55,7 +55,7 @@ def copy_engine(monkeypatch):
         made.append(CopyEngine(model, max_slots=16))
         return made[-1]
 
-    monkeypatch.setattr("luffy.train.engines.build_engine", build)
+    monkeypatch.setattr("luffy.train.build_engines.build_engine", build)
     return made
 
 
