@@ -1,5 +1,6 @@
 """Token overrides in the trainer: bit for bit nothing when absent, its metrics and errors when there."""
 
+import re
 import shutil
 from dataclasses import replace
 
@@ -257,19 +258,23 @@ def test_a_second_model_that_does_not_fit_is_refused(make_config, stronger, tmp_
 @pytest.mark.parametrize(("dtype", "size"), [(None, 4), ("bfloat16", 2)])
 def test_a_dry_run_counts_the_second_model_and_its_cache(make_config, stronger, monkeypatch, dtype, size):
     monkeypatch.setattr(planning, "GIB", 1)  # bytes
+    monkeypatch.setattr(planning, "resident_bytes", lambda: 0)  # of this process: it grows from call to call
 
     def memory(**rollout):
         (line,) = [line for line in dry_run(make_config(rollout=rollout), "rl") if line.startswith("memory")]
-        peak, _, parts = line.removeprefix("memory     about ").partition(" GiB at the peak (")
-        values = [part.rsplit(" ", 1) for part in parts.removesuffix(" GiB)").split(", ")]
-        return float(peak), {name: float(value) for name, value in values}
+        found = re.fullmatch(
+            r"memory     about (\S+) GiB at the peak, in the update: (.*) GiB; rollout (\S+) GiB; .*", line
+        )
+        values = [part.rsplit(" ", 1) for part in found[2].split(", ")]
+        return float(found[1]), {name: float(value) for name, value in values}, float(found[3])
 
-    alone, _ = memory()
-    beside, parts = memory(offpolicy_guidance={"model_path": str(stronger), "dtype": dtype})
+    update_alone, _, rollout_alone = memory()
+    update, parts, rollout = memory(offpolicy_guidance={"model_path": str(stronger), "dtype": dtype})
     weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(stronger).parameters()) * size
-    cache = 2 * 2 * 2 * 8 * (16 + 16) * 16 * size  # keys and values, layers, heads, width, tokens, slots
-    assert (parts["second model"], parts["second KV cache"]) == (weights, cache)
-    assert beside == alone + weights  # at this size the update has the peak, and no cache is there then
+    cache = 2 * 2 * 2 * 8 * (3 + 16) * 16 * size  # keys and values, layers, heads, width, tokens of a sequence, slots
+    assert parts["second model"] == weights
+    assert update == update_alone + weights  # no cache is there during the update
+    assert rollout == rollout_alone + weights + cache
 
 
 @pytest.mark.parametrize(
