@@ -170,6 +170,11 @@ class Group:
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
 
+    @property
+    def has_traces_alone(self) -> bool:
+        """Whether a teacher wrote every token of every rollout."""
+        return all(bool(rollout.off_policy.all()) for rollout in self.rollouts)
+
 
 @dataclass(frozen=True, eq=False)
 class Sample:

@@ -280,7 +280,8 @@ class AlgorithmConfig:
     credit: str = knob(
         "group_baseline",
         "how rewards become the weights of tokens in the loss: group_baseline (by advantage, trace_term, prefix_alpha, "
-        "prefix_beta), or module:function of your own",
+        "prefix_beta), lone_trace_sft (the same, but a group of traces alone goes into the SFT term), or "
+        "module:function of your own",
     )
     advantage: Literal["grpo", "grpo_split"] = knob(
         "grpo", "baseline of a group: all samples (paper Eq. 4), or the on-policy ones alone"

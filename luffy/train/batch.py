@@ -182,9 +182,13 @@ def _rollout_metrics(run: Run, groups: list[Group], step: int) -> Iterator[Mappi
 
 
 def _extremes(run: Run, groups: Mapping[int, Group]) -> dict[int, bool]:
-    """By position, over all ranks: whether a group is rejected because its rewards are all success or all failure."""
-    reject = run.cfg.algorithm.reject_extreme
-    mine = {position: reject and is_extreme(group, run.cfg.reward) for position, group in groups.items()}
+    """By position, over all ranks: whether a group is rejected because its rewards are all success or all failure.
+    Traces alone are kept where the credit function learns from them."""
+    reject, keep_traces = run.cfg.algorithm.reject_extreme, find_credit_function(run.cfg.algorithm.credit).lone_traces
+    mine = {
+        position: reject and is_extreme(group, run.cfg.reward) and not (keep_traces and group.has_traces_alone)
+        for position, group in groups.items()
+    }
     return {position: extreme for part in run.world.gather(mine) for position, extreme in part.items()}
 
 

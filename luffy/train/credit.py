@@ -65,10 +65,12 @@ class TokenCredit:
 @dataclass(frozen=True)
 class CreditFunction:
     """``function(group, cfg)`` returns the credit of each response of the group. ``needs``: what must be computed
-    before it is called, at the price of a forward pass."""
+    before it is called, at the price of a forward pass. ``lone_traces``: it learns from a group of whole traces alone,
+    so ``algorithm.reject_extreme`` keeps such a group although its rewards are equal."""
 
     function: Callable[[ScoredGroup, AlgorithmConfig], list[TokenCredit]]
     needs: tuple[Need, ...] = ()
+    lone_traces: bool = False
 
     def __call__(self, group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit]:
         return self.function(group, cfg)
@@ -78,10 +80,10 @@ CREDIT: Registry[CreditFunction] = Registry("credit function")
 
 
 def credit_function(
-    name: str, needs: tuple[Need, ...] = ()
+    name: str, needs: tuple[Need, ...] = (), lone_traces: bool = False
 ) -> Callable[[Callable[[ScoredGroup, AlgorithmConfig], list[TokenCredit]]], CreditFunction]:
     """A decorator that registers a credit function under the name that ``algorithm.credit`` gives."""
-    return lambda function: CREDIT.register(name)(CreditFunction(function, needs))
+    return lambda function: CREDIT.register(name)(CreditFunction(function, needs, lone_traces))
 
 
 def find_credit_function(name: str) -> CreditFunction:
@@ -110,6 +112,16 @@ def group_baseline(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit
         weights = torch.where(off, cfg.prefix_alpha, cfg.prefix_beta)
         credit.append(TokenCredit(advantage * weights, rl_weights=1 - in_sft, sft_weights=in_sft))
     return credit
+
+
+@credit_function("lone_trace_sft", lone_traces=True)
+def lone_trace_sft(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit]:
+    """A group of whole traces alone, without a response of the policy's own, goes into the SFT term with weight 1;
+    any other group is credited by ``group_baseline``."""
+    if not group.group.has_traces_alone:
+        return group_baseline(group, cfg)
+    nothing = [torch.zeros(r.token_ids.numel()) for r in group.group.rollouts]
+    return [TokenCredit(none, rl_weights=none, sft_weights=torch.ones_like(none)) for none in nothing]
 
 
 def credit(

@@ -65,6 +65,17 @@ def test_trace_term_sft_moves_the_trace_out_of_the_rl_term_and_baseline():
     assert samples[1].advantages[0].item() == pytest.approx(-1 / 3)  # mean of 0, 1, 0
 
 
+def test_a_lone_trace_goes_into_the_sft_term_and_other_groups_keep_their_baseline():
+    alone = group([1.0], [rollout(length=4, teacher=4, finish="trace")])
+    cut = group([1.0, 0.0], [rollout(length=4, teacher=2), rollout(teacher=3, finish="trace")])
+    tokens = [[ScoredTokens()] * len(g.rollouts) for g in (alone, GUIDED, cut)]
+    (trace,), *others = credit([alone, GUIDED, cut], tokens, AlgorithmConfig(credit="lone_trace_sft"))
+    assert trace.sft_weights.tolist() == [1.0] * 4
+    assert trace.rl_weights.tolist() == trace.advantages.tolist() == [0.0] * 4
+    assert [[s.advantages.tolist() for s in g] for g in others] == [advantages(GUIDED), advantages(cut)]
+    assert all(s.rl_weights.all() and not s.sft_weights.any() for g in others for s in g)
+
+
 def test_kl_in_the_reward_is_subtracted_before_the_baseline():
     g = group([1.0, 0.0])
     old, ref = torch.full((3,), -1.0), torch.full((3,), -1.5)

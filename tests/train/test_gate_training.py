@@ -49,6 +49,23 @@ def test_a_group_is_done_again_from_a_longer_prefix(make_config):
     assert found and all(0 < r["off_policy_tokens"] < r["length"] and r["sample"] < 3 for r in found)
 
 
+def trace_alone(first):
+    """Drop the own samples, keep the trace."""
+    traces = first.group.task.demonstrations
+    return SecondRound((), (first.sample(0, traces[0]),)) if traces else None
+
+
+@pytest.mark.parametrize(("credit", "learns"), [("lone_trace_sft", True), ("group_baseline", False)])
+def test_a_trace_alone_is_kept_where_the_credit_function_learns_from_it(make_config, credit, learns):
+    guidance = {"n_prefix": 0, "gate": f"{__name__}:trace_alone"}
+    cfg = config(make_config, guidance=guidance, algorithm={"credit": credit}, train={"steps": 1})
+    train(cfg)
+    (row,), found = figures(cfg), [r for r in samples(cfg) if r["finish"] == "trace"]
+    assert row["batch/gated"] == len(found) == 4
+    assert all((r["advantages"] is not None) is learns for r in found)  # null: the group was rejected
+    assert ("actor/sft_loss" in row) is learns
+
+
 def test_the_number_of_ranks_changes_nothing(make_config):
     alone, many = config(make_config, "alone"), config(make_config, "many")
     train(alone)
