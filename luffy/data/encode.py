@@ -140,6 +140,11 @@ class Encoder:
         spelled = MARK.sub(lambda mark: self._special.texts[int(mark[1])], text)
         return (str(self.tokenizer.bos_token) if bos else "") + spelled
 
+    def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
+        """Token ids of the prompt, however long it is."""
+        text, bos = self._prompt_text(problem)
+        return (*bos, *self._tokenize(problem, text))
+
     def _prompt_text(self, problem: Problem) -> tuple[str, tuple[int, ...]]:
         """Text to tokenise, marked, and the ids before it. A chat template writes its own BOS, so none comes before
         it."""
