@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -386,10 +387,20 @@ class OptimConfig:
 @dataclass(frozen=True)
 class BatchConfig:
     problems: int = knob(128, "problems per rollout batch (traces per batch in SFT)", ge=1)
-    mini_batch: int | None = knob(None, "problems per optimizer step; null: the whole rollout batch", ge=1)
+    mini_batch: int | None = knob(
+        None,
+        "problems per optimizer step; null: the whole rollout batch. A batch takes problems / mini_batch optimizer "
+        "steps, rounded up, and shares its kept groups evenly among them",
+        ge=1,
+    )
     tokens: int = knob(
         16384, "tokens per micro-batch, packed without padding; a prompt that samples share counts once", ge=1
     )
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a rollout batch, however many of its groups are kept."""
+        return math.ceil(self.problems / (self.mini_batch or self.problems))
 
 
 @dataclass(frozen=True)

@@ -58,16 +58,18 @@ class StepBatch:
         self.samples = dict(zip(self.groups, samples, strict=True))
         self.metrics = world.merge({**self.metrics, **metrics, "batch/rejected": Sum(len(self.rejected))})
 
-    def mini_batches(self, problems: int | None) -> Iterator[list[Sample]]:
-        """This rank's samples of ``problems`` groups at a time, as many mini-batches on every rank."""
-        return mini_batches([self.samples.get(i, []) for i in range(self.size)], problems)
+    def mini_batches(self, parts: int) -> Iterator[list[Sample]]:
+        """This rank's samples of every mini-batch, as many mini-batches on every rank."""
+        return mini_batches([self.samples.get(i, []) for i in range(self.size)], parts)
 
 
-def mini_batches(groups: Sequence[Sequence[Sample]], size: int | None) -> Iterator[list[Sample]]:
-    """Samples of ``size`` groups at a time (None: all); an empty batch has no mini-batch."""
-    step = size or max(len(groups), 1)
-    for start in range(0, len(groups), step):
-        yield [sample for group in groups[start : start + step] for sample in group]
+def mini_batches(groups: Sequence[Sequence[Sample]], parts: int) -> Iterator[list[Sample]]:
+    """The samples of the groups in ``parts`` mini-batches, whose numbers of groups differ by one at most. With fewer
+    groups than ``parts`` each group is a mini-batch, and without a group there is none."""
+    size, parts = len(groups), min(parts, len(groups))
+    for part in range(parts):
+        members = groups[size * part // parts : size * (part + 1) // parts]
+        yield [sample for group in members for sample in group]
 
 
 def draw(sampler: ProblemSampler, count: int) -> tuple[list[int], list[int]]:
@@ -196,8 +198,8 @@ def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:
     """Log-probs before the update: of the policy where it will take several optimizer steps (with one,
     old is current and no pass is spent) or the credit function asks for them, of the reference where a KL term needs
     it."""
-    a, b = run.cfg.algorithm, run.cfg.batch
-    several = b.mini_batch is not None and batch.size > b.mini_batch
+    a = run.cfg.algorithm
+    several = min(run.cfg.batch.updates, batch.size) > 1
     need_ref = a.kl_coef > 0
     need_old = several or (need_ref and a.kl_in == "reward") or bool(find_credit_function(a.credit).needs)
     groups = list(batch.groups.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from luffy.rewards import build_verifier
 from luffy.rollout.native import default_slots
 from luffy.rollout.overrides.pair_checks import check_same_tokenizer
 from luffy.train import setup
-from luffy.train.batch import draw
+from luffy.train.batch import draw, mini_batches
 from luffy.train.build import total_steps
 from luffy.train.estimate import ALLOCATOR, Parts, Work, passes_of, planned_sample, rollout_parts, update_parts
 from luffy.train.optim import lr_at
@@ -220,19 +219,17 @@ def engine_line(cfg: Config, method: Method, model_config: Any) -> str:
 
 
 def update_line(cfg: Config, steps: int) -> str:
-    updates = math.ceil(cfg.batch.problems / (cfg.batch.mini_batch or cfg.batch.problems))
-    a = cfg.algorithm
+    a, b = cfg.algorithm, cfg.batch
     first, last = lr_at(0, steps, cfg.optim), lr_at(steps - 1, steps, cfg.optim)
     return (
-        f"{updates} optimizer step(s), micro-batches of {cfg.batch.tokens:,} tokens, lr {first:.2e} -> {last:.2e}, "
+        f"{b.updates} optimizer step(s), micro-batches of {b.tokens:,} tokens, lr {first:.2e} -> {last:.2e}, "
         f"{a.advantage}, {a.off_policy_reshape}, {a.loss_reduction}"
     )
 
 
 def work_of(cfg: Config, method: Method, model: ModelShape, planned: Sequence[Sequence[Sample]]) -> Work:
     share = 1 if cfg.launch == "local" else cfg.parallel.workers
-    problems = max((cfg.batch.mini_batch or len(planned)) // share, 1)
-    mini_batches = [planned[i : i + problems] for i in range(0, len(planned), problems)]
+    parts = mini_batches(planned, cfg.batch.updates * share)  # of one process, at least one problem
     return Work(
         config=model.config,
         parameters=model.parameters,
@@ -241,9 +238,7 @@ def work_of(cfg: Config, method: Method, model: ModelShape, planned: Sequence[Se
         on_gpu=setup.pick_device(cfg.model.device) == "cuda",
         lora_rank=None if cfg.model.lora is None else cfg.model.lora.rank,
         checkpointing=cfg.model.gradient_checkpointing,
-        passes=[
-            passes_of([s for group in part for s in group], cfg.batch.tokens, model.shares) for part in mini_batches
-        ],
+        passes=[passes_of(part, cfg.batch.tokens, model.shares) for part in parts],
     )
 
 

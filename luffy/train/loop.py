@@ -107,9 +107,9 @@ def update(run: Run, step: int, batch: StepBatch, observe: Observer = ignore) ->
     observe(batch)
     parts = [batch.metrics]
     with run.watch("update"):
-        for mini in batch.mini_batches(run.cfg.batch.mini_batch):
+        for mini in batch.mini_batches(run.cfg.batch.updates):
             try:
-                parts.append(run.policy.update(mini, lr))
+                parts += [run.policy.update(mini, lr), {"train/updates": Sum(1)}]
                 run.progress.bad_in_a_row = 0
             except NonFiniteUpdate as error:
                 parts.append(skip_update(run, batch, error))

@@ -29,7 +29,7 @@ RUNS = {
     "luffy": {},
     "several updates a step, KL, partial prefixes": {
         "batch": {"mini_batch": 2},
-        "algorithm": {"kl_coef": 0.05, "remove_clip": False, "reject_extreme": False},
+        "algorithm": {"kl_coef": 0.05, "remove_clip": False},
         "guidance": {"n_prefix": 2, "strategy": "random", "min_ratio": 0.2},
     },
     "token mean, sure tokens dropped, off-policy ratio normalised": {

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from luffy.config import to_yaml
+from luffy.config.knobs import BatchConfig
 from luffy.errors import TrainingStopped, UserError
 from luffy.report.console import was_idle
 from luffy.report.recorder import read_json_lines
@@ -635,9 +636,37 @@ def test_held_out_accuracy_is_on_the_console(make_config, sums, capsys):
 
 def test_mini_batches_keep_groups_together():
     groups = [["a1", "a2"], ["b1", "b2"], ["c1", "c2"]]
-    assert list(mini_batches(groups, 2)) == [["a1", "a2", "b1", "b2"], ["c1", "c2"]]
-    assert list(mini_batches(groups, None)) == [["a1", "a2", "b1", "b2", "c1", "c2"]]
+    assert list(mini_batches(groups, 2)) == [["a1", "a2"], ["b1", "b2", "c1", "c2"]]
+    assert list(mini_batches(groups, 1)) == [["a1", "a2", "b1", "b2", "c1", "c2"]]
+    assert list(mini_batches(groups, 4)) == [["a1", "a2"], ["b1", "b2"], ["c1", "c2"]]
     assert list(mini_batches([], 2)) == []
+
+
+@pytest.mark.parametrize(("kept", "sizes"), [(128, [64, 64]), (65, [32, 33]), (60, [30, 30]), (2, [1, 1]), (1, [1])])
+def test_kept_groups_are_shared_evenly(kept, sizes):
+    batch = BatchConfig(problems=128, mini_batch=64)
+    assert [len(mini) for mini in mini_batches([["sample"]] * kept, batch.updates)] == sizes
+
+
+@pytest.mark.parametrize(("right", "updates"), [(0, None), (1, 1), (2, 2), (4, 2), (6, 2)])
+def test_as_many_updates_however_many_groups_are_kept(make_config, tmp_path, right, updates):
+    """A group whose trace is wrong has no signal, since the model solves nothing by itself."""
+    data = tmp_path / "some.jsonl"
+    rows = [
+        {"prompt": f"1+{i}", "answer": "987654", "traces": ["#### 987654" if i < right else "#### 1"]} for i in range(6)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (row,) = run(
+        make_config(data={"train": str(data)}, batch={"mini_batch": 3}, optim={"lr": 0.02}, train={"steps": 1})
+    )
+    assert row["batch/rejected"] == 6 - right and row.get("train/updates") == updates
+    if right > 1:  # the second mini-batch has left the old policy, which was kept
+        assert abs(row["actor/ppo_kl"]) > 1e-6
+
+
+def test_sft_shares_traces_evenly(make_config):
+    rows = run(make_config(batch={"mini_batch": 4}, train={"steps": 2}), "sft")
+    assert [row["train/updates"] for row in rows] == [2, 2]
 
 
 def test_the_threads_asked_for_are_taken(make_config):
