@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from luffy.config import Config, built_in_recipes, load_config, to_yaml
-    from luffy.core.shaping import shape
+    from luffy.core.shaping import compared_shape, shape
+    from luffy.core.weights import trace_weight
     from luffy.evaluation.results import Result
     from luffy.guidance.gate import FirstRound, SecondRound, gate_function
     from luffy.guidance.ratios import prefix_schedule
@@ -50,6 +51,8 @@ _HOMES = {
     "build_verifier": "luffy.rewards.verifier",
     "Problem": "luffy.types",
     "shape": "luffy.core.shaping",
+    "compared_shape": "luffy.core.shaping",
+    "trace_weight": "luffy.core.weights",
     "prefix_schedule": "luffy.guidance.ratios",
     "gate_function": "luffy.guidance.gate",
     "FirstRound": "luffy.guidance.gate",
@@ -79,6 +82,7 @@ __all__ = [
     "Trainer",
     "build_verifier",
     "built_in_recipes",
+    "compared_shape",
     "credit_function",
     "engine",
     "evaluate",
@@ -90,6 +94,7 @@ __all__ = [
     "reward",
     "shape",
     "to_yaml",
+    "trace_weight",
 ]
 
 

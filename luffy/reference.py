@@ -55,11 +55,12 @@ API_GROUPS = {
     "Config and recipes": ("load_config", "built_in_recipes", "to_yaml", "Config"),
     "Train, evaluate, generate": ("Trainer", "evaluate", "generate"),
     "Your own parts": (
-        "reward", "shape", "prefix_schedule", "gate_function", "credit_function", "group_baseline", "engine",
+        "reward", "shape", "compared_shape", "prefix_schedule", "gate_function", "credit_function", "group_baseline",
+        "engine",
     ),
     "What they take and return": (
         "Problem", "FirstRound", "SecondRound", "ScoredGroup", "ScoredTokens", "TokenCredit", "Engine", "Request",
-        "Completion", "build_verifier",
+        "Completion", "build_verifier", "trace_weight",
     ),
 }  # fmt: skip
 METHODS = {"Trainer", "Engine"}  # classes whose methods are called or written by the user

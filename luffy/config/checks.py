@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from luffy.config.knobs import Knobs
+from luffy.core.shaping import COMPARED_SHAPES
 from luffy.errors import ConfigError
 from luffy.schema import nearest
 
@@ -20,6 +21,7 @@ def check(config: Knobs) -> None:
         _check_reward,
         _check_guidance,
         _check_clip,
+        _check_shapes,
         _check_overrides,
         _check_batch,
         _check_async,
@@ -79,6 +81,15 @@ def _check_clip(c: Knobs) -> None:
         raise ConfigError(
             "'algorithm.on_policy_reshape' logp starts at 0, far below the clip at 1 - clip_ratio, so half the tokens "
             "would have no gradient; set algorithm.remove_clip=true"
+        )
+
+
+def _check_shapes(c: Knobs) -> None:
+    a = c.algorithm
+    if a.teacher_probs == "recorded" and a.off_policy_reshape in COMPARED_SHAPES:
+        raise ConfigError(
+            f"'algorithm.teacher_probs' recorded takes the plain ratio p / q instead of 'algorithm.off_policy_reshape' "
+            f"({a.off_policy_reshape}), which compares probabilities by itself; set algorithm.teacher_probs=one"
         )
 
 

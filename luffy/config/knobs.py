@@ -295,10 +295,13 @@ class AlgorithmConfig:
     clip_ratio: float = knob(0.2, "on-policy ratio clipped at 1 - this", ge=0, le=1)
     clip_ratio_high: float | None = knob(None, "and at 1 + this; null: the same (DAPO's clip-higher: 0.28)", ge=0)
     off_policy_reshape: str = knob(
-        "p_div_p_0.1", "f(p) on teacher tokens: no_reshape, logp, p_logp, square_root, pow, p_div_p_<gamma>"
+        "p_div_p_0.1",
+        "f(p) on teacher tokens: no_reshape, logp, p_logp, square_root, pow, p_div_p_<gamma>, chord_phi, trapo, "
+        "rl_plus, exgrpo, or your own (docs/extend.md)",
     )
     off_policy_reshape_weight: float = knob(1.0, "weight in logp and p_logp")
-    off_policy_reshape_pow_exp: float = knob(0.5, "exponent of pow")
+    off_policy_reshape_pow_exp: float = knob(0.5, "exponent of pow and of (1 - p) in rl_plus")
+    off_policy_reshape_gamma: float = knob(0.1, "gamma of exgrpo; below which probability trapo weighs less", gt=0)
     on_policy_reshape: str = knob("no_reshape", "the same shapes on the policy's own ratio")
     on_policy_reshape_weight: float = knob(1.0, "weight in p_logp")
     on_policy_reshape_pow_exp: float = knob(0.5, "exponent of pow")
@@ -349,7 +352,12 @@ class AlgorithmConfig:
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         try:
             on = Shape(self.on_policy_reshape, self.on_policy_reshape_weight, self.on_policy_reshape_pow_exp)
-            off = Shape(self.off_policy_reshape, self.off_policy_reshape_weight, self.off_policy_reshape_pow_exp)
+            off = Shape(
+                self.off_policy_reshape,
+                self.off_policy_reshape_weight,
+                self.off_policy_reshape_pow_exp,
+                self.off_policy_reshape_gamma,
+            )
         except ValueError as error:
             raise ConfigError(f"algorithm: {error}") from None
         return PolicyLoss(

@@ -63,9 +63,11 @@ def policy_loss_terms(
     settings: PolicyLoss,
     *,
     target_probs: Tensor | None = None,
+    behavior_log_prob: Tensor | None = None,
     off_ratio_mean: Tensor | None = None,
 ) -> LossTerms:
-    """``off_ratio_mean`` is the mean that ``off_normalize`` divides by when the caller holds only part
+    """``behavior_log_prob``, of whoever wrote the token, is for shapes that compare with it (None: probability 1).
+    ``off_ratio_mean`` is the mean that ``off_normalize`` divides by when the caller holds only part
     of the batch; without it the mean over the given off-policy tokens is taken."""
     mask = mask.bool()
     old, logp = keep(old_log_prob, mask), keep(log_prob, mask)
@@ -73,7 +75,7 @@ def policy_loss_terms(
     on_loss, clipped = _on_policy_term(old, torch.where(off_policy, logp.detach(), logp), advantages, settings)
     off = off_policy & mask
     off_logp = torch.where(off_policy, logp, logp.detach())
-    off_ratio = off_policy_ratio(off_logp, off, settings.off_shape, target_probs)
+    off_ratio = off_policy_ratio(off_logp, off, settings.off_shape, target_probs, old, behavior_log_prob)
     if settings.off_normalize:
         off_ratio = _normalized(off_ratio, off, off_ratio_mean)
     bounded = _clamp_off_ratio(off_ratio, settings)
@@ -104,10 +106,18 @@ def _on_policy_term(old: Tensor, logp: Tensor, advantages: Tensor, s: PolicyLoss
     return torch.maximum(plain, clipped), clipped > plain
 
 
-def off_policy_ratio(logp: Tensor, off: Tensor, shape: Shape, target_probs: Tensor | None) -> Tensor:
-    """f(p) of the off-policy tokens, or p over the teacher's recorded probability; 0 elsewhere."""
+def off_policy_ratio(
+    logp: Tensor,
+    off: Tensor,
+    shape: Shape,
+    target_probs: Tensor | None,
+    old: Tensor | None = None,
+    behavior: Tensor | None = None,
+) -> Tensor:
+    """f(p) of the off-policy tokens, or p over the teacher's recorded probability; 0 elsewhere. For shapes that see
+    them: ``old`` and ``behavior``, the log-probs under the policy before the update and under the writer."""
     if target_probs is None:
-        return keep(shape.off_policy(logp), off)
+        return keep(shape.off_policy(logp, old, None if behavior is None else keep(behavior, off)), off)
     return keep(torch.exp(logp) / (keep(target_probs, off) + 1e-6), off)
 
 

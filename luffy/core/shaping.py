@@ -22,14 +22,16 @@ _P_DIV_P = re.compile(r"p_div_p_(?P<a>[0-9.eE+-]+)")
 
 @dataclass(frozen=True)
 class Shape:
-    """A named shaping function with its two parameters, e.g. ``Shape("p_div_p_0.1")`` (the paper's)."""
+    """A named shaping function with its parameters, e.g. ``Shape("p_div_p_0.1")`` (the paper's)."""
 
     name: str = "no_reshape"
     weight: float = 1.0
     pow_exp: float = 0.5
+    gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.name not in SHAPES and ":" not in self.name:  # a user's module is imported on first use, not here
+        known = self.name in SHAPES or self.name in COMPARED_SHAPES
+        if not known and ":" not in self.name:  # a user's module is imported on first use, not here
             gamma_of(self.name)
 
     @property
@@ -37,8 +39,16 @@ class Shape:
         """The function of that name; None for ``p_div_p_A``."""
         return SHAPES[self.name] if self.name in SHAPES or ":" in self.name else None
 
-    def off_policy(self, log_prob: Tensor) -> Tensor:
-        """f(p) of a teacher's token: the ratio p / 1, the teacher's probability taken as 1."""
+    def off_policy(
+        self, log_prob: Tensor, old_log_prob: Tensor | None = None, behavior_log_prob: Tensor | None = None
+    ) -> Tensor:
+        """f of a token that the policy did not write, from its log-probs under the policy now, under the policy before
+        the update (None: as it is now) and under whoever wrote it (None: probability 1). Most shapes are of p alone:
+        the ratio p / 1, the teacher's probability taken as 1."""
+        if self.name in COMPARED_SHAPES:
+            old = log_prob.detach() if old_log_prob is None else old_log_prob
+            behavior = torch.zeros_like(old) if behavior_log_prob is None else behavior_log_prob
+            return COMPARED_SHAPES[self.name](log_prob, old, behavior, self)
         if self.function is not None:
             return self.function(log_prob, self)
         return torch.sigmoid(log_prob - math.log(gamma_of(self.name)))
@@ -63,7 +73,9 @@ class Shape:
 
 
 ShapeFunction = Callable[[Tensor, Shape], Tensor]
+ComparedShape = Callable[[Tensor, Tensor, Tensor, Shape], Tensor]
 SHAPES: Registry[ShapeFunction] = Registry("shape")  # f(p) of a teacher's token, from log p
+COMPARED_SHAPES: Registry[ComparedShape] = Registry("shape")  # f(p, p_old, q), from their logs
 RATIO_SHAPES: Registry[ShapeFunction] = Registry("shape of ratios")  # f(p / p_old), from the log of the ratio
 
 
@@ -81,6 +93,15 @@ def shape(name: str, *, ratios: bool = False) -> Callable[[ShapeFunction], Shape
         return SHAPES.register(name)(function)
 
     return register
+
+
+def compared_shape(name: str) -> Callable[[ComparedShape], ComparedShape]:
+    """A decorator that registers a shape of three probabilities for ``algorithm.off_policy_reshape``.
+
+    ``function(log_p, log_p_old, log_q, shape)``: the log-probs of tokens under the policy, under the policy before the
+    update, and under whoever wrote them; ``shape`` has the knobs ``weight``, ``pow_exp`` and ``gamma``.
+    """
+    return COMPARED_SHAPES.register(name)
 
 
 @shape("no_reshape", ratios=True)
@@ -113,6 +134,34 @@ def _pow(log_r: Tensor, shape: Shape) -> Tensor:
     return torch.exp(shape.pow_exp * log_r)
 
 
+@shape("chord_phi")
+def _chord_phi(log_p: Tensor, shape: Shape) -> Tensor:
+    """p - p^2 / 2, whose derivative in log p is p (1 - p) (CHORD's phi)."""
+    p = torch.exp(log_p)
+    return p - 0.5 * p * p
+
+
+@shape("trapo")
+def _trapo(log_p: Tensor, shape: Shape) -> Tensor:
+    """p / gamma, and from p = gamma on 1 + log(p / gamma): the derivative in log p is min(1, p / gamma) (TRAPO)."""
+    log_r = log_p - math.log(shape.gamma)
+    return torch.where(log_r < 0, torch.exp(log_r.clamp(max=0.0)), 1 + log_r)
+
+
+@compared_shape("rl_plus")
+def _rl_plus(log_p: Tensor, log_p_old: Tensor, log_q: Tensor, shape: Shape) -> Tensor:
+    """2 p / (1.5 p_old + 0.5), times (1 - p)^pow_exp without a gradient (RL-PLUS). The denominator is that of multiple
+    importance sampling, p_old + p_teacher, with p_teacher estimated as (p_old + 1) / 2."""
+    ratio = 2 * torch.exp(log_p) / (1.5 * torch.exp(log_p_old) + 0.5)
+    return ratio * (-torch.expm1(log_p.detach().clamp(max=0.0))) ** shape.pow_exp
+
+
+@compared_shape("exgrpo")
+def _exgrpo(log_p: Tensor, log_p_old: Tensor, log_q: Tensor, shape: Shape) -> Tensor:
+    """r / (r + gamma) with r = p / q (ExGRPO): LUFFY's shape of the ratio to the policy that wrote the token."""
+    return torch.sigmoid(log_p - log_q - math.log(shape.gamma))
+
+
 def gamma_of(name: str) -> float:
     """The A of ``p_div_p_A``; any other name is unknown."""
     match = _P_DIV_P.fullmatch(name)
@@ -121,14 +170,22 @@ def gamma_of(name: str) -> float:
     except ValueError:
         gamma = math.nan
     if not (gamma > 0 and math.isfinite(gamma)):
-        known = ", ".join([*SHAPES, "p_div_p_<A>"])
+        known = ", ".join([*SHAPES, *COMPARED_SHAPES, "p_div_p_<A>"])
         raise UserError(f"unknown reshape {name!r}; known: {known} with any positive A, or module:function of your own")
     return gamma
 
 
+def log_prob_slope(
+    shape: Shape, log_prob: Tensor, old_log_prob: Tensor | None = None, behavior_log_prob: Tensor | None = None
+) -> Tensor:
+    """d f / d log p of each token: the factor of A * grad log p in the gradient of the off-policy term."""
+    with torch.enable_grad():
+        current = log_prob.detach().requires_grad_(True)
+        value = shape.off_policy(current, old_log_prob, behavior_log_prob)
+        (slope,) = torch.autograd.grad(value.sum(), current)
+    return slope
+
+
 def gradient_weight(prob: Tensor, shape: Shape) -> Tensor:
     """|d f(p) / d logit| of the token itself: f'(p) * p * (1 - p) (Eq. 8; Figure 2 right)."""
-    with torch.enable_grad():
-        log_prob = prob.log().detach().requires_grad_(True)
-        (slope,) = torch.autograd.grad(shape.off_policy(log_prob).sum(), log_prob)
-    return slope * (1 - prob)
+    return log_prob_slope(shape, prob.log()) * (1 - prob)

@@ -193,7 +193,8 @@ class Policy:
                 log_prob, _ = self._forward(batch)
             off = batch.off_policy & (batch.rl_weights != 0)
             target = self.objective.target_probs(batch)
-            ratios.append(off_policy_ratio(log_prob, off, settings.off_shape, target)[off])
+            old, behavior = batch.old_log_probs, batch.behavior_log_probs
+            ratios.append(off_policy_ratio(log_prob, off, settings.off_shape, target, old, behavior)[off])
         every = torch.cat(ratios)
         if self.world.size > 1:
             mean = self.world.merge({"off_ratio": Mean(float(every.double().sum()), every.numel())})["off_ratio"]

@@ -9,6 +9,8 @@ from support import make_samples
 
 from luffy.core.kl import kl_penalty
 from luffy.core.losses import PolicyLoss
+from luffy.core.shaping import Shape
+from luffy.core.weights import trace_weight
 from luffy.metrics import fetch
 from luffy.train.objective import Objective
 from luffy.train.packing import pack
@@ -53,6 +55,19 @@ def test_the_kl_is_a_penalty_on_the_distance_to_the_reference(batch, tokens, est
     _, stats = Objective(PLAIN, kl_coef=0.7, kl_estimator=estimator)(batch, *tokens)
     total, count = stats["actor/kl_loss"].numbers
     assert float(total / count) == pytest.approx(penalty, rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["p_div_p_0.1", "rl_plus", "exgrpo"])
+def test_the_weight_of_trace_tokens_is_that_of_the_loss(batch, tokens, shape):
+    log_prob, entropy = tokens
+    batch = replace(batch, old_log_probs=log_prob - 0.2, advantages=torch.where(batch.off_policy, -0.5, 0.25))
+    objective = Objective(replace(PLAIN, off_shape=Shape(shape)))
+    _, stats = objective(batch, log_prob.clone().requires_grad_(True), entropy)
+    off = batch.off_policy & (batch.rl_weights != 0)
+    expected = trace_weight(shape, log_prob, batch.old_log_probs, batch.behavior_log_probs)[off].mean()
+    total, count = stats["method/trace_weight_mean"].numbers
+    assert int(count) == int(off.sum()) > 3 and float(total / count) == pytest.approx(float(expected), rel=1e-5)
+    assert "method/trace_weight_mean" not in objective(batch, *tokens)[1]  # without a gradient there is none
 
 
 def test_the_sft_term_is_the_negative_log_likelihood(batch, tokens):
