@@ -12,7 +12,7 @@ from luffy.errors import TrainingStopped, UserError
 from luffy.rollout.vllm.http_client import Server, key_from
 from luffy.rollout.vllm.remote import RemoteEngine
 from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer
-from luffy.rollout.weights import Weight, tensors_of
+from luffy.rollout.policy_weights import Weight, tensors_of
 from luffy.types import Request, Sampling
 
 

@@ -22,7 +22,7 @@ from luffy.rollout.vllm.http_client import Server, ServerLost, ServerTimeout
 from luffy.rollout.vllm.requests import completion, sampling_arguments
 from luffy.rollout.vllm.transfer import Transfer, on_all_servers
 from luffy.rollout.vllm.worker_extension import shape_fields
-from luffy.rollout.weights import PushCheck
+from luffy.rollout.policy_weights import PushCheck
 from luffy.types import Completion, Request
 
 

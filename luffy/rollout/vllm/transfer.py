@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from luffy.errors import UserError
 from luffy.rollout.vllm.http_client import Server, ServerLost
-from luffy.rollout.weights import checkpoint_weights, tensors_of
+from luffy.rollout.policy_weights import checkpoint_weights, tensors_of
 
 SHARD_BYTES = 2 << 30
 
