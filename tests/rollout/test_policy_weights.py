@@ -5,9 +5,9 @@ import torch
 from tiny_models import tiny_model
 
 from luffy.errors import UserError
+from luffy.rollout.policy_weights import PushCheck, checkpoint_weights, tensors_of
 from luffy.rollout.vllm.transfer import write_weights
 from luffy.rollout.vllm.worker_extension import not_filled, noting_loaded, tensors_in
-from luffy.rollout.policy_weights import PushCheck, checkpoint_weights, tensors_of
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])  # tied and untied

@@ -9,10 +9,10 @@ from fake_servers import KEY, FakeServer
 from tiny_models import tiny_model
 
 from luffy.errors import TrainingStopped, UserError
+from luffy.rollout.policy_weights import Weight, tensors_of
 from luffy.rollout.vllm.http_client import Server, key_from
 from luffy.rollout.vllm.remote import RemoteEngine
 from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer
-from luffy.rollout.policy_weights import Weight, tensors_of
 from luffy.types import Request, Sampling
 
 

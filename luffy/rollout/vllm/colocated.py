@@ -28,9 +28,9 @@ from torch import nn
 from luffy.errors import UserError, how_to_install
 from luffy.models.forward import causal_lm
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
+from luffy.rollout.policy_weights import PushCheck, tensors_of
 from luffy.rollout.vllm.requests import completion, sampling_arguments
 from luffy.rollout.vllm.transfer import write_weights
-from luffy.rollout.policy_weights import PushCheck, tensors_of
 from luffy.types import Completion, Request
 
 WORKER = "luffy.rollout.vllm.worker_extension.LuffyWorker"

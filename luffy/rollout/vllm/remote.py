@@ -17,12 +17,12 @@ from luffy.errors import TrainingStopped, UserError
 from luffy.metrics import Mean, Metric, Sum
 from luffy.models.forward import causal_lm
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
+from luffy.rollout.policy_weights import PushCheck
 from luffy.rollout.vllm.dispatch import Dispatch
 from luffy.rollout.vllm.http_client import Server, ServerLost, ServerTimeout
 from luffy.rollout.vllm.requests import completion, sampling_arguments
 from luffy.rollout.vllm.transfer import Transfer, on_all_servers
 from luffy.rollout.vllm.worker_extension import shape_fields
-from luffy.rollout.policy_weights import PushCheck
 from luffy.types import Completion, Request
 
 

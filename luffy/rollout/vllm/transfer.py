@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from luffy.errors import UserError
-from luffy.rollout.vllm.http_client import Server, ServerLost
 from luffy.rollout.policy_weights import checkpoint_weights, tensors_of
+from luffy.rollout.vllm.http_client import Server, ServerLost
 
 SHARD_BYTES = 2 << 30
 
