@@ -24,6 +24,7 @@ def check(config: Knobs) -> None:
         _check_shapes,
         _check_overrides,
         _check_batch,
+        _check_replay,
         _check_async,
         _check_launch,
     ):
@@ -127,6 +128,16 @@ def _check_batch(c: Knobs) -> None:
         raise ConfigError("'data.eval_also.core' is the name of 'data.eval' itself (val-core/*); choose another")
     if c.batch.mini_batch is not None and c.batch.mini_batch > c.batch.problems:
         raise ConfigError(f"'batch.mini_batch' ({c.batch.mini_batch}) exceeds 'batch.problems' ({c.batch.problems})")
+
+
+def _check_replay(c: Knobs) -> None:
+    if c.replay.share and c.async_.max_staleness:
+        raise ConfigError(
+            f"'async.max_staleness' ({c.async_.max_staleness}) rolls out a step while the one before it is still "
+            f"under way, and 'replay.share' ({c.replay.share}) draws from what that one finds; set one of them to 0"
+        )
+    if c.replay.share and c.rollout.n < 2:
+        raise ConfigError("'replay.share' keeps problems that some samples solve and others do not: raise rollout.n")
 
 
 def _check_async(c: Knobs) -> None:

@@ -412,6 +412,21 @@ class BatchConfig:
 
 
 @dataclass(frozen=True)
+class ReplayConfig:
+    share: float = knob(
+        0.0,
+        "share of a step's problems that come from replay, each with one earlier success (ExGRPO); 0: none",
+        ge=0,
+        le=1,
+    )
+    start: float = knob(
+        0.35, "replay begins behind the step in which more than this share of the own samples is right", ge=0, le=1
+    )
+    problems: int = knob(4096, "problems remembered at most; the one solved longest ago is forgotten first", ge=1)
+    responses: int = knob(8, "solved responses remembered of each problem at most: the newest", ge=1)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     steps: int | None = knob(None, "training steps (rollout batches); null: take epochs", ge=1)
     epochs: float | None = knob(None, "passes over the data, when steps is null", gt=0)
@@ -495,6 +510,7 @@ class Knobs:
     algorithm: AlgorithmConfig = knob(factory=AlgorithmConfig)
     optim: OptimConfig = knob(factory=OptimConfig)
     batch: BatchConfig = knob(factory=BatchConfig)
+    replay: ReplayConfig = knob(factory=ReplayConfig)
     train: TrainConfig = knob(factory=TrainConfig)
     eval: EvalConfig = knob(factory=EvalConfig)
     record: RecordConfig = knob(factory=RecordConfig)

@@ -10,10 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
-
-from luffy.data import ProblemSampler
-from luffy.distributed.share import expected_tokens, share_out
+from luffy.distributed.share import share_out
 from luffy.distributed.world import World
 from luffy.errors import AllStopped
 from luffy.guidance import FirstRound
@@ -21,8 +18,9 @@ from luffy.guidance.trace_choice import choose
 from luffy.metrics import Metric, Sum, merge_metrics, spread
 from luffy.report.timing import Stopwatch
 from luffy.train.credit import ScoredTokens, find_credit_function, uncredited
+from luffy.train.draws import Drawn, attempts, draw, trace_sample
 from luffy.train.groups import group_metrics, is_extreme, override_metrics, staleness_metrics
-from luffy.train.run_state import RolloutBatch, Run
+from luffy.train.run_state import Draw, RolloutBatch, Run
 from luffy.types import Group, Sample, Task
 
 
@@ -72,31 +70,6 @@ def mini_batches(groups: Sequence[Sequence[Sample]], parts: int) -> Iterator[lis
         yield [sample for group in members for sample in group]
 
 
-def draw(sampler: ProblemSampler, count: int) -> tuple[list[int], list[int]]:
-    """The next problems and how often each was drawn in earlier epochs."""
-    first = sampler.epoch * sampler.size + sampler.state_dict()["position"]
-    return sampler.next(count), [(first + i) // sampler.size for i in range(count)]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Problems of a batch: how often each was drawn before, and its position in the step."""
-
-    tasks: list[Task]
-    visits: list[int]
-    positions: list[int]
-
-
-def draw_share(run: Run, first: int) -> Drawn:
-    """This rank's share of the next ``batch.problems`` problems; every rank draws all of them."""
-    r = run.cfg.rollout
-    rows, visits = draw(run.sampler, run.cfg.batch.problems)
-    tasks = [run.tasks[i] for i in rows]
-    costs = [expected_tokens(task, r.n, r.max_tokens) for task in tasks]
-    mine = share_out(costs, run.world.size)[run.world.rank]
-    return Drawn([tasks[i] for i in mine], [visits[i] for i in mine], [first + i for i in mine])
-
-
 def first_rounds(run: Run, drawn: Drawn, groups: Sequence[Group], step: int) -> list[FirstRound]:
     """What the gate sees of a batch."""
     reward = run.cfg.reward
@@ -121,16 +94,17 @@ def draw_traces(run: Run) -> StepBatch:
 def _trace_sample(run: Run, task: Task, visit: int) -> Sample:
     key = f"{run.cfg.seed}:{visit}:{task.problem.id}"
     (trace,) = choose(task.demonstrations, 1, run.cfg.guidance.trace_choice, visit=visit, key=key)
-    ids = torch.tensor(trace.token_ids, dtype=torch.long)
-    everywhere, nothing = torch.ones(ids.numel()), torch.zeros(ids.numel())
-    return Sample(task.prompt_ids, ids, everywhere.bool(), nothing, everywhere, nothing, nothing, nothing)
+    return trace_sample(task, trace.token_ids)
 
 
 def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
     """The groups of a step, kept and rejected: those of one batch, and with oversampling those of as many more as it
     takes to keep ``batch.problems`` of them. Raises AllStopped when ``oversample_rounds`` batches are not enough."""
     wanted, rounds = run.cfg.batch.problems, run.cfg.algorithm.oversample_rounds
+    if run.memory.replay is not None:
+        run.policy.remove_clip(run.cfg.algorithm.remove_clip and run.memory.replay.begun)
     own: dict[int, Group] = {}
+    draws: dict[int, Draw] = {}
     kept: list[int] = []
     rejected: list[int] = []
     parts: list[Mapping[str, Metric]] = []
@@ -138,6 +112,7 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
         batch = _next_batch(run, step, attempt * wanted, roll_out)
         parts += [batch.metrics, *_rollout_metrics(run, list(batch.groups.values()), step)]
         own |= batch.groups
+        draws |= batch.draws
         for position, extreme in sorted(_extremes(run, batch.groups).items()):
             (rejected if extreme else kept).append(position)
         if len(kept) >= wanted:
@@ -150,6 +125,8 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
             f"what is left"
         )
     run.data_position = batch.sampler
+    if run.memory.is_used:
+        run.memory.remember(attempts(run, step, own, draws))
     kept = kept[:wanted]
     return StepBatch(
         len(kept),

@@ -24,8 +24,9 @@ from luffy.rewards import build_verifier
 from luffy.rollout.native import default_slots
 from luffy.rollout.overrides.pair_checks import check_same_tokenizer
 from luffy.train import setup
-from luffy.train.batch import draw, mini_batches
+from luffy.train.batch import mini_batches
 from luffy.train.build import total_steps
+from luffy.train.draws import draw
 from luffy.train.estimate import ALLOCATOR, Parts, Work, passes_of, planned_sample, rollout_parts, update_parts
 from luffy.train.optim import lr_at
 from luffy.train.overrides import check_second_fits

@@ -30,13 +30,13 @@ from luffy.train.batch import (
     Slot,
     StepBatch,
     collect,
-    draw_share,
     draw_traces,
     first_rounds,
     score_tokens,
 )
 from luffy.train.build import build_run
 from luffy.train.credit import credit, credit_metrics
+from luffy.train.draws import draw_share
 from luffy.train.groups import score
 from luffy.train.optim import lr_at
 from luffy.train.policy import NonFiniteUpdate
@@ -58,14 +58,15 @@ def roll_out(run: Run, at: Slot) -> RolloutBatch:
     this for coming steps; it must not depend on anything but the run and the slot."""
     run.before_step(at.step)
     with at.watch("plan"):
-        drawn = draw_share(run, at.first)
-        plan = run.planner.plan(drawn.tasks, at.step, drawn.visits, run.trace_rewards, drawn.positions)
-    groups, metrics = respond(run, plan, at), {}
+        drawn = draw_share(run, at.step, at.first)
+        plan = drawn.plan(run, at.step)
+    groups, metrics = respond(run, plan, at), drawn.metrics(run, at.step)
     if run.gate is not None:
         second = SecondRounds.of(run.gate, first_rounds(run, drawn, groups, at.step))
         groups = second.merge(groups, respond(run, second.plan, at))  # on every rank: some engines answer several
-        metrics = {"batch/gated": Sum(len(second.rounds))}
-    return RolloutBatch(dict(zip(drawn.positions, groups, strict=True)), run.sampler.state_dict(), metrics)
+        metrics |= {"batch/gated": Sum(len(second.rounds))}
+    by_position = dict(zip(drawn.positions, groups, strict=True))
+    return RolloutBatch(by_position, drawn.sources, run.sampler.state_dict(), metrics)
 
 
 def respond(run: Run, plan: Plan, at: Slot) -> list[Group]:

@@ -67,6 +67,11 @@ class Policy:
             shard(scorer, self.cfg.parallel, self.cfg.model.dtype, self.device.type)
         return scorer
 
+    def remove_clip(self, removed: bool) -> None:
+        """Whether the updates to come clip the on-policy ratio."""
+        settings = replace(self.objective.policy_loss, remove_clip=removed)
+        self.objective = replace(self.objective, policy_loss=settings)
+
     def score(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[tuple[Tensor, Tensor]]:
         """Log-probs and entropies of each sample's response tokens, [T] each, on the CPU, without gradients."""
         out: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(samples)

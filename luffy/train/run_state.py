@@ -25,6 +25,7 @@ from luffy.train.background import BackgroundSaver
 from luffy.train.build_engines import Engines
 from luffy.train.changes import Changes
 from luffy.train.checkpoint import CheckpointStore
+from luffy.train.memory import Memory
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
 from luffy.train.scorer import TokenScorer
@@ -46,11 +47,21 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Draw:
+    """A problem of a step by its row in the data, how often it was drawn before, and who drew it."""
+
+    row: int
+    visit: int
+    source: Literal["data", "replay"] = "data"
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
-    """This rank's groups of a batch by position in the step, the sampler's state after drawing it, and what was
-    measured. ``seconds`` by phase: of a batch that was made in another thread."""
+    """This rank's groups of a batch by position in the step, where their problems come from, the sampler's state after
+    drawing it, and what was measured. ``seconds`` by phase: of a batch that was made in another thread."""
 
     groups: dict[int, Group]
+    draws: dict[int, Draw]
     sampler: dict[str, int]
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -107,6 +118,7 @@ class Run:
     sampler: ProblemSampler
     planner: Planner
     gate: Gate | None
+    memory: Memory
 
     store: CheckpointStore
     saver: BackgroundSaver | None  # writes the checkpoints of several processes

@@ -29,6 +29,7 @@ from luffy.train.checkpoint import (
     random_state,
     restore_random_state,
 )
+from luffy.train.memory import part
 from luffy.train.run_state import Progress, Run
 
 
@@ -45,13 +46,14 @@ def save(run: Run) -> None:
         "date": run.cfg.data.date,
     }
     tensors = dict(run.policy.optimizer.tensors())
-    random = {f"random/{name}": t for name, t in random_state().items()}
+    same = {f"random/{name}": t for name, t in random_state().items()}  # on every process
+    same |= {f"memory/{name}": t for name, t in run.memory.state_dict().items()}
     if run.saver is not None:
-        tensors |= _sharded_masters(run) | random
+        tensors |= _sharded_masters(run) | same
         taken = replace(run.progress)
         run.saver.start(step, tensors, _model_writer(run), state, lambda: tidy(run, taken))
         return
-    tensors = {name: t.contiguous().cpu() for name, t in tensors.items()} | random
+    tensors = {name: t.contiguous().cpu() for name, t in tensors.items()} | same
     try:
         run.store.save(step, lambda folder: write_model(run, folder, run.model), tensors, state)
     except DISK_ERRORS as error:
@@ -173,17 +175,18 @@ def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
     """Everything but the weights, which are there: sampler, random state, optimizer, counters. Returns whether the
     checkpoint is this run's own; the best step of another run's is not taken over."""
     state = checkpoint.state()
+    tensors = _read_tensors(run, checkpoint)
     same = state["data_fingerprint"] == run.tasks.problems.fingerprint and state["usable"] == len(run.tasks)
     if same:
         run.sampler.load_state_dict(state["sampler"])
         run.data_position = run.sampler.state_dict()
+        run.memory.load_state_dict(part(tensors, "memory/"))
     elif not allow_changed_data:
         raise UserError(
             f"the training data changed since {checkpoint.path} was saved; restore the old file, or pass "
             f"--allow-changed-data to go on with a fresh order over the new one"
         )
-    tensors = _read_tensors(run, checkpoint)
-    restore_random_state({k.removeprefix("random/"): v for k, v in tensors.items() if k.startswith("random/")})
+    restore_random_state(part(tensors, "random/"))
     run.policy.optimizer.load_tensors(tensors)
     run.progress = Progress(**state["progress"])
     run.messages.facts.append(f"resumed at step {run.progress.step} from {checkpoint.path}")

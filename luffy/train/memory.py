@@ -1,0 +1,44 @@
+"""What a method remembers between steps, besides weights and optimizer: the same on every rank, and in the checkpoint.
+
+replay      solved responses of the policy's own (`replay`)
+experts     how far the sampler of the expert batch has come (`batch.expert_share`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from luffy.config import Config
+from luffy.train.replay import Attempt, Replay
+
+
+class Memory:
+    """``problems``: how many there are in the training data. A part that the config does not use is None."""
+
+    def __init__(self, cfg: Config, problems: int) -> None:
+        self.replay = Replay(cfg.replay, cfg.rollout.n) if cfg.replay.share else None
+
+    @property
+    def is_used(self) -> bool:
+        return self.replay is not None
+
+    def remember(self, attempts: Sequence[Attempt]) -> None:
+        """Take in what a step found, of all ranks and in the order of the step. Nothing else changes what is saved."""
+        if self.replay is not None:
+            self.replay.remember(attempts)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors by name, none without elements."""
+        return {} if self.replay is None else {f"replay/{k}": v for k, v in self.replay.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """``state`` of a checkpoint; what it lacks stays as it is at the start of a run."""
+        if self.replay is not None:
+            self.replay.load_state_dict(part(state, "replay/"))
+
+
+def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose names begin so, without that."""
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
