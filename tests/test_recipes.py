@@ -17,6 +17,7 @@ RESOLVED = json.loads((Path(__file__).parent / "recipes_resolved.json").read_tex
 RECIPES = sorted(RESOLVED)
 FILES = sorted(p.relative_to(BUILT_IN_RECIPES).with_suffix("").as_posix() for p in BUILT_IN_RECIPES.rglob("*.yaml"))
 BASELINES = {"luffy", "luffy_clip", "mixed", "on_policy", "grpo", "dapo", "rl_sft_loss", "sft", "sft_rl"}
+BASELINES |= {"exgrpo"}
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
@@ -92,7 +93,7 @@ def test_two_bases_may_share_a_third_but_none_may_come_back(tmp_path):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_loads_and_dry_runs(recipe, stand_in, monkeypatch):
     overrides = []
-    if not recipe.startswith("tiny/") or recipe == "tiny/sft_rl":
+    if not recipe.startswith("tiny/") or recipe in ("tiny/sft_rl", "tiny/exgrpo"):
         overrides = [f"model.path={stand_in / 'model'}"]
     if not recipe.startswith("tiny/"):
         data = stand_in / "data.jsonl"
