@@ -98,6 +98,7 @@ def config(make_config, name="run", steps=5, **changes):
         "reward": {"kind": "loop_rewards:length_parity"},
         "guidance": {"n_prefix": 0},
         "replay": {"share": 0.5},
+        "algorithm": {"off_policy_reshape": "exgrpo"},
         "train": {"steps": steps, "save_every": 2},
         "record": {"samples": 6, "samples_every": 1},
     }
@@ -105,8 +106,9 @@ def config(make_config, name="run", steps=5, **changes):
 
 
 def test_a_replayed_response_is_an_earlier_one_with_its_log_probs(make_config):
-    """A group of it and three fresh ones; their rewards make its advantage, the log-probs it was drawn with its q."""
-    drawn, sizes, clips = {}, [], []
+    """A group of it and three fresh ones; their rewards make its advantage, the log-probs it was drawn with
+    its q, and the update weighs its tokens by gamma r / (r + gamma)^2, r = p / q."""
+    drawn, sizes, clips, compared = {}, [], [], 0
     with Trainer(config(make_config)) as trainer:
         for step in range(4):
             batch = trainer.step()
@@ -128,9 +130,15 @@ def test_a_replayed_response_is_an_earlier_one_with_its_log_probs(make_config):
                         sample, rewards = batch.samples[i][j], [s.value for s in group.scores]
                         assert sample.off_policy.all() and torch.equal(sample.behavior_log_probs, q)
                         assert sample.advantages.tolist() == pytest.approx([1 - sum(rewards) / 4] * len(q))
+                        (view,) = trainer.run.policy.token_views([sample])
+                        p, ratio = view.log_probs.exp(), (view.log_probs - q).exp()
+                        weight = 0.1 * ratio / (ratio + 0.1) ** 2  # and (1 - p) from log p to its own logit
+                        torch.testing.assert_close(view.gradient_weights, weight * (1 - p), rtol=1e-4, atol=1e-6)
+                        compared += 1
             assert replayed == 6 * sizes[-1]["share"]
     assert [s["share"] for s in sizes] == [0, 0, 0.5, 0.5] and [s["size"] for s in sizes][:2] == [0, 0]
     assert sizes[2]["size"] > 0 and sizes[2]["age"] == 1.0 and sizes[3]["age"] >= 1.0
+    assert compared > 0
     assert clips == [True, False, False, False]
 
 
