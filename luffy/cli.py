@@ -216,14 +216,23 @@ def recipes() -> None:
 
 @app.command()
 def quickstart(
-    seeds: Annotated[int, typer.Option(min=1, help="repeat every method with so many seeds")] = 1,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="repeat every method with so many seeds; default: 1, with all methods 3")
+    ] = None,
     out: Annotated[Path, typer.Option(help="folder of the runs, the summary and the report")] = Path("runs/quickstart"),
     steps: Annotated[int | None, typer.Option(min=1, help="training steps instead of the recipe's")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="methods by name with commas between them (luffy recipes lists them), or all")
+    ] = None,
 ) -> None:
-    """On-policy RL, SFT and LUFFY on a small reasoning task, compared: a few minutes on a laptop, no download."""
+    """On-policy RL, SFT and LUFFY on a small reasoning task, compared: a few minutes on a laptop, no download.
+
+    `--methods all` compares every method. The same command goes on where a killed one was.
+    """
+    from luffy.quickstart.run import DEFAULT_METHODS
     from luffy.quickstart.run import quickstart as run
 
-    run(out, seeds, steps)
+    run(out, seeds or (3 if methods == "all" else 1), steps, methods or DEFAULT_METHODS)
 
 
 @app.command()

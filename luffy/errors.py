@@ -17,7 +17,11 @@ class TrainingStopped(RuntimeError):
     """A run that stopped itself; the message says why and what to look at."""
 
 
-class Interrupted(TrainingStopped):
+class StopRequested(TrainingStopped):
+    """A run that somebody asked to end after its step."""
+
+
+class Interrupted(StopRequested):
     """A run that Ctrl-C ended after its step: exit code 130."""
 
 

@@ -1,4 +1,4 @@
-"""``luffy quickstart``: three methods on the same problems with the same number of samples, compared.
+"""``luffy quickstart``: methods on the same problems with the same number of samples, compared.
 
 Everything runs through the ordinary recipes and the ordinary trainer; this file only strings them together.
 """
@@ -8,27 +8,29 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from luffy.config import Config, load_config
+from luffy.config import Config, built_in_recipes, load_config
+from luffy.errors import StopRequested, TrainingStopped, UserError
 from luffy.files import write_atomically
 from luffy.progress import lasting
 from luffy.report.html import write_report
 from luffy.report.recorder import read_json_lines
+from luffy.report.runs import flat_config
 from luffy.report.tables import OUTSIDE_STEPS, STEP_SECONDS
+from luffy.schema import nearest, to_dict
 from luffy.train.loop import Trainer
-from luffy.train.run_state import Method
 
-METHODS: tuple[tuple[str, str, Method], ...] = (
-    ("on-policy", "tiny/on_policy", "rl"),
-    ("sft", "tiny/sft", "sft"),
-    ("luffy", "tiny/luffy", "rl"),
-)
+DEFAULT_METHODS = "on_policy,sft,luffy"
+SFT_RUN = "runs/tiny-sft/"  # where recipes of the tiny size look for what `luffy sft tiny/sft` left
+FINISHED = "quickstart.json"  # in a run folder: the config it was trained with, and what it reached
 COLUMNS = (
     ("held-out", "heldout"),
     ("greedy", "heldout_greedy"),
@@ -49,43 +51,117 @@ class MethodOutcome:
     seconds: float
 
 
-def quickstart(out: Path, seeds: int, steps: int | None = None) -> dict[str, dict[int, MethodOutcome]]:
-    """Train every method with every seed below ``out``, print the table, write summary.json and report.html."""
+Outcomes = dict[str, dict[int, MethodOutcome]]
+
+
+@dataclass
+class Comparison:
+    """Outcomes by method and seed so far, and what stopped the runs that failed, by ``METHOD/seed-N``."""
+
+    outcomes: Outcomes = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def quickstart(out: Path, seeds: int, steps: int | None = None, methods: str = DEFAULT_METHODS) -> Outcomes:
+    """Train every method with every seed below ``out``, print the table, write summary.json and report.html.
+
+    ``methods``: names of recipes with commas between them, or ``all``. A run that fails is named, and the others go on;
+    in the end they make a TrainingStopped. What was finished before is not trained again.
+    """
+    chosen = choose_methods(methods)
     console = Console(file=lasting(sys.stderr))
     console.print("Chains of sums, e.g. [bold]47+5-3+8=?[/] -> +5=52 -3=49 +8=57 #### 57")
     console.print("The base model knows the steps, but gets 19 of 20 wrong by one: its own samples are never right.\n")
-    outcomes: dict[str, dict[int, MethodOutcome]] = {name: {} for name, _, _ in METHODS}
+    found = Comparison()
     for seed in range(seeds):
-        for name, recipe, method in METHODS:
-            outcomes[name][seed] = run_one(configure(out, name, recipe, seed, steps), method)
-    write_atomically(out / "summary.json", json.dumps(summary(outcomes), indent=1) + "\n")
-    report = write_report([out / name for name in outcomes], out / "report.html", title="luffy quickstart", notes=NOTES)
-    Console().print(table(outcomes))
-    Console().print(f"\nreport   {report}\nsummary  {out / 'summary.json'}", highlight=False, soft_wrap=True)
-    return outcomes
+        for method in chosen:
+            run_and_note(found, method, configure(out, method, seed, steps), console)
+            write_atomically(out / "summary.json", json.dumps(summary(found), indent=1) + "\n")
+    if found.outcomes:
+        places = [out / name for name in found.outcomes]
+        report = write_report(places, out / "report.html", title="luffy quickstart", notes=NOTES)
+        Console().print(table(found.outcomes))
+        Console().print(f"\nreport   {report}\nsummary  {out / 'summary.json'}", highlight=False, soft_wrap=True)
+    if found.failed:
+        raise TrainingStopped(f"failed: {', '.join(found.failed)}; why is above and in {out / 'summary.json'}")
+    return found.outcomes
 
 
 NOTES = (
     "Held-out problems have 8 terms like the training problems; the OOD set has 11. Accuracies of the curves are "
     "sampled at temperature 1, as in training. All methods see the same problems in the same order; on-policy RL and "
-    "LUFFY draw 8 samples for each (LUFFY: 7 and the trace), SFT learns from the same traces."
+    "LUFFY draw 8 samples for each (LUFFY: 7 and the trace), SFT learns from the same traces. Methods that begin with "
+    "the model of SFT, or are taught by it, have that of the same seed; its steps and seconds do not count as theirs."
 )
 
 
-def configure(out: Path, name: str, recipe: str, seed: int, steps: int | None) -> Config:
-    overrides = [f"out={json.dumps(str(out))}", f"name={name}/seed-{seed}", f"seed={seed}"]
+def choose_methods(methods: str) -> list[str]:
+    """Names of recipes out of ``all`` or a list with commas, in the order to run them: those that need the model of SFT
+    come last, and bring SFT with them."""
+    known = [name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")]
+    named = [name.strip().replace("-", "_") for name in methods.split(",") if name.strip()]
+    listed = f"; there are {', '.join(known)}, and all"
+    for name in named:
+        if name not in (*known, "all"):
+            raise UserError(f"--methods: no method {name!r}{nearest(name, known) or listed}")
+    if not named:
+        raise UserError(f"--methods names none{listed}")
+    chosen = known if "all" in named else list(dict.fromkeys(named))
+    later = [name for name in chosen if sft_model_keys(load_config(f"tiny/{name}"))]
+    first = ["sft"] if later and "sft" not in chosen else []
+    return [*first, *(name for name in chosen if name not in later), *later]
+
+
+def sft_model_keys(cfg: Config) -> dict[str, str]:
+    """Which knobs name the model that SFT left, and the path from SFT's run folder to it."""
+    values = {key: value for key, value in flat_config(cfg).items() if isinstance(value, str)}
+    return {key: value.removeprefix(SFT_RUN) for key, value in values.items() if value.startswith(SFT_RUN)}
+
+
+def configure(out: Path, method: str, seed: int, steps: int | None) -> Config:
+    overrides = {"out": str(out), "name": f"{shown(method)}/seed-{seed}", "seed": seed}
     if steps is not None:
-        overrides += [f"train.steps={steps}", f"train.save_every={steps}"]
-    return load_config(recipe, overrides)
+        overrides |= {"train.steps": steps, "train.save_every": steps}
+    model = sft_model_keys(load_config(f"tiny/{method}"))
+    overrides |= {key: str(out / "sft" / f"seed-{seed}" / path) for key, path in model.items()}
+    return load_config(f"tiny/{method}", overrides)
 
 
-def run_one(cfg: Config, method: Method) -> MethodOutcome:
-    with Trainer(cfg, method) as trainer:
+def shown(method: str) -> str:
+    return method.replace("_", "-")
+
+
+def run_and_note(found: Comparison, method: str, cfg: Config, console: Console) -> None:
+    """Train one method with one seed. Whatever stops it is said and noted, unless it is a request to stop."""
+    try:
+        console.print(f"[bold]{cfg.name}[/]")
+        outcome = finished(cfg) or run_one(cfg, method)
+    except StopRequested:
+        raise
+    except Exception as error:
+        if not isinstance(error, UserError | TrainingStopped):
+            traceback.print_exc()
+        found.failed[cfg.name] = f"{type(error).__name__}: {error}"
+        console.print(f"{cfg.name} failed: {error}", style="red", markup=False, soft_wrap=True)
+    else:
+        found.outcomes.setdefault(shown(method), {})[cfg.seed] = outcome
+
+
+def finished(cfg: Config) -> MethodOutcome | None:
+    """What an earlier quickstart left of a run with the same settings, if it came to its end."""
+    path = cfg.folder / FINISHED
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    same = kept.get("config") == json.loads(json.dumps(to_dict(cfg)))
+    return MethodOutcome(**kept["outcome"]) if same else None
+
+
+def run_one(cfg: Config, method: str) -> MethodOutcome:
+    with Trainer(cfg, "sft" if method == "sft" else "rl") as trainer:
         trainer.train()
         greedy = {name: m.value for name, m in trainer.evaluate(replace(cfg.eval, temperature=0.0)).items()}
     rows = read_json_lines(cfg.folder / "metrics.jsonl")
     evaluated = [row for row in rows if "val-core/accuracy" in row]
-    return MethodOutcome(
+    outcome = MethodOutcome(
         start=evaluated[0]["val-core/accuracy"],
         heldout=evaluated[-1]["val-core/accuracy"],
         heldout_greedy=greedy["val-core/accuracy"],
@@ -93,34 +169,45 @@ def run_one(cfg: Config, method: Method) -> MethodOutcome:
         ood_greedy=greedy["val-ood/accuracy"],
         seconds=sum(row.get(name, 0.0) for row in rows for name in (STEP_SECONDS, *OUTSIDE_STEPS)),
     )
+    write_atomically(cfg.folder / FINISHED, json.dumps({"config": to_dict(cfg), "outcome": asdict(outcome)}) + "\n")
+    return outcome
 
 
-def summary(outcomes: dict[str, dict[int, MethodOutcome]]) -> dict[str, object]:
-    return {
-        "methods": {
-            name: {
-                "seeds": {str(seed): outcome.heldout for seed, outcome in by_seed.items()},
-                "start": statistics.fmean(o.start for o in by_seed.values()),
-                "all": {str(seed): vars(outcome) for seed, outcome in by_seed.items()},
-            }
-            for name, by_seed in outcomes.items()
+def summary(found: Comparison) -> dict[str, object]:
+    methods = {
+        name: {
+            "seeds": {str(seed): outcome.heldout for seed, outcome in by_seed.items()},
+            "start": statistics.fmean(o.start for o in by_seed.values()),
+            "all": {str(seed): vars(outcome) for seed, outcome in by_seed.items()},
         }
+        for name, by_seed in found.outcomes.items()
     }
+    return {"methods": methods} | ({"failed": found.failed} if found.failed else {})
 
 
-def table(outcomes: dict[str, dict[int, MethodOutcome]]) -> Table:
+def table(outcomes: Outcomes) -> Table:
+    """The best of the held-out problems first. 80 columns are enough."""
     seeds = max(len(by_seed) for by_seed in outcomes.values())
     title = f"Right answers after training in percent, {seeds} seed{'s' if seeds > 1 else ''}"
-    shown = Table(title=title, caption="sampled at temperature 1, or greedy; longer: 11 terms, not 8")
-    shown.add_column("method")
+    caption = "sampled at temperature 1, or greedy; longer: 11 terms, not 8"
+    made = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    made.add_column("method", no_wrap=True)
     for heading in ("start", *(heading for heading, _ in COLUMNS), "seconds"):
-        shown.add_column(heading, justify="right")
-    for name, by_seed in outcomes.items():
+        made.add_column(heading, justify="right", no_wrap=True)
+    for name, by_seed in by_accuracy(outcomes):
         runs = list(by_seed.values())
         cells = [percent([getattr(o, attribute) for o in runs]) for _, attribute in COLUMNS]
         seconds = f"{statistics.fmean(o.seconds for o in runs):.0f}"
-        shown.add_row(name, percent([o.start for o in runs]), *cells, seconds)
-    return shown
+        made.add_row(name, f"{100 * statistics.fmean(o.start for o in runs):.1f}", *cells, seconds)
+    return made
+
+
+def by_accuracy(outcomes: Outcomes) -> list[tuple[str, dict[int, MethodOutcome]]]:
+    def held_out(entry: tuple[str, dict[int, MethodOutcome]]) -> tuple[float, float]:
+        runs = entry[1].values()
+        return statistics.fmean(o.heldout for o in runs), statistics.fmean(o.ood for o in runs)
+
+    return sorted(outcomes.items(), key=held_out, reverse=True)
 
 
 def percent(values: Sequence[float]) -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from luffy.distributed.world import World
-from luffy.errors import Interrupted, TrainingStopped
+from luffy.errors import Interrupted, StopRequested
 from luffy.train.held_out import EvaluationInterrupted
 
 CTRL_C = "Ctrl-C"
@@ -23,8 +23,8 @@ class StopRequest:
     world: World
     reason: str | None = None
 
-    def error(self, step: int) -> TrainingStopped:
-        kind = Interrupted if self.reason == CTRL_C else TrainingStopped
+    def error(self, step: int) -> StopRequested:
+        kind = Interrupted if self.reason == CTRL_C else StopRequested
         return kind(f"stopped at step {step} by {self.reason}; the same command goes on there")
 
     def interrupt_evaluation(self) -> None:

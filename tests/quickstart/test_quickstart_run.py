@@ -3,10 +3,17 @@
 import contextlib
 import io
 import json
+import os
+import signal
+import threading
+import time
 
 import pytest
+from rich.console import Console
 
-from luffy.quickstart.run import quickstart
+from luffy.config import BUILT_IN_RECIPES
+from luffy.errors import StopRequested, TrainingStopped, UserError
+from luffy.quickstart.run import MethodOutcome, choose_methods, configure, quickstart, table
 from luffy.quickstart.task import write_dataset
 
 
@@ -33,6 +40,64 @@ def test_a_finished_quickstart_is_not_trained_again(short):
     written = {p: p.stat().st_mtime_ns for p in folder.rglob("metrics.jsonl")}
     assert quickstart(folder, seeds=1, steps=2) == first
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("metrics.jsonl")} == written
+
+
+def test_all_methods_are_those_that_have_a_recipe():
+    chosen = choose_methods("all")
+    assert sorted(chosen) == sorted(path.stem for path in (BUILT_IN_RECIPES / "methods").glob("*.yaml"))
+    assert max(map(chosen.index, ("sft", "luffy"))) < min(map(chosen.index, ("sft_rl", "guided")))
+
+
+def test_methods_are_run_in_the_order_given_and_those_that_need_sft_bring_it():
+    assert choose_methods("on-policy, sft,luffy,sft") == ["on_policy", "sft", "luffy"]
+    assert choose_methods("guided,mixed") == ["sft", "mixed", "guided"]
+    with pytest.raises(UserError, match=r"no method 'lufy' \(did you mean 'luffy'\?\)"):
+        choose_methods("lufy")
+    with pytest.raises(UserError, match="names none; there are .*luffy"):
+        choose_methods(" ,")
+
+
+def test_methods_that_need_sft_have_its_model_of_the_same_seed(tmp_path):
+    model = str(tmp_path / "sft" / "seed-2" / "checkpoints" / "latest" / "model")
+    assert configure(tmp_path, "sft_rl", 2, None).model.path == model
+    assert configure(tmp_path, "guided", 2, None).rollout.offpolicy_guidance.model_path == model
+    assert configure(tmp_path, "sft", 2, None).folder == tmp_path / "sft" / "seed-2"
+
+
+def test_a_method_that_fails_is_named_and_the_others_go_on(tmp_path, capsys):
+    (tmp_path / "luffy").write_text("where its folder should be")
+    with pytest.raises(TrainingStopped, match="failed: luffy/seed-0; why is above and in"):
+        quickstart(tmp_path, seeds=1, steps=1, methods="luffy,sft")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert list(summary["methods"]) == ["sft"]
+    assert list(summary["failed"]) == ["luffy/seed-0"]
+    assert "luffy/seed-0 failed" in capsys.readouterr().err
+
+
+def test_a_request_to_stop_ends_the_quickstart(tmp_path):
+    def stop_at_the_first_step():
+        records = tmp_path / "sft" / "seed-0" / "metrics.jsonl"
+        while not records.exists() or '"step": 1,' not in records.read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_at_the_first_step, daemon=True).start()
+    with pytest.raises(StopRequested, match="the same command goes on there"):
+        quickstart(tmp_path, seeds=1, steps=2000, methods="sft,mixed")
+    assert not (tmp_path / "mixed").exists()
+
+
+def test_twenty_methods_fit_into_80_columns():
+    outcome = MethodOutcome(start=0.0, heldout=1.0, heldout_greedy=1.0, ood=1.0, ood_greedy=1.0, seconds=120.0)
+    worse = MethodOutcome(start=0.0, heldout=0.5, heldout_greedy=1.0, ood=1.0, ood_greedy=1.0, seconds=120.0)
+    outcomes = {f"prefix-rft-{i:02}": {0: outcome, 1: worse if i < 19 else outcome} for i in range(20)}
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table(outcomes))
+    lines = console.file.getvalue().splitlines()
+    rows = [line for line in lines if "prefix-rft" in line]
+    assert len(rows) == 20 and all(len(line) <= 80 and "…" not in line for line in lines)
+    assert rows[0].split()[:4] == ["prefix-rft-19", "0.0", "100.0", "±0.0"]  # the best first
+    assert rows[1].split()[2:4] == ["75.0", "±25.0"]
 
 
 def test_the_shipped_problems_are_the_generated_ones(tmp_path):
