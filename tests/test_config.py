@@ -27,7 +27,7 @@ def test_defaults_are_the_paper_s_choices():
     cfg = load_config(None)
     a = cfg.algorithm
     assert (a.advantage, a.normalize_std, a.loss_reduction) == ("grpo", False, "seq-mean-token-sum-norm")
-    assert (a.remove_clip, a.off_policy_reshape, a.entropy_coef, a.kl_coef) == (True, "p_div_p_0.1", 0.01, 0.0)
+    assert (a.remove_clip, a.off_policy_reshape, a.entropy_coef, a.kl_coef) == (True, "p_div_p_0.1", 0.001, 0.0)
     assert (cfg.rollout.n, cfg.guidance.n_prefix, cfg.guidance.max_ratio) == (8, 1, 1.0)
 
 
@@ -67,6 +67,7 @@ def test_off_is_a_word_also_where_yaml_reads_a_truth_value(tmp_path):
         ("algorithm.trace_term=sft guidance.strategy=random", "whole traces"),
         ("batch.tokens=100", "'batch.tokens' .100. cannot hold one sequence"),
         ("batch.mini_batch=200", "exceeds 'batch.problems'"),
+        ("algorithm.max_accuracy=-1", "algorithm.max_accuracy"),
         ("name=../escape", "without '..'"),
         ("name=/abs", "relative"),
         ("no-equals-sign", "must look like section.key=value"),

@@ -329,7 +329,7 @@ class AlgorithmConfig:
     mismatch_cap: float = knob(2.0, "the bound of mismatch_correction", gt=1)
     prefix_alpha: float = knob(1.0, "weight of the advantage on off-policy tokens")
     prefix_beta: float = knob(1.0, "weight of the advantage on the policy's own tokens")
-    entropy_coef: float = knob(0.01, "weight of the entropy bonus", ge=0)
+    entropy_coef: float = knob(0.001, "weight of the entropy bonus (the paper's text: 0.01)", ge=0)
     kl_coef: float = knob(0.0, "weight of the KL term against the reference model; 0 loads none", ge=0)
     kl_estimator: Estimator = knob("k3", "estimator of the KL term")
     kl_in: Literal["loss", "reward"] = knob("loss", "where the KL term goes")
@@ -338,6 +338,10 @@ class AlgorithmConfig:
     )
     sft_coef: float = knob(1.0, "weight of the SFT term when trace_term is sft", ge=0)
     reject_extreme: bool = knob(True, "drop groups whose rewards are all success or all failure")
+    min_accuracy: float = knob(
+        0.0, "drop groups where a smaller share of the policy's own samples is right", ge=0, le=1
+    )
+    max_accuracy: float = knob(1.0, "drop groups where a larger share of them is right", ge=0, le=1)
     oversample_rounds: int = knob(0, "extra batches to draw until the batch is full again after rejection", ge=0)
 
     def __post_init__(self) -> None:
@@ -346,6 +350,11 @@ class AlgorithmConfig:
             raise ConfigError(
                 f"'algorithm.importance_clamp_min' ({self.importance_clamp_min}) exceeds "
                 f"'algorithm.importance_clamp_max' ({self.importance_clamp_max})"
+            )
+        if self.min_accuracy > self.max_accuracy:
+            raise ConfigError(
+                f"'algorithm.min_accuracy' ({self.min_accuracy}) exceeds 'algorithm.max_accuracy' "
+                f"({self.max_accuracy}): no group would be left"
             )
 
     def policy_loss(self) -> PolicyLoss:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from luffy.config import Config
 from luffy.distributed.share import share_out
 from luffy.distributed.world import World
 from luffy.errors import AllStopped
@@ -19,7 +20,7 @@ from luffy.metrics import Metric, Sum, merge_metrics, spread
 from luffy.report.timing import Stopwatch
 from luffy.train.credit import ScoredTokens, find_credit_function, uncredited
 from luffy.train.draws import Drawn, attempts, draw, trace_sample
-from luffy.train.groups import group_metrics, is_extreme, override_metrics, staleness_metrics
+from luffy.train.groups import group_metrics, in_accuracy_band, is_extreme, override_metrics, staleness_metrics
 from luffy.train.run_state import Draw, RolloutBatch, Run
 from luffy.types import Group, Sample, Task
 
@@ -113,16 +114,16 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
         parts += [batch.metrics, *_rollout_metrics(run, list(batch.groups.values()), step)]
         own |= batch.groups
         draws |= batch.draws
-        for position, extreme in sorted(_extremes(run, batch.groups).items()):
-            (rejected if extreme else kept).append(position)
+        for position, is_rejected in sorted(_rejections(run, batch.groups).items()):
+            (rejected if is_rejected else kept).append(position)
         if len(kept) >= wanted:
             break
     if rounds and len(kept) < wanted:
         raise AllStopped(
             f"stopped at step {step + 1}: after {rounds} extra batches only {len(kept)} of {wanted} groups "
-            f"have unequal rewards; the problems are too easy or too hard for the policy: raise "
-            f"algorithm.oversample_rounds, lower batch.problems, or set algorithm.oversample_rounds=0 to train on "
-            f"what is left"
+            f"have unequal rewards and lie in the band of accuracy; the problems are too easy or too hard for the "
+            f"policy: raise algorithm.oversample_rounds, lower batch.problems, or set "
+            f"algorithm.oversample_rounds=0 to train on what is left"
         )
     run.data_position = batch.sampler
     if run.memory.is_used:
@@ -160,15 +161,20 @@ def _rollout_metrics(run: Run, groups: list[Group], step: int) -> Iterator[Mappi
         yield override_metrics(groups)
 
 
-def _extremes(run: Run, groups: Mapping[int, Group]) -> dict[int, bool]:
-    """By position, over all ranks: whether a group is rejected because its rewards are all success or all failure.
-    Traces alone are kept where the credit function learns from them."""
-    reject, keep_traces = run.cfg.algorithm.reject_extreme, find_credit_function(run.cfg.algorithm.credit).lone_traces
-    mine = {
-        position: reject and is_extreme(group, run.cfg.reward) and not (keep_traces and group.has_traces_alone)
-        for position, group in groups.items()
-    }
-    return {position: extreme for part in run.world.gather(mine) for position, extreme in part.items()}
+def _rejections(run: Run, groups: Mapping[int, Group]) -> dict[int, bool]:
+    """By position, over all ranks: whether a group is rejected."""
+    mine = {position: _is_rejected(group, run.cfg) for position, group in groups.items()}
+    return {position: rejected for part in run.world.gather(mine) for position, rejected in part.items()}
+
+
+def _is_rejected(group: Group, cfg: Config) -> bool:
+    """Rewards are all success or all failure (traces alone are kept where the credit function learns from them), or
+    the policy's own accuracy lies outside the band."""
+    a = cfg.algorithm
+    if not in_accuracy_band(group, cfg.reward, a.min_accuracy, a.max_accuracy):
+        return True
+    keep_traces = find_credit_function(a.credit).lone_traces and group.has_traces_alone
+    return a.reject_extreme and is_extreme(group, cfg.reward) and not keep_traces
 
 
 def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:

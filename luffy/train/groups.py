@@ -26,6 +26,12 @@ def is_extreme(group: Group, cfg: RewardConfig) -> bool:
     return all_solved(group, cfg) or all_failed(group, cfg)
 
 
+def in_accuracy_band(group: Group, cfg: RewardConfig, low: float, high: float) -> bool:
+    """Whether the share of the policy's own samples that are right lies in [low, high]; True without own samples."""
+    own = [cfg.solved(s.value) for r, s in zip(group.rollouts, group.scores, strict=True) if r.is_on_policy]
+    return not own or low <= sum(own) / len(own) <= high
+
+
 def all_solved(group: Group, cfg: RewardConfig) -> bool:
     return all(cfg.solved(s.value) for s in group.scores)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from luffy.config import AlgorithmConfig, RewardConfig
-from luffy.errors import UserError
+from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import read_json_lines
 from luffy.train.credit import (
     ScoredTokens,
@@ -15,7 +15,7 @@ from luffy.train.credit import (
     find_credit_function,
     group_baseline,
 )
-from luffy.train.groups import group_metrics, is_extreme
+from luffy.train.groups import group_metrics, in_accuracy_band, is_extreme
 from luffy.train.loop import Trainer
 from luffy.types import Group, Problem, Rollout, Score, Task
 
@@ -93,6 +93,27 @@ def test_kl_in_the_reward_is_subtracted_before_the_baseline():
 )
 def test_extreme_groups_are_all_success_or_all_failure(rewards, extreme):
     assert is_extreme(group(rewards), RewardConfig()) is extreme
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "kept"), [(0.0, 1.0, True), (1 / 3, 1.0, True), (0.4, 1.0, False), (0.0, 0.3, False)]
+)
+def test_the_accuracy_band_counts_own_samples_alone(low, high, kept):
+    """One of GUIDED's three own samples is right, and so is its trace."""
+    assert in_accuracy_band(GUIDED, RewardConfig(), low, high) is kept
+    assert in_accuracy_band(group([1.0], [rollout(teacher=3)]), RewardConfig(), low, high)
+
+
+def test_groups_outside_the_accuracy_band_are_rejected(make_config):
+    """All own samples of the untrained model are wrong, so a lower end above 0 leaves nothing."""
+    for low, rejected in ((0.0, 2), (0.1, 6)):  # two of six problems have no trace
+        cfg = make_config(name=f"band-{low}", algorithm={"min_accuracy": low}, train={"steps": 1})
+        with Trainer(cfg) as trainer:
+            trainer.train()
+        (row,) = read_json_lines(cfg.folder / "metrics.jsonl")
+        assert row["batch/on_solved"] == 0 and row["batch/rejected"] == rejected
+    with pytest.raises(ConfigError, match="no group would be left"):
+        AlgorithmConfig(min_accuracy=0.6, max_accuracy=0.5)
 
 
 def test_metrics_by_hand():
