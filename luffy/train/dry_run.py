@@ -213,7 +213,7 @@ def plan_line(cfg: Config, batch: list[Task], plan: Plan | None) -> str:
 def engine_line(cfg: Config, method: Method, model_config: Any) -> str:
     r = cfg.rollout
     if r.engine == "native" or method == "sft":
-        return f"native, {r.slots or 'as many as fit'} slots"
+        return f"native, {f'{r.slots} slots' if r.slots else 'as many slots as fit'}"
     where = f"{len(r.vllm.servers)} server(s)" if r.vllm.servers else "in this process"
     size = f"{r.slots or VLLM_SLOTS} slots, {context_of(cfg, model_config)} tokens of context"
     return f"vLLM, {where}, {size}, mismatch correction {cfg.algorithm.mismatch_correction}"
