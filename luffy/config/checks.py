@@ -24,7 +24,8 @@ def check(config: Knobs) -> None:
         _check_shapes,
         _check_overrides,
         _check_batch,
-        _check_replay,
+        _check_memory,
+        _check_experts,
         _check_async,
         _check_launch,
     ):
@@ -130,14 +131,39 @@ def _check_batch(c: Knobs) -> None:
         raise ConfigError(f"'batch.mini_batch' ({c.batch.mini_batch}) exceeds 'batch.problems' ({c.batch.problems})")
 
 
-def _check_replay(c: Knobs) -> None:
-    if c.replay.share and c.async_.max_staleness:
+def _check_memory(c: Knobs) -> None:
+    remembering = {"replay.share": c.replay.share, "batch.expert_share": c.batch.expert_share}
+    used = next((f"'{name}' ({value})" for name, value in remembering.items() if value), None)
+    if used and c.async_.max_staleness:
         raise ConfigError(
             f"'async.max_staleness' ({c.async_.max_staleness}) rolls out a step while the one before it is still "
-            f"under way, and 'replay.share' ({c.replay.share}) draws from what that one finds; set one of them to 0"
+            f"under way, and {used} needs what that one leaves behind; set one of them to 0"
         )
     if c.replay.share and c.rollout.n < 2:
         raise ConfigError("'replay.share' keeps problems that some samples solve and others do not: raise rollout.n")
+
+
+def _check_experts(c: Knobs) -> None:
+    b = c.batch
+    if not b.expert_share:
+        return
+    if not 0 < b.experts < b.problems:
+        raise ConfigError(
+            f"'batch.expert_share' ({b.expert_share}) of 'batch.problems' ({b.problems}) is {b.experts} problems; some "
+            f"must have a trace alone and some own samples"
+        )
+    if c.replay.share + b.expert_share > 1:
+        raise ConfigError(f"'replay.share' ({c.replay.share}) and 'batch.expert_share' ({b.expert_share}) exceed 1")
+    if c.guidance.gate != "none":
+        raise ConfigError(
+            f"'guidance.gate' ({c.guidance.gate}) decides by own samples, which the problems of 'batch.expert_share' "
+            f"({b.expert_share}) do not have; set one of them to none"
+        )
+    if c.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"'batch.expert_share' scores traces at 'rollout.temperature' ({c.rollout.temperature}), which is not "
+            f"their likelihood; set rollout.temperature=1"
+        )
 
 
 def _check_async(c: Knobs) -> None:

@@ -413,6 +413,18 @@ class BatchConfig:
     tokens: int = knob(
         16384, "tokens per micro-batch, packed without padding; a prompt that samples share counts once", ge=1
     )
+    expert_share: float = knob(
+        0.0,
+        "share of a step's problems, drawn in an order of their own, that have a whole trace each and no own samples "
+        "(CHORD; algorithm.credit=lone_trace_sft learns from them); 0: none",
+        ge=0,
+        le=1,
+    )
+
+    @property
+    def experts(self) -> int:
+        """Problems of a rollout batch that have a trace alone."""
+        return round(self.expert_share * self.problems)
 
     @property
     def updates(self) -> int:

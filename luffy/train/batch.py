@@ -15,14 +15,13 @@ from luffy.distributed.share import share_out
 from luffy.distributed.world import World
 from luffy.errors import AllStopped
 from luffy.guidance import FirstRound
-from luffy.guidance.trace_choice import choose
 from luffy.metrics import Metric, Sum, merge_metrics, spread
 from luffy.report.timing import Stopwatch
 from luffy.train.credit import ScoredTokens, find_credit_function, uncredited
-from luffy.train.draws import Drawn, attempts, draw, trace_sample
+from luffy.train.draws import Drawn, attempts, chosen_trace, draw, trace_sample
 from luffy.train.groups import group_metrics, in_accuracy_band, is_extreme, override_metrics, staleness_metrics
 from luffy.train.run_state import Draw, RolloutBatch, Run
-from luffy.types import Group, Sample, Task
+from luffy.types import Group, Sample
 
 
 @dataclass(frozen=True)
@@ -86,16 +85,12 @@ def first_rounds(run: Run, drawn: Drawn, groups: Sequence[Group], step: int) -> 
 def draw_traces(run: Run) -> StepBatch:
     """SFT: one trace of each of the next problems, shared out among the ranks."""
     rows, visits = draw(run.sampler, run.cfg.batch.problems)
-    samples = [_trace_sample(run, run.tasks[i], visit) for i, visit in zip(rows, visits, strict=True)]
+    tasks = [run.tasks[i] for i in rows]
+    traces = [chosen_trace(run, task, visit, str(visit)) for task, visit in zip(tasks, visits, strict=True)]
+    samples = [trace_sample(task, trace.token_ids) for task, trace in zip(tasks, traces, strict=True)]
     mine = share_out([len(s) for s in samples], run.world.size)[run.world.rank]
     lengths = spread("response_length", [s.token_ids.numel() for s in samples])
     return StepBatch(len(samples), lengths, samples={i: [samples[i]] for i in mine})
-
-
-def _trace_sample(run: Run, task: Task, visit: int) -> Sample:
-    key = f"{run.cfg.seed}:{visit}:{task.problem.id}"
-    (trace,) = choose(task.demonstrations, 1, run.cfg.guidance.trace_choice, visit=visit, key=key)
-    return trace_sample(task, trace.token_ids)
 
 
 def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:

@@ -1,7 +1,9 @@
 """Which problems a step takes, and what is planned for them.
 
-They come from the data in shuffled order and, where the method has one, from the replay (`replay`): the group of such
-a problem has one of the policy's earlier successes in place of its last sample.
+They come from the data in shuffled order and, where the method has them,
+
+    from the replay (`replay`)                  the last sample is one of the policy's earlier successes
+    from the experts (`batch.expert_share`)     a whole trace and no own sample
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from luffy.data import ProblemSampler
 from luffy.distributed.share import expected_tokens, share_out
 from luffy.guidance import Plan
 from luffy.guidance.plan import Planned
+from luffy.guidance.trace_choice import choose
 from luffy.metrics import Max, Mean, Metric
 from luffy.train.replay import Attempt, Success, least_entropy
 from luffy.train.run_state import Draw, Run
@@ -42,12 +45,16 @@ class Drawn:
         return dict(zip(self.positions, self.draws, strict=True))
 
     def plan(self, run: Run, step: int) -> Plan:
-        """``rollout.n`` samples a problem; of a replayed one the last is the earlier success."""
+        """``rollout.n`` samples a problem; of a replayed one the last is the earlier success, of an expert's a trace is
+        all there is."""
         plan = run.planner.plan(self.tasks, step, self.visits, run.trace_rewards, self.positions)
-        groups = zip(self.positions, plan.groups, strict=True)
-        return Plan(
-            tuple((*g[:-1], _replay(g[-1], self.replayed[at])) if at in self.replayed else g for at, g in groups)
-        )
+        groups = list(plan.groups)
+        for i, (draw, at, task) in enumerate(zip(self.draws, self.positions, self.tasks, strict=True)):
+            if draw.source == "replay":
+                groups[i] = (*groups[i][:-1], as_planned(task, self.replayed[at].as_trace))
+            elif draw.source == "experts":
+                groups[i] = (as_planned(task, chosen_trace(run, task, draw.visit, f"{step}:{at}")),)
+        return Plan(tuple(groups))
 
     def metrics(self, run: Run, step: int) -> dict[str, Metric]:
         replay = run.memory.replay
@@ -60,10 +67,19 @@ class Drawn:
         }
 
 
-def _replay(instead_of: Planned, success: Success) -> Planned:
-    """A trace that the policy itself wrote, with the log-probs that it was drawn with."""
-    ids = tuple(success.token_ids.tolist())
-    return Planned(instead_of.task, None, Demonstration(ids, tuple(success.log_probs.tolist())), len(ids))
+def as_planned(task: Task, trace: Demonstration) -> Planned:
+    """A sample that is the whole trace."""
+    return Planned(task, None, trace, len(trace.token_ids))
+
+
+def chosen_trace(run: Run, task: Task, visit: int, key: str) -> Demonstration:
+    """One of the task's traces, by ``guidance.trace_choice``; ``key`` tells this choice from others."""
+    how = run.cfg.guidance.trace_choice
+    rewards = run.trace_rewards(task) if how == "best_reward" else None
+    (trace,) = choose(
+        task.demonstrations, 1, how, visit=visit, key=f"{run.cfg.seed}:{key}:{task.problem.id}", rewards=rewards
+    )
+    return trace
 
 
 def draw_share(run: Run, step: int, first: int) -> Drawn:
@@ -72,11 +88,15 @@ def draw_share(run: Run, step: int, first: int) -> Drawn:
     r = run.cfg.rollout
     draws = draw_batch(run, step, first)
     tasks = [run.tasks[draw.row] for draw in draws]
-    costs = [expected_tokens(task, r.n, r.max_tokens) for task in tasks]
+    costs = [
+        expected_tokens(task, 1 if draw.source == "experts" else r.n, r.max_tokens)
+        for task, draw in zip(tasks, draws, strict=True)
+    ]
     mine = share_out(costs, run.world.size)[run.world.rank]
     own = [draws[i] for i in mine]
     positions, tasks = [first + i for i in mine], [tasks[i] for i in mine]
-    replayed = {} if all(d.source == "data" for d in draws) else choose_successes(run, positions, tasks, own)
+    any_replayed = any(draw.source == "replay" for draw in draws)
+    replayed = choose_successes(run, positions, tasks, own) if any_replayed else {}
     return Drawn(own, tasks, positions, replayed)
 
 
@@ -84,10 +104,24 @@ def draw_batch(run: Run, step: int, first: int) -> list[Draw]:
     """The problems of a batch over all ranks, those of each source evenly among the others."""
     wanted, replay = run.cfg.batch.problems, run.memory.replay
     again = [] if replay is None else replay.draw(int(run.cfg.replay.share * wanted), f"{run.cfg.seed}:{step}:{first}")
+    experts = draw_experts(run, run.cfg.batch.experts)
+    fresh = draw(run.sampler, wanted - len(again) - len(experts))
     return spread_evenly(
-        [Draw(row, visit) for row, visit in zip(*draw(run.sampler, wanted - len(again)), strict=True)],
+        [Draw(row, visit) for row, visit in zip(*fresh, strict=True)],
         [Draw(row, run.sampler.epoch, "replay") for row in again],
+        experts,
     )
+
+
+def draw_experts(run: Run, count: int) -> list[Draw]:
+    """The next problems that have a trace, in an order of their own."""
+    drawn: list[Draw] = []
+    while len(drawn) < count:
+        assert run.memory.experts is not None
+        (row,), (visit,) = draw(run.memory.experts, 1)
+        if run.tasks[row].demonstrations:
+            drawn.append(Draw(row, visit, "experts"))
+    return drawn
 
 
 def draw(sampler: ProblemSampler, count: int) -> tuple[list[int], list[int]]:

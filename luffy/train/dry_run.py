@@ -94,7 +94,7 @@ def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: A
     with closing(build_verifier(r.kind, r.weights or None, 1, r.timeout_s, r.answer_in_thought)) as verifier:
         if method == "sft":
             return "not verified: SFT learns from all of them"
-        if cfg.guidance.n_prefix == 0:
+        if not setup.uses_traces(cfg):
             return "not used (guidance.n_prefix=0)"
         looked_at = (tasks[i] for i in range(min(len(tasks), PROBLEMS_LOOKED_AT)))
         some = list(islice(((t.problem, demo) for t in looked_at for demo in t.demonstrations), TRACES_VERIFIED))

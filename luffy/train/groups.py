@@ -45,12 +45,13 @@ def group_metrics(groups: Sequence[Group], cfg: RewardConfig) -> dict[str, Metri
     pairs = [(r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)]
     own = [(r, s) for r, s in pairs if r.is_on_policy]
     guided = [(r, s) for r, s in pairs if not r.is_on_policy]
+    answered = [g for g in groups if not g.has_traces_alone]
     lengths = [r.token_ids.numel() for r, _ in own]
     return {
         **spread("critic/score", (s.value for _, s in pairs)),
         **spread("critic/rewards", (s.value for _, s in own)),
-        "batch/solve_all": Sum(sum(all_solved(g, cfg) for g in groups)),
-        "batch/solve_none": Sum(sum(all_failed(g, cfg) for g in groups)),
+        "batch/solve_all": Sum(sum(all_solved(g, cfg) for g in answered)),
+        "batch/solve_none": Sum(sum(all_failed(g, cfg) for g in answered)),
         "batch/on_solved": Mean.of(cfg.solved(s.value) for _, s in own),
         "batch/off_solved": Mean.of(cfg.solved(s.value) for _, s in guided),
         "batch/avg_prefix_ratio": Mean.of(r.prefix_ratio for r, _ in guided),

@@ -258,7 +258,7 @@ class Trainer:
             batch = (rl_step if run.method == "rl" else sft_step)(run, step, observe)
         except TrainingStopped as stop:
             if run.progress.step == step:  # no update was made: the run can go on from the step before
-                run.sampler.load_state_dict(run.data_position)
+                run.rewind()
                 if run.world.size == 1 or isinstance(stop, AllStopped):  # a checkpoint needs all processes
                     saving.save_if_new(run)
             raise

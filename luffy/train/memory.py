@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from luffy.config import Config
+from luffy.data import ProblemSampler
+from luffy.guidance.plan import seed_of
 from luffy.train.replay import Attempt, Replay
 
 
@@ -19,24 +22,42 @@ class Memory:
 
     def __init__(self, cfg: Config, problems: int) -> None:
         self.replay = Replay(cfg.replay, cfg.rollout.n) if cfg.replay.share else None
+        self.experts = ProblemSampler(problems, seed_of(f"{cfg.seed}:experts")) if cfg.batch.expert_share else None
+        self._position = (0, 0)  # of the experts' sampler where the next step begins: epoch and place in it
 
     @property
     def is_used(self) -> bool:
-        return self.replay is not None
+        return self.replay is not None or self.experts is not None
 
     def remember(self, attempts: Sequence[Attempt]) -> None:
         """Take in what a step found, of all ranks and in the order of the step. Nothing else changes what is saved."""
         if self.replay is not None:
             self.replay.remember(attempts)
+        if self.experts is not None:
+            now = self.experts.state_dict()
+            self._position = now["epoch"], now["position"]
+
+    def rewind(self) -> None:
+        """Back to where the step under way began: it will not be finished."""
+        if self.experts is not None:
+            epoch, position = self._position
+            self.experts.load_state_dict({**self.experts.state_dict(), "epoch": epoch, "position": position})
 
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors by name, none without elements."""
-        return {} if self.replay is None else {f"replay/{k}": v for k, v in self.replay.state_dict().items()}
+        state = {} if self.replay is None else {f"replay/{k}": v for k, v in self.replay.state_dict().items()}
+        if self.experts is not None:
+            state["experts"] = torch.tensor(self._position)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """``state`` of a checkpoint; what it lacks stays as it is at the start of a run."""
         if self.replay is not None:
             self.replay.load_state_dict(part(state, "replay/"))
+        if self.experts is not None and "experts" in state:
+            epoch, position = state["experts"].tolist()
+            self._position = epoch, position
+            self.rewind()
 
 
 def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

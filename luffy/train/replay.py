@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from luffy.config import ReplayConfig
+from luffy.types import Demonstration
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,11 @@ class Success:
     token_ids: Tensor  # [T] int32
     log_probs: Tensor  # [T] float32
     step: int
+
+    @property
+    def as_trace(self) -> Demonstration:
+        """A trace that the policy itself wrote."""
+        return Demonstration(tuple(self.token_ids.tolist()), tuple(self.log_probs.tolist()))
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Draw:
 
     row: int
     visit: int
-    source: Literal["data", "replay"] = "data"
+    source: Literal["data", "replay", "experts"] = "data"
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,11 @@ class Run:
     def is_due(self, step: int, every: int) -> bool:
         """Whether what happens every so many steps (0: never), and always at the last one, happens at ``step``."""
         return step == self.total_steps or (every > 0 and step % every == 0)
+
+    def rewind(self) -> None:
+        """Draw again what the step under way drew: it will not be finished."""
+        self.sampler.load_state_dict(self.data_position)
+        self.memory.rewind()
 
     def sync(self, version: int) -> None:
         """Give the engines the weights as they are now. A prefetching engine takes them when it begins a batch."""

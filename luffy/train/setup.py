@@ -134,8 +134,7 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
     """Every problem is read and encoded once before the first step: what is wrong shows now."""
     if not cfg.data.train:
         raise ConfigError("'data.train' is empty; give a file, folder or hub id")
-    gate = find_gate(cfg.guidance.gate)
-    guided = sft or cfg.guidance.n_prefix > 0 or (gate is not None and gate.uses_traces)
+    guided = sft or uses_traces(cfg)
     problems = _load(cfg, cfg.data.train, cfg.data.split, limit=cfg.data.limit, require_answer=not sft)
     usable, with_traces = [], 0
     for index, task in enumerate(encoder.encode_all(problems[i] for i in range(len(problems)))):
@@ -152,6 +151,12 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
     if not usable:
         raise DataError(f"no usable problem in {cfg.data.train}: {report}")
     return TaskSet(problems, encoder, usable, report)
+
+
+def uses_traces(cfg: Config) -> bool:
+    """Whether RL has a use for traces."""
+    gate = find_gate(cfg.guidance.gate)
+    return cfg.guidance.n_prefix > 0 or cfg.batch.expert_share > 0 or (gate is not None and gate.uses_traces)
 
 
 def _no_trace_message(cfg: Config, problems: ProblemDataset, encoder: Encoder) -> str:
@@ -280,7 +285,12 @@ def validate(cfg: Config, method: str, model_config: Any) -> None:
 
 def find_names(cfg: Config) -> None:
     """Find what the config chooses by name; a UserError says what is unknown or cannot be imported."""
-    find_credit_function(cfg.algorithm.credit)
+    learns_from_traces = find_credit_function(cfg.algorithm.credit).lone_traces
+    if cfg.batch.expert_share and not learns_from_traces:
+        raise UserError(
+            f"'algorithm.credit' ({cfg.algorithm.credit}) makes nothing of a group of a trace alone, which "
+            f"'batch.expert_share' ({cfg.batch.expert_share}) asks for; set algorithm.credit=lone_trace_sft"
+        )
     find_engine(cfg.rollout.engine)
     _ = cfg.algorithm.policy_loss().off_shape.function
     cfg.schedule(1).ratios(1, 0, "")
