@@ -277,6 +277,23 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class MixConfig:
+    start: float = knob(0.5, "mu at the start: the share of the SFT term in the loss", ge=0, le=1)
+    end: float | None = knob(None, "mu after steps, along a cosine; null: constant", ge=0, le=1)
+    steps: int | None = knob(None, "steps from start to end, behind the warm-up; null: all that are left", ge=1)
+    warmup: int = knob(0, "first steps, over which mu rises from 0 to start", ge=0)
+
+    def at(self, step: int, total_steps: int) -> float:
+        """mu at a step, counted from 0."""
+        if step < self.warmup:
+            return self.start * step / self.warmup
+        if self.end is None:
+            return self.start
+        done = min((step - self.warmup) / (self.steps or max(total_steps - self.warmup, 1)), 1.0)
+        return self.end + (self.start - self.end) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     credit: str = knob(
         "group_baseline",
@@ -336,7 +353,14 @@ class AlgorithmConfig:
     trace_term: Literal["rl", "sft"] = knob(
         "rl", "teacher samples enter the policy-gradient term, or (RL with SFT loss) an SFT term only"
     )
-    sft_coef: float = knob(1.0, "weight of the SFT term when trace_term is sft", ge=0)
+    sft_coef: float = knob(1.0, "weight of the SFT term", ge=0)
+    sft_reshape: str = knob(
+        "logp",
+        "f in the SFT term: logp is plain SFT; or any shape of off_policy_reshape, with its gamma",
+    )
+    mix: MixConfig | None = knob(
+        None, "loss (1 - mu) RL + mu * sft_coef * SFT, with mu constant or along a schedule; null: RL + sft_coef * SFT"
+    )
     reject_extreme: bool = knob(True, "drop groups whose rewards are all success or all failure")
     min_accuracy: float = knob(
         0.0, "drop groups where a smaller share of the policy's own samples is right", ge=0, le=1
@@ -345,7 +369,7 @@ class AlgorithmConfig:
     oversample_rounds: int = knob(0, "extra batches to draw until the batch is full again after rejection", ge=0)
 
     def __post_init__(self) -> None:
-        self.policy_loss()  # reshape names are checked here, once
+        self.policy_loss(), self.sft_shape()  # reshape names are checked here, once
         if self.importance_clamp_min > self.importance_clamp_max:
             raise ConfigError(
                 f"'algorithm.importance_clamp_min' ({self.importance_clamp_min}) exceeds "
@@ -357,29 +381,34 @@ class AlgorithmConfig:
                 f"({self.max_accuracy}): no group would be left"
             )
 
+    def sft_shape(self) -> Shape:
+        return _shape(self.sft_reshape, gamma=self.off_policy_reshape_gamma)
+
     def policy_loss(self) -> PolicyLoss:
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
-        try:
-            on = Shape(self.on_policy_reshape, self.on_policy_reshape_weight, self.on_policy_reshape_pow_exp)
-            off = Shape(
-                self.off_policy_reshape,
-                self.off_policy_reshape_weight,
-                self.off_policy_reshape_pow_exp,
-                self.off_policy_reshape_gamma,
-            )
-        except ValueError as error:
-            raise ConfigError(f"algorithm: {error}") from None
         return PolicyLoss(
             clip_low=1.0 - self.clip_ratio,
             clip_high=1.0 + high,
             remove_clip=self.remove_clip,
-            on_shape=on,
-            off_shape=off,
+            on_shape=_shape(self.on_policy_reshape, self.on_policy_reshape_weight, self.on_policy_reshape_pow_exp),
+            off_shape=_shape(
+                self.off_policy_reshape,
+                self.off_policy_reshape_weight,
+                self.off_policy_reshape_pow_exp,
+                self.off_policy_reshape_gamma,
+            ),
             off_max_clip=self.off_max_clip,
             off_min_clip=self.off_min_clip,
             off_normalize=self.off_normalize,
             all_max_clip=self.all_max_clip,
         )
+
+
+def _shape(name: str, weight: float = 1.0, pow_exp: float = 0.5, gamma: float = 0.1) -> Shape:
+    try:
+        return Shape(name, weight, pow_exp, gamma)
+    except ValueError as error:
+        raise ConfigError(f"algorithm: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -131,14 +131,23 @@ def credit(
     step: int = 0,
     total_steps: int = 1,
 ) -> list[list[Sample]]:
-    """Samples of each group with their credit, by the function that ``algorithm.credit`` names."""
+    """Samples of each group with their credit, by the function that ``algorithm.credit`` names; ``algorithm.mix``
+    multiplies the weights of both terms."""
     function = find_credit_function(cfg.credit)
+    mu = None if cfg.mix is None else cfg.mix.at(step, total_steps)
     samples = []
     for group, tokens in zip(groups, scored, strict=True):
         seen = ScoredGroup(group, rewards_of(group, tokens, cfg), tokens, step, total_steps)
         rows = zip(group.rollouts, tokens, function(seen, cfg), strict=True)
-        samples.append([_sample(rollout, own, given, cfg) for rollout, own, given in rows])
+        samples.append([_sample(rollout, own, _mixed(given, mu), cfg) for rollout, own, given in rows])
     return samples
+
+
+def _mixed(credit: TokenCredit, mu: float | None) -> TokenCredit:
+    """(1 - mu) RL + mu SFT; None: as it is."""
+    if mu is None:
+        return credit
+    return replace(credit, rl_weights=(1 - mu) * credit.rl_weights, sft_weights=mu * credit.sft_weights)
 
 
 def rewards_of(group: Group, tokens: Sequence[ScoredTokens], cfg: AlgorithmConfig) -> Tensor:
@@ -155,13 +164,20 @@ def _kl(tokens: ScoredTokens, cfg: AlgorithmConfig) -> Tensor:
 
 
 def credit_metrics(
-    samples: Sequence[Sequence[Sample]], scored: Sequence[Sequence[ScoredTokens]], cfg: AlgorithmConfig
+    samples: Sequence[Sequence[Sample]],
+    scored: Sequence[Sequence[ScoredTokens]],
+    cfg: AlgorithmConfig,
+    step: int = 0,
+    total_steps: int = 1,
 ) -> dict[str, Metric]:
-    """The spread of the advantages; ``critic/kl``: the mean KL per token that was taken off the rewards."""
+    """The spread of the advantages; ``critic/kl``: the mean KL per token that was taken off the rewards;
+    ``method/mix_coef``: mu of ``algorithm.mix``."""
     metrics = spread("critic/advantages", [float(s.advantages[0]) for group in samples for s in group])
     if cfg.kl_coef and cfg.kl_in == "reward":
         per_token = [_kl(tokens, cfg) for group in scored for tokens in group]
         metrics["critic/kl"] = Mean(float(sum(t.sum() for t in per_token)), sum(t.numel() for t in per_token))
+    if cfg.mix is not None:
+        metrics["method/mix_coef"] = Mean(cfg.mix.at(step, total_steps))
     return metrics
 
 

@@ -88,8 +88,9 @@ def rl_step(run: Run, step: int, observe: Observer = ignore) -> StepBatch:
     with run.watch("old_log_probs"):
         tokens = score_tokens(run, batch)
     with run.watch("advantage"):
-        samples = credit(list(batch.groups.values()), tokens, run.cfg.algorithm, step, run.total_steps)
-    batch.add(samples, credit_metrics(samples, tokens, run.cfg.algorithm), run.world)
+        settings = (run.cfg.algorithm, step, run.total_steps)
+        samples = credit(list(batch.groups.values()), tokens, *settings)
+    batch.add(samples, credit_metrics(samples, tokens, *settings), run.world)
     return update(run, step, batch, observe)
 
 

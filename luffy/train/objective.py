@@ -1,8 +1,9 @@
 """What one micro-batch adds to the loss, and what it tells about itself.
 
-    sum of  w * (policy loss + kl_coef * KL - entropy_coef * H)   +   sft_coef * sum of  v * -log p
+    sum of  w * (policy loss + kl_coef * KL - entropy_coef * H)   +   sft_coef * sum of  v * -f(p)
 
-with w and v the weights of ``pack``: the samples' own, already divided by the mini-batch's denominators.
+with w and v the weights of ``pack``: the samples' own, already divided by the mini-batch's denominators; f is log p
+unless ``algorithm.sft_reshape`` names another shape.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from torch import Tensor
 from luffy.config import Config
 from luffy.core.importance import Importance
 from luffy.core.kl import kl_penalty
-from luffy.core.losses import LossTerms, PolicyLoss, policy_loss_terms
+from luffy.core.losses import LossTerms, PolicyLoss, off_policy_ratio, policy_loss_terms
+from luffy.core.shaping import Shape, log_prob_slope
 from luffy.metrics import EffectiveShare, Max, Mean, OnDevice, Sum
 from luffy.types import MicroBatch
 
 Stats = dict[str, OnDevice]
+PLAIN_SFT = Shape("logp")
 LARGEST_LOG_RATIO = 20.0  # keeps the squares of the weights finite
 
 
@@ -50,6 +53,7 @@ class Objective:
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     sft_coef: float = 1.0
+    sft_shape: Shape = PLAIN_SFT
     recorded_teacher: bool = False
     importance: Importance | None = None
     weights_are: str = "guidance"  # or "async" or "rollout", by what they correct: the group of their metrics
@@ -63,6 +67,7 @@ class Objective:
             kl_coef=a.kl_coef if a.kl_in == "loss" else 0.0,
             kl_estimator=a.kl_estimator,
             sft_coef=a.sft_coef,
+            sft_shape=a.sft_shape(),
             recorded_teacher=a.teacher_probs == "recorded",
             importance=importance_of(cfg),
             weights_are="guidance" if cfg.rollout.overrides else "async" if cfg.async_.max_staleness else "rollout",
@@ -99,7 +104,11 @@ class Objective:
             kl = kl_penalty(log_prob, batch.ref_log_probs, self.kl_estimator)
             per_token = per_token + self.kl_coef * kl
             stats["actor/kl_loss"] = _over(kl, in_rl)
-        loss = (per_token * batch.rl_weights).sum() - self.sft_coef * (log_prob * batch.sft_weights).sum()
+        in_sft, behavior = batch.sft_weights != 0, batch.behavior_log_probs
+        shaped = off_policy_ratio(log_prob, in_sft, self.sft_shape, None, old, behavior)
+        if self.sft_shape != PLAIN_SFT:
+            stats["method/sft_weight_mean"] = _over(log_prob_slope(self.sft_shape, log_prob, old, behavior), in_sft)
+        loss = (per_token * batch.rl_weights).sum() - self.sft_coef * (shaped * batch.sft_weights).sum()
         return loss, stats
 
     def gradient_weights(self, batch: MicroBatch, log_prob: Tensor) -> Tensor:

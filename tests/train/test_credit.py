@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from luffy.config import AlgorithmConfig, RewardConfig
+from luffy.config.knobs import MixConfig
 from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import read_json_lines
 from luffy.train.credit import (
@@ -12,6 +13,7 @@ from luffy.train.credit import (
     TokenCredit,
     credit,
     credit_function,
+    credit_metrics,
     find_credit_function,
     group_baseline,
 )
@@ -74,6 +76,29 @@ def test_a_lone_trace_goes_into_the_sft_term_and_other_groups_keep_their_baselin
     assert trace.rl_weights.tolist() == trace.advantages.tolist() == [0.0] * 4
     assert [[s.advantages.tolist() for s in g] for g in others] == [advantages(GUIDED), advantages(cut)]
     assert all(s.rl_weights.all() and not s.sft_weights.any() for g in others for s in g)
+
+
+MIX = {"start": 0.9, "end": 0.1, "steps": 4, "warmup": 2}
+
+
+def test_the_mix_follows_its_schedule():
+    at = [MixConfig(**MIX).at(step, 100) for step in range(8)]
+    assert at == pytest.approx([0.0, 0.45, 0.9, 0.5 + 0.4 * math.sqrt(0.5), 0.5, 0.5 - 0.4 * math.sqrt(0.5), 0.1, 0.1])
+    assert [MixConfig(start=0.3).at(step, 4) for step in range(6)] == [0.3] * 6
+    assert [MixConfig(start=1, end=0).at(step, 4) for step in (0, 2, 4)] == pytest.approx([1, 0.5, 0])
+
+
+def test_the_mix_shares_the_loss_out_between_both_terms():
+    """(1 - mu) RL + mu SFT: own samples weigh 1 - mu in the one term, the trace mu in the other."""
+    cfg = AlgorithmConfig(trace_term="sft", mix=MixConfig(**MIX))
+    tokens = [[ScoredTokens()] * 4]
+    ((trace, own, *_),) = credit([GUIDED], tokens, cfg, step=4, total_steps=100)
+    assert trace.sft_weights.tolist() == own.rl_weights.tolist() == [0.5] * 3
+    ((trace, own, *_),) = credit([GUIDED], tokens, cfg, step=6)
+    assert trace.sft_weights.tolist() == pytest.approx([0.1] * 3) and own.rl_weights.tolist() == pytest.approx(
+        [0.9] * 3
+    )
+    assert credit_metrics([[trace]], tokens, cfg, step=6)["method/mix_coef"].value == pytest.approx(0.1)
 
 
 def test_kl_in_the_reward_is_subtracted_before_the_baseline():

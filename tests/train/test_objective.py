@@ -57,6 +57,19 @@ def test_the_kl_is_a_penalty_on_the_distance_to_the_reference(batch, tokens, est
     assert float(total / count) == pytest.approx(penalty, rel=1e-5)
 
 
+@pytest.mark.parametrize("shape", ["chord_phi", "no_reshape"])
+def test_a_shape_in_the_sft_term_weighs_the_gradient(batch, tokens, shape):
+    log_prob, entropy = (t.clone().requires_grad_(True) for t in tokens)
+    weights = torch.linspace(0, 1, len(log_prob))
+    in_sft = replace(batch, rl_weights=torch.zeros_like(weights), sft_weights=weights)
+    loss, stats = Objective(PLAIN, sft_coef=0.5, sft_shape=Shape(shape))(in_sft, log_prob, entropy)
+    loss.backward()
+    w = trace_weight(shape, log_prob)
+    torch.testing.assert_close(log_prob.grad, -0.5 * weights * w)
+    total, count = stats["method/sft_weight_mean"].numbers
+    assert float(total / count) == pytest.approx(float(w[1:].mean()), rel=1e-5)
+
+
 @pytest.mark.parametrize("shape", ["p_div_p_0.1", "rl_plus", "exgrpo"])
 def test_the_weight_of_trace_tokens_is_that_of_the_loss(batch, tokens, shape):
     log_prob, entropy = tokens
