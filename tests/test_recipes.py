@@ -141,7 +141,7 @@ def test_the_paper_settings():
     assert (cfg.data.max_prompt_tokens, cfg.rollout.max_tokens, cfg.rollout.temperature) == (1024, 8192, 1.0)
     assert (cfg.algorithm.off_policy_reshape, cfg.algorithm.entropy_coef, cfg.algorithm.kl_coef) == (
         "p_div_p_0.1",
-        0.001,
+        0.01,
         0.0,
     )
     sft = load_config("paper/sft")
