@@ -127,12 +127,15 @@ class GuidanceConfig:
     strategy: str = knob(
         "fixed",
         "how the prefix ratio is drawn: fixed (at ratio 1 a whole trace), random, linear, linear_max, reverse_linear, "
-        "cosine, or your own (docs/extend.md)",
+        "cosine, cosine_min, binomial, or your own (docs/extend.md)",
     )
     min_ratio: float = knob(1.0, "smallest share of the trace", ge=0, le=1)
     max_ratio: float = knob(1.0, "largest share of the trace", ge=0, le=1)
     prefix_steps: int | None = knob(None, "steps over which a schedule runs; null: the whole training", ge=1)
     shared: bool = knob(False, "one ratio for all prefix samples of a problem instead of one each")
+    cut_at: tuple[str, ...] = knob(
+        (), "a part of a trace ends behind the last token that contains one of these texts; empty: behind any token"
+    )
     trace_choice: TraceChoice = knob("random", "which traces of a problem that has several")
     gate: str = knob(
         "none",

@@ -48,7 +48,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans ``n`` samples a task, ``n_prefix`` of which start from a trace where the task has one."""
+    """Plans ``n`` samples a task, ``n_prefix`` of which start from a trace where the task has one. ``ends_prefix(id)``
+    says behind which tokens a part of a trace may end (None: behind any)."""
 
     n: int
     n_prefix: int
@@ -56,6 +57,17 @@ class Planner:
     schedule: RatioSchedule
     trace_choice: TraceChoice
     seed: int
+    ends_prefix: Callable[[int], bool] | None = None
+
+    def prefix_length(self, demonstration: Demonstration, ratio: float) -> int:
+        """Tokens of this share of a trace. A part ends behind the last token of it that may end a prefix (0 tokens if
+        there is none); the whole trace is left as it is."""
+        ids = demonstration.token_ids
+        length = int(ratio * len(ids))
+        if self.ends_prefix is not None and length < len(ids):
+            while length and not self.ends_prefix(ids[length - 1]):
+                length -= 1
+        return length
 
     def plan(
         self,
@@ -93,7 +105,7 @@ class Planner:
             ratios = self.schedule.ratios(count, step, f"{self.seed}:{task.problem.id}")
             for j, (demonstration, ratio) in enumerate(zip(chosen, ratios, strict=True)):
                 demonstrations[j] = demonstration
-                prefixes[j] = int(ratio * len(demonstration.token_ids))
+                prefixes[j] = self.prefix_length(demonstration, ratio)
         return tuple(
             self.planned(task, d, p, seed_of(f"{key}:{j}"))
             for j, (d, p) in enumerate(zip(demonstrations, prefixes, strict=True))

@@ -15,9 +15,11 @@ from luffy.errors import UserError
 from luffy.registry import Registry
 
 WINDOWS = 10
+CHUNKS = 5  # of a trace, under binomial
 TINY = 1e-9  # what rounding may add
 Interval = tuple[float, float]
-PrefixSchedule = Callable[[float, float, float], "Interval | float"]
+Draw = Callable[[random.Random], float]
+PrefixSchedule = Callable[[float, float, float], "Interval | float | Draw"]
 
 SCHEDULES: Registry[PrefixSchedule] = Registry("prefix schedule")
 
@@ -25,8 +27,9 @@ SCHEDULES: Registry[PrefixSchedule] = Registry("prefix schedule")
 def prefix_schedule(name: str) -> Callable[[PrefixSchedule], PrefixSchedule]:
     """A decorator that registers a schedule for ``guidance.strategy``.
 
-    ``schedule(done, low, high)`` returns the ratio, or the interval from which one is drawn, at the share ``done`` of
-    ``guidance.prefix_steps``; ``low`` and ``high`` are ``guidance.min_ratio`` and ``guidance.max_ratio``.
+    ``schedule(done, low, high)`` returns the ratio, the interval from which one is drawn, or a function that draws one
+    (0 to 1) with the ``random.Random`` it gets, at the share ``done`` of ``guidance.prefix_steps``; ``low`` and
+    ``high`` are ``guidance.min_ratio`` and ``guidance.max_ratio``.
     """
     return SCHEDULES.register(name)
 
@@ -46,20 +49,22 @@ class RatioSchedule:
         if self.strategy == "fixed":
             return evenly_spaced(self.min_ratio, self.max_ratio, count)
         rng = random.Random(f"prefix:{key}:{step}")
-        low, high = self._range(step)
+        draw = self._draw(step)
         if self.shared:
-            return [rng.uniform(low, high)] * count
-        return [rng.uniform(low, high) for _ in range(count)]
+            return [draw(rng)] * count
+        return [draw(rng) for _ in range(count)]
 
-    def _range(self, step: int) -> Interval:
-        """The interval a ratio is drawn from at this step; a point for the deterministic strategies."""
+    def _draw(self, step: int) -> Draw:
+        """What draws a ratio at this step."""
         found = SCHEDULES[self.strategy](min(step / self.prefix_steps, 1.0), self.min_ratio, self.max_ratio)
+        if callable(found):
+            return found
         low, high = found if isinstance(found, tuple) else (found, found)
         if not -TINY <= low <= high <= 1 + TINY:
             raise UserError(
                 f"'guidance.strategy' {self.strategy}: gave {found} at step {step}; a ratio is between 0 and 1"
             )
-        return low, high
+        return lambda rng: rng.uniform(low, high)
 
 
 @prefix_schedule("random")
@@ -75,6 +80,20 @@ def _linear(done: float, low: float, high: float) -> float:
 @prefix_schedule("cosine")
 def _cosine(done: float, low: float, high: float) -> float:
     return low + (high - low) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@prefix_schedule("cosine_min")
+def _cosine_min(done: float, low: float, high: float) -> Interval:
+    return _cosine(done, low, high), high
+
+
+@prefix_schedule("binomial")
+def _binomial(done: float, low: float, high: float) -> float | Draw:
+    """A number of chunks, each kept with a chance that falls from 0.95 to 0.05 along a cosine; then none."""
+    if done >= 1:
+        return low
+    chance = _cosine(done, 0.05, 0.95)
+    return lambda rng: low + (high - low) * sum(rng.random() < chance for _ in range(CHUNKS)) / CHUNKS
 
 
 @prefix_schedule("linear_max")

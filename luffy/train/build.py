@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -104,7 +106,7 @@ def _assemble(
         reference=_reference(cfg, method, policy, device),
         engines=engines, engine=rollouts[0], before_step=rollouts[1],
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
-        sampler=ProblemSampler(len(tasks), cfg.seed), planner=_planner(cfg, steps, end_of_text),
+        sampler=ProblemSampler(len(tasks), cfg.seed), planner=_planner(cfg, steps, end_of_text, tokenizer),
         gate=find_gate(cfg.guidance.gate), memory=Memory(cfg, len(tasks)),
         store=store, saver=saver,
     )  # fmt: skip
@@ -117,7 +119,14 @@ def _verifier(cfg: Config, closing: ExitStack) -> Verifier:
     return verifier
 
 
-def _planner(cfg: Config, steps: int, end_of_text: tuple[int, ...]) -> Planner:
+def _planner(cfg: Config, steps: int, end_of_text: tuple[int, ...], tokenizer: Any) -> Planner:
+    cut_at = cfg.guidance.cut_at
+
+    @cache
+    def ends_prefix(token: int) -> bool:
+        text = tokenizer.decode([token])
+        return any(mark in text for mark in cut_at)
+
     return Planner(
         n=cfg.rollout.n,
         n_prefix=cfg.guidance.n_prefix,
@@ -125,6 +134,7 @@ def _planner(cfg: Config, steps: int, end_of_text: tuple[int, ...]) -> Planner:
         schedule=cfg.schedule(steps),
         trace_choice=cfg.guidance.trace_choice,
         seed=cfg.seed,
+        ends_prefix=ends_prefix if cut_at else None,
     )
 
 

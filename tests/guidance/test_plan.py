@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -113,3 +115,13 @@ def test_choices():
     assert pick("best_reward", 2, rewards=[0.0, 1.0, 1.0]) == [2, 9]
     assert pick("random") == pick("random") and sorted(pick("random", 3)) == [2, 5, 9]
     assert {pick("random", key=str(k))[0] for k in range(40)} == {2, 5, 9}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "length"), [(0.05, 0), (0.2, 0), (0.3, 3), (0.59, 3), (0.6, 6), (0.99, 6), (1.0, 10)]
+)
+def test_a_part_of_a_trace_ends_at_a_boundary(ratio, length):
+    cut = replace(planner(ratio=ratio), ends_prefix=lambda token: token in (12, 15))
+    assert cut.prefix_length(LONG, ratio) == length
+    first = cut.plan([task()], 0, [0]).groups[0][0]
+    assert first.prefix == length and (first.request is None) is (length == 10)

@@ -26,6 +26,28 @@ def test_cosine_goes_from_high_to_low():
     assert ratio("cosine", 25)[0] == pytest.approx(0.2 + 0.3 * (1 + math.cos(math.pi / 4)))
 
 
+@pytest.mark.parametrize(("step", "bottom"), [(0, 0.8), (25, 0.2 + 0.3 * (1 + math.sqrt(0.5))), (50, 0.5), (200, 0.2)])
+def test_cosine_min_lowers_the_lower_bound(step, bottom):
+    drawn = ratio("cosine_min", step, count=2000)
+    assert bottom - 1e-12 <= min(drawn) < bottom + 0.02 and 0.8 - 0.02 < max(drawn) <= 0.8 + 1e-12
+
+
+@pytest.mark.parametrize(("step", "chance"), [(0, 0.95), (150, 0.5), (299, 0.05)])
+def test_binomial_keeps_fifths_of_the_trace_less_and_less(step, chance):
+    drawn = ratio("binomial", step, low=0, high=1, steps=300, count=4000)
+    assert {round(r * 5, 9) for r in drawn} <= {0, 1, 2, 3, 4, 5}
+    assert sum(drawn) / len(drawn) == pytest.approx(chance, abs=0.02)
+    whole = sum(r == 1 for r in drawn) / len(drawn)
+    assert whole == pytest.approx(chance**5, abs=0.03)
+
+
+def test_binomial_stops_and_stays_between_the_bounds():
+    assert ratio("binomial", 100, count=3) == ratio("binomial", 500, count=3) == [0.2] * 3
+    drawn = ratio("binomial", 50, count=500)
+    assert min(drawn) == pytest.approx(0.2) and max(drawn) == pytest.approx(0.8)
+    assert len(set(ratio("binomial", 50, count=9, shared=True))) == 1
+
+
 @pytest.mark.parametrize(("step", "top"), [(0, 0.8), (9, 0.8), (10, 0.74), (95, 0.26), (1000, 0.26)])
 def test_linear_max_has_ten_shrinking_windows(step, top):
     drawn = ratio("linear_max", step, count=2000)
@@ -39,7 +61,10 @@ def test_reverse_linear_has_ten_growing_windows(step, top):
     assert min(drawn) >= 0.2 and top - 0.02 < max(drawn) <= top + 1e-12
 
 
-@given(st.sampled_from(["random", "fixed", "linear", "linear_max", "reverse_linear", "cosine"]), st.integers(0, 400))
+@given(
+    st.sampled_from(["random", "fixed", "linear", "linear_max", "reverse_linear", "cosine", "cosine_min", "binomial"]),
+    st.integers(0, 400),
+)
 def test_pure_function_of_seed_step_and_problem(strategy, step):
     assert ratio(strategy, step, count=3) == ratio(strategy, step, count=3)
     assert all(0 <= r <= 0.8 for r in ratio(strategy, step, count=3))

@@ -700,3 +700,12 @@ def test_a_script_that_leaves_the_loop_goes_on_from_the_last_checkpoint(make_con
         trainer.train()
     losses = [[r.get("actor/loss") for r in rows] for rows in (read_json_lines(cfg.folder / "metrics.jsonl"), whole)]
     assert losses[0] == losses[1]
+
+
+def test_prefixes_end_at_given_texts(make_config):
+    guidance = {"strategy": "fixed", "min_ratio": 0.6, "max_ratio": 0.6, "cut_at": ["=", "\n"]}
+    with Trainer(make_config(guidance=guidance)) as trainer:
+        guided = [task for task in trainer.run.tasks if task.demonstrations]
+        plan = trainer.run.planner.plan(guided, 0, [0] * len(guided))
+        texts = [trainer.run.tokenizer.decode(request.prefix_ids) for request in plan.requests if request.prefix_ids]
+    assert len(texts) == len(guided) and all(text.endswith(("=", "\n")) for text in texts)
