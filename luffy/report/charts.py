@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from luffy.report.curves import MOST_POINTS, envelope, smooth, thin_out
+from luffy.report.families import families
 from luffy.report.figures import Line, hover_data, line_chart, swatch
 from luffy.report.methods import Styled
 from luffy.report.runs import Points, RunRecord
@@ -85,13 +86,35 @@ def chart_grid(
     return Markup('<div class="charts">{}</div>').format(Markup("").join(figures))
 
 
+def family_charts(chart: Chart, methods: Sequence[Styled], remarks: list[str]) -> Markup:
+    """The same chart once for each family of methods, all others in grey behind; nothing where no run has a value."""
+    last = max((run.steps for _, method in methods for run in method.runs), default=0)
+    lines = _lines(chart, methods, remarks, 0.0)
+    labels = [method.label for _, method in methods]
+    figures = []
+    for family, members in families(methods).items():
+        styles = {style for style, _ in members}
+        own = [line for line in lines if line.style in styles]
+        behind = [line for line in lines if line.style not in styles]
+        if own:
+            picture = line_chart(own, last, f"{family}: {chart.title}", chart.from_zero, labels, behind)
+            figures.append(_framed(chart.metric, family, chart.title, own, picture))
+    return Markup('<div class="charts">{}</div>').format(Markup("").join(figures)) if figures else Markup("")
+
+
 def _figure(chart: Chart, methods: Sequence[Styled], last: int, remarks: list[str], smoothing: float) -> Markup:
     """One chart, or nothing where no run has a value."""
-    raw = [[chart.points(run) for run in method.runs] for _, method in methods]
-    flat = [curve for curves in raw for curve in curves if curve]
-    if not flat:
+    lines = _lines(chart, methods, remarks, smoothing)
+    if not lines:
         return Markup("")
-    thinned, width = thin_out(flat)
+    picture = line_chart(lines, last, chart.title, chart.from_zero, [method.label for _, method in methods])
+    return _framed(chart.metric, chart.title, chart.about, lines, picture)
+
+
+def _lines(chart: Chart, methods: Sequence[Styled], remarks: list[str], smoothing: float) -> list[Line]:
+    """A line for each method that has values; ``remarks`` gets one where curves are thinned out."""
+    raw = [[chart.points(run) for run in method.runs] for _, method in methods]
+    thinned, width = thin_out([curve for curves in raw for curve in curves if curve])
     if width > 1:
         remarks.append(f"{chart.title}: more than {MOST_POINTS} steps, so each point is a mean over {width} of them.")
     rest = iter(thinned)
@@ -101,9 +124,12 @@ def _figure(chart: Chart, methods: Sequence[Styled], last: int, remarks: list[st
         if drawn:
             spread = envelope([smooth(curve, smoothing) for curve in drawn])
             lines.append(Line(method.label, style, drawn, spread, smoothed=smoothing > 0))
+    return lines
+
+
+def _framed(metric: str, title: str, about: str, lines: Sequence[Line], picture: Markup) -> Markup:
     data = json.dumps(hover_data(lines), separators=(",", ":")).replace("<", "\\u003c")
-    picture = line_chart(lines, last, chart.title, chart.from_zero, [method.label for _, method in methods])
     return Markup(
         '<figure data-chart="{}"><figcaption><b>{}</b> <span class="sub">{}</span></figcaption>{}'
         '<script type="application/json">{}</script></figure>'
-    ).format(chart.metric, chart.title, chart.about, picture, Markup(data))
+    ).format(metric, title, about, picture, Markup(data))

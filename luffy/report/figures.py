@@ -56,6 +56,11 @@ class Scale:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
+def crowded(methods: Sequence[object]) -> bool:
+    """Whether they are more than colours tell apart in one chart."""
+    return len(methods) > COLOURS
+
+
 def nice_step(span: float, wanted: int) -> float:
     """1, 2 or 5 times a power of ten, giving about ``wanted`` ticks over ``span``."""
     rough = span / max(wanted, 1)
@@ -93,11 +98,17 @@ def value_ticks(lines: Sequence[Line], from_zero: bool) -> list[float]:
 
 
 def line_chart(
-    lines: Sequence[Line], last_step: int, name: str, from_zero: bool = False, labels_of: Sequence[str] = ()
+    lines: Sequence[Line],
+    last_step: int,
+    name: str,
+    from_zero: bool = False,
+    labels_of: Sequence[str] = (),
+    behind: Sequence[Line] = (),
 ) -> Markup:
     """The chart of one metric over steps 0 to ``last_step``; ``lines`` hold at least one point. ``labels_of`` are the
-    labels of all charts beside it: with the same room for them, the same step is at the same place in each."""
-    ticks = value_ticks(lines, from_zero)
+    labels of all charts beside it: with the same room for them, the same step is at the same place in each. Of lines
+    ``behind``, the means are drawn, in grey and without labels."""
+    ticks = value_ticks([*lines, *behind], from_zero)
     labels = tick_labels(ticks)
     named = len(lines) <= MOST_LABELS
     room = [*labels_of, *(line.label for line in lines)]
@@ -107,6 +118,7 @@ def line_chart(
     y = Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
     layers = [
         _grid(x, y, ticks, labels),
+        *(_grey(line, x, y) for line in behind),
         *(_band(line, x, y) for line in lines),
         *(_seeds(line, x, y) for line in lines),
         *(_mean(line, x, y) for line in lines),
@@ -153,7 +165,7 @@ def swatch(style: int) -> Markup:
     )
 
 
-def _colour(style: int) -> str:
+def colour_class(style: int) -> str:
     return f"m{style % COLOURS}"
 
 
@@ -168,7 +180,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _stroke(points: Sequence[tuple[float, float]], style: int) -> Markup:
-    return Markup('<path class="mean {}" d="{}"{}/>').format(_colour(style), _path(points), _dash(style))
+    return Markup('<path class="mean {}" d="{}"{}/>').format(colour_class(style), _path(points), _dash(style))
 
 
 def _grid(x: Scale, y: Scale, ticks: Sequence[float], labels: Sequence[str]) -> Markup:
@@ -187,20 +199,29 @@ def _grid(x: Scale, y: Scale, ticks: Sequence[float], labels: Sequence[str]) -> 
     return Markup("").join(out)
 
 
+def _grey(line: Line, x: Scale, y: Scale) -> Markup:
+    points = [(x(s), y(v)) for s, v in zip(line.envelope.steps, line.envelope.mean, strict=True)]
+    return Markup('<path class="behind" d="{}"/>').format(_path(points)) if len(points) > 1 else Markup("")
+
+
 def _band(line: Line, x: Scale, y: Scale) -> Markup:
     e = line.envelope
     if len(line.seeds) < 2 or len(e.steps) < 2:
         return Markup("")
     upper = [(x(s), y(v)) for s, v in zip(e.steps, e.high, strict=True)]
     lower = [(x(s), y(v)) for s, v in zip(e.steps, e.low, strict=True)]
-    return Markup('<path class="band {}" d="{}Z"/>').format(_colour(line.style), _path(upper + lower[::-1]))
+    return Markup('<path class="band {}" d="{}Z"/>').format(colour_class(line.style), _path(upper + lower[::-1]))
 
 
 def _seeds(line: Line, x: Scale, y: Scale) -> Markup:
     if len(line.seeds) < 2 and not line.smoothed:
         return Markup("")
     paths = [_path([(x(s), y(v)) for s, v in curve]) for curve in line.seeds if len(curve) > 1]
-    return Markup('<path class="seed {}" d="{}"/>').format(_colour(line.style), "".join(paths)) if paths else Markup("")
+    return (
+        Markup('<path class="seed {}" d="{}"/>').format(colour_class(line.style), "".join(paths))
+        if paths
+        else Markup("")
+    )
 
 
 def _mean(line: Line, x: Scale, y: Scale) -> Markup:
@@ -209,7 +230,7 @@ def _mean(line: Line, x: Scale, y: Scale) -> Markup:
     drawn = _stroke(points, line.style) if len(points) > 1 else Markup("")
     dots = points if len(points) <= MARKED_POINTS else []
     dot = Markup('<circle class="dot {}" cx="{:.1f}" cy="{:.1f}" r="2.4"/>')
-    return drawn + Markup("").join(dot.format(_colour(line.style), px, py) for px, py in dots)
+    return drawn + Markup("").join(dot.format(colour_class(line.style), px, py) for px, py in dots)
 
 
 def _end_labels(lines: Sequence[Line], x: Scale, y: Scale) -> Markup:

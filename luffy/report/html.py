@@ -20,7 +20,10 @@ from markupsafe import Markup
 from luffy._version import __version__
 from luffy.errors import UserError
 from luffy.files import write_atomically
-from luffy.report.charts import chart_grid, charts_of, legend
+from luffy.report.charts import chart_grid, charts_of, family_charts, legend
+from luffy.report.dots import accuracy_dots
+from luffy.report.families import by_accuracy, families
+from luffy.report.figures import crowded
 from luffy.report.methods import Method, Styled, group_runs, with_styles
 from luffy.report.runs import find_runs, load_runs
 from luffy.report.samples import BRIEF, choose_groups, colour_choice, colour_key, group_html
@@ -143,10 +146,12 @@ def _final_section(methods: Sequence[Styled]) -> Markup:
         if several
         else "One seed per method, so no intervals."
     )
-    intro = (
-        f"{seeds} Final is the last recorded value. Best is the highest of a run; chosen on the problems it is "
-        "measured on, it flatters. Seconds include evaluations and checkpoints."
-    )
+    best = "Best is the highest of a run; chosen on the problems it is measured on, it flatters. "
+    timed = "Seconds include evaluations and checkpoints."
+    intro = f"{seeds} Final is the last recorded value. {'' if crowded(methods) else best}{timed}"
+    if crowded(methods):
+        methods = by_accuracy(methods)
+        return _section("final", "Final figures", intro, accuracy_dots(methods), final_table(methods))
     return _section("final", "Final figures", intro, final_table(methods))
 
 
@@ -156,8 +161,23 @@ def _curves_section(methods: Sequence[Styled], remarks: list[str]) -> Markup:
         "Thick lines are means over seeds, thin lines single seeds, bands the range from lowest to highest seed. "
         "Means and bands cover the steps that all seeds of a method span."
     )
+    intro = intro if several else "One run per method."
+    if crowded(methods):
+        intro += " Methods are drawn by family; the others are grey behind them."
+        return _section("curves", "Learning curves", intro, *_curves_by_family(methods, remarks))
     grid = chart_grid(charts_of(methods), methods, remarks)
-    return _section("curves", "Learning curves", intro if several else "One run per method.", legend(methods), grid)
+    return _section("curves", "Learning curves", intro, legend(methods), grid)
+
+
+def _curves_by_family(methods: Sequence[Styled], remarks: list[str]) -> list[Markup]:
+    """The first chart (held-out accuracy, where it was measured) for all families, the others of each to be opened."""
+    first, *others = charts_of(methods)
+    parts = [family_charts(first, methods, remarks)]
+    for family, members in families(methods).items():
+        grid = chart_grid(others, members, [])
+        opened = Markup("<details><summary>{}: all other curves</summary>{}{}</details>")
+        parts.append(opened.format(family, legend(members), grid))
+    return parts
 
 
 def _time_section(methods: Sequence[Styled]) -> Markup | None:
@@ -172,6 +192,8 @@ def _time_section(methods: Sequence[Styled]) -> Markup | None:
 def _knobs_section(methods: Sequence[Styled]) -> Markup | None:
     content = difference_table(methods)
     intro = "Every setting that is not the same in all methods; the rest is in each run's config.yaml."
+    if crowded(methods):
+        intro = "The settings of each method that are not those of most methods; all are in each run's config.yaml."
     return None if content is None else _section("knobs", "What sets the methods apart", intro, content)
 
 

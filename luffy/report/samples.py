@@ -58,7 +58,7 @@ def choose_groups(methods: Sequence[Styled]) -> tuple[list[Shown], int]:
         run = next((run for run in method.runs if run.samples.places), None)
         if run is not None:
             shown += [Shown(style, method, run, key) for key in _first_groups(run, share)]
-    shown = shown[:MOST_GROUPS]
+    shown = shown[: max(MOST_GROUPS, len(methods))]
     return shown, recorded - len(shown)
 
 

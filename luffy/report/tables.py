@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from markupsafe import Markup
 
 from luffy.report import runs as read
 from luffy.report.curves import Estimate, estimate
-from luffy.report.figures import KNOWN_PHASES, phase_bar, phase_class, swatch
+from luffy.report.figures import KNOWN_PHASES, crowded, phase_bar, phase_class, swatch
 from luffy.report.methods import Method, Styled, differing_keys, show_value
 from luffy.report.runs import Reader, RunRecord
 from luffy.report.text import number, shorten, show
@@ -78,6 +80,7 @@ def sampled(reader: Reader) -> Reader:
 def final_table(methods: Sequence[Styled]) -> Markup:
     runs = [run for _, method in methods for run in method.runs]
     columns = [c for c in final_columns(runs) if any(c.value(run) is not None for run in runs)]
+    columns = [c for c in columns if c.below not in ("start", "best")] if crowded(methods) else columns
     rows = [_final_row(style, method, columns) for style, method in methods]
     wide = " stacked" if len(columns) > ROOMY_COLUMNS else ""
     return table(_final_head(columns), rows, f"final{wide}")
@@ -208,14 +211,39 @@ def _phase_row(style: int, label: str, seconds: dict[str, float], phases: Sequen
 
 
 def difference_table(methods: Sequence[Styled]) -> Markup | None:
-    """Every knob in which the methods differ; None where there is nothing to tell apart."""
+    """Every knob in which the methods differ, a column for each method; of many methods, a row for each. None where
+    there is nothing to tell apart."""
     keys = differing_keys([method for _, method in methods]) if len(methods) > 1 else []
     if not keys:
         return None
+    if crowded(methods):
+        return _unusual_table(methods, keys)
     heads = [column_head("Knob", left=True)]
     heads += [Markup('<th scope="col">{} {}</th>').format(swatch(i), show(m.label)) for i, m in methods]
     rows = [_difference_row(key, [method for _, method in methods]) for key in keys]
     return table(Markup("").join(heads), rows, "knobs")
+
+
+def _unusual_table(methods: Sequence[Styled], keys: Sequence[str]) -> Markup:
+    """A row for each method: the knobs that it does not have as most methods do."""
+    usual = {key: _most_common([method.settings.get(key) for _, method in methods]) for key in keys}
+    head = column_head("Method", left=True) + column_head("Differs from most in", left=True)
+    return table(head, [_unusual_row(style, method, usual) for style, method in methods], "unusual")
+
+
+def _most_common(values: Sequence[Any]) -> str:
+    return Counter(show_value(value) for value in values).most_common(1)[0][0]
+
+
+def _unusual_row(style: int, method: Method, usual: Mapping[str, str]) -> Markup:
+    own = {key: show_value(method.settings.get(key)) for key in usual}
+    items = [
+        Markup("<code>{}={}</code>").format(show(key), show(shorten(value, LONGEST_VALUE)))
+        for key, value in own.items()
+        if value != usual[key]
+    ]
+    said = Markup(" ").join(items) or Markup('<span class="none">nothing</span>')
+    return method_head(style, method.label) + Markup('<td class="name">{}</td>').format(said)
 
 
 def _difference_row(key: str, methods: Sequence[Method]) -> Markup:
