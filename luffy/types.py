@@ -67,11 +67,12 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Task:
-    """A problem as the model sees it."""
+    """A problem as the model sees it. ``hint``: the level of the hint in its prompt; 0: none."""
 
     problem: Problem
     prompt_ids: tuple[int, ...]
     demonstrations: tuple[Demonstration, ...] = ()
+    hint: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,11 @@ class Rollout:
     @property
     def is_on_policy(self) -> bool:
         return not bool(self.off_policy.any())
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the policy wrote it alone: no token of a teacher, no hint in the prompt."""
+        return self.is_on_policy and not self.task.hint
 
     @property
     def versions(self) -> Tensor:

@@ -14,11 +14,11 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
 # Files of each walk-through, its test among them.
-FILES = {"A reward": 2, "A shape": 2, "A method": 3, "An engine": 2}
+FILES = {"A reward": 2, "A shape": 2, "A method": 3, "A gate": 2, "An engine": 2}
 QUICK = ["eval.limit=4", "eval.max_tokens=8", "record.tensorboard=false"]
 
 
-def test_there_are_four_walk_throughs():
+def test_there_are_five_walk_throughs():
     assert set(SECTIONS) == set(FILES)
 
 

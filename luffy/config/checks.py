@@ -20,6 +20,7 @@ def check(config: Knobs) -> None:
         _check_engine,
         _check_reward,
         _check_guidance,
+        _check_gate,
         _check_clip,
         _check_shapes,
         _check_overrides,
@@ -73,6 +74,21 @@ def _check_guidance(c: Knobs) -> None:
         )
     if c.algorithm.trace_term == "sft" and (g.strategy, g.min_ratio, g.max_ratio) != ("fixed", 1.0, 1.0):
         raise ConfigError("trace_term sft takes whole traces: set guidance.strategy=fixed, min_ratio=1, max_ratio=1")
+
+
+def _check_gate(c: Knobs) -> None:
+    g = c.guidance
+    if g.gate == "micro_groups" and not len(g.gate_sizes) == len(g.gate_shares) == len(g.gate_scores):
+        raise ConfigError(
+            f"gate micro_groups has a size, a share and a score for every round, but 'guidance.gate_sizes' has "
+            f"{len(g.gate_sizes)}, 'guidance.gate_shares' {len(g.gate_shares)} and 'guidance.gate_scores' "
+            f"{len(g.gate_scores)}; give as many of each"
+        )
+    if g.gate == "likeliest_traces" and g.gate_samples >= c.rollout.n:
+        raise ConfigError(
+            f"'guidance.gate_samples' ({g.gate_samples}) leaves no own sample of 'rollout.n' ({c.rollout.n}) in a "
+            f"group; lower it"
+        )
 
 
 def _check_clip(c: Knobs) -> None:
@@ -180,7 +196,7 @@ def _check_async(c: Knobs) -> None:
     if c.async_.max_staleness and c.guidance.gate != "none":
         raise ConfigError(
             f"'async.max_staleness' ({c.async_.max_staleness}) makes one batch a step ahead, and 'guidance.gate' "
-            f"({c.guidance.gate}) may need a second round of it; set guidance.gate=none or async.max_staleness=0"
+            f"({c.guidance.gate}) may need further rounds of it; set guidance.gate=none or async.max_staleness=0"
         )
     if c.async_.max_staleness and (c.rollout.top_p != 1.0 or c.rollout.top_k != 0):
         raise ConfigError(

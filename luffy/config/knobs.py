@@ -13,7 +13,7 @@ from luffy.core.losses import PolicyLoss
 from luffy.core.reduce import Reduction
 from luffy.core.shaping import Shape
 from luffy.errors import ConfigError
-from luffy.guidance.gate import GATES
+from luffy.guidance.gate import GATES, GateSettings
 from luffy.guidance.ratios import SCHEDULES, RatioSchedule
 from luffy.guidance.trace_choice import TraceChoice
 from luffy.schema import knob, nearest
@@ -139,11 +139,38 @@ class GuidanceConfig:
     trace_choice: TraceChoice = knob("random", "which traces of a problem that has several")
     gate: str = knob(
         "none",
-        "a second round for problems whose first responses ask for it: trace_on_failure (where all own samples failed, "
-        "one gives way to a verified trace), or your own (docs/extend.md)",
+        "further rounds for problems whose responses ask for them: trace_on_failure (where all own samples failed, one "
+        "gives way to a right trace), trace_alone, likeliest_traces, hinted_group, lowest_hint, micro_groups "
+        "(docs/methods.md), or your own (docs/extend.md)",
+    )
+    gate_from: int = knob(0, "steps before the gate begins to act", ge=0)
+    gate_solved: int = knob(0, "trace_alone acts where at most so many own samples are right", ge=0)
+    gate_samples: int = knob(
+        1, "likeliest_traces: samples that give way to traces; lowest_hint: samples made with each hint", ge=1
+    )
+    gate_shares: tuple[float, ...] = knob(
+        (0.25, 0.5, 0.75), "shares of a trace, round by round: shown as a hint, or in micro_groups as a prefix"
+    )
+    gate_sizes: tuple[int, ...] = knob(
+        (2, 1, 1), "micro_groups: samples added in each round; the first rollout.n come first"
+    )
+    gate_scores: tuple[float, ...] = knob(
+        (0.5, 2 / 3, 1.0), "micro_groups: a round has a prefix where the mean score so far is below this"
+    )
+    hint_text: str = knob(
+        "\n\nHere is a hint:\n{solution}", "what a hint puts behind the question; {solution} stands for its text"
     )
 
+    def gate_settings(self) -> GateSettings:
+        return GateSettings(self.gate_solved, self.gate_samples, self.gate_shares, self.gate_sizes, self.gate_scores)
+
     def __post_init__(self) -> None:
+        if not all(0 < share <= 1 for share in self.gate_shares):
+            raise ConfigError(f"'guidance.gate_shares' must be above 0 and at most 1, got {list(self.gate_shares)}")
+        if not all(size >= 1 for size in self.gate_sizes):
+            raise ConfigError(f"'guidance.gate_sizes' must be 1 or more, got {list(self.gate_sizes)}")
+        if "{solution}" not in self.hint_text:
+            raise ConfigError(f"'guidance.hint_text' must contain {{solution}}, got {self.hint_text!r}")
         gates = ("none", *GATES)
         if self.gate not in gates and ":" not in self.gate:
             raise ConfigError(

@@ -18,7 +18,7 @@ from luffy.errors import ConfigError
 from luffy.types import Message, Problem, Trace
 
 CALCULATOR = re.compile(r"<<.*?>>")
-COLUMN_KEYS = ("prompt", "answer", "traces", "id", "source", "teacher", "log_probs")
+COLUMN_KEYS = ("prompt", "answer", "traces", "id", "source", "teacher", "log_probs", "hints")
 ROW_KEY = "__row__"
 """Key of ``Problem.meta`` that holds ``file:row``, so that later errors can name the row."""
 ABSENT = object()
@@ -161,7 +161,7 @@ def read_columns(row: RowView) -> Problem:
     """Whatever the user's column map says."""
     columns = row.options.columns
     traces = _mapped_traces(row) if "traces" in columns else ()
-    return build(
+    problem = build(
         row,
         used=tuple(columns.values()),
         prompt_column=columns["prompt"],
@@ -171,6 +171,9 @@ def read_columns(row: RowView) -> Problem:
         trace_column=columns.get("traces", "traces"),
         id_column=columns.get("id"),
     )
+    if "hints" not in columns:
+        return problem
+    return replace(problem, meta={**problem.meta, "hints": row.get(columns["hints"])})
 
 
 READERS: dict[str, Reader] = {

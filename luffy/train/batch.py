@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from luffy.config import Config
 from luffy.distributed.share import share_out
 from luffy.distributed.world import World
 from luffy.errors import AllStopped
-from luffy.guidance import FirstRound
 from luffy.metrics import Metric, Sum, merge_metrics, spread
 from luffy.report.timing import Stopwatch
 from luffy.train.credit import ScoredTokens, find_credit_function, uncredited
-from luffy.train.draws import Drawn, attempts, chosen_trace, draw, trace_sample
-from luffy.train.groups import group_metrics, in_accuracy_band, is_extreme, override_metrics, staleness_metrics
+from luffy.train.draws import attempts, chosen_trace, draw, trace_sample
+from luffy.train.groups import (
+    group_metrics,
+    in_accuracy_band,
+    is_extreme,
+    override_metrics,
+    own_metrics,
+    staleness_metrics,
+)
 from luffy.train.run_state import Draw, RolloutBatch, Run
 from luffy.types import Group, Sample
 
@@ -70,18 +75,6 @@ def mini_batches(groups: Sequence[Sequence[Sample]], parts: int) -> Iterator[lis
         yield [sample for group in members for sample in group]
 
 
-def first_rounds(run: Run, drawn: Drawn, groups: Sequence[Group], step: int) -> list[FirstRound]:
-    """What the gate sees of a batch."""
-    reward = run.cfg.reward
-    return [
-        FirstRound(
-            group, step, visit, position, run.planner, reward.solved, reward.failed,
-            partial(run.trace_rewards, group.task),
-        )
-        for group, visit, position in zip(groups, drawn.visits, drawn.positions, strict=True)
-    ]  # fmt: skip
-
-
 def draw_traces(run: Run) -> StepBatch:
     """SFT: one trace of each of the next problems, shared out among the ranks."""
     rows, visits = draw(run.sampler, run.cfg.batch.problems)
@@ -106,7 +99,7 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
     parts: list[Mapping[str, Metric]] = []
     for attempt in range(rounds + 1):
         batch = _next_batch(run, step, attempt * wanted, roll_out)
-        parts += [batch.metrics, *_rollout_metrics(run, list(batch.groups.values()), step)]
+        parts += [batch.metrics, *_rollout_metrics(run, batch, step)]
         own |= batch.groups
         draws |= batch.draws
         for position, is_rejected in sorted(_rejections(run, batch.groups).items()):
@@ -149,8 +142,10 @@ def _next_batch(run: Run, step: int, first: int, roll_out: RollOut) -> RolloutBa
     return batch
 
 
-def _rollout_metrics(run: Run, groups: list[Group], step: int) -> Iterator[Mapping[str, Metric]]:
+def _rollout_metrics(run: Run, batch: RolloutBatch, step: int) -> Iterator[Mapping[str, Metric]]:
+    groups = list(batch.groups.values())
     yield group_metrics(groups, run.cfg.reward)
+    yield own_metrics(batch.first, run.cfg.reward)
     yield run.engine.metrics() if run.prefetcher is None else staleness_metrics(groups, step)
     if run.cfg.rollout.overrides is not None:
         yield override_metrics(groups)

@@ -167,7 +167,7 @@ def attempts(run: Run, step: int, groups: Mapping[int, Group], draws: Mapping[in
 
 
 def _attempt(draw: Draw, group: Group, step: int, cfg: RewardConfig) -> Attempt:
-    own = [(r, s) for r, s in zip(group.rollouts, group.scores, strict=True) if r.is_on_policy]
+    own = [(r, s) for r, s in zip(group.rollouts, group.scores, strict=True) if r.is_own]
     right = [rollout for rollout, score in own if cfg.solved(score.value)]
     successes = tuple(Success(r.token_ids.int(), r.behavior_log_probs, step) for r in right)
     return Attempt(draw.row, len(own), successes, replayed=draw.source == "replay")

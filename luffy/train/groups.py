@@ -10,7 +10,7 @@ from luffy.config import RewardConfig
 from luffy.metrics import Max, Mean, Metric, Sum, spread
 from luffy.models.load import decode
 from luffy.rewards import Verifier
-from luffy.types import Group, Rollout
+from luffy.types import Group, Rollout, Score
 
 
 def score(rollouts: Sequence[tuple[Rollout, ...]], verifier: Verifier, tokenizer: Any) -> list[Group]:
@@ -42,23 +42,32 @@ def all_failed(group: Group, cfg: RewardConfig) -> bool:
 
 def group_metrics(groups: Sequence[Group], cfg: RewardConfig) -> dict[str, Metric]:
     """What the rollouts of a step say, before any is rejected."""
-    pairs = [(r, s) for g in groups for r, s in zip(g.rollouts, g.scores, strict=True)]
-    own = [(r, s) for r, s in pairs if r.is_on_policy]
+    pairs = _pairs(groups)
     guided = [(r, s) for r, s in pairs if not r.is_on_policy]
     answered = [g for g in groups if not g.has_traces_alone]
-    lengths = [r.token_ids.numel() for r, _ in own]
     return {
         **spread("critic/score", (s.value for _, s in pairs)),
-        **spread("critic/rewards", (s.value for _, s in own)),
         "batch/solve_all": Sum(sum(all_solved(g, cfg) for g in answered)),
         "batch/solve_none": Sum(sum(all_failed(g, cfg) for g in answered)),
-        "batch/on_solved": Mean.of(cfg.solved(s.value) for _, s in own),
         "batch/off_solved": Mean.of(cfg.solved(s.value) for _, s in guided),
         "batch/avg_prefix_ratio": Mean.of(r.prefix_ratio for r, _ in guided),
         "batch/verifier_failures": Sum(sum(s.status not in ("ok", "no_answer") for _, s in pairs)),
-        **spread("response_length", lengths),
+    }
+
+
+def own_metrics(groups: Sequence[Group], cfg: RewardConfig) -> dict[str, Metric]:
+    """What the policy can do by itself: of the groups as they were first sampled, before a gate changed any."""
+    own = [(r, s) for r, s in _pairs(groups) if r.is_own]
+    return {
+        **spread("critic/rewards", (s.value for _, s in own)),
+        "batch/on_solved": Mean.of(cfg.solved(s.value) for _, s in own),
+        **spread("response_length", [r.token_ids.numel() for r, _ in own]),
         "response_length/clip_ratio": Mean.of(r.finish == "length" for r, _ in own),
     }
+
+
+def _pairs(groups: Sequence[Group]) -> list[tuple[Rollout, Score]]:
+    return [pair for group in groups for pair in zip(group.rollouts, group.scores, strict=True)]
 
 
 def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, Metric]:

@@ -19,31 +19,21 @@ from rich.console import Console
 from luffy.config import Config, EvalConfig
 from luffy.distributed.world import World
 from luffy.errors import AllStopped, TrainingStopped
-from luffy.guidance import Plan
-from luffy.guidance.gate import SecondRounds
 from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.models.threads import use_threads
 from luffy.report.console import was_idle
 from luffy.train import held_out, recording, saving
 from luffy.train.activations import out_of_memory_advice
-from luffy.train.batch import (
-    Slot,
-    StepBatch,
-    collect,
-    draw_traces,
-    first_rounds,
-    score_tokens,
-)
+from luffy.train.batch import Slot, StepBatch, collect, draw_traces, score_tokens
 from luffy.train.build import build_run
 from luffy.train.credit import credit, credit_metrics
 from luffy.train.draws import draw_share
-from luffy.train.groups import score
 from luffy.train.optim import lr_at
 from luffy.train.policy import NonFiniteUpdate
 from luffy.train.recording import Records
+from luffy.train.rounds import further_rounds, respond
 from luffy.train.run_state import Method, Progress, RolloutBatch, Run
 from luffy.train.stopping import StopRequest
-from luffy.types import Group
 
 Observer = Callable[[StepBatch], None]
 
@@ -53,30 +43,20 @@ def ignore(batch: StepBatch) -> None:
 
 
 def roll_out(run: Run, at: Slot) -> RolloutBatch:
-    """The first half of an RL step: sample problems, plan, generate, verify, and once more
-    where the gate asks for it. With ``async.max_staleness`` a thread does
-    this for coming steps; it must not depend on anything but the run and the slot."""
+    """The first half of an RL step: sample problems, plan, generate, verify, and again where the gate asks for it. With
+    ``async.max_staleness`` a thread does this for coming steps; it must not depend on anything but the run and the
+    slot."""
     run.before_step(at.step)
     with at.watch("plan"):
         drawn = draw_share(run, at.step, at.first)
         plan = drawn.plan(run, at.step)
-    groups, metrics = respond(run, plan, at), drawn.metrics(run, at.step)
+    groups = first = respond(run, plan, at)
+    metrics = drawn.metrics(run, at.step)
     if run.gate is not None:
-        second = SecondRounds.of(run.gate, first_rounds(run, drawn, groups, at.step))
-        groups = second.merge(groups, respond(run, second.plan, at))  # on every rank: some engines answer several
-        metrics |= {"batch/gated": Sum(len(second.rounds))}
+        groups, more = further_rounds(run, run.gate, drawn, first, at)
+        metrics |= more
     by_position = dict(zip(drawn.positions, groups, strict=True))
-    return RolloutBatch(by_position, drawn.sources, run.sampler.state_dict(), metrics)
-
-
-def respond(run: Run, plan: Plan, at: Slot) -> list[Group]:
-    """Generate what a plan asks for, join it with the teacher's part and verify all of it."""
-    with at.watch("rollout"):
-        completions = run.engine.generate(plan.requests, at.progress)
-        rollouts = plan.assemble(completions, version=at.version)
-    with at.watch("reward"):
-        assert run.verifier is not None
-        return score(rollouts, run.verifier, run.tokenizer)
+    return RolloutBatch(by_position, drawn.sources, run.sampler.state_dict(), first, metrics)
 
 
 def rl_step(run: Run, step: int, observe: Observer = ignore) -> StepBatch:

@@ -6,7 +6,7 @@ nothing of each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -58,11 +58,13 @@ class Draw:
 @dataclass(frozen=True)
 class RolloutBatch:
     """This rank's groups of a batch by position in the step, where their problems come from, the sampler's state after
-    drawing it, and what was measured. ``seconds`` by phase: of a batch that was made in another thread."""
+    drawing it, and what was measured. ``first``: the same groups before a gate changed any. ``seconds`` by phase: of a
+    batch that was made in another thread."""
 
     groups: dict[int, Group]
     draws: dict[int, Draw]
     sampler: dict[str, int]
+    first: Sequence[Group]
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
 

@@ -13,6 +13,7 @@ from luffy.config import Config, ModelConfig
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.errors import ConfigError, DataError, UserError, how_to_install
 from luffy.guidance.gate import find_gate
+from luffy.guidance.row_hints import hints_of
 from luffy.models.load import eos_ids_in, load_model, load_tokenizer
 from luffy.train.build_engines import find_engine
 from luffy.train.credit import find_credit_function
@@ -134,17 +135,20 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
     """Every problem is read and encoded once before the first step: what is wrong shows now."""
     if not cfg.data.train:
         raise ConfigError("'data.train' is empty; give a file, folder or hub id")
-    guided = sft or uses_traces(cfg)
+    gate = find_gate(cfg.guidance.gate)
+    hinted = not sft and gate is not None and gate.uses_hints
+    guided = sft or hinted or uses_traces(cfg)
     problems = _load(cfg, cfg.data.train, cfg.data.split, limit=cfg.data.limit, require_answer=not sft)
-    usable, with_traces = [], 0
+    usable, with_traces, with_hints = [], 0, 0
     for index, task in enumerate(encoder.encode_all(problems[i] for i in range(len(problems)))):
         if task is None or (sft and not task.demonstrations):
             continue
         usable.append(index)
         with_traces += bool(task.demonstrations)
+        with_hints += hinted and bool(hints_of(task.problem))
         if guided and cfg.algorithm.teacher_probs == "recorded" and not sft:
             _check_recorded(task)
-    if guided and with_traces == 0:
+    if guided and with_traces == with_hints == 0:
         raise DataError(_no_trace_message(cfg, problems, encoder))
     report = {"rows": len(problems), "usable": len(usable), "with_traces": with_traces}
     report |= {"rows_skipped": sum(problems.skipped.values()), **encoder.counts}
@@ -190,7 +194,7 @@ def load_eval_tasks(cfg: Config, encoder: Encoder) -> dict[str, list[Task]]:
 
 def _load_eval_set(cfg: Config, path: Any, encoder: Encoder) -> list[Task]:
     """Held-out problems need no traces, so a column map need not find them there."""
-    columns = {k: v for k, v in cfg.data.columns.items() if k not in ("traces", "teacher", "log_probs")}
+    columns = {k: v for k, v in cfg.data.columns.items() if k not in ("traces", "teacher", "log_probs", "hints")}
     without_traces = replace(cfg, data=replace(cfg.data, columns=columns))
     problems = _load(without_traces, path, cfg.data.eval_split, limit=cfg.eval.limit, require_answer=True)
     tasks = list(encoder.encode_all(replace(problem, traces=()) for problem in problems))

@@ -348,6 +348,13 @@ def test_columns_with_nested_paths_teachers_and_log_probs():
     )
 
 
+def test_hints_are_kept_whatever_their_column_is_called():
+    row = {"prompt": "q", "answer": "1", "hints": ["a", "b"]}
+    assert read(row).meta["hints"] == ["a", "b"]
+    mapped = read({"p": "q", "a": "1", "levels": ["a"]}, columns={"prompt": "p", "answer": "a", "hints": "levels"})
+    assert mapped.meta["hints"] == ["a"] and "levels" not in mapped.meta
+
+
 def test_columns_with_one_value_for_all_traces():
     columns = {"prompt": "p", "answer": "a", "traces": "t", "teacher": "by", "log_probs": "lp"}
     row = {"p": "q", "a": "1", "t": [4, 5], "by": "x", "lp": [-1, -2]}

@@ -7,7 +7,8 @@ import torch
 from test_plan import LONG, SHORT, completions, planner, task
 
 from luffy.errors import UserError
-from luffy.guidance.gate import FirstRound, Gate, SecondRound, SecondRounds, find_gate, gate_function, trace_on_failure
+from luffy.guidance.built_in_gates import trace_on_failure
+from luffy.guidance.gate import FirstRound, Gate, SecondRound, SecondRounds, find_gate, gate_function
 from luffy.types import Group, Score
 
 
@@ -21,7 +22,7 @@ def first_round(scores, traces=(LONG, SHORT), trace_scores=(0.0, 1.0), n_prefix=
 
 def second(gate, first):
     """Groups after the second round; added samples score 1."""
-    rounds = SecondRounds.of(gate, [first])
+    rounds = SecondRounds.of(gate, {0: first})
     plan = rounds.plan
     added = [
         Group(group[0].task, group, (Score(1.0),) * len(group))
@@ -74,8 +75,8 @@ def longer_prefix(first):
 
 
 def hint(first):
-    hinted = (9, *first.group.task.prompt_ids)
-    return SecondRound((0,), (first.sample(0, prompt_ids=hinted), first.sample(1, prompt_ids=hinted)))
+    hinted = replace(first.group.task, prompt_ids=(9, *first.group.task.prompt_ids), hint=1)
+    return SecondRound((0,), (first.sample(0, task=hinted), first.sample(1, task=hinted)))
 
 
 def trace_alone(first):
@@ -89,7 +90,7 @@ def test_a_gate_may_redo_the_group_hint_in_the_prompt_or_keep_the_trace_alone():
     assert torch.equal(redone.rollouts[0].token_ids[:6], torch.tensor(LONG.token_ids[:6]))
     hinted = second(Gate(hint), first)
     assert [r.task.prompt_ids for r in hinted.rollouts] == [(5, 6), (9, 5, 6), (9, 5, 6)]
-    requests = SecondRounds.of(Gate(hint), [first]).plan.requests
+    requests = SecondRounds.of(Gate(hint), {0: first}).plan.requests
     assert requests[0].prompt_ids == (9, 5, 6) and requests[0].seed != requests[1].seed
     assert second(Gate(trace_alone), first).rollouts == first.group.rollouts[:1]
     with pytest.raises(UserError, match="no sample of problem 'p' is left"):

@@ -17,7 +17,7 @@ from luffy.train.credit import (
     find_credit_function,
     group_baseline,
 )
-from luffy.train.groups import group_metrics, in_accuracy_band, is_extreme
+from luffy.train.groups import group_metrics, in_accuracy_band, is_extreme, own_metrics
 from luffy.train.loop import Trainer
 from luffy.types import Group, Problem, Rollout, Score, Task
 
@@ -144,7 +144,8 @@ def test_groups_outside_the_accuracy_band_are_rejected(make_config):
 def test_metrics_by_hand():
     cut_off = rollout(length=5, finish="length")
     groups = [GUIDED, group([0.0, 0.0], [cut_off, rollout(length=1)])]
-    m = {k: v.value for k, v in group_metrics(groups, RewardConfig()).items()}
+    found = group_metrics(groups, RewardConfig()) | own_metrics(groups, RewardConfig())
+    m = {k: v.value for k, v in found.items()}
     assert m["batch/on_solved"] == pytest.approx(1 / 5) and m["batch/off_solved"] == 1.0
     assert (m["batch/solve_all"], m["batch/solve_none"], m["batch/avg_prefix_ratio"]) == (0, 1, 1.0)
     assert m["critic/score/mean"] == pytest.approx(2 / 6) and m["critic/rewards/mean"] == pytest.approx(1 / 5)

@@ -1,12 +1,16 @@
-"""Runs with a gate: the step has a second round."""
+"""Runs with a gate: the step has further rounds."""
 
 import json
+import os
+import signal
 
 import pytest
-from ranks import figures, run_ranks, samples, train
+from children import exit_code_in_new_child
+from ranks import assert_same_figures, figures, run_ranks, samples, train
 
 from luffy.errors import ConfigError, DataError
-from luffy.guidance.gate import SecondRound
+from luffy.guidance.gate import Gate, SecondRound
+from luffy.rollout.native import NativeEngine
 from luffy.train.loop import Trainer
 
 
@@ -66,13 +70,122 @@ def test_a_trace_alone_is_kept_where_the_credit_function_learns_from_it(make_con
     assert ("actor/sft_loss" in row) is learns
 
 
-def test_the_number_of_ranks_changes_nothing(make_config):
-    alone, many = config(make_config, "alone"), config(make_config, "many")
+def several_rounds(first):
+    """As many rounds as the problem's number says, 3 at most: the likeliest trace, then hints, or else own samples."""
+    if first.round > int(first.group.task.problem.id[1:]) % 4:
+        return None
+    kept, traces = tuple(range(1, len(first.group.rollouts))), first.group.task.demonstrations
+    if not traces:
+        return SecondRound(kept, (first.sample(0),))
+    if first.round > 1:
+        return SecondRound(kept, (first.sample(0, task=first.hint(first.round)),))
+    likeliest = max(range(len(traces)), key=lambda i: first.answer_probs[i])
+    return SecondRound(kept, (first.sample(0, traces[likeliest]),))
+
+
+SEVERAL_ROUNDS = Gate(several_rounds, rounds=None, uses_hints=True, answer_probs=True)
+
+
+@pytest.fixture
+def two_teachers(sums, tmp_path):
+    """Sums with two traces where there is one, one longer than the other."""
+    path = tmp_path / "two.jsonl"
+    rows = [json.loads(line) for line in sums.read_text().splitlines()]
+    for row in rows:
+        row["traces"] += [f"0+{trace}" for trace in row["traces"]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def several(make_config, path, name, **changes):
+    guidance = {"n_prefix": 0, "gate": f"{__name__}:SEVERAL_ROUNDS", "hint_text": " {solution}"}
+    settings = {
+        "guidance": guidance,
+        "data": {"train": str(path), "max_prompt_tokens": 24},
+        "rollout": {"max_tokens": 18},
+        "algorithm": {"reject_extreme": False},
+    }
+    return config(make_config, name, **(settings | changes))
+
+
+def rows(cfg):
+    return [(r["step"], r["problem"], r["sample"], r["prompt"], r["token_ids"], r["advantages"]) for r in samples(cfg)]
+
+
+def test_a_gate_asks_again_until_it_has_enough(make_config, two_teachers):
+    cfg = several(make_config, two_teachers, "run", train={"steps": 1})
+    train(cfg)
+    (figure,), found = figures(cfg), samples(cfg)
+    problems = {r["problem"]: int(r["problem"][1:]) for r in found}
+    assert figure["batch/gated"] == sum(n % 4 > 0 for n in problems.values())
+    assert figure["method/gated_share"] == pytest.approx(figure["batch/gated"] / 6)
+    for problem, number in problems.items():
+        group = [r for r in found if r["problem"] == problem]
+        traced = number % 3 != 2 and number % 4 > 0
+        assert len(group) == 4 and sum(r["finish"] == "trace" for r in group) == traced
+        own = group[0]["prompt"] if number % 4 < 3 else None
+        hinted = [r["prompt"] for r in group if own is not None and r["prompt"] != own]
+        assert len(hinted) == (traced and number % 4 == 2)
+        assert all(prompt.startswith(f"{own} ") for prompt in hinted)
+    level_2 = sum(n % 3 != 2 and n % 4 >= 2 for n in problems.values())
+    assert figure["method/hint_2_share"] == pytest.approx(level_2 / 6)
+    assert figure["method/hints_too_long"] == 0 and 0 <= figure["method/hinted_solved"] <= 1
+
+
+def test_the_number_of_ranks_changes_nothing(make_config, two_teachers):
+    alone, many = (several(make_config, two_teachers, name) for name in ("alone", "many"))
     train(alone)
     run_ranks(2, train, many)
-    pick = lambda cfg: [(r["step"], r["problem"], r["sample"], r["token_ids"], r["advantages"]) for r in samples(cfg)]  # noqa: E731
-    assert pick(many) == pick(alone)
-    assert [r["batch/gated"] for r in figures(many)] == [r["batch/gated"] for r in figures(alone)]
+    assert rows(many) == rows(alone)
+    assert_same_figures(figures(many), figures(alone))
+
+
+def killed_in_a_round(cfg, call):
+    """In a child: SIGKILL at that call of the engine."""
+    generate, calls = NativeEngine.generate, 0
+
+    def deadly(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return generate(*args, **kwargs)
+
+    NativeEngine.generate = deadly
+    train(cfg)
+
+
+def test_killed_between_rounds_and_resumed_equals_undisturbed(make_config, two_teachers):
+    every = {"steps": 3, "save_every": 1}
+    undisturbed, killed = (several(make_config, two_teachers, name, train=every) for name in ("undisturbed", "killed"))
+    train(undisturbed)
+    assert exit_code_in_new_child(killed_in_a_round, killed, 7) == -signal.SIGKILL  # four calls a step
+    train(killed)
+    assert rows(killed) == rows(undisturbed)
+    assert [r["actor/grad_norm"] for r in figures(killed)] == [r["actor/grad_norm"] for r in figures(undisturbed)]
+
+
+def test_a_gate_works_with_oversampling_and_with_a_second_model(make_config, two_teachers, tiny_model):
+    full = {"reject_extreme": True, "oversample_rounds": 3}
+    over = several(make_config, two_teachers, "over", train={"steps": 1}, algorithm=full, reward={"kind": "ranks_rewards:length_parity"})  # fmt: skip
+    train(over)
+    (figure,) = figures(over)
+    assert figure["batch/gated"] > 0 and len({r["problem"] for r in samples(over) if r["advantages"]}) == 6
+    guided = {"model_path": str(tiny_model), "rule": "mixture", "eps": 0.5}
+    rollout = {"max_tokens": 18, "offpolicy_guidance": guided}
+    pair = several(make_config, two_teachers, "pair", train={"steps": 1}, rollout=rollout)
+    train(pair)
+    (figure,) = figures(pair)
+    assert figure["batch/gated"] > 0 and figure["guidance/token_ratio"] > 0 and figure["method/hint_2_share"] > 0
+
+
+def test_a_hint_that_does_not_fit_is_not_shown(make_config, two_teachers):
+    small = {"train": str(two_teachers), "max_prompt_tokens": 5}
+    guidance = {"n_prefix": 0, "gate": "hinted_group", "hint_text": " {solution}"}
+    cfg = several(make_config, two_teachers, "run", data=small, guidance=guidance, train={"steps": 1})
+    train(cfg)
+    (figure,) = figures(cfg)
+    assert figure["method/hints_too_long"] > 0 and figure["batch/gated"] == 0
 
 
 def test_what_a_gate_cannot_do_is_refused(make_config, tmp_path, sums):
