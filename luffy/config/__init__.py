@@ -22,6 +22,7 @@ from luffy.config.knobs import (
     ReplayConfig,
     RewardConfig,
     RolloutConfig,
+    TeacherConfig,
     TrainConfig,
     VllmConfig,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "ReplayConfig",
     "RewardConfig",
     "RolloutConfig",
+    "TeacherConfig",
     "TrainConfig",
     "VllmConfig",
     "build",

@@ -21,6 +21,7 @@ def check(config: Knobs) -> None:
         _check_reward,
         _check_guidance,
         _check_gate,
+        _check_teacher,
         _check_clip,
         _check_shapes,
         _check_overrides,
@@ -89,6 +90,31 @@ def _check_gate(c: Knobs) -> None:
             f"'guidance.gate_samples' ({g.gate_samples}) leaves no own sample of 'rollout.n' ({c.rollout.n}) in a "
             f"group; lower it"
         )
+
+
+def _check_teacher(c: Knobs) -> None:
+    t = c.teacher
+    if t.path is None and (t.servers or t.average or t.shown != "nothing"):
+        raise ConfigError(
+            "'teacher' says how a teacher scores, but 'teacher.path' names none: a folder, a hub id or self"
+        )
+    if t.average and not t.is_self:
+        raise ConfigError(
+            f"'teacher.average' ({t.average}) averages the policy's own weights, and 'teacher.path' is {t.path}; set "
+            f"teacher.path=self or teacher.average=0"
+        )
+    if t.is_self and t.servers:
+        raise ConfigError(
+            "'teacher.servers' have a model of their own, and 'teacher.path' is self; name their model there, a folder "
+            "or hub id, or leave teacher.servers empty"
+        )
+    if t.servers and c.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"vLLM gives log-probs of a prompt at temperature 1, and 'rollout.temperature' is {c.rollout.temperature}; "
+            f"set rollout.temperature=1 or leave teacher.servers empty"
+        )
+    if t.shown != "nothing" and "{solution}" not in t.hint:
+        raise ConfigError("'teacher.hint' must say where the solution stands: {solution}")
 
 
 def _check_clip(c: Knobs) -> None:

@@ -219,6 +219,40 @@ def _linear(start: float, end: float | None, done: float) -> float:
     return start if end is None else start + (end - start) * min(done, 1.0)
 
 
+@dataclass(frozen=True)
+class TeacherConfig:
+    path: str | None = knob(
+        None,
+        "model that scores the policy's own tokens for algorithm.credit=distill: a folder or hub id with the policy's "
+        "tokenizer, or self (the policy as it was at the start); null: none",
+    )
+    servers: tuple[str, ...] = knob(
+        (), "addresses of vLLM servers that have the model of teacher.path; empty: it is loaded beside the policy"
+    )
+    average: float = knob(
+        0.0,
+        "with path self: share of the way to the policy's weights that the teacher's go after every step, an "
+        "exponential average (SDFT 0.01, SDPO 0.05); 0: they stay",
+        ge=0,
+        le=1,
+    )
+    dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
+    shown: Literal["nothing", "solution", "sibling"] = knob(
+        "nothing",
+        "what it sees behind the question: nothing, a trace of the problem, or another response of the group that "
+        "solved it; a response for which there is none has no teacher",
+    )
+    hint: str = knob(
+        "\n\nHere is a correct solution:\n{solution}\n\nNow solve the problem yourself, step by step.",
+        "the words in which it is shown; {solution} stands for it",
+    )
+
+    @property
+    def is_self(self) -> bool:
+        """The policy's own weights, of the start or averaged."""
+        return self.path == "self"
+
+
 # Engine arguments of vLLM that luffy sets itself, and the knob that decides each.
 VLLM_OWN_ARGUMENTS = {
     "model": "model.path",
@@ -328,8 +362,8 @@ class AlgorithmConfig:
     credit: str = knob(
         "group_baseline",
         "how rewards become the weights of tokens in the loss: group_baseline (by advantage, trace_term, prefix_alpha, "
-        "prefix_beta), lone_trace_sft (the same, but a group of traces alone goes into the SFT term), or "
-        "module:function of your own",
+        "prefix_beta), lone_trace_sft (the same, but a group of traces alone goes into the SFT term), "
+        "distill (by a teacher's log-probs: section teacher), or module:function of your own",
     )
     advantage: Literal["grpo", "grpo_split"] = knob(
         "grpo", "baseline of a group: all samples (paper Eq. 4), or the on-policy ones alone"
@@ -382,6 +416,11 @@ class AlgorithmConfig:
     kl_in: Literal["loss", "reward"] = knob("loss", "where the KL term goes")
     trace_term: Literal["rl", "sft"] = knob(
         "rl", "teacher samples enter the policy-gradient term, or (RL with SFT loss) an SFT term only"
+    )
+    distill_reward: float = knob(
+        0.0,
+        "credit distill: weight of the group's advantage, added to log q - log p of the teacher; 0: no reward",
+        ge=0,
     )
     sft_coef: float = knob(1.0, "weight of the SFT term", ge=0)
     sft_reshape: str = knob(
@@ -586,6 +625,7 @@ class Knobs:
     data: DataConfig = knob(factory=DataConfig)
     reward: RewardConfig = knob(factory=RewardConfig)
     guidance: GuidanceConfig = knob(factory=GuidanceConfig)
+    teacher: TeacherConfig = knob(factory=TeacherConfig)
     rollout: RolloutConfig = knob(factory=RolloutConfig)
     algorithm: AlgorithmConfig = knob(factory=AlgorithmConfig)
     optim: OptimConfig = knob(factory=OptimConfig)

@@ -60,6 +60,14 @@ def shard(root: nn.Module, cfg: ParallelConfig, dtype: DtypeName, device: str) -
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
 
 
+def let_go_of_gathered(root: nn.Module) -> None:
+    """Free the weights that a pass without gradients left gathered (the embeddings and the head stay for the backward
+    pass that usually follows), so that the next pass gathers those of then."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def become_masters(module: nn.Module) -> None:
     for parameter in module.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):

@@ -170,7 +170,7 @@ def _is_rejected(group: Group, cfg: Config) -> bool:
 def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:
     """Log-probs before the update: of the policy where it will take several optimizer steps (with one,
     old is current and no pass is spent) or the credit function asks for them, of the reference where a KL term needs
-    it."""
+    it, of the teacher where the credit function needs it."""
     a = run.cfg.algorithm
     several = min(run.cfg.batch.updates, batch.size) > 1
     need_ref = a.kl_coef > 0
@@ -179,5 +179,6 @@ def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:
     flat = [uncredited(rollout) for group in groups for rollout in group.rollouts]
     old = run.policy.score(flat) if need_old else [(None, None)] * len(flat)
     ref = run.policy.reference_log_probs(flat, run.reference) if need_ref else [None] * len(flat)
-    tokens = iter([ScoredTokens(o, r, entropy) for (o, entropy), r in zip(old, ref, strict=True)])
+    taught = [None] * len(flat) if run.teacher is None else run.teacher.score(groups)
+    tokens = iter([ScoredTokens(o, r, entropy, t) for (o, entropy), r, t in zip(old, ref, taught, strict=True)])
     return [[next(tokens) for _ in group.rollouts] for group in groups]

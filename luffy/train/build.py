@@ -31,6 +31,7 @@ from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
 from luffy.train.run_state import Messages, Method, RolloutBatch, Run
 from luffy.train.scorer import TokenScorer
+from luffy.train.teacher import build_teacher
 
 
 def build_run(cfg: Config, method: Method, world: World, resume: str, allow_changed_data: bool) -> Run:
@@ -80,6 +81,7 @@ def _assemble(
     cfg = world.from_main(setup.with_date(cfg, tokenizer, saved))
     if cfg.data.date is not None:
         messages.facts.append(f"prompts are dated {cfg.data.date} (data.date)")
+    taught = method == "rl" and setup.needs_teacher(cfg)
     tasks = setup.load_training_tasks(cfg, setup.build_encoder(cfg, tokenizer), sft=method == "sft")
     encoder = setup.build_encoder(cfg, tokenizer)  # its counts begin anew
     eval_tasks = setup.load_eval_tasks(cfg, encoder)
@@ -104,6 +106,7 @@ def _assemble(
         tokenizer=tokenizer, eos_ids=end_of_text, tasks=tasks, eval_tasks=eval_tasks,
         eval_report=dict(encoder.counts), total_steps=steps, model=model, policy=policy,
         reference=_reference(cfg, method, policy, device),
+        teacher=build_teacher(cfg, policy, tokenizer, tasks.encoder, device) if taught else None,
         engines=engines, engine=rollouts[0], before_step=rollouts[1],
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
         sampler=ProblemSampler(len(tasks), cfg.seed), planner=_planner(cfg, steps, end_of_text, tokenizer),

@@ -28,17 +28,19 @@ from luffy.metrics import Mean, Metric, spread
 from luffy.registry import Registry
 from luffy.types import Group, Rollout, Sample
 
-Need = Literal["log_probs", "entropy"]
+Need = Literal["log_probs", "entropy", "teacher"]
 
 
 @dataclass(frozen=True, eq=False)
 class ScoredTokens:
     """Of the response tokens of one rollout, [T] float32 each: log-probs and entropies under the policy before the
-    update, log-probs under the reference model. None where nothing needed them."""
+    update, log-probs under the reference model and under the teacher. None where nothing needed them; the teacher's
+    also where it has nothing to be shown (``teacher.shown``)."""
 
     old: Tensor | None = None
     ref: Tensor | None = None
     entropy: Tensor | None = None
+    teacher: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +126,27 @@ def lone_trace_sft(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit
     return [TokenCredit(none, rl_weights=none, sft_weights=torch.ones_like(none)) for none in nothing]
 
 
+@credit_function("distill", needs=("log_probs", "teacher"))
+def distill(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit]:
+    """On-policy distillation: A = log q - log p on every own token that the teacher scored, of the policy before the
+    update, plus ``distill_reward`` times the advantage of ``group_baseline``. A token with neither is not in the
+    policy-gradient term."""
+    credit = []
+    for given, rollout, tokens in zip(group_baseline(group, cfg), group.group.rollouts, group.tokens, strict=True):
+        taught = torch.zeros_like(rollout.off_policy) if tokens.teacher is None else ~rollout.off_policy
+        gap = teacher_gap(tokens) if tokens.teacher is not None else torch.zeros(taught.numel())
+        advantages = torch.where(taught, gap, 0.0) + cfg.distill_reward * given.advantages
+        weights = given.rl_weights if cfg.distill_reward else taught.float()
+        credit.append(replace(given, advantages=advantages, rl_weights=weights))
+    return credit
+
+
+def teacher_gap(tokens: ScoredTokens) -> Tensor:
+    """log q - log p of each token."""
+    assert tokens.teacher is not None and tokens.old is not None
+    return tokens.teacher - tokens.old
+
+
 def credit(
     groups: Sequence[Group],
     scored: Sequence[Sequence[ScoredTokens]],
@@ -171,14 +194,32 @@ def credit_metrics(
     total_steps: int = 1,
 ) -> dict[str, Metric]:
     """The spread of the advantages; ``critic/kl``: the mean KL per token that was taken off the rewards;
-    ``method/mix_coef``: mu of ``algorithm.mix``."""
+    ``method/mix_coef``: mu of ``algorithm.mix``; with a teacher the mean of log q - log p and the share of own tokens
+    that it scored."""
     metrics = spread("critic/advantages", [float(s.advantages[0]) for group in samples for s in group])
     if cfg.kl_coef and cfg.kl_in == "reward":
         per_token = [_kl(tokens, cfg) for group in scored for tokens in group]
         metrics["critic/kl"] = Mean(float(sum(t.sum() for t in per_token)), sum(t.numel() for t in per_token))
     if cfg.mix is not None:
         metrics["method/mix_coef"] = Mean(cfg.mix.at(step, total_steps))
+    if "teacher" in find_credit_function(cfg.credit).needs:
+        metrics |= _teacher_metrics(samples, scored)
     return metrics
+
+
+def _teacher_metrics(
+    samples: Sequence[Sequence[Sample]], scored: Sequence[Sequence[ScoredTokens]]
+) -> dict[str, Metric]:
+    gaps, own = [torch.empty(0)], 0
+    for sample, tokens in zip((s for group in samples for s in group), (t for g in scored for t in g), strict=True):
+        on_policy = ~sample.off_policy
+        own += int(on_policy.sum())
+        gaps += [teacher_gap(tokens)[on_policy]] if tokens.teacher is not None else []
+    taught = torch.cat(gaps)
+    return {
+        "method/teacher_gap": Mean(float(taught.double().sum()), taught.numel()),
+        "method/teacher_share": Mean(taught.numel(), own),
+    }
 
 
 def uncredited(rollout: Rollout) -> Sample:

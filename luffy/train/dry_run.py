@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,16 +22,16 @@ from luffy.models.memory import memory_of_machine, resident_bytes
 from luffy.report.recorder import check_trackers
 from luffy.rewards import build_verifier
 from luffy.rollout.native import default_slots
-from luffy.rollout.overrides.pair_checks import check_same_tokenizer
+from luffy.rollout.overrides.pair_checks import check_fits, check_same_tokenizer
 from luffy.train import setup
 from luffy.train.batch import mini_batches
 from luffy.train.build import total_steps
 from luffy.train.draws import draw
 from luffy.train.estimate import ALLOCATOR, Parts, Work, passes_of, planned_sample, rollout_parts, update_parts
 from luffy.train.optim import lr_at
-from luffy.train.overrides import check_second_fits
 from luffy.train.probe import time_of_step
 from luffy.train.run_state import Method
+from luffy.train.teacher import check_tokenizer
 from luffy.train.trial import try_model
 from luffy.train.vllm_settings import VLLM_SLOTS, context_of
 from luffy.types import Request, Sample, Task
@@ -56,7 +56,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
     try_model(model.config, cfg)
     device = setup.pick_device(cfg.model.device)
     notices += [remark for dtype in dtypes_of(cfg, method) if (remark := slow_dtype(dtype, device))][:1]
-    second = check_other_models(cfg, method, tokenizer)
+    others = check_other_models(cfg, method, tokenizer)
     traces = "not verified: no reward is needed"
     if method == "rl" or eval_tasks:
         traces = check_reward(cfg, method, tasks, tokenizer)
@@ -70,7 +70,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
     plan = first_plan(cfg, batch, visits, steps) if method == "rl" else None
     work = work_of(cfg, method, model, planned_samples(cfg, batch, plan))
     requests = plan.requests if plan else []
-    needs = memory_needs(cfg, method, work, requests, second)
+    needs = memory_needs(cfg, method, work, requests, others)
     lines = [
         f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed}{several})",
         f"model      {cfg.model.path}  {model.parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
@@ -162,16 +162,42 @@ def read_model_config(path: str, knob: str, trust_remote_code: bool) -> Any:
         raise UserError(f"'{knob}' {path}: {' '.join(str(error).split())[:300]}") from None
 
 
-def check_other_models(cfg: Config, method: Method, tokenizer: Any) -> Any:
-    """The reference and the second model are there and fit; the latter without its weights, if there is one."""
-    m, knobs = cfg.model, cfg.rollout.overrides
-    if method == "rl" and cfg.algorithm.kl_coef and m.reference:
+class OtherModels(NamedTuple):
+    """Models beside the policy, without their weights: the one that overrides tokens, and the teacher where it is
+    loaded from its own folder."""
+
+    second: Any = None
+    teacher: Any = None
+
+
+def check_other_models(cfg: Config, method: Method, tokenizer: Any) -> OtherModels:
+    """The reference, the second model and the teacher are there and fit."""
+    m = cfg.model
+    if method != "rl":
+        return OtherModels()
+    if cfg.algorithm.kl_coef and m.reference:
         read_model_config(m.reference, "model.reference", m.trust_remote_code)
-    if method != "rl" or knobs is None:
+    return OtherModels(_second_model(cfg, tokenizer), _teacher_model(cfg, tokenizer))
+
+
+def _second_model(cfg: Config, tokenizer: Any) -> Any:
+    knobs = cfg.rollout.overrides
+    if knobs is None:
         return None
     model = bare_model(knobs.model_path, "rollout.offpolicy_guidance.model_path", cfg)
-    check_same_tokenizer(tokenizer, load_tokenizer(knobs.model_path, m.trust_remote_code))
-    check_second_fits(cfg, knobs, model.config, tokenizer)
+    check_same_tokenizer(tokenizer, load_tokenizer(knobs.model_path, cfg.model.trust_remote_code))
+    check_fits(f"rollout.offpolicy_guidance.model_path={knobs.model_path}", model.config, tokenizer, cfg.longest)
+    return model
+
+
+def _teacher_model(cfg: Config, tokenizer: Any) -> Any:
+    path = cfg.teacher.path
+    if path is None or cfg.teacher.is_self:
+        return None
+    model = None if cfg.teacher.servers else bare_model(path, "teacher.path", cfg)
+    check_tokenizer(cfg, tokenizer)
+    if model is not None:
+        check_fits(f"teacher.path={path}", model.config, tokenizer, cfg.longest)
     return model
 
 
@@ -243,7 +269,7 @@ def work_of(cfg: Config, method: Method, model: ModelShape, planned: Sequence[Se
     )
 
 
-def kept_parts(cfg: Config, method: Method, work: Work, second: Any) -> Parts:
+def kept_parts(cfg: Config, method: Method, work: Work, others: OtherModels) -> Parts:
     """What stays in memory from step to step."""
     local = cfg.launch == "local"
     shards = 1 if local else cfg.parallel.shard_size or cfg.parallel.workers
@@ -259,9 +285,23 @@ def kept_parts(cfg: Config, method: Method, work: Work, second: Any) -> Parts:
         parts["reference"] = work.parameters * size / shards
     if not local or lags:
         parts["copies for rollouts"] = float(work.parameters * size * (2 if lags else 1))
-    if second is not None and cfg.rollout.overrides is not None:
-        parts["second model"] = float(parameters_of(second) * SIZES[cfg.rollout.overrides.dtype or cfg.model.dtype])
+    if others.second is not None and cfg.rollout.overrides is not None:
+        dtype = cfg.rollout.overrides.dtype or cfg.model.dtype
+        parts["second model"] = float(parameters_of(others.second) * SIZES[dtype])
+    if method == "rl":
+        parts["teacher"] = teacher_bytes(cfg, work, others.teacher) / shards
     return {name: size for name, size in parts.items() if size}
+
+
+def teacher_bytes(cfg: Config, work: Work, model: Any) -> float:
+    """Over all processes: a model of its own; of averaged weights those that are trained, in float32; of the policy of
+    the start a copy, unless it is the policy without its adapters."""
+    size = SIZES[cfg.teacher.dtype or cfg.model.dtype]
+    if model is not None:
+        return float(parameters_of(model) * size)
+    if cfg.teacher.average:
+        return float(work.trained * 4)
+    return float(work.parameters * size) if cfg.teacher.is_self and cfg.model.lora is None else 0.0
 
 
 def slots_of(cfg: Config, work: Work, requests: Sequence[Request]) -> int:
@@ -269,9 +309,11 @@ def slots_of(cfg: Config, work: Work, requests: Sequence[Request]) -> int:
     return min(cfg.rollout.slots or most, len(requests))
 
 
-def memory_needs(cfg: Config, method: Method, work: Work, requests: Sequence[Request], second: Any) -> dict[str, Parts]:
+def memory_needs(
+    cfg: Config, method: Method, work: Work, requests: Sequence[Request], others: OtherModels
+) -> dict[str, Parts]:
     """Bytes of each phase by part. Where rollouts and updates take turns, each has its own beside what stays."""
-    kept = kept_parts(cfg, method, work, second)
+    kept = kept_parts(cfg, method, work, others)
     shards = 1 if cfg.launch == "local" else cfg.parallel.shard_size or cfg.parallel.workers
     gradients = work.trained * 4 / shards
     unused = None if not work.on_gpu else torch.cuda.mem_get_info()[0] - sum(kept.values()) - gradients
@@ -282,9 +324,9 @@ def memory_needs(cfg: Config, method: Method, work: Work, requests: Sequence[Req
     longest = max(len(r.given_ids) + r.sampling.max_tokens for r in requests)
     prompts = [len(ids) for ids in {r.given_ids for r in requests}]
     rollout = rollout_parts(work, slots, prompts, longest, len(requests) // len(prompts))
-    if second is not None and cfg.rollout.overrides is not None:
+    if others.second is not None and cfg.rollout.overrides is not None:
         size = SIZES[cfg.rollout.overrides.dtype or cfg.model.dtype]
-        beside = rollout_parts(replace(work, config=second.config, itemsize=size), slots, prompts, longest, 1)
+        beside = rollout_parts(replace(work, config=others.second.config, itemsize=size), slots, prompts, longest, 1)
         rollout["second KV cache"] = beside["KV cache"]
     if cfg.async_.max_staleness > 0:
         return {"update beside rollouts": kept | update | rollout}

@@ -95,6 +95,8 @@ def update(run: Run, step: int, batch: StepBatch, observe: Observer = ignore) ->
                 run.progress.bad_in_a_row = 0
             except NonFiniteUpdate as error:
                 parts.append(skip_update(run, batch, error))
+        if run.teacher is not None:
+            run.teacher.follow()
     with run.watch("sync"):
         run.sync(run.progress.step)
     batch.metrics = merge_metrics(parts)

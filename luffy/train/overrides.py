@@ -10,7 +10,7 @@ from luffy.config import Config, OffPolicyGuidanceConfig
 from luffy.core.override_rules import Rule
 from luffy.errors import UserError
 from luffy.models.load import drop_padding_tokens, load_model, load_tokenizer, token_count
-from luffy.rollout.overrides.pair_checks import check_same_tokenizer
+from luffy.rollout.overrides.pair_checks import check_fits, check_same_tokenizer
 
 SECTION = "rollout.offpolicy_guidance"
 
@@ -20,25 +20,10 @@ def load_second_model(cfg: Config, knobs: OffPolicyGuidanceConfig, tokenizer: An
     tokenizer, vocabulary or context does not fit the policy's."""
     check_same_tokenizer(tokenizer, load_tokenizer(knobs.model_path, cfg.model.trust_remote_code))
     model = load_model(knobs.model_path, knobs.dtype or cfg.model.dtype, device, cfg.model.trust_remote_code)
-    check_second_fits(cfg, knobs, model.config, tokenizer)
+    check_fits(f"{SECTION}.model_path={knobs.model_path}", model.config, tokenizer, cfg.longest)
     drop_padding_tokens(model, token_count(tokenizer))
     model.requires_grad_(False).eval()
     return model
-
-
-def check_second_fits(cfg: Config, knobs: OffPolicyGuidanceConfig, model_config: Any, tokenizer: Any) -> None:
-    """It knows every token and takes the longest response."""
-    if model_config.vocab_size < token_count(tokenizer):
-        raise UserError(
-            f"{SECTION}.model_path={knobs.model_path} has {model_config.vocab_size} tokens, fewer than the tokenizer's "
-            f"{token_count(tokenizer)}; overrides need a model of the policy's own tokenizer"
-        )
-    longest = getattr(model_config, "max_position_embeddings", None)
-    if longest is not None and longest < cfg.longest:
-        raise UserError(
-            f"{SECTION}.model_path={knobs.model_path} takes {longest} tokens, but data.max_prompt_tokens + "
-            f"rollout.max_tokens = {cfg.longest}; lower one of them or take another second model"
-        )
 
 
 def rule_at(knobs: OffPolicyGuidanceConfig, step: int, total_steps: int) -> Rule:

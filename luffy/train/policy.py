@@ -17,6 +17,7 @@ from luffy.core.reduce import Counts
 from luffy.distributed.shard import shard
 from luffy.distributed.world import World
 from luffy.metrics import Mean, Metric, OnDevice, Sum, fetch
+from luffy.models.load import DtypeName
 from luffy.report.timing import Stopwatch
 from luffy.train.activations import Checkpointing
 from luffy.train.objective import Objective, Stats
@@ -61,10 +62,11 @@ class Policy:
         self.checkpointing = Checkpointing(model, cfg.model.gradient_checkpointing)
         self.objective = Objective.of(cfg)
 
-    def scorer_of(self, model: nn.Module) -> TokenScorer:
+    def scorer_of(self, model: nn.Module, dtype: DtypeName | None = None) -> TokenScorer:
+        """``dtype`` that it computes in, where that is not the policy's."""
         scorer = TokenScorer(model)
         if self.world.joined:
-            shard(scorer, self.cfg.parallel, self.cfg.model.dtype, self.device.type)
+            shard(scorer, self.cfg.parallel, dtype or self.cfg.model.dtype, self.device.type)
         return scorer
 
     def remove_clip(self, removed: bool) -> None:

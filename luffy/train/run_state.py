@@ -30,6 +30,7 @@ from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
 from luffy.train.scorer import TokenScorer
 from luffy.train.setup import TaskSet
+from luffy.train.teacher import Teacher
 from luffy.types import Group, Task
 
 Method = Literal["rl", "sft"]
@@ -112,6 +113,7 @@ class Run:
     model: Any
     policy: Policy
     reference: TokenScorer | None
+    teacher: Teacher | None
     engines: Engines
     engine: Engine  # makes the rollouts; `engines.current` always has the newest weights
     before_step: Callable[[int], None]  # moves the schedule of token overrides

@@ -45,7 +45,7 @@ def save(run: Run) -> None:
         "model": model_kind(run.cfg),
         "date": run.cfg.data.date,
     }
-    tensors = dict(run.policy.optimizer.tensors())
+    tensors = {**dict(run.policy.optimizer.tensors()), **_teacher_tensors(run)}
     same = {f"random/{name}": t for name, t in random_state().items()}  # on every process
     same |= {f"memory/{name}": t for name, t in run.memory.state_dict().items()}
     if run.saver is not None:
@@ -59,6 +59,11 @@ def save(run: Run) -> None:
     except DISK_ERRORS as error:
         raise cannot_be_written(step, run.store.folder, error) from error
     tidy(run)
+
+
+def _teacher_tensors(run: Run) -> dict[str, torch.Tensor]:
+    average = None if run.teacher is None else run.teacher.average
+    return {} if average is None else average.tensors()
 
 
 def save_if_new(run: Run) -> None:
@@ -188,6 +193,9 @@ def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
         )
     restore_random_state(part(tensors, "random/"))
     run.policy.optimizer.load_tensors(tensors)
+    average = None if run.teacher is None else run.teacher.average
+    if average is not None and not average.load_tensors(tensors):
+        run.messages.warn(f"{checkpoint.path} has no averaged teacher: it begins with the policy's weights")
     run.progress = Progress(**state["progress"])
     run.messages.facts.append(f"resumed at step {run.progress.step} from {checkpoint.path}")
     own = checkpoint.path.parent.resolve() == run.store.folder.resolve()

@@ -295,6 +295,22 @@ def find_names(cfg: Config) -> None:
             f"'algorithm.credit' ({cfg.algorithm.credit}) makes nothing of a group of a trace alone, which "
             f"'batch.expert_share' ({cfg.batch.expert_share}) asks for; set algorithm.credit=lone_trace_sft"
         )
+    needs_teacher(cfg)
     find_engine(cfg.rollout.engine)
     _ = cfg.algorithm.policy_loss().off_shape.function
     cfg.schedule(1).ratios(1, 0, "")
+
+
+def needs_teacher(cfg: Config) -> bool:
+    """Whether the credit function asks for a teacher; a UserError where it does and the config names none, and where
+    one is named for nothing."""
+    credit = cfg.algorithm.credit
+    needed = "teacher" in find_credit_function(credit).needs
+    if needed and cfg.teacher.path is None:
+        raise UserError(f"algorithm.credit={credit} needs a teacher: set teacher.path to a model's folder, or to self")
+    if not needed and cfg.teacher.path is not None:
+        raise UserError(
+            f"teacher.path={cfg.teacher.path} is not used by algorithm.credit={credit}; set algorithm.credit=distill, "
+            f"or leave teacher.path out"
+        )
+    return needed

@@ -8,6 +8,7 @@ from torch import nn
 
 from luffy.errors import UserError
 from luffy.models.forward import causal_lm, head_weight_bias
+from luffy.models.load import token_count
 from luffy.types import Request
 
 
@@ -35,6 +36,21 @@ def check_pair(model: nn.Module, second_model: nn.Module, max_context: int) -> N
         )
 
 
+def check_fits(named: str, model_config: Any, tokenizer: Any, longest: int) -> None:
+    """A model beside the policy must know every token and take ``longest`` of them; ``named`` is its knob and path."""
+    if model_config.vocab_size < token_count(tokenizer):
+        raise UserError(
+            f"{named} has {model_config.vocab_size} tokens, fewer than the tokenizer's {token_count(tokenizer)}; it "
+            "must be a model of the policy's own tokenizer"
+        )
+    context = getattr(model_config, "max_position_embeddings", None)
+    if context is not None and context < longest:
+        raise UserError(
+            f"{named} takes {context} tokens, but data.max_prompt_tokens + rollout.max_tokens = {longest}; lower one "
+            "of them or take another model"
+        )
+
+
 def check_same_device(model: nn.Module, second_model: nn.Module) -> None:
     devices = [head_weight_bias(m)[0].device for m in (model, second_model)]
     if devices[0] != devices[1]:
@@ -56,25 +72,27 @@ def check_exact(request: Request) -> None:
         )
 
 
-def check_same_tokenizer(draft_tokenizer: Any, second_tokenizer: Any) -> None:
-    """Both models must mean the same by every token id; the error names the first difference."""
+def check_same_tokenizer(draft_tokenizer: Any, second_tokenizer: Any, called: str = "second model") -> None:
+    """Both models must mean the same by every token id; the error names the first difference, and the second model as
+    it is ``called``."""
     draft, second = draft_tokenizer.get_vocab(), second_tokenizer.get_vocab()
     names = [{token_id: token for token, token_id in vocab.items()} for vocab in (draft, second)]
     for token_id in sorted(names[0].keys() | names[1].keys()):
-        _check_same(f"token id {token_id}", names[0].get(token_id), names[1].get(token_id))
+        _check_same(f"token id {token_id}", names[0].get(token_id), names[1].get(token_id), called)
     # Padding is left out: no model ever reads or writes it here.
     for kind in ("eos_token", "bos_token", "unk_token"):
-        _check_same(kind, getattr(draft_tokenizer, kind, None), getattr(second_tokenizer, kind, None))
+        _check_same(kind, getattr(draft_tokenizer, kind, None), getattr(second_tokenizer, kind, None), called)
     special = [set(t.all_special_tokens) - {t.pad_token} for t in (draft_tokenizer, second_tokenizer)]
     for token in sorted(special[0] ^ special[1]):
-        _check_same(f"{token!r} as a special token", *("there" if token in kept else None for kept in special))
+        ours, theirs = ("there" if token in kept else None for kept in special)
+        _check_same(f"{token!r} as a special token", ours, theirs, called)
 
 
-def _check_same(what: str, draft: object, second: object) -> None:
+def _check_same(what: str, draft: object, second: object, called: str) -> None:
     if draft != second:
         raise UserError(
-            f"the tokenizers differ: {what} is {_named(draft)} for the policy and {_named(second)} for the second"
-            " model; token overrides need the same tokenizer"
+            f"the tokenizers differ: {what} is {_named(draft)} for the policy and {_named(second)} for the {called};"
+            " both must have the same tokenizer"
         )
 
 

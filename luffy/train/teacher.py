@@ -1,0 +1,169 @@
+"""The teacher that scores the policy's own tokens (section `teacher`): its weights, its prompt, its log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from luffy.config import Config, TeacherConfig
+from luffy.data import Encoder
+from luffy.data.hints import with_hint
+from luffy.distributed.shard import let_go_of_gathered
+from luffy.models.forward import causal_lm
+from luffy.models.load import decode, load_model, load_tokenizer
+from luffy.rollout.overrides.pair_checks import check_fits, check_same_tokenizer
+from luffy.train.credit import uncredited
+from luffy.train.policy import Policy
+from luffy.types import Group, Sample
+
+LogProbs = Callable[[Sequence[Sample]], list[Tensor]]
+
+
+class WeightAverage:
+    """An exponential average of the policy's trained weights, in float32, sharded as they are.
+
+    ``share`` is how far ``follow`` goes towards the policy's weights of now. The policy's own model scores with them:
+    they take the place of its weights meanwhile, so that adapters need no second model.
+    """
+
+    def __init__(self, policy: Policy, share: float) -> None:
+        self.policy, self.share = policy, share
+        self._average = {name: p.detach().float().clone() for name, p in policy.optimizer.parameters.items()}
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for name, parameter in self.policy.optimizer.parameters.items():
+            self._average[name].mul_(1 - self.share).add_(parameter.detach().float(), alpha=self.share)
+
+    def log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        with self._in_place():
+            return self.policy.log_probs(samples)
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        parameters = self.policy.optimizer.parameters
+        own = {name: p.detach().clone() for name, p in parameters.items()}
+        self._fill(parameters, self._average)
+        try:
+            yield
+        finally:
+            self._fill(parameters, own)
+
+    @torch.no_grad()
+    def _fill(self, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        let_go_of_gathered(self.policy.scorer)
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, named as the optimizer's state is."""
+        return {f"{name}/teacher": average for name, average in self._average.items()}
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether they were there; without them the average begins with the policy's weights of now."""
+        found = {name: tensors[f"{name}/teacher"] for name in self._average if f"{name}/teacher" in tensors}
+        with torch.no_grad():
+            for name, value in found.items():
+                self._average[name].copy_(value)
+        return len(found) == len(self._average)
+
+
+@dataclass(frozen=True)
+class TeacherPrompts:
+    """What stands before a response when the teacher scores it: the prompt that the policy had, or the question with a
+    hint that the policy did not see. ``solved`` judges a score."""
+
+    knobs: TeacherConfig
+    encoder: Encoder
+    tokenizer: Any
+    solved: Callable[[float], bool]
+
+    def of(self, group: Group) -> list[tuple[int, ...] | None]:
+        """A prompt for every response of the group; None where there is nothing to show."""
+        if self.knobs.shown == "nothing":
+            return [rollout.task.prompt_ids for rollout in group.rollouts]
+        shown = self._solution(group) if self.knobs.shown == "solution" else self._siblings(group)
+        prompts = {ids: self._hinted(group, ids) for ids in dict.fromkeys(shown) if ids is not None}
+        return [None if ids is None else prompts[ids] for ids in shown]
+
+    def _solution(self, group: Group) -> list[tuple[int, ...] | None]:
+        traces = group.task.demonstrations
+        return [traces[0].token_ids if traces else None] * len(group.rollouts)
+
+    def _siblings(self, group: Group) -> list[tuple[int, ...] | None]:
+        """Of each response the next one, in a circle, that solved the problem."""
+        count = len(group.rollouts)
+        right = [i for i, score in enumerate(group.scores) if self.solved(score.value)]
+        chosen = [min((j for j in right if j != i), key=lambda j: (j - i) % count, default=None) for i in range(count)]
+        return [None if j is None else tuple(group.rollouts[j].token_ids.tolist()) for j in chosen]
+
+    def _hinted(self, group: Group, ids: tuple[int, ...]) -> tuple[int, ...]:
+        (text,) = decode(self.tokenizer, [ids])
+        return self.encoder.prompt_ids(with_hint(group.task.problem, self.knobs.hint, text))
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """``log_probs`` of samples by whoever computes them; ``longest``: tokens that it takes, None for any number.
+    ``average``: the weights, where they move."""
+
+    log_probs: LogProbs
+    prompts: TeacherPrompts
+    longest: int | None
+    average: WeightAverage | None = None
+
+    def score(self, groups: Sequence[Group]) -> list[Tensor | None]:
+        """Log-probs of the tokens of each response, [T], group after group; None where the teacher has nothing to be
+        shown, or that and the response are longer than its context. All processes must call this."""
+        samples = [sample for group in groups for sample in self._samples(group)]
+        scores = iter(self.log_probs([sample for sample in samples if sample is not None]))
+        return [None if sample is None else next(scores) for sample in samples]
+
+    def _samples(self, group: Group) -> list[Sample | None]:
+        prompts = zip(group.rollouts, self.prompts.of(group), strict=True)
+        samples = [None if ids is None else replace(uncredited(rollout), prompt_ids=ids) for rollout, ids in prompts]
+        return [None if s is None or (self.longest is not None and len(s) > self.longest) else s for s in samples]
+
+    def follow(self) -> None:
+        """After a step: weights that are averaged take in the policy's new ones."""
+        if self.average is not None:
+            self.average.follow()
+
+
+def build_teacher(cfg: Config, policy: Policy, tokenizer: Any, encoder: Encoder, device: str) -> Teacher:
+    """The teacher that the config names. ``device``: where the policy computes."""
+    prompts = TeacherPrompts(cfg.teacher, encoder, tokenizer, cfg.reward.solved)
+    if cfg.teacher.average:
+        average = WeightAverage(policy, cfg.teacher.average)
+        return Teacher(average.log_probs, prompts, context_of_model(causal_lm(policy.model).config), average)
+    if cfg.teacher.is_self and cfg.model.lora is not None:
+        longest = context_of_model(causal_lm(policy.model).config)
+        return Teacher(lambda samples: policy.reference_log_probs(samples, None), prompts, longest)
+    path, dtype = teacher_path(cfg), cfg.teacher.dtype or cfg.model.dtype
+    if not cfg.teacher.is_self:
+        check_tokenizer(cfg, tokenizer)
+    model = load_model(path, dtype, "cpu" if policy.world.joined else device, cfg.model.trust_remote_code)
+    check_fits(f"teacher.path={path}", model.config, tokenizer, cfg.longest)
+    scorer = policy.scorer_of(model.requires_grad_(False).eval(), dtype)
+    return Teacher(lambda samples: policy.log_probs(samples, scorer), prompts, context_of_model(model.config))
+
+
+def teacher_path(cfg: Config) -> str:
+    assert cfg.teacher.path is not None
+    return cfg.model.path if cfg.teacher.is_self else cfg.teacher.path
+
+
+def check_tokenizer(cfg: Config, tokenizer: Any) -> None:
+    """The teacher means the same by every token id as the policy."""
+    theirs = load_tokenizer(teacher_path(cfg), cfg.model.trust_remote_code)
+    check_same_tokenizer(tokenizer, theirs, f"teacher (teacher.path={cfg.teacher.path})")
+
+
+def context_of_model(config: Any) -> int | None:
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    return longest

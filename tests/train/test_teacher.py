@@ -1,0 +1,240 @@
+"""The teacher: whose weights, under which prompt, and what a checkpoint keeps of it."""
+
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from children import exit_code_in_new_child
+from support import make_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from luffy.data import Encoder
+from luffy.errors import ConfigError, UserError
+from luffy.report.recorder import read_json_lines
+from luffy.train.batch import collect, score_tokens
+from luffy.train.checkpoint import Checkpoint
+from luffy.train.credit import uncredited
+from luffy.train.loop import Trainer, roll_out
+from luffy.train.policy import Policy
+from luffy.train.teacher import Teacher, TeacherPrompts
+from luffy.types import Demonstration, Group, Problem, Rollout, Score, Task
+
+DISTILL = {"credit": "distill", "reject_extreme": False, "entropy_coef": 0.0}
+
+# Traces and rewards, so that a policy moves that its teacher alone would leave where it is.
+MOVING = {"algorithm": DISTILL | {"distill_reward": 1.0}, "guidance": {"n_prefix": 1}, "optim": {"lr": 1e-2}}
+
+
+@pytest.fixture(scope="module")
+def other_model(tiny_model, tmp_path_factory):
+    """Another model with the same tokenizer."""
+    folder = tmp_path_factory.mktemp("teacher") / "model"
+    shutil.copytree(tiny_model, folder)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+def config(make_config, teacher, name="run", **changes):
+    settings = {"algorithm": DISTILL, "guidance": {"n_prefix": 0}, "train": {"steps": 2, "save_every": 1}}
+    named = teacher | {"path": str(teacher["path"])}
+    return make_config(name=name, teacher=named, **settings | changes)
+
+
+def log_probs_of(model, prompt_ids, token_ids, temperature):
+    ids = torch.tensor([[*prompt_ids, *token_ids.tolist()]])
+    with torch.no_grad():
+        rows = torch.log_softmax(model(ids).logits[0] / temperature, -1)[len(prompt_ids) - 1 : -1]
+    return rows.gather(-1, token_ids[:, None])[:, 0]
+
+
+def scored(trainer):
+    """Each response of a step's batch with its tokens, scored."""
+    batch = collect(trainer.run, 0, roll_out)
+    tokens = score_tokens(trainer.run, batch)
+    return [
+        pair for i, group in enumerate(batch.groups.values()) for pair in zip(group.rollouts, tokens[i], strict=True)
+    ]
+
+
+def test_another_model_scores_every_token_at_the_temperature_of_the_rollouts(make_config, tiny_model, other_model):
+    cfg = config(make_config, {"path": other_model}, rollout={"temperature": 0.7}, batch={"tokens": 64})
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (tiny_model, other_model)]
+    with Trainer(cfg) as trainer:
+        found = scored(trainer)
+    assert len(found) == 24
+    for rollout, tokens in found:
+        for model, ours in zip(models, (tokens.old, tokens.teacher), strict=True):
+            expected = log_probs_of(model, rollout.task.prompt_ids, rollout.token_ids, 0.7)
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_policy_of_the_start_is_at_first_the_policy_and_then_not(make_config):
+    cfg = config(make_config, {"path": "self"}, **MOVING)
+    with Trainer(cfg) as trainer:
+        trainer.train()
+    first, second = read_json_lines(cfg.folder / "metrics.jsonl")
+    assert first["method/teacher_gap"] == pytest.approx(0.0, abs=1e-6) and first["method/teacher_share"] == 1.0
+    assert second["method/teacher_gap"] < -1e-4  # the policy's own tokens are likelier under the policy
+    assert not any(name.endswith("/teacher") for name in Checkpoint(newest(cfg)).tensors())
+
+
+def newest(cfg):
+    return max((cfg.folder / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_an_average_follows_the_policy_and_leaves_its_weights_alone(make_config, tiny_model, lora):
+    model = {"path": str(tiny_model), "device": "cpu", "lora": lora}
+    cfg = config(make_config, {"path": "self", "average": 0.25}, model=model, **MOVING)
+    with Trainer(cfg) as trainer:
+        parameters = trainer.run.policy.optimizer.parameters
+        averages = {name: p.detach().clone() for name, p in parameters.items()}
+        for _ in range(2):
+            trainer.step()
+            for name, parameter in parameters.items():
+                averages[name] = 0.75 * averages[name] + 0.25 * parameter.detach()
+        kept = trainer.run.teacher.average.tensors()
+        assert kept.keys() == {f"{name}/teacher" for name in parameters}
+        for name, average in averages.items():
+            torch.testing.assert_close(kept[f"{name}/teacher"], average, atol=1e-6, rtol=1e-6)
+        before = {name: p.detach().clone() for name, p in parameters.items()}
+        found = scored(trainer)
+        assert all(torch.equal(parameters[name], value) for name, value in before.items())
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(averages[name])
+        for rollout, tokens in found:
+            (expected,) = trainer.run.policy.log_probs([uncredited(rollout)])
+            torch.testing.assert_close(tokens.teacher, expected, atol=1e-5, rtol=1e-5)
+            assert float((tokens.teacher - tokens.old).abs().max()) > 1e-4
+
+
+def train(cfg):
+    with Trainer(cfg) as trainer:
+        trainer.train()
+
+
+def train_until_killed(cfg):
+    """In a child: SIGKILL in the third update."""
+    original, calls = Policy.update, []
+
+    def deadly(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+
+    Policy.update = deadly
+    train(cfg)
+
+
+def test_a_run_with_an_averaged_teacher_killed_and_resumed_equals_an_undisturbed_one(make_config):
+    torch.set_num_threads(1)
+    runs = [
+        config(
+            make_config, {"path": "self", "average": 0.3, "shown": "sibling", "hint": "#{solution}#"}, name,
+            **MOVING | {"train": {"steps": 3, "save_every": 2}},
+        )
+        for name in ("undisturbed", "killed")
+    ]  # fmt: skip
+    train(runs[0])
+    assert exit_code_in_new_child(train_until_killed, runs[1]) == -signal.SIGKILL
+    train(runs[1])
+    untimed = lambda name: name != "time" and not name.startswith(("timing_s/", "perf/"))  # noqa: E731
+    rows = [
+        [{k: v for k, v in row.items() if untimed(k)} for row in read_json_lines(cfg.folder / "metrics.jsonl")]
+        for cfg in runs
+    ]
+    assert rows[0] == rows[1] and 0 < rows[0][0]["method/teacher_share"] <= 1
+    ours, theirs = (Checkpoint(newest(cfg)).tensors() for cfg in runs)
+    assert any(name.endswith("/teacher") for name in ours)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+
+
+# What the teacher is shown.
+
+TRACE = Demonstration((4, 10, 1), None)
+IDS = [(3, 1), (4, 1), (5, 1), (6, 1)]
+
+
+def group_of(scores, traces=(TRACE,)):
+    task = Task(Problem("p", "1+1", "2"), (4, 13, 4), traces)
+    nothing = torch.zeros(2)
+    rollouts = [
+        Rollout(task, torch.tensor(ids), nothing.bool(), nothing, nothing, nothing.bool(), "stop") for ids in IDS
+    ]
+    return Group(task, tuple(rollouts), tuple(map(Score, scores)))
+
+
+def prompts_of(make_config, shown, group):
+    tokenizer = make_tokenizer()
+    knobs = config(make_config, {"path": "self", "shown": shown, "hint": "={solution}="}).teacher
+    encoder = Encoder(tokenizer, style="plain", max_prompt_tokens=4)
+    prompts = TeacherPrompts(knobs, encoder, tokenizer, lambda value: value >= 1)
+    return prompts, [None if ids is None else tokenizer.decode(ids) for ids in prompts.of(group)]
+
+
+def test_what_the_teacher_is_shown(make_config):
+    group = group_of([0.0, 1.0, 0.0, 1.0])
+    assert prompts_of(make_config, "nothing", group)[1] == ["1+1"] * 4
+    assert prompts_of(make_config, "solution", group)[1] == ["1+1=17="] * 4
+    assert prompts_of(make_config, "solution", group_of([1.0] * 4, traces=()))[1] == [None] * 4
+    assert prompts_of(make_config, "sibling", group)[1] == ["1+1=1=", "1+1=3=", "1+1=3=", "1+1=1="]
+    assert prompts_of(make_config, "sibling", group_of([0.0] * 4))[1] == [None] * 4
+    alone = prompts_of(make_config, "sibling", group_of([0.0, 1.0, 0.0, 0.0]))[1]
+    assert alone == ["1+1=1=", None, "1+1=1=", "1+1=1="]  # never a response itself
+
+
+def test_a_response_behind_too_long_a_prompt_has_no_teacher(make_config):
+    group = group_of([0.0] * 4)
+    prompts, _ = prompts_of(make_config, "solution", group)
+    seen = []
+
+    def log_probs(samples):
+        seen.extend(samples)
+        return [torch.full((s.token_ids.numel(),), -1.0) for s in samples]
+
+    for longest, known in ((9, True), (8, False), (None, True)):  # 1+1=17= and two tokens
+        scores = Teacher(log_probs, prompts, longest).score([group])
+        assert [s is not None for s in scores] == [known] * 4
+    assert {s.prompt_ids for s in seen} == {prompts.of(group)[0]}
+
+
+def test_a_teacher_that_does_not_fit_is_refused(make_config, other_model, tmp_path):
+    folder = tmp_path / "other"
+    shutil.copytree(other_model, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["extra"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"token id 18 is missing for the policy and 'extra' for the teacher \(teacher"):
+        Trainer(config(make_config, {"path": folder}))
+    shutil.copytree(other_model, folder, dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(other_model)
+    model.config.max_position_embeddings = 20
+    model.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"teacher\.path=.* takes 20 tokens, but data\.max_prompt_tokens"):
+        Trainer(config(make_config, {"path": folder}))
+
+
+def test_settings_that_do_not_go_together(make_config):
+    with pytest.raises(UserError, match=r"algorithm\.credit=distill needs a teacher: set teacher\.path"):
+        Trainer(make_config(algorithm=DISTILL))
+    with pytest.raises(UserError, match=r"teacher\.path=self is not used by algorithm\.credit=group_baseline"):
+        Trainer(make_config(teacher={"path": "self"}))
+    for teacher, message in (
+        ({"average": 0.1}, "'teacher.path' names none"),
+        ({"path": "m", "average": 0.1}, r"'teacher.average' \(0.1\).*set teacher.path=self"),
+        ({"path": "self", "servers": ["http://a:1"]}, "'teacher.path' is self"),
+        ({"path": "self", "shown": "solution", "hint": "Look!"}, "'teacher.hint' must say where"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_config(teacher=teacher)
+    with pytest.raises(ConfigError, match=r"temperature 1, and 'rollout.temperature' is 0.7"):
+        make_config(teacher={"path": "m", "servers": ["http://a:1"]}, rollout={"temperature": 0.7})
