@@ -17,7 +17,7 @@ RESOLVED = json.loads((Path(__file__).parent / "recipes_resolved.json").read_tex
 RECIPES = sorted(RESOLVED)
 FILES = sorted(p.relative_to(BUILT_IN_RECIPES).with_suffix("").as_posix() for p in BUILT_IN_RECIPES.rglob("*.yaml"))
 BASELINES = {"luffy", "luffy_clip", "mixed", "on_policy", "grpo", "dapo", "rl_sft_loss", "sft", "sft_rl"}
-BASELINES |= {"exgrpo"}
+BASELINES |= {"exgrpo", "opd"}
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
@@ -35,7 +35,7 @@ def stand_in(tmp_path_factory):
     shape = dict(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
     )
-    config = Qwen2Config(vocab_size=len(tokenizer), max_position_embeddings=16384, eos_token_id=256, **shape)
+    config = Qwen2Config(vocab_size=len(tokenizer) + 7, max_position_embeddings=16384, eos_token_id=256, **shape)
     Qwen2ForCausalLM(config).save_pretrained(folder / "model")
     rows = [{"id": str(i), "prompt": f"{i}+1?", "answer": str(i + 1), "traces": [f"#### {i + 1}"]} for i in range(8)]
     (folder / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -101,6 +101,8 @@ def test_loads_and_dry_runs(recipe, stand_in, monkeypatch):
         overrides += [f"data.train={data}", f"data.eval={data}", "data.max_prompt_tokens=1024", "reward.kind=numeric"]
     if recipe == "tiny/guided":  # its second model is another run's
         overrides += [f"rollout.offpolicy_guidance.model_path={load_config(recipe).model.path}"]
+    if recipe.endswith("/opd"):  # its teacher too
+        overrides += [f"teacher.path={load_config(recipe, overrides).model.path}"]
     cfg = load_config(recipe, overrides)
     lines = dry_run(cfg, "sft" if "/sft" in recipe and "sft_rl" not in recipe else "rl")
     assert lines[0].startswith(f"run        runs/{cfg.name}") and any("GiB at the peak" in line for line in lines)

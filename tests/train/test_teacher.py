@@ -1,6 +1,7 @@
 """The teacher: whose weights, under which prompt, and what a checkpoint keeps of it."""
 
 import os
+import re
 import shutil
 import signal
 
@@ -13,9 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from luffy.data import Encoder
 from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import read_json_lines
+from luffy.train import dry_run as planning
 from luffy.train.batch import collect, score_tokens
 from luffy.train.checkpoint import Checkpoint
 from luffy.train.credit import uncredited
+from luffy.train.dry_run import dry_run
 from luffy.train.loop import Trainer, roll_out
 from luffy.train.policy import Policy
 from luffy.train.teacher import Teacher, TeacherPrompts
@@ -238,3 +241,21 @@ def test_settings_that_do_not_go_together(make_config):
             make_config(teacher=teacher)
     with pytest.raises(ConfigError, match=r"temperature 1, and 'rollout.temperature' is 0.7"):
         make_config(teacher={"path": "m", "servers": ["http://a:1"]}, rollout={"temperature": 0.7})
+
+
+def test_a_dry_run_counts_the_teacher(make_config, other_model, monkeypatch):
+    monkeypatch.setattr(planning, "GIB", 1)  # bytes
+
+    def counted(**changes):
+        (line,) = [line for line in dry_run(make_config(**changes), "rl") if line.startswith("memory")]
+        found = re.search(r" teacher ([\d.]+)[ ,]", line)
+        return float(found[1]) if found else 0.0
+
+    weights = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(other_model).parameters())
+    distill = {"algorithm": DISTILL, "guidance": {"n_prefix": 0}}
+    assert counted() == 0
+    assert counted(teacher={"path": str(other_model)}, **distill) == 4 * weights
+    assert counted(teacher={"path": "self"}, **distill) == 4 * weights
+    assert counted(teacher={"path": "self", "average": 0.1}, **distill) == 4 * weights
+    with pytest.raises(UserError, match=r"'teacher\.path' /nowhere: no such folder"):
+        counted(teacher={"path": "/nowhere"}, **distill)
