@@ -86,10 +86,10 @@ def chart_grid(
     return Markup('<div class="charts">{}</div>').format(Markup("").join(figures))
 
 
-def family_charts(chart: Chart, methods: Sequence[Styled], remarks: list[str]) -> Markup:
+def family_charts(chart: Chart, methods: Sequence[Styled], remarks: list[str], smoothing: float = 0.0) -> Markup:
     """The same chart once for each family of methods, all others in grey behind; nothing where no run has a value."""
     last = max((run.steps for _, method in methods for run in method.runs), default=0)
-    lines = _lines(chart, methods, remarks, 0.0)
+    lines = _lines(chart, methods, remarks, smoothing)
     labels = [method.label for _, method in methods]
     figures = []
     for family, members in families(methods).items():

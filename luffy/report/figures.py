@@ -119,8 +119,8 @@ def line_chart(
     layers = [
         _grid(x, y, ticks, labels),
         *(_grey(line, x, y) for line in behind),
-        *(_band(line, x, y) for line in lines),
-        *(_seeds(line, x, y) for line in lines),
+        *(_band(line, x, y) for line in lines if not crowded(lines)),
+        *(_seeds(line, x, y) for line in lines if not crowded(lines)),
         *(_mean(line, x, y) for line in lines),
         _end_labels(lines, x, y) if named else Markup(""),
         Markup('<g class="cross"></g>'),

@@ -238,7 +238,7 @@ def _most_common(values: Sequence[Any]) -> str:
 def _unusual_row(style: int, method: Method, usual: Mapping[str, str]) -> Markup:
     own = {key: show_value(method.settings.get(key)) for key in usual}
     items = [
-        Markup("<code>{}={}</code>").format(show(key), show(shorten(value, LONGEST_VALUE)))
+        Markup("<code>{}=<wbr>{}</code>").format(show(key), show(shorten(value, LONGEST_VALUE)))
         for key, value in own.items()
         if value != usual[key]
     ]

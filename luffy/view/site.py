@@ -13,9 +13,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from luffy.errors import UserError
-from luffy.report.charts import Chart, chart_grid, charts_of
-from luffy.report.figures import swatch
+from luffy.report.charts import Chart, chart_grid, charts_of, family_charts
+from luffy.report.figures import crowded, swatch
 from luffy.report.methods import Method, Styled
 from luffy.report.runs import RunRecord, whole
 from luffy.report.samples import CLOSE, problem_html, sample_cards
@@ -126,8 +128,11 @@ class Site:
         fixed = charts_of(methods)
         added = [Chart(name, legible(name), "as recorded") for name in query.get("metric", [])[:MOST_CHARTS]]
         remarks: list[str] = []
-        grid = chart_grid([*added, *fixed], methods, remarks, smoothing)
-        return as_json({"html": grid, "remarks": remarks})
+        html = Markup("")
+        if crowded(methods):
+            html, fixed = family_charts(fixed[0], methods, remarks, smoothing), fixed[1:]
+        html += chart_grid([*added, *fixed], methods, remarks, smoothing)
+        return as_json({"html": html, "remarks": remarks})
 
     def _tables(self, query: Query) -> PageReply:
         methods = self._chosen(query)

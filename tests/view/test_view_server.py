@@ -145,6 +145,17 @@ def test_state_curves_tables_and_differences(serving, runs):
         assert client.get("/api/curves", method=-1)["html"] == '<div class="charts"></div>'
 
 
+def test_more_methods_than_colours_are_drawn_by_family(serving, write_run, make_metric_row):
+    for i in range(9):
+        folder = write_run(
+            f"m{i}x", [make_metric_row(0, 0.0), make_metric_row(1, 0.1)], {"guidance": {"n_prefix": i % 2}}
+        )
+    with serving([folder.parent]) as client:
+        html = client.get("/api/curves")["html"]
+        assert html.count('data-chart="val-core/accuracy"') == 2 and html.count('<path class="behind"') == 9
+        assert client.get("/api/curves", method=1)["html"].count('<path class="behind"') == 0
+
+
 def test_smoothing_is_a_mean_of_what_was_recorded(serving, runs):
     with serving([runs]) as client:
         html = client.get("/api/curves", method=1, smoothing=0.5)["html"]
