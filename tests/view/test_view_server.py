@@ -146,10 +146,9 @@ def test_state_curves_tables_and_differences(serving, runs):
 
 
 def test_more_methods_than_colours_are_drawn_by_family(serving, write_run, make_metric_row):
+    rows = [make_metric_row(0, 0.0), make_metric_row(1, 0.1)]
     for i in range(9):
-        folder = write_run(
-            f"m{i}x", [make_metric_row(0, 0.0), make_metric_row(1, 0.1)], {"guidance": {"n_prefix": i % 2}}
-        )
+        folder = write_run(f"m{i}x", rows, {"guidance": {"n_prefix": i % 2}, "optim": {"lr": 1e-5 * (i + 1)}})
     with serving([folder.parent]) as client:
         html = client.get("/api/curves")["html"]
         assert html.count('data-chart="val-core/accuracy"') == 2 and html.count('<path class="behind"') == 9
