@@ -63,7 +63,8 @@ def _check_guidance(c: Knobs) -> None:
         )
     if g.min_ratio > g.max_ratio:
         raise ConfigError(f"'guidance.min_ratio' ({g.min_ratio}) exceeds 'guidance.max_ratio' ({g.max_ratio})")
-    if g.n_prefix == n and (c.algorithm.advantage == "grpo_split" or c.algorithm.trace_term == "sft"):
+    whole = (g.strategy, g.min_ratio, g.max_ratio) == ("fixed", 1.0, 1.0)
+    if g.n_prefix == n and (c.algorithm.advantage == "grpo_split" or (whole and c.algorithm.trace_term == "sft")):
         raise ConfigError(
             f"with guidance.n_prefix = rollout.n = {n} no on-policy sample is left, which "
             f"advantage grpo_split and trace_term sft need; lower guidance.n_prefix"
@@ -73,8 +74,6 @@ def _check_guidance(c: Knobs) -> None:
             f"trace_term sft scores traces at 'rollout.temperature' ({c.rollout.temperature}), which is not their "
             f"likelihood; set rollout.temperature=1"
         )
-    if c.algorithm.trace_term == "sft" and (g.strategy, g.min_ratio, g.max_ratio) != ("fixed", 1.0, 1.0):
-        raise ConfigError("trace_term sft takes whole traces: set guidance.strategy=fixed, min_ratio=1, max_ratio=1")
 
 
 def _check_gate(c: Knobs) -> None:
@@ -134,6 +133,15 @@ def _check_shapes(c: Knobs) -> None:
         raise ConfigError(
             f"'algorithm.teacher_probs' recorded takes the plain ratio p / q instead of 'algorithm.off_policy_reshape' "
             f"({a.off_policy_reshape}), which compares probabilities by itself; set algorithm.teacher_probs=one"
+        )
+    shaped = {
+        "off_max_clip": a.off_max_clip, "off_min_clip": a.off_min_clip, "off_normalize": a.off_normalize or None,
+        "teacher_probs": None if a.teacher_probs == "one" else a.teacher_probs,
+    }  # fmt: skip
+    if a.trace_ratio == "ppo" and (given := [name for name, value in shaped.items() if value is not None]):
+        raise ConfigError(
+            f"'algorithm.trace_ratio' ppo gives teacher tokens the ratio and clip of own tokens, and algorithm."
+            f"{given[0]} would change nothing; leave it out or set algorithm.trace_ratio=shaped"
         )
 
 

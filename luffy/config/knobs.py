@@ -362,7 +362,7 @@ class AlgorithmConfig:
     credit: str = knob(
         "group_baseline",
         "how rewards become the weights of tokens in the loss: group_baseline (by advantage, trace_term, prefix_alpha, "
-        "prefix_beta), lone_trace_sft (the same, but a group of traces alone goes into the SFT term), "
+        "prefix_beta), lone_trace_sft (the same, but a group of traces alone goes into the SFT term), srft, "
         "distill (by a teacher's log-probs: section teacher), or module:function of your own",
     )
     advantage: Literal["grpo", "grpo_split"] = knob(
@@ -408,6 +408,19 @@ class AlgorithmConfig:
         "trainer: truncated at mismatch_cap, or tokens beyond it (or below 1 / it) left out",
     )
     mismatch_cap: float = knob(2.0, "the bound of mismatch_correction", gt=1)
+    trace_ratio: Literal["shaped", "ppo"] = knob(
+        "shaped", "teacher tokens under f(p) (off_policy_reshape), or as own tokens: p / p_old with the clip"
+    )
+    trace_advantage: Literal["group", "constant", "relu"] = knob(
+        "group",
+        "advantage of teacher tokens: that of their response, 1, or that of their response but never below 0",
+    )
+    trace_entropy_share: float = knob(
+        1.0,
+        "share of a response's teacher tokens in the RL term: those where the policy's entropy is highest",
+        gt=0,
+        le=1,
+    )
     prefix_alpha: float = knob(1.0, "weight of the advantage on off-policy tokens")
     prefix_beta: float = knob(1.0, "weight of the advantage on the policy's own tokens")
     entropy_coef: float = knob(0.001, "weight of the entropy bonus (the paper's text: 0.01)", ge=0)
@@ -415,7 +428,7 @@ class AlgorithmConfig:
     kl_estimator: Estimator = knob("k3", "estimator of the KL term")
     kl_in: Literal["loss", "reward"] = knob("loss", "where the KL term goes")
     trace_term: Literal["rl", "sft"] = knob(
-        "rl", "teacher samples enter the policy-gradient term, or (RL with SFT loss) an SFT term only"
+        "rl", "teacher tokens enter the policy-gradient term, or (RL with SFT loss) an SFT term only"
     )
     distill_reward: float = knob(
         0.0,
@@ -469,6 +482,7 @@ class AlgorithmConfig:
             off_max_clip=self.off_max_clip,
             off_min_clip=self.off_min_clip,
             off_normalize=self.off_normalize,
+            off_ppo=self.trace_ratio == "ppo",
             all_max_clip=self.all_max_clip,
         )
 

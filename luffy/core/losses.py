@@ -17,7 +17,8 @@ from luffy.core.shaping import Shape
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The settings of the objective; ``clip_high`` and the off-policy clips are absolute ratios."""
+    """The settings of the objective; ``clip_high`` and the off-policy clips are absolute ratios. With ``off_ppo``
+    off-policy tokens have the on-policy term, p / p_old with its clip, instead of ``off_shape``."""
 
     clip_low: float = 0.8
     clip_high: float = 1.2
@@ -27,6 +28,7 @@ class PolicyLoss:
     off_max_clip: float | None = None
     off_min_clip: float | None = None
     off_normalize: bool = False
+    off_ppo: bool = False
     all_max_clip: float | None = None
 
     def __post_init__(self) -> None:
@@ -72,14 +74,19 @@ def policy_loss_terms(
     mask = mask.bool()
     old, logp = keep(old_log_prob, mask), keep(log_prob, mask)
     # Each term sees gradients of its own tokens only: an overflow in the other cannot turn into 0 * inf.
-    on_loss, clipped = _on_policy_term(old, torch.where(off_policy, logp.detach(), logp), advantages, settings)
+    on_logp = logp if settings.off_ppo else torch.where(off_policy, logp.detach(), logp)
+    on_loss, clipped = _on_policy_term(old, on_logp, advantages, settings)
     off = off_policy & mask
     off_logp = torch.where(off_policy, logp, logp.detach())
-    off_ratio = off_policy_ratio(off_logp, off, settings.off_shape, target_probs, old, behavior_log_prob)
-    if settings.off_normalize:
-        off_ratio = _normalized(off_ratio, off, off_ratio_mean)
-    bounded = _clamp_off_ratio(off_ratio, settings)
-    off_loss = -advantages * bounded
+    if settings.off_ppo:
+        off_ratio, off_loss = keep(torch.exp(logp.detach() - old), off), on_loss
+        bounded = off_ratio
+    else:
+        off_ratio = off_policy_ratio(off_logp, off, settings.off_shape, target_probs, old, behavior_log_prob)
+        if settings.off_normalize:
+            off_ratio = _normalized(off_ratio, off, off_ratio_mean)
+        bounded = _clamp_off_ratio(off_ratio, settings)
+        off_loss = -advantages * bounded
     prob = torch.exp(logp.detach())
     kept = mask if settings.all_max_clip is None else mask & (prob <= settings.all_max_clip)
     return LossTerms(

@@ -15,7 +15,7 @@ from luffy.distributed.world import World
 from luffy.errors import AllStopped
 from luffy.metrics import Metric, Sum, merge_metrics, spread
 from luffy.report.timing import Stopwatch
-from luffy.train.credit import ScoredTokens, find_credit_function, uncredited
+from luffy.train.credit import ScoredTokens, find_credit_function, needs_of, uncredited
 from luffy.train.draws import attempts, chosen_trace, draw, trace_sample
 from luffy.train.groups import (
     group_metrics,
@@ -174,7 +174,7 @@ def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:
     a = run.cfg.algorithm
     several = min(run.cfg.batch.updates, batch.size) > 1
     need_ref = a.kl_coef > 0
-    need_old = several or (need_ref and a.kl_in == "reward") or bool(find_credit_function(a.credit).needs)
+    need_old = several or (need_ref and a.kl_in == "reward") or bool(needs_of(a))
     groups = list(batch.groups.values())
     flat = [uncredited(rollout) for group in groups for rollout in group.rollouts]
     old = run.policy.score(flat) if need_old else [(None, None)] * len(flat)

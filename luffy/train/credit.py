@@ -13,6 +13,7 @@ registered by name and chosen by ``algorithm.credit``; a new one is a file of it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -97,23 +98,51 @@ def find_credit_function(name: str) -> CreditFunction:
     return found if isinstance(found, CreditFunction) else CreditFunction(found)
 
 
+def needs_of(cfg: AlgorithmConfig) -> tuple[Need, ...]:
+    """What must be computed before the credit of a step is decided."""
+    needs = find_credit_function(cfg.credit).needs
+    return needs if cfg.trace_entropy_share == 1 or "entropy" in needs else (*needs, "entropy")
+
+
 @credit_function("group_baseline")
 def group_baseline(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit]:
     """Reward minus the baseline of the group (``algorithm.advantage``), the same for every token of a response but for
-    ``prefix_alpha`` and ``prefix_beta``; a teacher's tokens in the policy-gradient or the SFT term
+    ``prefix_alpha``, ``prefix_beta`` and ``trace_advantage``; a teacher's tokens in the policy-gradient or the SFT term
     (``algorithm.trace_term``)."""
     rollouts = group.group.rollouts
-    on_policy = torch.tensor([r.is_on_policy for r in rollouts], dtype=torch.bool)
-    only_on_policy = cfg.advantage == "grpo_split" or cfg.trace_term == "sft"
-    baseline = on_policy if only_on_policy else torch.ones_like(on_policy)
-    advantages = group_advantages(group.rewards, [0] * len(rollouts), baseline, use_std=cfg.normalize_std).tolist()
+    in_baseline = _in_baseline(rollouts, cfg)
+    advantages = group_advantages(group.rewards, [0] * len(rollouts), in_baseline, use_std=cfg.normalize_std).tolist()
     credit = []
-    for rollout, advantage in zip(rollouts, advantages, strict=True):
+    for rollout, advantage, tokens in zip(rollouts, advantages, group.tokens, strict=True):
         off = rollout.off_policy
         in_sft = off.float() if cfg.trace_term == "sft" else torch.zeros(off.numel())
-        weights = torch.where(off, cfg.prefix_alpha, cfg.prefix_beta)
-        credit.append(TokenCredit(advantage * weights, rl_weights=1 - in_sft, sft_weights=in_sft))
+        on_trace = {"group": advantage, "constant": 1.0, "relu": max(advantage, 0.0)}[cfg.trace_advantage]
+        by_writer = torch.where(off, on_trace, advantage) * torch.where(off, cfg.prefix_alpha, cfg.prefix_beta)
+        credit.append(TokenCredit(by_writer, rl_weights=(1 - in_sft) * _counted(off, tokens, cfg), sft_weights=in_sft))
     return credit
+
+
+def _in_baseline(rollouts: Sequence[Rollout], cfg: AlgorithmConfig) -> Tensor:
+    """[n] bool: whose rewards make the baseline. Where traces are in the SFT term: all responses with a token of the
+    policy's own."""
+    if cfg.advantage == "grpo_split":
+        return torch.tensor([r.is_on_policy for r in rollouts])
+    with_own_tokens = torch.tensor([not bool(r.off_policy.all()) for r in rollouts])
+    if cfg.trace_term == "sft" and with_own_tokens.any():
+        return with_own_tokens
+    return torch.ones_like(with_own_tokens)
+
+
+def _counted(off: Tensor, tokens: ScoredTokens, cfg: AlgorithmConfig) -> Tensor:
+    """[T] float: 1 on the policy's own tokens and on the ``trace_entropy_share`` of the teacher's with the highest
+    entropy (of equal ones the first), else 0."""
+    if cfg.trace_entropy_share == 1:
+        return torch.ones(off.numel())
+    assert tokens.entropy is not None
+    order = tokens.entropy.masked_fill(~off, -torch.inf).argsort(descending=True, stable=True)
+    counted = (~off).float()
+    counted[order[: math.ceil(cfg.trace_entropy_share * int(off.sum()))]] = 1.0
+    return counted
 
 
 @credit_function("lone_trace_sft", lone_traces=True)
@@ -145,6 +174,22 @@ def teacher_gap(tokens: ScoredTokens) -> Tensor:
     """log q - log p of each token."""
     assert tokens.teacher is not None and tokens.old is not None
     return tokens.teacher - tokens.old
+
+
+@credit_function("srft", needs=("entropy",))
+def srft(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit]:
+    """SRFT (arXiv 2506.19767), with H the mean entropy of a response: own tokens have the advantage 0.1 exp(H) if the
+    response scores above 0, else -1; a teacher's keep that of ``group_baseline`` and count in the SFT term too, with
+    weight 0.5 exp(-H)."""
+    credit = []
+    rows = zip(group_baseline(group, cfg), group.group.rollouts, group.group.scores, group.tokens, strict=True)
+    for given, rollout, score, tokens in rows:
+        assert tokens.entropy is not None
+        entropy, off = tokens.entropy.mean(), rollout.off_policy
+        own = 0.1 * torch.exp(entropy) if score.value > 0 else torch.tensor(-1.0)
+        advantages = torch.where(off, given.advantages, own)
+        credit.append(replace(given, advantages=advantages, sft_weights=off * 0.5 * torch.exp(-entropy)))
+    return credit
 
 
 def credit(

@@ -341,6 +341,25 @@ def test_cutting_into_micro_batches_changes_nothing(samples, cut, reduction):
     torch.testing.assert_close(torch.cat([g for _, g in parts]), whole_grad)
 
 
+@pytest.mark.parametrize("remove_clip", [False, True])
+def test_traces_under_ppo_have_the_term_of_own_tokens(remove_clip):
+    """Ratios inside and outside the clip, both signs of the advantage: loss and gradient of p / p_old, clipped."""
+    old = log([0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
+    adv = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], dtype=D)
+    everywhere = torch.ones(6, dtype=torch.bool)
+    found = []
+    for off in (everywhere, ~everywhere):
+        lp = log([0.3, 0.52, 0.8, 0.3, 0.52, 0.8]).requires_grad_(True)
+        terms = policy_loss_terms(old, lp, adv, everywhere, off, PolicyLoss(off_ppo=True, remove_clip=remove_clip))
+        terms.loss.sum().backward()
+        found.append((terms.loss.detach(), lp.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    ratio = [0.6, 1.04, 1.6, 0.6, 1.04, 1.6]
+    flat = () if remove_clip else (2, 3)  # where the clip leaves no gradient
+    expected = [0.0 if i in flat else -a * r for i, (a, r) in enumerate(zip(adv.tolist(), ratio, strict=True))]
+    assert found[0][1].tolist() == pytest.approx(expected)
+
+
 def test_token_mean_weights_reproduce_the_public_function():
     old, lp, adv = log(OLD), log(P), ADV
     weights = torch.nn.utils.rnn.pad_sequence(

@@ -16,6 +16,7 @@ from luffy.train.credit import (
     credit_metrics,
     find_credit_function,
     group_baseline,
+    needs_of,
 )
 from luffy.train.groups import group_metrics, in_accuracy_band, is_extreme, own_metrics
 from luffy.train.loop import Trainer
@@ -76,6 +77,55 @@ def test_a_lone_trace_goes_into_the_sft_term_and_other_groups_keep_their_baselin
     assert trace.rl_weights.tolist() == trace.advantages.tolist() == [0.0] * 4
     assert [[s.advantages.tolist() for s in g] for g in others] == [advantages(GUIDED), advantages(cut)]
     assert all(s.rl_weights.all() and not s.sft_weights.any() for g in others for s in g)
+
+
+def test_the_advantage_of_trace_tokens_may_be_constant_or_never_negative():
+    g = group([0.0, 1.0], [rollout(length=3, teacher=2), rollout(length=3, teacher=3)])
+    assert advantages(g) == [[-0.5] * 3, [0.5] * 3]
+    assert advantages(g, trace_advantage="relu") == [[0.0, 0.0, -0.5], [0.5] * 3]
+    assert advantages(g, trace_advantage="constant", prefix_alpha=2.0) == [[2.0, 2.0, -0.5], [2.0] * 3]
+
+
+@pytest.mark.parametrize(("share", "counted"), [(0.2, [1]), (0.4, [1, 4]), (0.5, [1, 3, 4]), (1.0, [0, 1, 2, 3, 4])])
+def test_only_the_trace_tokens_of_highest_entropy_count(share, counted):
+    """Of five teacher tokens; the two own ones behind them count always, whatever their entropy."""
+    g = group([1.0, 0.0], [rollout(length=7, teacher=5), rollout(length=7)])
+    tokens = [ScoredTokens(entropy=torch.tensor([0.1, 2.0, 0.3, 0.5, 0.6, 9.0, 0.0]))] * 2
+    cfg = AlgorithmConfig(trace_entropy_share=share)
+    ((guided, own),) = credit([g], [tokens], cfg)
+    assert guided.rl_weights.nonzero().flatten().tolist() == [*counted, 5, 6] and own.rl_weights.all()
+    assert needs_of(cfg) == (() if share == 1 else ("entropy",))
+    assert needs_of(dataclasses.replace(cfg, credit="srft")) == ("entropy",)
+
+
+def test_of_equal_entropies_the_first_trace_tokens_count():
+    g = group([1.0, 0.0], [rollout(length=4, teacher=4), rollout()])
+    tokens = [ScoredTokens(entropy=torch.ones(4)), ScoredTokens(entropy=torch.ones(3))]
+    ((trace, _),) = credit([g], [tokens], AlgorithmConfig(trace_entropy_share=0.5))
+    assert trace.rl_weights.tolist() == [1, 1, 0, 0]
+
+
+def test_hints_go_into_the_sft_term_and_their_continuations_into_the_rl_term():
+    """UFT: every sample starts with a hint. The baseline is of all that have tokens of their own."""
+    cfg = AlgorithmConfig(trace_term="sft", sft_coef=0.001)
+    hinted = [rollout(length=4, teacher=2), rollout(length=3, teacher=2), rollout(length=3, teacher=3, finish="trace")]
+    ((a, b, whole),) = credit([group([1.0, 0.0, 1.0], hinted)], [[ScoredTokens()] * 3], cfg)
+    assert a.sft_weights.tolist() == [1, 1, 0, 0] and a.rl_weights.tolist() == [0, 0, 1, 1]
+    assert a.advantages.tolist() == [0.5] * 4 and b.advantages.tolist() == [-0.5] * 3  # mean of 1 and 0
+    assert whole.sft_weights.all() and not whole.rl_weights.any()
+    ((alone,),) = credit([group([1.0], [hinted[2]])], [[ScoredTokens()]], cfg)
+    assert alone.sft_weights.all() and not alone.rl_weights.any()
+
+
+def test_srft_by_hand():
+    g = group([1.0, 0.0, 1.0, 0.0], [rollout(teacher=3), rollout(), rollout(), rollout()])
+    entropies = [torch.tensor([0.0, 1.0, 2.0]), torch.ones(3), torch.tensor([0.0, 0.0, 1.5]), torch.zeros(3)]
+    cfg = AlgorithmConfig(credit="srft", on_policy_reshape="logp")
+    ((trace, *own),) = credit([g], [[ScoredTokens(entropy=e) for e in entropies]], cfg)
+    assert trace.advantages.tolist() == [0.5] * 3 and trace.rl_weights.tolist() == [1] * 3
+    assert trace.sft_weights.tolist() == pytest.approx([0.5 * math.exp(-1.0)] * 3)
+    assert [s.advantages.tolist() for s in own] == [[-1] * 3, pytest.approx([0.1 * math.exp(0.5)] * 3), [-1] * 3]
+    assert not any(s.sft_weights.any() for s in own)
 
 
 MIX = {"start": 0.9, "end": 0.1, "steps": 4, "warmup": 2}
