@@ -28,6 +28,7 @@ def check(config: Knobs) -> None:
         _check_batch,
         _check_memory,
         _check_experts,
+        _check_sft_steps,
         _check_async,
         _check_launch,
     ):
@@ -182,8 +183,12 @@ def _check_batch(c: Knobs) -> None:
 
 
 def _check_memory(c: Knobs) -> None:
-    remembering = {"replay.share": c.replay.share, "batch.expert_share": c.batch.expert_share}
-    used = next((f"'{name}' ({value})" for name, value in remembering.items() if value), None)
+    parts = {
+        "replay.share": c.replay.share,
+        "batch.expert_share": c.batch.expert_share,
+        "sft_steps.buffer": c.sft_steps.buffer,
+    }
+    used = next((f"'{name}' ({value})" for name, value in parts.items() if value), None)
     if used and c.async_.max_staleness:
         raise ConfigError(
             f"'async.max_staleness' ({c.async_.max_staleness}) rolls out a step while the one before it is still "
@@ -213,6 +218,21 @@ def _check_experts(c: Knobs) -> None:
         raise ConfigError(
             f"'batch.expert_share' scores traces at 'rollout.temperature' ({c.rollout.temperature}), which is not "
             f"their likelihood; set rollout.temperature=1"
+        )
+
+
+def _check_sft_steps(c: Knobs) -> None:
+    if not c.sft_steps.buffer:
+        return
+    if c.optim.offload:
+        raise ConfigError(
+            f"'sft_steps.buffer' ({c.sft_steps.buffer}) has an optimizer of its own, which 'optim.offload' does not "
+            f"keep in host memory; set optim.offload=false"
+        )
+    if c.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"'sft_steps.buffer' scores traces at 'rollout.temperature' ({c.rollout.temperature}), which is not their "
+            f"likelihood; set rollout.temperature=1"
         )
 
 

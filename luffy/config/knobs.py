@@ -560,6 +560,18 @@ class ReplayConfig:
 
 
 @dataclass(frozen=True)
+class SftStepsConfig:
+    buffer: int = knob(
+        0,
+        "traces of problems that no own sample solved are gathered; so many of them make one SFT step, by an optimizer "
+        "of its own (ReLIFT); 0: none",
+        ge=0,
+    )
+    lr: float | None = knob(None, "learning rate of these steps; null: optim.lr, without its schedule", gt=0)
+    grad_clip: float = knob(1.0, "their largest gradient norm; 0 is off", ge=0)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     steps: int | None = knob(None, "training steps (rollout batches); null: take epochs", ge=1)
     epochs: float | None = knob(None, "passes over the data, when steps is null", gt=0)
@@ -645,6 +657,7 @@ class Knobs:
     optim: OptimConfig = knob(factory=OptimConfig)
     batch: BatchConfig = knob(factory=BatchConfig)
     replay: ReplayConfig = knob(factory=ReplayConfig)
+    sft_steps: SftStepsConfig = knob(factory=SftStepsConfig)
     train: TrainConfig = knob(factory=TrainConfig)
     eval: EvalConfig = knob(factory=EvalConfig)
     record: RecordConfig = knob(factory=RecordConfig)

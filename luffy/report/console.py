@@ -38,7 +38,8 @@ def summary_line(values: Mapping[str, float], eta_s: float) -> str:
 def was_idle(values: Mapping[str, float]) -> bool:
     """Nothing to learn from in this step: the weights are what they were."""
     skipped = "train/skipped_updates" in values
-    return "actor/grad_norm" not in values and not skipped and values.get("batch/rejected", 0) > 0
+    updated = "actor/grad_norm" in values or "method/sft_steps" in values
+    return not updated and not skipped and values.get("batch/rejected", 0) > 0
 
 
 def clock(seconds: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from luffy.config import Config
 from luffy.distributed.share import share_out
@@ -16,7 +17,7 @@ from luffy.errors import AllStopped
 from luffy.metrics import Metric, Sum, merge_metrics, spread
 from luffy.report.timing import Stopwatch
 from luffy.train.credit import ScoredTokens, find_credit_function, needs_of, uncredited
-from luffy.train.draws import attempts, chosen_trace, draw, trace_sample
+from luffy.train.draws import attempts, chosen_trace, draw, lessons, trace_sample
 from luffy.train.groups import (
     group_metrics,
     in_accuracy_band,
@@ -55,6 +56,7 @@ class StepBatch:
     groups: dict[int, Group] = field(default_factory=dict)
     rejected: dict[int, Group] = field(default_factory=dict)
     samples: dict[int, list[Sample]] = field(default_factory=dict)
+    lessons: list[list[Sample]] = field(default_factory=list)  # traces, of an SFT step each
 
     def add(self, samples: Sequence[list[Sample]], metrics: Mapping[str, Metric], world: World) -> None:
         """The samples of this rank's kept groups, in their order; then the metrics become those of all ranks."""
@@ -73,6 +75,14 @@ def mini_batches(groups: Sequence[Sequence[Sample]], parts: int) -> Iterator[lis
     for part in range(parts):
         members = groups[size * part // parts : size * (part + 1) // parts]
         yield [sample for group in members for sample in group]
+
+
+def updates(run: Run, batch: StepBatch, lr: float) -> Iterator[Callable[[], dict[str, Metric]]]:
+    """The optimizer steps on a batch: one per mini-batch, then the SFT steps by an optimizer of their own."""
+    for mini in batch.mini_batches(run.cfg.batch.updates):
+        yield partial(run.policy.update, mini, lr)
+    for traces in batch.lessons:
+        yield partial(run.policy.sft_update, traces)
 
 
 def draw_traces(run: Run) -> StepBatch:
@@ -122,6 +132,7 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
         merge_metrics(parts),
         groups={i: own[p] for i, p in enumerate(kept) if p in own},
         rejected={len(kept) + i: own[p] for i, p in enumerate(rejected) if p in own},
+        lessons=lessons(run),
     )
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from luffy.config import RewardConfig
 from luffy.data import ProblemSampler
 from luffy.distributed.share import expected_tokens, share_out
 from luffy.guidance import Plan
@@ -57,10 +56,13 @@ class Drawn:
         return Plan(tuple(groups))
 
     def metrics(self, run: Run, step: int) -> dict[str, Metric]:
+        lessons: dict[str, Metric] = {}
+        if run.cfg.sft_steps.buffer:
+            lessons["method/sft_buffer"] = Max(len(run.memory.lessons))
         replay = run.memory.replay
         if replay is None:
-            return {}
-        return {
+            return lessons
+        return lessons | {
             "method/replay_size": Max(len(replay)),
             "method/replay_share": Mean.of(at in self.replayed for at in self.positions),
             "method/replay_age": Mean.of(step - success.step for success in self.replayed.values()),
@@ -161,13 +163,28 @@ def trace_sample(task: Task, token_ids: Sequence[int] | torch.Tensor) -> Sample:
 
 def attempts(run: Run, step: int, groups: Mapping[int, Group], draws: Mapping[int, Draw]) -> list[Attempt]:
     """What the memory takes in of a step: the scored groups of all ranks, in the order of its problems."""
-    mine = {at: _attempt(draws[at], group, step, run.cfg.reward) for at, group in groups.items()}
+    mine = {at: _attempt(run, step, draws[at], group) for at, group in groups.items()}
     every = {at: found for part in run.world.gather(mine) for at, found in part.items()}
     return [every[at] for at in sorted(every)]
 
 
-def _attempt(draw: Draw, group: Group, step: int, cfg: RewardConfig) -> Attempt:
+def _attempt(run: Run, step: int, draw: Draw, group: Group) -> Attempt:
     own = [(r, s) for r, s in zip(group.rollouts, group.scores, strict=True) if r.is_own]
-    right = [rollout for rollout, score in own if cfg.solved(score.value)]
+    right = [rollout for rollout, score in own if run.cfg.reward.solved(score.value)]
     successes = tuple(Success(r.token_ids.int(), r.behavior_log_probs, step) for r in right)
-    return Attempt(draw.row, len(own), successes, replayed=draw.source == "replay")
+    lesson, task = None, group.task
+    failed = own and all(run.cfg.reward.failed(score.value) for _, score in own)
+    if run.cfg.sft_steps.buffer and failed and task.demonstrations:
+        lesson = task.demonstrations.index(chosen_trace(run, task, draw.visit, f"{step}:lesson"))
+    return Attempt(draw.row, len(own), successes, draw.source == "replay", lesson)
+
+
+def lessons(run: Run) -> list[list[Sample]]:
+    """This rank's samples of every SFT step that is due."""
+    steps = []
+    for due in run.memory.take_lessons():
+        tasks = [(run.tasks[row], trace) for row, trace in due]
+        samples = [trace_sample(task, task.demonstrations[trace].token_ids) for task, trace in tasks]
+        mine = share_out([len(s) for s in samples], run.world.size)[run.world.rank]
+        steps.append([samples[i] for i in mine])
+    return steps

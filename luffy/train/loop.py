@@ -24,7 +24,7 @@ from luffy.models.threads import use_threads
 from luffy.report.console import was_idle
 from luffy.train import held_out, recording, saving
 from luffy.train.activations import out_of_memory_advice
-from luffy.train.batch import Slot, StepBatch, collect, draw_traces, score_tokens
+from luffy.train.batch import Slot, StepBatch, collect, draw_traces, score_tokens, updates
 from luffy.train.build import build_run
 from luffy.train.credit import credit, credit_metrics
 from luffy.train.draws import draw_share
@@ -89,9 +89,9 @@ def update(run: Run, step: int, batch: StepBatch, observe: Observer = ignore) ->
     observe(batch)
     parts = [batch.metrics]
     with run.watch("update"):
-        for mini in batch.mini_batches(run.cfg.batch.updates):
+        for make in updates(run, batch, lr):
             try:
-                parts += [run.policy.update(mini, lr), {"train/updates": Sum(1)}]
+                parts += [make(), {"train/updates": Sum(1)}]
                 run.progress.bad_in_a_row = 0
             except NonFiniteUpdate as error:
                 parts.append(skip_update(run, batch, error))

@@ -1,7 +1,10 @@
-"""What a method remembers between steps, besides weights and optimizer: the same on every rank, and in the checkpoint.
+"""What a method remembers between steps besides weights and optimizer:
 
-replay      solved responses of the policy's own (`replay`)
-experts     how far the sampler of the expert batch has come (`batch.expert_share`)
+    replay      solved responses of the policy's own (`replay`)
+    experts     how far the sampler of the expert batch has come (`batch.expert_share`)
+    lessons     traces of problems that the policy failed, until there are enough for an SFT step (`sft_steps`)
+
+It is the same on every rank, and in the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ class Memory:
     def __init__(self, cfg: Config, problems: int) -> None:
         self.replay = Replay(cfg.replay, cfg.rollout.n) if cfg.replay.share else None
         self.experts = ProblemSampler(problems, seed_of(f"{cfg.seed}:experts")) if cfg.batch.expert_share else None
+        self.lessons: list[tuple[int, int]] = []  # row of the problem, number of its trace
+        self._buffer = cfg.sft_steps.buffer
         self._position = (0, 0)  # of the experts' sampler where the next step begins: epoch and place in it
 
     @property
     def is_used(self) -> bool:
-        return self.replay is not None or self.experts is not None
+        return self.replay is not None or self.experts is not None or self._buffer > 0
 
     def remember(self, attempts: Sequence[Attempt]) -> None:
         """Take in what a step found, of all ranks and in the order of the step. Nothing else changes what is saved."""
@@ -36,6 +41,14 @@ class Memory:
         if self.experts is not None:
             now = self.experts.state_dict()
             self._position = now["epoch"], now["position"]
+        self.lessons += [(a.row, a.lesson) for a in attempts if a.lesson is not None]
+
+    def take_lessons(self) -> list[list[tuple[int, int]]]:
+        """Row and trace of every SFT step that is due, and they are gone from here; fewer than a step takes stay."""
+        due = len(self.lessons) // self._buffer if self._buffer else 0
+        steps = [self.lessons[i * self._buffer : (i + 1) * self._buffer] for i in range(due)]
+        self.lessons = self.lessons[due * self._buffer :]
+        return steps
 
     def rewind(self) -> None:
         """Back to where the step under way began: it will not be finished."""
@@ -48,6 +61,8 @@ class Memory:
         state = {} if self.replay is None else {f"replay/{k}": v for k, v in self.replay.state_dict().items()}
         if self.experts is not None:
             state["experts"] = torch.tensor(self._position)
+        if self.lessons:
+            state["lessons"] = torch.tensor(self.lessons)
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -58,6 +73,8 @@ class Memory:
             epoch, position = state["experts"].tolist()
             self._position = epoch, position
             self.rewind()
+        if self._buffer and "lessons" in state:
+            self.lessons = [(row, trace) for row, trace in state["lessons"].tolist()]
 
 
 def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

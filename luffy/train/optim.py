@@ -31,10 +31,11 @@ class Optimizer:
     gradients of micro-batches add up there in float32 as soon as each backward pass makes them.
     """
 
-    def __init__(self, model: nn.Module, cfg: OptimConfig) -> None:
+    def __init__(self, model: nn.Module, cfg: OptimConfig, masters: dict[str, nn.Parameter] | None = None) -> None:
+        """``masters``: those of another optimizer of the same model, which this one shares."""
         self.cfg = cfg
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.masters = {n: _master_of(p) for n, p in self.parameters.items()}
+        self.masters = masters or {n: _master_of(p) for n, p in self.parameters.items()}
         decay = [m for n, m in self.masters.items() if self.parameters[n].ndim >= 2]
         plain = [m for n, m in self.masters.items() if self.parameters[n].ndim < 2]
         groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]

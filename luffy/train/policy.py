@@ -27,6 +27,8 @@ from luffy.train.packing import Denominators, computed_tokens, cut, denominators
 from luffy.train.scorer import TokenScorer
 from luffy.types import MicroBatch, Sample, TokenView
 
+AnyOptimizer = Optimizer | OffloadedOptimizer
+
 
 class NonFiniteUpdate(ArithmeticError):
     """The loss or the gradient of a mini-batch is NaN or infinite; the weights were not touched."""
@@ -59,6 +61,7 @@ class Policy:
         model.eval()  # whoever scores tokens finds it so; only the gradient passes of an update run in training mode
         self.scorer = self.scorer_of(model)
         self.optimizer = (OffloadedOptimizer if cfg.optim.offload else Optimizer)(model, cfg.optim)
+        self.sft_optimizer = _sft_optimizer(model, cfg, self.optimizer)
         self.checkpointing = Checkpointing(model, cfg.model.gradient_checkpointing)
         self.objective = Objective.of(cfg)
 
@@ -119,8 +122,21 @@ class Policy:
         with self.model.disable_adapter():  # type: ignore[operator]
             return self.log_probs(samples)
 
-    def update(self, samples: Sequence[Sample], lr: float) -> dict[str, Metric]:
-        """One optimizer step on a mini-batch, whatever the number of micro-batches it takes."""
+    def sft_update(self, traces: Sequence[Sample]) -> dict[str, Metric]:
+        """One SFT step by the optimizer that makes these alone (``sft_steps``); its metrics have names of their own."""
+        assert self.sft_optimizer is not None
+        metrics = self.update(traces, self.sft_optimizer.cfg.lr, self.sft_optimizer)
+        return {
+            "method/sft_steps": Sum(1),
+            "method/sft_step_loss": metrics["actor/loss"],
+            "method/sft_step_grad_norm": metrics["actor/grad_norm"],
+            **{name: metrics[name] for name in ("perf/update_tokens", "perf/computed_tokens")},
+        }
+
+    def update(self, samples: Sequence[Sample], lr: float, optimizer: AnyOptimizer | None = None) -> dict[str, Metric]:
+        """One optimizer step on a mini-batch, whatever the number of micro-batches it takes; by ``optimizer`` instead
+        of the policy's."""
+        optimizer = optimizer or self.optimizer
         samples = self._drop_confident_tokens(samples)
         whole = self._totals(samples)
         batches = self._pack(samples, whole.denominators)
@@ -132,13 +148,13 @@ class Policy:
         finally:
             self.model.eval()
         metrics = self.world.merge(fetch(parts))
-        grad_norm = self.optimizer.grad_norm()
+        grad_norm = optimizer.grad_norm()
         norm, loss = float(grad_norm), metrics["actor/loss"].value
         if not (math.isfinite(norm) and math.isfinite(loss)):
-            self.optimizer.zero_grad()
+            optimizer.zero_grad()
             raise NonFiniteUpdate(f"loss {loss}, gradient norm {norm}")
-        self.optimizer.step(lr, grad_norm)
-        self.optimizer.zero_grad()
+        optimizer.step(lr, grad_norm)
+        optimizer.zero_grad()
         # Sums over the micro-batches of this mini-batch; over mini-batches they average.
         sums = {name: Mean(m.value, float(m.measured)) for name, m in metrics.items() if isinstance(m, Sum)}
         return (
@@ -207,6 +223,16 @@ class Policy:
             mean = self.world.merge({"off_ratio": Mean(float(every.double().sum()), every.numel())})["off_ratio"]
             return torch.tensor(mean.value, device=self.device)
         return masked_mean(every, torch.ones_like(every, dtype=torch.bool))
+
+
+def _sft_optimizer(model: nn.Module, cfg: Config, other: AnyOptimizer) -> Optimizer | None:
+    """The one of ``sft_steps``: moments of its own on the weights of the other."""
+    s = cfg.sft_steps
+    if not s.buffer:
+        return None
+    assert isinstance(other, Optimizer)
+    settings = replace(cfg.optim, lr=s.lr or cfg.optim.lr, grad_clip=s.grad_clip)
+    return Optimizer(model, settings, masters=other.masters)
 
 
 def _pieces(stream: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:

@@ -42,6 +42,7 @@ class Attempt:
     fresh: int
     successes: tuple[Success, ...] = ()
     replayed: bool = False
+    lesson: int | None = None  # number of the trace to learn from, where every fresh response failed
 
     @property
     def samples(self) -> int:

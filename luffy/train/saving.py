@@ -32,6 +32,8 @@ from luffy.train.checkpoint import (
 from luffy.train.memory import part
 from luffy.train.run_state import Progress, Run
 
+SFT = "sft/"  # begins the names of what belongs to the optimizer of sft_steps
+
 
 def save(run: Run) -> None:
     """A checkpoint of the step that was finished last. Several processes write it in the background."""
@@ -46,6 +48,8 @@ def save(run: Run) -> None:
         "date": run.cfg.data.date,
     }
     tensors = {**dict(run.policy.optimizer.tensors()), **_teacher_tensors(run)}
+    if run.policy.sft_optimizer is not None:  # its masters are the policy's
+        tensors |= {f"{SFT}{n}": t for n, t in run.policy.sft_optimizer.tensors() if not n.endswith("/master")}
     same = {f"random/{name}": t for name, t in random_state().items()}  # on every process
     same |= {f"memory/{name}": t for name, t in run.memory.state_dict().items()}
     if run.saver is not None:
@@ -193,6 +197,8 @@ def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
         )
     restore_random_state(part(tensors, "random/"))
     run.policy.optimizer.load_tensors(tensors)
+    if run.policy.sft_optimizer is not None:
+        run.policy.sft_optimizer.load_tensors(part(tensors, SFT))
     average = None if run.teacher is None else run.teacher.average
     if average is not None and not average.load_tensors(tensors):
         run.messages.warn(f"{checkpoint.path} has no averaged teacher: it begins with the policy's weights")
@@ -208,6 +214,7 @@ def _read_tensors(run: Run, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     if not run.world.joined:
         return checkpoint.tensors()
     parameters = run.policy.optimizer.parameters
+    parameters = parameters | {f"{SFT}{name}": p for name, p in parameters.items()}
     if checkpoint.shards.is_dir():
         return read_sharded(checkpoint.shards, parameters)
     return shard_whole(checkpoint.tensors(), parameters)

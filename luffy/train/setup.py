@@ -160,7 +160,8 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
 def uses_traces(cfg: Config) -> bool:
     """Whether RL has a use for traces."""
     gate = find_gate(cfg.guidance.gate)
-    return cfg.guidance.n_prefix > 0 or cfg.batch.expert_share > 0 or (gate is not None and gate.uses_traces)
+    beside = cfg.batch.expert_share > 0 or cfg.sft_steps.buffer > 0
+    return cfg.guidance.n_prefix > 0 or beside or (gate is not None and gate.uses_traces)
 
 
 def _no_trace_message(cfg: Config, problems: ProblemDataset, encoder: Encoder) -> str:

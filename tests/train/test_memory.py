@@ -1,0 +1,87 @@
+"""What a method remembers survives a kill and is the same on any number of ranks: replay, experts and SFT steps at once."""
+
+import os
+import signal
+
+import pytest
+import torch
+from children import exit_code_in_new_child
+from ranks import assert_same_figures, assert_same_weights, figures, final_weights, run_ranks, samples, train
+
+from luffy.train.policy import Policy
+
+STEPS = 6
+
+
+def config(make_config, name, **changes):
+    settings = {
+        "reward": {"kind": "loop_rewards:length_parity"},
+        "guidance": {"n_prefix": 0},
+        "algorithm": {"credit": "lone_trace_sft", "off_policy_reshape": "exgrpo"},
+        "rollout": {"n": 3},
+        "batch": {"problems": 8, "expert_share": 0.25, "mini_batch": 4},
+        "replay": {"share": 0.4, "start": 0.3, "problems": 5},
+        "sft_steps": {"buffer": 2},
+        "optim": {"lr": 1e-3, "eps": 1e-3},
+        "train": {"steps": STEPS, "save_every": 2},
+        "record": {"samples": 8, "samples_every": 1},
+    }
+    return make_config(name=name, **(settings | changes))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_config_in, tmp_path_factory):
+    torch.set_num_threads(1)
+    cfg = config(make_config_in(tmp_path_factory.mktemp("undisturbed")), "undisturbed")
+    train(cfg)
+    rows = figures(cfg)
+    assert rows[-1]["method/replay_share"] > 0 and sum(row.get("method/sft_steps", 0) for row in rows) > 0
+    return cfg
+
+
+def train_until_killed(cfg):
+    """In a child: SIGKILL in the first update of the fifth step, which has drawn and remembered; step 4 is saved."""
+    update, calls = Policy.update, 0
+
+    def deadly(self, *args):
+        nonlocal calls
+        calls += args[-1] is not self.sft_optimizer
+        if calls == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return update(self, *args)
+
+    Policy.update = deadly
+    train(cfg)
+
+
+def picked(cfg):
+    return [(r["step"], r["problem"], r["sample"], r["token_ids"], r["advantages"]) for r in samples(cfg)]
+
+
+def test_killed_and_resumed_equals_undisturbed(make_config, undisturbed):
+    cfg = config(make_config, "killed")
+    assert exit_code_in_new_child(train_until_killed, cfg) == -signal.SIGKILL
+    train(cfg)
+    assert figures(cfg) == figures(undisturbed) and picked(cfg) == picked(undisturbed)
+    ours, theirs = final_weights(cfg), final_weights(undisturbed)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_two_ranks_remember_the_same_and_one_goes_on_where_they_stopped(make_config, undisturbed):
+    half = config(make_config, "many", train={"steps": 4, "save_every": 2})
+    run_ranks(2, train, half)
+    assert_same_figures(figures(half), figures(undisturbed)[:4])
+    whole = config(make_config, "many")
+    train(whole)
+    assert_same_figures(figures(whole), figures(undisturbed))
+    assert [row[:4] for row in picked(whole)] == [row[:4] for row in picked(undisturbed)]
+    assert_same_weights(final_weights(whole), final_weights(undisturbed))
+
+
+def test_a_checkpoint_from_before_there_was_a_memory_still_resumes(make_config):
+    plain = {"replay": {}, "sft_steps": {}, "batch": {"problems": 6}, "algorithm": {}}
+    train(config(make_config, "old", **plain, train={"steps": 2, "save_every": 2}))
+    cfg = config(make_config, "old", train={"steps": 4, "save_every": 2})
+    train(cfg)
+    assert [row["step"] for row in figures(cfg)] == [1, 2, 3, 4]
+    assert [row.get("method/replay_size") for row in figures(cfg)][:3] == [None, None, 0]
