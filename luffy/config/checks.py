@@ -94,27 +94,24 @@ def _check_gate(c: Knobs) -> None:
 
 def _check_teacher(c: Knobs) -> None:
     t = c.teacher
-    if t.path is None and (t.servers or t.average or t.shown != "nothing"):
+    if t.path is not None and t.servers:
         raise ConfigError(
-            "'teacher' says how a teacher scores, but 'teacher.path' names none: a folder, a hub id or self"
+            f"'teacher.path' is {t.path}, and 'teacher.servers' have a model of their own; give one of them"
         )
+    if not t.is_there and (t.average or t.shown != "nothing"):
+        raise ConfigError("settings of 'teacher' are there but no teacher: give teacher.path or teacher.servers")
     if t.average and not t.is_self:
         raise ConfigError(
-            f"'teacher.average' ({t.average}) averages the policy's own weights, and 'teacher.path' is {t.path}; set "
-            f"teacher.path=self or teacher.average=0"
-        )
-    if t.is_self and t.servers:
-        raise ConfigError(
-            "'teacher.servers' have a model of their own, and 'teacher.path' is self; name their model there, a folder "
-            "or hub id, or leave teacher.servers empty"
+            f"'teacher.average' ({t.average}) averages the policy's own weights; set teacher.path=self, or "
+            f"teacher.average=0"
         )
     if t.servers and c.rollout.temperature != 1.0:
         raise ConfigError(
             f"vLLM gives log-probs of a prompt at temperature 1, and 'rollout.temperature' is {c.rollout.temperature}; "
-            f"set rollout.temperature=1 or leave teacher.servers empty"
+            f"set rollout.temperature=1, or teacher.path instead of teacher.servers"
         )
-    if t.shown != "nothing" and "{solution}" not in t.hint:
-        raise ConfigError("'teacher.hint' must say where the solution stands: {solution}")
+    if t.shown != "nothing" and "{solution}" not in t.hint_text:
+        raise ConfigError(f"'teacher.hint_text' must contain {{solution}}, got {t.hint_text!r}")
 
 
 def _check_clip(c: Knobs) -> None:

@@ -224,10 +224,10 @@ class TeacherConfig:
     path: str | None = knob(
         None,
         "model that scores the policy's own tokens for algorithm.credit=distill: a folder or hub id with the policy's "
-        "tokenizer, or self (the policy as it was at the start); null: none",
+        "tokenizer, or self (the policy as it was at the start); null: that of teacher.servers, if there are any",
     )
     servers: tuple[str, ...] = knob(
-        (), "addresses of vLLM servers that have the model of teacher.path; empty: it is loaded beside the policy"
+        (), "instead of a path, addresses of vLLM servers that have the teacher (key: rollout.vllm.api_key_env)"
     )
     average: float = knob(
         0.0,
@@ -242,10 +242,14 @@ class TeacherConfig:
         "what it sees behind the question: nothing, a trace of the problem, or another response of the group that "
         "solved it; a response for which there is none has no teacher",
     )
-    hint: str = knob(
+    hint_text: str = knob(
         "\n\nHere is a correct solution:\n{solution}\n\nNow solve the problem yourself, step by step.",
         "the words in which it is shown; {solution} stands for it",
     )
+
+    @property
+    def is_there(self) -> bool:
+        return self.path is not None or bool(self.servers)
 
     @property
     def is_self(self) -> bool:

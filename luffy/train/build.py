@@ -106,7 +106,7 @@ def _assemble(
         tokenizer=tokenizer, eos_ids=end_of_text, tasks=tasks, eval_tasks=eval_tasks,
         eval_report=dict(encoder.counts), total_steps=steps, model=model, policy=policy,
         reference=_reference(cfg, method, policy, device),
-        teacher=build_teacher(cfg, policy, tokenizer, tasks.encoder, device) if taught else None,
+        teacher=build_teacher(cfg, policy, tokenizer, tasks.encoder, device, messages.warn) if taught else None,
         engines=engines, engine=rollouts[0], before_step=rollouts[1],
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
         sampler=ProblemSampler(len(tasks), cfg.seed), planner=_planner(cfg, steps, end_of_text, tokenizer),

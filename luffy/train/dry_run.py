@@ -194,10 +194,9 @@ def _teacher_model(cfg: Config, tokenizer: Any) -> Any:
     path = cfg.teacher.path
     if path is None or cfg.teacher.is_self:
         return None
-    model = None if cfg.teacher.servers else bare_model(path, "teacher.path", cfg)
+    model = bare_model(path, "teacher.path", cfg)
     check_tokenizer(cfg, tokenizer)
-    if model is not None:
-        check_fits(f"teacher.path={path}", model.config, tokenizer, cfg.longest)
+    check_fits(f"teacher.path={path}", model.config, tokenizer, cfg.longest)
     return model
 
 

@@ -307,11 +307,11 @@ def needs_teacher(cfg: Config) -> bool:
     one is named for nothing."""
     credit = cfg.algorithm.credit
     needed = "teacher" in find_credit_function(credit).needs
-    if needed and cfg.teacher.path is None:
+    if needed and not cfg.teacher.is_there:
         raise UserError(f"algorithm.credit={credit} needs a teacher: set teacher.path to a model's folder, or to self")
-    if not needed and cfg.teacher.path is not None:
+    if not needed and cfg.teacher.is_there:
         raise UserError(
-            f"teacher.path={cfg.teacher.path} is not used by algorithm.credit={credit}; set algorithm.credit=distill, "
-            f"or leave teacher.path out"
+            f"the teacher (teacher.path, teacher.servers) is not used by algorithm.credit={credit}; set "
+            f"algorithm.credit=distill, or leave it out"
         )
     return needed

@@ -9,16 +9,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from luffy.config import Config, TeacherConfig
 from luffy.data import Encoder
 from luffy.data.hints import with_hint
 from luffy.distributed.shard import let_go_of_gathered
+from luffy.errors import UserError
 from luffy.models.forward import causal_lm
-from luffy.models.load import decode, load_model, load_tokenizer
+from luffy.models.load import DtypeName, decode, load_model, load_tokenizer
 from luffy.rollout.overrides.pair_checks import check_fits, check_same_tokenizer
+from luffy.rollout.vllm.http_client import Server, key_from
+from luffy.rollout.vllm.prompt_scores import ScoringServers
 from luffy.train.credit import uncredited
 from luffy.train.policy import Policy
+from luffy.train.vllm_settings import VLLM_SLOTS
 from luffy.types import Group, Sample
 
 LogProbs = Callable[[Sequence[Sample]], list[Tensor]]
@@ -104,7 +109,7 @@ class TeacherPrompts:
 
     def _hinted(self, group: Group, ids: tuple[int, ...]) -> tuple[int, ...]:
         (text,) = decode(self.tokenizer, [ids])
-        return self.encoder.prompt_ids(with_hint(group.task.problem, self.knobs.hint, text))
+        return self.encoder.prompt_ids(with_hint(group.task.problem, self.knobs.hint_text, text))
 
 
 @dataclass(frozen=True)
@@ -135,35 +140,57 @@ class Teacher:
             self.average.follow()
 
 
-def build_teacher(cfg: Config, policy: Policy, tokenizer: Any, encoder: Encoder, device: str) -> Teacher:
+def build_teacher(
+    cfg: Config, policy: Policy, tokenizer: Any, encoder: Encoder, device: str, warn: Callable[[str], None]
+) -> Teacher:
     """The teacher that the config names. ``device``: where the policy computes."""
     prompts = TeacherPrompts(cfg.teacher, encoder, tokenizer, cfg.reward.solved)
+    own_context = context_of(causal_lm(policy.model).config)
+    if cfg.teacher.servers:
+        served = scoring_servers(cfg, tokenizer, warn)
+        return Teacher(served.log_probs, prompts, served.longest)
     if cfg.teacher.average:
         average = WeightAverage(policy, cfg.teacher.average)
-        return Teacher(average.log_probs, prompts, context_of_model(causal_lm(policy.model).config), average)
+        return Teacher(average.log_probs, prompts, own_context, average)
     if cfg.teacher.is_self and cfg.model.lora is not None:
-        longest = context_of_model(causal_lm(policy.model).config)
-        return Teacher(lambda samples: policy.reference_log_probs(samples, None), prompts, longest)
-    path, dtype = teacher_path(cfg), cfg.teacher.dtype or cfg.model.dtype
-    if not cfg.teacher.is_self:
-        check_tokenizer(cfg, tokenizer)
-    model = load_model(path, dtype, "cpu" if policy.world.joined else device, cfg.model.trust_remote_code)
-    check_fits(f"teacher.path={path}", model.config, tokenizer, cfg.longest)
+        return Teacher(lambda samples: policy.reference_log_probs(samples, None), prompts, own_context)
+    model, dtype = load_teacher(cfg, tokenizer, "cpu" if policy.world.joined else device)
     scorer = policy.scorer_of(model.requires_grad_(False).eval(), dtype)
-    return Teacher(lambda samples: policy.log_probs(samples, scorer), prompts, context_of_model(model.config))
+    return Teacher(lambda samples: policy.log_probs(samples, scorer), prompts, context_of(model.config))
 
 
-def teacher_path(cfg: Config) -> str:
-    assert cfg.teacher.path is not None
-    return cfg.model.path if cfg.teacher.is_self else cfg.teacher.path
+def load_teacher(cfg: Config, tokenizer: Any, device: str) -> tuple[PreTrainedModel, DtypeName]:
+    """The model of ``teacher.path``, or the policy as it was at the start, and its dtype; a UserError where tokenizer,
+    vocabulary or context do not fit the policy's."""
+    path, dtype = cfg.teacher.path or "", cfg.teacher.dtype or cfg.model.dtype
+    if cfg.teacher.is_self:
+        return load_model(cfg.model.path, dtype, device, cfg.model.trust_remote_code), dtype
+    check_tokenizer(cfg, tokenizer)
+    model = load_model(path, dtype, device, cfg.model.trust_remote_code)
+    check_fits(f"teacher.path={path}", model.config, tokenizer, cfg.longest)
+    return model, dtype
 
 
 def check_tokenizer(cfg: Config, tokenizer: Any) -> None:
-    """The teacher means the same by every token id as the policy."""
-    theirs = load_tokenizer(teacher_path(cfg), cfg.model.trust_remote_code)
-    check_same_tokenizer(tokenizer, theirs, f"teacher (teacher.path={cfg.teacher.path})")
+    """The model of ``teacher.path`` means the same by every token id as the policy."""
+    path = cfg.teacher.path or ""
+    theirs = load_tokenizer(path, cfg.model.trust_remote_code)
+    check_same_tokenizer(tokenizer, theirs, f"teacher (teacher.path={path})")
 
 
-def context_of_model(config: Any) -> int | None:
+def scoring_servers(cfg: Config, tokenizer: Any, warn: Callable[[str], None]) -> ScoringServers:
+    v = cfg.rollout.vllm
+    key = key_from(v.api_key_env)
+    servers = [Server(url, key, v.timeout_s, "teacher.servers") for url in cfg.teacher.servers]
+    scoring = ScoringServers(servers, tokenizer, slots=cfg.rollout.slots or VLLM_SLOTS, warn=warn)
+    if scoring.longest is not None and scoring.longest < cfg.longest:
+        raise UserError(
+            f"the servers of teacher.servers score {scoring.longest} tokens at most, but data.max_prompt_tokens + "
+            f"rollout.max_tokens = {cfg.longest}; start them with a longer context"
+        )
+    return scoring
+
+
+def context_of(config: Any) -> int | None:
     longest: int | None = getattr(config, "max_position_embeddings", None)
     return longest

@@ -9,6 +9,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import torch
+
 from luffy.rollout.vllm.worker_extension import shape_fields, tensors_in
 
 KEY = "a-key-that-must-not-be-seen"
@@ -94,3 +96,37 @@ class FakeServer:
     def luffy_note_version(self, version):
         self.version = version
         return {"version": version}
+
+
+class FakeScorer(FakeServer):
+    """Scores prompts as vLLM does: nothing for the first token, then the token itself and, as it may, likelier ones."""
+
+    def __init__(self, model, tokenizer, **knobs):
+        super().__init__(model, **knobs)
+        self.model, self.tokenizer, self.scored = model, tokenizer, 0
+
+    def reply(self, path, body):
+        if path == "tokenize":
+            ids = self.tokenizer(body["prompt"], add_special_tokens=body["add_special_tokens"])["input_ids"]
+            return 200, {"tokens": ids, "count": len(ids), "max_model_len": self.max_context}
+        if path == "v1/models":
+            return 200, {"data": [{"id": "teacher", "max_model_len": self.max_context}]}
+        return super().reply(path, body)
+
+    def complete(self, body):
+        assert body["model"] == "teacher" and body["max_tokens"] == 1 and body["prompt_logprobs"] == 0
+        self.scored += 1
+        if self.die_after is not None and self.scored > self.die_after:
+            self.dead = True
+        if self.broken:
+            self.broken -= 1
+            return 500, {"error": "hiccup"}
+        ids = body["prompt"]
+        assert len(ids) < self.max_context
+        with torch.no_grad():
+            rows = torch.log_softmax(self.model(torch.tensor([ids])).logits[0], -1)
+        places = [None]
+        for place, token in enumerate(ids[1:]):
+            best = int(rows[place].argmax())
+            places.append({str(t): {"logprob": float(rows[place, t])} for t in (best, token)})
+        return 200, {"choices": [{"text": "", "prompt_logprobs": places}]}

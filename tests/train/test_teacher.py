@@ -8,12 +8,14 @@ import signal
 import pytest
 import torch
 from children import exit_code_in_new_child
+from fake_servers import KEY, FakeScorer
 from support import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from luffy.data import Encoder
 from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import read_json_lines
+from luffy.schema import to_dict
 from luffy.train import dry_run as planning
 from luffy.train.batch import collect, score_tokens
 from luffy.train.checkpoint import Checkpoint
@@ -142,7 +144,7 @@ def test_a_run_with_an_averaged_teacher_killed_and_resumed_equals_an_undisturbed
     torch.set_num_threads(1)
     runs = [
         config(
-            make_config, {"path": "self", "average": 0.3, "shown": "sibling", "hint": "#{solution}#"}, name,
+            make_config, {"path": "self", "average": 0.3, "shown": "sibling", "hint_text": "#{solution}#"}, name,
             **MOVING | {"train": {"steps": 3, "save_every": 2}},
         )
         for name in ("undisturbed", "killed")
@@ -178,7 +180,7 @@ def group_of(scores, traces=(TRACE,)):
 
 def prompts_of(make_config, shown, group):
     tokenizer = make_tokenizer()
-    knobs = config(make_config, {"path": "self", "shown": shown, "hint": "={solution}="}).teacher
+    knobs = config(make_config, {"path": "self", "shown": shown, "hint_text": "={solution}="}).teacher
     encoder = Encoder(tokenizer, style="plain", max_prompt_tokens=4)
     prompts = TeacherPrompts(knobs, encoder, tokenizer, lambda value: value >= 1)
     return prompts, [None if ids is None else tokenizer.decode(ids) for ids in prompts.of(group)]
@@ -229,18 +231,18 @@ def test_a_teacher_that_does_not_fit_is_refused(make_config, other_model, tmp_pa
 def test_settings_that_do_not_go_together(make_config):
     with pytest.raises(UserError, match=r"algorithm\.credit=distill needs a teacher: set teacher\.path"):
         Trainer(make_config(algorithm=DISTILL))
-    with pytest.raises(UserError, match=r"teacher\.path=self is not used by algorithm\.credit=group_baseline"):
+    with pytest.raises(UserError, match=r"teacher\.servers\) is not used by algorithm\.credit=group_baseline"):
         Trainer(make_config(teacher={"path": "self"}))
     for teacher, message in (
-        ({"average": 0.1}, "'teacher.path' names none"),
+        ({"average": 0.1}, "no teacher: give teacher.path"),
         ({"path": "m", "average": 0.1}, r"'teacher.average' \(0.1\).*set teacher.path=self"),
-        ({"path": "self", "servers": ["http://a:1"]}, "'teacher.path' is self"),
-        ({"path": "self", "shown": "solution", "hint": "Look!"}, "'teacher.hint' must say where"),
+        ({"path": "self", "servers": ["http://a:1"]}, "'teacher.path' is self, and 'teacher.servers'"),
+        ({"path": "self", "shown": "solution", "hint_text": "Look!"}, "'teacher.hint_text' must contain"),
     ):
         with pytest.raises(ConfigError, match=message):
             make_config(teacher=teacher)
     with pytest.raises(ConfigError, match=r"temperature 1, and 'rollout.temperature' is 0.7"):
-        make_config(teacher={"path": "m", "servers": ["http://a:1"]}, rollout={"temperature": 0.7})
+        make_config(teacher={"servers": ["http://a:1"]}, rollout={"temperature": 0.7})
 
 
 def test_a_dry_run_counts_the_teacher(make_config, other_model, monkeypatch):
@@ -259,3 +261,26 @@ def test_a_dry_run_counts_the_teacher(make_config, other_model, monkeypatch):
     assert counted(teacher={"path": "self", "average": 0.1}, **distill) == 4 * weights
     with pytest.raises(UserError, match=r"'teacher\.path' /nowhere: no such folder"):
         counted(teacher={"path": "/nowhere"}, **distill)
+
+
+def test_a_run_with_a_teacher_on_a_server_is_the_run_with_its_model(make_config, other_model, monkeypatch):
+    monkeypatch.setenv("LUFFY_VLLM_KEY", KEY)
+    model = AutoModelForCausalLM.from_pretrained(other_model)
+    server = FakeScorer(model, AutoTokenizer.from_pretrained(other_model), max_context=128)
+    runs = [config(make_config, {"path": other_model}, "model")]
+    runs.append(make_config(**to_dict(runs[0]) | {"name": "served", "teacher": {"servers": [server.url]}}))
+    try:
+        for cfg in runs:
+            train(cfg)
+        short = make_config(
+            **to_dict(runs[1]) | {"name": "short", "rollout": {"max_tokens": 112}, "batch": {"tokens": 128}}
+        )
+        with pytest.raises(UserError, match=r"teacher\.servers score 127 tokens at most, but .* = 128"):
+            Trainer(short)
+    finally:
+        server.http.shutdown()
+        server.http.server_close()
+    assert server.scored == 48
+    for ours, theirs in zip(*(read_json_lines(cfg.folder / "metrics.jsonl") for cfg in runs), strict=True):
+        for name in ("method/teacher_gap", "actor/loss", "actor/grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-4)

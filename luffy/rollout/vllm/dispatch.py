@@ -13,10 +13,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
+from luffy.rollout.vllm.http_client import ServerLost, ServerTimeout
+
 ATTEMPTS = 3  # of one request that fails on servers which are well otherwise
 
 
 S = TypeVar("S", bound=Hashable)  # what stands for a server
+A = TypeVar("A")  # an answer
 
 
 class Dispatch(Generic[S]):
@@ -89,3 +92,51 @@ class Dispatch(Generic[S]):
     def _send_again(self, indices: Sequence[int]) -> None:
         self.resent += len(indices)
         self._waiting.appendleft(deque(indices))
+
+
+def ask_all(
+    dispatch: Dispatch[S],
+    servers: Sequence[S],
+    count: int,
+    ask: Callable[[S, int], A],
+    is_well: Callable[[S], bool],
+    slots: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[A]:
+    """``ask(server, index)`` for each of the ``count`` requests, ``slots`` of them at once on each server.
+
+    A request that a server failed at goes to it again where ``is_well`` says so, else to another one; so it does when
+    the server let the time for an answer pass, because asked again it would take as long again. Raises what made the
+    dispatch fail: ``ServerLost`` when no server is left."""
+    answers: dict[int, A] = {}
+
+    def report() -> None:
+        if progress is not None:
+            progress(len(answers), count)
+
+    def serve(server: S) -> None:
+        """One thread: ask, answer, next. Whatever goes wrong is carried to the thread that waits for all."""
+        while (index := dispatch.take(server)) is not None:
+            try:
+                answers[index] = ask(server, index)
+                dispatch.done(report)
+            except ServerLost as error:
+                if not isinstance(error, ServerTimeout) and is_well(server):
+                    dispatch.retry(index, error)
+                else:
+                    dispatch.lose(server, index, error)
+            except Exception as error:
+                dispatch.fail(error)
+
+    threads = [
+        threading.Thread(target=serve, args=(server,), daemon=True)
+        for _ in range(min(slots, dispatch.share))
+        for server in servers  # in turns, so that the first server does not take everything
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if dispatch.failure is not None:
+        raise dispatch.failure
+    return [answers[index] for index in range(count)]

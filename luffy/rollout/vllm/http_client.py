@@ -37,12 +37,13 @@ def key_from(variable: str) -> str:
 
 
 class Server:
-    def __init__(self, url: str, key: str, timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, key: str, timeout_s: float = 600.0, knob: str = "rollout.vllm.servers") -> None:
+        """``knob``: where the address comes from, for the error of one that is none."""
         parts = urllib.parse.urlsplit(url)
         if parts.username or parts.password or parts.query:
-            raise UserError("rollout.vllm.servers: a key does not belong in an address; use rollout.vllm.api_key_env")
+            raise UserError(f"{knob}: a key does not belong in an address; use rollout.vllm.api_key_env")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-            raise UserError(f"rollout.vllm.servers: {url} is not an address such as http://127.0.0.1:8000")
+            raise UserError(f"{knob}: {url} is not an address such as http://127.0.0.1:8000")
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self._key = key

@@ -6,7 +6,6 @@ restarted meanwhile answers with the weights it was started with, and nothing in
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from luffy.metrics import Mean, Metric, Sum
 from luffy.models.forward import causal_lm
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
 from luffy.rollout.policy_weights import PushCheck
-from luffy.rollout.vllm.dispatch import Dispatch
+from luffy.rollout.vllm.dispatch import Dispatch, ask_all
 from luffy.rollout.vllm.http_client import Server, ServerLost, ServerTimeout
 from luffy.rollout.vllm.requests import completion, sampling_arguments
 from luffy.rollout.vllm.transfer import Transfer, on_all_servers
@@ -166,64 +165,25 @@ class RemoteEngine(Engine):
         requests: Sequence[Request],
         progress: Progress | None,
     ) -> list[Completion]:
-        answers: dict[int, Completion] = {}
-        threads = [
-            threading.Thread(target=self._serve, args=(server, dispatch, requests, answers, progress), daemon=True)
-            for _ in range(min(self.slots, dispatch.share))
-            for server in servers  # in turns, so that the first server does not take everything
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if isinstance(dispatch.failure, ServerLost):
+        def ask(server: Server, index: int) -> Completion:
+            return self._ask(server, requests[index])
+
+        try:
+            return ask_all(dispatch, servers, len(requests), ask, self._is_ours, self.slots, progress)
+        except ServerLost as error:
             for server, why in dispatch.lost.items():
                 self._lose(server, why)
-            slow = isinstance(dispatch.failure, ServerTimeout)
+            slow = isinstance(error, ServerTimeout)
             remedy = "; raise rollout.vllm.timeout_s if its responses are that long" if slow else ""
-            raise TrainingStopped(f"no vLLM server could answer, the last: {dispatch.failure}{remedy}")
-        if dispatch.failure is not None:
-            raise dispatch.failure
-        return [answers[index] for index in range(len(requests))]
+            raise TrainingStopped(f"no vLLM server could answer, the last: {error}{remedy}") from None
 
-    def _serve(
-        self,
-        server: Server,
-        dispatch: Dispatch[Server],
-        requests: Sequence[Request],
-        answers: dict[int, Completion],
-        progress: Progress | None,
-    ) -> None:
-        """One thread: ask, answer, next. Whatever goes wrong is carried to the thread that waits for all."""
-
-        def report() -> None:
-            if progress is not None:
-                progress(len(answers), len(requests))
-
-        while (index := dispatch.take(server)) is not None:
-            try:
-                answers[index] = self._ask(server, requests[index])
-                dispatch.done(report)
-            except ServerLost as error:
-                self._lost_or_retry(server, dispatch, index, error)
-            except Exception as error:
-                dispatch.fail(error)
-
-    def _lost_or_retry(self, server: Server, dispatch: Dispatch[Server], index: int, error: ServerLost) -> None:
-        """A server that was restarted meanwhile is well but has other weights: it is lost until the next sync. So is
-        one that let the time for a response pass: asked again, it would take as long again."""
-        if isinstance(error, ServerTimeout):
-            dispatch.lose(server, index, error)
-            return
+    def _is_ours(self, server: Server) -> bool:
+        """A server that was restarted meanwhile is well but has other weights: it is lost until the next sync."""
         try:
             server.check_health()
-            is_ours = server.rpc("luffy_state")["version"] == self.version
+            return bool(server.rpc("luffy_state")["version"] == self.version)
         except (ServerLost, UserError):
-            is_ours = False
-        if is_ours:
-            dispatch.retry(index, error)
-        else:
-            dispatch.lose(server, index, error)
+            return False
 
     def _ask(self, server: Server, request: Request) -> Completion:
         body: dict[str, Any] = {

@@ -1,0 +1,97 @@
+"""Log-probs of given tokens under the model of vLLM servers, which keep their weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from luffy.errors import TrainingStopped, UserError
+from luffy.rollout.vllm.dispatch import Dispatch, ask_all
+from luffy.rollout.vllm.http_client import Server, ServerLost
+from luffy.types import Sample
+
+TOKENS_COMPARED = 500  # of the vocabulary
+
+
+class ScoringServers:
+    """``slots`` requests are sent to each server at the same time. ``longest``: tokens of prompt and response that all
+    of them take, None where they do not say. ``warn`` hears about servers that do not answer."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        tokenizer: Any,
+        *,
+        slots: int = 256,
+        warn: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.servers, self.slots, self.warn = list(servers), slots, warn
+        try:
+            models = {server: server.get("v1/models")["data"][0] for server in self.servers}
+            self._names = {server: str(model["id"]) for server, model in models.items()}
+            for server in self.servers:
+                self._check_tokenizer(server, tokenizer)
+        except ServerLost as error:
+            raise UserError(f"the teacher's vLLM server does not answer: {error}") from None
+        contexts = [model["max_model_len"] for model in models.values() if model.get("max_model_len") is not None]
+        self.longest = min(contexts) - 1 if contexts else None  # it has to generate a token
+
+    def log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """[T] of the response tokens of each sample, at temperature 1."""
+        if not samples:
+            return []
+        alive = [server for server in self.servers if self._is_well(server)]
+        if not alive:
+            raise TrainingStopped(
+                f"no vLLM server of the teacher answers, of {', '.join(s.url for s in self.servers)}; start one again"
+            )
+        dispatch = Dispatch([sample.prompt_ids for sample in samples], alive)
+
+        def ask(server: Server, index: int) -> Tensor:
+            return self._ask(server, samples[index])
+
+        try:
+            scores = ask_all(dispatch, alive, len(samples), ask, self._is_well, self.slots)
+        except ServerLost as error:
+            raise TrainingStopped(f"no vLLM server of the teacher could answer, the last: {error}") from None
+        for server, why in dispatch.lost.items():
+            self.warn(f"the teacher's vLLM server {server.url} is lost ({why}); others took its requests")
+        return scores
+
+    def _is_well(self, server: Server) -> bool:
+        try:
+            server.check_health()
+        except ServerLost:
+            return False
+        return True
+
+    def _ask(self, server: Server, sample: Sample) -> Tensor:
+        ids = [*sample.prompt_ids, *sample.token_ids.tolist()]
+        body = {"model": self._names[server], "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        places = server.post("v1/completions", body)["choices"][0].get("prompt_logprobs")
+        if places is None or len(places) != len(ids):
+            raise UserError(f"{server.url} gives no log-probs of prompts: is it a vLLM server?")
+        start = len(sample.prompt_ids)
+        found = [places[i].get(str(ids[i]), {}).get("logprob", math.nan) for i in range(start, len(ids))]
+        scores = torch.tensor(found, dtype=torch.float32)
+        if scores.isnan().any():
+            raise FloatingPointError(f"{server.url} gave no log-prob, or NaN, of a token of a prompt")
+        return scores
+
+    def _check_tokenizer(self, server: Server, tokenizer: Any) -> None:
+        """It reads a text that is made of tokens from all over the vocabulary as our tokenizer does."""
+        plain = [token for token in sorted(tokenizer.get_vocab().values()) if token not in tokenizer.all_special_ids]
+        text = tokenizer.decode(plain[:: max(len(plain) // TOKENS_COMPARED, 1)])
+        ours = tokenizer(text, add_special_tokens=False)["input_ids"]
+        body = {"model": self._names[server], "prompt": text, "add_special_tokens": False}
+        theirs = server.post("tokenize", body)["tokens"]
+        if theirs != ours:
+            place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
+            raise UserError(
+                f"the tokenizers differ: {server.url} reads a text otherwise than the policy (token {place}: "
+                f"{ours[place]} for the policy, {theirs[place]} for the teacher); both must have the same tokenizer"
+            )

@@ -1,0 +1,114 @@
+"""Scores of a teacher on vLLM servers, against servers of our own making that compute them with a small model."""
+
+import pytest
+import torch
+from fake_servers import KEY, FakeScorer
+from support import make_tokenizer
+from tiny_models import tiny_model
+
+from luffy.errors import TrainingStopped, UserError
+from luffy.rollout.vllm.http_client import Server
+from luffy.rollout.vllm.prompt_scores import ScoringServers
+from luffy.train.credit import uncredited
+from luffy.types import Problem, Rollout, Task
+
+
+@pytest.fixture
+def model():
+    return tiny_model("llama", vocab_size=18)
+
+
+@pytest.fixture
+def start(model):
+    made = []
+
+    def build(tokenizer=None, **knobs):
+        made.append(FakeScorer(model, tokenizer or make_tokenizer(), **knobs))
+        return made[-1]
+
+    yield build
+    for server in made:
+        server.http.shutdown()
+        server.http.server_close()
+
+
+def scoring(*servers, **knobs):
+    clients = [Server(s.url, KEY, timeout_s=20) for s in servers]
+    return ScoringServers(clients, make_tokenizer(), slots=3, **knobs)
+
+
+def samples_of(count=8):
+    generator = torch.Generator().manual_seed(0)
+    out = []
+    for i in range(count):
+        ids = torch.randint(3, 18, (2 + i,), generator=generator)
+        nothing = torch.zeros(ids.numel())
+        task = Task(Problem("p", "1+1", "2"), (4, 13, 3 + i // 4))
+        out.append(uncredited(Rollout(task, ids, nothing.bool(), nothing, nothing, nothing.bool(), "stop")))
+    return out
+
+
+def expected(model, sample):
+    ids = torch.tensor([[*sample.prompt_ids, *sample.token_ids.tolist()]])
+    with torch.no_grad():
+        rows = torch.log_softmax(model(ids).logits[0], -1)[len(sample.prompt_ids) - 1 : -1]
+    return rows.gather(-1, sample.token_ids[:, None])[:, 0]
+
+
+def test_every_response_token_is_scored_behind_its_prompt(model, start):
+    servers = [start(max_context=40), start(max_context=60)]
+    scores = scoring(*servers)
+    samples = samples_of()
+    for sample, found in zip(samples, scores.log_probs(samples), strict=True):
+        torch.testing.assert_close(found, expected(model, sample), atol=1e-5, rtol=1e-5)
+    assert scores.longest == 39 and scores.log_probs([]) == []
+    assert all(server.scored for server in servers) and sum(server.scored for server in servers) == len(samples)
+
+
+def test_a_lost_server_is_made_up_for_and_asked_again_later(model, start):
+    servers, warnings, samples = [start(), start()], [], samples_of()
+    scores = scoring(*servers, warn=warnings.append)
+    servers[0].die_after, servers[1].broken = 1, 1
+    for sample, found in zip(samples, scores.log_probs(samples), strict=True):
+        torch.testing.assert_close(found, expected(model, sample), atol=1e-5, rtol=1e-5)
+    assert len(warnings) == 1 and servers[0].url in warnings[0] and KEY not in warnings[0]
+    servers[1].dead = True
+    with pytest.raises(TrainingStopped, match="no vLLM server of the teacher answers"):
+        scores.log_probs(samples)
+    servers[0].dead, servers[0].die_after = False, None
+    assert len(scores.log_probs(samples)) == len(samples)
+
+
+def test_what_is_no_teacher_is_refused(model, start, monkeypatch):
+    with pytest.raises(UserError, match=r"the tokenizers differ: http://127.*\d+ for the teacher\)"):
+        scoring(start(FlippedTokenizer()))
+    server = start()
+    scores = scoring(server)
+    monkeypatch.setattr(server, "complete", lambda body: (200, {"choices": [{"text": ""}]}))
+    with pytest.raises(UserError, match="gives no log-probs of prompts"):
+        scores.log_probs(samples_of(1))
+    server.dead = True
+    with pytest.raises(UserError, match="the teacher's vLLM server does not answer"):
+        scoring(server)
+
+
+class FlippedTokenizer:
+    """Two letters change places."""
+
+    def __call__(self, text, **options):
+        ids = make_tokenizer()(text, **options)["input_ids"]
+        return {"input_ids": [{5: 6, 6: 5}.get(i, i) for i in ids]}
+
+
+@pytest.mark.vllm
+def test_a_server_of_vllm_itself_gives_the_scores_of_its_model(tmp_path):
+    import vllm_engines
+    from transformers import AutoTokenizer
+
+    served = tiny_model("llama", hidden_size=128)
+    server = vllm_engines.server_for(served, "scoring")
+    vllm_engines.save_with_tokenizer(served, tmp_path)
+    scores = ScoringServers([server], AutoTokenizer.from_pretrained(tmp_path), slots=4)
+    assert scores.longest == 511
+    for sample, found in zip(samples_of(), scores.log_probs(samples_of()), strict=True):
+        torch.testing.assert_close(found, expected(served, sample), atol=1e-3, rtol=1e-3)
