@@ -131,3 +131,12 @@ def test_example_scores_are_the_rewards_own(kind, body):
         items = [(Problem(str(i), "", gold), text) for i, (gold, text) in enumerate(zip(golds, responses, strict=True))]
         scores = verifier.score(items)
     assert [(s.value, s.status) for s in scores] == list(zip(values, statuses, strict=True))
+
+
+def test_the_comparison_of_methods_has_a_row_for_each_recipe():
+    page = (ROOT / "docs" / "methods.md").read_text().partition("## Side by side")[2].partition("\n## ")[0]
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in INLINE.findall(row.split("|")[1])}
+    recipes = {name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")}
+    assert recipes <= named
+    assert {row.count("|") for row in rows} == {12}  # ten axes and the name
