@@ -12,6 +12,8 @@ import sys
 import time
 import webbrowser
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -207,11 +209,14 @@ def recipes() -> None:
     methods = [name for name in known if name.startswith("methods/")]
     composed = {f"{Path(size).name}/{Path(name).name}" for size in sizes for name in (*methods, "base")}
     others = [name for name in known if name not in {*sizes, *methods, *composed}]
-    width = max(map(len, (*methods, *others))) - len("methods/")
+    columns = get_terminal_size().columns if sys.stdout.isatty() else 1000  # a line each for scripts
     for title, names in (("sizes", sizes), ("methods", methods), ("others", others)):
         typer.echo(f"{title}:")
-        for name in names:
-            typer.echo(f"  {name.removeprefix(f'{title}/'):{width}}  {known[name]}")
+        shown = [name.removeprefix(f"{title}/") for name in names]
+        indent = " " * (4 + max(map(len, shown)))
+        for short, name in zip(shown, names, strict=True):
+            first = f"  {short}".ljust(len(indent))
+            typer.echo(fill(known[name], columns, initial_indent=first, subsequent_indent=indent))
 
 
 @app.command()
