@@ -203,16 +203,18 @@ def table(outcomes: Outcomes) -> Table:
 
 
 def by_accuracy(outcomes: Outcomes) -> list[tuple[str, dict[int, MethodOutcome]]]:
-    def held_out(entry: tuple[str, dict[int, MethodOutcome]]) -> tuple[float, float]:
-        runs = entry[1].values()
-        return statistics.fmean(o.heldout for o in runs), statistics.fmean(o.ood for o in runs)
+    def shown_accuracies(entry: tuple[str, dict[int, MethodOutcome]]) -> list[float]:
+        return [middle([getattr(o, attribute) for o in entry[1].values()]) for attribute in ("heldout", "ood")]
 
-    return sorted(outcomes.items(), key=held_out, reverse=True)
+    return sorted(outcomes.items(), key=shown_accuracies, reverse=True)
+
+
+def middle(values: Sequence[float]) -> float:
+    return (min(values) + max(values)) / 2
 
 
 def percent(values: Sequence[float]) -> str:
     """``95.5``, or with several seeds the middle of their range and half its width: ``96.2 ±0.3``."""
     if len(values) == 1:
         return f"{100 * values[0]:.1f}"
-    low, high = 100 * min(values), 100 * max(values)
-    return f"{(low + high) / 2:.1f} ±{(high - low) / 2:.1f}"
+    return f"{100 * middle(values):.1f} ±{50 * (max(values) - min(values)):.1f}"
