@@ -22,10 +22,12 @@ def family_of(settings: Mapping[str, Any]) -> str:
     """The family of a method by its flat config (``Method.settings``)."""
     if settings.get("rollout.offpolicy_guidance.model_path") or settings.get("teacher.path"):
         return TAUGHT
-    if settings.get("command") == "sft" or settings.get("algorithm.trace_term") == "sft":
-        return MIXED
     if settings.get("guidance.gate", "none") != "none":
         return GATED
+    beside = settings.get("batch.expert_share") or settings.get("sft_steps.buffer")
+    named = settings.get("algorithm.trace_term") == "sft" or settings.get("algorithm.credit") == "srft"
+    if settings.get("command") == "sft" or named or beside:
+        return MIXED
     return TRACES if settings.get("guidance.n_prefix") else OWN
 
 
