@@ -22,7 +22,7 @@ import typer.core
 from luffy._version import __version__
 from luffy.bench.bench_cli import bench_app
 from luffy.cli_help import FullHelp
-from luffy.config import Config, built_in_recipes, inherited_for_rl, load_config, to_yaml
+from luffy.config import Config, built_in_recipes, check_prepared, inherited_for_rl, load_config, to_yaml
 from luffy.distributed.follow import LAUNCHER_VARIABLE, follow_launcher
 from luffy.errors import Interrupted, TrainingStopped, UserError
 from luffy.prepare.prepare_cli import prepare_app
@@ -85,6 +85,10 @@ Resume = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="check all, build the first batch, print the plan, train nothing")
 ]
+GpuName = Annotated[
+    str | None, typer.Option("--gpu", help="with --dry-run: time and cost on parallel.workers of h200, h100 or a100")
+]
+GpuPrice = Annotated[float | None, typer.Option(min=0, help="with --dry-run: what an hour of one GPU costs")]
 AnswerInThought = Annotated[
     bool, typer.Option("--answer-in-thought", help="read answers inside <think>...</think> too")
 ]
@@ -112,9 +116,12 @@ def train(
     print_config: PrintConfig = False,
     allow_changed_data: ChangedData = False,
     seeds: Seeds = None,
+    gpu: GpuName = None,
+    gpu_price: GpuPrice = None,
 ) -> None:
     """Train with reinforcement learning: on-policy samples, guided ones, or both."""
-    _train("rl", _seeded(recipe, overrides or [], seeds, resume), resume, dry_run, print_config, allow_changed_data)
+    trainings = _seeded(recipe, overrides or [], seeds, resume)
+    _train("rl", trainings, resume, dry_run, print_config, allow_changed_data, gpu, gpu_price)
 
 
 @app.command(cls=KnobHelp)
@@ -126,6 +133,8 @@ def sft(
     print_config: PrintConfig = False,
     allow_changed_data: ChangedData = False,
     seeds: Seeds = None,
+    gpu: GpuName = None,
+    gpu_price: GpuPrice = None,
 ) -> None:
     """Supervised fine-tuning on the traces of the same recipe."""
     source = inherited_for_rl(recipe, overrides or [], "optim.lr")
@@ -136,7 +145,8 @@ def sft(
             "much: set optim.lr",
             err=True,
         )
-    _train("sft", _seeded(recipe, overrides or [], seeds, resume), resume, dry_run, print_config, allow_changed_data)
+    trainings = _seeded(recipe, overrides or [], seeds, resume)
+    _train("sft", trainings, resume, dry_run, print_config, allow_changed_data, gpu, gpu_price)
 
 
 def _seeded(recipe: str, overrides: list[str], seeds: int | None, resume: str) -> list[tuple[Config, list[str]]]:
@@ -165,15 +175,21 @@ def _train(
     dry_run: bool,
     print_config: bool,
     allow_changed_data: bool,
+    gpu: str | None,
+    gpu_price: float | None,
 ) -> None:
+    if (gpu or gpu_price is not None) and not dry_run:
+        raise UserError("--gpu and --gpu-price say what a run would cost: add --dry-run")
     cfg = trainings[0][0]
     if print_config:
         typer.echo(to_yaml(cfg), nl=False)
         return
+    check_prepared(cfg)
     if dry_run:
+        from luffy.train.dry_run import Renting
         from luffy.train.dry_run import dry_run as plan
 
-        for line in plan(cfg, method, len(trainings)):
+        for line in plan(cfg, method, len(trainings), Renting(gpu, gpu_price)):
             typer.echo(line)
         return
     from luffy.distributed.launch import launch
@@ -370,6 +386,9 @@ def eval_model(
         ),
     ] = "auto",
     system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Jinja file in place of the tokenizer's template (styles chat and paper)")
+    ] = None,
     date: Annotated[
         str | None, typer.Option(help="the date that chat templates print which ask for it; default: today")
     ] = None,
@@ -396,7 +415,7 @@ def eval_model(
     out = out or default_out(model, suite)
     options = Options(
         model=model, suite=suite, out=out, data=data, k=k, temperature=temperature, top_p=top_p, top_k=top_k,
-        max_tokens=max_tokens, seed=seed, style=style, system_prompt=system_prompt, date=date, reward=reward,
+        max_tokens=max_tokens, seed=seed, style=style, system_prompt=system_prompt, chat_template=chat_template, date=date, reward=reward,
         answer_in_thought=answer_in_thought, shuffle_options=shuffle,
         limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
         chunk=chunk, workers=workers,

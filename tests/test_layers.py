@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "train": {"train", "distributed", "evaluation", "report", "rollout", "models", "guidance", "rewards", "data", "core", "config", "schema", *BASE},
     "bench": {"bench", "train", "rollout", "models", "report", "config", "schema", *BASE},
     "view": {"view", "report", *BASE},
-    "prepare": {"prepare", "train", "rollout", "models", "guidance", "rewards", "data", *BASE},
+    "prepare": {"prepare", "train", "evaluation", "rollout", "models", "guidance", "rewards", "data", *BASE},
     "quickstart": {"quickstart", "train", "report", "config", "schema", "data", "rewards", "evaluation", "rollout", "models", *BASE},
 }  # fmt: skip
 

@@ -651,6 +651,10 @@ class Knobs:
     launch: Literal["local", "torchrun", "ray"] = knob(
         "local", "one process here, parallel.workers processes here, or workers that Ray places and restarts"
     )
+    prepare: dict[str, str] = knob(
+        factory=dict,
+        help="commands that make files of the recipe, by path; a run whose file is not there ends with its command",
+    )
     model: ModelConfig = knob(factory=ModelConfig)
     data: DataConfig = knob(factory=DataConfig)
     reward: RewardConfig = knob(factory=RewardConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,27 @@ def config_of(values: Mapping[str, Any]) -> Config:
     if isinstance(plugins, list | tuple) and all(isinstance(plugin, str) for plugin in plugins):
         load_plugins(plugins)
     return build(Config, values)
+
+
+def check_prepared(config: Config) -> None:
+    """Raise a ConfigError with the commands of ``prepare`` that make the files which the config names and which are not
+    there."""
+    values = to_dict(config)
+    commands = values.pop("prepare")
+    named = set(_texts(values))
+    missing = {path: command for path, command in commands.items() if path in named and not Path(path).exists()}
+    if missing:
+        steps = "".join(f"\n  {command}" for command in dict.fromkeys(missing.values()))
+        raise ConfigError(f"not there yet: {', '.join(missing)}; make them with:{steps}")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in nested values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
 
 
 def read_recipe(recipe: str | Path, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:

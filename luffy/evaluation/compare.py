@@ -140,10 +140,10 @@ def _notes(evaluations: Mapping[str, Evaluation]) -> tuple[str, ...]:
         "seed",
         "style",
         "system_prompt",
+        "chat_template",
         "reward",
         "dtype",
         "date",
-        "answer_in_thought",
         "answer_in_thought",
     ]
     for key in keys:

@@ -48,6 +48,7 @@ class Options:
     seed: int = 0
     style: str = "auto"
     system_prompt: str | None = None
+    chat_template: str | None = None
     date: str | None = None
     reward: str | None = None
     answer_in_thought: bool = False
@@ -115,7 +116,14 @@ def default_out(model: str, suite: str) -> Path:
 def encoder_of(options: Options, suite: Suite, loaded: LoadedModel) -> Encoder:
     style = resolve_style(options.style, loaded.tokenizer, paper=suite.is_builtin)
     room = loaded.context - 1
-    return Encoder(loaded.tokenizer, style, options.system_prompt, max_prompt_tokens=room, date=options.date)
+    return Encoder(
+        loaded.tokenizer,
+        style,
+        options.system_prompt,
+        chat_template=options.chat_template,
+        max_prompt_tokens=room,
+        date=options.date,
+    )
 
 
 def plan(
@@ -146,6 +154,7 @@ def plan(
         limit=options.limit,
         dtype=options.dtype,
         engine=options.engine,
+        chat_template=encoder.chat_template,
         date=encoder.prompt_date,
         answer_in_thought=options.answer_in_thought,
     )

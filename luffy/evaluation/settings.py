@@ -39,6 +39,7 @@ class Settings:
     dtype: str
     engine: str
     answer_in_thought: bool = False
+    chat_template: str | None = None  # in place of the tokenizer's
     date: str | None = None  # that the prompts print, where the chat template asks for it
 
 

@@ -1,4 +1,4 @@
-"""``luffy prepare openr1 | check | model | traces``."""
+"""``luffy prepare openr1 | check | model | traces | benchmarks``."""
 
 from __future__ import annotations
 
@@ -131,6 +131,23 @@ def model(
     for line in prepare_model(source, out, rope_theta or None, max_position or None, template):
         typer.echo(line)
     typer.echo(f"model     {out}")
+
+
+@prepare_app.command()
+def benchmarks(
+    source: Annotated[Path, typer.Argument(help="the folder data of github.com/ElliottYan/LUFFY")],
+    *,
+    out: Annotated[Path, typer.Option(help="data folder; the files go to OUT/benchmarks")] = Path("data"),
+) -> None:
+    """The paper's benchmarks for luffy eval, and their math problems as a held-out set for training."""
+    from luffy.prepare.benchmark_files import VALIDATION, prepare_benchmarks
+
+    math, missing = prepare_benchmarks(source, out)
+    for benchmark in math:
+        typer.echo(f"{benchmark.title:<10} {len(benchmark.problems):,} problems")
+    for name in missing:
+        typer.echo(f"not there  {source / name}")
+    typer.echo(f"written    {out / 'benchmarks'}; {VALIDATION} has {sum(len(b.problems) for b in math):,} problems")
 
 
 @prepare_app.command()

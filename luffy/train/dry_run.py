@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -28,8 +28,9 @@ from luffy.train.batch import mini_batches
 from luffy.train.build import total_steps
 from luffy.train.draws import draw
 from luffy.train.estimate import ALLOCATOR, Parts, Work, passes_of, planned_sample, rollout_parts, update_parts
+from luffy.train.gpu_cost import gpu_cost, gpu_named
 from luffy.train.optim import lr_at
-from luffy.train.probe import time_of_step
+from luffy.train.probe import this_gpu, time_of_step
 from luffy.train.run_state import Method
 from luffy.train.teacher import check_tokenizer
 from luffy.train.trial import try_model
@@ -43,9 +44,19 @@ PROBLEMS_LOOKED_AT, TRACES_VERIFIED = 1000, 64
 FEW_RIGHT = 0.8  # of them: fewer is worth a remark
 
 
-def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
+@dataclass(frozen=True)
+class Renting:
+    """GPUs to estimate for: ``gpu`` by name (None: this machine's, or h200 where it has none), and what an hour of one
+    costs."""
+
+    gpu: str | None = None
+    price: float | None = None
+
+
+def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | None = None) -> list[str]:
     """Lines to print; ``trainings`` like this one are made one after the other. Weights are not loaded: the model is
     built without memory to count its parameters."""
+    renting = renting or Renting()
     notices = check_trackers(cfg)
     tokenizer = setup.load_policy_tokenizer(cfg.model)
     encoder = setup.build_encoder(cfg, tokenizer)
@@ -80,7 +91,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1) -> list[str]:
         f"step       {plan_line(cfg, batch, plan)}",
         f"update     {update_line(cfg, steps)}",
         f"memory     {memory_line(cfg, work, needs)}",
-        f"time       {time_line(cfg, work, requests, steps * trainings)}",
+        *time_lines(cfg, work, requests, steps * trainings, renting),
         *(f"warning    {notice}" for notice in notices),
         "first prompt, as the model sees it:",
         encoder.render(batch[0].problem),
@@ -347,6 +358,39 @@ def memory_line(cfg: Config, work: Work, needs: dict[str, Parts]) -> str:
         f"about {totals[phase] / GIB:.2f} GiB at the peak{each}, in the {phase}: {shown} GiB{others}{host}; "
         f"{name} has {total / GIB:.1f} GiB, {free / GIB:.1f} free{short}"
     )
+
+
+def time_lines(cfg: Config, work: Work, requests: Sequence[Request], steps: int, renting: Renting) -> list[str]:
+    """The time on this machine; time and cost on GPUs where some are named, where this machine has one, and where a run
+    of several processes is meant for others. A CPU is not tried for such a run."""
+    elsewhere = not work.on_gpu and cfg.model.device != "cpu" and cfg.launch != "local"
+    lines = [] if elsewhere else [f"time       {time_line(cfg, work, requests, steps)}"]
+    if renting.gpu or work.on_gpu or elsewhere:
+        lines.append(f"cost       {cost_line(cfg, work, requests, steps, renting)}")
+    return lines
+
+
+def cost_line(cfg: Config, work: Work, requests: Sequence[Request], steps: int, renting: Renting) -> str:
+    gpu = gpu_named(renting.gpu or "h200") if renting.gpu or not work.on_gpu else this_gpu()
+    name = (renting.gpu or "h200").upper() if renting.gpu or not work.on_gpu else "GPU of this machine"
+    found = gpu_cost(cfg, work, requests, gpu)
+    if found is None:
+        return f"not estimated: the run does not fit on {cfg.parallel.workers} x {name}"
+    ends = sorted({found.fast, found.slow})
+    hours = [seconds * steps * found.gpus / 3600 for seconds in ends]
+    paid = (
+        "" if renting.price is None else f", {_span(f'{h * renting.price:,.0f}' for h in hours)} at {renting.price:g}"
+    )
+    lengths = " (responses of a quarter of rollout.max_tokens in the mean, and of full length)" if requests else ""
+    return (
+        f"on {found.gpus} x {name}: {_span(map(duration, ends))} a step, {_span(duration(s * steps) for s in ends)} "
+        f"for {steps} steps, {_span(f'{h:,.0f}' for h in hours)} GPU hours{paid}{lengths}, without rewards, "
+        f"evaluations and checkpoints; by the cost model (docs/results/cost.md says how it was checked)"
+    )
+
+
+def _span(texts: Iterable[str]) -> str:
+    return " to ".join(dict.fromkeys(texts))
 
 
 def time_line(cfg: Config, work: Work, requests: Sequence[Request], steps: int) -> str:

@@ -1,6 +1,7 @@
 """What `--dry-run` says: bytes counted by hand, and what it finds wrong."""
 
 import json
+import math
 import re
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from luffy.errors import UserError
 from luffy.train import dry_run as planning
-from luffy.train.dry_run import dry_run
+from luffy.train.dry_run import Renting, dry_run
 from luffy.train.loop import Trainer
 
 
@@ -91,3 +92,30 @@ def test_a_guidance_model_that_is_not_there(make_config):
     cfg = make_config(rollout={"offpolicy_guidance": {"model_path": "/nowhere"}})
     with pytest.raises(UserError, match=r"'rollout\.offpolicy_guidance\.model_path' /nowhere: no such folder"):
         dry_run(cfg, "rl")
+
+
+def test_the_cost_on_other_gpus_by_hand(make_config):
+    """SFT has the tokens of its update alone: 6 FLOPs a weight and token. GPU hours are hours times GPUs."""
+    cfg = make_config(launch="torchrun", parallel={"workers": 2})
+    said = dry_run(cfg, "sft", renting=Renting("a100", 3.0))
+    cost = next(line for line in said if line.startswith("cost"))
+    found = re.search(r"on 2 x A100: ([\d.e-]+) s a step, ([\d.e-]+) s for 4 steps, 0 GPU hours, 0 at 3,", cost)
+    weights = planning.model_shape(cfg).parameters
+    tokens = int(re.search(r"traces, up to ([\d,]+) tokens", "".join(said))[1].replace(",", ""))
+    passes = math.ceil(tokens / 2 / cfg.batch.tokens)
+    computed, moved = 6 * weights * tokens / 2 / (250e12 * 0.47), passes * 8 * weights / 300e9
+    assert float(found[1]) == pytest.approx(max(computed, moved) + 2 * weights / 300e9, rel=0.06)  # two digits
+    assert float(found[2]) == pytest.approx(4 * float(found[1]), rel=0.12)
+
+
+def test_several_gpus_are_estimated_where_there_is_none(make_config):
+    """A run of several processes on a CPU that is not meant for it: by the cost model, and no CPU is tried."""
+    lines = dry_run(make_config(launch="torchrun", parallel={"workers": 8}, model={"device": "auto"}), "rl")
+    kinds = [line.split()[0] for line in lines]
+    if torch.cuda.is_available():
+        assert "time" in kinds and "cost" in kinds
+    else:
+        assert "time" not in kinds and any(line.startswith("cost       on 8 x H200: ") for line in lines)
+    assert "cost" not in [line.split()[0] for line in dry_run(make_config(), "rl") if line]
+    with pytest.raises(UserError, match="--gpu b9: the cost model knows h200, h100, a100"):
+        dry_run(make_config(), "sft", renting=Renting("b9"))

@@ -1,0 +1,44 @@
+"""``luffy prepare benchmarks``: the authors' evaluation files under the names that ``luffy eval`` looks for, and a file
+to evaluate on while training."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from luffy.errors import UserError
+from luffy.evaluation.benchmarks import Benchmark, load_suite
+from luffy.files import whole_file
+from luffy.prepare.dataset_files import ProblemWriter, problem_schema
+
+# What each is called in the folder `data` of github.com/ElliottYan/LUFFY.
+SOURCES = {
+    "math6.parquet": "valid.all.parquet",
+    "arc_c.parquet": "valid.arc_c.parquet",
+    "gpqa.parquet": "valid.gpqa.parquet",
+    "mmlu_pro.parquet": "valid.mmlu_pro.parquet",
+}
+VALIDATION = "validation.parquet"
+
+
+def prepare_benchmarks(source: Path, out: Path) -> tuple[list[Benchmark], list[str]]:
+    """Copy what ``source`` has to ``out/benchmarks``, and write every problem of the six math benchmarks once to
+    ``validation.parquet`` there, as a plain question. Returns the math benchmarks and the files that were not there."""
+    if not (source / SOURCES["math6.parquet"]).is_file():
+        raise UserError(f"{source}: has no {SOURCES['math6.parquet']}; give the folder data of the authors' repository")
+    folder = out / "benchmarks"
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = []
+    for name, theirs in SOURCES.items():
+        if not (source / theirs).is_file():
+            missing.append(theirs)
+            continue
+        with whole_file(folder / name) as file:
+            shutil.copyfile(source / theirs, file)
+    suite = load_suite("math6", out)
+    with whole_file(folder / VALIDATION) as file, ProblemWriter(file, problem_schema({})) as writer:
+        for benchmark in suite.benchmarks:
+            for p in benchmark.problems:
+                row = {"id": p.id, "prompt": p.prompt, "answer": p.answer, "traces": [], "source": benchmark.name}
+                writer.add(row)
+    return list(suite.benchmarks), missing
