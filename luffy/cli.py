@@ -415,9 +415,9 @@ def eval_model(
     out = out or default_out(model, suite)
     options = Options(
         model=model, suite=suite, out=out, data=data, k=k, temperature=temperature, top_p=top_p, top_k=top_k,
-        max_tokens=max_tokens, seed=seed, style=style, system_prompt=system_prompt, chat_template=chat_template, date=date, reward=reward,
-        answer_in_thought=answer_in_thought, shuffle_options=shuffle,
-        limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
+        max_tokens=max_tokens, seed=seed, style=style, system_prompt=system_prompt,
+        chat_template=chat_template, date=date, reward=reward, answer_in_thought=answer_in_thought,
+        shuffle_options=shuffle, limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
         chunk=chunk, workers=workers,
     )  # fmt: skip
     typer.echo(as_markdown(run_evaluation(options)), nl=False)

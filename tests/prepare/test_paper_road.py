@@ -118,7 +118,7 @@ def carry_out(name, *rest):
     elif command == "eval" and what != "compare":
         if rest[-1] in EVALUATED:
             luffy(*rest, *QUICK)
-    elif any(Path(a).is_dir() for a in rest):
+    elif sum(Path(a).is_dir() for a in rest) > (command == "eval"):  # it takes two to compare
         luffy(*there(rest))
 
 
@@ -151,5 +151,5 @@ def test_an_empty_folder_is_told_what_to_prepare(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     asked = [shlex.split(line) for line in said.splitlines()[1:]]
     on_page = list(commands())
-    assert asked[0] in on_page and asked[1] in on_page and asked[2][-5:] in on_page
+    assert asked[0] in on_page and asked[1] in on_page and asked[2][-6:] in on_page
     assert "data/benchmarks/validation.parquet" in said and "held_out" not in said
