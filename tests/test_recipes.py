@@ -173,9 +173,11 @@ def test_the_command_lists_sizes_and_methods_one_line_each():
 
 def test_the_paper_runs_on_eight_gpus_and_is_evaluated():
     """All of them alike, so that the tables compare methods; SFT takes one trace a problem and no rollouts."""
-    for name in (name for name in RECIPES if name.startswith("paper/")):
+    tables = ("luffy", "on_policy", "mixed", "rl_sft_loss", "sft")
+    for name in (name for name in RECIPES if name.removeprefix("paper/").startswith(tables)):
         cfg = load_config(name)
-        assert (cfg.launch, cfg.parallel.workers, cfg.data.eval) == ("torchrun", 8, "data/benchmarks/validation.parquet")
+        assert (cfg.launch, cfg.parallel.workers) == ("torchrun", 8)
+        assert cfg.data.eval == "data/benchmarks/validation.parquet"
         sft = name.startswith("paper/sft") and name != "paper/sft_rl"
         assert cfg.eval.every == (500 if sft else 50) and cfg.batch.updates == (1 if sft else 2)
         steps = None if sft else 860 if name == "paper/luffy_860" else 500
