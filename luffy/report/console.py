@@ -1,13 +1,14 @@
-"""The terminal view of a run: a live line on a terminal, one plain line a step in a file."""
+"""The terminal view of a run: a live bar on a terminal, one plain line a step in a file."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from luffy.progress import lasting
 
@@ -48,6 +49,17 @@ def clock(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
 
 
+class StepProgress(Progress):
+    """A bar with the figures of the last step below it, where a narrow terminal has room for them."""
+
+    figures = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.figures:
+            yield Text(self.figures, no_wrap=True, overflow="ellipsis")
+
+
 class RunView:
     """Shows steps as they end, and what the run is doing in between."""
 
@@ -55,17 +67,15 @@ class RunView:
         self.console = console or Console(file=lasting(sys.stderr))
         self.name, self.total, self.first = name, total, done
         self.started = time.monotonic()
-        self._progress: Progress | None = None
+        self._progress: StepProgress | None = None
         self._phase = "starting"
         if self.console.is_terminal:
             columns = (
                 TextColumn("[bold]{task.fields[name]}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-                TimeElapsedColumn(), TextColumn("{task.fields[figures]}"), TextColumn("[dim]{task.fields[phase]}"),
+                TimeElapsedColumn(), TextColumn("[dim]{task.fields[phase]}"),
             )  # fmt: skip
-            self._progress = Progress(*columns, console=self.console)
-            self._task = self._progress.add_task(
-                "", total=total, completed=done, name=name, figures="", phase="starting"
-            )
+            self._progress = StepProgress(*columns, console=self.console)
+            self._task = self._progress.add_task("", total=total, completed=done, name=name, phase="starting")
             self._progress.start()
 
     def phase(self, text: str) -> None:
@@ -83,7 +93,8 @@ class RunView:
         eta = spent / max(step - self.first, 1) * (self.total - step)
         line = summary_line(values, eta)
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, figures=line)
+            self._progress.figures = line
+            self._progress.update(self._task, completed=step)
         else:
             self.say(f"{self.name}  step {step}/{self.total}  {line}")
 
