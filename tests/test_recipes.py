@@ -18,7 +18,7 @@ RECIPES = sorted(RESOLVED)
 FILES = sorted(p.relative_to(BUILT_IN_RECIPES).with_suffix("").as_posix() for p in BUILT_IN_RECIPES.rglob("*.yaml"))
 BASELINES = {"luffy", "luffy_clip", "mixed", "on_policy", "grpo", "dapo", "rl_sft_loss", "sft", "sft_rl"}
 BASELINES |= {"exgrpo", "opd"}
-BASELINES |= {"relift"}
+BASELINES |= {"relift", "chord", "chord_phi"}
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 

@@ -1,6 +1,7 @@
 """CHORD's expert batch: problems in an order of their own, with a whole trace each and no own sample."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,26 +48,32 @@ def test_a_quarter_of_the_problems_has_a_trace_alone(make_config):
     assert sorted(rolled_out) == sorted([f"p{i}" for i in range(24)] * 2)  # the epochs of the others are their own
 
 
-def test_the_update_is_that_of_rl_plus_that_of_sft(make_config):
-    """One gradient of both terms, each over its own tokens: hand-made from two batches apart."""
-    cfg = config(make_config, algorithm={"sft_coef": 0.5})
+@pytest.mark.parametrize(("reshape", "mu"), [("logp", 0.9), ("chord_phi", 0.1)])
+def test_the_gradient_is_that_of_chord(make_config, reshape, mu):
+    """(1 - mu) of the RL batch's gradient and mu of the traces' mean of -phi log p, with phi = 1 or p (1 - p)."""
+    cfg = config(make_config, algorithm={"sft_reshape": reshape, "mix": {"start": mu}})
     with Trainer(cfg) as trainer:
-        policy, kept = trainer.run.policy, {}
-        policy.optimizer.step = lambda lr, norm: kept.update(
-            {n: m.grad.clone() for n, m in policy.optimizer.masters.items()}
-        )
+        policy, model, kept = trainer.run.policy, trainer.run.model, {}
+        masters = policy.optimizer.masters
+        policy.optimizer.step = lambda lr, norm: kept.update({name: m.grad.clone() for name, m in masters.items()})
         batch = trainer.step()
-        whole, parts = dict(kept), []
-        groups = list(batch.samples.values())
-        for own in (True, False):
-            policy.update([s for group in groups for s in group if (s.rl_weights.sum() > 0) == own], 1.0)
-            parts.append(dict(kept))
+        whole = dict(kept)
+        assert batch.metrics["method/mix_coef"].value == mu
+        samples = [s for group in batch.samples.values() for s in group]
+        own = [replace(s, rl_weights=torch.ones_like(s.rl_weights)) for s in samples if not s.off_policy.any()]
+        policy.update(own, 1.0)
+        model.set_attn_implementation("sdpa")
+        traces = [s for s in samples if s.off_policy.all()]
+        assert len(traces) == 2 and len(own) + len(traces) == len(samples)
+        for trace in traces:
+            ids = torch.tensor([[*trace.prompt_ids, *trace.token_ids.tolist()]])
+            log_p = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[len(trace.prompt_ids) - 1 :]
+            p = log_p.detach().exp()
+            phi = p * (1 - p) if reshape == "chord_phi" else torch.ones_like(p)
+            (-(phi * log_p).sum() / sum(len(t.token_ids) for t in traces)).backward()
         for name, gradient in whole.items():
-            torch.testing.assert_close(gradient, parts[0][name] + parts[1][name], rtol=1e-4, atol=1e-7)
-        traces = [s for group in groups for s in group if s.sft_weights.sum() > 0]
-        likelihood = float(sum(log_probs.sum() for log_probs in policy.log_probs(traces)))
-        tokens = sum(s.token_ids.numel() for s in traces)
-        assert policy.update(traces, 1.0)["actor/loss"].value == pytest.approx(-0.5 * likelihood / tokens, rel=1e-5)
+            expected = (1 - mu) * kept[name] + mu * masters[name].grad
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_step_that_stops_draws_the_same_again(make_config, monkeypatch):
