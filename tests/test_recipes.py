@@ -19,6 +19,7 @@ FILES = sorted(p.relative_to(BUILT_IN_RECIPES).with_suffix("").as_posix() for p 
 BASELINES = {"luffy", "luffy_clip", "mixed", "on_policy", "grpo", "dapo", "rl_sft_loss", "sft", "sft_rl"}
 BASELINES |= {"exgrpo", "opd"}
 BASELINES |= {"relift", "chord", "chord_phi"}
+BASELINES |= {"rl_plus", "srft", "prefix_rft", "uft"}
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 

@@ -131,7 +131,9 @@ class GuidanceConfig:
     )
     min_ratio: float = knob(1.0, "smallest share of the trace", ge=0, le=1)
     max_ratio: float = knob(1.0, "largest share of the trace", ge=0, le=1)
-    prefix_steps: int | None = knob(None, "steps over which a schedule runs; null: the whole training", ge=1)
+    prefix_steps: float | None = knob(
+        None, "steps over which a schedule runs: below 1 a share of all training steps; null: the whole training", gt=0
+    )
     shared: bool = knob(False, "one ratio for all prefix samples of a problem instead of one each")
     cut_at: tuple[str, ...] = knob(
         (), "a part of a trace ends behind the last token that contains one of these texts; empty: behind any token"
@@ -689,4 +691,6 @@ class Knobs:
 
     def schedule(self, total_steps: int) -> RatioSchedule:
         g = self.guidance
-        return RatioSchedule(g.strategy, g.min_ratio, g.max_ratio, g.prefix_steps or total_steps, g.shared)
+        steps = total_steps if g.prefix_steps is None else g.prefix_steps
+        steps = steps * total_steps if steps < 1 else steps
+        return RatioSchedule(g.strategy, g.min_ratio, g.max_ratio, steps, g.shared)

@@ -41,7 +41,7 @@ class RatioSchedule:
     strategy: str = "fixed"
     min_ratio: float = 1.0
     max_ratio: float = 1.0
-    prefix_steps: int = 1
+    prefix_steps: float = 1
     shared: bool = False
 
     def ratios(self, count: int, step: int, key: str) -> list[float]:

@@ -36,13 +36,14 @@ def changed_settings(folder: Path, step: int, cfg: Config) -> Changes:
 
 def follows_length(cfg: Config) -> bool:
     """Whether a schedule is spread over the whole training, so that a longer one changes every step of it."""
-    o, g, second = cfg.optim, cfg.guidance, cfg.rollout.overrides
-    prefixes = g.n_prefix > 0 and g.strategy not in ("fixed", "random") and g.prefix_steps is None
+    o, g, mix, second = cfg.optim, cfg.guidance, cfg.algorithm.mix, cfg.rollout.overrides
+    prefixes = g.n_prefix > 0 and g.strategy not in ("fixed", "random") and (g.prefix_steps or 0) < 1
     overrides = second is not None and (
         (second.tau_end is not None and second.tau_steps is None)
         or (second.eps_end is not None and second.eps_steps is None)
     )
-    return o.schedule != "constant" or 0 < o.warmup < 1 or prefixes or overrides
+    mixed = mix is not None and mix.end is not None and mix.steps is None
+    return o.schedule != "constant" or 0 < o.warmup < 1 or prefixes or mixed or overrides
 
 
 def _without_empty(settings: dict[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,7 @@ def test_prefixes_shrink_over_prefix_steps(make_config):
     assert ratios[0] == 1.0 and 0.4 <= ratios[1] <= 0.5 and ratios[2:] == [None, None]
     whole = make_config(guidance={**guidance, "prefix_steps": None})
     assert (cfg.schedule(4).prefix_steps, whole.schedule(4).prefix_steps) == (2, 4)
+    assert make_config(guidance={**guidance, "prefix_steps": 0.6}).schedule(500).prefix_steps == pytest.approx(300)
 
 
 def test_held_out_samples_of_one_problem_differ(make_config, sums):
