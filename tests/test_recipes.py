@@ -20,6 +20,7 @@ BASELINES = {"luffy", "luffy_clip", "mixed", "on_policy", "grpo", "dapo", "rl_sf
 BASELINES |= {"exgrpo", "opd"}
 BASELINES |= {"relift", "chord", "chord_phi"}
 BASELINES |= {"rl_plus", "srft", "prefix_rft", "uft"}
+BASELINES |= {"hpt", "ghpo", "scaf", "ampo", "trapo"}
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
