@@ -240,9 +240,11 @@ def plan_line(cfg: Config, batch: list[Task], plan: Plan | None) -> str:
     partial = sum(p.request is not None and p.prefix > 0 for p in planned)
     own = len(planned) - whole - partial
     longest = sum(len(r.prompt_ids) + r.sampling.max_tokens for r in plan.requests)
+    gate = cfg.guidance.gate
+    further = "" if gate == "none" else f"; rounds of the gate {gate} come on top and are not counted"
     return (
         f"{len(batch)} problems x {cfg.rollout.n} samples: {own} on-policy, {partial} from a trace prefix, "
-        f"{whole} whole traces; at most {longest:,} tokens through the engine"
+        f"{whole} whole traces; at most {longest:,} tokens through the engine{further}"
     )
 
 

@@ -296,6 +296,11 @@ def find_names(cfg: Config) -> None:
             f"'algorithm.credit' ({cfg.algorithm.credit}) makes nothing of a group of a trace alone, which "
             f"'batch.expert_share' ({cfg.batch.expert_share}) asks for; set algorithm.credit=lone_trace_sft"
         )
+    if cfg.guidance.gate == "trace_alone" and not learns_from_traces:
+        raise UserError(
+            f"'algorithm.credit' ({cfg.algorithm.credit}) makes nothing of a group of a trace alone, which "
+            f"'guidance.gate' (trace_alone) leaves; set algorithm.credit=lone_trace_sft"
+        )
     needs_teacher(cfg)
     find_engine(cfg.rollout.engine)
     _ = cfg.algorithm.policy_loss().off_shape.function

@@ -3,13 +3,16 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 from children import exit_code_in_new_child
+from fake_servers import KEY, FakeServer
 from ranks import assert_same_figures, figures, run_ranks, samples, train
 
-from luffy.errors import ConfigError, DataError
+from luffy.errors import ConfigError, DataError, UserError
 from luffy.guidance.gate import Gate, SecondRound
+from luffy.models.load import load_model
 from luffy.rollout.native import NativeEngine
 from luffy.train.loop import Trainer
 
@@ -193,8 +196,57 @@ def test_what_a_gate_cannot_do_is_refused(make_config, tmp_path, sums):
         config(make_config, **{"async": {"max_staleness": 1}})
     with pytest.raises(ConfigError, match=r"'guidance\.gate' must be one of none, trace_on_failure.*did you mean"):
         make_config(guidance={"gate": "trace_on_fail"})
+    for guidance, message in (
+        ({"gate": "micro_groups", "gate_sizes": [2]}, r"'guidance\.gate_sizes' has 1, .*give as many of each"),
+        ({"gate": "likeliest_traces", "gate_samples": 4}, r"'guidance\.gate_samples' \(4\) leaves no own sample"),
+        ({"gate_shares": [0.0]}, r"'guidance\.gate_shares' must be above 0 and at most 1"),
+        ({"gate_sizes": [0]}, r"'guidance\.gate_sizes' must be 1 or more"),
+        ({"hint_text": "Think."}, r"'guidance\.hint_text' must contain \{solution\}"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_config(guidance=guidance)
+    with pytest.raises(ConfigError, match=r"gate trace_alone.*set rollout\.temperature=1"):
+        make_config(guidance={"gate": "trace_alone"}, rollout={"temperature": 0.7})
+    with pytest.raises(
+        UserError, match=r"'guidance\.gate' \(trace_alone\) leaves; set algorithm\.credit=lone_trace_sft"
+    ):
+        Trainer(make_config(guidance={"gate": "trace_alone"}))
     bare = tmp_path / "bare.jsonl"
     rows = [json.loads(line) | {"traces": []} for line in sums.read_text().splitlines()]
     bare.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(DataError, match="has a trace"):
-        Trainer(config(make_config, data={"train": str(bare)}))
+    for gate in ("trace_on_failure", "hinted_group"):
+        with pytest.raises(DataError, match="has a trace"):
+            Trainer(config(make_config, data={"train": str(bare)}, guidance={"n_prefix": 0, "gate": gate}))
+
+
+def test_a_row_may_give_the_hints_itself(make_config, tmp_path, sums):
+    path = tmp_path / "hinted.jsonl"
+    rows = [json.loads(line) | {"traces": [], "hints": ["0", "0+0", "#"]} for line in sums.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    guidance = {"n_prefix": 0, "gate": "hinted_group", "hint_text": "={solution}"}
+    cfg = config(make_config, data={"train": str(path)}, guidance=guidance, train={"steps": 1})
+    train(cfg)
+    found = {(r["prompt"], r["reward"]) for r in samples(cfg)}
+    texts = {prompt.partition("=")[2] for prompt, _ in found}
+    assert texts <= {"", "0", "0+0", "#"} and "#" in texts  # the last level, where nothing helped
+    (figure,) = figures(cfg)
+    assert figure["method/hint_3_share"] > 0
+    rows[0]["hints"] = [7]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="column 'hints': expected a list of texts"):
+        Trainer(cfg)
+
+
+def test_servers_answer_every_round(make_config, two_teachers, monkeypatch):
+    """Over the protocol of vLLM's servers, with a server that holds the model."""
+    monkeypatch.setenv("LUFFY_VLLM_KEY", KEY)
+    changes = {"train": {"steps": 1}, "rollout": {"max_tokens": 18, "engine": "vllm"}}
+    cfg = several(make_config, two_teachers, "servers", algorithm={"reject_extreme": False}, **changes)
+    server = FakeServer(load_model(cfg.model.path), max_context=64, tokens=10)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, vllm=replace(cfg.rollout.vllm, servers=(server.url,))))
+    try:
+        train(cfg)
+    finally:
+        server.http.shutdown()
+    (figure,) = figures(cfg)
+    assert figure["batch/gated"] > 0 and figure["method/hint_2_share"] > 0

@@ -29,6 +29,7 @@ def test_what_runs_write_is_explained(make_config, sums):
         "kl_reward": ("rl", {"algorithm": {"kl_coef": 0.1, "kl_in": "reward"}}),
         "corrected": ("rl", {"algorithm": {"mismatch_correction": "truncated"}}),
         "stale": ("rl", {"async": {"max_staleness": 1}}),
+        "gated": ("rl", {"guidance": {"n_prefix": 0, "gate": "hinted_group", "hint_text": "{solution}"}}),
         "sft": ("sft", {}),
     }
     written = set()
