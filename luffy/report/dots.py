@@ -36,7 +36,9 @@ def accuracy_dots(methods: Sequence[Styled]) -> Markup:
         rows = [DotRow(m.label, style, values) for style, m in methods if (values := final_values(m, metric))]
         title = f"Final accuracy, {name}"
         caption = '<figure class="dots"><figcaption><b>{}</b> <span class="sub">{}</span></figcaption>{}</figure>'
-        about = "share of problems answered right; large: mean, small: seeds, line: 95 % interval"
+        about = "share of problems answered right"
+        if any(len(row.values) > 1 for row in rows):
+            about += "; large: mean, small: seeds, line: 95 % interval"
         figures.append(Markup(caption).format(title, about, dot_plot(rows, title)))
     return Markup('<div class="charts">{}</div>').format(Markup("").join(figures)) if figures else Markup("")
 
