@@ -283,8 +283,10 @@ def _head(step: int, problem: str, k: int, rollout: Rollout, verdict: Score) -> 
 
 def _texts(group: Group, rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
     ids = rollout.token_ids.tolist()
+    hint = {"hint": rollout.task.hint} if rollout.task.hint else {}
     return {
         "prefix_ratio": rollout.prefix_ratio,
+        **hint,
         "prompt": tokenizer.decode(list(rollout.task.prompt_ids)),
         "answer": group.task.problem.answer,
         "response": tokenizer.decode(ids, skip_special_tokens=True),

@@ -151,6 +151,10 @@ def _chips(row: Mapping[str, Any], success: float) -> Iterator[Markup]:
         yield Markup('<span class="chip teacher">{}</span>').format("teacher" if all(off) else "teacher prefix")
     if any(listed(row, "overrides")):
         yield Markup('<span class="chip override">overridden</span>')
+    if is_number(row.get("hint")):
+        yield Markup('<span class="chip" title="{}">hint of level {}</span>').format(
+            show(shorten(str(row.get("prompt", "")), LONGEST_PROMPT)), row["hint"]
+        )
     if "advantages" in row:  # traces of SFT and held-out problems earn none
         yield Markup("<span>advantage {}</span>").format(advantage_of(listed(row, "advantages")))
     ends = show(str(row.get("finish", "?")))

@@ -173,7 +173,7 @@ def _no_trace_message(cfg: Config, problems: ProblemDataset, encoder: Encoder) -
         )
     return (
         f"no problem of {cfg.data.train} (read as {', '.join(problems.schemas)}) has a trace; name the column with "
-        f"data.columns={{traces: ...}}, or set guidance.n_prefix=0 for plain on-policy training"
+        f"data.columns={{traces: ...}}, or set guidance.n_prefix=0 and guidance.gate=none for plain on-policy training"
     )
 
 

@@ -13,6 +13,7 @@ from ranks import assert_same_figures, figures, run_ranks, samples, train
 from luffy.errors import ConfigError, DataError, UserError
 from luffy.guidance.gate import Gate, SecondRound
 from luffy.models.load import load_model
+from luffy.report.samples import sample_html
 from luffy.rollout.native import NativeEngine
 from luffy.train.loop import Trainer
 
@@ -226,9 +227,10 @@ def test_a_row_may_give_the_hints_itself(make_config, tmp_path, sums):
     guidance = {"n_prefix": 0, "gate": "hinted_group", "hint_text": "={solution}"}
     cfg = config(make_config, data={"train": str(path)}, guidance=guidance, train={"steps": 1})
     train(cfg)
-    found = {(r["prompt"], r["reward"]) for r in samples(cfg)}
-    texts = {prompt.partition("=")[2] for prompt, _ in found}
-    assert texts <= {"", "0", "0+0", "#"} and "#" in texts  # the last level, where nothing helped
+    found = {(r["prompt"].partition("=")[2], r.get("hint", 0)) for r in samples(cfg)}
+    assert found <= {("", 0), ("0", 1), ("0+0", 2), ("#", 3)} and ("#", 3) in found  # the last level: nothing helped
+    hinted = next(r for r in samples(cfg) if r.get("hint") == 3)
+    assert "hint of level 3" in sample_html(hinted, 1.0) and f'title="{hinted["prompt"]}"' in sample_html(hinted, 1.0)
     (figure,) = figures(cfg)
     assert figure["method/hint_3_share"] > 0
     rows[0]["hints"] = [7]
