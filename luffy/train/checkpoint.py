@@ -4,7 +4,7 @@
     checkpoints/step-000050/
         model/                  a Hugging Face folder: AutoModelForCausalLM loads it
         adapter/                LoRA only: the adapters by themselves
-        optimizer.safetensors   moments, master weights, random state
+        optimizer.safetensors   moments, master weights, random state, what the method remembers
         optimizer/              the same of a sharded run, a file from each process (luffy/distributed/state.py)
         state.json              step, sampler, counters, fingerprints
         manifest.json           size and sha256 of every other file

@@ -287,10 +287,11 @@ def kept_parts(cfg: Config, method: Method, work: Work, others: OtherModels) -> 
     shards = 1 if local else cfg.parallel.shard_size or cfg.parallel.workers
     size = work.itemsize
     master = 4 if size == 2 and cfg.model.lora is None and local else 0
+    moments = 16 if method == "rl" and cfg.sft_steps.buffer else 8  # SFT steps have an optimizer of their own
     parts = {
         "runtime": 0.0 if work.on_gpu else float(resident_bytes() + LOADED_LATER),
         "weights": work.parameters * (size if local else 4) / shards,  # sharded weights are the masters
-        "optimizer": 0.0 if cfg.optim.offload and work.on_gpu else work.trained * (8 + master) / shards,
+        "optimizer": 0.0 if cfg.optim.offload and work.on_gpu else work.trained * (moments + master) / shards,
     }
     lags = method == "rl" and cfg.async_.max_staleness > 0
     if cfg.algorithm.kl_coef and cfg.model.lora is None and method == "rl":

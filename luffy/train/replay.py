@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,7 +142,7 @@ class Replay:
                 self.problems[row].successes.append(Success(ids.clone(), log_probs.clone(), step))
 
 
-def _rows(state: Mapping[str, Tensor], name: str) -> list:  # type: ignore[type-arg]
+def _rows(state: Mapping[str, Tensor], name: str) -> list[Any]:
     return state[name].tolist() if name in state else []
 
 

@@ -9,6 +9,14 @@ from luffy.train.loop import Trainer
 
 PAGE = (Path(luffy.__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
 
+REMEMBERED = {
+    "reward": {"kind": "loop_rewards:length_parity"},
+    "algorithm": {"credit": "lone_trace_sft", "off_policy_reshape": "exgrpo", "mix": {"start": 0.5}},
+    "batch": {"problems": 8, "expert_share": 0.25},
+    "replay": {"share": 0.4, "start": 0.1},
+    "sft_steps": {"buffer": 1},
+}
+
 
 def explained():
     """`a/b`, `c` in one cell means a/b and a/c."""
@@ -30,6 +38,7 @@ def test_what_runs_write_is_explained(make_config, sums):
         "corrected": ("rl", {"algorithm": {"mismatch_correction": "truncated"}}),
         "stale": ("rl", {"async": {"max_staleness": 1}}),
         "gated": ("rl", {"guidance": {"n_prefix": 0, "gate": "hinted_group", "hint_text": "{solution}"}}),
+        "remembered": ("rl", REMEMBERED | {"train": {"steps": 4}}),
         "sft": ("sft", {}),
     }
     written = set()
@@ -41,5 +50,6 @@ def test_what_runs_write_is_explained(make_config, sums):
     known = explained()
     unexplained = {re.sub(r"^val-\w+/", "val-core/", name) for name in written} - {"step", "time"} - known
     assert not unexplained
+    assert {"method/replay_age", "method/sft_steps", "method/sft_buffer"} <= written
     assert {"actor/kl_loss", "critic/kl", "rollout/weight_max", "async/ess", "val-again/score"} <= written
     assert "response_length/min" in known and "timing_s/old_log_probs" in known
