@@ -67,15 +67,14 @@ def test_killed_and_resumed_equals_undisturbed(make_config, undisturbed):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_two_ranks_remember_the_same_and_one_goes_on_where_they_stopped(make_config, undisturbed):
-    half = config(make_config, "many", train={"steps": 4, "save_every": 2})
-    run_ranks(2, train, half)
-    assert_same_figures(figures(half), figures(undisturbed)[:4])
-    whole = config(make_config, "many")
-    train(whole)
-    assert_same_figures(figures(whole), figures(undisturbed))
-    assert [row[:4] for row in picked(whole)] == [row[:4] for row in picked(undisturbed)]
-    assert_same_weights(final_weights(whole), final_weights(undisturbed))
+def test_two_ranks_go_on_where_one_stopped_and_one_where_they_did(make_config, undisturbed):
+    """Replay, experts' sampler, lessons and the moments of both optimizers pass from whole to sharded and back."""
+    for steps, make in ((2, train), (4, lambda cfg: run_ranks(2, train, cfg)), (STEPS, train)):
+        cfg = config(make_config, "many", train={"steps": steps, "save_every": 2})
+        make(cfg)
+        assert_same_figures(figures(cfg), figures(undisturbed)[:steps])
+    assert [row[:4] for row in picked(cfg)] == [row[:4] for row in picked(undisturbed)]
+    assert_same_weights(final_weights(cfg), final_weights(undisturbed))
 
 
 def test_a_checkpoint_from_before_there_was_a_memory_still_resumes(make_config):
