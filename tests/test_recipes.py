@@ -21,6 +21,8 @@ BASELINES |= {"exgrpo", "opd"}
 BASELINES |= {"relift", "chord", "chord_phi"}
 BASELINES |= {"rl_plus", "srft", "prefix_rft", "uft"}
 BASELINES |= {"hpt", "ghpo", "scaf", "ampo", "trapo"}
+BASELINES |= {"exgrpo", "opd", "opsd"}
+BASELINES |= {"relift"}
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 

@@ -115,6 +115,11 @@ def _check_teacher(c: Knobs) -> None:
             f"vLLM gives log-probs of a prompt at temperature 1, and 'rollout.temperature' is {c.rollout.temperature}; "
             f"set rollout.temperature=1, or teacher.path instead of teacher.servers"
         )
+    if t.dtype is not None and (t.servers or t.average):
+        raise ConfigError(
+            f"'teacher.dtype' ({t.dtype}) is for a model that is loaded beside the policy: servers have their own, "
+            f"and an average is kept in float32; leave it out"
+        )
     if t.shown != "nothing" and "{solution}" not in t.hint_text:
         raise ConfigError(f"'teacher.hint_text' must contain {{solution}}, got {t.hint_text!r}")
 

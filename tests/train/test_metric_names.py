@@ -39,6 +39,7 @@ def test_what_runs_write_is_explained(make_config, sums):
         "stale": ("rl", {"async": {"max_staleness": 1}}),
         "gated": ("rl", {"guidance": {"n_prefix": 0, "gate": "hinted_group", "hint_text": "{solution}"}}),
         "remembered": ("rl", REMEMBERED | {"train": {"steps": 4}}),
+        "taught": ("rl", {"algorithm": {"credit": "distill"}, "teacher": {"path": "self"}}),
         "sft": ("sft", {}),
     }
     written = set()

@@ -237,6 +237,7 @@ def test_settings_that_do_not_go_together(make_config):
         ({"average": 0.1}, "no teacher: give teacher.path"),
         ({"path": "m", "average": 0.1}, r"'teacher.average' \(0.1\).*set teacher.path=self"),
         ({"path": "self", "servers": ["http://a:1"]}, "'teacher.path' is self, and 'teacher.servers'"),
+        ({"path": "self", "average": 0.1, "dtype": "bfloat16"}, r"'teacher.dtype' \(bfloat16\)"),
         ({"path": "self", "shown": "solution", "hint_text": "Look!"}, "'teacher.hint_text' must contain"),
     ):
         with pytest.raises(ConfigError, match=message):
