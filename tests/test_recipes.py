@@ -17,12 +17,10 @@ RESOLVED = json.loads((Path(__file__).parent / "recipes_resolved.json").read_tex
 RECIPES = sorted(RESOLVED)
 FILES = sorted(p.relative_to(BUILT_IN_RECIPES).with_suffix("").as_posix() for p in BUILT_IN_RECIPES.rglob("*.yaml"))
 BASELINES = {"luffy", "luffy_clip", "mixed", "on_policy", "grpo", "dapo", "rl_sft_loss", "sft", "sft_rl"}
-BASELINES |= {"exgrpo", "opd"}
+BASELINES |= {"exgrpo", "opd", "opsd"}
 BASELINES |= {"relift", "chord", "chord_phi"}
 BASELINES |= {"rl_plus", "srft", "prefix_rft", "uft"}
 BASELINES |= {"hpt", "ghpo", "scaf", "ampo", "trapo"}
-BASELINES |= {"exgrpo", "opd", "opsd"}
-BASELINES |= {"relift"}
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
