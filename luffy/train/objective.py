@@ -97,7 +97,9 @@ class Objective:
         per_token = terms.loss - self.entropy_coef * entropy
         stats = _stats(batch, terms, old, log_prob.detach(), entropy.detach(), in_rl)
         if terms.loss.requires_grad:
-            stats["method/trace_weight_mean"] = _trace_weight(terms, log_prob, advantages.detach(), batch.off_policy)
+            stats["method/trace_weight_mean"] = _trace_weight(
+                terms, log_prob, advantages.detach(), in_rl & batch.off_policy
+            )
         if weights is not None:
             stats |= _weight_stats(weights.detach(), in_rl & ~batch.off_policy, self.weights_are)
         if batch.ref_log_probs is not None:
@@ -151,10 +153,10 @@ def _largest(values: Tensor, mask: Tensor) -> OnDevice:
     return OnDevice(Max, (values.float().masked_fill(~mask, -torch.inf).amax(),))
 
 
-def _trace_weight(terms: LossTerms, log_prob: Tensor, advantages: Tensor, off_policy: Tensor) -> OnDevice:
+def _trace_weight(terms: LossTerms, log_prob: Tensor, advantages: Tensor, off: Tensor) -> OnDevice:
     """w of the trace tokens, whose gradient is w * A * grad log p: taken from the loss itself, where A is not 0."""
     (slope,) = torch.autograd.grad(terms.loss.sum(), log_prob, retain_graph=True)
-    return _over(-slope / advantages, off_policy & (advantages != 0))
+    return _over(-slope / advantages, off & (advantages != 0))
 
 
 def _weight_stats(weights: Tensor, on: Tensor, group: str) -> Stats:

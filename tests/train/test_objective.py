@@ -73,7 +73,12 @@ def test_a_shape_in_the_sft_term_weighs_the_gradient(batch, tokens, shape):
 @pytest.mark.parametrize("shape", ["p_div_p_0.1", "rl_plus", "exgrpo"])
 def test_the_weight_of_trace_tokens_is_that_of_the_loss(batch, tokens, shape):
     log_prob, entropy = tokens
-    batch = replace(batch, old_log_probs=log_prob - 0.2, advantages=torch.where(batch.off_policy, -0.5, 0.25))
+    batch = replace(
+        batch,
+        old_log_probs=log_prob - 0.2,
+        advantages=torch.where(batch.off_policy, -0.5, 0.25),
+        rl_weights=batch.rl_weights * (torch.arange(len(log_prob)) % 3 > 0),  # some of the trace's tokens do not count
+    )
     objective = Objective(replace(PLAIN, off_shape=Shape(shape)))
     _, stats = objective(batch, log_prob.clone().requires_grad_(True), entropy)
     off = batch.off_policy & (batch.rl_weights != 0)
