@@ -39,6 +39,6 @@ def prepare_benchmarks(source: Path, out: Path) -> tuple[list[Benchmark], list[s
     with whole_file(folder / VALIDATION) as file, ProblemWriter(file, problem_schema({})) as writer:
         for benchmark in suite.benchmarks:
             for p in benchmark.problems:
-                row = {"id": p.id, "prompt": p.prompt, "answer": p.answer, "traces": [], "source": benchmark.name}
-                writer.add(row)
+                plain = {"id": p.id, "prompt": p.prompt, "answer": p.answer, "source": benchmark.name}
+                writer.add({**plain, "traces": []})
     return list(suite.benchmarks), missing

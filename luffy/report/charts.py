@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -12,8 +12,8 @@ from luffy.report.curves import MOST_POINTS, envelope, smooth, thin_out
 from luffy.report.families import families
 from luffy.report.figures import Line, hover_data, line_chart, swatch
 from luffy.report.methods import Styled
-from luffy.report.runs import Points, RunRecord
-from luffy.report.tables import evaluations
+from luffy.report.runs import RunRecord, first_stage, is_number
+from luffy.report.tables import STEP_SECONDS, evaluations
 from luffy.report.text import show
 
 
@@ -29,6 +29,49 @@ def is_guided(run: RunRecord) -> bool:
     return run.kind == "train" and run.config.get("guidance.n_prefix") != 0
 
 
+def by_step(run: RunRecord) -> dict[int, float]:
+    return {int(row["step"]): int(row["step"]) for row in run.rows}
+
+
+def gpu_seconds(run: RunRecord) -> dict[int, float]:
+    return _added_up(run, STEP_SECONDS, lambda stage: stage.processes)
+
+
+def update_tokens(run: RunRecord) -> dict[int, float]:
+    return _added_up(run, "perf/update_tokens", lambda stage: 1)
+
+
+def _added_up(run: RunRecord, metric: str, times: Callable[[RunRecord], int], stages: int = 4) -> dict[int, float]:
+    """What a run had spent after each step, on top of the run whose model it started from; empty where the metric was
+    not recorded."""
+    if metric not in run.metrics:
+        return {}
+    before = first_stage(run) if stages > 1 else None
+    earlier = {} if before is None else _added_up(before, metric, times, stages - 1)
+    total = max(earlier.values(), default=0.0)
+    places = {0: total}
+    for row in run.rows:
+        value = row.get(metric)
+        total += times(run) * float(value) if is_number(value) else 0.0  # type: ignore[arg-type]
+        places[int(row["step"])] = total
+    return places
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What values are drawn against: where each step of a run stands on it."""
+
+    name: str
+    places: Callable[[RunRecord], Mapping[int, float]]
+
+
+STEPS = Axis("step", by_step)
+COMPUTE = {  # what the first chart is drawn against besides, and what that is
+    Axis("GPU seconds", gpu_seconds): "steps times processes, earlier stages included",
+    Axis("tokens", update_tokens): "in updates, earlier stages included",
+}
+
+
 @dataclass(frozen=True)
 class Chart:
     """A metric to draw. An empty mean is recorded as 0, so where 0 cannot be a real value it is no point,
@@ -40,11 +83,17 @@ class Chart:
     from_zero: bool = False
     zero_is_empty: bool = False
     of: Callable[[RunRecord], bool] = always
+    axis: Axis = STEPS
 
-    def points(self, run: RunRecord) -> Points:
+    @property
+    def name(self) -> str:
+        return self.metric if self.axis is STEPS else f"{self.metric} by {self.axis.name}"
+
+    def points(self, run: RunRecord) -> list[tuple[float, float]]:
         if not self.of(run):
             return []
-        return [(step, value) for step, value in run.series(self.metric) if value or not self.zero_is_empty]
+        at = self.axis.places(run)
+        return [(at[step], y) for step, y in run.series(self.metric) if (y or not self.zero_is_empty) and step in at]
 
 
 CHARTS = (
@@ -68,18 +117,25 @@ def legend(methods: Sequence[Styled]) -> Markup:
 
 
 def charts_of(methods: Sequence[Styled]) -> list[Chart]:
-    """Accuracies first, whatever sets were evaluated, then the fixed list."""
-    found = evaluations([run for _, method in methods for run in method.runs])
+    """Accuracies first, whatever sets were evaluated, the first of them also against what it cost; then the fixed
+    list."""
+    runs = [run for _, method in methods for run in method.runs]
+    found = evaluations(runs)
     first = [Chart(m, f"Accuracy, {name}", "share of problems answered right", True) for m, name in found]
-    return [*first, *CHARTS]
+    spent = [
+        Chart(m, f"Accuracy, {name}, by {axis.name}", about, True, axis=axis)
+        for m, name in found[:1]
+        for axis, about in COMPUTE.items()
+        if any(axis.places(run) for run in runs)
+    ]
+    return [*first[:1], *spent, *first[1:], *CHARTS]
 
 
 def chart_grid(
     charts: Sequence[Chart], methods: Sequence[Styled], remarks: list[str], smoothing: float = 0.0
 ) -> Markup:
     """All charts that have values; ``remarks`` gets a line on those that have none and on those thinned out."""
-    last = max((run.steps for _, method in methods for run in method.runs), default=0)
-    figures = [_figure(chart, methods, last, remarks, smoothing) for chart in charts]
+    figures = [_figure(chart, methods, remarks, smoothing) for chart in charts]
     missing = [chart.title.lower() for chart, figure in zip(charts, figures, strict=True) if not figure]
     if missing:
         remarks.append(f"No chart for want of values: {', '.join(missing)}.")
@@ -88,8 +144,8 @@ def chart_grid(
 
 def family_charts(chart: Chart, methods: Sequence[Styled], remarks: list[str], smoothing: float = 0.0) -> Markup:
     """The same chart once for each family of methods, all others in grey behind; nothing where no run has a value."""
-    last = max((run.steps for _, method in methods for run in method.runs), default=0)
     lines = _lines(chart, methods, remarks, smoothing)
+    last = _end(chart, methods)
     labels = [method.label for _, method in methods]
     figures = []
     for family, members in families(methods).items():
@@ -97,18 +153,25 @@ def family_charts(chart: Chart, methods: Sequence[Styled], remarks: list[str], s
         own = [line for line in lines if line.style in styles]
         behind = [line for line in lines if line.style not in styles]
         if own:
-            picture = line_chart(own, last, f"{family}: {chart.title}", chart.from_zero, labels, behind)
-            figures.append(_framed(chart.metric, family, chart.title, own, picture))
+            title = f"{family}: {chart.title}"
+            picture = line_chart(own, last, title, chart.from_zero, labels, behind, chart.axis.name)
+            figures.append(_framed(chart.name, family, chart.title, own, picture))
     return Markup('<div class="charts">{}</div>').format(Markup("").join(figures)) if figures else Markup("")
 
 
-def _figure(chart: Chart, methods: Sequence[Styled], last: int, remarks: list[str], smoothing: float) -> Markup:
+def _end(chart: Chart, methods: Sequence[Styled]) -> float:
+    """How far the axis goes."""
+    return max((x for _, method in methods for run in method.runs for x in chart.axis.places(run).values()), default=0)
+
+
+def _figure(chart: Chart, methods: Sequence[Styled], remarks: list[str], smoothing: float) -> Markup:
     """One chart, or nothing where no run has a value."""
     lines = _lines(chart, methods, remarks, smoothing)
     if not lines:
         return Markup("")
-    picture = line_chart(lines, last, chart.title, chart.from_zero, [method.label for _, method in methods])
-    return _framed(chart.metric, chart.title, chart.about, lines, picture)
+    labels = [method.label for _, method in methods]
+    picture = line_chart(lines, _end(chart, methods), chart.title, chart.from_zero, labels, axis=chart.axis.name)
+    return _framed(chart.name, chart.title, chart.about, lines, picture)
 
 
 def _lines(chart: Chart, methods: Sequence[Styled], remarks: list[str], smoothing: float) -> list[Line]:
@@ -116,14 +179,18 @@ def _lines(chart: Chart, methods: Sequence[Styled], remarks: list[str], smoothin
     raw = [[chart.points(run) for run in method.runs] for _, method in methods]
     thinned, width = thin_out([curve for curves in raw for curve in curves if curve])
     if width > 1:
-        remarks.append(f"{chart.title}: more than {MOST_POINTS} steps, so each point is a mean over {width} of them.")
+        points = "steps" if chart.axis is STEPS else "points"
+        remarks.append(
+            f"{chart.title}: more than {MOST_POINTS} {points}, so each point is a mean over {width} of them."
+        )
     rest = iter(thinned)
     lines = []
     for (style, method), curves in zip(methods, raw, strict=True):
         drawn = [next(rest) for curve in curves if curve]
         if drawn:
-            spread = envelope([smooth(curve, smoothing) for curve in drawn])
-            lines.append(Line(method.label, style, drawn, spread, smoothed=smoothing > 0))
+            strength = smoothing if chart.axis is STEPS else 0.0
+            spread = envelope([smooth(curve, strength) for curve in drawn])
+            lines.append(Line(method.label, style, drawn, spread, smoothed=strength > 0))
     return lines
 
 

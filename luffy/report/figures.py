@@ -99,25 +99,26 @@ def value_ticks(lines: Sequence[Line], from_zero: bool) -> list[float]:
 
 def line_chart(
     lines: Sequence[Line],
-    last_step: int,
+    last: float,
     name: str,
     from_zero: bool = False,
     labels_of: Sequence[str] = (),
     behind: Sequence[Line] = (),
+    axis: str = "step",
 ) -> Markup:
-    """The chart of one metric over steps 0 to ``last_step``; ``lines`` hold at least one point. ``labels_of`` are the
-    labels of all charts beside it: with the same room for them, the same step is at the same place in each. Of lines
-    ``behind``, the means are drawn, in grey and without labels."""
+    """The chart of one metric from 0 to ``last`` on an axis of that name; ``lines`` hold at least one point.
+    ``labels_of`` are the labels of all charts beside it: with the same room for them, the same step is at the same
+    place in each. Of lines ``behind``, the means are drawn, in grey and without labels."""
     ticks = value_ticks([*lines, *behind], from_zero)
     labels = tick_labels(ticks)
     named = len(lines) <= MOST_LABELS
     room = [*labels_of, *(line.label for line in lines)]
     right = 22 + LETTER * max(len(shorten_middle(label, LONGEST_LABEL)) for label in room) if named else 12
     left = 12 + LETTER * max(map(len, labels))
-    x = Scale(0, max(last_step, 1), left, WIDTH - right)
+    x = Scale(0, max(last, 1), left, WIDTH - right)
     y = Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
     layers = [
-        _grid(x, y, ticks, labels),
+        _grid(x, y, ticks, labels, axis),
         *(_grey(line, x, y) for line in behind),
         *(_band(line, x, y) for line in lines if not crowded(lines)),
         *(_seeds(line, x, y) for line in lines if not crowded(lines)),
@@ -126,21 +127,25 @@ def line_chart(
         Markup('<g class="cross"></g>'),
     ]
     head = (
-        '<svg class="chart" viewBox="0 0 {} {}" data-plot="{:.1f} {:.1f} {}" role="img" tabindex="0" aria-label="{}">'
+        '<svg class="chart" viewBox="0 0 {} {}" data-plot="{:.1f} {:.1f} {:.10g}" data-axis="{}" role="img" '
+        'tabindex="0" aria-label="{}">'
     )
-    opened = Markup(head).format(WIDTH, HEIGHT, x.start, x.end, x.high, describe(lines, name))
+    opened = Markup(head).format(WIDTH, HEIGHT, x.start, x.end, x.high, axis, describe(lines, name, axis))
     return opened + Markup("").join(layers) + Markup("</svg>")
 
 
-def describe(lines: Sequence[Line], name: str) -> str:
+def describe(lines: Sequence[Line], name: str, axis: str = "step") -> str:
     """What the picture shows, for those who do not see it."""
     parts = []
     for line in lines:
         e = line.envelope
         if e.steps:
             begin, end = number(e.mean[0]), number(e.mean[-1])
-            parts.append(f"{line.label} goes from {begin} at step {e.steps[0]:g} to {end} at step {e.steps[-1]:g}")
-    return f"{name} over training steps. " + "; ".join(parts) + "."
+            first, last = (
+                f"{axis} {x:g}" if axis == "step" else f"{number(x)} {axis}" for x in (e.steps[0], e.steps[-1])
+            )
+            parts.append(f"{line.label} goes from {begin} at {first} to {end} at {last}")
+    return f"{name}{' over training steps' if axis == 'step' else ''}. " + "; ".join(parts) + "."
 
 
 def hover_data(lines: Sequence[Line]) -> list[dict[str, Any]]:
@@ -150,8 +155,17 @@ def hover_data(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
 def _hover_line(line: Line) -> dict[str, Any]:
     e = line.envelope
-    data: dict[str, Any] = {"label": line.label, "style": line.style % COLOURS, "x": e.steps, "y": _short(e.mean)}
+    data: dict[str, Any] = {
+        "label": line.label,
+        "style": line.style % COLOURS,
+        "x": _places(e.steps),
+        "y": _short(e.mean),
+    }
     return data | ({"low": _short(e.low), "high": _short(e.high)} if len(line.seeds) > 1 else {})
+
+
+def _places(steps: Sequence[float]) -> tuple[float, ...]:
+    return tuple(x if isinstance(x, int) else float(f"{x:.5g}") for x in steps)
 
 
 def _short(values: Sequence[float]) -> list[float]:
@@ -183,7 +197,7 @@ def _stroke(points: Sequence[tuple[float, float]], style: int) -> Markup:
     return Markup('<path class="mean {}" d="{}"{}/>').format(colour_class(style), _path(points), _dash(style))
 
 
-def _grid(x: Scale, y: Scale, ticks: Sequence[float], labels: Sequence[str]) -> Markup:
+def _grid(x: Scale, y: Scale, ticks: Sequence[float], labels: Sequence[str], axis: str) -> Markup:
     out = []
     for tick, label in zip(ticks, labels, strict=True):
         at = f"{y(tick):.1f}"
@@ -195,7 +209,7 @@ def _grid(x: Scale, y: Scale, ticks: Sequence[float], labels: Sequence[str]) -> 
         out.append(Markup(mark).format(x(tick), y.start, y.start + 16, label))
     out.append(Markup('<path class="axis" d="M{:.1f} {:.1f}H{:.1f}"/>').format(x.start, y.start, x.end))
     middle = (x.start + x.end) / 2
-    out.append(Markup('<text class="tick mid" x="{:.1f}" y="{:.1f}">step</text>').format(middle, HEIGHT - 4))
+    out.append(Markup('<text class="tick mid" x="{:.1f}" y="{:.1f}">{}</text>').format(middle, HEIGHT - 4, axis))
     return Markup("").join(out)
 
 

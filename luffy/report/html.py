@@ -170,9 +170,10 @@ def _curves_section(methods: Sequence[Styled], remarks: list[str]) -> Markup:
 
 
 def _curves_by_family(methods: Sequence[Styled], remarks: list[str]) -> list[Markup]:
-    """The first chart (held-out accuracy, where it was measured) for all families, the others of each to be opened."""
-    first, *others = charts_of(methods)
-    parts = [family_charts(first, methods, remarks)]
+    """The first charts (held-out accuracy, where it was measured) for all families, the others of each to be opened."""
+    charts = charts_of(methods)
+    others = [chart for chart in charts if chart.metric != charts[0].metric]
+    parts = [family_charts(chart, methods, remarks) for chart in charts if chart.metric == charts[0].metric]
     for family, members in families(methods).items():
         grid = chart_grid(others, members, [])
         opened = Markup("<details><summary>{}: all other curves</summary>{}{}</details>")

@@ -144,6 +144,11 @@ class RunRecord:
         return self.planned_steps is not None and self.steps < self.planned_steps
 
     @property
+    def processes(self) -> int:
+        """One a GPU."""
+        return 1 if self.config.get("launch") == "local" else max(whole(self.config.get("parallel.workers")), 1)
+
+    @property
     def metrics(self) -> set[str]:
         return {key for row in self.rows for key in row} - {"step", "time"}
 
@@ -189,6 +194,22 @@ def load_run(folder: Path | str) -> RunRecord:
     if not rows:
         raise EmptyRun(f"{folder / METRICS} has no complete line yet; wait for the run's first step")
     return RunRecord(folder, read_config(folder / CONFIG), in_order(rows), index_samples(folder / SAMPLES))
+
+
+def first_stage(run: RunRecord) -> RunRecord | None:
+    """The run whose model this one started from, without its samples; None where it is no run, or cannot be read."""
+    path = run.config.get("model.path")
+    if not isinstance(path, str):
+        return None
+    try:
+        folder = next((place for place in Path(path).parents if (place / METRICS).is_file()), None)
+        if folder is None or folder.resolve() == run.folder.resolve():
+            return None
+        rows = [metric_row(line, folder / METRICS) for _, line in complete_lines(folder / METRICS)]
+        config = read_config(folder / CONFIG)
+    except (UserError, OSError, ValueError):
+        return None
+    return RunRecord(folder, config, in_order(rows), SampleIndex(folder / SAMPLES, {})) if rows else None
 
 
 def in_order(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

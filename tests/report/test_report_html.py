@@ -105,6 +105,28 @@ def test_further_evaluations_are_charted_and_tabled(write_run, make_metric_row, 
     assert "Accuracy, OOD over training steps. a goes from 0.250" in out.read_text()
 
 
+def test_accuracy_against_what_it_cost(write_run, make_metric_row):
+    """A step is 2 seconds. SFT: 2 steps on one GPU. RL from its model: 2 steps on two GPUs, after those of SFT."""
+    start = {"step": 0, "time": 1.0, "val-core/accuracy": 0.1}
+    sft = write_run("sft", [start, *(make_metric_row(i, 0.3 * i, **{"perf/update_tokens": 100.0}) for i in (1, 2))])
+    second = {
+        "model": {"path": str(sft / "checkpoints/latest/model")},
+        "launch": "torchrun",
+        "parallel": {"workers": 2},
+    }
+    rows = [start, *(make_metric_row(i, 0.7, **{"perf/update_tokens": 50.0}) for i in (1, 2))]
+    both = write_report([sft, write_run("sft-rl", rows, second)]).read_text()
+
+    def drawn(axis):
+        figure = re.search(rf'<figure data-chart="val-core/accuracy{axis}">.*?json">(.*?)</script>', both, re.DOTALL)
+        return {line["label"]: line["x"] for line in json.loads(figure[1])}
+
+    assert drawn("") == {"sft": [0, 1, 2], "sft-rl": [0, 1, 2]}
+    assert drawn(" by GPU seconds") == {"sft": [0.0, 2.0, 4.0], "sft-rl": [4.0, 8.0, 12.0]}
+    assert drawn(" by tokens") == {"sft": [0.0, 100.0, 200.0], "sft-rl": [200.0, 250.0, 300.0]}
+    assert "sft-rl goes from 0.100 at 4.000 GPU seconds to 0.700 at 12.000 GPU seconds" in both
+
+
 def test_sft_alone(write_run, read_page):
     rows = [
         {

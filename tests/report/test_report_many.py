@@ -41,9 +41,9 @@ def test_curves_are_drawn_by_family_with_the_others_behind(many, read_page):
     charts = [
         tag["aria-label"] for name, tag in page.tags if name == "svg" and "Accuracy" in (tag.get("aria-label") or "")
     ]
-    assert [text.partition(":")[0] for text in charts] == [OWN, TRACES]
-    assert [text.count("goes from") for text in charts] == [5, 4]
-    assert path.read_text(encoding="utf-8").count('<path class="behind"') == 9
+    assert [text.partition(":")[0] for text in charts] == [OWN, TRACES] * 2  # over steps and GPU seconds
+    assert [text.count("goes from") for text in charts] == [5, 4] * 2
+    assert path.read_text(encoding="utf-8").count('<path class="behind"') == 18
     assert "all other curves" in page.text
 
 

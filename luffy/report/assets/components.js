@@ -51,6 +51,7 @@ const luffy = (() => {
     const steps = [...new Set(lines.flatMap((line) => line.x))].sort((a, b) => a - b);
     if (!steps.length) return;
     const [left, right, last] = chart.dataset.plot.split(" ").map(Number);
+    const axis = chart.dataset.axis;
     const cross = chart.querySelector(".cross");
     const box = document.createElement("div");
     box.className = "readout";
@@ -67,7 +68,7 @@ const luffy = (() => {
       cross.append(rule);
       box.replaceChildren();
       const head = document.createElement("b");
-      head.textContent = `step ${step}`;
+      head.textContent = axis === "step" ? `step ${step}` : `${Math.round(step).toLocaleString("en")} ${axis}`;
       box.append(head);
       const reach = Math.max(last / 100, 0.5);
       lines.forEach((line) => {
