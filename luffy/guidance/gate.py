@@ -118,7 +118,7 @@ class FirstRound:
         trace = self.trace() if level <= len(shares) else None
         if trace is None:
             return None
-        shown = trace.token_ids[: int(shares[level - 1] * len(trace.token_ids))]
+        shown = trace.token_ids[: max(int(shares[level - 1] * len(trace.token_ids)), 1)]
         return self.with_hint(self.text_of(shown), level)
 
     def sample(
