@@ -160,7 +160,7 @@ def killed_in_a_round(cfg, call):
 
 
 def test_killed_between_rounds_and_resumed_equals_undisturbed(make_config, two_teachers):
-    every = {"steps": 3, "save_every": 1}
+    every = {"steps": 2, "save_every": 1}
     undisturbed, killed = (several(make_config, two_teachers, name, train=every) for name in ("undisturbed", "killed"))
     train(undisturbed)
     assert exit_code_in_new_child(killed_in_a_round, killed, 7) == -signal.SIGKILL  # four calls a step
