@@ -110,7 +110,7 @@ def with_overrides(
     slots = cfg.rollout.slots
     if knobs.rule == "aligned":
         check_alignable(knobs)
-        return AlignedEngine(policy, NativeEngine(second, max_slots=slots)), lambda step: None
+        return AlignedEngine(policy, NativeEngine(second, max_slots=slots), knobs.temperature), lambda step: None
     rule = rule_at(knobs, 0, total_steps)
     limits: dict[str, Any] = {"max_overrides": knobs.max_overrides, "second_temperature": knobs.temperature}
     pair: SpeculativeEngine | TurnsEngine

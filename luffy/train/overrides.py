@@ -33,8 +33,8 @@ def rule_at(knobs: OffPolicyGuidanceConfig, step: int, total_steps: int) -> Rule
 
 def check_alignable(knobs: OffPolicyGuidanceConfig) -> None:
     """Refuse what aligning by position cannot honour."""
-    if knobs.max_overrides is not None or knobs.temperature is not None:
+    if knobs.max_overrides is not None:
         raise UserError(
-            f"{SECTION}: max_overrides and temperature cannot be honoured by rule aligned, which takes "
-            "whole texts of the second model; leave them out or choose another rule"
+            f"{SECTION}: max_overrides cannot be honoured by rule aligned, which takes whole texts of the second "
+            "model; leave it out or choose another rule"
         )

@@ -6,15 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from luffy.config import load_config
 from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import read_json_lines
 from luffy.rollout import Engine, NativeEngine
+from luffy.rollout.overrides.aligned import AlignedEngine
 from luffy.train import dry_run as planning
 from luffy.train.dry_run import dry_run
 from luffy.train.loop import Trainer
+from luffy.types import Request, Sampling
 
 
 @pytest.fixture(scope="module")
@@ -293,6 +296,17 @@ def test_a_dry_run_counts_the_second_model_and_its_cache(make_config, stronger, 
 def test_bad_settings(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, overrides)
+
+
+def test_aligned_takes_the_second_model_at_its_own_temperature():
+    """Its text and log-probs are those that the second model alone draws at that temperature."""
+    policy, second = (NativeEngine(tiny_model("llama", seed=seed)) for seed in (1, 2))
+    requests = [Request((5, 6, 7), seed, Sampling(8, temperature=1.0)) for seed in range(3)]
+    cool = [replace(r, sampling=replace(r.sampling, temperature=0.2)) for r in requests]
+    made = AlignedEngine(policy, second, 0.2).generate(requests)
+    for got, alone, hot in zip(made, second.generate(cool), second.generate(requests), strict=True):
+        assert torch.equal(got.token_ids, alone.token_ids) and torch.equal(got.guidance_log_probs, alone.log_probs)
+        assert not torch.equal(alone.log_probs, hot.log_probs)
 
 
 def test_aligned_refuses_what_it_cannot_honour(make_config, stronger):

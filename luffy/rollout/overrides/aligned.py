@@ -8,19 +8,31 @@ need only generate. See `luffy.rollout.overrides.speculative` for the exact rule
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from luffy.rollout.engine import Progress
+from luffy.rollout.engine import Engine, Progress
 from luffy.rollout.overrides.pair import OverridingPair
 from luffy.types import Completion, Request
 
 
 class AlignedEngine(OverridingPair):
+    """``second_temperature``: of the second model; None: the request's."""
+
+    def __init__(self, draft: Engine, second: Engine, second_temperature: float | None = None) -> None:
+        super().__init__(draft, second)
+        self.second_temperature = second_temperature
+
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
         drafts = self.draft.generate(requests, progress)
-        texts = self.second.generate(requests)
+        texts = self.second.generate([self._for_second(request) for request in requests])
         return [align(draft, second) for draft, second in zip(drafts, texts, strict=True)]
+
+    def _for_second(self, request: Request) -> Request:
+        if self.second_temperature is None:
+            return request
+        return replace(request, sampling=replace(request.sampling, temperature=self.second_temperature))
 
 
 def align(draft: Completion, second: Completion) -> Completion:
