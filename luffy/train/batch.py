@@ -103,6 +103,7 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
     if run.memory.replay is not None:
         run.policy.remove_clip(run.cfg.algorithm.remove_clip and run.memory.replay.begun)
     own: dict[int, Group] = {}
+    first: dict[int, Group] = {}
     draws: dict[int, Draw] = {}
     kept: list[int] = []
     rejected: list[int] = []
@@ -111,6 +112,7 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
         batch = _next_batch(run, step, attempt * wanted, roll_out)
         parts += [batch.metrics, *_rollout_metrics(run, batch, step)]
         own |= batch.groups
+        first |= dict(zip(batch.groups, batch.first, strict=True))
         draws |= batch.draws
         for position, is_rejected in sorted(_rejections(run, batch.groups).items()):
             (rejected if is_rejected else kept).append(position)
@@ -125,7 +127,7 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
         )
     run.data_position = batch.sampler
     if run.memory.is_used:
-        run.memory.remember(attempts(run, step, own, draws))
+        run.memory.remember(attempts(run, step, first, draws))
     kept = kept[:wanted]
     return StepBatch(
         len(kept),

@@ -40,7 +40,7 @@ def further_rounds(
     run: Run, gate: Gate, drawn: Drawn, groups: Sequence[Group], at: Slot
 ) -> tuple[list[Group], dict[str, Metric]]:
     """The groups after the rounds that the gate asks for, and what was measured."""
-    merged, asked = list(groups), [i for i, draw in enumerate(drawn.draws) if draw.source != "experts"]
+    merged, asked = list(groups), list(range(len(groups)))
     gated: set[int] = set()
     counts = Counter({TOO_LONG: 0})
     rounds = 0

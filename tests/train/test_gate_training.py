@@ -183,6 +183,15 @@ def test_a_gate_works_with_oversampling_and_with_a_second_model(make_config, two
     assert figure["batch/gated"] > 0 and figure["guidance/token_ratio"] > 0 and figure["method/hint_2_share"] > 0
 
 
+def test_the_memory_takes_in_what_the_policy_did_before_a_gate_dropped_it(make_config):
+    """Every third problem has no trace; of the others the gate keeps no own sample."""
+    guidance = {"n_prefix": 0, "gate": f"{__name__}:trace_alone"}
+    parity, begun = {"kind": "ranks_rewards:length_parity"}, {"share": 0.5, "start": 0.0}
+    with Trainer(config(make_config, guidance=guidance, reward=parity, replay=begun)) as trainer:
+        trainer.train()
+        assert any(row % 3 != 2 for row in trainer.run.memory.replay.problems)
+
+
 def test_a_hint_that_does_not_fit_is_not_shown(make_config, two_teachers):
     small = {"train": str(two_teachers), "max_prompt_tokens": 5}
     guidance = {"n_prefix": 0, "gate": "hinted_group", "hint_text": " {solution}"}
