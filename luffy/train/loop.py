@@ -1,8 +1,6 @@
-"""The training loop: what a step does, and what happens between steps.
+"""The training loop: steps (training_step.py), and between them evaluations, records and checkpoints.
 
-``rl_step`` and ``sft_step`` are the algorithm (docs/methods.md). Ranks, oversampling and prefetched rollouts surround
-it (batch.py, prefetch.py). ``Trainer`` makes steps, and between them evaluates, records and saves. Whatever a step
-needs is in the run's state (run_state.py), and what a killed run needs to go on is in its checkpoints.
+The run's state is one value (run_state.py); what a killed run needs to go on is in its checkpoints.
 """
 
 from __future__ import annotations
@@ -19,103 +17,17 @@ from rich.console import Console
 from luffy.config import Config, EvalConfig
 from luffy.distributed.world import World
 from luffy.errors import AllStopped, TrainingStopped
-from luffy.metrics import Max, Metric, Sum, merge_metrics
+from luffy.metrics import Metric
 from luffy.models.threads import use_threads
 from luffy.report.console import was_idle
 from luffy.train import held_out, recording, saving
 from luffy.train.activations import out_of_memory_advice
-from luffy.train.batch import Slot, StepBatch, collect, draw_traces, score_tokens, updates
+from luffy.train.batch import StepBatch
 from luffy.train.build import build_run
-from luffy.train.credit import credit, credit_metrics
-from luffy.train.draws import draw_share
-from luffy.train.optim import lr_at
-from luffy.train.policy import NonFiniteUpdate
 from luffy.train.recording import Records
-from luffy.train.rounds import further_rounds, respond
-from luffy.train.run_state import Method, Progress, RolloutBatch, Run
+from luffy.train.run_state import Method, Progress
 from luffy.train.stopping import StopRequest
-
-Observer = Callable[[StepBatch], None]
-
-
-def ignore(batch: StepBatch) -> None:
-    """An observer that looks at nothing."""
-
-
-def roll_out(run: Run, at: Slot) -> RolloutBatch:
-    """The first half of an RL step: sample problems, plan, generate, verify, and again where the gate asks for it. With
-    ``async.max_staleness`` a thread does this for coming steps; it must not depend on anything but the run and the
-    slot."""
-    run.before_step(at.step)
-    with at.watch("plan"):
-        drawn = draw_share(run, at.step, at.first)
-        plan = drawn.plan(run, at.step)
-    groups = first = respond(run, plan, at)
-    metrics = drawn.metrics(run, at.step)
-    if run.gate is not None:
-        groups, more = further_rounds(run, run.gate, drawn, first, at)
-        metrics |= more
-    by_position = dict(zip(drawn.positions, groups, strict=True))
-    return RolloutBatch(by_position, drawn.sources, run.sampler.state_dict(), first, metrics)
-
-
-def rl_step(run: Run, step: int, observe: Observer = ignore) -> StepBatch:
-    """One step of LUFFY; ``step`` counts from 0. ``observe`` sees the samples before the weights change."""
-    batch = collect(run, step, roll_out)  # and reject groups without a signal
-    if run.prefetcher is None:
-        with run.watch("sleep"):
-            run.engine.sleep()
-    with run.watch("old_log_probs"):
-        tokens = score_tokens(run, batch)
-    with run.watch("advantage"):
-        settings = (run.cfg.algorithm, step, run.total_steps)
-        samples = credit(list(batch.groups.values()), tokens, *settings)
-    batch.add(samples, credit_metrics(samples, tokens, *settings), run.world)
-    return update(run, step, batch, observe)
-
-
-def sft_step(run: Run, step: int, observe: Observer = ignore) -> StepBatch:
-    """One step of SFT: a trace of each of the next problems."""
-    with run.watch("plan"):
-        batch = draw_traces(run)
-    run.data_position = run.sampler.state_dict()
-    return update(run, step, batch, observe)
-
-
-def update(run: Run, step: int, batch: StepBatch, observe: Observer = ignore) -> StepBatch:
-    """One optimizer step per mini-batch, then the engines get the new weights. Adds the metrics to the batch's."""
-    lr = lr_at(step, run.total_steps, run.cfg.optim)
-    run.progress.step = step + 1
-    observe(batch)
-    parts = [batch.metrics]
-    with run.watch("update"):
-        for make in updates(run, batch, lr):
-            try:
-                parts += [make(), {"train/updates": Sum(1)}]
-                run.progress.bad_in_a_row = 0
-            except NonFiniteUpdate as error:
-                parts.append(skip_update(run, batch, error))
-        if run.teacher is not None:
-            run.teacher.follow()
-    with run.watch("sync"):
-        run.sync(run.progress.step)
-    batch.metrics = merge_metrics(parts)
-    return batch
-
-
-def skip_update(run: Run, batch: StepBatch, error: NonFiniteUpdate) -> dict[str, Metric]:
-    """Count an update that was not finite and keep the step's samples; stop when it happens too often in a row."""
-    progress = run.progress
-    progress.bad_in_a_row += 1
-    progress.bad_updates += 1
-    dump = recording.write_bad_step(run, batch)
-    run.messages.warn(f"step {progress.step}: update skipped, {error}; samples in {dump}")
-    if progress.bad_in_a_row >= run.cfg.train.max_bad_steps:
-        raise TrainingStopped(
-            f"stopped at step {progress.step}: {progress.bad_in_a_row} updates in a row were not finite "
-            f"(last: {error}); look at {dump}, lower optim.lr, or resume from {run.store.folder}"
-        )
-    return {"train/skipped_updates": Sum(1), "train/skipped_in_all": Max(progress.bad_updates)}
+from luffy.train.training_step import ignore, rl_step, sft_step
 
 
 class Trainer:

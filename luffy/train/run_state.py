@@ -1,7 +1,7 @@
 """The state of a run as one value.
 
-``build_run`` (build.py) makes it. The step (loop.py), saving, recording and held-out evaluation take it; they know
-nothing of each other.
+``build_run`` (build.py) makes it. The step (training_step.py), saving, recording and held-out evaluation take it; they
+know nothing of each other.
 """
 
 from __future__ import annotations

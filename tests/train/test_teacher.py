@@ -21,9 +21,10 @@ from luffy.train.batch import collect, score_tokens
 from luffy.train.checkpoint import Checkpoint
 from luffy.train.credit import uncredited
 from luffy.train.dry_run import dry_run
-from luffy.train.loop import Trainer, roll_out
+from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
 from luffy.train.teacher import Teacher, TeacherPrompts
+from luffy.train.training_step import roll_out
 from luffy.types import Demonstration, Group, Problem, Rollout, Score, Task
 
 DISTILL = {"credit": "distill", "reject_extreme": False, "entropy_coef": 0.0}
