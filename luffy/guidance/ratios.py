@@ -79,12 +79,12 @@ def _linear(done: float, low: float, high: float) -> float:
 
 @prefix_schedule("cosine")
 def _cosine(done: float, low: float, high: float) -> float:
-    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * done))
+    return _half_cosine(done, low, high)
 
 
 @prefix_schedule("cosine_min")
 def _cosine_min(done: float, low: float, high: float) -> Interval:
-    return _cosine(done, low, high), high
+    return _half_cosine(done, low, high), high
 
 
 @prefix_schedule("binomial")
@@ -92,7 +92,7 @@ def _binomial(done: float, low: float, high: float) -> float | Draw:
     """A number of chunks, each kept with a chance that falls from 0.95 to 0.05 along a cosine; then none."""
     if done >= 1:
         return low
-    chance = _cosine(done, 0.05, 0.95)
+    chance = _half_cosine(done, 0.05, 0.95)
     return lambda rng: low + (high - low) * sum(rng.random() < chance for _ in range(CHUNKS)) / CHUNKS
 
 
@@ -104,6 +104,11 @@ def _linear_max(done: float, low: float, high: float) -> Interval:
 @prefix_schedule("reverse_linear")
 def _reverse_linear(done: float, low: float, high: float) -> Interval:
     return low, low + (high - low) * (_window(done) + 1) / WINDOWS
+
+
+def _half_cosine(done: float, low: float, high: float) -> float:
+    """From high to low."""
+    return low + (high - low) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def _window(done: float) -> int:
