@@ -104,6 +104,20 @@ def test_an_evaluation_keeps_the_date_of_its_prompts(options, tmp_path, monkeypa
     assert [note for note in noted if note.startswith("date differs")]
 
 
+def test_another_chat_template_is_used_and_kept(options, tmp_path):
+    """A model that was trained with another prompt is evaluated with that one."""
+    template = tmp_path / "conversation.jinja"
+    template.write_text("1+{{ messages[-1].content }}")
+    asked = replace(
+        options, style="chat", chat_template=str(template), k=1, limit=1, max_tokens=2, out=tmp_path / "eval"
+    )
+    run_evaluation(asked)
+    settings = json.loads((tmp_path / "eval" / "settings.json").read_text())
+    assert settings["chat_template"] == template.read_text() and settings["style"] == "chat"
+    with pytest.raises(UserError, match="chat_template"):
+        run_evaluation(replace(asked, chat_template="{{ messages[-1].content }}"))
+
+
 def test_seeds_differ_between_items_and_samples(whole):
     items = read_items(whole[0])
     assert len({row["seed"] for row in items}) == len(items)
