@@ -225,8 +225,8 @@ def test_help_shows_whole_descriptions():
 @pytest.mark.parametrize(
     ("options", "advice"),
     [
-        (["--steps", "3"], "--steps is no option: write train.steps=3"),
-        (["--steps=3"], "write train.steps=3"),
+        (["--steps", "3"], "--steps is no option: write algorithm.mix.steps=3 or train.steps=3"),
+        (["--steps=3"], "or train.steps=3"),
         (["--optim.lr", "1e-6"], "write optim.lr=1e-6"),
         (["--max-prompt-tokens=9"], "write data.max_prompt_tokens=9"),
         (["--max-tokens", "9"], "write rollout.max_tokens=9 or eval.max_tokens=9"),
