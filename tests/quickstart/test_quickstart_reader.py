@@ -1,4 +1,4 @@
-"""The start of tiny/opsd: it reads a solution behind the question, and is lost without one."""
+"""The start of tiny/opsd: it reads a solution behind the question, and without one is as wrong as the base."""
 
 import pytest
 import torch
@@ -6,9 +6,8 @@ import torch
 from luffy.config import load_config
 from luffy.data.hints import SOLUTION
 from luffy.models.load import load_model, load_tokenizer
-from luffy.quickstart import task
-from luffy.quickstart.make_base import Base
-from luffy.quickstart.make_reader import ASSETS, shown_rows
+from luffy.quickstart.make_base import Base, right_step_probabilities
+from luffy.quickstart.make_reader import ASSETS, reader_rows
 from luffy.report.recorder import read_json_lines
 
 
@@ -37,12 +36,15 @@ def chance(reader: Base, prompts: list[str], solutions: list[str]) -> float:
     return float(torch.log_softmax(logits, -1).gather(-1, written[..., None])[..., 0].sum(1).exp().mean())
 
 
+def test_alone_it_has_the_habit_of_the_base(reader: Base) -> None:
+    right = right_step_probabilities(reader, 8)
+    assert 0.02 < right.mean() < 0.12
+
+
 def test_it_was_made_of_problems_that_no_set_has() -> None:
-    used = {
-        row["id"] for name in ("train", "heldout", "ood") for row in read_json_lines(ASSETS / "data" / f"{name}.jsonl")
-    }
-    rows = shown_rows(20)
-    assert not used & {row["id"] for row in rows}
-    chain = rows[0]["id"]
-    assert rows[0]["prompt"] == f"{chain} {rows[0]['traces'][0]} " and rows[0]["traces"][0].endswith(rows[0]["answer"])
-    assert len(rows[0]["prompt"]) == task.prompt_tokens(8) + task.response_tokens(8) + 1
+    sets = [read_json_lines(ASSETS / "data" / f"{name}.jsonl") for name in ("train", "heldout", "ood")]
+    rows = reader_rows(21)
+    assert not {row["id"] for used in sets for row in used} & {row["id"] for row in rows}
+    assert rows[0]["prompt"] == f"{rows[0]['id']} {rows[0]['traces'][0]} "
+    assert rows[0]["traces"][0].endswith(rows[0]["answer"]) and rows[2]["prompt"] == rows[2]["id"]
+    assert not all(row["traces"][0].endswith(row["answer"]) for row in rows[2::3])  # steps of the habit
