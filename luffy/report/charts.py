@@ -67,7 +67,7 @@ class Axis:
 
 STEPS = Axis("step", by_step)
 COMPUTE = {  # what the first chart is drawn against besides, and what that is
-    Axis("GPU seconds", gpu_seconds): "steps times processes, earlier stages included",
+    Axis("GPU seconds", gpu_seconds): "each process is a GPU, or a CPU run; earlier stages included",
     Axis("tokens", update_tokens): "in updates, earlier stages included",
 }
 
