@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from luffy.errors import ConfigError, DataError, TrainingStopped, UserError
-from luffy.train import loop
+from luffy.train import training_step
 from luffy.train.loop import Trainer
 
 SETTINGS = {
@@ -84,7 +84,7 @@ def test_a_step_that_stops_draws_the_same_again(make_config, monkeypatch):
         trainer.step()
         before = trainer.run.memory.state_dict()["experts"].tolist()
         with monkeypatch.context() as patch, pytest.raises(TrainingStopped):
-            patch.setattr(loop, "respond", stop)
+            patch.setattr(training_step, "respond", stop)
             trainer.step()
         after = trainer.run.memory.experts.state_dict()
         assert before == [after["epoch"], after["position"]] == trainer.run.memory.state_dict()["experts"].tolist()

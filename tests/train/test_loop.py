@@ -13,7 +13,7 @@ from luffy.config.knobs import BatchConfig
 from luffy.errors import TrainingStopped, UserError
 from luffy.report.console import was_idle
 from luffy.report.recorder import read_json_lines
-from luffy.train import loop, recording
+from luffy.train import loop, recording, training_step
 from luffy.train.activations import out_of_memory_advice
 from luffy.train.batch import mini_batches
 from luffy.train.changes import changed_settings, in_words
@@ -235,7 +235,7 @@ def test_oversampling_fills_the_batch_or_stops_clearly(make_config):
 def test_a_stop_keeps_what_was_learnt_and_can_be_resumed(make_config, monkeypatch):
     cfg = make_config(train={"save_every": 50})
     with Trainer(cfg) as trainer:
-        original = loop.roll_out
+        original = training_step.roll_out
 
         def stops_at_step_3(run, at):
             if at.step == 2:
@@ -243,7 +243,7 @@ def test_a_stop_keeps_what_was_learnt_and_can_be_resumed(make_config, monkeypatc
                 raise TrainingStopped("enough")
             return original(run, at)
 
-        monkeypatch.setattr(loop, "roll_out", stops_at_step_3)
+        monkeypatch.setattr(training_step, "roll_out", stops_at_step_3)
         with pytest.raises(TrainingStopped):
             trainer.train()
     monkeypatch.undo()

@@ -67,6 +67,7 @@ def test_killed_and_resumed_equals_undisturbed(make_config, undisturbed):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_where_one_stopped_and_one_where_they_did(make_config, undisturbed):
     """Replay, experts' sampler, lessons and the moments of both optimizers pass from whole to sharded and back."""
     for steps, make in ((2, train), (4, lambda cfg: run_ranks(2, train, cfg)), (STEPS, train)):

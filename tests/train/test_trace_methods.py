@@ -117,7 +117,7 @@ def config(make_config, method, name="run"):
 METHODS = ["rl_plus", "srft", "prefix_rft", "uft"]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["srft", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS if m != "srft")])
 def test_left_after_a_step_and_resumed_equals_undisturbed(make_config, method):
     cfg, again = (config(make_config, method, name) for name in ("whole", "again"))
     train(cfg)
