@@ -62,7 +62,13 @@ def train(cfg):
     return figures, facts
 
 
-@pytest.mark.parametrize("changes", [{"algorithm": {"kl_coef": 0.1, "kl_in": "reward"}}, {"batch": {"mini_batch": 2}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": {"kl_coef": 0.1, "kl_in": "reward"}},
+        pytest.param({"batch": {"mini_batch": 2}}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_in_two_parts_and_one_without_samples_equal_one_in_one_go(make_config, opt, changes):
     make = lambda name, **more: make_config(name=name, model={"path": str(opt)}, **changes, **more)  # noqa: E731
     whole, _ = train(make("whole"))

@@ -101,7 +101,11 @@ def undisturbed(make_config_in, sums, tmp_path_factory):
     return cfg
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+# The others are slow, so that the default suite stays short: a kill in each phase, and in each part of a save.
+ALWAYS = ("rollout", "between backward and optimizer step", "checkpoint written but not renamed", "best file")
+
+
+@pytest.mark.parametrize("moment", [m if m in ALWAYS else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS])
 def test_killed_and_resumed_equals_undisturbed(make_config, sums, undisturbed, moment):
     killed = config(make_config, sums, "killed")
     killed_at(killed, moment)
