@@ -32,9 +32,8 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A process more than there are cores, as some tests wait; each with one thread: two make a tiny model no faster.
-PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(1 + (os.cpu_count() or 1), 8))')
-ON_ALL_CORES = -n $(PROCESSES) --dist worksteal
+# One process a core, each with one thread: two threads make a tiny model no faster.
+ON_ALL_CORES := -n auto --maxprocesses 8 --dist worksteal
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ON_ALL_CORES)
 
