@@ -55,6 +55,15 @@ def _check_reward(c: Knobs) -> None:
         )
 
 
+def _require_likelihood(c: Knobs, who: str) -> None:
+    """An SFT term needs temperature 1."""
+    if c.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"{who} scores traces at 'rollout.temperature' ({c.rollout.temperature}), which is not their likelihood; "
+            f"set rollout.temperature=1"
+        )
+
+
 def _check_guidance(c: Knobs) -> None:
     g, n = c.guidance, c.rollout.n
     if g.n_prefix > n:
@@ -70,11 +79,8 @@ def _check_guidance(c: Knobs) -> None:
             f"with guidance.n_prefix = rollout.n = {n} no on-policy sample is left, which "
             f"advantage grpo_split and trace_term sft need; lower guidance.n_prefix"
         )
-    if c.algorithm.trace_term == "sft" and c.rollout.temperature != 1.0:
-        raise ConfigError(
-            f"trace_term sft scores traces at 'rollout.temperature' ({c.rollout.temperature}), which is not their "
-            f"likelihood; set rollout.temperature=1"
-        )
+    if c.algorithm.trace_term == "sft":
+        _require_likelihood(c, "trace_term sft")
 
 
 def _check_gate(c: Knobs) -> None:
@@ -221,11 +227,7 @@ def _check_experts(c: Knobs) -> None:
             f"'guidance.gate' ({c.guidance.gate}) decides by own samples, which the problems of 'batch.expert_share' "
             f"({b.expert_share}) do not have; set one of them to none"
         )
-    if c.rollout.temperature != 1.0:
-        raise ConfigError(
-            f"'batch.expert_share' scores traces at 'rollout.temperature' ({c.rollout.temperature}), which is not "
-            f"their likelihood; set rollout.temperature=1"
-        )
+    _require_likelihood(c, "'batch.expert_share'")
 
 
 def _check_sft_steps(c: Knobs) -> None:
@@ -236,11 +238,7 @@ def _check_sft_steps(c: Knobs) -> None:
             f"'sft_steps.buffer' ({c.sft_steps.buffer}) has an optimizer of its own, which 'optim.offload' does not "
             f"keep in host memory; set optim.offload=false"
         )
-    if c.rollout.temperature != 1.0:
-        raise ConfigError(
-            f"'sft_steps.buffer' scores traces at 'rollout.temperature' ({c.rollout.temperature}), which is not their "
-            f"likelihood; set rollout.temperature=1"
-        )
+    _require_likelihood(c, "'sft_steps.buffer'")
 
 
 def _check_async(c: Knobs) -> None:
