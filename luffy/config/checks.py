@@ -91,11 +91,8 @@ def _check_gate(c: Knobs) -> None:
             f"{len(g.gate_sizes)}, 'guidance.gate_shares' {len(g.gate_shares)} and 'guidance.gate_scores' "
             f"{len(g.gate_scores)}; give as many of each"
         )
-    if g.gate == "trace_alone" and c.rollout.temperature != 1.0:
-        raise ConfigError(
-            f"gate trace_alone puts traces into the SFT term, which scores them at 'rollout.temperature' "
-            f"({c.rollout.temperature}), and that is not their likelihood; set rollout.temperature=1"
-        )
+    if g.gate == "trace_alone":
+        _require_likelihood(c, "gate trace_alone")
     if g.gate == "likeliest_traces" and g.gate_samples >= c.rollout.n:
         raise ConfigError(
             f"'guidance.gate_samples' ({g.gate_samples}) leaves no own sample of 'rollout.n' ({c.rollout.n}) in a "
