@@ -65,6 +65,7 @@ def rollout(
     runs: Annotated[str, typer.Option(help="PROMPTSxPROMPT_TOKENSxNEW_TOKENS, several with commas")] = "16x32x64",
     samples: Annotated[int, typer.Option(help="samples of each prompt", min=1)] = 1,
     slots: Annotated[int | None, typer.Option(help="sequences decoded at once", min=1)] = None,
+    merged: Annotated[bool, typer.Option(help="on a GPU: q, k and v as one product, gate and up as one")] = True,
     kernels: Kernels = False,
     dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
 ) -> None:  # fmt: skip
@@ -74,7 +75,7 @@ def rollout(
 
     device, kind = _place(device, dtype, threads)
     wanted = [RolloutRun.parse(text, samples) for text in runs.split(",")]
-    machine, rows = bench_rollout(model_of(shape, model, kind, device), wanted, repeats, slots, kernels)
+    machine, rows = bench_rollout(model_of(shape, model, kind, device), wanted, repeats, slots, kernels, merged)
     _show("rollout", machine, rows, json_path, {
         "prompts": "{prompts}", "samples": "{samples}", "prompt": "{prompt_tokens}", "new": "{new_tokens}",
         "seconds": "{seconds:.2f}", "tokens/s": "{tokens_per_second:,.0f}", "of roofline": "{roofline_share:.0%}",

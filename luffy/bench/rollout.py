@@ -50,12 +50,14 @@ def bench_rollout(
     repeats: int = 2,
     slots: int | None = None,
     kernels: bool = False,
+    merged: bool = True,
 ) -> tuple[Machine, list[dict[str, Any]]]:
     """The best of ``repeats`` calls each, after one that warms up (kernels are compiled, graphs captured). With
-    ``kernels``, one more call of at most 64 tokens a response says where the time goes."""
+    ``kernels``, one more call of at most 64 tokens a response says where the time goes. ``merged``: as of
+    `NativeEngine`."""
     weight = next(model.parameters())
     machine = Machine.measure(weight.device, weight.dtype)
-    engine = NativeEngine(model, max_slots=slots)
+    engine = NativeEngine(model, max_slots=slots, merged=merged)
     rows = [_bench_run(engine, run, repeats, machine) for run in runs]
     if kernels:
         for row, run in zip(rows, runs, strict=True):

@@ -22,6 +22,19 @@ def _swiglu_forward(gate, up, out, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _swiglu_rows(gate, up, out, gate_row, up_row, width, BLOCK: tl.constexpr):
+    """The same for one stretch of one row, where rows lie apart."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    g = tl.load(gate + row * gate_row + at, mask=inside, other=0.0)
+    u = tl.load(up + row * up_row + at, mask=inside, other=0.0)
+    g32 = g.to(tl.float32)
+    active = (g32 / (1.0 + tl.exp(-g32))).to(g.dtype).to(tl.float32)
+    tl.store(out + row * width + at, (active * u.to(tl.float32)).to(g.dtype), mask=inside)
+
+
+@triton.jit
 def _swiglu_backward(grad, gate, up, grad_gate, grad_up, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -36,6 +49,7 @@ def _swiglu_backward(grad, gate, up, grad_gate, grad_up, count, BLOCK: tl.conste
 
 
 BLOCK = 2048
+ROW_BLOCK = 1024
 
 
 class _Swiglu(torch.autograd.Function):
@@ -56,17 +70,22 @@ class _Swiglu(torch.autograd.Function):
 
 
 def _launch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    out = torch.empty_like(gate)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if not (gate.is_contiguous() and up.is_contiguous()):
+        rows, width = gate.shape
+        _swiglu_rows[(rows, triton.cdiv(width, ROW_BLOCK))](
+            gate, up, out, gate.stride(0), up.stride(0), width, BLOCK=ROW_BLOCK, num_warps=4
+        )
+        return out
     count = gate.numel()
     _swiglu_forward[(triton.cdiv(count, BLOCK),)](gate, up, out, count, BLOCK=BLOCK, num_warps=4)
     return out
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up."""
-    gate, up = gate.contiguous(), up.contiguous()
+    """silu(gate) * up of rows [N, I], whose elements lie side by side."""
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        out: Tensor = _Swiglu.apply(gate, up)
+        out: Tensor = _Swiglu.apply(gate.contiguous(), up.contiguous())
         return out
     return _launch_swiglu(gate, up)
 

@@ -67,13 +67,16 @@ def check_supported(causal: Any) -> None:
         raise UserError(f"{name} has layers of kind {', '.join(sorted(strange))}; luffy supports only full and sliding")
 
 
-def forward_hidden(model: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-    """Hidden states [N, H] of N tokens, before the vocabulary head."""
+def forward_hidden(
+    model: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: Layout, merged: bool = False
+) -> Tensor:
+    """Hidden states [N, H] of N tokens, before the vocabulary head. ``merged``: by merged products where they are
+    possible, which needs `torch.no_grad`; the trainer leaves it, so that all its passes round alike."""
     use_luffy_attention(model)
     causal = causal_lm(model)
     layout.calls = 0
     if (fused := fused_decoder(causal)) is not None:
-        return fused(input_ids, position_ids, layout)
+        return fused(input_ids, position_ids, layout, merged)
     backbone = getattr(causal, causal.base_model_prefix)
     extra = {LAYOUT_KEY: layout}
     output = backbone(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **extra)

@@ -1,7 +1,8 @@
 """The decoder layers of the Llama family with one kernel where its modules launch several.
 
 Weights and linear layers are the model's own modules (adapters included); only norms, residual sums,
-rotary embedding and activation are ours. The result is the modules' own up to the order of sums.
+rotary embedding and activation are ours. The result is the modules' own up to the order of sums. An engine may ask
+for fewer, larger products (`luffy.models.merged`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from luffy.kernels import kernels_serve
 from luffy.models.attention import Layout
+from luffy.models.merged import merge_weights, products
 
 # Families whose layers are exactly: norm, q/k/v, rotary, attention, o, sum, norm, gated MLP, sum.
 FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
@@ -50,7 +52,10 @@ class FusedDecoder:
         backbone: Any = self._backbone()
         return any(module._forward_hooks or module._forward_pre_hooks for module in (backbone, *backbone.layers))
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
+    def merge_weights(self) -> None:
+        merge_weights(self._backbone().layers)  # type: ignore[union-attr]
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, merged: bool = False) -> Tensor:
         """Hidden states [N, H] of N tokens, before the vocabulary head."""
         backbone: Any = self._backbone()
         delta, residual = backbone.embed_tokens(input_ids), None
@@ -59,9 +64,9 @@ class FusedDecoder:
         remake = backbone.gradient_checkpointing and backbone.training and torch.is_grad_enabled()
         for layer in backbone.layers:
             if remake:
-                delta, residual = checkpoint(_layer, layer, delta, residual, angles, layout, use_reentrant=False)
+                delta, residual = checkpoint(_layer, layer, delta, residual, angles, layout, False, use_reentrant=False)
             else:
-                delta, residual = _layer(layer, delta, residual, angles, layout)
+                delta, residual = _layer(layer, delta, residual, angles, layout, merged)
         return _normed(backbone.norm, delta, residual)[0]
 
 
@@ -72,22 +77,25 @@ def _normed(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _layer(
-    layer: Any, delta: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], layout: Layout
+    layer: Any, delta: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], layout: Layout, merged: bool
 ) -> tuple[Tensor, Tensor]:
     """What the layer adds to the stream, and the stream it is to be added to: the sum waits for the next norm."""
     from luffy.kernels.elementwise import swiglu
 
     x, residual = _normed(layer.input_layernorm, delta, residual)
-    x, residual = _normed(layer.post_attention_layernorm, _attention(layer.self_attn, x, angles, layout), residual)
+    attended = _attention(layer.self_attn, x, angles, layout, merged)
+    x, residual = _normed(layer.post_attention_layernorm, attended, residual)
     mlp = layer.mlp
-    return mlp.down_proj(swiglu(mlp.gate_proj(x), mlp.up_proj(x))), residual
+    gate, up = products(x, (mlp.gate_proj, mlp.up_proj), merged)
+    return mlp.down_proj(swiglu(gate, up)), residual
 
 
-def _attention(attention: Any, x: Tensor, angles: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+def _attention(attention: Any, x: Tensor, angles: tuple[Tensor, Tensor], layout: Layout, merged: bool) -> Tensor:
     from luffy.kernels.elementwise import rotate
 
     width = attention.head_dim
-    q, k, v = (project(x).view(len(x), -1, width) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    q, k, v = (flat.view(len(x), -1, width) for flat in products(x, projections, merged))
     if hasattr(attention, "q_norm"):
         q, k = _head_norm(attention.q_norm, q), _head_norm(attention.k_norm, k)
     layout.calls += 1

@@ -137,7 +137,9 @@ def write_model(run: Run, folder: Path, model: Any) -> None:
     if run.cfg.model.lora is not None:
         model.save_pretrained(folder / "adapter")
         model = copy.deepcopy(model).merge_and_unload()  # a copy: merging in place would round the base
-    model.save_pretrained(folder / "model")
+    # Parameters that are views of one memory would be copied on the GPU first, all at once.
+    weights = on_host(model) if next(model.parameters()).is_cuda else None
+    model.save_pretrained(folder / "model", state_dict=weights)
     run.tokenizer.save_pretrained(folder / "model")
 
 

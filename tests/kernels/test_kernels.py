@@ -98,6 +98,12 @@ def test_swiglu(dtype):
         assert_close(mine, reference, dtype)
 
 
+def test_swiglu_of_the_halves_of_one_product():
+    both = randn(7, 2600, seed=3)
+    gate, up = both.split(1300, dim=1)
+    assert_close(swiglu(gate, up), F.silu(gate) * up, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "width"), [(3, 12), (4, 64)])
 def test_rotate(dtype, heads, width):

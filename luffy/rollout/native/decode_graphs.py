@@ -67,8 +67,10 @@ class DecodeState:
 class Decoder:
     """Runs decoding steps of the first rows of a state. On a GPU a step is one graph launch."""
 
-    def __init__(self, model: nn.Module, cache: PagedCache, rows: int, pages: int, steps: int) -> None:
-        self._model, self._cache = model, cache
+    def __init__(
+        self, model: nn.Module, cache: PagedCache, rows: int, pages: int, steps: int, merged: bool = False
+    ) -> None:
+        self._model, self._cache, self._merged = model, cache, merged
         self.state = DecodeState.empty(rows, pages, steps, cache.device)
         self._weights = weight_addresses(model)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -91,7 +93,7 @@ class Decoder:
 
     def _step(self, state: DecodeState, rows: int) -> Tensor:
         layout = PagedDecodeLayout(self._cache, state.tables[:rows], state.rows[:rows], state.positions[:rows])
-        hidden = forward_hidden(self._model, state.tokens[:rows], state.positions[:rows], layout)
+        hidden = forward_hidden(self._model, state.tokens[:rows], state.positions[:rows], layout, self._merged)
         logits = F.linear(hidden, *head_weight_bias(self._model))
         sample_and_advance(
             logits, state.seeds, state.temperatures, state.greedy, state.tokens, state.positions, state.limits,

@@ -76,6 +76,9 @@ class NativeEngine(Engine):
     a crowd, float32 changed none of 9,800 tokens, bfloat16 about 1 in 35 on SmolLM2-135M.
     ``batch_invariant`` removes that too, to the bit, by running every step with ``max_slots`` rows and
     every prompt alone; it costs speed when few slots are live or prompts are short.
+
+    Over pages, queries, keys and values come from one product, and so do gate and up (`luffy.models.merged`);
+    ``merged=False`` takes the modules' own.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class NativeEngine(Engine):
         batch_invariant: bool = False,
         decoding: Decoding = "auto",
         memory_share: float = 1.0,
+        merged: bool = True,
     ) -> None:
         device = next(model.parameters()).device.type
         max_slots = default_slots(device) if max_slots is None else max_slots
@@ -104,7 +108,10 @@ class NativeEngine(Engine):
         self.batch_invariant = batch_invariant
         self.decoding = decoding
         self.memory_share = memory_share  # of the GPU memory that is unused when a call begins
+        self.merged = merged
         self.version = 0
+        if device == "cuda" and decoding != "slots" and not batch_invariant:
+            self._merge_weights()  # before anything else takes memory, or reads the weights where they lie
         self._paged: PagedMemory | None = None
         self.stats = EngineStats()
 
@@ -135,9 +142,15 @@ class NativeEngine(Engine):
             return SlotGeneration(requests, PolicyDecoder(self.model, plan), self.prompt_budget)
         from luffy.rollout.native.paged_generation import PagedGeneration, PagedMemory
 
+        self._merge_weights()  # again, if they were moved
         if self._paged is None:
-            self._paged = PagedMemory(self.model, self.max_slots, self.max_context, self.memory_share)
+            self._paged = PagedMemory(self.model, self.max_slots, self.max_context, self.memory_share, self.merged)
         return PagedGeneration(self.model, requests, self._paged, self.max_slots, self.prefill_tokens)
+
+    def _merge_weights(self) -> None:
+        decoder = fused_decoder(causal_lm(self.model)) if self.merged else None
+        if decoder is not None:
+            decoder.merge_weights()
 
     @property
     def prompt_budget(self) -> int:

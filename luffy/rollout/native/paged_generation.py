@@ -174,15 +174,16 @@ class Rows:
 class PagedMemory:
     """What an engine keeps between calls: graphs and their state, not the pages."""
 
-    def __init__(self, model: nn.Module, rows: int, context: int, share: float) -> None:
+    def __init__(self, model: nn.Module, rows: int, context: int, share: float, merged: bool = False) -> None:
         self._model, self._rows, self._context, self._share = model, rows, context, share
+        self.merged = merged
         self.cache = PagedCache(cache_shape(model), head_weight_bias(model)[0].device)
         self._decoder: Decoder | None = None
 
     def decoder(self) -> Decoder:
         if self._decoder is None or not self._decoder.is_current():
             self._decoder = None  # its graphs' memory first
-            self._decoder = Decoder(self._model, self.cache, self._rows, pages_for(self._context), BURST)
+            self._decoder = Decoder(self._model, self.cache, self._rows, pages_for(self._context), BURST, self.merged)
         return self._decoder
 
     def allocate(self, wanted: int) -> PagePool:
@@ -201,7 +202,7 @@ class PagedGeneration:
         self, model: nn.Module, requests: Sequence[Request], memory: PagedMemory, max_rows: int, prefill_tokens: int
     ) -> None:
         self.stats = EngineStats()
-        self._model, self._prefill_tokens = model, prefill_tokens
+        self._model, self._prefill_tokens, self._merged = model, prefill_tokens, memory.merged
         self._head = head_weight_bias(model)
         self.device = memory.cache.device
         self._waiting = _prompts(requests)
@@ -295,7 +296,7 @@ class PagedGeneration:
         layout = ChunksLayout(self._cache, [chunk for _, chunk in chunks])
         tokens = [token for prompt, chunk in chunks for token in prompt.token_ids[chunk.start : chunk.end]]
         ids = _array_to_device(np.array(tokens, dtype=np.int64), self.device)
-        hidden = forward_hidden(self._model, ids, layout.position_ids, layout)
+        hidden = forward_hidden(self._model, ids, layout.position_ids, layout, self._merged)
         logits = F.linear(hidden[layout.last_tokens], *self._head)
         for (prompt, chunk), row in zip(chunks, logits, strict=True):
             prompt.filled = chunk.end
