@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check-install test-pythons test-wheel test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-gpu lint quickstart docs clean
+.PHONY: setup check-install test-pythons test-wheel test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-gpu lint quickstart docs docs-site test-docs clean
 
 # Linux without an NVIDIA GPU: the CPU build of torch, so that 0.6 GB are downloaded instead of 3 GB. It comes from where
 # pip looks anyway (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else from PyTorch's own index, else PyPI's build with CUDA must do.
@@ -132,5 +132,21 @@ docs: $(READY)
 	$(BIN)/python -m luffy.reference > docs/configuration.md
 	$(BIN)/python -m luffy.reference api > docs/api.md
 
+# The docs site in build/site. MkDocs needs none of luffy's packages, so it has a small environment of its own.
+DOCS_VENV ?= .venv-docs
+DOCS_READY := $(DOCS_VENV)/.ready
+
+$(DOCS_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(DOCS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --group docs
+	touch $@
+
+docs-site: $(DOCS_READY)
+	$(DOCS_VENV)/bin/mkdocs build --strict
+
+test-docs: $(DOCS_READY)
+	$(DOCS_VENV)/bin/python -m pytest --noconftest tests/test_site.py
+
 clean:
-	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(WHEEL_VENV) $(VLLM_VENV) $(RAY_VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(WHEEL_VENV) $(VLLM_VENV) $(RAY_VENV) $(DOCS_VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

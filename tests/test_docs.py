@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from luffy.config import Config, built_in_recipes
 from luffy.data import load_problems
@@ -63,6 +64,18 @@ def test_links_lead_somewhere(page):
     targets = LINK.findall(FENCE.sub("", page.read_text()))
     local = [target for target in targets if not re.match(r"\w+:", target)]  # not https:, mailto:
     assert [target for target in local if not leads_somewhere(page, target)] == []
+
+
+def listed(nav):
+    """The paths of a navigation of MkDocs."""
+    if isinstance(nav, str):
+        return [nav]
+    return [path for part in (nav.values() if isinstance(nav, dict) else nav) for path in listed(part)]
+
+
+def test_the_navigation_of_the_site_names_every_page_once():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert sorted(listed(nav)) == sorted(page.relative_to(ROOT).as_posix() for page in PAGES)
 
 
 EXAMPLES = [

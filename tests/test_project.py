@@ -23,6 +23,14 @@ def test_the_workflow_runs_the_two_commands_on_both_processors():
     assert {"test", "quickstart"} <= TARGETS
 
 
+def test_the_site_is_published_from_what_was_tested():
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "docs.yml").read_text())["jobs"]
+    assert [step["run"] for step in jobs["build"]["steps"] if "run" in step] == ["make test-docs", "make docs-site"]
+    assert {"test-docs", "docs-site"} <= TARGETS
+    folder = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["site_dir"]
+    assert jobs["build"]["steps"][-1]["with"] == {"path": folder} and jobs["publish"]["needs"] == "build"
+
+
 def test_hooks_run_what_make_lint_runs():
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     entries = [hook["entry"].removeprefix(".venv/bin/") for hook in repo["hooks"]]
