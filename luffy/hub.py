@@ -1,11 +1,17 @@
-"""The Hugging Face hub: whether it answers, asked once and briefly."""
+"""The Hugging Face hub: whether it answers, asked once and briefly; and what a path says of it."""
 
 from __future__ import annotations
 
 import os
+import re
 from functools import cache
+from pathlib import Path
 
 PATIENCE_S = 5.0
+
+_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(/[\w./-]+)?")
+_CACHED = re.compile(r"(?:models|datasets)--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
+_FILES = (".json", ".jsonl", ".parquet", ".arrow", ".gguf")
 
 
 @cache
@@ -27,3 +33,15 @@ def hub_fault() -> str | None:
         os.environ["HF_HUB_OFFLINE"] = "1"  # for worker processes
         return f"{constants.ENDPOINT} cannot be reached ({str(error) or type(error).__name__})"
     return None
+
+
+def hub_id(path: str, inside: bool = False) -> str | None:
+    """``org/name`` where a path is a hub id, or lies in the hub's cache; None where it is a file or folder of this
+    machine. ``inside``: it may go on with a folder of the repository, as paths of datasets do."""
+    cached = next(filter(None, map(_CACHED.fullmatch, Path(path).parts)), None)
+    if cached:
+        return f"{cached[1]}/{cached[2]}"
+    found = _ID.fullmatch(path)
+    if found is None or (found[2] and not inside) or path.endswith(_FILES) or Path(path).exists():
+        return None
+    return found[1]

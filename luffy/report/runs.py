@@ -20,7 +20,7 @@ from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import METRICS, SAMPLES
 from luffy.schema import build, to_dict
 
-CONFIG = "config.yaml"
+CONFIG, DATA = "config.yaml", "data.json"
 MOST = 1 << 53  # of whole numbers: beyond, a float skips some
 EXCERPT = 40  # characters of a response in a list: how it ends
 NOT_RUNS = {"checkpoints", "tensorboard", "wandb"}  # may hold thousands of files; W&B has a config.yaml of its own
@@ -205,11 +205,17 @@ def first_stage(run: RunRecord) -> RunRecord | None:
         folder = next((place for place in Path(path).parents if (place / METRICS).is_file()), None)
         if folder is None or folder.resolve() == run.folder.resolve():
             return None
-        rows = [metric_row(line, folder / METRICS) for _, line in complete_lines(folder / METRICS)]
-        config = read_config(folder / CONFIG)
+        found = without_samples(folder, read_config(folder / CONFIG))
     except (UserError, OSError, ValueError):
         return None
-    return RunRecord(folder, config, in_order(rows), SampleIndex(folder / SAMPLES, {})) if rows else None
+    return found if found.rows else None
+
+
+def without_samples(folder: Path, config: Mapping[str, Any], through_step: float = math.inf) -> RunRecord:
+    """The record of a run folder up to a step, with its flat config; samples are not looked for."""
+    rows = (metric_row(line, folder / METRICS) for _, line in complete_lines(folder / METRICS))
+    kept = in_order(row for row in rows if row["step"] <= through_step)
+    return RunRecord(folder, config, kept, SampleIndex(folder / SAMPLES, {}))
 
 
 def in_order(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -374,12 +380,17 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         return flat_config(build(Config, values))
     except ConfigError:  # written by a version whose keys are gone: shown as it is
-        return dict(_flat(values))
+        return flatten(values)
 
 
 def flat_config(cfg: Config) -> dict[str, Any]:
     """``{"optim.lr": 1e-6, ...}``"""
-    return dict(_flat(to_dict(cfg)))
+    return flatten(to_dict(cfg))
+
+
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values under dotted keys; an empty mapping stays as it is."""
+    return dict(_flat(values))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,17 +2,18 @@
 
     checkpoints/latest -> step-000050
     checkpoints/step-000050/
-        model/                  a Hugging Face folder: AutoModelForCausalLM loads it
+        model/                  a Hugging Face folder: AutoModelForCausalLM loads it; README.md is its model card
         adapter/                LoRA only: the adapters by themselves
         optimizer.safetensors   moments, master weights, random state, what the method remembers
         optimizer/              the same of a sharded run, a file from each process (luffy/distributed/state.py)
         state.json              step, sampler, counters, fingerprints
-        manifest.json           size and sha256 of every other file
+        manifest.json           size and sha256 of every other file, less the model card
 
 A checkpoint is written aside, every file is flushed to the disk, then the folder is renamed: its name
 is the proof that it is whole, its manifest that it still is. Nothing is overwritten, nothing is
 unpickled. Reading checks every hash before the first tensor is used. Files that were not saved with a
-checkpoint (``.DS_Store``, leftovers of a copy) are named and not read.
+checkpoint (``.DS_Store``, leftovers of a copy) are named and not read. A model card is text that anybody may change or
+remove: it is never damage.
 
 ``saved.json`` beside ``checkpoints/`` has the step of the newest checkpoint: a run folder whose checkpoints are lost
 is told from one that had none yet.
@@ -41,6 +42,7 @@ from luffy.config import Config
 from luffy.distributed.state import read_whole
 from luffy.errors import TrainingStopped, UserError
 from luffy.files import flush_path, write_atomically
+from luffy.report.model_card import CARD, CURVES
 from luffy.report.recorder import EVAL_SAMPLES, EVALUATED, METRICS, SAMPLES, WANDB
 from luffy.report.runs import CONFIG
 
@@ -109,7 +111,7 @@ class Checkpoint:
 
         A foreign file where a loader would read it is damage too.
         """
-        manifest = _read_manifest(self.path)
+        manifest = {name: entry for name, entry in _read_manifest(self.path).items() if not is_card(name)}
         present = {str(p.relative_to(self.path)): p for p in files_below(self.path)}
         for name in manifest:
             if name not in present:
@@ -118,13 +120,18 @@ class Checkpoint:
         for name, entry in found.items():
             if entry != manifest[name]:
                 raise DamagedCheckpoint(f"checkpoint {self.path}: {name} is not what was saved (its hash differs)")
-        foreign = sorted(present.keys() - manifest.keys() - {MANIFEST})
+        foreign = sorted(n for n in present.keys() - manifest.keys() - {MANIFEST} if not is_card(n))
         for name in foreign:
             if _is_loaded(Path(name)):
                 raise DamagedCheckpoint(
                     f"checkpoint {self.path} holds {name}, which was not saved with it and would be loaded; remove it"
                 )
         return foreign
+
+
+def is_card(name: str) -> bool:
+    """Whether a file of a checkpoint, by its relative name, is a model card or the figure of one."""
+    return name in {f"{folder}/{file}" for folder in ("model", "adapter") for file in (CARD, CURVES)}
 
 
 def _is_loaded(name: Path) -> bool:
@@ -211,6 +218,7 @@ class CheckpointStore:
     def complete(self, aside: Path, state: dict[str, Any]) -> Checkpoint:
         (aside / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
         own = [p for p in files_below(aside) if not p.name.startswith(".")]  # the system's, and soon gone
+        own = [p for p in own if not is_card(p.relative_to(aside).as_posix())]
         (aside / MANIFEST).write_text(manifest_text(file_entries(aside, own)), encoding="utf-8")
         flush_tree(aside)
         target = aside.with_name(aside.name.removeprefix(WRITING))

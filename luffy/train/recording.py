@@ -16,7 +16,7 @@ from luffy.metrics import Metric
 from luffy.plugins import load_plugins
 from luffy.report.console import RunView
 from luffy.report.recorder import Recorder, SilentRecorder, evaluation_rows, sample_rows, trace_rows
-from luffy.report.runs import CONFIG
+from luffy.report.runs import CONFIG, DATA
 from luffy.train.batch import StepBatch
 from luffy.train.changes import changed_settings, in_words, settings_before
 from luffy.train.checkpoint import set_records_aside
@@ -98,8 +98,7 @@ def write_settings(run: Run) -> None:
     if run.changes and not kept.exists():  # an earlier resume at this step kept the ones that its steps were made with
         write_atomically(kept, record.read_text(encoding="utf-8"))
     write_atomically(record, to_yaml(run.cfg))
-    report = {"train": run.tasks.report, "eval": run.eval_report}
-    write_atomically(run.cfg.folder / "data.json", json.dumps(report, indent=1) + "\n")
+    write_atomically(run.cfg.folder / DATA, json.dumps(run.data_report(), indent=1) + "\n")
     keep_plugins(run)
 
 

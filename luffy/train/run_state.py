@@ -140,6 +140,11 @@ class Run:
     def is_finished(self) -> bool:
         return self.progress.step >= self.total_steps
 
+    def data_report(self) -> dict[str, dict[str, int]]:
+        """What is in data.json: rows that are used and left out, and problems of each held-out set."""
+        sizes = {name: len(tasks) for name, tasks in self.eval_tasks.items()}
+        return {"train": self.tasks.report, "eval": self.eval_report, "held_out": sizes}
+
     def is_due(self, step: int, every: int) -> bool:
         """Whether what happens every so many steps (0: never), and always at the last one, happens at ``step``."""
         return step == self.total_steps or (every > 0 and step % every == 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from luffy.distributed.state import read_sharded, shard_whole
 from luffy.distributed.world import World
 from luffy.errors import UserError
 from luffy.files import write_atomically
+from luffy.report.model_card import CARD, CardFacts, model_card
+from luffy.report.runs import flat_config, without_samples
 from luffy.schema import to_dict
 from luffy.train import setup
 from luffy.train.checkpoint import (
@@ -59,7 +61,8 @@ def save(run: Run) -> None:
         return
     tensors = {name: t.contiguous().cpu() for name, t in tensors.items()} | same
     try:
-        run.store.save(step, lambda folder: write_model(run, folder, run.model), tensors, state)
+        cards = make_cards(run)
+        run.store.save(step, lambda folder: write_model(run, folder, run.model, cards), tensors, state)
     except DISK_ERRORS as error:
         raise cannot_be_written(step, run.store.folder, error) from error
     tidy(run)
@@ -120,27 +123,49 @@ def _model_writer(run: Run) -> Callable[[Path], None]:
         return lambda folder: None
     assert run.engines.replica is not None
     model: Any = run.engines.replica.model
+    cards = make_cards(run)
     if run.cfg.model.lora is not None:
         snapshot = copy.deepcopy(model)
-        return lambda folder: write_model(run, folder, snapshot)
+        return lambda folder: write_model(run, folder, snapshot, cards)
     weights = on_host(model)
 
     def write(folder: Path) -> None:
         model.save_pretrained(folder / "model", state_dict=weights)
         run.tokenizer.save_pretrained(folder / "model")
+        write_cards(folder, cards)
 
     return write
 
 
-def write_model(run: Run, folder: Path, model: Any) -> None:
-    """A Hugging Face folder, adapters merged; with LoRA the adapters by themselves too."""
+def write_model(run: Run, folder: Path, model: Any, cards: Mapping[str, str]) -> None:
+    """A Hugging Face folder, adapters merged; with LoRA the adapters by themselves too. With ``cards`` of both."""
     if run.cfg.model.lora is not None:
         model.save_pretrained(folder / "adapter")
+        (folder / "adapter" / CARD).unlink(missing_ok=True)  # peft's own names the base by its path on this machine
         model = copy.deepcopy(model).merge_and_unload()  # a copy: merging in place would round the base
     # Parameters that are views of one memory would be copied on the GPU first, all at once.
     weights = on_host(model) if next(model.parameters()).is_cuda else None
     model.save_pretrained(folder / "model", state_dict=weights)
     run.tokenizer.save_pretrained(folder / "model")
+    write_cards(folder, cards)
+
+
+def make_cards(run: Run) -> dict[str, str]:
+    """The text of a model card by folder of the checkpoint. A card that cannot be made is not worth a training."""
+    libraries = {"model": "transformers"} | ({"adapter": "peft"} if run.cfg.model.lora is not None else {})
+    step = run.progress.step
+    try:
+        record = without_samples(run.cfg.folder, flat_config(run.cfg), step)
+        facts = CardFacts(record, step, run.data_report())
+        return {folder: model_card(replace(facts, library=name)) for folder, name in libraries.items()}
+    except Exception as error:
+        run.messages.warn(f"the checkpoint of step {step} has no model card: {type(error).__name__}: {error}")
+        return {}
+
+
+def write_cards(folder: Path, cards: Mapping[str, str]) -> None:
+    for name, text in cards.items():
+        (folder / name / CARD).write_text(text, encoding="utf-8")
 
 
 def load_weights(cfg: Config, method: str, world: World, device: str, checkpoint: Checkpoint | None) -> nn.Module:

@@ -63,7 +63,7 @@ def test_files_are_shards_without_pickles_and_damage_is_found(make_config):
     newest = Checkpoint(cfg.folder / "checkpoints" / "step-000004")
     newest.verify()
     endings = {p.suffix for p in newest.path.rglob("*") if p.is_file()}
-    assert endings == {".safetensors", ".json"}
+    assert endings == {".safetensors", ".json", ".md"}
     shards = sorted(newest.shards.iterdir())
     assert len(shards) == 2
     name = "model.layers.0.mlp.down_proj.weight/exp_avg"

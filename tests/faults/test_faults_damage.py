@@ -49,7 +49,8 @@ def half_way(make_config, first_half):
 
 
 def files_of(checkpoint):
-    return sorted(p for p in checkpoint.rglob("*") if p.is_file())
+    """All but the model card, which anybody may change."""
+    return sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != "README.md")
 
 
 @pytest.mark.faults

@@ -1,0 +1,85 @@
+"""Which built-in method a run's settings are those of, and in what they differ from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from luffy.config import Config, built_in_recipes, read_recipe
+from luffy.report.runs import flat_config, flatten
+
+# The knobs that make a method; the others say how large a training is, or where it runs.
+SECTIONS = ("algorithm.", "guidance.", "teacher.", "replay.", "sft_steps.", "rollout.offpolicy_guidance.")
+KNOBS = ("batch.expert_share",)
+SECOND_STAGE = "sft_rl"  # on_policy in every setting, and SFT before it
+PAPERS = {  # arXiv numbers of the methods; docs/methods.md says what is taken from each
+    "ampo": "2510.02227",
+    "chord": "2508.11408",
+    "chord_phi": "2508.11408",
+    "dapo": "2503.14476",
+    "exgrpo": "2510.02245",
+    "ghpo": "2507.10628",
+    "grpo": "2402.03300",
+    "hpt": "2509.04419",
+    "luffy": "2504.14945",
+    "luffy_clip": "2504.14945",
+    "mixed": "2504.14945",
+    "on_policy": "2503.20783",
+    "prefix_rft": "2507.01679",
+    "relift": "2506.07527",
+    "rl_plus": "2508.00222",
+    "rl_sft_loss": "2504.14945",
+    "scaf": "2510.19807",
+    "srft": "2506.19767",
+    "trapo": "2512.17636",
+    "uft": "2505.16984",
+}
+
+
+def closest_recipe(config: Mapping[str, Any], sft: bool) -> tuple[str, dict[str, Any]]:
+    """The name of the method recipe with the fewest settings that a run's flat config has otherwise, and those
+    settings as the run has them. What ``luffy sft`` trained is ``sft``."""
+    if sft:
+        return "sft", {}
+    apart = {name: _differences(config, settings) for name, settings in _recipes().items()}
+    name = min(apart, key=lambda name: len(apart[name]))
+    return name, apart[name]
+
+
+@cache
+def about_recipe(name: str) -> str:
+    """What a method recipe is, in the words of its first line."""
+    return built_in_recipes()[f"methods/{name}"]
+
+
+def _differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    own = {key: _plain(value) for key, value in config.items() if _makes_a_method(key)}
+    sections = {key.rpartition(".")[0] for key in settings}
+    # of a section that the recipe opens (algorithm.mix), what it leaves out is at its default, which is not known here
+    known = [key for key in own if key in settings or key.rpartition(".")[0] not in sections]
+    return {key: own.get(key) for key in dict.fromkeys((*known, *settings)) if own.get(key) != settings.get(key)}
+
+
+@cache
+def _recipes() -> dict[str, dict[str, Any]]:
+    """The method settings of every method recipe over the defaults, flat. They are not built into a Config: some ask
+    for a second model that only a size or a user names."""
+    names = [name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")]
+    defaults = flat_config(Config())
+    return {name: _settings(defaults, name) for name in names if name not in ("sft", SECOND_STAGE)}
+
+
+def _settings(defaults: Mapping[str, Any], name: str) -> dict[str, Any]:
+    given = flatten(read_recipe(f"methods/{name}"))
+    replaced = {key for key in defaults if any(other.startswith(f"{key}.") for other in given)}
+    merged = {key: value for key, value in defaults.items() if key not in replaced} | given
+    return {key: _plain(value) for key, value in merged.items() if _makes_a_method(key)}
+
+
+def _makes_a_method(key: str) -> bool:
+    return key.startswith(SECTIONS) or key in KNOBS
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
