@@ -136,7 +136,7 @@ def interval(share: float, n: int) -> tuple[float, float]:
 
 
 def base_model(run: RunRecord) -> str | None:
-    """The hub id of the model that a run began with, or that the run before it began with; None where it is a folder."""
+    """The hub id of the model that a run, or the run before it, began with; None where it is a folder."""
     for _ in range(DEEPEST):
         path = str(run.config.get("model.path") or "")
         prepared = str(run.config.get(f"prepare.{path}", "")).split()
