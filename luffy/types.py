@@ -161,11 +161,16 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Score:
-    """A verifier's verdict. ``status`` is "ok", or why the score is a failure: "no_answer",
-    "timeout", "crashed", "error"."""
+    """A verifier's verdict. ``status`` is "ok", "no_answer" where there was nothing to compare, or why the verification
+    failed: "timeout", "crashed", "error", "not_scored", "call_failed"."""
 
     value: float
     status: str = "ok"
+
+    @property
+    def is_verdict(self) -> bool:
+        """Whether the verification did its work; the score says something about the response only then."""
+        return self.status in ("ok", "no_answer")
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ class RewardConfig:
     )
     workers: int = knob(2, "verifier processes", ge=1)
     timeout_s: float = knob(8.0, "a verification running longer is killed, scores 0 and is counted", gt=0)
+    concurrency: int = knob(16, "samples that an async function has under way at once, in each worker", ge=1)
     answer_in_thought: bool = knob(
         False, "read answers inside <think>...</think> too; false: what stands after the last closed thought counts"
     )

@@ -163,7 +163,7 @@ def read_columns(row: RowView) -> Problem:
     traces = _mapped_traces(row) if "traces" in columns else ()
     problem = build(
         row,
-        used=tuple(columns.values()),
+        used=tuple(column for field, column in columns.items() if field != "answer"),  # for rewards that ask for it
         prompt_column=columns["prompt"],
         answer_column=columns.get("answer", "answer"),
         source=read_source(row, columns["source"], "") if "source" in columns else "",

@@ -200,7 +200,10 @@ def respond(
     completions = loaded.engine.generate(requests, view.working)
     ids = [completion.token_ids.tolist() for completion in completions]
     texts = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ids]
-    scores = verifier.score([(job.problem, text) for job, text in zip(jobs, texts, strict=True)])
+    scores = verifier.score([(job.problem, text, own) for job, text, own in zip(jobs, texts, ids, strict=True)])
+    reason = verifier.why_nothing_was_scored(scores)
+    if reason is not None:
+        raise UserError(f"every call of the reward failed, the last one: {reason}; the same command goes on from here")
     return [
         {
             "benchmark": job.benchmark,

@@ -1,29 +1,159 @@
-"""A user's own reward, ``module:function``, called inside a worker process."""
+"""A user's own reward: which form it has, and calling it, inside a worker process or in this one.
+
+    function(response, answer, problem) -> number                           one sample
+    function(prompts, completions, completion_ids, **columns) -> numbers    a batch, as TRL calls it
+
+Its parameters' names say which. Either may be ``async``. None in place of a number: it does not score that sample.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from luffy.errors import UserError
 from luffy.registry import resolve
-from luffy.rewards.kinds import OwnReward
+from luffy.rewards.kinds import Answered, OwnReward
+from luffy.rewards.pool import Outcome
+from luffy.rewards.worker import describe
 
-if TYPE_CHECKING:
-    from luffy.types import Problem
+BATCH_NAMES = ("prompts", "completions", "completion_ids")
+SAMPLE_NAMES = ("response", "problem")
+NOT_SCORED = Outcome("not_scored", message="the reward gave no score for it")
 
 
-def load(path: str) -> Callable[[str, str, Problem], tuple[float, str]]:
-    """The user's function, checked once to take (response, answer, problem)."""
-    function: OwnReward = resolve(path)
-    require_three_arguments(path, function)
+@dataclass(frozen=True)
+class Form:
+    """How a function is called. ``batch``: with all samples at once."""
 
-    def score(response: str, answer: str, problem: Problem) -> tuple[float, str]:
-        return finite_number(path, function(response, answer, problem)), "ok"
+    batch: bool
+    is_async: bool
 
-    return score
+    def calls(self, items: Sequence[Answered], concurrency: int) -> list[Sequence[Answered]]:
+        """The samples of each call of ``OwnFunction.outcomes``: all of them for a batch; for an async function as many
+        as are under way at once; else one, so that a kill costs one."""
+        size = max(len(items), 1) if self.batch else concurrency if self.is_async else 1
+        return [items[start : start + size] for start in range(0, len(items), size)]
+
+
+class OwnFunction:
+    """A user's function under one interface. An async sample may take ``timeout_s``; the caller ends the rest."""
+
+    def __init__(self, path: str, function: OwnReward, timeout_s: float) -> None:
+        self.form = form_of(path, function)
+        self._path, self._function, self._timeout_s = path, function, timeout_s
+
+    def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
+        """One per sample; the value of an "ok" outcome is (score, status). What a function that takes a batch, or one
+        sample without ``async``, raises goes through."""
+        if self.form.batch:
+            return self._scores_of_batch(items)
+        if self.form.is_async:
+            return self._wait_for(self._all(items))
+        return [self._outcome(self._function(i.response, i.problem.answer, i.problem)) for i in items]
+
+    def _scores_of_batch(self, items: Sequence[Answered]) -> list[Outcome]:
+        returned = self._function(**self._arguments(items))
+        values = list(self._wait_for(returned) if self.form.is_async else returned)
+        if len(values) != len(items):
+            raise ValueError(f"{self._path} returned {len(values)} scores for {len(items)} completions")
+        return [self._checked(value) for value in values]
+
+    def _checked(self, value: object) -> Outcome:
+        try:
+            return self._outcome(value)
+        except (TypeError, ValueError) as error:
+            return Outcome("error", message=describe(error))
+
+    def _outcome(self, value: object) -> Outcome:
+        return NOT_SCORED if value is None else Outcome("ok", (finite_number(self._path, value), "ok"))
+
+    async def _all(self, items: Sequence[Answered]) -> list[Outcome]:
+        return await asyncio.gather(*map(self._one, items))
+
+    async def _one(self, item: Answered) -> Outcome:
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            async with limit:
+                return self._outcome(await self._function(item.response, item.problem.answer, item.problem))
+        except MemoryError:
+            raise
+        except Exception as error:
+            if isinstance(error, TimeoutError) and limit.expired():
+                return Outcome("timeout", message=f"no score within {self._timeout_s:g} s")
+            return Outcome("error", message=describe(error))
+
+    def _arguments(self, items: Sequence[Answered]) -> dict[str, Any]:
+        """What TRL would pass, as far as the function takes it."""
+        ids = [item.token_ids for item in items]
+        given = columns(items) | {
+            "prompts": [_prompt(item) for item in items],
+            "completions": [_completion(item) for item in items],
+        }
+        if all(of_item is not None for of_item in ids):
+            given["completion_ids"] = [list(of_item or ()) for of_item in ids]
+        parameters = inspect.signature(self._function).parameters.values()
+        for parameter in parameters:
+            required = parameter.default is parameter.empty and parameter.kind in _BY_NAME
+            if required and parameter.name not in given:
+                found = ", ".join(sorted(given))
+                raise UserError(f"{self._path} asks for {parameter.name!r}, which the rows do not have; found: {found}")
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return given
+        return {parameter.name: given[parameter.name] for parameter in parameters if parameter.name in given}
+
+    def _wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._thread.submit(self._loop.run, work).result()
+
+    @cached_property
+    def _loop(self) -> asyncio.Runner:
+        """One for all calls, because a user's client belongs to the loop that it first ran in."""
+        return asyncio.Runner()
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        """Of its own: a notebook's has a running loop already."""
+        return ThreadPoolExecutor(1, "async reward")
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def load(path: str, timeout_s: float) -> Callable[[Sequence[Answered] | None], Form | list[Outcome]]:
+    """In a worker: what scores the samples of a call, and asked about None gives the function's form."""
+    own = OwnFunction(path, resolve(path), timeout_s)
+    return lambda items: own.form if items is None else own.outcomes(items)
+
+
+def form_of(path: str, function: OwnReward) -> Form:
+    """By the names of its parameters; a UserError where they fit no form or two."""
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # built into C, without a signature to read
+        return Form(False, is_async)
+    of_batch = [name for name in BATCH_NAMES if name in signature.parameters]
+    of_sample = [name for name in SAMPLE_NAMES if name in signature.parameters]
+    if of_batch and of_sample:
+        raise UserError(
+            f"{path}{signature} is ambiguous: {of_batch[0]!r} is of a function that takes a batch, {of_sample[0]!r} of "
+            f"one that takes a sample; rename one"
+        )
+    if not of_batch:
+        try:
+            signature.bind("response", "answer", "problem")
+        except TypeError as error:
+            raise UserError(
+                f"{path}{signature} cannot be called as function(response, answer, problem): {error}; one that takes a "
+                f"batch names at least one of {', '.join(BATCH_NAMES)}"
+            ) from error
+    return Form(bool(of_batch), is_async)
 
 
 def finite_number(path: str, value: object) -> float:
@@ -36,14 +166,26 @@ def finite_number(path: str, value: object) -> float:
     return number
 
 
-def require_three_arguments(path: str, function: OwnReward) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # built into C, without a signature to read
-        return
-    try:
-        signature.bind("response", "answer", "problem")
-    except TypeError as error:
-        raise UserError(
-            f"{path}{signature} cannot be called as function(response, answer, problem): {error}"
-        ) from error
+def columns(items: Sequence[Answered]) -> dict[str, list[Any]]:
+    """The rows' columns by name, None where a row has no such column: ``id``, ``answer``, and what the data format did
+    not use."""
+    rows = [row_of(item) for item in items]
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+
+
+def row_of(item: Answered) -> dict[str, Any]:
+    problem = item.problem
+    own = {name: value for name, value in problem.meta.items() if not name.startswith("__")}
+    return {"id": problem.id, "answer": problem.answer} | own
+
+
+def _prompt(item: Answered) -> str | list[dict[str, str]]:
+    prompt = item.problem.prompt
+    return prompt if isinstance(prompt, str) else [{"role": m.role, "content": m.content} for m in prompt]
+
+
+def _completion(item: Answered) -> str | list[dict[str, str]]:
+    """TRL's rule: a chat is answered by messages, a text by text."""
+    if isinstance(item.problem.prompt, str):
+        return item.response
+    return [{"role": "assistant", "content": item.response}]

@@ -7,11 +7,11 @@ def score(answer, response):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from luffy.errors import UserError
 from luffy.registry import Registry
@@ -20,11 +20,19 @@ if TYPE_CHECKING:
     from luffy.types import Problem
 
 TextReward = Callable[[str, str], tuple[float, str]]
-OwnReward = Callable[[str, str, "Problem"], float]
+OwnReward = Callable[..., Any]  # in one of the forms of custom.py
 
 TEXT_REWARDS: Registry[TextReward] = Registry("reward")
 OWN_REWARDS: Registry[OwnReward] = Registry("reward")
 READS_THOUGHTS: set[str] = set()  # of the text rewards
+
+
+class Answered(NamedTuple):
+    """A response to be scored. ``token_ids`` are known where luffy generated it."""
+
+    problem: Problem
+    response: str
+    token_ids: Sequence[int] | None = None
 
 
 def text_reward(name: str, reads_thoughts: bool = False) -> Callable[[TextReward], TextReward]:
@@ -37,7 +45,8 @@ def text_reward(name: str, reads_thoughts: bool = False) -> Callable[[TextReward
 
 
 def reward(name: str) -> Callable[[OwnReward], OwnReward]:
-    """A decorator for a reward of your own, ``function(response, answer, problem) -> number``.
+    """A decorator for a reward of your own: ``function(response, answer, problem) -> number``, or for a whole batch
+    ``function(prompts, completions, **columns) -> list of numbers``; either may be ``async``.
 
     It runs in verifier processes, where it may hang or crash without harm (``reward.timeout_s``); one that is defined
     in the script or notebook itself, which those processes cannot import, runs in the trainer's own.

@@ -62,8 +62,12 @@ class _Run:
     the run must know that nothing is left to do, and not wait for the new worker."""
 
     def __init__(
-        self, items: Iterable[tuple[Any, ...]], on_result: Callable[[int, Outcome], None] | None = None
+        self,
+        items: Iterable[tuple[Any, ...]],
+        timeout_s: float,
+        on_result: Callable[[int, Outcome], None] | None = None,
     ) -> None:
+        self.timeout_s = timeout_s
         self._items = iter(items)
         self._upcoming = next(self._items, None)
         self._on_result = on_result
@@ -132,12 +136,16 @@ class WorkerPool:
         return [worker.process.pid for worker in self._workers]
 
     def map(
-        self, items: Iterable[tuple[Any, ...]], on_result: Callable[[int, Outcome], None] | None = None
+        self,
+        items: Iterable[tuple[Any, ...]],
+        on_result: Callable[[int, Outcome], None] | None = None,
+        timeout_s: float | None = None,
     ) -> list[Outcome]:
-        """Outcomes in the order of the items. ``on_result(done, outcome)`` is called as each one ends."""
+        """Outcomes in the order of the items. ``on_result(done, outcome)`` is called as each one ends; ``timeout_s``
+        instead of the pool's own."""
         with self._lock:
             self._require_usable()
-            run = _Run(items, on_result)
+            run = _Run(items, timeout_s or self.timeout_s, on_result)
             try:
                 while self._feed(run):
                     self._collect(run)
@@ -149,7 +157,7 @@ class WorkerPool:
         """Wait until every worker has loaded the function; a UserError says why one cannot."""
         with self._lock:
             self._require_usable()
-            nothing = _Run(())
+            nothing = _Run((), self.timeout_s)
             while not all(worker.ready for worker in self._workers):
                 self._collect(nothing)
 
@@ -186,7 +194,7 @@ class WorkerPool:
 
     def _hand_over(self, slot: int, run: _Run, index: int, item: tuple[Any, ...]) -> None:
         try:
-            self._workers[slot].send(index, item)
+            self._workers[slot].send(index, item, run.timeout_s)
         except (pickle.PicklingError, TypeError, AttributeError) as error:  # nothing was sent
             run.settle(index, Outcome("error", message=f"item cannot be sent to a worker: {error}"))
         except OSError as error:
@@ -237,7 +245,7 @@ class WorkerPool:
         if item is None:
             self.close()
             raise RuntimeError(f"a worker did not start within {START_TIMEOUT_S:.0f} s: {self._setup.function_path}")
-        run.settle(item, Outcome("timeout", message=f"killed after {self.timeout_s:g} s"))
+        run.settle(item, Outcome("timeout", message=f"killed after {run.timeout_s:g} s"))
         self._workers[slot].item = None
         self._replace(slot)
 
@@ -257,7 +265,6 @@ class _Worker:
     """One process and the parent's ends of its two channels."""
 
     def __init__(self, setup: Setup, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
         self.ready = False
         self.item: int | None = None
         self._ended = False
@@ -282,10 +289,10 @@ class _Worker:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def send(self, index: int, item: tuple[Any, ...]) -> None:
+    def send(self, index: int, item: tuple[Any, ...], timeout_s: float) -> None:
         self.connection.send(item)
         self.item = index
-        self.deadline = time.monotonic() + self.timeout_s
+        self.deadline = time.monotonic() + timeout_s
 
     def exit_reason(self) -> str:
         try:

@@ -17,11 +17,12 @@ from luffy.errors import DataError
 from luffy.files import complete_or_nothing
 from luffy.progress import progress as progress_bar
 from luffy.rewards.verifier import Verifier
-from luffy.types import Problem
+from luffy.types import Message, Problem
 
 # Few enough to keep memory flat and the bar moving, many enough that one slow row seldom idles a worker.
 _ROWS_AT_ONCE = 128
 _COPIED = ("id", "problem")
+_READ = (*_COPIED, "prompt", "answer", "response")
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,18 @@ class _Row:
     answer: str
     response: str
     copied: dict[str, Any]
+    prompt: str | tuple[Message, ...]
+    meta: dict[str, Any]
 
     def problem(self) -> Problem:
-        identity = self.copied.get("id", self.line)
-        return Problem(id=str(identity), prompt=str(self.copied.get("problem", "")), answer=self.answer)
+        return Problem(str(self.copied.get("id", self.line)), self.prompt, self.answer, meta=self.meta)
 
 
 def score_file(
     rows_path: str | Path, out_path: str | Path | None, verifier: Verifier, progress: bool = True
 ) -> ScoreSummary:
-    """Score each row ``{"answer", "response"}`` and write one line ``{"score", "status"}`` for it, in order.
+    """Score each row ``{"answer", "response"}`` and write one line ``{"score", "status"}`` for it, in order. Further
+    columns are for rewards that ask for them.
 
     ``-`` is standard input. All rows are checked before the first is scored. A file appears only when it is
     complete; without ``out_path`` the lines go to standard output as they come.
@@ -100,7 +103,19 @@ def _row(path: str, number: int, line: bytes) -> _Row:
     if not isinstance(row, dict):
         raise DataError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}")
     answer, response = (_text(path, number, row, column) for column in ("answer", "response"))
-    return _Row(number, answer, response, {key: row[key] for key in _COPIED if key in row})
+    copied = {key: row[key] for key in _COPIED if key in row}
+    prompt = _prompt(path, number, row.get("prompt", row.get("problem", "")))
+    return _Row(number, answer, response, copied, prompt, {key: row[key] for key in row if key not in _READ})
+
+
+def _prompt(path: str, number: int, value: Any) -> str | tuple[Message, ...]:
+    if not isinstance(value, list):
+        return str(value)
+    try:
+        return tuple(Message(str(turn["role"]), str(turn["content"])) for turn in value)
+    except (TypeError, KeyError) as error:
+        message = f"column 'prompt' must be text or chat messages with 'role' and 'content', found {str(value)[:80]}"
+        raise DataError(f"{path}:{number}: {message}") from error
 
 
 def _text(path: str, number: int, row: dict[str, Any], column: str) -> str:

@@ -1,7 +1,8 @@
 """From (problem, response) pairs to scores: one reward or a weighted sum of several.
 
 A verification that hangs, crashes or raises scores 0, keeps its reason as the status, is counted, and
-is warned about the first time, because a reward that is silently 0 ruins a training run.
+is warned about the first time, because a reward that is silently 0 ruins a training run. A sample without a score
+(None) scores 0 too.
 """
 
 from __future__ import annotations
@@ -13,28 +14,30 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from luffy.errors import UserError
 from luffy.rewards import math as math_reward
-from luffy.rewards.custom import finite_number, require_three_arguments
+from luffy.rewards.custom import NOT_SCORED, Form, OwnFunction
 from luffy.rewards.extract import after_thought, tail
-from luffy.rewards.kinds import OWN_REWARDS, READS_THOUGHTS, TEXT_REWARDS, OwnReward, built_in
-from luffy.rewards.pool import Outcome, WorkerPool
+from luffy.rewards.kinds import OWN_REWARDS, READS_THOUGHTS, TEXT_REWARDS, Answered, TextReward, built_in
+from luffy.rewards.pool import START_TIMEOUT_S, Outcome, WorkerPool
 from luffy.rewards.worker import describe
 from luffy.schema import nearest
 from luffy.types import Problem, Score
 
 logger = logging.getLogger(__name__)
 
-Item = tuple[Problem, str]
-Scorer = Callable[[Problem, str], tuple[float, str]]
+Item = tuple[Problem, str] | tuple[Problem, str, Sequence[int]]  # problem, response, its token ids
+
+CALL_FAILED = "call_failed"
+ASYNC_GRACE_S = 2.0  # a worker's async samples end themselves; one that blocks its loop is killed this much later
 
 
 class Reward(Protocol):
     """One term of a verifier."""
 
-    def outcomes(self, items: Sequence[Item]) -> list[Outcome]:
+    def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
         """One per item; the value of an "ok" outcome is (score, status)."""
 
     def self_check(self) -> None:
@@ -44,18 +47,18 @@ class Reward(Protocol):
 
 
 class InProcessReward:
-    """``scorer(problem, response)`` in this process; an error of the ``caught`` kinds scores 0."""
+    """``scorer(answer, response)`` in this process; an answer that does not suit it (ValueError) scores 0."""
 
-    def __init__(self, scorer: Scorer, caught: type[Exception] = ValueError) -> None:
-        self._scorer, self._caught = scorer, caught
+    def __init__(self, scorer: TextReward) -> None:
+        self._scorer = scorer
 
-    def outcomes(self, items: Sequence[Item]) -> list[Outcome]:
-        return [self._outcome(problem, response) for problem, response in items]
+    def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
+        return [self._outcome(item.problem.answer, item.response) for item in items]
 
-    def _outcome(self, problem: Problem, response: str) -> Outcome:
+    def _outcome(self, answer: str, response: str) -> Outcome:
         try:
-            return Outcome("ok", self._scorer(problem, response))
-        except self._caught as error:
+            return Outcome("ok", self._scorer(answer, response))
+        except ValueError as error:
             return Outcome("error", message=describe(error))
 
     def self_check(self) -> None:
@@ -72,8 +75,8 @@ class AfterThought:
         self._reward = reward
         self.self_check, self.close = reward.self_check, reward.close
 
-    def outcomes(self, items: Sequence[Item]) -> list[Outcome]:
-        return self._reward.outcomes([(problem, after_thought(response)) for problem, response in items])
+    def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
+        return self._reward.outcomes([item._replace(response=after_thought(item.response)) for item in items])
 
 
 class MathReward:
@@ -82,8 +85,8 @@ class MathReward:
             raise UserError(f"the math reward needs Math-Verify; {math_reward.INSTALL_HINT}")
         self._pool = WorkerPool(f"{math_reward.__name__}:load", workers, timeout_s, factory_args=())
 
-    def outcomes(self, items: Sequence[Item]) -> list[Outcome]:
-        return self._pool.map((problem.answer, tail(response)) for problem, response in items)
+    def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
+        return self._pool.map((item.problem.answer, tail(item.response)) for item in items)
 
     def self_check(self) -> None:
         """Math-Verify changes its verdicts silently under a wrong antlr runtime: ask it what we know."""
@@ -101,22 +104,62 @@ class MathReward:
 
 
 class CustomReward:
-    """``fn(response, answer, problem) -> float`` of the user's, safe to hang or crash."""
+    """A function of the user's in worker processes, where it is safe to hang or crash."""
 
-    def __init__(self, path: str, workers: int, timeout_s: float) -> None:
+    def __init__(self, path: str, workers: int, timeout_s: float, concurrency: int) -> None:
+        self._timeout_s, self._concurrency = timeout_s, concurrency
+        self._form = Form(batch=False, is_async=False)
         self._pool = WorkerPool(
-            "luffy.rewards.custom:load", workers, timeout_s, preload=("luffy.types",), factory_args=(path,)
+            "luffy.rewards.custom:load", workers, timeout_s, preload=("luffy.types",), factory_args=(path, timeout_s)
         )
 
-    def outcomes(self, items: Sequence[Item]) -> list[Outcome]:
-        return self._pool.map((response, problem.answer, problem) for problem, response in items)
+    def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
+        calls = self._form.calls(items, self._concurrency)
+        limit = self._timeout_s + (ASYNC_GRACE_S if self._form.is_async and not self._form.batch else 0)
+        returned = self._pool.map(((call,) for call in calls), timeout_s=limit)
+        return [o for call, of_call in zip(calls, returned, strict=True) for o in each(self._form, call, of_call)]
 
     def self_check(self) -> None:
-        """Waits until a worker has imported the function, so that a wrong path fails here."""
+        """Waits until the workers have imported the function, so that a wrong path fails here."""
         self._pool.wait_ready()
+        [form] = self._pool.map([(None,)], timeout_s=START_TIMEOUT_S)
+        if form.status != "ok":
+            raise RuntimeError(f"a worker did not say how to call its function: {form.message}")
+        self._form = form.value
 
     def close(self) -> None:
         self._pool.close()
+
+
+class OwnInThisProcess:
+    """A function of the user's that worker processes cannot import: of a script or a notebook."""
+
+    def __init__(self, name: str, function: Callable[..., Any], timeout_s: float, concurrency: int) -> None:
+        self._own, self._concurrency = OwnFunction(name, function, timeout_s), concurrency
+
+    def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
+        return [o for call in self._own.form.calls(items, self._concurrency) for o in self._of_call(call)]
+
+    def _of_call(self, call: Sequence[Answered]) -> list[Outcome]:
+        try:
+            return self._own.outcomes(call)
+        except Exception as error:
+            return each(self._own.form, call, Outcome("error", message=describe(error)))
+
+    def self_check(self) -> None:
+        """The function is here, and its form is known."""
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def each(form: Form, call: Sequence[Answered], of_call: Outcome) -> list[Outcome]:
+    """The outcomes of a call's samples. Of a batch nobody knows which sample made the call fail."""
+    if of_call.status == "ok":
+        return list(of_call.value)
+    if form.batch:
+        of_call = Outcome(CALL_FAILED, message=f"{of_call.status}: {of_call.message}")
+    return [of_call] * len(call)
 
 
 class Verifier:
@@ -128,6 +171,7 @@ class Verifier:
         self._lock = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
         self.counts: Counter[str] = Counter()
+        self.last_failure = ""
 
     def __enter__(self) -> Verifier:
         return self
@@ -136,12 +180,18 @@ class Verifier:
         self.close()
 
     def score(self, items: Sequence[Item]) -> list[Score]:
-        """One score per item, in order: the weighted sum, with the first status that is not "ok"."""
-        terms = [self._term(name, items) for name in self._rewards]
+        """One score per (problem, response) or (problem, response, token ids), in order: the weighted sum, with the
+        status of a term that failed, else the first that is not "ok"."""
+        answered = [Answered(*item) for item in items]
+        terms = [self._term(name, answered) for name in self._rewards]
         scores = [self._combine(parts) for parts in zip(*terms, strict=True)]
         with self._lock:
             self.counts.update(score.status for score in scores)
         return scores
+
+    def why_nothing_was_scored(self, scores: Sequence[Score]) -> str | None:
+        """The last failure, where every one of the scores is of a failed call; None where one is not."""
+        return self.last_failure if scores and all(s.status == CALL_FAILED for s in scores) else None
 
     def self_check(self) -> None:
         for reward in self._rewards.values():
@@ -151,29 +201,27 @@ class Verifier:
         for reward in self._rewards.values():
             reward.close()
 
-    def _term(self, name: str, items: Sequence[Item]) -> list[Score]:
+    def _term(self, name: str, items: Sequence[Answered]) -> list[Score]:
         outcomes = self._rewards[name].outcomes(items)
-        for (problem, _), outcome in zip(items, outcomes, strict=True):
+        for item, outcome in zip(items, outcomes, strict=True):
             if outcome.status != "ok":
-                self._warn_once(name, problem, outcome)
+                self._note_failure(name, item.problem, outcome)
         return [Score(*outcome.value) if outcome.status == "ok" else Score(0.0, outcome.status) for outcome in outcomes]
 
     def _combine(self, parts: tuple[Score, ...]) -> Score:
         value = math.fsum(weight * part.value for weight, part in zip(self._weights.values(), parts, strict=True))
-        return Score(value, next((part.status for part in parts if part.status != "ok"), "ok"))
+        # A term without a score for a sample leaves it to the others.
+        told = [part for part in parts if part.status != NOT_SCORED.status] or parts
+        failed = (part.status for part in told if not part.is_verdict)
+        return Score(value, next(failed, next((part.status for part in told if part.status != "ok"), "ok")))
 
-    def _warn_once(self, name: str, problem: Problem, outcome: Outcome) -> None:
+    def _note_failure(self, name: str, problem: Problem, outcome: Outcome) -> None:
         with self._lock:
-            if (name, outcome.status) in self._warned:
+            self.last_failure = f"reward {name}: {outcome.status} on problem {problem.id} ({outcome.message})"
+            if (name, outcome.status) in self._warned or (outcome == NOT_SCORED and len(self._rewards) > 1):
                 return
             self._warned.add((name, outcome.status))
-        logger.warning(
-            "reward %s: %s on problem %s (%s); it scores 0. Further ones are only counted.",
-            name,
-            outcome.status,
-            problem.id,
-            outcome.message,
-        )
+            logger.warning("%s; it scores 0. Further ones are only counted.", self.last_failure)
 
 
 def build_verifier(
@@ -182,17 +230,19 @@ def build_verifier(
     workers: int = 2,
     timeout_s: float = 8.0,
     answer_in_thought: bool = False,
+    concurrency: int = 16,
 ) -> Verifier:
     """A verifier that has passed its self-check. ``weights`` such as ``{"math": 1.0, "format": 0.1}``
     make a weighted sum of those kinds and replace ``kind``. With ``answer_in_thought`` an answer inside
-    ``<think>...</think>`` counts too."""
+    ``<think>...</think>`` counts too. ``concurrency``: samples that an async function has under way at once, in each
+    worker."""
     chosen = {kind: 1.0} if weights is None else dict(weights)
     _check_weights(chosen)
     rewards: dict[str, Reward] = {}
     verifier = Verifier(rewards, chosen)
     try:
         for name in chosen:
-            reward = _build_reward(name, workers, timeout_s)
+            reward = _build_reward(name, workers, timeout_s, concurrency)
             reads_answers = name == "math" or (name in TEXT_REWARDS and name not in READS_THOUGHTS)
             rewards[name] = AfterThought(reward) if reads_answers and not answer_in_thought else reward
         verifier.self_check()
@@ -220,20 +270,14 @@ def _check_kind(kind: str) -> None:
     )
 
 
-def _build_reward(kind: str, workers: int, timeout_s: float) -> Reward:
+def _build_reward(kind: str, workers: int, timeout_s: float, concurrency: int) -> Reward:
     if kind == "math":
         return MathReward(workers, timeout_s)
     if kind in TEXT_REWARDS:
-        score = TEXT_REWARDS[kind]
-        return InProcessReward(lambda problem, response: score(problem.answer, response))
+        return InProcessReward(TEXT_REWARDS[kind])
     if kind not in OWN_REWARDS:
-        return CustomReward(kind, workers, timeout_s)
+        return CustomReward(kind, workers, timeout_s, concurrency)
     own = OWN_REWARDS[kind]
     if getattr(sys.modules.get(own.__module__), own.__qualname__, None) is own and own.__module__ != "__main__":
-        return CustomReward(f"{own.__module__}:{own.__qualname__}", workers, timeout_s)
-    return InProcessReward(_of_this_process(kind, own), caught=Exception)
-
-
-def _of_this_process(kind: str, own: OwnReward) -> Scorer:
-    require_three_arguments(kind, own)
-    return lambda problem, response: (finite_number(kind, own(response, problem.answer, problem)), "ok")
+        return CustomReward(f"{own.__module__}:{own.__qualname__}", workers, timeout_s, concurrency)
+    return OwnInThisProcess(kind, own, timeout_s, concurrency)

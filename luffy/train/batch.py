@@ -25,6 +25,7 @@ from luffy.train.groups import (
     override_metrics,
     own_metrics,
     staleness_metrics,
+    stop_if_nothing_was_scored,
 )
 from luffy.train.run_state import Draw, RolloutBatch, Run
 from luffy.types import Group, Sample
@@ -125,6 +126,9 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
             f"policy: raise algorithm.oversample_rounds, lower batch.problems, or set "
             f"algorithm.oversample_rounds=0 to train on what is left"
         )
+    assert run.verifier is not None
+    scores = [score for group in own.values() for score in group.scores]
+    stop_if_nothing_was_scored(scores, run.verifier, run.world, f"step {step + 1}")
     run.data_position = batch.sampler
     if run.memory.is_used:
         run.memory.remember(attempts(run, step, first, draws))

@@ -117,7 +117,7 @@ def _assemble(
 
 def _verifier(cfg: Config, closing: ExitStack) -> Verifier:
     r = cfg.reward
-    verifier = build_verifier(r.kind, r.weights or None, r.workers, r.timeout_s, r.answer_in_thought)
+    verifier = build_verifier(r.kind, r.weights or None, r.workers, r.timeout_s, r.answer_in_thought, r.concurrency)
     closing.callback(verifier.close)
     return verifier
 

@@ -102,7 +102,8 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
 def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: Any) -> str:
     """The reward of the run can be had, and what it says of the first traces, as the update would see them."""
     r = cfg.reward
-    with closing(build_verifier(r.kind, r.weights or None, 1, r.timeout_s, r.answer_in_thought)) as verifier:
+    reward = build_verifier(r.kind, r.weights or None, 1, r.timeout_s, r.answer_in_thought, r.concurrency)
+    with closing(reward) as verifier:
         if method == "sft":
             return "not verified: SFT learns from all of them"
         if not setup.uses_traces(cfg):
@@ -112,11 +113,13 @@ def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: A
         if not some:
             return f"none with the first {min(len(tasks), PROBLEMS_LOOKED_AT)} problems"
         texts = decode(tokenizer, [demo.token_ids for _, demo in some])
-        scores = verifier.score([(problem, text) for (problem, _), text in zip(some, texts, strict=True)])
+        scores = verifier.score(
+            [(problem, text, demo.token_ids) for (problem, demo), text in zip(some, texts, strict=True)]
+        )
     right = sum(cfg.reward.solved(s.value) for s in scores)
     doubt = "" if right >= FEW_RIGHT * len(some) else "; LOOK AT THEM: only right ones teach (luffy prepare check)"
-    reward = " + ".join(cfg.reward.weights) or cfg.reward.kind
-    return f"{right} of the first {len(some)} are right by reward {reward}{doubt}"
+    name = " + ".join(cfg.reward.weights) or cfg.reward.kind
+    return f"{right} of the first {len(some)} are right by reward {name}{doubt}"
 
 
 @dataclass(frozen=True)

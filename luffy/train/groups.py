@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from luffy.config import RewardConfig
+from luffy.distributed.world import World
+from luffy.errors import AllStopped
 from luffy.metrics import Max, Mean, Metric, Sum, spread
 from luffy.models.load import decode
 from luffy.rewards import Verifier
@@ -17,8 +20,19 @@ def score(rollouts: Sequence[tuple[Rollout, ...]], verifier: Verifier, tokenizer
     """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
     flat = [rollout for group in rollouts for rollout in group]
     texts = decode(tokenizer, [r.token_ids for r in flat])
-    scores = iter(verifier.score([(r.task.problem, text) for r, text in zip(flat, texts, strict=True)]))
+    items = [(r.task.problem, text, r.token_ids.tolist()) for r, text in zip(flat, texts, strict=True)]
+    scores = iter(verifier.score(items))
     return [Group(group[0].task, group, tuple(next(scores) for _ in group)) for group in rollouts]
+
+
+def stop_if_nothing_was_scored(scores: Sequence[Score], verifier: Verifier, world: World, where: str) -> None:
+    """A few failed calls of a reward cost their samples; where all of them failed, on every rank, raises AllStopped."""
+    reasons = world.gather(verifier.why_nothing_was_scored(scores) if scores else "")
+    if all(reason is not None for reason in reasons) and any(reasons):
+        raise AllStopped(
+            f"stopped at {where}: every call of the reward failed, the last one: {next(filter(None, reasons))}; "
+            f"when it works again, the same command goes on from here"
+        )
 
 
 def is_extreme(group: Group, cfg: RewardConfig) -> bool:
@@ -51,8 +65,15 @@ def group_metrics(groups: Sequence[Group], cfg: RewardConfig) -> dict[str, Metri
         "batch/solve_none": Sum(sum(all_failed(g, cfg) for g in answered)),
         "batch/off_solved": Mean.of(cfg.solved(s.value) for _, s in guided),
         "batch/avg_prefix_ratio": Mean.of(r.prefix_ratio for r, _ in guided),
-        "batch/verifier_failures": Sum(sum(s.status not in ("ok", "no_answer") for _, s in pairs)),
+        **failure_metrics("batch", [s for _, s in pairs]),
     }
+
+
+def failure_metrics(prefix: str, scores: Sequence[Score]) -> dict[str, Metric]:
+    """Verifications that failed: all of them, and by status those that there are."""
+    failed = Counter(s.status for s in scores if not s.is_verdict)
+    by_status: dict[str, Metric] = {f"{prefix}/verifier_{status}": Sum(count) for status, count in failed.items()}
+    return {f"{prefix}/verifier_failures": Sum(failed.total())} | by_status
 
 
 def own_metrics(groups: Sequence[Group], cfg: RewardConfig) -> dict[str, Metric]:

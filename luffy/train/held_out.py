@@ -18,6 +18,7 @@ from luffy.guidance.plan import seed_of
 from luffy.metrics import Mean, Metric
 from luffy.models.load import decode
 from luffy.report.recorder import EVALUATED, METRICS, read_json_lines
+from luffy.train.groups import failure_metrics, stop_if_nothing_was_scored
 from luffy.train.run_state import Run
 from luffy.types import Completion, Group, Request, Rollout, Sampling, Score, Task
 
@@ -39,7 +40,8 @@ def is_missing(run: Run) -> bool:
 def evaluate(
     run: Run, cfg: EvalConfig | None = None, *, check: Callable[[], None] = lambda: None, seen: Seen | None = None
 ) -> dict[str, Metric]:
-    """The policy as it is now on every held-out set, over all ranks; ``cfg`` instead of the run's own settings.
+    """The policy as it is now on every held-out set, over all ranks; ``cfg`` instead of the run's own settings. Raises
+    AllStopped where the reward failed for every response of a set.
 
     ``check`` is called from time to time and may raise EvaluationInterrupted. ``seen`` gets the name of each set and
     the groups that this rank generated.
@@ -55,6 +57,10 @@ def evaluate(
             check()
             figures, groups = evaluate_set(run, name, tasks, cfg or run.cfg.eval, progress)
             metrics |= figures
+            scores = [score for group in groups for score in group.scores]
+            assert run.verifier is not None, "there is no held-out data"
+            where = f"the evaluation after step {run.progress.step}"
+            stop_if_nothing_was_scored(scores, run.verifier, run.world, where)
             if seen is not None:
                 seen(name, groups)
     return run.world.merge(metrics)
@@ -81,12 +87,14 @@ def evaluate_set(
     texts = decode(run.tokenizer, [c.token_ids for c in completions])
     mine = tasks[rank::ranks]
     problems = [task.problem for task in mine for _ in range(cfg.n)]
-    scores = run.verifier.score(list(zip(problems, texts, strict=True)))
+    ids = [c.token_ids.tolist() for c in completions]
+    scores = run.verifier.score(list(zip(problems, texts, ids, strict=True)))
     metrics: dict[str, Metric] = {
         f"val-{name}/accuracy": Mean.of(run.cfg.reward.solved(s.value) for s in scores),
         f"val-{name}/score": Mean.of(s.value for s in scores),
         f"val-{name}/response_length": Mean.of(c.token_ids.numel() for c in completions),
         f"val-{name}/truncated": Mean.of(c.finish == "length" for c in completions),
+        **failure_metrics(f"val-{name}", scores),
     }
     return metrics, _groups(mine, completions, scores, cfg.n)
 

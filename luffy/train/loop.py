@@ -174,14 +174,14 @@ class Trainer:
     def _evaluate_or_save(
         self, records: Records, metrics: Mapping[str, Metric], speed: Mapping[str, float]
     ) -> dict[str, Metric]:
-        """An evaluation that fails must not cost the steps before it. (Of several processes it fails on one, and
-        a checkpoint needs all.)"""
+        """An evaluation that fails must not cost the steps before it. (Of several processes it mostly fails on one,
+        and a checkpoint needs all.)"""
         try:
             return self.evaluate(records=records)
         except held_out.EvaluationInterrupted:
             return {}
-        except Exception:
-            if self.run.world.size == 1:
+        except Exception as error:
+            if self.run.world.size == 1 or isinstance(error, AllStopped):
                 records.log(metrics, speed)
                 saving.save_if_new(self.run)
             raise

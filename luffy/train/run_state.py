@@ -166,6 +166,9 @@ class Run:
         if known is None:
             assert self.verifier is not None
             texts = decode(self.tokenizer, [list(d.token_ids) for d in task.demonstrations])
-            known = [s.value for s in self.verifier.score([(task.problem, text) for text in texts])]
-            self._trace_rewards[task.problem.id] = known
+            ids = [d.token_ids for d in task.demonstrations]
+            scores = self.verifier.score([(task.problem, text, own) for text, own in zip(texts, ids, strict=True)])
+            known = [s.value for s in scores]
+            if all(s.is_verdict for s in scores):  # else it may succeed next time
+                self._trace_rewards[task.problem.id] = known
         return known

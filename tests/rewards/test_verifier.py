@@ -5,6 +5,7 @@ import pytest
 from luffy.errors import UserError
 from luffy.rewards import build_verifier
 from luffy.rewards import verifier as verifier_module
+from luffy.rewards.kinds import Answered
 from luffy.types import Problem, Score
 
 
@@ -36,10 +37,10 @@ def test_weighted_sum_and_first_status_that_is_not_ok():
 
 
 def test_an_error_of_a_reward_in_this_process_says_what_it_was():
-    def refuses(problem, response):
-        raise ValueError(f"gold {problem.answer} is no number")
+    def refuses(answer, response):
+        raise ValueError(f"gold {answer} is no number")
 
-    (outcome,) = verifier_module.InProcessReward(refuses).outcomes([(problem("five"), "5")])
+    (outcome,) = verifier_module.InProcessReward(refuses).outcomes([Answered(problem("five"), "5")])
     assert outcome.status == "error" and "gold five is no number" in outcome.message
 
 

@@ -1,0 +1,129 @@
+"""A reward of the user's own takes a sample or a batch, waits or does not; its parameters' names decide."""
+
+import own_forms
+import pytest
+
+from luffy.errors import UserError
+from luffy.rewards import build_verifier
+from luffy.rewards.custom import form_of
+from luffy.rewards.kinds import TEXT_REWARDS, built_in, reward
+from luffy.rewards.verifier import InProcessReward, OwnInThisProcess, Verifier
+from luffy.types import Message, Problem, Score
+
+built_in()  # imports their files
+FAILED = Score(0.0, "call_failed")
+
+
+def problem(answer="5", name="p1", chat=False, **meta):
+    prompt = (Message("user", "2+3?"),) if chat else "2+3?"
+    return Problem(id=name, prompt=prompt, answer=answer, meta={"__row__": "file:1"} | meta)
+
+
+def here(name, **others):
+    """A verifier with the function in this process, which saves the start of a worker, and with other terms."""
+    own = OwnInThisProcess(name, getattr(own_forms, name), timeout_s=8.0, concurrency=4)
+    return Verifier({name: own} | {k: reward for k, (reward, _) in others.items()},
+                    {name: 1.0} | {k: weight for k, (_, weight) in others.items()})  # fmt: skip
+
+
+def test_trls_signature_as_it_is(caplog):
+    with build_verifier("own_forms:trl", workers=1, timeout_s=2.0) as verifier:
+        said = ["5", "6", "none", "nan", "text"]
+        assert verifier.score([(problem(chat=chat), text) for text in said for chat in (False, True)]) == [
+            *[Score(1.0)] * 2,
+            *[Score(0.0)] * 2,
+            *[Score(0.0, "not_scored")] * 2,
+            *[Score(0.0, "error")] * 4,
+        ]
+        assert verifier.score([(problem(), "5"), (problem(), "raise")]) == [FAILED] * 2
+        assert verifier.score([(problem(), "5"), (problem(), "short")]) == [FAILED] * 2
+        assert verifier.score([]) == []
+        assert verifier.counts == {"ok": 4, "not_scored": 2, "error": 4, "call_failed": 4}
+        assert "returned 1 scores for 2 completions" in verifier.last_failure
+        assert len(caplog.records) == 3
+        assert "call_failed on problem p1 (error: KeyError: 'no such thing')" in caplog.text
+        scores = verifier.score([(problem(), "5"), (problem(), "hang")])  # killed as a whole
+        assert scores == [FAILED] * 2 and "timeout: killed after 2 s" in verifier.last_failure
+        assert verifier.why_nothing_was_scored(scores) == verifier.last_failure
+        assert verifier.why_nothing_was_scored([*scores, Score(0.0, "error")]) is None
+        assert verifier.score([(problem(), "5")]) == [Score(1.0)]
+
+
+def test_what_a_batch_function_is_given():
+    items = [(problem(name="a", chat=True, solution="five"), "5", (7, 8)), (problem(name="b"), "6", [9])]
+    with here("seen") as verifier:
+        assert verifier.score(items) == [Score(1.0), Score(0.0)], verifier.last_failure
+        assert verifier.score([(*item[:2],) for item in items]) == [FAILED] * 2
+        assert "asks for 'completion_ids', which the rows do not have" in verifier.last_failure
+    with here("lengths") as verifier:
+        assert verifier.score(items) == [Score(2.0), Score(1.0)]
+
+
+def test_an_async_batch_and_an_object_that_is_called():
+    items = [(problem(bonus=2), "abc"), (problem(), "abcd")]
+    with here("trl_async") as verifier:
+        assert verifier.score(items) == [Score(5.0), Score(4.0)]
+        assert verifier.score(items) == [Score(5.0), Score(4.0)]  # in the same loop
+    with here("called") as verifier:
+        assert verifier.score(items * 2) == [Score(4.0)] * 4  # all in one call
+
+
+def test_async_samples_are_under_way_together_and_end_one_by_one():
+    said = ["a", "hang", "raise", "none", "own limit", "b"]
+    with build_verifier("own_forms:together", workers=1, timeout_s=0.5, concurrency=6) as verifier:
+        assert verifier.score([(problem(), text) for text in said]) == [
+            Score(6.0),
+            Score(0.0, "timeout"),
+            Score(0.0, "error"),
+            Score(0.0, "not_scored"),
+            Score(0.0, "error"),
+            Score(6.0),
+        ]
+        said = ["a", "a", "a", "a", "a", "block", "a"]  # one that blocks its worker costs those beside it
+        scores = verifier.score([(problem(), text) for text in said])
+        assert scores == [Score(0.0, "timeout")] * 6 + [Score(1.0)]
+
+
+def test_a_term_without_a_score_leaves_the_sample_to_the_others():
+    with here("trl", gsm8k=(InProcessReward(TEXT_REWARDS["gsm8k"]), 0.5)) as verifier:
+        said = ["none", "#### 5 none", "5"]
+        items = [(problem(), text) for text in said]
+        assert verifier.score(items) == [Score(0.0, "no_answer"), Score(0.5), Score(1.0, "no_answer")]
+        assert verifier.score([(problem(), "raise"), (problem(), "#### 5")]) == [FAILED, Score(0.5, "call_failed")]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ambiguous", "ambiguous: 'completions' is of a function that takes a batch, 'response' of one"),
+        ("anything", "a batch names at least one of prompts, completions, completion_ids"),
+    ],
+)
+def test_a_signature_that_fits_no_form_or_two(name, message):
+    with pytest.raises(UserError, match=message):
+        form_of(name, getattr(own_forms, name))
+
+
+def test_a_column_that_no_row_has_is_named():
+    with here("needs_a_column") as verifier:
+        assert verifier.score([(problem(bonus=1), "5")]) == [FAILED]
+        assert "asks for 'missing_one', which the rows do not have; found: answer, bonus, completions, id, prompts" in (
+            verifier.last_failure
+        )
+
+
+def test_functions_of_a_notebook_have_the_same_forms():
+    @reward("notebook_batch")
+    def batch(completions, **kwargs):
+        return [1 / len(text) for text in completions]
+
+    @reward("notebook_async")
+    async def sample(response, answer, problem):
+        return None if response == "none" else len(response) / len(answer)
+
+    with build_verifier("notebook_batch") as verifier:
+        assert verifier.score([(problem(), "ab"), (problem(), "abcd")]) == [Score(0.5), Score(0.25)]
+        assert verifier.score([(problem(), "ab"), (problem(), "")]) == [FAILED] * 2
+    with build_verifier("notebook_async") as verifier:
+        items = [(problem(), "ab"), (problem(), "none"), (problem(""), "a")]
+        assert verifier.score(items) == [Score(2.0), Score(0.0, "not_scored"), Score(0.0, "error")]
