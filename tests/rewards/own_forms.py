@@ -1,7 +1,6 @@
 """Rewards in every form that a user may bring; the tests import them inside workers by name."""
 
 import asyncio
-import os
 import time
 
 
@@ -77,9 +76,3 @@ def even_length(completions, answer, **kwargs):
     """For a training: as `length_parity`, for a whole batch."""
     assert len(completions) == len(answer)
     return [float(len(text) % 2) for text in completions]
-
-
-def broken_where_told(completions, **kwargs):
-    if os.path.exists(os.environ["REWARD_IS_BROKEN"]):
-        raise RuntimeError("the judge is out")
-    return even_length(completions, **kwargs)

@@ -4,13 +4,8 @@ import pytest
 
 from luffy.errors import TrainingStopped
 from luffy.report.recorder import read_json_lines
+from luffy.rewards.kinds import reward
 from luffy.train.loop import Trainer
-
-
-@pytest.fixture(autouse=True)
-def own_forms(monkeypatch, request, tmp_path):
-    monkeypatch.syspath_prepend(request.config.rootpath / "tests" / "rewards")
-    monkeypatch.setenv("REWARD_IS_BROKEN", str(tmp_path / "broken"))
 
 
 def figures(cfg):
@@ -24,7 +19,8 @@ def train(cfg, **options):
     return figures(cfg)
 
 
-def test_a_batch_function_trains_as_the_same_function_of_a_sample(make_config, sums):
+def test_a_batch_function_trains_as_the_same_function_of_a_sample(make_config, sums, monkeypatch, request):
+    monkeypatch.syspath_prepend(request.config.rootpath / "tests" / "rewards")
     settings = {"data": {"eval": str(sums)}, "eval": {"every": 2, "limit": 3}, "train": {"steps": 2}}
     kinds = {"sample": "loop_rewards:length_parity", "batch": "own_forms:even_length"}
     rows = [train(make_config(name=name, reward={"kind": kind}, **settings)) for name, kind in kinds.items()]
@@ -32,31 +28,40 @@ def test_a_batch_function_trains_as_the_same_function_of_a_sample(make_config, s
     assert all(row.get("batch/verifier_failures", 0) == 0 for row in rows[0])
 
 
-@pytest.mark.parametrize("when", ["step", "evaluation"])
-def test_a_run_whose_reward_fails_altogether_stops_and_goes_on_as_if_it_had_not(make_config, sums, tmp_path, when):
-    settings = {
-        "reward": {"kind": "own_forms:broken_where_told"},
-        "data": {"eval": str(sums)},
-        "eval": {"every": 2, "limit": 3},
-        "train": {"steps": 3, "save_every": 3},
-    }
-    undisturbed, broken = (make_config(name=name, **settings) for name in ("undisturbed", "broken"))
-    expected = train(undisturbed)
-    mark, at = tmp_path / "broken", "step 2" if when == "step" else "the evaluation after step 2"
+def config(make_config, sums, name):
+    return make_config(
+        name=name,
+        reward={"kind": "breakable"},
+        data={"eval": str(sums)},
+        eval={"every": 2, "limit": 3},
+        train={"steps": 3, "save_every": 3},
+    )
 
-    def break_it(step, _):
-        if when == "step" and step == 1:
-            mark.touch()
 
-    with Trainer(broken, on_step=break_it) as trainer:
-        if when == "evaluation":
-            trainer.run.engines.current.sync = lambda version: mark.touch() if version == 2 else None
-        with pytest.raises(
-            TrainingStopped, match=f"stopped at {at}: every call of the reward failed.*the judge is out"
-        ):
+broken = []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_config_in, sums, tmp_path_factory):
+    @reward("breakable")  # in this process, as it is nobody's attribute
+    def breakable(completions, **kwargs):
+        if broken:
+            raise RuntimeError("the judge is out")
+        return [float(len(text) % 2) for text in completions]
+
+    return train(config(make_config_in(tmp_path_factory.mktemp("undisturbed")), sums, "undisturbed"))
+
+
+@pytest.mark.parametrize("where", ["step 2", "the evaluation after step 2"])
+def test_a_run_whose_reward_fails_altogether_stops_and_goes_on_as_if_it_had_not(make_config, sums, undisturbed, where):
+    cfg = config(make_config, sums, "broken")
+    with Trainer(cfg, on_step=lambda step, _: where == "step 2" and broken.append(step)) as trainer:
+        if where != "step 2":
+            trainer.run.engines.current.sync = lambda version: broken.append(version) if version == 2 else None
+        with pytest.raises(TrainingStopped, match=f"at {where}: every call of the reward failed.*the judge is out"):
             trainer.train()
-    mark.unlink()
-    found: dict[int, dict] = {}
-    for row in train(broken):
+    broken.clear()
+    found = {}
+    for row in train(cfg):
         found[row["step"]] = found.get(row["step"], {}) | row
-    assert list(found.values()) == expected
+    assert list(found.values()) == undisturbed
