@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check-install test-pythons test-wheel test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-gpu lint quickstart docs docs-site test-docs clean
+.PHONY: setup check-install test-pythons test-wheel test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-gpu lint quickstart docs docs-site test-docs clean
 
 # Linux without an NVIDIA GPU: the CPU build of torch, so that 0.6 GB are downloaded instead of 3 GB. It comes from where
 # pip looks anyway (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else from PyTorch's own index, else PyPI's build with CUDA must do.
@@ -120,6 +120,20 @@ $(RAY_READY): pyproject.toml constraints.txt constraints-ray.txt
 test-ray: $(RAY_READY)
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -m slow tests/distributed/test_ray.py
 
+# luffy inside TRL. TRL brings packages along that luffy does not want beside it, so it has an environment of its own.
+TRL_VENV ?= .venv-trl
+TRL_READY := $(TRL_VENV)/.ready
+
+$(TRL_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(if $(NO_GPU),$(call pip_cpu_torch,$(TRL_VENV)/bin) || true)
+	$(TRL_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[trl]' pytest pytest-timeout hypothesis
+	touch $@
+
+test-integrations: $(TRL_READY)
+	OMP_NUM_THREADS=1 $(TRL_VENV)/bin/python -m pytest -m 'slow or not slow' tests/integrations
+
 # Needs a CUDA device. No environment is made: such a machine brings its own torch, next to which transformers and pytest
 # must be installed; luffy itself need not be. LUFFY_SMOLLM2 adds the checks on real weights.
 test-gpu:
@@ -149,4 +163,4 @@ test-docs: $(DOCS_READY)
 	$(DOCS_VENV)/bin/python -m pytest --noconftest tests/test_site.py
 
 clean:
-	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(WHEEL_VENV) $(VLLM_VENV) $(RAY_VENV) $(DOCS_VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(WHEEL_VENV) $(VLLM_VENV) $(RAY_VENV) $(TRL_VENV) $(DOCS_VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

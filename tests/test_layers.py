@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import luffy
 
 ROOT = Path(luffy.__file__).parent
@@ -38,6 +40,7 @@ MAY_IMPORT = {
     "bench": {"bench", "train", "rollout", "models", "report", "config", "schema", *BASE},
     "view": {"view", "report", *BASE},
     "prepare": {"prepare", "train", "evaluation", "rollout", "models", "guidance", "rewards", "data", *BASE},
+    "integrations": {"integrations", "core", "data", "guidance", *BASE},
     "quickstart": {"quickstart", "train", "report", "config", "schema", "data", "rewards", "evaluation", "rollout", "models", *BASE},
 }  # fmt: skip
 
@@ -117,15 +120,16 @@ def test_core_rewards_and_data_load_neither_engines_nor_clusters():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_ray_is_imported_in_one_file_alone():
+@pytest.mark.parametrize(("package", "file"), [("ray", "distributed/ray_launch.py"), ("trl", "integrations/trl.py")])
+def test_a_large_package_is_imported_in_one_file_alone(package, file):
     users = [
         path.relative_to(ROOT).as_posix()
         for path in ROOT.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ray")
-        or (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "ray" for a in node.names))
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package)
+        or (isinstance(node, ast.Import) and any(a.name.split(".")[0] == package for a in node.names))
     ]
-    assert set(users) == {"distributed/ray_launch.py"}
+    assert set(users) == {file}
 
 
 def module_imports():

@@ -1,0 +1,1 @@
+"""The method inside other trainers: one module each, which imports that trainer."""
