@@ -20,11 +20,15 @@ from luffy.rewards.extract import boxed_answer, tail
 SOFT_LIMIT_S = 2
 INSTALL_HINT = 'pip install "math-verify[antlr4_13_2]==0.9.0"'
 
-# (gold, response, expected score): wrong percentages are what an old antlr runtime silently causes.
+# (gold, response, expected score): wrong percentages are what an old antlr runtime silently causes. Together they use
+# every part of sympy that scoring imports.
 SELF_CHECKS = (
     (r"50\%", r"\boxed{0.5}", 1.0),
     (r"\frac{1}{2}", r"\boxed{0.5}", 1.0),
     ("1", r"\boxed{2}", 0.0),
+    (r"\left(3, \frac{\pi}{2}\right)", r"\boxed{(3, \pi/2)}", 1.0),
+    ("x^2+2x+1", r"\boxed{(x+1)^2}", 1.0),
+    ("A", r"\boxed{A, B}", 0.0),
 )
 
 _SPACING = re.compile(r"\\[,;:! ]|~")
@@ -53,13 +57,18 @@ _TINY_TOLERANCE = 1e-5  # relative
 
 
 def load() -> Callable[[str, str], tuple[float, str]]:
-    """Import Math-Verify once per worker and return the scoring function."""
+    """Import Math-Verify once per worker and return the scoring function.
+
+    The first formula makes Math-Verify import its parsers and build their tables, which takes seconds on a busy
+    machine. It is read here, where no limit runs; otherwise the first response could be scored "timeout"."""
     try:
-        import math_verify  # noqa: F401
+        from math_verify import parse, verify
     except ImportError as error:
         raise UserError(f"the math reward needs Math-Verify ({error}); {INSTALL_HINT}") from error
     # It would log one line per timeout; the status of the score says the same.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    for gold, response, _ in SELF_CHECKS:
+        verify(parse(as_boxed(gold), parsing_timeout=None), parse(response, parsing_timeout=None), timeout_seconds=None)
     return score
 
 

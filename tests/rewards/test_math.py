@@ -1,5 +1,10 @@
 """Values of the math reward, and the batch of hostile inputs that must not disturb the honest ones."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from adversarial_inputs import RESPONSES
 
@@ -14,6 +19,19 @@ pytest.importorskip("math_verify", reason="the math reward needs Math-Verify")
 def verifier():
     with build_verifier("math", workers=2, timeout_s=8.0) as verifier:
         yield verifier
+
+
+def test_the_limit_on_a_formula_never_covers_an_import():
+    """A worker's start imports all that scoring needs: an import takes seconds on a busy machine, a formula has two."""
+    code = (
+        "import sys; from luffy.rewards.math import load; from test_math import RIGHT; score = load()\n"
+        "before = set(sys.modules)\n"
+        "assert all(score(gold, text) == (1.0, 'ok') for gold, text in RIGHT)\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 def score_all(verifier, pairs):
