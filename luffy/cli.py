@@ -401,9 +401,14 @@ def eval_model(
     data: Annotated[Path | None, typer.Option(help="folder with the benchmarks; default: $LUFFY_DATA")] = None,
     out: Annotated[Path | None, typer.Option(help="results folder, resumed; default: evals/MODEL-SUITE")] = None,
     engine: Annotated[str, typer.Option(help="native, vllm, or module:function that returns a LoadedModel")] = "native",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32 or bfloat16; default: as the results folder has it, else bfloat16 on a GPU"),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    slots: Annotated[int, typer.Option(min=1, help="responses generated at the same time")] = 64,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="responses generated at the same time; default: 64, on a GPU up to 1024")
+    ] = None,
     chunk: Annotated[int, typer.Option(min=1, help="responses between two saves")] = 256,
     workers: Annotated[int, typer.Option(min=1, help="verifier processes")] = 2,
 ) -> None:

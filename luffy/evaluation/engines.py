@@ -15,9 +15,12 @@ from luffy.models.threads import use_threads
 from luffy.registry import resolve
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
+from luffy.rollout.native.native_engine import GPU_SLOTS
 from luffy.rollout.vllm.colocated import VllmEngine, engine_arguments
 
 VLLM_MEMORY_FRACTION = 0.9  # nothing else needs the GPU here
+CPU_SLOTS = 64  # each keeps keys and values for the longest response
+VLLM_SLOTS = 256
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,14 @@ class LoadedModel:
     tokenizer: Any
     eos_ids: tuple[int, ...]
     context: int
+
+
+def default_slots(engine: str, device: str) -> int:
+    """Responses at the same time. The native engine on a GPU takes memory page by page, so that its most is no promise
+    to have memory for all of them."""
+    if engine == "vllm":
+        return VLLM_SLOTS
+    return GPU_SLOTS if device == "cuda" else CPU_SLOTS
 
 
 def load_engine(name: str, model: str, *, dtype: str, device: str, slots: int) -> LoadedModel:

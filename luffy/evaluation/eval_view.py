@@ -1,4 +1,4 @@
-"""How an evaluation shows itself: a bar on a terminal, a line per saved chunk in a file or a pipe."""
+"""How an evaluation shows itself: a bar on a terminal, a line per save in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from luffy.report.console import clock
 
 
 class EvalView:
-    """``working`` moves the bar within a chunk, ``saved`` when its responses are scored and on the disk."""
+    """``working`` counts responses of this run that are finished, ``saved`` adds those that are scored and on the disk,
+    from another thread."""
 
     def __init__(self, name: str, total: int, done: int) -> None:
         self.console = Console(file=lasting(sys.stderr))
@@ -32,9 +33,9 @@ class EvalView:
             self._task = self._bar.add_task(name, total=total, completed=done, figures="")
             self._bar.start()
 
-    def working(self, finished: int, _all: int) -> None:
+    def working(self, finished: int) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done + finished)
+            self._bar.update(self._task, completed=self.first + finished)
 
     def saved(self, responses: int, tokens: int, right: int, where: str) -> None:
         self.done += responses
@@ -42,7 +43,7 @@ class EvalView:
         spent = max(time.monotonic() - self.started, 1e-9)
         figures = f"{where}  right {right}/{responses}  {self.tokens / spent:,.0f} tok/s"
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, figures=figures)
+            self._bar.update(self._task, figures=figures)
             return
         eta = spent / max(self.done - self.first, 1) * (self.total - self.done)
         self.say(f"{self.done}/{self.total} responses ({100 * self.done // self.total}%)  {figures}  eta {clock(eta)}")

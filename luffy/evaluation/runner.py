@@ -1,4 +1,4 @@
-"""``luffy eval``: sample, score, save in chunks; go on where a killed evaluation stopped.
+"""``luffy eval``: one stream of responses, scored and saved as they finish; go on where a killed evaluation stopped.
 
 OUT/settings.json   what decides the responses
 OUT/items.jsonl     one line per (benchmark, item, sample)
@@ -8,7 +8,7 @@ OUT/result.json     the figures; result.md shows them
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,17 @@ from luffy.data import Encoder
 from luffy.data.encode import resolve_style
 from luffy.errors import UserError
 from luffy.evaluation.accuracy import is_right
+from luffy.evaluation.background_work import BackgroundWork
 from luffy.evaluation.benchmarks import Suite, load_suite
-from luffy.evaluation.engines import LoadedModel, load_engine, model_identity
+from luffy.evaluation.engines import LoadedModel, default_slots, load_engine, model_identity
 from luffy.evaluation.eval_view import EvalView
 from luffy.evaluation.results import ITEMS, Result, build_result, model_label, write_result
-from luffy.evaluation.settings import Settings, alone_in, claim, problems_hash, recorded_date
+from luffy.evaluation.settings import Settings, alone_in, claim, problems_hash, recorded
 from luffy.guidance.plan import seed_of
+from luffy.models.load import decode
 from luffy.report.recorder import JsonLinesWriter, read_json_lines
 from luffy.rewards import Verifier, build_verifier
-from luffy.types import Problem, Request, Sampling
+from luffy.types import Completion, Problem, Request, Sampling
 
 PAPER_MAX_TOKENS = 8192
 
@@ -55,9 +57,9 @@ class Options:
     shuffle_options: bool = True
     limit: int | None = None
     engine: str = "native"
-    dtype: str = "float32"
+    dtype: str | None = None
     device: str = "cpu"
-    slots: int = 64
+    slots: int | None = None
     chunk: int = 256
     workers: int = 2
 
@@ -76,8 +78,11 @@ class PlannedResponse:
         return self.benchmark, self.problem.id, self.sample
 
     def seed(self, seed: int) -> int:
-        """A function of its arguments alone: the order and the size of chunks change nothing."""
+        """A function of its arguments alone: the order in which responses are made changes nothing."""
         return seed_of(f"eval:{seed}:{self.benchmark}:{self.problem.id}:{self.sample}")
+
+
+Response = tuple[PlannedResponse, Completion]
 
 
 def run_evaluation(options: Options) -> Result:
@@ -95,10 +100,11 @@ def run_evaluation(options: Options) -> Result:
     out = options.out or default_out(options.model, options.suite)
     inside = options.answer_in_thought
     with alone_in(out), build_verifier(rewards.pop(), workers=options.workers, answer_in_thought=inside) as verifier:
+        options = with_defaults(options, out)
+        assert options.dtype is not None and options.slots is not None
         loaded = load_engine(
             options.engine, options.model, dtype=options.dtype, device=options.device, slots=options.slots
         )
-        options = replace(options, date=options.date or recorded_date(out))
         encoder = encoder_of(options, suite, loaded)
         loaded = replace(loaded, eos_ids=encoder.stops(loaded.eos_ids))
         jobs, settings = plan(options, suite, loaded, encoder)
@@ -107,6 +113,13 @@ def run_evaluation(options: Options) -> Result:
         result = build_result(suite, settings, read_json_lines(out / ITEMS))
         write_result(result, out)
     return result
+
+
+def with_defaults(options: Options, out: Path) -> Options:
+    """What is left open: as an evaluation in ``out`` has it, else what the device does best."""
+    dtype = options.dtype or recorded(out, "dtype") or ("bfloat16" if options.device == "cuda" else "float32")
+    slots = options.slots or default_slots(options.engine, options.device)
+    return replace(options, dtype=dtype, slots=slots, date=options.date or recorded(out, "date"))
 
 
 def default_out(model: str, suite: str) -> Path:
@@ -152,7 +165,7 @@ def plan(
         system_prompt=options.system_prompt,
         shuffle_options=options.shuffle_options,
         limit=options.limit,
-        dtype=options.dtype,
+        dtype=str(options.dtype),
         engine=options.engine,
         chat_template=encoder.chat_template,
         date=encoder.prompt_date,
@@ -175,32 +188,47 @@ def room_for(given: int | None, default: int, context: int, longest_prompt: int)
 def run_jobs(
     jobs: Sequence[PlannedResponse], loaded: LoadedModel, verifier: Verifier, settings: Settings, out: Path, chunk: int
 ) -> None:
-    """Make the responses that are not there yet, ``chunk`` at a time."""
+    """Make the responses that are not there yet, and save them ``chunk`` at a time as they finish."""
     path = out / ITEMS
     done = {(row["benchmark"], row["id"], row["sample"]) for row in read_json_lines(path)}
     todo = [job for job in jobs if job.key not in done]
     view = EvalView(model_label(settings.model), len(jobs), len(jobs) - len(todo))
     items = JsonLinesWriter(path, keep_through_step=0)
+
+    def save(responses: Sequence[Response]) -> None:
+        rows = scored(responses, loaded.tokenizer, verifier, settings.seed)
+        items.write(rows)
+        view.saved(len(rows), sum(r["tokens"] for r in rows), sum(map(is_right, rows)), rows[-1]["benchmark"])
+
     try:
-        for start in range(0, len(todo), chunk):
-            part = todo[start : start + chunk]
-            rows = respond(part, loaded, verifier, settings, view)
-            items.write(rows)
-            view.saved(len(rows), sum(r["tokens"] for r in rows), sum(map(is_right, rows)), part[-1].benchmark)
+        with BackgroundWork() as background:
+            for responses in finished_in_parts(todo, loaded, settings, chunk, view):
+                background.submit(save, responses)
     finally:
         items.close()
         view.close()
 
 
-def respond(
-    jobs: Sequence[PlannedResponse], loaded: LoadedModel, verifier: Verifier, settings: Settings, view: EvalView
-) -> list[dict[str, Any]]:
+def finished_in_parts(
+    jobs: Sequence[PlannedResponse], loaded: LoadedModel, settings: Settings, chunk: int, view: EvalView
+) -> Iterator[list[Response]]:
+    """Responses in the order in which they finish; ``chunk`` of them at a time."""
     sampling = Sampling(settings.max_tokens, settings.temperature, settings.top_p, settings.top_k, loaded.eos_ids)
-    requests = [Request(job.prompt_ids, job.seed(settings.seed), sampling) for job in jobs]
-    completions = loaded.engine.generate(requests, view.working)
-    ids = [completion.token_ids.tolist() for completion in completions]
-    texts = [loaded.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ids]
-    scores = verifier.score([(job.problem, text, own) for job, text, own in zip(jobs, texts, ids, strict=True)])
+    requests = (Request(job.prompt_ids, job.seed(settings.seed), sampling) for job in jobs)
+    part: list[Response] = []
+    for count, (index, completion) in enumerate(loaded.engine.stream(requests), start=1):
+        part.append((jobs[index], completion))
+        view.working(count)
+        if len(part) == chunk or count == len(jobs):
+            yield part
+            part = []
+
+
+def scored(responses: Sequence[Response], tokenizer: Any, verifier: Verifier, seed: int) -> list[dict[str, Any]]:
+    """A line of items.jsonl for each response."""
+    ids = [completion.token_ids.tolist() for _, completion in responses]
+    texts = decode(tokenizer, ids)
+    scores = verifier.score([(r[0].problem, text, own) for r, text, own in zip(responses, texts, ids, strict=True)])
     reason = verifier.why_nothing_was_scored(scores)
     if reason is not None:
         raise UserError(f"every call of the reward failed, the last one: {reason}; the same command goes on from here")
@@ -209,15 +237,13 @@ def respond(
             "benchmark": job.benchmark,
             "id": job.problem.id,
             "sample": job.sample,
-            "seed": request.seed,
+            "seed": job.seed(seed),
             "response": text,
-            "tokens": len(tokens),
+            "tokens": len(completion.token_ids),
             "finish": completion.finish,
             "answer": job.problem.answer,
             "score": score.value,
             "status": score.status,
         }
-        for job, request, text, tokens, completion, score in zip(
-            jobs, requests, texts, ids, completions, scores, strict=True
-        )
+        for (job, completion), text, score in zip(responses, texts, scores, strict=True)
     ]

@@ -53,10 +53,10 @@ def problems_hash(suite: Suite) -> str:
     return digest.hexdigest()
 
 
-def recorded_date(folder: Path) -> str | None:
-    """The date in the prompts of an evaluation that this folder already holds."""
+def recorded(folder: Path, setting: str) -> str | None:
+    """A setting of the evaluation that this folder already holds."""
     path = folder / SETTINGS
-    return json.loads(path.read_text(encoding="utf-8")).get("date") if path.exists() else None
+    return json.loads(path.read_text(encoding="utf-8")).get(setting) if path.exists() else None
 
 
 def claim(folder: Path, settings: Settings) -> None:

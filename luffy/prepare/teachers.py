@@ -17,7 +17,7 @@ from luffy.guidance.plan import seed_of
 from luffy.prepare.endpoint import Aborted, Endpoint, Reply
 from luffy.types import Completion, Message, Problem, Request, Sampling
 
-REQUESTS_AT_ONCE = 256
+SAVED_AT_ONCE = 256  # samples of a model in this process
 TOKEN_ID = "token_id:"
 
 
@@ -210,11 +210,28 @@ class LocalTeacher:
         self._same_ids = tokenizer is None or tokenizer.get_vocab() == self._tokenizer.get_vocab()
 
     def answer(self, problems: Iterable[Problem], n: int) -> Iterator[Answered]:
-        waiting = iter(problems)
-        while chunk := list(islice(waiting, max(1, REQUESTS_AT_ONCE // n))):
-            requests = [request for problem in chunk for request in self._requests(problem, n)]
-            drawn = iter([self._drawn(completion) for completion in self._engine.generate(requests)])
-            yield [(problem, list(islice(drawn, n))) for problem in chunk]
+        """Some hundred samples at a time; the engine gets the next problems meanwhile."""
+        open_problems: dict[int, tuple[Problem, list[TeacherResponse | None]]] = {}
+        answered: Answered = []
+
+        def requests() -> Iterator[Request]:
+            for number, problem in enumerate(problems):
+                open_problems[number] = (problem, [None] * n)
+                yield from self._requests(problem, n)
+
+        for index, completion in self._engine.stream(requests()):
+            number, place = divmod(index, n)
+            problem, samples = open_problems[number]
+            samples[place] = self._drawn(completion)
+            drawn = [sample for sample in samples if sample is not None]
+            if len(drawn) == n:
+                del open_problems[number]
+                answered.append((problem, drawn))
+            if len(answered) * n >= SAVED_AT_ONCE:
+                yield answered
+                answered = []
+        if answered:
+            yield answered
 
     def _requests(self, problem: Problem, n: int) -> list[Request]:
         task = self._encoder.encode(problem)

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from luffy.data import ProblemDataset, load_problems
 from luffy.errors import DataError, UserError
+from luffy.evaluation.background_work import BackgroundWork
 from luffy.files import whole_file, write_atomically
 from luffy.prepare.dataset_files import Journal, ProblemWriter, Record, problem_schema
 from luffy.prepare.teachers import Answered, Teacher, TeacherResponse
@@ -62,10 +63,14 @@ def prepare_traces(
 def ask(problems: ProblemDataset, n: int, teacher: Teacher, verifier: Verifier, journal: Journal) -> None:
     """Put every problem that the journal does not have yet to the teacher."""
     done = {record["id"] for record in journal}
-    with progress("answered problems", len(problems), len(done)) as advance:
-        for answered in teacher.answer((problem for problem in problems if problem.id not in done), n):
+    with progress("answered problems", len(problems), len(done)) as advance, BackgroundWork() as background:
+
+        def save(answered: Answered) -> None:
             journal.append(scored(answered, verifier))
             advance(len(answered))
+
+        for answered in teacher.answer((problem for problem in problems if problem.id not in done), n):
+            background.submit(save, answered)
 
 
 def are_chats(problems: ProblemDataset) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from luffy.errors import UserError
@@ -11,6 +12,7 @@ from luffy.metrics import Metric
 from luffy.types import Completion, Request
 
 Progress = Callable[[int, int], None]
+STREAM_PART = 1024  # requests of a stream that an engine without a better way answers at once
 
 
 @dataclass
@@ -38,6 +40,13 @@ class Engine(Protocol):
     """
 
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]: ...
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Completion]]:
+        """For bulk work: (number of the request, completion) as they finish, in any order."""
+        source, first = iter(requests), 0
+        while part := list(islice(source, STREAM_PART)):
+            yield from enumerate(self.generate(part), start=first)
+            first += len(part)
 
     def sync(self, version: int) -> None:
         """The policy's weights are now those of ``version``: later completions must use them."""

@@ -197,8 +197,7 @@ class Driver:
         options = {
             "suite": problems, "out": out, "k": k, "temperature": temperature, "reward": settings["reward"]["kind"],
             "max-tokens": settings["rollout"]["max_tokens"], "style": settings["data"]["style"],
-            "system-prompt": settings["data"]["system_prompt"], "dtype": settings["model"]["dtype"], "slots": 1024,
-            "chunk": 1_000_000,
+            "system-prompt": settings["data"]["system_prompt"], "dtype": settings["model"]["dtype"],
         }  # fmt: skip
         flags = [part for key, value in options.items() for part in (f"--{key}", str(value))]
         return [*self.args.luffy, "eval", str(model), *flags]

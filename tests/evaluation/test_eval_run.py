@@ -19,12 +19,14 @@ from luffy.cli import main
 from luffy.data import encode
 from luffy.errors import UserError
 from luffy.evaluation.accuracy import pass_at_k
+from luffy.evaluation.background_work import BackgroundWork
 from luffy.evaluation.compare import as_markdown, compare
 from luffy.evaluation.engines import LoadedModel, load_native, model_identity
 from luffy.evaluation.results import as_markdown as result_markdown
 from luffy.evaluation.results import model_label
 from luffy.evaluation.runner import Options, run_evaluation
 from luffy.quickstart.task import write_dataset
+from luffy.rollout.native import NativeEngine
 
 BASE = str(resources.files("luffy.quickstart") / "assets" / "base")
 
@@ -123,35 +125,102 @@ def test_seeds_differ_between_items_and_samples(whole):
     assert len({row["seed"] for row in items}) == len(items)
 
 
-def test_a_killed_evaluation_goes_on_and_ends_the_same(whole, options, tmp_path, monkeypatch):
-    """Killed after two of five chunks, in the middle of writing a line."""
-    respond, calls = runner.respond, []
+@pytest.fixture
+def asked(monkeypatch):
+    """Seeds of what the engine is asked for. It breaks off after ``asked.limit`` responses."""
 
-    def dies(jobs, *args):
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        calls.append([job.key for job in jobs])
-        return respond(jobs, *args)
+    class Asked(list):
+        limit = None
 
-    monkeypatch.setattr(runner, "respond", dies)
+    seeds, stream = Asked(), NativeEngine.stream
+
+    def counted(engine, requests):
+        requests = list(requests)
+        seeds.extend(request.seed for request in requests)
+        for number, finished in enumerate(stream(engine, requests)):
+            if number == seeds.limit:
+                raise KeyboardInterrupt
+            yield finished
+
+    monkeypatch.setattr(NativeEngine, "stream", counted)
+    return seeds
+
+
+def test_a_killed_evaluation_goes_on_and_ends_the_same(whole, options, tmp_path, asked):
+    """Killed when 80 of 100 responses were saved, in the middle of writing a line."""
+    asked.limit = 100
     with pytest.raises(KeyboardInterrupt):
         run_evaluation(replace(options, out=tmp_path))
-    assert len(read_items(tmp_path)) == 80 and not (tmp_path / "result.json").exists()
+    saved = {row["seed"] for row in read_items(tmp_path)}
+    assert len(saved) == 80 and not (tmp_path / "result.json").exists()
     with (tmp_path / "items.jsonl").open("a") as file:
         file.write('{"benchmark": "heldout", "id": "1')
-    again = []
-    monkeypatch.setattr(
-        runner, "respond", lambda jobs, *args: again.extend(j.key for j in jobs) or respond(jobs, *args)
-    )
+    asked.clear()
+    asked.limit = None
     result = run_evaluation(replace(options, out=tmp_path, chunk=17))
     assert read_items(tmp_path) == read_items(whole[0])
     assert result.benchmarks == whole[1].benchmarks
-    assert len(again) == 24 * 8 - 80 and not set(again) & {key for part in calls for key in part}
+    assert len(asked) == 24 * 8 - 80 and not set(asked) & saved
 
 
-def test_a_finished_evaluation_makes_nothing_again(whole, options, monkeypatch):
-    monkeypatch.setattr(runner, "respond", lambda *args: pytest.fail("nothing was left to do"))
+def test_a_finished_evaluation_makes_nothing_again(whole, options, asked):
     assert run_evaluation(replace(options, out=whole[0])) == whole[1]
+    assert asked == []
+
+
+def test_slots_do_not_wait_for_a_save(options, tmp_path, monkeypatch):
+    """As many decoding steps as one call of the engine takes, however often is saved."""
+    engines, load = [], runner.load_engine
+    monkeypatch.setattr(runner, "load_engine", lambda *args, **kw: engines.append(load(*args, **kw)) or engines[-1])
+    for chunk in (7, 1000):
+        run_evaluation(replace(options, out=tmp_path / str(chunk), chunk=chunk, slots=16))
+    often, once = (loaded.engine.stats for loaded in engines)
+    assert often.decode_steps == once.decode_steps and often.prefilled_prompts == 24
+    lines = [(tmp_path / name / "items.jsonl").read_text() for name in ("7", "1000")]
+    assert lines[0] == lines[1]
+
+
+def test_a_save_that_fails_ends_the_evaluation(options, tmp_path, monkeypatch):
+    def full(self, rows):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(runner.JsonLinesWriter, "write", full)
+    with pytest.raises(OSError, match="no space left"):
+        run_evaluation(replace(options, out=tmp_path))
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_what_is_left_open_is_what_the_device_does_best(options, whole, tmp_path):
+    def chosen(out=tmp_path, **changes):
+        filled = runner.with_defaults(replace(options, **changes), out)
+        return filled.dtype, filled.slots
+
+    assert chosen() == ("float32", 64)
+    assert chosen(device="cuda") == ("bfloat16", 1024)
+    assert chosen(device="cuda", engine="vllm") == ("bfloat16", 256)
+    assert chosen(device="cuda", dtype="float32", slots=5) == ("float32", 5)
+    assert chosen(out=whole[0], device="cuda") == ("float32", 1024)  # as the evaluation there began
+
+
+def test_work_in_the_background():
+    done = []
+
+    def work(number):
+        if number == 1:
+            raise ValueError("broken")
+        done.append(number)
+
+    with BackgroundWork() as background:
+        background.submit(work, 0)
+    with pytest.raises(ValueError, match="broken"), BackgroundWork() as background:
+        background.submit(work, 1)
+    with pytest.raises(ValueError, match="broken"), BackgroundWork() as background:
+        for number in range(1, 5):
+            background.submit(work, number)
+    with pytest.raises(KeyboardInterrupt), BackgroundWork() as background:
+        background.submit(work, 9)
+        raise KeyboardInterrupt
+    assert done in ([0, 2, 9], [0, 2, 3, 9])
 
 
 @pytest.mark.parametrize(

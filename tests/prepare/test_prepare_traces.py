@@ -14,10 +14,12 @@ import luffy.quickstart
 from luffy.data import Encoder, load_problems
 from luffy.errors import DataError, UserError
 from luffy.models import load_tokenizer
+from luffy.prepare import teachers
 from luffy.prepare.endpoint import Endpoint, EndpointError, Reply
 from luffy.prepare.teachers import EndpointTeacher, LocalTeacher, ask_endpoint, recorded_ids
 from luffy.prepare.traces import prepare_traces
 from luffy.quickstart.task import write_dataset
+from luffy.rollout.native import NativeEngine
 
 BASE = Path(luffy.quickstart.__file__).parent / "assets" / "base"
 KEY = "sk-very-secret"
@@ -281,6 +283,36 @@ def test_a_local_model_records_exact_ids_and_log_probs(tmp_path):
     )
     assert again["counts"] == counts
     assert load_problems(tmp_path / "again.parquet")[3].traces == load_problems(out)[3].traces
+
+
+def test_a_local_run_that_was_stopped_makes_only_the_rest(tmp_path, monkeypatch):
+    chains = write_dataset(tmp_path / "data", seed=0, train=24, heldout=1, ood=1, terms=2)["train"]
+    asked, stream, options = [], NativeEngine.stream, {"n": 4, "reward": "gsm8k", "keep_wrong": True}
+
+    def breaks_off(engine, requests, after=50):
+        for number, finished in enumerate(stream(engine, requests)):
+            if number == after:
+                raise KeyboardInterrupt
+            yield finished
+
+    monkeypatch.setattr(teachers, "SAVED_AT_ONCE", 8)
+    monkeypatch.setattr(NativeEngine, "stream", breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_traces(str(chains), tmp_path / "out.parquet", local(), "base", {}, **options)
+    saved = len((tmp_path / "out.progress.jsonl").read_text().splitlines()) - 1
+    assert 0 < saved <= 50 // 4
+
+    def counted(engine, requests):
+        return stream(engine, (asked.append(request) or request for request in requests))
+
+    monkeypatch.setattr(NativeEngine, "stream", counted)
+    prepare_traces(str(chains), tmp_path / "out.parquet", local(), "base", {}, **options)
+    assert len(asked) == 96 - 4 * saved
+    monkeypatch.undo()
+    prepare_traces(str(chains), tmp_path / "whole.parquet", local(), "base", {}, **options)
+    rest, whole = (load_problems(tmp_path / f"{name}.parquet") for name in ("out", "whole"))
+    for mine, theirs in zip(rest, whole, strict=True):
+        assert [t.token_ids for t in mine.traces] == [t.token_ids for t in theirs.traces]
 
 
 def test_local_log_probs_are_at_the_sampling_temperature_and_ids_need_the_same_vocabulary(tmp_path):

@@ -9,6 +9,8 @@ from tiny_models import tiny_model
 from luffy.errors import UserError
 from luffy.models import eos_ids, load_model, load_tokenizer
 from luffy.rollout import NativeEngine
+from luffy.rollout.engine import Engine
+from luffy.rollout.native import native_engine
 from luffy.types import Request, Sampling
 
 
@@ -35,6 +37,32 @@ def test_a_finished_sequence_frees_its_slot_at_once():
     # One-token responses come from the prefill and never take a step.
     engine.generate([ask((5, 6), 9), *(ask((5, 6 + i), 1, seed=i) for i in range(10))])
     assert engine.stats.decode_steps == 8
+
+
+def test_a_stream_gives_what_generate_gives_as_it_finishes(monkeypatch):
+    engine = NativeEngine(tiny_model("llama"), max_slots=4)
+    requests = [ask((5, 6 + i % 3), 2 + (5 * i) % 7, seed=i) for i in range(11)]
+    expected, steps = engine.generate(requests), engine.stats.decode_steps
+
+    def streamed():
+        found = {}
+        for number, completion in engine.stream(iter(requests)):
+            assert torch.is_grad_enabled()  # the caller's own state
+            found[number] = completion.token_ids.tolist()
+        return found
+
+    found = streamed()
+    assert found == {i: c.token_ids.tolist() for i, c in enumerate(expected)} and list(found) != sorted(found)
+    assert engine.stats.decode_steps == steps
+    monkeypatch.setattr(native_engine, "STREAMED_AT_ONCE", 5)
+    assert streamed() == found
+    assert streamed_in_parts(engine, requests, monkeypatch) == found
+
+
+def streamed_in_parts(engine, requests, monkeypatch):
+    """By an engine that cannot do better."""
+    monkeypatch.setattr("luffy.rollout.engine.STREAM_PART", 4)
+    return {number: completion.token_ids.tolist() for number, completion in Engine.stream(engine, requests)}
 
 
 def test_steps_are_the_best_possible_when_all_fit():

@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 # Sequences decoded at once, unless given.
 CPU_SLOTS = 256
 GPU_SLOTS = 1024
+STREAMED_AT_ONCE = 65_536  # requests of a stream, about a kilobyte each
 
 Decoding = Literal["auto", "slots", "pages"]
 
@@ -55,16 +57,25 @@ class Generation(Protocol):
         """Release what outlives the call."""
 
 
-def completions_of(generation: Generation, count: int, progress: Progress | None) -> list[Completion]:
-    """Run ``generation`` to its end and close it; its ``count`` completions in the order of their requests."""
-    completions: dict[int, Completion] = {}
+Finished = Iterator[tuple[int, Completion]]
+
+
+def finished_of(generation: Generation) -> Finished:
+    """(number of the request, completion) as they finish; ``generation`` is closed at the end."""
     try:
         for sequence in generation.run():
-            completions[sequence.index] = sequence.completion()
-            if progress is not None:
-                progress(len(completions), count)
+            yield sequence.index, sequence.completion()
     finally:
         generation.close()
+
+
+def in_order(finished: Finished, count: int, progress: Progress | None) -> list[Completion]:
+    """The ``count`` completions of ``finished`` in the order of their requests."""
+    completions: dict[int, Completion] = {}
+    for index, completion in finished:
+        completions[index] = completion
+        if progress is not None:
+            progress(len(completions), count)
     return [completions[index] for index in range(count)]
 
 
@@ -121,18 +132,28 @@ class NativeEngine(Engine):
 
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
         """Completions in the order of ``requests``; ``progress`` hears (finished, all)."""
-        if not requests:
-            return []
+        return in_order(self._finished(requests), len(requests), progress) if requests else []
+
+    def stream(self, requests: Iterable[Request]) -> Finished:
+        """A slot that becomes free takes the next request. Every so many, which must fit the host's memory, the slots
+        run empty."""
+        source, first = iter(requests), 0
+        while part := list(islice(source, STREAMED_AT_ONCE)):
+            for index, completion in self._finished(part):
+                yield first + index, completion
+            first += len(part)
+
+    @torch.no_grad()
+    def _finished(self, requests: Sequence[Request]) -> Finished:
         vocabulary = causal_lm(self.model).config.vocab_size
         for request in requests:
             check_request(request, self.max_context, vocabulary)
         started = time.perf_counter()
-        with torch.no_grad(), evaluating(self.model):
+        with evaluating(self.model):
             generation = self._generation(requests)
-            completions = completions_of(generation, len(requests), progress)
+            yield from finished_of(generation)
         self.stats = generation.stats
         self.stats.seconds = time.perf_counter() - started
-        return completions
 
     def _generation(self, requests: Sequence[Request]) -> Generation:
         if runs_plain(self.model):

@@ -16,7 +16,7 @@ from luffy.core.override_rules import Rule
 from luffy.models.forward import causal_lm
 from luffy.rollout.engine import Engine, Progress, check_request
 from luffy.rollout.native.model_runner import evaluating
-from luffy.rollout.native.native_engine import NativeEngine, completions_of, uses_pages
+from luffy.rollout.native.native_engine import NativeEngine, finished_of, in_order, uses_pages
 from luffy.rollout.native.slot_generation import SlotGeneration, SlotPlan
 from luffy.rollout.overrides.overriding_decoder import OverrideSettings, OverridingDecoder, SpeculativeStats
 from luffy.rollout.overrides.pair_checks import check_exact, check_pair, check_same_device, check_settings
@@ -73,7 +73,7 @@ class SpeculativeEngine(Engine):
         with torch.no_grad(), evaluating(self.policy.model), evaluating(self.second_model):
             decoder = self._decoder(requests)
             generation = SlotGeneration(requests, decoder, self.policy.prompt_budget)
-            completions = completions_of(generation, len(requests), progress)
+            completions = in_order(finished_of(generation), len(requests), progress)
         self.stats = decoder.stats
         self.stats.seconds = time.perf_counter() - started
         return completions
