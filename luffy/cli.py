@@ -343,6 +343,46 @@ def view(
     serve(server, typer.echo)
 
 
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="a run folder, a checkpoint, or a model folder")],
+    repo: Annotated[str, typer.Argument(help="OWNER/NAME on the hub; made where it is not there")],
+    checkpoint: Annotated[str | None, typer.Option(help="of a run: latest (default), best, or a step")] = None,
+    private: Annotated[bool, typer.Option("--private", help="make a new repository private")] = False,
+    revision: Annotated[str | None, typer.Option(help="branch to commit to, made where it is not there")] = None,
+    message: Annotated[str | None, typer.Option(help="of the commit")] = None,
+    evals: Annotated[
+        list[Path] | None, typer.Option("--eval", help="results of luffy eval for the card; default: those in evals/")
+    ] = None,
+    license: Annotated[str | None, typer.Option(help="for the card, e.g. apache-2.0")] = None,
+    base_model: Annotated[str | None, typer.Option(help="hub id for the card, where the base was a folder")] = None,
+    training_state: Annotated[
+        bool, typer.Option("--training-state", help="also optimizer, counters and adapters, under training/")
+    ] = False,
+    samples: Annotated[bool, typer.Option("--samples", help="also the recorded samples, under training/")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="write the card, list files and sizes, upload nothing")
+    ] = False,
+) -> None:
+    """Upload a trained model with its model card to the Hugging Face hub, in one commit."""
+    from luffy import push as hub
+
+    hub.check_repo_name(repo)
+    model = hub.find_model(folder, checkpoint)
+    if not dry_run:
+        hub.check_hub()
+    given = {"license": license, "base_model": base_model}
+    hub.write_card(model, Path(repo).name, {key: value for key, value in given.items() if value}, evals or [])
+    files = hub.files_to_push(model, training_state, samples)
+    for line in hub.listing(files):
+        typer.echo(line)
+    if dry_run:
+        typer.echo(f"nothing was uploaded; the card is {model.folder / 'README.md'}")
+        return
+    step = "" if model.checkpoint is None else f", step {model.checkpoint.step}"
+    typer.echo(f"pushed     {hub.push(repo, files, message or f'Push with luffy{step}', private, revision)}")
+
+
 # ---- evaluation
 
 

@@ -174,10 +174,14 @@ def is_evaluation(folder: Path) -> bool:
 
 
 def read_evaluation(folder: Path) -> Evaluation:
+    return Evaluation(read_result(folder), tuple(read_json_lines(folder / ITEMS)))
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """The figures of a finished evaluation, without its responses."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the --out folder of luffy eval")
     if not (folder / RESULT).is_file():
         state = "an unfinished evaluation: run its command again" if is_evaluation(folder) else "no evaluation"
         raise UserError(f"{folder} has no {RESULT}: it is {state}")
-    content = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    return Evaluation(content, tuple(read_json_lines(folder / ITEMS)))
+    return dict(json.loads((folder / RESULT).read_text(encoding="utf-8")))

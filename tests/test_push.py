@@ -1,0 +1,203 @@
+"""``luffy push`` against a hub on loopback, in fresh processes: the client reads its address when it is imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import commands
+import pytest
+from hub_server import TOKEN, HubServer
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+
+from luffy.errors import UserError
+from luffy.evaluation.engines import model_identity
+from luffy.push import files_to_push, find_model, write_card
+from luffy.train.checkpoint import Checkpoint
+from luffy.train.loop import Trainer
+
+
+@pytest.fixture(scope="module")
+def trained(make_config_in, sums, tmp_path_factory):
+    """A run of two steps with checkpoints of both; its folder."""
+    make_config = make_config_in(tmp_path_factory.mktemp("trained"))
+    cfg = make_config(
+        data={"eval": str(sums)}, eval={"every": 1, "limit": 4}, train={"steps": 2, "save_every": 1}, name="mine"
+    )
+    with Trainer(cfg) as trainer:
+        trainer.train()
+    return cfg.folder
+
+
+def evaluation(folder, model, accuracy=0.75):
+    """What ``luffy eval`` leaves of a model."""
+    folder.mkdir(parents=True)
+    settings = {"model_identity": model_identity(str(model)), "temperature": 0.6, "max_tokens": 8, "style": "plain"}
+    figures = {"title": "GSM8K", "items": 8, "k": 1, "accuracy": accuracy, "pass_at": {"1": accuracy}}
+    (folder / "result.json").write_text(json.dumps({"settings": settings, "benchmarks": {"gsm8k": figures}}))
+    return folder
+
+
+def in_fresh_process(calls, endpoint, folder):
+    """Exit code, output and errors of each command."""
+    (folder / "calls.json").write_text(json.dumps(calls))
+    env = {"HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    done = subprocess.run(
+        [sys.executable, commands.__file__, str(folder / "calls.json")],
+        cwd=folder, env=kept | env, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def pushed(trained, tmp_path_factory):
+    """The hub after a series of pushes, and what each command said."""
+    folder = tmp_path_factory.mktemp("pushed")
+    evaluation(folder / "evals" / "mine", trained / "checkpoints" / "step-000002" / "model")
+    other = evaluation(folder / "evals" / "other", trained / "checkpoints" / "step-000001" / "model", 0.125)
+    run, first = str(trained), str(trained / "checkpoints" / "step-000001")
+    push = ["push", run]
+    calls = {
+        "not mine": [*push, "bob/mine"],
+        "no name": [*push, "a/b/c"],
+        "no folder": ["push", str(folder / "nowhere"), "ann/mine"],
+        "no step": [*push, "ann/mine", "--checkpoint", "7"],
+        "another model": [*push, "ann/mine", "--eval", str(other)],
+        "refused": [*push, "ann/mine"],
+        "no token": [*push, "ann/mine"],
+        "dry": [*push, "ann/mine", "--dry-run"],
+        "plain": [*push, "ann/mine", "--private", "--license", "mit"],
+        "branch": ["push", first, "ann/mine", "--revision", "first", "--message", "Of step 1", "--training-state"],
+        "again": [*push, "ann/old", "--samples"],
+    }
+    env = {"refused": {"HF_TOKEN": "hf_wrong"}, "no token": {"HF_TOKEN": None}}
+    hub = HubServer()
+    hub.repos["ann/old"] = {}
+    hub.files["ann/old"] = {
+        "main": {"model-00001-of-00002.safetensors": b"x", "model.safetensors.index.json": b"{}", "notes.md": b"kept"}
+    }
+    listed = [{"args": args, "env": env.get(name, {"HF_TOKEN": TOKEN})} for name, args in calls.items()]
+    said = dict(zip(calls, in_fresh_process(listed, hub.url, folder), strict=True))
+    hub.close()
+    return hub, said
+
+
+def test_the_hub_has_the_bytes_of_the_folder(pushed, trained, tmp_path):
+    hub, said = pushed
+    assert said["plain"][0] == 0, said["plain"]
+    assert hub.commits[0] == ("ann/mine", "main", "Push with luffy, step 2")
+    assert hub.repos["ann/mine"]["name"] == "mine" and "private" in json.dumps(hub.repos["ann/mine"])
+    there = dict(hub.files["ann/mine"]["main"])
+    assert there.pop(".gitattributes") == b""
+    model = trained / "checkpoints" / "step-000002" / "model"
+    local = {path.name: path.read_bytes() for path in model.iterdir()}
+    assert there.keys() == local.keys()
+    assert {name for name in there if there[name] != local[name]} == {"README.md"}  # a later push has made it anew
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "curves.png"} <= there.keys()
+    assert there["curves.png"].startswith(b"\x89PNG")
+    for name, content in there.items():
+        (tmp_path / name).write_bytes(content)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "pushed     " in said["plain"][1] and "/ann/mine/commit/" in said["plain"][1]
+
+
+def test_weights_of_another_model_go_and_other_files_stay(pushed, trained):
+    hub, said = pushed
+    there = dict(hub.files["ann/old"]["main"])
+    assert said["again"][0] == 0 and there.pop("notes.md") == b"kept"
+    assert {n: b for n, b in there.items() if not n.startswith("training/")} == {
+        path.name: path.read_bytes() for path in (trained / "checkpoints" / "step-000002" / "model").iterdir()
+    }
+
+
+def test_the_card_has_what_was_evaluated_since(pushed):
+    hub, _ = pushed
+    text = hub.files["ann/old"]["main"]["README.md"].decode()
+    card = ModelCard(text).data
+    assert [(r.dataset_name, r.metric_value) for r in card.eval_results] == [("GSM8K", 75.0)]  # not of the other step
+    assert card.model_name == "old" and card.license == "mit"  # a later push keeps the license
+    assert "| GSM8K (avg@1) | 8 | 75.0 | 40.9 to 92.9 |  |" in text and "](curves.png)" in text
+
+
+def test_a_branch_and_what_is_uploaded_only_on_request(pushed, trained):
+    hub, said = pushed
+    assert said["branch"][0] == said["again"][0] == 0, (said["branch"], said["again"])
+    first, main = hub.files["ann/mine"]["first"], hub.files["ann/old"]["main"]
+    step = trained / "checkpoints" / "step-000001"
+    assert first["model.safetensors"] == (step / "model" / "model.safetensors").read_bytes()
+    assert first["training/optimizer.safetensors"] == (step / "optimizer.safetensors").read_bytes()
+    assert {n for n in first if n.startswith("training/")} == {
+        f"training/{n}" for n in ("optimizer.safetensors", "state.json", "manifest.json")
+    }
+    assert {n for n in main if n.startswith("training/")} == {"training/samples.jsonl", "training/eval_samples.jsonl"}
+    assert main["training/samples.jsonl"] == (trained / "samples.jsonl").read_bytes()
+    assert hub.commits[1] == ("ann/mine", "first", "Of step 1") and len(hub.commits) == 3
+
+
+def test_a_dry_run_lists_files_and_sizes_and_uploads_nothing(pushed, trained):
+    _, said = pushed
+    code, out, _ = said["dry"]
+    assert code == 0 and "nothing was uploaded" in out
+    weights = trained / "checkpoints" / "step-000002" / "model" / "model.safetensors"
+    assert f"{weights.stat().st_size:,}  model.safetensors" in out and "optimizer" not in out
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ("not mine", "the push to bob/mine failed: the token may not write to bob/mine"),
+        ("no name", "'a/b/c' is no name of a repository; give OWNER/NAME"),
+        ("no folder", "nowhere: no such folder; give a run, a checkpoint or a model folder"),
+        ("no step", "has checkpoints of the steps 1, 2; or give latest or best"),
+        ("another model", "is the evaluation of another model"),
+        ("refused", "the hub does not accept the token: log in again with `hf auth login`"),
+        ("no token", "no token for the hub: run `hf auth login` or set HF_TOKEN"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(pushed, call, why):
+    code, _, err = pushed[1][call]
+    assert code == 2 and err.startswith("luffy: error: ") and why in err
+    assert len(err.splitlines()) == 1
+
+
+def test_no_network_is_told_in_one_line(trained, tmp_path):
+    ((code, out, err),) = in_fresh_process(
+        [{"args": ["push", str(trained), "ann/mine", "--checkpoint", "best"]}], "http://127.0.0.1:9", tmp_path
+    )
+    assert (code, out) == (2, "")
+    assert err.startswith("luffy: error: nothing was pushed: http://127.0.0.1:9 cannot be reached")
+
+
+def test_a_card_of_ones_own_is_pushed_as_it_is(trained, tmp_path):
+    model = find_model(trained / "checkpoints" / "latest" / "model")
+    before = (model.folder / "README.md").read_text()
+    try:
+        (model.folder / "README.md").write_text("# Mine")
+        assert write_card(model, "mine", {}, []) is False and (model.folder / "README.md").read_text() == "# Mine"
+        with pytest.raises(UserError, match=r"--base-model is for the card that luffy makes, but .* is your own"):
+            write_card(model, "mine", {"base_model": "a/b"}, [])
+        (model.folder / "notes.txt").write_text("not saved with it")
+        assert "notes.txt" not in files_to_push(find_model(trained))
+    finally:
+        (model.folder / "README.md").write_text(before)
+        (model.folder / "notes.txt").unlink()
+    Checkpoint(model.folder.parent).verify()
+
+
+def test_folders_that_are_no_checkpoint(trained, tiny_model, tmp_path):
+    plain = find_model(tiny_model)
+    assert plain.checkpoint is None and "model.safetensors" in files_to_push(plain)
+    assert write_card(plain, "mine", {}, []) is False and not (tiny_model / "README.md").exists()
+    with pytest.raises(UserError, match="is a model alone"):
+        files_to_push(plain, samples=True)
+    with pytest.raises(UserError, match="holds no model"):
+        find_model(tmp_path)
+    with pytest.raises(UserError, match="is no run folder"):
+        find_model(tiny_model, "best")
+    assert find_model(trained, "best").checkpoint.step == json.loads((trained / "best.json").read_text())["step"]
+    assert find_model(Path(trained), "1").checkpoint.step == 1
