@@ -293,19 +293,31 @@ def generate(
         typer.echo(json.dumps(row, ensure_ascii=False) if as_json else row["response"])
 
 
+RewardOf = Annotated[
+    str | None, typer.Option(help="a recipe whose section reward says how to score, in place of the other options")
+]
+
+
 @app.command()
 def verify(
     rows: Annotated[Path, typer.Argument(help='JSONL with "answer" and "response" in every line; - is standard input')],
-    reward: Annotated[str, typer.Option(help="math, numeric, gsm8k, choice, format, or module:function")] = "math",
+    reward: Annotated[
+        str, typer.Option(help="math, numeric, gsm8k, choice, format, a server's address, or module:function")
+    ] = "math",
     out: Annotated[Path | None, typer.Option(help="where to write the scores; default: standard output")] = None,
     workers: Annotated[int, typer.Option(min=1, help="verifier processes")] = 2,
     timeout_s: Annotated[float, typer.Option(help="seconds after which a verification is killed and scores 0")] = 8.0,
     answer_in_thought: AnswerInThought = False,
+    reward_of: RewardOf = None,
 ) -> None:
     """Score responses from the shell: one JSON line per row, in order, with score and status."""
     from luffy.rewards import build_verifier, score_file
 
-    with build_verifier(reward, workers=workers, timeout_s=timeout_s, answer_in_thought=answer_in_thought) as verifier:
+    if reward_of is not None:
+        built = load_config(reward_of).reward.verifier()
+    else:
+        built = build_verifier(reward, workers=workers, timeout_s=timeout_s, answer_in_thought=answer_in_thought)
+    with built as verifier:
         summary = score_file(rows, out, verifier)
     typer.echo(str(summary), err=True)
 
@@ -435,6 +447,7 @@ def eval_model(
     reward: Annotated[
         str | None, typer.Option(help="default: math for math6 and a FILE, choice for ood, gsm8k for gsm8k")
     ] = None,
+    reward_of: RewardOf = None,
     answer_in_thought: AnswerInThought = False,
     shuffle: Annotated[bool, typer.Option(help="shuffle the options of multiple choice by the seed")] = True,
     limit: Annotated[int | None, typer.Option(min=1, help="only the first problems of each benchmark")] = None,
@@ -463,7 +476,7 @@ def eval_model(
         max_tokens=max_tokens, seed=seed, style=style, system_prompt=system_prompt,
         chat_template=chat_template, date=date, reward=reward, answer_in_thought=answer_in_thought,
         shuffle_options=shuffle, limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
-        chunk=chunk, workers=workers,
+        chunk=chunk, workers=workers, reward_settings=load_config(reward_of).reward if reward_of else None,
     )  # fmt: skip
     typer.echo(as_markdown(run_evaluation(options)), nl=False)
     typer.echo(f"results    {out}", err=True)

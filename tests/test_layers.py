@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "data": {"data", *BASE, "schema"},
     "rewards": {"rewards", *BASE, "schema"},
     "guidance": {"guidance", *BASE},
-    "config": {"config", "core", "guidance", "schema", *BASE},
+    "config": {"config", "core", "guidance", "rewards", "schema", *BASE},
     "models": {"models", "core", "kernels", *BASE},
     "rollout": {"rollout", "models", "core", "kernels", *BASE},
     "report": {"report", "config", "schema", "core", *BASE},

@@ -53,6 +53,11 @@ def _check_reward(c: Knobs) -> None:
             f"'reward.failure' ({c.reward.failure}) exceeds 'reward.success' ({c.reward.success}): a response would "
             f"have solved its problem and failed; lower reward.failure"
         )
+    asks_server = "http" in (c.reward.weights or {c.reward.kind: 1.0})
+    if asks_server and c.reward.http.url is None:
+        raise ConfigError("'reward.kind' http needs 'reward.http.url', such as http://127.0.0.1:9000/score")
+    if c.reward.http.url is not None and not asks_server:
+        raise ConfigError(f"'reward.http.url' ({c.reward.http.url}) is not asked: set reward.kind=http")
 
 
 def _require_likelihood(c: Knobs, who: str) -> None:

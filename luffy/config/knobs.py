@@ -16,6 +16,8 @@ from luffy.errors import ConfigError
 from luffy.guidance.gate import GATES, GateSettings
 from luffy.guidance.ratios import SCHEDULES, RatioSchedule
 from luffy.guidance.trace_choice import TraceChoice
+from luffy.rewards.http_settings import HttpRewardConfig
+from luffy.rewards.verifier import Verifier, build_verifier
 from luffy.schema import knob, nearest
 from luffy.types import Sampling
 
@@ -101,7 +103,9 @@ class DataConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     kind: str = knob(
-        "math", "math, numeric, gsm8k, choice, format, or your own: registered (docs/extend.md), or module:function"
+        "math",
+        "math, numeric, gsm8k, choice, format; http, or the address of a server; or your own: registered "
+        "(docs/extend.md), or module:function",
     )
     weights: dict[str, float] = knob(
         factory=dict, help="weighted sum of kinds, e.g. {math: 1, format: 0.1}; overrides kind"
@@ -109,11 +113,26 @@ class RewardConfig:
     workers: int = knob(2, "verifier processes", ge=1)
     timeout_s: float = knob(8.0, "a verification running longer is killed, scores 0 and is counted", gt=0)
     concurrency: int = knob(16, "samples that an async function has under way at once, in each worker", ge=1)
+    http: HttpRewardConfig = knob(factory=HttpRewardConfig, help="how a server is asked for scores (docs/rewards.md)")
     answer_in_thought: bool = knob(
         False, "read answers inside <think>...</think> too; false: what stands after the last closed thought counts"
     )
     success: float = knob(1.0, "a response that scores this or more has solved its problem")
     failure: float = knob(0.0, "a response that scores this or less has failed")
+
+    @property
+    def name(self) -> str:
+        """What tells these rewards from others: a kind or an address, or several with their weights."""
+        if self.weights:
+            return " + ".join(f"{weight:g} {kind}" for kind, weight in self.weights.items())
+        return self.http.url or self.kind if self.kind == "http" else self.kind
+
+    def verifier(self, workers: int | None = None) -> Verifier:
+        """What scores responses by these settings; ``workers`` instead of as many as they say."""
+        return build_verifier(
+            self.kind, self.weights or None, workers or self.workers, self.timeout_s, self.answer_in_thought,
+            self.concurrency, self.http,
+        )  # fmt: skip
 
     def solved(self, score: float) -> bool:
         return score >= self.success

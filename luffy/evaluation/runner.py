@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from luffy.config import RewardConfig
 from luffy.data import Encoder
 from luffy.data.encode import resolve_style
 from luffy.errors import UserError
@@ -62,6 +63,7 @@ class Options:
     slots: int | None = None
     chunk: int = 256
     workers: int = 2
+    reward_settings: RewardConfig | None = None  # a recipe's, in place of `reward`
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,9 @@ Response = tuple[PlannedResponse, Completion]
 
 def run_evaluation(options: Options) -> Result:
     """Everything that can be wrong with the data is found before the model is loaded."""
+    given = options.reward_settings
+    if given is not None:
+        options = replace(options, reward=given.name, answer_in_thought=given.answer_in_thought)
     suite = load_suite(
         options.suite, options.data, k=options.k, reward=options.reward, seed=options.seed,
         shuffle=options.shuffle_options, limit=options.limit,
@@ -98,8 +103,7 @@ def run_evaluation(options: Options) -> Result:
     rewards = {benchmark.reward for benchmark in suite.benchmarks}
     assert len(rewards) == 1, "a suite has one reward"
     out = options.out or default_out(options.model, options.suite)
-    inside = options.answer_in_thought
-    with alone_in(out), build_verifier(rewards.pop(), workers=options.workers, answer_in_thought=inside) as verifier:
+    with alone_in(out), verifier_of(options, rewards.pop()) as verifier:
         options = with_defaults(options, out)
         assert options.dtype is not None and options.slots is not None
         loaded = load_engine(
@@ -113,6 +117,12 @@ def run_evaluation(options: Options) -> Result:
         result = build_result(suite, settings, read_json_lines(out / ITEMS))
         write_result(result, out)
     return result
+
+
+def verifier_of(options: Options, kind: str) -> Verifier:
+    if options.reward_settings is not None:
+        return options.reward_settings.verifier()
+    return build_verifier(kind, workers=options.workers, answer_in_thought=options.answer_in_thought)
 
 
 def with_defaults(options: Options, out: Path) -> Options:

@@ -85,7 +85,7 @@ def _named(columns: list[str]) -> dict[str, str] | None:
 def check(
     file: Annotated[str, typer.Argument(help="a data file, folder or hub dataset in any layout that train reads")],
     tokenizer: Annotated[str | None, typer.Option(help="folder or hub id; without it no tokens are counted")] = None,
-    reward: Annotated[str, typer.Option(help="math, numeric, gsm8k, choice, format, or module:function")] = "math",
+    reward: Annotated[str, typer.Option(help="a kind of docs/rewards.md, an address, or module:function")] = "math",
     style: Style = "auto",
     system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
     split: Annotated[str, typer.Option(help="split of a folder or hub dataset")] = "train",
@@ -171,7 +171,7 @@ def traces(
     style: Style = "auto",
     system_prompt: Annotated[str | None, typer.Option(help="system message, where the prompt has none")] = None,
     teacher: Annotated[str | None, typer.Option(help="name recorded in the traces; default: the model's")] = None,
-    reward: Annotated[str, typer.Option(help="math, numeric, gsm8k, choice, format, or module:function")] = "math",
+    reward: Annotated[str, typer.Option(help="a kind of docs/rewards.md, an address, or module:function")] = "math",
     workers: Workers = 2,
     concurrency: Annotated[int, typer.Option(min=1, help="requests under way (endpoint)")] = 16,
     retries: Annotated[int, typer.Option(min=0, help="after 429, 5xx or a lost connection (endpoint)")] = 6,

@@ -26,6 +26,7 @@ from luffy.rewards.worker import describe
 BATCH_NAMES = ("prompts", "completions", "completion_ids")
 SAMPLE_NAMES = ("response", "problem")
 NOT_SCORED = Outcome("not_scored", message="the reward gave no score for it")
+CALL_FAILED = "call_failed"  # the status of all samples of a call that failed as a whole
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class OwnFunction:
         """What TRL would pass, as far as the function takes it."""
         ids = [item.token_ids for item in items]
         given = columns(items) | {
-            "prompts": [_prompt(item) for item in items],
+            "prompts": [prompt_of(item) for item in items],
             "completions": [_completion(item) for item in items],
         }
         if all(of_item is not None for of_item in ids):
@@ -179,7 +180,7 @@ def row_of(item: Answered) -> dict[str, Any]:
     return {"id": problem.id, "answer": problem.answer} | own
 
 
-def _prompt(item: Answered) -> str | list[dict[str, str]]:
+def prompt_of(item: Answered) -> str | list[dict[str, str]]:
     prompt = item.problem.prompt
     return prompt if isinstance(prompt, str) else [{"role": m.role, "content": m.content} for m in prompt]
 

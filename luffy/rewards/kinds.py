@@ -51,7 +51,7 @@ def reward(name: str) -> Callable[[OwnReward], OwnReward]:
     It runs in verifier processes, where it may hang or crash without harm (``reward.timeout_s``); one that is defined
     in the script or notebook itself, which those processes cannot import, runs in the trainer's own.
     """
-    if name in built_in():
+    if name in (*built_in(), "http"):
         raise UserError(f"there is a reward {name!r} already; register yours under another name")
     return OWN_REWARDS.register(name)
 

@@ -18,8 +18,10 @@ from typing import Any, Protocol
 
 from luffy.errors import UserError
 from luffy.rewards import math as math_reward
-from luffy.rewards.custom import NOT_SCORED, Form, OwnFunction
+from luffy.rewards.custom import CALL_FAILED, NOT_SCORED, Form, OwnFunction
 from luffy.rewards.extract import after_thought, tail
+from luffy.rewards.http_reward import HttpReward, is_address
+from luffy.rewards.http_settings import HttpRewardConfig
 from luffy.rewards.kinds import OWN_REWARDS, READS_THOUGHTS, TEXT_REWARDS, Answered, TextReward, built_in
 from luffy.rewards.pool import START_TIMEOUT_S, Outcome, WorkerPool
 from luffy.rewards.worker import describe
@@ -30,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 Item = tuple[Problem, str] | tuple[Problem, str, Sequence[int]]  # problem, response, its token ids
 
-CALL_FAILED = "call_failed"
 ASYNC_GRACE_S = 2.0  # a worker's async samples end themselves; one that blocks its loop is killed this much later
 
 
@@ -231,18 +232,19 @@ def build_verifier(
     timeout_s: float = 8.0,
     answer_in_thought: bool = False,
     concurrency: int = 16,
+    http: HttpRewardConfig | None = None,
 ) -> Verifier:
     """A verifier that has passed its self-check. ``weights`` such as ``{"math": 1.0, "format": 0.1}``
     make a weighted sum of those kinds and replace ``kind``. With ``answer_in_thought`` an answer inside
     ``<think>...</think>`` counts too. ``concurrency``: samples that an async function has under way at once, in each
-    worker."""
+    worker; ``http``: how a server is asked."""
     chosen = {kind: 1.0} if weights is None else dict(weights)
     _check_weights(chosen)
     rewards: dict[str, Reward] = {}
     verifier = Verifier(rewards, chosen)
     try:
         for name in chosen:
-            reward = _build_reward(name, workers, timeout_s, concurrency)
+            reward = _build_reward(name, workers, timeout_s, concurrency, http or HttpRewardConfig())
             reads_answers = name == "math" or (name in TEXT_REWARDS and name not in READS_THOUGHTS)
             rewards[name] = AfterThought(reward) if reads_answers and not answer_in_thought else reward
         verifier.self_check()
@@ -262,15 +264,18 @@ def _check_weights(weights: Mapping[str, float]) -> None:
 
 
 def _check_kind(kind: str) -> None:
-    known = (*built_in(), *OWN_REWARDS)
+    known = (*built_in(), "http", *OWN_REWARDS)
     if kind in known or (":" in kind and kind != "module:function"):
         return
     raise UserError(
-        f"unknown reward {kind!r}{nearest(kind, known)}; known: {', '.join(known)}, or module:function of your own"
+        f"unknown reward {kind!r}{nearest(kind, known)}; known: {', '.join(known)}, an address, or "
+        f"module:function of your own"
     )
 
 
-def _build_reward(kind: str, workers: int, timeout_s: float, concurrency: int) -> Reward:
+def _build_reward(kind: str, workers: int, timeout_s: float, concurrency: int, http: HttpRewardConfig) -> Reward:
+    if kind == "http" or is_address(kind):
+        return HttpReward(http.url if kind == "http" else kind, http)
     if kind == "math":
         return MathReward(workers, timeout_s)
     if kind in TEXT_REWARDS:

@@ -20,7 +20,7 @@ from luffy.guidance.gate import find_gate
 from luffy.models.load import eos_ids, load_model
 from luffy.report.recorder import check_trackers
 from luffy.report.timing import Stopwatch
-from luffy.rewards import Verifier, build_verifier
+from luffy.rewards import Verifier
 from luffy.train import held_out, recording, saving, setup
 from luffy.train.background import BackgroundSaver
 from luffy.train.build_engines import Engines
@@ -116,8 +116,7 @@ def _assemble(
 
 
 def _verifier(cfg: Config, closing: ExitStack) -> Verifier:
-    r = cfg.reward
-    verifier = build_verifier(r.kind, r.weights or None, r.workers, r.timeout_s, r.answer_in_thought, r.concurrency)
+    verifier = cfg.reward.verifier()
     closing.callback(verifier.close)
     return verifier
 

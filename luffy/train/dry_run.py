@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from luffy.models.forward import use_luffy_attention
 from luffy.models.load import DTYPES, check_local, decode, load_tokenizer, model_folder, slow_dtype
 from luffy.models.memory import memory_of_machine, resident_bytes
 from luffy.report.recorder import check_trackers
-from luffy.rewards import build_verifier
 from luffy.rollout.native import default_slots
 from luffy.rollout.overrides.pair_checks import check_fits, check_same_tokenizer
 from luffy.train import setup
@@ -101,9 +99,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
 
 def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: Any) -> str:
     """The reward of the run can be had, and what it says of the first traces, as the update would see them."""
-    r = cfg.reward
-    reward = build_verifier(r.kind, r.weights or None, 1, r.timeout_s, r.answer_in_thought, r.concurrency)
-    with closing(reward) as verifier:
+    with cfg.reward.verifier(workers=1) as verifier:
         if method == "sft":
             return "not verified: SFT learns from all of them"
         if not setup.uses_traces(cfg):
@@ -118,8 +114,7 @@ def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: A
         )
     right = sum(cfg.reward.solved(s.value) for s in scores)
     doubt = "" if right >= FEW_RIGHT * len(some) else "; LOOK AT THEM: only right ones teach (luffy prepare check)"
-    name = " + ".join(cfg.reward.weights) or cfg.reward.kind
-    return f"{right} of the first {len(some)} are right by reward {name}{doubt}"
+    return f"{right} of the first {len(some)} are right by reward {cfg.reward.name}{doubt}"
 
 
 @dataclass(frozen=True)

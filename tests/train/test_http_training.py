@@ -1,0 +1,130 @@
+"""Training, evaluation and the command line with a reward that is a server in a process of its own."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from children import Child
+from loopback import serving, wait_until
+from typer.testing import CliRunner
+
+from luffy.cli import app
+from luffy.config import to_yaml
+from luffy.errors import TrainingStopped, UserError
+from luffy.evaluation.runner import Options, run_evaluation
+from luffy.report.recorder import read_json_lines
+from luffy.rewards.kinds import reward
+from luffy.train.loop import Trainer
+
+SERVER = Path(__file__).parents[1] / "rewards" / "reward_server.py"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    with serving(SERVER, folder) as address:
+        yield f"{address}/score", folder
+
+
+def config(make_config, sums, name, url=None):
+    http = {"url": url, "batch_size": 5, "wait_s": 0.01, "retries": 1} if url else {}
+    return make_config(
+        name=name,
+        reward={"kind": "http" if url else "odd_length", "http": http},
+        data={"eval": str(sums)},
+        eval={"every": 2, "limit": 3},
+        train={"steps": 3, "save_every": 1},
+    )
+
+
+def figures(cfg):
+    untimed = lambda name: name != "time" and not name.startswith(("timing_s/", "perf/"))  # noqa: E731
+    return [{k: v for k, v in row.items() if untimed(k)} for row in read_json_lines(cfg.folder / "metrics.jsonl")]
+
+
+def train(cfg):
+    torch.set_num_threads(1)
+    with Trainer(cfg) as trainer:
+        trainer.train()
+    return figures(cfg)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(make_config_in, sums, tmp_path_factory):
+    """The same training with what the server computes as a function of this process."""
+
+    @reward("odd_length")
+    def odd_length(response, answer, problem):
+        return len(response) % 2
+
+    return train(config(make_config_in(tmp_path_factory.mktemp("undisturbed")), sums, "undisturbed"))
+
+
+def test_a_server_is_as_good_as_a_function_also_after_a_few_errors(make_config, sums, server, undisturbed):
+    url, folder = server
+    cfg = config(make_config, sums, "served", url)
+    (folder / "script.json").write_text(json.dumps([503, "score", "score", "drop"]))
+    assert train(cfg) == undisturbed
+    assert {row["critic/rewards/mean"] for row in undisturbed[1:]} - {0.0, 1.0}
+
+
+def test_killed_while_requests_are_under_way_and_resumed_equals_undisturbed(make_config, sums, server, undisturbed):
+    url, folder = server
+    cfg = config(make_config, sums, "killed", url)
+    (folder / "script.json").write_text(json.dumps(["score"] * 7 + ["hang"] * 5))  # in the second step
+    child = Child()
+    child.start(train, cfg)
+    wait_until((folder / "hangs").exists, child.process)
+    child.end()
+    assert [row["step"] for row in figures(cfg)] == [0, 1]
+    (folder / "script.json").write_text("[]")
+    assert train(cfg) == undisturbed
+
+
+def test_failures_are_counted_and_a_step_without_any_score_stops_the_run(make_config, sums, server, undisturbed):
+    url, folder = server
+    cfg = config(make_config, sums, "failing", url)
+    # the evaluation at the start takes 1 request, a step 5: of the first step the last fails, of the second all
+    (folder / "script.json").write_text(json.dumps(["score"] * 5 + [400] * 6))
+    with (
+        Trainer(cfg) as trainer,
+        pytest.raises(TrainingStopped, match=r"at step 2: every call of the reward.*HTTP 400"),
+    ):
+        trainer.train()
+    first = figures(cfg)[-1]
+    assert first["step"] == 1 and first["batch/verifier_failures"] == first["batch/verifier_call_failed"] > 0
+    (folder / "script.json").write_text("[]")
+    assert [row["step"] for row in train(cfg)] == [0, 1, 2, 3]
+
+
+def test_verify_and_eval_ask_the_same_server(make_config, sums, server, tmp_path, tiny_model, monkeypatch):
+    url, folder = server
+    (folder / "script.json").write_text("[]")
+    monkeypatch.setenv("REWARD_KEY", "sesame")
+    recipe = tmp_path / "mine.yaml"
+    cfg = make_config(reward={"kind": "http", "http": {"url": url, "header_env": {"X-Key": "REWARD_KEY"}}})
+    recipe.write_text(to_yaml(cfg))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"answer": "5", "response": "5", "level": 3}\n{"answer": "5", "response": "56"}\n')
+    for how in (["--reward", url], ["--reward-of", str(recipe)]):
+        result = CliRunner().invoke(app, ["verify", str(rows), *how])
+        assert [json.loads(line) for line in result.stdout.splitlines()] == [
+            {"score": 1.0, "status": "ok"},
+            {"score": 0.0, "status": "ok"},
+        ]
+    said = read_json_lines(folder / "requests.jsonl")[-1]
+    assert said["key"] == "sesame" and said["samples"][0]["columns"] == {"level": 3}
+
+    options = Options(str(tiny_model), str(sums), tmp_path / "eval", limit=4, max_tokens=8, style="plain",
+                      chunk=2, reward_settings=cfg.reward)  # fmt: skip
+    (folder / "script.json").write_text(json.dumps(["score", 400]))
+    with pytest.raises(UserError, match="every call of the reward failed.*HTTP 400"):
+        run_evaluation(options)
+    assert len(read_json_lines(tmp_path / "eval" / "items.jsonl")) == 2  # nothing of the chunk that failed
+    run_evaluation(options)
+    items = read_json_lines(tmp_path / "eval" / "items.jsonl")
+    assert len(items) == 4 and all(item["score"] == len(item["response"]) % 2 for item in items)
+    assert url in (tmp_path / "eval" / "settings.json").read_text()
+    shutil.rmtree(tmp_path / "eval")
