@@ -97,6 +97,7 @@ Seeds = Annotated[
     int | None,
     typer.Option(min=1, help="train so many times, one after the other: NAME/seed-0, NAME/seed-1, ... (see seed)"),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="print the table as JSON, and nothing else")]
 ChangedData = Annotated[bool, typer.Option("--allow-changed-data", help="resume although the training data changed")]
 
 
@@ -245,6 +246,7 @@ def quickstart(
     methods: Annotated[
         str | None, typer.Option(help="methods by name with commas between them (luffy recipes lists them), or all")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """On-policy RL, SFT and LUFFY on a small reasoning task, compared: a few minutes on a laptop, no download.
 
@@ -253,7 +255,7 @@ def quickstart(
     from luffy.quickstart.run import DEFAULT_METHODS
     from luffy.quickstart.run import quickstart as run
 
-    run(out, seeds or (3 if methods == "all" else 1), steps, methods or DEFAULT_METHODS)
+    run(out, seeds or (3 if methods == "all" else 1), steps, methods or DEFAULT_METHODS, as_json)
 
 
 @app.command()
@@ -329,10 +331,18 @@ def report(
         Path | None, typer.Option(help="the file to write; default: report.html in the folder the runs share")
     ] = None,
     analysis: Annotated[Path | None, typer.Option(help="a folder that luffy analyze wrote: its figures go in")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the final table as JSON; the page is written only with --out")
+    ] = False,
 ) -> None:
     """Compare runs in one self-contained HTML file."""
-    from luffy.report.html import write_report
+    from luffy.report.html import report_json, write_report
 
+    if as_json:
+        typer.echo(json.dumps(report_json(runs), indent=1, ensure_ascii=False))
+        if out is not None:
+            write_report(runs, out, analysis=analysis)
+        return
     typer.echo(f"report     {write_report(runs, out, analysis=analysis)}")
 
 
@@ -464,9 +474,10 @@ def eval_model(
     ] = None,
     chunk: Annotated[int, typer.Option(min=1, help="responses between two saves")] = 256,
     workers: Annotated[int, typer.Option(min=1, help="verifier processes")] = 2,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a model: avg@k, pass@k, lengths and truncation per benchmark. Killed, it goes on where it was."""
-    from luffy.evaluation.results import as_markdown
+    from luffy.evaluation import results
     from luffy.evaluation.runner import Options, default_out, run_evaluation
     from luffy.train.setup import pick_device
 
@@ -478,7 +489,8 @@ def eval_model(
         shuffle_options=shuffle, limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
         chunk=chunk, workers=workers, reward_settings=load_config(reward_of).reward if reward_of else None,
     )  # fmt: skip
-    typer.echo(as_markdown(run_evaluation(options)), nl=False)
+    show = results.as_json if as_json else results.as_markdown
+    typer.echo(show(run_evaluation(options)), nl=False)
     typer.echo(f"results    {out}", err=True)
 
 
@@ -488,7 +500,7 @@ def eval_compare(
     out: Annotated[Path | None, typer.Option(help="also write OUT.json and OUT.md")] = None,
     resamples: Annotated[int, typer.Option(min=1, help="of the paired bootstrap")] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="of the paired bootstrap")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of Markdown")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare evaluations: paired bootstrap with intervals and p-values, best and second best marked."""
     from luffy.evaluation.compare import as_markdown, compare, write_comparison

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ import yaml
 
 from luffy.config import Config, built_in_recipes
 from luffy.data import load_problems
+from luffy.evaluation.accuracy import Summary
+from luffy.evaluation.bootstrap import Difference
+from luffy.evaluation.compare import Comparison, Tested
+from luffy.quickstart.run import MethodOutcome
+from luffy.report.curves import Estimate
 from luffy.rewards import build_verifier
 from luffy.schema import describe
 from luffy.types import Problem
@@ -153,3 +159,9 @@ def test_the_comparison_of_methods_has_a_row_for_each_recipe():
     recipes = {name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")}
     assert recipes == named
     assert {row.count("|") for row in rows} == {12}  # ten axes and the name
+
+
+def test_every_key_of_the_json_tables_is_documented():
+    page = (ROOT / "docs" / "share.md").read_text(encoding="utf-8").partition("## Tables for scripts")[2]
+    tables = (Summary, Comparison, Tested, Difference, MethodOutcome, Estimate)
+    assert [f.name for table in tables for f in fields(table) if f"`{f.name}`" not in page] == []

@@ -75,7 +75,8 @@ def build_result(suite: Suite, settings: Settings, rows: Sequence[Row]) -> Resul
     )
 
 
-def write_result(result: Result, folder: Path) -> None:
+def as_json(result: Result) -> str:
+    """What result.json holds."""
     content = {
         "version": __version__,
         "model": result.settings["model"],
@@ -89,7 +90,11 @@ def write_result(result: Result, folder: Path) -> None:
         "left_out": list(result.left_out),
         "settings": result.settings,
     }
-    write_atomically(folder / RESULT, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def write_result(result: Result, folder: Path) -> None:
+    write_atomically(folder / RESULT, as_json(result))
     write_atomically(folder / RESULT_MD, as_markdown(result))
 
 

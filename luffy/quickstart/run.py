@@ -62,10 +62,13 @@ class Comparison:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def quickstart(out: Path, seeds: int, steps: int | None = None, methods: str = DEFAULT_METHODS) -> Outcomes:
+def quickstart(
+    out: Path, seeds: int, steps: int | None = None, methods: str = DEFAULT_METHODS, as_json: bool = False
+) -> Outcomes:
     """Train every method with every seed below ``out``, print the table, write summary.json and report.html.
 
-    ``methods``: names of recipes with commas between them, or ``all``. A run that fails is named, and the others go on;
+    ``methods``: names of recipes with commas between them, or ``all``. ``as_json``: the summary alone goes to standard
+    output, and the table with everything else to standard error. A run that fails is named, and the others go on;
     in the end they make a TrainingStopped. What was finished before is not trained again.
     """
     chosen = choose_methods(methods)
@@ -80,8 +83,11 @@ def quickstart(out: Path, seeds: int, steps: int | None = None, methods: str = D
     if found.outcomes:
         places = [out / name for name in found.outcomes]
         report = write_report(places, out / "report.html", title="luffy quickstart", notes=NOTES)
-        Console().print(table(found.outcomes))
-        Console().print(f"\nreport   {report}\nsummary  {out / 'summary.json'}", highlight=False, soft_wrap=True)
+        shown_on = console if as_json else Console()
+        shown_on.print(table(found.outcomes))
+        shown_on.print(f"\nreport   {report}\nsummary  {out / 'summary.json'}", highlight=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps(summary(found), indent=1))
     if found.failed:
         raise TrainingStopped(f"failed: {', '.join(found.failed)}; why is above and in {out / 'summary.json'}")
     return found.outcomes

@@ -27,7 +27,7 @@ from luffy.report.figures import crowded
 from luffy.report.methods import Method, Styled, group_runs, with_styles
 from luffy.report.runs import find_runs, load_runs
 from luffy.report.samples import BRIEF, choose_groups, colour_choice, colour_key, group_html
-from luffy.report.tables import difference_table, final_table, phase_table, run_table
+from luffy.report.tables import difference_table, final_figures, final_table, phase_table, run_table
 from luffy.report.text import show
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -61,6 +61,14 @@ def write_report(
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, render(group_runs(records), title, notes, skipped, figures))
     return out
+
+
+def report_json(runs: Sequence[Path | str]) -> dict[str, Any]:
+    """The final table of the report for programs; ``left_out`` says which folders have nothing to show, and why."""
+    if not runs:
+        raise UserError("no run was named; name at least one run folder")
+    records, skipped = load_runs(find_runs(runs))
+    return {"version": __version__, "methods": final_figures(group_runs(records)), "left_out": skipped}
 
 
 def render(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
@@ -31,6 +31,7 @@ LONGEST_VALUE = 160
 class Column:
     head: str  # neighbours of the same head share it
     below: str
+    metric: str  # its name in JSON
     value: Reader
     digits: int = 3
 
@@ -53,16 +54,17 @@ def final_columns(runs: Sequence[RunRecord]) -> list[Column]:
     for metric, name in evaluations(runs):
         accuracy = f"{name[0].upper()}{name[1:]} accuracy"
         columns += [
-            Column(accuracy, "start", read.at_start(metric)),
-            Column(accuracy, "final", read.last(metric)),
-            Column(accuracy, "best", read.best(metric)),
+            Column(accuracy, "start", metric, read.at_start(metric)),
+            Column(accuracy, "final", metric, read.last(metric)),
+            Column(accuracy, "best", metric, read.best(metric)),
         ]
+    reward, entropy, length = "critic/rewards/mean", "actor/entropy_loss", "response_length/mean"
     return [
         *columns,
-        Column("Reward", "final", sampled(read.last("critic/rewards/mean"))),
-        Column("Entropy", "final", sampled(read.last("actor/entropy_loss"))),
-        Column("Length", "final", read.last("response_length/mean"), 1),
-        Column("Seconds", "in all", all_seconds, 1),
+        Column("Reward", "final", reward, sampled(read.last(reward))),
+        Column("Entropy", "final", entropy, sampled(read.last(entropy))),
+        Column("Length", "final", length, read.last(length), 1),
+        Column("Seconds", "in all", "seconds", all_seconds, 1),
     ]
 
 
@@ -84,6 +86,37 @@ def final_table(methods: Sequence[Styled]) -> Markup:
     rows = [_final_row(style, method, columns) for style, method in methods]
     wide = " stacked" if len(columns) > ROOMY_COLUMNS else ""
     return table(_final_head(columns), rows, f"final{wide}")
+
+
+def final_figures(methods: Sequence[Method]) -> list[dict[str, Any]]:
+    """The final figures for programs: of each method its runs with their values, and for every metric that was
+    recorded the mean over runs and half the width of its 95 % interval (None of one run)."""
+    columns = final_columns([run for method in methods for run in method.runs])
+    return [
+        {
+            "method": method.label,
+            "runs": [
+                {"folder": str(run.folder), "seed": run.seed, "steps": run.steps}
+                | {"figures": _by_metric(columns, {c: c.value(run) for c in columns})}
+                for run in method.runs
+            ],
+            "figures": _by_metric(columns, {c: _mean_of(c, method.runs) for c in columns}),
+        }
+        for method in methods
+    ]
+
+
+def _mean_of(column: Column, runs: Sequence[RunRecord]) -> dict[str, Any] | None:
+    found = estimate([value for run in runs if (value := column.value(run)) is not None])
+    return None if found is None else asdict(found)
+
+
+def _by_metric(columns: Sequence[Column], values: Mapping[Column, Any]) -> dict[str, dict[str, Any]]:
+    figures: dict[str, dict[str, Any]] = {}
+    for column in columns:
+        if values[column] is not None:
+            figures.setdefault(column.metric, {})[column.below.replace(" ", "_")] = values[column]
+    return figures
 
 
 def _final_head(columns: Sequence[Column]) -> Markup:

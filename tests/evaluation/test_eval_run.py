@@ -376,13 +376,15 @@ def luffy(*args):
 
 def test_eval_from_the_shell(whole, problems, tmp_path):
     args = ["--suite", problems, "--k", 8, "--temperature", 1.0, "--max-tokens", 24, "--style", "plain"]
-    code, out, err = luffy("eval", BASE, *args, "--reward", "gsm8k", "--out", tmp_path / "shell", "--chunk", 100)
+    command = ["eval", BASE, *args, "--reward", "gsm8k", "--out", tmp_path / "shell", "--chunk", 100]
+    code, out, err = luffy(*command)
     assert code == 0, err
     assert out == (tmp_path / "shell" / "result.md").read_text() and out.startswith("# base on heldout.jsonl\n")
     lines = err.splitlines()
     assert re.fullmatch(r"100/192 responses \(52%\)  heldout  right .*eta \d.*", lines[0])
     assert lines[1].startswith("192/192 responses (100%)") and str(tmp_path / "shell") in lines[2]
     assert read_items(tmp_path / "shell") == read_items(whole[0])
+    assert luffy(*command, "--json")[1] == (tmp_path / "shell" / "result.json").read_text()
 
 
 def test_compare_from_the_shell(whole, greedy, tmp_path):

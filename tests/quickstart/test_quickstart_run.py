@@ -35,10 +35,13 @@ def test_a_short_quickstart_leaves_summary_and_report(short):
     assert "Right answers after training in percent, 1 seed" in printed
 
 
-def test_a_finished_quickstart_is_not_trained_again(short):
+def test_a_finished_quickstart_is_not_trained_again(short, capsys):
     folder, first, _ = short
     written = {p: p.stat().st_mtime_ns for p in folder.rglob("metrics.jsonl")}
-    assert quickstart(folder, seeds=1, steps=2) == first
+    assert quickstart(folder, seeds=1, steps=2, as_json=True) == first
+    said = capsys.readouterr()
+    assert json.loads(said.out) == json.loads((folder / "summary.json").read_text())  # and nothing else
+    assert "Right answers after training" in said.err
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("metrics.jsonl")} == written
 
 

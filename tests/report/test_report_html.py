@@ -50,6 +50,24 @@ def test_table_of_final_figures(two_methods, read_page):
     assert page.row("final", "grpo")[4] == "0.300 \u00b1 0.430"
 
 
+def test_the_final_table_for_programs(two_methods, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["luffy", "report", str(two_methods), "--json"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code and not (two_methods / "report.html").exists()
+    out = capsys.readouterr().out
+    table = json.loads(out)  # and nothing else
+    assert table.keys() == {"version", "methods", "left_out"} and table["left_out"] == []
+    grpo, luffy = table["methods"]
+    assert grpo["method"] == "grpo" and luffy["method"] == "luffy"
+    accuracy = luffy["figures"]["val-core/accuracy"]
+    assert accuracy.keys() == {"start", "final", "best"} and accuracy["best"]["mean"] == pytest.approx(0.8)
+    assert accuracy["final"] == {"mean": pytest.approx(0.6), "half_width": pytest.approx(0.2484, abs=1e-4), "n": 3}
+    assert luffy["figures"]["seconds"]["in_all"]["mean"] == pytest.approx(4.0)
+    assert [run["figures"]["val-core/accuracy"]["final"] for run in luffy["runs"]] == [0.5, 0.6, 0.7]
+    assert luffy["runs"][1].items() >= {"seed": 1, "steps": 2, "folder": str(two_methods / "luffy" / "seed-1")}.items()
+
+
 def test_time_knobs_and_runs(two_methods, read_page):
     page = read_page(write_report([two_methods]))
     assert page.tables["phases"][0] == ["Method", "Seconds per step", "rollout", "update", "other", "all"]
