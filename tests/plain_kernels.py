@@ -22,6 +22,12 @@ def swiglu(gate, up):
     return F.silu(gate) * up
 
 
+def quantize_rows(x, out=None, scales=None):
+    scale = x.float().abs().amax(1).clamp(min=1e-12) / 448
+    rows = (x.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (rows, scale) if out is None else (out.copy_(rows), scales.copy_(scale))
+
+
 def rotate(x, cos, sin):
     return apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=1)[0]
 
@@ -92,6 +98,7 @@ def install(monkeypatch):
     import luffy.kernels
     import luffy.kernels.elementwise
     import luffy.kernels.norm
+    import luffy.kernels.quantize
     from luffy.rollout.native import decode_graphs, paged_cache
     from luffy.rollout.overrides import round_graphs
 
@@ -99,6 +106,7 @@ def install(monkeypatch):
     monkeypatch.setattr(luffy.kernels.norm, "add_rms_norm", add_rms_norm)
     monkeypatch.setattr(luffy.kernels.elementwise, "swiglu", swiglu)
     monkeypatch.setattr(luffy.kernels.elementwise, "rotate", rotate)
+    monkeypatch.setattr(luffy.kernels.quantize, "quantize_rows", quantize_rows)
     for name in ("store", "rotate_and_store", "attend"):
         monkeypatch.setattr(paged_cache, name, globals()[name])
     monkeypatch.setattr(decode_graphs, "sample_and_advance", sample_and_advance)

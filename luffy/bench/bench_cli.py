@@ -17,6 +17,7 @@ from luffy.cli_help import FullHelp
 if TYPE_CHECKING:
     from luffy.bench.machine import Machine
     from luffy.models.load import DtypeName
+    from luffy.rollout.native.native_engine import Precision
 
 bench_app = typer.Typer(
     name="bench",
@@ -66,16 +67,22 @@ def rollout(
     samples: Annotated[int, typer.Option(help="samples of each prompt", min=1)] = 1,
     slots: Annotated[int | None, typer.Option(help="sequences decoded at once", min=1)] = None,
     merged: Annotated[bool, typer.Option(help="on a GPU: q, k and v as one product, gate and up as one")] = True,
+    precision: Annotated[str, typer.Option(help="rollout.precision: model or fp8")] = "model",
     kernels: Kernels = False,
     dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
 ) -> None:  # fmt: skip
     """New tokens per second of the native engine, with log-probs, and the share of the memory's limit."""
     from luffy.bench.rollout import RolloutRun, bench_rollout
     from luffy.bench.shapes import model_of
+    from luffy.errors import UserError
 
     device, kind = _place(device, dtype, threads)
     wanted = [RolloutRun.parse(text, samples) for text in runs.split(",")]
-    machine, rows = bench_rollout(model_of(shape, model, kind, device), wanted, repeats, slots, kernels, merged)
+    if precision not in ("model", "fp8"):
+        raise UserError(f"precision '{precision}' is unknown: use model or fp8")
+    machine, rows = bench_rollout(
+        model_of(shape, model, kind, device), wanted, repeats, slots, kernels, merged, cast("Precision", precision)
+    )
     _show("rollout", machine, rows, json_path, {
         "prompts": "{prompts}", "samples": "{samples}", "prompt": "{prompt_tokens}", "new": "{new_tokens}",
         "seconds": "{seconds:.2f}", "tokens/s": "{tokens_per_second:,.0f}", "of roofline": "{roofline_share:.0%}",

@@ -15,6 +15,7 @@ from luffy.bench.machine import Machine, peak_gib, reset_peak, synchronize
 from luffy.errors import UserError
 from luffy.models.forward import causal_lm
 from luffy.rollout import NativeEngine
+from luffy.rollout.native.native_engine import Precision
 from luffy.types import Request, Sampling
 
 PROFILED_TOKENS = 64  # of a response: every decoding step has the same kernels, and reading a profile takes long
@@ -51,13 +52,14 @@ def bench_rollout(
     slots: int | None = None,
     kernels: bool = False,
     merged: bool = True,
+    precision: Precision = "model",
 ) -> tuple[Machine, list[dict[str, Any]]]:
     """The best of ``repeats`` calls each, after one that warms up (kernels are compiled, graphs captured). With
-    ``kernels``, one more call of at most 64 tokens a response says where the time goes. ``merged``: as of
-    `NativeEngine`."""
+    ``kernels``, one more call of at most 64 tokens a response says where the time goes. ``merged`` and
+    ``precision``: as of `NativeEngine`."""
     weight = next(model.parameters())
     machine = Machine.measure(weight.device, weight.dtype)
-    engine = NativeEngine(model, max_slots=slots, merged=merged)
+    engine = NativeEngine(model, max_slots=slots, merged=merged, precision=precision)
     rows = [_bench_run(engine, run, repeats, machine) for run in runs]
     if kernels:
         for row, run in zip(rows, runs, strict=True):

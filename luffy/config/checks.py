@@ -45,6 +45,16 @@ def _check_engine(c: Knobs) -> None:
     known, name = sorted(ENGINE_NAMES), c.rollout.engine
     if name not in known and ":" not in name:
         raise ConfigError(f"'rollout.engine' must be one of {', '.join(known)}; got {name!r}{nearest(name, known)}")
+    if c.rollout.precision != "fp8":
+        return
+    if name != "native":
+        raise ConfigError(
+            f"'rollout.precision' is the native engine's and 'rollout.engine' is {name}; leave it out (vLLM: "
+            "rollout.vllm.args={quantization: fp8})"
+        )
+    if c.model.lora is not None or c.rollout.overrides is not None:
+        other = "token overrides compare exact probabilities" if c.model.lora is None else "adapters are not quantized"
+        raise ConfigError(f"'rollout.precision' is fp8, but {other}; set rollout.precision=model")
 
 
 def _check_reward(c: Knobs) -> None:

@@ -354,6 +354,11 @@ class RolloutConfig:
         "who makes the responses of luffy train: native (the policy itself), vllm (a copy of it; docs/engines.md), or "
         "your own (docs/extend.md)",
     )
+    precision: Literal["model", "fp8"] = knob(
+        "model",
+        "linear layers of the native engine: model (the policy's own weights), or fp8 (a copy quantized before every "
+        "rollout; docs/engines.md)",
+    )
     offpolicy_guidance: OffPolicyGuidanceConfig | None = knob(
         None, "overrides of tokens by a second model during rollout (docs/overrides.md); null: none"
     )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from luffy.errors import UserError
 from luffy.models.attention import ATTENTION_NAME, LAYOUT_KEY, Layout
 from luffy.models.fused import fused_decoder
+from luffy.models.merged import Products, separate
 
 # Config fields that change logits after the head, with the value that leaves them alone.
 LOGIT_CHANGES: dict[str, float | None] = {
@@ -68,15 +69,15 @@ def check_supported(causal: Any) -> None:
 
 
 def forward_hidden(
-    model: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: Layout, merged: bool = False
+    model: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: Layout, products: Products = separate
 ) -> Tensor:
-    """Hidden states [N, H] of N tokens, before the vocabulary head. ``merged``: by merged products where they are
-    possible, which needs `torch.no_grad`; the trainer leaves it, so that all its passes round alike."""
+    """Hidden states [N, H] of N tokens, before the vocabulary head. ``products``: how linear layers are computed where
+    the model has a fused form; the trainer leaves it, so that all its passes round alike."""
     use_luffy_attention(model)
     causal = causal_lm(model)
     layout.calls = 0
     if (fused := fused_decoder(causal)) is not None:
-        return fused(input_ids, position_ids, layout, merged)
+        return fused(input_ids, position_ids, layout, products)
     backbone = getattr(causal, causal.base_model_prefix)
     extra = {LAYOUT_KEY: layout}
     output = backbone(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **extra)

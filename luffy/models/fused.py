@@ -1,8 +1,8 @@
 """The decoder layers of the Llama family with one kernel where its modules launch several.
 
 Weights and linear layers are the model's own modules (adapters included); only norms, residual sums,
-rotary embedding and activation are ours. The result is the modules' own up to the order of sums. An engine may ask
-for fewer, larger products (`luffy.models.merged`).
+rotary embedding and activation are ours. The result is the modules' own up to the order of sums. An engine may have
+the linear layers' products computed otherwise (`luffy.models.merged`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from luffy.kernels import kernels_serve
 from luffy.models.attention import Layout
-from luffy.models.merged import merge_weights, products
+from luffy.models.merged import Products, merge_weights, separate
 
 # Families whose layers are exactly: norm, q/k/v, rotary, attention, o, sum, norm, gated MLP, sum.
 FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
@@ -52,10 +52,17 @@ class FusedDecoder:
         backbone: Any = self._backbone()
         return any(module._forward_hooks or module._forward_pre_hooks for module in (backbone, *backbone.layers))
 
-    def merge_weights(self) -> None:
-        merge_weights(self._backbone().layers)  # type: ignore[union-attr]
+    @property
+    def layers(self) -> Any:
+        backbone: Any = self._backbone()
+        return backbone.layers
 
-    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, merged: bool = False) -> Tensor:
+    def merge_weights(self) -> None:
+        merge_weights(self.layers)
+
+    def __call__(
+        self, input_ids: Tensor, position_ids: Tensor, layout: Layout, products: Products = separate
+    ) -> Tensor:
         """Hidden states [N, H] of N tokens, before the vocabulary head."""
         backbone: Any = self._backbone()
         delta, residual = backbone.embed_tokens(input_ids), None
@@ -64,9 +71,11 @@ class FusedDecoder:
         remake = backbone.gradient_checkpointing and backbone.training and torch.is_grad_enabled()
         for layer in backbone.layers:
             if remake:
-                delta, residual = checkpoint(_layer, layer, delta, residual, angles, layout, False, use_reentrant=False)
+                delta, residual = checkpoint(
+                    _layer, layer, delta, residual, angles, layout, products, use_reentrant=False
+                )
             else:
-                delta, residual = _layer(layer, delta, residual, angles, layout, merged)
+                delta, residual = _layer(layer, delta, residual, angles, layout, products)
         return _normed(backbone.norm, delta, residual)[0]
 
 
@@ -77,25 +86,31 @@ def _normed(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tens
 
 
 def _layer(
-    layer: Any, delta: Tensor, residual: Tensor | None, angles: tuple[Tensor, Tensor], layout: Layout, merged: bool
+    layer: Any,
+    delta: Tensor,
+    residual: Tensor | None,
+    angles: tuple[Tensor, Tensor],
+    layout: Layout,
+    products: Products,
 ) -> tuple[Tensor, Tensor]:
     """What the layer adds to the stream, and the stream it is to be added to: the sum waits for the next norm."""
     from luffy.kernels.elementwise import swiglu
 
     x, residual = _normed(layer.input_layernorm, delta, residual)
-    attended = _attention(layer.self_attn, x, angles, layout, merged)
+    attended = _attention(layer.self_attn, x, angles, layout, products)
     x, residual = _normed(layer.post_attention_layernorm, attended, residual)
     mlp = layer.mlp
-    gate, up = products(x, (mlp.gate_proj, mlp.up_proj), merged)
-    return mlp.down_proj(swiglu(gate, up)), residual
+    gate, up = products(x, (mlp.gate_proj, mlp.up_proj))
+    (out,) = products(swiglu(gate, up), (mlp.down_proj,))
+    return out, residual
 
 
-def _attention(attention: Any, x: Tensor, angles: tuple[Tensor, Tensor], layout: Layout, merged: bool) -> Tensor:
+def _attention(attention: Any, x: Tensor, angles: tuple[Tensor, Tensor], layout: Layout, products: Products) -> Tensor:
     from luffy.kernels.elementwise import rotate
 
     width = attention.head_dim
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    q, k, v = (flat.view(len(x), -1, width) for flat in products(x, projections, merged))
+    q, k, v = (flat.view(len(x), -1, width) for flat in products(x, projections))
     if hasattr(attention, "q_norm"):
         q, k = _head_norm(attention.q_norm, q), _head_norm(attention.k_norm, k)
     layout.calls += 1
@@ -105,7 +120,8 @@ def _attention(attention: Any, x: Tensor, angles: tuple[Tensor, Tensor], layout:
     else:
         layer, scale, window = place
         out = layout.attend(layer, rotate(q, *angles), rotate(k, *angles), v, scale, window)
-    return attention.o_proj(out.reshape(len(x), -1))
+    (out,) = products(out.reshape(len(x), -1), (attention.o_proj,))
+    return out
 
 
 def _head_norm(norm: Any, heads: Tensor) -> Tensor:

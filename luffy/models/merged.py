@@ -8,7 +8,7 @@ again (a copy of the model, a move to another device or dtype) takes it out of t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ALIGNMENT = 16  # bytes: where a parameter begins that other kernels read as fast as before
+
+# Rows and linear layers that read them -> what each layer makes of them.
+Products = Callable[[Tensor, Sequence[Any]], tuple[Tensor, ...]]
 
 _one_at_a_time = threading.Lock()
 
@@ -25,7 +28,7 @@ def merge_weights(layers: Sequence[Any]) -> None:
     """Lay the weights of decoder ``layers`` side by side. Layers that are more than a plain product (adapters, hooks,
     sharded weights) stay as they are, and so does everything that lies right already."""
     with _one_at_a_time:
-        apart = [parts for group in _groups(layers) for parts in _parts(group) if _side_by_side(parts) is None]
+        apart = [parts for group in groups_of(layers) for parts in parts_of(group) if side_by_side(parts) is None]
         for parts in filter(_fit_together, apart):
             block = torch.cat(parts)
             for part, rows in zip(parts, block.split([len(part) for part in parts]), strict=True):
@@ -34,25 +37,31 @@ def merge_weights(layers: Sequence[Any]) -> None:
         torch.cuda.empty_cache()  # the places they left are too small for the next block
 
 
-def products(x: Tensor, group: Sequence[Any], merged: bool) -> tuple[Tensor, ...]:
-    """What each of ``group`` makes of rows ``x``; as columns of one product if they are to be ``merged`` and can."""
-    if not merged or not _is_plain(group):
-        return tuple(linear(x) for linear in group)
-    blocks = [_side_by_side(parts) for parts in _parts(group)]
+def separate(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
+    """What each linear layer of ``group`` makes of rows ``x``, by the modules themselves."""
+    return tuple(linear(x) for linear in group)
+
+
+def merged(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The same as columns of one product, where the weights lie side by side; without gradients."""
+    if len(group) == 1 or not is_plain(group):
+        return separate(x, group)
+    blocks = [side_by_side(parts) for parts in parts_of(group)]
     if any(block is None for block in blocks):
-        return tuple(linear(x) for linear in group)
+        return separate(x, group)
     return F.linear(x, *blocks).split([linear.out_features for linear in group], dim=1)  # type: ignore[arg-type]
 
 
-def _groups(layers: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+def groups_of(layers: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Linear layers that read the same rows, where they are plain ones."""
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
         for group in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
-            if _is_plain(group):
+            if is_plain(group):
                 yield group
 
 
-def _is_plain(group: Sequence[Any]) -> bool:
+def is_plain(group: Sequence[Any]) -> bool:
     """Whether calling the modules does nothing but multiply by parameters that lie whole in this process."""
     first = group[0]
     return all(
@@ -64,7 +73,7 @@ def _is_plain(group: Sequence[Any]) -> bool:
     )
 
 
-def _parts(group: Sequence[Any]) -> list[list[Tensor]]:
+def parts_of(group: Sequence[Any]) -> list[list[Tensor]]:
     """Weights, and biases where there are any."""
     weights, biases = [linear.weight for linear in group], [linear.bias for linear in group]
     return [weights] if biases[0] is None else [weights, biases]
@@ -75,7 +84,7 @@ def _fit_together(parts: Sequence[Tensor]) -> bool:
     return len(kinds) == 1 and not any(part.numel() * part.itemsize % ALIGNMENT for part in parts)
 
 
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
+def side_by_side(parts: Sequence[Tensor]) -> Tensor | None:
     """``parts`` as one tensor without a copy, if each follows the one before in the same memory."""
     first = parts[0]
     storage, place = first.untyped_storage().data_ptr(), first.data_ptr()

@@ -65,6 +65,11 @@ def build_engine(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engi
 
 @engine("native")
 def build_native(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
+    return NativeEngine(model, max_slots=cfg.rollout.slots, precision=cfg.rollout.precision)
+
+
+def build_evaluating(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
+    """For what is never trained on."""
     return NativeEngine(model, max_slots=cfg.rollout.slots)
 
 
@@ -151,7 +156,7 @@ class Engines:
             model = self.replica.model
         self._own: Engine | None = None
         if self.leads:
-            build = build_native if method == "sft" or stale else build_engine
+            build = build_evaluating if method == "sft" or stale else build_engine
             self._own = build(cfg, model, device, warn)
         self.current = self._shared(self._own)
         if stale and self.replica is not None and self.leads:
@@ -163,7 +168,12 @@ class Engines:
             return self._shared(None), lambda step: None
         own, slots = self._own, self.cfg.rollout.slots
         if self.stale_replica is not None:
-            own = NativeEngine(self.stale_replica.model, max_slots=slots, memory_share=SHARE_BESIDE_AN_UPDATE)
+            own = NativeEngine(
+                self.stale_replica.model,
+                max_slots=slots,
+                memory_share=SHARE_BESIDE_AN_UPDATE,
+                precision=self.cfg.rollout.precision,
+            )
         engine, before_step = with_overrides(self.cfg, own, tokenizer, self.device, total_steps)
         return self._shared(engine), before_step
 

@@ -325,6 +325,8 @@ def memory_needs(
 ) -> dict[str, Parts]:
     """Bytes of each phase by part. Where rollouts and updates take turns, each has its own beside what stays."""
     kept = kept_parts(cfg, method, work, others)
+    if cfg.rollout.precision == "fp8" and method == "rl":
+        kept = kept | {"fp8 copy": float(work.parameters)}
     shards = 1 if cfg.launch == "local" else cfg.parallel.shard_size or cfg.parallel.workers
     gradients = work.trained * 4 / shards
     unused = None if not work.on_gpu else torch.cuda.mem_get_info()[0] - sum(kept.values()) - gradients

@@ -12,9 +12,12 @@ from tiny_models import tiny_model
 pytest.importorskip("triton")
 
 from luffy.bench.shapes import random_model
+from luffy.errors import UserError
+from luffy.kernels.quantize import quantize_rows
 from luffy.models import load_model, load_tokenizer
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden
+from luffy.models.fp8 import Quantized
 from luffy.rollout import NativeEngine
 from luffy.rollout.native import paged_cache
 from luffy.train.packing import pack
@@ -99,6 +102,60 @@ def test_graphs_of_merged_products_see_an_update(dtype):
     after = [c.token_ids.tolist() for c in engine.generate(requests)]
     assert engine._paged._decoder is decoder and after != before
     assert after == [c.token_ids.tolist() for c in NativeEngine(model).generate(requests)]
+
+
+@pytest.fixture
+def has_fp8():
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no float8 products")
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 300])
+def test_float8_products_are_those_of_the_quantized_numbers(has_fp8, rows):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(896, 1152).cuda().bfloat16()
+    weight, scales = quantize_rows(linear.weight.detach())
+    x = torch.randn(rows, 896, device="cuda", dtype=torch.bfloat16)
+    ours = Quantized(weight, scales, linear.bias.detach()).product(x).double()
+    own, own_scales = quantize_rows(x)
+    exact = (own.double() * own_scales[:, None]) @ (weight.double() * scales[:, None]).T + linear.bias.double()
+    assert (ours - exact).norm() < 0.005 * exact.norm()  # bfloat16, and sums that the hardware keeps short
+    assert (ours - linear(x).double()).norm() < 0.06 * exact.norm()
+
+
+def test_float8_rollouts_stay_near_the_trainer_and_see_an_update(has_fp8):
+    model = random_model("qwen2-0.5b", "bfloat16", "cuda")
+    requests = [ask(range(100 + i, 180), 100, seed=i) for i in range(24)]
+    difference = distance_to_the_trainer(model, requests, precision="fp8")
+    assert difference.mean() < 0.2 and difference.max() < 2
+    engine = NativeEngine(model, precision="fp8")
+    before = [c.token_ids.tolist() for c in engine.generate(requests)]
+    decoder = engine._paged._decoder
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+    after = [c.token_ids.tolist() for c in engine.generate(requests)]
+    assert engine._paged._decoder is decoder and after != before
+    assert after == [c.token_ids.tolist() for c in NativeEngine(model, precision="fp8").generate(requests)]
+    assert 0 < engine.metrics()["rollout/quantize_s"].value < 5
+    with pytest.raises(UserError, match=r"no rollouts in fp8 .* set model.dtype=bfloat16"):
+        NativeEngine(tiny_model("llama").cuda(), precision="fp8")
+
+
+def test_float8_sampling_passes_a_chi_square_test(has_fp8):
+    """Against the logits of the quantized model itself."""
+    model = tiny_model("llama", vocab_size=30).cuda().bfloat16()
+    engine = NativeEngine(model, precision="fp8")
+    completions = engine.generate([ask((5, 6, 7), 2, seed=i) for i in range(40_000)])
+    first = modal(completions)
+    counts = Counter(int(c.token_ids[1]) for c in completions if int(c.token_ids[0]) == first)
+    log_p = {int(c.token_ids[1]): float(c.log_probs[1]) for c in completions if int(c.token_ids[0]) == first}
+    total = sum(counts.values())
+    expected = {token: total * math.exp(value) for token, value in log_p.items() if total * math.exp(value) >= 5}
+    assert sum(map(math.exp, log_p.values())) == pytest.approx(1, abs=0.02)
+    chi = sum((counts[token] - value) ** 2 / value for token, value in expected.items())
+    freedom = len(expected) - 1
+    assert chi < freedom + 5 * math.sqrt(2 * freedom), (chi, freedom)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from luffy.distributed.replica import on_host
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden
 from luffy.models.fused import fused_decoder
-from luffy.models.merged import merge_weights
+from luffy.models.merged import merge_weights, merged, separate
 from luffy.rollout import NativeEngine
 from luffy.rollout.policy_weights import tensors_of
 from luffy.types import Request, Sampling
@@ -62,10 +62,10 @@ def bytes_held(model):
     return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())
 
 
-def hidden(model, merged, count=11):
+def hidden(model, products, count=11):
     layout = PackedLayout([count - 4, 4])
     with torch.no_grad():
-        return forward_hidden(model, torch.arange(count) + 3, layout.position_ids, layout, merged)
+        return forward_hidden(model, torch.arange(count) + 3, layout.position_ids, layout, products)
 
 
 def responses(model, **settings):
@@ -82,13 +82,13 @@ def assert_same_responses(ours, theirs):
 def test_merged_products_are_the_separate_ones(architecture):
     model = small(architecture)
     before = bytes_held(model)
-    separate, expected = hidden(model, False), responses(model, merged=False)
+    apart, expected = hidden(model, separate), responses(model, merged=False)
     assert set(blocks(model)) & {1} == set()
     assert_same_responses(responses(model), expected)
     assert set(blocks(model)) == {1} and bytes_held(model) == before
-    assert torch.equal(hidden(model, False), separate)  # the modules' own products, to the bit
+    assert torch.equal(hidden(model, separate), apart)  # the modules' own products, to the bit
     # One product may add in another order than two: float32 rounding and no more.
-    torch.testing.assert_close(hidden(model, True), separate, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden(model, merged), apart, rtol=1e-5, atol=1e-5)
 
 
 def test_one_product_for_each_group(monkeypatch):
@@ -97,10 +97,10 @@ def test_one_product_for_each_group(monkeypatch):
     widths = []
     linear = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w, b=None: widths.append(len(w)) or linear(x, w, b))
-    hidden(model, True)
+    hidden(model, merged)
     assert widths == [32 + 16 + 16, 32, 2 * 48, 32] * 2  # q+k+v, o, gate+up, down
     widths.clear()
-    hidden(model, False)
+    hidden(model, separate)
     assert widths == [32, 16, 16, 32, 48, 48, 32] * 2
 
 
@@ -186,10 +186,10 @@ def test_adapted_layers_keep_their_own_products():
 
 def test_a_hooked_projection_runs_itself():
     model, calls = small(), []
-    expected = hidden(model, False)
+    expected = hidden(model, separate)
     merge_weights(layers_of(model))
     handle = layers_of(model)[0].self_attn.k_proj.register_forward_hook(lambda *_: calls.append(1))
-    torch.testing.assert_close(hidden(model, True), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden(model, merged), expected, rtol=1e-5, atol=1e-5)
     assert calls == [1]
     handle.remove()
 

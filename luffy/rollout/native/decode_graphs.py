@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from luffy.kernels.draw import sample_and_advance
 from luffy.models.forward import forward_hidden, head_weight_bias
+from luffy.models.merged import Products, separate
 from luffy.rollout.native.paged_cache import PagedCache, PagedDecodeLayout
 
 # Batches run with the next larger of these many rows; the idle ones write to the scratch page.
@@ -68,9 +69,9 @@ class Decoder:
     """Runs decoding steps of the first rows of a state. On a GPU a step is one graph launch."""
 
     def __init__(
-        self, model: nn.Module, cache: PagedCache, rows: int, pages: int, steps: int, merged: bool = False
+        self, model: nn.Module, cache: PagedCache, rows: int, pages: int, steps: int, products: Products = separate
     ) -> None:
-        self._model, self._cache, self._merged = model, cache, merged
+        self._model, self._cache, self._products = model, cache, products
         self.state = DecodeState.empty(rows, pages, steps, cache.device)
         self._weights = weight_addresses(model)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -93,7 +94,7 @@ class Decoder:
 
     def _step(self, state: DecodeState, rows: int) -> Tensor:
         layout = PagedDecodeLayout(self._cache, state.tables[:rows], state.rows[:rows], state.positions[:rows])
-        hidden = forward_hidden(self._model, state.tokens[:rows], state.positions[:rows], layout, self._merged)
+        hidden = forward_hidden(self._model, state.tokens[:rows], state.positions[:rows], layout, self._products)
         logits = F.linear(hidden, *head_weight_bias(self._model))
         sample_and_advance(
             logits, state.seeds, state.temperatures, state.greedy, state.tokens, state.positions, state.limits,

@@ -20,8 +20,12 @@ import torch
 from torch import nn
 
 from luffy.errors import UserError
+from luffy.metrics import Mean, Metric
 from luffy.models.forward import causal_lm
+from luffy.models.fp8 import Fp8Products, fp8_fault
 from luffy.models.fused import fused_decoder
+from luffy.models.merged import Products, separate
+from luffy.models.merged import merged as merged_products
 from luffy.models.plain import runs_plain
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
 from luffy.rollout.native.model_runner import evaluating
@@ -39,6 +43,7 @@ GPU_SLOTS = 1024
 STREAMED_AT_ONCE = 65_536  # requests of a stream, about a kilobyte each
 
 Decoding = Literal["auto", "slots", "pages"]
+Precision = Literal["model", "fp8"]  # of linear layers in a rollout
 
 
 def default_slots(device: str) -> int:
@@ -89,7 +94,8 @@ class NativeEngine(Engine):
     every prompt alone; it costs speed when few slots are live or prompts are short.
 
     Over pages, queries, keys and values come from one product, and so do gate and up (`luffy.models.merged`);
-    ``merged=False`` takes the modules' own.
+    ``merged=False`` takes the modules' own. With ``precision="fp8"`` every call begins with a quantized copy of the
+    layers' linear weights and computes with that (`luffy.models.fp8`); its log-probs are those of the copy.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class NativeEngine(Engine):
         decoding: Decoding = "auto",
         memory_share: float = 1.0,
         merged: bool = True,
+        precision: Precision = "model",
     ) -> None:
         device = next(model.parameters()).device.type
         max_slots = default_slots(device) if max_slots is None else max_slots
@@ -119,11 +126,14 @@ class NativeEngine(Engine):
         self.batch_invariant = batch_invariant
         self.decoding = decoding
         self.memory_share = memory_share  # of the GPU memory that is unused when a call begins
-        self.merged = merged
+        self._products: Products = merged_products if merged else separate
         self.version = 0
+        if precision == "fp8":
+            self._products = self._fp8_products()
         if device == "cuda" and decoding != "slots" and not batch_invariant:
             self._merge_weights()  # before anything else takes memory, or reads the weights where they lie
         self._paged: PagedMemory | None = None
+        self._quantize_seconds = 0.0
         self.stats = EngineStats()
 
     def sync(self, version: int) -> None:
@@ -164,14 +174,41 @@ class NativeEngine(Engine):
         from luffy.rollout.native.paged_generation import PagedGeneration, PagedMemory
 
         self._merge_weights()  # again, if they were moved
+        if isinstance(self._products, Fp8Products):
+            self._quantize(self._products)
         if self._paged is None:
-            self._paged = PagedMemory(self.model, self.max_slots, self.max_context, self.memory_share, self.merged)
+            self._paged = PagedMemory(self.model, self.max_slots, self.max_context, self.memory_share, self._products)
         return PagedGeneration(self.model, requests, self._paged, self.max_slots, self.prefill_tokens)
 
     def _merge_weights(self) -> None:
-        decoder = fused_decoder(causal_lm(self.model)) if self.merged else None
+        decoder = None if self._products is separate else fused_decoder(causal_lm(self.model))
         if decoder is not None:
             decoder.merge_weights()
+
+    def _fp8_products(self) -> Fp8Products:
+        decoder = fused_decoder(causal_lm(self.model))
+        if decoder is None or not uses_pages([self.model], self.decoding, self.batch_invariant):
+            fault: str | None = "that needs an NVIDIA GPU with Triton and a Llama, Qwen2, Qwen3 or Mistral model"
+        else:
+            fault = fp8_fault(decoder.layers)
+        if fault is not None:
+            raise UserError(f"no rollouts in fp8 (rollout.precision): {fault}")
+        return Fp8Products()
+
+    def _quantize(self, products: Fp8Products) -> None:
+        decoder = fused_decoder(causal_lm(self.model))
+        assert decoder is not None, "pages are for models with a fused form"
+        started = time.perf_counter()
+        products.refresh(decoder.layers)
+        if next(self.model.parameters()).is_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._quantize_seconds += time.perf_counter() - started
+
+    def metrics(self) -> dict[str, Metric]:
+        if not isinstance(self._products, Fp8Products):
+            return {}
+        seconds, self._quantize_seconds = self._quantize_seconds, 0.0
+        return {"rollout/quantize_s": Mean(seconds)}
 
     @property
     def prompt_budget(self) -> int:

@@ -25,6 +25,7 @@ from luffy.errors import UserError
 from luffy.kernels.paged import PAGE
 from luffy.models.forward import forward_hidden, head_weight_bias
 from luffy.models.memory import unused_bytes
+from luffy.models.merged import Products, separate
 from luffy.rollout.engine import EngineStats
 from luffy.rollout.native.decode_graphs import Decoder
 from luffy.rollout.native.paged_cache import (
@@ -174,16 +175,16 @@ class Rows:
 class PagedMemory:
     """What an engine keeps between calls: graphs and their state, not the pages."""
 
-    def __init__(self, model: nn.Module, rows: int, context: int, share: float, merged: bool = False) -> None:
+    def __init__(self, model: nn.Module, rows: int, context: int, share: float, products: Products = separate) -> None:
         self._model, self._rows, self._context, self._share = model, rows, context, share
-        self.merged = merged
+        self.products = products
         self.cache = PagedCache(cache_shape(model), head_weight_bias(model)[0].device)
         self._decoder: Decoder | None = None
 
     def decoder(self) -> Decoder:
         if self._decoder is None or not self._decoder.is_current():
             self._decoder = None  # its graphs' memory first
-            self._decoder = Decoder(self._model, self.cache, self._rows, pages_for(self._context), BURST, self.merged)
+            self._decoder = Decoder(self._model, self.cache, self._rows, pages_for(self._context), BURST, self.products)
         return self._decoder
 
     def allocate(self, wanted: int) -> PagePool:
@@ -202,7 +203,7 @@ class PagedGeneration:
         self, model: nn.Module, requests: Sequence[Request], memory: PagedMemory, max_rows: int, prefill_tokens: int
     ) -> None:
         self.stats = EngineStats()
-        self._model, self._prefill_tokens, self._merged = model, prefill_tokens, memory.merged
+        self._model, self._prefill_tokens, self._products = model, prefill_tokens, memory.products
         self._head = head_weight_bias(model)
         self.device = memory.cache.device
         self._waiting = _prompts(requests)
@@ -296,7 +297,7 @@ class PagedGeneration:
         layout = ChunksLayout(self._cache, [chunk for _, chunk in chunks])
         tokens = [token for prompt, chunk in chunks for token in prompt.token_ids[chunk.start : chunk.end]]
         ids = _array_to_device(np.array(tokens, dtype=np.int64), self.device)
-        hidden = forward_hidden(self._model, ids, layout.position_ids, layout, self._merged)
+        hidden = forward_hidden(self._model, ids, layout.position_ids, layout, self._products)
         logits = F.linear(hidden[layout.last_tokens], *self._head)
         for (prompt, chunk), row in zip(chunks, logits, strict=True):
             prompt.filled = chunk.end
