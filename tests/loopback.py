@@ -23,11 +23,13 @@ def wait_until(there, process: subprocess.Popen | None = None) -> None:
 
 @contextmanager
 def serving(script: Path, folder: Path, *arguments: str) -> Iterator[str]:
-    """Run ``script FOLDER ...`` in a fresh interpreter; it writes its port to FOLDER/port. Gives its address."""
-    folder.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen([sys.executable, "-I", str(script), str(folder), *arguments], stdin=subprocess.DEVNULL)
+    """Run ``script FOLDER``, or ``script`` with other arguments, in a fresh interpreter; it writes its port to
+    FOLDER/port. Gives its address."""
+    command = [sys.executable, "-I", str(script), *(arguments or [str(folder)])]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    port = folder / "port"
     try:
-        wait_until((folder / "port").exists, process)
+        wait_until(lambda: port.exists() and port.read_text(), process)
         yield f"http://127.0.0.1:{(folder / 'port').read_text()}"
     finally:
         process.kill()

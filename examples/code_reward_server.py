@@ -1,0 +1,210 @@
+"""A reward for code: run a response against unit tests in a sandboxed process, and serve the verdicts over HTTP.
+
+    python examples/code_reward_server.py --port 9000
+    luffy train mine.yaml reward.kind=http://127.0.0.1:9000/
+
+Every row needs a column ``tests``: Python text, or a list of such texts, that runs after the response's code and raises
+where the code is wrong (``assert add(2, 3) == 5``). The code is the last fenced block of the response, or all of it. It
+scores 1 where every test passes, else 0. Standard library alone; Linux and macOS, no root.
+
+Each response runs in a fresh interpreter (-I, no environment, an empty working folder that is removed) with limits on
+time, memory (not enforced by macOS), file size and open files, and it may start no process or thread. On Linux it is in
+namespaces of its own (unshare): no network, and nothing that it started outlives it; on macOS sandbox-exec takes the
+network away. Where neither works the server does not start without --allow-network.
+
+What it does NOT protect against: code can read every file that you can read, and write where you can write. It shares
+the kernel. It runs in one interpreter with its tests, so code that is made to cheat can pass them. Root is not bound by
+the limit on processes. For code that you do not trust run this server in a container or a virtual machine, as a user
+with nothing to lose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+LONGEST_REQUEST = 64 << 20
+FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+# The sandboxed interpreter's program. The word that says "all passed" is read and removed before foreign code runs.
+HARNESS = """
+import json, os, resource, sys
+with open("job.json") as file:
+    job = json.load(file)
+os.remove("job.json")
+report = os.dup(1)
+nowhere = os.open(os.devnull, os.O_RDWR)
+for standard in (0, 1, 2):
+    os.dup2(nowhere, standard)
+for name, limit in job["limits"].items():
+    kind = getattr(resource, name, None)
+    if kind is not None:
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        try:
+            resource.setrlimit(kind, (limit, limit))
+        except (ValueError, OSError):
+            if sys.platform == "linux":
+                raise
+space = {"__name__": "__main__"}
+for text in [job["code"], *job["tests"]]:
+    exec(compile(text, "<response>", "exec"), space)
+os.write(report, job["word"].encode())
+"""
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """Runs code against tests. ``prefix``: the command that takes the network away."""
+
+    prefix: tuple[str, ...]
+    time_s: float
+    memory_mb: int
+
+    def passes(self, code: str, tests: list[str]) -> bool:
+        """Whether all tests pass. Raises OSError where the sandbox itself cannot start."""
+        word = secrets.token_hex(16)
+        limits = {
+            "RLIMIT_CPU": int(self.time_s) + 1,
+            "RLIMIT_AS": self.memory_mb << 20,
+            "RLIMIT_FSIZE": 1 << 20,
+            "RLIMIT_NOFILE": 64,
+            "RLIMIT_NPROC": 0,
+            "RLIMIT_CORE": 0,
+        }
+        with tempfile.TemporaryDirectory(prefix="code-reward-", ignore_cleanup_errors=True) as folder:
+            job = {"code": code, "tests": tests, "word": word, "limits": limits}
+            Path(folder, "job.json").write_text(json.dumps(job), encoding="utf-8")
+            process = subprocess.Popen(
+                [*self.prefix, sys.executable, "-I", "-c", HARNESS],
+                cwd=folder, env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder}, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            try:
+                return self._heard(process, word)
+            finally:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                assert process.stdout is not None
+                process.stdout.close()
+
+    def _heard(self, process: subprocess.Popen[bytes], word: str) -> bool:
+        """Whether the process says the word in time; it may say nothing else."""
+        assert process.stdout is not None
+        deadline, said = time.monotonic() + self.time_s, b""
+        while len(said) < len(word):
+            ready, _, _ = select.select([process.stdout], [], [], max(deadline - time.monotonic(), 0))
+            part = os.read(process.stdout.fileno(), len(word) - len(said)) if ready else b""
+            if not part:
+                return False
+            said += part
+        return said == word.encode()
+
+
+def without_network() -> tuple[str, ...] | None:
+    """The strictest command of those that work here; None where none does."""
+    unshare = ("unshare", "--map-root-user", "--net")
+    candidates = (
+        (*unshare, "--pid", "--fork", "--kill-child", "--mount-proc"),
+        (*unshare, "--pid", "--fork", "--kill-child"),
+        unshare,
+        ("sandbox-exec", "-p", "(version 1)(allow default)(deny network*)"),
+    )
+    for command in candidates:
+        if shutil.which(command[0]) and subprocess.run([*command, "true"], capture_output=True).returncode == 0:
+            return command
+    return None
+
+
+def code_of(response: str) -> str:
+    """The last fenced block, or the whole text."""
+    blocks = FENCE.findall(response)
+    return blocks[-1] if blocks else response
+
+
+def score(sandbox: Sandbox, sample: dict[str, Any]) -> float | dict[str, str]:
+    """What the HTTP reward takes for one sample: a number, or why there is none."""
+    tests = sample.get("columns", {}).get("tests")
+    tests = [tests] if isinstance(tests, str) else tests
+    if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
+        return {"error": "the row has no column 'tests' with Python text"}
+    try:
+        return float(sandbox.passes(code_of(sample["response"]), tests))
+    except OSError as error:
+        return {"error": f"the sandbox did not start: {error}"}
+
+
+def make_server(host: str, port: int, sandbox: Sandbox, workers: int) -> ThreadingHTTPServer:
+    """A server that runs at most ``workers`` responses at once, over all requests."""
+    pool = ThreadPoolExecutor(workers)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            try:
+                length = int(self.headers["Content-Length"])
+                if length > LONGEST_REQUEST:
+                    raise ValueError("the request is too long")
+                samples = json.loads(self.rfile.read(length))["samples"]
+                scores = list(pool.map(lambda sample: score(sandbox, sample), samples))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                self.reply(400, {"error": f"{type(error).__name__}: {error}"})
+            else:
+                self.reply(200, {"scores": scores})
+
+        def reply(self, status: int, answer: dict[str, Any]) -> None:
+            body = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with suppress(BrokenPipeError, ConnectionResetError):  # whoever asked has given up
+                self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Requests are not logged."""
+
+    return ThreadingHTTPServer((host, port), Handler)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Scores code by unit tests, for luffy's HTTP reward.")
+    parser.add_argument("--host", default="127.0.0.1", help="whoever can reach it can run code here")
+    parser.add_argument("--port", type=int, default=9000, help="0: any that is free")
+    parser.add_argument("--port-file", type=Path, help="where to write the port, for scripts")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="responses that run at once")
+    parser.add_argument("--time-s", type=float, default=5.0, help="a response's code and tests end within this")
+    parser.add_argument("--memory-mb", type=int, default=512, help="address space of each")
+    parser.add_argument("--allow-network", action="store_true", help="also run where the network cannot be taken away")
+    options = parser.parse_args()
+    prefix = without_network()
+    if prefix is None and not options.allow_network:
+        sys.exit("neither unshare nor sandbox-exec works here, so code could use the network; give --allow-network")
+    sandbox = Sandbox(prefix or (), options.time_s, options.memory_mb)
+    server = make_server(options.host, options.port, sandbox, options.workers)
+    if options.port_file:
+        options.port_file.write_text(str(server.server_port))
+    how = " ".join(prefix) if prefix else "no isolation of the network"
+    print(f"serving on http://{options.host}:{server.server_port}/ ({how})", flush=True)
+    with suppress(KeyboardInterrupt):
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
