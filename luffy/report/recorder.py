@@ -96,9 +96,13 @@ class WandbTracker:
             resume="allow",
             config=to_dict(cfg),
         )
+        # Steps are an axis of our own: of W&B's, which only counts upwards, a resumed run could not record an
+        # evaluation that it makes up for at the step where it stopped.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({**values, "step": step})
 
     def close(self) -> None:
         self._run.finish()
