@@ -37,18 +37,18 @@ class Method:
 
 
 METHODS = {
-    "on_policy": Method("small/on_policy"),
-    "sft": Method("small/sft", "sft", (("train.steps", 120), ("eval.every", 60), ("batch.mini_batch", None))),
-    "rl_sft_loss": Method("small/rl_sft_loss"),
-    "sft_rl": Method("small/on_policy", after="sft"),
-    "mixed": Method("small/mixed"),
-    "mixed_shaping": Method("small/luffy_clip"),
-    "luffy": Method("small/luffy"),
-    "on_policy_shaping": Method("small/on_policy", sets=(("algorithm.on_policy_reshape", "p_div_p_0.1"),)),
-    "on_policy_no_clip": Method("small/on_policy", sets=(("algorithm.remove_clip", True),)),
+    "on_policy": Method("smollm2/on_policy"),
+    "sft": Method("smollm2/sft", "sft", (("train.steps", 120), ("eval.every", 60), ("batch.mini_batch", None))),
+    "rl_sft_loss": Method("smollm2/rl_sft_loss"),
+    "sft_rl": Method("smollm2/on_policy", after="sft"),
+    "mixed": Method("smollm2/mixed"),
+    "mixed_shaping": Method("smollm2/luffy_clip"),
+    "luffy": Method("smollm2/luffy"),
+    "on_policy_shaping": Method("smollm2/on_policy", sets=(("algorithm.on_policy_reshape", "p_div_p_0.1"),)),
+    "on_policy_no_clip": Method("smollm2/on_policy", sets=(("algorithm.remove_clip", True),)),
 }
 METHODS |= {
-    f"luffy_gamma_{gamma}": Method("small/luffy", sets=(("algorithm.off_policy_reshape", f"p_div_p_{gamma}"),))
+    f"luffy_gamma_{gamma}": Method("smollm2/luffy", sets=(("algorithm.off_policy_reshape", f"p_div_p_{gamma}"),))
     for gamma in GAMMAS
 }
 MAIN = ("on_policy", "sft", "rl_sft_loss", "sft_rl", "mixed", "luffy")

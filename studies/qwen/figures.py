@@ -21,7 +21,8 @@ PAGE = HERE.parents[1] / "docs" / "results" / "qwen-gsm8k.md"
 IMAGES = HERE.parents[1] / "docs" / "images"
 COLORS = {
     "luffy": "#c8373a", "on_policy": "#8c8c8c", "sft": "#d08a1d", "mixed": "#3b7dd8", "sft_rl": "#5b8a3c",
-    "luffy_clip": "#e58f91", "rl_sft_loss": "#7a5195",
+    "luffy_clip": "#e58f91", "rl_sft_loss": "#7a5195", "rl_plus": "#17859b", "hpt": "#8a5a2b", "exgrpo": "#4a4a9c",
+    "chord": "#c2569b", "srft": "#6f9e9b", "relift": "#b3a125",
 }  # fmt: skip
 LATE = 10  # steps at the end of a run that the table of its dynamics averages
 PROBLEMS = 64  # groups of a step
@@ -118,6 +119,16 @@ def steps_of(runs: Sequence[Row]) -> str:
     return ", ".join(f"{step:g}" for step in done)
 
 
+def rates_table(rows: Sequence[Row]) -> str:
+    """Every trained run with test scores, also those whose rate lost."""
+    runs = sorted((row for row in trained(rows) if "test" in row), key=order)
+    body = [
+        [label(run), f"{run['lr']:g}", str(run["seed"]), f"{100 * last(run, VALIDATION):.1f}", accuracy([run])]
+        for run in runs
+    ]
+    return table(["", "learning rate", "seed", "last validation accuracy, %", "test accuracy, %"], body)
+
+
 def difference_table(rows: Sequence[Row]) -> str:
     runs = {method: found for method, found in tested(rows).items() if method != "base"}
     body = [
@@ -179,8 +190,8 @@ def cost_table(rows: Sequence[Row]) -> str:
 
 
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
-    "main": main_table, "differences": difference_table, "validation": validation_table, "dynamics": dynamics_table,
-    "cost": cost_table,
+    "main": main_table, "rates": rates_table, "differences": difference_table, "validation": validation_table,
+    "dynamics": dynamics_table, "cost": cost_table,
 }  # fmt: skip
 
 
@@ -199,11 +210,12 @@ def present(row: Row, metric: str) -> list[float]:
 def accuracy_figure(rows: Sequence[Row]) -> None:
     """Validation accuracy against what it took. Thin lines lost their contest."""
     figure, axes = panels(3, 3.6)
+    rates = best_rates(trained(rows))
     for row in sorted(trained(rows), key=order):
         steps = row["curves"]["step"]
         tokens = accumulate(value or 0.0 for value in row["curves"]["perf/update_tokens"])
         scales = (steps, row["curves"]["gpu_seconds"], [count / 1e6 for count in tokens])
-        lost = row["status"] == "dropped"
+        lost = row["status"] == "dropped" or row["lr"] != rates.get(row["method"], row["lr"])
         for ax, scale in zip(axes, scales, strict=True):
             at = dict(zip(steps, scale, strict=True))
             found = points(row, VALIDATION)

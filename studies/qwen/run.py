@@ -29,6 +29,7 @@ from typing import Any
 
 import yaml
 
+from luffy.config import load_config
 from studies.qwen.plan import METHODS, Contest, Run, plan, runs_of
 from studies.qwen.records import Row, best_rates, curves, gpu_seconds, read_lines, read_rows, right_counts, test_row
 
@@ -193,11 +194,11 @@ class Driver:
         return Job("base screen", self._eval_command(self.args.model, self.args.screen, out, SCREENING, 1.0))
 
     def _eval_command(self, model: Path, problems: Path, out: Path, k: int, temperature: float) -> list[str]:
-        settings = yaml.safe_load((Path(__file__).parent / "settings.yaml").read_text(encoding="utf-8"))
+        cfg = load_config("small/luffy")
         options = {
-            "suite": problems, "out": out, "k": k, "temperature": temperature, "reward": settings["reward"]["kind"],
-            "max-tokens": settings["rollout"]["max_tokens"], "style": settings["data"]["style"],
-            "system-prompt": settings["data"]["system_prompt"], "dtype": settings["model"]["dtype"],
+            "suite": problems, "out": out, "k": k, "temperature": temperature, "reward": cfg.reward.kind,
+            "max-tokens": cfg.rollout.max_tokens, "style": cfg.data.style,
+            "system-prompt": cfg.data.system_prompt, "dtype": cfg.model.dtype,
         }  # fmt: skip
         flags = [part for key, value in options.items() for part in (f"--{key}", str(value))]
         return [*self.args.luffy, "eval", str(model), *flags]

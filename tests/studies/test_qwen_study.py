@@ -152,23 +152,43 @@ def test_the_page_says_what_the_results_say(figures):
     lines = text.partition("\n## Appendix")[0].splitlines()  # the appendix is another study's
     known = {number for line in lines if line.startswith("|") for number in NUMBER.findall(line)}
     known |= {"0.6"}  # the temperature
+    known |= {"3.5"}  # see test_counts_in_the_prose_of_the_page
     known.add(f"{100 * (0.42 * 0.58 / 512) ** 0.5:.1f}")  # the standard error of the validation accuracy
     prose = [line for line in lines if not line.startswith("|")]
     unknown = {number for line in prose for number in NUMBER.findall(line)} - known
     assert not unknown
+    caption = (ROOT / "README.md").read_text(encoding="utf-8").partition("*A real model")[2].partition("*\n")[0]
+    assert len(set(NUMBER.findall(caption)) & known) == 5 and set(NUMBER.findall(caption)) <= known | {"2.5"}
 
 
 def test_counts_in_the_prose_of_the_page(figures):
     by_name = {row["name"]: row for row in figures.read()}
-    updated = {}
-    for name in ("on_policy-lr3e-06-s0", "luffy-lr3e-06-s0"):
-        idle = [figures.present(by_name[name], f"batch/solve_{x}") for x in ("none", "all")]
-        left = [figures.PROBLEMS - a - b for a, b in zip(*idle, strict=True)]
-        updated[name] = (sum(count > 32 for count in left), len(left))
-    assert updated == {"on_policy-lr3e-06-s0": (97, 165), "luffy-lr3e-06-s0": (200, 200)}
-    cut = dict(figures.points(by_name["on_policy-lr3e-06-s0"], "response_length/clip_ratio"))
+    luffy, on_policy = by_name["luffy-lr3e-06-s0"], by_name["on_policy-lr3e-06-s0"]
+    assert min(groups_left(figures, luffy)) > 32 and len(groups_left(figures, luffy)) == 200  # two updates before, too
+    assert min(groups_left(figures, on_policy)) >= 2 and len(groups_left(figures, on_policy)) == 167
+    assert len(by_name) == 10 and "base" in by_name
+    scores = [100 * sum(figures.shares(row)) / 1319 for row in by_name.values() if row["method"] == "sft"]
+    assert f"{max(scores) - min(scores):.1f}" == "3.5"
+
+
+def test_the_run_that_was_replaced(figures):
+    first, again = (
+        [row for row in records.read_lines(figures.HERE / "results" / name) if row["name"] == "on_policy-lr3e-06-s0"]
+        for name in ("2026-11-16.jsonl", "2026-11-16-b.jsonl")
+    )
+    old, (second, _) = first[0], again
+    left = groups_left(figures, old)
+    assert (sum(count <= 32 for count in left), len(left)) == (68, 165)
+    cut = dict(figures.points(old, "response_length/clip_ratio"))
     assert max(cut[step] for step in range(101, 111)) < 0.08 and min(cut[step] for step in range(156, 166)) > 0.6
-    assert [row["status"] for row in by_name.values() if row["method"] != "base"].count("finished") == 2
+    assert round(old["test"]["truncated"], 2) == 0.76 and 33 <= 100 * sum(figures.shares(old)) / 1319 < 34
+    assert "test" not in second and second["curves"]["step"][-1] == 156
+    assert max(figures.present(second, "response_length/clip_ratio")) < 0.1
+
+
+def groups_left(figures, row):
+    idle = [figures.present(row, f"batch/solve_{x}") for x in ("none", "all")]
+    return [figures.PROBLEMS - a - b for a, b in zip(*idle, strict=True)]
 
 
 def test_intervals_over_problems_and_seeds(figures):
