@@ -21,7 +21,7 @@ import typer.core
 
 from luffy._version import __version__
 from luffy.bench.bench_cli import bench_app
-from luffy.cli_help import FullHelp
+from luffy.cli_help import AnswerInThought, FullHelp
 from luffy.config import Config, built_in_recipes, check_prepared, inherited_for_rl, load_config, to_yaml
 from luffy.distributed.follow import LAUNCHER_VARIABLE, follow_launcher
 from luffy.errors import Interrupted, TrainingStopped, UserError
@@ -89,9 +89,6 @@ GpuName = Annotated[
     str | None, typer.Option("--gpu", help="with --dry-run: time and cost on parallel.workers of h200, h100 or a100")
 ]
 GpuPrice = Annotated[float | None, typer.Option(min=0, help="with --dry-run: what an hour of one GPU costs")]
-AnswerInThought = Annotated[
-    bool, typer.Option("--answer-in-thought", help="read answers inside <think>...</think> too")
-]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="print the resolved config and exit")]
 Seeds = Annotated[
     int | None,

@@ -1,10 +1,15 @@
-"""Help of the command line that shows every description whole."""
+"""Help of the command line that shows every description whole, and options that several commands have."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 import typer.core
+
+AnswerInThought = Annotated[
+    bool, typer.Option("--answer-in-thought", help="read answers inside <think>...</think> too")
+]
 
 
 class FullHelp(typer.core.TyperGroup):

@@ -32,6 +32,7 @@ class CheckOptions:
     examples: int = 10
     workers: int = 2
     columns: Mapping[str, str] | None = None
+    answer_in_thought: bool = False
 
 
 @dataclass
@@ -111,7 +112,8 @@ def _agreement(problems: ProblemDataset, encoder: Encoder | None, options: Check
     items = list(_items(problems, encoder, options.verify))
     if not items:
         return {"reward": options.reward, "checked": 0}
-    with build_verifier(options.reward, workers=options.workers) as verifier:
+    inside = options.answer_in_thought
+    with build_verifier(options.reward, workers=options.workers, answer_in_thought=inside) as verifier:
         scores = verifier.score(items)
     wrong = [
         {"id": problem.id, "answer": problem.answer, "status": score.status, "end": text[-200:]}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from luffy.cli_help import FullHelp
+from luffy.cli_help import AnswerInThought, FullHelp
 from luffy.errors import UserError
 
 prepare_app = typer.Typer(
@@ -86,6 +86,7 @@ def check(
     file: Annotated[str, typer.Argument(help="a data file, folder or hub dataset in any layout that train reads")],
     tokenizer: Annotated[str | None, typer.Option(help="folder or hub id; without it no tokens are counted")] = None,
     reward: Annotated[str, typer.Option(help="a kind of docs/rewards.md, an address, or module:function")] = "math",
+    answer_in_thought: AnswerInThought = False,
     style: Style = "auto",
     system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
     split: Annotated[str, typer.Option(help="split of a folder or hub dataset")] = "train",
@@ -105,7 +106,7 @@ def check(
 
     options = CheckOptions(
         split, tokenizer, style, system_prompt, max_prompt_tokens, max_trace_tokens, reward, verify, examples, workers,
-        _named(columns or []),
+        _named(columns or []), answer_in_thought,
     )  # fmt: skip
     report = check_file(file, options)
     if as_json:
@@ -172,6 +173,7 @@ def traces(
     system_prompt: Annotated[str | None, typer.Option(help="system message, where the prompt has none")] = None,
     teacher: Annotated[str | None, typer.Option(help="name recorded in the traces; default: the model's")] = None,
     reward: Annotated[str, typer.Option(help="a kind of docs/rewards.md, an address, or module:function")] = "math",
+    answer_in_thought: AnswerInThought = False,
     workers: Workers = 2,
     concurrency: Annotated[int, typer.Option(min=1, help="requests under way (endpoint)")] = 16,
     retries: Annotated[int, typer.Option(min=0, help="after 429, 5xx or a lost connection (endpoint)")] = 6,
@@ -198,6 +200,7 @@ def traces(
     card = prepare_traces(
         file, out, asked, teacher or default_name(model, local), settings,
         n=n, reward=reward, workers=workers, keep_wrong=keep_wrong, limit=limit or None,
+        answer_in_thought=answer_in_thought,
     )  # fmt: skip
     for name, count in card["counts"].items():
         typer.echo(f"{name.replace('_', ' '):<42} {count:,}")

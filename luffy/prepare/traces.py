@@ -43,6 +43,7 @@ def prepare_traces(
     workers: int = 2,
     keep_wrong: bool = False,
     limit: int | None = None,
+    answer_in_thought: bool = False,
 ) -> dict[str, Any]:
     """Write ``out`` (problems with the teacher's traces) and a card beside it; returns the card."""
     if out.suffix != ".parquet":
@@ -51,8 +52,10 @@ def prepare_traces(
     problems = load_problems(file, limit=limit)
     schema = problem_schema(TRACE_FIELDS, chats=are_chats(problems))
     asked = {**settings, "n": n, "reward": reward, "problems_sha256": problems.fingerprint}
+    if answer_in_thought:  # only then, so that files of before this option go on
+        asked["answer_in_thought"] = True
     with Journal(out.with_suffix(".progress.jsonl"), asked) as journal:
-        with build_verifier(reward, workers=workers) as verifier:
+        with build_verifier(reward, workers=workers, answer_in_thought=answer_in_thought) as verifier:
             ask(problems, n, teacher, verifier, journal)
         counts = _write(problems, schema, journal, out, name, keep_wrong)
     card = {"counts": dict(counts), "teacher": name, "settings": asked}

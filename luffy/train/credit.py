@@ -238,10 +238,11 @@ def credit_metrics(
     step: int = 0,
     total_steps: int = 1,
 ) -> dict[str, Metric]:
-    """The spread of the advantages; ``critic/kl``: the mean KL per token that was taken off the rewards;
-    ``method/mix_coef``: mu of ``algorithm.mix``; with a teacher the mean of log q - log p and the share of own tokens
-    that it scored."""
-    metrics = spread("critic/advantages", [float(s.advantages[0]) for group in samples for s in group])
+    """The spread of the advantages, each the mean over a response's tokens; ``critic/kl``: the mean KL per token that
+    was taken off the rewards; ``method/mix_coef``: mu of ``algorithm.mix``; with a teacher the mean of log q - log p
+    and the share of own tokens that it scored."""
+    advantages = [float(s.advantages.double().mean()) for group in samples for s in group]  # equal ones: exactly that
+    metrics = spread("critic/advantages", advantages)
     if cfg.kl_coef and cfg.kl_in == "reward":
         per_token = [_kl(tokens, cfg) for group in scored for tokens in group]
         metrics["critic/kl"] = Mean(float(sum(t.sum() for t in per_token)), sum(t.numel() for t in per_token))

@@ -57,6 +57,16 @@ def test_the_report_in_figures(sums_file, tokenizer_folder):
     assert "2 skipped" in text and "sums.jsonl:21" in text
 
 
+def test_answers_inside_thoughts_count_where_they_do_in_training(tmp_path):
+    path = tmp_path / "thoughts.jsonl"
+    path.write_text(
+        json.dumps({"prompt": "1+1", "answer": "2", "traces": ["<think>#### 2</think> That is it."]}) + "\n"
+    )
+    for inside in (False, True):
+        report = check_file(str(path), CheckOptions(reward="gsm8k", answer_in_thought=inside))
+        assert report["verifier"]["agree"] == inside
+
+
 def test_long_traces_are_shown_from_both_ends_unless_full(tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "q", "answer": "1", "traces": ["a" * 3000 + "end"]}) + "\n")

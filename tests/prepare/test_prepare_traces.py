@@ -210,6 +210,18 @@ def test_cut_off_responses_are_no_traces_and_thoughts_are_joined(serve, sums_fil
     assert load_problems(tmp_path / "r1.parquet")[1].traces[0].text == "<think>\none and one\n</think>\n\n#### 2"
 
 
+def test_answers_inside_thoughts_count_on_request(serve, sums_file, tmp_path):
+    message = {"reasoning_content": "#### 2", "content": "That is it."}
+    server = serve(lambda body, number: (200, {"choices": [{"message": message, "finish_reason": "stop"}]}, {}))
+    kept = {}
+    for inside in (False, True):
+        out = tmp_path / f"{inside}.parquet"
+        card = run(sums_file, out, teacher_of(server), n=1, answer_in_thought=inside)
+        kept[inside] = card["counts"]["samples_right"]
+        assert card["settings"].get("answer_in_thought", False) == inside
+    assert kept == {False: 0, True: 1}
+
+
 def test_completions_take_the_rendered_text(serve, tmp_path, sums_file, tokenizer_folder):
     choice = {
         "text": "#### 2",

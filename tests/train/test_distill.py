@@ -121,5 +121,8 @@ def test_metrics_by_hand():
     metrics = credit_metrics(samples, [tokens], cfg)
     assert metrics["method/teacher_gap"].value == pytest.approx((1.5 + 0.0 + sum(GAP)) / 5)  # own tokens with a teacher
     assert metrics["method/teacher_share"].value == pytest.approx(5 / 8)
+    means = [0.0, 0.5, sum(GAP) / 3, 0.0]  # of each response's tokens
+    assert metrics["critic/advantages/mean"].value == pytest.approx(sum(means) / 4)
+    assert metrics["critic/advantages/max"].value == pytest.approx(max(means))
     plain = AlgorithmConfig()
     assert "method/teacher_gap" not in credit_metrics(credit([group], [tokens], plain), [tokens], plain)
