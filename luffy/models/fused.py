@@ -119,7 +119,8 @@ def _attention(attention: Any, x: Tensor, angles: tuple[Tensor, Tensor], layout:
         out = layout.rotate_and_attend(q, k, v, *angles, *place)
     else:
         layer, scale, window = place
-        out = layout.attend(layer, rotate(q, *angles), rotate(k, *angles), v, scale, window)
+        # Rows of a merged product lie apart, which not every attention kernel takes.
+        out = layout.attend(layer, rotate(q, *angles), rotate(k, *angles), v.contiguous(), scale, window)
     (out,) = products(out.reshape(len(x), -1), (attention.o_proj,))
     return out
 
