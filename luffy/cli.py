@@ -470,7 +470,10 @@ def eval_model(
         int | None, typer.Option(min=1, help="responses generated at the same time; default: 64, on a GPU up to 1024")
     ] = None,
     chunk: Annotated[int, typer.Option(min=1, help="responses between two saves")] = 256,
-    workers: Annotated[int, typer.Option(min=1, help="verifier processes")] = 2,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="verifier processes; default: 2, beside a GPU half of the cores, at most 8"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a model: avg@k, pass@k, lengths and truncation per benchmark. Killed, it goes on where it was."""

@@ -26,11 +26,13 @@ from luffy.evaluation.results import ITEMS, Result, build_result, model_label, w
 from luffy.evaluation.settings import Settings, alone_in, claim, problems_hash, recorded
 from luffy.guidance.plan import seed_of
 from luffy.models.load import decode
+from luffy.models.threads import available_cores
 from luffy.report.recorder import JsonLinesWriter, read_json_lines
 from luffy.rewards import Verifier, build_verifier
 from luffy.types import Completion, Problem, Request, Sampling
 
 PAPER_MAX_TOKENS = 8192
+MOST_WORKERS = 8
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ class Options:
     device: str = "cpu"
     slots: int | None = None
     chunk: int = 256
-    workers: int = 2
+    workers: int | None = None
     reward_settings: RewardConfig | None = None  # a recipe's, in place of `reward`
 
 
@@ -122,7 +124,13 @@ def run_evaluation(options: Options) -> Result:
 def verifier_of(options: Options, kind: str) -> Verifier:
     if options.reward_settings is not None:
         return options.reward_settings.verifier()
-    return build_verifier(kind, workers=options.workers, answer_in_thought=options.answer_in_thought)
+    workers = options.workers or default_workers(options.device)
+    return build_verifier(kind, workers=workers, answer_in_thought=options.answer_in_thought)
+
+
+def default_workers(device: str) -> int:
+    """Beside a GPU, half of the cores: an engine that makes hundreds of responses a second waits for two of them."""
+    return max(2, min(available_cores() // 2, MOST_WORKERS)) if device == "cuda" else 2
 
 
 def with_defaults(options: Options, out: Path) -> Options:
