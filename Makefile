@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check-install test-pythons test-wheel test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-gpu lint quickstart docs docs-site test-docs test-notebook test-wandb clean
+.PHONY: setup check-install test-pythons test-wheel test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu lint quickstart docs docs-site test-docs test-notebook test-wandb clean
 
 # Linux without an NVIDIA GPU: the CPU build of torch, so that 0.6 GB are downloaded instead of 3 GB. It comes from where
 # pip looks anyway (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else from PyTorch's own index, else PyPI's build with CUDA must do.
@@ -144,6 +144,23 @@ $(TRL_READY): pyproject.toml constraints.txt
 test-integrations: $(TRL_READY)
 	OMP_NUM_THREADS=1 $(TRL_VENV)/bin/python -m pytest -m 'slow or not slow' tests/integrations
 
+# luffy inside verl, which pins an antlr that luffy must not have: luffy's own packages are left out. verl's trainer
+# imports three packages that verl does not name.
+VERL_VENV ?= .venv-verl
+VERL_READY := $(VERL_VENV)/.ready
+
+$(VERL_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(if $(NO_GPU),$(call pip_cpu_torch,$(VERL_VENV)/bin) || true)
+	$(VERL_VENV)/bin/python -m pip install --quiet $$(grep '^torch==' constraints.txt) verl==0.9.1 cachetools fastapi uvicorn \
+		pytest pytest-timeout hypothesis typer rich jinja2
+	$(VERL_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $@
+
+test-verl: $(VERL_READY)
+	OMP_NUM_THREADS=1 $(VERL_VENV)/bin/python -m pytest tests/integrations/test_verl.py
+
 # Needs a CUDA device. No environment is made: such a machine brings its own torch, next to which transformers and pytest
 # must be installed; luffy itself need not be. LUFFY_SMOLLM2 adds the checks on real weights.
 test-gpu:
@@ -173,4 +190,4 @@ test-docs: $(DOCS_READY)
 	$(DOCS_VENV)/bin/python -m pytest --noconftest tests/test_site.py
 
 clean:
-	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(WHEEL_VENV) $(VLLM_VENV) $(RAY_VENV) $(TRL_VENV) $(DOCS_VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(WHEEL_VENV) $(VLLM_VENV) $(RAY_VENV) $(TRL_VENV) $(VERL_VENV) $(DOCS_VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -120,7 +120,10 @@ def test_core_rewards_and_data_load_neither_engines_nor_clusters():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize(("package", "file"), [("ray", "distributed/ray_launch.py"), ("trl", "integrations/trl.py")])
+@pytest.mark.parametrize(
+    ("package", "file"),
+    [("ray", "distributed/ray_launch.py"), ("trl", "integrations/trl.py"), ("verl", "integrations/verl.py")],
+)
 def test_a_large_package_is_imported_in_one_file_alone(package, file):
     users = [
         path.relative_to(ROOT).as_posix()
