@@ -87,7 +87,11 @@ def are_chats(problems: ProblemDataset) -> bool:
 def scored(answered: Answered, verifier: Verifier) -> list[Record]:
     """A journal record for each problem."""
     items = [(problem, sample.text) for problem, samples in answered for sample in samples]
-    scores = iter(verifier.score(items))
+    found = verifier.score(items)
+    reason = verifier.why_nothing_was_scored(found)
+    if reason is not None:
+        raise UserError(f"every call of the reward failed, the last one: {reason}; the same command goes on from here")
+    scores = iter(found)
     return [
         {"id": problem.id, "samples": [_record(sample, next(scores)) for sample in samples]}
         for problem, samples in answered
