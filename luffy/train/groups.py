@@ -73,7 +73,7 @@ def failure_metrics(prefix: str, scores: Sequence[Score]) -> dict[str, Metric]:
     """Verifications that failed: all of them, and by status those that there are."""
     failed = Counter(s.status for s in scores if not s.is_verdict)
     by_status: dict[str, Metric] = {f"{prefix}/verifier_{status}": Sum(count) for status, count in failed.items()}
-    return {f"{prefix}/verifier_failures": Sum(failed.total())} | by_status
+    return {f"{prefix}/verifier_failures": Sum(failed.total(), len(scores))} | by_status
 
 
 def own_metrics(groups: Sequence[Group], cfg: RewardConfig) -> dict[str, Metric]:
