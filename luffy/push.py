@@ -156,11 +156,14 @@ def draw_curves(run: RunRecord, path: Path) -> bool:
     path.unlink(missing_ok=True)
     held_out = [_series(run, metric, name) for metric, name in evaluations([run])]
     reward = [_series(run, REWARD, "reward")] if run.kind == "train" else []
-    named = (("Held-out accuracy", "share of right answers", held_out), ("Training reward", "mean reward", reward))
-    panels = [Panel(title, "step", y, tuple(s)) for title, y, series in named if (s := [x for x in series if x.x])]
-    if not panels or find_spec("matplotlib") is None:
+    panels = (
+        Panel("Held-out accuracy", "step", "share of right answers", tuple(held_out), y_from_zero=True),
+        Panel("Training reward", "step", "mean reward", tuple(reward)),
+    )
+    drawn = tuple(panel for panel in panels if any(series.x for series in panel.series))
+    if not drawn or find_spec("matplotlib") is None:
         return False
-    draw(Figure("curves", "", "", "", tuple(panels)), path)
+    draw(Figure("curves", "", "", "", drawn), path)
     return True
 
 

@@ -44,7 +44,7 @@ def closest_recipe(config: Mapping[str, Any], sft: bool) -> tuple[str, dict[str,
         return "sft", {}
     apart = {name: _differences(config, settings) for name, settings in _recipes().items()}
     name = min(apart, key=lambda name: len(apart[name]))
-    return name, apart[name]
+    return name, {key: value for key, value in apart[name].items() if key in config}
 
 
 @cache
@@ -54,7 +54,7 @@ def about_recipe(name: str) -> str:
 
 
 def _differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    own = {key: _plain(value) for key, value in config.items() if _makes_a_method(key)}
+    own = _over_defaults(config)
     sections = {key.rpartition(".")[0] for key in settings}
     # of a section that the recipe opens (algorithm.mix), what it leaves out is at its default, which is not known here
     known = [key for key in own if key in settings or key.rpartition(".")[0] not in sections]
@@ -63,17 +63,22 @@ def _differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
 
 @cache
 def _recipes() -> dict[str, dict[str, Any]]:
-    """The method settings of every method recipe over the defaults, flat. They are not built into a Config: some ask
-    for a second model that only a size or a user names."""
+    """The method settings of every method recipe, flat. They are not built into a Config: some ask for a second model
+    that only a size or a user names."""
     names = [name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")]
-    defaults = flat_config(Config())
-    return {name: _settings(defaults, name) for name in names if name not in ("sft", SECOND_STAGE)}
+    wanted = [name for name in names if name not in ("sft", SECOND_STAGE)]
+    return {name: _over_defaults(flatten(read_recipe(f"methods/{name}"))) for name in wanted}
 
 
-def _settings(defaults: Mapping[str, Any], name: str) -> dict[str, Any]:
-    given = flatten(read_recipe(f"methods/{name}"))
-    replaced = {key for key in defaults if any(other.startswith(f"{key}.") for other in given)}
-    merged = {key: value for key, value in defaults.items() if key not in replaced} | given
+@cache
+def _defaults() -> dict[str, Any]:
+    return flat_config(Config())
+
+
+def _over_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The method settings of a flat config that need not say everything."""
+    opened = {key.rpartition(".")[0] for key in given}  # sections that are None by default
+    merged = {key: value for key, value in _defaults().items() if key not in opened} | dict(given)
     return {key: _plain(value) for key, value in merged.items() if _makes_a_method(key)}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, TypeVar
 
 from luffy._version import __version__
 from luffy.hub import hub_id
@@ -21,6 +21,8 @@ from luffy.report.closest_recipe import PAPERS, about_recipe, closest_recipe
 from luffy.report.runs import RunRecord, first_stage, last
 from luffy.report.tables import evaluations
 from luffy.report.text import legible, shorten
+
+T = TypeVar("T")
 
 CARD, CURVES = "README.md", "curves.png"
 MARK = "<!-- Made by luffy, and made anew by `luffy push`. Remove this line to keep your own text. -->"
@@ -228,11 +230,17 @@ def _curves(facts: CardFacts) -> str:
     return f"## Curves\n\n{_table(['step', *columns], rows)}"
 
 
-def thinned(steps: Sequence[int]) -> list[int]:
+def thinned(values: Sequence[T]) -> list[T]:
     """At most ``TABLE_ROWS`` of them, the first and the last among them."""
-    if len(steps) <= TABLE_ROWS:
-        return list(steps)
-    return [steps[round(i * (len(steps) - 1) / (TABLE_ROWS - 1))] for i in range(TABLE_ROWS)]
+    if len(values) <= TABLE_ROWS:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (TABLE_ROWS - 1))] for i in range(TABLE_ROWS)]
+
+
+def lines_of_table(lines: Sequence[bytes]) -> list[bytes]:
+    """The lines of metrics.jsonl that a card without a figure needs: evaluations, and some steps. A checkpoint must not
+    wait for thousands of others to be parsed."""
+    return thinned([line for line in lines if b'/accuracy"' in line]) + thinned(lines)
 
 
 def _evaluation(facts: CardFacts) -> str:

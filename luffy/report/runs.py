@@ -211,9 +211,16 @@ def first_stage(run: RunRecord) -> RunRecord | None:
     return found if found.rows else None
 
 
-def without_samples(folder: Path, config: Mapping[str, Any], through_step: float = math.inf) -> RunRecord:
-    """The record of a run folder up to a step, with its flat config; samples are not looked for."""
-    rows = (metric_row(line, folder / METRICS) for _, line in complete_lines(folder / METRICS))
+def without_samples(
+    folder: Path,
+    config: Mapping[str, Any],
+    through_step: float = math.inf,
+    choose: Callable[[Sequence[bytes]], Sequence[bytes]] = lambda lines: lines,
+) -> RunRecord:
+    """The record of a run folder up to a step, with its flat config; samples are not looked for. ``choose``: which
+    lines of its metrics to parse."""
+    lines = choose([line for _, line in complete_lines(folder / METRICS)])
+    rows = (metric_row(line, folder / METRICS) for line in lines)
     kept = in_order(row for row in rows if row["step"] <= through_step)
     return RunRecord(folder, config, kept, SampleIndex(folder / SAMPLES, {}))
 

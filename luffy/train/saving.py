@@ -19,7 +19,7 @@ from luffy.distributed.state import read_sharded, shard_whole
 from luffy.distributed.world import World
 from luffy.errors import UserError
 from luffy.files import write_atomically
-from luffy.report.model_card import CARD, CardFacts, model_card
+from luffy.report.model_card import CARD, CardFacts, lines_of_table, model_card
 from luffy.report.runs import flat_config, without_samples
 from luffy.schema import to_dict
 from luffy.train import setup
@@ -155,7 +155,7 @@ def make_cards(run: Run) -> dict[str, str]:
     libraries = {"model": "transformers"} | ({"adapter": "peft"} if run.cfg.model.lora is not None else {})
     step = run.progress.step
     try:
-        record = without_samples(run.cfg.folder, flat_config(run.cfg), step)
+        record = without_samples(run.cfg.folder, flat_config(run.cfg), step, lines_of_table)
         facts = CardFacts(record, step, run.data_report())
         return {folder: model_card(replace(facts, library=name)) for folder, name in libraries.items()}
     except Exception as error:

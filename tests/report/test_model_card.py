@@ -94,6 +94,12 @@ def test_settings_that_differ_from_the_recipe_are_told(write_run, make_metric_ro
     assert "recipe `luffy`, with `guidance.gate=trace_alone`, `algorithm.kl_coef=0.5`" in model_card(facts_of(folder))
 
 
+def test_a_config_of_a_version_whose_keys_are_gone_still_has_a_card(write_run, make_metric_row):
+    gone = {"guidance": {"n_prefix": 0}, "algorithm": {"remove_clip": False, "no_such_knob": 3}}
+    text = model_card(facts_of(write_run("old", [make_metric_row(1)], gone)))
+    assert "recipe `on_policy`" in text and "null" not in text
+
+
 @pytest.mark.parametrize(
     ("share", "n", "low", "high"), [(0.8, 10, 0.4902, 0.9433), (0.0, 256, 0.0, 0.0148), (1.0, 1, 0.2065, 1.0)]
 )
