@@ -62,8 +62,8 @@ def test_graphs_draw_what_slots_draw(architecture):
 def test_merged_products_draw_what_separate_ones_draw(architecture):
     model = tiny_model(architecture).cuda()
     requests = [ask(range(3, 4 + i % 50), 5 + i % 90, seed=i, temperature=float(i % 4 > 0)) for i in range(150)]
-    separate = NativeEngine(model, merged=False).generate(requests)
-    merged = NativeEngine(model).generate(requests)
+    separate = NativeEngine(model).generate(requests)
+    merged = NativeEngine(model, merged=True).generate(requests)
     assert len({p.weight.untyped_storage().data_ptr() for p in projections(model)}) == 1
     different = sum(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(separate, merged, strict=True))
     assert different <= 1  # float32 sums in another order may turn one draw in thousands
@@ -78,8 +78,8 @@ def test_merged_products_are_as_near_to_the_trainer_as_separate_ones_in_bfloat16
     model = random_model("qwen2-0.5b", "bfloat16", "cuda")
     held = bytes_of_weights(model)
     requests = [ask(range(100 + i, 180), 200, seed=i) for i in range(24)]
-    separate = distance_to_the_trainer(model, requests, merged=False)
-    merged = distance_to_the_trainer(model, requests)
+    separate = distance_to_the_trainer(model, requests)
+    merged = distance_to_the_trainer(model, requests, merged=True)
     assert bytes_of_weights(model) == held  # nothing exists twice
     assert merged.mean() < 1.2 * separate.mean() + 1e-3 and merged.max() < 0.5
 
@@ -91,7 +91,7 @@ def bytes_of_weights(model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_of_merged_products_see_an_update(dtype):
     model = tiny_model("qwen2").cuda().to(dtype)
-    engine = NativeEngine(model)
+    engine = NativeEngine(model, merged=True)
     requests = [ask((5, 6, 7), 40, seed=i, temperature=float(i % 2)) for i in range(20)]
     before = [c.token_ids.tolist() for c in engine.generate(requests)]
     decoder = engine._paged._decoder
@@ -101,7 +101,7 @@ def test_graphs_of_merged_products_see_an_update(dtype):
             p.add_(torch.randn(p.shape, device="cuda", generator=generator).to(dtype), alpha=0.05)
     after = [c.token_ids.tolist() for c in engine.generate(requests)]
     assert engine._paged._decoder is decoder and after != before
-    assert after == [c.token_ids.tolist() for c in NativeEngine(model).generate(requests)]
+    assert after == [c.token_ids.tolist() for c in NativeEngine(model, merged=True).generate(requests)]
 
 
 @pytest.fixture

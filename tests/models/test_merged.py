@@ -68,8 +68,8 @@ def hidden(model, products, count=11):
         return forward_hidden(model, torch.arange(count) + 3, layout.position_ids, layout, products)
 
 
-def responses(model, **settings):
-    return NativeEngine(model, decoding="pages", max_context=128, **settings).generate(REQUESTS)
+def responses(model, merged=True):
+    return NativeEngine(model, decoding="pages", max_context=128, merged=merged).generate(REQUESTS)
 
 
 def assert_same_responses(ours, theirs):
@@ -150,7 +150,7 @@ def test_a_push_of_merged_weights_is_whole(tmp_path):
 def test_weights_that_were_moved_are_merged_again():
     model = small()
     expected = responses(model, merged=False)
-    engine = NativeEngine(model, decoding="pages", max_context=128)
+    engine = NativeEngine(model, decoding="pages", max_context=128, merged=True)
     for _ in range(2):
         assert_same_responses(engine.generate(REQUESTS), expected)
         assert set(blocks(model)) == {1}

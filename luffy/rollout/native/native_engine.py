@@ -93,9 +93,10 @@ class NativeEngine(Engine):
     ``batch_invariant`` removes that too, to the bit, by running every step with ``max_slots`` rows and
     every prompt alone; it costs speed when few slots are live or prompts are short.
 
-    Over pages, queries, keys and values come from one product, and so do gate and up (`luffy.models.merged`);
-    ``merged=False`` takes the modules' own. With ``precision="fp8"`` every call begins with a quantized copy of the
-    layers' linear weights and computes with that (`luffy.models.fp8`); its log-probs are those of the copy.
+    With ``merged``, over pages, queries, keys and values come from one product, and so do gate and up
+    (`luffy.models.merged`); it is off until it has been measured on a GPU. With ``precision="fp8"`` every call begins
+    with a quantized copy of the layers' linear weights and computes with that (`luffy.models.fp8`); its log-probs are
+    those of the copy.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class NativeEngine(Engine):
         batch_invariant: bool = False,
         decoding: Decoding = "auto",
         memory_share: float = 1.0,
-        merged: bool = True,
+        merged: bool = False,
         precision: Precision = "model",
     ) -> None:
         device = next(model.parameters()).device.type
