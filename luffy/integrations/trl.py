@@ -179,7 +179,8 @@ class LuffyGRPOTrainer(GRPOTrainer):
         so there those in the places of traces are made and dropped."""
         own = [i for i in range(len(prompt_ids)) if i not in self._traces or self.use_vllm]
         own = own or list(range(len(prompt_ids)))
-        made, log_probs = super()._generate_single_turn([prompt_ids[i] for i in own], images, fields, num_generations)
+        of_own = {name: [values[i] for i in own] for name, values in fields.items()}  # such as token_type_ids
+        made, log_probs = super()._generate_single_turn([prompt_ids[i] for i in own], images, of_own, num_generations)
         completions = {**dict(zip(own, made, strict=True)), **self._traces}
         if log_probs is not None:  # TRL gives a token without a log-prob the importance ratio 1
             unknown = {i: [None] * len(ids) for i, ids in self._traces.items()}
