@@ -1,7 +1,7 @@
-"""Figures and tables of the appendix of docs/results/qwen-gsm8k.md, from the metrics that run.py collected.
+"""Figures and tables of tables.md and of the appendix of docs/results/qwen-gsm8k.md, from the metrics of run.py.
 
 python studies/gsm8k/figures.py            reads results/*.jsonl, draws docs/images/study-*.png and fills the
-                                           tables between the marks `smollm-*` of the page
+                                           tables between the marks `smollm-*` of both pages
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 from studies.common import fill_marks, half_width, legend_below, panels, smooth, table, wilson
 
 DOC = HERE.parents[1] / "docs" / "results" / "qwen-gsm8k.md"
+PAGES = (DOC, HERE / "tables.md")
 IMAGES = DOC.parents[1] / "images"
 LABELS = {
     "on_policy": "on-policy RL", "sft": "SFT", "rl_sft_loss": "RL with SFT loss", "sft_rl": "SFT + RL",
@@ -364,7 +365,8 @@ def main() -> None:
     rows = read(HERE / "results")
     for figure in FIGURES:
         figure(rows)
-    DOC.write_text(fill(DOC.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(fill(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
     print(f"{len(rows)} runs, {len(FIGURES)} figures, {len(TABLES)} tables")
 
 
