@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from luffy.errors import UserError
-from luffy.models.flash import Reach, flash_kernel, heads_of
+from luffy.models.flash import flash_kernel, heads_of
+from luffy.models.reach import Reach, bounds_of
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -87,6 +88,7 @@ class PackedLayout:
         self._store = store
         self._slots = tuple(slots)
         self._bands: dict[int, Tensor] = {}
+        self._reaches: dict[tuple[tuple[int, ...], int | None], Reach] = {}
 
     @cached_property
     def position_ids(self) -> Tensor:
@@ -111,9 +113,14 @@ class PackedLayout:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """[S + 1] int32: where each sequence starts, and where the last one ends."""
-        ends = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return ends.to(self.device, non_blocking=True)
+        return bounds_of(self.lengths, self.device)
+
+    def over(self, asked: PackedLayout, window: int | None) -> Reach:
+        """Each of these stretches as the end of its sequence of ``asked``; the same for every layer."""
+        key = (asked.lengths, window)
+        if key not in self._reaches:
+            self._reaches[key] = Reach((self.bounds, asked.bounds), (self.lengths, asked.lengths), window)
+        return self._reaches[key]
 
     @cached_property
     def _to_padded(self) -> Tensor:
@@ -271,9 +278,8 @@ def causal_varlen(
 ) -> Tensor:
     """Each stretch of ``asking`` is the end of its sequence of ``asked``."""
     window = narrowing(window, asked.longest)
-    reach = Reach((asking.bounds, asked.bounds), (asking.longest, asked.longest), window)
     kernel = flash_kernel(heads_of(query, key, window), torch_varlen) or torch_varlen
-    return kernel(query, key, value, reach, scale)
+    return kernel(query, key, value, asking.over(asked, window), scale)
 
 
 def torch_varlen(query: Tensor, key: Tensor, value: Tensor, reach: Reach, scale: float) -> Tensor:

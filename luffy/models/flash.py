@@ -4,6 +4,7 @@ torch brings the kernels of version 2 itself, so that package would change nothi
 newer GPUs; both take the same arguments and align causality and windows to the end, as torch's own does. Version 4
 compiles its kernels when they are first called and is still a beta, so nothing is taken on trust: a small forward and
 backward pass must work and give torch's values, or torch's kernel serves. Windows are other kernels, tried apart.
+cuDNN's kernel (`luffy.models.dense_attention`), where it was asked for, is tried in the same way.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from luffy.models import dense_attention
+from luffy.models.reach import Reach, Varlen
 
 SWITCH = "LUFFY_FLASH_ATTN"  # 0: leave it alone though it is installed
 # Module, and the generations of GPUs it has kernels for.
@@ -27,18 +32,6 @@ PACKAGES = (("flash_attn.cute", (9, 10, 11)), ("flash_attn_interface", (9,)))
 TOLERANCE = 0.02  # of a tensor's norm; half precision itself is off by 0.003
 
 logger = logging.getLogger(__name__)
-
-
-class Reach(NamedTuple):
-    """Stretches of queries over sequences of keys, both end to end; causality and window are aligned to the ends."""
-
-    bounds: tuple[Tensor, Tensor]  # where each begins, and where the last one ends: of queries, of keys
-    longest: tuple[int, int]
-    window: int | None  # tokens that a query sees, its own included
-
-
-# Query, key and value [tokens, heads, D], who sees whom, scale.
-Varlen = Callable[[Tensor, Tensor, Tensor, Reach, float], Tensor]
 
 
 class Heads(NamedTuple):
@@ -60,25 +53,38 @@ def heads_of(query: Tensor, key: Tensor, window: int | None) -> Heads:
 
 @functools.cache
 def flash_kernel(heads: Heads, trusted: Varlen) -> Varlen | None:
-    """The first package that is there, serves this GPU and does what ``trusted`` does."""
-    if os.environ.get(SWITCH) == "0":
-        return None
-    generation = gpu_generation(heads.device)
-    for module in (name for name, generations in PACKAGES if generation in generations):
+    """The first candidate that is there, serves this GPU and does what ``trusted`` does."""
+    for name, load in _candidates(heads, trusted):
         try:
-            kernel = _adapted(importlib.import_module(module).flash_attn_varlen_func)
-            trouble = disagreement(kernel, trusted, heads)
+            kernel, tried = load()
+            trouble = disagreement(tried, trusted, heads)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever its import or its compiler raises
-            if isinstance(error, ModuleNotFoundError) and error.name in (module, module.split(".")[0]):
+            if isinstance(error, ModuleNotFoundError) and error.name in (name, name.split(".")[0]):
                 continue  # not installed
             trouble = f"{type(error).__name__}: {str(error)[:300]}"
         if trouble is None:
-            logger.info("attention runs on %s", module)
+            logger.info("attention runs on %s", name)
             return kernel
-        warnings.warn(f"{module} is installed but not used, torch's own kernel serves: {trouble}", stacklevel=2)
+        warnings.warn(f"{name} is installed but not used, torch's own kernel serves: {trouble}", stacklevel=2)
     return None
+
+
+def _candidates(heads: Heads, trusted: Varlen) -> Iterator[tuple[str, Callable[[], tuple[Varlen, Varlen]]]]:
+    """By name, what loads a kernel and the form of it that is tried: cuDNN's, with short sequences too."""
+    generation = gpu_generation(heads.device)
+    for module, generations in PACKAGES:
+        if generation in generations and os.environ.get(SWITCH) != "0":
+            yield module, partial(_from_package, module)
+    if dense_attention.is_wanted(generation, heads.size, heads.windowed, heads.deterministic):
+        cudnn = dense_attention.cudnn_kernel
+        yield "cuDNN's attention", lambda: (cudnn(trusted), cudnn(trusted, alone=lambda asking, asked: True))
+
+
+def _from_package(module: str) -> tuple[Varlen, Varlen]:
+    kernel = _adapted(importlib.import_module(module).flash_attn_varlen_func)
+    return kernel, kernel
 
 
 def gpu_generation(device: torch.device) -> int:
@@ -141,10 +147,7 @@ def _question(
         drawn = torch.randn(sum(lengths), count, heads.size, generator=generator)
         return drawn.to(heads.device, heads.dtype).requires_grad_()
 
-    def starts(lengths: tuple[int, ...]) -> Tensor:
-        return torch.tensor((0, *lengths)).cumsum(0).to(heads.device, torch.int32)
-
     query, key, value = random(asking, heads.queries), random(asked, heads.keys), random(asked, heads.keys)
     window = max(asked) // 3 if heads.windowed else None
-    reach = Reach((starts(asking), starts(asked)), (max(asking), max(asked)), window)
+    reach = Reach.of(asking, asked, window, heads.device)
     return [query, key, value], lambda kernel: kernel(query, key, value, reach, heads.size**-0.5)

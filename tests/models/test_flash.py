@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from luffy.models import attention, flash
+from luffy.models import attention, dense_attention, flash
 from luffy.models.attention import PackedLayout
 from luffy.models.families import FamilyLayout
 from luffy.types import Family
@@ -247,6 +247,105 @@ def test_memory_that_runs_out_is_no_reason_to_leave_it(hopper):
     install(hopper, "flash_attn.cute", full)
     with pytest.raises(torch.OutOfMemoryError):
         PackedLayout((5,)).attend(0, *heads(5), 0.3, None)
+
+
+@pytest.fixture
+def cudnn(hopper):
+    """cuDNN asked for; sequences of six tokens are long and padded to eights. Its calls are kept: queries as they are
+    padded."""
+    calls, causal = [], dense_attention._causal
+
+    def counted(query, *rest):
+        calls.append(query.shape[2])
+        return causal(query, *rest)
+
+    hopper.setenv(dense_attention.SWITCH, "1")
+    hopper.setattr(dense_attention, "LONG", 6)
+    hopper.setattr(dense_attention, "STEP", 8)
+    hopper.setattr(dense_attention, "MOST_WASTE", 4.0)
+    hopper.setattr(dense_attention, "_causal", counted)
+    return calls
+
+
+TRIED_DENSE = [304, 216, 8] * 2 + [24, 8]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dense"),
+    [
+        (PackedLayout((5, 3, 9)), [16]),  # 5 and 3 are short
+        (PackedLayout((8, 9)), [8, 16]),
+        (FamilyLayout([Family(4, (3, 5)), Family(1, (2, 2))], "cpu"), [8, 16]),  # sequences of 7 and 9, 3 and 3
+    ],
+)
+def test_long_sequences_one_by_one_have_the_values_and_gradients_of_the_padded_path(cudnn, hopper, layout, dense):
+    tensors = heads(17)
+    out = layout.attend(0, *tensors, 0.3, None)
+    assert cudnn == [*TRIED_DENSE, *dense]
+    grads = torch.autograd.grad((out * out.detach().sin()).sum(), tensors)
+    hopper.setattr(attention, "varlen_serves", lambda query: False)
+    hopper.setattr("luffy.models.families.varlen_serves", lambda query: False)
+    padded = layout.attend(0, *tensors, 0.3, None)
+    torch.testing.assert_close(out, padded)
+    for ours, theirs in zip(grads, torch.autograd.grad((padded * out.detach().sin()).sum(), tensors), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_cudnn_is_left_alone_unless_asked_for_and_where_it_does_not_serve(cudnn, hopper):
+    for block in (
+        lambda patch: patch.delenv(dense_attention.SWITCH),
+        lambda patch: patch.setattr(flash, "gpu_generation", lambda device: 8),
+    ):
+        with hopper.context() as patch:
+            block(patch)
+            assert flash.flash_kernel(HEADS, torch_reference) is None
+        flash.flash_kernel.cache_clear()
+    for other in ({"windowed": True}, {"deterministic": True}, {"size": 192}):
+        assert flash.flash_kernel(HEADS._replace(**other), torch_reference) is None
+    assert not cudnn
+    assert flash.flash_kernel(HEADS, torch_reference) is not None
+
+
+def test_a_response_that_is_short_beside_its_prompt_stays_packed():
+    """Over the whole sequence the dense call would multiply 8,448 by 8,448 tokens for 121 of them."""
+    assert dense_attention.pays(8192, 8313) and dense_attention.pays(2048, 2048)
+    assert not dense_attention.pays(121, 8313) and not dense_attention.pays(2047, 2047)
+
+
+def test_cudnn_that_is_wrong_is_not_used_and_says_so(cudnn, hopper):
+    right = dense_attention._causal
+    hopper.setattr(dense_attention, "_causal", lambda *args: right(*args) * 1.1)
+    with pytest.warns(UserWarning, match="cuDNN's attention is installed but not used.*out by 0.1"):
+        assert flash.flash_kernel(HEADS, torch_reference) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize(("queries", "keys", "size"), [(12, 2, 128), (28, 4, 128), (9, 3, 64)])
+def test_on_the_gpu_cudnn_is_used_where_asked_for_and_right(monkeypatch, queries, keys, size):
+    """As close to float64 as torch's own kernel is, with long and short sequences in one row."""
+    if flash.gpu_generation(torch.device("cuda", 0)) not in dense_attention.GENERATIONS:
+        pytest.skip("this GPU is not served")
+    monkeypatch.setattr(dense_attention, "LONG", 500)
+    layouts = (
+        (PackedLayout((700, 33, 1, 1024), "cuda"), 1758),
+        (FamilyLayout([Family(121, (512, 3, 700)), Family(7, (60, 200))], "cuda"), 1603),
+    )
+    for layout, tokens in layouts:
+        seen = [torch.randn(tokens, n, size, device="cuda", dtype=torch.bfloat16) for n in (queries, keys, keys)]
+        found = {}
+        for switch in ("1", "0"):
+            monkeypatch.setenv(dense_attention.SWITCH, switch)
+            monkeypatch.setenv(flash.SWITCH, "0")
+            flash.flash_kernel.cache_clear()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*installed but not used")
+                found[switch] = _with_gradients(layout, seen, None)
+        flash.flash_kernel.cache_clear()
+        want = _with_gradients(layout, [x.double() for x in seen], None)  # the padded path
+        for a, b, truth in zip(found["1"], found["0"], want, strict=True):
+            scale = truth.norm()
+            assert float((a - truth).norm() / scale) < 1.5 * float((b - truth).norm() / scale) + 1e-4
 
 
 @pytest.mark.gpu

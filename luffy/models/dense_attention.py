@@ -1,0 +1,91 @@
+"""Long packed sequences one by one through cuDNN's attention, which comes with torch and is written for Hopper.
+
+torch's packed kernel is FlashAttention 2, which does not use what that GPU added. cuDNN's takes dense batches: each
+sequence is padded to a round length, because cuDNN plans every new shape (`STEP`). Padding lies to the right, where
+causality hides it, or is a query whose result nobody reads; its gradients are zeros. Short sequences stay packed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from luffy.models.reach import Reach, Varlen
+
+SWITCH = "LUFFY_CUDNN_ATTN"  # 1: use it where it serves
+GENERATIONS = (9,)  # of GPUs
+STEP = 256
+LONG = 2048  # tokens of a sequence from which it is worth a call of its own
+MOST_WASTE = 1.25  # times the products that are needed
+
+
+def pays(asking: int, asked: int) -> bool:
+    """Whether the last ``asking`` tokens of a sequence of ``asked`` are worth a dense call over all of it."""
+    needed = asked**2 - (asked - asking) ** 2
+    return asked >= LONG and _rounded(asked) ** 2 <= MOST_WASTE * needed
+
+
+def cudnn_kernel(others: Varlen, alone: Callable[[int, int], bool] = pays) -> Varlen:
+    """Sequences that are to be computed ``alone`` one by one, ``others`` by the packed kernel."""
+    return functools.partial(attend_dense, others=others, alone=alone)
+
+
+def is_wanted(generation: int, size: int, windowed: bool, deterministic: bool) -> bool:
+    """cuDNN has no windows here, heads of at most 128 numbers, and no backward pass that always gives the same bits."""
+    asked = os.environ.get(SWITCH) == "1"
+    return asked and generation in GENERATIONS and size <= 128 and not windowed and not deterministic
+
+
+def attend_dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    reach: Reach,
+    scale: float,
+    *,
+    others: Varlen,
+    alone: Callable[[int, int], bool],
+) -> Tensor:
+    asking, asked = reach.lengths
+    dense = [alone(n, m) for n, m in zip(asking, asked, strict=True)]
+    if not any(dense):
+        return others(query, key, value, reach, scale)
+    queries, keys, values = query.split(asking), key.split(asked), value.split(asked)
+    made = {i: _one(queries[i], keys[i], values[i], scale) for i, is_dense in enumerate(dense) if is_dense}
+    if packed := tuple(i for i, is_dense in enumerate(dense) if not is_dense):
+        part = reach.part(packed)
+        q, k, v = (torch.cat([pieces[i] for i in packed]) for pieces in (queries, keys, values))
+        made |= zip(packed, others(q, k, v, part, scale).split(part.lengths[0]), strict=True)
+    return torch.cat([made[i] for i in range(len(dense))])
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // STEP) * STEP
+
+
+def _one(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """The last len(query) tokens [n, H, D] of a sequence over all of it [m, KV, D]."""
+    asking, asked = len(query), len(key)
+    before, after = asked - asking, _rounded(asked) - asked
+    q, k, v = _padded(query, before, after), _padded(key, 0, after), _padded(value, 0, after)
+    return _causal(q, k, v, scale)[0].transpose(0, 1)[before:asked]
+
+
+def _padded(tokens: Tensor, before: int, after: int) -> Tensor:
+    """[n, H, D] -> [1, H, before + n + after, D]."""
+    return F.pad(tokens, (0, 0, 0, 0, before, after)).transpose(0, 1)[None]
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """cuDNN is called by its name: choosing it as a backend would choose for all threads. On a CPU torch's own."""
+    if not query.is_cuda:
+        shares = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shares)
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out: Sequence[Tensor] = attend(query, key, value, None, torch.is_grad_enabled(), 0.0, True, False, scale=scale)
+    return out[0]
