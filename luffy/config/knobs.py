@@ -53,8 +53,7 @@ class ModelConfig:
     device: Literal["auto", "cpu", "cuda"] = knob("auto", "auto takes the GPU when there is one")
     gradient_checkpointing: Literal["auto"] | bool = knob(
         "auto",
-        "recompute activations in the backward pass: less memory, more time; auto: for the micro-batches on a GPU"
-        " whose activations would not fit",
+        "recompute activations in the backward pass: less memory, more time; auto: where they would not fit on a GPU",
     )
     lora: LoraConfig | None = knob(None, "train low-rank adapters instead of all weights (needs the peft extra)")
     trust_remote_code: bool = knob(False, "run Python code that comes with the model; off unless you read it")
@@ -81,22 +80,20 @@ class DataConfig:
     strip_calculator: bool = knob(True, "remove GSM8K's <<...>> calculator marks from its solutions")
     limit: int | None = knob(None, "use the first so many training problems only", ge=1)
     style: Literal["chat", "paper", "paper_simple", "plain"] = knob(
-        "chat", "how a question becomes a prompt; paper and paper_simple are the two of the paper's appendix C.2"
+        "chat", "how a question becomes a prompt (docs/data.md); paper, paper_simple: appendix C.2 of the paper"
     )
     system_prompt: str | None = knob(None, "system message in front of the question (styles chat and paper)")
     chat_template: str | None = knob(None, "Jinja chat template, as text or a file, instead of the tokenizer's")
-    date: str | None = knob(
-        None, "the date that templates print which ask for it (Llama 3), e.g. 2026-01-31; null: the day the run started"
-    )
+    date: str | None = knob(None, "date that templates print (Llama 3), e.g. 2026-01-31; null: the day the run started")
     special_tokens: Literal["text", "control"] = knob(
-        "text", "special tokens spelled out in prompts and traces (<|im_end|>) are read as plain text, or count as such"
+        "text", "special tokens spelled out in prompts and traces are plain text, or special tokens"
     )
     max_prompt_tokens: int = knob(1024, "longest prompt", ge=1)
     overlong_prompt: Literal["error", "drop"] = knob(
         "error", "a longer prompt stops the run, or is dropped and counted"
     )
     overlong_trace: Literal["drop", "truncate", "error"] = knob(
-        "drop", "a trace longer than rollout.max_tokens; never silent: drops and cuts are counted"
+        "drop", "a trace longer than rollout.max_tokens; drops and cuts are counted"
     )
 
 
@@ -104,8 +101,7 @@ class DataConfig:
 class RewardConfig:
     kind: str = knob(
         "math",
-        "math, numeric, gsm8k, choice, format; http, or the address of a server; or your own: registered "
-        "(docs/extend.md), or module:function",
+        "math, numeric, gsm8k, choice, format; http, or a server's address; your own by name or module:function",
     )
     weights: dict[str, float] = knob(
         factory=dict, help="weighted sum of kinds, e.g. {math: 1, format: 0.1}; overrides kind"
@@ -115,7 +111,7 @@ class RewardConfig:
     concurrency: int = knob(16, "samples that an async function has under way at once, in each worker", ge=1)
     http: HttpRewardConfig = knob(factory=HttpRewardConfig, help="how a server is asked for scores (docs/rewards.md)")
     answer_in_thought: bool = knob(
-        False, "read answers inside <think>...</think> too; false: what stands after the last closed thought counts"
+        False, "read answers inside <think>...</think> too; false: only after the last closed thought"
     )
     success: float = knob(1.0, "a response that scores this or more has solved its problem")
     failure: float = knob(0.0, "a response that scores this or less has failed")
@@ -156,14 +152,13 @@ class GuidanceConfig:
     )
     shared: bool = knob(False, "one ratio for all prefix samples of a problem instead of one each")
     cut_at: tuple[str, ...] = knob(
-        (), "a part of a trace ends behind the last token that contains one of these texts; empty: behind any token"
+        (), "a part of a trace ends at its last token that contains one of these texts; empty: anywhere"
     )
     trace_choice: TraceChoice = knob("random", "which traces of a problem that has several")
     gate: str = knob(
         "none",
-        "further rounds for problems whose responses ask for them: trace_on_failure (where all own samples failed, one "
-        "gives way to a right trace), trace_alone, likeliest_traces, hinted_group, lowest_hint, micro_groups "
-        "(docs/methods.md), or your own (docs/extend.md)",
+        "further rounds for some problems: trace_on_failure, trace_alone, likeliest_traces, hinted_group, lowest_hint, "
+        "micro_groups (docs/methods.md), or your own (docs/extend.md)",
     )
     gate_from: int = knob(0, "steps before the gate begins to act", ge=0)
     gate_solved: int = knob(0, "trace_alone acts where at most so many own samples are right", ge=0)
@@ -180,7 +175,7 @@ class GuidanceConfig:
         (0.5, 2 / 3, 1.0), "micro_groups: a round has a prefix where the mean score so far is below this"
     )
     hint_text: str = knob(
-        "\n\nHere is a hint:\n{solution}", "what a hint puts behind the question; {solution} stands for its text"
+        "\n\nHere is a hint:\n{solution}", "what a hint puts behind the question; {solution} is its text"
     )
 
     def gate_settings(self) -> GateSettings:
@@ -245,28 +240,26 @@ def _linear(start: float, end: float | None, done: float) -> float:
 class TeacherConfig:
     path: str | None = knob(
         None,
-        "model that scores the policy's own tokens for algorithm.credit=distill: a folder or hub id with the policy's "
-        "tokenizer, or self (the policy as it was at the start); null: that of teacher.servers, if there are any",
+        "model that scores own tokens for algorithm.credit=distill: a folder or hub id with the policy's tokenizer, or "
+        "self (the policy of the start); null: that of teacher.servers, if any",
     )
     servers: tuple[str, ...] = knob(
         (), "instead of a path, addresses of vLLM servers that have the teacher (key: rollout.vllm.api_key_env)"
     )
     average: float = knob(
         0.0,
-        "with path self: share of the way to the policy's weights that the teacher's go after every step, an "
-        "exponential average (SDFT 0.01, SDPO 0.05); 0: they stay",
+        "with path self: rate of the exponential average of the policy's weights (SDFT 0.01, SDPO 0.05); 0: constant",
         ge=0,
         le=1,
     )
     dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
     shown: Literal["nothing", "solution", "sibling"] = knob(
         "nothing",
-        "what it sees behind the question: nothing, a trace of the problem, or another response of the group that "
-        "solved it; a response for which there is none has no teacher",
+        "what it sees behind the question: nothing, a trace of the problem, or another right response of the group",
     )
     hint_text: str = knob(
         "\n\nHere is a correct solution:\n{solution}\n\nNow solve the problem yourself, step by step.",
-        "the words in which it is shown; {solution} stands for it",
+        "the words that show it as {solution}",
     )
 
     @property
@@ -318,7 +311,7 @@ class VllmConfig:
     nccl_host: str = knob("127.0.0.1", "address of the trainer as servers see it, for NCCL transfers")
     request_seeds: bool = knob(
         True,
-        "a seed for every request: the same samples in any batch; false is faster on a GPU, in large batches by much",
+        "a seed for every request: the same samples in any batch; false is faster on a GPU",
     )
     timeout_s: float = knob(600.0, "a server that takes longer for one response or one push counts as lost", gt=0)
     args: dict[str, Any] = knob(factory=dict, help="any other engine argument of vLLM, e.g. {enforce_eager: true}")
@@ -392,9 +385,8 @@ class MixConfig:
 class AlgorithmConfig:
     credit: str = knob(
         "group_baseline",
-        "how rewards become the weights of tokens in the loss: group_baseline (by advantage, trace_term, prefix_alpha, "
-        "prefix_beta), lone_trace_sft (the same, but a group of traces alone goes into the SFT term), srft, "
-        "distill (by a teacher's log-probs: section teacher), or module:function of your own",
+        "how rewards become the weights of tokens in the loss: group_baseline, lone_trace_sft (the same, but a group "
+        "of traces alone goes into the SFT term), srft, distill (by section teacher), or module:function of your own",
     )
     advantage: Literal["grpo", "grpo_split"] = knob(
         "grpo", "baseline of a group: all samples (paper Eq. 4), or the on-policy ones alone"
@@ -435,8 +427,7 @@ class AlgorithmConfig:
     )
     mismatch_correction: Literal["off", "truncated", "masked"] = knob(
         "off",
-        "weights p_old / p_engine on the policy's own tokens, for an engine that computes other probabilities than the "
-        "trainer: truncated at mismatch_cap, or tokens beyond it (or below 1 / it) left out",
+        "weights p_old / p_engine on own tokens: truncated at mismatch_cap, or tokens beyond it or 1 / it masked",
     )
     mismatch_cap: float = knob(2.0, "the bound of mismatch_correction", gt=1)
     trace_ratio: Literal["shaped", "ppo"] = knob(
@@ -444,7 +435,7 @@ class AlgorithmConfig:
     )
     trace_advantage: Literal["group", "constant", "relu"] = knob(
         "group",
-        "advantage of teacher tokens: that of their response, 1, or that of their response but never below 0",
+        "advantage of teacher tokens: that of their response, 1, or that of their response but not below 0",
     )
     trace_entropy_share: float = knob(
         1.0,
@@ -549,8 +540,8 @@ class BatchConfig:
     problems: int = knob(128, "problems per rollout batch (traces per batch in SFT)", ge=1)
     mini_batch: int | None = knob(
         None,
-        "problems per optimizer step; null: the whole rollout batch. A batch takes problems / mini_batch optimizer "
-        "steps, rounded up, and shares its kept groups evenly among them",
+        "problems per optimizer step, problems / mini_batch steps in all (rounded up) also where groups are rejected; "
+        "null: the whole rollout batch",
         ge=1,
     )
     tokens: int = knob(
@@ -558,8 +549,8 @@ class BatchConfig:
     )
     expert_share: float = knob(
         0.0,
-        "share of a step's problems, drawn in an order of their own, that have a whole trace each and no own samples "
-        "(CHORD; algorithm.credit=lone_trace_sft learns from them); 0: none",
+        "share of a step's problems that have a whole trace each and no own samples (CHORD; needs "
+        "algorithm.credit=lone_trace_sft)",
         ge=0,
         le=1,
     )
@@ -594,8 +585,8 @@ class ReplayConfig:
 class SftStepsConfig:
     buffer: int = knob(
         0,
-        "traces of problems that no own sample solved are gathered; so many of them make one SFT step, by an optimizer "
-        "of its own (ReLIFT); 0: none",
+        "so many traces of problems that no own sample solved make one SFT step, by an optimizer of its own (ReLIFT); "
+        "0: none",
         ge=0,
     )
     lr: float | None = knob(None, "learning rate of these steps; null: optim.lr, without its schedule", gt=0)
