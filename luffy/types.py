@@ -121,6 +121,7 @@ class Completion:
     overrides: Tensor | None = None  # [T] bool
     behavior_log_probs: Tensor | None = None  # [T] float32
     guidance_log_probs: Tensor | None = None  # [T] float32
+    versions: Tensor | None = None  # [T] long: of the policy that drew each token, where they are not all the same
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,8 +142,9 @@ class Rollout:
     overrides: Tensor  # [T] bool
     finish: Finish
     prefix_ratio: float = 0.0
-    policy_version: int = 0
+    policy_version: int = 0  # of the policy that drew the last token
     guidance_log_probs: Tensor | None = None  # [T] float32, NaN where the second model gave none
+    token_versions: Tensor | None = None  # [T] long, where several versions drew it
 
     @property
     def is_on_policy(self) -> bool:
@@ -156,7 +158,8 @@ class Rollout:
     @property
     def versions(self) -> Tensor:
         """[T] long: the version of the policy that made each token, -1 where a teacher wrote it."""
-        return torch.where(self.off_policy, -1, self.policy_version)
+        made_by = self.policy_version if self.token_versions is None else self.token_versions
+        return torch.where(self.off_policy, -1, made_by)
 
 
 @dataclass(frozen=True)

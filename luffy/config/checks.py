@@ -30,6 +30,7 @@ def check(config: Knobs) -> None:
         _check_experts,
         _check_sft_steps,
         _check_async,
+        _check_parts,
         _check_launch,
     ):
         across(config)
@@ -274,6 +275,30 @@ def _check_async(c: Knobs) -> None:
             "stale rollouts are weighted by the exact probability of every token: set rollout.top_p=1 and "
             "rollout.top_k=0, or async.max_staleness=0"
         )
+
+
+def _check_parts(c: Knobs) -> None:
+    r = c.rollout
+    if r.max_tokens_per_step is None:
+        return
+    others = {
+        "rollout.engine": (r.engine, "native"),
+        "rollout.top_p": (r.top_p, 1.0),
+        "rollout.top_k": (r.top_k, 0),
+        "rollout.offpolicy_guidance.enable": (r.overrides is not None, False),
+        "async.max_staleness": (c.async_.max_staleness, 0),
+        "algorithm.oversample_rounds": (c.algorithm.oversample_rounds, 0),
+        "guidance.gate": (c.guidance.gate, "none"),
+        "replay.share": (c.replay.share, 0.0),
+        "batch.expert_share": (c.batch.expert_share, 0.0),
+        "sft_steps.buffer": (c.sft_steps.buffer, 0),
+    }
+    for name, (value, needed) in others.items():
+        if value != needed:
+            raise ConfigError(
+                f"'rollout.max_tokens_per_step' ({r.max_tokens_per_step}) carries responses into the next step, which "
+                f"does not go with '{name}' ({value}); set {name}={needed} or rollout.max_tokens_per_step=null"
+            )
 
 
 def _check_launch(c: Knobs) -> None:

@@ -337,6 +337,12 @@ class RolloutConfig:
     top_p: float = knob(1.0, "nucleus sampling; 1 is off", gt=0, le=1)
     top_k: int = knob(0, "sample among the k most likely tokens; 0 is off", ge=0)
     max_tokens: int = knob(2048, "longest response", ge=1)
+    max_tokens_per_step: int | None = knob(
+        None,
+        "most tokens that a response takes in one step; an unfinished one goes on in the next, and its group waits for "
+        "it (docs/scaling.md); null: every response ends in the step that began it",
+        ge=1,
+    )
     slots: int | None = knob(
         None,
         "sequences decoded at once; null: 256 on a CPU and in vLLM, 1024 on a GPU (fewer when memory is short)",
@@ -694,6 +700,11 @@ class Knobs:
     @property
     def folder(self) -> Path:
         return Path(self.out) / self.name
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether a step may learn from tokens that older weights drew."""
+        return self.async_.max_staleness > 0 or self.rollout.max_tokens_per_step is not None
 
     @property
     def longest(self) -> int:

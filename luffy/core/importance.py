@@ -1,9 +1,9 @@
 """Importance weights of tokens that were not drawn from the policy as the trainer computes it.
 
 Three causes: a second model that overrides tokens, an engine whose probabilities differ from the trainer's, and a
-rollout made with older weights (async.max_staleness > 0). What the token was drawn with is known, so the correction
-needs no teacher probability taken as 1: the weight of a token is p_old / p_behaviour, and the expectation of weight * f
-is the policy's own.
+rollout made with older weights (async.max_staleness, rollout.max_tokens_per_step). What the token was drawn with is
+known, so the correction needs no teacher probability taken as 1: the weight of a token is p_old / p_behaviour, and the
+expectation of weight * f is the policy's own.
 """
 
 from __future__ import annotations

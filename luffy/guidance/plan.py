@@ -134,8 +134,11 @@ def _rollout(planned: Planned, completion: Completion | None, version: int) -> R
     behavior = torch.tensor(recorded[:prefix] if recorded else [0.0] * prefix, dtype=torch.float32)
     engine, overrides = torch.zeros(prefix), torch.zeros(prefix, dtype=torch.bool)
     finish: Finish = "trace"
-    guided = None
+    guided = versions = None
     if completion is not None:
+        if completion.versions is not None:
+            versions = torch.cat([torch.full((prefix,), -1), completion.versions])
+            version = int(versions[-1])
         if completion.guidance_log_probs is not None:
             unknown = torch.full((prefix,), torch.nan)
             guided = torch.cat([unknown, completion.guidance_log_probs.float().cpu()])
@@ -156,4 +159,5 @@ def _rollout(planned: Planned, completion: Completion | None, version: int) -> R
         prefix_ratio=planned.prefix_ratio,
         policy_version=version,
         guidance_log_probs=guided,
+        token_versions=versions,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from luffy.config import Config
 from luffy.distributed.share import share_out
@@ -29,6 +30,8 @@ from luffy.train.groups import (
 )
 from luffy.train.run_state import Draw, RolloutBatch, Run
 from luffy.types import Group, Sample
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -130,9 +133,11 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
     scores = [score for group in own.values() for score in group.scores]
     stop_if_nothing_was_scored(scores, run.verifier, run.world, f"step {step + 1}")
     run.data_position = batch.sampler
+    if run.cfg.rollout.max_tokens_per_step is not None:
+        run.memory.under_way = [problem for _, problem in sorted(_gathered(run, batch.under_way).items())]
     if run.memory.is_used:
         run.memory.remember(attempts(run, step, first, draws))
-    kept = kept[:wanted]
+    kept = kept[:wanted] if rounds else kept
     return StepBatch(
         len(kept),
         merge_metrics(parts),
@@ -163,15 +168,22 @@ def _rollout_metrics(run: Run, batch: RolloutBatch, step: int) -> Iterator[Mappi
     groups = list(batch.groups.values())
     yield group_metrics(groups, run.cfg.reward)
     yield own_metrics(batch.first, run.cfg.reward)
-    yield run.engine.metrics() if run.prefetcher is None else staleness_metrics(groups, step)
+    if run.cfg.may_be_stale:
+        yield staleness_metrics(groups, step)
+    if run.prefetcher is None:
+        yield run.engine.metrics()
     if run.cfg.rollout.overrides is not None:
         yield override_metrics(groups)
 
 
 def _rejections(run: Run, groups: Mapping[int, Group]) -> dict[int, bool]:
     """By position, over all ranks: whether a group is rejected."""
-    mine = {position: _is_rejected(group, run.cfg) for position, group in groups.items()}
-    return {position: rejected for part in run.world.gather(mine) for position, rejected in part.items()}
+    return _gathered(run, {position: _is_rejected(group, run.cfg) for position, group in groups.items()})
+
+
+def _gathered(run: Run, mine: Mapping[int, T]) -> dict[int, T]:
+    """What all ranks have by position."""
+    return {position: value for part in run.world.gather(dict(mine)) for position, value in part.items()}
 
 
 def _is_rejected(group: Group, cfg: Config) -> bool:

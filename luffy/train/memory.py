@@ -3,6 +3,7 @@
     replay      solved responses of the policy's own (`replay`)
     experts     how far the sampler of the expert batch has come (`batch.expert_share`)
     lessons     traces of problems that the policy failed, until there are enough for an SFT step (`sft_steps`)
+    under_way   problems whose responses are not all finished (`rollout.max_tokens_per_step`)
 
 It is the same on every rank, and in the checkpoint.
 """
@@ -18,6 +19,7 @@ from luffy.config import Config
 from luffy.data import ProblemSampler
 from luffy.guidance.plan import seed_of
 from luffy.train.replay import Attempt, Replay
+from luffy.train.under_way import UnderWay, problems_of, state_of
 
 
 class Memory:
@@ -27,6 +29,7 @@ class Memory:
         self.replay = Replay(cfg.replay, cfg.rollout.n) if cfg.replay.share else None
         self.experts = ProblemSampler(problems, seed_of(f"{cfg.seed}:experts")) if cfg.batch.expert_share else None
         self.lessons: list[tuple[int, int]] = []  # row of the problem, number of its trace
+        self.under_way: list[UnderWay] = []  # the oldest first
         self._buffer = cfg.sft_steps.buffer
         self._position = (0, 0)  # of the experts' sampler where the next step begins: epoch and place in it
 
@@ -63,7 +66,7 @@ class Memory:
             state["experts"] = torch.tensor(self._position)
         if self.lessons:
             state["lessons"] = torch.tensor(self.lessons)
-        return state
+        return state | {f"under_way/{k}": v for k, v in state_of(self.under_way).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """``state`` of a checkpoint; what it lacks stays as it is at the start of a run."""
@@ -75,6 +78,7 @@ class Memory:
             self.rewind()
         if self._buffer and "lessons" in state:
             self.lessons = [(row, trace) for row, trace in state["lessons"].tolist()]
+        self.under_way = problems_of(part(state, "under_way/"))
 
 
 def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

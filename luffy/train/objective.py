@@ -29,7 +29,7 @@ LARGEST_LOG_RATIO = 20.0  # keeps the squares of the weights finite
 def importance_of(cfg: Config) -> Importance | None:
     """None where the policy itself, as it is now, drew every token: then no weight is computed at all."""
     a = cfg.algorithm
-    if cfg.rollout.overrides is not None or cfg.async_.max_staleness > 0:
+    if cfg.rollout.overrides is not None or cfg.may_be_stale:
         return Importance(
             clamp_min=a.importance_clamp_min,
             clamp_max=a.importance_clamp_max,
@@ -70,7 +70,7 @@ class Objective:
             sft_shape=a.sft_shape(),
             recorded_teacher=a.teacher_probs == "recorded",
             importance=importance_of(cfg),
-            weights_are="guidance" if cfg.rollout.overrides else "async" if cfg.async_.max_staleness else "rollout",
+            weights_are="guidance" if cfg.rollout.overrides else "async" if cfg.may_be_stale else "rollout",
         )
 
     def __call__(

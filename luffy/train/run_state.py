@@ -31,6 +31,7 @@ from luffy.train.prefetch import Prefetcher
 from luffy.train.scorer import TokenScorer
 from luffy.train.setup import TaskSet
 from luffy.train.teacher import Teacher
+from luffy.train.under_way import UnderWay
 from luffy.types import Group, Task
 
 Method = Literal["rl", "sft"]
@@ -60,7 +61,7 @@ class Draw:
 class RolloutBatch:
     """This rank's groups of a batch by position in the step, where their problems come from, the sampler's state after
     drawing it, and what was measured. ``first``: the same groups before a gate changed any. ``seconds`` by phase: of a
-    batch that was made in another thread."""
+    batch that was made in another thread. ``under_way``, by position too: problems that are not finished yet."""
 
     groups: dict[int, Group]
     draws: dict[int, Draw]
@@ -68,6 +69,7 @@ class RolloutBatch:
     first: Sequence[Group]
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    under_way: Mapping[int, UnderWay] = field(default_factory=dict)
 
 
 @dataclass

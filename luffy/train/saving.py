@@ -217,6 +217,11 @@ def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
         run.sampler.load_state_dict(state["sampler"])
         run.data_position = run.sampler.state_dict()
         run.memory.load_state_dict(part(tensors, "memory/"))
+        if run.memory.under_way and run.cfg.rollout.max_tokens_per_step is None:
+            raise UserError(
+                f"{checkpoint.path} has {len(run.memory.under_way)} problems with unfinished responses; set "
+                f"rollout.max_tokens_per_step ({run.cfg.rollout.max_tokens} ends all of them in one step)"
+            )
     elif not allow_changed_data:
         raise UserError(
             f"the training data changed since {checkpoint.path} was saved; restore the old file, or pass "

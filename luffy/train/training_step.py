@@ -15,6 +15,7 @@ from luffy.train.batch import Slot, StepBatch, collect, draw_traces, score_token
 from luffy.train.credit import credit, credit_metrics
 from luffy.train.draws import draw_share
 from luffy.train.optim import lr_at
+from luffy.train.partial_rollouts import roll_out_in_parts
 from luffy.train.policy import NonFiniteUpdate
 from luffy.train.rounds import further_rounds, respond
 from luffy.train.run_state import RolloutBatch, Run
@@ -45,7 +46,8 @@ def roll_out(run: Run, at: Slot) -> RolloutBatch:
 
 def rl_step(run: Run, step: int, observe: Observer = ignore) -> StepBatch:
     """One step of LUFFY; ``step`` counts from 0. ``observe`` sees the samples before the weights change."""
-    batch = collect(run, step, roll_out)  # and reject groups without a signal
+    in_parts = run.cfg.rollout.max_tokens_per_step is not None
+    batch = collect(run, step, roll_out_in_parts if in_parts else roll_out)  # and reject groups without a signal
     if run.prefetcher is None:
         with run.watch("sleep"):
             run.engine.sleep()

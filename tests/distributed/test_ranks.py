@@ -42,6 +42,7 @@ RUNS = {
     "recomputed activations": {"model": {"gradient_checkpointing": True}},
     "adapters": {"model": {"lora": {"rank": 4}}},
     "rollouts one version behind": {"async": {"max_staleness": 1}},
+    "responses that take several steps": {"rollout": {"max_tokens_per_step": 6, "n": 3}, "train": {"steps": 7}},
 }
 
 
@@ -68,7 +69,7 @@ def assert_same_run(ours, theirs, gradients, expected):
     assert_same_weights(final_weights(ours), final_weights(theirs))
 
 
-FAST = [("luffy", 2), ("several updates a step, KL, partial prefixes", 4)]
+FAST = [("luffy", 2), ("responses that take several steps", 2), ("several updates a step, KL, partial prefixes", 4)]
 SLOW = [(kind, count) for kind in RUNS for count in (1, 2, 4) if (kind, count) not in FAST]
 
 

@@ -34,13 +34,23 @@ def train_on(count, cfg):
     train(cfg) if count == 0 else run_ranks(count, train, cfg)
 
 
-@pytest.mark.parametrize("counts", [(2, 1, 4), pytest.param((2, 0, 2), marks=pytest.mark.slow)])
-def test_a_run_goes_on_with_another_number_of_processes(make_config, counts):
+IN_PARTS = {"max_tokens_per_step": 6, "n": 3}  # responses are under way when a checkpoint is taken
+
+
+@pytest.mark.parametrize(
+    ("counts", "rollout"),
+    [
+        ((2, 1, 4), {}),
+        pytest.param((2, 0, 2), {}, marks=pytest.mark.slow),
+        pytest.param((2, 0, 2), IN_PARTS, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_with_another_number_of_processes(make_config, counts, rollout):
     torch.set_num_threads(1)
-    whole = config(make_config, "whole")
+    whole = config(make_config, "whole", rollout=rollout)
     train(whole)
     for count, steps in zip(counts, (2, 4, 6), strict=True):
-        cfg = config(make_config, "moved", steps)
+        cfg = config(make_config, "moved", steps, rollout=rollout)
         train_on(count, cfg)
     assert_same_figures(figures(cfg), figures(whole))
     assert_same_weights(final_weights(cfg), final_weights(whole))

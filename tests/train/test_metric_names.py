@@ -37,6 +37,7 @@ def test_what_runs_write_is_explained(make_config, sums):
         "kl_reward": ("rl", {"algorithm": {"kl_coef": 0.1, "kl_in": "reward"}}),
         "corrected": ("rl", {"algorithm": {"mismatch_correction": "truncated"}}),
         "stale": ("rl", {"async": {"max_staleness": 1}}),
+        "in_parts": ("rl", {"rollout": {"max_tokens_per_step": 8}}),
         "gated": ("rl", {"guidance": {"n_prefix": 0, "gate": "hinted_group", "hint_text": "{solution}"}}),
         "remembered": ("rl", REMEMBERED | {"train": {"steps": 4}}),
         "taught": ("rl", {"algorithm": {"credit": "distill"}, "teacher": {"path": "self"}}),
@@ -52,5 +53,12 @@ def test_what_runs_write_is_explained(make_config, sums):
     unexplained = {re.sub(r"^val-\w+/", "val-core/", name) for name in written} - {"step", "time"} - known
     assert not unexplained
     assert {"method/replay_age", "method/sft_steps", "method/sft_buffer"} <= written
-    assert {"actor/kl_loss", "critic/kl", "rollout/weight_max", "async/ess", "val-again/score"} <= written
+    assert {
+        "actor/kl_loss",
+        "critic/kl",
+        "rollout/weight_max",
+        "async/ess",
+        "rollout/age/max",
+        "val-again/score",
+    } <= written
     assert "response_length/min" in known and "timing_s/old_log_probs" in known

@@ -1,0 +1,164 @@
+"""Partial rollouts: responses that take several steps, whose groups wait for them."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from luffy.errors import ConfigError, UserError
+from luffy.report.recorder import read_json_lines
+from luffy.train.loop import Trainer
+from luffy.train.memory import Memory
+from luffy.train.under_way import PartialResponse, UnderWay, problems_of, state_of
+
+FROZEN = 1e-30  # a learning rate that moves no weight
+BUDGET = 5  # of 16 tokens at most: a response takes up to 4 steps
+
+
+def config(make_config, name, budget=BUDGET, lr=2e-2, steps=6, **changes):
+    extra = {"optim": {"lr": lr}, "train": {"steps": steps, "save_every": 2, "keep": 9}}
+    rollout = {"max_tokens_per_step": budget, "n": 2}
+    return make_config(name=name, rollout=rollout, record={"samples": 30, "samples_every": 1}, **extra, **changes)
+
+
+def run(cfg, **options):
+    with Trainer(cfg, **options) as trainer:
+        trainer.train()
+    rows = read_json_lines(cfg.folder / "metrics.jsonl")
+    untimed = lambda k: k != "time" and not k.startswith(("timing_s/", "perf/"))  # noqa: E731
+    return [{k: v for k, v in row.items() if untimed(k)} for row in rows]
+
+
+def samples(cfg):
+    return read_json_lines(cfg.folder / "samples.jsonl")
+
+
+def weights(cfg):
+    newest = max((cfg.folder / "checkpoints").glob("step-*"))
+    return AutoModelForCausalLM.from_pretrained(newest / "model").state_dict()
+
+
+def groups(cfg):
+    """(problem, step): the responses of each group, in their order."""
+    found = {}
+    for row in samples(cfg):
+        found.setdefault((row["problem"], row["step"]), []).append(row)
+    return found
+
+
+def test_a_response_that_is_continued_is_the_one_that_was_never_cut(make_config):
+    """Under the same weights. The first problems of both runs are the same, and no group is missing."""
+    whole, parts = config(make_config, "whole", None, FROZEN, steps=2), config(make_config, "parts", lr=FROZEN, steps=5)
+    run(whole), run(parts)
+    found = {}
+    for (problem, _), rows in groups(parts).items():
+        found.setdefault(problem, [r["token_ids"] for r in rows])  # the first time it was drawn
+    expected = {problem: [r["token_ids"] for r in rows] for (problem, _), rows in groups(whole).items()}
+    assert len(expected) == 12 and expected == {problem: found[problem] for problem in expected}
+    lengths = {step: [len(r["token_ids"]) for r in rows if r["finish"] != "trace"] for (_, step), rows in groups(parts).items()}  # fmt: skip
+    assert len(lengths) > 2 and all(max(own) <= BUDGET * step for step, own in lengths.items())
+
+
+def test_groups_are_whole_and_none_waits_longer_than_its_tokens(make_config):
+    cfg = config(make_config, "run", steps=8)
+    rows = run(cfg)
+    assert all(len(group) == 2 for group in groups(cfg).values())
+    assert all(sum(r["finish"] == "trace" for r in group) <= 1 for group in groups(cfg).values())
+    assert any(r["finish"] == "trace" for group in groups(cfg).values() for r in group)
+    # 6 problems a step come in; those that are not learnt from are under way
+    learnt = 0
+    for step, row in enumerate(rows):
+        learnt += row["rollout/whole_groups"]
+        assert row["rollout/under_way"] == 6 * (step + 1) - learnt
+        assert row.get("rollout/age/max", 0) <= 3  # 16 tokens take 4 steps
+    assert rows[0]["rollout/continued_tokens"] == 0 < rows[1]["rollout/continued_tokens"]
+    assert max(row.get("rollout/age/max", 0) for row in rows) == 3
+
+
+def test_every_token_has_the_version_that_drew_it_and_is_corrected_for_it(make_config):
+    cfg = config(make_config, "run")
+    rows = run(cfg)
+    lags = []
+    for row in samples(cfg):
+        own = [v for v, off in zip(row["versions"], row["off_policy"], strict=True) if not off]
+        pieces = [own[i : i + BUDGET] for i in range(0, len(own), BUDGET)]
+        assert all(len(set(piece)) == 1 for piece in pieces)  # a budget's tokens are of one version
+        assert [piece[0] for piece in pieces] == list(range(own[0], own[0] + len(pieces))) if own else row["finish"]
+        assert all(v == -1 for v, off in zip(row["versions"], row["off_policy"], strict=True) if off)
+        assert row["policy_version"] == (own[-1] if own else row["step"] - 1)
+        lags += [(row["step"], row["step"] - 1 - v) for v in own]
+    for step, row in enumerate(rows, start=1):
+        of_step = [lag for at, lag in lags if at == step]
+        if of_step:
+            assert row["async/staleness/max"] == max(of_step)
+            assert row["async/staleness/mean"] == pytest.approx(sum(of_step) / len(of_step))
+    assert rows[0].get("async/weight_max", 1) == pytest.approx(1, abs=1e-4)
+    assert any(row.get("async/weight_max", 1) > 1.01 and row["async/ess"] < 0.999 for row in rows[1:])
+
+
+def test_a_step_in_which_no_group_is_finished_changes_nothing(make_config):
+    cfg = config(make_config, "run", budget=1, steps=3, guidance={"n_prefix": 0})
+    with Trainer(cfg) as trainer:
+        before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+        batch = trainer.step()
+        assert batch.size == batch.metrics["rollout/whole_groups"].value == 0
+        assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+        assert trainer.progress.step == 1 and len(trainer.run.memory.under_way) == 6
+
+
+def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(make_config):
+    whole, parts = config(make_config, "whole"), config(make_config, "parts", steps=2)
+    rows = run(whole)
+    run(parts)
+    assert run(config(make_config, "parts")) == rows
+    for a, b in zip(weights(whole).values(), weights(config(make_config, "parts")).values(), strict=True):
+        assert torch.equal(a, b)
+    assert [json.dumps(row) for row in samples(whole)] == [json.dumps(row) for row in samples(parts)]
+
+
+def test_unfinished_responses_are_not_left_behind_unsaid(make_config):
+    run(config(make_config, "run", steps=2))
+    with pytest.raises(UserError, match=r"problems with unfinished responses; set rollout\.max_tokens_per_step \(16 "):
+        run(config(make_config, "run", None))
+    rows = run(config(make_config, "run", 16, steps=3))
+    assert rows[2]["rollout/under_way"] == 0 and rows[2]["rollout/whole_groups"] > 6
+    run(config(make_config, "run", None, steps=4))  # nothing is under way any more
+
+
+def fields(r):
+    return r.trace, r.prefix, r.seed, r.finish, r.token_ids.tolist(), r.log_probs.tolist(), r.versions.tolist()
+
+
+def test_the_record_of_unfinished_responses_survives_a_checkpoint(make_config):
+    ids, log_probs = torch.tensor([7, 8]), torch.tensor([-0.5, -0.25])
+    none = torch.empty(0, dtype=torch.long)
+    problems = [
+        UnderWay(3, 1, 9, (PartialResponse(0, 5, 0, "trace", none, torch.empty(0), none),
+                           PartialResponse(-1, 0, 2**62 + 1, None, ids, log_probs, torch.tensor([9, 10])))),
+        UnderWay(4, 0, 10, (PartialResponse(1, 2, 77, "stop", ids[:1], log_probs[:1], torch.tensor([10])),)),
+    ]  # fmt: skip
+    memory = Memory(config(make_config, "run"), 24)
+    memory.under_way = problems
+    other = Memory(config(make_config, "run"), 24)
+    other.load_state_dict(memory.state_dict())
+    for a, b in zip(problems, other.under_way, strict=True):
+        assert (a.row, a.visit, a.step) == (b.row, b.visit, b.step)
+        assert [fields(r) for r in a.responses] == [fields(r) for r in b.responses]
+    assert state_of([]) == {} and problems_of({}) == []
+    assert len(problems_of(state_of([UnderWay(1, 0, 0, problems[0].responses[:1])]))) == 1  # without a token
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("rollout", {"top_p": 0.9}), ("rollout", {"top_k": 5}), ("rollout", {"engine": "vllm"}),
+        ("async", {"max_staleness": 1}), ("algorithm", {"oversample_rounds": 1}), ("replay", {"share": 0.5}),
+        ("guidance", {"n_prefix": 0, "gate": "trace_on_failure"}), ("sft_steps", {"buffer": 3}),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_go_with_is_refused(make_config, section, values):
+    changes = {"rollout": {"max_tokens_per_step": 5}}
+    changes[section] = {**changes.get(section, {}), **values}
+    with pytest.raises(ConfigError, match=r"'rollout\.max_tokens_per_step' \(5\).*null"):
+        make_config(**changes)
