@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from luffy.errors import UserError
 from luffy.models.forward import use_luffy_attention
-from luffy.models.load import DTYPES, DtypeName, load_model
+from luffy.models.load import DTYPES, DtypeName, load_model, say_slow_dtype
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -30,6 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def random_model(shape: str, dtype: DtypeName, device: str) -> Any:
     if shape not in SHAPES:
         raise UserError(f"shape '{shape}' is unknown: use one of {', '.join(SHAPES)}, or --model with a folder")
+    say_slow_dtype(dtype, device)
     config = Qwen2Config(**SHAPES[shape], max_position_embeddings=32768, eos_token_id=SHAPES[shape]["vocab_size"] - 1)
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[dtype])

@@ -42,8 +42,7 @@ def load_model(
     """A causal LM, ready to train and to generate: safetensors or GGUF weights, never pickles."""
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is unknown: use {' or '.join(DTYPES)}")
-    if remark := slow_dtype(dtype, device):
-        _say_once(remark)
+    say_slow_dtype(dtype, device)
     model = _load_safetensors(model_folder(path), DTYPES[dtype], trust_remote_code)
     for parameter in model.parameters():
         # Parameters only: rotary frequencies are buffers, and rounding them turns far positions by whole radians.
@@ -64,10 +63,16 @@ def slow_dtype(dtype: str, device: str) -> str:
     return "" if fast else "this CPU has no bfloat16 instructions and takes many times longer with it: use float32"
 
 
+def say_slow_dtype(dtype: str, device: str) -> None:
+    """Log that remark, once; torch's own, which comes with a C++ stack, is kept back."""
+    if remark := slow_dtype(dtype, device):
+        _say_once(remark)
+
+
 @functools.cache
 def _say_once(remark: str) -> None:
     logger.warning(remark)
-    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # torch says the same, with a C++ stack
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:

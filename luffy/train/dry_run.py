@@ -64,7 +64,8 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     setup.validate(cfg, method, model.config)
     try_model(model.config, cfg)
     device = setup.pick_device(cfg.model.device)
-    notices += [remark for dtype in dtypes_of(cfg, method) if (remark := slow_dtype(dtype, device))][:1]
+    if not for_other_gpus(cfg, device, renting):
+        notices += [remark for dtype in dtypes_of(cfg, method) if (remark := slow_dtype(dtype, device))][:1]
     others = check_other_models(cfg, method, tokenizer)
     traces = "not verified: no reward is needed"
     if method == "rl" or eval_tasks:
@@ -364,13 +365,20 @@ def memory_line(cfg: Config, work: Work, needs: dict[str, Parts]) -> str:
 
 
 def time_lines(cfg: Config, work: Work, requests: Sequence[Request], steps: int, renting: Renting) -> list[str]:
-    """The time on this machine; time and cost on GPUs where some are named, where this machine has one, and where a run
-    of several processes is meant for others. A CPU is not tried for such a run."""
-    elsewhere = not work.on_gpu and cfg.model.device != "cpu" and cfg.launch != "local"
+    """The time on this machine, unless it is a CPU and the run is meant for GPUs; time and cost on GPUs where the run
+    is meant for some, where some are named, and where this machine has one."""
+    elsewhere = for_other_gpus(cfg, "cuda" if work.on_gpu else "cpu", renting)
     lines = [] if elsewhere else [f"time       {time_line(cfg, work, requests, steps)}"]
     if renting.gpu or work.on_gpu or elsewhere:
         lines.append(f"cost       {cost_line(cfg, work, requests, steps, renting)}")
     return lines
+
+
+def for_other_gpus(cfg: Config, device: str, renting: Renting) -> bool:
+    """Whether the run will not be made on this machine's ``device``: that is a CPU, and GPUs are named, or the run has
+    several processes and asks for no CPU."""
+    several = cfg.model.device != "cpu" and cfg.launch != "local"
+    return device == "cpu" and (renting.gpu is not None or several)
 
 
 def cost_line(cfg: Config, work: Work, requests: Sequence[Request], steps: int, renting: Renting) -> str:
@@ -398,6 +406,8 @@ def _span(texts: Iterable[str]) -> str:
 
 def time_line(cfg: Config, work: Work, requests: Sequence[Request], steps: int) -> str:
     """Of a step and of all ``steps``, every response as long as it may become."""
+    if slow_dtype(cfg.model.dtype, "cuda" if work.on_gpu else "cpu"):
+        return f"not tried in {cfg.model.dtype}, which is slow on this CPU"
     rolled_out = requests if cfg.rollout.engine == "native" else []
     found = time_of_step(cfg, work, rolled_out, slots_of(cfg, work, requests))
     if found is None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from luffy.config import Config
 from luffy.distributed import cost
 from luffy.models.forward import key_value_shape
+from luffy.models.load import DTYPES
 from luffy.models.memory import memory_of_machine
 from luffy.models.plain import choose_path
 from luffy.rollout import NativeEngine
@@ -27,7 +28,9 @@ from luffy.train.scorer import TokenScorer
 from luffy.types import Request, Sample
 
 NEW_TOKENS = 8  # of a probe's responses
-PROBED_TOKENS = 1024  # of a probe's update, about
+PROBED_TOKENS = 1024  # of a probe's update, about; fewer where a pass takes more operations than
+PROBED_WORK = 1e11  # this, seconds on a laptop
+FEWEST_TOKENS, FEWEST_SLOTS = 64, 32
 AGAIN = 4 / 3  # a forward pass more
 
 
@@ -93,17 +96,22 @@ def _update_seconds(cfg: Config, work: Work, rates: Rates) -> float:
 
 
 def _rates(cfg: Config, work: Work, requests: Sequence[Request], slots: int, layers: int) -> Rates:
+    dtype, trust = DTYPES[cfg.model.dtype], cfg.model.trust_remote_code  # a model's own config often says bfloat16
     model: Any = AutoModelForCausalLM.from_config(
-        shortened(work.config, layers), trust_remote_code=cfg.model.trust_remote_code
+        shortened(work.config, layers), dtype=dtype, trust_remote_code=trust
     ).eval()
     choose_path(model)
+    weights = sum(p.numel() for p in model.parameters())
+    tokens = int(min(max(PROBED_WORK / (6 * weights), FEWEST_TOKENS), PROBED_TOKENS))
     decode = 0.0
     if requests:
-        engine = NativeEngine(model, max_slots=slots)
-        first, more = ([_short(r, n) for r in requests[:slots]] for n in (1, 1 + NEW_TOKENS))
+        tried = min(slots, max(tokens // NEW_TOKENS, FEWEST_SLOTS))
+        engine = NativeEngine(model, max_slots=tried)
+        first, more = ([_short(r, n) for r in requests[:tried]] for n in (1, 1 + NEW_TOKENS))
         engine.generate(first)
         decode = max(_seconds(lambda: engine.generate(more)) - _seconds(lambda: engine.generate(first)), 0.0)
-    samples = _samples(work)
+        decode *= slots / tried  # so many sequences are bound by arithmetic
+    samples = _samples(work, tokens)
     scorer = TokenScorer(model)
     (batch, *_) = pack(samples, sum(map(len, samples)), "token-mean", 1, share=False)
 
@@ -113,7 +121,6 @@ def _rates(cfg: Config, work: Work, requests: Sequence[Request], slots: int, lay
     update()
     adam = torch.optim.AdamW(model.parameters(), lr=0.0)
     adam.step()
-    weights = sum(p.numel() for p in model.parameters())
     return Rates(decode / NEW_TOKENS, _seconds(update) / len(batch.input_ids), _seconds(adam.step) / weights)
 
 
@@ -129,12 +136,12 @@ def _short(request: Request, tokens: int) -> Request:
     return replace(request, sampling=replace(request.sampling, max_tokens=tokens, eos_ids=()))
 
 
-def _samples(work: Work) -> list[Sample]:
-    """About as many tokens as a probe takes, in sequences of the mean length of the run's own."""
+def _samples(work: Work, tokens: int) -> list[Sample]:
+    """About so many tokens, in sequences of the mean length of the run's own."""
     passes = work.every_pass
     sequences = sum(one.sequences for one in passes)
-    length = max(min(sum(one.attended for one in passes) // sequences, PROBED_TOKENS) - 1, 1)
-    count = max(min(PROBED_TOKENS // (length + 1), sequences), 1)
+    length = max(min(sum(one.attended for one in passes) // sequences, tokens) - 1, 1)
+    count = max(min(tokens // (length + 1), sequences), 1)
     nothing, ones = torch.zeros(length), torch.ones(length)
     ids = torch.zeros(length, dtype=torch.long)
     return [Sample((0,), ids, nothing.bool(), ones, nothing, ones, nothing, nothing)] * count

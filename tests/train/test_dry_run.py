@@ -3,9 +3,11 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from luffy.errors import UserError
 from luffy.train import dry_run as planning
@@ -70,6 +72,41 @@ def test_a_cpu_without_bfloat16_is_told_to_use_float32(make_config, tiny_model, 
     (line,) = warned(False, **half)
     assert line.endswith("bfloat16 instructions and takes many times longer with it: use float32")
     assert warned(True, **half) == warned(False) == []
+
+
+class Products(TorchDispatchMode):
+    """Collects the dtypes of all matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.dtypes.add(result.dtype)
+        return result
+
+
+@pytest.mark.parametrize(("dtype", "gpu", "kinds"), [
+    ("float32", None, {"time"}), ("bfloat16", None, {"time", "warning"}), ("bfloat16", "h200", {"cost"}),
+])  # fmt: skip
+def test_nothing_is_tried_in_bfloat16_on_a_cpu_without_it(
+    make_config, tiny_model, tmp_path, monkeypatch, dtype, gpu, kinds
+):
+    """The model's own config says bfloat16, as most on the hub do. A run for another machine is told nothing of this."""
+    folder = tmp_path / "half"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    cfg = make_config(model={"path": str(folder), "dtype": dtype})
+    with Products() as products:
+        lines = dry_run(cfg, "rl", renting=Renting(gpu))
+    assert products.dtypes == {torch.float32}
+    said = {line.split()[0]: line for line in lines if line.split()[0] in ("time", "cost", "warning")}
+    assert said.keys() == kinds
+    assert gpu or said["time"].endswith("not tried in bfloat16, which is slow on this CPU") == (dtype == "bfloat16")
 
 
 def test_a_batch_larger_than_the_data_is_said(make_config):
