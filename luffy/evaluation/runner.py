@@ -7,8 +7,9 @@ OUT/result.json     the figures; result.md shows them
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ from luffy.evaluation.engines import LoadedModel, default_slots, load_engine, mo
 from luffy.evaluation.eval_view import EvalView
 from luffy.evaluation.results import ITEMS, Result, build_result, model_label, write_result
 from luffy.evaluation.settings import Settings, alone_in, claim, problems_hash, recorded
+from luffy.files import write_atomically
 from luffy.guidance.plan import seed_of
 from luffy.models.load import decode
 from luffy.models.threads import available_cores
 from luffy.report.recorder import JsonLinesWriter, read_json_lines
 from luffy.rewards import Verifier, build_verifier
+from luffy.rewards.custom import CALL_FAILED
 from luffy.types import Completion, Problem, Request, Sampling
 
 PAPER_MAX_TOKENS = 8192
@@ -115,8 +118,12 @@ def run_evaluation(options: Options) -> Result:
         loaded = replace(loaded, eos_ids=encoder.stops(loaded.eos_ids))
         jobs, settings = plan(options, suite, loaded, encoder)
         claim(out, settings)
+        ask_again(jobs, verifier, out)
         run_jobs(jobs, loaded, verifier, settings, out, options.chunk)
-        result = build_result(suite, settings, read_json_lines(out / ITEMS))
+        rows = read_json_lines(out / ITEMS)
+        if failed := sum(row["status"] == CALL_FAILED for row in rows):
+            logger.warning("%d responses have no score and count as wrong; the same command asks for it again", failed)
+        result = build_result(suite, settings, rows)
         write_result(result, out)
     return result
 
@@ -203,12 +210,30 @@ def room_for(given: int | None, default: int, context: int, longest_prompt: int)
     return given or min(default, room)
 
 
+def ask_again(jobs: Sequence[PlannedResponse], verifier: Verifier, out: Path) -> None:
+    """Score anew the saved responses whose call of the reward failed. One may fail again, and is saved as before."""
+    rows, problems = read_json_lines(out / ITEMS), {job.key: job.problem for job in jobs}
+    failed = [row for row in rows if row["status"] == CALL_FAILED]
+    if not failed:
+        return
+    scores = verifier.score([(problems[key_of(row)], row["response"], row.get("token_ids")) for row in failed])
+    for row, score in zip(failed, scores, strict=True):
+        row.update(score=score.value, status=score.status)
+        if score.status != CALL_FAILED:
+            row.pop("token_ids", None)
+    write_atomically(out / ITEMS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
+    return row["benchmark"], row["id"], row["sample"]
+
+
 def run_jobs(
     jobs: Sequence[PlannedResponse], loaded: LoadedModel, verifier: Verifier, settings: Settings, out: Path, chunk: int
 ) -> None:
     """Make the responses that are not there yet, and save them ``chunk`` at a time as they finish."""
     path = out / ITEMS
-    done = {(row["benchmark"], row["id"], row["sample"]) for row in read_json_lines(path)}
+    done = set(map(key_of, read_json_lines(path)))
     todo = [job for job in jobs if job.key not in done]
     view = EvalView(model_label(settings.model), len(jobs), len(jobs) - len(todo))
     items = JsonLinesWriter(path, keep_through_step=0)
@@ -243,7 +268,7 @@ def finished_in_parts(
 
 
 def scored(responses: Sequence[Response], tokenizer: Any, verifier: Verifier, seed: int) -> list[dict[str, Any]]:
-    """A line of items.jsonl for each response."""
+    """A line of items.jsonl for each response; it has the token ids where the reward must be asked again."""
     ids = [completion.token_ids.tolist() for _, completion in responses]
     texts = decode(tokenizer, ids)
     scores = verifier.score([(r[0].problem, text, own) for r, text, own in zip(responses, texts, ids, strict=True)])
@@ -262,6 +287,7 @@ def scored(responses: Sequence[Response], tokenizer: Any, verifier: Verifier, se
             "answer": job.problem.answer,
             "score": score.value,
             "status": score.status,
+            **({"token_ids": own} if score.status == CALL_FAILED else {}),
         }
-        for (job, completion), text, score in zip(responses, texts, scores, strict=True)
+        for (job, completion), text, own, score in zip(responses, texts, ids, scores, strict=True)
     ]

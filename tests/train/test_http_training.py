@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,29 @@ def test_verify_and_eval_ask_the_same_server(make_config, sums, server, tmp_path
     assert len(items) == 4 and all(item["score"] == len(item["response"]) % 2 for item in items)
     assert url in (tmp_path / "eval" / "settings.json").read_text()
     shutil.rmtree(tmp_path / "eval")
+
+
+def test_eval_asks_again_for_scores_of_requests_that_failed(make_config, sums, server, tmp_path, tiny_model, caplog):
+    """With the responses of the first time: none is made anew, and those that have a score are not asked about."""
+    url, folder = server
+    cfg = make_config(reward={"kind": "http", "http": {"url": url, "batch_size": 2, "concurrency": 1, "retries": 0}})
+    options = Options(
+        str(tiny_model), str(sums), limit=6, max_tokens=8, style="plain", reward_settings=cfg.reward, temperature=1.0
+    )
+
+    def evaluate(name, script):
+        (folder / "script.json").write_text(json.dumps(script))
+        (folder / "requests.jsonl").write_text("")
+        result = run_evaluation(replace(options, out=tmp_path / name))
+        asked = [len(request["samples"]) for request in read_json_lines(folder / "requests.jsonl")]
+        return result, read_json_lines(tmp_path / name / "items.jsonl"), asked[1:]  # the first is the self-check
+
+    expected = evaluate("undisturbed", [])
+    assert expected[2] == [2, 2, 2]
+    first, rows, _ = evaluate("failed", ["score", 500, "score"])
+    assert first.benchmarks["train"].statuses == {"ok": 4, "call_failed": 2}
+    assert [row["status"] for row in rows if "token_ids" in row] == ["call_failed"] * 2
+    assert "2 responses have no score" in caplog.text
+    second, same, asked = evaluate("failed", [500])  # and once more
+    assert (second, same, asked) == (first, rows, [2])
+    assert evaluate("failed", []) == (expected[0], expected[1], [2])
