@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import torch
-from children import Child, in_children
+from children import LIMIT_S, Child, in_children
+from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
 from luffy.distributed.shard import whole
@@ -18,31 +18,32 @@ from luffy.train.optim import Optimizer
 UNTIMED = ("timing_s/", "perf/throughput")
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def meeting_place():
+    """Where ranks find each other, kept by this process as torchrun keeps it: a port that is only chosen here and bound
+    by rank 0 once it has imported torch may be another process's by then."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def run_ranks(count, act, *args):
     """What ``act(*args, world)`` returns on each of ``count`` processes. It must undo what it patches."""
-    port = free_port()
-    return in_children(_as_rank, [(rank, count, port, act, args) for rank in range(count)])
+    store = meeting_place()
+    return in_children(_as_rank, [(rank, count, store.port, act, args) for rank in range(count)])
 
 
 def exit_codes_of_ranks(count, act, *args):
     """The same for an ``act`` that ends its process: how each process ended."""
-    port = free_port()
+    store = meeting_place()
     children = [Child() for _ in range(count)]
     for rank, child in enumerate(children):
-        child.start(_as_rank, rank, count, port, act, args)
+        child.start(_as_rank, rank, count, store.port, act, args)
     return [child.exit_code() for child in children]
 
 
 def _as_rank(rank, count, port, act, args):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank),
-                   "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-    result = act(*args, join_world("cpu", 60))
+                   "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                   "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    result = act(*args, join_world("cpu", LIMIT_S))  # a rank whose interpreter starts late is waited for
     leave_world()
     return result
 
