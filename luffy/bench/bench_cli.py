@@ -41,6 +41,11 @@ Lora = Annotated[int, typer.Option(help="rank of LoRA adapters; 0: all weights",
 Kernels = Annotated[bool, typer.Option("--kernels", help="one more run under the profiler: what takes the time?")]
 
 WIDE = 160  # characters of a line
+LENGTH_COLUMNS = {
+    "max_tokens_per_step": "{max_tokens_per_step}", "step": "{seconds:.2f}", "rollout": "{rollout:.2f}",
+    "update": "{update:.2f}", "waiting": "{waiting_share:.0%}", "GPU busy": "{gpu_busy_share:.0%}",
+    "tokens/s": "{tokens_per_second:,.0f}", "groups": "{groups:.1f}", "oldest": "{oldest:.0f}", "GiB": "{peak_gib}",
+}  # fmt: skip
 NAME_CUT = 100  # of a kernel's name, whose template arguments have no end
 
 
@@ -130,7 +135,15 @@ def step(
     problems: Annotated[int, typer.Option(min=1)] = 4,
     samples: Annotated[int, typer.Option(help="responses of each problem", min=1)] = 4,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 32,
-    new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    new_tokens: Annotated[
+        int | None, typer.Option(help="of a response; default: 64, at most 8,192 with --lengths lognormal", min=1)
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="of responses: equal or lognormal")] = "equal",
+    median: Annotated[float, typer.Option(help="of lognormal lengths, in tokens", min=1)] = 800,
+    sigma: Annotated[float, typer.Option(help="of their logarithm", min=0)] = 1.0,
+    max_tokens_per_step: Annotated[
+        int | None, typer.Option(help="rollout.max_tokens_per_step of the second row; default: a quarter", min=1)
+    ] = None,
     tokens: MicroBatch = 16384,
     checkpointing: Checkpointing = "auto",
     offload: Offload = False,
@@ -139,9 +152,13 @@ def step(
     dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
 ) -> None:  # fmt: skip
     """A whole training step by the trainer itself, phase by phase; MFU is that of the update with its packing, the
-    roofline that of the rollout, and outside is what passes in neither, nor in scoring."""
+    roofline that of the rollout, and outside is what passes in neither, nor in scoring. With --lengths lognormal: a row
+    with every response ended in its step and one with rollout.max_tokens_per_step; waiting is the share of the rollout
+    with fewer than a quarter of a step's responses under way, and a busy GPU neither waits so nor is outside."""
+    from luffy.bench.lengths import Lognormal, bench_lengths
     from luffy.bench.step import bench_step
     from luffy.bench.update import model_knobs
+    from luffy.errors import UserError
 
     device, kind = _place(device, dtype, threads)
     overrides = {
@@ -149,8 +166,20 @@ def step(
         "model": model_knobs(checkpointing, lora),
         "optim": {"offload": offload},
     }
+    if lengths == "lognormal":
+        if profile:
+            raise UserError(
+                "--profile records every kernel, too many in a step of unequal lengths: use --lengths equal"
+            )
+        drawn = Lognormal(median, sigma, new_tokens or 8192)
+        sizes = (shape, kind, device, problems, samples, prompt_tokens)
+        most = max_tokens_per_step or -(-drawn.most // 4)
+        _show("step", *bench_lengths(*sizes, drawn, most, repeats, overrides), json_path, LENGTH_COLUMNS)
+        return
+    if lengths != "equal":
+        raise UserError(f"lengths '{lengths}' are unknown: use equal or lognormal")
     machine, rows = bench_step(
-        shape, kind, device, problems, samples, prompt_tokens, new_tokens, repeats, overrides, profile
+        shape, kind, device, problems, samples, prompt_tokens, new_tokens or 64, repeats, overrides, profile
     )
     phases = [name for name in rows[0]["phases"] if any(_counts(row, name) for row in rows)]
     _show("step", machine, rows, json_path, {
@@ -202,6 +231,8 @@ def _rate(value: float, unit: str) -> str:
 
 def _cell(text: str, row: dict[str, Any]) -> str:
     known = {"peak_gib": None, "gpu_idle_share": None, **row}
+    if text == "{max_tokens_per_step}" and known["max_tokens_per_step"] is None:
+        return "null"
     if text == "{peak_gib}":
         return "-" if known["peak_gib"] is None else f"{known['peak_gib']:.1f}"
     if text == "{gpu_idle_share}":

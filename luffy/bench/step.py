@@ -93,21 +93,21 @@ def timed_steps(
     rows = []
     with trainer.recording() as records:
 
-        def one_step() -> dict[str, Any]:
-            seconds, batch, values = _one_step(trainer, records, device)
+        def measured() -> dict[str, Any]:
+            seconds, batch, values = one_step(trainer, records, device)
             return figures(trainer, responses(batch), machine, seconds, values)
 
         if warm_up:
-            one_step()
+            measured()
         for _ in range(steps):
             reset_peak(device)
-            rows.append(one_step() | {"peak_gib": peak_gib(device)})
+            rows.append(measured() | {"peak_gib": peak_gib(device)})
         if profile and device.type == "cuda":
-            rows[-1]["gpu_idle_share"] = _idle_share(lambda: _one_step(trainer, records, device)[0], device)
+            rows[-1]["gpu_idle_share"] = _idle_share(lambda: one_step(trainer, records, device)[0], device)
     return rows
 
 
-def _one_step(trainer: Trainer, records: Records, device: torch.device) -> tuple[float, StepBatch, dict[str, float]]:
+def one_step(trainer: Trainer, records: Records, device: torch.device) -> tuple[float, StepBatch, dict[str, float]]:
     """Seconds of a step with all that a run does for it, writing its figures down included; the step, its figures."""
     synchronize(device)
     started = time.perf_counter()

@@ -1,12 +1,14 @@
 """The benchmarks measure what they say, and say when they cannot."""
 
 import json
+import math
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from luffy.bench.kernels import top_kernels
+from luffy.bench.lengths import Lognormal, waiting_seconds
 from luffy.bench.limits import Response, roofline_seconds, update_flops
 from luffy.bench.machine import Machine
 from luffy.bench.rollout import RolloutRun
@@ -148,3 +150,42 @@ def test_bad_input_is_named():
         random_model("huge", "float32", "cpu")
     with pytest.raises(UserError, match="auto, true or false"):
         checkpointing_knob("yes")
+
+
+def test_steps_of_unequal_lengths_tell_how_long_they_wait(tmp_path):
+    out = tmp_path / "lengths.json"
+    sizes = ["--problems", 6, "--samples", 2, "--prompt-tokens", 4, "--new-tokens", 24, "--median", 6]
+    sizes += ["--max-tokens-per-step", 8, "--repeats", 2, "--device", "cpu", "--threads", 1]
+    text = bench("step", "--lengths", "lognormal", *sizes, "--json", out)
+    assert all(name in text for name in ("max_tokens_per_step", "waiting", "GPU busy", "oldest"))
+    whole, parts = json.loads(out.read_text())["rows"]
+    assert whole["max_tokens_per_step"] is None and whole["groups"] == 6 and whole["oldest"] == 0
+    assert parts["max_tokens_per_step"] == 8 and 0 < parts["oldest"] <= 2  # it begins as after many steps
+    for row in (whole, parts):
+        seconds, waiting = (sum(step[name] for step in row["steps"]) for name in ("seconds", "waiting_seconds"))
+        outside = sum(step["outside"] * step["seconds"] for step in row["steps"])
+        assert row["seconds"] == pytest.approx(seconds / 2) and len(row["steps"]) == 2
+        assert row["waiting_share"] == pytest.approx(waiting / 2 / row["rollout"])
+        assert row["gpu_busy_share"] == pytest.approx(1 - (waiting + outside) / seconds)
+    assert 0 < whole["waiting_share"] < 1
+
+
+def test_what_is_drawn_is_lognormal_and_waiting_is_for_the_last():
+    lengths = Lognormal(median=800, sigma=1.0, most=8192)
+    drawn = sorted(lengths.draw(seed) for seed in range(4000))
+    assert drawn[2000] == pytest.approx(800, rel=0.06) and drawn[0] >= 1 and drawn[-1] == 8192
+    assert sum(n < 800 * math.e for n in drawn) / 4000 == pytest.approx(0.8413, abs=0.02)
+    assert lengths.draw(7) == lengths.draw(7)
+    ended = [1.0, 2.0, 3.0, 5.0]
+    assert waiting_seconds(ended, few=2) == 2.0  # one is left from second 3 to 5
+    assert waiting_seconds(ended, few=2.5) == 3.0
+    assert waiting_seconds(ended, few=1) == 0.0 and waiting_seconds(ended, few=9) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [(["--lengths", "even"], "equal or lognormal"), (["--lengths", "lognormal", "--profile"], "kernel")],
+)
+def test_lengths_that_cannot_be_measured_are_refused(more, message):
+    result = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *more])
+    assert isinstance(result.exception, UserError) and message in str(result.exception)
