@@ -91,7 +91,7 @@ def page_text(docstring: str | None) -> str:
     """A docstring as Markdown: indented blocks become fenced ones, double backticks single ones."""
     text = inspect.cleandoc(docstring or "").replace("``", "`")
     fenced = re.sub(
-        r"(?:^    .*\n(?:\n(?=    ))?)+",
+        r"(?:^    .*\n(?:\n+(?=    ))?)+",
         lambda block: f"```python\n{textwrap.dedent(block[0]).rstrip()}\n```\n",
         text + "\n",
         flags=re.MULTILINE,
