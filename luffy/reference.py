@@ -38,10 +38,10 @@ def reference() -> str:
     every = list(describe(Config))
     sections = list(dict.fromkeys(map(section_of, every)))
     for section, docs in groupby(sorted(every, key=lambda doc: sections.index(section_of(doc))), section_of):
-        parts.append(f"## {section or 'The run itself'}\n\n| key | default | accepts | meaning |\n|---|---|---|---|")
+        parts.append(f"## {section or 'The run itself'}\n\n| key | default (accepts) | meaning |\n|---|---|---|")
         for doc in docs:
             default = "required" if doc.required else f"`{cell(doc.shown_default)}`"
-            parts.append(f"| `{doc.path}` | {default} | {doc.kind.replace(' | ', ', ')} | {cell(doc.help)} |")
+            parts.append(f"| `{doc.path}` | {default} ({doc.kind.replace(' | ', ', ')}) | {cell(doc.help)} |")
         parts.append("")
     return "\n".join(parts).rstrip() + "\n"
 
