@@ -87,3 +87,12 @@ def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, let the code under test use its Triton kernels all the same."""
     pytest.importorskip("triton")
     monkeypatch.setattr(luffy.kernels, "interpreted", True)
+
+
+@pytest.fixture
+def fast_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with the kernels in plain torch, which on a CPU is faster than Triton's interpreter."""
+    pytest.importorskip("triton")
+    import plain_kernels
+
+    plain_kernels.install(monkeypatch)

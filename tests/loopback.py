@@ -25,7 +25,7 @@ def wait_until(there, process: subprocess.Popen | None = None) -> None:
 def serving(script: Path, folder: Path, *arguments: str) -> Iterator[str]:
     """Run ``script FOLDER``, or ``script`` with other arguments, in a fresh interpreter; it writes its port to
     FOLDER/port. Gives its address."""
-    command = [sys.executable, "-I", str(script), *(arguments or [str(folder)])]
+    command = [sys.executable, "-Es", str(script), *(arguments or [str(folder)])]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     port = folder / "port"
     try:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from luffy.errors import UserError
+from luffy.types import Request, Sampling
 
 # What each architecture adds to the common shape; the window is short so that tests run past it.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -47,3 +48,18 @@ def tiny_model(architecture: str, seed: int = 0, **changes: Any) -> PreTrainedMo
         model: PreTrainedModel = build(config)
     nn.Module.eval(model)
     return model
+
+
+def small_model(architecture: str = "qwen2", **changes: Any) -> PreTrainedModel:
+    """A smaller one, for tests that generate much; its biases, zero in a new model, are drawn too."""
+    shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = tiny_model(architecture, **{**shape, **changes})
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):
+            parameter.data.normal_(generator=generator)
+    return model
+
+
+# For a model of any size: prompts of different lengths, greedy and sampled by turns.
+REQUESTS = [Request(tuple(range(3, 5 + i)), i, Sampling(12, 0.0 if i % 2 else 1.0)) for i in range(5)]

@@ -3,12 +3,11 @@
 import copy
 import hashlib
 
-import plain_kernels
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from tiny_models import ARCHITECTURES, tiny_model
+from tiny_models import ARCHITECTURES, REQUESTS, small_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -19,26 +18,8 @@ from luffy.models.fused import fused_decoder
 from luffy.models.merged import merge_weights, merged, separate
 from luffy.rollout import NativeEngine
 from luffy.rollout.policy_weights import tensors_of
-from luffy.types import Request, Sampling
 
-pytest.importorskip("triton")
-
-SMALL = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-REQUESTS = [Request(tuple(range(3, 5 + i)), i, Sampling(12, 0.0 if i % 2 else 1.0)) for i in range(5)]
-
-
-@pytest.fixture(autouse=True)
-def fast_on_a_cpu(monkeypatch):
-    plain_kernels.install(monkeypatch)
-
-
-def small(architecture="qwen2", **changes):
-    model = tiny_model(architecture, **{**SMALL, **changes})
-    generator = torch.Generator().manual_seed(1)
-    for name, p in model.named_parameters():
-        if name.endswith(".bias"):  # zero at first
-            p.data.normal_(generator=generator)
-    return model
+pytestmark = pytest.mark.usefixtures("fast_kernels")
 
 
 def layers_of(model):
@@ -80,7 +61,7 @@ def assert_same_responses(ours, theirs):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_merged_products_are_the_separate_ones(architecture):
-    model = small(architecture)
+    model = small_model(architecture)
     before = bytes_held(model)
     apart, expected = hidden(model, separate), responses(model, merged=False)
     assert set(blocks(model)) & {1} == set()
@@ -92,7 +73,7 @@ def test_merged_products_are_the_separate_ones(architecture):
 
 
 def test_one_product_for_each_group(monkeypatch):
-    model = small()
+    model = small_model()
     merge_weights(layers_of(model))
     widths = []
     linear = torch.nn.functional.linear
@@ -106,7 +87,7 @@ def test_one_product_for_each_group(monkeypatch):
 
 def test_gradients_and_updates_do_not_notice():
     """Bit for bit the same training, and the engine sees each update without being told."""
-    apart, model = small().train(), small().train()
+    apart, model = small_model().train(), small_model().train()
     merge_weights(layers_of(model))
     trained = []
     for each in (apart, model):
@@ -123,7 +104,7 @@ def test_gradients_and_updates_do_not_notice():
 
 
 def test_a_checkpoint_of_merged_weights_is_the_same_file(tmp_path):
-    model = small("llama")
+    model = small_model("llama")
     model.save_pretrained(tmp_path / "apart")
     merge_weights(layers_of(model))
     model.save_pretrained(tmp_path / "merged")
@@ -136,7 +117,7 @@ def test_a_checkpoint_of_merged_weights_is_the_same_file(tmp_path):
 
 
 def test_a_push_of_merged_weights_is_whole(tmp_path):
-    model = small()
+    model = small_model()
     save_file({name: p.detach() for name, p in model.named_parameters()}, tmp_path / "apart")
     merge_weights(layers_of(model))
     save_file(dict(tensors_of(model)), tmp_path / "merged")
@@ -148,7 +129,7 @@ def test_a_push_of_merged_weights_is_whole(tmp_path):
 
 
 def test_weights_that_were_moved_are_merged_again():
-    model = small()
+    model = small_model()
     expected = responses(model, merged=False)
     engine = NativeEngine(model, decoding="pages", max_context=128, merged=True)
     for _ in range(2):
@@ -159,7 +140,7 @@ def test_weights_that_were_moved_are_merged_again():
 
 
 def test_a_copy_has_weights_of_its_own():
-    model = small()
+    model = small_model()
     merge_weights(layers_of(model))
     copied = copy.deepcopy(model)
     with torch.no_grad():
@@ -174,7 +155,7 @@ def test_adapted_layers_keep_their_own_products():
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
     torch.manual_seed(0)
-    model = peft.get_peft_model(small("llama"), settings).eval()
+    model = peft.get_peft_model(small_model("llama"), settings).eval()
     expected = responses(model, merged=False)
     assert_same_responses(responses(model), expected)
     for layer in layers_of(model.get_base_model()):
@@ -185,7 +166,7 @@ def test_adapted_layers_keep_their_own_products():
 
 
 def test_a_hooked_projection_runs_itself():
-    model, calls = small(), []
+    model, calls = small_model(), []
     expected = hidden(model, separate)
     merge_weights(layers_of(model))
     handle = layers_of(model)[0].self_attn.k_proj.register_forward_hook(lambda *_: calls.append(1))
@@ -196,7 +177,7 @@ def test_a_hooked_projection_runs_itself():
 
 def test_weights_that_do_not_fit_together_stay_apart():
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 2}
-    model = small("qwen3", hidden_size=15, intermediate_size=45, **heads)
+    model = small_model("qwen3", hidden_size=15, intermediate_size=45, **heads)
     merge_weights(layers_of(model))
     assert blocks(model) == [3, 2]  # 6 rows of 15 floats end where no 16 bytes begin
     assert_same_responses(responses(model), responses(model, merged=False))
@@ -210,7 +191,7 @@ def one_rank():
 
 
 def test_sharded_weights_stay_apart(one_rank):
-    model = small()
+    model = small_model()
     for layer in layers_of(model):
         fully_shard(layer, mesh=one_rank)
     before = [p.to_local().data_ptr() for p in layers_of(model).parameters()]

@@ -13,7 +13,7 @@ from luffy.rewards import build_verifier
 from luffy.rewards.http_settings import HttpRewardConfig
 from luffy.types import Message, Problem, Score
 
-SERVER = Path(__file__).with_name("reward_server.py")
+SERVER = Path(__file__).parents[1] / "reward_server.py"
 FAILED = Score(0.0, "call_failed")
 SECRET = "sesame-15"
 

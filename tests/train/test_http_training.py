@@ -19,7 +19,7 @@ from luffy.report.recorder import read_json_lines
 from luffy.rewards.kinds import reward
 from luffy.train.loop import Trainer
 
-SERVER = Path(__file__).parents[1] / "rewards" / "reward_server.py"
+SERVER = Path(__file__).parents[1] / "reward_server.py"
 
 
 @pytest.fixture(scope="module")

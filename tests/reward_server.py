@@ -1,0 +1,38 @@
+"""A reward's server (scripted_server.py). A response scores 1 where its number of characters is odd. Requests without
+samples are not of the script."""
+
+import json
+import time
+
+from scripted_server import FOLDER, ScriptedHandler, serve
+
+
+class Handler(ScriptedHandler):
+    def do_POST(self):
+        samples, key = self.read_json()["samples"], self.headers.get("X-Key")
+        action = self.next_action("score", scripted=bool(samples), key=key, samples=samples)
+        if action == "hang":
+            (FOLDER / "hangs").touch()
+            time.sleep(600)
+        if action == "drop":
+            self.connection.close()
+        elif action == "trickle":
+            self.trickle(50)
+        elif isinstance(action, int):
+            headers = {307: {"Location": "/elsewhere"}, 429: {"Retry_After": "0.01"}}.get(action, {})
+            self.reply(action, f"not now, {key}".encode(), **headers)
+        else:
+            scores = [float(len(sample["response"]) % 2) for sample in samples]
+            self.reply(200, json.dumps({"scores": scores} if action == "score" else action).encode())
+
+    def trickle(self, count):
+        self.send_response(200)
+        self.send_header("Content-Length", str(count))
+        self.end_headers()
+        for _ in range(count):
+            self.wfile.write(b" ")
+            time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    serve(Handler)
