@@ -28,7 +28,7 @@ from luffy.train.loop import Trainer
 from luffy.train.partial_rollouts import begin, plan_of
 from luffy.train.run_state import Run
 from luffy.train.under_way import PartialResponse, UnderWay
-from luffy.types import Completion, Demonstration, Request, Task
+from luffy.types import Completion, Demonstration, Finish, Request, Task
 
 FEW = 0.25  # waiting: fewer than this share of a step's own responses are under way
 
@@ -105,7 +105,7 @@ def steady_state(run: Run, lengths: Lognormal) -> list[UnderWay]:
         whole = planned.request.sampling.max_tokens
         count = min(age * most, whole)
         ids, log_probs = torch.randint(3, vocabulary, (count,)), torch.full((count,), -math.log(vocabulary))
-        finish = "length" if count == whole else None
+        finish: Finish | None = "length" if count == whole else None
         return replace(response, finish=finish, token_ids=ids, log_probs=log_probs, versions=torch.zeros_like(ids))
 
     found = []
