@@ -3,6 +3,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from loopback import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from luffy.errors import ConfigError
@@ -115,20 +116,27 @@ def test_wandb_itself_keeps_names_steps_and_values(make_config, monkeypatch, tmp
     monkeypatch.chdir(tmp_path)
     cfg = make_config(record={"tensorboard": True, "wandb": True})
     record_a_resumed_run(cfg)
-    rows = []
-    for data in (data for path in sorted(tmp_path.rglob("*.wandb")) for data in log_records(path.read_bytes())):
-        record = wandb_proto.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            rows.append(
-                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            )
+
+    def records():
+        """Of each run's file; W&B's own process ends them a moment after the runs have finished."""
+        files = [list(log_records(path.read_bytes())) for path in sorted(tmp_path.rglob("*.wandb"))]
+        return [list(map(wandb_proto.Record.FromString, file)) for file in files]
+
+    def ended(file):
+        return any(record.WhichOneof("record_type") == "exit" for record in file)
+
+    wait_until(lambda: len(found := records()) == 2 and all(map(ended, found)))
+    rows = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for file in records()
+        for record in file
+    ]
     assert of_rows(rows) == recorded(cfg) == in_tensorboard(cfg)
 
 
 def log_records(data):
     """The records of a LevelDB log, which W&B's files are after 7 bytes: in blocks of 32 KiB, each with a header of 4
-    bytes of checksum, 2 of length and 1 of kind (1: whole, 4: the last part)."""
+    bytes of checksum, 2 of length and 1 of kind (1: whole, 4: the last part). The last may be half written."""
     place, record = 7, b""
     while place + 7 <= len(data):
         left = 32768 - place % 32768
@@ -136,6 +144,8 @@ def log_records(data):
             place += left
             continue
         length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        if place + 7 + length > len(data):
+            return
         record += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):
