@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -146,7 +147,7 @@ class Rollout:
     guidance_log_probs: Tensor | None = None  # [T] float32, NaN where the second model gave none
     token_versions: Tensor | None = None  # [T] long, where several versions drew it
 
-    @property
+    @cached_property
     def is_on_policy(self) -> bool:
         return not bool(self.off_policy.any())
 
@@ -234,8 +235,8 @@ class Family(NamedTuple):
 
     def positions(self) -> Tensor:
         """[tokens]: every response goes on where the prompt ends."""
-        responses = [torch.arange(self.prompt, self.prompt + n) for n in self.responses]
-        return torch.cat([torch.arange(self.prompt), *responses])
+        longest = torch.arange(self.prompt + max(self.responses, default=0))
+        return torch.cat([longest[: self.prompt], *(longest[self.prompt : self.prompt + n] for n in self.responses)])
 
 
 @dataclass(frozen=True, eq=False)

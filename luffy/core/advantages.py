@@ -28,24 +28,31 @@ def group_advantages(
             f"rewards of {len(scores)} rows need as many entries in the others: "
             f"got {len(index)} group keys and {len(in_baseline)} on-policy flags"
         )
+    if len(set(index)) == 1:
+        return _over_baseline(scores, in_baseline, index[0], use_std, epsilon)
     members: dict[Hashable, list[int]] = defaultdict(list)
     for row, key in enumerate(index):
         members[key].append(row)
     advantages = torch.empty_like(scores)
     for key, rows in members.items():
-        own = scores[rows]
-        baseline = own[in_baseline[rows].bool()]
-        if baseline.numel() == 0:
-            raise ValueError(f"group {key!r} has no on-policy sample to take a baseline from")
-        mean, std = _mean_std(baseline)
-        advantages[rows] = (own - mean) / (std + epsilon) if use_std else own - mean
+        advantages[rows] = _over_baseline(scores[rows], in_baseline[rows], key, use_std, epsilon)
     return advantages
+
+
+def _over_baseline(scores: Tensor, in_baseline: Tensor, key: Hashable, use_std: bool, epsilon: float) -> Tensor:
+    """Of one group, which has the key."""
+    counted = in_baseline.bool()
+    baseline = scores if counted.all() else scores[counted]
+    if baseline.numel() == 0:
+        raise ValueError(f"group {key!r} has no on-policy sample to take a baseline from")
+    mean, std = _mean_std(baseline)
+    return (scores - mean) / (std + epsilon) if use_std else scores - mean
 
 
 def _mean_std(values: Tensor) -> tuple[Tensor, Tensor]:
     if values.numel() == 1:
         return values.new_zeros(()), values.new_ones(())
-    if (values == values[0]).all():  # the mean of equal values may be rounded, and so may their spread
+    if len(set(values.tolist())) == 1:  # the mean of equal values may be rounded, and so may their spread
         return values[0], values.new_ones(())
     std = values.std()
     return values.mean(), torch.where(std == 0, torch.ones_like(std), std)

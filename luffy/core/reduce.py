@@ -23,14 +23,24 @@ class Counts(NamedTuple):
     sequences: int
 
     @staticmethod
-    def of(weights: Iterable[Tensor]) -> Counts:
-        counts = [int(w.count_nonzero()) for w in weights]
+    def of(weights: Sequence[Tensor]) -> Counts:
+        counts = counted_tokens(weights)
         return Counts(sum(counts), sum(c > 0 for c in counts))
 
     @staticmethod
     def total(parts: Iterable[Counts]) -> Counts:
         tokens, sequences = zip(*parts, strict=True)
         return Counts(sum(tokens), sum(sequences))
+
+
+def counted_tokens(weights: Sequence[Tensor]) -> list[int]:
+    """Of each sequence the tokens whose weight is not 0; of all at once, because there are thousands of sequences."""
+    if not weights:
+        return []
+    so_far = torch.cat([torch.zeros(1, device=weights[0].device), *weights]).ne(0).cumsum(0)
+    ends = torch.tensor([w.numel() for w in weights], device=so_far.device).cumsum(0)
+    counts: list[int] = so_far[ends].diff(prepend=so_far[:1]).tolist()
+    return counts
 
 
 def token_weights(
@@ -43,8 +53,8 @@ def token_weights(
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"unknown loss reduction {reduction!r}; known: {', '.join(REDUCTIONS)}")
-    counts = [int(w.count_nonzero()) for w in weights]
-    tokens, sequences = Counts.of(weights) if whole is None else whole
+    counts = counted_tokens(weights)
+    tokens, sequences = whole or (sum(counts), sum(c > 0 for c in counts))
 
     def denominator(count: int) -> int:
         if reduction == "token-mean":
@@ -55,4 +65,9 @@ def token_weights(
             return sequences * count
         return sequences * max_response_tokens
 
-    return [w.to(torch.float32) / max(denominator(c), 1) for w, c in zip(weights, counts, strict=True)]
+    if not weights:
+        return []
+    flat = torch.cat([w.to(torch.float32) for w in weights])
+    lengths = [w.numel() for w in weights]
+    over = torch.tensor([max(denominator(c), 1) for c in counts], dtype=torch.float32, device=flat.device)
+    return list((flat / over.repeat_interleave(torch.tensor(lengths, device=flat.device))).split(lengths))

@@ -103,7 +103,8 @@ class Encoder:
         self.system_prompt = self._checked_system_prompt(system_prompt)
         self._bos = _leading_special(tokenizer)
         self.counts: Counter[str] = Counter()
-        self._read: dict[str, list[int]] = {}
+        self._read: dict[str, list[int]] = {}  # while many are encoded: ids of their texts
+        self._prompts: dict[int, tuple[str, tuple[int, ...]]] = {}  # and their prompts, by the problem's id()
         if self.style in TEMPLATE_STYLES and not self._has_template:
             raise ConfigError(
                 f"the tokenizer {_name(tokenizer)} has no chat template, which data.style={self.style} needs; "
@@ -209,8 +210,8 @@ class Encoder:
 
     def _tokenize(self, problem: Problem, text: str) -> list[int]:
         """Ids of a text; what is marked in it becomes ids of its letters."""
-        if text in self._read:
-            return list(self._read[text])
+        if (known := self._read.get(text)) is not None:  # another thread may clear what was read
+            return list(known)
         ids: list[int] = []
         for place, part in enumerate(MARK.split(text)):  # every other part is the id of a special token
             spelled = self._special.texts[int(part)] if place % 2 else part
@@ -236,11 +237,12 @@ class Encoder:
         thousands of them take minutes one by one."""
         rest = iter(problems)
         while some := list(islice(rest, READ_AT_ONCE)):
-            self._read = self._read_at_once(some)
+            self._prompts = {id(problem): self._prompt_text(problem) for problem in some}
             try:
+                self._read = self._read_at_once(some)
                 yield from [self.encode(problem) for problem in some]
             finally:
-                self._read = {}
+                self._read, self._prompts = {}, {}
 
     def _read_at_once(self, problems: Sequence[Problem]) -> dict[str, list[int]]:
         unmarked = (text for problem in problems for text in self._texts(problem) if OPEN not in text)
@@ -252,13 +254,13 @@ class Encoder:
         return dict(zip(texts, ids, strict=True))
 
     def _texts(self, problem: Problem) -> Iterator[str]:
-        prompt, _ = self._prompt_text(problem)
+        prompt, _ = self._prompts.get(id(problem)) or self._prompt_text(problem)
         yield prompt
         yield from (trace_text(trace, prompt) for trace in problem.traces if trace.token_ids is None)
 
     def encode(self, problem: Problem) -> Task | None:
         """The problem as the model sees it, or None when its prompt is too long and may be dropped."""
-        text, bos = self._prompt_text(problem)
+        text, bos = self._prompts.get(id(problem)) or self._prompt_text(problem)
         prompt_ids = (*bos, *self._tokenize(problem, text))
         if not prompt_ids:
             raise DataError(f"{_where(problem)}: the prompt has no tokens; fix the row")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from luffy.guidance.ratios import RatioSchedule
 from luffy.guidance.trace_choice import TraceChoice, choose
@@ -128,36 +130,60 @@ def seed_of(key: str) -> int:
 
 
 def _rollout(planned: Planned, completion: Completion | None, version: int) -> Rollout:
-    demonstration, prefix = planned.demonstration, planned.prefix
-    ids = torch.tensor(demonstration.token_ids[:prefix] if demonstration else (), dtype=torch.long)
-    recorded = demonstration.log_probs if demonstration else None
-    behavior = torch.tensor(recorded[:prefix] if recorded else [0.0] * prefix, dtype=torch.float32)
-    engine, overrides = torch.zeros(prefix), torch.zeros(prefix, dtype=torch.bool)
-    finish: Finish = "trace"
-    guided = versions = None
-    if completion is not None:
+    prefix, guided, versions = planned.prefix, None, None
+    if completion is None:
+        streams, finish = _given(planned), cast(Finish, "trace")
+    else:
+        streams, finish = _made(completion), completion.finish
+        if prefix:  # most have none, and a step has thousands
+            streams = _Streams(*map(torch.cat, zip(_given(planned), streams, strict=True)))
         if completion.versions is not None:
             versions = torch.cat([torch.full((prefix,), -1), completion.versions])
             version = int(versions[-1])
         if completion.guidance_log_probs is not None:
             unknown = torch.full((prefix,), torch.nan)
             guided = torch.cat([unknown, completion.guidance_log_probs.float().cpu()])
-        own = completion.log_probs.float().cpu()
-        drawn_with = own if completion.behavior_log_probs is None else completion.behavior_log_probs.float().cpu()
-        put_in = torch.zeros(own.numel(), dtype=torch.bool) if completion.overrides is None else completion.overrides
-        ids = torch.cat([ids, completion.token_ids.cpu()])
-        behavior, engine = torch.cat([behavior, drawn_with]), torch.cat([engine, own])
-        overrides, finish = torch.cat([overrides, put_in.cpu()]), completion.finish
+    off_policy = torch.zeros(streams.token_ids.numel(), dtype=torch.bool)
+    off_policy[:prefix] = True
     return Rollout(
         task=planned.task,
-        token_ids=ids,
-        off_policy=torch.arange(ids.numel()) < prefix,
-        behavior_log_probs=behavior,
-        engine_log_probs=engine,
-        overrides=overrides,
+        token_ids=streams.token_ids,
+        off_policy=off_policy,
+        behavior_log_probs=streams.behavior,
+        engine_log_probs=streams.engine,
+        overrides=streams.overrides,
         finish=finish,
         prefix_ratio=planned.prefix_ratio,
         policy_version=version,
         guidance_log_probs=guided,
         token_versions=versions,
+    )
+
+
+class _Streams(NamedTuple):
+    """Of a `Rollout` or a part of it."""
+
+    token_ids: Tensor
+    behavior: Tensor
+    engine: Tensor
+    overrides: Tensor
+
+
+def _given(planned: Planned) -> _Streams:
+    """What the teacher wrote."""
+    demonstration, prefix = planned.demonstration, planned.prefix
+    ids = torch.tensor(demonstration.token_ids[:prefix] if demonstration else (), dtype=torch.long)
+    recorded = demonstration.log_probs if demonstration else None
+    behavior = torch.tensor(recorded[:prefix] if recorded else [0.0] * prefix, dtype=torch.float32)
+    return _Streams(ids, behavior, torch.zeros(prefix), torch.zeros(prefix, dtype=torch.bool))
+
+
+def _made(completion: Completion) -> _Streams:
+    """What the engine made."""
+    own, drawn_with, put_in = completion.log_probs.float().cpu(), completion.behavior_log_probs, completion.overrides
+    return _Streams(
+        completion.token_ids.cpu(),
+        own if drawn_with is None else drawn_with.float().cpu(),
+        own,
+        torch.zeros(own.numel(), dtype=torch.bool) if put_in is None else put_in.cpu(),
     )

@@ -92,7 +92,7 @@ def updates(run: Run, batch: StepBatch, lr: float) -> Iterator[Callable[[], dict
 def draw_traces(run: Run) -> StepBatch:
     """SFT: one trace of each of the next problems, shared out among the ranks."""
     rows, visits = draw(run.sampler, run.cfg.batch.problems)
-    tasks = [run.tasks[i] for i in rows]
+    tasks = run.tasks.at(rows)
     traces = [chosen_trace(run, task, visit, str(visit)) for task, visit in zip(tasks, visits, strict=True)]
     samples = [trace_sample(task, trace.token_ids) for task, trace in zip(tasks, traces, strict=True)]
     mine = share_out([len(s) for s in samples], run.world.size)[run.world.rank]

@@ -111,15 +111,27 @@ def group_baseline(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit
     (``algorithm.trace_term``)."""
     rollouts = group.group.rollouts
     in_baseline = _in_baseline(rollouts, cfg)
-    advantages = group_advantages(group.rewards, [0] * len(rollouts), in_baseline, use_std=cfg.normalize_std).tolist()
-    credit = []
-    for rollout, advantage, tokens in zip(rollouts, advantages, group.tokens, strict=True):
-        off = rollout.off_policy
-        in_sft = off.float() if cfg.trace_term == "sft" else torch.zeros(off.numel())
-        on_trace = {"group": advantage, "constant": 1.0, "relu": max(advantage, 0.0)}[cfg.trace_advantage]
-        by_writer = torch.where(off, on_trace, advantage) * torch.where(off, cfg.prefix_alpha, cfg.prefix_beta)
-        credit.append(TokenCredit(by_writer, rl_weights=(1 - in_sft) * _counted(off, tokens, cfg), sft_weights=in_sft))
-    return credit
+    advantages = group_advantages(group.rewards, [0] * len(rollouts), in_baseline, use_std=cfg.normalize_std)
+    # All responses of the group at once: a step has thousands, and a small operation costs as much as a large one.
+    lengths = [rollout.off_policy.numel() for rollout in rollouts]
+    off = torch.cat([rollout.off_policy for rollout in rollouts])
+    own = advantages.float().repeat_interleave(torch.tensor(lengths))
+    streams = _with_traces(own, off, lengths, group.tokens, cfg) if off.any() else _own_alone(own, cfg)
+    return [TokenCredit(*parts) for parts in zip(*(stream.split(lengths) for stream in streams), strict=True)]
+
+
+def _own_alone(own: Tensor, cfg: AlgorithmConfig) -> tuple[Tensor, Tensor, Tensor]:
+    return own * cfg.prefix_beta, torch.ones_like(own), torch.zeros_like(own)
+
+
+def _with_traces(
+    own: Tensor, off: Tensor, lengths: list[int], tokens: Sequence[ScoredTokens], cfg: AlgorithmConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Advantages, weights in the RL term and in the SFT term. ``own``: the advantage of each token's response."""
+    on_trace = {"group": own, "constant": torch.ones(()), "relu": own.clamp(min=0)}[cfg.trace_advantage]
+    advantages = torch.where(off, on_trace, own) * torch.where(off, cfg.prefix_alpha, cfg.prefix_beta)
+    in_sft = off.float() if cfg.trace_term == "sft" else torch.zeros_like(own)
+    return advantages, (1 - in_sft) * _counted(off, lengths, tokens, cfg), in_sft
 
 
 def _in_baseline(rollouts: Sequence[Rollout], cfg: AlgorithmConfig) -> Tensor:
@@ -127,21 +139,22 @@ def _in_baseline(rollouts: Sequence[Rollout], cfg: AlgorithmConfig) -> Tensor:
     policy's own."""
     if cfg.advantage == "grpo_split":
         return torch.tensor([r.is_on_policy for r in rollouts])
+    if cfg.trace_term != "sft":
+        return torch.ones(len(rollouts), dtype=torch.bool)
     with_own_tokens = torch.tensor([not bool(r.off_policy.all()) for r in rollouts])
-    if cfg.trace_term == "sft" and with_own_tokens.any():
-        return with_own_tokens
-    return torch.ones_like(with_own_tokens)
+    return with_own_tokens if with_own_tokens.any() else torch.ones_like(with_own_tokens)
 
 
-def _counted(off: Tensor, tokens: ScoredTokens, cfg: AlgorithmConfig) -> Tensor:
-    """[T] float: 1 on the policy's own tokens and on the ``trace_entropy_share`` of the teacher's with the highest
-    entropy (of equal ones the first), else 0."""
+def _counted(off: Tensor, lengths: list[int], tokens: Sequence[ScoredTokens], cfg: AlgorithmConfig) -> Tensor:
+    """[T] float of a group's tokens: 1 on the policy's own and, in each response, on the ``trace_entropy_share`` of the
+    teacher's with the highest entropy (of equal ones the first), else 0."""
     if cfg.trace_entropy_share == 1:
         return torch.ones(off.numel())
-    assert tokens.entropy is not None
-    order = tokens.entropy.masked_fill(~off, -torch.inf).argsort(descending=True, stable=True)
     counted = (~off).float()
-    counted[order[: math.ceil(cfg.trace_entropy_share * int(off.sum()))]] = 1.0
+    for teacher, ones, own in zip(off.split(lengths), counted.split(lengths), tokens, strict=True):
+        assert own.entropy is not None
+        order = own.entropy.masked_fill(~teacher, -torch.inf).argsort(descending=True, stable=True)
+        ones[order[: math.ceil(cfg.trace_entropy_share * int(teacher.sum()))]] = 1.0
     return counted
 
 
@@ -284,11 +297,15 @@ def uncredited(rollout: Rollout) -> Sample:
 
 
 def _sample(rollout: Rollout, tokens: ScoredTokens, credit: TokenCredit, cfg: AlgorithmConfig) -> Sample:
-    return replace(
-        uncredited(rollout),
+    return Sample(
+        prompt_ids=rollout.task.prompt_ids,
+        token_ids=rollout.token_ids,
+        off_policy=rollout.off_policy,
         rl_weights=credit.rl_weights,
         sft_weights=credit.sft_weights,
         advantages=credit.advantages,
+        behavior_log_probs=rollout.behavior_log_probs,
+        engine_log_probs=rollout.engine_log_probs,
         old_log_probs=tokens.old,
         ref_log_probs=tokens.ref if cfg.kl_in == "loss" else None,
     )

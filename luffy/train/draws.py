@@ -89,7 +89,7 @@ def draw_share(run: Run, step: int, first: int) -> Drawn:
     the step of the first one."""
     r = run.cfg.rollout
     draws = draw_batch(run, step, first)
-    tasks = [run.tasks[draw.row] for draw in draws]
+    tasks = run.tasks.at([draw.row for draw in draws])
     costs = [
         expected_tokens(task, 1 if draw.source == "experts" else r.n, r.max_tokens)
         for task, draw in zip(tasks, draws, strict=True)

@@ -4,6 +4,7 @@ weights fixed beforehand."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ Denominators = tuple[Counts, Counts]  # of the RL and of the SFT tokens
 
 
 def denominators(samples: Sequence[Sample]) -> Denominators:
-    return Counts.of(s.rl_weights for s in samples), Counts.of(s.sft_weights for s in samples)
+    return Counts.of([s.rl_weights for s in samples]), Counts.of([s.sft_weights for s in samples])
 
 
 def pack(
@@ -81,7 +82,7 @@ def pack(
     max_response_tokens: int,
     whole: Denominators | None = None,
     share: bool = True,
-) -> list[MicroBatch]:
+) -> MicroBatches:
     """Micro-batches of one mini-batch. Denominators are counted over all of it, so that the sum of the
     micro-batch losses is the mini-batch loss however it was cut; ``whole`` are those over all processes. Without a
     ``reduction`` the weights stay the samples' own."""
@@ -90,7 +91,26 @@ def pack(
     of_rl, of_sft = denominators(samples) if whole is None else whole
     rl = token_weights([s.rl_weights for s in samples], reduction, max_response_tokens, of_rl)
     sft = token_weights([s.sft_weights for s in samples], "token-mean", max_response_tokens, of_sft)
-    return [_micro_batch(samples, rl, sft, bin_) for bin_ in cut(samples, budget, share)]
+    return MicroBatches(samples, rl, sft, cut(samples, budget, share))
+
+
+class MicroBatches(Sequence[MicroBatch]):
+    """Each laid out when it is asked for: on a GPU that is while the one before it is still computed."""
+
+    def __init__(self, samples: Sequence[Sample], rl: Sequence[Tensor], sft: Sequence[Tensor], bins: list[Bin]) -> None:
+        self._parts, self._bins = (samples, rl, sft), bins
+
+    def __len__(self) -> int:
+        return len(self._bins)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[MicroBatch]: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | list[MicroBatch]:
+        if isinstance(index, slice):
+            return [_micro_batch(*self._parts, bin_) for bin_ in self._bins[index]]
+        return _micro_batch(*self._parts, self._bins[index])
 
 
 def _micro_batch(samples: Sequence[Sample], rl: Sequence[Tensor], sft: Sequence[Tensor], bin_: Bin) -> MicroBatch:
@@ -121,17 +141,20 @@ def _row(members: Sequence[Sample]) -> list[Tensor]:
 
 def _predict_from(families: Sequence[Family]) -> Tensor:
     """Token t of a response is predicted from the hidden state of the token before it."""
-    before = []
-    start = 0
+    before, firsts, last_of_prompts = [], [], []
+    start = laid = 0
     for family in families:
-        last_of_prompt = start + family.prompt - 1
         start += family.prompt
+        before.append(torch.arange(start - 1, start + sum(family.responses) - 1))
         for n in family.responses:
-            places = torch.arange(start - 1, start + n - 1)
-            places[:1] = last_of_prompt
-            before.append(places)
-            start += n
-    return torch.cat(before)
+            if n:
+                firsts.append(laid)
+                last_of_prompts.append(start - 1)
+            laid += n
+        start += sum(family.responses)
+    places = torch.cat(before)
+    places[firsts] = torch.tensor(last_of_prompts, dtype=torch.long)
+    return places
 
 
 def idle_batch() -> MicroBatch:

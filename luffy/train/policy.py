@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from luffy.train.activations import Checkpointing
 from luffy.train.objective import Objective, Stats
 from luffy.train.offload import OffloadedOptimizer
 from luffy.train.optim import Optimizer
-from luffy.train.packing import Denominators, computed_tokens, cut, denominators, idle_batch, pack
+from luffy.train.packing import Denominators, MicroBatches, computed_tokens, cut, denominators, idle_batch, pack
 from luffy.train.scorer import TokenScorer
 from luffy.types import MicroBatch, Sample, TokenView
 
@@ -140,11 +141,11 @@ class Policy:
         samples = self._drop_confident_tokens(samples)
         whole = self._totals(samples)
         batches = self._pack(samples, whole.denominators)
-        batches += [idle_batch()] * (whole.passes - len(batches))
-        off_ratio_mean = self._off_ratio_mean(batches)
+        idle = [idle_batch()] * (whole.passes - len(batches))
+        off_ratio_mean = self._off_ratio_mean([*batches, *idle]) if self.objective.policy_loss.off_normalize else None
         self.model.train()
         try:
-            parts = [self._accumulate(batch, off_ratio_mean) for batch in batches]
+            parts = [self._accumulate(batch, off_ratio_mean) for batch in chain(batches, idle)]
         finally:
             self.model.eval()
         metrics = self.world.merge(fetch(parts))
@@ -187,7 +188,7 @@ class Policy:
 
     def _pack(
         self, samples: Sequence[Sample], whole: Denominators | None = None, scorer: TokenScorer | None = None
-    ) -> list[MicroBatch]:
+    ) -> MicroBatches:
         reduction, longest = self.cfg.algorithm.loss_reduction, self.cfg.rollout.max_tokens
         share = (scorer or self.scorer).shares_prompts
         with self.watch("pack", on_host=True):
@@ -205,11 +206,9 @@ class Policy:
         result: tuple[Tensor, Tensor] = (scorer or self.scorer)(batch, self.temperature)
         return result
 
-    def _off_ratio_mean(self, batches: Sequence[MicroBatch]) -> Tensor | None:
+    def _off_ratio_mean(self, batches: Sequence[MicroBatch]) -> Tensor:
         """``off_normalize`` divides by a mean over the whole mini-batch, so it is known beforehand."""
         settings = self.objective.policy_loss
-        if not settings.off_normalize:
-            return None
         ratios = []
         for batch in (b.to(self.device) for b in batches):
             with torch.no_grad():

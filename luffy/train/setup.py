@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -129,6 +129,12 @@ class TaskSet:
         task = self.encoder.encode(self.problems[self.usable[index]])
         assert task is not None, "the task was usable when the run began"
         return task
+
+    def at(self, indices: Sequence[int]) -> list[Task]:
+        """The tasks of many indices, their texts read by the tokenizer at once."""
+        tasks = [task for task in self.encoder.encode_all(self.problems[self.usable[i]] for i in indices) if task]
+        assert len(tasks) == len(indices), "the tasks were usable when the run began"
+        return tasks
 
 
 def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from luffy.core.reduce import token_weights
+from luffy.core.reduce import Counts, counted_tokens, token_weights
 
 MASKS = [torch.tensor([True, True, False]), torch.tensor([True]), torch.tensor([False, False])]
 
@@ -35,3 +35,10 @@ def test_unknown_reduction():
 def test_a_weight_scales_its_token_and_counts_as_one():
     first, second = token_weights([torch.tensor([0.5, 0.0, -2.0]), torch.tensor([1.0])], "token-mean", 10)
     assert first.tolist() == pytest.approx([0.5 / 3, 0.0, -2 / 3]) and second.tolist() == pytest.approx([1 / 3])
+
+
+def test_tokens_are_counted_over_all_sequences_at_once():
+    nothing = torch.zeros(0)
+    assert counted_tokens([*MASKS, torch.tensor([0.5, 0.0, -2.0]), nothing, torch.ones(1)]) == [2, 1, 0, 2, 0, 1]
+    assert counted_tokens([]) == [] and token_weights([], "token-mean", 10) == []
+    assert Counts.of(MASKS) == (3, 2)

@@ -133,3 +133,11 @@ def test_a_token_may_count_in_both_terms_and_without_a_reduction_weights_stay():
     assert batch.rl_weights.tolist() == [0.5, 0.5] and batch.sft_weights.tolist() == [0.25, 0.0]
     (batch,) = pack([both, both], 100, None, 16)
     assert batch.rl_weights.tolist() == [1.0] * 4 and batch.sft_weights.tolist() == [0.25, 0.0] * 2
+
+
+def test_micro_batches_are_the_same_however_they_are_asked_for():
+    batches = pack([sample([1, 2], [3, 4, 5, 6]), sample([3], [4, 5, 6]), sample([4, 5, 6], [7])], 6, "token-mean", 8)
+    assert len(batches) == 3 and [b.order for b in batches] == [(0,), (1,), (2,)]
+    for one, other in zip(batches, [batches[0], *batches[1:]], strict=True):
+        assert torch.equal(one.input_ids, other.input_ids) and torch.equal(one.rl_weights, other.rl_weights)
+    assert batches[-1].input_ids.tolist() == [4, 5, 6, 7]
