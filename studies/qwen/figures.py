@@ -15,15 +15,16 @@ from typing import Any
 
 from studies.common import fill_marks, half_width, legend_below, panels, plt, smooth, table
 from studies.qwen.plan import HERE, METHODS
-from studies.qwen.records import Row, best_rates, last, read_rows
+from studies.qwen.records import Row, best_rates, last, read_rows, validation
 
 PAGE = HERE.parents[1] / "docs" / "results" / "qwen-gsm8k.md"
 IMAGES = HERE.parents[1] / "docs" / "images"
 COLORS = {
     "luffy": "#c8373a", "on_policy": "#8c8c8c", "sft": "#d08a1d", "mixed": "#3b7dd8", "sft_rl": "#5b8a3c",
     "luffy_clip": "#e58f91", "rl_sft_loss": "#7a5195", "rl_plus": "#17859b", "hpt": "#8a5a2b", "exgrpo": "#4a4a9c",
-    "chord": "#c2569b", "srft": "#6f9e9b", "relift": "#b3a125",
+    "sft_luffy": "#8a1538", "chord": "#c2569b", "srft": "#6f9e9b", "relift": "#b3a125",
 }  # fmt: skip
+ENOUGH = 0.75  # of its steps: a run that was cut off before is no result yet
 LATE = 10  # steps at the end of a run that the table of its dynamics averages
 PROBLEMS = 64  # groups of a step
 VALIDATION = "val-core/accuracy"
@@ -41,12 +42,16 @@ def trained(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["method"] != "base" and not row["note"]]
 
 
+def has_result(row: Row) -> bool:
+    return "test" in row and (row["method"] == "base" or row["curves"]["step"][-1] >= ENOUGH * row["steps"])
+
+
 def tested(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Runs with test scores by method: the base first, then in the plan's order; only the rate of a decided contest."""
+    """Runs with a result by method: the base first, then in the plan's order; only the rate of a decided contest."""
     rates = best_rates(trained(rows))
     found: dict[str, list[Row]] = {}
     for method in ("base", *METHODS):
-        runs = [row for row in rows if row["method"] == method and "test" in row and not row.get("note")]
+        runs = [row for row in rows if row["method"] == method and has_result(row) and not row.get("note")]
         runs = [row for row in runs if method not in rates or row["lr"] == rates[method]]
         if runs:
             found[method] = runs
@@ -83,9 +88,14 @@ def solved(row: Row) -> list[float]:
 
 
 def difference(ones: Sequence[Row], others: Sequence[Row], score: Callable[[Row], list[float]]) -> str:
-    """Paired: problem by problem, and seed by seed for the seeds that both have."""
-    pairs = [(a, b) for a in ones for b in others if a.get("seed") == b.get("seed")]
-    middle, half = interval([[x - y for x, y in zip(score(a), score(b), strict=True)] for a, b in pairs])
+    """Paired: problem by problem, and seed by seed for the seeds that both have. Not paired, which is wider, where the
+    order of the problems is not known."""
+    if all(row["test"].get("in_order", True) for row in (*ones, *others)):
+        pairs = [(a, b) for a in ones for b in others if a.get("seed") == b.get("seed")]
+        middle, half = interval([[x - y for x, y in zip(score(a), score(b), strict=True)] for a, b in pairs])
+    else:
+        (one, first), (other, second) = (interval([score(row) for row in rows]) for rows in (ones, others))
+        middle, half = one - other, math.hypot(first, second)
     return f"{middle:+.1f} ({middle - half:+.1f} to {middle + half:+.1f})"
 
 
@@ -101,13 +111,26 @@ def main_table(rows: Sequence[Row]) -> str:
         cells += [accuracy(runs), f"{100 * statistics.mean(some):.1f}"]
         cells += [f"{mean(tests, 'tokens'):.0f}", f"{100 * mean(tests, 'truncated'):.1f}"]
         if method != "base":
-            seconds = statistics.mean(last(run, "gpu_seconds") for run in runs)
-            tokens = statistics.mean(sum(present(run, "perf/update_tokens")) for run in runs)
+            costs = [cost(run, rows) for run in runs]
+            seconds, tokens = (statistics.mean(values) for values in zip(*costs, strict=True))
             cells += [f"{seconds:.0f}", f"{tokens / 1e6:.1f}"]
         body.append(cells)
     head = ["", "learning rate", "seeds", "steps", "test accuracy, %", "pass@4, %", "tokens a response", "cut off, %",
             "GPU seconds", "tokens in updates, millions"]  # fmt: skip
     return table(head, body)
+
+
+def cost(run: Row, rows: Iterable[Row]) -> tuple[float, float]:
+    """GPU seconds and tokens in updates, those of the run that it began with included."""
+    seconds, tokens = begins_at(run, rows)
+    return seconds + last(run, "gpu_seconds"), tokens + sum(present(run, "perf/update_tokens"))
+
+
+def begins_at(run: Row, rows: Iterable[Row]) -> tuple[float, float]:
+    """What the run that it began with cost."""
+    before = METHODS[run["method"]].after
+    (start,) = [r for r in tested(rows)[before] if r["seed"] == run["seed"]] if before else [None]
+    return cost(start, rows) if start else (0.0, 0.0)
 
 
 def mean(values: Sequence[Row], key: str) -> float:
@@ -120,13 +143,15 @@ def steps_of(runs: Sequence[Row]) -> str:
 
 
 def rates_table(rows: Sequence[Row]) -> str:
-    """Every trained run with test scores, also those whose rate lost."""
-    runs = sorted((row for row in trained(rows) if "test" in row), key=order)
+    """Every trained run with a result, also those whose rate lost."""
+    runs = sorted(filter(has_result, trained(rows)), key=order)
     body = [
-        [label(run), f"{run['lr']:g}", str(run["seed"]), f"{100 * last(run, VALIDATION):.1f}", accuracy([run])]
+        [label(run), f"{run['lr']:g}", str(run["seed"]), f"{100 * validation(run):.1f}", accuracy([run])]
         for run in runs
     ]
-    return table(["", "learning rate", "seed", "last validation accuracy, %", "test accuracy, %"], body)
+    return table(
+        ["", "learning rate", "seed", "validation accuracy, mean of the last four, %", "test accuracy, %"], body
+    )
 
 
 def difference_table(rows: Sequence[Row]) -> str:
@@ -208,14 +233,15 @@ def present(row: Row, metric: str) -> list[float]:
 
 
 def accuracy_figure(rows: Sequence[Row]) -> None:
-    """Validation accuracy against what it took. Thin lines lost their contest."""
+    """Validation accuracy against what it took. Thin lines lost their contest, or were cut off early."""
     figure, axes = panels(3, 3.6)
-    rates = best_rates(trained(rows))
+    results = [run["name"] for runs in tested(rows).values() for run in runs]
     for row in sorted(trained(rows), key=order):
         steps = row["curves"]["step"]
-        tokens = accumulate(value or 0.0 for value in row["curves"]["perf/update_tokens"])
-        scales = (steps, row["curves"]["gpu_seconds"], [count / 1e6 for count in tokens])
-        lost = row["status"] == "dropped" or row["lr"] != rates.get(row["method"], row["lr"])
+        spent, seen = begins_at(row, rows)
+        tokens = accumulate((value or 0.0 for value in row["curves"]["perf/update_tokens"]), initial=seen)
+        scales = (steps, [spent + s for s in row["curves"]["gpu_seconds"]], [count / 1e6 for count in list(tokens)[1:]])
+        lost = row["name"] not in results
         for ax, scale in zip(axes, scales, strict=True):
             at = dict(zip(steps, scale, strict=True))
             found = points(row, VALIDATION)
@@ -232,7 +258,9 @@ def accuracy_figure(rows: Sequence[Row]) -> None:
 
 def dynamics_figure(rows: Sequence[Row]) -> None:
     figure, axes = plt.subplots(2, 3, figsize=(10.2, 5.6), layout="constrained")
-    runs = [row for row in trained(rows) if METHODS[row["method"]].kind == "rl" and row["status"] != "dropped"]
+    runs = [
+        row for found in tested(rows).values() for row in found if row["curves"] and METHODS[row["method"]].kind == "rl"
+    ]
     for ax, (metric, title, times) in zip(axes.flat, DYNAMICS[:6], strict=True):
         for row in sorted(runs, key=order):
             found = points(row, metric)

@@ -2,8 +2,8 @@
 
     python -m studies.qwen.plan          lists them
 
-A contest is the tuning of a method: one run for each of three learning rates, started together. At the steps of
-``RUNGS`` the runs with the worst validation accuracy end, and the last one is the method's run with seed 0.
+A contest is the tuning of a method: one run for each of three learning rates. At the steps of ``RUNGS`` the runs with
+the worst validation accuracy end. Of those that finish, the best one is the method's run with seed 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RATES = (3e-6, 1e-6, 1e-5)
 SFT_RATES = (1e-5, 3e-5, 3e-6)
 SEEDS = (0, 1, 2)
 STEPS, SFT_STEPS, HARD_STEPS = 200, 240, 100
-RUNGS = {50: 2, 100: 1}  # step: how many runs of a contest go on from there
+RUNGS = {25: 2}  # step: how many runs of a contest go on from there
 HARD_TRAIN = "train-hard.parquet"
 
 Kind = Literal["rl", "sft"]
@@ -46,6 +46,7 @@ METHODS = {
     "sft_rl": Method("SFT, then RL", "small/on_policy", after="sft"),
     "luffy_clip": Method("LUFFY with clip", "small/luffy_clip", rate_of="luffy"),
     "rl_sft_loss": Method("RL with SFT loss", "small/rl_sft_loss"),
+    "sft_luffy": Method("SFT, then LUFFY", "small/luffy", after="sft", rate_of="sft_rl"),
 }
 NEWER = {
     "rl_plus": "RL-PLUS", "hpt": "HPT", "exgrpo": "ExGRPO", "chord": "CHORD", "srft": "SRFT", "relift": "ReLIFT",
@@ -162,7 +163,9 @@ def _hard(chosen: Mapping[str, float]) -> Iterator[Run]:
 
 
 def _variants(chosen: Mapping[str, float]) -> Iterator[Run]:
-    """Questions 1 (LUFFY with clip), 4 and 6, one seed each, with LUFFY's learning rate."""
+    """Questions 1 (SFT, then LUFFY; LUFFY with clip), 4 and 6, one seed each, no contests."""
+    if "sft_rl" in chosen:
+        yield Run("sft_luffy", chosen["sft_rl"], start=_start("sft_luffy", 0, chosen))
     if "luffy" not in chosen:
         return
     lr = chosen["luffy"]

@@ -81,7 +81,8 @@ def test_row(folder: Path, key: str) -> Row:
     tokens = [row["tokens"] for row in items]
     cut = [row["finish"] == "length" for row in items]
     means = {"tokens": round(sum(tokens) / len(tokens), 1), "truncated": round(sum(cut) / len(cut), 4)}
-    right = "".join(str(n) for n in right_counts(folder).values())
+    counts = right_counts(folder)  # in the order in which responses ended
+    right = "".join(str(counts[name]) for name in sorted(counts, key=lambda name: int(name.rpartition(":")[2])))
     return {key: {"k": max(row["sample"] for row in items) + 1, "right": right, **means}}
 
 
@@ -96,8 +97,8 @@ def right_counts(folder: Path) -> dict[str, int]:
 
 
 def best_rates(rows: Iterable[Row]) -> dict[str, float]:
-    """The learning rate of each method whose contest is decided: one run is left, or (SFT) all are finished and one has
-    the best validation accuracy at its last step."""
+    """The learning rate of each method whose contest is decided: all runs that were not dropped are finished. The best
+    mean of the last four validation accuracies wins."""
     contests: dict[str, dict[float, Row]] = defaultdict(dict)
     for row in rows:
         if row.get("seed") == 0 and not row["note"]:
@@ -109,7 +110,19 @@ def _winner(rows: Sequence[Row]) -> float | None:
     left = [row for row in rows if row["status"] != "dropped"]
     if len(rows) < 3 or any(row["status"] != "finished" for row in left):
         return None
-    return float(max(left, key=lambda row: last(row, "val-core/accuracy"))["lr"])
+    return float(max(left, key=validation)["lr"])
+
+
+def validation(row: Mapping[str, Any], values: int = 4) -> float:
+    """The mean of the last validation accuracies: one alone does not tell rates apart."""
+    found = list(validations(row["curves"]).values())[-values:]
+    return sum(found) / len(found)
+
+
+def validations(columns: Mapping[str, Sequence[Any]]) -> dict[int, float]:
+    """Validation accuracy by step, of the columns that ``curves`` made."""
+    pairs = zip(columns.get("step", ()), columns.get("val-core/accuracy", ()), strict=False)
+    return {step: value for step, value in pairs if value is not None}
 
 
 def last(row: Mapping[str, Any], metric: str) -> float:

@@ -4,7 +4,7 @@
 
 Every training and every evaluation is a process of its own (``luffy train``, ``luffy sft``, ``luffy eval``). A contest
 (plan.py) is watched through the metrics of its runs, and those that lose are ended. When the time is nearly up, the
-runs under way are stopped with a checkpoint, and where one is all that is left of its contest, its model is evaluated.
+runs under way are stopped with a checkpoint and their models evaluated.
 ``--collect FOLDER`` always holds what is known so far: ``runs.jsonl``, a line a run with its curves and its test
 scores, and ``jobs.jsonl``, when each process ran. On a machine that keeps its disk the next call goes on from the
 checkpoints; on another one, ``--known FILES`` leaves out what is finished.
@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -30,8 +31,18 @@ from typing import Any
 import yaml
 
 from luffy.config import load_config
-from studies.qwen.plan import METHODS, Contest, Run, plan, runs_of
-from studies.qwen.records import Row, best_rates, curves, gpu_seconds, read_lines, read_rows, right_counts, test_row
+from studies.qwen.plan import METHODS, RUNGS, Contest, Run, plan, runs_of
+from studies.qwen.records import (
+    Row,
+    best_rates,
+    curves,
+    gpu_seconds,
+    read_lines,
+    read_rows,
+    right_counts,
+    test_row,
+    validations,
+)
 
 SAMPLES, SCREENING = 4, 8
 BASE = "base"
@@ -55,7 +66,8 @@ class Driver:
         self.running: list[Job] = []
         self.tests: list[Job] = []
         self.known = read_rows(args.known)
-        self.settled = {name: row for name, row in self.known.items() if row["status"] in ("finished", "dropped")}
+        lost = lost_before(self.known)
+        self.settled = {n: row for n, row in self.known.items() if row["status"] == "finished" or n in lost}
         self.begun: set[str] = set()
         self.contests: dict[str, Contest] = {}
         self.rates: dict[str, float] | None = None  # None: to be found out anew
@@ -102,9 +114,8 @@ class Driver:
         finished = code == 0
         if finished or (self.stopping and self._checkpoint(job.run) is not None):
             self._set_status(job.run, "finished" if finished else "cut")
-            if finished or self._is_alone(job.run):
-                self._keep_model(job.run)
-                self.tests.append(self._test_job(job.run.name, self.args.out / job.run.name / "model", job.run))
+            self._keep_model(job.run)
+            self.tests.append(self._test_job(job.run.name, self.args.out / job.run.name / "model", job.run))
         elif self._status(job.run) != "dropped":
             self._set_status(job.run, "failed")
 
@@ -218,20 +229,14 @@ class Driver:
         path = self.args.out / run.name / "status.json"
         if path.exists():
             return str(json.loads(path.read_text())["status"])
-        return "dropped" if self.known.get(run.name, {}).get("status") == "dropped" else None
+        return "dropped" if run.name in self.settled else None
 
     def _set_status(self, run: Run, status: str, step: int | None = None) -> None:
         path = self.args.out / run.name / "status.json"
         path.write_text(json.dumps({"status": status} | ({} if step is None else {"step": step})))
 
-    def _is_alone(self, run: Run) -> bool:
-        """Whether no other run of its contest is left, so that its model is the method's."""
-        others = [r for c in self.contests.values() if run in c.runs for r in c.runs if r != run]
-        return not any(self._status(other) in ("running", "cut", "finished") for other in others)
-
     def _validation(self, run: Run) -> dict[int, float]:
-        rows = read_lines(self.args.out / run.name / "metrics.jsonl")
-        return {row["step"]: row["val-core/accuracy"] for row in rows if "val-core/accuracy" in row}
+        return validations(curves(read_lines(self.args.out / run.name / "metrics.jsonl")))
 
     def _checkpoint(self, run: Run) -> Path | None:
         latest = self.args.out / run.name / "checkpoints" / "latest"
@@ -287,6 +292,15 @@ def losers(rungs: Mapping[int, int], validation: Mapping[str, Mapping[int, float
             out += [(name, step) for name in ranked[keep:]]
             left = set(ranked[:keep])
     return out
+
+
+def lost_before(known: Mapping[str, Row]) -> set[str]:
+    """The runs of earlier machines that lose their contest by ``RUNGS``."""
+    contests: dict[str, dict[str, dict[int, float]]] = defaultdict(dict)
+    for name, row in known.items():
+        if row.get("seed") == 0 and not row["note"] and METHODS[row["method"]].kind == "rl":
+            contests[row["method"]][name] = validations(row["curves"])
+    return {loser for runs in contests.values() for loser, _ in losers(RUNGS, runs)}
 
 
 def _about(recipe: Mapping[str, Any]) -> dict[str, Any]:
