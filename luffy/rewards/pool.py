@@ -10,8 +10,10 @@ from __future__ import annotations
 import atexit
 import fcntl
 import json
+import math
 import os
 import pickle
+import select
 import signal
 import socket
 import struct
@@ -22,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 from luffy.errors import UserError
@@ -202,11 +204,11 @@ class WorkerPool:
             self._replace(slot)
 
     def _collect(self, run: _Run) -> None:
-        waiting = {worker.connection: slot for slot, worker in enumerate(self._workers) if not worker.idle}
+        waiting = {worker.connection.fileno(): slot for slot, worker in enumerate(self._workers) if not worker.idle}
         if not waiting:
             return
         deadline = min(self._workers[slot].deadline for slot in waiting.values())
-        readable = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        readable = _readable(waiting, max(0.0, deadline - time.monotonic()))
         for connection, slot in waiting.items():
             if connection in readable:
                 self._receive(slot, run)
@@ -290,7 +292,7 @@ class _Worker:
         return self.process.poll() is None
 
     def send(self, index: int, item: tuple[Any, ...], timeout_s: float) -> None:
-        self.connection.send(item)
+        self.connection.send_bytes(pickle.dumps(item))
         self.item = index
         self.deadline = time.monotonic() + timeout_s
 
@@ -314,6 +316,15 @@ class _Worker:
         if not self.connection.closed:
             self.connection.close()
             os.close(self._lifeline)
+
+
+def _readable(descriptors: Iterable[int], timeout_s: float) -> set[int]:
+    """Those from which something can be read, or whose other end is gone; waits for one. Called once an item, for
+    which `multiprocessing.connection.wait` is slow."""
+    watched = select.poll()
+    for descriptor in descriptors:
+        watched.register(descriptor, select.POLLIN)
+    return {descriptor for descriptor, _ in watched.poll(math.ceil(1000 * timeout_s))}
 
 
 def _start_process(connection_fd: int, lifeline_fd: int) -> subprocess.Popen[bytes]:

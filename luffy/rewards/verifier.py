@@ -115,6 +115,8 @@ class CustomReward:
         )
 
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
+        if not self._form.batch:  # functions of one sample do not take its ids, and thousands of lists are sent slowly
+            items = [item._replace(token_ids=None) for item in items]
         calls = self._form.calls(items, self._concurrency)
         limit = self._timeout_s + (ASYNC_GRACE_S if self._form.is_async and not self._form.batch else 0)
         returned = self._pool.map(((call,) for call in calls), timeout_s=limit)

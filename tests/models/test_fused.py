@@ -63,7 +63,8 @@ class Counted(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("families", [ALONE, SHARED])
 def test_kept_attention_runs_once_and_changes_no_number(monkeypatch, families):
     small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    model = tiny_model("qwen2", **small).to(DEVICE).train()
+    on_gpu = DEVICE.type == "cuda"  # there the kernel for packed rows wants half precision
+    model = tiny_model("qwen2", **small).to(DEVICE, torch.bfloat16 if on_gpu else torch.float32).train()
     found = []
     for keep in ("0", "1"):
         monkeypatch.setenv(recompute.SWITCH, keep)
@@ -74,8 +75,8 @@ def test_kept_attention_runs_once_and_changes_no_number(monkeypatch, families):
     backward = all_again.of("attention_backward", "attention_for_cpu_backward", "_varlen_attn_backward")
     assert all_again.of(*kernels) - backward == 6 and kept.of(*kernels) - backward == 3
     assert torch.equal(hidden, same_hidden) and grads.keys() == same_grads.keys()
-    for name, grad in grads.items():
-        assert torch.equal(grad, same_grads[name]), name
+    for name, grad in grads.items():  # that kernel's backward pass adds in any order
+        assert (grad - same_grads[name]).norm() <= (0.02 * grad.norm() if on_gpu else 0.0), name
 
 
 @pytest.mark.parametrize(("architecture", "families"), [("qwen2", ALONE), ("qwen3", ALONE), ("qwen3", SHARED)])
