@@ -78,6 +78,12 @@ class CreditFunction:
     def __call__(self, group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit]:
         return self.function(group, cfg)
 
+    def of_all(self, groups: Sequence[ScoredGroup], cfg: AlgorithmConfig) -> list[list[TokenCredit]]:
+        """Of every group of a step."""
+        if self.function is group_baseline.function:
+            return group_baselines(groups, cfg)
+        return [self.function(group, cfg) for group in groups]
+
 
 CREDIT: Registry[CreditFunction] = Registry("credit function")
 
@@ -109,15 +115,29 @@ def group_baseline(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit
     """Reward minus the baseline of the group (``algorithm.advantage``), the same for every token of a response but for
     ``prefix_alpha``, ``prefix_beta`` and ``trace_advantage``; a teacher's tokens in the policy-gradient or the SFT term
     (``algorithm.trace_term``)."""
-    rollouts = group.group.rollouts
-    in_baseline = _in_baseline(rollouts, cfg)
-    advantages = group_advantages(group.rewards, [0] * len(rollouts), in_baseline, use_std=cfg.normalize_std)
-    # All responses of the group at once: a step has thousands, and a small operation costs as much as a large one.
+    return group_baselines([group], cfg)[0]
+
+
+def group_baselines(groups: Sequence[ScoredGroup], cfg: AlgorithmConfig) -> list[list[TokenCredit]]:
+    """``group_baseline`` of each. All responses at once: a step has thousands, and a small operation costs as much as
+    a large one."""
+    if not groups:
+        return []
+    rollouts = [rollout for group in groups for rollout in group.group.rollouts]
+    advantages = torch.cat([_advantages(group, cfg) for group in groups]).float()
     lengths = [rollout.off_policy.numel() for rollout in rollouts]
     off = torch.cat([rollout.off_policy for rollout in rollouts])
-    own = advantages.float().repeat_interleave(torch.tensor(lengths))
-    streams = _with_traces(own, off, lengths, group.tokens, cfg) if off.any() else _own_alone(own, cfg)
-    return [TokenCredit(*parts) for parts in zip(*(stream.split(lengths) for stream in streams), strict=True)]
+    own = advantages.repeat_interleave(torch.tensor(lengths))
+    tokens = [tokens for group in groups for tokens in group.tokens]
+    streams = _with_traces(own, off, lengths, tokens, cfg) if off.any() else _own_alone(own, cfg)
+    credit = (TokenCredit(*parts) for parts in zip(*(stream.split(lengths) for stream in streams), strict=True))
+    return [[next(credit) for _ in group.group.rollouts] for group in groups]
+
+
+def _advantages(group: ScoredGroup, cfg: AlgorithmConfig) -> Tensor:
+    """[n], of the responses."""
+    rollouts = group.group.rollouts
+    return group_advantages(group.rewards, [0] * len(rollouts), _in_baseline(rollouts, cfg), use_std=cfg.normalize_std)
 
 
 def _own_alone(own: Tensor, cfg: AlgorithmConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,12 +236,17 @@ def credit(
     multiplies the weights of both terms."""
     function = find_credit_function(cfg.credit)
     mu = None if cfg.mix is None else cfg.mix.at(step, total_steps)
-    samples = []
-    for group, tokens in zip(groups, scored, strict=True):
-        seen = ScoredGroup(group, rewards_of(group, tokens, cfg), tokens, step, total_steps)
-        rows = zip(group.rollouts, tokens, function(seen, cfg), strict=True)
-        samples.append([_sample(rollout, own, _mixed(given, mu), cfg) for rollout, own, given in rows])
-    return samples
+    seen = [
+        ScoredGroup(group, rewards_of(group, tokens, cfg), tokens, step, total_steps)
+        for group, tokens in zip(groups, scored, strict=True)
+    ]
+    return [
+        [
+            _sample(rollout, own, _mixed(given, mu), cfg)
+            for rollout, own, given in zip(group.group.rollouts, group.tokens, credited, strict=True)
+        ]
+        for group, credited in zip(seen, function.of_all(seen, cfg), strict=True)
+    ]
 
 
 def _mixed(credit: TokenCredit, mu: float | None) -> TokenCredit:

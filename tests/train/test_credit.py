@@ -56,6 +56,25 @@ def test_split_takes_the_on_policy_samples_and_std_divides():
     assert advantages(GUIDED, normalize_std=True)[0][0] == pytest.approx(0.5 / std)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"trace_term": "sft"}, {"advantage": "grpo_split", "prefix_beta": 0.3}, {"trace_entropy_share": 0.4}],
+)
+def test_a_group_is_credited_alike_alone_and_among_others(settings):
+    """To the bit: the groups of a step are credited at once."""
+    cfg = AlgorithmConfig(normalize_std=True, trace_advantage="relu", **settings)
+    own = group([0.1, 0.7, 0.7], [rollout(5), rollout(1), rollout(3)])
+    groups = [own, GUIDED, group([0.0, 1.0], [rollout(4, teacher=2), rollout(2)]), group([0.3, 0.3])]
+    scored = [[ScoredTokens(entropy=torch.rand(r.token_ids.numel())) for r in g.rollouts] for g in groups]
+    together = credit(groups, scored, cfg)
+    for g, tokens, samples in zip(groups, scored, together, strict=True):
+        (alone,) = credit([g], [tokens], cfg)
+        for ours, theirs in zip(samples, alone, strict=True):
+            for name in ("advantages", "rl_weights", "sft_weights"):
+                assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    assert credit([], [], cfg) == []
+
+
 def test_prefix_weights_scale_teacher_and_own_tokens():
     g = group([1.0, 0.0], [rollout(length=4, teacher=2), rollout(length=2)])
     assert advantages(g, prefix_alpha=2.0, prefix_beta=0.5) == [[1.0, 1.0, 0.25, 0.25], [-0.25, -0.25]]
