@@ -1,13 +1,12 @@
 """The walk-throughs of docs/extend.md, carried out: their files written, their commands run, in fresh interpreters."""
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -22,36 +21,45 @@ def test_there_are_five_walk_throughs():
     assert set(SECTIONS) == set(FILES)
 
 
-@pytest.mark.parametrize("title", FILES)
-def test_walk_through(title, tmp_path):
-    blocks = FENCE.findall(SECTIONS[title])
-    files = {text.partition("\n")[0].removeprefix("# "): text for language, text in blocks if language != "bash"}
-    assert len(files) == FILES[title]
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    commands = [shlex.split(line) for language, text in blocks if language == "bash" for line in text.splitlines()]
-    pytest_line, luffy_line = commands
-    assert pytest_line[:3] == ["python", "-m", "pytest"] and luffy_line[0] == "luffy"
-    run([["luffy", *luffy_line[1:], *QUICK], pytest_line[2:]], tmp_path)
-    (metrics,) = (tmp_path / "runs").rglob("metrics.jsonl")
-    assert '"step": 2' in metrics.read_text()
-
-
-# One process for both commands, because importing torch takes longer than either.
 DRIVER = """
-import runpy, sys
-for command in COMMANDS:
-    sys.argv = command
+import json, os, runpy, sys, traceback
+codes = {}
+for title, folder, command in COMMANDS:
+    os.chdir(folder)
+    sys.argv, sys.path[0] = command, folder
     try:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:
-        if end.code:
-            raise
+        codes.setdefault(title, []).append(int(end.code or 0))
+    except BaseException:
+        traceback.print_exc()
+        codes.setdefault(title, []).append(1)
+print(json.dumps(codes))
 """
 
 
-def run(commands, folder):
+def test_walk_throughs(tmp_path):
+    """One process for all, because importing torch takes longer than any of them."""
+    commands = []
+    for title, count in FILES.items():
+        folder = tmp_path / title
+        folder.mkdir()
+        blocks = FENCE.findall(SECTIONS[title])
+        files = {text.partition("\n")[0].removeprefix("# "): text for language, text in blocks if language != "bash"}
+        assert len(files) == count
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        lines = [shlex.split(line) for language, text in blocks if language == "bash" for line in text.splitlines()]
+        pytest_line, luffy_line = lines
+        assert pytest_line[:3] == ["python", "-m", "pytest"] and luffy_line[0] == "luffy"
+        commands += [(title, str(folder), c) for c in (["luffy", *luffy_line[1:], *QUICK], pytest_line[2:])]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     program = DRIVER.replace("COMMANDS", repr(commands))
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert json.loads(done.stdout.splitlines()[-1]) == {title: [0, 0] for title in FILES}, (
+        f"{done.stdout}\n{done.stderr}"
+    )
+    for title in FILES:
+        (metrics,) = (tmp_path / title / "runs").rglob("metrics.jsonl")
+        assert '"step": 2' in metrics.read_text()

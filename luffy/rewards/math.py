@@ -9,7 +9,9 @@ from __future__ import annotations
 import cmath
 import logging
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 from luffy.errors import UserError
 from luffy.rewards.extract import boxed_answer, tail
 
-SOFT_LIMIT_S = 2
+LIMIT_S = 2.0  # of CPU time, so that a busy machine changes no score
 INSTALL_HINT = 'pip install "math-verify[antlr4_13_2]==0.9.0"'
 
 # (gold, response, expected score): wrong percentages are what an old antlr runtime silently causes. Together they use
@@ -163,11 +165,29 @@ def _gold_text(answer: str) -> str:
     return answer if boxed is None else boxed
 
 
+@contextmanager
+def _cpu_limit() -> Iterator[None]:
+    """Raises Math-Verify's TimeoutException after ``LIMIT_S`` seconds of CPU time. For the main thread of a process."""
+    from math_verify.errors import TimeoutException
+
+    def end(*_: Any) -> None:
+        raise TimeoutException(f"more than {LIMIT_S:g} s of CPU time")
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 def _parse(text: str) -> list[Any]:
     from math_verify import parse
 
     try:
-        found: list[Any] = parse(text, parsing_timeout=SOFT_LIMIT_S, raise_on_error=True)
+        with _cpu_limit():
+            found: list[Any] = parse(text, parsing_timeout=None, raise_on_error=True)
         return found
     except (MemoryError, OSError):
         raise
@@ -182,7 +202,8 @@ def _any_equal(gold: list[Any], guess: list[Any]) -> bool:
 
     for one_gold, one_guess in product(gold, guess):
         try:
-            equal = verify(one_gold, one_guess, timeout_seconds=SOFT_LIMIT_S, raise_on_error=True)
+            with _cpu_limit():
+                equal = verify(one_gold, one_guess, timeout_seconds=None, raise_on_error=True)
             if equal and not _rounded_away(one_gold, one_guess):
                 return True
         except (MemoryError, OSError):

@@ -30,7 +30,7 @@ from luffy.types import Problem, Score
 
 logger = logging.getLogger(__name__)
 
-Item = tuple[Problem, str] | tuple[Problem, str, Sequence[int]]  # problem, response, its token ids
+Item = tuple[Problem, str] | tuple[Problem, str, Sequence[int] | None]  # problem, response, its token ids
 
 ASYNC_GRACE_S = 2.0  # a worker's async samples end themselves; one that blocks its loop is killed this much later
 

@@ -36,7 +36,7 @@ def main(connection_fd: int, lifeline_fd: int) -> None:
     """Entry of the process. ``lifeline_fd`` is a pipe whose other end only the parent holds."""
     for fd in (connection_fd, lifeline_fd):  # in the hands of what the function starts, it would outlive this process
         os.set_inheritable(fd, False)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a blocked SIGALRM would be inherited and disarm soft limits
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a blocked SIGVTALRM would be inherited and disarm soft limits
     die_with_parent(lifeline_fd)
     # Sent to a whole job, it asks the parent to end its step, which needs this process. A handler, because what the
     # function starts would inherit that the signal is ignored.

@@ -70,6 +70,7 @@ def test_a_step_reports_its_work(tmp_path, more):
         assert row["mfu"] == pytest.approx(per_second / machine.flops)
 
 
+@pytest.mark.slow
 def test_adapters_have_gradients_and_the_rest_does_not(tmp_path):
     flops = {}
     for rank in (0, 4):

@@ -10,6 +10,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "growth.py"
 SMALL = ["--shape", "tiny", "--samples", "2", "--prompt-tokens", "4", "--device", "cpu", "--dtype", "float32"]
 
 
+@pytest.mark.slow
 def test_a_row_a_point(tmp_path, capsys):
     out = tmp_path / "growth.json"
     runpy.run_path(str(SCRIPT))["main"]([*SMALL, "--points", "2x3,1x5", "--json", str(out)])

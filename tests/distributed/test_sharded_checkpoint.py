@@ -118,7 +118,8 @@ def train_with_a_held_up_checkpoint(cfg, world):
         train(cfg, world, on_step=on_step)
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_killed_while_a_checkpoint_is_written(make_config, victim):
     """SIGKILL to one process between its shards and the name of the checkpoint; the run resumes from the one before."""
     whole, killed = config(make_config, "whole", 4), config(make_config, "killed", 4)

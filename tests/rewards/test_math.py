@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from adversarial_inputs import RESPONSES
 
 from luffy.rewards import build_verifier
+from luffy.rewards import math as math_reward
 from luffy.rewards.math import as_boxed, normalise, same_text, undress
 from luffy.types import Problem
 
@@ -32,6 +34,18 @@ def test_the_limit_on_a_formula_never_covers_an_import():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parent,
                           env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_the_limit_is_on_cpu_time(monkeypatch):
+    """Waiting costs nothing, computing does: a busy machine changes no score."""
+    from math_verify.errors import TimeoutException
+
+    monkeypatch.setattr(math_reward, "LIMIT_S", 0.2)
+    with math_reward._cpu_limit():
+        time.sleep(0.5)
+    with pytest.raises(TimeoutException), math_reward._cpu_limit():
+        while True:
+            pass
 
 
 def score_all(verifier, pairs):

@@ -133,7 +133,7 @@ def test_math_works_off_the_main_thread():
 
 
 def test_worker_environment_keeps_gmpy2_out():
-    """With gmpy2 installed, sympy would use it and defeat Math-Verify's alarm; workers are told not to."""
+    """With gmpy2 installed, sympy would use it and defeat the alarm of a formula; workers are told not to."""
     pytest.importorskip("math_verify")
     with verifier_module.WorkerPool("subprocess:getoutput", workers=1) as pool:
         [outcome] = pool.map([("echo $SYMPY_GROUND_TYPES $MPMATH_NOGMPY $OMP_NUM_THREADS",)])

@@ -119,7 +119,7 @@ def test_bfloat16_log_probs_stay_with_a_plain_forward_pass(architecture):
         assert (completion.log_probs - expected).abs().mean() < 0.01
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_batch_invariance_is_to_the_bit(dtype):
     model = tiny_model("mistral", sliding_window=24, hidden_size=256, num_hidden_layers=2).to(dtype)
     mine = [ask(range(10, 30 + s), 20, seed=s, temperature=1.3) for s in range(3)]

@@ -102,7 +102,7 @@ def undisturbed(make_config_in, sums, tmp_path_factory):
 
 
 # The others are slow, so that the default suite stays short: a kill in each phase, and in each part of a save.
-ALWAYS = ("rollout", "between backward and optimizer step", "checkpoint written but not renamed", "best file")
+ALWAYS = ("between backward and optimizer step", "checkpoint written but not renamed")
 
 
 @pytest.mark.parametrize("moment", [m if m in ALWAYS else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS])
