@@ -80,12 +80,8 @@ class Policy:
 
     def score(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[tuple[Tensor, Tensor]]:
         """Log-probs and entropies of each sample's response tokens, [T] each, on the CPU, without gradients."""
-        out: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * len(samples)
-        for batch, log_prob, entropy in self._scored(self._pack(samples, scorer=scorer), scorer):
-            pieces = zip(_pieces(log_prob, batch), _pieces(entropy, batch), strict=True)
-            for i, piece in zip(batch.order, pieces, strict=True):
-                out[i] = piece
-        return out
+        scored = self._scored(self._pack(samples, scorer=scorer), scorer)
+        return _by_sample(len(samples), [(Places.of(batch), log_prob, entropy) for batch, log_prob, entropy in scored])
 
     def log_probs(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens, [T], on the CPU, without gradients."""
@@ -93,14 +89,10 @@ class Policy:
 
     def token_views(self, samples: Sequence[Sample]) -> list[TokenView]:
         """What the record keeps of each token besides its text."""
-        out: list[TokenView] = [TokenView(torch.empty(0), torch.empty(0))] * len(samples)
         unreduced = pack(samples, self.cfg.batch.tokens, None, 1, share=self.scorer.shares_prompts)
-        for batch, log_prob, _ in self._scored(unreduced):
-            weights = self.objective.gradient_weights(batch, log_prob)
-            pieces = zip(_pieces(log_prob, batch), _pieces(weights, batch), strict=True)
-            for i, (own, weight) in zip(batch.order, pieces, strict=True):
-                out[i] = TokenView(own, weight)
-        return out
+        weigh = self.objective.gradient_weights
+        found = [(Places.of(batch), log_prob, weigh(batch, log_prob)) for batch, log_prob, _ in self._scored(unreduced)]
+        return [TokenView(log_prob, weight) for log_prob, weight in _by_sample(len(samples), found)]
 
     def _scored(
         self, batches: Sequence[MicroBatch], scorer: TokenScorer | None = None
@@ -234,5 +226,23 @@ def _sft_optimizer(model: nn.Module, cfg: Config, other: AnyOptimizer) -> Optimi
     return Optimizer(model, settings, masters=other.masters)
 
 
-def _pieces(stream: Tensor, batch: MicroBatch) -> tuple[Tensor, ...]:
-    return stream.cpu().split(batch.response_lengths)
+class Places(NamedTuple):
+    """Whose the tokens of a micro-batch are, without the batch itself."""
+
+    order: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @staticmethod
+    def of(batch: MicroBatch) -> Places:
+        return Places(batch.order, batch.response_lengths)
+
+
+def _by_sample(count: int, found: Sequence[tuple[Places, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Two streams of every sample, on the CPU. They are fetched when all passes are under way: waiting for each would
+    leave the GPU idle while the next one is laid out."""
+    out: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * count
+    for places, *streams in found:
+        first, second = (stream.cpu().split(places.lengths) for stream in streams)
+        for i, pair in zip(places.order, zip(first, second, strict=True), strict=True):
+            out[i] = pair
+    return out
