@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu lint quickstart docs docs-site test-docs test-notebook test-wandb clean
+.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test suite test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu lint quickstart docs docs-site test-docs test-notebook test-wandb clean
 
 # Linux without an NVIDIA GPU: the CPU build of torch, so that 0.6 GB are downloaded instead of 3 GB. It comes from where
 # pip looks anyway (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else from PyTorch's own index, else PyPI's build with CUDA must do.
@@ -34,7 +34,9 @@ lint: $(READY)
 
 # One process a core, each with one thread: two threads make a tiny model no faster.
 ON_ALL_CORES := -n auto --maxprocesses 8 --dist worksteal
-test: lint
+test: $(READY)
+	$(MAKE) -j 2 lint suite
+suite: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ON_ALL_CORES)
 
 # The suite under every supported Python that is here, each in an environment of its own; TESTS= names a part of it.

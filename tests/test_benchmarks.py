@@ -30,6 +30,7 @@ def check(row):
     assert 0 <= row["diff_mean"] <= row["diff_max"] < 1e-4 and row["diff_mean_after"] < 1e-4
 
 
+@pytest.mark.slow
 def test_one_engine_makes_one_row(tmp_path):
     shown, (row,) = run(tmp_path, "native")
     check(row)

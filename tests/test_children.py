@@ -48,6 +48,7 @@ def test_a_job_that_hangs_ends_with_a_stack_and_nothing_outlives_the_tests():
     assert not is_running(int(pid))
 
 
+@pytest.mark.slow
 def test_a_child_has_the_place_of_the_test_and_nothing_of_its_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LUFFY_A_VARIABLE", "a value")

@@ -275,7 +275,7 @@ def test_verify_reads_standard_input():
     assert result.returncode == 2 and "standard input:1" in result.stderr
 
 
-@pytest.mark.parametrize("what", ["model.path=org/model", "data.train=org/data"])
+@pytest.mark.parametrize("what", [pytest.param("model.path=org/model", marks=pytest.mark.slow), "data.train=org/data"])
 def test_a_hub_that_does_not_answer_is_one_line(recipe, what):
     command = [str(Path(sys.executable).parent / "luffy"), "train", str(recipe), what, "--dry-run"]
     nowhere = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""}

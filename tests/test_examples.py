@@ -19,6 +19,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_luffy_learns_and_on_policy_does_not():
     lines = []
     before, after = one_file_luffy.train(one_file_luffy.Settings(steps=10), log=lines.append)

@@ -54,9 +54,9 @@ def heads_of(query: Tensor, key: Tensor, window: int | None) -> Heads:
 @functools.cache
 def flash_kernel(heads: Heads, trusted: Varlen) -> Varlen | None:
     """The first candidate that is there, serves this GPU and does what ``trusted`` does."""
-    for name, load in _candidates(heads, trusted):
+    for name, find in _candidates(heads, trusted):
         try:
-            kernel, tried = load()
+            kernel, tried = find()
             trouble = disagreement(tried, trusted, heads)
         except torch.OutOfMemoryError:
             raise

@@ -48,7 +48,7 @@ def test_an_update_reports_its_work(tmp_path):
     assert row["mfu"] > 0 and row["checkpointing"] is False and "kernels" not in row
 
 
-@pytest.mark.parametrize("more", [["--checkpointing", "true"], ["--offload"], ["--lora", 4]])
+@pytest.mark.parametrize("more", [["--checkpointing", "true", "--offload"], ["--lora", 4]])
 def test_a_step_reports_its_work(tmp_path, more):
     out = tmp_path / "step.json"
     sizes = ["--problems", 2, "--samples", 2, "--prompt-tokens", 4, "--new-tokens", 3]

@@ -53,6 +53,7 @@ def test_our_side_answers_in_full(peers, tmp_path, capsys):
     assert 0 < row["generate_and_score"] < row["step"] - row["phases"]["update"]
 
 
+@pytest.mark.slow
 def test_a_system_that_is_not_there_fails_alone(peers, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "trl.py").write_text("raise ImportError('no TRL here')\n")

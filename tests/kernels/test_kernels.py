@@ -77,6 +77,7 @@ def test_norm_without_a_residual_passes_its_input_on():
         assert torch.equal(add_rms_norm(x, None, weight, 1e-6)[0], normed)
 
 
+@pytest.mark.slow
 def test_norm_gradient_over_more_rows_than_programs():
     x, weight = randn(1030, 16).requires_grad_(), randn(16, seed=3).requires_grad_()
     upper = randn(1030, 16, seed=5)

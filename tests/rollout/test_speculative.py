@@ -302,6 +302,7 @@ def test_the_rule_may_change_between_calls():
     assert shares[0] == 0.0 and 0.15 < shares[1] < 0.45 and shares[2] == 1.0
 
 
+@pytest.mark.slow
 def test_batch_invariance_is_to_the_bit():
     draft, second = (model.to(torch.bfloat16) for model in spread_models())
     mine = [ask(range(10, 30 + s), 12, seed=s) for s in range(3)]

@@ -71,6 +71,7 @@ def test_a_server_is_as_good_as_a_function_also_after_a_few_errors(make_config, 
     assert {row["critic/rewards/mean"] for row in undisturbed[1:]} - {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_killed_while_requests_are_under_way_and_resumed_equals_undisturbed(make_config, sums, server, undisturbed):
     url, folder = server
     cfg = config(make_config, sums, "killed", url)

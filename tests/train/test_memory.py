@@ -58,6 +58,7 @@ def picked(cfg):
     return [(r["step"], r["problem"], r["sample"], r["token_ids"], r["advantages"]) for r in samples(cfg)]
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_undisturbed(make_config, undisturbed):
     cfg = config(make_config, "killed")
     assert exit_code_in_new_child(train_until_killed, cfg) == -signal.SIGKILL

@@ -127,6 +127,7 @@ def left_behind(cfg):
     return names, os.readlink(folder / "latest"), best.read_text() if best.exists() else None
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(make_config, sums, undisturbed):
     damaged = config(make_config, sums, "damaged")
     killed_at(damaged, "after two saves")
@@ -319,6 +320,7 @@ def test_a_folder_of_before_evaluated_json_is_asked_by_its_metrics(make_config, 
     assert json.loads(path.read_text())["6"] == found[6]
 
 
+@pytest.mark.slow
 def test_an_evaluation_after_the_checkpoint_is_forgotten_with_its_rows(make_config, sums):
     """A kill came between an evaluation and its checkpoint. The resumed run is stopped in that step's evaluation."""
     cfg = config(make_config, sums, "killed")

@@ -141,6 +141,7 @@ def train_until_killed(cfg):
     train(cfg)
 
 
+@pytest.mark.slow
 def test_a_run_with_an_averaged_teacher_killed_and_resumed_equals_an_undisturbed_one(make_config):
     torch.set_num_threads(1)
     runs = [
