@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from luffy.report.recorder import read_json_lines
 from luffy.types import Sample
 
 # Some tests run wherever they are: on a CPU as part of the default suite. On a GPU they are gpu tests, which the
@@ -48,3 +49,11 @@ def make_samples(count=7, seed=0, off_policy=True, more=(0,)):
             )  # fmt: skip
         )
     return samples
+
+
+def untimed_metrics(folder):
+    """The rows of a run's metrics without those that differ from machine to machine."""
+    return [
+        {name: v for name, v in row.items() if name != "time" and not name.startswith(("timing_s/", "perf/"))}
+        for row in read_json_lines(folder / "metrics.jsonl")
+    ]

@@ -242,7 +242,7 @@ def credit(
     ]
     return [
         [
-            _sample(rollout, own, _mixed(given, mu), cfg)
+            _sample(rollout, _mixed(given, mu), own.old, own.ref if cfg.kl_in == "loss" else None)
             for rollout, own, given in zip(group.group.rollouts, group.tokens, credited, strict=True)
         ]
         for group, credited in zip(seen, function.of_all(seen, cfg), strict=True)
@@ -309,19 +309,10 @@ def _teacher_metrics(
 def uncredited(rollout: Rollout) -> Sample:
     """A rollout as a sample that no loss counts: enough to score its tokens."""
     nothing = torch.zeros(rollout.token_ids.numel())
-    return Sample(
-        prompt_ids=rollout.task.prompt_ids,
-        token_ids=rollout.token_ids,
-        off_policy=rollout.off_policy,
-        rl_weights=nothing,
-        sft_weights=nothing,
-        advantages=nothing,
-        behavior_log_probs=rollout.behavior_log_probs,
-        engine_log_probs=rollout.engine_log_probs,
-    )
+    return _sample(rollout, TokenCredit(nothing, nothing, nothing))
 
 
-def _sample(rollout: Rollout, tokens: ScoredTokens, credit: TokenCredit, cfg: AlgorithmConfig) -> Sample:
+def _sample(rollout: Rollout, credit: TokenCredit, old: Tensor | None = None, ref: Tensor | None = None) -> Sample:
     return Sample(
         prompt_ids=rollout.task.prompt_ids,
         token_ids=rollout.token_ids,
@@ -331,6 +322,6 @@ def _sample(rollout: Rollout, tokens: ScoredTokens, credit: TokenCredit, cfg: Al
         advantages=credit.advantages,
         behavior_log_probs=rollout.behavior_log_probs,
         engine_log_probs=rollout.engine_log_probs,
-        old_log_probs=tokens.old,
-        ref_log_probs=tokens.ref if cfg.kl_in == "loss" else None,
+        old_log_probs=old,
+        ref_log_probs=ref,
     )

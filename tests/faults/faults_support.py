@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import untimed_metrics
 
 from luffy.report.recorder import read_json_lines
 from luffy.train import background
@@ -38,8 +39,7 @@ def train(cfg):
 
 
 def figures(folder):
-    untimed = lambda name: name != "time" and not name.startswith(("timing_s/", "perf/"))  # noqa: E731
-    return [{k: v for k, v in row.items() if untimed(k)} for row in read_json_lines(folder / "metrics.jsonl")]
+    return untimed_metrics(folder)
 
 
 def left_behind(folder):

@@ -90,6 +90,17 @@ def heads(tokens):
     return [torch.randn(tokens, count, 8, generator=generator, requires_grad=True) for count in (4, 2, 2)]
 
 
+def check_against_padded(hopper, layout, tensors, out, window):
+    """``out`` and its gradients are those of the padded path."""
+    grads = torch.autograd.grad((out * out.detach().sin()).sum(), tensors)
+    hopper.setattr(attention, "varlen_serves", lambda query: False)
+    hopper.setattr("luffy.models.families.varlen_serves", lambda query: False)
+    padded = layout.attend(0, *tensors, 0.3, window)
+    torch.testing.assert_close(out, padded)
+    for ours, theirs in zip(grads, torch.autograd.grad((padded * out.detach().sin()).sum(), tensors), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_values_and_gradients_are_those_of_the_padded_path(hopper, layout, window):
@@ -99,13 +110,7 @@ def test_values_and_gradients_are_those_of_the_padded_path(hopper, layout, windo
     assert calls == [*TRIED, 17]
     # Tried with a window where it is used with one; a window that holds every sequence is none.
     assert windows == ([None] * 4 if window in (None, 9) else [(99, 0), (99, 0), (4, 0), (window - 1, 0)])
-    grads = torch.autograd.grad((out * out.detach().sin()).sum(), tensors)
-    hopper.setattr(attention, "varlen_serves", lambda query: False)
-    hopper.setattr("luffy.models.families.varlen_serves", lambda query: False)
-    padded = layout.attend(0, *tensors, 0.3, window)
-    torch.testing.assert_close(out, padded)
-    for ours, theirs in zip(grads, torch.autograd.grad((padded * out.detach().sin()).sum(), tensors), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    check_against_padded(hopper, layout, tensors, out, window)
 
 
 def test_one_that_is_wrong_with_windows_serves_without_them(hopper):
@@ -282,13 +287,7 @@ def test_long_sequences_one_by_one_have_the_values_and_gradients_of_the_padded_p
     tensors = heads(17)
     out = layout.attend(0, *tensors, 0.3, None)
     assert cudnn == [*TRIED_DENSE, *dense]
-    grads = torch.autograd.grad((out * out.detach().sin()).sum(), tensors)
-    hopper.setattr(attention, "varlen_serves", lambda query: False)
-    hopper.setattr("luffy.models.families.varlen_serves", lambda query: False)
-    padded = layout.attend(0, *tensors, 0.3, None)
-    torch.testing.assert_close(out, padded)
-    for ours, theirs in zip(grads, torch.autograd.grad((padded * out.detach().sin()).sum(), tensors), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    check_against_padded(hopper, layout, tensors, out, None)
 
 
 def test_cudnn_is_left_alone_unless_asked_for_and_where_it_does_not_serve(cudnn, hopper):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from children import Child
 from loopback import serving, wait_until
+from support import untimed_metrics
 from typer.testing import CliRunner
 
 from luffy.cli import app
@@ -41,8 +42,7 @@ def config(make_config, sums, name, url=None):
 
 
 def figures(cfg):
-    untimed = lambda name: name != "time" and not name.startswith(("timing_s/", "perf/"))  # noqa: E731
-    return [{k: v for k, v in row.items() if untimed(k)} for row in read_json_lines(cfg.folder / "metrics.jsonl")]
+    return untimed_metrics(cfg.folder)
 
 
 def train(cfg):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import untimed_metrics
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,9 +38,9 @@ def stronger(tiny_model, tmp_path_factory):
 def run(cfg):
     with Trainer(cfg) as trainer:
         trainer.train()
-    untimed = lambda k: k != "time" and not k.startswith(("timing_s/", "perf/"))  # noqa: E731
-    rows = [{k: v for k, v in r.items() if untimed(k)} for r in read_json_lines(cfg.folder / "metrics.jsonl")]
-    return rows, AutoModelForCausalLM.from_pretrained(cfg.folder / "checkpoints" / "latest" / "model").state_dict()
+    return untimed_metrics(cfg.folder), AutoModelForCausalLM.from_pretrained(
+        cfg.folder / "checkpoints" / "latest" / "model"
+    ).state_dict()
 
 
 def test_absent_or_switched_off_equals_the_plain_run_bit_for_bit(make_config, stronger):

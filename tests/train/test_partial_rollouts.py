@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from support import untimed_metrics
 from transformers import AutoModelForCausalLM
 
 from luffy.errors import ConfigError, UserError
@@ -25,9 +26,7 @@ def config(make_config, name, budget=BUDGET, lr=2e-2, steps=6, **changes):
 def run(cfg, **options):
     with Trainer(cfg, **options) as trainer:
         trainer.train()
-    rows = read_json_lines(cfg.folder / "metrics.jsonl")
-    untimed = lambda k: k != "time" and not k.startswith(("timing_s/", "perf/"))  # noqa: E731
-    return [{k: v for k, v in row.items() if untimed(k)} for row in rows]
+    return untimed_metrics(cfg.folder)
 
 
 def samples(cfg):

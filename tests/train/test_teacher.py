@@ -9,7 +9,7 @@ import pytest
 import torch
 from children import exit_code_in_new_child
 from fake_servers import KEY, FakeScorer
-from support import make_tokenizer
+from support import make_tokenizer, untimed_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from luffy.data import Encoder
@@ -154,11 +154,7 @@ def test_a_run_with_an_averaged_teacher_killed_and_resumed_equals_an_undisturbed
     train(runs[0])
     assert exit_code_in_new_child(train_until_killed, runs[1]) == -signal.SIGKILL
     train(runs[1])
-    untimed = lambda name: name != "time" and not name.startswith(("timing_s/", "perf/"))  # noqa: E731
-    rows = [
-        [{k: v for k, v in row.items() if untimed(k)} for row in read_json_lines(cfg.folder / "metrics.jsonl")]
-        for cfg in runs
-    ]
+    rows = [untimed_metrics(cfg.folder) for cfg in runs]
     assert rows[0] == rows[1] and 0 < rows[0][0]["method/teacher_share"] <= 1
     ours, theirs = (Checkpoint(newest(cfg)).tensors() for cfg in runs)
     assert any(name.endswith("/teacher") for name in ours)
