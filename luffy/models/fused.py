@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from luffy.kernels import kernels_serve
 from luffy.models.attention import Layout
 from luffy.models.merged import Products, merge_weights, separate
-from luffy.models.recompute import recomputed
 
 # Families whose layers are exactly: norm, q/k/v, rotary, attention, o, sum, norm, gated MLP, sum.
 FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
@@ -70,10 +70,8 @@ class FusedDecoder:
         angles = (cos[0].contiguous(), sin[0].contiguous())
         remake = backbone.gradient_checkpointing and backbone.training and torch.is_grad_enabled()
         for layer in backbone.layers:
-            if remake:
-                delta, residual = recomputed(_layer, layer, delta, residual, angles, layout, products)
-            else:
-                delta, residual = _layer(layer, delta, residual, angles, layout, products)
+            inputs = (layer, delta, residual, angles, layout, products)
+            delta, residual = checkpoint(_layer, *inputs, use_reentrant=False) if remake else _layer(*inputs)
         return _normed(backbone.norm, delta, residual)[0]
 
 

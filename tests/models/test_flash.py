@@ -53,7 +53,8 @@ torch_reference = flash._adapted(reference)
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A Hopper GPU in name; tensors stay on the CPU."""
+    """A Hopper GPU in name; tensors stay on the CPU, and cuDNN is turned off."""
+    monkeypatch.setenv(dense_attention.SWITCH, "0")
     monkeypatch.setattr(flash, "gpu_generation", lambda device: 9)
     monkeypatch.setattr(attention, "varlen_serves", lambda query: True)
     monkeypatch.setattr("luffy.models.families.varlen_serves", lambda query: True)
@@ -256,15 +257,14 @@ def test_memory_that_runs_out_is_no_reason_to_leave_it(hopper):
 
 @pytest.fixture
 def cudnn(hopper):
-    """cuDNN asked for; sequences of six tokens are long and padded to eights. Its calls are kept: queries as they are
-    padded."""
+    """cuDNN counted; sequences of six tokens are long and padded to eights. Its calls: queries as they are padded."""
     calls, causal = [], dense_attention._causal
 
     def counted(query, *rest):
         calls.append(query.shape[2])
         return causal(query, *rest)
 
-    hopper.setenv(dense_attention.SWITCH, "1")
+    hopper.delenv(dense_attention.SWITCH)
     hopper.setattr(dense_attention, "LONG", 6)
     hopper.setattr(dense_attention, "STEP", 8)
     hopper.setattr(dense_attention, "MOST_WASTE", 4.0)
@@ -290,9 +290,9 @@ def test_long_sequences_one_by_one_have_the_values_and_gradients_of_the_padded_p
     check_against_padded(hopper, layout, tensors, out, None)
 
 
-def test_cudnn_is_left_alone_unless_asked_for_and_where_it_does_not_serve(cudnn, hopper):
+def test_cudnn_is_left_alone_where_it_is_turned_off_or_does_not_serve(cudnn, hopper):
     for block in (
-        lambda patch: patch.delenv(dense_attention.SWITCH),
+        lambda patch: patch.setenv(dense_attention.SWITCH, "0"),
         lambda patch: patch.setattr(flash, "gpu_generation", lambda device: 8),
     ):
         with hopper.context() as patch:
@@ -311,6 +311,12 @@ def test_a_response_that_is_short_beside_its_prompt_stays_packed():
     assert not dense_attention.pays(121, 8313) and not dense_attention.pays(2047, 2047)
 
 
+def test_cudnn_has_few_lengths_to_plan_and_little_to_pad():
+    planned = {n: dense_attention._rounded(n) for n in range(dense_attention.LONG, 32769)}
+    assert [len({m for m in planned.values() if m <= most}) for most in (8448, 16384, 32768)] == [26, 57, 89]
+    assert all(n <= m < n + max(256, n / 32 + 1) for n, m in planned.items())
+
+
 def test_cudnn_that_is_wrong_is_not_used_and_says_so(cudnn, hopper):
     right = dense_attention._causal
     hopper.setattr(dense_attention, "_causal", lambda *args: right(*args) * 1.1)
@@ -321,7 +327,7 @@ def test_cudnn_that_is_wrong_is_not_used_and_says_so(cudnn, hopper):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize(("queries", "keys", "size"), [(12, 2, 128), (28, 4, 128), (9, 3, 64)])
-def test_on_the_gpu_cudnn_is_used_where_asked_for_and_right(monkeypatch, queries, keys, size):
+def test_on_the_gpu_cudnn_is_used_and_right(monkeypatch, queries, keys, size):
     """As close to float64 as torch's own kernel is, with long and short sequences in one row."""
     if flash.gpu_generation(torch.device("cuda", 0)) not in dense_attention.GENERATIONS:
         pytest.skip("this GPU is not served")

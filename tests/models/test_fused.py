@@ -1,13 +1,10 @@
 """The fused layers compute what the modules compute, forwards and backwards. On a CPU Triton interprets."""
 
-import collections
-
 import pytest
 import torch
 from support import DEVICE, GPU_IF_THERE
 from tiny_models import tiny_model
 
-from luffy.models import recompute
 from luffy.models.families import layout_of
 from luffy.models.forward import forward_hidden
 from luffy.types import Family
@@ -43,40 +40,6 @@ def test_recomputed_layers_drop_what_they_dropped_before():
     assert grads and grads.keys() == grads_again.keys()
     for name, grad in grads.items():
         torch.testing.assert_close(grads_again[name], grad, rtol=1e-4, atol=1e-5)
-
-
-class Counted(torch.utils._python_dispatch.TorchDispatchMode):
-    """How often each operation ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = collections.Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.calls[function.name()] += 1
-        return function(*args, **(kwargs or {}))
-
-    def of(self, *parts):
-        return sum(count for name, count in self.calls.items() if any(part in name for part in parts))
-
-
-@pytest.mark.parametrize("families", [ALONE, SHARED])
-def test_kept_attention_runs_once_and_changes_no_number(monkeypatch, families):
-    small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
-    on_gpu = DEVICE.type == "cuda"  # there the kernel for packed rows wants half precision
-    model = tiny_model("qwen2", **small).to(DEVICE, torch.bfloat16 if on_gpu else torch.float32).train()
-    found = []
-    for keep in ("0", "1"):
-        monkeypatch.setenv(recompute.SWITCH, keep)
-        with Counted() as counted:
-            found.append((counted, *hidden_and_gradients(model, True, families)))
-    (all_again, hidden, grads), (kept, same_hidden, same_grads) = found
-    kernels = [name.split("::")[1] for name in recompute.KERNELS]
-    backward = all_again.of("attention_backward", "attention_for_cpu_backward", "_varlen_attn_backward")
-    assert all_again.of(*kernels) - backward == 6 and kept.of(*kernels) - backward == 3
-    assert torch.equal(hidden, same_hidden) and grads.keys() == same_grads.keys()
-    for name, grad in grads.items():  # that kernel's backward pass adds in any order
-        assert (grad - same_grads[name]).norm() <= (0.02 * grad.norm() if on_gpu else 0.0), name
 
 
 @pytest.mark.parametrize(("architecture", "families"), [("qwen2", ALONE), ("qwen3", ALONE), ("qwen3", SHARED)])
