@@ -71,7 +71,7 @@ def rollout(
     runs: Annotated[str, typer.Option(help="PROMPTSxPROMPT_TOKENSxNEW_TOKENS, several with commas")] = "16x32x64",
     samples: Annotated[int, typer.Option(help="samples of each prompt", min=1)] = 1,
     slots: Annotated[int | None, typer.Option(help="sequences decoded at once", min=1)] = None,
-    merged: Annotated[bool, typer.Option(help="on a GPU: q, k and v as one product, gate and up as one")] = False,
+    merged: Annotated[bool, typer.Option(help="on a GPU: q, k and v as one product, gate and up as one")] = True,
     precision: Annotated[str, typer.Option(help="rollout.precision: model or fp8")] = "model",
     kernels: Kernels = False,
     dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,

@@ -51,7 +51,7 @@ def bench_rollout(
     repeats: int = 2,
     slots: int | None = None,
     kernels: bool = False,
-    merged: bool = False,
+    merged: bool = True,
     precision: Precision = "model",
 ) -> tuple[Machine, list[dict[str, Any]]]:
     """The best of ``repeats`` calls each, after one that warms up (kernels are compiled, graphs captured). With

@@ -94,9 +94,8 @@ class NativeEngine(Engine):
     every prompt alone; it costs speed when few slots are live or prompts are short.
 
     With ``merged``, over pages, queries, keys and values come from one product, and so do gate and up
-    (`luffy.models.merged`); it is off until a whole training has run with it on a GPU. With ``precision="fp8"`` every
-    call begins with a quantized copy of the layers' linear weights and computes with that (`luffy.models.fp8`); its
-    log-probs are those of the copy.
+    (`luffy.models.merged`). With ``precision="fp8"`` every call begins with a quantized copy of the layers' linear
+    weights and computes with that (`luffy.models.fp8`); its log-probs are those of the copy.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class NativeEngine(Engine):
         batch_invariant: bool = False,
         decoding: Decoding = "auto",
         memory_share: float = 1.0,
-        merged: bool = False,
+        merged: bool = True,
         precision: Precision = "model",
     ) -> None:
         device = next(model.parameters()).device.type
