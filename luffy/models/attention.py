@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 from luffy.errors import UserError
 from luffy.models.flash import flash_kernel, heads_of
 from luffy.models.reach import Reach, bounds_of
+from luffy.types import to_device
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -93,23 +94,23 @@ class PackedLayout:
     @cached_property
     def position_ids(self) -> Tensor:
         """[N]: counts from 0 in every sequence."""
-        return torch.cat([torch.arange(n) for n in self.lengths]).to(self.device, non_blocking=True)
+        return to_device(torch.cat([torch.arange(n) for n in self.lengths]), self.device)
 
     @cached_property
     def last_tokens(self) -> Tensor:
         """[S]: where each sequence ends in the flat row."""
-        return (torch.tensor(self.lengths).cumsum(0) - 1).to(self.device, non_blocking=True)
+        return to_device(torch.tensor(self.lengths).cumsum(0) - 1, self.device)
 
     @cached_property
     def _token_rows(self) -> Tensor:
         """[N]: the number of the sequence a token belongs to."""
         lengths = torch.tensor(self.lengths)
         rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        return rows.to(self.device, non_blocking=True)
+        return to_device(rows, self.device)
 
     @cached_property
     def _token_slots(self) -> Tensor:
-        return torch.tensor(self._slots, device=self.device)[self._token_rows]
+        return to_device(torch.tensor(self._slots), self.device)[self._token_rows]
 
     @cached_property
     def bounds(self) -> Tensor:
@@ -129,7 +130,7 @@ class PackedLayout:
         lengths = torch.tensor(self.lengths)
         starts = lengths.cumsum(0) - lengths
         within = torch.minimum(torch.arange(self.longest)[None, :], lengths[:, None] - 1)
-        return (starts[:, None] + within).flatten().to(self.device)
+        return to_device((starts[:, None] + within).flatten(), self.device)
 
     @cached_property
     def _from_padded(self) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from luffy.models.attention import Layout, PackedLayout, causal_varlen, varlen_serves
-from luffy.types import Family
+from luffy.types import Family, to_device
 
 
 def layout_of(families: Sequence[Family], device: torch.device | str) -> Layout:
@@ -62,8 +62,7 @@ class Copies:
     same order, where adding into the row from all places at once would not give the same bits twice on a GPU."""
 
     def __init__(self, rows: Tensor, count: int, device: torch.device | str) -> None:
-        """``rows[i]`` is the row that goes to place i; each of the ``count`` rows goes somewhere. The indices travel
-        without waiting: the GPU is still busy with the batch before."""
+        """``rows[i]`` is the row that goes to place i; each of the ``count`` rows goes somewhere."""
         times = torch.bincount(rows, minlength=count)
         places = rows.argsort(stable=True)  # row by row
         starts = times.cumsum(0) - times
@@ -71,11 +70,11 @@ class Copies:
         nth = torch.arange(int(times.max()))
         absent = nth[None, :] >= times[several, None]
         at = (starts[several, None] + nth[None, :]).clamp(max=len(rows) - 1)
-        self.rows = rows.to(device, non_blocking=True)
-        self.first = places[starts].to(device, non_blocking=True)
-        self._several = several.to(device, non_blocking=True)
-        self._places = places[at].to(device, non_blocking=True)
-        self._absent = absent[:, :, None, None].to(device, non_blocking=True) if absent.any() else None
+        self.rows = to_device(rows, device)
+        self.first = to_device(places[starts], device)
+        self._several = to_device(several, device)
+        self._places = to_device(places[at], device)
+        self._absent = to_device(absent[:, :, None, None], device) if absent.any() else None
 
     def of(self, flat: Tensor) -> Tensor:
         """[N, H, D] -> [places, H, D]."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from luffy.types import to_device
+
 Lengths = tuple[int, ...]
 
 
@@ -39,7 +41,7 @@ class Reach:
 def bounds_of(lengths: Lengths, device: torch.device) -> Tensor:
     """[S + 1] int32: where each sequence starts, and where the last one ends."""
     ends = torch.tensor((0, *lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return ends.to(device, non_blocking=True)
+    return to_device(ends, device)
 
 
 # Query, key and value [tokens, heads, D], who sees whom, scale.

@@ -140,8 +140,8 @@ class Policy:
             parts = [self._accumulate(batch, off_ratio_mean) for batch in chain(batches, idle)]
         finally:
             self.model.eval()
+        grad_norm = optimizer.grad_norm()  # asked for before the host waits for anything
         metrics = self.world.merge(fetch(parts))
-        grad_norm = optimizer.grad_norm()
         norm, loss = float(grad_norm), metrics["actor/loss"].value
         if not (math.isfinite(norm) and math.isfinite(loss)):
             optimizer.zero_grad()

@@ -1,10 +1,12 @@
 """A group's prompt computed once, on a GPU: the flash kernel over copied keys, and gradients that repeat."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import tiny_model
 
-from luffy.models.families import Copies
+from luffy.models.families import Copies, layout_of
 from luffy.train.packing import pack
 from luffy.train.scorer import TokenScorer
 from luffy.types import Sample
@@ -34,6 +36,23 @@ def scored(model, share):
     in_order = torch.cat([piece for _, piece in sorted(zip(batch.order, pieces, strict=True), key=lambda p: p[0])])
     (in_order * torch.linspace(-1, 2, len(in_order), device="cuda")).mean().backward()
     return in_order.detach().float(), {n: p.grad.float().clone() for n, p in model.named_parameters()}
+
+
+def test_the_next_batch_is_laid_out_while_the_gpu_is_busy():
+    rows = [replace(s, **{k: v.repeat(40) for k, v in vars(s).items() if torch.is_tensor(v)}) for s in samples()]
+    (batch,) = pack(rows, 100_000, "token-mean", 12_000)
+    assert batch.input_ids.nbytes > 2**17  # small copies never wait
+
+    def lay_out():
+        return batch.to("cuda"), layout_of(batch.families, "cuda")
+
+    for _ in range(2):  # pinned memory is allocated once, and that waits
+        lay_out()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # a second
+    moved, _ = lay_out()
+    assert not torch.cuda.current_stream().query()
+    assert torch.equal(moved.input_ids.cpu(), batch.input_ids)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])

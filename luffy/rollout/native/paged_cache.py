@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from luffy.kernels.paged import PAGE, attend, rotate_and_store, splits_for, store
 from luffy.models.attention import PackedLayout, causal_varlen, varlen_serves
 from luffy.models.forward import causal_lm, head_weight_bias, key_value_shape
+from luffy.types import to_device
 
 COPIED_AT_ONCE = 64  # pages
 SCRATCH = 0  # rows that only fill up a batch write here; nobody reads it
@@ -49,11 +50,6 @@ class PagePool:
 
 def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Through pinned memory, so that the host does not wait for the device to get there."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,10 @@ from luffy.rollout.native.paged_cache import (
     PagePool,
     cache_shape,
     pages_for,
-    to_device,
 )
 from luffy.rollout.native.scheduler import PromptGroup, SequenceState
 from luffy.rollout.sampling import SamplingRows, sample, signed
-from luffy.types import Request
+from luffy.types import Request, to_device
 
 BURST = 8  # decoding steps between two looks at the results
 SAMPLER_ROWS = 256  # rows that the plain sampler draws for at once: it keeps float32 copies of their logits
