@@ -19,8 +19,8 @@ from luffy.types import Group, Rollout, Score
 def score(rollouts: Sequence[tuple[Rollout, ...]], verifier: Verifier, tokenizer: Any) -> list[Group]:
     """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
     flat = [rollout for group in rollouts for rollout in group]
-    texts = decode(tokenizer, [r.token_ids for r in flat])
-    items = [(r.task.problem, text, r.token_ids.tolist()) for r, text in zip(flat, texts, strict=True)]
+    ids = [r.token_ids.tolist() for r in flat]
+    items = [(r.task.problem, *pair) for r, *pair in zip(flat, decode(tokenizer, ids), ids, strict=True)]
     scores = iter(verifier.score(items))
     return [Group(group[0].task, group, tuple(next(scores) for _ in group)) for group in rollouts]
 

@@ -84,11 +84,10 @@ def evaluate_set(
         for k in range(cfg.n)
     ]
     completions = run.engines.current.generate(requests, progress)
-    texts = decode(run.tokenizer, [c.token_ids for c in completions])
+    ids = [c.token_ids.tolist() for c in completions]
     mine = tasks[rank::ranks]
     problems = [task.problem for task in mine for _ in range(cfg.n)]
-    ids = [c.token_ids.tolist() for c in completions]
-    scores = run.verifier.score(list(zip(problems, texts, ids, strict=True)))
+    scores = run.verifier.score(list(zip(problems, decode(run.tokenizer, ids), ids, strict=True)))
     metrics: dict[str, Metric] = {
         f"val-{name}/accuracy": Mean.of(run.cfg.reward.solved(s.value) for s in scores),
         f"val-{name}/score": Mean.of(s.value for s in scores),

@@ -11,6 +11,8 @@ import torch
 from children import in_child
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from luffy.errors import UserError
 from luffy.models import PackedLayout, drop_padding_tokens, eos_ids, forward_hidden, load, load_model, load_tokenizer
@@ -282,3 +284,21 @@ def test_without_padding_a_model_is_itself_renormalised(tied):
         after = model(ids).logits[0]
     assert model.config.vocab_size == after.shape[-1] == 41
     torch.testing.assert_close(after.log_softmax(-1), before[:, :41].log_softmax(-1))
+
+
+@pytest.mark.parametrize("kind", ["plain", "cleans up", "of its own"])
+def test_many_responses_have_the_texts_that_transformers_gives_them(kind):
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *args, **named):
+            return super()._decode(*args, **named).upper()
+
+    words = ["<end>", "well", ",", "no", "!"]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<end>"))
+    tokenizer = (Shouting if kind == "of its own" else PreTrainedTokenizerFast)(
+        tokenizer_object=core, eos_token="<end>", clean_up_tokenization_spaces=kind == "cleans up"
+    )
+    texts = load.decode(tokenizer, [torch.tensor([1, 2, 3, 4, 0]), (3, 4), [], [0]])
+    first = {"plain": "well , no !", "cleans up": "well, no!", "of its own": "WELL , NO !"}[kind]
+    assert texts[0] == first and texts[2:] == ["", ""]
+    assert texts == [tokenizer.decode(ids, skip_special_tokens=True) for ids in ([1, 2, 3, 4, 0], [3, 4], [], [0])]
+    assert load.decode(tokenizer, []) == []
