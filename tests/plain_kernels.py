@@ -18,14 +18,26 @@ def add_rms_norm(x, residual, weight, eps):
     return F.rms_norm(total, (total.shape[-1],), weight, eps), total
 
 
+def add_rms_norm_quantized(x, residual, weight, eps):
+    normed, total = add_rms_norm(x, residual, weight, eps)
+    return quantize_rows(normed), total
+
+
 def swiglu(gate, up):
     return F.silu(gate) * up
 
 
-def quantize_rows(x, out=None, scales=None):
-    scale = x.float().abs().amax(1).clamp(min=1e-12) / 448
-    rows = (x.float() / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return (rows, scale) if out is None else (out.copy_(rows), scales.copy_(scale))
+def swiglu_quantized(gate, up):
+    return quantize_rows(swiglu(gate, up))
+
+
+def quantize_rows(x, out=None):
+    scales = x.float().abs().amax(1).clamp(min=1e-12) / 448
+    rows = (x.float() / scales[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    if out is not None:
+        out.values.copy_(rows)
+        out.scales.copy_(scales)
+    return rows, scales
 
 
 def rotate(x, cos, sin):
@@ -103,9 +115,10 @@ def install(monkeypatch):
     from luffy.rollout.overrides import round_graphs
 
     monkeypatch.setattr(luffy.kernels, "interpreted", True)
-    monkeypatch.setattr(luffy.kernels.norm, "add_rms_norm", add_rms_norm)
-    monkeypatch.setattr(luffy.kernels.elementwise, "swiglu", swiglu)
-    monkeypatch.setattr(luffy.kernels.elementwise, "rotate", rotate)
+    for name in ("add_rms_norm", "add_rms_norm_quantized"):
+        monkeypatch.setattr(luffy.kernels.norm, name, globals()[name])
+    for name in ("swiglu", "swiglu_quantized", "rotate"):
+        monkeypatch.setattr(luffy.kernels.elementwise, name, globals()[name])
     monkeypatch.setattr(luffy.kernels.quantize, "quantize_rows", quantize_rows)
     for name in ("store", "rotate_and_store", "attend"):
         monkeypatch.setattr(paged_cache, name, globals()[name])

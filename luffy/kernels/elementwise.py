@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from luffy.kernels.quantize import Float8Rows, scaled_row, warps_of_a_row
+
 
 @triton.jit
 def _swiglu_forward(gate, up, out, count, BLOCK: tl.constexpr):
@@ -32,6 +34,21 @@ def _swiglu_rows(gate, up, out, gate_row, up_row, width, BLOCK: tl.constexpr):
     g32 = g.to(tl.float32)
     active = (g32 / (1.0 + tl.exp(-g32))).to(g.dtype).to(tl.float32)
     tl.store(out + row * width + at, (active * u.to(tl.float32)).to(g.dtype), mask=inside)
+
+
+@triton.jit
+def _swiglu_quantized(gate, up, out, scales, gate_row, up_row, width, BLOCK: tl.constexpr):
+    """The same for one whole row, quantized."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    g = tl.load(gate + row * gate_row + at, mask=inside, other=0.0)
+    u = tl.load(up + row * up_row + at, mask=inside, other=0.0)
+    g32 = g.to(tl.float32)
+    active = (g32 / (1.0 + tl.exp(-g32))).to(g.dtype).to(tl.float32)
+    scaled, scale = scaled_row((active * u.to(tl.float32)).to(g.dtype).to(tl.float32))
+    tl.store(scales + row, scale)
+    tl.store(out + row * width + at, scaled.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -88,6 +105,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         out: Tensor = _Swiglu.apply(gate.contiguous(), up.contiguous())
         return out
     return _launch_swiglu(gate, up)
+
+
+def swiglu_quantized(gate: Tensor, up: Tensor) -> Float8Rows:
+    """The same in float8; without gradients."""
+    rows, width = gate.shape
+    out = Float8Rows.empty(gate.shape, gate.device)
+    block = triton.next_power_of_2(width)
+    _swiglu_quantized[(rows,)](
+        gate, up, *out, gate.stride(0), up.stride(0), width, BLOCK=block, num_warps=warps_of_a_row(block)
+    )
+    return out
 
 
 @triton.jit

@@ -9,24 +9,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from luffy.kernels.quantize import KIND, Float8Rows, scaled_row
 
-@triton.jit
-def _forward(x, residual, weight, normed, total, rstd, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward(
+    x, residual, weight, normed, total, scales, rows, width, eps,
+    ADD: tl.constexpr, PARTS: tl.constexpr, QUANTIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row. ``scales``: of the quantized row, or what the row was multiplied by."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
+    kind = total.dtype.element_ty
     value = tl.load(x + row * width + at, mask=inside, other=0.0)
-    kind = value.dtype
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(x + (part * rows + row) * width + at, mask=inside, other=0.0)
+    value = value.to(kind)
     if ADD:
         before = tl.load(residual + row * width + at, mask=inside, other=0.0)
         value = (value.to(tl.float32) + before.to(tl.float32)).to(kind)
         tl.store(total + row * width + at, value, mask=inside)
     value32 = value.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value32 * value32, axis=0) / width + eps)
-    tl.store(rstd + row, scale)
     gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    out = gain * (value32 * scale).to(kind).to(tl.float32)
-    tl.store(normed + row * width + at, out.to(kind), mask=inside)
+    out = (gain * (value32 * scale).to(kind).to(tl.float32)).to(kind)
+    if QUANTIZE:
+        out, scale = scaled_row(out.to(tl.float32))
+    tl.store(scales + row, scale)
+    tl.store(normed + row * width + at, out.to(normed.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -60,23 +71,27 @@ def _warps(block: int) -> int:
     return min(max(block // 512, 1), 8)
 
 
-def _launch_forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    rows, width = x.shape
+def _launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, normed: Tensor, scales: Tensor
+) -> Tensor:
+    """Fills ``normed`` [N, H] and ``scales`` [N]; returns the sum."""
+    rows, width = normed.shape
     x = x.contiguous()
-    normed, rstd = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
-    total = x if residual is None else torch.empty_like(x)
+    total = x if residual is None else residual.new_empty(residual.shape)
     block = triton.next_power_of_2(width)
     _forward[(rows,)](
-        x, residual, weight, normed, total, rstd, width, eps,
-        ADD=residual is not None, BLOCK=block, num_warps=_warps(block),
+        x, residual, weight, normed, total, scales, rows, width, eps,
+        ADD=residual is not None, PARTS=len(x) if x.dim() == 3 else 1, QUANTIZE=normed.dtype == KIND, BLOCK=block,
+        num_warps=_warps(block),
     )  # fmt: skip
-    return normed, total, rstd
+    return total
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, total, rstd = _launch_forward(x, residual, weight, eps)
+        normed, rstd = x.new_empty(x.shape), x.new_empty(len(x), dtype=torch.float32)
+        total = _launch_forward(x, residual, weight, eps, normed, rstd)
         ctx.save_for_backward(total, weight, rstd)
         ctx.has_residual = residual is not None
         # An input returned as it came would be seen as changed in place; the caller has it anyway.
@@ -100,9 +115,17 @@ class _AddNorm(torch.autograd.Function):
 
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual) for rows [N, H]; without a residual, (norm(x), x)."""
+    """(norm(x + residual), x + residual) for rows [N, H]; without a residual, (norm(x), x). Without gradients x may be
+    sums [parts, N, H] in float32, which are added up and rounded to the residual's type first."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         out: tuple[Tensor, Tensor] = _AddNorm.apply(x, residual, weight, eps)
         return out
-    normed, total, _ = _launch_forward(x, residual, weight, eps)
-    return normed, total
+    stream = x if residual is None else residual
+    normed, rstd = stream.new_empty(stream.shape), stream.new_empty(len(stream), dtype=torch.float32)
+    return normed, _launch_forward(x, residual, weight, eps, normed, rstd)
+
+
+def add_rms_norm_quantized(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Float8Rows, Tensor]:
+    """The same with the norm's rows in float8; without gradients."""
+    normed = Float8Rows.empty((x if residual is None else residual).shape, x.device)
+    return normed, _launch_forward(x, residual, weight, eps, *normed)

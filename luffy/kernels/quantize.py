@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 KIND = torch.float8_e4m3fn
-LARGEST = torch.finfo(KIND).max  # 448
-SMALLEST = 1e-12  # of a row's largest number: a row of zeros stays zero
+LARGEST = tl.constexpr(torch.finfo(KIND).max)  # 448
+SMALLEST = tl.constexpr(1e-12)  # of a row's largest number: a row of zeros stays zero
+
+
+class Float8Rows(NamedTuple):
+    """Numbers [N, K] in float8, which scales [N] in float32 multiply."""
+
+    values: Tensor
+    scales: Tensor
+
+    @classmethod
+    def empty(cls, shape: torch.Size, device: torch.device) -> Float8Rows:
+        values = torch.empty(shape, dtype=KIND, device=device)
+        return cls(values, torch.empty(len(values), dtype=torch.float32, device=device))
 
 
 @triton.jit
-def _quantize(x, out, scales, width, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
+def scaled_row(value):
+    """A row in float32 -> (the row within the range of float8, its scale)."""
+    scale = tl.maximum(tl.max(tl.abs(value), axis=0), SMALLEST) / LARGEST
+    # Rounding must not leave the range, whose end is followed by NaN.
+    return tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST), scale
+
+
+@triton.jit
+def _quantize(x, out, scales, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
     value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), axis=0), SMALLEST) / LARGEST
+    scaled, scale = scaled_row(value)
     tl.store(scales + row, scale)
-    # Rounding must not leave the range, whose end is followed by NaN.
-    scaled = tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)
     tl.store(out + row * width + at, scaled.to(out.dtype.element_ty), mask=inside)
 
 
-def quantize_rows(x: Tensor, out: Tensor | None = None, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [N, K] -> float8 [N, K] and scales [N] in float32; to ``out`` and ``scales`` where they are given."""
+def warps_of_a_row(block: int) -> int:
+    return min(max(block // 1024, 1), 16)
+
+
+def quantize_rows(x: Tensor, out: Float8Rows | None = None) -> Float8Rows:
+    """Rows x [N, K] in float8; in ``out`` where it is given."""
     x = x.contiguous()
     rows, width = x.shape
-    out = torch.empty(x.shape, dtype=KIND, device=x.device) if out is None else out
-    scales = torch.empty(rows, dtype=torch.float32, device=x.device) if scales is None else scales
+    out = Float8Rows.empty(x.shape, x.device) if out is None else out
     block = triton.next_power_of_2(width)
-    _quantize[(rows,)](
-        x, out, scales, width,
-        LARGEST=LARGEST, SMALLEST=SMALLEST, BLOCK=block, num_warps=min(max(block // 1024, 1), 16),
-    )  # fmt: skip
-    return out, scales
+    _quantize[(rows,)](x, out.values, out.scales, width, BLOCK=block, num_warps=warps_of_a_row(block))
+    return out

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 from luffy.models.merged import groups_of, is_plain, merged, parts_of, side_by_side
 
+if TYPE_CHECKING:
+    from luffy.kernels.quantize import Float8Rows
+
 MULTIPLE = 16  # rows and columns of a weight that the product takes
+QUANTIZED_WHERE_MADE = False  # rows of norms and activations, by the kernels that make them
 FIRST_WITH_FP8 = (8, 9)  # compute capability: Ada, Hopper and later
 
 
@@ -36,23 +40,31 @@ def fp8_fault(layers: Sequence[Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Weights [out, in] of a group of linear layers, with a scale for each row, and their biases."""
+    """Weights [out, in] of a group of linear layers, with a scale for each row, their biases, and what they were
+    quantized from."""
 
     weight: Tensor
     scales: Tensor
     bias: Tensor | None
+    dtype: torch.dtype = torch.bfloat16
 
-    def product(self, x: Tensor) -> Tensor:
-        from luffy.kernels.quantize import quantize_rows
+    def product(self, x: Tensor | Float8Rows, may_cut: bool = False) -> Tensor:
+        """[N, out]; with ``may_cut`` it may be several sums [parts, N, out] in float32."""
+        from luffy.kernels.product import float8_product, tiling_for
+        from luffy.kernels.quantize import Float8Rows, quantize_rows
 
-        rows, scales = quantize_rows(x)
-        if not x.is_cuda:
+        rows, scales = x = quantize_rows(x) if isinstance(x, Tensor) else x
+        if not rows.is_cuda:
             return F.linear(
-                rows.to(x.dtype) * scales[:, None], self.weight.to(x.dtype) * self.scales[:, None], self.bias
+                rows.to(self.dtype) * scales[:, None], self.weight.to(self.dtype) * self.scales[:, None], self.bias
             )
+        columns, depth = self.weight.shape
+        tiling = tiling_for(len(rows), columns, depth, may_cut)
+        if tiling is not None:
+            return float8_product(x, Float8Rows(self.weight, self.scales), self.bias, self.dtype, tiling)
         return torch._scaled_mm(
             rows, self.weight.t(), scale_a=scales[:, None], scale_b=self.scales[None, :], bias=self.bias,
-            out_dtype=x.dtype, use_fast_accum=True,
+            out_dtype=self.dtype, use_fast_accum=True,
         )  # fmt: skip
 
 
@@ -66,7 +78,7 @@ class Fp8Products:
     @torch.no_grad()
     def refresh(self, layers: Sequence[Any]) -> None:
         """Quantize the weights as they are now."""
-        from luffy.kernels.quantize import KIND, quantize_rows
+        from luffy.kernels.quantize import Float8Rows, quantize_rows
 
         for group in _quantizable(layers):
             parts = [
@@ -75,17 +87,24 @@ class Fp8Products:
             weight, bias = parts[0], parts[1] if len(parts) == 2 else None
             copy = self._copies.get(group[0])
             if copy is None or copy.weight.device != weight.device:
-                out = torch.empty(weight.shape, dtype=KIND, device=weight.device)
-                scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-                copy = self._copies[group[0]] = Quantized(out, scales, None if bias is None else bias.clone())
-            quantize_rows(weight, copy.weight, copy.scales)
+                out = Float8Rows.empty(weight.shape, weight.device)
+                copy = self._copies[group[0]] = Quantized(*out, None if bias is None else bias.clone(), weight.dtype)
+            quantize_rows(weight, Float8Rows(copy.weight, copy.scales))
             if copy.bias is not None and bias is not None:
                 copy.bias.copy_(bias)
 
-    def __call__(self, x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
+    def takes_float8(self, group: Sequence[Any]) -> bool:
+        """Whether rows for these layers may come quantized."""
+        return QUANTIZED_WHERE_MADE and group[0] in self._copies
+
+    def __call__(self, x: Tensor | Float8Rows, group: Sequence[Any]) -> tuple[Tensor, ...]:
+        """A single layer's product may be several sums (`Quantized.product`), which the norm after it adds up."""
         copy = self._copies.get(group[0])
         if copy is None:
+            assert isinstance(x, Tensor)  # see takes_float8
             return merged(x, group)
+        if len(group) == 1:
+            return (copy.product(x, may_cut=True),)
         return copy.product(x).split([linear.out_features for linear in group], dim=1)
 
 

@@ -8,6 +8,7 @@ the linear layers' products computed otherwise (`luffy.models.merged`).
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from luffy.kernels import kernels_serve
 from luffy.models.attention import Layout
+from luffy.models.fp8 import Fp8Products
 from luffy.models.merged import Products, merge_weights, separate
 
 # Families whose layers are exactly: norm, q/k/v, rotary, attention, o, sum, norm, gated MLP, sum.
@@ -75,10 +77,11 @@ class FusedDecoder:
         return _normed(backbone.norm, delta, residual)[0]
 
 
-def _normed(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    from luffy.kernels.norm import add_rms_norm
+def _normed(norm: Any, x: Tensor, residual: Tensor | None, float8: bool = False) -> tuple[Any, Tensor]:
+    from luffy.kernels.norm import add_rms_norm, add_rms_norm_quantized
 
-    return add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+    function = add_rms_norm_quantized if float8 else add_rms_norm
+    return function(x, residual, norm.weight, norm.variance_epsilon)
 
 
 def _layer(
@@ -90,23 +93,30 @@ def _layer(
     products: Products,
 ) -> tuple[Tensor, Tensor]:
     """What the layer adds to the stream, and the stream it is to be added to: the sum waits for the next norm."""
-    from luffy.kernels.elementwise import swiglu
+    from luffy.kernels.elementwise import swiglu, swiglu_quantized
 
-    x, residual = _normed(layer.input_layernorm, delta, residual)
-    attended = _attention(layer.self_attn, x, angles, layout, products)
-    x, residual = _normed(layer.post_attention_layernorm, attended, residual)
-    mlp = layer.mlp
-    gate, up = products(x, (mlp.gate_proj, mlp.up_proj))
-    (out,) = products(swiglu(gate, up), (mlp.down_proj,))
+    attention, mlp = layer.self_attn, layer.mlp
+    projections, gates, down = (
+        (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,)
+    )  # fmt: skip
+    # Quantized where they are made, for products that would quantize them.
+    float8 = products.takes_float8 if isinstance(products, Fp8Products) else lambda group: False
+    x, residual = _normed(layer.input_layernorm, delta, residual, float8(projections))
+    attended = _attention(attention, products(x, projections), angles, layout, products)
+    x, residual = _normed(layer.post_attention_layernorm, attended, residual, float8(gates))
+    activation: Any = swiglu_quantized if float8(down) else swiglu
+    (out,) = products(activation(*products(x, gates)), down)
     return out, residual
 
 
-def _attention(attention: Any, x: Tensor, angles: tuple[Tensor, Tensor], layout: Layout, products: Products) -> Tensor:
+def _attention(
+    attention: Any, projected: Sequence[Tensor], angles: tuple[Tensor, Tensor], layout: Layout, products: Products
+) -> Tensor:
+    """Of queries, keys and values."""
     from luffy.kernels.elementwise import rotate
 
     width = attention.head_dim
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    q, k, v = (flat.view(len(x), -1, width) for flat in products(x, projections))
+    q, k, v = (flat.view(len(flat), -1, width) for flat in projected)
     if hasattr(attention, "q_norm"):
         q, k = _head_norm(attention.q_norm, q), _head_norm(attention.k_norm, k)
     layout.calls += 1
@@ -117,7 +127,7 @@ def _attention(attention: Any, x: Tensor, angles: tuple[Tensor, Tensor], layout:
         layer, scale, window = place
         # Rows of a merged product lie apart, which not every attention kernel takes.
         out = layout.attend(layer, rotate(q, *angles), rotate(k, *angles), v.contiguous(), scale, window)
-    (out,) = products(out.reshape(len(x), -1), (attention.o_proj,))
+    (out,) = products(out.reshape(len(q), -1), (attention.o_proj,))
     return out
 
 

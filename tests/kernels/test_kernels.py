@@ -14,8 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from luffy.core.logprobs import selected_log_probs
 from luffy.kernels import draw as sampling
 from luffy.kernels import head, paged
-from luffy.kernels.elementwise import rotate, swiglu
-from luffy.kernels.norm import add_rms_norm
+from luffy.kernels.elementwise import rotate, swiglu, swiglu_quantized
+from luffy.kernels.norm import add_rms_norm, add_rms_norm_quantized
+from luffy.kernels.product import Tiling, float8_product
 from luffy.kernels.quantize import quantize_rows
 from luffy.rollout.sampling import SamplingRows, draw_tokens, negative_clocks, sample
 from luffy.types import Request, Sampling
@@ -110,6 +111,60 @@ def test_quantized_rows(dtype):
     # Triton's interpreter loses the carry where a number rounds up to a power of two.
     right = rows.float() == exact if DEVICE.type == "cuda" else (rows.float() == exact) | (rows.float() * 2 == exact)
     assert right.float().mean() > 0.99
+
+
+def assert_same_rows(ours, theirs):
+    assert torch.equal(ours.values.float(), theirs.values.float()) and torch.equal(ours.scales, theirs.scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_a_norm_quantizes_its_rows(dtype):
+    x, residual, weight = randn(5, 300, dtype=dtype), randn(5, 300, dtype=dtype, seed=1), randn(300, dtype=dtype)
+    normed, total = add_rms_norm(x, residual, weight, 1e-5)
+    quantized, same = add_rms_norm_quantized(x, residual, weight, 1e-5)
+    assert torch.equal(same, total)
+    assert_same_rows(quantized, quantize_rows(normed))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_a_norm_adds_up_the_sums_of_a_product(dtype):
+    sums, residual, weight = randn(3, 5, 300), randn(5, 300, dtype=dtype, seed=1), randn(300, dtype=dtype)
+    x = (sums[0] + sums[1] + sums[2]).to(dtype)
+    for ours, theirs in zip(
+        add_rms_norm(sums, residual, weight, 1e-5), add_rms_norm(x, residual, weight, 1e-5), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    assert_same_rows(
+        add_rms_norm_quantized(sums, residual, weight, 1e-5)[0], add_rms_norm_quantized(x, residual, weight, 1e-5)[0]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_swiglu_quantizes_its_rows(dtype):
+    gate, up = randn(7, 2600, dtype=dtype, seed=3).split(1300, dim=1)
+    assert_same_rows(swiglu_quantized(gate, up), quantize_rows(swiglu(gate, up)))
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize(("rows", "tile", "with_bias"), [(5, (64, 64), True), (70, (64, 128), False)])
+def test_float8_product_of_few_rows(rows, tile, with_bias, tma):
+    dtype = HALF[0] if HALF else torch.float32
+    x, weight = quantize_rows(randn(rows, 640)), quantize_rows(randn(128, 640, seed=1))
+    bias = randn(128, seed=2) if with_bias else None
+    exact = (x.values.double() * x.scales[:, None]) @ (weight.values.double() * weight.scales[:, None]).T
+    exact = exact if bias is None else exact + bias.double()
+    tolerance = 1e-6 if DEVICE.type == "cpu" else 5e-3  # bfloat16, and sums that the hardware keeps short
+    for stretches, shape in [
+        (1, (rows, 128)),
+        (2, (2, rows, 128)),
+        (4, (3, rows, 128)),
+    ]:  # 5 steps: 5, 3 + 2, 2 + 2 + 1
+        tiling = Tiling(*tile, stretches, tma)
+        out = float8_product(x, weight, bias, dtype, tiling)
+        assert out.shape == shape and out.dtype == (dtype if stretches == 1 else torch.float32)
+        total = out.double() if stretches == 1 else out.double().sum(0)
+        assert (total - exact).norm() < tolerance * exact.norm()
+        assert torch.equal(out, float8_product(x, weight, bias, dtype, tiling))
 
 
 def test_swiglu_of_the_halves_of_one_product():
