@@ -1,10 +1,11 @@
 """The problem sets of the study.
 
-    python -m studies.qwen.data --gsm8k FOLDER --traces traces.parquet --out study-qwen
+    python -m studies.qwen.data --gsm8k FOLDER --traces traces.parquet --benchmarks FOLDER --out study-qwen
 
 FOLDER has GSM8K's train.jsonl and test.jsonl; traces.parquet is what ``luffy prepare traces`` wrote for train.jsonl.
-512 training problems, drawn once, become the validation set. With ``--screened FILE`` (how many of 8 samples of the
-base were right, by problem; run.py --screen writes it) the hard problems are written too.
+512 training problems, drawn once, become the validation set. ``--benchmarks`` (math6.parquet and arc_c.parquet) are
+copied for question 5. With ``--screened FILE`` (how many of 8 samples of the base were right, by problem; run.py
+--screen writes it) the hard problems are written too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from studies.qwen.plan import HARD_TRAIN
 
 VALIDATION = 512
 Row = dict[str, Any]
@@ -37,16 +40,30 @@ def make(gsm8k: Path, traces: Path, out: Path, screened: Mapping[str, int] | Non
     plain = [_with_traces(row, lambda trace: _without(trace, "log_probs")) for row in train]
     sets = {"train": plain, "train-recorded": train}
     sets |= {f"train-traces{n}": [{**row, "traces": row["traces"][:n]} for row in plain] for n in (1, 2)}
-    if screened is not None:
-        sets["train-hard"] = [row for row in plain if screened[row["id"]] == 0]
     for name, found in sets.items():
-        pq.write_table(pa.Table.from_pylist(found), out / f"{name}.parquet", compression="zstd", compression_level=19)
+        _write_table(out / f"{name}.parquet", pa.Table.from_pylist(found))
         counts[name] = len(found)
+    if screened is not None:
+        counts["train-hard"] = write_hard(out, screened)
     human = (gsm8k / "train.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(human) == len(rows), "train.jsonl is not what the traces were made for"
     kept = [line for i, line in enumerate(human) if i not in held_out]
     (out / "train-human.jsonl").write_text("\n".join(kept) + "\n", encoding="utf-8")
     return counts | {"train-human": len(kept)}
+
+
+def write_hard(folder: Path, screened: Mapping[str, int]) -> int:
+    """The screened training problems that the base never solved."""
+    table = pq.read_table(folder / "train.parquet")
+    hard = table.filter(pa.array([screened.get(name) == 0 for name in table["id"].to_pylist()]))
+    _write_table(folder / HARD_TRAIN, hard)
+    return int(hard.num_rows)
+
+
+def _write_table(path: Path, table: pa.Table) -> None:
+    aside = path.with_name(f".{path.name}")
+    pq.write_table(table, aside, compression="zstd", compression_level=19)
+    aside.replace(path)
 
 
 def _with_traces(row: Row, change: Callable[[Row], Row]) -> Row:
@@ -67,8 +84,11 @@ if __name__ == "__main__":
     parser.add_argument("--gsm8k", type=Path, required=True)
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("study-qwen"))
+    parser.add_argument("--benchmarks", type=Path)
     parser.add_argument("--screened", type=Path)
     args = parser.parse_args()
     right = json.loads(args.screened.read_text(encoding="utf-8")) if args.screened else None
     for name, count in make(args.gsm8k, args.traces, args.out, right).items():
         print(f"{count:5} {name}")
+    if args.benchmarks:
+        shutil.copytree(args.benchmarks, args.out / "benchmarks", dirs_exist_ok=True)

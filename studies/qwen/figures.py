@@ -13,9 +13,10 @@ from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
 
+from luffy.evaluation.benchmarks import SUITES
 from studies.common import fill_marks, half_width, legend_below, panels, plt, smooth, table
 from studies.qwen.plan import HERE, METHODS
-from studies.qwen.records import Row, best_rates, last, read_rows, validation
+from studies.qwen.records import Row, best_rates, got_far, last, read_rows, validation
 
 PAGE = HERE.parents[1] / "docs" / "results" / "qwen-gsm8k.md"
 IMAGES = HERE.parents[1] / "docs" / "images"
@@ -23,11 +24,13 @@ COLORS = {
     "luffy": "#c8373a", "on_policy": "#8c8c8c", "sft": "#d08a1d", "mixed": "#3b7dd8", "sft_rl": "#5b8a3c",
     "luffy_clip": "#e58f91", "rl_sft_loss": "#7a5195", "rl_plus": "#17859b", "hpt": "#8a5a2b", "exgrpo": "#4a4a9c",
     "sft_luffy": "#8a1538", "chord": "#c2569b", "srft": "#6f9e9b", "relift": "#b3a125",
+    "opd": "#1f5f3a", "base": "#000000",
 }  # fmt: skip
-ENOUGH = 0.75  # of its steps: a run that was cut off before is no result yet
 LATE = 10  # steps at the end of a run that the table of its dynamics averages
 PROBLEMS = 64  # groups of a step
 VALIDATION = "val-core/accuracy"
+BENCHMARKS = {spec.name: spec.title for suite in ("math6", "ood") for spec in SUITES[suite]}
+CHANCE = {"arc_c": 0.25}
 
 
 def read(folder: Path = HERE / "results") -> list[Row]:
@@ -43,7 +46,7 @@ def trained(rows: Iterable[Row]) -> list[Row]:
 
 
 def has_result(row: Row) -> bool:
-    return "test" in row and (row["method"] == "base" or row["curves"]["step"][-1] >= ENOUGH * row["steps"])
+    return "test" in row and (row["method"] == "base" or got_far(row))
 
 
 def tested(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -214,9 +217,51 @@ def cost_table(rows: Sequence[Row]) -> str:
     return table(["", "runs", "steps", "GPU seconds", "GPU seconds a step, evaluation included"], body)
 
 
+# ---- question 5
+
+
+def evaluated(rows: Sequence[Row], key: str) -> dict[str, dict[str, list[Row]]]:
+    """By method, by benchmark (``key`` is suites) or temperature (temperatures): its runs, with what they scored there
+    as their test."""
+    found: dict[str, dict[str, list[Row]]] = {}
+    for method, runs in tested(rows).items():
+        for run in runs:
+            for name, made in run.get(key, {}).items():
+                found.setdefault(method, {}).setdefault(name, []).append({**run, "test": made})
+    return found
+
+
+def is_above_chance(runs: Sequence[Row], benchmark: str) -> bool:
+    middle, half = interval([shares(run) for run in runs])
+    return middle - half > 100 * CHANCE.get(benchmark, 0.0)
+
+
+def generalisation(rows: Sequence[Row]) -> str:
+    """A section of the page; nothing while there are no data."""
+    models = evaluated(rows, "suites")
+    if not models:
+        return ""
+    seen = {name for made in models.values() for name in made}
+    above = {name for made in models.values() for name, runs in made.items() if is_above_chance(runs, name)}
+    names, others = ([name for name in BENCHMARKS if name in group] for group in (above, seen - above))
+    body = [
+        [label(next(iter(made.values()))[0]), *(accuracy(made[name]) if name in made else "" for name in names)]
+        for made in models.values()
+    ]
+    head = ["", *(f"{BENCHMARKS[name]}, %" for name in names)]
+    lines = ["## Generalisation", "", "4 samples a problem at temperature 0.6."]
+    if others:
+        lines[-1] += f" No model is above chance on {', '.join(BENCHMARKS[name] for name in others)}."
+    lines += ["", table(head, body)]
+    if evaluated(rows, "temperatures"):
+        lines += ["", "![Right samples, and problems with a right sample, against the temperature of sampling]"
+                  "(../images/qwen-temperature.png)"]  # fmt: skip
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "main": main_table, "rates": rates_table, "differences": difference_table, "validation": validation_table,
-    "dynamics": dynamics_table, "cost": cost_table,
+    "dynamics": dynamics_table, "cost": cost_table, "generalisation": generalisation,
 }  # fmt: skip
 
 
@@ -276,6 +321,26 @@ def dynamics_figure(rows: Sequence[Row]) -> None:
     save(figure, "dynamics")
 
 
+def temperature_figure(rows: Sequence[Row]) -> None:
+    """The first 250 test problems, 8 samples each, with 95 % intervals."""
+    models = evaluated(rows, "temperatures")
+    if not models:
+        return
+    figure, axes = panels(2, 3.6)
+    for ax, score, title in zip(
+        axes, (shares, solved), ("right samples, %", "problems with a right one of 8, %"), strict=True
+    ):
+        for method, made in models.items():
+            at = sorted(made, key=float)
+            middles, halves = zip(*(interval([score(run) for run in made[t]]) for t in at), strict=True)
+            ax.errorbar([float(t) for t in at], middles, halves, marker="o", ms=3, capsize=2, lw=1.5,
+                        color=COLORS[method], label=label(made[at[0]][0]))  # fmt: skip
+        tidy(ax)
+        ax.set(xlabel="temperature", ylabel=title)
+    legend_below(figure, axes[0])
+    save(figure, "temperature")
+
+
 def tidy(ax: Any) -> None:
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
@@ -292,6 +357,6 @@ def fill(text: str, rows: Sequence[Row]) -> str:
 
 if __name__ == "__main__":
     collected = read()
-    for draw in (accuracy_figure, dynamics_figure):
+    for draw in (accuracy_figure, dynamics_figure, temperature_figure):
         draw(collected)
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), collected), encoding="utf-8")

@@ -21,6 +21,7 @@ SFT_RATES = (1e-5, 3e-5, 3e-6)
 SEEDS = (0, 1, 2)
 STEPS, SFT_STEPS, HARD_STEPS = 200, 240, 100
 RUNGS = {25: 2}  # step: how many runs of a contest go on from there
+STEP_S = {"rl": 2.2, "sft": 0.24}  # GPU seconds of a step on an H200
 HARD_TRAIN = "train-hard.parquet"
 
 Kind = Literal["rl", "sft"]
@@ -36,6 +37,7 @@ class Method:
     kind: Kind = "rl"
     after: str | None = None  # the method whose model it starts from
     rate_of: str | None = None  # the method whose learning rate it takes; None: it has a contest of its own
+    has_teacher: bool = False  # it needs the 1.5B's weights too
 
 
 METHODS = {
@@ -52,6 +54,7 @@ NEWER = {
     "rl_plus": "RL-PLUS", "hpt": "HPT", "exgrpo": "ExGRPO", "chord": "CHORD", "srft": "SRFT", "relift": "ReLIFT",
 }  # fmt: skip
 METHODS |= {name: Method(label, f"small/{name}", rate_of="luffy") for name, label in NEWER.items()}
+METHODS["opd"] = Method("on-policy distillation", "small/opd", rate_of="luffy", has_teacher=True)
 IN_THREE_SEEDS = ("luffy", "on_policy", "sft", "mixed", "sft_rl")
 
 
@@ -77,7 +80,7 @@ class Run:
     def kind(self) -> Kind:
         return METHODS[self.method].kind
 
-    def recipe(self, model: Path, data: Path, out: Path) -> dict[str, Any]:
+    def recipe(self, model: Path, data: Path, out: Path, teacher: Path | None = None) -> dict[str, Any]:
         """A recipe for ``luffy train`` (or ``luffy sft``)."""
         start = model if self.start is None else out / self.start / "model"
         own = {
@@ -94,6 +97,8 @@ class Run:
         recipe = _merged(_merged(settings, own), self.sets)
         if "train" in self.sets.get("data", {}):
             recipe["data"]["train"] = str(data / self.sets["data"]["train"])
+        if METHODS[self.method].has_teacher:
+            recipe["teacher"] = {"path": str(teacher)}
         return recipe
 
 
@@ -182,12 +187,11 @@ def _variants(chosen: Mapping[str, float]) -> Iterator[Run]:
     }
     for note, sets in changes.items():
         yield Run("luffy", lr, 0, (4,), note, sets)
-    for name in NEWER:
+    for name in (*NEWER, "opd"):
         yield Run(name, lr, 0, (6,))
 
 
-# Question 5 evaluates models of questions 1 and 4 (MATH-500, ARC-c, pass@k against temperature) and trains none.
-# Not planned yet: on-policy distillation from the 1.5B, whose weights must be on the machine too.
+# Question 5 evaluates models of the others (evaluations.py) and trains none.
 
 
 def runs_of(units: Iterator[Unit] | Sequence[Unit]) -> list[Run]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+ENOUGH = 0.75  # of its steps, for a run that was cut off to be a result
 CURVES = (
     "batch/on_solved", "batch/off_solved", "batch/solve_none", "batch/solve_all", "critic/rewards/mean",
     "actor/entropy_loss", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl", "actor/off_policy_prob",
@@ -27,17 +29,22 @@ def read_lines(path: Path) -> list[Row]:
 
 
 def read_rows(files: Iterable[Path]) -> dict[str, Row]:
-    """Runs by name. Of a run in several files the one that got further counts, then the later one."""
+    """Runs by name. Of a run in several files the one that got further counts, then the one with more evaluations, then
+    the later one. What is known of the base is gathered from all of them: it is one model."""
     found: dict[str, Row] = {}
     for file in files:
         for row in read_lines(file):
-            if row["name"] not in found or _progress(row) >= _progress(found[row["name"]]):
+            before = found.get(row["name"])
+            if before is not None and row["method"] == "base":
+                before.update(row)
+            elif before is None or _progress(row) >= _progress(before):
                 found[row["name"]] = row
     return found
 
 
-def _progress(row: Row) -> tuple[bool, int]:
-    return row["status"] == "finished", max(row["curves"].get("step", [0]), default=0)
+def _progress(row: Row) -> tuple[bool, int, int]:
+    step = max(row["curves"].get("step", [0]), default=0)
+    return row["status"] == "finished", step, ("test" in row) + ("suites" in row)
 
 
 def curves(metrics: Sequence[Row]) -> dict[str, list[Any]]:
@@ -72,32 +79,54 @@ def gpu_seconds(jobs: Sequence[Row], name: str, times: Sequence[float]) -> list[
     return [at[time] for time in times]
 
 
-def test_row(folder: Path, key: str) -> Row:
-    """``{key: {...}}`` of a finished ``luffy eval``: the right samples of each problem, one digit a problem in the
-    file's order, and the means; nothing where it is not finished."""
-    if not (folder / "result.json").exists():
-        return {}
-    items = read_lines(folder / "items.jsonl")
+def scores(folder: Path) -> Row:
+    """Of a finished ``luffy eval``, by benchmark: the right samples of each problem, one digit a problem in the file's
+    order, and the means; nothing where it is not finished."""
+    result = folder / "result.json"
+    return _scores(folder, result.stat().st_mtime_ns) if result.exists() else {}
+
+
+@cache
+def _scores(folder: Path, changed: int) -> Row:
+    by_benchmark = defaultdict(list)
+    for row in read_lines(folder / "items.jsonl"):
+        by_benchmark[row["benchmark"]].append(row)
+    return {name: _summary(items) for name, items in by_benchmark.items()}
+
+
+def _summary(items: Sequence[Row]) -> Row:
     tokens = [row["tokens"] for row in items]
     cut = [row["finish"] == "length" for row in items]
     means = {"tokens": round(sum(tokens) / len(tokens), 1), "truncated": round(sum(cut) / len(cut), 4)}
-    counts = right_counts(folder)  # in the order in which responses ended
+    counts = _right(items)  # in the order in which responses ended
     right = "".join(str(counts[name]) for name in sorted(counts, key=lambda name: int(name.rpartition(":")[2])))
-    return {key: {"k": max(row["sample"] for row in items) + 1, "right": right, **means}}
+    return {"k": max(row["sample"] for row in items) + 1, "right": right, **means}
 
 
 def right_counts(folder: Path) -> dict[str, int]:
     """Of a finished ``luffy eval``: right samples by problem."""
-    if not (folder / "result.json").exists():
-        return {}
-    counts: dict[str, int] = {}
-    for row in read_lines(folder / "items.jsonl"):
-        counts[row["id"]] = counts.get(row["id"], 0) + (row["score"] >= 1)
-    return counts
+    return _right(read_lines(folder / "items.jsonl")) if (folder / "result.json").exists() else {}
+
+
+def _right(items: Iterable[Row]) -> dict[str, int]:
+    counts: dict[str, int] = defaultdict(int)
+    for row in items:
+        counts[row["id"]] += row["score"] >= 1
+    return dict(counts)
+
+
+def got_far(row: Row) -> bool:
+    """A run that was cut off earlier is no result yet."""
+    return bool(max(row["curves"]["step"], default=0) >= ENOUGH * row["steps"])
+
+
+def is_done(row: Row) -> bool:
+    """Finished, or cut off late."""
+    return row["status"] == "finished" or (row["status"] == "cut" and got_far(row))
 
 
 def best_rates(rows: Iterable[Row]) -> dict[str, float]:
-    """The learning rate of each method whose contest is decided: all runs that were not dropped are finished. The best
+    """The learning rate of each method whose contest is decided: all runs that were not dropped are done. The best
     mean of the last four validation accuracies wins."""
     contests: dict[str, dict[float, Row]] = defaultdict(dict)
     for row in rows:
@@ -108,7 +137,7 @@ def best_rates(rows: Iterable[Row]) -> dict[str, float]:
 
 def _winner(rows: Sequence[Row]) -> float | None:
     left = [row for row in rows if row["status"] != "dropped"]
-    if len(rows) < 3 or any(row["status"] != "finished" for row in left):
+    if len(rows) < 3 or not all(is_done(row) for row in left):
         return None
     return float(max(left, key=validation)["lr"])
 

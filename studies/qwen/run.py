@@ -5,7 +5,7 @@
 Every training and every evaluation is a process of its own (``luffy train``, ``luffy sft``, ``luffy eval``). A contest
 (plan.py) is watched through the metrics of its runs, and those that lose are ended. When the time is nearly up, the
 runs under way are stopped with a checkpoint and their models evaluated.
-``--collect FOLDER`` always holds what is known so far: ``runs.jsonl``, a line a run with its curves and its test
+``--collect FOLDER`` always holds what is known so far: ``runs.jsonl``, a line a run with its curves and its
 scores, and ``jobs.jsonl``, when each process ran. On a machine that keeps its disk the next call goes on from the
 checkpoints; on another one, ``--known FILES`` leaves out what is finished.
 """
@@ -14,89 +14,74 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
-import yaml
+from studies.qwen.data import write_hard
+from studies.qwen.evaluations import GENERALISATION, SCREEN, TEST, Evaluation
+from studies.qwen.folders import BASE, Folders, write_whole
+from studies.qwen.plan import HARD_TRAIN, METHODS, RUNGS, STEP_S, Contest, Run, plan, runs_of
+from studies.qwen.records import Row, best_rates, is_done, read_lines, read_rows, right_counts, validations
 
-from luffy.config import load_config
-from studies.qwen.plan import METHODS, RUNGS, Contest, Run, plan, runs_of
-from studies.qwen.records import (
-    Row,
-    best_rates,
-    curves,
-    gpu_seconds,
-    read_lines,
-    read_rows,
-    right_counts,
-    test_row,
-    validations,
-)
-
-SAMPLES, SCREENING = 4, 8
-BASE = "base"
-TO_STOP_S, TO_TEST_S = 40.0, 100.0  # before the end: the last moment to begin an evaluation; to stop the trainings
+# Before the end: the last moment to begin an evaluation; to stop the trainings; so much earlier with --suites.
+TO_STOP_S, TO_TEST_S, TO_SUITES_S = 40.0, 100.0, 200.0
 
 
 @dataclass
 class Job:
-    """A process. ``run`` is None for evaluations of the base."""
+    """A process. ``run`` is None for evaluations."""
 
     name: str
     command: list[str]
     run: Run | None = None
     process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0
 
 
 class Driver:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.end = args, time.time() + 60 * args.minutes
+        self.folders = Folders(args.out)
         self.running: list[Job] = []
-        self.tests: list[Job] = []
         self.known = read_rows(args.known)
         lost = lost_before(self.known)
-        self.settled = {n: row for n, row in self.known.items() if row["status"] == "finished" or n in lost}
+        self.settled = {name: row for name, row in self.known.items() if name in lost or self._is_settled(row)}
         self.begun: set[str] = set()
+        self.tries: Counter[str] = Counter()
         self.contests: dict[str, Contest] = {}
         self.rates: dict[str, float] | None = None  # None: to be found out anew
         self.stopping = False
         self.last_collected = 0.0
         self.log = args.collect / "jobs.jsonl"
         args.collect.mkdir(parents=True, exist_ok=True)
-        args.out.mkdir(parents=True, exist_ok=True)
+
+    def _is_settled(self, row: Row) -> bool:
+        return row["status"] == "finished" or (row["name"] not in self.args.runs and is_done(row))
 
     # ---- the loop
 
     def go(self) -> None:
-        self._queue_base()
         while True:
             self._reap()
+            self._use_screening()
             self._end_losers()
             self._stop_when_late()
             self._start_jobs()
             self._collect(every_s=10)
-            if not self.running and not self.tests and (self.stopping or not self._next_runs()):
+            if not self.running:
                 break
             time.sleep(self.args.poll_s)
         self._collect()
-
-    def _queue_base(self) -> None:
-        if not (self.args.out / BASE / "test" / "result.json").exists() and BASE not in self.known:
-            self.tests.append(self._test_job(BASE, self.args.model))
-        if self.args.screen and not (self.args.out / BASE / "screen" / "result.json").exists():
-            self.tests.append(self._screen_job())
+        for run in runs_of(plan(self._chosen())):
+            if self._is_wanted(run) and (lack := self._lack(run)):
+                print(f"left out: {run.name}, {lack}", flush=True)
 
     def _reap(self) -> None:
         for job in [job for job in self.running if job.process and job.process.poll() is not None]:
@@ -107,28 +92,32 @@ class Driver:
         self.running.remove(job)
         self.rates = None
         self._note(job, "ended", code)
-        if job.run is None:
+        if job.run is None or self._status(job.run) == "dropped":
             return
-        if job.name != job.run.name:  # its test
+        if self.folders.checkpoint(job.name) is not None and (code == 0 or self.stopping):
+            self.folders.keep_model(job.name, "finished" if code == 0 else "cut")
+        else:
+            self.folders.set_status(job.name, "failed")
+
+    def _use_screening(self) -> None:
+        """The hard problems, once the base has been screened."""
+        screened = self.folders.evaluation(BASE, SCREEN)
+        if (self.args.data / HARD_TRAIN).exists() or not (counts := right_counts(screened)):
             return
-        finished = code == 0
-        if finished or (self.stopping and self._checkpoint(job.run) is not None):
-            self._set_status(job.run, "finished" if finished else "cut")
-            self._keep_model(job.run)
-            self.tests.append(self._test_job(job.run.name, self.args.out / job.run.name / "model", job.run))
-        elif self._status(job.run) != "dropped":
-            self._set_status(job.run, "failed")
+        write_whole(self.args.collect / "screened.json", json.dumps(counts))
+        print(f"{write_hard(self.args.data, counts)} of {len(counts)} problems are hard", flush=True)
 
     def _end_losers(self) -> None:
         for contest in self.contests.values():
-            statuses = {run.name: self._status(run) for run in contest.runs}
-            alive = [run for run in contest.runs if statuses[run.name] in ("running", "finished", "cut")]
-            curves_of = {run.name: self._validation(run) for run in alive}
+            names = [run.name for run in contest.runs]
+            curves_of = {name: validations(self.settled[name]["curves"]) for name in names if name in self.settled}
+            alive = [run.name for run in contest.runs if self._status(run) in ("running", "finished", "cut")]
+            curves_of |= {name: self.folders.validation(name) for name in alive}
             for loser, step in losers(contest.rungs, curves_of):
                 job = next((job for job in self.running if job.name == loser), None)
-                if job is not None and statuses[loser] == "running":
-                    assert job.run is not None and job.process is not None
-                    self._set_status(job.run, "dropped", step)
+                if job is not None and self.folders.status(loser)["status"] == "running":
+                    assert job.process is not None
+                    self.folders.set_status(loser, "dropped", step)
                     job.process.send_signal(signal.SIGINT)  # no checkpoint; SIGKILL could upset NVIDIA's MPS
 
     def _stop_when_late(self) -> None:
@@ -136,120 +125,130 @@ class Driver:
             return
         self.stopping = True
         for job in self.running:
-            if job.run is not None and job.name == job.run.name and job.process is not None:
+            if job.run is not None and self._status(job.run) != "dropped" and job.process is not None:
                 job.process.terminate()
 
     def _is_late(self) -> bool:
-        return time.time() >= self.end - TO_TEST_S
+        return self._time_to_train() <= 0
+
+    def _time_to_train(self) -> float:
+        return self.end - TO_TEST_S - (TO_SUITES_S if self.args.suites else 0.0) - time.time()
 
     # ---- what to start
 
     def _start_jobs(self) -> None:
-        while self.tests and time.time() < self.end - TO_STOP_S:
-            self._start(self.tests.pop(0))
-        if time.time() >= self.end - TO_STOP_S:
-            self.tests.clear()
+        evaluating = sum(job.run is None for job in self.running)
+        # An evaluation takes up to 20 GB, half of what a training takes.
+        places = max(1 + 2 * self._free_places(), 1) - evaluating
+        if time.time() < self.end - TO_STOP_S:
+            for name, evaluation in self._open_evaluations()[: max(places, 0)]:
+                self._start(self._evaluation_job(name, evaluation))
         if self.stopping:
             return
         for run in self._next_runs():
             self.begun.add(run.name)
             self._start(self._train_job(run))
 
+    def _free_places(self) -> int:
+        return int(self.args.at_once) - sum(job.run is not None for job in self.running)
+
     def _next_runs(self) -> list[Run]:
         """The first unit that fits. A contest may take one process more than there are places; where it does not
         fit, a single run or one of a contest without rungs fills the place. A model that a run begins with and that
-        another machine had is trained again."""
-        free = self.args.at_once - sum(job.run is not None and job.name == job.run.name for job in self.running)
+        another machine had is trained again; the time of the runs that wait for it is kept for them."""
+        free, waiting = self._free_places(), list[Run]()
         for unit in plan(self._chosen()):
             runs = [run for run in runs_of([unit]) if self._is_open(run)]
-            lacking = {run.start for run in runs if run.start and not (self.args.out / run.start / "model").exists()}
-            if lacking:
-                runs = [r for r in runs_of(plan(self._chosen())) if r.name in lacking - self.begun]
-            if not runs:
+            lacking = {run.start for run in runs if run.start and not self.folders.model(run.start).exists()}
+            starts = [run for run in runs_of(plan(self._chosen())) if run.name in lacking - self.begun]
+            is_race = isinstance(unit, Contest) and bool(unit.rungs) and not lacking
+            runs = runs if is_race or lacking else runs[:1]
+            if not runs or not self._is_time_for([*waiting, *starts, *runs]):
                 continue
-            if isinstance(unit, Contest) and unit.rungs and not lacking:
-                if free >= max(len(runs) - 1, 1):
+            if lacking:
+                waiting += runs
+                runs = starts[:1]
+            if runs and free >= max(len(runs) - 1, 1):
+                if isinstance(unit, Contest) and is_race:
                     self.contests[unit.method] = unit
-                    return runs
-            elif free >= 1:
-                return runs[:1]
+                return runs
         return []
 
     def _is_open(self, run: Run) -> bool:
-        wanted = any(fnmatchcase(run.name, pattern) for pattern in self.args.runs)
-        if run.name in self.begun or run.name in self.settled or not wanted:
+        if run.name in self.begun or not self._is_wanted(run) or self._lack(run):
             return False
-        train = run.recipe(self.args.model, self.args.data, self.args.out)["data"]["train"]
-        return Path(train).exists() and self._status(run) not in ("finished", "dropped")
+        return self._status(run) not in ("finished", "dropped")
+
+    def _is_wanted(self, run: Run) -> bool:
+        return run.name not in self.settled and any(fnmatchcase(run.name, pattern) for pattern in self.args.runs)
+
+    def _lack(self, run: Run) -> str | None:
+        """What the run needs and is not there."""
+        recipe = self._recipe(run)
+        needed = [recipe["data"]["train"], *([recipe["teacher"]["path"]] if METHODS[run.method].has_teacher else [])]
+        return next((f"which needs {path}" for path in needed if not Path(path).exists()), None)
+
+    def _is_time_for(self, runs: Sequence[Run]) -> bool:
+        """With ``--whole``: whether the GPU can also do all steps of ``runs`` before the trainings are stopped."""
+        left = [(job.run, job.run.steps - self.folders.last_step(job.name)) for job in self.running if job.run]
+        work = sum(STEP_S[run.kind] * steps for run, steps in [*left, *((run, run.steps) for run in runs)])
+        return not self.args.whole or work <= self._time_to_train()
 
     def _chosen(self) -> dict[str, float]:
         if self.rates is None:
             self.rates = best_rates([*self._rows(), *self.settled.values()])  # what was decided stays so
         return self.rates
 
+    def _open_evaluations(self) -> list[tuple[str, Evaluation]]:
+        """Models and what they lack, the most important first. What failed once comes last, what failed twice never."""
+        screening = replace(SCREEN, limit=self.args.screen)
+        wanted = [
+            (name, evaluation)
+            for evaluation in (screening, TEST, *GENERALISATION)
+            for name in (BASE, *self.folders.models())
+            if self._is_due(name, evaluation)
+        ]
+        busy = {job.name for job in self.running}
+        left = [pair for pair in wanted if self.tries[_job_name(*pair)] < 2 and _job_name(*pair) not in busy]
+        return sorted(left, key=lambda pair: self.tries[_job_name(*pair)])
+
+    def _is_due(self, name: str, evaluation: Evaluation) -> bool:
+        if (self.folders.evaluation(name, evaluation) / "result.json").exists():
+            return False
+        if evaluation.name == SCREEN.name:
+            return name == BASE and bool(self.args.screen) and not (self.args.data / HARD_TRAIN).exists()
+        known = self.settled.get(name, {})  # the base, or a run that was only done again for another to begin with
+        if evaluation is TEST:
+            return "test" not in known
+        wanted = "suites" not in known and any(fnmatchcase(name, pattern) for pattern in self.args.suites)
+        return wanted and (name == BASE or is_done(self.folders.row(name)))
+
+    def _evaluation_job(self, name: str, evaluation: Evaluation) -> Job:
+        model = self.args.model if name == BASE else self.folders.model(name)
+        out, job = self.folders.evaluation(name, evaluation), _job_name(name, evaluation)
+        self.tries[job] += 1
+        return Job(job, evaluation.command(self.args.luffy, model, self.args.data, out))
+
     def _train_job(self, run: Run) -> Job:
-        folder = self.args.out / run.name
-        folder.mkdir(parents=True, exist_ok=True)
-        recipe = folder / "recipe.yaml"
-        recipe.write_text(yaml.safe_dump(run.recipe(self.args.model, self.args.data, self.args.out)), encoding="utf-8")
-        self._set_status(run, "running")
+        recipe = self.folders.begin(self._recipe(run))
         command = "sft" if run.kind == "sft" else "train"
         return Job(run.name, [*self.args.luffy, command, str(recipe), *self.args.set], run)
 
-    def _test_job(self, name: str, model: Path, run: Run | None = None) -> Job:
-        problems, out = self.args.data / "test.jsonl", self.args.out / name / "test"
-        return Job(f"{name} test", self._eval_command(model, problems, out, SAMPLES, 0.6), run)
-
-    def _screen_job(self) -> Job:
-        out = self.args.out / BASE / "screen"
-        return Job("base screen", self._eval_command(self.args.model, self.args.screen, out, SCREENING, 1.0))
-
-    def _eval_command(self, model: Path, problems: Path, out: Path, k: int, temperature: float) -> list[str]:
-        cfg = load_config("small/luffy")
-        options = {
-            "suite": problems, "out": out, "k": k, "temperature": temperature, "reward": cfg.reward.kind,
-            "max-tokens": cfg.rollout.max_tokens, "style": cfg.data.style,
-            "system-prompt": cfg.data.system_prompt, "dtype": cfg.model.dtype,
-        }  # fmt: skip
-        flags = [part for key, value in options.items() for part in (f"--{key}", str(value))]
-        return [*self.args.luffy, "eval", str(model), *flags]
+    def _recipe(self, run: Run) -> Row:
+        return run.recipe(self.args.model, self.args.data, self.args.out, self.args.teacher)
 
     def _start(self, job: Job) -> None:
         log = self.args.out / "logs" / f"{job.name.replace(' ', '-')}.txt"
         log.parent.mkdir(exist_ok=True)
         with log.open("ab") as file:
             job.process = subprocess.Popen(job.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        job.started = time.time()
         self.running.append(job)
         self._note(job, "started")
 
-    # ---- the state of a run, on disk
+    # ---- what is known
 
     def _status(self, run: Run) -> str | None:
-        path = self.args.out / run.name / "status.json"
-        if path.exists():
-            return str(json.loads(path.read_text())["status"])
-        return "dropped" if run.name in self.settled else None
-
-    def _set_status(self, run: Run, status: str, step: int | None = None) -> None:
-        path = self.args.out / run.name / "status.json"
-        path.write_text(json.dumps({"status": status} | ({} if step is None else {"step": step})))
-
-    def _validation(self, run: Run) -> dict[int, float]:
-        return validations(curves(read_lines(self.args.out / run.name / "metrics.jsonl")))
-
-    def _checkpoint(self, run: Run) -> Path | None:
-        latest = self.args.out / run.name / "checkpoints" / "latest"
-        return latest.resolve() if latest.exists() else None
-
-    def _keep_model(self, run: Run) -> None:
-        folder, checkpoint = self.args.out / run.name, self._checkpoint(run)
-        assert checkpoint is not None, f"{run.name} left no checkpoint"
-        for old in ("model", "test"):  # of an earlier step
-            shutil.rmtree(folder / old, ignore_errors=True)
-        shutil.copytree(checkpoint / "model", folder / "model", copy_function=os.link)
-        if self._status(run) == "finished":
-            shutil.rmtree(folder / "checkpoints")
+        return self.folders.status(run.name).get("status", "dropped" if run.name in self.settled else None)
 
     def _note(self, job: Job, what: str, code: int | None = None) -> None:
         line = {"time": round(time.time(), 1), "job": job.name, "what": what} | ({} if code is None else {"code": code})
@@ -257,30 +256,19 @@ class Driver:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
 
-    # ---- what comes back
-
     def _rows(self) -> list[Row]:
-        jobs = read_lines(self.log)
-        found = []
-        for path in sorted(self.args.out.glob("*/recipe.yaml")):
-            recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-            status = json.loads((path.parent / "status.json").read_text())
-            metrics = read_lines(path.parent / "metrics.jsonl")
-            row = {"name": recipe["name"], **_about(recipe), **status, "curves": curves(metrics)}
-            row["curves"]["gpu_seconds"] = gpu_seconds(jobs, recipe["name"], [m["time"] for m in metrics])
-            found.append(row | test_row(path.parent / "test", "test"))
-        base = test_row(self.args.out / BASE / "test", "test")
-        return [*found, *([{"name": BASE, "method": BASE, "status": "finished", "curves": {}} | base] if base else [])]
+        return self.folders.rows(read_lines(self.log))
 
     def _collect(self, every_s: float = 0.0) -> None:
         if time.time() - self.last_collected < every_s:
             return
         self.last_collected = time.time()
         lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in self._rows())
-        _write(self.args.collect / "runs.jsonl", lines)
-        counts = right_counts(self.args.out / BASE / "screen")
-        if counts:
-            _write(self.args.collect / "screened.json", json.dumps(counts))
+        write_whole(self.args.collect / "runs.jsonl", lines)
+
+
+def _job_name(name: str, evaluation: Evaluation) -> str:
+    return f"{name} {evaluation.name}"
 
 
 def losers(rungs: Mapping[int, int], validation: Mapping[str, Mapping[int, float]]) -> list[tuple[str, int]]:
@@ -303,20 +291,6 @@ def lost_before(known: Mapping[str, Row]) -> set[str]:
     return {loser for runs in contests.values() for loser, _ in losers(RUNGS, runs)}
 
 
-def _about(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row says of its run; the name holds the method and the note."""
-    method, *rest = recipe["name"].split("-lr")[0].split("-", 1)
-    assert method in METHODS, recipe["name"]
-    return {"method": method, "note": rest[0] if rest else "", "lr": recipe["optim"]["lr"], "seed": recipe["seed"],
-            "steps": recipe["train"]["steps"]}  # fmt: skip
-
-
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the base: a Hugging Face folder")
@@ -326,15 +300,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--at-once", type=int, default=3, help="trainings that share the GPU")
     parser.add_argument(
-        "--runs", nargs="+", default=["*"], help="names or patterns of the runs to do, e.g. 'luffy-lr*'"
+        "--runs",
+        nargs="+",
+        default=["*"],
+        help="names or patterns of the runs to do, e.g. 'luffy-lr*'; a known run "
+        "that was cut off late is done again if its whole name is here",
     )
     parser.add_argument("--known", type=Path, nargs="*", default=[], help="runs.jsonl of earlier machines")
-    parser.add_argument("--screen", type=Path, help="sample the base 8 times on the problems of this file first")
+    parser.add_argument("--teacher", type=Path, default=Path("teacher"), help="the 1.5B: a Hugging Face folder")
+    parser.add_argument(
+        "--screen", type=int, metavar="N", help="sample the base 8 times on N training problems: which ones are hard"
+    )
+    parser.add_argument(
+        "--suites", nargs="+", default=[], help="models (patterns of runs, or base) to evaluate for question 5 too"
+    )
+    parser.add_argument("--whole", action="store_true", help="begin no run that the time does not suffice for")
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value for every training, to try things out")
     parser.add_argument("--luffy", type=shlex.split, default=[sys.executable, "-m", "luffy"], help="the command")
     parser.add_argument("--poll-s", type=float, default=1.0)
     args = parser.parse_args(arguments)
-    for name in ("model", "data", "out", "collect"):
+    for name in ("model", "data", "out", "collect", "teacher"):
         setattr(args, name, getattr(args, name).resolve())
     signal.signal(
         signal.SIGINT, signal.default_int_handler

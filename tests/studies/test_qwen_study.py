@@ -29,8 +29,10 @@ def test_every_run_of_the_plan_is_a_recipe_that_loads(tmp_path):
     assert len(set(names)) == len(names) > 40
     for run in runs:
         path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(run.recipe(tmp_path / "base", tmp_path / "data", tmp_path)))
+        recipe = run.recipe(tmp_path / "base", tmp_path / "data", tmp_path, tmp_path / "1.5b")
+        path.write_text(yaml.safe_dump(recipe))
         cfg = load_config(path)
+        assert cfg.teacher.path == (str(tmp_path / "1.5b") if run.method == "opd" else None)
         assert (cfg.name, cfg.seed, cfg.optim.lr, cfg.train.steps) == (run.name, run.seed, run.lr, run.steps)
         start = tmp_path / "base" if run.start is None else tmp_path / run.start / "model"
         assert cfg.model.path == str(start) and cfg.data.eval == str(tmp_path / "data" / "val.jsonl")
@@ -43,7 +45,7 @@ def test_methods_differ_in_what_they_are(tmp_path):
     recipes = {}
     for method in plan.METHODS:
         path = tmp_path / f"{method}.yaml"
-        path.write_text(yaml.safe_dump(plan.Run(method, 1e-6).recipe(tmp_path, tmp_path, tmp_path)))
+        path.write_text(yaml.safe_dump(plan.Run(method, 1e-6).recipe(tmp_path, tmp_path, tmp_path, tmp_path)))
         recipes[method] = load_config(path)
     seen = {m: (c.guidance.n_prefix, c.algorithm.off_policy_reshape, c.algorithm.remove_clip, c.algorithm.trace_term)
             for m, c in recipes.items() if m != "sft"}  # fmt: skip
@@ -76,7 +78,7 @@ def test_losers_end_at_their_rung_and_not_before_all_have_reached_it():
 def row(method, lr, status, accuracy=0.5, seed=0, note="", step=10):
     curves = {"step": [0, step], "val-core/accuracy": [0.1, accuracy]}
     return {"name": f"{method}-lr{lr:g}-s{seed}", "method": method, "lr": lr, "status": status, "seed": seed,
-            "note": note, "curves": curves}  # fmt: skip
+            "note": note, "steps": 200, "curves": curves}  # fmt: skip
 
 
 def test_a_rate_is_chosen_when_its_contest_is_decided():
@@ -117,9 +119,11 @@ def test_curves_are_columns_and_rows_of_several_machines_are_one(tmp_path):
         "val-core/accuracy": [0.25, None],
     }
     cut, again = row("luffy", 1e-6, "cut", step=50), row("luffy", 1e-6, "running", step=20)
-    for name, found in (("a", cut), ("b", again)):
-        (tmp_path / name).write_text(json.dumps(found) + "\n")
-    assert records.read_rows([tmp_path / "a", tmp_path / "b"])[cut["name"]]["status"] == "cut"
+    sft, bare = row("sft", 1e-5, "finished") | {"test": {}}, row("sft", 1e-5, "finished")
+    files = [write_lines(tmp_path / "a", [cut, sft]), write_lines(tmp_path / "b", [again, bare])]
+    assert records.read_rows(files) == {cut["name"]: cut, sft["name"]: sft}
+    later = write_lines(tmp_path / "c", [row("sft", 1e-5, "finished", 0.9) | {"test": {}}])
+    assert records.read_rows([*files, later])[sft["name"]]["curves"]["val-core/accuracy"] == [0.1, 0.9]
 
 
 def test_validation_problems_are_not_trained_on(tmp_path):
@@ -223,15 +227,56 @@ def test_intervals_over_problems_and_seeds(figures):
     assert paired == "+18.8 (-4.7 to +42.2)" and apart == "+18.8 (-45.7 to +83.2)"
 
 
+def test_generalisation_is_a_section_once_there_are_data(figures):
+    rows = [row("luffy", lr, "finished", a, step=200) for lr, a in ((3e-6, 0.9), (1e-6, 0.8), (1e-5, 0.1))]
+    rows.append({"name": "base", "method": "base", "status": "finished", "curves": {}})
+    for found in rows:
+        found["test"] = {"k": 4, "right": "0404"}
+    assert figures.generalisation(rows) == ""
+    for found, right in ((rows[0], "2442"), (rows[3], "0112")):
+        arc = {"k": 4, "right": "1111"}
+        found["suites"] = {"math500": {"k": 4, "right": right}, "aime24": {"k": 4, "right": "0000"}, "arc_c": arc}
+    assert figures.generalisation(rows).splitlines() == [
+        "## Generalisation",
+        "",
+        "4 samples a problem at temperature 0.6. No model is above chance on AIME24, ARC-c.",
+        "",
+        "|  | MATH-500, % |",
+        "|---|---|",
+        "| the base | 25.0 (5.0 to 45.0) |",
+        "| LUFFY | 75.0 (46.7 to 103.3) |",
+    ]
+    rows[0]["temperatures"] = {"0.6": {"k": 8, "right": "0880"}, "1": {"k": 8, "right": "1240"}}
+    assert figures.generalisation(rows).endswith("(../images/qwen-temperature.png)")
+
+
+def test_the_figure_of_temperatures(figures, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "IMAGES", tmp_path)
+    rows = figures.read()
+    figures.temperature_figure(rows)
+    assert not list(tmp_path.iterdir())
+    for found in figures.tested(rows)["luffy"]:
+        found["temperatures"] = {"0.6": {"k": 8, "right": "0880"}, "1": {"k": 8, "right": "1240"}}
+    figures.temperature_figure(rows)
+    assert [path.name for path in tmp_path.iterdir()] == ["qwen-temperature.png"]
+
+
 STAND_IN = """
 import json, pathlib, signal, sys, time, yaml
 command, what, *rest = sys.argv[1:]
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
 if command == "eval":
-    out = pathlib.Path(rest[rest.index("--out") + 1]); out.mkdir(parents=True)
+    options = dict(zip(rest[::2], rest[1::2]))
+    out = pathlib.Path(options["--out"]); out.mkdir(parents=True, exist_ok=True)
     assert (pathlib.Path(what) / "weights").exists()
-    rows = [{"id": f"t:{i}", "sample": k, "score": float(i == 0), "tokens": 10, "finish": "stop"} for i in (1, 0) for k in range(4)]
+    if FAILS in str(out):
+        (out / "tried").open("a").write("x"); sys.exit(1)
+    suite = pathlib.Path(options["--suite"]); k = int(options["--k"])
+    assert (suite.suffix != "") == ("--reward" in options) != ("--data" in options)
+    names = {"math6": ["math500", "aime24"], "ood": ["arc_c"]}.get(suite.name, [suite.stem])
+    rows = [{"benchmark": b, "id": f"{b}:{i}", "sample": s, "score": float(i == 0), "tokens": 10, "finish": "stop"}
+            for b in names for i in (1, 0) for s in range(k)]
     (out / "items.jsonl").write_text("".join(json.dumps(r) + chr(10) for r in rows)); (out / "result.json").write_text("{}")
     sys.exit(0)
 cfg = yaml.safe_load(open(what)); folder = pathlib.Path(cfg["out"]) / cfg["name"]
@@ -244,8 +289,10 @@ with open(folder / "metrics.jsonl", "a") as file:
         accuracy = {1e-6: 0.1, 3e-6: 0.3, 1e-5: 0.2, 3e-5: 0.1}[cfg["optim"]["lr"]] + step / 1000
         file.write(json.dumps({"step": step, "time": time.time(), "val-core/accuracy": accuracy}) + chr(10)); file.flush()
         if command == "train" and (cfg["optim"]["lr"], step) == (1e-6, 25):
-            time.sleep(100)  # the driver ends it
-            sys.exit(3)
+            try:
+                time.sleep(100)
+            except KeyboardInterrupt:  # the driver ends it
+                save(step); sys.exit(130)
         time.sleep(SLEEP)
         if stopped:
             save(step); sys.exit(1)
@@ -253,22 +300,36 @@ save(cfg["train"]["steps"])
 """
 
 
-def drive(tmp_path, sleep, *more):
-    """The driver with a stand-in for ``luffy`` that learns faster at 3e-6."""
+def drive(tmp_path, sleep, *more, fails="nothing"):
+    """The driver with a stand-in for ``luffy`` that learns faster at 3e-6. Evaluations whose folder has ``fails`` in its
+    path fail."""
     script = tmp_path / "luffy.py"
-    script.write_text(textwrap.dedent(STAND_IN).replace("SLEEP", str(sleep)))
+    script.write_text(textwrap.dedent(STAND_IN).replace("SLEEP", str(sleep)).replace("FAILS", repr(fails)))
     for name in ("data", "model"):
         (tmp_path / name).mkdir(exist_ok=True)
     for path in ("data/train.parquet", "data/test.jsonl", "model/weights"):
-        (tmp_path / path).write_text("")
+        (tmp_path / path).touch()
     arguments = ["--model", tmp_path / "model", "--data", tmp_path / "data", "--out", tmp_path / "runs", "--collect",
-                 tmp_path / "collected", "--luffy", f"{sys.executable} {script}", "--poll-s", "0.05", *more]  # fmt: skip
+                 tmp_path / "collected", "--luffy", f"{sys.executable} {script}", "--poll-s", "0.05", "--minutes", 10,
+                 *more]  # fmt: skip
     driver.main([str(argument) for argument in arguments])
     return records.read_rows([tmp_path / "collected" / "runs.jsonl"])
 
 
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(found) + "\n" for found in rows))
+    return path
+
+
+def sft_is_decided(tmp_path):
+    """Known rows: SFT's contest, which 1e-5 won, and the base."""
+    sft = [row("sft", lr, "finished", a) | {"test": {}} for lr, a in ((3e-6, 0.1), (1e-5, 0.9), (3e-5, 0.8))]
+    base = {"name": "base", "method": "base", "status": "finished", "curves": {}, "test": {"k": 4, "right": "40"}}
+    return write_lines(tmp_path / "known.jsonl", [*sft, base])
+
+
 def test_a_contest_ends_with_the_best_rate_tested_and_a_second_call_goes_on_with_the_seeds(tmp_path):
-    more = ("--runs", "luffy-lr*", "--minutes", "10")
+    more = ("--runs", "luffy-lr*")
     rows = drive(tmp_path, 0.0, *more)
     tuned = {
         name: (found["status"], found.get("step"))
@@ -296,29 +357,125 @@ def test_a_contest_ends_with_the_best_rate_tested_and_a_second_call_goes_on_with
 def test_at_the_end_of_its_time_a_run_is_saved_and_tested(tmp_path, monkeypatch):
     begun = tmp_path / "runs" / "luffy-lr3e-06-s0" / "metrics.jsonl"
     monkeypatch.setattr(driver.Driver, "_is_late", lambda self: begun.exists() and begun.read_text() != "")
-    known = tmp_path / "known.jsonl"
     lost = [row("luffy", 1e-6, "dropped", 0.1, step=25), row("luffy", 1e-5, "finished", 0.2, step=25)]
-    lost.append(row("luffy", 3e-6, "cut", 0.3, step=25))
-    known.write_text("".join(json.dumps(found) + "\n" for found in lost))
-    rows = drive(tmp_path, 0.5, "--runs", "luffy-lr*", "--minutes", "10", "--known", known)
+    known = write_lines(tmp_path / "known.jsonl", [*lost, row("luffy", 3e-6, "cut", 0.3, step=25)])
+    rows = drive(tmp_path, 0.5, "--runs", "luffy-lr*", "--known", known)
     (cut,) = [found for found in rows.values() if found["method"] == "luffy"]
     assert cut["name"] == "luffy-lr3e-06-s0" and cut["status"] == "cut" and "test" in cut
     assert os.path.exists(tmp_path / "runs" / cut["name"] / "checkpoints" / "latest")
 
 
 def test_a_model_of_another_machine_is_trained_again_for_the_runs_that_begin_with_it(tmp_path):
-    known = tmp_path / "known.jsonl"
-    sft = [row("sft", lr, "finished", a) for lr, a in ((3e-6, 0.1), (1e-5, 0.9), (3e-5, 0.8))]
-    known.write_text(
-        "".join(
-            json.dumps(found) + "\n"
-            for found in [*sft, {"name": "base", "method": "base", "status": "finished", "curves": {}}]
-        )
-    )
-    rows = drive(tmp_path, 0.0, "--runs", "sft_rl-lr*-s0", "--minutes", "10", "--known", known)
+    rows = drive(tmp_path, 0.0, "--runs", "sft_rl-lr*-s0", "--known", sft_is_decided(tmp_path))
     assert {name: found["status"] for name, found in rows.items()} == {
         "sft-lr1e-05-s0": "finished", "sft_rl-lr3e-06-s0": "finished", "sft_rl-lr1e-06-s0": "dropped",
         "sft_rl-lr1e-05-s0": "finished"}  # fmt: skip
+    assert "test" in rows["sft_rl-lr3e-06-s0"] and "test" not in rows["sft-lr1e-05-s0"]  # it was tested there
+
+
+def test_named_models_are_evaluated_for_generalisation_too_and_the_base_is_not_tested_again(tmp_path):
+    more = ("--runs", "sft-lr1e-05-s[12]", "--suites", "base", "*-s2", "--known", sft_is_decided(tmp_path))
+    rows = drive(tmp_path, 0.0, *more)
+    assert rows.keys() == {"base", "sft-lr1e-05-s1", "sft-lr1e-05-s2"}
+    one = {"k": 4, "right": "40", "tokens": 10.0, "truncated": 0.0}
+    assert "suites" not in rows["sft-lr1e-05-s1"] and "test" in rows["sft-lr1e-05-s2"] and "test" not in rows["base"]
+    for name in ("base", "sft-lr1e-05-s2"):
+        assert rows[name]["suites"] == {"math500": one, "aime24": one, "arc_c": one}
+        eight = {**one, "k": 8, "right": "80"}
+        assert rows[name]["temperatures"] == {"0.2": eight, "0.6": eight, "1": eight, "1.2": eight}
+    both = records.read_rows([tmp_path / "known.jsonl", tmp_path / "collected" / "runs.jsonl"])
+    assert both["base"]["test"] == {"k": 4, "right": "40"} and "suites" in both["base"]
+
+
+def test_an_evaluation_that_fails_is_tried_once_more_and_again_by_the_next_call(tmp_path):
+    more = ("--runs", "sft-lr1e-05-s1", "--known", sft_is_decided(tmp_path))
+    rows = drive(tmp_path, 0.0, *more, fails="sft-lr1e-05-s1/evaluations/test")
+    assert rows["sft-lr1e-05-s1"]["status"] == "finished" and "test" not in rows["sft-lr1e-05-s1"]
+    assert (tmp_path / "runs/sft-lr1e-05-s1/evaluations/test/tried").read_text() == "xx"
+    assert drive(tmp_path, 0.0, *more)["sft-lr1e-05-s1"]["test"]["right"] == "40"
+
+
+def test_screening_leads_to_the_runs_on_hard_problems_in_one_call(tmp_path):
+    (tmp_path / "data").mkdir()
+    problems = [{"id": f"train:{i}", "prompt": f"p{i}", "traces": []} for i in range(3)]
+    pq.write_table(pa.Table.from_pylist(problems), tmp_path / "data" / "train.parquet")
+    more = ("--runs", "sft-hard-*", "--known", sft_is_decided(tmp_path))
+    assert drive(tmp_path, 0.0, *more) == {}  # nothing was screened
+    rows = drive(tmp_path, 0.0, *more, "--screen", 2)
+    assert {name: found["status"] for name, found in rows.items()} == {
+        f"sft-hard-lr1e-05-s{seed}": "finished" for seed in plan.SEEDS}  # fmt: skip
+    assert pq.read_table(tmp_path / "data" / "train-hard.parquet")["id"].to_pylist() == ["train:1"]
+    assert json.loads((tmp_path / "collected" / "screened.json").read_text()) == {"train:1": 0, "train:0": 8}
+    log = (tmp_path / "collected" / "jobs.jsonl").read_text()
+    drive(tmp_path, 0.0, *more, "--screen", 2)
+    assert (tmp_path / "collected" / "jobs.jsonl").read_text() == log
+
+
+def luffy_is_decided(tmp_path):
+    luffy = [row("luffy", lr, "finished", a, step=200) for lr, a in ((3e-6, 0.9), (1e-6, 0.8), (1e-5, 0.1))]
+    base = {"name": "base", "method": "base", "status": "finished", "curves": {}, "test": {}}
+    return write_lines(tmp_path / "known.jsonl", [*luffy, base])
+
+
+def test_distillation_is_left_out_with_a_word_where_there_is_no_teacher(tmp_path, capsys):
+    more = ("--runs", "opd-*", "--known", luffy_is_decided(tmp_path), "--teacher", tmp_path / "1.5b")
+    assert drive(tmp_path, 0.0, *more) == {}
+    assert f"left out: opd-lr3e-06-s0, which needs {tmp_path / '1.5b'}" in capsys.readouterr().out
+    (tmp_path / "1.5b").mkdir()
+    assert drive(tmp_path, 0.0, *more)["opd-lr3e-06-s0"]["status"] == "finished"
+    recipe = yaml.safe_load((tmp_path / "runs" / "opd-lr3e-06-s0" / "recipe.yaml").read_text())
+    assert recipe["teacher"] == {"path": str(tmp_path / "1.5b")}
+
+
+def test_no_run_is_begun_that_cannot_end_in_time(tmp_path, monkeypatch):
+    monkeypatch.setitem(driver.STEP_S, "rl", 29.0)  # a run takes 5,800 s
+    more = ("--runs", "luffy-lr*-s[12]", "--known", luffy_is_decided(tmp_path), "--whole")
+    assert drive(tmp_path, 0.0, *more, "--minutes", 98) == {}
+    assert len(drive(tmp_path, 0.0, *more, "--minutes", 100)) == 2
+    ends = records.read_lines(tmp_path / "runs" / "luffy-lr3e-06-s1" / "metrics.jsonl")[-1]
+    jobs = records.read_lines(tmp_path / "collected" / "jobs.jsonl")
+    (begins,) = [job for job in jobs if (job["job"], job["what"]) == ("luffy-lr3e-06-s2", "started")]
+    assert ends["step"] == 200 and begins["time"] >= round(ends["time"], 1)  # the first one was nearly done
+
+
+def test_time_is_kept_for_a_run_whose_model_to_begin_with_is_trained_again(tmp_path, monkeypatch):
+    monkeypatch.setitem(driver.STEP_S, "rl", 29.0)
+    known = luffy_is_decided(tmp_path)
+    rates = ((3e-6, 0.9), (1e-6, 0.8), (1e-5, 0.1))
+    others = [row(method, lr, "finished", a, step=200) for method in ("sft", "sft_rl") for lr, a in rates]
+    write_lines(known, [*records.read_lines(known), *others, row("sft", 3e-5, "finished", 0.1)])
+    drive(tmp_path, 0.0, "--runs", "sft_rl-lr*-s1", "luffy-lr*-s2", "--known", known, "--whole", "--minutes", 100)
+    jobs = records.read_lines(tmp_path / "collected" / "jobs.jsonl")
+    began = [job["job"] for job in jobs if job["what"] == "started" and " " not in job["job"]]
+    assert began == ["sft-lr3e-06-s1", "sft_rl-lr3e-06-s1", "luffy-lr3e-06-s2"]
+
+
+def test_a_run_that_was_cut_late_decides_its_contest_and_is_done_again_only_by_its_name(tmp_path):
+    luffy = [row("luffy", 3e-6, "cut", 0.9, step=160), row("luffy", 1e-6, "finished", 0.8, step=200)]
+    luffy.append(row("luffy", 1e-5, "dropped", 0.1, step=25))
+    assert records.best_rates(luffy) == {"luffy": 3e-6}
+    luffy[0]["curves"]["step"][-1] = 140
+    assert records.best_rates(luffy) == {}
+    assert not records.is_done(row("luffy", 3e-6, "cut") | {"curves": {"step": []}})
+    known = luffy_is_decided(tmp_path)
+    write_lines(known, [found | {"status": "cut"} for found in records.read_lines(known)[:1]])
+    assert drive(tmp_path, 0.0, "--runs", "luffy-lr3e*-s0", "--known", known).keys() == {"base"}
+    assert "luffy-lr3e-06-s0" in drive(tmp_path, 0.0, "--runs", "luffy-lr3e-06-s0", "--known", known)
+
+
+def test_a_run_that_was_dropped_stays_so_when_the_time_is_up(tmp_path, monkeypatch):
+    status = tmp_path / "runs" / "luffy-lr1e-06-s0" / "status.json"
+    monkeypatch.setattr(driver.Driver, "_is_late", lambda self: status.exists() and "dropped" in status.read_text())
+    rows = drive(tmp_path, 0.0, "--runs", "luffy-lr*-s0")
+    assert rows["luffy-lr1e-06-s0"]["status"] == "dropped" and "test" not in rows["luffy-lr1e-06-s0"]
+
+
+def test_a_rate_that_another_machine_finished_counts_at_the_rung(tmp_path):
+    finished = row("luffy", 3e-6, "finished", step=200)
+    finished["curves"] = {"step": [25, 200], "val-core/accuracy": [0.325, 0.5]}
+    rows = drive(tmp_path, 0.0, "--runs", "luffy-lr*-s0", "--known", write_lines(tmp_path / "known.jsonl", [finished]))
+    assert {name: found["status"] for name, found in rows.items() if name != "base"} == {
+        "luffy-lr1e-06-s0": "dropped", "luffy-lr1e-05-s0": "finished"}  # fmt: skip
 
 
 def test_a_gguf_file_becomes_the_tensors_that_transformers_reads(tmp_path):
