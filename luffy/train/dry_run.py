@@ -51,10 +51,35 @@ class Renting:
     price: float | None = None
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the run is meant to be made: on a GPU or the CPU of this machine, or on a ``rented`` GPU, which need not be
+    there. Memory in bytes."""
+
+    on_gpu: bool
+    free: float
+    total: float
+    name: str
+    rented: str | None = None
+
+    @classmethod
+    def of(cls, cfg: Config, renting: Renting) -> Place:
+        """A GPU that is named is meant. Several processes that ask for no CPU are meant for GPUs, H200s where this
+        machine has none."""
+        on_gpu = setup.pick_device(cfg.model.device) == "cuda"
+        several = cfg.model.device != "cpu" and cfg.launch != "local"
+        rented = renting.gpu or ("h200" if several and not on_gpu else None)
+        if rented is None:
+            return cls(on_gpu, *memory_of_machine(on_gpu))
+        memory = gpu_named(rented).memory
+        return cls(True, memory, memory, f"a rented {rented.upper()}", rented)
+
+
 def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | None = None) -> list[str]:
     """Lines to print; ``trainings`` like this one are made one after the other. Weights are not loaded: the model is
     built without memory to count its parameters."""
     renting = renting or Renting()
+    place = Place.of(cfg, renting)
     notices = check_trackers(cfg)
     tokenizer = setup.load_policy_tokenizer(cfg.model)
     encoder = setup.build_encoder(cfg, tokenizer)
@@ -63,9 +88,8 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     model = model_shape(cfg)
     setup.validate(cfg, method, model.config)
     try_model(model.config, cfg)
-    device = setup.pick_device(cfg.model.device)
-    if not for_other_gpus(cfg, device, renting):
-        notices += [remark for dtype in dtypes_of(cfg, method) if (remark := slow_dtype(dtype, device))][:1]
+    if not place.on_gpu:
+        notices += [remark for dtype in dtypes_of(cfg, method) if (remark := slow_dtype(dtype, "cpu"))][:1]
     others = check_other_models(cfg, method, tokenizer)
     traces = "not verified: no reward is needed"
     if method == "rl" or eval_tasks:
@@ -78,9 +102,9 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     notices += setup.repeated_problems(cfg, len(tasks))
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
     plan = first_plan(cfg, batch, visits, steps) if method == "rl" else None
-    work = work_of(cfg, method, model, planned_samples(cfg, batch, plan))
+    work = work_of(cfg, model, planned_samples(cfg, batch, plan), place.on_gpu)
     requests = plan.requests if plan else []
-    needs = memory_needs(cfg, method, work, requests, others)
+    needs = memory_needs(cfg, method, work, requests, others, place.free)
     lines = [
         f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed}{several})",
         f"model      {cfg.model.path}  {model.parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
@@ -89,8 +113,8 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
         f"engine     {engine_line(cfg, method, model.config)}",
         f"step       {plan_line(cfg, batch, plan)}",
         f"update     {update_line(cfg, steps)}",
-        f"memory     {memory_line(cfg, work, needs)}",
-        *time_lines(cfg, work, requests, steps * trainings, renting),
+        f"memory     {memory_line(cfg, work, needs, place)}",
+        *time_lines(cfg, work, requests, steps * trainings, place, renting.price),
         *(f"warning    {notice}" for notice in notices),
         "first prompt, as the model sees it:",
         encoder.render(batch[0].problem),
@@ -265,7 +289,7 @@ def update_line(cfg: Config, steps: int) -> str:
     )
 
 
-def work_of(cfg: Config, method: Method, model: ModelShape, planned: Sequence[Sequence[Sample]]) -> Work:
+def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]], on_gpu: bool) -> Work:
     share = 1 if cfg.launch == "local" else cfg.parallel.workers
     parts = mini_batches(planned, cfg.batch.updates * share)  # of one process, at least one problem
     return Work(
@@ -273,7 +297,7 @@ def work_of(cfg: Config, method: Method, model: ModelShape, planned: Sequence[Se
         parameters=model.parameters,
         trained=model.trained,
         itemsize=SIZES[cfg.model.dtype],
-        on_gpu=setup.pick_device(cfg.model.device) == "cuda",
+        on_gpu=on_gpu,
         lora_rank=None if cfg.model.lora is None else cfg.model.lora.rank,
         checkpointing=cfg.model.gradient_checkpointing,
         passes=[passes_of(part, cfg.batch.tokens, model.shares) for part in parts],
@@ -322,15 +346,16 @@ def slots_of(cfg: Config, work: Work, requests: Sequence[Request]) -> int:
 
 
 def memory_needs(
-    cfg: Config, method: Method, work: Work, requests: Sequence[Request], others: OtherModels
+    cfg: Config, method: Method, work: Work, requests: Sequence[Request], others: OtherModels, free: float
 ) -> dict[str, Parts]:
-    """Bytes of each phase by part. Where rollouts and updates take turns, each has its own beside what stays."""
+    """Bytes of each phase by part, on a GPU with ``free`` bytes or on a CPU. Where rollouts and updates take turns,
+    each has its own beside what stays."""
     kept = kept_parts(cfg, method, work, others)
     if cfg.rollout.precision == "fp8" and method == "rl":
         kept = kept | {"fp8 copy": float(work.parameters)}
     shards = 1 if cfg.launch == "local" else cfg.parallel.shard_size or cfg.parallel.workers
     gradients = work.trained * 4 / shards
-    unused = None if not work.on_gpu else torch.cuda.mem_get_info()[0] - sum(kept.values()) - gradients
+    unused = None if not work.on_gpu else free - sum(kept.values()) - gradients
     update = update_parts(replace(work, trained=work.trained // shards), unused)
     if method == "sft" or not requests:
         return {"update": kept | update}
@@ -347,8 +372,8 @@ def memory_needs(
     return {"update": kept | update, "rollout": kept | rollout}
 
 
-def memory_line(cfg: Config, work: Work, needs: dict[str, Parts]) -> str:
-    """The phase that needs the most, part by part; the others as a sum; and what the machine has."""
+def memory_line(cfg: Config, work: Work, needs: dict[str, Parts], place: Place) -> str:
+    """The phase that needs the most, part by part; the others as a sum; and what the place of the run has."""
     above = ALLOCATOR if work.on_gpu else 1.0
     totals = {phase: above * sum(parts.values()) for phase, parts in needs.items()}
     phase = max(totals, key=lambda name: totals[name])
@@ -356,42 +381,35 @@ def memory_line(cfg: Config, work: Work, needs: dict[str, Parts]) -> str:
     others = "".join(f"; {name} {total / GIB:.2f} GiB" for name, total in totals.items() if name != phase)
     each = "" if cfg.launch == "local" else f" in each of {cfg.parallel.workers} processes"
     host = f"; {12 * work.trained / GIB:.1f} GiB of host memory for optim.offload" if cfg.optim.offload else ""
-    free, total, name = memory_of_machine(work.on_gpu)
-    short = "" if totals[phase] <= free else ": TOO LITTLE (docs/troubleshooting.md, out of memory)"
+    free = "" if place.rented else f", {place.free / GIB:.1f} free"
+    short = "" if totals[phase] <= place.free else ": TOO LITTLE (docs/troubleshooting.md, out of memory)"
     return (
         f"about {totals[phase] / GIB:.2f} GiB at the peak{each}, in the {phase}: {shown} GiB{others}{host}; "
-        f"{name} has {total / GIB:.1f} GiB, {free / GIB:.1f} free{short}"
+        f"{place.name} has {place.total / GIB:.1f} GiB{free}{short}"
     )
 
 
-def time_lines(cfg: Config, work: Work, requests: Sequence[Request], steps: int, renting: Renting) -> list[str]:
-    """The time on this machine, unless it is a CPU and the run is meant for GPUs; time and cost on GPUs where the run
-    is meant for some, where some are named, and where this machine has one."""
-    elsewhere = for_other_gpus(cfg, "cuda" if work.on_gpu else "cpu", renting)
-    lines = [] if elsewhere else [f"time       {time_line(cfg, work, requests, steps)}"]
-    if renting.gpu or work.on_gpu or elsewhere:
-        lines.append(f"cost       {cost_line(cfg, work, requests, steps, renting)}")
+def time_lines(
+    cfg: Config, work: Work, requests: Sequence[Request], steps: int, place: Place, price: float | None
+) -> list[str]:
+    """The time on this machine, if the run is meant for it; time and cost by the cost model, if it is for GPUs."""
+    lines = [] if place.rented else [f"time       {time_line(cfg, work, requests, steps)}"]
+    if place.on_gpu:
+        lines.append(f"cost       {cost_line(cfg, work, requests, steps, place, price)}")
     return lines
 
 
-def for_other_gpus(cfg: Config, device: str, renting: Renting) -> bool:
-    """Whether the run will not be made on this machine's ``device``: that is a CPU, and GPUs are named, or the run has
-    several processes and asks for no CPU."""
-    several = cfg.model.device != "cpu" and cfg.launch != "local"
-    return device == "cpu" and (renting.gpu is not None or several)
-
-
-def cost_line(cfg: Config, work: Work, requests: Sequence[Request], steps: int, renting: Renting) -> str:
-    gpu = gpu_named(renting.gpu or "h200") if renting.gpu or not work.on_gpu else this_gpu()
-    name = (renting.gpu or "h200").upper() if renting.gpu or not work.on_gpu else "GPU of this machine"
+def cost_line(
+    cfg: Config, work: Work, requests: Sequence[Request], steps: int, place: Place, price: float | None
+) -> str:
+    gpu = gpu_named(place.rented) if place.rented else this_gpu()
+    name = place.rented.upper() if place.rented else "GPU of this machine"
     found = gpu_cost(cfg, work, requests, gpu)
     if found is None:
         return f"not estimated: the run does not fit on {cfg.parallel.workers} x {name}"
     ends = sorted({found.fast, found.slow})
     hours = [seconds * steps * found.gpus / 3600 for seconds in ends]
-    paid = (
-        "" if renting.price is None else f", {_span(f'{h * renting.price:,.0f}' for h in hours)} at {renting.price:g}"
-    )
+    paid = "" if price is None else f", {_span(f'{h * price:,.0f}' for h in hours)} at {price:g}"
     lengths = " (responses of a quarter of rollout.max_tokens in the mean, and of full length)" if requests else ""
     return (
         f"on {found.gpus} x {name}: {_span(map(duration, ends))} a step, {_span(duration(s * steps) for s in ends)} "
