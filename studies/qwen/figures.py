@@ -26,7 +26,8 @@ COLORS = {
     "sft_luffy": "#8a1538", "chord": "#c2569b", "srft": "#6f9e9b", "relift": "#b3a125",
     "opd": "#1f5f3a", "base": "#000000",
 }  # fmt: skip
-LATE = 10  # steps at the end of a run that the table of its dynamics averages
+LATE = 10  # steps at the start and at the end of a run that tables average
+FIRST_AND_LAST = (slice(0, LATE), slice(-LATE, None))
 PROBLEMS = 64  # groups of a step
 VALIDATION = "val-core/accuracy"
 BENCHMARKS = {spec.name: spec.title for suite in ("math6", "ood") for spec in SUITES[suite]}
@@ -42,7 +43,9 @@ def label(row: Row) -> str:
 
 
 def trained(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if row["method"] != "base" and not row["note"]]
+    """Runs of the main comparison that did a step."""
+    runs = [row for row in rows if row["method"] != "base" and not row["note"]]
+    return [row for row in runs if max(row["curves"]["step"], default=0) > 0]
 
 
 def has_result(row: Row) -> bool:
@@ -193,7 +196,7 @@ def dynamics_table(rows: Sequence[Row]) -> str:
     """The first and the last steps of a run."""
     body = []
     for run in sorted((row for row in trained(rows) if METHODS[row["method"]].kind == "rl"), key=order):
-        for part, name in ((slice(0, LATE), "first"), (slice(-LATE, None), "last")):
+        for part, name in zip(FIRST_AND_LAST, ("first", "last"), strict=True):
             cells = [cell(present(run, metric)[part], times) for metric, _, times in DYNAMICS]
             idle = [(a + b) / PROBLEMS for a, b in zip(*(present(run, f"batch/solve_{x}") for x in ("none", "all")),
                                                        strict=True)]  # fmt: skip
@@ -217,7 +220,33 @@ def cost_table(rows: Sequence[Row]) -> str:
     return table(["", "runs", "steps", "GPU seconds", "GPU seconds a step, evaluation included"], body)
 
 
-# ---- question 5
+# ---- sections that the page has once there are data
+
+
+def hard_problems(rows: Sequence[Row]) -> str:
+    """Question 2: runs on the training problems that the base never solved."""
+    runs = [row for row in rows if row.get("note") == "hard" and has_result(row)]
+    (base,) = (row for row in rows if row["method"] == "base")
+    body = []
+    for method in METHODS:
+        found = [row for row in runs if row["method"] == method]
+        if found:
+            own = [
+                [value for row in found for value in present(row, "batch/on_solved")[part]] for part in FIRST_AND_LAST
+            ]
+            cells = [f"{100 * statistics.mean(values):.3g}" if values else "" for values in own]
+            body.append([label(found[0]), str(len(found)), steps_of(found), *cells, accuracy(found),
+                         accuracy([unsolved(row, base) for row in found])])  # fmt: skip
+    head = ["", "seeds", "steps", f"own samples right, first {LATE} steps, %", f"last {LATE}, %", "test accuracy, %",
+            "on test problems that the base never solved, %"]  # fmt: skip
+    text = "Trained on the training problems that the base solved in none of 8 samples."
+    return "\n".join(["## Hard problems", "", text, "", table(head, body)]) if body else ""
+
+
+def unsolved(row: Row, base: Row) -> Row:
+    """The row with the test problems alone of which the base solved none."""
+    pairs = zip(row["test"]["right"], base["test"]["right"], strict=True)
+    return {**row, "test": {**row["test"], "right": "".join(count for count, before in pairs if before == "0")}}
 
 
 def evaluated(rows: Sequence[Row], key: str) -> dict[str, dict[str, list[Row]]]:
@@ -237,7 +266,7 @@ def is_above_chance(runs: Sequence[Row], benchmark: str) -> bool:
 
 
 def generalisation(rows: Sequence[Row]) -> str:
-    """A section of the page; nothing while there are no data."""
+    """Question 5."""
     models = evaluated(rows, "suites")
     if not models:
         return ""
@@ -261,7 +290,8 @@ def generalisation(rows: Sequence[Row]) -> str:
 
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "main": main_table, "rates": rates_table, "differences": difference_table, "validation": validation_table,
-    "dynamics": dynamics_table, "cost": cost_table, "generalisation": generalisation,
+    "dynamics": dynamics_table, "cost": cost_table, "hard": hard_problems,
+    "generalisation": generalisation,
 }  # fmt: skip
 
 

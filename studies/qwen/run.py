@@ -98,6 +98,8 @@ class Driver:
             self.folders.keep_model(job.name, "finished" if code == 0 else "cut")
         else:
             self.folders.set_status(job.name, "failed")
+            if self.tries[job.name] < 2:
+                self.begun.discard(job.name)
 
     def _use_screening(self) -> None:
         """The hard problems, once the base has been screened."""
@@ -137,17 +139,23 @@ class Driver:
     # ---- what to start
 
     def _start_jobs(self) -> None:
-        evaluating = sum(job.run is None for job in self.running)
-        # An evaluation takes up to 20 GB, half of what a training takes.
-        places = max(1 + 2 * self._free_places(), 1) - evaluating
+        """Trainings first. An evaluation takes up to 20 GB of the GPU, half of what a training takes. One fits beside
+        all trainings; there are more only while no training waits for the memory."""
+        runs: list[Run] = []
+        while not self.stopping and (runs := self._next_runs()):
+            if self._room() < 2 * min(len(runs), self._free_places()):
+                break
+            for run in runs:
+                self.begun.add(run.name)
+                self._start(self._train_job(run))
+        most = self._room() if not runs else 1 - sum(job.run is None for job in self.running)
         if time.time() < self.end - TO_STOP_S:
-            for name, evaluation in self._open_evaluations()[: max(places, 0)]:
+            for name, evaluation in self._open_evaluations()[: max(most, 0)]:
                 self._start(self._evaluation_job(name, evaluation))
-        if self.stopping:
-            return
-        for run in self._next_runs():
-            self.begun.add(run.name)
-            self._start(self._train_job(run))
+
+    def _room(self) -> int:
+        """How many evaluations more would fit on the GPU."""
+        return 2 * int(self.args.at_once) + 1 - sum(1 if job.run is None else 2 for job in self.running)
 
     def _free_places(self) -> int:
         return int(self.args.at_once) - sum(job.run is not None for job in self.running)
@@ -230,6 +238,7 @@ class Driver:
         return Job(job, evaluation.command(self.args.luffy, model, self.args.data, out))
 
     def _train_job(self, run: Run) -> Job:
+        self.tries[run.name] += 1
         recipe = self.folders.begin(self._recipe(run))
         command = "sft" if run.kind == "sft" else "train"
         return Job(run.name, [*self.args.luffy, command, str(recipe), *self.args.set], run)

@@ -177,6 +177,13 @@ def test_the_page_says_what_the_results_say(figures):
     assert len(set(NUMBER.findall(caption)) & known) == 6 and set(NUMBER.findall(caption)) <= known | {"2.5"}
 
 
+def test_a_run_that_failed_before_its_first_step_changes_nothing(figures):
+    text, rows = figures.PAGE.read_text(encoding="utf-8"), figures.read()
+    for seed, columns in ((1, {"step": []}), (2, {"step": [0], "val-core/accuracy": [0.25]})):
+        rows.append(row("luffy", 3e-6, "failed", seed=seed) | {"curves": columns | {"gpu_seconds": []}})
+    assert figures.fill(text, rows) == text
+
+
 def test_counts_in_the_prose_of_the_page(figures):
     by_name = {row["name"]: row for row in figures.read()}
     luffy, on_policy = by_name["luffy-lr3e-06-s0"], by_name["on_policy-lr3e-06-s0"]
@@ -250,6 +257,18 @@ def test_generalisation_is_a_section_once_there_are_data(figures):
     assert figures.generalisation(rows).endswith("(../images/qwen-temperature.png)")
 
 
+def test_hard_problems_are_a_section_once_there_are_data(figures):
+    base = {"name": "base", "method": "base", "status": "finished", "curves": {}, "test": {"k": 4, "right": "0040"}}
+    assert figures.hard_problems([base]) == ""
+    run = row("luffy", 3e-6, "finished", note="hard", step=200) | {"test": {"k": 4, "right": "1342"}}
+    run["curves"] = {"step": list(range(1, 201)), "batch/on_solved": [0.1] * 100 + [0.3] * 100}
+    sft = row("sft", 1e-5, "finished", note="hard", step=200) | {"test": {"k": 4, "right": "1342"}}
+    assert figures.hard_problems([base, run, sft]).splitlines()[-2:] == [
+        "| LUFFY | 1 | 200 | 10 | 30 | 62.5 (30.9 to 94.1) | 50.0 (21.7 to 78.3) |",
+        "| SFT | 1 | 200 |  |  | 62.5 (30.9 to 94.1) | 50.0 (21.7 to 78.3) |",
+    ]
+
+
 def test_the_figure_of_temperatures(figures, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "IMAGES", tmp_path)
     rows = figures.read()
@@ -280,6 +299,8 @@ if command == "eval":
     (out / "items.jsonl").write_text("".join(json.dumps(r) + chr(10) for r in rows)); (out / "result.json").write_text("{}")
     sys.exit(0)
 cfg = yaml.safe_load(open(what)); folder = pathlib.Path(cfg["out"]) / cfg["name"]
+if FAILS in str(folder):
+    (folder / "tried").open("a").write("x"); sys.exit(1)
 assert (pathlib.Path(cfg["model"]["path"]) / "weights").exists()
 def save(step):
     model = folder / "checkpoints" / f"step-{step}" / "model"; model.mkdir(parents=True)
@@ -301,8 +322,8 @@ save(cfg["train"]["steps"])
 
 
 def drive(tmp_path, sleep, *more, fails="nothing"):
-    """The driver with a stand-in for ``luffy`` that learns faster at 3e-6. Evaluations whose folder has ``fails`` in its
-    path fail."""
+    """The driver with a stand-in for ``luffy`` that learns faster at 3e-6. What has ``fails`` in the path of its folder
+    fails. Never are there more processes than the memory of a GPU holds."""
     script = tmp_path / "luffy.py"
     script.write_text(textwrap.dedent(STAND_IN).replace("SLEEP", str(sleep)).replace("FAILS", repr(fails)))
     for name in ("data", "model"):
@@ -313,6 +334,10 @@ def drive(tmp_path, sleep, *more, fails="nothing"):
                  tmp_path / "collected", "--luffy", f"{sys.executable} {script}", "--poll-s", "0.05", "--minutes", 10,
                  *more]  # fmt: skip
     driver.main([str(argument) for argument in arguments])
+    held = 0
+    for line in records.read_lines(tmp_path / "collected" / "jobs.jsonl"):
+        held += (1 if " " in line["job"] else 2) * (1 if line["what"] == "started" else -1)
+        assert held <= 2 * 3 + 1
     return records.read_rows([tmp_path / "collected" / "runs.jsonl"])
 
 
@@ -395,13 +420,21 @@ def test_an_evaluation_that_fails_is_tried_once_more_and_again_by_the_next_call(
     assert drive(tmp_path, 0.0, *more)["sft-lr1e-05-s1"]["test"]["right"] == "40"
 
 
+def test_a_training_that_fails_is_tried_once_more(tmp_path):
+    more = ("--runs", "sft-lr1e-05-s1", "--known", sft_is_decided(tmp_path))
+    rows = drive(tmp_path, 0.0, *more, fails="sft-lr1e-05-s1")
+    assert rows["sft-lr1e-05-s1"]["status"] == "failed"
+    assert (tmp_path / "runs" / "sft-lr1e-05-s1" / "tried").read_text() == "xx"
+
+
 def test_screening_leads_to_the_runs_on_hard_problems_in_one_call(tmp_path):
     (tmp_path / "data").mkdir()
     problems = [{"id": f"train:{i}", "prompt": f"p{i}", "traces": []} for i in range(3)]
     pq.write_table(pa.Table.from_pylist(problems), tmp_path / "data" / "train.parquet")
     more = ("--runs", "sft-hard-*", "--known", sft_is_decided(tmp_path))
     assert drive(tmp_path, 0.0, *more) == {}  # nothing was screened
-    rows = drive(tmp_path, 0.0, *more, "--screen", 2)
+    rows = drive(tmp_path, 0.0, *more, "--screen", 2, "--suites", "base")
+    assert "suites" in rows.pop("base")
     assert {name: found["status"] for name, found in rows.items()} == {
         f"sft-hard-lr1e-05-s{seed}": "finished" for seed in plan.SEEDS}  # fmt: skip
     assert pq.read_table(tmp_path / "data" / "train-hard.parquet")["id"].to_pylist() == ["train:1"]
