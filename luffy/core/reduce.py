@@ -46,28 +46,31 @@ def counted_tokens(weights: Sequence[Tensor]) -> list[int]:
 def token_weights(
     weights: Sequence[Tensor], reduction: str, max_response_tokens: int, whole: Counts | None = None
 ) -> list[Tensor]:
-    """The ``weights`` of each sequence's tokens, [T_i] each (bool or float), over the denominator of the loss.
+    """The ``weights`` of each sequence's tokens, [T_i] each (bool or float), over the denominator of the loss;
+    ``whole`` counts the whole mini-batch when ``weights`` are only this process's part of it."""
+    over = sequence_denominators(weights, reduction, max_response_tokens, whole or Counts.of(weights))
+    return list(divided(weights, over).split([w.numel() for w in weights])) if weights else []
 
-    ``seq-mean-token-sum-norm`` is Dr. GRPO's: a constant, the response budget, instead of the length.
-    ``whole`` counts the whole mini-batch when ``weights`` are only this process's part of it.
-    """
+
+def sequence_denominators(
+    weights: Sequence[Tensor], reduction: str, max_response_tokens: int, whole: Counts
+) -> list[int]:
+    """What the weights of each sequence's tokens are divided by. ``seq-mean-token-sum-norm`` is Dr. GRPO's: a constant,
+    the response budget, instead of the length."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"unknown loss reduction {reduction!r}; known: {', '.join(REDUCTIONS)}")
-    counts = counted_tokens(weights)
-    tokens, sequences = whole or (sum(counts), sum(c > 0 for c in counts))
+    if reduction == "seq-mean-token-mean":
+        return [max(whole.sequences * count, 1) for count in counted_tokens(weights)]
+    of_all = {
+        "token-mean": whole.tokens,
+        "seq-mean-token-sum": whole.sequences,
+        "seq-mean-token-sum-norm": whole.sequences * max_response_tokens,
+    }
+    return [max(of_all[reduction], 1)] * len(weights)
 
-    def denominator(count: int) -> int:
-        if reduction == "token-mean":
-            return tokens
-        if reduction == "seq-mean-token-sum":
-            return sequences
-        if reduction == "seq-mean-token-mean":
-            return sequences * count
-        return sequences * max_response_tokens
 
-    if not weights:
-        return []
-    flat = torch.cat([w.to(torch.float32) for w in weights])
-    lengths = [w.numel() for w in weights]
-    over = torch.tensor([max(denominator(c), 1) for c in counts], dtype=torch.float32, device=flat.device)
-    return list((flat / over.repeat_interleave(torch.tensor(lengths, device=flat.device))).split(lengths))
+def divided(weights: Sequence[Tensor], denominators: Sequence[int]) -> Tensor:
+    """[T] float32: the weights of all sequences, each over its own denominator."""
+    flat = torch.cat(list(weights)).to(torch.float32)
+    over = torch.tensor(denominators, dtype=torch.float32, device=flat.device)
+    return flat / over.repeat_interleave(torch.tensor([w.numel() for w in weights], device=flat.device))

@@ -205,9 +205,10 @@ def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:
     need_ref = a.kl_coef > 0
     need_old = several or (need_ref and a.kl_in == "reward") or bool(needs_of(a))
     groups = list(batch.groups.values())
-    flat = [uncredited(rollout) for group in groups for rollout in group.rollouts]
-    old = run.policy.score(flat) if need_old else [(None, None)] * len(flat)
-    ref = run.policy.reference_log_probs(flat, run.reference) if need_ref else [None] * len(flat)
-    taught = [None] * len(flat) if run.teacher is None else run.teacher.score(groups)
+    count = sum(len(group.rollouts) for group in groups)
+    flat = [uncredited(r) for group in groups for r in group.rollouts] if need_old or need_ref else []
+    old = run.policy.score(flat) if need_old else [(None, None)] * count
+    ref = run.policy.reference_log_probs(flat, run.reference) if need_ref else [None] * count
+    taught = [None] * count if run.teacher is None else run.teacher.score(groups)
     tokens = iter([ScoredTokens(o, r, entropy, t) for (o, entropy), r, t in zip(old, ref, taught, strict=True)])
     return [[next(tokens) for _ in group.rollouts] for group in groups]

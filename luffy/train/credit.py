@@ -279,8 +279,7 @@ def credit_metrics(
     """The spread of the advantages, each the mean over a response's tokens; ``critic/kl``: the mean KL per token that
     was taken off the rewards; ``method/mix_coef``: mu of ``algorithm.mix``; with a teacher the mean of log q - log p
     and the share of own tokens that it scored."""
-    advantages = [float(s.advantages.double().mean()) for group in samples for s in group]  # equal ones: exactly that
-    metrics = spread("critic/advantages", advantages)
+    metrics = spread("critic/advantages", _means([s.advantages for group in samples for s in group]))
     if cfg.kl_coef and cfg.kl_in == "reward":
         per_token = [_kl(tokens, cfg) for group in scored for tokens in group]
         metrics["critic/kl"] = Mean(float(sum(t.sum() for t in per_token)), sum(t.numel() for t in per_token))
@@ -289,6 +288,15 @@ def credit_metrics(
     if "teacher" in find_credit_function(cfg.credit).needs:
         metrics |= _teacher_metrics(samples, scored)
     return metrics
+
+
+def _means(streams: Sequence[Tensor]) -> list[float]:
+    """Of each stream; of equal numbers exactly that."""
+    if not streams:
+        return []
+    lengths = torch.tensor([stream.numel() for stream in streams])
+    means: list[float] = torch.segment_reduce(torch.cat(list(streams)).double(), "mean", lengths=lengths).tolist()
+    return means
 
 
 def _teacher_metrics(

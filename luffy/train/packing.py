@@ -9,7 +9,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from luffy.core.reduce import Counts, token_weights
+from luffy.core.reduce import Counts, divided, sequence_denominators
 from luffy.types import Family, MicroBatch, Sample
 
 Bin = list[list[int]]  # samples by their index, those that share a prompt together
@@ -89,15 +89,16 @@ def pack(
     if reduction is None:
         reduction, whole = "token-mean", (Counts(1, 1), Counts(1, 1))
     of_rl, of_sft = denominators(samples) if whole is None else whole
-    rl = token_weights([s.rl_weights for s in samples], reduction, max_response_tokens, of_rl)
-    sft = token_weights([s.sft_weights for s in samples], "token-mean", max_response_tokens, of_sft)
+    rl = sequence_denominators([s.rl_weights for s in samples], reduction, max_response_tokens, of_rl)
+    sft = sequence_denominators([s.sft_weights for s in samples], "token-mean", max_response_tokens, of_sft)
     return MicroBatches(samples, rl, sft, cut(samples, budget, share))
 
 
 class MicroBatches(Sequence[MicroBatch]):
-    """Each laid out when it is asked for: on a GPU that is while the one before it is still computed."""
+    """Each laid out when it is asked for: on a GPU that is while the one before it is still computed. ``rl`` and
+    ``sft``: what the weights of each sample's tokens are divided by."""
 
-    def __init__(self, samples: Sequence[Sample], rl: Sequence[Tensor], sft: Sequence[Tensor], bins: list[Bin]) -> None:
+    def __init__(self, samples: Sequence[Sample], rl: Sequence[int], sft: Sequence[int], bins: list[Bin]) -> None:
         self._parts, self._bins = (samples, rl, sft), bins
 
     def __len__(self) -> int:
@@ -113,7 +114,7 @@ class MicroBatches(Sequence[MicroBatch]):
         return _micro_batch(*self._parts, self._bins[index])
 
 
-def _micro_batch(samples: Sequence[Sample], rl: Sequence[Tensor], sft: Sequence[Tensor], bin_: Bin) -> MicroBatch:
+def _micro_batch(samples: Sequence[Sample], rl: Sequence[int], sft: Sequence[int], bin_: Bin) -> MicroBatch:
     families = tuple(family_of(samples, members) for members in bin_)
     order = tuple(i for members in bin_ for i in members)
     laid = [samples[i] for i in order]
@@ -125,8 +126,8 @@ def _micro_batch(samples: Sequence[Sample], rl: Sequence[Tensor], sft: Sequence[
         predict_from=_predict_from(families),
         targets=torch.cat([s.token_ids for s in laid]),
         off_policy=torch.cat([s.off_policy for s in laid]),
-        rl_weights=torch.cat([rl[i] for i in order]),
-        sft_weights=torch.cat([sft[i] for i in order]),
+        rl_weights=divided([s.rl_weights for s in laid], [rl[i] for i in order]),
+        sft_weights=divided([s.sft_weights for s in laid], [sft[i] for i in order]),
         advantages=torch.cat([s.advantages for s in laid]),
         behavior_log_probs=torch.cat([s.behavior_log_probs for s in laid]),
         engine_log_probs=torch.cat([s.engine_log_probs for s in laid]),
@@ -163,7 +164,7 @@ def idle_batch() -> MicroBatch:
     none = torch.zeros(1, dtype=torch.bool)
     nothing = torch.zeros(1)
     sample = Sample((0,), torch.zeros(1, dtype=torch.long), none, nothing, nothing, nothing, nothing, nothing)
-    return _micro_batch([sample], [nothing], [nothing], [[0]])
+    return _micro_batch([sample], [1], [1], [[0]])
 
 
 def _cat_or_none(parts: list[Tensor | None]) -> Tensor | None:
