@@ -144,7 +144,7 @@ def test_float8_rollouts_stay_near_the_trainer_and_see_an_update(has_fp8):
 
 def test_float8_sampling_passes_a_chi_square_test(has_fp8):
     """Against the logits of the quantized model itself."""
-    model = tiny_model("llama", vocab_size=30).cuda().bfloat16()
+    model = tiny_model("llama", vocab_size=30, hidden_size=128, intermediate_size=256).cuda().bfloat16()
     engine = NativeEngine(model, precision="fp8")
     completions = engine.generate([ask((5, 6, 7), 2, seed=i) for i in range(40_000)])
     first = modal(completions)
