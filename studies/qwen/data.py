@@ -27,7 +27,9 @@ VALIDATION = 512
 Row = dict[str, Any]
 
 
-def make(gsm8k: Path, traces: Path, out: Path, screened: Mapping[str, int] | None = None) -> dict[str, int]:
+def make(
+    gsm8k: Path, traces: Path, out: Path, screened: Mapping[str, int] | None = None, benchmarks: Path | None = None
+) -> dict[str, int]:
     """Writes the sets and returns their sizes."""
     out.mkdir(parents=True, exist_ok=True)
     table = pq.read_table(traces)
@@ -36,6 +38,10 @@ def make(gsm8k: Path, traces: Path, out: Path, screened: Mapping[str, int] | Non
     train = [row for i, row in enumerate(rows) if i not in held_out]
     validation = [row for i, row in enumerate(rows) if i in held_out]
     shutil.copyfile(gsm8k / "test.jsonl", out / "test.jsonl")
+    if benchmarks is not None:
+        (out / "benchmarks").mkdir(exist_ok=True)
+        for file in benchmarks.glob("*.parquet"):
+            shutil.copyfile(file, out / "benchmarks" / file.name)
     counts = {"validation": _write_lines(out / "val.jsonl", [_without(row, "traces") for row in validation])}
     plain = [_with_traces(row, lambda trace: _without(trace, "log_probs")) for row in train]
     sets = {"train": plain, "train-recorded": train}
@@ -88,7 +94,5 @@ if __name__ == "__main__":
     parser.add_argument("--screened", type=Path)
     args = parser.parse_args()
     right = json.loads(args.screened.read_text(encoding="utf-8")) if args.screened else None
-    for name, count in make(args.gsm8k, args.traces, args.out, right).items():
+    for name, count in make(args.gsm8k, args.traces, args.out, right, args.benchmarks).items():
         print(f"{count:5} {name}")
-    if args.benchmarks:
-        shutil.copytree(args.benchmarks, args.out / "benchmarks", dirs_exist_ok=True)

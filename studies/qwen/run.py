@@ -169,15 +169,17 @@ class Driver:
             runs = [run for run in runs_of([unit]) if self._is_open(run)]
             lacking = {run.start for run in runs if run.start and not self.folders.model(run.start).exists()}
             starts = [run for run in runs_of(plan(self._chosen())) if run.name in lacking - self.begun]
-            is_race = isinstance(unit, Contest) and bool(unit.rungs) and not lacking
-            runs = runs if is_race or lacking else runs[:1]
-            if not runs or not self._is_time_for([*waiting, *starts, *runs]):
+            rungs = unit.rungs if isinstance(unit, Contest) else {}
+            to_their_end = runs[: min(rungs.values(), default=1)]
+            failed = lacking - {run.name for run in starts} - {job.name for job in self.running}
+            if not runs or failed or not self._is_time_for([*waiting, *starts, *to_their_end]):
                 continue
             if lacking:
-                waiting += runs
-                runs = starts[:1]
+                waiting += to_their_end
+                runs, rungs = starts, {}
+            runs = runs if rungs else runs[:1]
             if runs and free >= max(len(runs) - 1, 1):
-                if isinstance(unit, Contest) and is_race:
+                if isinstance(unit, Contest) and rungs:
                     self.contests[unit.method] = unit
                 return runs
         return []

@@ -134,7 +134,9 @@ def test_validation_problems_are_not_trained_on(tmp_path):
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(lines)
     out = tmp_path / "out"
-    counts = sets.make(tmp_path, tmp_path / "traces.parquet", out, {row["id"]: i % 2 for i, row in enumerate(rows)})
+    screened = {row["id"]: i % 2 for i, row in enumerate(rows[:500])}
+    counts = sets.make(tmp_path, tmp_path / "traces.parquet", out, screened, benchmarks=tmp_path)
+    assert (out / "benchmarks" / "traces.parquet").exists()
     assert counts["validation"] == 512 and counts["train"] == counts["train-human"] == 88
     held_out = {json.loads(line)["prompt"] for line in (out / "val.jsonl").read_text().splitlines()}
     train = {
@@ -146,7 +148,8 @@ def test_validation_problems_are_not_trained_on(tmp_path):
     assert all(not held_out & {row["prompt"] for row in found} for found in train.values())
     human = {json.loads(line)["question"] for line in (out / "train-human.jsonl").read_text().splitlines()}
     assert human == {row["prompt"] for row in train["train"]}
-    assert all(int(row["id"].split(":")[1]) % 2 == 0 for row in train["train-hard"]) and train["train-hard"]
+    hard = [int(row["id"].split(":")[1]) for row in train["train-hard"]]
+    assert hard and all(number % 2 == 0 and number < 500 for number in hard)
     assert max(len(row["traces"]) for row in train["train-traces1"]) == 1
     assert "log_probs" not in train["train"][0]["traces"][0] if train["train"][0]["traces"] else True
 
@@ -471,16 +474,29 @@ def test_no_run_is_begun_that_cannot_end_in_time(tmp_path, monkeypatch):
     assert ends["step"] == 200 and begins["time"] >= round(ends["time"], 1)  # the first one was nearly done
 
 
+def test_a_contest_needs_time_for_those_that_go_on(tmp_path, monkeypatch):
+    monkeypatch.setitem(driver.STEP_S, "rl", 14.0)  # a run takes 2,800 s
+    more = ("--runs", "luffy-lr*-s0", "--whole", "--minutes")
+    assert drive(tmp_path, 0.0, *more, 94).keys() == {"base"}
+    rows = drive(tmp_path, 0.0, *more, 100)
+    assert sorted(found["status"] for found in rows.values()) == ["dropped", "finished", "finished", "finished"]
+
+
 def test_time_is_kept_for_a_run_whose_model_to_begin_with_is_trained_again(tmp_path, monkeypatch):
     monkeypatch.setitem(driver.STEP_S, "rl", 29.0)
     known = luffy_is_decided(tmp_path)
     rates = ((3e-6, 0.9), (1e-6, 0.8), (1e-5, 0.1))
     others = [row(method, lr, "finished", a, step=200) for method in ("sft", "sft_rl") for lr, a in rates]
     write_lines(known, [*records.read_lines(known), *others, row("sft", 3e-5, "finished", 0.1)])
-    drive(tmp_path, 0.0, "--runs", "sft_rl-lr*-s1", "luffy-lr*-s2", "--known", known, "--whole", "--minutes", 100)
+    more = ("--runs", "sft_rl-lr*-s1", "luffy-lr*-s2", "--known", known, "--whole", "--minutes", 100)
+    drive(tmp_path, 0.0, *more)
     jobs = records.read_lines(tmp_path / "collected" / "jobs.jsonl")
     began = [job["job"] for job in jobs if job["what"] == "started" and " " not in job["job"]]
     assert began == ["sft-lr3e-06-s1", "sft_rl-lr3e-06-s1", "luffy-lr3e-06-s2"]
+    (tmp_path / "failing").mkdir()
+    rows = drive(tmp_path / "failing", 0.0, *more, fails="sft-lr3e-06-s1")
+    assert {name: found["status"] for name, found in rows.items()} == {
+        "sft-lr3e-06-s1": "failed", "luffy-lr3e-06-s2": "finished"}  # fmt: skip
 
 
 def test_a_run_that_was_cut_late_decides_its_contest_and_is_done_again_only_by_its_name(tmp_path):
