@@ -14,6 +14,7 @@ BLOCKS: dict[int, Tensor] = {}  # caches by their address
 
 
 def add_rms_norm(x, residual, weight, eps):
+    x = x.sum(0) if x.ndim == 3 else x
     total = x if residual is None else x + residual
     return F.rms_norm(total, (total.shape[-1],), weight, eps), total
 
@@ -44,20 +45,20 @@ def rotate(x, cos, sin):
     return apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=1)[0]
 
 
-def store(k, v, address, tables, rows, positions, layer, page_stride):
+def store(k, v, address, tables, rows, positions, layer, page_stride, angles=None):
     block = BLOCKS[int(address)]
     pages = tables[rows, positions // PAGE].long()
-    block[pages, layer, 0, :, positions % PAGE] = k
+    block[pages, layer, 0, :, positions % PAGE] = k if angles is None else rotate(k, *angles)
     block[pages, layer, 1, :, positions % PAGE] = v
 
 
-def rotate_and_store(q, k, v, cos, sin, address, tables, rows, positions, layer, page_stride):
-    q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
-    store(k, v, address, tables, rows, positions, layer, page_stride)
-    return q
-
-
-def attend(q, address, tables, positions, layer, page_stride, kv_heads, scale, window, splits):
+def attend(
+    q, address, tables, positions, layer, page_stride, kv_heads, scale, window, splits, angles=None, newest=None
+):
+    if newest is not None:
+        rows = torch.arange(len(q), device=q.device)
+        store(*newest, address, tables, rows, positions, layer, page_stride, angles)
+    q = q if angles is None else rotate(q, *angles)
     block = BLOCKS[int(address)]
     out = []
     for row, position in enumerate(positions.tolist()):
@@ -120,7 +121,7 @@ def install(monkeypatch):
     for name in ("swiglu", "swiglu_quantized", "rotate"):
         monkeypatch.setattr(luffy.kernels.elementwise, name, globals()[name])
     monkeypatch.setattr(luffy.kernels.quantize, "quantize_rows", quantize_rows)
-    for name in ("store", "rotate_and_store", "attend"):
+    for name in ("store", "attend"):
         monkeypatch.setattr(paged_cache, name, globals()[name])
     monkeypatch.setattr(decode_graphs, "sample_and_advance", sample_and_advance)
     monkeypatch.setattr(round_graphs, "draw_tokens", draw_tokens)

@@ -8,96 +8,147 @@ is given back for an update and taken again elsewhere, larger or smaller.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 PAGE = 64  # tokens
+LEAST_PAGES = 1  # of a stretch: shorter sequences are cut into fewer stretches
+WARPS, STAGES = 4, 3
+COMBINED_AT_ONCE = 8  # stretches
 
 
 @triton.jit
-def _rotated(first, second, c, s, kind: tl.constexpr):
-    """c * first - s * second, rounded where `transformers` rounds."""
-    return ((first * c).to(kind).to(tl.float32) - (second * s).to(kind).to(tl.float32)).to(kind)
+def _load_rotated(place, inside, d, cos, sin, width, ROTATE: tl.constexpr):
+    """Elements ``d`` of heads; with ROTATE, turned by the token's angles and rounded where `transformers` rounds."""
+    value = tl.load(place, mask=inside, other=0.0)
+    if ROTATE:
+        kind: tl.constexpr = value.dtype
+        half = width // 2
+        other = tl.load(place + tl.where(d < half, half, -half), mask=inside, other=0.0).to(tl.float32)
+        c = tl.load(cos + d, mask=d < width, other=0.0).to(tl.float32)
+        s = tl.load(sin + d, mask=d < width, other=0.0).to(tl.float32)
+        along, across = (value.to(tl.float32) * c).to(kind), (other * tl.where(d < half, -s, s)).to(kind)
+        value = (along.to(tl.float32) + across.to(tl.float32)).to(kind)
+    return value
 
 
 @triton.jit
 def _store(
-    q, k, v, q_out, cos, sin, address, tables, rows, positions, layer, page_stride,
-    q_row, k_row, v_row, table_width, q_heads, kv_heads, width,
-    ROTATE: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    k, v, cos, sin, address, tables, rows, positions, layer, page_stride, k_row, v_row, table_width, kv_heads, width,
+    ROTATE: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One token: its keys and values to their place; with ROTATE, queries and keys are turned first."""
+    """One token: its keys, turned first with ROTATE, and values to their place."""
     token = tl.program_id(0).to(tl.int64)
-    kind: tl.constexpr = k.dtype.element_ty
-    half = width // 2
-    head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    head, d = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
     position = tl.load(positions + token)
     row = tl.load(rows + token).to(tl.int64)
     page = tl.load(tables + row * table_width + position // PAGE).to(tl.int64)
-    base = tl.load(address).to(tl.pointer_type(kind))
     side = kv_heads * PAGE * width
-    place = base + page * page_stride + layer * 2 * side + (position % PAGE) * width
-    inside = (head < kv_heads) & (at < half)
-    k_at = k + token * k_row + head * width + at
-    k1 = tl.load(k_at, mask=inside, other=0.0)
-    k2 = tl.load(k_at + half, mask=inside, other=0.0)
-    if ROTATE:
-        c1 = tl.load(cos + token * width + at, mask=at < half, other=0.0).to(tl.float32)
-        c2 = tl.load(cos + token * width + half + at, mask=at < half, other=0.0).to(tl.float32)
-        s1 = tl.load(sin + token * width + at, mask=at < half, other=0.0).to(tl.float32)
-        s2 = tl.load(sin + token * width + half + at, mask=at < half, other=0.0).to(tl.float32)
-        a1, a2 = k1.to(tl.float32), k2.to(tl.float32)
-        k1 = _rotated(a1, a2, c1, s1, kind)
-        k2 = _rotated(a2, a1, c2, -s2, kind)
-        q_inside = (head < q_heads) & (at < half)
-        q_at = q + token * q_row + head * width + at
-        b1 = tl.load(q_at, mask=q_inside, other=0.0).to(tl.float32)
-        b2 = tl.load(q_at + half, mask=q_inside, other=0.0).to(tl.float32)
-        out = q_out + (token * q_heads + head) * width + at
-        tl.store(out, _rotated(b1, b2, c1, s1, kind), mask=q_inside)
-        tl.store(out + half, _rotated(b2, b1, c2, -s2, kind), mask=q_inside)
-    target = place + head * PAGE * width + at
-    tl.store(target, k1, mask=inside)
-    tl.store(target + half, k2, mask=inside)
-    v_at = v + token * v_row + head * width + at
-    tl.store(target + side, tl.load(v_at, mask=inside, other=0.0), mask=inside)
-    tl.store(target + side + half, tl.load(v_at + half, mask=inside, other=0.0), mask=inside)
+    base = tl.load(address).to(tl.pointer_type(k.dtype.element_ty))
+    place = base + page * page_stride + layer * 2 * side + (head * PAGE + position % PAGE) * width + d
+    inside = (head < kv_heads) & (d < width)
+    turn = token * width
+    key = _load_rotated(k + token * k_row + head * width + d, inside, d, cos + turn, sin + turn, width, ROTATE)
+    tl.store(place, key, mask=inside)
+    tl.store(place + side, tl.load(v + token * v_row + head * width + d, mask=inside, other=0.0), mask=inside)
+
+
+@triton.jit
+def _hand_in(partial, tops, sums, heads, split, sharing, d, width, top, total, acc, SPLITS: tl.constexpr):
+    """Leave a stretch's sums where `_combined` finds them."""
+    slot = heads * SPLITS + split
+    real = tl.arange(0, heads.shape[0]) < sharing
+    tl.store(partial + slot[:, None] * width + d[None, :], acc, mask=real[:, None] & (d < width)[None, :])
+    tl.store(tops + slot, top, mask=real)
+    tl.store(sums + slot, total, mask=real)
+    tl.debug_barrier()  # every thread's stores come before what the caller does next
+
+
+@triton.jit
+def _combined(partial, tops, sums, heads, used, sharing, d, width, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Weighted values and weights of the first ``used`` stretches, always added in the same order."""
+    real = tl.arange(0, heads.shape[0]) < sharing
+    top = tl.full([heads.shape[0]], -1e30, tl.float32)
+    total = tl.zeros([heads.shape[0]], tl.float32)
+    acc = tl.zeros([heads.shape[0], d.shape[0]], tl.float32)
+    for start in range(0, used, AT_ONCE):
+        split = start + tl.arange(0, AT_ONCE)
+        slot = heads[None, :] * SPLITS + split[:, None]
+        there = (split < used)[:, None] & real[None, :]
+        part_top = tl.load(tops + slot, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part_sum = tl.load(sums + slot, mask=there, other=0.0, cache_modifier=".cg")
+        inside = there[:, :, None] & (d < width)[None, None, :]
+        part_at = partial + slot[:, :, None] * width + d[None, None, :]
+        part = tl.load(part_at, mask=inside, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(part_top, axis=0))
+        decay, weight = tl.exp(top - new_top), tl.exp(part_top - new_top[None, :])
+        acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], axis=0)
+        total = total * decay + tl.sum(part_sum * weight, axis=0)
+        top = new_top
+    return acc, tl.where(real, total, 1.0)
 
 
 @triton.jit
 def _attend(
-    q, address, tables, positions, out, partial, tops, sums, layer, page_stride, table_width, scale, window,
-    sharing, kv_heads, width: tl.constexpr,
-    SPLITS: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, cos, sin, address, tables, positions, out, partial, tops, sums, arrived, layer, page_stride,
+    q_row, k_row, v_row, table_width, scale, window, least, sharing, kv_heads, width: tl.constexpr,
+    ROTATE: tl.constexpr, NEWEST: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, one key head and the ``sharing`` query heads that use it, one of SPLITS stretches of pages."""
+    """One sequence, one key head and the ``sharing`` query heads that use it, one of at most SPLITS stretches of pages.
+
+    With ROTATE queries are turned first. With NEWEST the first stretch takes the newest token's key, turned likewise,
+    and value from ``k`` and ``v`` and puts them into their page. The stretch that ends last combines them all.
+    """
     row, kv, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kind: tl.constexpr = q.dtype.element_ty
-    length = tl.load(positions + row) + 1
+    position = tl.load(positions + row)
+    length = position + 1
+    held = position if NEWEST else length  # tokens to be read from pages
     first = tl.maximum(length - window, 0)
-    begin, end = first // PAGE, (length + PAGE - 1) // PAGE
-    each = (end - begin + SPLITS - 1) // SPLITS
+    begin, end = first // PAGE, (held + PAGE - 1) // PAGE
+    each = tl.maximum((end - begin + SPLITS - 1) // SPLITS, least)
+    used = tl.maximum((end - begin + each - 1) // each, 1)
+    if split >= used:
+        return
     begin = begin + split * each
     end = tl.minimum(begin + each, end)
     group, at, d = tl.arange(0, GROUP), tl.arange(0, PAGE), tl.arange(0, WIDTH)
     wide = (d < width)[None, :]
     q_inside = (group[:, None] < sharing) & wide
     heads = row * kv_heads * sharing + kv * sharing + group
-    query = tl.load(q + heads[:, None] * width + d[None, :], mask=q_inside, other=0.0)
+    cos += row * width
+    sin += row * width
+    q_at = q + row * q_row + (kv * sharing + group[:, None]) * width + d[None, :]
+    query = _load_rotated(q_at, q_inside, d[None, :], cos, sin, width, ROTATE)
     base = tl.load(address).to(tl.pointer_type(kind))
     side = kv_heads * PAGE * width
     base += layer * 2 * side + kv * PAGE * width
     top = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, WIDTH], tl.float32)
+    if NEWEST:  # noqa: SIM102 (known when the kernel is compiled)
+        if split == 0:
+            page = tl.load(tables + row * table_width + position // PAGE).to(tl.int64)
+            place = base + page * page_stride + (position % PAGE) * width + d[None, :]
+            head = kv * width + d[None, :]
+            key = _load_rotated(k + row * k_row + head, wide, d[None, :], cos, sin, width, ROTATE)
+            value = tl.load(v + row * v_row + head, mask=wide, other=0.0)
+            tl.store(place, key, mask=wide)
+            tl.store(place + side, value, mask=wide)
+            top = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1) * scale
+            total += 1.0
+            acc += value.to(tl.float32)
     inner = at[:, None] * width + d[None, :]
     for number in range(begin, end):
         page = tl.load(tables + row * table_width + number).to(tl.int64)
         start = tl.multiple_of(base + page * page_stride, 16)  # read from memory, its alignment must be told
         place = number * PAGE + at
-        seen = (place >= first) & (place < length)
+        seen = (place >= first) & (place < held)
         tile = seen[:, None] if width == WIDTH else seen[:, None] & wide
         keys = tl.load(start + inner, mask=tile, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
@@ -109,28 +160,15 @@ def _attend(
         acc = acc * decay[:, None] + tl.dot(weights.to(kind), values, input_precision=PRECISION)
         total = total * decay + tl.sum(weights, axis=1)
         top = new_top
-    if SPLITS == 1:
-        tl.store(out + heads[:, None] * width + d[None, :], (acc / total[:, None]).to(kind), mask=q_inside)
-    else:
-        slot = heads * SPLITS + split
-        tl.store(partial + slot[:, None] * width + d[None, :], acc, mask=q_inside)
-        tl.store(tops + slot, top, mask=group < sharing)
-        tl.store(sums + slot, total, mask=group < sharing)
-
-
-@triton.jit
-def _combine(partial, tops, sums, out, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
-    """One head of one sequence: its stretches put together. Empty stretches weigh nothing."""
-    head = tl.program_id(0).to(tl.int64)
-    split, d = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    top = tl.load(tops + head * SPLITS + split)
-    best = tl.max(top, axis=0)
-    weight = tl.exp(top - best)
-    total = tl.sum(weight * tl.load(sums + head * SPLITS + split), axis=0)
-    inside = (split[:, None] >= 0) & (d[None, :] < width)
-    parts = tl.load(partial + (head * SPLITS + split)[:, None] * width + d[None, :], mask=inside, other=0.0)
-    mixed = tl.sum(tl.where(weight[:, None] > 0, parts * weight[:, None], 0.0), axis=0) / total
-    tl.store(out + head * width + d, mixed.to(out.dtype.element_ty), mask=d < width)
+    if SPLITS > 1:  # noqa: SIM102
+        if used > 1:
+            count = arrived + row * kv_heads + kv
+            _hand_in(partial, tops, sums, heads, split, sharing, d, width, top, total, acc, SPLITS)
+            if tl.atomic_add(count, 1) < used - 1:
+                return
+            tl.store(count, 0)
+            acc, total = _combined(partial, tops, sums, heads, used, sharing, d, width, SPLITS, AT_ONCE)
+    tl.store(out + heads[:, None] * width + d[None, :], (acc / total[:, None]).to(kind), mask=q_inside)
 
 
 def _packed_heads(x: Tensor) -> Tensor:
@@ -138,63 +176,66 @@ def _packed_heads(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
+Angles = tuple[Tensor, Tensor]  # cos and sin [N, D] of the rotary embedding
+
+
 def store(
-    k: Tensor, v: Tensor, address: Tensor, tables: Tensor, rows: Tensor, positions: Tensor, layer: int, page_stride: int
-) -> None:
-    """Keys and values [N, KV heads, D] of tokens at ``positions`` of the sequences ``rows`` of the table."""
+    k: Tensor, v: Tensor, address: Tensor, tables: Tensor, rows: Tensor, positions: Tensor, layer: int,
+    page_stride: int, angles: Angles | None = None,
+) -> None:  # fmt: skip
+    """Keys, rotated where ``angles`` are given, and values [N, KV heads, D] of tokens at ``positions`` of the sequences
+    ``rows`` of the table."""
     k, v = _packed_heads(k), _packed_heads(v)
     tokens, kv_heads, width = k.shape
     _store[(tokens,)](
-        k, k, v, k, k, k, address, tables, rows, positions, layer, page_stride,
-        k.stride(0), k.stride(0), v.stride(0), tables.stride(0), 0, kv_heads, width,
-        ROTATE=False, PAGE=PAGE, HEADS=triton.next_power_of_2(kv_heads), HALF=triton.next_power_of_2(width // 2),
-        num_warps=1,
+        k, v, *(angles or (k, k)), address, tables, rows, positions, layer, page_stride, k.stride(0), v.stride(0),
+        tables.stride(0), kv_heads, width,
+        ROTATE=angles is not None, PAGE=PAGE, HEADS=triton.next_power_of_2(kv_heads),
+        WIDTH=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
 
 
-def rotate_and_store(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor,
-    address: Tensor, tables: Tensor, rows: Tensor, positions: Tensor, layer: int, page_stride: int,
-) -> Tensor:  # fmt: skip
-    """The rotated queries [N, heads, D]; rotated keys and the values are in their pages afterwards."""
-    q, k, v = _packed_heads(q), _packed_heads(k), _packed_heads(v)
-    tokens, q_heads, width = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _store[(tokens,)](
-        q, k, v, out, cos, sin, address, tables, rows, positions, layer, page_stride,
-        q.stride(0), k.stride(0), v.stride(0), tables.stride(0), q_heads, k.shape[1], width,
-        ROTATE=True, PAGE=PAGE, HEADS=triton.next_power_of_2(q_heads), HALF=triton.next_power_of_2(width // 2),
-        num_warps=4,
-    )  # fmt: skip
-    return out
+@dataclass(frozen=True)
+class Splits:
+    """Stretches a sequence is cut into at most, and for every sequence and key head how many are done (zeros)."""
+
+    most: int
+    arrived: Tensor
 
 
-def splits_for(rows: int, kv_heads: int, longest_pages: int, device: torch.device) -> int:
-    """Stretches per sequence: enough programs to fill the GPU twice, no more than there can be pages."""
+def splits_for(rows: int, kv_heads: int, longest_pages: int, device: torch.device) -> Splits:
+    """Enough programs to fill the GPU twice, no more stretches than there can be pages."""
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     wanted = triton.next_power_of_2(triton.cdiv(2 * units, rows * kv_heads))
-    return int(min(wanted, triton.next_power_of_2(longest_pages), 32))
+    most = int(min(wanted, triton.next_power_of_2(longest_pages), 32))
+    return Splits(most, torch.zeros(rows * kv_heads if most > 1 else 0, dtype=torch.int32, device=device))
 
 
 def attend(
     q: Tensor, address: Tensor, tables: Tensor, positions: Tensor, layer: int, page_stride: int, kv_heads: int,
-    scale: float, window: int | None, splits: int,
+    scale: float, window: int | None, splits: Splits, angles: Angles | None = None,
+    newest: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """q [B, heads, D], row i of the table its pages: attention over positions 0 to ``positions[i]``."""
+    """q [B, heads, D], row i of the table its pages: attention over positions 0 to ``positions[i]``.
+
+    Where ``angles`` are given, queries are rotated first, and new keys too. ``newest``: keys and values
+    [B, KV heads, D] of the last positions, which are in their pages afterwards; without it they are there already.
+    """
+    q = _packed_heads(q)
+    k, v = (q, q) if newest is None else map(_packed_heads, newest)
     rows, heads, width = q.shape
-    out = torch.empty_like(q)
-    block = max(16, triton.next_power_of_2(width))  # tl.dot takes no smaller ones
-    shape = (rows * heads * splits,)
-    partial = q.new_empty((*shape, width) if splits > 1 else (1,), dtype=torch.float32)
-    tops, sums = (q.new_empty(shape if splits > 1 else (1,), dtype=torch.float32) for _ in range(2))
-    sharing = heads // kv_heads
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    sharing, most = heads // kv_heads, splits.most
+    slots = rows * heads * most if most > 1 else 0
+    partial, tops, sums = (q.new_empty(slots * each, dtype=torch.float32) for each in (width, 1, 1))
     no_window = 1 << 30
-    _attend[(rows, kv_heads, splits)](
-        q, address, tables, positions, out, partial, tops, sums, layer, page_stride, tables.stride(0), scale,
-        window or no_window, sharing, kv_heads, width,
-        SPLITS=splits, PAGE=PAGE, GROUP=max(16, triton.next_power_of_2(sharing)), WIDTH=block,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+    _attend[(rows, kv_heads, most)](
+        q, k, v, *(angles or (q, q)), address, tables, positions, out, partial, tops, sums, splits.arrived, layer,
+        page_stride, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale, window or no_window, LEAST_PAGES,
+        sharing, kv_heads, width,
+        ROTATE=angles is not None, NEWEST=newest is not None, SPLITS=most, AT_ONCE=min(most, COMBINED_AT_ONCE),
+        PAGE=PAGE, GROUP=max(16, triton.next_power_of_2(sharing)),
+        WIDTH=max(16, triton.next_power_of_2(width)),  # tl.dot takes no smaller ones
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
-    if splits > 1:
-        _combine[(rows * heads,)](partial, tops, sums, out, width, SPLITS=splits, WIDTH=block, num_warps=2)
     return out

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from luffy.kernels import kernels_serve
 from luffy.models.attention import Layout
 from luffy.models.fp8 import Fp8Products
-from luffy.models.merged import Products, merge_weights, separate
+from luffy.models.merged import Products, merge_weights, merged, merged_gates, separate
 
 # Families whose layers are exactly: norm, q/k/v, rotary, attention, o, sum, norm, gated MLP, sum.
 FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
@@ -105,7 +105,8 @@ def _layer(
     attended = _attention(attention, products(x, projections), angles, layout, products)
     x, residual = _normed(layer.post_attention_layernorm, attended, residual, float8(gates))
     activation: Any = swiglu_quantized if float8(down) else swiglu
-    (out,) = products(activation(*products(x, gates)), down)
+    inner = merged_gates(x, gates) if products is merged else None
+    (out,) = products(activation(*products(x, gates)) if inner is None else inner, down)
     return out, residual
 
 

@@ -43,13 +43,33 @@ def separate(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def merged(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The same as columns of one product, where the weights lie side by side; without gradients."""
-    if len(group) == 1 or not is_plain(group):
+    """The same as columns of one product, where the weights lie side by side; without gradients. A single layer's
+    product may be several sums in float32, which the norm after it adds up (`luffy.kernels.few_rows`)."""
+    if not is_plain(group):
         return separate(x, group)
+    if len(group) == 1:
+        return (_single(x, group[0]),)
     blocks = [side_by_side(parts) for parts in parts_of(group)]
     if any(block is None for block in blocks):
         return separate(x, group)
     return F.linear(x, *blocks).split([linear.out_features for linear in group], dim=1)  # type: ignore[arg-type]
+
+
+def _single(x: Tensor, linear: Any) -> Tensor:
+    from luffy.kernels.few_rows import parts_tile, product_in_parts
+
+    tile = parts_tile(x, linear.out_features) if linear.bias is None else None
+    out: Tensor = linear(x) if tile is None else product_in_parts(x, linear.weight, tile)
+    return out
+
+
+def merged_gates(x: Tensor, group: Sequence[Any]) -> Tensor | None:
+    """silu(gate) * up by one kernel, for the linear layers of both; None where two are faster."""
+    from luffy.kernels.few_rows import gated_product, gated_tile
+
+    tile = gated_tile(x, group[0].out_features) if is_plain(group) and group[0].bias is None else None
+    weight = None if tile is None else side_by_side([linear.weight for linear in group])
+    return None if tile is None or weight is None else gated_product(x, weight, tile)
 
 
 def groups_of(layers: Sequence[Any]) -> Iterator[tuple[Any, ...]]:

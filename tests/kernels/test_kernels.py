@@ -2,6 +2,7 @@
 
 import math
 
+import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from luffy.core.logprobs import selected_log_probs
 from luffy.kernels import draw as sampling
 from luffy.kernels import head, paged
 from luffy.kernels.elementwise import rotate, swiglu, swiglu_quantized
+from luffy.kernels.few_rows import Tile, gated_product, product_in_parts
 from luffy.kernels.norm import add_rms_norm, add_rms_norm_quantized
 from luffy.kernels.product import Tiling, float8_product
 from luffy.kernels.quantize import quantize_rows
@@ -173,6 +175,29 @@ def test_swiglu_of_the_halves_of_one_product():
     assert_close(swiglu(gate, up), F.silu(gate) * up, torch.float32)
 
 
+SHAPES = [(5, 16, 1), (16, 16, 3), (35, 32, 4)]  # rows, tile, stretches: the last of four is empty
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize(("rows", "tile", "splits"), SHAPES)
+def test_products_of_few_rows(dtype, rows, tile, splits):
+    x, weight = randn(rows, 160, dtype=dtype), randn(96, 160, dtype=dtype, seed=1) / 8
+    shape = Tile(16, tile, 32, splits, tma=splits != 3)
+    both = F.linear(x.double(), weight.double()).to(dtype)
+    gate, up = both.split(48, dim=1)
+    if tile == 16:
+        assert_close(gated_product(x, weight, Tile(16, 16, 32)), F.silu(gate) * up, dtype)
+    parts = product_in_parts(x, weight, shape)
+    assert parts.shape == (splits, rows, 96) and parts.dtype == torch.float32
+    assert_close(parts.sum(0).to(dtype), both, dtype)
+
+    residual, gain = randn(rows, 96, dtype=dtype, seed=2), randn(96, dtype=dtype, seed=3)
+    expected = add_rms_norm(parts.sum(0).to(dtype), residual, gain, 1e-5)
+    for ours, theirs in zip(add_rms_norm(parts, residual, gain, 1e-5), expected, strict=True):
+        assert ours.dtype == dtype
+        assert_close(ours, theirs, dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "width"), [(3, 12), (4, 64)])
 def test_rotate(dtype, heads, width):
@@ -205,7 +230,8 @@ def fill(case, lengths, layer):
     rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(DEVICE)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(DEVICE)
     keys, values = (torch.cat([d[i] for d in dense]) for i in range(2))
-    paged.store(keys, values, address, tables, rows, positions, layer, block.stride(0))
+    plain_kernels.BLOCKS[int(address)] = block
+    plain_kernels.store(keys, values, address, tables, rows, positions, layer, block.stride(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
@@ -219,7 +245,9 @@ def test_paged_attention_is_attention(dtype, splits, kv_heads, sharing, width, w
     block, address, tables, dense = case
     q = randn(len(lengths), kv_heads * sharing, width, dtype=dtype, seed=3)
     positions = torch.tensor(lengths, device=DEVICE) - 1
-    out = paged.attend(q, address, tables, positions, layer, block.stride(0), kv_heads, 0.25, window, splits)
+    out = paged.attend(
+        q, address, tables, positions, layer, block.stride(0), kv_heads, 0.25, window, cut(splits, q, kv_heads)
+    )
     for row, n in enumerate(lengths):
         start = 0 if window is None else max(0, n - window)
         keys, values = (x[start:].transpose(0, 1).repeat_interleave(sharing, dim=0) for x in dense[row])
@@ -228,21 +256,53 @@ def test_paged_attention_is_attention(dtype, splits, kv_heads, sharing, width, w
     assert not block[:, 0].any()  # the other layer was not touched
 
 
-def test_decoding_rotates_and_stores_in_one_kernel():
-    lengths, kv_heads, width = [3, 66], 2, 16
-    block, address, tables, _ = paged_case(lengths, kv_heads, width)
-    q, k, v = randn(2, 6, width), randn(2, kv_heads, width, seed=1), randn(2, kv_heads, width, seed=2)
-    angles = randn(2, width // 2, seed=3)
-    cos, sin = (f(torch.cat((angles, angles), dim=-1)) for f in (torch.cos, torch.sin))
+def cut(most, q, kv_heads):
+    return paged.Splits(most, torch.zeros(len(q) * kv_heads, dtype=torch.int32, device=DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [None, 1, 66])
+@pytest.mark.parametrize("rotates", [True, False])
+def test_attention_takes_and_stores_the_newest_token(dtype, splits, window, rotates):
+    """What storing first and reading everything from the pages gives; the pages are the same too."""
+    lengths, kv_heads, width = [1, 65, 136], 2, 24
+    rows = len(lengths)
+    block, address, tables, _ = paged_case(lengths, kv_heads, width, dtype=dtype)
+    block.copy_(randn(*block.shape, dtype=dtype))
+    apart = block.clone()
+    there = torch.tensor([apart.data_ptr()], device=DEVICE)
+    # As a merged product leaves them: rows lie apart.
+    q, k, v = randn(rows, 10, width, dtype=dtype).split([6, kv_heads, kv_heads], dim=1)
+    turns = randn(rows, width // 2, seed=3)
+    angles = tuple(f(torch.cat((turns, turns), dim=-1)).to(dtype) for f in (torch.cos, torch.sin)) if rotates else None
     positions = torch.tensor(lengths, device=DEVICE) - 1
-    rows = torch.arange(2, device=DEVICE)
-    turned = paged.rotate_and_store(q, k, v, cos, sin, address, tables, rows, positions, 1, block.stride(0))
-    q_there, k_there = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
-    assert torch.allclose(turned, q_there, atol=1e-6)
+    place = (tables, positions, 1, block.stride(0), kv_heads, 0.25, window)
+    parts = cut(splits, q, kv_heads)
+    out = paged.attend(q, address, *place, parts, angles, (k, v))
+    assert not parts.arrived.any()  # ready for the next layer
+
+    paged.store(k, v, there, tables, torch.arange(rows, device=DEVICE), positions, 1, block.stride(0), angles)
+    assert_close(out, paged.attend(q, there, *place, cut(1, q, kv_heads), angles), dtype)
+    assert_close(block, apart, dtype)
+    turned = apply_rotary_pos_emb(q, k, *angles, unsqueeze_dim=1)[1] if rotates else k
     for row, position in enumerate(positions.tolist()):
         page = tables[row, position // paged.PAGE]
-        assert torch.allclose(block[page, 1, 0, :, position % paged.PAGE], k_there[row], atol=1e-6)
+        assert_close(block[page, 1, 0, :, position % paged.PAGE], turned[row], dtype)
         assert torch.equal(block[page, 1, 1, :, position % paged.PAGE], v[row])
+
+
+def test_stretches_have_at_least_so_many_pages(monkeypatch):
+    """However a sequence is cut, the result is the same."""
+    lengths, outs = [64 * 9 + 5, 70], []
+    block, address, tables, _ = paged_case(lengths, 1, 16)
+    block.copy_(randn(*block.shape))
+    q, positions = randn(2, 2, 16), torch.tensor(lengths, device=DEVICE) - 1
+    for most, least in ((1, 1), (16, 1), (16, 2), (4, 4), (16, 32)):
+        monkeypatch.setattr(paged, "LEAST_PAGES", least)
+        outs.append(paged.attend(q, address, tables, positions, 0, block.stride(0), 1, 0.25, None, cut(most, q, 1)))
+    for out in outs[1:]:
+        assert_close(out, outs[0], torch.float32)
 
 
 def draw(logits, seeds, positions, temperatures, greedy):

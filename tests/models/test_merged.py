@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from luffy.distributed.replica import on_host
+from luffy.kernels import few_rows
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden
 from luffy.models.fused import fused_decoder
@@ -83,6 +84,24 @@ def test_one_product_for_each_group(monkeypatch):
     widths.clear()
     hidden(model, separate)
     assert widths == [32, 16, 16, 32, 48, 48, 32] * 2
+
+
+def test_products_of_few_rows_by_kernels_of_our_own(monkeypatch):
+    """Other sums of the same numbers; layers that are more than a product run as ever."""
+    model = small_model()
+    expected = hidden(model, separate)
+    merge_weights(layers_of(model))
+    used = []
+    for name, splits in (("gated", 1), ("parts", 3)):
+        tile = few_rows.Tile(16, 16, 16, splits)
+        monkeypatch.setattr(few_rows, f"{name}_tile", lambda x, columns, t=tile, n=name: used.append(n) or t)
+    torch.testing.assert_close(hidden(model, merged), expected, rtol=1e-5, atol=1e-5)
+    assert used == ["parts", "gated", "parts"] * len(layers_of(model))
+    used.clear()
+    torch.testing.assert_close(hidden(model, separate), expected, rtol=1e-5, atol=1e-5)
+    layers_of(model)[0].mlp.down_proj.register_forward_hook(lambda *_: None)
+    hidden(model, merged)
+    assert used == ["parts", "gated"] + ["parts", "gated", "parts"] * (len(layers_of(model)) - 1)
 
 
 def test_gradients_and_updates_do_not_notice():

@@ -303,7 +303,6 @@ class OnTheDeviceAlone(TorchDispatchMode):
 def shapes_alone(monkeypatch):
     """Kernels that compute nothing, for tensors without values."""
     monkeypatch.setattr(paged_cache, "store", lambda *_: None)
-    monkeypatch.setattr(paged_cache, "rotate_and_store", lambda q, *_: torch.empty_like(q))
     monkeypatch.setattr(paged_cache, "attend", lambda q, *_: torch.empty_like(q))
     monkeypatch.setattr(round_graphs, "draw_tokens", lambda log_probs, *_: log_probs.argmax(-1))
 

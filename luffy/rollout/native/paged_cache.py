@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from luffy.kernels.paged import PAGE, attend, rotate_and_store, splits_for, store
+from luffy.kernels.paged import PAGE, Angles, attend, splits_for, store
 from luffy.models.attention import PackedLayout, causal_varlen, varlen_serves
 from luffy.models.forward import causal_lm, head_weight_bias, key_value_shape
 from luffy.types import to_device
@@ -116,30 +116,33 @@ class PagedCache:
 
 
 class PagedDecodeLayout:
-    """One new token for each row of the table; fixed shapes, no host decisions: fit for a CUDA graph."""
+    """One new token for each row of the table; fixed shapes, no host decisions: fit for a CUDA graph. Where ``shared``,
+    rows may have the same pages: all new tokens are stored before any row looks."""
 
-    def __init__(self, cache: PagedCache, tables: Tensor, rows: Tensor, positions: Tensor) -> None:
+    def __init__(
+        self, cache: PagedCache, tables: Tensor, rows: Tensor, positions: Tensor, shared: bool = False
+    ) -> None:
         self.calls = 0
-        self._cache, self._tables, self._rows, self._positions = cache, tables, rows, positions
+        self._cache, self._tables, self._rows, self._positions, self._shared = cache, tables, rows, positions, shared
         self._splits = splits_for(len(rows), cache.shape.kv_heads, tables.shape[1], cache.device)
 
     def rotate_and_attend(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layer: int, scale: float, window: int | None
     ) -> Tensor:
-        cache, stride = self._cache, self._cache.shape.page_elements
-        q = rotate_and_store(q, k, v, cos, sin, cache.address, self._tables, self._rows, self._positions, layer, stride)
-        return self._read(layer, q, scale, window)
+        return self._store_and_read(layer, q, k, v, scale, window, (cos, sin))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        cache, stride = self._cache, self._cache.shape.page_elements
-        store(key, value, cache.address, self._tables, self._rows, self._positions, layer, stride)
-        return self._read(layer, query.contiguous(), scale, window)
+        return self._store_and_read(layer, query, key, value, scale, window, None)
 
-    def _read(self, layer: int, q: Tensor, scale: float, window: int | None) -> Tensor:
-        cache, shape = self._cache, self._cache.shape
+    def _store_and_read(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, angles: Angles | None
+    ) -> Tensor:
+        cache, stride = self._cache, self._cache.shape.page_elements
+        if self._shared:
+            store(k, v, cache.address, self._tables, self._rows, self._positions, layer, stride, angles)
         return attend(
-            q, cache.address, self._tables, self._positions, layer, shape.page_elements, shape.kv_heads, scale,
-            window, self._splits,
+            q, cache.address, self._tables, self._positions, layer, stride, cache.shape.kv_heads, scale, window,
+            self._splits, angles, None if self._shared else (k, v),
         )  # fmt: skip
 
 
@@ -180,16 +183,17 @@ class PagedSlots:
 
     def decode_layout(self, positions: Tensor, span: int) -> PagedDecodeLayout:
         """Pages are read as far as each sequence goes, whatever the span."""
-        return self._layout(self._tables[: len(positions)], positions)
+        return self._layout(self._tables[: len(positions)], positions, shared=False)
 
     def extend_layout(self, positions: Tensor, span: int) -> PagedDecodeLayout:
         """Several tokens of a slot are as many rows with the same pages: all are stored before any looks."""
         rows, count = positions.shape
-        return self._layout(self._tables[:rows, None].expand(-1, count, -1).flatten(0, 1), positions.flatten())
+        tables = self._tables[:rows, None].expand(-1, count, -1).flatten(0, 1)
+        return self._layout(tables, positions.flatten(), shared=True)
 
-    def _layout(self, tables: Tensor, positions: Tensor) -> PagedDecodeLayout:
+    def _layout(self, tables: Tensor, positions: Tensor, shared: bool) -> PagedDecodeLayout:
         rows = torch.arange(len(positions), device=positions.device)
-        return PagedDecodeLayout(self._cache, tables, rows, positions)
+        return PagedDecodeLayout(self._cache, tables, rows, positions, shared)
 
 
 @dataclass(frozen=True)
