@@ -34,6 +34,11 @@ def group_advantages(
     for row, key in enumerate(index):
         members[key].append(row)
     advantages = torch.empty_like(scores)
+    sizes = {len(rows) for rows in members.values()}
+    if len(sizes) == 1 and min(sizes) > 1 and in_baseline.all():  # the usual case, hundreds of groups at once
+        places = torch.tensor(list(members.values()), device=scores.device)
+        advantages[places] = _over_own_baselines(scores[places], use_std, epsilon)
+        return advantages
     for key, rows in members.items():
         advantages[rows] = _over_baseline(scores[rows], in_baseline[rows], key, use_std, epsilon)
     return advantages
@@ -47,6 +52,14 @@ def _over_baseline(scores: Tensor, in_baseline: Tensor, key: Hashable, use_std: 
         raise ValueError(f"group {key!r} has no on-policy sample to take a baseline from")
     mean, std = _mean_std(baseline)
     return (scores - mean) / (std + epsilon) if use_std else scores - mean
+
+
+def _over_own_baselines(scores: Tensor, use_std: bool, epsilon: float) -> Tensor:
+    """[G, n] -> [G, n]: each row over the baseline of all its scores, with the bits of ``_over_baseline``."""
+    first = scores[:, :1]
+    equal = (scores == first).all(dim=1, keepdim=True)
+    mean, std = torch.where(equal, first, scores.mean(dim=1, keepdim=True)), scores.std(dim=1, keepdim=True)
+    return (scores - mean) / (torch.where(equal | (std == 0), 1.0, std) + epsilon) if use_std else scores - mean
 
 
 def _mean_std(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -124,7 +124,7 @@ def group_baselines(groups: Sequence[ScoredGroup], cfg: AlgorithmConfig) -> list
     if not groups:
         return []
     rollouts = [rollout for group in groups for rollout in group.group.rollouts]
-    advantages = torch.cat([_advantages(group, cfg) for group in groups]).float()
+    advantages = _advantages(groups, cfg).float()
     lengths = [rollout.off_policy.numel() for rollout in rollouts]
     off = torch.cat([rollout.off_policy for rollout in rollouts])
     own = advantages.repeat_interleave(torch.tensor(lengths))
@@ -134,10 +134,12 @@ def group_baselines(groups: Sequence[ScoredGroup], cfg: AlgorithmConfig) -> list
     return [[next(credit) for _ in group.group.rollouts] for group in groups]
 
 
-def _advantages(group: ScoredGroup, cfg: AlgorithmConfig) -> Tensor:
-    """[n], of the responses."""
-    rollouts = group.group.rollouts
-    return group_advantages(group.rewards, [0] * len(rollouts), _in_baseline(rollouts, cfg), use_std=cfg.normalize_std)
+def _advantages(groups: Sequence[ScoredGroup], cfg: AlgorithmConfig) -> Tensor:
+    """Of the responses of all groups."""
+    rewards = torch.cat([group.rewards for group in groups])
+    counted = torch.cat([_in_baseline(group.group.rollouts, cfg) for group in groups])
+    index = [i for i, group in enumerate(groups) for _ in group.group.rollouts]
+    return group_advantages(rewards, index, counted, use_std=cfg.normalize_std)
 
 
 def _own_alone(own: Tensor, cfg: AlgorithmConfig) -> tuple[Tensor, Tensor, Tensor]:

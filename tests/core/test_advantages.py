@@ -104,6 +104,16 @@ def test_grpo_takes_its_baseline_from_all_samples():
     )
 
 
+@pytest.mark.parametrize("use_std", [True, False])
+def test_many_groups_at_once_have_the_bits_of_each_alone(use_std):
+    scores = torch.rand(40, 8, generator=torch.Generator().manual_seed(0))
+    scores[3], scores[7] = 0.1, scores[7].round()
+    everyone = torch.ones(8, dtype=torch.bool)
+    alone = [group_advantages(group, "g" * 8, everyone, use_std=use_std) for group in scores]
+    together = group_advantages(scores.T.flatten(), list(range(40)) * 8, everyone.repeat(40), use_std=use_std)
+    assert torch.equal(together.view(8, 40).T, torch.stack(alone)) and not alone[3].any()
+
+
 def test_importable_from_the_root():
     assert luffy.compute_grpo_outcome_advantage_split is compute_grpo_outcome_advantage_split
 
