@@ -20,7 +20,8 @@ def score(rollouts: Sequence[tuple[Rollout, ...]], verifier: Verifier, tokenizer
     """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
     flat = [rollout for group in rollouts for rollout in group]
     ids = [r.token_ids.tolist() for r in flat]
-    items = [(r.task.problem, *pair) for r, *pair in zip(flat, decode(tokenizer, ids), ids, strict=True)]
+    texts = decode(tokenizer, ids)
+    items = [(r.task.problem, text, of_r) for r, text, of_r in zip(flat, texts, ids, strict=True)]
     scores = iter(verifier.score(items))
     return [Group(group[0].task, group, tuple(next(scores) for _ in group)) for group in rollouts]
 
