@@ -71,8 +71,8 @@ class OffloadedOptimizer:
     def _adder(self, name: str) -> Any:
         def add_gradient(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            grad = parameter.grad.float()
-            self._gradients[name] = self._gradients[name].add_(grad) if name in self._gradients else grad
+            so_far, grad = self._gradients.get(name), parameter.grad
+            self._gradients[name] = grad.float() if so_far is None else so_far.add_(grad)  # in float32
             parameter.grad = None
 
         return add_gradient

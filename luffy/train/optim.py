@@ -97,8 +97,7 @@ def _master_of(parameter: nn.Parameter) -> nn.Parameter:
 
     def add_gradient(low: Tensor) -> None:
         assert low.grad is not None
-        grad = low.grad.float()
-        master.grad = grad if master.grad is None else master.grad.add_(grad)
+        master.grad = low.grad.float() if master.grad is None else master.grad.add_(low.grad)  # added in float32
         low.grad = None
 
     parameter.register_post_accumulate_grad_hook(add_gradient)
