@@ -63,7 +63,8 @@ class Driver:
         args.collect.mkdir(parents=True, exist_ok=True)
 
     def _is_settled(self, row: Row) -> bool:
-        return row["status"] == "finished" or (row["name"] not in self.args.runs and is_done(row))
+        """Its model is gone, so a run without a test is done again."""
+        return "test" in row and is_done(row) and (row["status"] == "finished" or row["name"] not in self.args.runs)
 
     # ---- the loop
 

@@ -78,7 +78,7 @@ def test_losers_end_at_their_rung_and_not_before_all_have_reached_it():
 def row(method, lr, status, accuracy=0.5, seed=0, note="", step=10):
     curves = {"step": [0, step], "val-core/accuracy": [0.1, accuracy]}
     return {"name": f"{method}-lr{lr:g}-s{seed}", "method": method, "lr": lr, "status": status, "seed": seed,
-            "note": note, "steps": 200, "curves": curves}  # fmt: skip
+            "note": note, "steps": 200, "curves": curves} | ({"test": {}} if status == "finished" else {})  # fmt: skip
 
 
 def test_a_rate_is_chosen_when_its_contest_is_decided():
@@ -119,10 +119,11 @@ def test_curves_are_columns_and_rows_of_several_machines_are_one(tmp_path):
         "val-core/accuracy": [0.25, None],
     }
     cut, again = row("luffy", 1e-6, "cut", step=50), row("luffy", 1e-6, "running", step=20)
-    sft, bare = row("sft", 1e-5, "finished") | {"test": {}}, row("sft", 1e-5, "finished")
+    sft, bare = row("sft", 1e-5, "finished"), row("sft", 1e-5, "finished")
+    del bare["test"]
     files = [write_lines(tmp_path / "a", [cut, sft]), write_lines(tmp_path / "b", [again, bare])]
     assert records.read_rows(files) == {cut["name"]: cut, sft["name"]: sft}
-    later = write_lines(tmp_path / "c", [row("sft", 1e-5, "finished", 0.9) | {"test": {}}])
+    later = write_lines(tmp_path / "c", [row("sft", 1e-5, "finished", 0.9)])
     assert records.read_rows([*files, later])[sft["name"]]["curves"]["val-core/accuracy"] == [0.1, 0.9]
 
 
@@ -351,7 +352,7 @@ def write_lines(path, rows):
 
 def sft_is_decided(tmp_path):
     """Known rows: SFT's contest, which 1e-5 won, and the base."""
-    sft = [row("sft", lr, "finished", a) | {"test": {}} for lr, a in ((3e-6, 0.1), (1e-5, 0.9), (3e-5, 0.8))]
+    sft = [row("sft", lr, "finished", a) for lr, a in ((3e-6, 0.1), (1e-5, 0.9), (3e-5, 0.8))]
     base = {"name": "base", "method": "base", "status": "finished", "curves": {}, "test": {"k": 4, "right": "40"}}
     return write_lines(tmp_path / "known.jsonl", [*sft, base])
 
@@ -510,6 +511,14 @@ def test_a_run_that_was_cut_late_decides_its_contest_and_is_done_again_only_by_i
     write_lines(known, [found | {"status": "cut"} for found in records.read_lines(known)[:1]])
     assert drive(tmp_path, 0.0, "--runs", "luffy-lr3e*-s0", "--known", known).keys() == {"base"}
     assert "luffy-lr3e-06-s0" in drive(tmp_path, 0.0, "--runs", "luffy-lr3e-06-s0", "--known", known)
+
+
+def test_a_run_that_another_machine_finished_but_did_not_test_is_done_again(tmp_path):
+    known = sft_is_decided(tmp_path)
+    untested = row("sft", 1e-5, "finished", seed=1)
+    del untested["test"]
+    write_lines(known, [*records.read_lines(known), untested, row("sft", 1e-5, "finished", seed=2)])
+    assert drive(tmp_path, 0.0, "--runs", "sft-lr*-s[12]", "--known", known).keys() == {"sft-lr1e-05-s1"}
 
 
 def test_a_run_that_was_dropped_stays_so_when_the_time_is_up(tmp_path, monkeypatch):
