@@ -22,18 +22,18 @@ def _mixed(bits):
 
 
 @triton.jit
-def _clock_logs(seed, position, token):
-    """Log of a standard exponential number for every token."""
+def _clocks(seed, position, token):
+    """A standard exponential number for every token."""
     key = _mixed(_mixed(seed.to(tl.uint64)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     low, high = (key & 0x7FFFFFFF).to(tl.uint32), (key >> 33).to(tl.uint32)
     bits = token.to(tl.uint32) * 0x9E3779B1 + low
     bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) ^ high
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
     bits = (bits ^ (bits >> 16)) & 0x7FFFFFFF
-    u = (bits.to(tl.float32) + 0.5) * 4.6566123e-10 * 0.99999988
+    u = (bits.to(tl.float32) + 0.5) * 4.65661231796588e-10  # (1 - 2^-23) / 2^31
     # -log(1 - u): the logarithm loses its digits near 1, where races are won, so there a series.
     series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * (0.25 + u * (0.2 + u * 0.16666667)))))
-    return tl.log(tl.where(u < 0.0625, series, -tl.log(1.0 - u)))
+    return tl.where(u < 0.0625, series, -tl.log(1.0 - u))
 
 
 @triton.jit
@@ -46,22 +46,24 @@ def _race(
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary
     raw = tl.load(logits + row * vocabulary + token, mask=inside, other=float("-inf")).to(tl.float32)
-    z = raw / tl.load(temperatures + row)
+    temperature = tl.load(temperatures + row)
+    z = raw / temperature
     top = tl.max(z, axis=0)
     # A stretch without a finite logit would give NaN; real NaNs must stay NaN.
     shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp(z - shift), axis=0)
-    noise = _clock_logs(tl.load(seeds + row), tl.load(positions + row) + 1, token)
-    score = tl.where(tl.load(greedy + row) != 0, z, z - noise)
-    score = tl.where(inside, score, float("-inf"))
-    winner = tl.argmax(score, axis=0)
+    weight = tl.exp(z - shift)
+    is_greedy = tl.load(greedy + row) != 0
+    clock = _clocks(tl.load(seeds + row), tl.load(positions + row) + 1, token)
+    score = tl.where(inside, tl.where(is_greedy, z, weight / clock), float("-inf"))
+    highest, winner = tl.max(score, axis=0, return_indices=True)
+    # Comparisons with NaN are all false, and the winner among them may be anything: keep it inside.
+    chosen = tl.minimum(block * BLOCK + winner, vocabulary - 1)
     slot = row * blocks + block
     tl.store(tops + slot, top)
-    tl.store(sums + slot, total)
-    tl.store(best + slot, tl.max(score, axis=0))
-    # Comparisons with NaN are all false, and the winner among them may be anything: keep it inside.
-    tl.store(best_id + slot, tl.minimum(block * BLOCK + winner, vocabulary - 1))
-    tl.store(best_z + slot, tl.sum(tl.where(tl.arange(0, BLOCK) == winner, z, 0.0), axis=0))
+    tl.store(sums + slot, tl.sum(weight, axis=0))
+    tl.store(best + slot, tl.where(is_greedy, highest, shift + tl.log(highest)))
+    tl.store(best_id + slot, chosen)
+    tl.store(best_z + slot, tl.load(logits + row * vocabulary + chosen).to(tl.float32) / temperature)
 
 
 @triton.jit
