@@ -38,9 +38,9 @@ def gated_tile(x: Tensor, columns: int) -> Tile | None:
     return _tile(x, columns, 64, 64, stretches=1)
 
 
-def parts_tile(x: Tensor, columns: int) -> Tile | None:
-    """How to compute `product_in_parts`; None where a product whose sums are complete is faster."""
-    return _tile(x, columns, 64, 128, stretches=max(round(PROGRAMS * 64 / columns), 1))
+def tile_for(x: Tensor, columns: int, may_cut: bool) -> Tile | None:
+    """How to compute `product`; None where cuBLAS is faster. Without ``may_cut`` in one stretch."""
+    return _tile(x, columns, 64, 128, stretches=max(round(PROGRAMS * 64 / columns), 1)) if may_cut else None
 
 
 def _tile(x: Tensor, columns: int, width: int, depth: int, stretches: int) -> Tile | None:
@@ -52,7 +52,7 @@ def _tile(x: Tensor, columns: int, width: int, depth: int, stretches: int) -> Ti
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(
-    x, weight, out, rows, columns, depth, each,
+    x, weight, bias, out, rows, columns, depth, each,
     GATED: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -77,6 +77,8 @@ def _product(
             up_tile = weight.load([columns + first_column, start]) if TMA else tl.load(weight_at + columns * depth)
             up = tl.dot(x_tile, up_tile.T, up, input_precision=PRECISION)
     kind: tl.constexpr = out.dtype.element_ty
+    if bias is not None:
+        total += tl.where(stretch == 0, tl.load(bias + column).to(tl.float32), 0.0)[None, :]
     if GATED:
         gate = total.to(kind).to(tl.float32)
         total = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
@@ -84,9 +86,9 @@ def _product(
     tl.store(place, total.to(kind), mask=inside)
 
 
-def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, gated: bool) -> None:
-    """``out`` [stretches, rows, columns]. Tiles must cover columns and depth exactly."""
-    (rows, depth), (stretches, _, columns) = x.shape, out.shape
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile, gated: bool) -> None:
+    """``out`` [rows, columns], or [stretches, rows, columns]. Tiles must cover columns and depth exactly."""
+    (rows, depth), columns = x.shape, out.shape[-1]
     assert columns % tile.columns == 0 and depth % tile.depth == 0
     factors: tuple[Any, ...] = x.contiguous(), weight
     if tile.tma:
@@ -95,8 +97,8 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, gated: bool) -> 
             TensorDescriptor.from_tensor(factor, [size, tile.depth])
             for factor, size in zip(factors, sizes, strict=True)
         )
-    _product[(triton.cdiv(rows, tile.rows), columns // tile.columns, stretches)](
-        *factors, out, rows, columns, depth, triton.cdiv(depth // tile.depth, stretches) * tile.depth,
+    _product[(triton.cdiv(rows, tile.rows), columns // tile.columns, tile.stretches)](
+        *factors, bias, out, rows, columns, depth, triton.cdiv(depth // tile.depth, tile.stretches) * tile.depth,
         GATED=gated, TMA=tile.tma, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -104,13 +106,16 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, gated: bool) -> 
 
 def gated_product(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     """silu(gate) * up [N, I] of rows x [N, H]; ``weight`` [2 I, H]: the weights of gate, then of up."""
-    out = torch.empty(1, len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, tile, gated=True)
-    return out[0]
+    out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
+    _launch(x, weight, None, out, tile, gated=True)
+    return out
 
 
-def product_in_parts(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
-    """Sums [stretches, N, O] in float32 that make up the product of rows x [N, I] and ``weight`` [O, I]."""
-    out = torch.empty(tile.stretches, len(x), len(weight), dtype=torch.float32, device=x.device)
-    _launch(x, weight, out, tile, gated=False)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
+    """x @ weight.T + bias: [N, O]; with several stretches their sums in float32 [stretches, N, O]."""
+    shape, kind = (len(x), len(weight)), x.dtype
+    if tile.stretches > 1:
+        shape, kind = (tile.stretches, *shape), torch.float32  # type: ignore[assignment]
+    out = torch.empty(shape, dtype=kind, device=x.device)
+    _launch(x, weight, bias, out, tile, gated=False)
     return out

@@ -45,22 +45,17 @@ def separate(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
 def merged(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
     """The same as columns of one product, where the weights lie side by side; without gradients. A single layer's
     product may be several sums in float32, which the norm after it adds up (`luffy.kernels.few_rows`)."""
+    from luffy.kernels.few_rows import product, tile_for
+
     if not is_plain(group):
         return separate(x, group)
-    if len(group) == 1:
-        return (_single(x, group[0]),)
     blocks = [side_by_side(parts) for parts in parts_of(group)]
-    if any(block is None for block in blocks):
+    weight, bias = blocks[0], blocks[1] if len(blocks) == 2 else None
+    if weight is None or (bias is None and len(blocks) == 2):
         return separate(x, group)
-    return F.linear(x, *blocks).split([linear.out_features for linear in group], dim=1)  # type: ignore[arg-type]
-
-
-def _single(x: Tensor, linear: Any) -> Tensor:
-    from luffy.kernels.few_rows import parts_tile, product_in_parts
-
-    tile = parts_tile(x, linear.out_features) if linear.bias is None else None
-    out: Tensor = linear(x) if tile is None else product_in_parts(x, linear.weight, tile)
-    return out
+    tile = tile_for(x, len(weight), may_cut=len(group) == 1)
+    out = F.linear(x, weight, bias) if tile is None else product(x, weight, bias, tile)
+    return (out,) if len(group) == 1 else out.split([linear.out_features for linear in group], dim=1)
 
 
 def merged_gates(x: Tensor, group: Sequence[Any]) -> Tensor | None:

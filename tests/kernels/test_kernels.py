@@ -16,7 +16,7 @@ from luffy.core.logprobs import selected_log_probs
 from luffy.kernels import draw as sampling
 from luffy.kernels import head, paged
 from luffy.kernels.elementwise import rotate, swiglu, swiglu_quantized
-from luffy.kernels.few_rows import Tile, gated_product, product_in_parts
+from luffy.kernels.few_rows import Tile, gated_product, product
 from luffy.kernels.norm import add_rms_norm, add_rms_norm_quantized
 from luffy.kernels.product import Tiling, float8_product
 from luffy.kernels.quantize import quantize_rows
@@ -181,21 +181,18 @@ SHAPES = [(5, 16, 1), (16, 16, 3), (35, 32, 4)]  # rows, tile, stretches: the la
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize(("rows", "tile", "splits"), SHAPES)
 def test_products_of_few_rows(dtype, rows, tile, splits):
-    x, weight = randn(rows, 160, dtype=dtype), randn(96, 160, dtype=dtype, seed=1) / 8
-    shape = Tile(16, tile, 32, splits, tma=splits != 3)
-    both = F.linear(x.double(), weight.double()).to(dtype)
-    gate, up = both.split(48, dim=1)
+    x, weight, bias = randn(rows, 160, dtype=dtype), randn(96, 160, dtype=dtype, seed=1) / 8, randn(96, dtype=dtype)
+    gate, up = F.linear(x.double(), weight.double()).to(dtype).split(48, dim=1)
     if tile == 16:
         assert_close(gated_product(x, weight, Tile(16, 16, 32)), F.silu(gate) * up, dtype)
-    parts = product_in_parts(x, weight, shape)
-    assert parts.shape == (splits, rows, 96) and parts.dtype == torch.float32
-    assert_close(parts.sum(0).to(dtype), both, dtype)
-
-    residual, gain = randn(rows, 96, dtype=dtype, seed=2), randn(96, dtype=dtype, seed=3)
-    expected = add_rms_norm(parts.sum(0).to(dtype), residual, gain, 1e-5)
-    for ours, theirs in zip(add_rms_norm(parts, residual, gain, 1e-5), expected, strict=True):
-        assert ours.dtype == dtype
-        assert_close(ours, theirs, dtype)
+    for offset in (bias, None):
+        whole = F.linear(x.double(), weight.double(), None if offset is None else offset.double()).to(dtype)
+        sums = product(x, weight, offset, Tile(16, tile, 32, splits, tma=splits != 3))
+        if splits == 1:
+            assert_close(sums, whole, dtype)
+        else:
+            assert sums.shape == (splits, rows, 96) and sums.dtype == torch.float32
+            assert_close(sums.sum(0).to(dtype), whole, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -92,16 +92,20 @@ def test_products_of_few_rows_by_kernels_of_our_own(monkeypatch):
     expected = hidden(model, separate)
     merge_weights(layers_of(model))
     used = []
-    for name, splits in (("gated", 1), ("parts", 3)):
-        tile = few_rows.Tile(16, 16, 16, splits)
-        monkeypatch.setattr(few_rows, f"{name}_tile", lambda x, columns, t=tile, n=name: used.append(n) or t)
+
+    def tile(x, columns, may_cut=None):
+        used.append(may_cut)
+        return few_rows.Tile(16, 16, 16, stretches=3 if may_cut else 1)
+
+    monkeypatch.setattr(few_rows, "tile_for", tile)
+    monkeypatch.setattr(few_rows, "gated_tile", tile)
     torch.testing.assert_close(hidden(model, merged), expected, rtol=1e-5, atol=1e-5)
-    assert used == ["parts", "gated", "parts"] * len(layers_of(model))
+    assert used == [False, True, None, True] * len(layers_of(model))  # q+k+v, o, gate+up, down
     used.clear()
     torch.testing.assert_close(hidden(model, separate), expected, rtol=1e-5, atol=1e-5)
     layers_of(model)[0].mlp.down_proj.register_forward_hook(lambda *_: None)
     hidden(model, merged)
-    assert used == ["parts", "gated"] + ["parts", "gated", "parts"] * (len(layers_of(model)) - 1)
+    assert used == [False, True, None] + [False, True, None, True] * (len(layers_of(model)) - 1)
 
 
 def test_gradients_and_updates_do_not_notice():
