@@ -25,6 +25,11 @@ class Planned:
     prefix: int = 0
 
     @property
+    def teacher_ids(self) -> tuple[int, ...]:
+        """The teacher's tokens, with which the response begins."""
+        return self.demonstration.token_ids[: self.prefix] if self.demonstration else ()
+
+    @property
     def prefix_ratio(self) -> float:
         return self.prefix / len(self.demonstration.token_ids) if self.demonstration else 0.0
 

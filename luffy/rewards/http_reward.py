@@ -50,6 +50,8 @@ def is_address(kind: str) -> bool:
 class HttpReward:
     """Asks the server at ``address`` for scores."""
 
+    one_by_one = False
+
     def __init__(self, address: str | None, settings: HttpRewardConfig) -> None:
         self._address, self._settings = checked_address(address), settings
         self._headers = headers_from(settings.header_env)

@@ -36,7 +36,10 @@ ASYNC_GRACE_S = 2.0  # a worker's async samples end themselves; one that blocks 
 
 
 class Reward(Protocol):
-    """One term of a verifier."""
+    """One term of a verifier. ``one_by_one``: worker processes score each response by itself."""
+
+    @property
+    def one_by_one(self) -> bool: ...
 
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
         """One per item; the value of an "ok" outcome is (score, status)."""
@@ -49,6 +52,8 @@ class Reward(Protocol):
 
 class InProcessReward:
     """``scorer(answer, response)`` in this process; an answer that does not suit it (ValueError) scores 0."""
+
+    one_by_one = False
 
     def __init__(self, scorer: TextReward) -> None:
         self._scorer = scorer
@@ -74,13 +79,15 @@ class AfterThought:
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
-        self.self_check, self.close = reward.self_check, reward.close
+        self.self_check, self.close, self.one_by_one = reward.self_check, reward.close, reward.one_by_one
 
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
         return self._reward.outcomes([item._replace(response=after_thought(item.response)) for item in items])
 
 
 class MathReward:
+    one_by_one = True
+
     def __init__(self, workers: int, timeout_s: float) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise UserError(f"the math reward needs Math-Verify; {math_reward.INSTALL_HINT}")
@@ -114,6 +121,10 @@ class CustomReward:
             "luffy.rewards.custom:load", workers, timeout_s, preload=("luffy.types",), factory_args=(path, timeout_s)
         )
 
+    @property
+    def one_by_one(self) -> bool:
+        return not self._form.batch and not self._form.is_async
+
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
         if not self._form.batch:  # functions of one sample do not take its ids, and thousands of lists are sent slowly
             items = [item._replace(token_ids=None) for item in items]
@@ -136,6 +147,8 @@ class CustomReward:
 
 class OwnInThisProcess:
     """A function of the user's that worker processes cannot import: of a script or a notebook."""
+
+    one_by_one = False
 
     def __init__(self, name: str, function: Callable[..., Any], timeout_s: float, concurrency: int) -> None:
         self._own, self._concurrency = OwnFunction(name, function, timeout_s), concurrency
@@ -191,6 +204,12 @@ class Verifier:
         with self._lock:
             self.counts.update(score.status for score in scores)
         return scores
+
+    @property
+    def may_score_early(self) -> bool:
+        """Whether responses may be scored while others are still being made: no term wants them all at once, and none
+        keeps this process busy."""
+        return all(reward.one_by_one for reward in self._rewards.values())
 
     def why_nothing_was_scored(self, scores: Sequence[Score]) -> str | None:
         """The last failure, where every one of the scores is of a failed call; None where one is not."""

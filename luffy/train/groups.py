@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from luffy.config import RewardConfig
@@ -13,17 +13,25 @@ from luffy.errors import AllStopped
 from luffy.metrics import Max, Mean, Metric, Sum, spread
 from luffy.models.load import decode
 from luffy.rewards import Verifier
-from luffy.types import Group, Rollout, Score
+from luffy.types import Group, Problem, Rollout, Score
 
 
 def score(rollouts: Sequence[tuple[Rollout, ...]], verifier: Verifier, tokenizer: Any) -> list[Group]:
     """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
-    flat = [rollout for group in rollouts for rollout in group]
-    ids = [r.token_ids.tolist() for r in flat]
-    texts = decode(tokenizer, ids)
-    items = [(r.task.problem, text, of_r) for r, text, of_r in zip(flat, texts, ids, strict=True)]
-    scores = iter(verifier.score(items))
-    return [Group(group[0].task, group, tuple(next(scores) for _ in group)) for group in rollouts]
+    responses = [(rollout.task.problem, rollout.token_ids.tolist()) for group in rollouts for rollout in group]
+    return grouped(rollouts, score_responses(responses, verifier, tokenizer))
+
+
+def score_responses(responses: Sequence[tuple[Problem, list[int]]], verifier: Verifier, tokenizer: Any) -> list[Score]:
+    """Of the token ids of responses to these problems."""
+    texts = decode(tokenizer, [ids for _, ids in responses])
+    return verifier.score([(problem, text, ids) for (problem, ids), text in zip(responses, texts, strict=True)])
+
+
+def grouped(rollouts: Sequence[tuple[Rollout, ...]], scores: Iterable[Score]) -> list[Group]:
+    """Groups of the rollouts, with their scores in the same order."""
+    following = iter(scores)
+    return [Group(group[0].task, group, tuple(next(following) for _ in group)) for group in rollouts]
 
 
 def stop_if_nothing_was_scored(scores: Sequence[Score], verifier: Verifier, world: World, where: str) -> None:

@@ -16,10 +16,13 @@ from luffy.guidance import FirstRound, Gate, Plan
 from luffy.guidance.gate import SecondRounds
 from luffy.metrics import Mean, Metric, Sum
 from luffy.models.load import decode
+from luffy.rewards import Verifier
+from luffy.rollout.native import NativeEngine
 from luffy.train.answer_probs import answer_probs
 from luffy.train.batch import Slot
 from luffy.train.draws import Drawn
-from luffy.train.groups import score
+from luffy.train.early_scores import EarlyScores
+from luffy.train.groups import grouped, score
 from luffy.train.run_state import Run
 from luffy.types import Group, Task
 
@@ -28,12 +31,34 @@ TOO_LONG = "method/hints_too_long"
 
 def respond(run: Run, plan: Plan, at: Slot) -> list[Group]:
     """Generate what a plan asks for, join it with the teacher's part and verify all of it."""
+    assert run.verifier is not None
+    if isinstance(run.engine, NativeEngine) and run.verifier.may_score_early:
+        return respond_and_score(run, run.engine, run.verifier, plan, at)
     with at.watch("rollout"):
         completions = run.engine.generate(plan.requests, at.progress)
         rollouts = plan.assemble(completions, version=at.version)
     with at.watch("reward"):
-        assert run.verifier is not None
         return score(rollouts, run.verifier, run.tokenizer)
+
+
+def respond_and_score(run: Run, engine: NativeEngine, verifier: Verifier, plan: Plan, at: Slot) -> list[Group]:
+    """The same, where each response is verified as soon as it ends."""
+    planned = [sample for group in plan.groups for sample in group]
+    asked = [i for i, sample in enumerate(planned) if sample.request is not None]
+    with EarlyScores(verifier, run.tokenizer) as early:
+
+        def add(i: int, own_ids: list[int]) -> None:
+            early.add(i, planned[i].task.problem, [*planned[i].teacher_ids, *own_ids])
+
+        with at.watch("rollout"):
+            for i in sorted(set(range(len(planned))).difference(asked)):  # whole traces
+                add(i, [])
+            completions = engine.generate(
+                plan.requests, at.progress, lambda i, completion: add(asked[i], completion.token_ids.tolist())
+            )
+            rollouts = plan.assemble(completions, version=at.version)
+        with at.watch("reward"):
+            return grouped(rollouts, early.in_order())
 
 
 def further_rounds(

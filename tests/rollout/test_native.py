@@ -228,3 +228,14 @@ def test_smollm2_greedy_and_log_probs_equal_transformers():
         scaled = logits / (request.sampling.temperature or 1.0)
         expected = torch.log_softmax(scaled, -1).gather(-1, completion.token_ids[:, None]).squeeze(-1)
         torch.testing.assert_close(completion.log_probs, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_every_completion_is_told_as_it_finishes():
+    model = tiny_model("llama")
+    requests = [Request((5, 6, 7), seed, Sampling(max_tokens=n)) for seed, n in enumerate((9, 2, 5))]
+    told = []
+    made = NativeEngine(model).generate(
+        requests, lambda done, count: told.append(done), lambda i, completion: told.append((i, completion))
+    )
+    assert [t if isinstance(t, int) else t[0] for t in told] == [1, 1, 2, 2, 0, 3]
+    assert all(made[i] is completion for i, completion in told[::2])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -63,6 +63,7 @@ class Generation(Protocol):
 
 
 Finished = Iterator[tuple[int, Completion]]
+OnFinished = Callable[[int, Completion], None]
 
 
 def finished_of(generation: Generation) -> Finished:
@@ -74,11 +75,15 @@ def finished_of(generation: Generation) -> Finished:
         generation.close()
 
 
-def in_order(finished: Finished, count: int, progress: Progress | None) -> list[Completion]:
+def in_order(
+    finished: Finished, count: int, progress: Progress | None, on_finished: OnFinished | None = None
+) -> list[Completion]:
     """The ``count`` completions of ``finished`` in the order of their requests."""
     completions: dict[int, Completion] = {}
     for index, completion in finished:
         completions[index] = completion
+        if on_finished is not None:
+            on_finished(index, completion)
         if progress is not None:
             progress(len(completions), count)
     return [completions[index] for index in range(count)]
@@ -140,9 +145,12 @@ class NativeEngine(Engine):
         """Nothing to copy: the weights are the policy's own."""
         self.version = version
 
-    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
-        """Completions in the order of ``requests``; ``progress`` hears (finished, all)."""
-        return in_order(self._finished(requests), len(requests), progress) if requests else []
+    def generate(
+        self, requests: Sequence[Request], progress: Progress | None = None, on_finished: OnFinished | None = None
+    ) -> list[Completion]:
+        """Completions in the order of ``requests``; ``progress`` hears (finished, all), ``on_finished`` (number of the
+        request, completion) of each as it finishes."""
+        return in_order(self._finished(requests), len(requests), progress, on_finished) if requests else []
 
     def stream(self, requests: Iterable[Request]) -> Finished:
         """A slot that becomes free takes the next request. Every so many, which must fit the host's memory, the slots

@@ -1,0 +1,69 @@
+"""Responses are verified while others are still being made, with the scores they would have had afterwards."""
+
+import threading
+
+import pytest
+from support import make_tokenizer
+
+from luffy.rewards import build_verifier
+from luffy.rollout.native import NativeEngine
+from luffy.train.early_scores import EarlyScores
+from luffy.train.loop import Trainer
+from luffy.types import Problem
+
+PROBLEM = Problem(id="1", prompt="?", answer="5")
+
+
+def test_scores_are_those_of_the_responses_whatever_came_first():
+    tokenizer = make_tokenizer()
+    texts = ["1+2=3", "12", "1+1", "2", "33=33", "0"]
+    with (
+        build_verifier("loop_rewards:length_parity", workers=1) as verifier,
+        EarlyScores(verifier, tokenizer) as early,
+    ):
+        for number in (3, 0, 5, 1, 4, 2):
+            early.add(number, PROBLEM, tokenizer(texts[number])["input_ids"])
+        assert [score.value for score in early.in_order()] == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_verifier_that_breaks_is_noticed():
+    with (
+        build_verifier("loop_rewards:length_parity", workers=1) as verifier,
+        EarlyScores(verifier, make_tokenizer()) as early,
+    ):
+        verifier.close()
+        early.add(0, PROBLEM, [3])
+        with pytest.raises(RuntimeError, match="closed"):
+            early.in_order()
+
+
+def test_a_training_verifies_the_first_response_before_the_last_has_ended(make_config, monkeypatch):
+    """The engine waits, before it goes on from its first response, until that is verified."""
+    cfg = make_config(reward={"kind": "loop_rewards:length_parity"}, train={"steps": 1}, rollout={"slots": 1})
+    scored, finished = threading.Event(), NativeEngine._finished
+
+    def patient(self, requests):
+        for number, made in enumerate(finished(self, requests)):
+            assert number == 0 or scored.wait(60)
+            yield made
+
+    monkeypatch.setattr(NativeEngine, "_finished", patient)
+    with Trainer(cfg) as trainer:
+        score = trainer.run.verifier.score
+        monkeypatch.setattr(trainer.run.verifier, "score", lambda items: [score(items), scored.set()][0])
+        trainer.train()
+    assert scored.is_set()
+
+
+@pytest.mark.parametrize(
+    ("weights", "early"),
+    [
+        ({"loop_rewards:length_parity": 1.0}, True),
+        ({"loop_rewards:length_parity": 1.0, "format": 0.1}, False),  # in this process
+        ({"own_forms:even_length": 1.0}, False),  # of all at once
+    ],
+)
+def test_only_what_workers_score_one_by_one_is_scored_early(weights, early, monkeypatch, request):
+    monkeypatch.syspath_prepend(request.config.rootpath / "tests" / "rewards")
+    with build_verifier(weights=weights, workers=1) as verifier:
+        assert verifier.may_score_early is early
