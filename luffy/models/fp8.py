@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from luffy.kernels.quantize import Float8Rows
 
 MULTIPLE = 16  # rows and columns of a weight that the product takes
-QUANTIZED_WHERE_MADE = False  # rows of norms and activations, by the kernels that make them
 FIRST_WITH_FP8 = (8, 9)  # compute capability: Ada, Hopper and later
 
 
@@ -59,7 +58,8 @@ class Quantized:
                 rows.to(self.dtype) * scales[:, None], self.weight.to(self.dtype) * self.scales[:, None], self.bias
             )
         columns, depth = self.weight.shape
-        tiling = tiling_for(len(rows), columns, depth, may_cut)
+        hopper = torch.cuda.get_device_capability(rows.device)[0] == 9  # measured there alone
+        tiling = tiling_for(len(rows), columns, depth, may_cut) if hopper else None
         if tiling is not None:
             return float8_product(x, Float8Rows(self.weight, self.scales), self.bias, self.dtype, tiling)
         return torch._scaled_mm(
@@ -95,7 +95,7 @@ class Fp8Products:
 
     def takes_float8(self, group: Sequence[Any]) -> bool:
         """Whether rows for these layers may come quantized."""
-        return QUANTIZED_WHERE_MADE and group[0] in self._copies
+        return group[0] in self._copies
 
     def __call__(self, x: Tensor | Float8Rows, group: Sequence[Any]) -> tuple[Tensor, ...]:
         """A single layer's product may be several sums (`Quantized.product`), which the norm after it adds up."""

@@ -18,7 +18,7 @@ from luffy.kernels import head, paged
 from luffy.kernels.elementwise import rotate, swiglu, swiglu_quantized
 from luffy.kernels.few_rows import Tile, gated_product, product
 from luffy.kernels.norm import add_rms_norm, add_rms_norm_quantized
-from luffy.kernels.product import Tiling, float8_product
+from luffy.kernels.product import Tiling, float8_product, tiling_for
 from luffy.kernels.quantize import quantize_rows
 from luffy.rollout.sampling import SamplingRows, draw_tokens, negative_clocks, sample
 from luffy.types import Request, Sampling
@@ -147,9 +147,8 @@ def test_swiglu_quantizes_its_rows(dtype):
     assert_same_rows(swiglu_quantized(gate, up), quantize_rows(swiglu(gate, up)))
 
 
-@pytest.mark.parametrize("tma", [False, True])
-@pytest.mark.parametrize(("rows", "tile", "with_bias"), [(5, (64, 64), True), (70, (64, 128), False)])
-def test_float8_product_of_few_rows(rows, tile, with_bias, tma):
+@pytest.mark.parametrize(("rows", "height", "with_bias"), [(5, 64, True), (130, 128, False)])
+def test_float8_product_of_few_rows(rows, height, with_bias):
     dtype = HALF[0] if HALF else torch.float32
     x, weight = quantize_rows(randn(rows, 640)), quantize_rows(randn(128, 640, seed=1))
     bias = randn(128, seed=2) if with_bias else None
@@ -161,12 +160,24 @@ def test_float8_product_of_few_rows(rows, tile, with_bias, tma):
         (2, (2, rows, 128)),
         (4, (3, rows, 128)),
     ]:  # 5 steps: 5, 3 + 2, 2 + 2 + 1
-        tiling = Tiling(*tile, stretches, tma)
+        tiling = Tiling(height, stretches)
         out = float8_product(x, weight, bias, dtype, tiling)
         assert out.shape == shape and out.dtype == (dtype if stretches == 1 else torch.float32)
         total = out.double() if stretches == 1 else out.double().sum(0)
         assert (total - exact).norm() < tolerance * exact.norm()
         assert torch.equal(out, float8_product(x, weight, bias, dtype, tiling))
+
+
+def test_tilings_of_a_7b_model():
+    """The fastest of docs/log.md: products with few tiles, the deep one cut until all of the GPU works on it."""
+    down, qkv, gate_up = (3584, 18944), (4608, 3584), (37888, 3584)
+    assert [tiling_for(rows, *down, may_cut=True) for rows in (64, 128, 256, 512)] == [
+        Tiling(64, 4), Tiling(128, 4), Tiling(128, 2), None,
+    ]  # fmt: skip
+    assert [tiling_for(rows, *qkv, may_cut=False) for rows in (1, 128, 256)] == [Tiling(64), Tiling(128), None]
+    assert [tiling_for(rows, *gate_up, may_cut=False) for rows in (64, 65)] == [Tiling(64), None]
+    assert tiling_for(64, 3584, 3584, may_cut=True) == Tiling(64, 2)
+    assert tiling_for(64, 96, 256, may_cut=True) is None and tiling_for(64, 64, 192, may_cut=True) is None
 
 
 def test_swiglu_of_the_halves_of_one_product():
