@@ -8,17 +8,12 @@ is given back for an update and taken again elsewhere, larger or smaller.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 PAGE = 64  # tokens
-LEAST_PAGES = 1  # of a stretch: shorter sequences are cut into fewer stretches
-WARPS, STAGES = 4, 3
-COMBINED_AT_ONCE = 8  # stretches
 
 
 @triton.jit
@@ -58,51 +53,16 @@ def _store(
 
 
 @triton.jit
-def _hand_in(partial, tops, sums, heads, split, sharing, d, width, top, total, acc, SPLITS: tl.constexpr):
-    """Leave a stretch's sums where `_combined` finds them."""
-    slot = heads * SPLITS + split
-    real = tl.arange(0, heads.shape[0]) < sharing
-    tl.store(partial + slot[:, None] * width + d[None, :], acc, mask=real[:, None] & (d < width)[None, :])
-    tl.store(tops + slot, top, mask=real)
-    tl.store(sums + slot, total, mask=real)
-    tl.debug_barrier()  # every thread's stores come before what the caller does next
-
-
-@triton.jit
-def _combined(partial, tops, sums, heads, used, sharing, d, width, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Weighted values and weights of the first ``used`` stretches, always added in the same order."""
-    real = tl.arange(0, heads.shape[0]) < sharing
-    top = tl.full([heads.shape[0]], -1e30, tl.float32)
-    total = tl.zeros([heads.shape[0]], tl.float32)
-    acc = tl.zeros([heads.shape[0], d.shape[0]], tl.float32)
-    for start in range(0, used, AT_ONCE):
-        split = start + tl.arange(0, AT_ONCE)
-        slot = heads[None, :] * SPLITS + split[:, None]
-        there = (split < used)[:, None] & real[None, :]
-        part_top = tl.load(tops + slot, mask=there, other=float("-inf"), cache_modifier=".cg")
-        part_sum = tl.load(sums + slot, mask=there, other=0.0, cache_modifier=".cg")
-        inside = there[:, :, None] & (d < width)[None, None, :]
-        part_at = partial + slot[:, :, None] * width + d[None, None, :]
-        part = tl.load(part_at, mask=inside, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(part_top, axis=0))
-        decay, weight = tl.exp(top - new_top), tl.exp(part_top - new_top[None, :])
-        acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], axis=0)
-        total = total * decay + tl.sum(part_sum * weight, axis=0)
-        top = new_top
-    return acc, tl.where(real, total, 1.0)
-
-
-@triton.jit
 def _attend(
-    q, k, v, cos, sin, address, tables, positions, out, partial, tops, sums, arrived, layer, page_stride,
-    q_row, k_row, v_row, table_width, scale, window, least, sharing, kv_heads, width: tl.constexpr,
-    ROTATE: tl.constexpr, NEWEST: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, cos, sin, address, tables, positions, out, partial, tops, sums, layer, page_stride,
+    q_row, k_row, v_row, table_width, scale, window, sharing, kv_heads, width: tl.constexpr,
+    ROTATE: tl.constexpr, NEWEST: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, one key head and the ``sharing`` query heads that use it, one of at most SPLITS stretches of pages.
+    """One sequence, one key head and the ``sharing`` query heads that use it, one of SPLITS stretches of pages.
 
     With ROTATE queries are turned first. With NEWEST the first stretch takes the newest token's key, turned likewise,
-    and value from ``k`` and ``v`` and puts them into their page. The stretch that ends last combines them all.
+    and value from ``k`` and ``v`` and puts them into their page.
     """
     row, kv, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kind: tl.constexpr = q.dtype.element_ty
@@ -111,10 +71,7 @@ def _attend(
     held = position if NEWEST else length  # tokens to be read from pages
     first = tl.maximum(length - window, 0)
     begin, end = first // PAGE, (held + PAGE - 1) // PAGE
-    each = tl.maximum((end - begin + SPLITS - 1) // SPLITS, least)
-    used = tl.maximum((end - begin + each - 1) // each, 1)
-    if split >= used:
-        return
+    each = (end - begin + SPLITS - 1) // SPLITS
     begin = begin + split * each
     end = tl.minimum(begin + each, end)
     group, at, d = tl.arange(0, GROUP), tl.arange(0, PAGE), tl.arange(0, WIDTH)
@@ -160,15 +117,28 @@ def _attend(
         acc = acc * decay[:, None] + tl.dot(weights.to(kind), values, input_precision=PRECISION)
         total = total * decay + tl.sum(weights, axis=1)
         top = new_top
-    if SPLITS > 1:  # noqa: SIM102
-        if used > 1:
-            count = arrived + row * kv_heads + kv
-            _hand_in(partial, tops, sums, heads, split, sharing, d, width, top, total, acc, SPLITS)
-            if tl.atomic_add(count, 1) < used - 1:
-                return
-            tl.store(count, 0)
-            acc, total = _combined(partial, tops, sums, heads, used, sharing, d, width, SPLITS, AT_ONCE)
-    tl.store(out + heads[:, None] * width + d[None, :], (acc / total[:, None]).to(kind), mask=q_inside)
+    if SPLITS == 1:
+        tl.store(out + heads[:, None] * width + d[None, :], (acc / total[:, None]).to(kind), mask=q_inside)
+    else:
+        slot = heads * SPLITS + split
+        tl.store(partial + slot[:, None] * width + d[None, :], acc, mask=q_inside)
+        tl.store(tops + slot, top, mask=group < sharing)
+        tl.store(sums + slot, total, mask=group < sharing)
+
+
+@triton.jit
+def _combine(partial, tops, sums, out, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """One head of one sequence: its stretches put together. Empty stretches weigh nothing."""
+    head = tl.program_id(0).to(tl.int64)
+    split, d = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    top = tl.load(tops + head * SPLITS + split)
+    best = tl.max(top, axis=0)
+    weight = tl.exp(top - best)
+    total = tl.sum(weight * tl.load(sums + head * SPLITS + split), axis=0)
+    inside = (split[:, None] >= 0) & (d[None, :] < width)
+    parts = tl.load(partial + (head * SPLITS + split)[:, None] * width + d[None, :], mask=inside, other=0.0)
+    mixed = tl.sum(tl.where(weight[:, None] > 0, parts * weight[:, None], 0.0), axis=0) / total
+    tl.store(out + head * width + d, mixed.to(out.dtype.element_ty), mask=d < width)
 
 
 def _packed_heads(x: Tensor) -> Tensor:
@@ -195,25 +165,16 @@ def store(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Splits:
-    """Stretches a sequence is cut into at most, and for every sequence and key head how many are done (zeros)."""
-
-    most: int
-    arrived: Tensor
-
-
-def splits_for(rows: int, kv_heads: int, longest_pages: int, device: torch.device) -> Splits:
-    """Enough programs to fill the GPU twice, no more stretches than there can be pages."""
+def splits_for(rows: int, kv_heads: int, longest_pages: int, device: torch.device) -> int:
+    """Stretches per sequence: enough programs to fill the GPU twice, no more than there can be pages."""
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     wanted = triton.next_power_of_2(triton.cdiv(2 * units, rows * kv_heads))
-    most = int(min(wanted, triton.next_power_of_2(longest_pages), 32))
-    return Splits(most, torch.zeros(rows * kv_heads if most > 1 else 0, dtype=torch.int32, device=device))
+    return int(min(wanted, triton.next_power_of_2(longest_pages), 32))
 
 
 def attend(
     q: Tensor, address: Tensor, tables: Tensor, positions: Tensor, layer: int, page_stride: int, kv_heads: int,
-    scale: float, window: int | None, splits: Splits, angles: Angles | None = None,
+    scale: float, window: int | None, splits: int, angles: Angles | None = None,
     newest: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """q [B, heads, D], row i of the table its pages: attention over positions 0 to ``positions[i]``.
@@ -225,17 +186,18 @@ def attend(
     k, v = (q, q) if newest is None else map(_packed_heads, newest)
     rows, heads, width = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    sharing, most = heads // kv_heads, splits.most
-    slots = rows * heads * most if most > 1 else 0
+    block = max(16, triton.next_power_of_2(width))  # tl.dot takes no smaller ones
+    slots = rows * heads * splits if splits > 1 else 0
     partial, tops, sums = (q.new_empty(slots * each, dtype=torch.float32) for each in (width, 1, 1))
+    sharing = heads // kv_heads
     no_window = 1 << 30
-    _attend[(rows, kv_heads, most)](
-        q, k, v, *(angles or (q, q)), address, tables, positions, out, partial, tops, sums, splits.arrived, layer,
-        page_stride, q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale, window or no_window, LEAST_PAGES,
-        sharing, kv_heads, width,
-        ROTATE=angles is not None, NEWEST=newest is not None, SPLITS=most, AT_ONCE=min(most, COMBINED_AT_ONCE),
-        PAGE=PAGE, GROUP=max(16, triton.next_power_of_2(sharing)),
-        WIDTH=max(16, triton.next_power_of_2(width)),  # tl.dot takes no smaller ones
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=WARPS, num_stages=STAGES,
+    _attend[(rows, kv_heads, splits)](
+        q, k, v, *(angles or (q, q)), address, tables, positions, out, partial, tops, sums, layer, page_stride,
+        q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale, window or no_window, sharing, kv_heads, width,
+        ROTATE=angles is not None, NEWEST=newest is not None, SPLITS=splits, PAGE=PAGE,
+        GROUP=max(16, triton.next_power_of_2(sharing)), WIDTH=block,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
     )  # fmt: skip
+    if splits > 1:
+        _combine[(rows * heads,)](partial, tops, sums, out, width, SPLITS=splits, WIDTH=block, num_warps=2)
     return out

@@ -253,19 +253,13 @@ def test_paged_attention_is_attention(dtype, splits, kv_heads, sharing, width, w
     block, address, tables, dense = case
     q = randn(len(lengths), kv_heads * sharing, width, dtype=dtype, seed=3)
     positions = torch.tensor(lengths, device=DEVICE) - 1
-    out = paged.attend(
-        q, address, tables, positions, layer, block.stride(0), kv_heads, 0.25, window, cut(splits, q, kv_heads)
-    )
+    out = paged.attend(q, address, tables, positions, layer, block.stride(0), kv_heads, 0.25, window, splits)
     for row, n in enumerate(lengths):
         start = 0 if window is None else max(0, n - window)
         keys, values = (x[start:].transpose(0, 1).repeat_interleave(sharing, dim=0) for x in dense[row])
         there = F.scaled_dot_product_attention(q[row, :, None].float(), keys.float(), values.float(), scale=0.25)
         assert_close(out[row], there[:, 0], dtype)
     assert not block[:, 0].any()  # the other layer was not touched
-
-
-def cut(most, q, kv_heads):
-    return paged.Splits(most, torch.zeros(len(q) * kv_heads, dtype=torch.int32, device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
@@ -286,31 +280,16 @@ def test_attention_takes_and_stores_the_newest_token(dtype, splits, window, rota
     angles = tuple(f(torch.cat((turns, turns), dim=-1)).to(dtype) for f in (torch.cos, torch.sin)) if rotates else None
     positions = torch.tensor(lengths, device=DEVICE) - 1
     place = (tables, positions, 1, block.stride(0), kv_heads, 0.25, window)
-    parts = cut(splits, q, kv_heads)
-    out = paged.attend(q, address, *place, parts, angles, (k, v))
-    assert not parts.arrived.any()  # ready for the next layer
+    out = paged.attend(q, address, *place, splits, angles, (k, v))
 
     paged.store(k, v, there, tables, torch.arange(rows, device=DEVICE), positions, 1, block.stride(0), angles)
-    assert_close(out, paged.attend(q, there, *place, cut(1, q, kv_heads), angles), dtype)
+    assert_close(out, paged.attend(q, there, *place, 1, angles), dtype)
     assert_close(block, apart, dtype)
     turned = apply_rotary_pos_emb(q, k, *angles, unsqueeze_dim=1)[1] if rotates else k
     for row, position in enumerate(positions.tolist()):
         page = tables[row, position // paged.PAGE]
         assert_close(block[page, 1, 0, :, position % paged.PAGE], turned[row], dtype)
         assert torch.equal(block[page, 1, 1, :, position % paged.PAGE], v[row])
-
-
-def test_stretches_have_at_least_so_many_pages(monkeypatch):
-    """However a sequence is cut, the result is the same."""
-    lengths, outs = [64 * 9 + 5, 70], []
-    block, address, tables, _ = paged_case(lengths, 1, 16)
-    block.copy_(randn(*block.shape))
-    q, positions = randn(2, 2, 16), torch.tensor(lengths, device=DEVICE) - 1
-    for most, least in ((1, 1), (16, 1), (16, 2), (4, 4), (16, 32)):
-        monkeypatch.setattr(paged, "LEAST_PAGES", least)
-        outs.append(paged.attend(q, address, tables, positions, 0, block.stride(0), 1, 0.25, None, cut(most, q, 1)))
-    for out in outs[1:]:
-        assert_close(out, outs[0], torch.float32)
 
 
 def draw(logits, seeds, positions, temperatures, greedy):
