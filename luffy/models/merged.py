@@ -43,28 +43,23 @@ def separate(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def merged(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The same as columns of one product, where the weights lie side by side; without gradients. A single layer's
-    product may be several sums in float32, which the norm after it adds up (`luffy.kernels.few_rows`)."""
-    from luffy.kernels.few_rows import product, tile_for
-
-    if not is_plain(group):
+    """The same as columns of one product, where the weights lie side by side; without gradients."""
+    if len(group) == 1 or not is_plain(group):
         return separate(x, group)
     blocks = [side_by_side(parts) for parts in parts_of(group)]
-    weight, bias = blocks[0], blocks[1] if len(blocks) == 2 else None
-    if weight is None or (bias is None and len(blocks) == 2):
+    if any(block is None for block in blocks):
         return separate(x, group)
-    tile = tile_for(x, len(weight), may_cut=len(group) == 1)
-    out = F.linear(x, weight, bias) if tile is None else product(x, weight, bias, tile)
-    return (out,) if len(group) == 1 else out.split([linear.out_features for linear in group], dim=1)
+    return F.linear(x, *blocks).split([linear.out_features for linear in group], dim=1)  # type: ignore[arg-type]
 
 
 def merged_gates(x: Tensor, group: Sequence[Any]) -> Tensor | None:
     """silu(gate) * up by one kernel, for the linear layers of both; None where two are faster."""
-    from luffy.kernels.few_rows import gated_product, gated_tile
+    from luffy.kernels import gated
 
-    tile = gated_tile(x, group[0].out_features) if is_plain(group) and group[0].bias is None else None
-    weight = None if tile is None else side_by_side([linear.weight for linear in group])
-    return None if tile is None or weight is None else gated_product(x, weight, tile)
+    if not (is_plain(group) and group[0].bias is None and gated.is_faster(x, group[0].out_features)):
+        return None
+    weight = side_by_side([linear.weight for linear in group])
+    return None if weight is None else gated.gated_product(x, weight)
 
 
 def groups_of(layers: Sequence[Any]) -> Iterator[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ from luffy.core.logprobs import selected_log_probs
 from luffy.kernels import draw as sampling
 from luffy.kernels import head, paged
 from luffy.kernels.elementwise import rotate, swiglu, swiglu_quantized
-from luffy.kernels.few_rows import Tile, gated_product, product
+from luffy.kernels.gated import gated_product, is_faster
 from luffy.kernels.norm import add_rms_norm, add_rms_norm_quantized
 from luffy.kernels.product import Tiling, float8_product, tiling_for
 from luffy.kernels.quantize import quantize_rows
@@ -186,24 +186,20 @@ def test_swiglu_of_the_halves_of_one_product():
     assert_close(swiglu(gate, up), F.silu(gate) * up, torch.float32)
 
 
-SHAPES = [(5, 16, 1), (16, 16, 3), (35, 32, 4)]  # rows, tile, stretches: the last of four is empty
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize(("rows", "tile", "splits"), SHAPES)
-def test_products_of_few_rows(dtype, rows, tile, splits):
-    x, weight, bias = randn(rows, 160, dtype=dtype), randn(96, 160, dtype=dtype, seed=1) / 8, randn(96, dtype=dtype)
-    gate, up = F.linear(x.double(), weight.double()).to(dtype).split(48, dim=1)
-    if tile == 16:
-        assert_close(gated_product(x, weight, Tile(16, 16, 32)), F.silu(gate) * up, dtype)
-    for offset in (bias, None):
-        whole = F.linear(x.double(), weight.double(), None if offset is None else offset.double()).to(dtype)
-        sums = product(x, weight, offset, Tile(16, tile, 32, splits, tma=splits != 3))
-        if splits == 1:
-            assert_close(sums, whole, dtype)
-        else:
-            assert sums.shape == (splits, rows, 96) and sums.dtype == torch.float32
-            assert_close(sums.sum(0).to(dtype), whole, dtype)
+@pytest.mark.parametrize("rows", [5, 64])
+def test_product_and_activation_in_one(dtype, rows):
+    x, weight = randn(rows, 192, dtype=dtype), randn(256, 192, dtype=dtype, seed=1) / 8
+    gate, up = F.linear(x.double(), weight.double()).to(dtype).split(128, dim=1)
+    assert_close(gated_product(x, weight), F.silu(gate) * up, dtype)
+
+
+def test_product_and_activation_in_one_where_it_measured_faster():
+    x = torch.empty(64, 1536, dtype=torch.bfloat16)
+    assert is_faster(x, 8960) and is_faster(x[:3], 8960)
+    assert not is_faster(x.float(), 8960) and not is_faster(torch.cat((x, x)), 8960)
+    assert not is_faster(x, 4864) and not is_faster(x, 18944) and not is_faster(x, 8961)
+    assert not is_faster(x[:, :1500], 8960)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from luffy.distributed.replica import on_host
-from luffy.kernels import few_rows
+from luffy.kernels import gated
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden
 from luffy.models.fused import fused_decoder
@@ -86,26 +86,21 @@ def test_one_product_for_each_group(monkeypatch):
     assert widths == [32, 16, 16, 32, 48, 48, 32] * 2
 
 
-def test_products_of_few_rows_by_kernels_of_our_own(monkeypatch):
-    """Other sums of the same numbers; layers that are more than a product run as ever."""
+def test_few_rows_are_multiplied_and_activated_at_once(monkeypatch):
+    """The same numbers; layers that are more than a product run as ever."""
     model = small_model()
     expected = hidden(model, separate)
     merge_weights(layers_of(model))
     used = []
-
-    def tile(x, columns, may_cut=None):
-        used.append(may_cut)
-        return few_rows.Tile(16, 16, 16, stretches=3 if may_cut else 1)
-
-    monkeypatch.setattr(few_rows, "tile_for", tile)
-    monkeypatch.setattr(few_rows, "gated_tile", tile)
+    monkeypatch.setattr(gated, "is_faster", lambda x, columns: used.append(columns) or True)
+    for name in ("COLUMNS", "DEPTH"):
+        monkeypatch.setattr(gated, name, 16)
     torch.testing.assert_close(hidden(model, merged), expected, rtol=1e-5, atol=1e-5)
-    assert used == [False, True, None, True] * len(layers_of(model))  # q+k+v, o, gate+up, down
-    used.clear()
+    assert used == [48] * len(layers_of(model))
     torch.testing.assert_close(hidden(model, separate), expected, rtol=1e-5, atol=1e-5)
-    layers_of(model)[0].mlp.down_proj.register_forward_hook(lambda *_: None)
-    hidden(model, merged)
-    assert used == [False, True, None] + [False, True, None, True] * (len(layers_of(model)) - 1)
+    layers_of(model)[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(hidden(model, merged), expected, rtol=1e-5, atol=1e-5)
+    assert len(used) == 2 * len(layers_of(model)) - 1
 
 
 def test_gradients_and_updates_do_not_notice():
