@@ -198,7 +198,8 @@ def test_product_and_activation_in_one_where_it_measured_faster():
     x = torch.empty(64, 1536, dtype=torch.bfloat16)
     assert is_faster(x, 8960) and is_faster(x[:48], 8960)
     assert not any(is_faster(other, 8960) for other in (x[:32], torch.cat((x, x)), x.float()))
-    assert not is_faster(x, 4864) and not is_faster(x, 18944) and not is_faster(x, 8961)
+    assert is_faster(x, 4864) and is_faster(x, 18944)
+    assert not is_faster(x, 1024) and not is_faster(x, 29568) and not is_faster(x, 8961)
     assert not is_faster(x[:, :1500], 8960)
 
 
