@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from luffy.kernels.quantize import Float8Rows, scaled_row, warps_of_a_row
+from luffy.kernels.quantize import Float8Rows, in_range, row_scale, warps_of_a_row
 
 
 @triton.jit
@@ -37,18 +37,29 @@ def _swiglu_rows(gate, up, out, gate_row, up_row, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_quantized(gate, up, out, scales, gate_row, up_row, width, BLOCK: tl.constexpr):
-    """The same for one whole row, quantized."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < width
-    g = tl.load(gate + row * gate_row + at, mask=inside, other=0.0)
-    u = tl.load(up + row * up_row + at, mask=inside, other=0.0)
+def _gated(gate, up, at, width):
+    """silu(gate) * up at some places of a row, in float32 and rounded as above."""
+    g = tl.load(gate + at, mask=at < width, other=0.0)
+    u = tl.load(up + at, mask=at < width, other=0.0)
     g32 = g.to(tl.float32)
     active = (g32 / (1.0 + tl.exp(-g32))).to(g.dtype).to(tl.float32)
-    scaled, scale = scaled_row((active * u.to(tl.float32)).to(g.dtype).to(tl.float32))
+    return (active * u.to(tl.float32)).to(g.dtype).to(tl.float32)
+
+
+@triton.jit
+def _swiglu_quantized(
+    gate, up, out, scales, gate_row, up_row, width, FIRST: tl.constexpr, REST: tl.constexpr
+):  # fmt: skip
+    """One whole row, quantized, in two blocks: powers of two that cover a width like 18,944 without much waste."""
+    row = tl.program_id(0).to(tl.int64)
+    gate, up, out = gate + row * gate_row, up + row * up_row, out + row * width
+    kind = out.dtype.element_ty
+    at, then = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    first, rest = _gated(gate, up, at, width), _gated(gate, up, then, width)
+    scale = row_scale(tl.maximum(tl.max(tl.abs(first), axis=0), tl.max(tl.abs(rest), axis=0)))
     tl.store(scales + row, scale)
-    tl.store(out + row * width + at, scaled.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, in_range(first, scale).to(kind), mask=at < width)
+    tl.store(out + then, in_range(rest, scale).to(kind), mask=then < width)
 
 
 @triton.jit
@@ -111,10 +122,11 @@ def swiglu_quantized(gate: Tensor, up: Tensor) -> Float8Rows:
     """The same in float8; without gradients."""
     rows, width = gate.shape
     out = Float8Rows.empty(gate.shape, gate.device)
-    block = triton.next_power_of_2(width)
+    first = triton.next_power_of_2(width + 1) // 2
     _swiglu_quantized[(rows,)](
-        gate, up, *out, gate.stride(0), up.stride(0), width, BLOCK=block, num_warps=warps_of_a_row(block)
-    )
+        gate, up, *out, gate.stride(0), up.stride(0), width,
+        FIRST=first, REST=triton.next_power_of_2(max(width - first, 1)), num_warps=warps_of_a_row(2 * first),
+    )  # fmt: skip
     return out
 
 

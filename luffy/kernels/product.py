@@ -14,28 +14,31 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from luffy.kernels.quantize import Float8Rows
 
-COLUMNS, DEPTH = 64, 128  # of a tile
+DEPTH = 128  # of a tile
 UNITS = 132  # multiprocessors of an H200
+MOST_ROWS = 256  # beyond them `torch._scaled_mm` is faster
 SHORTEST = 8 * DEPTH  # a stretch
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Rows of a tile, and the stretches of the depth."""
+    """Rows and columns of a tile, and the stretches of the depth."""
 
     rows: int
+    columns: int
     stretches: int = 1
 
 
 def tiling_for(rows: int, columns: int, depth: int, may_cut: bool) -> Tiling | None:
     """How to compute a product of this size, by shape alone; None where `torch._scaled_mm` is faster (docs/log.md) or
     tiles do not cover it exactly."""
-    height = 64 if rows <= 64 else 128
-    tiles = triton.cdiv(rows, height) * columns // COLUMNS
-    if columns % COLUMNS or depth % DEPTH or (rows > 64 and tiles > UNITS):
+    # Two programs with the smaller tiles fit a multiprocessor, one with the largest.
+    height, width, at_once = (64, 64, 2) if rows <= 64 else (128, 64, 2) if rows <= 128 else (128, 128, 1)
+    tiles = triton.cdiv(rows, height) * columns // width
+    if rows > MOST_ROWS or columns % width or depth % DEPTH or (rows > 64 and tiles > UNITS):
         return None
-    most = min(2 * UNITS // tiles, depth // SHORTEST) if may_cut else 1
-    return Tiling(height, triton.next_power_of_2(max(most, 1) + 1) // 2)
+    most = min(at_once * UNITS // tiles, depth // SHORTEST) if may_cut else 1
+    return Tiling(height, width, triton.next_power_of_2(max(most, 1) + 1) // 2)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -64,17 +67,21 @@ def float8_product(
     x: Float8Rows, weight: Float8Rows, bias: Tensor | None, dtype: torch.dtype, tiling: Tiling
 ) -> Tensor:
     """x @ weight.T + bias: [rows, columns] in ``dtype``; with several stretches their sums in float32 [stretches, rows,
-    columns]. Tiles must cover columns and depth exactly."""
+    columns]. Tiles must cover columns and depth exactly, and ``x`` have room for whole ones (`Float8Rows.empty`)."""
     (rows, depth), columns = x.values.shape, len(weight.values)
-    assert columns % COLUMNS == 0 and depth % DEPTH == 0
-    each = triton.cdiv(depth // DEPTH, tiling.stretches)
+    assert columns % tiling.columns == 0 and depth % DEPTH == 0
+    tiles, each = triton.cdiv(rows, tiling.rows), triton.cdiv(depth // DEPTH, tiling.stretches)
+    # Rows behind the last one hold anything, and nobody reads what they give: a tile that is partly filled takes as long
+    # as a full one, and not longer.
+    room = tiles * tiling.rows
+    assert x.values.untyped_storage().nbytes() >= x.values.storage_offset() + room * depth
     stretches = triton.cdiv(depth // DEPTH, each)  # none is empty
     shape, kind = ((rows, columns), dtype) if stretches == 1 else ((stretches, rows, columns), torch.float32)
     out = torch.empty(shape, dtype=kind, device=x.values.device)
-    _product[(triton.cdiv(rows, tiling.rows), columns // COLUMNS, stretches)](
-        TensorDescriptor.from_tensor(x.values, [tiling.rows, DEPTH]), x.scales,
-        TensorDescriptor.from_tensor(weight.values, [COLUMNS, DEPTH]), weight.scales,
-        bias, out, rows, columns, depth, each * DEPTH, ROWS=tiling.rows, COLUMNS=COLUMNS, DEPTH=DEPTH,
-        num_warps=4, num_stages=6 if tiling.rows == 64 else 4,  # two programs fit a multiprocessor
+    _product[(tiles, columns // tiling.columns, stretches)](
+        TensorDescriptor(x.values, [room, depth], [depth, 1], [tiling.rows, DEPTH]), x.scales,
+        TensorDescriptor.from_tensor(weight.values, [tiling.columns, DEPTH]), weight.scales,
+        bias, out, rows, columns, depth, each * DEPTH, ROWS=tiling.rows, COLUMNS=tiling.columns, DEPTH=DEPTH,
+        num_warps=4, num_stages=6 if tiling.rows == tiling.columns else 4,
     )  # fmt: skip
     return out

@@ -11,6 +11,7 @@ from torch import Tensor
 
 KIND = torch.float8_e4m3fn
 LARGEST = tl.constexpr(torch.finfo(KIND).max)  # 448
+ROOM = 128  # rows
 SMALLEST = tl.constexpr(1e-12)  # of a row's largest number: a row of zeros stays zero
 
 
@@ -22,16 +23,29 @@ class Float8Rows(NamedTuple):
 
     @classmethod
     def empty(cls, shape: torch.Size, device: torch.device) -> Float8Rows:
-        values = torch.empty(shape, dtype=KIND, device=device)
-        return cls(values, torch.empty(len(values), dtype=torch.float32, device=device))
+        """With memory for a multiple of ROOM rows: products read whole tiles (`luffy.kernels.product`)."""
+        rows, width = shape
+        values = torch.empty(triton.cdiv(rows, ROOM) * ROOM, width, dtype=KIND, device=device)[:rows]
+        return cls(values, torch.empty(rows, dtype=torch.float32, device=device))
+
+
+@triton.jit
+def row_scale(top):
+    """The scale of a row whose largest number is ``top``."""
+    return tl.maximum(top, SMALLEST) / LARGEST
+
+
+@triton.jit
+def in_range(value, scale):
+    """Numbers of a row, in float32, for float8. Rounding must not leave the range, whose end is followed by NaN."""
+    return tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST)
 
 
 @triton.jit
 def scaled_row(value):
     """A row in float32 -> (the row within the range of float8, its scale)."""
-    scale = tl.maximum(tl.max(tl.abs(value), axis=0), SMALLEST) / LARGEST
-    # Rounding must not leave the range, whose end is followed by NaN.
-    return tl.minimum(tl.maximum(value / scale, -LARGEST), LARGEST), scale
+    scale = row_scale(tl.max(tl.abs(value), axis=0))
+    return in_range(value, scale), scale
 
 
 @triton.jit

@@ -143,12 +143,13 @@ def test_a_norm_adds_up_the_sums_of_a_product(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_swiglu_quantizes_its_rows(dtype):
-    gate, up = randn(7, 2600, dtype=dtype, seed=3).split(1300, dim=1)
-    assert_same_rows(swiglu_quantized(gate, up), quantize_rows(swiglu(gate, up)))
+    for width in (1300, 128):
+        gate, up = randn(7, 2 * width, dtype=dtype, seed=3).split(width, dim=1)
+        assert_same_rows(swiglu_quantized(gate, up), quantize_rows(swiglu(gate, up)))
 
 
-@pytest.mark.parametrize(("rows", "height", "with_bias"), [(5, 64, True), (130, 128, False)])
-def test_float8_product_of_few_rows(rows, height, with_bias):
+@pytest.mark.parametrize(("rows", "tile", "with_bias"), [(5, (64, 64), True), (130, (128, 128), False)])
+def test_float8_product_of_few_rows(rows, tile, with_bias):
     dtype = HALF[0] if HALF else torch.float32
     x, weight = quantize_rows(randn(rows, 640)), quantize_rows(randn(128, 640, seed=1))
     bias = randn(128, seed=2) if with_bias else None
@@ -160,7 +161,7 @@ def test_float8_product_of_few_rows(rows, height, with_bias):
         (2, (2, rows, 128)),
         (4, (3, rows, 128)),
     ]:  # 5 steps: 5, 3 + 2, 2 + 2 + 1
-        tiling = Tiling(height, stretches)
+        tiling = Tiling(*tile, stretches)
         out = float8_product(x, weight, bias, dtype, tiling)
         assert out.shape == shape and out.dtype == (dtype if stretches == 1 else torch.float32)
         total = out.double() if stretches == 1 else out.double().sum(0)
@@ -171,12 +172,14 @@ def test_float8_product_of_few_rows(rows, height, with_bias):
 def test_tilings_of_a_7b_model():
     """The fastest of docs/log.md: products with few tiles, the deep one cut until all of the GPU works on it."""
     down, qkv, gate_up = (3584, 18944), (4608, 3584), (37888, 3584)
-    assert [tiling_for(rows, *down, may_cut=True) for rows in (64, 128, 256, 512)] == [
-        Tiling(64, 4), Tiling(128, 4), Tiling(128, 2), None,
+    assert [tiling_for(rows, *down, may_cut=True) for rows in (64, 128, 192, 256, 257)] == [
+        Tiling(64, 64, 4), Tiling(128, 64, 4), Tiling(128, 128, 2), Tiling(128, 128, 2), None,
     ]  # fmt: skip
-    assert [tiling_for(rows, *qkv, may_cut=False) for rows in (1, 128, 256)] == [Tiling(64), Tiling(128), None]
-    assert [tiling_for(rows, *gate_up, may_cut=False) for rows in (64, 65)] == [Tiling(64), None]
-    assert tiling_for(64, 3584, 3584, may_cut=True) == Tiling(64, 2)
+    assert [tiling_for(rows, *qkv, may_cut=False) for rows in (1, 128, 256)] == [
+        Tiling(64, 64), Tiling(128, 64), Tiling(128, 128),
+    ]  # fmt: skip
+    assert [tiling_for(rows, *gate_up, may_cut=False) for rows in (64, 65)] == [Tiling(64, 64), None]
+    assert tiling_for(64, 3584, 3584, may_cut=True) == Tiling(64, 64, 2)
     assert tiling_for(64, 96, 256, may_cut=True) is None and tiling_for(64, 64, 192, may_cut=True) is None
 
 
