@@ -71,8 +71,8 @@ def float8_product(
     (rows, depth), columns = x.values.shape, len(weight.values)
     assert columns % tiling.columns == 0 and depth % DEPTH == 0
     tiles, each = triton.cdiv(rows, tiling.rows), triton.cdiv(depth // DEPTH, tiling.stretches)
-    # Rows behind the last one hold anything, and nobody reads what they give: a tile that is partly filled takes as long
-    # as a full one, and not longer.
+    # Rows behind the last one hold anything, and nobody reads what they give: a tile that is partly filled takes no
+    # longer than a full one.
     room = tiles * tiling.rows
     assert x.values.untyped_storage().nbytes() >= x.values.storage_offset() + room * depth
     stretches = triton.cdiv(depth // DEPTH, each)  # none is empty
