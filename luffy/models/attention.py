@@ -279,7 +279,7 @@ def causal_varlen(
 ) -> Tensor:
     """Each stretch of ``asking`` is the end of its sequence of ``asked``."""
     window = narrowing(window, asked.longest)
-    kernel = flash_kernel(heads_of(query, key, window), torch_varlen) or torch_varlen
+    kernel = flash_kernel(heads_of(query, key, window, asked.longest), torch_varlen) or torch_varlen
     return kernel(query, key, value, asking.over(asked, window), scale)
 
 

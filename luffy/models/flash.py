@@ -44,11 +44,15 @@ class Heads(NamedTuple):
     size: int
     windowed: bool = False  # by any number of tokens
     deterministic: bool = False
+    long: bool = False  # some sequence, enough for cuDNN
 
 
-def heads_of(query: Tensor, key: Tensor, window: int | None) -> Heads:
-    exact = torch.are_deterministic_algorithms_enabled()
-    return Heads(query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2], window is not None, exact)
+def heads_of(query: Tensor, key: Tensor, window: int | None, longest: int) -> Heads:
+    """``longest``: tokens of the longest sequence."""
+    exact, long = torch.are_deterministic_algorithms_enabled(), longest >= dense_attention.LONG
+    return Heads(
+        query.device, query.dtype, query.shape[1], key.shape[1], query.shape[2], window is not None, exact, long
+    )
 
 
 @functools.cache
@@ -77,7 +81,7 @@ def _candidates(heads: Heads, trusted: Varlen) -> Iterator[tuple[str, Callable[[
     for module, generations in PACKAGES:
         if generation in generations and os.environ.get(SWITCH) != "0":
             yield module, partial(_from_package, module)
-    if dense_attention.is_wanted(generation, heads.size, heads.windowed, heads.deterministic):
+    if heads.long and dense_attention.is_wanted(generation, heads.size, heads.windowed, heads.deterministic):
         cudnn = dense_attention.cudnn_kernel
         yield "cuDNN's attention", lambda: (cudnn(trusted), cudnn(trusted, alone=lambda asking, asked: True))
 

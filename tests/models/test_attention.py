@@ -6,7 +6,15 @@ from tiny_models import ARCHITECTURES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from luffy.errors import UserError
-from luffy.models import PackedLayout, attention, flash, forward_hidden, head_weight_bias, use_luffy_attention
+from luffy.models import (
+    PackedLayout,
+    attention,
+    dense_attention,
+    flash,
+    forward_hidden,
+    head_weight_bias,
+    use_luffy_attention,
+)
 from luffy.models.families import FamilyLayout, layout_of
 from luffy.types import Family
 
@@ -203,6 +211,7 @@ def windows(monkeypatch):
         return kernel(*args, window_size=window_size, **named)
 
     monkeypatch.setenv(flash.SWITCH, "0")
+    monkeypatch.setenv(dense_attention.SWITCH, "0")
     flash.flash_kernel.cache_clear()
     monkeypatch.setattr(attention, "varlen_attn", counted)
     yield kept

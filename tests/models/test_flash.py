@@ -17,6 +17,7 @@ from luffy.models.families import FamilyLayout
 from luffy.types import Family
 
 HEADS = flash.Heads(torch.device("cpu"), torch.float32, 4, 2, 8)
+LONG_HEADS = HEADS._replace(long=True)
 TRIED = [430, 430, 20]  # queries of the trial: with gradients, without, short
 LAYOUTS = {
     "whole": PackedLayout((5, 3, 9)),
@@ -238,10 +239,10 @@ def test_the_trial_is_on_the_gpu_that_asks(hopper):
 
 def test_determinism_asked_for_later_is_tried_anew(hopper):
     query, key, _ = heads(5)
-    assert not flash.heads_of(query, key, None).deterministic
+    assert not flash.heads_of(query, key, None, 5).deterministic
     torch.use_deterministic_algorithms(True)
     try:
-        assert flash.heads_of(query, key, None).deterministic
+        assert flash.heads_of(query, key, None, 5).deterministic
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -297,12 +298,12 @@ def test_cudnn_is_left_alone_where_it_is_turned_off_or_does_not_serve(cudnn, hop
     ):
         with hopper.context() as patch:
             block(patch)
-            assert flash.flash_kernel(HEADS, torch_reference) is None
+            assert flash.flash_kernel(LONG_HEADS, torch_reference) is None
         flash.flash_kernel.cache_clear()
-    for other in ({"windowed": True}, {"deterministic": True}, {"size": 192}):
-        assert flash.flash_kernel(HEADS._replace(**other), torch_reference) is None
+    for other in ({"windowed": True}, {"deterministic": True}, {"size": 192}, {"long": False}):
+        assert flash.flash_kernel(LONG_HEADS._replace(**other), torch_reference) is None
     assert not cudnn
-    assert flash.flash_kernel(HEADS, torch_reference) is not None
+    assert flash.flash_kernel(LONG_HEADS, torch_reference) is not None
 
 
 def test_a_response_that_is_short_beside_its_prompt_stays_packed():
@@ -321,7 +322,7 @@ def test_cudnn_that_is_wrong_is_not_used_and_says_so(cudnn, hopper):
     right = dense_attention._causal
     hopper.setattr(dense_attention, "_causal", lambda *args: right(*args) * 1.1)
     with pytest.warns(UserWarning, match="cuDNN's attention is installed but not used.*out by 0.1"):
-        assert flash.flash_kernel(HEADS, torch_reference) is None
+        assert flash.flash_kernel(LONG_HEADS, torch_reference) is None
 
 
 @pytest.mark.gpu
