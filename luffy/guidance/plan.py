@@ -25,11 +25,6 @@ class Planned:
     prefix: int = 0
 
     @property
-    def teacher_ids(self) -> tuple[int, ...]:
-        """The teacher's tokens, with which the response begins."""
-        return self.demonstration.token_ids[: self.prefix] if self.demonstration else ()
-
-    @property
     def prefix_ratio(self) -> float:
         return self.prefix / len(self.demonstration.token_ids) if self.demonstration else 0.0
 
@@ -48,7 +43,7 @@ class Plan:
         """Completions, in the order of ``requests``, joined with their prefixes and the whole traces."""
         done = iter(completions)
         return [
-            tuple(_rollout(p, None if p.request is None else next(done), version) for p in group)
+            tuple(rollout_of(p, None if p.request is None else next(done), version) for p in group)
             for group in self.groups
         ]
 
@@ -134,7 +129,8 @@ def seed_of(key: str) -> int:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
 
 
-def _rollout(planned: Planned, completion: Completion | None, version: int) -> Rollout:
+def rollout_of(planned: Planned, completion: Completion | None, version: int) -> Rollout:
+    """A planned sample with what the engine made of it: nothing, where the trace is whole."""
     prefix, guided, versions = planned.prefix, None, None
     if completion is None:
         streams, finish = _given(planned), cast(Finish, "trace")

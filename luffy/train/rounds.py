@@ -14,6 +14,7 @@ from functools import partial
 from luffy.data.hints import with_hint
 from luffy.guidance import FirstRound, Gate, Plan
 from luffy.guidance.gate import SecondRounds
+from luffy.guidance.plan import rollout_of
 from luffy.metrics import Mean, Metric, Sum
 from luffy.models.load import decode
 from luffy.rewards import Verifier
@@ -24,7 +25,7 @@ from luffy.train.draws import Drawn
 from luffy.train.early_scores import EarlyScores
 from luffy.train.groups import grouped, score
 from luffy.train.run_state import Run
-from luffy.types import Group, Task
+from luffy.types import Completion, Group, Rollout, Task
 
 TOO_LONG = "method/hints_too_long"
 
@@ -42,23 +43,23 @@ def respond(run: Run, plan: Plan, at: Slot) -> list[Group]:
 
 
 def respond_and_score(run: Run, engine: NativeEngine, verifier: Verifier, plan: Plan, at: Slot) -> list[Group]:
-    """The same, where each response is verified as soon as it ends."""
+    """The same, where each response is joined and verified as soon as it ends."""
     planned = [sample for group in plan.groups for sample in group]
     asked = [i for i, sample in enumerate(planned) if sample.request is not None]
+    made: dict[int, Rollout] = {}
     with EarlyScores(verifier, run.tokenizer) as early:
 
-        def add(i: int, own_ids: list[int]) -> None:
-            early.add(i, planned[i].task.problem, [*planned[i].teacher_ids, *own_ids])
+        def add(i: int, completion: Completion | None) -> None:
+            made[i] = rollout_of(planned[i], completion, at.version)
+            early.add(i, planned[i].task.problem, made[i].token_ids.tolist())
 
         with at.watch("rollout"):
-            for i in sorted(set(range(len(planned))).difference(asked)):  # whole traces
-                add(i, [])
-            completions = engine.generate(
-                plan.requests, at.progress, lambda i, completion: add(asked[i], completion.token_ids.tolist())
-            )
-            rollouts = plan.assemble(completions, version=at.version)
+            for i in set(range(len(planned))).difference(asked):  # whole traces
+                add(i, None)
+            engine.generate(plan.requests, at.progress, lambda number, completion: add(asked[number], completion))
         with at.watch("reward"):
-            return grouped(rollouts, early.in_order())
+            rollouts = iter([made[i] for i in range(len(planned))])
+            return grouped([tuple(next(rollouts) for _ in group) for group in plan.groups], early.in_order())
 
 
 def further_rounds(
