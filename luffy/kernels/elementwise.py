@@ -122,10 +122,10 @@ def swiglu_quantized(gate: Tensor, up: Tensor) -> Float8Rows:
     """The same in float8; without gradients."""
     rows, width = gate.shape
     out = Float8Rows.empty(gate.shape, gate.device)
-    first = triton.next_power_of_2(width + 1) // 2
+    first = triton.next_power_of_2(width) // 2
     _swiglu_quantized[(rows,)](
         gate, up, *out, gate.stride(0), up.stride(0), width,
-        FIRST=first, REST=triton.next_power_of_2(max(width - first, 1)), num_warps=warps_of_a_row(2 * first),
+        FIRST=first, REST=triton.next_power_of_2(width - first), num_warps=warps_of_a_row(2 * first),
     )  # fmt: skip
     return out
 
