@@ -1,5 +1,6 @@
 """``launch: local | torchrun | ray`` as a user meets it."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -23,7 +24,13 @@ def luffy(*arguments):
 
 
 def overrides(cfg, *more):
-    flat = [f"{k}.{n}={v}" for k, s in to_dict(cfg).items() if isinstance(s, dict) for n, v in s.items() if simple(v)]
+    flat = [
+        f"{k}.{n}={json.dumps(v)}"
+        for k, s in to_dict(cfg).items()
+        if isinstance(s, dict)
+        for n, v in s.items()
+        if simple(v)
+    ]
     return [f"name={cfg.name}", f"out={cfg.out}", *flat, *more]
 
 

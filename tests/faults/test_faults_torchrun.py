@@ -38,7 +38,7 @@ def luffy_train(cfg, desk, **fault):
     """``luffy train`` with its two workers; (exit code, standard error)."""
     recipe = desk / "recipe.yaml"
     recipe.write_text(to_yaml(cfg))
-    paths = [TESTS / "faults" / "injected", TESTS / "faults", TESTS / "distributed", TESTS.parent]
+    paths = [TESTS / "faults" / "injected", TESTS / "faults", TESTS / "distributed", TESTS, TESTS.parent]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     env |= {f"LUFFY_FAULT_{key}": str(value) for key, value in fault.items()}
     command = [sys.executable, "-m", "luffy", "train", str(recipe)]
