@@ -199,7 +199,7 @@ def test_counts_in_the_prose_of_the_page(figures):
     sft = [row for row in by_name.values() if row["method"] == "sft"]
     assert max(sft, key=lambda row: figures.last(row, figures.VALIDATION))["lr"] == 3e-6  # the earlier rule
     assert min(sft, key=lambda row: sum(figures.shares(row)))["lr"] == 3e-6
-    for method in ("luffy", "on_policy"):  # 25 and 50 would have chosen as 50 and 100 did
+    for method in ("luffy", "on_policy"):  # what leads after 50 steps, and loses first
         curves = {row["lr"]: records.validations(row["curves"]) for row in by_name.values() if row["method"] == method}
         assert max(curves, key=lambda lr: curves[lr][50]) == 3e-6 and min(curves, key=lambda lr: curves[lr][25]) == 1e-5
 
