@@ -33,7 +33,7 @@ TOO_LONG = "method/hints_too_long"
 def respond(run: Run, plan: Plan, at: Slot) -> list[Group]:
     """Generate what a plan asks for, join it with the teacher's part and verify all of it."""
     assert run.verifier is not None
-    if isinstance(run.engine, NativeEngine) and run.verifier.may_score_early:
+    if type(run.engine) is NativeEngine and run.verifier.may_score_early:  # others do not tell of each that ends
         return respond_and_score(run, run.engine, run.verifier, plan, at)
     with at.watch("rollout"):
         completions = run.engine.generate(plan.requests, at.progress)

@@ -412,6 +412,9 @@ ALLOWED = {
     ("rewards/worker.py", "pickle.loads"),
     ("distributed/state.py", "dcp.load"),  # by a reader of safetensors and JSON (tests/distributed)
     ("rollout/vllm/worker_extension.py", "load"),  # an argument: vLLM's own way to take tensors
+    *(
+        (f"kernels/{name}.py", f"{tile}.load") for name in ("gated", "product") for tile in ("x", "weight")
+    ),  # of a matrix
 }
 
 
