@@ -281,7 +281,8 @@ def test_any_engine_by_its_import_path(options, whole, tmp_path):
         run_evaluation(replace(options, out=tmp_path, engine="vlm"))
 
 
-def test_labels():
+def test_labels(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a quickstart may have left such a folder
     assert model_label("runs/tiny-luffy/checkpoints/step-000060/model") == "tiny-luffy-step-000060"
     assert model_label("runs/tiny-luffy/checkpoints/latest/model") == "tiny-luffy"
     assert model_label("runs/quickstart/sft/seed-0/checkpoints/latest/model") == "quickstart-sft-seed-0"
