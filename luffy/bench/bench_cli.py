@@ -142,8 +142,10 @@ def step(
     median: Annotated[float, typer.Option(help="of lognormal lengths, in tokens", min=1)] = 800,
     sigma: Annotated[float, typer.Option(help="of their logarithm", min=0)] = 1.0,
     max_tokens_per_step: Annotated[
-        int | None, typer.Option(help="rollout.max_tokens_per_step of the second row; default: a quarter", min=1)
+        int | None,
+        typer.Option(help="rollout.max_tokens_per_step of the second row; default: a quarter; 0: no second row", min=0),
     ] = None,
+    warm_up: Annotated[bool, typer.Option(help="one more step first, which does not count")] = True,
     tokens: MicroBatch = 16384,
     checkpointing: Checkpointing = "auto",
     offload: Offload = False,
@@ -165,6 +167,7 @@ def step(
         "batch": {"tokens": tokens},
         "model": model_knobs(checkpointing, lora),
         "optim": {"offload": offload},
+        "data": {"max_prompt_tokens": prompt_tokens},
     }
     if lengths == "lognormal":
         if profile:
@@ -173,13 +176,14 @@ def step(
             )
         drawn = Lognormal(median, sigma, new_tokens or 8192)
         sizes = (shape, kind, device, problems, samples, prompt_tokens)
-        most = max_tokens_per_step or -(-drawn.most // 4)
-        _show("step", *bench_lengths(*sizes, drawn, most, repeats, overrides), json_path, LENGTH_COLUMNS)
+        most = -(-drawn.most // 4) if max_tokens_per_step is None else max_tokens_per_step
+        found = bench_lengths(*sizes, drawn, (None, most) if most else (None,), repeats, overrides, warm_up)
+        _show("step", *found, json_path, LENGTH_COLUMNS)
         return
     if lengths != "equal":
         raise UserError(f"lengths '{lengths}' are unknown: use equal or lognormal")
     machine, rows = bench_step(
-        shape, kind, device, problems, samples, prompt_tokens, new_tokens or 64, repeats, overrides, profile
+        shape, kind, device, problems, samples, prompt_tokens, new_tokens or 64, repeats, overrides, profile, warm_up
     )
     phases = [name for name in rows[0]["phases"] if any(_counts(row, name) for row in rows)]
     _show("step", machine, rows, json_path, {

@@ -119,26 +119,26 @@ def steady_state(run: Run, lengths: Lognormal) -> list[UnderWay]:
 
 def bench_lengths(
     shape: str, dtype: DtypeName, device: str, problems: int, samples: int, prompt_tokens: int, lengths: Lognormal,
-    most_per_step: int, steps: int, overrides: dict[str, Any],
+    most_per_step: Sequence[int | None], steps: int, overrides: dict[str, Any], warm_up: bool = True,
 ) -> tuple[Machine, list[dict[str, Any]]]:  # fmt: skip
-    """A row of mean figures with every response ended in its step, and one with ``rollout.max_tokens_per_step``. Each
-    is over ``steps`` steps after one that warms up."""
+    """A row of mean figures for each ``rollout.max_tokens_per_step``; with None every response ends in its step. Each
+    is over ``steps`` steps, after one that warms up."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, shape, dtype, device, problems * (steps + 2), prompt_tokens)
         machine = Machine.measure(torch.device(device), DTYPES[dtype])
-        for most in (None, most_per_step):
+        for most in most_per_step:
             rollout = {"rollout": {"max_tokens_per_step": most}, "name": "whole" if most is None else "parts"}
             cfg = step_config(folder, problems, samples, lengths.most, dtype, device, overrides | rollout)
             with Trainer(cfg) as trainer:
-                rows.append({"max_tokens_per_step": most} | _measure(trainer, machine, lengths, steps))
+                rows.append({"max_tokens_per_step": most} | _measure(trainer, machine, lengths, steps, warm_up))
             del trainer
             gc.collect()  # the weights of one are gone before the next is there
     return machine, rows
 
 
-def _measure(trainer: Trainer, machine: Machine, lengths: Lognormal, steps: int) -> dict[str, Any]:
+def _measure(trainer: Trainer, machine: Machine, lengths: Lognormal, steps: int, warm_up: bool) -> dict[str, Any]:
     run, device = trainer.run, torch.device(trainer.run.device)
     run.planner = LengthPlanner(**vars(run.planner), lengths=lengths)
     watched = WatchedEngine(run.engine)
@@ -149,7 +149,8 @@ def _measure(trainer: Trainer, machine: Machine, lengths: Lognormal, steps: int)
     few = FEW * min(slots, run.cfg.batch.problems * run.cfg.rollout.n)
     measured = []
     with trainer.recording() as records:
-        one_step(trainer, records, device)
+        if warm_up:
+            one_step(trainer, records, device)
         reset_peak(device)
         for _ in range(steps):
             seconds, batch, values = one_step(trainer, records, device)

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 RATES = (3e-6, 1e-6, 1e-5)
 SFT_RATES = (1e-5, 3e-5, 3e-6)
 SEEDS = (0, 1, 2)
-STEPS, SFT_STEPS, HARD_STEPS = 200, 240, 100
+STEPS, SFT_STEPS, HARD_STEPS, FP8_STEPS = 200, 240, 100, 75
 RUNGS = {25: 2}  # step: how many runs of a contest go on from there
 STEP_S = {"rl": 2.3, "sft": 0.24}  # GPU seconds of a step on an H200
 HARD_TRAIN = "train-hard.parquet"
@@ -147,6 +147,7 @@ def plan(chosen: Mapping[str, float]) -> Iterator[Unit]:
     yield from _hard(chosen)
     yield from filter(None, [contest("rl_sft_loss", chosen)])
     yield from _variants(chosen)
+    yield from _fp8(chosen)
 
 
 def _seeds(chosen: Mapping[str, float]) -> Iterator[Run]:
@@ -189,6 +190,14 @@ def _variants(chosen: Mapping[str, float]) -> Iterator[Run]:
         yield Run("luffy", lr, 0, (4,), note, sets)
     for name in (*NEWER, "opd"):
         yield Run(name, lr, 0, (6,))
+
+
+def _fp8(chosen: Mapping[str, float]) -> Iterator[Run]:
+    """Question 7: rollouts in fp8, beside the first steps of the on-policy runs with the same seeds."""
+    if "on_policy" in chosen:
+        sets = {"rollout": {"precision": "fp8"}, "algorithm": {"mismatch_correction": "truncated"}}
+        for seed in SEEDS[:2]:
+            yield Run("on_policy", chosen["on_policy"], seed, (7,), "fp8", sets, FP8_STEPS)
 
 
 # Question 5 evaluates models of the others (evaluations.py) and trains none.

@@ -16,6 +16,7 @@ CURVES = (
     "actor/entropy_loss", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl", "actor/off_policy_prob",
     "actor/on_policy_prob", "actor/off_ratio_mean", "actor/sft_loss", "response_length/mean",
     "response_length/clip_ratio", "perf/update_tokens", "perf/computed_tokens", "rollout/logprob_diff_mean",
+    "rollout/ess", "rollout/quantize_s",
     "timing_s/step", "timing_s/rollout", "timing_s/reward", "timing_s/old_log_probs", "timing_s/update",
     "timing_s/eval", "val-core/accuracy", "val-core/response_length", "val-core/truncated",
 )  # fmt: skip

@@ -169,6 +169,10 @@ def test_steps_of_unequal_lengths_tell_how_long_they_wait(tmp_path):
         assert row["waiting_share"] == pytest.approx(waiting / 2 / row["rollout"])
         assert row["gpu_busy_share"] == pytest.approx(1 - (waiting + outside) / seconds)
     assert 0 < whole["waiting_share"] < 1
+    bench("step", "--lengths", "lognormal", *sizes, "--max-tokens-per-step", 0, "--no-warm-up", "--json", out)
+    (alone,) = json.loads(out.read_text())["rows"]
+    assert alone["max_tokens_per_step"] is None and len(alone["steps"]) == 2
+    assert alone["steps"][0]["new_tokens"] != alone["steps"][1]["new_tokens"] == whole["steps"][0]["new_tokens"]
 
 
 def test_what_is_drawn_is_lognormal_and_waiting_is_for_the_last():
