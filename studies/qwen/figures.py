@@ -32,6 +32,8 @@ PROBLEMS = 64  # groups of a step
 VALIDATION = "val-core/accuracy"
 BENCHMARKS = {spec.name: spec.title for suite in ("math6", "ood") for spec in SUITES[suite]}
 CHANCE = {"arc_c": 0.25}
+SAME = ("method", "lr", "seed")  # of a run with rollouts in fp8 and its twin without
+FP8_STEPS = 25  # at the end of both
 
 
 def read(folder: Path = HERE / "results") -> list[Row]:
@@ -288,10 +290,39 @@ def generalisation(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+FP8 = (
+    ("batch/on_solved", "own samples right, %", 100), ("actor/entropy_loss", "entropy, nats a token", 1),
+    ("response_length/mean", "tokens a response", 1),
+    ("rollout/logprob_diff_mean", "log-prob difference of engine and policy", 1),
+    ("rollout/ess", "effective sample size", 1),
+)  # fmt: skip
+
+
+def fp8_rollouts(rows: Sequence[Row]) -> str:
+    """Question 7: runs with rollouts in fp8, and as many steps of the runs without that have their seeds."""
+    runs = [row for row in rows if row.get("note") == "fp8" and row["curves"].get("step")]
+    if not runs:
+        return ""
+    steps = min(run["curves"]["step"][-1] for run in runs)
+    body = []
+    for run in runs:
+        twins = [row for row in trained(rows) if [row[key] for key in SAME] == [run[key] for key in SAME]]
+        for kind, row in [*(("bfloat16", twin) for twin in twins), ("fp8", run)]:
+            scores = [f"{100 * value:.1f}" for step, value in points(row, VALIDATION) if 0 < step <= steps]
+            late = {metric: [v for step, v in points(row, metric) if steps - FP8_STEPS < step <= steps]
+                    for metric, _, _ in FP8}  # fmt: skip
+            body.append([kind, str(row["seed"]), *scores, *(cell(late[metric], times) for metric, _, times in FP8)])
+    at = [f"validation at step {step:g}, %" for step, _ in points(runs[0], VALIDATION) if 0 < step <= steps]
+    head = ["rollouts", "seed", *at, *(title for _, title, _ in FP8)]
+    text = "On-policy RL with rollouts in bfloat16 and in fp8. Behind the validations: means of the last "
+    text += f"{FP8_STEPS} of {steps:g} steps."
+    return "\n".join(["## Rollouts in fp8", "", text, "", table(head, body)])
+
+
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "main": main_table, "rates": rates_table, "differences": difference_table, "validation": validation_table,
     "dynamics": dynamics_table, "cost": cost_table, "hard": hard_problems,
-    "generalisation": generalisation,
+    "generalisation": generalisation, "fp8": fp8_rollouts,
 }  # fmt: skip
 
 

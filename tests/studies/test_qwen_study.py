@@ -273,6 +273,21 @@ def test_hard_problems_are_a_section_once_there_are_data(figures):
     ]
 
 
+def test_fp8_stands_beside_the_run_with_its_seed_over_as_many_steps(figures):
+    plain = [row("on_policy", 1e-6, "finished", seed=seed, step=200) for seed in (0, 1)]
+    assert figures.fp8_rollouts(plain) == ""
+    quantized = row("on_policy", 1e-6, "finished", note="fp8", seed=1, step=50)
+    for found, last, right in ((plain[0], 200, 0.9), (plain[1], 200, 0.4), (quantized, 50, 0.3)):
+        scores = [0.5 if step in (25, 50) else 0.7 if step == 200 else None for step in range(1, last + 1)]
+        solved = [right if step > 25 else 0.1 for step in range(1, last + 1)]
+        found["curves"] = {"step": list(range(1, last + 1)), figures.VALIDATION: scores, "batch/on_solved": solved}
+    quantized["curves"]["rollout/ess"] = [0.98] * 50
+    assert figures.fp8_rollouts([*plain, quantized]).splitlines()[-2:] == [
+        "| bfloat16 | 1 | 50.0 | 50.0 | 40 |  |  |  |  |",
+        "| fp8 | 1 | 50.0 | 50.0 | 30 |  |  |  | 0.98 |",
+    ]
+
+
 def test_the_figure_of_temperatures(figures, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "IMAGES", tmp_path)
     rows = figures.read()
