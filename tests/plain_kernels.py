@@ -45,6 +45,12 @@ def rotate(x, cos, sin):
     return apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=1)[0]
 
 
+def rotary_angles(positions, frequencies, scale, dtype):
+    angles = positions.float()[:, None] * frequencies.float()
+    angles = torch.cat((angles, angles), dim=-1)
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+
+
 def store(k, v, address, tables, rows, positions, layer, page_stride, angles=None):
     block = BLOCKS[int(address)]
     pages = tables[rows, positions // PAGE].long()
@@ -118,7 +124,7 @@ def install(monkeypatch):
     monkeypatch.setattr(luffy.kernels, "interpreted", True)
     for name in ("add_rms_norm", "add_rms_norm_quantized"):
         monkeypatch.setattr(luffy.kernels.norm, name, globals()[name])
-    for name in ("swiglu", "swiglu_quantized", "rotate"):
+    for name in ("swiglu", "swiglu_quantized", "rotate", "rotary_angles"):
         monkeypatch.setattr(luffy.kernels.elementwise, name, globals()[name])
     monkeypatch.setattr(luffy.kernels.quantize, "quantize_rows", quantize_rows)
     for name in ("store", "attend"):

@@ -1,4 +1,4 @@
-"""Gated activation and rotary embedding, each in one pass, with gradients."""
+"""Gated activation and rotary embedding, each in one pass, with gradients; the embedding's angles."""
 
 from __future__ import annotations
 
@@ -186,3 +186,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         out: Tensor = _Rotate.apply(x, cos, sin)
         return out
     return _launch_rotate(x, cos, sin, flip=False)
+
+
+@triton.jit
+def _angles(positions, frequencies, cos, sin, scale, half, HALF: tl.constexpr):
+    """One token; both halves of a head turn alike."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, HALF)
+    inside = at < half
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + at, mask=inside, other=0.0).to(tl.float32)
+    kind = cos.dtype.element_ty
+    c, s = (tl.cos(angle) * scale).to(kind), (tl.sin(angle) * scale).to(kind)
+    place = row * 2 * half + at
+    tl.store(cos + place, c, mask=inside)
+    tl.store(cos + place + half, c, mask=inside)
+    tl.store(sin + place, s, mask=inside)
+    tl.store(sin + place + half, s, mask=inside)
+
+
+def rotary_angles(positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [N, D] of tokens at ``positions`` [N], times ``scale``; ``frequencies`` [D / 2]."""
+    half = len(frequencies)
+    cos, sin = torch.empty(2, len(positions), 2 * half, dtype=dtype, device=positions.device)
+    _angles[(len(positions),)](
+        positions, frequencies, cos, sin, scale, half, HALF=triton.next_power_of_2(half), num_warps=1
+    )
+    return cos, sin

@@ -66,10 +66,12 @@ class FusedDecoder:
         self, input_ids: Tensor, position_ids: Tensor, layout: Layout, products: Products = separate
     ) -> Tensor:
         """Hidden states [N, H] of N tokens, before the vocabulary head."""
+        from luffy.kernels.elementwise import rotary_angles
+
         backbone: Any = self._backbone()
         delta, residual = backbone.embed_tokens(input_ids), None
-        cos, sin = backbone.rotary_emb(delta[None], position_ids[None])
-        angles = (cos[0].contiguous(), sin[0].contiguous())
+        rotary = backbone.rotary_emb
+        angles = rotary_angles(position_ids, rotary.inv_freq, rotary.attention_scaling, delta.dtype)
         remake = backbone.gradient_checkpointing and backbone.training and torch.is_grad_enabled()
         for layer in backbone.layers:
             inputs = (layer, delta, residual, angles, layout, products)

@@ -10,12 +10,13 @@ from support import DEVICE, GPU_IF_THERE
 
 pytest.importorskip("triton")
 
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from luffy.core.logprobs import selected_log_probs
 from luffy.kernels import draw as sampling
 from luffy.kernels import head, paged
-from luffy.kernels.elementwise import rotate, swiglu, swiglu_quantized
+from luffy.kernels.elementwise import rotary_angles, rotate, swiglu, swiglu_quantized
 from luffy.kernels.gated import fills_the_gpu, gated_product
 from luffy.kernels.norm import add_rms_norm, add_rms_norm_quantized
 from luffy.kernels.product import Tiling, float8_product, tiling_for
@@ -202,6 +203,18 @@ def test_product_and_activation_in_one_where_it_measured_faster():
     assert not fills_the_gpu(32, 1536, 8960) and not fills_the_gpu(96, 1536, 8960)
     assert not any(fills_the_gpu(64, 1536, columns) for columns in (1024, 29568, 8961))
     assert not fills_the_gpu(64, 1500, 8960)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}])
+def test_rotary_angles(dtype, rope):
+    config = LlamaConfig(hidden_size=96, num_attention_heads=2, rope_parameters={"rope_theta": 1e4, **rope})
+    module = LlamaRotaryEmbedding(config).to(DEVICE)
+    positions = torch.tensor([0, 1, 77, 8191, 32767], device=DEVICE)
+    theirs = module(torch.zeros(1, dtype=dtype, device=DEVICE), positions[None])
+    ours = rotary_angles(positions, module.inv_freq, module.attention_scaling, dtype)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference[0], rtol=0, atol=1e-6 if dtype == torch.float32 else 8e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
