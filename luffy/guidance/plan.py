@@ -145,7 +145,8 @@ def rollout_of(planned: Planned, completion: Completion | None, version: int) ->
             unknown = torch.full((prefix,), torch.nan)
             guided = torch.cat([unknown, completion.guidance_log_probs.float().cpu()])
     off_policy = torch.zeros(streams.token_ids.numel(), dtype=torch.bool)
-    off_policy[:prefix] = True
+    if prefix:
+        off_policy[:prefix] = True
     return Rollout(
         task=planned.task,
         token_ids=streams.token_ids,

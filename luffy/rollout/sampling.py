@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from luffy.types import Request
+from luffy.types import Request, to_device
 
 
 def signed(value: int, bits: int = 64) -> int:
@@ -93,15 +93,19 @@ class SamplingRows:
         filtered = [i for i, s in enumerate(samplings) if s.temperature > 0 and (s.top_k > 0 or s.top_p < 1)]
         chosen = [samplings[i] for i in filtered]
         no_limit = torch.iinfo(torch.int64).max
+
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return to_device(torch.tensor(values, dtype=dtype), device)
+
         return cls(
-            seeds=torch.tensor([signed(request.seed) for request in requests], device=device),
-            temperatures=torch.tensor([[s.temperature or 1.0] for s in samplings], device=device),
-            greedy=torch.tensor(greedy, device=device),
+            seeds=column([signed(request.seed) for request in requests], torch.int64),
+            temperatures=column([s.temperature or 1.0 for s in samplings], torch.float32)[:, None],
+            greedy=column(greedy, torch.bool),
             any_greedy=any(greedy),
             all_greedy=all(greedy),
-            filtered=torch.tensor(filtered, device=device) if filtered else None,
-            top_p=torch.tensor([[s.top_p] for s in chosen], dtype=torch.float64, device=device),
-            top_k=torch.tensor([[s.top_k or no_limit] for s in chosen], dtype=torch.int64, device=device),
+            filtered=column(filtered, torch.int64) if filtered else None,
+            top_p=column([s.top_p for s in chosen], torch.float64)[:, None],
+            top_k=column([s.top_k or no_limit for s in chosen], torch.int64)[:, None],
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -11,13 +12,16 @@ from luffy.train.groups import score_responses
 from luffy.types import Problem, Score
 
 
+Response = tuple[int, Problem, list[int]]  # its number, the problem, its token ids
+
+
 class EarlyScores:
     """Scores responses in a thread, at once those that came while it was busy."""
 
     def __init__(self, verifier: Verifier, tokenizer: Any) -> None:
         self._verifier, self._tokenizer = verifier, tokenizer
         self._thread = ThreadPoolExecutor(1, "rewards")
-        self._added: deque[tuple[int, Problem, list[int]]] = deque()
+        self._added: deque[Response] = deque()
         self._calls: list[Future[None]] = []
         self._scores: dict[int, Score] = {}
 
@@ -27,9 +31,9 @@ class EarlyScores:
     def __exit__(self, *_: object) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def add(self, number: int, problem: Problem, token_ids: list[int]) -> None:
-        """A response to the problem; each has a number of its own."""
-        self._added.append((number, problem, token_ids))
+    def add(self, responses: Iterable[Response]) -> None:
+        """Each has a number of its own."""
+        self._added.extend(responses)
         if not self._calls or self._calls[-1].running() or self._calls[-1].done():  # one that waits will take it along
             self._calls.append(self._thread.submit(self._score_added))
 

@@ -159,6 +159,7 @@ class Trainer:
             raise
         if records is not None:
             records.recorder.write_samples(rows)
+            records.lasting.set_aside()
         return batch
 
     def _make_up_for_evaluation(self, records: Records) -> None:

@@ -21,6 +21,7 @@ from luffy.train.batch import StepBatch
 from luffy.train.changes import changed_settings, in_words, settings_before
 from luffy.train.checkpoint import set_records_aside
 from luffy.train.credit import uncredited
+from luffy.train.lasting_objects import LastingObjects
 from luffy.train.run_state import Run
 from luffy.types import Group, Sample, TokenView
 
@@ -32,7 +33,7 @@ class Records:
 
     def __init__(self, run: Run, console: Console | None = None) -> None:
         """Rows of steps after the last finished one, of a process that was killed, are dropped."""
-        self.run = run
+        self.run, self.lasting = run, LastingObjects()
         if run.world.is_main:
             earlier = None if run.progress.step else set_records_aside(run.cfg.folder)
             run.messages.notices += [earlier] if earlier else []
@@ -50,6 +51,7 @@ class Records:
             self.view.warn(notice)
 
     def close(self) -> None:
+        self.lasting.close()
         self.run.messages.view = None
         self.recorder.close()
         self.view.close()

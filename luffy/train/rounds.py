@@ -49,14 +49,14 @@ def respond_and_score(run: Run, engine: NativeEngine, verifier: Verifier, plan: 
     made: dict[int, Rollout] = {}
     with EarlyScores(verifier, run.tokenizer) as early:
 
-        def add(i: int, completion: Completion | None) -> None:
-            made[i] = rollout_of(planned[i], completion, at.version)
-            early.add(i, planned[i].task.problem, made[i].token_ids.tolist())
+        def add(finished: Mapping[int, Completion | None]) -> None:
+            new = {i: rollout_of(planned[i], completion, at.version) for i, completion in finished.items()}
+            made.update(new)
+            early.add((i, rollout.task.problem, rollout.token_ids.tolist()) for i, rollout in new.items())
 
         with at.watch("rollout"):
-            for i in set(range(len(planned))).difference(asked):  # whole traces
-                add(i, None)
-            engine.generate(plan.requests, at.progress, lambda number, completion: add(asked[number], completion))
+            add(dict.fromkeys(set(range(len(planned))).difference(asked)))  # whole traces
+            engine.generate(plan.requests, at.progress, lambda part: add({asked[i]: made for i, made in part}))
         with at.watch("reward"):
             rollouts = iter([made[i] for i in range(len(planned))])
             return grouped([tuple(next(rollouts) for _ in group) for group in plan.groups], early.in_order())

@@ -234,8 +234,6 @@ def test_every_completion_is_told_as_it_finishes():
     model = tiny_model("llama")
     requests = [Request((5, 6, 7), seed, Sampling(max_tokens=n)) for seed, n in enumerate((9, 2, 5))]
     told = []
-    made = NativeEngine(model).generate(
-        requests, lambda done, count: told.append(done), lambda i, completion: told.append((i, completion))
-    )
+    made = NativeEngine(model).generate(requests, lambda done, count: told.append(done), told.extend)
     assert [t if isinstance(t, int) else t[0] for t in told] == [1, 1, 2, 2, 0, 3]
     assert all(made[i] is completion for i, completion in told[::2])

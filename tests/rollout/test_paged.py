@@ -78,6 +78,17 @@ def test_few_rows_and_ends_of_sequence():
     assert engine.stats.generated_tokens == sum(len(c.token_ids) for c in pages)
 
 
+def test_who_takes_the_finished_ones_takes_them_together_while_the_next_run():
+    model = small()
+    requests = [ask((3 + i, 4), 20, seed=i) for i in range(6)]
+    engine = NativeEngine(model, decoding="pages", max_slots=3)
+    with torch.no_grad():
+        generation = engine._generation(requests)
+        seen = [([s.index for s in part], generation.stats.prefilled_prompts) for part in generation.run() if part]
+        generation.close()
+    assert seen == [([0, 1, 2], 6), ([3, 4, 5], 6)]
+
+
 def test_top_k_and_top_p_rows_beside_plain_ones():
     model = small()
     requests = [ask((3, 4), 10, seed=1, top_k=3), ask((3, 4), 10, seed=2), ask((3, 5), 10, seed=3, top_p=0.5)]

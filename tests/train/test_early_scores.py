@@ -22,7 +22,7 @@ def test_scores_are_those_of_the_responses_whatever_came_first():
         EarlyScores(verifier, tokenizer) as early,
     ):
         for number in (3, 0, 5, 1, 4, 2):
-            early.add(number, PROBLEM, tokenizer(texts[number])["input_ids"])
+            early.add([(number, PROBLEM, tokenizer(texts[number])["input_ids"])])
         assert [score.value for score in early.in_order()] == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
 
 
@@ -32,7 +32,7 @@ def test_a_verifier_that_breaks_is_noticed():
         EarlyScores(verifier, make_tokenizer()) as early,
     ):
         verifier.close()
-        early.add(0, PROBLEM, [3])
+        early.add([(0, PROBLEM, [3])])
         with pytest.raises(RuntimeError, match="closed"):
             early.in_order()
 

@@ -55,35 +55,36 @@ class Generation(Protocol):
 
     stats: EngineStats
 
-    def run(self) -> Iterator[SequenceState]:
-        """Finished sequences, as they finish."""
+    def run(self) -> Iterator[Sequence[SequenceState]]:
+        """Finished sequences, as they finish: those of one look at the results together, sometimes none."""
 
     def close(self) -> None:
         """Release what outlives the call."""
 
 
-Finished = Iterator[tuple[int, Completion]]
-OnFinished = Callable[[int, Completion], None]
+Finished = list[tuple[int, Completion]]  # each with the number of its request
+OnFinished = Callable[[Finished], None]
 
 
-def finished_of(generation: Generation) -> Finished:
-    """(number of the request, completion) as they finish; ``generation`` is closed at the end."""
+def finished_of(generation: Generation) -> Iterator[Finished]:
+    """Completions as they finish; ``generation`` is closed at the end."""
     try:
-        for sequence in generation.run():
-            yield sequence.index, sequence.completion()
+        for sequences in generation.run():
+            if sequences:
+                yield [(sequence.index, sequence.completion()) for sequence in sequences]
     finally:
         generation.close()
 
 
 def in_order(
-    finished: Finished, count: int, progress: Progress | None, on_finished: OnFinished | None = None
+    finished: Iterator[Finished], count: int, progress: Progress | None, on_finished: OnFinished | None = None
 ) -> list[Completion]:
     """The ``count`` completions of ``finished`` in the order of their requests."""
     completions: dict[int, Completion] = {}
-    for index, completion in finished:
-        completions[index] = completion
+    for part in finished:
+        completions.update(part)
         if on_finished is not None:
-            on_finished(index, completion)
+            on_finished(part)
         if progress is not None:
             progress(len(completions), count)
     return [completions[index] for index in range(count)]
@@ -148,23 +149,23 @@ class NativeEngine(Engine):
     def generate(
         self, requests: Sequence[Request], progress: Progress | None = None, on_finished: OnFinished | None = None
     ) -> list[Completion]:
-        """Completions in the order of ``requests``; ``progress`` hears (finished, all), ``on_finished`` (number of the
-        request, completion) of each as it finishes."""
+        """Completions in the order of ``requests``; ``progress`` hears (finished, all), ``on_finished`` the
+        completions that finished since it heard of the last ones."""
         return in_order(self._finished(requests), len(requests), progress, on_finished) if requests else []
 
-    def stream(self, requests: Iterable[Request]) -> Finished:
+    def stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Completion]]:
         """A slot that becomes free takes the next request. Every so many, which must fit the host's memory, the slots
         run empty."""
         source, first = iter(requests), 0
         while part := list(islice(source, STREAMED_AT_ONCE)):
-            for index, completion in self._finished(part):
-                yield first + index, completion
+            for finished in self._finished(part):
+                yield from ((first + index, completion) for index, completion in finished)
             first += len(part)
 
     @torch.no_grad()
-    def _finished(self, requests: Sequence[Request]) -> Finished:
+    def _finished(self, requests: Sequence[Request]) -> Iterator[Finished]:
         vocabulary = causal_lm(self.model).config.vocab_size
-        for request in requests:
+        for request in {(request.given_ids, request.sampling): request for request in requests}.values():
             check_request(request, self.max_context, vocabulary)
         started = time.perf_counter()
         with evaluating(self.model):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -60,11 +61,15 @@ class PagedSequence(SequenceState):
         """The last position whose keys anybody reads: the last token is never fed back."""
         return max(self.request.start + self.request.sampling.max_tokens - 2, 0)
 
+    @property
+    def room(self) -> int:
+        """Tokens it may still get."""
+        return self.request.sampling.max_tokens - len(self.token_ids)
+
     def receive(self, tokens: list[int], log_probs: list[float]) -> int:
         """Append up to and including the first end of sequence; how many were taken."""
-        sampling = self.request.sampling
-        room = sampling.max_tokens - len(self.token_ids)
-        ends = [i for i, token in enumerate(tokens[:room]) if token in sampling.eos_ids] if sampling.eos_ids else []
+        eos, room = self.request.sampling.eos_ids, self.room
+        ends = [i for i, token in enumerate(tokens[:room]) if token in eos] if eos else []
         count = ends[0] + 1 if ends else min(room, len(tokens))
         if any(value != value for value in log_probs[:count]):
             raise self.nan_logits()
@@ -104,10 +109,24 @@ class Burst:
     log_probs: Tensor
     arrived: Any  # torch.cuda.Event, or None where copies are immediate
 
-    def columns(self) -> Iterator[tuple[PagedSequence, list[int], list[float]]]:
+    def received(self) -> int:
+        """Wait for them and give each sequence that has not ended its own; how many were taken."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        return zip(self.sequences, self.tokens.T.tolist(), self.log_probs.T.tolist(), strict=True)
+        tokens, log_probs = (part.T.contiguous().numpy() for part in (self.tokens, self.log_probs))  # [B, K]
+        ends = sorted({token for sequence in self.sequences for token in sequence.request.sampling.eos_ids})
+        may_end = (np.isin(tokens, ends) | np.isnan(log_probs)).any(1).tolist()
+        ids, chosen, steps, taken = memoryview(tokens.tobytes()), memoryview(log_probs.tobytes()), tokens.shape[1], 0
+        for i, sequence in enumerate(self.sequences):
+            if sequence.finish is not None:
+                continue
+            if may_end[i] or sequence.room <= steps:
+                taken += sequence.receive(tokens[i].tolist(), log_probs[i].tolist())
+            else:  # most, of thousands: their bytes as they are
+                sequence.token_ids.frombytes(ids[8 * steps * i : 8 * steps * (i + 1)])
+                sequence.log_probs.frombytes(chosen[4 * steps * i : 4 * steps * (i + 1)])
+                taken += steps
+        return taken
 
 
 class Rows:
@@ -209,21 +228,26 @@ class PagedGeneration:
         self._most = min(max_rows, len(requests))
         self._cache = memory.cache
         self._decoder = memory.decoder()
-        self._pool = memory.allocate(_pages_wanted(requests, self._most))
-        self._rows = Rows(self._most, max(map(_pages_of, requests)))
+        pages = sorted(map(_pages_of, requests), reverse=True)
+        # Enough for as many of the longest as there are rows, each with a prompt of its own waiting.
+        prompts = sum(pages_for(len(prompt.token_ids)) for prompt in islice(self._waiting, self._most))
+        self._pool = memory.allocate(sum(pages[: self._most]) + prompts + 1)
+        self._rows = Rows(self._most, pages[0])
         self._pending: deque[Burst] = deque()
         self._finished: list[PagedSequence] = []  # known to be finished, not yet handed out
         self._filters: list[SamplingRows] = []  # of the rows, part by part, when some want top-k or top-p
         self._rows_changed = True  # the rows on the device are not those of the host
 
-    def run(self) -> Iterator[PagedSequence]:
-        """Finished sequences, as they are known to be finished."""
+    def run(self) -> Iterator[list[PagedSequence]]:
+        """Finished sequences, as they are known to be finished. Whoever takes them works while a burst runs; so do the
+        prompts' rounds, because rows that have drawn all they may are free before their tokens arrive."""
         while self._waiting or len(self._rows) or self._pending:
+            self._compact()
             worked = self._prefill_round()
             launched = self._launch()
             if not (worked or launched or self._pending):
                 self._start_alone()
-            yield from self._collect(keep=1 if launched else 0)
+            yield self._collect(keep=1 if launched else 0)
 
     def close(self) -> None:
         self._cache.release()
@@ -493,11 +517,10 @@ class PagedGeneration:
         """Read what has arrived, but for the newest ``keep`` bursts; the sequences that finished."""
         finished, self._finished = self._finished, []
         while len(self._pending) > keep:
-            for sequence, tokens, log_probs in self._pending.popleft().columns():
-                if sequence.finish is None:
-                    self.stats.generated_tokens += sequence.receive(tokens, log_probs)
-                    if sequence.finish is not None:
-                        finished.append(sequence)
+            burst = self._pending.popleft()
+            unfinished = [sequence for sequence in burst.sequences if sequence.finish is None]
+            self.stats.generated_tokens += burst.received()
+            finished += [sequence for sequence in unfinished if sequence.finish is not None]
         return finished
 
 
@@ -513,13 +536,6 @@ def _prompts(requests: Sequence[Request]) -> deque[Prompt]:
 def _pages_of(request: Request) -> int:
     """Pages of a sequence that runs to its longest."""
     return pages_for(request.start + max(request.sampling.max_tokens - 1, 0))
-
-
-def _pages_wanted(requests: Sequence[Request], rows: int) -> int:
-    """Enough for the ``rows`` longest at once, each with a prompt of its own waiting."""
-    longest = sorted(map(_pages_of, requests), reverse=True)[:rows]
-    prompts = sum(pages_for(len(p.token_ids)) for p in list(_prompts(requests))[:rows])
-    return sum(longest) + prompts + 1
 
 
 def pages_available(wanted: int, shape: CacheShape, device: torch.device, share: float = 1.0) -> int:

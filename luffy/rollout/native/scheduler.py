@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ class SequenceState:
     index: int
     request: Request
     group: PromptGroup
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("q"))
+    log_probs: array[float] = field(default_factory=lambda: array("f"))
     finish: Finish | None = None
 
     @property
@@ -56,9 +57,10 @@ class SequenceState:
         )
 
     def completion(self) -> Completion:
+        """Of a sequence that has ended; the tensors lie where its numbers do."""
         assert self.finish is not None
-        ids = torch.tensor(self.token_ids, dtype=torch.long)
-        return Completion(ids, torch.tensor(self.log_probs, dtype=torch.float32), self.finish)
+        ids = torch.frombuffer(self.token_ids, dtype=torch.long)
+        return Completion(ids, torch.frombuffer(self.log_probs, dtype=torch.float32), self.finish)
 
 
 @dataclass(frozen=True, eq=False)

@@ -169,18 +169,18 @@ class SlotGeneration:
         self._decoder, self._prefill_tokens = decoder, prefill_tokens
         self._scheduler = Scheduler(requests, decoder.caches[0].slots, decoder.sequence_type)
 
-    def run(self) -> Iterator[SequenceState]:
+    def run(self) -> Iterator[list[SequenceState]]:
         """Finished sequences, as they finish."""
         while not self._scheduler.is_done:
             yield from self._fill_slots()
             if live := self._scheduler.live:
                 self._decoder.step(live)
-                yield from self._scheduler.release_finished()
+                yield self._scheduler.release_finished()
 
     def close(self) -> None:
         self._decoder.close()
 
-    def _fill_slots(self) -> Iterator[SequenceState]:
+    def _fill_slots(self) -> Iterator[list[SequenceState]]:
         """Start waiting requests until every slot is taken; one-token responses end here already."""
         while admissions := self._scheduler.admit(self._prefill_tokens):
             self._prefill([admission for admission in admissions if admission.source is None])
@@ -188,7 +188,7 @@ class SlotGeneration:
                 source = admission.slots[0] if admission.source is None else admission.source
                 self._copy(source, admission.slots, len(admission.group.token_ids))
             self._draw_first_tokens(admissions)
-            yield from self._scheduler.release_finished()
+            yield self._scheduler.release_finished()
         for move in self._scheduler.compact():
             self._copy(move.source, [move.target], move.length)
 

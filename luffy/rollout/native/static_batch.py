@@ -31,13 +31,13 @@ class StaticBatchGeneration:
     def close(self) -> None:
         """Nothing outlives the call."""
 
-    def run(self) -> Iterator[SequenceState]:
+    def run(self) -> Iterator[list[SequenceState]]:
         # Like lengths together: less padding.
         order = sorted(self._waiting, key=lambda s: (s.request.sampling.max_tokens, s.length))
         for start in range(0, len(order), self._slots):
             batch = order[start : start + self._slots]
             self._generate(batch)
-            yield from batch
+            yield batch
 
     def _generate(self, batch: Sequence[SequenceState]) -> None:
         tokens, mask = self._padded(batch)
