@@ -11,7 +11,6 @@ from luffy.rewards import Verifier
 from luffy.train.groups import score_responses
 from luffy.types import Problem, Score
 
-
 Response = tuple[int, Problem, list[int]]  # its number, the problem, its token ids
 
 
