@@ -47,8 +47,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a dataset row says. A plain ``str`` prompt is the question and gets the configured
-    prompt style; a tuple of messages is a chat the dataset already wrote. The gold stays a string."""
+    """A row of a dataset. A ``str`` prompt is a question and gets the prompt style of the config; a tuple of messages
+    is a chat. The gold answer stays a string."""
 
     id: str
     prompt: str | tuple[Message, ...]
@@ -110,10 +110,10 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What an engine generated after the prefix: the EOS that ended it is the last token.
+    """What an engine generated after the prefix; the EOS that ended it is the last token.
 
-    The optional streams come from an engine with a second model: which tokens it put in, what the
-    tokens were really drawn with, and what it gave them itself.
+    With a second model: ``overrides`` are the tokens that it wrote, ``behavior_log_probs`` what the tokens were drawn
+    with, ``guidance_log_probs`` those under the second model.
     """
 
     token_ids: Tensor  # [T] long

@@ -78,7 +78,7 @@ class DataConfig:
     )
     bad_rows: Literal["error", "skip"] = knob("error", "a malformed row stops the run, or is skipped and counted")
     strip_calculator: bool = knob(True, "remove GSM8K's <<...>> calculator marks from its solutions")
-    limit: int | None = knob(None, "use the first so many training problems only", ge=1)
+    limit: int | None = knob(None, "use only this many training problems, the first ones", ge=1)
     style: Literal["chat", "paper", "paper_simple", "plain"] = knob(
         "chat", "how a question becomes a prompt (docs/data.md); paper, paper_simple: appendix C.2 of the paper"
     )
@@ -108,7 +108,7 @@ class RewardConfig:
     )
     workers: int = knob(2, "verifier processes", ge=1)
     timeout_s: float = knob(8.0, "a verification running longer is killed, scores 0 and is counted", gt=0)
-    concurrency: int = knob(16, "samples that an async function has under way at once, in each worker", ge=1)
+    concurrency: int = knob(16, "samples that an async function scores at once, in each worker", ge=1)
     http: HttpRewardConfig = knob(factory=HttpRewardConfig, help="how a server is asked for scores (docs/rewards.md)")
     answer_in_thought: bool = knob(
         False, "read answers inside <think>...</think> too; false: only after the last closed thought"
@@ -142,28 +142,28 @@ class GuidanceConfig:
     n_prefix: int = knob(1, "samples of each group that start from a teacher's trace (of rollout.n in all)", ge=0)
     strategy: str = knob(
         "fixed",
-        "how the prefix ratio is drawn: fixed (at ratio 1 a whole trace), random, linear, linear_max, reverse_linear, "
-        "cosine, cosine_min, binomial, or your own (docs/extend.md)",
+        "how the prefix ratio is drawn: fixed, random, linear, linear_max, reverse_linear, cosine, cosine_min, "
+        "binomial, or your own (docs/methods.md#prefix-ratios)",
     )
     min_ratio: float = knob(1.0, "smallest share of the trace", ge=0, le=1)
     max_ratio: float = knob(1.0, "largest share of the trace", ge=0, le=1)
     prefix_steps: float | None = knob(
-        None, "steps over which a schedule runs: below 1 a share of all training steps; null: the whole training", gt=0
+        None, "steps of the schedule; below 1 a share of all training steps; null: the whole training", gt=0
     )
     shared: bool = knob(False, "one ratio for all prefix samples of a problem instead of one each")
     cut_at: tuple[str, ...] = knob(
-        (), "a part of a trace ends at its last token that contains one of these texts; empty: anywhere"
+        (), "a prefix ends at its last token that contains one of these texts; empty: anywhere"
     )
     trace_choice: TraceChoice = knob("random", "which traces of a problem that has several")
     gate: str = knob(
         "none",
         "further rounds for some problems: trace_on_failure, trace_alone, likeliest_traces, hinted_group, lowest_hint, "
-        "micro_groups (docs/methods.md), or your own (docs/extend.md)",
+        "micro_groups, or your own (docs/methods.md#further-rounds)",
     )
     gate_from: int = knob(0, "steps before the gate begins to act", ge=0)
-    gate_solved: int = knob(0, "trace_alone acts where at most so many own samples are right", ge=0)
+    gate_solved: int = knob(0, "trace_alone: acts where at most this many own samples are right", ge=0)
     gate_samples: int = knob(
-        1, "likeliest_traces: samples that give way to traces; lowest_hint: samples made with each hint", ge=1
+        1, "likeliest_traces: own samples that traces replace; lowest_hint: samples made with each hint", ge=1
     )
     gate_shares: tuple[float, ...] = knob(
         (0.25, 0.5, 0.75), "shares of a trace, round by round: shown as a hint, or in micro_groups as a prefix"
@@ -174,9 +174,7 @@ class GuidanceConfig:
     gate_scores: tuple[float, ...] = knob(
         (0.5, 2 / 3, 1.0), "micro_groups: a round has a prefix where the mean score so far is below this"
     )
-    hint_text: str = knob(
-        "\n\nHere is a hint:\n{solution}", "what a hint puts behind the question; {solution} is its text"
-    )
+    hint_text: str = knob("\n\nHere is a hint:\n{solution}", "how a hint follows the question; {solution} is its text")
 
     def gate_settings(self) -> GateSettings:
         return GateSettings(self.gate_solved, self.gate_samples, self.gate_shares, self.gate_sizes, self.gate_scores)
@@ -206,13 +204,13 @@ class OffPolicyGuidanceConfig:
     enable: bool = knob(True, "false: as if the section were not there")
     model_path: str = knob(
         "",
-        "the second model: a folder or hub id with the policy's tokenizer; without this section there is none",
+        "the second model: a folder or hub id with the policy's tokenizer",
         required=True,
     )
     dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
     tensor_parallel_size: int = knob(1, "GPUs of the second model; the native engine takes 1", ge=1)
     rule: Literal["speculative", "threshold", "mixture", "aligned"] = knob(
-        "speculative", "who decides a token: see docs/overrides.md; aligned is approximate"
+        "speculative", "which tokens the second model overrides (docs/overrides.md); aligned is approximate"
     )
     k: int = knob(4, "tokens the policy proposes before the second model reads them", ge=1)
     tau: float = knob(0.1, "threshold: override where the second model gives the proposal less than this", ge=0, le=1)
@@ -221,7 +219,7 @@ class OffPolicyGuidanceConfig:
     eps: float = knob(0.5, "mixture: share of tokens drawn from the second model", ge=0, le=1)
     eps_end: float | None = knob(None, "mixture: eps at the end of eps_steps, linearly; null: constant", ge=0, le=1)
     eps_steps: int | None = knob(None, "steps of the eps schedule; null: the whole training", ge=1)
-    max_overrides: int | None = knob(None, "overrides per response, then the policy goes on alone", ge=0)
+    max_overrides: int | None = knob(None, "overrides per response, then the policy continues alone", ge=0)
     temperature: float | None = knob(None, "temperature of the second model; null: rollout.temperature", gt=0)
 
     def tau_at(self, step: int, total_steps: int) -> float:
@@ -241,10 +239,10 @@ class TeacherConfig:
     path: str | None = knob(
         None,
         "model that scores own tokens for algorithm.credit=distill: a folder or hub id with the policy's tokenizer, or "
-        "self (the policy of the start); null: that of teacher.servers, if any",
+        "self (the policy at the start); null: none, or the one of teacher.servers",
     )
     servers: tuple[str, ...] = knob(
-        (), "instead of a path, addresses of vLLM servers that have the teacher (key: rollout.vllm.api_key_env)"
+        (), "addresses of vLLM servers with the teacher, instead of a path (key: rollout.vllm.api_key_env)"
     )
     average: float = knob(
         0.0,
@@ -255,11 +253,11 @@ class TeacherConfig:
     dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
     shown: Literal["nothing", "solution", "sibling"] = knob(
         "nothing",
-        "what it sees behind the question: nothing, a trace of the problem, or another right response of the group",
+        "what follows the question in its prompt: nothing, a trace, or another right response of the group",
     )
     hint_text: str = knob(
         "\n\nHere is a correct solution:\n{solution}\n\nNow solve the problem yourself, step by step.",
-        "the words that show it as {solution}",
+        "how it is shown; {solution} is its text",
     )
 
     @property
@@ -296,7 +294,7 @@ class VllmConfig:
     tensor_parallel_size: int = knob(1, "GPUs that one copy of the model is spread over", ge=1)
     memory_fraction: float = knob(
         0.4,
-        "share of the GPU for vLLM's weights and KV cache; colocated it is given back during the update",
+        "share of the GPU for vLLM's weights and KV cache; if colocated, freed during the update",
         gt=0,
         le=1,
     )
@@ -339,8 +337,8 @@ class RolloutConfig:
     max_tokens: int = knob(2048, "longest response", ge=1)
     max_tokens_per_step: int | None = knob(
         None,
-        "most tokens that a response takes in one step; an unfinished one goes on in the next, and its group waits for "
-        "it (docs/scaling.md); null: every response ends in the step that began it",
+        "most tokens of a response in one step; an unfinished one continues in the next, and its group waits for it "
+        "(docs/scaling.md); null: no such limit",
         ge=1,
     )
     slots: int | None = knob(
@@ -350,13 +348,11 @@ class RolloutConfig:
     )
     engine: str = knob(
         "native",
-        "who makes the responses of luffy train: native (the policy itself), vllm (a copy of it; docs/engines.md), or "
-        "your own (docs/extend.md)",
+        "engine of luffy train: native (the policy itself), vllm (a copy of it), or your own (docs/engines.md)",
     )
     precision: Literal["model", "fp8"] = knob(
         "model",
-        "linear layers of the native engine: model (the policy's own weights), or fp8 (a copy quantized before every "
-        "rollout; docs/engines.md)",
+        "linear layers of the native engine: the policy's own weights, or a copy quantized before every rollout",
     )
     offpolicy_guidance: OffPolicyGuidanceConfig | None = knob(
         None, "overrides of tokens by a second model during rollout (docs/overrides.md); null: none"
@@ -374,7 +370,7 @@ class RolloutConfig:
 class MixConfig:
     start: float = knob(0.5, "mu at the start: the share of the SFT term in the loss", ge=0, le=1)
     end: float | None = knob(None, "mu after steps, along a cosine; null: constant", ge=0, le=1)
-    steps: int | None = knob(None, "steps from start to end, behind the warm-up; null: all that are left", ge=1)
+    steps: int | None = knob(None, "steps from start to end, after the warm-up; null: all that are left", ge=1)
     warmup: int = knob(0, "first steps, over which mu rises from 0 to start", ge=0)
 
     def at(self, step: int, total_steps: int) -> float:
@@ -391,11 +387,11 @@ class MixConfig:
 class AlgorithmConfig:
     credit: str = knob(
         "group_baseline",
-        "how rewards become the weights of tokens in the loss: group_baseline, lone_trace_sft (the same, but a group "
-        "of traces alone goes into the SFT term), srft, distill (by section teacher), or module:function of your own",
+        "how rewards become advantages and weights of tokens: group_baseline, lone_trace_sft (the same, but a group of "
+        "traces only goes into the SFT term), srft, distill (by section teacher), or your own (docs/extend.md)",
     )
     advantage: Literal["grpo", "grpo_split"] = knob(
-        "grpo", "baseline of a group: all samples (paper Eq. 4), or the on-policy ones alone"
+        "grpo", "baseline of a group: all samples (paper Eq. 4), or only the on-policy ones"
     )
     normalize_std: bool = knob(False, "divide advantages by the group's standard deviation (Dr. GRPO does not)")
     loss_reduction: Reduction = knob(
@@ -407,11 +403,11 @@ class AlgorithmConfig:
     off_policy_reshape: str = knob(
         "p_div_p_0.1",
         "f(p) on teacher tokens: no_reshape, logp, p_logp, square_root, pow, p_div_p_<gamma>, chord_phi, trapo, "
-        "rl_plus, exgrpo, or your own (docs/extend.md)",
+        "rl_plus, exgrpo, or your own (docs/methods.md#shaping-functions)",
     )
     off_policy_reshape_weight: float = knob(1.0, "weight in logp and p_logp")
     off_policy_reshape_pow_exp: float = knob(0.5, "exponent of pow and of (1 - p) in rl_plus")
-    off_policy_reshape_gamma: float = knob(0.1, "gamma of exgrpo; below which probability trapo weighs less", gt=0)
+    off_policy_reshape_gamma: float = knob(0.1, "gamma of exgrpo and trapo", gt=0)
     on_policy_reshape: str = knob("no_reshape", "the same shapes on the policy's own ratio")
     on_policy_reshape_weight: float = knob(1.0, "weight in p_logp")
     on_policy_reshape_pow_exp: float = knob(0.5, "exponent of pow")
@@ -433,7 +429,7 @@ class AlgorithmConfig:
     )
     mismatch_correction: Literal["off", "truncated", "masked"] = knob(
         "off",
-        "weights p_old / p_engine on own tokens: truncated at mismatch_cap, or tokens beyond it or 1 / it masked",
+        "weights p_old / p_engine on own tokens: truncated at mismatch_cap, or masked beyond it or 1 / it",
     )
     mismatch_cap: float = knob(2.0, "the bound of mismatch_correction", gt=1)
     trace_ratio: Literal["shaped", "ppo"] = knob(
@@ -441,11 +437,11 @@ class AlgorithmConfig:
     )
     trace_advantage: Literal["group", "constant", "relu"] = knob(
         "group",
-        "advantage of teacher tokens: that of their response, 1, or that of their response but not below 0",
+        "advantage of teacher tokens: their response's, 1, or their response's but not below 0",
     )
     trace_entropy_share: float = knob(
         1.0,
-        "share of a response's teacher tokens in the RL term: those where the policy's entropy is highest",
+        "share of a response's teacher tokens in the RL term: those with the highest entropy",
         gt=0,
         le=1,
     )
@@ -456,17 +452,17 @@ class AlgorithmConfig:
     kl_estimator: Estimator = knob("k3", "estimator of the KL term")
     kl_in: Literal["loss", "reward"] = knob("loss", "where the KL term goes")
     trace_term: Literal["rl", "sft"] = knob(
-        "rl", "teacher tokens enter the policy-gradient term, or (RL with SFT loss) an SFT term only"
+        "rl", "teacher tokens are in the policy-gradient term, or only in the SFT term (RL with SFT loss)"
     )
     distill_reward: float = knob(
         0.0,
-        "credit distill: weight of the group's advantage, added to log q - log p of the teacher; 0: no reward",
+        "credit distill: weight of the group's advantage, added to the teacher's log q - log p; 0: no reward",
         ge=0,
     )
     sft_coef: float = knob(1.0, "weight of the SFT term", ge=0)
     sft_reshape: str = knob(
         "logp",
-        "f in the SFT term: logp is plain SFT; or any shape of off_policy_reshape, with its gamma",
+        "f in the SFT term: logp (plain SFT), or any shape of off_policy_reshape, with its gamma",
     )
     mix: MixConfig | None = knob(
         None, "loss (1 - mu) RL + mu * sft_coef * SFT, with mu constant or along a schedule; null: RL + sft_coef * SFT"
@@ -533,7 +529,7 @@ class OptimConfig:
     min_lr_ratio: float = knob(0.0, "where linear and cosine end, as a share of lr", ge=0, le=1)
     grad_clip: float = knob(1.0, "largest gradient norm; 0 is off", ge=0)
     offload: bool = knob(
-        False, "keep master weights and moments in the host's memory: 12 bytes a weight less on the GPU, slower steps"
+        False, "master weights and moments in host memory: 12 bytes a weight less on the GPU, slower steps"
     )
 
     def __post_init__(self) -> None:
@@ -546,16 +542,14 @@ class BatchConfig:
     problems: int = knob(128, "problems per rollout batch (traces per batch in SFT)", ge=1)
     mini_batch: int | None = knob(
         None,
-        "problems per optimizer step, problems / mini_batch steps in all (rounded up) also where groups are rejected; "
-        "null: the whole rollout batch",
+        "problems per optimizer step; a batch takes problems / mini_batch steps (rounded up), also if groups are "
+        "rejected; null: the whole rollout batch",
         ge=1,
     )
-    tokens: int = knob(
-        16384, "tokens per micro-batch, packed without padding; a prompt that samples share counts once", ge=1
-    )
+    tokens: int = knob(16384, "tokens per micro-batch, packed without padding; a shared prompt counts once", ge=1)
     expert_share: float = knob(
         0.0,
-        "share of a step's problems that have a whole trace each and no own samples (CHORD; needs "
+        "share of a step's problems with one whole trace and no own samples (CHORD; needs "
         "algorithm.credit=lone_trace_sft)",
         ge=0,
         le=1,
@@ -581,18 +575,17 @@ class ReplayConfig:
         le=1,
     )
     start: float = knob(
-        0.35, "replay begins behind the step in which more than this share of the own samples is right", ge=0, le=1
+        0.35, "replay starts after the step in which more than this share of own samples is right", ge=0, le=1
     )
-    problems: int = knob(4096, "problems remembered at most; the one solved longest ago is forgotten first", ge=1)
-    responses: int = knob(8, "solved responses remembered of each problem at most: the newest", ge=1)
+    problems: int = knob(4096, "most problems in the replay; the one solved longest ago is dropped first", ge=1)
+    responses: int = knob(8, "most responses of each problem in the replay: the newest right ones", ge=1)
 
 
 @dataclass(frozen=True)
 class SftStepsConfig:
     buffer: int = knob(
         0,
-        "so many traces of problems that no own sample solved make one SFT step, by an optimizer of its own (ReLIFT); "
-        "0: none",
+        "an SFT step after this many traces of problems that no own sample solved (ReLIFT); 0: none",
         ge=0,
     )
     lr: float | None = knob(None, "learning rate of these steps; null: optim.lr, without its schedule", gt=0)
@@ -606,7 +599,7 @@ class TrainConfig:
     save_every: int = knob(50, "steps between checkpoints; the last step is always saved", ge=1)
     keep: int = knob(2, "checkpoints kept besides the best one", ge=1)
     keep_best: bool = knob(True, "save and keep the step that was best on data.eval; false: less to write")
-    max_bad_steps: int = knob(3, "stop after so many updates in a row skipped for a non-finite loss or gradient", ge=1)
+    max_bad_steps: int = knob(3, "stop after this many non-finite updates in a row; each is skipped", ge=1)
     threads: int | None = knob(
         None, "CPU threads of torch; null: OMP_NUM_THREADS, or one a core of the process at most", ge=1
     )
@@ -615,7 +608,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 class EvalConfig:
     every: int = knob(0, "steps between evaluations on data.eval, and one at start and end; 0: only at the end", ge=0)
-    limit: int | None = knob(None, "evaluate on the first so many problems", ge=1)
+    limit: int | None = knob(None, "evaluate only this many problems, the first ones", ge=1)
     n: int = knob(1, "samples per problem; the accuracy is their mean", ge=1)
     temperature: float = knob(0.6, "0 is greedy", ge=0)
     top_p: float = knob(1.0, "nucleus sampling; 1 is off", gt=0, le=1)
@@ -635,7 +628,7 @@ class RecordConfig:
 class AsyncConfig:
     max_staleness: int = knob(
         0,
-        "optimizer versions a rollout may lag behind: 0 rolls out and updates by turns, 1 or more overlaps them",
+        "versions a rollout may lag behind the update: 0 takes turns, 1 or more overlaps them",
         ge=0,
     )
 
@@ -649,9 +642,9 @@ class ParallelConfig:
     shard_size: int | None = knob(None, "processes of a group when shard is hybrid; null: those of one machine", ge=1)
     cpu_offload: bool = knob(False, "weights and optimizer state wait in host memory: less GPU memory, more time")
     rollout_group: int = knob(
-        1, "processes that share one engine and its copy of the model; more than 1 where it does not fit on each", ge=1
+        1, "processes that share one engine and its copy of the model, where one does not fit on each GPU", ge=1
     )
-    timeout_s: float = knob(1800.0, "a process that is silent so long while others wait for it ends the run", gt=0)
+    timeout_s: float = knob(1800.0, "the run ends if a process keeps the others waiting this long", gt=0)
 
 
 @dataclass(frozen=True)
@@ -666,18 +659,18 @@ class RayConfig:
 class Knobs:
     """All knobs of a run, each checked alone; `luffy.config.Config` is this with the checks across them."""
 
-    name: str = knob("run", "name of the run: its folder below out; of a recipe that gives none, its file's")
+    name: str = knob("run", "folder of the run below out; a recipe file without a name takes its file name")
     out: str = knob("runs", "folder that holds runs")
     seed: int = knob(0, "seed of everything random", ge=0, le=2**63 - 1)
     plugins: tuple[str, ...] = knob(
-        (), "your own modules, or .py files, imported first: what they register can be named below (docs/extend.md)"
+        (), "your own modules or .py files, imported first; the recipe can name what they register (docs/extend.md)"
     )
     launch: Literal["local", "torchrun", "ray"] = knob(
         "local", "one process here, parallel.workers processes here, or workers that Ray places and restarts"
     )
     prepare: dict[str, str] = knob(
         factory=dict,
-        help="commands that make files of the recipe, by path; a run whose file is not there ends with its command",
+        help="commands that make the recipe's files, by path; a run that lacks a file stops and names its command",
     )
     model: ModelConfig = knob(factory=ModelConfig)
     data: DataConfig = knob(factory=DataConfig)

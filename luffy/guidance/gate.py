@@ -53,10 +53,9 @@ class GateSettings:
 @dataclass(frozen=True)
 class FirstRound:
     """What a gate function sees: one problem's scored responses. ``step`` counts from 0, ``visit`` how often the
-    problem was drawn before, ``position`` is its place in the step. ``solved`` and ``failed`` judge a score.
-
-    ``round`` counts from 1: the round that the answer would make. ``answer_probs``, one for each trace, is what the
-    policy gives the gold answer where the trace writes it; a gate gets it on request (``Gate.answer_probs``).
+    problem was drawn before, ``position`` is its place in the step. ``solved`` and ``failed`` judge a score. ``round``
+    is the number, from 1, of the round that the gate may ask for. ``answer_probs`` has for each trace the policy's
+    probability of the gold answer where the trace writes it, if the gate was registered with ``answer_probs``.
     """
 
     group: Group
@@ -141,12 +140,7 @@ def always(first: FirstRound) -> bool:
 
 @dataclass(frozen=True)
 class Gate:
-    """``function(first)`` returns the next round of a problem, or None; ``when(first)`` says whether it is asked.
-
-    ``rounds``: how often at most; None: until it answers None or adds nothing. ``uses_traces``: without any trace in
-    the data it is of no use; ``uses_hints``: without any trace or hint. ``answer_probs``: it reads
-    ``first.answer_probs``, at the price of a forward pass over the traces of the problems it is asked about.
-    """
+    """What ``gate_function`` registers; the fields are its arguments."""
 
     function: Callable[[FirstRound], SecondRound | None]
     uses_traces: bool = False
@@ -174,8 +168,13 @@ def gate_function(
     uses_hints: bool = False,
     answer_probs: bool = False,
 ) -> Callable[[Callable[[FirstRound], SecondRound | None]], Gate]:
-    """A decorator that registers a gate under the name that ``guidance.gate`` gives; the options are those of
-    ``Gate``."""
+    """A decorator that registers a gate for ``guidance.gate``: ``function(first)`` returns the next round of a problem,
+    or None.
+
+    ``when(first)``: whether it is asked. ``rounds``: how often at most; None: until it returns None or adds nothing.
+    ``uses_traces``, ``uses_hints``: it needs traces, or traces or hints, in the data. ``answer_probs``: it reads
+    ``first.answer_probs``, which costs a forward pass over the traces.
+    """
     return lambda function: GATES.register(name)(Gate(function, uses_traces, rounds, when, uses_hints, answer_probs))
 
 

@@ -35,8 +35,8 @@ class EngineStats:
 class Engine(Protocol):
     """Makes responses. ``generate`` answers in the order of the requests and reports (done, all).
 
-    A training step is generate, ``sleep``, update, ``sync``. What an engine that runs on the policy's own weights has
-    nothing to do for is done by the defaults below.
+    A training step is generate, ``sleep``, update, ``sync``. The defaults below suit an engine on the policy's own
+    weights.
     """
 
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]: ...
@@ -52,16 +52,15 @@ class Engine(Protocol):
         """The policy's weights are now those of ``version``: later completions must use them."""
 
     def agree_on(self, version: int) -> int:
-        """The version that makes the next completions, where this process would say ``version``: that of whoever
-        has the weights."""
+        """The version that makes the next completions: ``version``, unless another process has the weights."""
         return version
 
     def sleep(self) -> None:
-        """No request comes before the next ``sync``: the memory may go to the update."""
+        """No request comes before the next ``sync``: free memory for the update."""
         return None
 
     def metrics(self) -> dict[str, Metric]:
-        """What happened since this was asked last, beyond the completions, by the names of the run's metrics."""
+        """Metrics of the run since the last call, by name."""
         return {}
 
     def close(self) -> None:

@@ -34,9 +34,9 @@ Need = Literal["log_probs", "entropy", "teacher"]
 
 @dataclass(frozen=True, eq=False)
 class ScoredTokens:
-    """Of the response tokens of one rollout, [T] float32 each: log-probs and entropies under the policy before the
-    update, log-probs under the reference model and under the teacher. None where nothing needed them; the teacher's
-    also where it has nothing to be shown (``teacher.shown``)."""
+    """Of the tokens of one response, [T] float32 each: log-probs and entropies under the policy before the update,
+    log-probs under the reference model and under the teacher. None if not needed; the teacher's also if there is
+    nothing to show it (``teacher.shown``)."""
 
     old: Tensor | None = None
     ref: Tensor | None = None
@@ -46,8 +46,8 @@ class ScoredTokens:
 
 @dataclass(frozen=True, eq=False)
 class ScoredGroup:
-    """What a credit function sees of one problem: n responses (``group.rollouts``) with the verifier's scores, their
-    rewards, and their tokens. ``step`` counts from 0."""
+    """What a credit function sees of one problem: n responses (``group.rollouts``) with scores, rewards and tokens.
+    ``step`` counts from 0."""
 
     group: Group
     rewards: Tensor  # [n] float32: the scores, less the KL of the whole response when it goes in the reward
@@ -58,7 +58,8 @@ class ScoredGroup:
 
 @dataclass(frozen=True, eq=False)
 class TokenCredit:
-    """Of one response, [T] float32 each; see ``Sample``."""
+    """Of the tokens of one response, [T] float32 each: advantages, and weights in the RL and in the SFT term (0: not in
+    it)."""
 
     advantages: Tensor
     rl_weights: Tensor
@@ -67,9 +68,7 @@ class TokenCredit:
 
 @dataclass(frozen=True)
 class CreditFunction:
-    """``function(group, cfg)`` returns the credit of each response of the group. ``needs``: what must be computed
-    before it is called, at the price of a forward pass. ``lone_traces``: it learns from a group of whole traces alone,
-    so ``algorithm.reject_extreme`` keeps such a group although its rewards are equal."""
+    """What ``credit_function`` registers; the fields are its arguments."""
 
     function: Callable[[ScoredGroup, AlgorithmConfig], list[TokenCredit]]
     needs: tuple[Need, ...] = ()
@@ -91,7 +90,12 @@ CREDIT: Registry[CreditFunction] = Registry("credit function")
 def credit_function(
     name: str, needs: tuple[Need, ...] = (), lone_traces: bool = False
 ) -> Callable[[Callable[[ScoredGroup, AlgorithmConfig], list[TokenCredit]]], CreditFunction]:
-    """A decorator that registers a credit function under the name that ``algorithm.credit`` gives."""
+    """A decorator that registers a credit function for ``algorithm.credit``: ``function(group, cfg)`` returns the
+    credit of each response of the group.
+
+    ``needs``: what must be computed before it is called, at the price of a forward pass (names of ``ScoredTokens``).
+    ``lone_traces``: it learns from a group of whole traces only, so ``algorithm.reject_extreme`` keeps such a group.
+    """
     return lambda function: CREDIT.register(name)(CreditFunction(function, needs, lone_traces))
 
 

@@ -78,7 +78,7 @@ class Trainer:
         return self.run.is_finished
 
     def lacks_evaluation(self) -> bool:
-        """Whether the evaluation due at this step is not on record: before the first step, or after a stop in it."""
+        """Whether the evaluation due at this step is missing: before the first step, or after a stop in it."""
         return held_out.is_missing(self.run)
 
     def train(self) -> Path:
@@ -90,8 +90,8 @@ class Trainer:
         return self.run.world.on_main(lambda: saving.newest_model(self.run))
 
     def steps(self) -> Generator[tuple[int, dict[str, float]], None, None]:
-        """Make the steps that are left, with their evaluations and checkpoints; yields the number of each and its
-        metrics. Leaving the loop early loses what was learnt since the last checkpoint; ``stop_soon`` does not."""
+        """Run the remaining steps with their evaluations and checkpoints; yields the number and metrics of each.
+        Leaving the loop early loses the steps since the last checkpoint; ``stop_soon`` does not."""
         if self.is_finished and not self.lacks_evaluation():
             return
         with self.recording() as records, self._stop.by_signals():
