@@ -68,7 +68,10 @@ API_GROUPS = {
         "Completion", "build_verifier", "trace_weight",
     ),
 }  # fmt: skip
-METHODS = {"Trainer", "Engine"}  # classes whose methods are called or written by the user
+METHODS = {  # those that a user calls or writes
+    "Trainer": ("train", "steps", "step", "evaluate", "stop_soon", "close"),
+    "Engine": ("generate", "stream", "sync", "agree_on", "sleep", "metrics", "close"),
+}
 
 
 class _Bare(str):
@@ -111,11 +114,11 @@ def entry(name: str, value: Any) -> list[str]:
     if not getattr(value, "_is_protocol", False):  # nobody calls a protocol
         lines += ["```python", f"{name}{signature_of(value)}", "```", ""]
     lines += [page_text(value.__doc__), ""]
+    for key in METHODS.get(name, ()):
+        method = getattr(value, key)
+        text = " ".join(page_text(method.__doc__).split())
+        lines += [f"- `{key}{signature_of(method)}`{': ' if text else ''}{text}"]
     if name in METHODS:
-        for key, method in vars(value).items():
-            if not key.startswith("_") and inspect.isfunction(method):
-                text = " ".join(page_text(method.__doc__).split())
-                lines += [f"- `{key}{signature_of(method)}`{': ' if text else ''}{text}"]
         lines += [""]
     return lines
 
