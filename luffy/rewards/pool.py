@@ -1,8 +1,9 @@
 """A fixed number of worker processes that can be killed without losing anything but one item.
 
 Workers are started by exec, not fork: they work from any thread, beside loaded CUDA libraries and
-from scripts without a ``__main__`` guard, and no lock of the parent can be held inside them. One item
-is with a worker at a time, so a kill costs exactly that item.
+from scripts without a ``__main__`` guard, and no lock of the parent can be held inside them. A worker
+takes its items one after the other and answers each when it is done. So a kill costs exactly the item it was at; what
+it had not begun goes to another.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +35,9 @@ from luffy.rewards.worker import Setup
 # Generous, because an importing worker may share a busy machine with a training run.
 START_TIMEOUT_S = 180.0
 MOST_FAILED_STARTS = 3
+# Items in one message. Messages cost more than quick items do; of slow ones each worker gets one at a time.
+MOST_AT_ONCE = 16
+QUICK_S, SLOW_S = 0.005, 0.02  # of all items of a message
 
 # One thread each: the pool is the parallelism. Plain Python integers: with gmpy2 beside it, sympy
 # computes (10^9)! in one C call that no alarm can interrupt, so each such answer would cost a hard kill.
@@ -59,6 +64,9 @@ class Outcome:
     message: str = ""
 
 
+_Packed = tuple[int, bytes]  # an item's number, and the item as it is sent
+
+
 class _Run:
     """The bookkeeping of one ``map``. Items are drawn as workers become free, and one ahead: after a kill,
     the run must know that nothing is left to do, and not wait for the new worker."""
@@ -73,19 +81,41 @@ class _Run:
         self._items = iter(items)
         self._upcoming = next(self._items, None)
         self._on_result = on_result
+        self._given_back: deque[_Packed] = deque()
+        self._at_once = 1
         self.outcomes: dict[int, Outcome] = {}
         self.drawn = 0
 
     @property
     def exhausted(self) -> bool:
-        return self._upcoming is None
+        return self._upcoming is None and not self._given_back
 
-    def draw(self) -> tuple[int, tuple[Any, ...]]:
-        assert self._upcoming is not None
-        drawn = (self.drawn, self._upcoming)
-        self._upcoming = next(self._items, None)
-        self.drawn += 1
+    def draw(self) -> list[_Packed]:
+        """The next items for a worker; one that cannot be sent is settled here."""
+        drawn: list[_Packed] = []
+        while len(drawn) < self._at_once and not self.exhausted:
+            if self._given_back:
+                drawn.append(self._given_back.popleft())
+                continue
+            index, item = self.drawn, self._upcoming
+            self._upcoming = next(self._items, None)
+            self.drawn += 1
+            try:
+                drawn.append((index, pickle.dumps(item)))
+            except (pickle.PicklingError, TypeError, AttributeError) as error:
+                self.settle(index, Outcome("error", message=f"item cannot be sent to a worker: {error}"))
         return drawn
+
+    def give_back(self, items: Iterable[_Packed]) -> None:
+        """Items that a worker had not begun."""
+        self._given_back.extend(items)
+
+    def note_seconds(self, seconds: float) -> None:
+        """How long a worker took for all that it was sent."""
+        if seconds < QUICK_S:
+            self._at_once = min(2 * self._at_once, MOST_AT_ONCE)
+        elif seconds > SLOW_S:
+            self._at_once = 1
 
     def settle(self, index: int, outcome: Outcome) -> None:
         self.outcomes[index] = outcome
@@ -186,22 +216,21 @@ class WorkerPool:
             raise RuntimeError("this worker pool is closed")
 
     def _feed(self, run: _Run) -> bool:
-        """Give every free worker an item; False when all items are settled."""
+        """Give every free worker something to do; False when all items are settled."""
         for slot in range(len(self._workers)):
             if self._workers[slot].idle and not self._workers[slot].alive:
                 self._replace(slot)  # killed from outside between items: nobody's item is lost
             while not run.exhausted and self._workers[slot].idle:
-                self._hand_over(slot, run, *run.draw())
+                self._hand_over(slot, run, run.draw())
         return not run.finished
 
-    def _hand_over(self, slot: int, run: _Run, index: int, item: tuple[Any, ...]) -> None:
+    def _hand_over(self, slot: int, run: _Run, items: list[_Packed]) -> None:
+        if not items:
+            return
         try:
-            self._workers[slot].send(index, item, run.timeout_s)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:  # nothing was sent
-            run.settle(index, Outcome("error", message=f"item cannot be sent to a worker: {error}"))
+            self._workers[slot].send(items, run.timeout_s)
         except OSError as error:
-            run.settle(index, Outcome("crashed", message=f"worker could not take the item: {error}"))
-            self._replace(slot)
+            self._lose(slot, run, Outcome("crashed", message=f"worker could not take the item: {error}"))
 
     def _collect(self, run: _Run) -> None:
         waiting = {worker.connection.fileno(): slot for slot, worker in enumerate(self._workers) if not worker.idle}
@@ -221,13 +250,27 @@ class WorkerPool:
             status, value, message = worker.connection.recv()
         except (EOFError, OSError):
             status, value, message = "crashed", None, f"worker died with {worker.exit_reason()}"
-        if worker.item is None:
+        if not worker.items:
             self._started(slot, status, bool(value), message)
             return
-        run.settle(worker.item, Outcome(status, value, message))
-        worker.item = None
+        outcome = Outcome(status, value, message)
         if status == "crashed":
-            self._replace(slot)
+            self._lose(slot, run, outcome)
+            return
+        now = time.monotonic()
+        worker.deadline = now + run.timeout_s
+        index, _ = worker.items.popleft()
+        if not worker.items:
+            run.note_seconds(now - worker.sent)
+        run.settle(index, outcome)
+
+    def _lose(self, slot: int, run: _Run, outcome: Outcome) -> None:
+        """End a worker: ``outcome`` is that of the item it was at."""
+        (index, _), *others = self._workers[slot].items
+        self._workers[slot].items.clear()
+        run.give_back(others)
+        run.settle(index, outcome)
+        self._replace(slot)
 
     def _started(self, slot: int, status: str, is_user_error: bool, message: str) -> None:
         if status == "ready":
@@ -243,13 +286,10 @@ class WorkerPool:
         raise UserError(where + message)
 
     def _give_up(self, slot: int, run: _Run) -> None:
-        item = self._workers[slot].item
-        if item is None:
+        if not self._workers[slot].items:
             self.close()
             raise RuntimeError(f"a worker did not start within {START_TIMEOUT_S:.0f} s: {self._setup.function_path}")
-        run.settle(item, Outcome("timeout", message=f"killed after {run.timeout_s:g} s"))
-        self._workers[slot].item = None
-        self._replace(slot)
+        self._lose(slot, run, Outcome("timeout", message=f"killed after {run.timeout_s:g} s"))
 
     def _replace(self, slot: int) -> None:
         self._require_open()
@@ -259,7 +299,7 @@ class WorkerPool:
     def _replace_busy(self) -> None:
         """After an interrupted run: a late reply must never be taken for the answer to a later item."""
         for slot in range(len(self._workers)):
-            if self._workers[slot].item is not None and not self._closing:
+            if self._workers[slot].items and not self._closing:
                 self._replace(slot)
 
 
@@ -268,7 +308,8 @@ class _Worker:
 
     def __init__(self, setup: Setup, timeout_s: float) -> None:
         self.ready = False
-        self.item: int | None = None
+        self.items: deque[_Packed] = deque()  # sent, not answered
+        self.sent = 0.0  # when
         self._ended = False
         self.deadline = time.monotonic() + START_TIMEOUT_S
         ours, theirs = (_above_stdio(end.detach()) for end in socket.socketpair())
@@ -285,16 +326,17 @@ class _Worker:
 
     @property
     def idle(self) -> bool:
-        return self.ready and self.item is None
+        return self.ready and not self.items
 
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def send(self, index: int, item: tuple[Any, ...], timeout_s: float) -> None:
-        self.connection.send_bytes(pickle.dumps(item))
-        self.item = index
-        self.deadline = time.monotonic() + timeout_s
+    def send(self, items: list[_Packed], timeout_s: float) -> None:
+        self.items.extend(items)
+        self.connection.send_bytes(pickle.dumps([packed for _, packed in items]))
+        self.sent = time.monotonic()
+        self.deadline = self.sent + timeout_s
 
     def exit_reason(self) -> str:
         try:

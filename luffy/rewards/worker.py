@@ -105,17 +105,18 @@ def _load(setup: Setup) -> Callable[..., Any]:
 def _serve(connection: Connection, function: Callable[..., Any]) -> None:
     while True:
         try:
-            message = connection.recv_bytes()
+            items: list[bytes] = pickle.loads(connection.recv_bytes())
         except EOFError:  # the parent is gone
             os.killpg(os.getpgrp(), signal.SIGKILL)
-        try:
-            connection.send(("ok", function(*pickle.loads(message)), ""))
-        except MemoryError:
-            # Whatever was half-built stays in the heap, so this process is not fit for another item.
-            connection.send(("crashed", None, "out of memory"))
-            return
-        except Exception as error:
-            connection.send(("error", None, describe(error)))
+        for item in items:
+            try:
+                connection.send(("ok", function(*pickle.loads(item)), ""))
+            except MemoryError:
+                # Whatever was half-built stays in the heap, so this process is not fit for another item.
+                connection.send(("crashed", None, "out of memory"))
+                return
+            except Exception as error:
+                connection.send(("error", None, describe(error)))
 
 
 def _address_space() -> int:

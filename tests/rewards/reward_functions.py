@@ -75,3 +75,10 @@ def two_arguments(response, answer):
 
 def always_right():
     return lambda answer, response: (1.0, "ok")
+
+
+def recorded(path, number, what):
+    """`misbehave`, noted down in a file whenever it is begun."""
+    with open(path, "a") as file:
+        file.write(f"{number}\n")
+    return misbehave(what, number)

@@ -79,7 +79,7 @@ def test_items_are_drawn_only_when_a_worker_is_free(pool):
             yield ("echo", number)
 
     pool.map(items(), on_result=lambda done, outcome: ahead.append(drawn - done))
-    assert max(ahead) <= 3  # one per worker and one in hand
+    assert max(ahead) <= 2 * pool_module.MOST_AT_ONCE + 1  # a message per worker and one in hand
 
 
 def test_every_kind_of_failure_costs_exactly_its_own_item(pool):
@@ -101,6 +101,17 @@ def test_every_kind_of_failure_costs_exactly_its_own_item(pool):
         assert message is None or failed.message == message
         assert (healthy.status, healthy.value) == ("ok", name)
     assert len(set(pool.pids)) == 2
+
+
+def test_a_failure_among_quick_items_costs_its_own_item_and_no_other_runs_twice(tmp_path):
+    record = tmp_path / "runs"
+    with WorkerPool("reward_functions:recorded", workers=1, timeout_s=1.0) as pool:
+        pool.wait_ready()
+        failures = {70: "hang", 75: "kill", 85: "raise"}  # the worker has many items at once by then
+        outcomes = pool.map((str(record), i, failures.get(i, "echo")) for i in range(100))
+    expected = {70: "timeout", 75: "crashed", 85: "error"}
+    assert [outcome.status for outcome in outcomes] == [expected.get(i, "ok") for i in range(100)]
+    assert sorted(map(int, record.read_text().split())) == list(range(100))
 
 
 def test_the_last_timeout_does_not_wait_for_the_new_worker(pool):
