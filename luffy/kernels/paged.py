@@ -199,5 +199,5 @@ def attend(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
-        _combine[(rows * heads,)](partial, tops, sums, out, width, SPLITS=splits, WIDTH=block, num_warps=2)
+        _combine[(rows * heads,)](partial, tops, sums, out, width, SPLITS=splits, WIDTH=block, num_warps=1)
     return out

@@ -353,6 +353,28 @@ def test_device_noise_is_the_hosts():
     assert torch.equal(winners, there.argmin(dim=-1))
 
 
+def test_device_clocks_are_the_hosts_to_four_digits():
+    rows = 32
+    seeds = (torch.arange(rows, device=DEVICE) * 7919 - 50).repeat(2)
+    positions = torch.arange(rows, device=DEVICE).repeat(2)
+    times = (-negative_clocks(seeds, positions + 1, 2)).log()
+    logits = torch.zeros(2 * rows, 2, device=DEVICE)
+    logits[:, 0] = times[:, 0] - times[:, 1]  # both would ring at once
+    logits[:rows, 0] += 1e-4
+    logits[rows:, 0] -= 1e-4
+    winners, *_ = draw(logits, seeds, positions, torch.ones(2 * rows, device=DEVICE), torch.zeros_like(seeds).bool())
+    assert winners.tolist() == [0] * rows + [1] * rows
+    assert times.exp().min() < 0.06 and times.exp().max() > 2  # both formulas
+
+
+def test_log_probs_of_the_coldest_rows():
+    logits = torch.full((1, 40), -20.0, device=DEVICE)
+    logits[0, [3, 30]] = 30.1
+    zeros = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    tokens, _, _, _, log_probs = draw(logits, zeros, zeros + 1, torch.full((1,), 1e-3, device=DEVICE), zeros.bool())
+    assert tokens.item() in (3, 30) and log_probs[1].item() == pytest.approx(-math.log(2), abs=1e-5)
+
+
 def test_a_masked_stretch_of_the_vocabulary_weighs_nothing():
     logits = torch.full((2, 2 * sampling.BLOCK), -200.0, device=DEVICE)
     logits[:, sampling.BLOCK :] = float("-inf")
