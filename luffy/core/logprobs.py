@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from luffy.core.gradient_sums import GradientSum, Holder, gradient_sum_of
 from luffy.kernels import kernels_serve
 
 # Rows of logits at once. A GPU wants larger products: as many rows as fit a gigabyte.
@@ -118,7 +119,7 @@ class _SelectedLogProbs(torch.autograd.Function):
         for part in _parts(hidden.shape[0], chunk_rows):
             _score(_chunk_logits(hidden[part], weight, bias), targets[part], temperature, scores[part])
         ctx.save_for_backward(hidden, weight, bias, targets, scores.entropy, scores.log_total)
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
+        ctx.temperature, ctx.chunk_rows, ctx.sum = temperature, chunk_rows, gradient_sum_of(weight)
         return scores.log_prob, scores.entropy
 
     @staticmethod
@@ -128,7 +129,9 @@ class _SelectedLogProbs(torch.autograd.Function):
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         # Sums over many chunks: accumulate in fp32 whatever the model's dtype.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight else None
+        wants_own = want_weight and ctx.sum is None
+        own = Holder(torch.zeros_like(weight, dtype=torch.float32) if wants_own else None)
+        sum_weight = ctx.sum or GradientSum(own)
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
         for part in _parts(hidden.shape[0], ctx.chunk_rows):
             logits = _chunk_logits(hidden[part], weight, bias)
@@ -137,13 +140,13 @@ class _SelectedLogProbs(torch.autograd.Function):
             )
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[part]
+            if want_weight:
+                sum_weight.add_product(grad, hidden[part])
             if grad_bias is not None:
                 grad_bias += grad.float().sum(dim=0)
         return (
             grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if own.grad is None else own.grad.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
             None,
             None,

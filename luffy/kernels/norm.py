@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from luffy.kernels.quantize import KIND, Float8Rows, scaled_row
+from luffy.kernels.sums import column_sums
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -110,7 +111,7 @@ class _AddNorm(torch.autograd.Function):
             grad_normed.contiguous(), grad_total.contiguous(), total, weight, rstd, grad_x, partial, rows, width,
             ADD=True, ROWS=rows_each, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
-        grad_weight = partial.sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        grad_weight = column_sums(partial, weight.dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_x if ctx.has_residual else None, grad_weight, None
 
 

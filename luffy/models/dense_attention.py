@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,8 @@ def attend_dense(
     dense = [alone(n, m) for n, m in zip(asking, asked, strict=True)]
     if not any(dense):
         return others(query, key, value, reach, scale)
+    if len(dense) == 1:
+        return _one(query, key, value, scale)
     queries, keys, values = query.split(asking), key.split(asked), value.split(asked)
     made = {i: _one(queries[i], keys[i], values[i], scale) for i, is_dense in enumerate(dense) if is_dense}
     if packed := tuple(i for i, is_dense in enumerate(dense) if not is_dense):
@@ -75,13 +78,32 @@ def _one(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """The last len(query) tokens [n, H, D] of a sequence over all of it [m, KV, D]."""
     asking, asked = len(query), len(key)
     before, after = asked - asking, _rounded(asked) - asked
-    q, k, v = _padded(query, before, after), _padded(key, 0, after), _padded(value, 0, after)
-    return _causal(q, k, v, scale)[0].transpose(0, 1)[before:asked]
+    rows = [_padded(query, before, after), _padded(key, 0, after), _padded(value, 0, after)]
+    q, k, v = (tokens.transpose(0, 1)[None] for tokens in rows)
+    return _causal(q, k, v, scale).transpose(1, 2).squeeze(0)[before:asked]
 
 
 def _padded(tokens: Tensor, before: int, after: int) -> Tensor:
-    """[n, H, D] -> [1, H, before + n + after, D]."""
-    return F.pad(tokens, (0, 0, 0, 0, before, after)).transpose(0, 1)[None]
+    """[n, H, D] -> [before + n + after, H, D], with zeros."""
+    out: Tensor = _Padded.apply(tokens, before, after)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Padded(torch.autograd.Function):
+    """`F.pad` with half the copies: it writes zeros only where they stay, and the gradient is a part of what comes."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, before: int, after: int) -> Tensor:
+        ctx.part = slice(before, before + len(tokens))
+        out = tokens.new_empty(before + len(tokens) + after, *tokens.shape[1:])
+        out[: ctx.part.start] = 0
+        out[ctx.part] = tokens
+        out[ctx.part.stop :] = 0
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient[ctx.part], None, None
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

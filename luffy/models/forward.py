@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from luffy.errors import UserError
 from luffy.models.attention import ATTENTION_NAME, LAYOUT_KEY, Layout
 from luffy.models.fused import fused_decoder
-from luffy.models.merged import Products, separate
+from luffy.models.merged import Products
+from luffy.models.summed import summed
 
 # Config fields that change logits after the head, with the value that leaves them alone.
 LOGIT_CHANGES: dict[str, float | None] = {
@@ -69,7 +70,7 @@ def check_supported(causal: Any) -> None:
 
 
 def forward_hidden(
-    model: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: Layout, products: Products = separate
+    model: nn.Module, input_ids: Tensor, position_ids: Tensor, layout: Layout, products: Products = summed
 ) -> Tensor:
     """Hidden states [N, H] of N tokens, before the vocabulary head. ``products``: how linear layers are computed where
     the model has a fused form; the trainer leaves it, so that all its passes round alike."""

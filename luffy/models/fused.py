@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from luffy.kernels import kernels_serve
 from luffy.models.attention import Layout
 from luffy.models.fp8 import Fp8Products
-from luffy.models.merged import Products, merge_weights, merged, merged_gates, separate
+from luffy.models.merged import Products, merge_weights, merged, merged_gates
+from luffy.models.summed import summed
 
 # Families whose layers are exactly: norm, q/k/v, rotary, attention, o, sum, norm, gated MLP, sum.
 FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
@@ -62,9 +63,7 @@ class FusedDecoder:
     def merge_weights(self) -> None:
         merge_weights(self.layers)
 
-    def __call__(
-        self, input_ids: Tensor, position_ids: Tensor, layout: Layout, products: Products = separate
-    ) -> Tensor:
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, products: Products = summed) -> Tensor:
         """Hidden states [N, H] of N tokens, before the vocabulary head."""
         from luffy.kernels.elementwise import rotary_angles
 

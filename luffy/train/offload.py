@@ -15,16 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from luffy.config import OptimConfig
+from luffy.core.gradient_sums import GradientSum
 
 
 @dataclass
 class HostState:
-    """One weight's state, float32 in host memory."""
+    """One weight's state, float32 in host memory; its gradient stays on the GPU."""
 
     master: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     steps: int = 0
+    grad: Tensor | None = None
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> HostState:
@@ -62,23 +64,13 @@ class OffloadedOptimizer:
         self.cfg = cfg
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.states = {n: HostState.of(p) for n, p in self.parameters.items()}
-        self._gradients: dict[str, Tensor] = {}
         self._on_gpu = any(p.is_cuda for p in self.parameters.values())
         self._streams = [torch.cuda.Stream() for _ in range(2)] if self._on_gpu else []
         for name, parameter in self.parameters.items():
-            parameter.register_post_accumulate_grad_hook(self._adder(name))
-
-    def _adder(self, name: str) -> Any:
-        def add_gradient(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            so_far, grad = self._gradients.get(name), parameter.grad
-            self._gradients[name] = grad.float() if so_far is None else so_far.add_(grad)  # in float32
-            parameter.grad = None
-
-        return add_gradient
+            GradientSum.take_over(parameter, self.states[name])
 
     def gradients(self) -> list[Tensor]:
-        return list(self._gradients.values())
+        return [s.grad for s in self.states.values() if s.grad is not None]
 
     def grad_norm(self) -> Tensor:
         return torch.nn.utils.get_total_norm(self.gradients())
@@ -87,12 +79,13 @@ class OffloadedOptimizer:
     def step(self, lr: float, grad_norm: Tensor) -> None:
         limit = self.cfg.grad_clip
         scale = (limit / (grad_norm + 1e-6)).clamp(max=1.0) if limit > 0 else None
-        names = list(self._gradients)
+        names = [name for name, state in self.states.items() if state.grad is not None]
         arriving = self._fetch(names[0]) if names else []
         for i, name in enumerate(names):
             state, arriving = arriving, self._fetch(names[i + 1]) if i + 1 < len(names) else []
             self._wait_for(state)
-            grad = self._gradients.pop(name)
+            grad, self.states[name].grad = self.states[name].grad, None
+            assert grad is not None
             self.states[name].steps += 1
             self._adam(name, state, grad if scale is None else grad.mul_(scale), lr)
             self._send_back(name, state)
@@ -137,9 +130,8 @@ class OffloadedOptimizer:
         parameter.copy_(master)
 
     def zero_grad(self) -> None:
-        self._gradients.clear()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        for name, parameter in self.parameters.items():
+            self.states[name].grad = parameter.grad = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The names of `Optimizer.tensors`: a run may resume with or without offloading."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from luffy.config import OptimConfig
+from luffy.core.gradient_sums import GradientSum
 from luffy.distributed.shard import whole
 
 
@@ -94,13 +95,7 @@ def _master_of(parameter: nn.Parameter) -> nn.Parameter:
     if parameter.dtype == torch.float32:
         return parameter
     master = nn.Parameter(parameter.detach().float().clone())
-
-    def add_gradient(low: Tensor) -> None:
-        assert low.grad is not None
-        master.grad = low.grad.float() if master.grad is None else master.grad.add_(low.grad)  # added in float32
-        low.grad = None
-
-    parameter.register_post_accumulate_grad_hook(add_gradient)
+    GradientSum.take_over(parameter, master)
     return master
 
 

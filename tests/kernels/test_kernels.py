@@ -21,6 +21,7 @@ from luffy.kernels.gated import fills_the_gpu, gated_product
 from luffy.kernels.norm import add_rms_norm, add_rms_norm_quantized
 from luffy.kernels.product import Tiling, float8_product, tiling_for
 from luffy.kernels.quantize import quantize_rows
+from luffy.kernels.sums import add_, column_sums
 from luffy.rollout.sampling import SamplingRows, draw_tokens, negative_clocks, sample
 from luffy.types import Request, Sampling
 
@@ -91,6 +92,19 @@ def test_norm_gradient_over_more_rows_than_programs():
     theirs = gradients(norm(x), upper, (x, norm.weight))
     assert_close(ours[0], theirs[0], torch.float32)
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums(dtype):
+    total, gradient = randn(3, 1000), randn(3, 1000, dtype=dtype, seed=1)
+    expected = total + gradient.float()
+    add_(total, gradient)
+    assert torch.equal(total, expected)
+    for rows in (1, 5, 1030):
+        x = randn(rows, 40, dtype=dtype)[:, :35]  # rows lie apart
+        sums = column_sums(x, torch.float32)
+        torch.testing.assert_close(sums, x.double().sum(0).float(), rtol=1e-5, atol=1e-4)
+        assert_equal(column_sums(x, torch.bfloat16), sums.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -281,6 +281,7 @@ TRIED_DENSE = [304, 216, 8] * 2 + [24, 8]
     [
         (PackedLayout((5, 3, 9)), [16]),  # 5 and 3 are short
         (PackedLayout((8, 9)), [8, 16]),
+        (PackedLayout((17,)), [24]),
         (FamilyLayout([Family(4, (3, 5)), Family(1, (2, 2))], "cpu"), [8, 16]),  # sequences of 7 and 9, 3 and 3
     ],
 )
