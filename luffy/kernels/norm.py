@@ -12,6 +12,8 @@ from torch import Tensor
 from luffy.kernels.quantize import KIND, Float8Rows, scaled_row
 from luffy.kernels.sums import column_sums
 
+PROGRAMS = 528  # of the backward pass: what an H200 runs at once
+
 
 @triton.jit(do_not_specialize=["rows"])
 def _forward(
@@ -41,19 +43,19 @@ def _forward(
     tl.store(normed + row * width + at, out.to(normed.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "rows_each"])
 def _backward(
-    grad_normed, grad_total, total, weight, rstd, grad_x, grad_weight, rows, width,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad_normed, grad_total, total, weight, rstd, grad_x, grad_weight, rows, rows_each, width,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program takes ROWS rows, so that the gradient of the weight leaves it already summed over them."""
+    """One program takes ``rows_each`` rows, so that the gradient of the weight leaves it already summed over them."""
     program = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
     gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     sum_weight = tl.zeros([BLOCK], dtype=tl.float32)
-    for step in range(ROWS):
-        row = program * ROWS + step
+    for step in range(rows_each):
+        row = program * rows_each + step
         valid = row * width + at < tl.minimum(row + 1, rows) * width
         upper = tl.load(grad_normed + row * width + at, mask=valid, other=0.0).to(tl.float32)
         value = tl.load(total + row * width + at, mask=valid, other=0.0).to(tl.float32)
@@ -102,14 +104,14 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_normed: Tensor, grad_total: Tensor) -> tuple[Tensor | None, ...]:
         total, weight, rstd = ctx.saved_tensors
         rows, width = total.shape
-        rows_each = max(1, -(-rows // 1024))
+        rows_each = max(1, -(-rows // PROGRAMS))
         programs = -(-rows // rows_each)
         grad_x = torch.empty_like(total)
         partial = torch.empty(programs, width, dtype=torch.float32, device=total.device)
         block = triton.next_power_of_2(width)
         _backward[(programs,)](
-            grad_normed.contiguous(), grad_total.contiguous(), total, weight, rstd, grad_x, partial, rows, width,
-            ADD=True, ROWS=rows_each, BLOCK=block, num_warps=_warps(block),
+            grad_normed.contiguous(), grad_total.contiguous(), total, weight, rstd, grad_x, partial, rows, rows_each,
+            width, ADD=True, BLOCK=block, num_warps=min(2 * _warps(block), 8),
         )  # fmt: skip
         grad_weight = column_sums(partial, weight.dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_x if ctx.has_residual else None, grad_weight, None

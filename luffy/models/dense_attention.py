@@ -78,32 +78,47 @@ def _one(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """The last len(query) tokens [n, H, D] of a sequence over all of it [m, KV, D]."""
     asking, asked = len(query), len(key)
     before, after = asked - asking, _rounded(asked) - asked
-    rows = [_padded(query, before, after), _padded(key, 0, after), _padded(value, 0, after)]
-    q, k, v = (tokens.transpose(0, 1)[None] for tokens in rows)
-    return _causal(q, k, v, scale).transpose(1, 2).squeeze(0)[before:asked]
-
-
-def _padded(tokens: Tensor, before: int, after: int) -> Tensor:
-    """[n, H, D] -> [before + n + after, H, D], with zeros."""
-    out: Tensor = _Padded.apply(tokens, before, after)  # type: ignore[no-untyped-call]
+    padded = [_Pad.apply(x, b, after) for x, b in ((query, before), (key, 0), (value, 0))]  # type: ignore[no-untyped-call]
+    q, k, v = (tokens.transpose(0, 1)[None] for tokens in padded)
+    out: Tensor = _Cut.apply(_causal(q, k, v, scale).transpose(1, 2).squeeze(0), before, after)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Padded(torch.autograd.Function):
-    """`F.pad` with half the copies: it writes zeros only where they stay, and the gradient is a part of what comes."""
+def _padded(tokens: Tensor, before: int, after: int) -> Tensor:
+    """[n, H, D] -> [before + n + after, H, D], with zeros; always a new tensor."""
+    end = before + len(tokens)
+    out = tokens.new_empty(end + after, *tokens.shape[1:])
+    out[:before] = 0
+    out[before:end] = tokens
+    out[end:] = 0
+    return out
+
+
+class _Pad(torch.autograd.Function):
+    """`F.pad`, whose gradient is a part of what comes and no copy."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, before: int, after: int) -> Tensor:
         ctx.part = slice(before, before + len(tokens))
-        out = tokens.new_empty(before + len(tokens) + after, *tokens.shape[1:])
-        out[: ctx.part.start] = 0
-        out[ctx.part] = tokens
-        out[ctx.part.stop :] = 0
-        return out
+        return _padded(tokens, before, after)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient[ctx.part], None, None
+
+
+class _Cut(torch.autograd.Function):
+    """The way back. torch plans cuDNN's backward pass by the layout of queries, keys and values alone and uses the plan
+    for every gradient that comes, so the gradient must always have the same layout: that of a new tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, before: int, after: int) -> Tensor:
+        ctx.around = before, after
+        return padded[before : len(padded) - after]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _padded(gradient, *ctx.around), None, None
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
