@@ -292,6 +292,29 @@ def test_long_sequences_one_by_one_have_the_values_and_gradients_of_the_padded_p
     check_against_padded(hopper, layout, tensors, out, None)
 
 
+@pytest.mark.parametrize("tokens", [16, 17])
+def test_cudnn_gets_gradients_of_one_layout(cudnn, hopper, tokens):
+    """torch would use a plan that it made for another one, and the gradients would be wrong."""
+    causal, strides = dense_attention._causal, []
+
+    def watched(*args):
+        out = causal(*args)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: strides.append(gradient.stride()[1:]))
+        return out
+
+    tensors = heads(tokens)
+    PackedLayout((tokens,)).attend(0, *tensors, 0.3, None)  # the trial
+    hopper.setattr(dense_attention, "_causal", watched)
+    for gradient in (
+        torch.ones(tokens, 4, 8),
+        torch.ones(4, tokens, 8).transpose(0, 1),
+        torch.ones(()).expand(tokens, 4, 8),
+    ):
+        torch.autograd.grad(PackedLayout((tokens,)).attend(0, *tensors, 0.3, None), tensors, gradient)
+    assert strides == [(8 * cudnn[-1], 8, 1)] * 3  # contiguous, of as many tokens as it was given
+
+
 def test_cudnn_is_left_alone_where_it_is_turned_off_or_does_not_serve(cudnn, hopper):
     for block in (
         lambda patch: patch.setenv(dense_attention.SWITCH, "0"),
