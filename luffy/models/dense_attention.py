@@ -80,16 +80,18 @@ def _one(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     before, after = asked - asking, _rounded(asked) - asked
     padded = [_Pad.apply(x, b, after) for x, b in ((query, before), (key, 0), (value, 0))]  # type: ignore[no-untyped-call]
     q, k, v = (tokens.transpose(0, 1)[None] for tokens in padded)
-    out: Tensor = _Cut.apply(_causal(q, k, v, scale), before, asked)  # type: ignore[no-untyped-call]
+    out: Tensor = _Cut.apply(_causal(q, k, v, scale).transpose(1, 2).squeeze(0), before, after)  # type: ignore[no-untyped-call]
     return out
 
 
-def _fill(padded: Tensor, tokens: Tensor, before: int) -> None:
-    """Tokens [n, H, D] into [m, H, D] behind ``before`` zeros, and zeros behind them."""
+def _padded(tokens: Tensor, before: int, after: int) -> Tensor:
+    """[n, H, D] -> [before + n + after, H, D], with zeros; always a new tensor."""
     end = before + len(tokens)
-    padded[:before] = 0
-    padded[before:end] = tokens
-    padded[end:] = 0
+    out = tokens.new_empty(end + after, *tokens.shape[1:])
+    out[:before] = 0
+    out[before:end] = tokens
+    out[end:] = 0
+    return out
 
 
 class _Pad(torch.autograd.Function):
@@ -98,9 +100,7 @@ class _Pad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, before: int, after: int) -> Tensor:
         ctx.part = slice(before, before + len(tokens))
-        padded = tokens.new_empty(before + len(tokens) + after, *tokens.shape[1:])
-        _fill(padded, tokens, before)
-        return padded
+        return _padded(tokens, before, after)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -108,22 +108,17 @@ class _Pad(torch.autograd.Function):
 
 
 class _Cut(torch.autograd.Function):
-    """The way back: rows ``start`` to ``end`` of [1, H, m, D] as [n, H, D].
-
-    torch keeps a plan of cuDNN's backward pass by the layouts of queries, keys and values and uses it for whatever
-    gradient comes, so that one must always have the same layout: that of a new tensor.
-    """
+    """The way back. torch plans cuDNN's backward pass by the layout of queries, keys and values alone and uses the plan
+    for every gradient that comes, so the gradient must always have the same layout: that of a new tensor."""
 
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, start: int, end: int) -> Tensor:
-        ctx.shape, ctx.start = padded.shape, start
-        return padded[0].transpose(0, 1)[start:end]
+    def forward(ctx: Any, padded: Tensor, before: int, after: int) -> Tensor:
+        ctx.around = before, after
+        return padded[before : len(padded) - after]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        padded = gradient.new_empty(ctx.shape)
-        _fill(padded[0].transpose(0, 1), gradient, ctx.start)
-        return padded, None, None
+        return _padded(gradient, *ctx.around), None, None
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
