@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import statistics
 import sys
 import textwrap
 from pathlib import Path
@@ -173,6 +174,7 @@ def test_the_page_says_what_the_results_say(figures):
     known = {number for line in lines if line.startswith("|") for number in NUMBER.findall(line)}
     known |= {"0.6", "2604.23747"}  # the temperature; a paper
     known |= {"40.0"}  # see test_counts_in_the_prose_of_the_page
+    known |= {"1.3", "3.0", "0.5", "0.6"}  # see test_the_prose_about_fp8
     known.add(f"{100 * (0.42 * 0.58 / 512) ** 0.5:.1f}")  # the standard error of the validation accuracy
     prose = [line for line in lines if not line.startswith("|")]
     unknown = {number for line in prose for number in NUMBER.findall(line)} - known
@@ -193,7 +195,7 @@ def test_counts_in_the_prose_of_the_page(figures):
     luffy, on_policy = by_name["luffy-lr3e-06-s0"], by_name["on_policy-lr3e-06-s0"]
     assert min(groups_left(figures, luffy)) > 32 and len(groups_left(figures, luffy)) == 200  # two updates before, too
     assert min(groups_left(figures, on_policy)) >= 2 and len(groups_left(figures, on_policy)) == 167
-    assert len(by_name) == 18 and "base" in by_name
+    assert len(by_name) == 21 and "base" in by_name
     again = records.read_rows([figures.HERE / "results" / "2026-11-16-c.jsonl"])["sft-lr1e-05-s0"]
     assert f"{100 * sum(figures.shares(again)) / 1319:.1f}" == "40.0"
     sft = [row for row in by_name.values() if row["method"] == "sft"]
@@ -202,6 +204,21 @@ def test_counts_in_the_prose_of_the_page(figures):
     for method in ("luffy", "on_policy"):  # what leads after 50 steps, and loses first
         curves = {row["lr"]: records.validations(row["curves"]) for row in by_name.values() if row["method"] == method}
         assert max(curves, key=lambda lr: curves[lr][50]) == 3e-6 and min(curves, key=lambda lr: curves[lr][25]) == 1e-5
+
+
+def test_the_prose_about_fp8(figures):
+    by_name = {row["name"]: row for row in figures.read()}
+    own = {}
+    for seed in (0, 1):
+        plain, fp8 = (
+            dict(figures.points(by_name[f"on_policy-{note}lr1e-06-s{seed}"], "batch/on_solved"))
+            for note in ("", "fp8-")
+        )
+        for first, last in ((1, 10), (51, 75)):
+            apart = [100 * (plain[step] - fp8[step]) for step in range(first, last + 1)]
+            error = statistics.stdev(apart) / len(apart) ** 0.5
+            own[seed, last] = f"{statistics.mean(apart):.1f}", f"{error:.1f}"
+    assert own == {(0, 10): ("0.5", "0.5"), (0, 75): ("1.3", "0.5"), (1, 10): ("0.6", "0.6"), (1, 75): ("3.0", "0.5")}
 
 
 def test_the_run_that_was_replaced(figures):
