@@ -58,7 +58,8 @@ def _over_own_baselines(scores: Tensor, use_std: bool, epsilon: float) -> Tensor
     """[G, n] -> [G, n]: each row over the baseline of all its scores, with the bits of ``_over_baseline``."""
     first = scores[:, :1]
     equal = (scores == first).all(dim=1, keepdim=True)
-    mean, std = torch.where(equal, first, scores.mean(dim=1, keepdim=True)), scores.std(dim=1, keepdim=True)
+    mean = torch.where(equal, first, scores.mean(dim=1, keepdim=True))
+    std = _std(scores, mean)
     return (scores - mean) / (torch.where(equal | (std == 0), 1.0, std) + epsilon) if use_std else scores - mean
 
 
@@ -67,8 +68,15 @@ def _mean_std(values: Tensor) -> tuple[Tensor, Tensor]:
         return values.new_zeros(()), values.new_ones(())
     if len(set(values.tolist())) == 1:  # the mean of equal values may be rounded, and so may their spread
         return values[0], values.new_ones(())
-    std = values.std()
-    return values.mean(), torch.where(std == 0, torch.ones_like(std), std)
+    mean = values.mean()
+    std = _std(values, mean)[0]
+    return mean, torch.where(std == 0, torch.ones_like(std), std)
+
+
+def _std(values: Tensor, mean: Tensor) -> Tensor:
+    """Unbiased, of the last dimension, which stays with length 1. `Tensor.std` rounds a row alone otherwise than the
+    same row among others; this does not."""
+    return ((values - mean).square().sum(dim=-1, keepdim=True) / (values.shape[-1] - 1)).sqrt()
 
 
 def compute_grpo_outcome_advantage_split(

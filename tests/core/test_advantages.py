@@ -143,6 +143,19 @@ def test_permuting_samples_permutes_advantages(group_list, rng, use_std):
     torch.testing.assert_close(run([rows[i] for i in order]), run(rows)[order], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_group_has_the_same_bits_alone_and_among_others(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for n in (*range(2, 20), 64, 257):
+        scores = torch.rand(5, n, generator=generator, dtype=dtype)
+        among = group_advantages(
+            scores.flatten(), [g for g in range(5) for _ in range(n)], torch.ones(5 * n), use_std=True
+        )
+        for row, found in zip(scores, among.view(5, n), strict=True):
+            torch.testing.assert_close(found, (row - row.mean()) / (row.std() + 1e-6))
+            assert torch.equal(found, group_advantages(row, [0] * n, torch.ones(n), use_std=True))
+
+
 @given(groups, groups)
 def test_another_group_changes_nothing(first, second):
     def run(*parts):
