@@ -33,7 +33,7 @@ VALIDATION = "val-core/accuracy"
 BENCHMARKS = {spec.name: spec.title for suite in ("math6", "ood") for spec in SUITES[suite]}
 CHANCE = {"arc_c": 0.25}
 SAME = ("method", "lr", "seed")  # of a run with rollouts in fp8 and its twin without
-FP8_STEPS = 25  # at the end of both
+LAST_STEPS = 25  # of both, averaged
 
 
 def read(folder: Path = HERE / "results") -> list[Row]:
@@ -309,13 +309,13 @@ def fp8_rollouts(rows: Sequence[Row]) -> str:
         twins = [row for row in trained(rows) if [row[key] for key in SAME] == [run[key] for key in SAME]]
         for kind, row in [*(("bfloat16", twin) for twin in twins), ("fp8", run)]:
             scores = [f"{100 * value:.1f}" for step, value in points(row, VALIDATION) if 0 < step <= steps]
-            late = {metric: [v for step, v in points(row, metric) if steps - FP8_STEPS < step <= steps]
+            late = {metric: [v for step, v in points(row, metric) if steps - LAST_STEPS < step <= steps]
                     for metric, _, _ in FP8}  # fmt: skip
             body.append([kind, str(row["seed"]), *scores, *(cell(late[metric], times) for metric, _, times in FP8)])
     at = [f"validation at step {step:g}, %" for step, _ in points(runs[0], VALIDATION) if 0 < step <= steps]
     head = ["rollouts", "seed", *at, *(title for _, title, _ in FP8)]
     text = "On-policy RL with rollouts in bfloat16 and in fp8. Behind the validations: means of the last "
-    text += f"{FP8_STEPS} of {steps:g} steps."
+    text += f"{LAST_STEPS} of {steps:g} steps."
     return "\n".join(["## Rollouts in fp8", "", text, "", table(head, body)])
 
 
