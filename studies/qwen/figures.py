@@ -15,7 +15,7 @@ from typing import Any
 
 from luffy.evaluation.benchmarks import SUITES
 from studies.common import fill_marks, half_width, legend_below, panels, plt, smooth, table
-from studies.qwen.plan import HERE, METHODS
+from studies.qwen.plan import HERE, METHODS, VARIANTS
 from studies.qwen.records import Row, best_rates, got_far, last, read_rows, validation
 
 PAGE = HERE.parents[1] / "docs" / "results" / "qwen-gsm8k.md"
@@ -32,8 +32,7 @@ PROBLEMS = 64  # groups of a step
 VALIDATION = "val-core/accuracy"
 BENCHMARKS = {spec.name: spec.title for suite in ("math6", "ood") for spec in SUITES[suite]}
 CHANCE = {"arc_c": 0.25}
-SAME = ("method", "lr", "seed")  # of a run with rollouts in fp8 and its twin without
-LAST_STEPS = 25  # of both, averaged
+LAST_STEPS = 25  # of a run with rollouts in fp8 and its twin without, averaged
 
 
 def read(folder: Path = HERE / "results") -> list[Row]:
@@ -251,6 +250,25 @@ def unsolved(row: Row, base: Row) -> Row:
     return {**row, "test": {**row["test"], "right": "".join(count for count, before in pairs if before == "0")}}
 
 
+def variants(rows: Sequence[Row]) -> str:
+    """Question 4: LUFFY with one thing changed, below LUFFY with the same learning rate and seed."""
+    runs = [row for note in VARIANTS for row in rows if row.get("note") == note and has_result(row)]
+    plain = [row for row in trained(rows) if has_result(row) and any(are_twins(row, run) for run in runs)]
+    body = []
+    for run in [*plain, *runs]:
+        title = VARIANTS[run["note"]][0] if run["note"] else "as it is"
+        entropy = cell(present(run, "actor/entropy_loss")[-LATE:], 1)
+        some = f"{100 * statistics.mean(solved(run)):.1f}"
+        body.append([title, steps_of([run]), accuracy([run]), some, entropy])
+    head = ["LUFFY", "steps", "test accuracy, %", "pass@4, %", f"entropy in the last {LATE} steps, nats a token"]
+    return "\n".join(["## What matters in LUFFY", "", table(head, body)]) if body else ""
+
+
+def are_twins(one: Row, other: Row) -> bool:
+    """They differ in what they change alone."""
+    return all(one[key] == other[key] for key in ("method", "lr", "seed"))
+
+
 def evaluated(rows: Sequence[Row], key: str) -> dict[str, dict[str, list[Row]]]:
     """By method, by benchmark (``key`` is suites) or temperature (temperatures): its runs, with what they scored there
     as their test."""
@@ -306,7 +324,7 @@ def fp8_rollouts(rows: Sequence[Row]) -> str:
     steps = min(run["curves"]["step"][-1] for run in runs)
     body = []
     for run in runs:
-        twins = [row for row in trained(rows) if [row[key] for key in SAME] == [run[key] for key in SAME]]
+        twins = [row for row in trained(rows) if are_twins(row, run)]
         for kind, row in [*(("bfloat16", twin) for twin in twins), ("fp8", run)]:
             scores = [f"{100 * value:.1f}" for step, value in points(row, VALIDATION) if 0 < step <= steps]
             late = {metric: [v for step, v in points(row, metric) if steps - LAST_STEPS < step <= steps]
@@ -322,7 +340,7 @@ def fp8_rollouts(rows: Sequence[Row]) -> str:
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "main": main_table, "rates": rates_table, "differences": difference_table, "validation": validation_table,
     "dynamics": dynamics_table, "cost": cost_table, "hard": hard_problems,
-    "generalisation": generalisation, "fp8": fp8_rollouts,
+    "variants": variants, "generalisation": generalisation, "fp8": fp8_rollouts,
 }  # fmt: skip
 
 

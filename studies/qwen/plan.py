@@ -58,6 +58,24 @@ METHODS["opd"] = Method("on-policy distillation", "small/opd", rate_of="luffy", 
 IN_THREE_SEEDS = ("luffy", "on_policy", "sft", "mixed", "sft_rl")
 
 
+VARIANTS: dict[str, tuple[str, Sets]] = {  # of LUFFY: what a table calls it, and what it changes
+    **{
+        f"gamma{gamma:g}": (f"gamma {gamma:g}", {"algorithm": {"off_policy_reshape": f"p_div_p_{gamma:g}"}})
+        for gamma in (0.05, 0.2, 0.5)
+    },
+    **{f"entropy{c:g}": (f"entropy bonus {c:g}", {"algorithm": {"entropy_coef": c}}) for c in (0.001, 0.01)},
+    **{f"traces{n}": (f"at most {n} of the traces", {"data": {"train": f"train-traces{n}.parquet"}}) for n in (1, 2)},
+    "human": ("human solutions as traces", {"data": {"train": "train-human.jsonl"}}),
+    "recorded": (
+        "recorded log-probs of the teacher, no shaping",
+        {
+            "data": {"train": "train-recorded.parquet"},
+            "algorithm": {"teacher_probs": "recorded", "off_policy_reshape": "no_reshape"},
+        },
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Run:
     """One training: everything that decides it, and the study's questions that it answers."""
@@ -176,17 +194,7 @@ def _variants(chosen: Mapping[str, float]) -> Iterator[Run]:
         return
     lr = chosen["luffy"]
     yield Run("luffy_clip", lr)
-    changes: dict[str, Sets] = {
-        f"gamma{gamma:g}": {"algorithm": {"off_policy_reshape": f"p_div_p_{gamma:g}"}} for gamma in (0.05, 0.2, 0.5)
-    }
-    changes |= {f"entropy{c:g}": {"algorithm": {"entropy_coef": c}} for c in (0.001, 0.01)}
-    changes |= {f"traces{n}": {"data": {"train": f"train-traces{n}.parquet"}} for n in (1, 2)}
-    changes["human"] = {"data": {"train": "train-human.jsonl"}}
-    changes["recorded"] = {
-        "data": {"train": "train-recorded.parquet"},
-        "algorithm": {"teacher_probs": "recorded", "off_policy_reshape": "no_reshape"},
-    }
-    for note, sets in changes.items():
+    for note, (_, sets) in VARIANTS.items():
         yield Run("luffy", lr, 0, (4,), note, sets)
     for name in (*NEWER, "opd"):
         yield Run(name, lr, 0, (6,))

@@ -290,6 +290,22 @@ def test_hard_problems_are_a_section_once_there_are_data(figures):
     ]
 
 
+def test_what_is_changed_in_luffy_stands_below_luffy_itself(figures):
+    plain = [row("luffy", lr, "finished", step=200) for lr in (1e-6, 3e-6)]
+    assert figures.variants(plain) == ""
+    human, cut = (
+        row("luffy", 3e-6, "cut", note=note, step=step) for note, step in (("human", 150), ("entropy0.01", 10))
+    )
+    hard = row("luffy", 3e-6, "finished", note="hard", step=200)
+    for found, right in zip((*plain, human, cut, hard), ("0000", "0440", "0004", "4444", "4444"), strict=True):
+        found["test"] = {"k": 4, "right": right}
+        found["curves"]["actor/entropy_loss"] = [None, 0.2]
+    assert figures.variants([*plain, human, cut, hard]).splitlines()[-2:] == [
+        "| as it is | 200 | 50.0 (-6.6 to 106.6) | 50.0 | 0.2 |",
+        "| human solutions as traces | 150 | 25.0 (-24.0 to 74.0) | 25.0 | 0.2 |",
+    ]
+
+
 def test_fp8_stands_beside_the_run_with_its_seed_over_as_many_steps(figures):
     plain = [row("on_policy", 1e-6, "finished", seed=seed, step=200) for seed in (0, 1)]
     assert figures.fp8_rollouts(plain) == ""
