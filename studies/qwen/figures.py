@@ -241,7 +241,8 @@ def hard_problems(rows: Sequence[Row]) -> str:
     head = ["", "seeds", "steps", f"own samples right, first {LATE} steps, %", f"last {LATE}, %", "test accuracy, %",
             "on test problems that the base never solved, %"]  # fmt: skip
     text = "Trained on the training problems that the base solved in none of 8 samples."
-    return "\n".join(["## Hard problems", "", text, "", table(head, body)]) if body else ""
+    image = "![Own samples right and validation accuracy of the runs on hard problems](../images/qwen-hard.png)"
+    return "\n".join(["## Hard problems", "", text, "", image, "", table(head, body)]) if body else ""
 
 
 def unsolved(row: Row, base: Row) -> Row:
@@ -400,6 +401,26 @@ def dynamics_figure(rows: Sequence[Row]) -> None:
     save(figure, "dynamics")
 
 
+def hard_figure(rows: Sequence[Row]) -> None:
+    """Question 2: own samples and validation of the runs on hard problems."""
+    runs = [row for row in rows if row.get("note") == "hard" and row["curves"].get("step")]
+    if not runs:
+        return
+    figure, axes = panels(2, 3.6)
+    for row in sorted(runs, key=order):
+        for ax, metric, shown in zip(axes, ("batch/on_solved", VALIDATION), (smooth, list), strict=True):
+            if found := points(row, metric):
+                steps, values = zip(*found, strict=True)
+                ax.plot(steps, [100 * value for value in shown(values)], color=COLORS[row["method"]], lw=1.5,
+                        marker="o" if metric == VALIDATION else "", ms=3, label=f"{label(row)}, {row['lr']:g}")  # fmt: skip
+    axes[0].set(title="own samples right, %", xlabel="step, mean of 5")
+    axes[1].set(title="validation accuracy, %", xlabel="step")
+    for ax in axes:
+        tidy(ax)
+    legend_below(figure, axes[1])
+    save(figure, "hard")
+
+
 def temperature_figure(rows: Sequence[Row]) -> None:
     """The first 250 test problems, 8 samples each, with 95 % intervals."""
     models = evaluated(rows, "temperatures")
@@ -436,6 +457,6 @@ def fill(text: str, rows: Sequence[Row]) -> str:
 
 if __name__ == "__main__":
     collected = read()
-    for draw in (accuracy_figure, dynamics_figure, temperature_figure):
+    for draw in (accuracy_figure, dynamics_figure, hard_figure, temperature_figure):
         draw(collected)
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), collected), encoding="utf-8")

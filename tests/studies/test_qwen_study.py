@@ -321,6 +321,15 @@ def test_fp8_stands_beside_the_run_with_its_seed_over_as_many_steps(figures):
     ]
 
 
+def test_the_figure_of_hard_problems(figures, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "IMAGES", tmp_path)
+    rows = [found for found in figures.read() if found.get("note") != "hard"]
+    figures.hard_figure(rows)
+    assert not list(tmp_path.iterdir())
+    figures.hard_figure([found | {"note": "hard"} for found in figures.trained(rows)[:2]])
+    assert [path.name for path in tmp_path.iterdir()] == ["qwen-hard.png"]
+
+
 def test_the_figure_of_temperatures(figures, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "IMAGES", tmp_path)
     rows = figures.read()
