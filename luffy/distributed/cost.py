@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GB = 1e9
 
@@ -21,13 +21,14 @@ class Gpu:
 
     flops: float = 790e12  # bf16 matrix products, measured
     memory_bandwidth: float = 4.2e12  # device copy, measured
-    memory: float = 141e9
-    usable: float = 0.9  # of the memory: activations of an engine, fragments and the runtime have the rest
+    memory: float = 150e9  # measured
+    usable: float = 0.95  # of the memory: activations of an engine, fragments and the runtime have the rest
     nvlink: float = 450e9  # to the other GPUs of the machine, one direction
     network: float = 50e9  # to other machines, one direction: a 400 Gbit/s port for each GPU
     host_link: float = 50e9  # to host memory
-    update_share: float = 0.47  # of flops, counting 6 a parameter and token
-    decode_share: float = 0.38  # of the roofline below
+    update_share: float = 0.65  # of flops, attention counted
+    product_share: float = 0.85  # decoding: of memory_bandwidth for the weights, or of flops
+    layer_seconds: float = 29e-6  # decoding: kernels of a layer that neither read nor multiply much, and their starts
     per_machine: int = 8
 
 
@@ -35,8 +36,8 @@ class Gpu:
 # sparsity (989, 989 and 312 TFLOP/s) and 0.875 of the memory bandwidth (4.8, 3.35 and 2.04 TB/s).
 GPUS = {
     "h200": Gpu(),
-    "h100": Gpu(memory_bandwidth=2.93e12, memory=80e9),
-    "a100": Gpu(flops=250e12, memory_bandwidth=1.78e12, memory=80e9, nvlink=300e9, network=25e9, host_link=25e9),
+    "h100": Gpu(memory_bandwidth=2.93e12, memory=85e9),
+    "a100": Gpu(flops=250e12, memory_bandwidth=1.78e12, memory=85e9, nvlink=300e9, network=25e9, host_link=25e9),
 }
 
 
@@ -82,7 +83,13 @@ class StepPlan:
 
     @property
     def tokens(self) -> float:
-        return self.responses * (self.prompt + self.response)
+        """That an update computes: a group's prompt once."""
+        return self.problems * self.prompt + self.responses * self.response
+
+    @property
+    def context(self) -> float:
+        """Tokens that a token of a response attends to, in the mean of responses of equal length."""
+        return self.prompt + self.response / 2
 
     @property
     def machines(self) -> float:
@@ -98,21 +105,21 @@ class Cost:
 
 
 def decode_step(model: Model, rows: float, context: float, gpu: Gpu, width: int = 1) -> float:
-    """Seconds to make one token for each of ``rows`` sequences, at the bandwidth of the memory: weights and cache are
-    read once. The roofline; ``decode_share`` of it is what an engine reaches."""
-    read = (model.weights + rows * context * model.kv_bytes) / width
+    """Seconds to make one token for each of ``rows`` sequences. Products either wait for the weights or multiply; the
+    cache is read once, at the full bandwidth."""
+    products = max(model.weights / gpu.memory_bandwidth, 2 * model.parameters * rows / gpu.flops) / gpu.product_share
+    cache = rows * context * model.kv_bytes / gpu.memory_bandwidth
     reduce = 0.0 if width == 1 else 2 * model.layers * (2 * rows * model.hidden * 2 / gpu.nvlink + 10e-6)
-    return read / gpu.memory_bandwidth + reduce
+    return (products + cache) / width + model.layers * gpu.layer_seconds + reduce
 
 
 def rollout(plan: StepPlan, gpu: Gpu) -> Cost:
     """The prompts, each once for all its samples; then until the longest response ends, or until all have had a place
-    in the cache, whichever is later. On the way the mean of a sequence's cache is its prompt and half its response."""
+    in the cache, whichever is later."""
     rows = plan.responses / (plan.gpus / plan.width)
     steps = plan.response * max(plan.longest, rows / max(places(plan, gpu), 1))
     mean_rows = rows * plan.response / steps
-    context = plan.prompt + plan.response / 2
-    decode = steps * decode_step(plan.model, mean_rows, context, gpu, plan.width) / gpu.decode_share
+    decode = steps * decode_step(plan.model, mean_rows, plan.context, gpu, plan.width)
     prompts = plan.problems * plan.prompt / plan.gpus
     return Cost(decode + 2 * plan.model.parameters * prompts / (gpu.flops * gpu.update_share))
 
@@ -121,10 +128,16 @@ def update(plan: StepPlan, gpu: Gpu, tokens: float | None = None) -> Cost:
     """Matrix products, or the weights and gradients that FSDP2 moves, whichever takes longer. ``tokens``: of the whole
     step, where they are not the plan's."""
     tokens = plan.tokens if tokens is None else tokens
-    compute = 6 * plan.model.parameters * tokens / plan.gpus / (gpu.flops * gpu.update_share)
+    compute = training_flops(plan) * tokens / plan.gpus / (gpu.flops * gpu.update_share)
     passes = math.ceil(tokens / plan.gpus / plan.micro_batch)
     inside, between = (passes * b for b in fsdp_bytes(plan, gpu))
     return Cost(max(compute, inside / gpu.nvlink, between / gpu.network), inside + between)
+
+
+def training_flops(plan: StepPlan) -> float:
+    """Of a token, nothing recomputed: 6 a parameter; attention, 12 for every token of the context and every number of a
+    hidden state, in every layer."""
+    return 6 * plan.model.parameters + 12 * plan.context * plan.model.layers * plan.model.hidden
 
 
 def fsdp_bytes(plan: StepPlan, gpu: Gpu) -> tuple[float, float]:
@@ -176,7 +189,8 @@ def host_memory(plan: StepPlan, gpu: Gpu) -> float:
 
 
 def network_bound_below(gpu: Gpu) -> float:
-    """Tokens of a micro-batch below which a model sharded over machines waits for the network, whatever its size."""
+    """Tokens of a micro-batch below which a model sharded over machines waits for the network, whatever its size;
+    attention left out."""
     return (8 / gpu.network) / (6 / (gpu.flops * gpu.update_share))
 
 
@@ -220,7 +234,7 @@ def row(plan: StepPlan, gpu: Gpu) -> list[str]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one H200 took (docs/results/performance.md): responses that never end early, so the longest is the mean."""
+    """What one H200 took (docs/results/performance.md)."""
 
     what: str
     plan: StepPlan
@@ -229,31 +243,38 @@ class Measurement:
     updates: bool = True
 
     def predicted(self, gpu: Gpu) -> float:
+        gpu = gpu if self.updates else replace(gpu, memory=math.inf)  # no optimizer was there
         made = rollout(self.plan, gpu).seconds if self.rolls_out else 0.0
         return made + (update(self.plan, gpu).seconds if self.updates else 0.0)
 
 
-def _rolled_out(prompts: int, tokens: int, speed: float) -> Measurement:
-    plan = StepPlan(QWEN_1_5B, 1, prompts, samples=1, prompt=128, response=tokens, longest=1.0)
-    return Measurement(f"1.5B rollout, {prompts} x {tokens} tokens", plan, prompts * tokens / speed, updates=False)
+def _rolled_out(model: Model, prompts: int, tokens: int, speed: float) -> Measurement:
+    plan = StepPlan(model, 1, prompts, samples=1, prompt=128, response=tokens, longest=1.0)
+    what = f"{model.name} rollout, {prompts} x {tokens:,} tokens"
+    return Measurement(what, plan, prompts * tokens / speed, updates=False)
 
 
-def _one_gpu(model: Model, problems: int, samples: int, prompt: int, response: int) -> StepPlan:
-    return StepPlan(model, 1, problems, samples, prompt, response, longest=1.0)
+def _updated(model: Model, problems: int, samples: int, tokens: int, seconds: float) -> Measurement:
+    plan = StepPlan(model, 1, problems, samples, 121, tokens, longest=1.0)
+    what = f"{model.name} update, {plan.responses:,} x {tokens:,} tokens"
+    return Measurement(what, plan, seconds, rolls_out=False)
 
 
-STEP = _one_gpu(QWEN_1_5B, 64, 8, 121, 512)
 MEASURED = (
-    _rolled_out(64, 256, 25_996),
-    _rolled_out(256, 512, 67_886),
-    _rolled_out(1024, 512, 88_944),
-    Measurement("1.5B rollout of a step, 512 x 512 tokens, with rewards", STEP, 3.1, updates=False),
-    Measurement("1.5B update of 324,096 tokens, activations recomputed", STEP, 7.63, rolls_out=False),
-    Measurement("1.5B update of 81,024 tokens, activations kept", _one_gpu(QWEN_1_5B, 16, 8, 121, 512), 1.80, False),
+    _rolled_out(QWEN_1_5B, 64, 256, 34_366),
+    _rolled_out(QWEN_1_5B, 256, 512, 80_297),
+    _rolled_out(QWEN_1_5B, 1024, 512, 99_696),
+    _rolled_out(QWEN_1_5B, 64, 8192, 18_919),
+    _rolled_out(QWEN_7B, 256, 256, 23_079),
+    _updated(QWEN_1_5B, 32, 8, 512, 2.51),
+    _updated(QWEN_1_5B, 8, 1, 8192, 1.53),
+    _updated(QWEN_7B, 128, 8, 1278, 114),
+    Measurement("1.5B step, 256 x 512 tokens", StepPlan(QWEN_1_5B, 1, 32, 8, 121, 512, longest=1.0), 4.05),
     Measurement(
-        "7B update of 66,560 tokens, optimizer on the host", _one_gpu(QWEN_7B, 1, 8, 128, 8192), 8.31, rolls_out=False
+        "7B step, 1,024 x 1,278 tokens in the mean, 8,192 at most",
+        StepPlan(QWEN_7B, 1, 128, 8, 128, 1278, longest=8192 / 1278),
+        211,
     ),
-    Measurement("1.5B, the whole step", STEP, 10.8),
 )
 
 
@@ -273,7 +294,7 @@ def comparison(gpu: Gpu | None = None) -> str:
     for m in MEASURED:
         said = m.predicted(gpu or Gpu())
         rows.append([m.what, f"{said:.2f} s", f"{m.seconds:.2f} s", f"{said / m.seconds - 1:+.0%}"])
-    return _lines([("on one H200, 2026-11-15", "model", "measured", "off by"), *rows])
+    return _lines([("on one H200, 2026-11-16", "model", "measured", "off by"), *rows])
 
 
 def _lines(rows: Sequence[Sequence[str]]) -> str:

@@ -33,7 +33,7 @@ def gpu_named(name: str) -> cost.Gpu:
 def gpu_cost(cfg: Config, work: Work, requests: Sequence[Request], gpu: cost.Gpu) -> GpuCost | None:
     """None where weights, optimizer and one sequence do not fit. ``work`` has every response at full length."""
     gpus = 1 if cfg.launch == "local" else cfg.parallel.workers
-    if cost.places(_plan(cfg, work, requests, 1.0, gpus), gpu) < 1:
+    if cost.places(step_plan(cfg, work, requests, 1.0, gpus), gpu) < 1:
         return None
     slow = _seconds(cfg, work, requests, 1.0, gpus, gpu)
     return GpuCost(gpus, _seconds(cfg, work, requests, SHORT, gpus, gpu) if requests else slow, slow)
@@ -41,7 +41,7 @@ def gpu_cost(cfg: Config, work: Work, requests: Sequence[Request], gpu: cost.Gpu
 
 def _seconds(cfg: Config, work: Work, requests: Sequence[Request], share: float, gpus: int, gpu: cost.Gpu) -> float:
     """Rollout, old and reference log-probs (a forward pass each: a third of an update), updates and weight sync."""
-    plan = _plan(cfg, work, requests, share, gpus)
+    plan = step_plan(cfg, work, requests, share, gpus)
     not_made = (1 - share) * sum(request.sampling.max_tokens for request in requests)
     tokens = sum(one.computed for one in work.every_pass) - not_made
     scored = (bool(requests) and cfg.batch.updates > 1) + bool(requests and cfg.algorithm.kl_coef)
@@ -50,7 +50,8 @@ def _seconds(cfg: Config, work: Work, requests: Sequence[Request], share: float,
     return made + trained + cost.weight_sync(plan, gpu).seconds
 
 
-def _plan(cfg: Config, work: Work, requests: Sequence[Request], share: float, gpus: int) -> cost.StepPlan:
+def step_plan(cfg: Config, work: Work, requests: Sequence[Request], share: float, gpus: int) -> cost.StepPlan:
+    """``share``: mean length of the responses, of their limit."""
     c = work.config
     kv_heads, width = key_value_shape(c)
     prompts = {request.prompt_ids for request in requests}

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from luffy.config import Config
 from luffy.distributed import cost
-from luffy.models.forward import key_value_shape
 from luffy.models.load import DTYPES
 from luffy.models.memory import memory_of_machine
 from luffy.models.plain import choose_path
 from luffy.rollout import NativeEngine
 from luffy.train.estimate import Work
+from luffy.train.gpu_cost import step_plan
 from luffy.train.packing import pack
 from luffy.train.scorer import TokenScorer
 from luffy.types import Request, Sample
@@ -158,25 +158,13 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _by_cost_model(cfg: Config, work: Work, requests: Sequence[Request]) -> StepTime:
-    c = work.config
-    kv_heads, width = key_value_shape(c)
-    model = cost.Model("", work.parameters, c.num_hidden_layers, c.hidden_size, kv_heads * width)
-    prompts = {r.prompt_ids for r in requests}
-    plan = cost.StepPlan(
-        model,
-        gpus=1 if cfg.launch == "local" else cfg.parallel.workers,
-        problems=max(len(prompts), 1),
-        samples=len(requests) // max(len(prompts), 1),
-        prompt=round(sum(map(len, prompts)) / max(len(prompts), 1)),
-        response=max((r.sampling.max_tokens for r in requests), default=1),
-        longest=1.0,
-    )
     gpu = this_gpu()
+    plan = step_plan(cfg, work, requests, 1.0, 1 if cfg.launch == "local" else cfg.parallel.workers)
     tokens = sum(one.computed for one in work.every_pass)
-    share = (4 if work.lora_rank is not None else 6) * (AGAIN if work.checkpointing is True else 1.0)
+    passes = (4 / 6 if work.lora_rank is not None else 1.0) * (AGAIN if work.checkpointing is True else 1.0)
     return StepTime(
         cost.rollout(plan, gpu).seconds if requests else 0.0,
-        share * work.parameters * tokens / plan.gpus / (gpu.flops * gpu.update_share),
+        passes * cost.update(plan, gpu, tokens).seconds,
         f"by the cost model, {gpu.flops / 1e12:.0f} TFLOP/s and {gpu.memory_bandwidth / 1e12:.1f} TB/s measured",
     )
 
