@@ -27,35 +27,36 @@ SEVEN, FULL_32B, PAIRS_32B, HYBRID_32B, WHOLE_70B, FOURS_70B, _ = PLANS
 
 
 def test_what_one_h200_measured():
-    """Within an eighth, for every rollout and update; the whole step within a twentieth."""
     far = {m.what: m.predicted(H200) / m.seconds - 1 for m in MEASURED}
-    assert max(abs(error) for error in far.values()) < 0.125, far
-    assert abs(far["1.5B, the whole step"]) < 0.05
+    assert max(abs(error) for error in far.values()) < 0.09, far
 
 
-@pytest.mark.parametrize(("number", "share"), [(0, 0.385), (1, 0.433), (2, 0.364)])
-def test_decoding_by_hand(number, share):
-    """What remains of a rollout without its prompts, against weights and cache read once a step."""
-    m = MEASURED[number]
-    rows, tokens = m.plan.problems, m.plan.response
-    prefill = 2 * 1.54e9 * rows * 128 / (790e12 * 0.47)
-    cache = 2 * 2 * 28 * 256 * (128 + tokens / 2)
-    roofline = tokens * (2 * 1.54e9 + rows * cache) / 4.2e12
-    assert roofline / (m.seconds - prefill) == pytest.approx(share, abs=0.002)
-    assert m.predicted(H200) == pytest.approx(roofline / 0.38 + prefill)
+def test_decoding_by_hand():
+    """At 64 rows the products wait for the weights, at 1,024 they multiply."""
+    few, many = (next(m for m in MEASURED if m.what.startswith(f"1.5B rollout, {rows} x")) for rows in (64, 1024))
+    for m, products in ((few, 2 * 1.54e9 / 4.2e12), (many, 2 * 1.54e9 * 1024 / 790e12)):
+        rows, tokens = m.plan.problems, m.plan.response
+        prefill = 2 * 1.54e9 * rows * 128 / (790e12 * 0.65)
+        cache = rows * 2 * 2 * 28 * 256 * (128 + tokens / 2) / 4.2e12
+        assert m.predicted(H200) == pytest.approx(tokens * (products / 0.85 + cache + 28 * 29e-6) + prefill)
 
 
-@pytest.mark.parametrize(("number", "tokens", "share"), [(4, 324_096, 0.50), (5, 81_024, 0.53), (6, 66_560, 0.46)])
-def test_updates_by_hand(number, tokens, share):
-    m = MEASURED[number]
-    assert m.plan.tokens == tokens
-    floor = 6 * m.plan.model.parameters * tokens / 790e12
-    assert floor / m.seconds == pytest.approx(share, abs=0.006)
-    assert m.predicted(H200) == pytest.approx(floor / 0.47)
+def test_updates_by_hand():
+    m = next(m for m in MEASURED if m.what == "1.5B update, 256 x 512 tokens")
+    assert m.plan.tokens == 32 * 121 + 256 * 512
+    flops = 6 * 1.54e9 + 12 * (121 + 256) * 28 * 1536
+    assert m.predicted(H200) == pytest.approx(m.plan.tokens * flops / (0.65 * 790e12))
+
+
+def test_a_step_takes_its_rollout_and_its_update():
+    step, update_alone = (next(m for m in MEASURED if m.what.startswith(f"1.5B {what}, 256")) for what in ("step", "update"))
+    made = rollout(step.plan, H200).seconds
+    assert step.predicted(H200) == pytest.approx(made + update_alone.predicted(H200))
 
 
 @pytest.mark.parametrize(
-    "figure", ["25,996", "67,886", "88,944", "3.1 s", "7.63", "1.80", "8.31", "10.8 s", "4.20 TB/s"]
+    "figure",
+    ["34,366", "80,297", "99,696", "18,919", "23,079", "2.51 s", "1.53 s", "114 s", "4.05 s", "211 s", "4.20 TB/s"],
 )
 def test_the_measurements_are_those_of_the_performance_page(figure):
     assert figure in (DOCS / "results" / "performance.md").read_text()
@@ -76,13 +77,14 @@ def test_more_gpus_share_the_work():
 def test_where_it_breaks_first():
     assert places(WHOLE_70B, H200) == 0  # a copy of 141 GB
     assert places(FOURS_70B, H200) > 128
-    assert places(FULL_32B, H200) < 64 < 128 == pytest.approx(places(PAIRS_32B, H200), abs=1)
+    assert places(FULL_32B, H200) < 64 and places(PAIRS_32B, H200) > 128
     assert checkpoint(FOURS_70B, H200)["hash"].seconds > checkpoint(FOURS_70B, H200)["write"].seconds
 
 
 def test_short_micro_batches_wait_for_the_network():
     edge = network_bound_below(H200)
-    compute = 6 * FULL_32B.model.parameters * FULL_32B.tokens / 64 / (H200.flops * H200.update_share)
+    flops = 6 * 32.8e9 + 12 * (1024 + 2048) * 64 * 5120
+    compute = flops * FULL_32B.tokens / 64 / (H200.flops * H200.update_share)
     above, below = (replace(FULL_32B, micro_batch=round(edge * factor)) for factor in (1.2, 0.8))
     assert update(above, H200).seconds == pytest.approx(compute)
     assert update(below, H200).seconds > 1.1 * compute

@@ -154,6 +154,6 @@ def test_several_gpus_are_estimated_where_there_is_none(make_config):
     else:
         assert "time" not in kinds and any(line.startswith("cost       on 8 x H200: ") for line in lines)
     assert "cost" not in [line.split()[0] for line in dry_run(make_config(), "rl") if line]
-    assert any("a rented H200 has 131.3 GiB" in line for line in lines) or torch.cuda.is_available()
+    assert any("a rented H200 has 139.7 GiB" in line for line in lines) or torch.cuda.is_available()
     with pytest.raises(UserError, match="--gpu b9: the cost model knows h200, h100, a100"):
         dry_run(make_config(), "sft", renting=Renting("b9"))
