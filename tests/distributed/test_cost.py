@@ -49,7 +49,9 @@ def test_updates_by_hand():
 
 
 def test_a_step_takes_its_rollout_and_its_update():
-    step, update_alone = (next(m for m in MEASURED if m.what.startswith(f"1.5B {what}, 256")) for what in ("step", "update"))
+    step, update_alone = (
+        next(m for m in MEASURED if m.what.startswith(f"1.5B {what}, 256")) for what in ("step", "update")
+    )
     made = rollout(step.plan, H200).seconds
     assert step.predicted(H200) == pytest.approx(made + update_alone.predicted(H200))
 
