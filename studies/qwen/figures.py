@@ -408,11 +408,13 @@ def hard_figure(rows: Sequence[Row]) -> None:
         return
     figure, axes = panels(2, 3.6)
     for row in sorted(runs, key=order):
-        for ax, metric, shown in zip(axes, ("batch/on_solved", VALIDATION), (smooth, list), strict=True):
+        for ax, metric, shown, marker in zip(
+            axes, ("batch/on_solved", VALIDATION), (smooth, list), ("", "o"), strict=True
+        ):
             if found := points(row, metric):
                 steps, values = zip(*found, strict=True)
                 ax.plot(steps, [100 * value for value in shown(values)], color=COLORS[row["method"]], lw=1.5,
-                        marker="o" if metric == VALIDATION else "", ms=3, label=f"{label(row)}, {row['lr']:g}")  # fmt: skip
+                        marker=marker, ms=3, label=f"{label(row)}, {row['lr']:g}")  # fmt: skip
     axes[0].set(title="own samples right, %", xlabel="step, mean of 5")
     axes[1].set(title="validation accuracy, %", xlabel="step")
     for ax in axes:
