@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # a verifier process imports this file too; importing torch takes seconds
+    import torch
+    from torch import Tensor
 
 Finish = Literal["stop", "length", "trace"]
 
@@ -159,6 +160,8 @@ class Rollout:
     @property
     def versions(self) -> Tensor:
         """[T] long: the version of the policy that made each token, -1 where a teacher wrote it."""
+        import torch
+
         made_by = self.policy_version if self.token_versions is None else self.token_versions
         return torch.where(self.off_policy, -1, made_by)
 
@@ -235,6 +238,8 @@ class Family(NamedTuple):
 
     def positions(self) -> Tensor:
         """[tokens]: every response goes on where the prompt ends."""
+        import torch
+
         longest = torch.arange(self.prompt + max(self.responses, default=0))
         return torch.cat([longest[: self.prompt], *(longest[self.prompt : self.prompt + n] for n in self.responses)])
 
@@ -276,6 +281,8 @@ class MicroBatch:
         return tuple(family.prompt + response for family in self.families for response in family.responses)
 
     def to(self, device: torch.device | str) -> MicroBatch:
+        from torch import Tensor
+
         moved = {k: to_device(v, device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return MicroBatch(**{**vars(self), **moved})
 
@@ -283,6 +290,8 @@ class MicroBatch:
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Without waiting: from ordinary memory a GPU takes more than 64 KiB only when it has done all it was given before,
     and the host waits for that."""
+    import torch
+
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

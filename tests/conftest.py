@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 # Without a GPU Triton's kernels are interpreted, for the tests that ask for them. Triton looks when it is first
 # imported, by whomever: before anything below.
@@ -19,11 +21,21 @@ from support import LETTERS, make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import luffy.kernels
+import luffy.train.lasting_objects
 from luffy.config import Config, build
 
 # A busy machine is not a failure; and CI draws the same examples every time.
 settings.register_profile("luffy", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("luffy")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_full_collection_in_a_training():
+    """A training looks once through all objects of the process: in this one, a third of its time."""
+    without = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(luffy.train.lasting_objects, "gc", without)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,10 @@ def true_reward(response, answer, problem):
     return response == answer
 
 
+def torch_is_loaded(response, answer, problem):
+    return "torch" in sys.modules
+
+
 def two_arguments(response, answer):
     return 0.0
 

@@ -75,6 +75,11 @@ def test_a_custom_bool_is_a_number():
         assert verifier.score([(problem("a"), "a"), (problem("a"), "b")]) == [Score(1.0), Score(0.0)]
 
 
+def test_a_worker_does_not_load_torch_for_a_function_that_does_not():
+    with build_verifier("reward_functions:torch_is_loaded", workers=1) as verifier:
+        assert verifier.score([(problem("a", bonus=1), "a")]) == [Score(0.0)]
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
