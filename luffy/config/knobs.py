@@ -106,7 +106,9 @@ class RewardConfig:
     weights: dict[str, float] = knob(
         factory=dict, help="weighted sum of kinds, e.g. {math: 1, format: 0.1}; overrides kind"
     )
-    workers: int = knob(2, "verifier processes", ge=1)
+    workers: int | None = knob(
+        None, "verifier processes; null: 2, beside a GPU half of the cores per training process, at most 8", ge=1
+    )
     timeout_s: float = knob(8.0, "a verification running longer is killed, scores 0 and is counted", gt=0)
     concurrency: int = knob(16, "samples that an async function scores at once, in each worker", ge=1)
     http: HttpRewardConfig = knob(factory=HttpRewardConfig, help="how a server is asked for scores (docs/rewards.md)")
@@ -124,9 +126,9 @@ class RewardConfig:
         return self.http.url or self.kind if self.kind == "http" else self.kind
 
     def verifier(self, workers: int | None = None) -> Verifier:
-        """What scores responses by these settings; ``workers`` instead of as many as they say."""
+        """What scores responses by these settings; ``workers`` instead of as many as they say (2 if they do not)."""
         return build_verifier(
-            self.kind, self.weights or None, workers or self.workers, self.timeout_s, self.answer_in_thought,
+            self.kind, self.weights or None, workers or self.workers or 2, self.timeout_s, self.answer_in_thought,
             self.concurrency, self.http,
         )  # fmt: skip
 

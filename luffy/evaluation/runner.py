@@ -28,14 +28,13 @@ from luffy.evaluation.settings import Settings, alone_in, claim, problems_hash, 
 from luffy.files import write_atomically
 from luffy.guidance.plan import seed_of
 from luffy.models.load import decode
-from luffy.models.threads import available_cores
+from luffy.models.threads import default_workers
 from luffy.report.recorder import JsonLinesWriter, read_json_lines
 from luffy.rewards import Verifier, build_verifier
 from luffy.rewards.custom import CALL_FAILED
 from luffy.types import Completion, Problem, Request, Sampling
 
 PAPER_MAX_TOKENS = 8192
-MOST_WORKERS = 8
 
 logger = logging.getLogger(__name__)
 
@@ -129,15 +128,10 @@ def run_evaluation(options: Options) -> Result:
 
 
 def verifier_of(options: Options, kind: str) -> Verifier:
-    if options.reward_settings is not None:
-        return options.reward_settings.verifier()
-    workers = options.workers or default_workers(options.device)
+    workers, settings = options.workers or default_workers(options.device), options.reward_settings
+    if settings is not None:
+        return settings.verifier(settings.workers or workers)
     return build_verifier(kind, workers=workers, answer_in_thought=options.answer_in_thought)
-
-
-def default_workers(device: str) -> int:
-    """Beside a GPU, half of the cores: an engine that makes hundreds of responses a second waits for two of them."""
-    return max(2, min(available_cores() // 2, MOST_WORKERS)) if device == "cuda" else 2
 
 
 def with_defaults(options: Options, out: Path) -> Options:

@@ -91,7 +91,10 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
 
 def decode(tokenizer: Any, responses: Sequence[Any]) -> list[str]:
     """The text of each response's token ids, without special tokens."""
-    lists = [ids.tolist() if isinstance(ids, torch.Tensor) else list(ids) for ids in responses]
+    lists = [
+        ids if isinstance(ids, list) else ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
+        for ids in responses
+    ]
     if not lists:  # for which some versions of `transformers` give one empty text
         return []
     if _is_plain(tokenizer):

@@ -1,4 +1,4 @@
-"""How many CPU threads torch takes: those asked for, or no more than there are cores for them."""
+"""How many CPU threads torch takes, and how many processes verify: no more than there are cores for them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 CGROUP = Path("/sys/fs/cgroup")
+MOST_WORKERS = 8
 
 
 def use_threads(wanted: int | None) -> None:
@@ -25,6 +26,12 @@ def available_cores() -> int:
     """The cores this process is bound to, or fewer where its container has a quota of their time."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min(bound, _quota())))
+
+
+def default_workers(device: str, processes: int = 1) -> int:
+    """Verifier processes of each of the ``processes`` on this machine. Beside a GPU half of the cores: an engine that
+    makes hundreds of responses a second waits for two of them."""
+    return max(2, min(available_cores() // (2 * processes), MOST_WORKERS)) if device == "cuda" else 2
 
 
 def _quota() -> float:

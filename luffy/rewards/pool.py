@@ -30,14 +30,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.rewards.worker import Setup
+from luffy.rewards.worker import Answer, Setup, unpacked
 
 # Generous, because an importing worker may share a busy machine with a training run.
 START_TIMEOUT_S = 180.0
 MOST_FAILED_STARTS = 3
 # Items in one message. Messages cost more than quick items do; of slow ones each worker gets one at a time.
-MOST_AT_ONCE = 16
+MOST_AT_ONCE = 32
 QUICK_S, SLOW_S = 0.005, 0.02  # of all items of a message
+READ_BYTES = 1 << 16
 
 # One thread each: the pool is the parallelism. Plain Python integers: with gmpy2 beside it, sympy
 # computes (10^9)! in one C call that no alarm can interrupt, so each such answer would cost a hard kill.
@@ -246,23 +247,20 @@ class WorkerPool:
 
     def _receive(self, slot: int, run: _Run) -> None:
         worker = self._workers[slot]
-        try:
-            status, value, message = worker.connection.recv()
-        except (EOFError, OSError):
-            status, value, message = "crashed", None, f"worker died with {worker.exit_reason()}"
-        if not worker.items:
-            self._started(slot, status, bool(value), message)
-            return
-        outcome = Outcome(status, value, message)
-        if status == "crashed":
-            self._lose(slot, run, outcome)
-            return
-        now = time.monotonic()
-        worker.deadline = now + run.timeout_s
-        index, _ = worker.items.popleft()
-        if not worker.items:
-            run.note_seconds(now - worker.sent)
-        run.settle(index, outcome)
+        for status, value, message in worker.answers():
+            if not worker.items:
+                self._started(slot, status, bool(value), message)
+                return
+            outcome = Outcome(status, value, message)
+            if status == "crashed":
+                self._lose(slot, run, outcome)
+                return
+            now = time.monotonic()
+            worker.deadline = now + run.timeout_s
+            index, _ = worker.items.popleft()
+            if not worker.items:
+                run.note_seconds(now - worker.sent)
+            run.settle(index, outcome)
 
     def _lose(self, slot: int, run: _Run, outcome: Outcome) -> None:
         """End a worker: ``outcome`` is that of the item it was at."""
@@ -310,6 +308,7 @@ class _Worker:
         self.ready = False
         self.items: deque[_Packed] = deque()  # sent, not answered
         self.sent = 0.0  # when
+        self._unread = b""  # the beginning of an answer
         self._ended = False
         self.deadline = time.monotonic() + START_TIMEOUT_S
         ours, theirs = (_above_stdio(end.detach()) for end in socket.socketpair())
@@ -337,6 +336,18 @@ class _Worker:
         self.connection.send_bytes(pickle.dumps([packed for _, packed in items]))
         self.sent = time.monotonic()
         self.deadline = self.sent + timeout_s
+
+    def answers(self) -> list[Answer]:
+        """Those that have arrived whole, in order; "crashed" when the process is gone. Quick items end faster than one
+        call an answer would take."""
+        try:
+            arrived = os.read(self.connection.fileno(), READ_BYTES)
+        except OSError:
+            arrived = b""
+        if not arrived:
+            return [("crashed", None, f"worker died with {self.exit_reason()}")]
+        answers, self._unread = unpacked(self._unread + arrived)
+        return answers
 
     def exit_reason(self) -> str:
         try:

@@ -10,6 +10,7 @@ import os
 import pickle
 import resource
 import signal
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +33,31 @@ class Setup:
     memory_bytes: int
 
 
+Answer = tuple[str, Any, str]  # status, value, message
+_LENGTH = struct.Struct("!Q")
+
+
+def send(connection: Connection, answer: Answer) -> None:
+    """At once: what was answered is answered, even if this process is killed at its next item."""
+    packed = pickle.dumps(answer)
+    left = memoryview(_LENGTH.pack(len(packed)) + packed)
+    while left:
+        left = left[os.write(connection.fileno(), left) :]
+
+
+def unpacked(data: bytes) -> tuple[list[Answer], bytes]:
+    """The whole answers in what was sent, and what follows them."""
+    answers, start = [], 0
+    while start + _LENGTH.size <= len(data):
+        first = start + _LENGTH.size
+        end = first + _LENGTH.unpack_from(data, start)[0]
+        if end > len(data):
+            break
+        answers.append(pickle.loads(data[first:end]))
+        start = end
+    return answers, data[start:]
+
+
 def main(connection_fd: int, lifeline_fd: int) -> None:
     """Entry of the process. ``lifeline_fd`` is a pipe whose other end only the parent holds."""
     for fd in (connection_fd, lifeline_fd):  # in the hands of what the function starts, it would outlive this process
@@ -48,10 +74,10 @@ def main(connection_fd: int, lifeline_fd: int) -> None:
             setup: Setup = connection.recv()
             function = _load(setup)
         except Exception as error:
-            connection.send(("failed", isinstance(error, UserError), describe(error)))
+            send(connection, ("failed", isinstance(error, UserError), describe(error)))
             return
         limit_memory(setup.memory_bytes)
-        connection.send(("ready", None, ""))
+        send(connection, ("ready", None, ""))
         _serve(connection, function)
 
 
@@ -110,13 +136,13 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
             os.killpg(os.getpgrp(), signal.SIGKILL)
         for item in items:
             try:
-                connection.send(("ok", function(*pickle.loads(item)), ""))
+                send(connection, ("ok", function(*pickle.loads(item)), ""))
             except MemoryError:
                 # Whatever was half-built stays in the heap, so this process is not fit for another item.
-                connection.send(("crashed", None, "out of memory"))
+                send(connection, ("crashed", None, "out of memory"))
                 return
             except Exception as error:
-                connection.send(("error", None, describe(error)))
+                send(connection, ("error", None, describe(error)))
 
 
 def _address_space() -> int:

@@ -12,12 +12,14 @@ import torch
 
 from luffy.config import Config
 from luffy.data import ProblemSampler
+from luffy.distributed.shard import local_world_size
 from luffy.distributed.world import World
 from luffy.errors import UserError
 from luffy.files import remove_unfinished
 from luffy.guidance import Planner
 from luffy.guidance.gate import find_gate
 from luffy.models.load import eos_ids, load_model
+from luffy.models.threads import default_workers
 from luffy.report.recorder import check_trackers
 from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier
@@ -86,8 +88,8 @@ def _assemble(
     encoder = setup.build_encoder(cfg, tokenizer)  # its counts begin anew
     eval_tasks = setup.load_eval_tasks(cfg, encoder)
     steps = total_steps(cfg, len(tasks))
-    verifier = _verifier(cfg, closing) if method == "rl" or eval_tasks else None
     device = setup.pick_device(cfg.model.device)
+    verifier = _verifier(cfg, device, world, closing) if method == "rl" or eval_tasks else None
     torch.manual_seed(cfg.seed)
     model = saving.load_weights(cfg, method, world, device, checkpoint)
     setup.validate(cfg, method, model.config)
@@ -115,8 +117,9 @@ def _assemble(
     )  # fmt: skip
 
 
-def _verifier(cfg: Config, closing: ExitStack) -> Verifier:
-    verifier = cfg.reward.verifier()
+def _verifier(cfg: Config, device: str, world: World, closing: ExitStack) -> Verifier:
+    processes = local_world_size() if world.joined else 1
+    verifier = cfg.reward.verifier(cfg.reward.workers or default_workers(device, processes))
     closing.callback(verifier.close)
     return verifier
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from torch import Tensor
+
+from luffy.models.load import decode
 from luffy.rewards import Verifier
-from luffy.train.groups import score_responses
 from luffy.types import Problem, Score
 
-Response = tuple[int, Problem, list[int]]  # its number, the problem, its token ids
+Response = tuple[int, Problem, Tensor | list[int]]  # its number, the problem, its token ids
+DECODED_AT_ONCE = 128
 
 
 class EarlyScores:
-    """Scores responses in a thread, at once those that came while it was busy."""
+    """One thread decodes responses, a part at a time, another scores all that were decoded while it was busy."""
 
     def __init__(self, verifier: Verifier, tokenizer: Any) -> None:
         self._verifier, self._tokenizer = verifier, tokenizer
-        self._thread = ThreadPoolExecutor(1, "rewards")
-        self._added: deque[Response] = deque()
+        self._threads = ThreadPoolExecutor(1, "decoding"), ThreadPoolExecutor(1, "rewards")
+        self._decoded: deque[tuple[int, Problem, str]] = deque()
         self._calls: list[Future[None]] = []
         self._scores: dict[int, Score] = {}
 
@@ -28,22 +31,28 @@ class EarlyScores:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        for thread in self._threads:
+            thread.shutdown(wait=True, cancel_futures=True)
 
-    def add(self, responses: Iterable[Response]) -> None:
+    def add(self, responses: Sequence[Response]) -> None:
         """Each has a number of its own."""
-        self._added.extend(responses)
-        if not self._calls or self._calls[-1].running() or self._calls[-1].done():  # one that waits will take it along
-            self._calls.append(self._thread.submit(self._score_added))
+        for start in range(0, len(responses), DECODED_AT_ONCE):
+            part = responses[start : start + DECODED_AT_ONCE]
+            self._calls.append(self._threads[0].submit(self._decode, part))
 
     def in_order(self) -> list[Score]:
         """Of all that were added, by their numbers; waits for those that are missing."""
-        for call in self._calls:
+        for call in self._calls:  # one that decodes appends the one that scores
             call.result()
         return [self._scores[number] for number in sorted(self._scores)]
 
-    def _score_added(self) -> None:
-        added = [self._added.popleft() for _ in range(len(self._added))]
-        if added:
-            scores = score_responses([(problem, ids) for _, problem, ids in added], self._verifier, self._tokenizer)
-            self._scores |= zip((number for number, _, _ in added), scores, strict=True)
+    def _decode(self, part: Sequence[Response]) -> None:
+        texts = decode(self._tokenizer, [ids for _, _, ids in part])
+        self._decoded.extend((number, problem, text) for (number, problem, _), text in zip(part, texts, strict=True))
+        self._calls.append(self._threads[1].submit(self._score_decoded))
+
+    def _score_decoded(self) -> None:
+        decoded = [self._decoded.popleft() for _ in range(len(self._decoded))]
+        if decoded:
+            scores = self._verifier.score([(problem, text) for _, problem, text in decoded])
+            self._scores |= zip((number for number, _, _ in decoded), scores, strict=True)

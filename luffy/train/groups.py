@@ -13,19 +13,15 @@ from luffy.errors import AllStopped
 from luffy.metrics import Max, Mean, Metric, Sum, spread
 from luffy.models.load import decode
 from luffy.rewards import Verifier
-from luffy.types import Group, Problem, Rollout, Score
+from luffy.types import Group, Rollout, Score
 
 
 def score(rollouts: Sequence[tuple[Rollout, ...]], verifier: Verifier, tokenizer: Any) -> list[Group]:
     """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
     responses = [(rollout.task.problem, rollout.token_ids.tolist()) for group in rollouts for rollout in group]
-    return grouped(rollouts, score_responses(responses, verifier, tokenizer))
-
-
-def score_responses(responses: Sequence[tuple[Problem, list[int]]], verifier: Verifier, tokenizer: Any) -> list[Score]:
-    """Of the token ids of responses to these problems."""
     texts = decode(tokenizer, [ids for _, ids in responses])
-    return verifier.score([(problem, text, ids) for (problem, ids), text in zip(responses, texts, strict=True)])
+    items = [(problem, text, ids) for (problem, ids), text in zip(responses, texts, strict=True)]
+    return grouped(rollouts, verifier.score(items))
 
 
 def grouped(rollouts: Sequence[tuple[Rollout, ...]], scores: Iterable[Score]) -> list[Group]:

@@ -52,7 +52,7 @@ def respond_and_score(run: Run, engine: NativeEngine, verifier: Verifier, plan: 
         def add(finished: Mapping[int, Completion | None]) -> None:
             new = {i: rollout_of(planned[i], completion, at.version) for i, completion in finished.items()}
             made.update(new)
-            early.add((i, rollout.task.problem, rollout.token_ids.tolist()) for i, rollout in new.items())
+            early.add([(i, rollout.task.problem, rollout.token_ids) for i, rollout in new.items()])
 
         with at.watch("rollout"):
             add(dict.fromkeys(set(range(len(planned))).difference(asked)))  # whole traces

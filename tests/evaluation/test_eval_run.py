@@ -202,12 +202,6 @@ def test_what_is_left_open_is_what_the_device_does_best(options, whole, tmp_path
     assert chosen(out=whole[0], device="cuda") == ("float32", 1024)  # as the evaluation there began
 
 
-@pytest.mark.parametrize(("cores", "workers"), [(1, 2), (6, 3), (16, 8), (96, 8)])
-def test_verifiers_beside_a_gpu(monkeypatch, cores, workers):
-    monkeypatch.setattr(runner, "available_cores", lambda: cores)
-    assert runner.default_workers("cuda") == workers and runner.default_workers("cpu") == 2
-
-
 def test_work_in_the_background():
     done = []
 

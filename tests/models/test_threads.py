@@ -75,3 +75,10 @@ def test_evaluation_and_generation_hold_to_it(machine, monkeypatch, module, tiny
     else:
         load_native(str(tiny_model), dtype="float32", device="cpu", slots=2)
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("cores", "workers", "of_four"), [(1, 2, 2), (6, 3, 2), (16, 8, 2), (32, 8, 4), (96, 8, 8)])
+def test_verifiers_beside_a_gpu(monkeypatch, cores, workers, of_four):
+    monkeypatch.setattr(threads, "available_cores", lambda: cores)
+    assert threads.default_workers("cuda") == workers and threads.default_workers("cpu") == 2
+    assert threads.default_workers("cuda", processes=4) == of_four

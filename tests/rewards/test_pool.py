@@ -46,6 +46,11 @@ def test_results_come_back_in_the_order_of_the_items(pool):
     assert {outcome.status for outcome in outcomes} == {"ok"}
 
 
+def test_answers_of_any_size_and_number_arrive_whole(pool):
+    values = ["x" * size for size in (1, pool_module.READ_BYTES - 40, 10, 5 * pool_module.READ_BYTES, 0)] * 3
+    assert [outcome.value for outcome in pool.map(("echo", value) for value in values)] == values
+
+
 def test_a_worker_that_does_not_start_ends_the_run_and_is_named(monkeypatch):
     monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.0)
     with (
