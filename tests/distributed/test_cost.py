@@ -69,6 +69,15 @@ def test_the_page_shows_what_the_model_says():
     assert table() in page and comparison() in page
 
 
+def test_the_page_on_scaling_says_the_same():
+    page = " ".join((DOCS / "scaling.md").read_text().split())
+    parts = (rollout, update, weight_sync)
+    seven, pairs = (sum(part(plan, H200).seconds for part in parts) for plan in (SEVEN, PAIRS_32B))
+    assert f"{seven:.0f} s a step for 7B on 8 GPUs and {pairs:.0f} s for 32B on 64" in page
+    assert f"room for only {places(FULL_32B, H200):.0f} of 64 sequences" in page
+    assert f"Below about {round(network_bound_below(H200), -2):,.0f} tokens" in page
+
+
 def test_more_gpus_share_the_work():
     twice = replace(SEVEN, gpus=16)
     assert update(twice, H200).seconds == pytest.approx(update(SEVEN, H200).seconds / 2)
