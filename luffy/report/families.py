@@ -16,11 +16,12 @@ GATED = "Traces or hints on demand"
 MIXED = "SFT, alone or beside RL"
 TAUGHT = "A second model"
 FAMILIES = (OWN, TRACES, GATED, MIXED, TAUGHT)
+SECOND_MODELS = ("rollout.offpolicy_guidance.model_path", "teacher.path", "teacher.servers")
 
 
 def family_of(settings: Mapping[str, Any]) -> str:
     """The family of a method by its flat config (``Method.settings``)."""
-    if settings.get("rollout.offpolicy_guidance.model_path") or settings.get("teacher.path"):
+    if any(settings.get(model) for model in SECOND_MODELS):
         return TAUGHT
     if settings.get("guidance.gate", "none") != "none":
         return GATED

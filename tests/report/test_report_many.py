@@ -82,6 +82,6 @@ def test_families_of_settings():
     assert family_of({"algorithm.trace_term": "sft", "guidance.n_prefix": 1}) == MIXED
     assert family_of({"batch.expert_share": 0.2}) == family_of({"sft_steps.buffer": 128}) == MIXED
     assert family_of({"algorithm.credit": "srft", "guidance.n_prefix": 1}) == MIXED
-    assert family_of({"teacher.path": "self"}) == TAUGHT
+    assert family_of({"teacher.path": "self"}) == family_of({"teacher.servers": ["http://a"]}) == TAUGHT
     assert family_of({"rollout.offpolicy_guidance.model_path": "m"}) == TAUGHT
     assert len(set(FAMILIES)) == 5
