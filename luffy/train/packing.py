@@ -86,12 +86,23 @@ def pack(
     """Micro-batches of one mini-batch. Denominators are counted over all of it, so that the sum of the
     micro-batch losses is the mini-batch loss however it was cut; ``whole`` are those over all processes. Without a
     ``reduction`` the weights stay the samples' own."""
+    return packed(samples, cut(samples, budget, share), reduction, max_response_tokens, whole)
+
+
+def packed(
+    samples: Sequence[Sample],
+    bins: list[Bin],
+    reduction: str | None,
+    max_response_tokens: int,
+    whole: Denominators | None = None,
+) -> MicroBatches:
+    """``pack``, of samples that were cut before."""
     if reduction is None:
         reduction, whole = "token-mean", (Counts(1, 1), Counts(1, 1))
     of_rl, of_sft = denominators(samples) if whole is None else whole
     rl = sequence_denominators([s.rl_weights for s in samples], reduction, max_response_tokens, of_rl)
     sft = sequence_denominators([s.sft_weights for s in samples], "token-mean", max_response_tokens, of_sft)
-    return MicroBatches(samples, rl, sft, cut(samples, budget, share))
+    return MicroBatches(samples, rl, sft, bins)
 
 
 class MicroBatches(Sequence[MicroBatch]):

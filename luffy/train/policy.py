@@ -24,7 +24,17 @@ from luffy.train.activations import Checkpointing
 from luffy.train.objective import Objective, Stats
 from luffy.train.offload import OffloadedOptimizer
 from luffy.train.optim import Optimizer
-from luffy.train.packing import Denominators, MicroBatches, computed_tokens, cut, denominators, idle_batch, pack
+from luffy.train.packing import (
+    Bin,
+    Denominators,
+    MicroBatches,
+    computed_tokens,
+    cut,
+    denominators,
+    idle_batch,
+    pack,
+    packed,
+)
 from luffy.train.scorer import TokenScorer
 from luffy.types import MicroBatch, Sample, TokenView
 
@@ -80,7 +90,7 @@ class Policy:
 
     def score(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[tuple[Tensor, Tensor]]:
         """Log-probs and entropies of each sample's response tokens, [T] each, on the CPU, without gradients."""
-        scored = self._scored(self._pack(samples, scorer=scorer), scorer)
+        scored = self._scored(self._packed(samples, self._cut(samples, scorer)), scorer)
         return _by_sample(len(samples), [(Places.of(batch), log_prob, entropy) for batch, log_prob, entropy in scored])
 
     def log_probs(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[Tensor]:
@@ -131,8 +141,9 @@ class Policy:
         of the policy's."""
         optimizer = optimizer or self.optimizer
         samples = self._drop_confident_tokens(samples)
-        whole = self._totals(samples)
-        batches = self._pack(samples, whole.denominators)
+        bins = self._cut(samples)
+        whole = self._totals(samples, bins)
+        batches = self._packed(samples, bins, whole.denominators)
         idle = [idle_batch()] * (whole.passes - len(batches))
         off_ratio_mean = self._off_ratio_mean([*batches, *idle]) if self.objective.policy_loss.off_normalize else None
         self.model.train()
@@ -169,22 +180,22 @@ class Policy:
         kept = [log_prob.exp() <= bound for log_prob in self.log_probs(samples)]
         return [replace(s, rl_weights=s.rl_weights * keep) for s, keep in zip(samples, kept, strict=True)]
 
-    def _totals(self, samples: Sequence[Sample]) -> Totals:
+    def _cut(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[Bin]:
+        with self.watch("pack", on_host=True):
+            return cut(samples, self.cfg.batch.tokens, (scorer or self.scorer).shares_prompts)
+
+    def _totals(self, samples: Sequence[Sample], bins: list[Bin]) -> Totals:
         """Denominators, passes and tokens of a mini-batch over all processes, in one exchange."""
         with self.watch("pack", on_host=True):
-            bins = cut(samples, self.cfg.batch.tokens, self.scorer.shares_prompts)
             mine = (denominators(samples), len(bins), sum(map(len, samples)), computed_tokens(samples, bins))
         counts, passes, tokens, computed = zip(*self.world.gather(mine), strict=True)
         rl, sft = (Counts.total(part) for part in zip(*counts, strict=True))
         return Totals((rl, sft), max(passes), sum(tokens), sum(computed))
 
-    def _pack(
-        self, samples: Sequence[Sample], whole: Denominators | None = None, scorer: TokenScorer | None = None
-    ) -> MicroBatches:
+    def _packed(self, samples: Sequence[Sample], bins: list[Bin], whole: Denominators | None = None) -> MicroBatches:
         reduction, longest = self.cfg.algorithm.loss_reduction, self.cfg.rollout.max_tokens
-        share = (scorer or self.scorer).shares_prompts
         with self.watch("pack", on_host=True):
-            return pack(samples, self.cfg.batch.tokens, reduction, longest, whole, share)
+            return packed(samples, bins, reduction, longest, whole)
 
     def _accumulate(self, batch: MicroBatch, off_ratio_mean: Tensor | None) -> Stats:
         self.checkpointing.prepare(len(batch.input_ids), sum(batch.lengths), self.device)

@@ -187,8 +187,8 @@ def test_log_probs_at_the_sampling_temperature_in_sample_order(make_config):
 
 
 def test_packing_is_timed_as_such(make_config):
-    """Counting a mini-batch and laying it out, both inside the update of whoever times that."""
+    """Cutting a mini-batch, counting it and laying it out, all inside the update of whoever times that."""
     cfg, opened = make_config(), []
     policy = Policy(load_model(cfg.model.path, cfg.model.dtype, "cpu"), cfg, watch=Stopwatch(opened.append))
     policy.update(make_samples(), 1e-3)
-    assert opened == ["pack", "pack"]
+    assert opened == ["pack", "pack", "pack"]

@@ -114,18 +114,21 @@ class Burst:
         if self.arrived is not None:
             self.arrived.synchronize()
         tokens, log_probs = (part.T.contiguous().numpy() for part in (self.tokens, self.log_probs))  # [B, K]
-        ends = sorted({token for sequence in self.sequences for token in sequence.request.sampling.eos_ids})
-        may_end = (np.isin(tokens, ends) | np.isnan(log_probs)).any(1).tolist()
+        ends = set().union(*(sequence.request.sampling.eos_ids for sequence in self.sequences))
+        look_closer = (np.isin(tokens, sorted(ends)) | np.isnan(log_probs)).any(1).tolist()
         ids, chosen, steps, taken = memoryview(tokens.tobytes()), memoryview(log_probs.tobytes()), tokens.shape[1], 0
         for i, sequence in enumerate(self.sequences):
             if sequence.finish is not None:
                 continue
-            if may_end[i] or sequence.room <= steps:
+            if look_closer[i]:
                 taken += sequence.receive(tokens[i].tolist(), log_probs[i].tolist())
             else:  # most, of thousands: their bytes as they are
-                sequence.token_ids.frombytes(ids[8 * steps * i : 8 * steps * (i + 1)])
-                sequence.log_probs.frombytes(chosen[4 * steps * i : 4 * steps * (i + 1)])
-                taken += steps
+                first, count = steps * i, min(steps, room := sequence.room)
+                sequence.token_ids.frombytes(ids[8 * first : 8 * (first + count)])
+                sequence.log_probs.frombytes(chosen[4 * first : 4 * (first + count)])
+                if count == room:
+                    sequence.finish = "length"
+                taken += count
         return taken
 
 
@@ -370,7 +373,6 @@ class PagedGeneration:
         tokens, log_probs = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         sequences = [sequence for sequence, _ in started]
         self._send(sequences, tokens[None], log_probs[None])
-        self._compact()
         first_row, running = len(self._rows), []
         for i, sequence in enumerate(sequences):
             drawn_so_far = len(sequence.token_ids) + 1
@@ -470,7 +472,6 @@ class PagedGeneration:
 
     def _launch(self) -> bool:
         """Queue a burst of steps on the device, without waiting for any."""
-        self._compact()
         steps = min(BURST, self._rows.remaining())
         self._grow(steps)
         if not self._rows:
