@@ -129,9 +129,9 @@ def versions_begun(cfg, world):
             third.set()
         return versions[step]
 
-    def held_up(self, *args):
+    def held_up(self, *args, **named):
         assert world.is_main or third.wait(60)
-        return update(self, *args)
+        return update(self, *args, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Prefetcher, "_begin", noting)

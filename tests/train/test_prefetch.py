@@ -107,9 +107,9 @@ def test_the_update_overlaps_the_next_rollout(make_config, monkeypatch):
             second.set()
         return result
 
-    def patient(self, *args):
+    def patient(self, *args, **named):
         assert second.wait(60)
-        return update(self, *args)
+        return update(self, *args, **named)
 
     monkeypatch.setattr(NativeEngine, "generate", counted)
     monkeypatch.setattr(Policy, "update", patient)

@@ -131,11 +131,11 @@ def train_until_killed(cfg):
     """In a child: SIGKILL in the third update."""
     original, calls = Policy.update, []
 
-    def deadly(*args):
+    def deadly(*args, **named):
         calls.append(1)
         if len(calls) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args)
+        return original(*args, **named)
 
     Policy.update = deadly
     train(cfg)
