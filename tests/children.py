@@ -102,14 +102,13 @@ def in_child(function: Callable[..., Any], *args: Any) -> Any:
     return in_children(function, [args])[0]
 
 
-_spare: list[Child] = []
-
-
-def exit_code_in_new_child(function: Callable[..., Any], *args: Any) -> int:
-    """For a function that kills or changes its interpreter. The next child imports torch meanwhile."""
-    child = _spare.pop() if _spare else Child()
+def exit_code_in_child(function: Callable[..., Any], *args: Any) -> int:
+    """For a function that kills or changes its interpreter: the child is not used again. Where it was the last one, the
+    next imports torch meanwhile."""
+    child = _standing.pop() if _standing else Child()
     child.start(function, *args)
-    _spare.append(Child())
+    if not _standing:
+        _standing.append(Child())
     return child.exit_code()
 
 

@@ -15,6 +15,7 @@ SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
 # Files of each walk-through, its test among them.
 FILES = {"A reward": 2, "A shape": 2, "A method": 3, "A gate": 2, "An engine": 2}
 QUICK = ["eval.limit=4", "eval.max_tokens=8", "record.tensorboard=false"]
+QUICK += ["rollout.n=2", "batch.problems=4"]
 
 
 def test_there_are_five_walk_throughs():

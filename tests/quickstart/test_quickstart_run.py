@@ -7,21 +7,36 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from luffy.config import BUILT_IN_RECIPES
 from luffy.errors import StopRequested, TrainingStopped, UserError
+from luffy.quickstart import run
 from luffy.quickstart.run import MethodOutcome, choose_methods, configure, quickstart, table
 from luffy.quickstart.task import write_dataset
+
+
+@contextlib.contextmanager
+def few_evaluated():
+    """Every evaluation takes 8 problems of each set instead of all 200."""
+
+    def small(*args):
+        cfg = configure(*args)
+        return replace(cfg, eval=replace(cfg.eval, limit=8))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "configure", small)
+        yield
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
     """The folder of a quickstart of two steps, its outcomes, and what it printed."""
     folder = tmp_path_factory.mktemp("quickstart")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with few_evaluated(), contextlib.redirect_stdout(io.StringIO()) as printed:
         outcomes = quickstart(folder, seeds=1, steps=2)
     return folder, outcomes, printed.getvalue()
 
@@ -38,7 +53,8 @@ def test_a_short_quickstart_leaves_summary_and_report(short):
 def test_a_finished_quickstart_is_not_trained_again(short, capsys):
     folder, first, _ = short
     written = {p: p.stat().st_mtime_ns for p in folder.rglob("metrics.jsonl")}
-    assert quickstart(folder, seeds=1, steps=2, as_json=True) == first
+    with few_evaluated():
+        assert quickstart(folder, seeds=1, steps=2, as_json=True) == first
     said = capsys.readouterr()
     assert json.loads(said.out) == json.loads((folder / "summary.json").read_text())  # and nothing else
     assert "Right answers after training" in said.err
@@ -69,7 +85,7 @@ def test_methods_that_need_sft_have_its_model_of_the_same_seed(tmp_path):
 
 def test_a_method_that_fails_is_named_and_the_others_go_on(tmp_path, capsys):
     (tmp_path / "luffy").write_text("where its folder should be")
-    with pytest.raises(TrainingStopped, match="failed: luffy/seed-0; why is above and in"):
+    with few_evaluated(), pytest.raises(TrainingStopped, match="failed: luffy/seed-0; why is above and in"):
         quickstart(tmp_path, seeds=1, steps=1, methods="luffy,sft")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert list(summary["methods"]) == ["sft"]
@@ -85,7 +101,7 @@ def test_a_request_to_stop_ends_the_quickstart(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop_at_the_first_step, daemon=True).start()
-    with pytest.raises(StopRequested, match="the same command goes on there"):
+    with few_evaluated(), pytest.raises(StopRequested, match="the same command goes on there"):
         quickstart(tmp_path, seeds=1, steps=2000, methods="sft,mixed")
     assert not (tmp_path / "mixed").exists()
 

@@ -6,7 +6,7 @@ import signal
 from dataclasses import replace
 
 import pytest
-from children import exit_code_in_new_child
+from children import exit_code_in_child
 from fake_servers import KEY, FakeServer
 from ranks import assert_same_figures, figures, run_ranks, samples, train
 
@@ -163,7 +163,7 @@ def test_killed_between_rounds_and_resumed_equals_undisturbed(make_config, two_t
     every = {"steps": 2, "save_every": 1}
     undisturbed, killed = (several(make_config, two_teachers, name, train=every) for name in ("undisturbed", "killed"))
     train(undisturbed)
-    assert exit_code_in_new_child(killed_in_a_round, killed, 7) == -signal.SIGKILL  # four calls a step
+    assert exit_code_in_child(killed_in_a_round, killed, 7) == -signal.SIGKILL  # four calls a step
     train(killed)
     assert rows(killed) == rows(undisturbed)
     assert [r["actor/grad_norm"] for r in figures(killed)] == [r["actor/grad_norm"] for r in figures(undisturbed)]

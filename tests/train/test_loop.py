@@ -56,7 +56,9 @@ def test_a_run_leaves_its_record(make_config):
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(make_config):
-    first, again, other = (run(make_config(name=n, seed=s)) for n, s in [("a", 1), ("b", 1), ("c", 2)])
+    first, again, other = (
+        run(make_config(name=n, seed=s, train={"steps": 2})) for n, s in [("a", 1), ("b", 1), ("c", 2)]
+    )
     losses = lambda rows: [r["actor/pg_loss"] for r in rows]  # noqa: E731
     assert losses(first) == losses(again) != losses(other)
 
@@ -117,12 +119,11 @@ def test_a_problem_without_traces_trains_as_plain_on_policy(make_config, tmp_pat
     rows = [json.loads(line) | {"traces": []} for line in sums.read_text().splitlines()]
     mixed = [rows[0] | {"traces": ["5"]}, *rows[1:]]
     bare.write_text("".join(json.dumps(r) + "\n" for r in mixed))
-    common = {"algorithm": {"reject_extreme": False}, "record": {"samples": 6, "samples_every": 1}}
+    common = {"algorithm": {"reject_extreme": False}, "record": {"samples": 6}, "train": {"steps": 1}}
     guided = make_config(name="guided", data={"train": str(bare)}, guidance={"n_prefix": 1}, **common)
     plain = make_config(name="plain", data={"train": str(bare)}, guidance={"n_prefix": 0}, **common)
     run(guided), run(plain)
-    pick = lambda cfg: [r for r in read_json_lines(cfg.folder / "samples.jsonl") if r["step"] == 1]  # noqa: E731
-    ours, theirs = pick(guided), pick(plain)
+    ours, theirs = (read_json_lines(cfg.folder / "samples.jsonl") for cfg in (guided, plain))
     touched = {r["problem"] for r in ours if any(r["off_policy"])}
     assert touched <= {"p0"}
     same = [(a, b) for a, b in zip(ours, theirs, strict=True) if a["problem"] not in touched]
@@ -132,7 +133,8 @@ def test_a_problem_without_traces_trains_as_plain_on_policy(make_config, tmp_pat
 
 
 def test_partial_prefixes_continue_and_are_marked(make_config):
-    cfg = make_config(guidance={"n_prefix": 2, "strategy": "random", "min_ratio": 0.3, "max_ratio": 0.8})
+    guidance = {"n_prefix": 2, "strategy": "random", "min_ratio": 0.3, "max_ratio": 0.8}
+    cfg = make_config(guidance=guidance, train={"steps": 2})
     run(cfg)
     rows = [r for r in read_json_lines(cfg.folder / "samples.jsonl") if any(r["off_policy"])]
     assert rows
@@ -157,16 +159,15 @@ def test_trace_choices_reach_the_group(make_config, tmp_path, choice, expected):
 
 
 def test_several_mini_batches_use_old_log_probs(make_config):
-    cfg = make_config(batch={"mini_batch": 2}, algorithm={"remove_clip": False}, optim={"lr": 0.02})
-    rows = run(cfg)
+    changes = {"batch": {"mini_batch": 2}, "algorithm": {"remove_clip": False}, "optim": {"lr": 0.02}}
+    rows = run(make_config(train={"steps": 2}, **changes))
     assert any(abs(r["actor/ppo_kl"]) > 1e-6 for r in rows)  # later mini-batches have left the old policy
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_kl_against_the_starting_policy(make_config, where):
-    rows = run(
-        make_config(name=where, algorithm={"kl_coef": 0.5, "kl_in": where, "kl_estimator": "k3"}, optim={"lr": 0.02})
-    )
+    kl = {"kl_coef": 0.5, "kl_in": where, "kl_estimator": "k3"}
+    rows = run(make_config(name=where, algorithm=kl, optim={"lr": 0.02}, train={"steps": 2}))
     if where == "loss":
         assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and rows[-1]["actor/kl_loss"] > 1e-4
     else:
@@ -175,7 +176,7 @@ def test_kl_against_the_starting_policy(make_config, where):
 
 
 def test_rl_with_sft_loss(make_config):
-    rows = run(make_config(algorithm={"trace_term": "sft", "reject_extreme": False}))
+    rows = run(make_config(algorithm={"trace_term": "sft", "reject_extreme": False}, train={"steps": 2}))
     assert all(r["actor/sft_loss"] > 0 and "actor/off_pg_loss" not in r for r in rows)
 
 
@@ -224,7 +225,7 @@ def test_epochs_instead_of_steps(make_config):
 
 
 def test_rejection_without_signal_skips_the_update(make_config):
-    cfg = make_config(guidance={"n_prefix": 0}, reward={"kind": "loop_rewards:always_wrong"})
+    cfg = make_config(guidance={"n_prefix": 0}, reward={"kind": "loop_rewards:always_wrong"}, train={"steps": 2})
     rows = run(cfg)
     assert all(r["batch/rejected"] == 6 and "actor/grad_norm" not in r for r in rows)
     start, end = weights(cfg.model.path), weights(newest_model(cfg))
@@ -233,10 +234,10 @@ def test_rejection_without_signal_skips_the_update(make_config):
 
 def test_oversampling_fills_the_batch_or_stops_clearly(make_config):
     # A third of the problems has no trace and hardly ever succeeds: other problems must take their place.
-    cfg = make_config(algorithm={"oversample_rounds": 3}, record={"samples": 20, "samples_every": 1})
+    cfg = make_config(algorithm={"oversample_rounds": 3}, record={"samples": 20}, train={"steps": 2})
     rows = run(cfg)
     assert sum(r["batch/rejected"] for r in rows) > 0
-    for step in (1, 2, 3, 4):
+    for step in (1, 2):
         credited = [r for r in read_json_lines(cfg.folder / "samples.jsonl") if r["step"] == step and r["advantages"]]
         assert len(credited) == 6 * 4
     hopeless = make_config(
@@ -310,7 +311,7 @@ def test_knobs_that_are_turned_already_are_not_named(make_config):
 
 
 def test_a_failing_evaluation_does_not_cost_the_steps(make_config, sums, monkeypatch):
-    cfg = make_config(data={"eval": str(sums)})
+    cfg = make_config(data={"eval": str(sums)}, train={"steps": 1})
     with Trainer(cfg) as trainer:
         monkeypatch.setattr(trainer, "evaluate", lambda **_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -385,8 +386,8 @@ def test_lora_trains_adapters_saves_a_plain_model_and_resumes(make_config):
 
 
 def test_lora_reference_is_the_policy_without_its_adapters(make_config):
-    cfg = make_config(model={"lora": {"rank": 4}}, algorithm={"kl_coef": 0.5}, optim={"lr": 5e-2})
-    rows = run(cfg)
+    changes = {"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.5}, "optim": {"lr": 5e-2}}
+    rows = run(make_config(train={"steps": 2}, **changes))
     kl = [r["actor/kl_loss"] for r in rows if "actor/kl_loss" in r]
     assert kl[0] == pytest.approx(0.0, abs=1e-6) and kl[-1] > 1e-4
 
@@ -397,6 +398,7 @@ def test_a_run_in_two_parts_equals_one_in_one_go(make_config, dtype):
     common = {
         "model": {"dtype": dtype, "lora": {"rank": 4, "dropout": 0.3} if dtype == "float32" else None},
         "optim": {"lr": 1e-4, "weight_decay": 0.1},
+        "batch": {"problems": 3},
     }
     whole = run(make_config(name="whole", **common))
     run(make_config(name="parts", train={"steps": 2}, **common))
@@ -415,8 +417,8 @@ def test_a_failing_tracker_never_ends_a_run(make_config, monkeypatch, capsys):
 
     monkeypatch.setattr(recorder.TensorBoardTracker, "log", full_disk)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=full_disk))
-    rows = run(make_config(record={"tensorboard": True, "wandb": True}))
-    assert len(rows) == 4
+    rows = run(make_config(record={"tensorboard": True, "wandb": True}, train={"steps": 2}))
+    assert len(rows) == 2
     said = capsys.readouterr().err
     assert said.count("TensorBoard failed and is off from step 1") == 1 and "W&B is off" in said
 
@@ -474,7 +476,7 @@ def test_two_trainings_on_one_folder(make_config):
 
 
 def test_resume_never_refuses_an_existing_run_and_a_finished_one_is_left_alone(make_config):
-    cfg = make_config()
+    cfg = make_config(train={"steps": 1})
     before = run(cfg)
     with pytest.raises(UserError, match="already holds a run"):
         Trainer(cfg, resume="never")

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from children import exit_code_in_new_child
+from children import exit_code_in_child
 from ranks import assert_same_figures, assert_same_weights, figures, final_weights, run_ranks, samples, train
 
 from luffy.train.policy import Policy
@@ -61,7 +61,7 @@ def picked(cfg):
 @pytest.mark.slow
 def test_killed_and_resumed_equals_undisturbed(make_config, undisturbed):
     cfg = config(make_config, "killed")
-    assert exit_code_in_new_child(train_until_killed, cfg) == -signal.SIGKILL
+    assert exit_code_in_child(train_until_killed, cfg) == -signal.SIGKILL
     train(cfg)
     assert figures(cfg) == figures(undisturbed) and picked(cfg) == picked(undisturbed)
     ours, theirs = final_weights(cfg), final_weights(undisturbed)

@@ -44,10 +44,9 @@ def run(cfg):
 
 
 def test_absent_or_switched_off_equals_the_plain_run_bit_for_bit(make_config, stronger):
-    plain, off = (
-        make_config(name="plain"),
-        make_config(name="off", rollout={"offpolicy_guidance": {"model_path": str(stronger), "enable": False}}),
-    )
+    disabled = {"offpolicy_guidance": {"model_path": str(stronger), "enable": False}}
+    plain = make_config(name="plain", train={"steps": 2})
+    off = make_config(name="off", train={"steps": 2}, rollout=disabled)
     (rows, weights), (off_rows, off_weights) = run(plain), run(off)
     assert rows == off_rows and not [k for k in rows[0] if k.startswith("guidance/")]
     assert all(torch.equal(weights[n], off_weights[n]) for n in weights)
@@ -60,6 +59,7 @@ def test_every_rule_trains_beside_trace_prefixes(make_config, stronger, rule):
         rollout={"offpolicy_guidance": overrides},
         guidance={"n_prefix": 1, "strategy": "fixed", "min_ratio": 0.5, "max_ratio": 0.5},
         algorithm={"reject_extreme": False},
+        train={"steps": 2},
     )
     rows, _ = run(cfg)
     for r in rows:
@@ -73,10 +73,10 @@ def test_every_rule_trains_beside_trace_prefixes(make_config, stronger, rule):
 
 def test_mixture_without_overrides_has_weight_one(make_config, stronger):
     overrides = {"model_path": str(stronger), "rule": "mixture", "eps": 0.0}
-    rows, weights = run(make_config(name="eps0", rollout={"offpolicy_guidance": overrides}))
+    rows, weights = run(make_config(name="eps0", rollout={"offpolicy_guidance": overrides}, train={"steps": 2}))
     assert all(r["guidance/token_ratio"] == 0.0 for r in rows)
     assert all(r["guidance/weight_mean"] == pytest.approx(1.0, abs=1e-5) for r in rows)
-    plain_rows, plain = run(make_config(name="plain"))
+    plain_rows, plain = run(make_config(name="plain", train={"steps": 2}))
     assert [r["critic/score/mean"] for r in rows] == [r["critic/score/mean"] for r in plain_rows]
     assert all(torch.allclose(weights[n], plain[n], atol=1e-5) for n in plain)
 
@@ -97,11 +97,10 @@ def test_the_tau_schedule_fades_out(make_config, stronger):
 
 def test_sequence_weights_train(make_config, stronger):
     overrides = {"model_path": str(stronger), "rule": "mixture", "eps": 0.3}
+    common = {"rollout": {"offpolicy_guidance": overrides}, "train": {"steps": 1}}
     whole = {"importance_level": "sequence", "reject_extreme": False}
-    rows, _ = run(make_config(name="whole", rollout={"offpolicy_guidance": overrides}, algorithm=whole))
-    token, _ = run(
-        make_config(name="token", rollout={"offpolicy_guidance": overrides}, algorithm={"reject_extreme": False})
-    )
+    rows, _ = run(make_config(name="whole", algorithm=whole, **common))
+    token, _ = run(make_config(name="token", algorithm={"reject_extreme": False}, **common))
     assert token[0]["guidance/weight_max"] <= 1 / 0.7 + 1e-4 < rows[0]["guidance/weight_max"]  # (1/(1-eps))^T at most
     assert rows[0]["guidance/ess"] < token[0]["guidance/ess"]
 
@@ -189,7 +188,7 @@ def test_another_engine_and_the_second_model_take_turns(make_config, stronger):
 
 def test_another_engine_aligns(make_config, stronger):
     overrides = {"model_path": str(stronger), "rule": "aligned"}
-    rows, _ = run(make_config(rollout={"engine": FOREIGN, "offpolicy_guidance": overrides}))
+    rows, _ = run(make_config(rollout={"engine": FOREIGN, "offpolicy_guidance": overrides}, train={"steps": 1}))
     assert rows[0]["guidance/token_ratio"] > 0
 
 
@@ -210,7 +209,7 @@ def test_an_engine_without_log_probs_is_refused_before_the_first_step(make_confi
 
 def test_several_optimizer_steps_and_the_literal_objective(make_config, stronger):
     overrides = {"model_path": str(stronger), "rule": "mixture", "eps": 0.5, "max_overrides": 2}
-    common = {"rollout": {"offpolicy_guidance": overrides}, "batch": {"mini_batch": 2}, "optim": {"lr": 1e-2}}
+    common = {"rollout": {"offpolicy_guidance": overrides}, "batch": {"mini_batch": 2}, "train": {"steps": 1}}
     decoupled, _ = run(make_config(name="decoupled", **common))
     literal, _ = run(make_config(name="literal", algorithm={"importance_objective": "literal"}, **common))
     assert decoupled[0]["actor/pg_loss"] != literal[0]["actor/pg_loss"]

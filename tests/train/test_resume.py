@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from children import exit_code_in_new_child
+from children import exit_code_in_child
 from transformers import AutoModelForCausalLM
 
 from luffy.errors import TrainingStopped
@@ -89,7 +89,7 @@ def train_until_killed(cfg, moment):
 
 
 def killed_at(cfg, moment):
-    assert exit_code_in_new_child(train_until_killed, cfg, moment) == -signal.SIGKILL, "the moment never came"
+    assert exit_code_in_child(train_until_killed, cfg, moment) == -signal.SIGKILL, "the moment never came"
 
 
 @pytest.fixture(scope="module")

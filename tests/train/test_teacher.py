@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from children import exit_code_in_new_child
+from children import exit_code_in_child
 from fake_servers import KEY, FakeScorer
 from support import make_tokenizer, untimed_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -152,7 +152,7 @@ def test_a_run_with_an_averaged_teacher_killed_and_resumed_equals_an_undisturbed
         for name in ("undisturbed", "killed")
     ]  # fmt: skip
     train(runs[0])
-    assert exit_code_in_new_child(train_until_killed, runs[1]) == -signal.SIGKILL
+    assert exit_code_in_child(train_until_killed, runs[1]) == -signal.SIGKILL
     train(runs[1])
     rows = [untimed_metrics(cfg.folder) for cfg in runs]
     assert rows[0] == rows[1] and 0 < rows[0][0]["method/teacher_share"] <= 1
