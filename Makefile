@@ -32,19 +32,21 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# One process a core, each with one thread: two threads make a tiny model no faster.
-ON_ALL_CORES := -n auto --maxprocesses 8 --dist worksteal
+# Three processes for two cores, because tests wait for processes of their own; each has one thread, because two make a
+# tiny model no faster. Bytecode is written even where the environment forbids it: hundreds of processes import luffy.
+ON_ALL_CORES := -n $(shell echo $$(( (3 * $$(getconf _NPROCESSORS_ONLN) + 1) / 2 ))) --maxprocesses 8 --dist worksteal
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 test: $(READY)
 	$(MAKE) -j 2 lint suite
 suite: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ON_ALL_CORES)
+	$(TEST_ENV) $(BIN)/python -m pytest $(ON_ALL_CORES)
 
 # The suite under every supported Python that is here, each in an environment of its own; TESTS= names a part of it.
 PYTHONS ?= $(foreach v,3.11 3.12 3.13,$(if $(shell python$(v) --version 2> /dev/null),python$(v)))
 test-pythons: $(PYTHONS:%=test-with-%)
 test-with-%:
 	$(MAKE) setup PYTHON=$* VENV=.venv-$*
-	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest $(ON_ALL_CORES) $(TESTS)
+	$(TEST_ENV) .venv-$*/bin/python -m pytest $(ON_ALL_CORES) $(TESTS)
 
 # The package as a user gets it: a wheel, a fresh environment without extras, another folder. test-wheels: with every
 # supported Python that is here, and a short quickstart.

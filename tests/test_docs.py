@@ -13,7 +13,7 @@ from luffy.config import Config, built_in_recipes
 from luffy.data import load_problems
 from luffy.evaluation.accuracy import Summary
 from luffy.evaluation.bootstrap import Difference
-from luffy.evaluation.compare import Comparison, Tested
+from luffy.evaluation.compare import Comparison, PairedTest
 from luffy.quickstart.run import MethodOutcome
 from luffy.report.curves import Estimate
 from luffy.rewards import build_verifier
@@ -163,5 +163,5 @@ def test_the_comparison_of_methods_has_a_row_for_each_recipe():
 
 def test_every_key_of_the_json_tables_is_documented():
     page = (ROOT / "docs" / "share.md").read_text(encoding="utf-8").partition("## Tables for scripts")[2]
-    tables = (Summary, Comparison, Tested, Difference, MethodOutcome, Estimate)
+    tables = (Summary, Comparison, PairedTest, Difference, MethodOutcome, Estimate)
     assert [f.name for table in tables for f in fields(table) if f"`{f.name}`" not in page] == []

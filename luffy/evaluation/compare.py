@@ -22,7 +22,7 @@ SHOWN_IDS = 5
 
 
 @dataclass(frozen=True)
-class Tested:
+class PairedTest:
     """``second`` minus ``first``, per benchmark and on ``average``."""
 
     first: str
@@ -36,7 +36,7 @@ class Comparison:
 
     titles: dict[str, str]
     accuracies: dict[str, dict[str, float]]
-    tests: tuple[Tested, ...]
+    tests: tuple[PairedTest, ...]
     resamples: int
     seed: int
     notes: tuple[str, ...]
@@ -53,7 +53,7 @@ def compare(folders: Sequence[Path], resamples: int = 1000, seed: int = 0) -> Co
     values = _aligned(evaluations, titles)
     accuracies = {model: _with_average({b: float(v.mean()) for b, v in own.items()}) for model, own in values.items()}
     tests = tuple(
-        Tested(first, second, _differences(values[first], values[second], resamples, seed))
+        PairedTest(first, second, _differences(values[first], values[second], resamples, seed))
         for first, second in combinations(values, 2)
     )
     return Comparison(titles, accuracies, tests, resamples, seed, _notes(evaluations))
@@ -172,7 +172,7 @@ def as_markdown(c: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _test_table(test: Tested, columns: Sequence[str], titles: Sequence[str]) -> list[str]:
+def _test_table(test: PairedTest, columns: Sequence[str], titles: Sequence[str]) -> list[str]:
     rows = []
     for column, title in zip(columns, titles, strict=True):
         d = test.differences[column]
