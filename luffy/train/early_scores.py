@@ -14,7 +14,7 @@ from luffy.rewards import Verifier
 from luffy.types import Problem, Score
 
 Response = tuple[int, Problem, Tensor | list[int]]  # its number, the problem, its token ids
-DECODED_AT_ONCE = 128
+DECODED_AT_ONCE = 64
 
 
 class EarlyScores:

@@ -279,12 +279,13 @@ class PagedGeneration:
 
     def _next_chunks(self) -> list[tuple[Prompt, Chunk]]:
         budget, rows = self._prefill_tokens, self._most - len(self._rows)
+        soon = self._pages_soon() if self._waiting else 0
         chunks: list[tuple[Prompt, Chunk]] = []
         for prompt in self._waiting:
             if prompt.is_filled:
                 rows -= len(prompt.waiting)
                 continue
-            if budget <= 0 or rows <= 0 or not self._allocate_prompt(prompt, first=not chunks):
+            if budget <= 0 or rows <= 0 or not self._allocate_prompt(prompt, soon, first=not chunks):
                 break
             end = min(prompt.filled + budget, len(prompt.token_ids))
             chunks.append((prompt, Chunk(tuple(prompt.pages), prompt.filled, end)))
@@ -292,13 +293,13 @@ class PagedGeneration:
             rows -= len(prompt.waiting)
         return chunks
 
-    def _allocate_prompt(self, prompt: Prompt, first: bool) -> bool:
-        """Pages for the whole prompt, if the running rows keep enough for their next bursts; whether it got them."""
+    def _allocate_prompt(self, prompt: Prompt, soon: int, first: bool) -> bool:
+        """Pages for the whole prompt, if those are left that the running rows need ``soon``; whether it got them."""
         missing = pages_for(len(prompt.token_ids)) - len(prompt.pages)
         nobody_else = first and not len(self._rows) and not self._pending
         if nobody_else and missing > self._pool.free:
             self._evict_prompts(besides=prompt)
-        if missing > self._pool.free - (0 if nobody_else else self._pages_soon()):
+        if missing > self._pool.free - (0 if nobody_else else soon):
             if nobody_else:
                 raise UserError(
                     f"a prompt of {len(prompt.token_ids)} tokens does not fit the memory left for the cache"
