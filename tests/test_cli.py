@@ -209,8 +209,7 @@ def test_verify_scores_rows_in_order(tmp_path):
 
 def test_the_installed_command_itself():
     command = str(Path(sys.executable).parent / "luffy")
-    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
-    assert version.stdout.startswith("luffy 0.")
+    assert luffy("--version").stdout.startswith("luffy 0.")
     mistake = subprocess.run([command, "train", "nowhere"], capture_output=True, text=True, check=False)
     assert mistake.returncode == 2 and mistake.stderr.startswith("luffy: error: no recipe 'nowhere'")
 

@@ -112,8 +112,12 @@ def exact_distribution(rule: Rule, budget: int | None, known: int = VOCABULARY) 
 DRAFT_ALONE = Rule("mixture", eps=0.0)
 
 
-@cache
 def toy_samples(name: str, budget: int | None, known: int = VOCABULARY) -> tuple[Completion, ...]:
+    return _drawn(name, budget, known)  # a cache takes a default for another argument
+
+
+@cache
+def _drawn(name: str, budget: int | None, known: int) -> tuple[Completion, ...]:
     engine = SpeculativeEngine(
         *toy_models(known),
         RULES[name],
