@@ -147,7 +147,7 @@ def rollout_of(planned: Planned, completion: Completion | None, version: int) ->
     off_policy = torch.zeros(streams.token_ids.numel(), dtype=torch.bool)
     if prefix:
         off_policy[:prefix] = True
-    return Rollout(
+    rollout = Rollout(
         task=planned.task,
         token_ids=streams.token_ids,
         off_policy=off_policy,
@@ -160,6 +160,8 @@ def rollout_of(planned: Planned, completion: Completion | None, version: int) ->
         guidance_log_probs=guided,
         token_versions=versions,
     )
+    vars(rollout)["is_on_policy"] = not prefix  # a cached property: to find it among the tokens takes longer
+    return rollout
 
 
 class _Streams(NamedTuple):
