@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, combinations
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,11 @@ def rates_table(rows: Sequence[Row]) -> str:
 
 
 def difference_table(rows: Sequence[Row]) -> str:
-    runs = {method: found for method, found in tested(rows).items() if method != "base"}
+    return differences({method: found for method, found in tested(rows).items() if method != "base"})
+
+
+def differences(runs: Mapping[str, Sequence[Row]]) -> str:
+    """Of all pairs of methods."""
     body = [
         [f"{METHODS[a].label} less {METHODS[b].label}", *(difference(runs[a], runs[b], s) for s in (shares, solved))]
         for a, b in combinations(runs, 2)
@@ -226,23 +230,24 @@ def cost_table(rows: Sequence[Row]) -> str:
 
 def hard_problems(rows: Sequence[Row]) -> str:
     """Question 2: runs on the training problems that the base never solved."""
-    runs = [row for row in rows if row.get("note") == "hard" and has_result(row)]
+    hard = [row for row in rows if row.get("note") == "hard" and has_result(row)]
+    runs = {method: found for method in METHODS if (found := [row for row in hard if row["method"] == method])}
+    if not runs:
+        return ""
     (base,) = (row for row in rows if row["method"] == "base")
     body = []
-    for method in METHODS:
-        found = [row for row in runs if row["method"] == method]
-        if found:
-            own = [
-                [value for row in found for value in present(row, "batch/on_solved")[part]] for part in FIRST_AND_LAST
-            ]
-            cells = [f"{100 * statistics.mean(values):.3g}" if values else "" for values in own]
-            body.append([label(found[0]), str(len(found)), steps_of(found), *cells, accuracy(found),
-                         accuracy([unsolved(row, base) for row in found])])  # fmt: skip
+    for found in runs.values():
+        own = [[value for row in found for value in present(row, "batch/on_solved")[part]] for part in FIRST_AND_LAST]
+        cells = [f"{100 * statistics.mean(values):.3g}" if values else "" for values in own]
+        some = 100 * statistics.mean(statistics.mean(solved(row)) for row in found)
+        seconds = statistics.mean(last(row, "gpu_seconds") for row in found)
+        body.append([label(found[0]), str(len(found)), steps_of(found), *cells, accuracy(found), f"{some:.1f}",
+                     accuracy([unsolved(row, base) for row in found]), f"{seconds:.0f}"])  # fmt: skip
     head = ["", "seeds", "steps", f"own samples right, first {LATE} steps, %", f"last {LATE}, %", "test accuracy, %",
-            "on test problems that the base never solved, %"]  # fmt: skip
+            "pass@4, %", "on test problems that the base never solved, %", "GPU seconds"]  # fmt: skip
     text = "Trained on the training problems that the base solved in none of 8 samples."
     image = "![Own samples right and validation accuracy of the runs on hard problems](../images/qwen-hard.png)"
-    return "\n".join(["## Hard problems", "", text, "", image, "", table(head, body)]) if body else ""
+    return "\n".join(["## Hard problems", "", text, "", image, "", table(head, body), "", differences(runs)])
 
 
 def unsolved(row: Row, base: Row) -> Row:
@@ -407,14 +412,17 @@ def hard_figure(rows: Sequence[Row]) -> None:
     if not runs:
         return
     figure, axes = panels(2, 3.6)
+    named: set[str] = set()
     for row in sorted(runs, key=order):
+        title = f"_{label(row)}" if row["method"] in named else f"{label(row)}, {row['lr']:g}"
+        named.add(row["method"])
         for ax, metric, shown, marker in zip(
             axes, ("batch/on_solved", VALIDATION), (smooth, list), ("", "o"), strict=True
         ):
             if found := points(row, metric):
                 steps, values = zip(*found, strict=True)
                 ax.plot(steps, [100 * value for value in shown(values)], color=COLORS[row["method"]], lw=1.5,
-                        marker=marker, ms=3, label=f"{label(row)}, {row['lr']:g}")  # fmt: skip
+                        marker=marker, ms=3, label=title)  # fmt: skip
     axes[0].set(title="own samples right, %", xlabel="step, mean of 5")
     axes[1].set(title="validation accuracy, %", xlabel="step")
     for ax in axes:

@@ -175,6 +175,7 @@ def test_the_page_says_what_the_results_say(figures):
     known |= {"0.6", "2604.23747"}  # the temperature; a paper
     known |= {"40.0"}  # see test_counts_in_the_prose_of_the_page
     known |= {"1.3", "3.0", "0.5", "0.6"}  # see test_the_prose_about_fp8
+    known |= {"39.8", "39.0", "38.5"}  # see test_the_prose_about_hard_problems
     known.add(f"{100 * (0.42 * 0.58 / 512) ** 0.5:.1f}")  # the standard error of the validation accuracy
     prose = [line for line in lines if not line.startswith("|")]
     unknown = {number for line in prose for number in NUMBER.findall(line)} - known
@@ -195,7 +196,10 @@ def test_counts_in_the_prose_of_the_page(figures):
     luffy, on_policy = by_name["luffy-lr3e-06-s0"], by_name["on_policy-lr3e-06-s0"]
     assert min(groups_left(figures, luffy)) > 32 and len(groups_left(figures, luffy)) == 200  # two updates before, too
     assert min(groups_left(figures, on_policy)) >= 2 and len(groups_left(figures, on_policy)) == 167
-    assert len(by_name) == 21 and "base" in by_name
+    assert len(by_name) == 26 and "base" in by_name
+    screened = json.loads((figures.HERE / "results" / "screened.json").read_text())
+    assert (len(screened), list(screened.values()).count(0)) == (2500, 1102)
+    by_name = {name: row for name, row in by_name.items() if not row.get("note")}
     again = records.read_rows([figures.HERE / "results" / "2026-11-16-c.jsonl"])["sft-lr1e-05-s0"]
     assert f"{100 * sum(figures.shares(again)) / 1319:.1f}" == "40.0"
     sft = [row for row in by_name.values() if row["method"] == "sft"]
@@ -204,6 +208,19 @@ def test_counts_in_the_prose_of_the_page(figures):
     for method in ("luffy", "on_policy"):  # what leads after 50 steps, and loses first
         curves = {row["lr"]: records.validations(row["curves"]) for row in by_name.values() if row["method"] == method}
         assert max(curves, key=lambda lr: curves[lr][50]) == 3e-6 and min(curves, key=lambda lr: curves[lr][25]) == 1e-5
+
+
+def test_the_prose_about_hard_problems(figures):
+    by_name = {row["name"]: row for row in figures.read()}
+    runs = {seed: by_name[f"on_policy-hard-lr1e-06-s{seed}"] for seed in (0, 1)}
+    left = [count / figures.PROBLEMS for run in runs.values() for count in groups_left(figures, run)]
+    first, last = ([*left[start:][:10], *left[start + 100 :][:10]] for start in (0, 90))
+    assert len(left) == 200 and 0.25 < statistics.mean(first) < 0.27 and round(100 * statistics.mean(last)) == 44
+    ends = [100 * figures.last(run, figures.VALIDATION) for run in (by_name["luffy-hard-lr3e-06-s0"], *runs.values())]
+    assert [f"{value:.1f}" for value in ends] == ["39.8", "39.0", "38.5"]
+    assert max(by_name["luffy-hard-lr3e-06-s1"]["curves"]["step"]) == 54
+    seconds = [figures.last(by_name[name], "gpu_seconds") for name in ("sft-hard-lr1e-05-s0", "luffy-hard-lr3e-06-s0")]
+    assert 5 < seconds[1] / seconds[0] < 6.5
 
 
 def test_the_prose_about_fp8(figures):
@@ -283,10 +300,16 @@ def test_hard_problems_are_a_section_once_there_are_data(figures):
     assert figures.hard_problems([base]) == ""
     run = row("luffy", 3e-6, "finished", note="hard", step=200) | {"test": {"k": 4, "right": "1342"}}
     run["curves"] = {"step": list(range(1, 201)), "batch/on_solved": [0.1] * 100 + [0.3] * 100}
-    sft = row("sft", 1e-5, "finished", note="hard", step=200) | {"test": {"k": 4, "right": "1342"}}
-    assert figures.hard_problems([base, run, sft]).splitlines()[-2:] == [
-        "| LUFFY | 1 | 200 | 10 | 30 | 62.5 (30.9 to 94.1) | 50.0 (21.7 to 78.3) |",
-        "| SFT | 1 | 200 |  |  | 62.5 (30.9 to 94.1) | 50.0 (21.7 to 78.3) |",
+    sft = row("sft", 1e-5, "finished", note="hard", step=200) | {"test": {"k": 4, "right": "1302"}}
+    for found in (run, sft):
+        found["curves"]["gpu_seconds"] = [7.0]
+    assert figures.hard_problems([base, run, sft]).splitlines()[-6:] == [
+        "| LUFFY | 1 | 200 | 10 | 30 | 62.5 (30.9 to 94.1) | 100.0 | 50.0 (21.7 to 78.3) | 7 |",
+        "| SFT | 1 | 200 |  |  | 37.5 (5.9 to 69.1) | 75.0 | 50.0 (21.7 to 78.3) | 7 |",
+        "",
+        "|  | difference in test accuracy, points | in pass@4 |",
+        "|---|---|---|",
+        "| LUFFY less SFT | +25.0 (-24.0 to +74.0) | +25.0 (-24.0 to +74.0) |",
     ]
 
 
