@@ -39,13 +39,6 @@ class ProblemSampler:
             self._move(self.epoch, stop)
         return drawn
 
-    def peek(self, k: int) -> list[int]:
-        """The next ``k`` indices, which stay the next."""
-        state = self.state_dict()
-        coming = self.next(k)
-        self.load_state_dict(state)
-        return coming
-
     def _move(self, epoch: int, position: int) -> None:
         if position == self.size:
             epoch, position = epoch + 1, 0

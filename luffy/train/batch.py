@@ -18,7 +18,7 @@ from luffy.errors import AllStopped
 from luffy.metrics import Metric, Sum, merge_metrics, spread
 from luffy.report.timing import Stopwatch
 from luffy.train.credit import ScoredTokens, find_credit_function, needs_of, uncredited
-from luffy.train.draws import attempts, chosen_trace, draw, lessons, read_ahead, trace_sample
+from luffy.train.draws import attempts, chosen_trace, draw, lessons, trace_sample
 from luffy.train.groups import (
     group_metrics,
     in_accuracy_band,
@@ -84,7 +84,7 @@ def mini_batches(groups: Sequence[Sequence[Sample]], parts: int) -> Iterator[lis
 def updates(run: Run, batch: StepBatch, lr: float) -> Iterator[Callable[[], dict[str, Metric]]]:
     """The optimizer steps on a batch: one per mini-batch, then the SFT steps by an optimizer of their own."""
     for mini in batch.mini_batches(run.cfg.batch.updates):
-        yield partial(run.policy.update, mini, lr, meanwhile=partial(read_ahead, run))
+        yield partial(run.policy.update, mini, lr)
     for traces in batch.lessons:
         yield partial(run.policy.sft_update, traces)
 

@@ -132,13 +132,6 @@ def draw(sampler: ProblemSampler, count: int) -> tuple[list[int], list[int]]:
     return sampler.next(count), [(first + i) // sampler.size for i in range(count)]
 
 
-def read_ahead(run: Run) -> None:
-    """Read the next problems of the data, so that the next step need not begin with that."""
-    drawn_here = run.prefetcher is None and run.cfg.rollout.max_tokens_per_step is None
-    if drawn_here and not run.is_finished:
-        run.tasks.read_ahead(run.sampler.peek(run.cfg.batch.problems))
-
-
 def spread_evenly(*parts: Sequence[Draw]) -> list[Draw]:
     """All of them, so that any stretch of the result has about the same share of each part."""
     placed = [((i + 0.5) / len(part), draw) for part in parts for i, draw in enumerate(part)]

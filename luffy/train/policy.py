@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -136,15 +136,9 @@ class Policy:
             **{name: metrics[name] for name in ("perf/update_tokens", "perf/computed_tokens")},
         }
 
-    def update(
-        self,
-        samples: Sequence[Sample],
-        lr: float,
-        optimizer: AnyOptimizer | None = None,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> dict[str, Metric]:
+    def update(self, samples: Sequence[Sample], lr: float, optimizer: AnyOptimizer | None = None) -> dict[str, Metric]:
         """One optimizer step on a mini-batch, whatever the number of micro-batches it takes; by ``optimizer`` instead
-        of the policy's. The host does ``meanwhile`` when all passes are launched and a GPU still computes."""
+        of the policy's."""
         optimizer = optimizer or self.optimizer
         samples = self._drop_confident_tokens(samples)
         bins = self._cut(samples)
@@ -158,7 +152,6 @@ class Policy:
         finally:
             self.model.eval()
         grad_norm = optimizer.grad_norm()  # asked for before the host waits for anything
-        meanwhile()
         metrics = self.world.merge(fetch(parts))
         norm, loss = float(grad_norm), metrics["actor/loss"].value
         if not (math.isfinite(norm) and math.isfinite(loss)):

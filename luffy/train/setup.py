@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -121,7 +121,6 @@ class TaskSet:
     encoder: Encoder
     usable: list[int]
     report: dict[str, int]
-    _ahead: dict[int, Task] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.usable)
@@ -133,16 +132,9 @@ class TaskSet:
 
     def at(self, indices: Sequence[int]) -> list[Task]:
         """The tasks of many indices, their texts read by the tokenizer at once."""
-        ahead, self._ahead = self._ahead, {}
-        unread = [i for i in indices if i not in ahead]
-        tasks = [task for task in self.encoder.encode_all(self.problems[self.usable[i]] for i in unread) if task]
-        assert len(tasks) == len(unread), "the tasks were usable when the run began"
-        known = ahead | dict(zip(unread, tasks, strict=True))
-        return [known[i] for i in indices]
-
-    def read_ahead(self, indices: Sequence[int]) -> None:
-        """Keep the tasks for the next call of ``at``."""
-        self._ahead = dict(zip(indices, self.at(indices), strict=True))
+        tasks = [task for task in self.encoder.encode_all(self.problems[self.usable[i]] for i in indices) if task]
+        assert len(tasks) == len(indices), "the tasks were usable when the run began"
+        return tasks
 
 
 def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:

@@ -90,10 +90,3 @@ def test_damaged_state_and_wrong_arguments():
         ProblemSampler(0, 1)
     with pytest.raises(ValueError, match="cannot draw -1 problems"):
         ProblemSampler(3, 1).next(-1)
-
-
-def test_a_look_at_what_comes_next_draws_nothing():
-    sampler, other = ProblemSampler(10, seed=3), ProblemSampler(10, seed=3)
-    for count in (4, 4, 7, 25):  # over the end of an epoch, and of several
-        assert sampler.peek(count) == sampler.peek(count) == other.next(count)
-        assert sampler.next(count) and sampler.state_dict() == other.state_dict()

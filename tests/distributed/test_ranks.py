@@ -129,9 +129,9 @@ def versions_begun(cfg, world):
             third.set()
         return versions[step]
 
-    def held_up(self, *args, **named):
+    def held_up(self, *args):
         assert world.is_main or third.wait(60)
-        return update(self, *args, **named)
+        return update(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Prefetcher, "_begin", noting)

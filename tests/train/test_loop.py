@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from luffy.config import to_yaml
 from luffy.config.knobs import BatchConfig
 from luffy.errors import TrainingStopped, UserError
-from luffy.metrics import Sum
 from luffy.report.console import was_idle
 from luffy.report.recorder import read_json_lines
 from luffy.train import loop, recording, training_step
@@ -61,20 +60,6 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(make_config):
     )
     losses = lambda rows: [r["actor/pg_loss"] for r in rows]  # noqa: E731
     assert losses(first) == losses(again) != losses(other)
-
-
-def test_an_update_reads_the_problems_of_the_next_step(make_config, sums, tmp_path):
-    data = shutil.copy(sums, tmp_path / "data.jsonl")
-    with Trainer(make_config(data={"train": str(data)})) as trainer:
-        tasks, sampler, updates = trainer.run.tasks, trainer.run.sampler, 0
-        while not updates:  # a step without a signal makes none
-            updates = trainer.step().metrics.get("train/updates", Sum(0)).value
-        coming = sampler.peek(6)
-        expected = [tasks[i] for i in coming]
-        data.unlink()
-        assert tasks.at(coming) == expected
-        with pytest.raises(OSError):
-            tasks.at(coming)  # kept once
 
 
 def test_guidance_off_equals_grpo_in_twenty_lines(make_config):
@@ -280,10 +265,10 @@ def test_out_of_memory_names_the_knobs_that_are_left_and_the_run_goes_on_from_it
     with Trainer(cfg) as trainer:
         update = trainer.run.policy.update
 
-        def too_large(samples, lr, **named):
+        def too_large(samples, lr):
             if trainer.progress.step == 3:
                 raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-            return update(samples, lr, **named)
+            return update(samples, lr)
 
         monkeypatch.setattr(trainer.run.policy, "update", too_large)
         with pytest.raises(TrainingStopped) as stop:

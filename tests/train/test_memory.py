@@ -43,12 +43,12 @@ def train_until_killed(cfg):
     """In a child: SIGKILL in the first update of the fifth step, which has drawn and remembered; step 4 is saved."""
     update, calls = Policy.update, 0
 
-    def deadly(self, *args, **named):
+    def deadly(self, *args):
         nonlocal calls
         calls += args[-1] is not self.sft_optimizer
         if calls == 9:
             os.kill(os.getpid(), signal.SIGKILL)
-        return update(self, *args, **named)
+        return update(self, *args)
 
     Policy.update = deadly
     train(cfg)

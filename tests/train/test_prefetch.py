@@ -106,9 +106,9 @@ def test_the_update_overlaps_the_next_rollout(make_config, monkeypatch):
             second.set()
         return result
 
-    def patient(self, *args, **named):
+    def patient(self, *args):
         assert second.wait(60)
-        return update(self, *args, **named)
+        return update(self, *args)
 
     monkeypatch.setattr(NativeEngine, "generate", counted)
     monkeypatch.setattr(Policy, "update", patient)
