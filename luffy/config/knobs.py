@@ -107,7 +107,7 @@ class RewardConfig:
         factory=dict, help="weighted sum of kinds, e.g. {math: 1, format: 0.1}; overrides kind"
     )
     workers: int | None = knob(
-        None, "verifier processes; null: 2, beside a GPU half of the cores per training process, at most 8", ge=1
+        None, "verifier processes; null: 2, beside a GPU half of the cores shared by its processes, 2 to 8 each", ge=1
     )
     timeout_s: float = knob(8.0, "a verification running longer is killed, scores 0 and is counted", gt=0)
     concurrency: int = knob(16, "samples that an async function scores at once, in each worker", ge=1)

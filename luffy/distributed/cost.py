@@ -254,8 +254,8 @@ def _rolled_out(model: Model, prompts: int, tokens: int, speed: float) -> Measur
     return Measurement(what, plan, prompts * tokens / speed, updates=False)
 
 
-def _updated(model: Model, problems: int, samples: int, tokens: int, seconds: float) -> Measurement:
-    plan = StepPlan(model, 1, problems, samples, 121, tokens, longest=1.0)
+def _updated(model: Model, problems: int, samples: int, prompt: int, tokens: int, seconds: float) -> Measurement:
+    plan = StepPlan(model, 1, problems, samples, prompt, tokens, longest=1.0)
     what = f"{model.name} update, {plan.responses:,} x {tokens:,} tokens"
     return Measurement(what, plan, seconds, rolls_out=False)
 
@@ -266,9 +266,9 @@ MEASURED = (
     _rolled_out(QWEN_1_5B, 1024, 512, 99_696),
     _rolled_out(QWEN_1_5B, 64, 8192, 18_919),
     _rolled_out(QWEN_7B, 256, 256, 23_079),
-    _updated(QWEN_1_5B, 32, 8, 512, 2.51),
-    _updated(QWEN_1_5B, 8, 1, 8192, 1.53),
-    _updated(QWEN_7B, 128, 8, 1278, 114),
+    _updated(QWEN_1_5B, 32, 8, 121, 512, 2.51),
+    _updated(QWEN_1_5B, 8, 1, 121, 8192, 1.53),
+    _updated(QWEN_7B, 128, 8, 128, 1278, 114),
     Measurement("1.5B step, 256 x 512 tokens", StepPlan(QWEN_1_5B, 1, 32, 8, 121, 512, longest=1.0), 4.05),
     Measurement(
         "7B step, 1,024 x 1,278 tokens in the mean, 8,192 at most",

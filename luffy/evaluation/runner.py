@@ -128,9 +128,10 @@ def run_evaluation(options: Options) -> Result:
 
 
 def verifier_of(options: Options, kind: str) -> Verifier:
-    workers, settings = options.workers or default_workers(options.device), options.reward_settings
+    settings = options.reward_settings
+    workers = options.workers or (settings and settings.workers) or default_workers(options.device)
     if settings is not None:
-        return settings.verifier(settings.workers or workers)
+        return settings.verifier(workers)
     return build_verifier(kind, workers=workers, answer_in_thought=options.answer_in_thought)
 
 

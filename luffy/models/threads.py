@@ -1,4 +1,4 @@
-"""How many CPU threads torch takes, and how many processes verify: no more than there are cores for them."""
+"""How many CPU threads torch takes, and how many processes verify, by the cores that there are."""
 
 from __future__ import annotations
 

@@ -51,8 +51,11 @@ def _seconds(cfg: Config, work: Work, requests: Sequence[Request], share: float,
 
 
 def step_plan(cfg: Config, work: Work, requests: Sequence[Request], share: float, gpus: int) -> cost.StepPlan:
-    """``share``: mean length of the responses, of their limit."""
+    """``share``: mean length of the responses, of their limit. Without requests: sequences as long as those of the
+    update in the mean."""
     c = work.config
+    passes = work.every_pass
+    trained = sum(one.attended for one in passes) / max(sum(one.sequences for one in passes), 1)
     kv_heads, width = key_value_shape(c)
     prompts = {request.prompt_ids for request in requests}
     return cost.StepPlan(
@@ -61,7 +64,7 @@ def step_plan(cfg: Config, work: Work, requests: Sequence[Request], share: float
         problems=max(len(prompts), 1),
         samples=len(requests) // max(len(prompts), 1),
         prompt=round(sum(map(len, prompts)) / max(len(prompts), 1)),
-        response=max(round(share * max((r.sampling.max_tokens for r in requests), default=1)), 1),
+        response=max(round(share * max((r.sampling.max_tokens for r in requests), default=trained)), 1),
         longest=1 / share,
         width=cfg.parallel.rollout_group,
         hybrid=cfg.parallel.shard == "hybrid",

@@ -77,11 +77,16 @@ def interval(of_seeds: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Mean over seeds and problems in percent, and half its 95 % interval: the problems' own spread (normal), and with
     three seeds or more that of the seeds (Student's), added in squares."""
     means = [statistics.mean(values) for values in of_seeds]
-    by_problem = [statistics.mean(values) for values in zip(*of_seeds, strict=True)]
-    halves = [1.96 * statistics.stdev(by_problem) / math.sqrt(len(by_problem))]
+    problems = by_problem(of_seeds)
+    halves = [1.96 * statistics.stdev(problems) / math.sqrt(len(problems))]
     if len(means) >= 3:
         halves.append(half_width(means))
     return 100 * statistics.mean(means), 100 * math.hypot(*halves)
+
+
+def by_problem(of_seeds: Iterable[Sequence[float]]) -> list[float]:
+    """The mean over seeds."""
+    return [statistics.mean(values) for values in zip(*of_seeds, strict=True)]
 
 
 def accuracy(runs: Sequence[Row]) -> str:
@@ -95,11 +100,13 @@ def solved(row: Row) -> list[float]:
 
 
 def difference(ones: Sequence[Row], others: Sequence[Row], score: Callable[[Row], list[float]]) -> str:
-    """Paired: problem by problem, and seed by seed for the seeds that both have. Not paired, which is wider, where the
-    order of the problems is not known."""
+    """Paired problem by problem: seed by seed where both have the same seeds, else the means over the seeds of each.
+    Not paired, which is wider, where the order of the problems is not known."""
     if all(row["test"].get("in_order", True) for row in (*ones, *others)):
-        pairs = [(a, b) for a in ones for b in others if a.get("seed") == b.get("seed")]
-        middle, half = interval([[x - y for x, y in zip(score(a), score(b), strict=True)] for a, b in pairs])
+        first, second = ({row.get("seed"): score(row) for row in rows} for rows in (ones, others))
+        if first.keys() != second.keys():
+            first, second = ({0: by_problem(found.values())} for found in (first, second))
+        middle, half = interval([[x - y for x, y in zip(first[s], second[s], strict=True)] for s in first])
     else:
         (one, first), (other, second) = (interval([score(row) for row in rows]) for rows in (ones, others))
         middle, half = one - other, math.hypot(first, second)
@@ -241,10 +248,12 @@ def hard_problems(rows: Sequence[Row]) -> str:
         cells = [f"{100 * statistics.mean(values):.3g}" if values else "" for values in own]
         some = 100 * statistics.mean(statistics.mean(solved(row)) for row in found)
         seconds = statistics.mean(last(row, "gpu_seconds") for row in found)
-        body.append([label(found[0]), str(len(found)), steps_of(found), *cells, accuracy(found), f"{some:.1f}",
+        begin = [label(found[0]), f"{found[0]['lr']:g}", str(len(found)), steps_of(found)]
+        body.append([*begin, *cells, accuracy(found), f"{some:.1f}",
                      accuracy([unsolved(row, base) for row in found]), f"{seconds:.0f}"])  # fmt: skip
-    head = ["", "seeds", "steps", f"own samples right, first {LATE} steps, %", f"last {LATE}, %", "test accuracy, %",
-            "pass@4, %", "on test problems that the base never solved, %", "GPU seconds"]  # fmt: skip
+    head = ["", "learning rate", "seeds", "steps", f"own samples right, first {LATE} steps, %", f"last {LATE}, %",
+            "test accuracy, %", "pass@4, %", "on test problems that the base never solved, %",
+            "GPU seconds"]  # fmt: skip
     text = "Trained on the training problems that the base solved in none of 8 samples."
     image = "![Own samples right and validation accuracy of the runs on hard problems](../images/qwen-hard.png)"
     return "\n".join(["## Hard problems", "", text, "", image, "", table(head, body), "", differences(runs)])

@@ -267,6 +267,9 @@ def test_intervals_over_problems_and_seeds(figures):
     other = {"seed": 0, "test": {"k": 4, "right": "0004"}}
     assert figures.shares(row) == [0.0, 0.25, 0.5, 1.0] and figures.solved(row) == [0.0, 1.0, 1.0, 1.0]
     paired = figures.difference([row], [other], figures.shares)
+    again = {"seed": 1, "test": {"k": 4, "right": "0044"}}  # with other seeds: the means over the seeds of each
+    assert figures.difference([row], [other, again], figures.shares).startswith("+6.2 (")
+    assert figures.difference([row], [again], figures.shares).startswith("-6.2 (")
     other["test"]["in_order"] = False
     apart = figures.difference([row], [other], figures.shares)
     assert paired == "+18.8 (-4.7 to +42.2)" and apart == "+18.8 (-45.7 to +83.2)"
@@ -304,8 +307,8 @@ def test_hard_problems_are_a_section_once_there_are_data(figures):
     for found in (run, sft):
         found["curves"]["gpu_seconds"] = [7.0]
     assert figures.hard_problems([base, run, sft]).splitlines()[-6:] == [
-        "| LUFFY | 1 | 200 | 10 | 30 | 62.5 (30.9 to 94.1) | 100.0 | 50.0 (21.7 to 78.3) | 7 |",
-        "| SFT | 1 | 200 |  |  | 37.5 (5.9 to 69.1) | 75.0 | 50.0 (21.7 to 78.3) | 7 |",
+        "| LUFFY | 3e-06 | 1 | 200 | 10 | 30 | 62.5 (30.9 to 94.1) | 100.0 | 50.0 (21.7 to 78.3) | 7 |",
+        "| SFT | 1e-05 | 1 | 200 |  |  | 37.5 (5.9 to 69.1) | 75.0 | 50.0 (21.7 to 78.3) | 7 |",
         "",
         "|  | difference in test accuracy, points | in pass@4 |",
         "|---|---|---|",

@@ -140,7 +140,7 @@ def test_the_cost_on_other_gpus_by_hand(make_config):
     weights = planning.model_shape(cfg).parameters
     tokens = int(re.search(r"traces, up to ([\d,]+) tokens", "".join(said))[1].replace(",", ""))
     passes = math.ceil(tokens / 2 / cfg.batch.tokens)
-    computed, moved = 6 * weights * tokens / 2 / (250e12 * 0.47), passes * 8 * weights / 300e9
+    computed, moved = 6 * weights * tokens / 2 / (250e12 * 0.65), passes * 8 * weights / 300e9
     assert float(found[1]) == pytest.approx(max(computed, moved) + 2 * weights / 300e9, rel=0.06)  # two digits
     assert float(found[2]) == pytest.approx(4 * float(found[1]), rel=0.12)
 
