@@ -16,6 +16,7 @@ import pytest
 
 import luffy.evaluation.runner as runner
 from luffy.cli import main
+from luffy.config.knobs import RewardConfig
 from luffy.data import encode
 from luffy.errors import UserError
 from luffy.evaluation.accuracy import pass_at_k
@@ -514,3 +515,11 @@ def test_analyze_labels_runs_by_their_path(tmp_path):
         (folder / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n')
     assert luffy("analyze", tmp_path / "runs", "--out", tmp_path)[0] == 0
     assert [r["series"] for r in read_csv(tmp_path / "dynamics.csv")] == ["luffy/seed-0", "sft/seed-0"]
+
+
+@pytest.mark.parametrize(("asked", "of_recipe", "found"), [(3, 1, 3), (None, 1, 1), (None, None, 2)])
+def test_workers_asked_for_come_before_those_of_the_recipe(asked, of_recipe, found):
+    settings = RewardConfig(kind="math", workers=of_recipe)
+    with runner.verifier_of(Options("model", "suite", workers=asked, reward_settings=settings), "math") as verifier:
+        [reward] = verifier._rewards.values()
+        assert len(reward._pool.pids) == found
