@@ -12,10 +12,12 @@ from support import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from luffy.bench.shapes import SHAPES
+from luffy.config import load_config
 from luffy.models.families import layout_of
 from luffy.models.forward import forward_hidden, use_luffy_attention
 from luffy.schema import to_dict
 from luffy.train.estimate import ALLOCATOR, Work, layer_bytes, passes_of, planned_sample, rollout_parts, update_parts
+from luffy.train.gpu_cost import step_plan
 from luffy.train.probe import Rates, shortened
 from luffy.types import Family
 
@@ -60,6 +62,13 @@ def test_updates_on_a_gpu(name, problems, group, prompt, response, tokens, again
     state = 0 if offload else trained * (12 if rank is None else 8)
     said = ALLOCATOR * (2 * parameters + state + sum(update_parts(work).values())) / GIB
     assert said == pytest.approx(float(measured), rel=0.05)
+
+
+def test_sft_attends_to_whole_traces_in_the_cost_model():
+    config, parameters = shape("qwen2-1.5b")
+    passes = passes_of(samples(8, 1, 121, 8192), 16384, share=True)
+    work = Work(config, parameters, parameters, 2, True, None, False, [passes])
+    assert step_plan(load_config("tiny/sft"), work, [], 1.0, 1).context == pytest.approx((121 + 8192) / 2, abs=1)
 
 
 @pytest.mark.parametrize(
