@@ -83,8 +83,8 @@ def shape(name: str, *, ratios: bool = False) -> Callable[[ShapeFunction], Shape
     """A decorator that registers a shape for ``algorithm.off_policy_reshape``.
 
     ``function(log_p, shape)`` returns f(p) of teacher tokens, in the shape of ``log_p``, their log-probs under the
-    policy; ``shape.weight``, ``shape.pow_exp`` and ``shape.gamma`` are its knobs. ``ratios``: it is also defined for the logs of
-    ratios p / p_old, which can exceed 0, and may be named in ``algorithm.on_policy_reshape``.
+    policy; ``shape.weight``, ``shape.pow_exp`` and ``shape.gamma`` are its knobs. ``ratios``: it is also defined
+    for the logs of ratios p / p_old, which can exceed 0, and may be named in ``algorithm.on_policy_reshape``.
     """
 
     def register(function: ShapeFunction) -> ShapeFunction:
