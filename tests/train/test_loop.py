@@ -152,9 +152,12 @@ def test_several_mini_batches_use_old_log_probs(make_config):
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_kl_against_the_starting_policy(make_config, where):
     kl = {"kl_coef": 0.5, "kl_in": where, "kl_estimator": "k3"}
-    rows = run(make_config(name=where, algorithm=kl, optim={"lr": 0.02}, train={"steps": 2}))
+    mean = {"loss_reduction": "token-mean", "entropy_coef": 0.0}  # then the loss is the sum of two metrics
+    rows = run(make_config(name=where, algorithm=kl | mean, optim={"lr": 0.02}, train={"steps": 2}))
     if where == "loss":
         assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and rows[-1]["actor/kl_loss"] > 1e-4
+        for row in rows:
+            assert row["actor/loss"] == pytest.approx(row["actor/pg_loss"] + 0.5 * row["actor/kl_loss"], rel=1e-5)
     else:
         assert "actor/kl_loss" not in rows[0]
         assert rows[0]["critic/kl"] == pytest.approx(0.0, abs=1e-6) and rows[-1]["critic/kl"] > 1e-4
