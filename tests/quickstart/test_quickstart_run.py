@@ -50,15 +50,16 @@ def test_a_short_quickstart_leaves_summary_and_report(short):
     assert "Right answers after training in percent, 1 seed" in printed
 
 
-def test_a_finished_quickstart_is_not_trained_again(short, capsys):
+def test_a_finished_quickstart_is_neither_trained_nor_evaluated_again(short, capsys):
     folder, first, _ = short
-    written = {p: p.stat().st_mtime_ns for p in folder.rglob("metrics.jsonl")}
+    written = {p: p.stat().st_mtime_ns for p in folder.glob("*/seed-0/*")}
+    assert {p.name for p in written} >= {"metrics.jsonl", "quickstart.json"}
     with few_evaluated():
         assert quickstart(folder, seeds=1, steps=2, as_json=True) == first
     said = capsys.readouterr()
     assert json.loads(said.out) == json.loads((folder / "summary.json").read_text())  # and nothing else
     assert "Right answers after training" in said.err
-    assert {p: p.stat().st_mtime_ns for p in folder.rglob("metrics.jsonl")} == written
+    assert {p: p.stat().st_mtime_ns for p in folder.glob("*/seed-0/*")} == written
 
 
 def test_all_methods_are_those_that_have_a_recipe():
