@@ -134,6 +134,16 @@ def test_preempted_sequences_go_on_as_they_would_have(monkeypatch):
     assert engine.stats.preemptions > 0
 
 
+def test_a_prompt_waits_for_the_pages_that_running_rows_need_soon(monkeypatch):
+    """When the second request ends, two pages are free. The third would take both; the first needs one of them a few
+    tokens later, so the third would be preempted."""
+    first, second, third = ask((3, 4, 5), 80, seed=1), ask((6, 7, 8), PAGE - 10, seed=2), ask([9] * (PAGE + 5), 30)
+    monkeypatch.setattr(paged_generation, "pages_available", lambda *_: 4)
+    slots, pages, engine = both(small(), [first, second, third], max_slots=2)
+    assert_same(slots, pages)
+    assert (engine.stats.preemptions, engine.stats.prefill_tokens) == (0, 3 + 3 + PAGE + 5)
+
+
 @pytest.mark.parametrize("pages", [7, 8, 9, 11, 12, 13, 16, 22, 30])
 def test_any_memory_that_holds_one_sequence_is_enough(monkeypatch, pages):
     model = small()
