@@ -36,7 +36,7 @@ ASYNC_GRACE_S = 2.0  # a worker's async samples end themselves; one that blocks 
 
 
 class Reward(Protocol):
-    """One term of a verifier. ``one_by_one``: worker processes score each response by itself."""
+    """One term of a verifier. ``one_by_one``: each response may be scored by itself, in a thread beside the rollout."""
 
     @property
     def one_by_one(self) -> bool: ...
@@ -53,7 +53,7 @@ class Reward(Protocol):
 class InProcessReward:
     """``scorer(answer, response)`` in this process; an answer that does not suit it (ValueError) scores 0."""
 
-    one_by_one = False
+    one_by_one = True
 
     def __init__(self, scorer: TextReward) -> None:
         self._scorer = scorer
@@ -208,7 +208,7 @@ class Verifier:
     @property
     def may_score_early(self) -> bool:
         """Whether responses may be scored while others are still being made: no term wants them all at once, and none
-        keeps this process busy."""
+        could keep this process busy for long."""
         return all(reward.one_by_one for reward in self._rewards.values())
 
     def why_nothing_was_scored(self, scores: Sequence[Score]) -> str | None:

@@ -59,11 +59,12 @@ def test_a_training_verifies_the_first_response_before_the_last_has_ended(make_c
     ("weights", "early"),
     [
         ({"loop_rewards:length_parity": 1.0}, True),
-        ({"loop_rewards:length_parity": 1.0, "format": 0.1}, False),  # in this process
-        ({"own_forms:even_length": 1.0}, False),  # of all at once
+        ({"loop_rewards:length_parity": 1.0, "format": 0.1}, True),
+        ({"gsm8k": 1.0}, True),
+        ({"gsm8k": 1.0, "own_forms:even_length": 1.0}, False),  # of all at once
     ],
 )
-def test_only_what_workers_score_one_by_one_is_scored_early(weights, early, monkeypatch, request):
+def test_what_scores_each_response_by_itself_does_so_early(weights, early, monkeypatch, request):
     monkeypatch.syspath_prepend(request.config.rootpath / "tests" / "rewards")
     with build_verifier(weights=weights, workers=1) as verifier:
         assert verifier.may_score_early is early
