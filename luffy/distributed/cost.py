@@ -73,6 +73,10 @@ class StepPlan:
     width: int = 1
     hybrid: bool = False  # sharded inside each machine, copied over machines
     micro_batch: int = 32768
+    adapters: bool = False  # LoRA: the weights are frozen
+    recomputes: bool = False  # activations, in the backward pass
+    scored: int = 0  # forward passes before the update: for old log-probs, for those of the reference
+    trained_tokens: float | None = None  # of the updates, where they are not those of the rollout
     storage: float = 20 * GB  # bytes a second that the shared file system takes
     hash_rate: float = 1.2 * GB  # sha256 of one core, and the main process has
     hash_cores: int = 16
@@ -84,7 +88,14 @@ class StepPlan:
     @property
     def tokens(self) -> float:
         """That an update computes: a group's prompt once."""
-        return self.problems * self.prompt + self.responses * self.response
+        rolled_out = self.problems * self.prompt + self.responses * self.response
+        return rolled_out if self.trained_tokens is None else self.trained_tokens
+
+    @property
+    def passes(self) -> int:
+        """Of an update, in forward passes: a backward pass takes two. LoRA takes as many: its adapters take the time
+        that frozen weights save (docs/results/cost.md)."""
+        return 3 + self.recomputes + self.scored
 
     @property
     def context(self) -> float:
@@ -124,38 +135,40 @@ def rollout(plan: StepPlan, gpu: Gpu) -> Cost:
     return Cost(decode + 2 * plan.model.parameters * prompts / (gpu.flops * gpu.update_share))
 
 
-def update(plan: StepPlan, gpu: Gpu, tokens: float | None = None) -> Cost:
-    """Matrix products, or the weights and gradients that FSDP2 moves, whichever takes longer. ``tokens``: of the whole
-    step, where they are not the plan's."""
-    tokens = plan.tokens if tokens is None else tokens
-    compute = training_flops(plan) * tokens / plan.gpus / (gpu.flops * gpu.update_share)
-    passes = math.ceil(tokens / plan.gpus / plan.micro_batch)
+def update(plan: StepPlan, gpu: Gpu) -> Cost:
+    """Matrix products, or the weights and gradients that FSDP2 moves, whichever takes longer."""
+    compute = training_flops(plan) * plan.tokens / plan.gpus / (gpu.flops * gpu.update_share)
+    passes = math.ceil(plan.tokens / plan.gpus / plan.micro_batch)
     inside, between = (passes * b for b in fsdp_bytes(plan, gpu))
     return Cost(max(compute, inside / gpu.nvlink, between / gpu.network), inside + between)
 
 
 def training_flops(plan: StepPlan) -> float:
-    """Of a token, nothing recomputed: 6 a parameter; attention, 12 for every token of the context and every number of a
-    hidden state, in every layer."""
-    return 6 * plan.model.parameters + 12 * plan.context * plan.model.layers * plan.model.hidden
+    """Of a token. A pass takes 2 a parameter; attention, 4 for every token of the context and every number of a hidden
+    state, in every layer."""
+    return plan.passes * (2 * plan.model.parameters + 4 * plan.context * plan.model.layers * plan.model.hidden)
 
 
 def fsdp_bytes(plan: StepPlan, gpu: Gpu) -> tuple[float, float]:
-    """Bytes that a GPU receives in one pass forward and backward: weights in bf16 twice, gradients in fp32 once.
-    First those that stay in a machine, then those that come from another. Sharded over several machines, everything
-    waits for the network; hybrid, only the sum of the gradients over the machines does."""
-    everything = 2 * plan.model.weights + 4 * plan.model.parameters
+    """Bytes that a GPU receives in one pass forward and backward: weights in bf16 twice, and once more for every pass
+    that scores; gradients in fp32 once. First those that stay in a machine, then those that come from another. Sharded
+    over several machines, everything waits for the network; hybrid, only the sum of the gradients over the machines
+    does."""
+    gradients = 0.0 if plan.adapters else 4 * plan.model.parameters
+    everything = (2 + plan.scored) * plan.model.weights + gradients
     if plan.gpus == 1:
         return 0.0, 0.0
     if plan.machines <= 1:
         return everything, 0.0
     if plan.hybrid:
-        return everything, 2 * 4 * plan.model.parameters / gpu.per_machine
+        return everything, 2 * gradients / gpu.per_machine
     return 0.0, everything
 
 
 def weight_sync(plan: StepPlan, gpu: Gpu) -> Cost:
-    """The trained weights to every copy that rolls out."""
+    """The trained weights to every copy that rolls out; one GPU has them already."""
+    if plan.gpus == 1:
+        return Cost(0.0)
     link = gpu.nvlink if plan.machines <= 1 or plan.hybrid else gpu.network
     return Cost(plan.model.weights / link, plan.model.weights)
 
@@ -172,9 +185,11 @@ def checkpoint(plan: StepPlan, gpu: Gpu) -> dict[str, Cost]:
 
 
 def memory(plan: StepPlan, gpu: Gpu) -> float:
-    """Bytes of a GPU that are taken before the cache is: masters, moments, gradients, and the copy that rolls out."""
+    """Bytes of a GPU that are taken before the cache is: masters, moments, gradients (with LoRA the masters alone, and
+    on one GPU none: it trains beside the copy that rolls out), and that copy."""
     shards = min(plan.gpus, gpu.per_machine) if plan.hybrid else plan.gpus
-    return 16 * plan.model.parameters / shards + plan.model.weights / plan.width
+    trained = 16 if not plan.adapters else 4 if plan.gpus > 1 else 0
+    return trained * plan.model.parameters / shards + plan.model.weights / plan.width
 
 
 def places(plan: StepPlan, gpu: Gpu) -> float:

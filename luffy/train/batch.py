@@ -196,14 +196,20 @@ def _is_rejected(group: Group, cfg: Config) -> bool:
     return a.reject_extreme and is_extreme(group, cfg.reward) and not keep_traces
 
 
-def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:
-    """Log-probs before the update: of the policy where it will take several optimizer steps (with one,
-    old is current and no pass is spent) or the credit function asks for them, of the reference where a KL term needs
-    it, of the teacher where the credit function needs it."""
-    a = run.cfg.algorithm
-    several = min(run.cfg.batch.updates, batch.size) > 1
+def needed_log_probs(cfg: Config, problems: int) -> tuple[bool, bool]:
+    """Whether log-probs before the update are computed of the policy and of the reference. Of the policy where it will
+    take several optimizer steps (with one, old is current and no pass is spent), or the KL in the reward or the credit
+    function asks for them; of the reference where a KL term needs it."""
+    a = cfg.algorithm
     need_ref = a.kl_coef > 0
-    need_old = several or (need_ref and a.kl_in == "reward") or bool(needs_of(a))
+    several = min(cfg.batch.updates, problems) > 1
+    return several or (need_ref and a.kl_in == "reward") or bool(needs_of(a)), need_ref
+
+
+def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:
+    """Log-probs before the update: those of ``needed_log_probs``, and the teacher's where the credit function needs
+    them."""
+    need_old, need_ref = needed_log_probs(run.cfg, batch.size)
     groups = list(batch.groups.values())
     count = sum(len(group.rollouts) for group in groups)
     flat = [uncredited(r) for group in groups for r in group.rollouts] if need_old or need_ref else []

@@ -22,13 +22,13 @@ from luffy.report.recorder import check_trackers
 from luffy.rollout.native import default_slots
 from luffy.rollout.overrides.pair_checks import check_fits, check_same_tokenizer
 from luffy.train import setup
-from luffy.train.batch import mini_batches
+from luffy.train.batch import mini_batches, needed_log_probs
 from luffy.train.build import total_steps
 from luffy.train.draws import draw
 from luffy.train.estimate import ALLOCATOR, Parts, Work, passes_of, planned_sample, rollout_parts, update_parts
-from luffy.train.gpu_cost import gpu_cost, gpu_named
+from luffy.train.gpu_cost import gpu_named, times_on_gpus
 from luffy.train.optim import lr_at
-from luffy.train.probe import this_gpu, time_of_step
+from luffy.train.probe import this_gpu, time_on_cpu
 from luffy.train.run_state import Method
 from luffy.train.teacher import check_tokenizer
 from luffy.train.trial import try_model
@@ -102,7 +102,8 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     notices += setup.repeated_problems(cfg, len(tasks))
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
     plan = first_plan(cfg, batch, visits, steps) if method == "rl" else None
-    work = work_of(cfg, model, planned_samples(cfg, batch, plan), place.on_gpu)
+    scored = sum(needed_log_probs(cfg, len(batch))) if method == "rl" else 0
+    work = work_of(cfg, model, planned_samples(cfg, batch, plan), scored, place.on_gpu)
     requests = plan.requests if plan else []
     needs = memory_needs(cfg, method, work, requests, others, place.free)
     lines = [
@@ -114,7 +115,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
         f"step       {plan_line(cfg, batch, plan)}",
         f"update     {update_line(cfg, steps)}",
         f"memory     {memory_line(cfg, work, needs, place)}",
-        *time_lines(cfg, work, requests, steps * trainings, place, renting.price),
+        time_line(cfg, work, requests, steps * trainings, place, renting.price),
         *(f"warning    {notice}" for notice in notices),
         "first prompt, as the model sees it:",
         encoder.render(batch[0].problem),
@@ -289,9 +290,8 @@ def update_line(cfg: Config, steps: int) -> str:
     )
 
 
-def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]], on_gpu: bool) -> Work:
-    share = 1 if cfg.launch == "local" else cfg.parallel.workers
-    parts = mini_batches(planned, cfg.batch.updates * share)  # of one process, at least one problem
+def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]], scored: int, on_gpu: bool) -> Work:
+    parts = mini_batches(planned, cfg.batch.updates * cfg.parallel.workers)  # of one process, at least one problem
     return Work(
         config=model.config,
         parameters=model.parameters,
@@ -301,6 +301,7 @@ def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]],
         lora_rank=None if cfg.model.lora is None else cfg.model.lora.rank,
         checkpointing=cfg.model.gradient_checkpointing,
         passes=[passes_of(part, cfg.batch.tokens, model.shares) for part in parts],
+        scored=scored,
     )
 
 
@@ -389,32 +390,35 @@ def memory_line(cfg: Config, work: Work, needs: dict[str, Parts], place: Place) 
     )
 
 
-def time_lines(
-    cfg: Config, work: Work, requests: Sequence[Request], steps: int, place: Place, price: float | None
-) -> list[str]:
-    """The time on this machine, if the run is meant for it; time and cost by the cost model, if it is for GPUs."""
-    lines = [] if place.rented else [f"time       {time_line(cfg, work, requests, steps)}"]
-    if place.on_gpu:
-        lines.append(f"cost       {cost_line(cfg, work, requests, steps, place, price)}")
-    return lines
-
-
-def cost_line(
+def time_line(
     cfg: Config, work: Work, requests: Sequence[Request], steps: int, place: Place, price: float | None
 ) -> str:
+    """Of a step and of all ``steps``: on a CPU by a trial, on GPUs with their cost by the cost model."""
+    if place.on_gpu:
+        return f"cost       {gpu_line(cfg, work, requests, steps, place, price)}"
+    return f"time       {cpu_line(cfg, work, requests, steps)}"
+
+
+def gpu_line(
+    cfg: Config, work: Work, requests: Sequence[Request], steps: int, place: Place, price: float | None
+) -> str:
+    """The same run with short responses and with all of full length."""
     gpu = gpu_named(place.rented) if place.rented else this_gpu()
-    name = place.rented.upper() if place.rented else "GPU of this machine"
-    found = gpu_cost(cfg, work, requests, gpu)
-    if found is None:
-        return f"not estimated: the run does not fit on {cfg.parallel.workers} x {name}"
-    ends = sorted({found.fast, found.slow})
-    hours = [seconds * steps * found.gpus / 3600 for seconds in ends]
+    gpus = cfg.parallel.workers
+    name = f"{gpus} x {place.rented.upper() if place.rented else 'GPU of this machine'}"
+    found = times_on_gpus(cfg, work, requests, gpu)
+    if not found:
+        return f"not estimated: the run does not fit on {name}"
+    parts = f"rollout {_span(duration(t.rollout) for t in found)}, update {_span(duration(t.update) for t in found)}"
+    hours = [t.step * steps * gpus / 3600 for t in found]
     paid = "" if price is None else f", {_span(f'{h * price:,.0f}' for h in hours)} at {price:g}"
     lengths = " (responses of a quarter of rollout.max_tokens in the mean, and of full length)" if requests else ""
     return (
-        f"on {found.gpus} x {name}: {_span(map(duration, ends))} a step, {_span(duration(s * steps) for s in ends)} "
-        f"for {steps} steps, {_span(f'{h:,.0f}' for h in hours)} GPU hours{paid}{lengths}, without rewards, "
-        f"evaluations and checkpoints; by the cost model (docs/results/cost.md says how it was checked)"
+        f"on {name}: {_span(duration(t.step) for t in found)} a step ({parts if requests else 'update alone'}), "
+        f"{_span(duration(t.step * steps) for t in found)} for {steps} steps, {_span(f'{h:,.0f}' for h in hours)} GPU "
+        f"hours{paid}{lengths}, without rewards, evaluations and checkpoints; by the cost model with "
+        f"{gpu.flops / 1e12:.0f} TFLOP/s and {gpu.memory_bandwidth / 1e12:.1f} TB/s (docs/results/cost.md says how it "
+        "was checked)"
     )
 
 
@@ -422,18 +426,20 @@ def _span(texts: Iterable[str]) -> str:
     return " to ".join(dict.fromkeys(texts))
 
 
-def time_line(cfg: Config, work: Work, requests: Sequence[Request], steps: int) -> str:
-    """Of a step and of all ``steps``, every response as long as it may become."""
-    if slow_dtype(cfg.model.dtype, "cuda" if work.on_gpu else "cpu"):
+def cpu_line(cfg: Config, work: Work, requests: Sequence[Request], steps: int) -> str:
+    """Every response as long as it may become."""
+    if slow_dtype(cfg.model.dtype, "cpu"):
         return f"not tried in {cfg.model.dtype}, which is slow on this CPU"
     rolled_out = requests if cfg.rollout.engine == "native" else []
-    found = time_of_step(cfg, work, rolled_out, slots_of(cfg, work, requests))
+    found = time_on_cpu(cfg, work, rolled_out, slots_of(cfg, work, requests))
     if found is None:
         return "not estimated: the model cannot be tried on this machine with fewer layers"
     parts = f"rollout {duration(found.rollout)}, update {duration(found.update)}" if rolled_out else "update alone"
+    layers = "one layer" if work.config.num_hidden_layers == 1 else "two layers"
     return (
         f"roughly {duration(found.step)} a step ({parts}), {duration(steps * found.step)} for {steps} steps, without "
-        f"rewards, evaluations and checkpoints; {found.how}, responses of full length"
+        f"rewards, evaluations and checkpoints; tried with {layers} of the model on this machine, responses of full "
+        f"length"
     )
 
 

@@ -42,7 +42,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class Work:
-    """What an update is made of: the model's shape, how it is trained, and the passes of its mini-batches."""
+    """What an update is made of: the model's shape, how it is trained, the passes of its mini-batches, and how many
+    times its tokens are ``scored`` before: for old log-probs, for those of the reference."""
 
     config: Any
     parameters: int
@@ -52,6 +53,7 @@ class Work:
     lora_rank: int | None
     checkpointing: bool | str
     passes: Sequence[Sequence[Pass]]  # by mini-batch
+    scored: int = 0
 
     @property
     def several(self) -> bool:
@@ -61,6 +63,10 @@ class Work:
     @property
     def every_pass(self) -> list[Pass]:
         return [one for mini_batch in self.passes for one in mini_batch]
+
+    @property
+    def tokens(self) -> int:
+        return sum(one.computed for one in self.every_pass)
 
 
 def planned_sample(prompt_ids: Sequence[int], tokens: int) -> Sample:

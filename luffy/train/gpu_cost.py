@@ -16,12 +16,15 @@ SHORT = 0.25  # mean length of responses as a share of their limit, where most o
 
 
 @dataclass(frozen=True)
-class GpuCost:
-    """Seconds of a step on ``gpus``: with short responses and with all of full length. SFT has one figure."""
+class StepTime:
+    """Seconds; the weights' way to the engine is part of the update."""
 
-    gpus: int
-    fast: float
-    slow: float
+    rollout: float
+    update: float
+
+    @property
+    def step(self) -> float:
+        return self.rollout + self.update
 
 
 def gpu_named(name: str) -> cost.Gpu:
@@ -30,29 +33,24 @@ def gpu_named(name: str) -> cost.Gpu:
     return cost.GPUS[name.lower()]
 
 
-def gpu_cost(cfg: Config, work: Work, requests: Sequence[Request], gpu: cost.Gpu) -> GpuCost | None:
-    """None where weights, optimizer and one sequence do not fit. ``work`` has every response at full length."""
-    gpus = 1 if cfg.launch == "local" else cfg.parallel.workers
-    if cost.places(step_plan(cfg, work, requests, 1.0, gpus), gpu) < 1:
-        return None
-    slow = _seconds(cfg, work, requests, 1.0, gpus, gpu)
-    return GpuCost(gpus, _seconds(cfg, work, requests, SHORT, gpus, gpu) if requests else slow, slow)
+def times_on_gpus(cfg: Config, work: Work, requests: Sequence[Request], gpu: cost.Gpu) -> list[StepTime]:
+    """With short responses and with all of full length; SFT has one. Empty where weights, optimizer and one sequence of
+    full length do not fit."""
+    if cost.places(step_plan(cfg, work, requests), gpu) < 1:
+        return []
+    plans = [step_plan(cfg, work, requests, share) for share in ((SHORT, 1.0) if requests else (1.0,))]
+    return [
+        StepTime(
+            rollout=cost.rollout(plan, gpu).seconds if requests else 0.0,
+            update=cost.update(plan, gpu).seconds + cost.weight_sync(plan, gpu).seconds,
+        )
+        for plan in plans
+    ]
 
 
-def _seconds(cfg: Config, work: Work, requests: Sequence[Request], share: float, gpus: int, gpu: cost.Gpu) -> float:
-    """Rollout, old and reference log-probs (a forward pass each: a third of an update), updates and weight sync."""
-    plan = step_plan(cfg, work, requests, share, gpus)
-    not_made = (1 - share) * sum(request.sampling.max_tokens for request in requests)
-    tokens = sum(one.computed for one in work.every_pass) - not_made
-    scored = (bool(requests) and cfg.batch.updates > 1) + bool(requests and cfg.algorithm.kl_coef)
-    trained = cost.update(plan, gpu, tokens).seconds * (1 + scored / 3)
-    made = cost.rollout(plan, gpu).seconds if requests else 0.0
-    return made + trained + cost.weight_sync(plan, gpu).seconds
-
-
-def step_plan(cfg: Config, work: Work, requests: Sequence[Request], share: float, gpus: int) -> cost.StepPlan:
-    """``share``: mean length of the responses, of their limit. Without requests: sequences as long as those of the
-    update in the mean."""
+def step_plan(cfg: Config, work: Work, requests: Sequence[Request], share: float = 1.0) -> cost.StepPlan:
+    """``share``: mean length of the responses, of their limit, which ``work`` takes them to have. Without requests:
+    sequences as long as those of the update in the mean."""
     c = work.config
     passes = work.every_pass
     trained = sum(one.attended for one in passes) / max(sum(one.sequences for one in passes), 1)
@@ -60,7 +58,7 @@ def step_plan(cfg: Config, work: Work, requests: Sequence[Request], share: float
     prompts = {request.prompt_ids for request in requests}
     return cost.StepPlan(
         cost.Model("", work.parameters, c.num_hidden_layers, c.hidden_size, kv_heads * width),
-        gpus=gpus,
+        gpus=cfg.parallel.workers,
         problems=max(len(prompts), 1),
         samples=len(requests) // max(len(prompts), 1),
         prompt=round(sum(map(len, prompts)) / max(len(prompts), 1)),
@@ -69,4 +67,8 @@ def step_plan(cfg: Config, work: Work, requests: Sequence[Request], share: float
         width=cfg.parallel.rollout_group,
         hybrid=cfg.parallel.shard == "hybrid",
         micro_batch=cfg.batch.tokens,
+        adapters=work.lora_rank is not None,
+        recomputes=work.checkpointing is True,
+        scored=work.scored,
+        trained_tokens=work.tokens - (1 - share) * sum(request.sampling.max_tokens for request in requests),
     )

@@ -1,7 +1,7 @@
-"""How long a step will take, roughly.
+"""Measurements of this machine for the time of a step.
 
-On a CPU: the model with one and with two of its layers, random weights, generates a few tokens and makes one small
-update; the rest is proportion. On a GPU: the cost model of `luffy.distributed.cost` with the rates of this GPU.
+On a CPU the model with one and with two of its layers, random weights, generates a few tokens and makes one small
+update; the rest is proportion. Of a GPU the rates are measured that the cost model needs (`luffy.distributed.cost`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from luffy.models.memory import memory_of_machine
 from luffy.models.plain import choose_path
 from luffy.rollout import NativeEngine
 from luffy.train.estimate import Work
-from luffy.train.gpu_cost import step_plan
+from luffy.train.gpu_cost import StepTime, step_plan
 from luffy.train.packing import pack
 from luffy.train.scorer import TokenScorer
 from luffy.types import Request, Sample
@@ -31,20 +31,6 @@ NEW_TOKENS = 8  # of a probe's responses
 PROBED_TOKENS = 1024  # of a probe's update, about; fewer where a pass takes more operations than
 PROBED_WORK = 1e11  # this, seconds on a laptop
 FEWEST_TOKENS, FEWEST_SLOTS = 64, 32
-AGAIN = 4 / 3  # a forward pass more
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds; ``how`` says where they come from."""
-
-    rollout: float
-    update: float
-    how: str
-
-    @property
-    def step(self) -> float:
-        return self.rollout + self.update
 
 
 @dataclass(frozen=True)
@@ -65,12 +51,10 @@ class Rates:
         )
 
 
-def time_of_step(cfg: Config, work: Work, requests: Sequence[Request], slots: int) -> StepTime | None:
+def time_on_cpu(cfg: Config, work: Work, requests: Sequence[Request], slots: int) -> StepTime | None:
     """None where the model cannot be tried on this machine: its embeddings alone are too large, or its class does not
     let itself be made with fewer layers. Without ``requests`` (SFT, or an engine
     that is not the native one) the rollout takes no time."""
-    if work.on_gpu:
-        return _by_cost_model(cfg, work, requests)
     free, _, _ = memory_of_machine(False)
     if 8 * 4 * work.config.vocab_size * work.config.hidden_size > free / 2:
         return None
@@ -81,18 +65,8 @@ def time_of_step(cfg: Config, work: Work, requests: Sequence[Request], slots: in
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError):
         return None
     steps = math.ceil(len(requests) / max(slots, 1)) * max((r.sampling.max_tokens for r in requests), default=0)
-    return StepTime(
-        steps * rates.decode,
-        _update_seconds(cfg, work, rates),
-        f"tried with {'one layer' if layers == 1 else 'two layers'} of the model on this machine",
-    )
-
-
-def _update_seconds(cfg: Config, work: Work, rates: Rates) -> float:
-    tokens = sum(one.computed for one in work.every_pass)
-    scored = (len(work.passes) > 1) + bool(cfg.algorithm.kl_coef)  # old and reference log-probs: a forward pass each
-    passes = (AGAIN if work.checkpointing is True else 1.0) + scored / 3
-    return tokens * rates.token * passes + len(work.passes) * work.trained * rates.weight
+    tokens = work.tokens * step_plan(cfg, work, requests).passes / 3  # one was tried forward and backward
+    return StepTime(steps * rates.decode, tokens * rates.token + len(work.passes) * work.trained * rates.weight)
 
 
 def _rates(cfg: Config, work: Work, requests: Sequence[Request], slots: int, layers: int) -> Rates:
@@ -155,18 +129,6 @@ def _seconds(work: Callable[[], object]) -> float:
         work()
         best = min(best, time.perf_counter() - started)
     return best
-
-
-def _by_cost_model(cfg: Config, work: Work, requests: Sequence[Request]) -> StepTime:
-    gpu = this_gpu()
-    plan = step_plan(cfg, work, requests, 1.0, 1 if cfg.launch == "local" else cfg.parallel.workers)
-    tokens = sum(one.computed for one in work.every_pass)
-    passes = (4 / 6 if work.lora_rank is not None else 1.0) * (AGAIN if work.checkpointing is True else 1.0)
-    return StepTime(
-        cost.rollout(plan, gpu).seconds if requests else 0.0,
-        passes * cost.update(plan, gpu, tokens).seconds,
-        f"by the cost model, {gpu.flops / 1e12:.0f} TFLOP/s and {gpu.memory_bandwidth / 1e12:.1f} TB/s measured",
-    )
 
 
 def this_gpu() -> cost.Gpu:

@@ -48,6 +48,14 @@ def test_updates_by_hand():
     assert m.predicted(H200) == pytest.approx(m.plan.tokens * flops / (0.65 * 790e12))
 
 
+def test_updates_that_recompute_and_score_by_hand():
+    """Three forward passes' worth for the plain update, one more for recomputing, one for each scoring."""
+    forward = 2 * 7.6e9 + 4 * (1024 + 2048) * 28 * 3584
+    for training, passes in (({"recomputes": True}, 4), ({"scored": 2}, 5), ({"recomputes": True, "scored": 1}, 5)):
+        seconds = SEVEN.tokens / 8 * passes * forward / (0.65 * 790e12)
+        assert update(replace(SEVEN, **training), H200).seconds == pytest.approx(seconds)
+
+
 def test_a_step_takes_its_rollout_and_its_update():
     step, update_alone = (
         next(m for m in MEASURED if m.what.startswith(f"1.5B {what}, 256")) for what in ("step", "update")
@@ -85,6 +93,12 @@ def test_more_gpus_share_the_work():
     assert memory(twice, H200) < memory(SEVEN, H200)
 
 
+def test_memory_with_adapters_by_hand():
+    """Frozen weights are sharded in float32; one GPU has them once, in bfloat16."""
+    eight, one = (memory(replace(SEVEN, adapters=True, gpus=gpus), H200) for gpus in (8, 1))
+    assert eight == pytest.approx((4 / 8 + 2) * 7.6e9) and one == pytest.approx(2 * 7.6e9)
+
+
 def test_where_it_breaks_first():
     assert places(WHOLE_70B, H200) == 0  # a copy of 141 GB
     assert places(FOURS_70B, H200) > 128
@@ -109,5 +123,8 @@ def test_bytes_by_hand():
     assert fsdp_bytes(HYBRID_32B, H200) == (pytest.approx(8 * n), pytest.approx(n))
     assert fsdp_bytes(SEVEN, H200) == (pytest.approx(8 * 7.6e9), 0.0)
     assert fsdp_bytes(replace(SEVEN, gpus=1), H200) == (0.0, 0.0)
+    assert fsdp_bytes(replace(FULL_32B, scored=2), H200) == (0.0, pytest.approx(12 * n))
+    assert fsdp_bytes(replace(HYBRID_32B, adapters=True), H200) == (pytest.approx(4 * n), 0.0)
     assert weight_sync(FULL_32B, H200).bytes == 2 * n
+    assert weight_sync(replace(FULL_32B, gpus=1), H200).bytes == 0
     assert checkpoint(FULL_32B, H200)["write"].bytes == 14 * n

@@ -136,7 +136,9 @@ def test_the_cost_on_other_gpus_by_hand(make_config):
     cfg = make_config(launch="torchrun", parallel={"workers": 2})
     said = dry_run(cfg, "sft", renting=Renting("a100", 3.0))
     cost = next(line for line in said if line.startswith("cost"))
-    found = re.search(r"on 2 x A100: ([\d.e-]+) s a step, ([\d.e-]+) s for 4 steps, 0 GPU hours, 0 at 3,", cost)
+    found = re.search(
+        r"on 2 x A100: ([\d.e-]+) s a step \(update alone\), ([\d.e-]+) s for 4 steps, 0 GPU hours, 0 at 3,", cost
+    )
     weights = planning.model_shape(cfg).parameters
     tokens = int(re.search(r"traces, up to ([\d,]+) tokens", "".join(said))[1].replace(",", ""))
     passes = math.ceil(tokens / 2 / cfg.batch.tokens)
@@ -145,14 +147,31 @@ def test_the_cost_on_other_gpus_by_hand(make_config):
     assert float(found[2]) == pytest.approx(4 * float(found[1]), rel=0.12)
 
 
+def test_the_cost_counts_every_pass_of_the_update(make_config, monkeypatch):
+    """An update takes three forward passes' worth, and with LoRA no less; old and reference log-probs take one each."""
+    monkeypatch.setattr(planning, "duration", repr)
+
+    def update_of(**changes):
+        said = "".join(dry_run(make_config(**changes), "rl", renting=Renting("h200")))
+        return float(re.search(r"a step \(rollout .+, update [\d.e-]+ to ([\d.e-]+)\)", said)[1])
+
+    plain = update_of()
+    for passes, changes in (
+        (3, {"model": {"lora": {"rank": 4}}}),
+        (4, {"model": {"gradient_checkpointing": True}}),
+        (4, {"batch": {"mini_batch": 3}}),
+        (4, {"algorithm": {"kl_coef": 0.1}}),
+        (5, {"algorithm": {"kl_coef": 0.1, "kl_in": "reward"}}),
+    ):
+        assert update_of(**changes) / plain == pytest.approx(passes / 3), changes
+
+
 def test_several_gpus_are_estimated_where_there_is_none(make_config):
     """A run of several processes on a CPU that is not meant for it: by the cost model, and no CPU is tried."""
     lines = dry_run(make_config(launch="torchrun", parallel={"workers": 8}, model={"device": "auto"}), "rl")
-    kinds = [line.split()[0] for line in lines]
-    if torch.cuda.is_available():
-        assert "time" in kinds and "cost" in kinds
-    else:
-        assert "time" not in kinds and any(line.startswith("cost       on 8 x H200: ") for line in lines)
+    gpu = "GPU of this machine" if torch.cuda.is_available() else "H200"
+    (said,) = (line for line in lines if line.startswith(("time", "cost")))
+    assert said.startswith(f"cost       on 8 x {gpu}: ")
     assert "cost" not in [line.split()[0] for line in dry_run(make_config(), "rl") if line]
     assert any("a rented H200 has 139.7 GiB" in line for line in lines) or torch.cuda.is_available()
     with pytest.raises(UserError, match="--gpu b9: the cost model knows h200, h100, a100"):

@@ -68,7 +68,7 @@ def test_sft_attends_to_whole_traces_in_the_cost_model():
     config, parameters = shape("qwen2-1.5b")
     passes = passes_of(samples(8, 1, 121, 8192), 16384, share=True)
     work = Work(config, parameters, parameters, 2, True, None, False, [passes])
-    assert step_plan(load_config("tiny/sft"), work, [], 1.0, 1).context == pytest.approx((121 + 8192) / 2, abs=1)
+    assert step_plan(load_config("tiny/sft"), work, []).context == pytest.approx((121 + 8192) / 2, abs=1)
 
 
 @pytest.mark.parametrize(
