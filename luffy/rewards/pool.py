@@ -25,12 +25,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import islice
 from multiprocessing.connection import Connection
-from typing import Any
+from operator import length_hint
+from typing import Any, NamedTuple
 
 from luffy.errors import UserError
-from luffy.rewards.worker import Answer, Setup, unpacked
+from luffy.rewards.worker import UNREAD, Answer, Setup, unpacked
 
 # Generous, because an importing worker may share a busy machine with a training run.
 START_TIMEOUT_S = 180.0
@@ -55,8 +56,7 @@ _BOOT = (
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of an item: "ok" with the function's value, or "timeout", "crashed" (the process
     died or ran out of memory) or "error" (the function raised), with a one-line message."""
 
@@ -65,7 +65,8 @@ class Outcome:
     message: str = ""
 
 
-_Packed = tuple[int, bytes]  # an item's number, and the item as it is sent
+_Item = tuple[int, tuple[Any, ...]]  # its number, and what the function is called with
+_UNSENDABLE = (pickle.PicklingError, TypeError, AttributeError)
 
 
 class _Run:
@@ -75,57 +76,51 @@ class _Run:
     def __init__(
         self,
         items: Iterable[tuple[Any, ...]],
+        workers: int,
         timeout_s: float,
         on_result: Callable[[int, Outcome], None] | None = None,
     ) -> None:
         self.timeout_s = timeout_s
-        self._items = iter(items)
-        self._upcoming = next(self._items, None)
+        self.share = max(1, math.ceil(length_hint(items, workers * MOST_AT_ONCE) / workers))  # of each worker
+        self._items = enumerate(items)
+        self._waiting = deque(islice(self._items, 1))
         self._on_result = on_result
-        self._given_back: deque[_Packed] = deque()
-        self._at_once = 1
         self.outcomes: dict[int, Outcome] = {}
-        self.drawn = 0
 
     @property
     def exhausted(self) -> bool:
-        return self._upcoming is None and not self._given_back
+        return not self._waiting
 
-    def draw(self) -> list[_Packed]:
-        """The next items for a worker; one that cannot be sent is settled here."""
-        drawn: list[_Packed] = []
-        while len(drawn) < self._at_once and not self.exhausted:
-            if self._given_back:
-                drawn.append(self._given_back.popleft())
-                continue
-            index, item = self.drawn, self._upcoming
-            self._upcoming = next(self._items, None)
-            self.drawn += 1
-            try:
-                drawn.append((index, pickle.dumps(item)))
-            except (pickle.PicklingError, TypeError, AttributeError) as error:
-                self.settle(index, Outcome("error", message=f"item cannot be sent to a worker: {error}"))
-        return drawn
+    def draw(self, at_once: int) -> tuple[list[_Item], bytes]:
+        """The next items for a worker, and the message with them; one that cannot be sent is settled here."""
+        self._waiting.extend(islice(self._items, max(0, at_once + 1 - len(self._waiting))))
+        items = [self._waiting.popleft() for _ in range(min(at_once, len(self._waiting)))]
+        try:
+            return items, _message(items)
+        except _UNSENDABLE:
+            items = [item for item in items if self._is_sendable(item)]
+            return items, _message(items)
 
-    def give_back(self, items: Iterable[_Packed]) -> None:
+    def _is_sendable(self, item: _Item) -> bool:
+        try:
+            return bool(_message([item]))
+        except _UNSENDABLE as error:
+            self.settle(item[0], Outcome("error", message=f"item cannot be sent to a worker: {error}"))
+            return False
+
+    def give_back(self, items: Iterable[_Item]) -> None:
         """Items that a worker had not begun."""
-        self._given_back.extend(items)
-
-    def note_seconds(self, seconds: float) -> None:
-        """How long a worker took for all that it was sent."""
-        if seconds < QUICK_S:
-            self._at_once = min(2 * self._at_once, MOST_AT_ONCE)
-        elif seconds > SLOW_S:
-            self._at_once = 1
+        self._waiting.extendleft(reversed(list(items)))
 
     def settle(self, index: int, outcome: Outcome) -> None:
         self.outcomes[index] = outcome
         if self._on_result is not None:
             self._on_result(len(self.outcomes), outcome)
 
-    @property
-    def finished(self) -> bool:
-        return self.exhausted and len(self.outcomes) == self.drawn
+
+def _message(items: Sequence[_Item]) -> bytes:
+    """All at once: what items share, such as their problem, is written once."""
+    return pickle.dumps([arguments for _, arguments in items])
 
 
 class WorkerPool:
@@ -155,6 +150,7 @@ class WorkerPool:
         self._lock = threading.RLock()
         self._closing = False
         self._failed_starts = 0
+        self._at_once = 1  # items in a message, as long as there are enough for all workers
         self._workers = [_Worker(self._setup, timeout_s) for _ in range(workers)]
         atexit.register(self.close)
 
@@ -178,19 +174,19 @@ class WorkerPool:
         instead of the pool's own."""
         with self._lock:
             self._require_usable()
-            run = _Run(items, timeout_s or self.timeout_s, on_result)
+            run = _Run(items, len(self._workers), timeout_s or self.timeout_s, on_result)
             try:
                 while self._feed(run):
                     self._collect(run)
             finally:
                 self._replace_busy()
-            return [run.outcomes[index] for index in range(run.drawn)]
+            return [run.outcomes[index] for index in range(len(run.outcomes))]
 
     def wait_ready(self) -> None:
         """Wait until every worker has loaded the function; a UserError says why one cannot."""
         with self._lock:
             self._require_usable()
-            nothing = _Run((), self.timeout_s)
+            nothing = _Run((), len(self._workers), self.timeout_s)
             while not all(worker.ready for worker in self._workers):
                 self._collect(nothing)
 
@@ -222,14 +218,15 @@ class WorkerPool:
             if self._workers[slot].idle and not self._workers[slot].alive:
                 self._replace(slot)  # killed from outside between items: nobody's item is lost
             while not run.exhausted and self._workers[slot].idle:
-                self._hand_over(slot, run, run.draw())
-        return not run.finished
+                self._hand_over(slot, run)
+        return not run.exhausted or any(worker.items for worker in self._workers)
 
-    def _hand_over(self, slot: int, run: _Run, items: list[_Packed]) -> None:
+    def _hand_over(self, slot: int, run: _Run) -> None:
+        items, message = run.draw(min(self._at_once, run.share))
         if not items:
             return
         try:
-            self._workers[slot].send(items, run.timeout_s)
+            self._workers[slot].send(items, message, run.timeout_s)
         except OSError as error:
             self._lose(slot, run, Outcome("crashed", message=f"worker could not take the item: {error}"))
 
@@ -247,20 +244,32 @@ class WorkerPool:
 
     def _receive(self, slot: int, run: _Run) -> None:
         worker = self._workers[slot]
-        for status, value, message in worker.answers():
+        answers = worker.answers()
+        now = time.monotonic()
+        if worker.items:
+            worker.deadline = now + run.timeout_s
+        for answer in answers:
+            outcome = Outcome(*answer)
             if not worker.items:
-                self._started(slot, status, bool(value), message)
+                self._started(slot, outcome)
                 return
-            outcome = Outcome(status, value, message)
-            if status == "crashed":
+            if outcome.status == "crashed":
                 self._lose(slot, run, outcome)
                 return
-            now = time.monotonic()
-            worker.deadline = now + run.timeout_s
+            if outcome.status == UNREAD:
+                self._take_apart(slot, run, outcome.message)
+                return
             index, _ = worker.items.popleft()
             if not worker.items:
-                run.note_seconds(now - worker.sent)
+                self._note_seconds(worker.size, now - worker.sent)
             run.settle(index, outcome)
+
+    def _note_seconds(self, size: int, seconds: float) -> None:
+        """How long a worker took for all items of a message."""
+        if seconds < QUICK_S:
+            self._at_once = max(self._at_once, min(2 * size, MOST_AT_ONCE))
+        elif seconds > SLOW_S:
+            self._at_once = 1
 
     def _lose(self, slot: int, run: _Run, outcome: Outcome) -> None:
         """End a worker: ``outcome`` is that of the item it was at."""
@@ -270,18 +279,28 @@ class WorkerPool:
         run.settle(index, outcome)
         self._replace(slot)
 
-    def _started(self, slot: int, status: str, is_user_error: bool, message: str) -> None:
-        if status == "ready":
+    def _take_apart(self, slot: int, run: _Run, message: str) -> None:
+        """A worker could not unpickle what it was sent. One item is to blame: which, is known when it comes alone."""
+        items = list(self._workers[slot].items)
+        self._workers[slot].items.clear()
+        self._at_once = 1
+        if len(items) > 1:
+            run.give_back(items)
+        else:
+            run.settle(items[0][0], Outcome("error", message=message))
+
+    def _started(self, slot: int, outcome: Outcome) -> None:
+        if outcome.status == "ready":
             self._workers[slot].ready = True
             self._failed_starts = 0
             return
         self._failed_starts += 1
-        if status == "crashed" and self._failed_starts < MOST_FAILED_STARTS:
+        if outcome.status == "crashed" and self._failed_starts < MOST_FAILED_STARTS:
             self._replace(slot)  # killed while importing, for instance by the out-of-memory killer
             return
         self.close()
-        where = "" if is_user_error else f"a worker could not load {self._setup.function_path!r}: "
-        raise UserError(where + message)
+        where = "" if outcome.value else f"a worker could not load {self._setup.function_path!r}: "
+        raise UserError(where + outcome.message)
 
     def _give_up(self, slot: int, run: _Run) -> None:
         if not self._workers[slot].items:
@@ -306,8 +325,8 @@ class _Worker:
 
     def __init__(self, setup: Setup, timeout_s: float) -> None:
         self.ready = False
-        self.items: deque[_Packed] = deque()  # sent, not answered
-        self.sent = 0.0  # when
+        self.items: deque[_Item] = deque()  # sent, not answered
+        self.size, self.sent = 0, 0.0  # of the last message: how many items, and when
         self._unread = b""  # the beginning of an answer
         self._ended = False
         self.deadline = time.monotonic() + START_TIMEOUT_S
@@ -331,9 +350,10 @@ class _Worker:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def send(self, items: list[_Packed], timeout_s: float) -> None:
+    def send(self, items: list[_Item], message: bytes, timeout_s: float) -> None:
         self.items.extend(items)
-        self.connection.send_bytes(pickle.dumps([packed for _, packed in items]))
+        self.size = len(items)
+        self.connection.send_bytes(message)
         self.sent = time.monotonic()
         self.deadline = self.sent + timeout_s
 

@@ -94,7 +94,7 @@ class MathReward:
         self._pool = WorkerPool(f"{math_reward.__name__}:load", workers, timeout_s, factory_args=())
 
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
-        return self._pool.map((item.problem.answer, tail(item.response)) for item in items)
+        return self._pool.map([(item.problem.answer, tail(item.response)) for item in items])
 
     def self_check(self) -> None:
         """Math-Verify changes its verdicts silently under a wrong antlr runtime: ask it what we know."""
@@ -127,10 +127,10 @@ class CustomReward:
 
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
         if not self._form.batch:  # functions of one sample do not take its ids, and thousands of lists are sent slowly
-            items = [item._replace(token_ids=None) for item in items]
+            items = [Answered(item.problem, item.response) for item in items]
         calls = self._form.calls(items, self._concurrency)
         limit = self._timeout_s + (ASYNC_GRACE_S if self._form.is_async and not self._form.batch else 0)
-        returned = self._pool.map(((call,) for call in calls), timeout_s=limit)
+        returned = self._pool.map([(call,) for call in calls], timeout_s=limit)
         return [o for call, of_call in zip(calls, returned, strict=True) for o in each(self._form, call, of_call)]
 
     def self_check(self) -> None:
@@ -172,7 +172,7 @@ class OwnInThisProcess:
 def each(form: Form, call: Sequence[Answered], of_call: Outcome) -> list[Outcome]:
     """The outcomes of a call's samples. Of a batch nobody knows which sample made the call fail."""
     if of_call.status == "ok":
-        return list(of_call.value)
+        return [Outcome(*of_sample) for of_sample in of_call.value]
     if form.batch:
         of_call = Outcome(CALL_FAILED, message=f"{of_call.status}: {of_call.message}")
     return [of_call] * len(call)

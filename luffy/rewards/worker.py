@@ -34,6 +34,7 @@ class Setup:
 
 
 Answer = tuple[str, Any, str]  # status, value, message
+UNREAD = "unread"  # the status of a message that cannot be unpickled
 _LENGTH = struct.Struct("!Q")
 
 
@@ -131,12 +132,18 @@ def _load(setup: Setup) -> Callable[..., Any]:
 def _serve(connection: Connection, function: Callable[..., Any]) -> None:
     while True:
         try:
-            items: list[bytes] = pickle.loads(connection.recv_bytes())
+            message = connection.recv_bytes()
         except EOFError:  # the parent is gone
             os.killpg(os.getpgrp(), signal.SIGKILL)
+        try:
+            items: list[tuple[Any, ...]] = pickle.loads(message)
+        except Exception as error:
+            send(connection, (UNREAD, None, describe(error)))
+            continue
         for item in items:
             try:
-                send(connection, ("ok", function(*pickle.loads(item)), ""))
+                own = pickle.loads(pickle.dumps(item))  # the function may change what items of a message share
+                send(connection, ("ok", function(*own), ""))
             except MemoryError:
                 # Whatever was half-built stays in the heap, so this process is not fit for another item.
                 send(connection, ("crashed", None, "out of memory"))

@@ -39,6 +39,9 @@ def misbehave(what, argument=None):
         return argument
     if what == "grandchild":
         return os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
+    if what == "append":
+        argument.append(what)
+        return argument
     if what == "pid":
         return os.getpid()
     if what == "environment":

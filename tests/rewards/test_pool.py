@@ -168,19 +168,57 @@ def test_a_worker_killed_between_items_costs_nothing(pool):
     assert [outcome.value for outcome in pool.map([("echo", 1), ("echo", 2), ("echo", 3)])] == [1, 2, 3]
 
 
-def test_a_stopped_worker_is_replaced(pool):
-    pool.wait_ready()
-    stopped = pool.pids
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    outcomes = pool.map([("echo", "x" * 4_000_000), ("echo", "small"), ("echo", 3)])
-    assert [outcome.status for outcome in outcomes] == ["crashed", "timeout", "ok"]
-    assert not set(stopped) & set(pool.pids)
+def test_a_stopped_worker_is_replaced():
+    with WorkerPool("reward_functions:misbehave", workers=2, timeout_s=1.5) as pool:
+        pool.wait_ready()
+        stopped = pool.pids
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        outcomes = pool.map([("echo", "x" * 4_000_000), ("echo", "small"), ("echo", 3)])
+        assert [outcome.status for outcome in outcomes] == ["crashed", "timeout", "ok"]
+        assert not set(stopped) & set(pool.pids)
 
 
 def test_items_that_cannot_be_pickled_are_errors(pool):
     outcomes = pool.map([("echo", lambda: 0), ("echo", 2)])
     assert [outcome.status for outcome in outcomes] == ["error", "ok"]
+
+
+class LostOnTheWay:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+@pytest.fixture
+def many_at_once(pool, monkeypatch):
+    """The pool, whose messages are as large as they may be, however slow this machine is."""
+    monkeypatch.setattr(pool_module, "QUICK_S", float("inf"))
+    pool.wait_ready()
+    pool.map([("echo", 0)] * 8 * pool_module.MOST_AT_ONCE)
+    return pool
+
+
+@pytest.mark.parametrize("bad", [lambda: 0, LostOnTheWay()], ids=["not pickled", "not unpickled"])
+def test_an_item_that_does_not_arrive_costs_no_other_of_its_message(many_at_once, bad):
+    values = list(range(100))
+    values[7] = values[8] = values[70] = bad
+    outcomes = many_at_once.map([("echo", value) for value in values])
+    assert [i for i, outcome in enumerate(outcomes) if outcome.status == "error"] == [7, 8, 70]
+    assert all(outcome.value == i for i, outcome in enumerate(outcomes) if outcome.status == "ok")
+
+
+def test_what_the_function_does_to_an_item_is_not_seen_by_others_that_share_it(many_at_once):
+    shared = []
+    outcomes = many_at_once.map([("append", shared)] * 100)
+    assert [outcome.value for outcome in outcomes] == [["append"]] * 100
+
+
+def test_a_few_items_are_shared_by_all_workers(many_at_once):
+    """Also when a message could take all of them."""
+    pids = [outcome.value for outcome in many_at_once.map([("pid",)] * 8)]
+    assert pids == [pid for pid in many_at_once.pids for _ in range(4)]
 
 
 def test_an_interrupted_map_leaves_no_late_reply(pool):
