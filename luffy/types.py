@@ -128,7 +128,7 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One response to a task. ``off_policy[t]`` is True where a teacher wrote token t.
+    """One response to a task. A teacher wrote its first ``prefix`` tokens.
 
     ``behavior_log_probs`` are of whoever wrote the token: the engine's for its own tokens; the
     recorded teacher's for off-policy tokens, 0 (probability 1) where none was recorded.
@@ -138,7 +138,7 @@ class Rollout:
 
     task: Task
     token_ids: Tensor  # [T] long
-    off_policy: Tensor  # [T] bool
+    prefix: int
     behavior_log_probs: Tensor  # [T] float32
     engine_log_probs: Tensor  # [T] float32
     overrides: Tensor  # [T] bool
@@ -149,8 +149,23 @@ class Rollout:
     token_versions: Tensor | None = None  # [T] long, where several versions drew it
 
     @cached_property
+    def off_policy(self) -> Tensor:
+        """[T] bool: where a teacher wrote the token."""
+        import torch
+
+        written = torch.zeros(self.token_ids.numel(), dtype=torch.bool)
+        if self.prefix:  # most have none, and a step has thousands
+            written[: self.prefix] = True
+        return written
+
+    @property
     def is_on_policy(self) -> bool:
-        return not bool(self.off_policy.any())
+        return self.prefix == 0
+
+    @property
+    def is_trace(self) -> bool:
+        """Whether a teacher wrote every token."""
+        return self.prefix == self.token_ids.numel()
 
     @property
     def is_own(self) -> bool:
@@ -191,7 +206,7 @@ class Group:
     @property
     def has_traces_alone(self) -> bool:
         """Whether a teacher wrote every token of every rollout."""
-        return all(bool(rollout.off_policy.all()) for rollout in self.rollouts)
+        return all(rollout.is_trace for rollout in self.rollouts)
 
 
 @dataclass(frozen=True, eq=False)

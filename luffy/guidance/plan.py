@@ -136,7 +136,7 @@ def rollout_of(planned: Planned, completion: Completion | None, version: int) ->
         streams, finish = _given(planned), cast(Finish, "trace")
     else:
         streams, finish = _made(completion), completion.finish
-        if prefix:  # most have none, and a step has thousands
+        if prefix:
             streams = _Streams(*map(torch.cat, zip(_given(planned), streams, strict=True)))
         if completion.versions is not None:
             versions = torch.cat([torch.full((prefix,), -1), completion.versions])
@@ -144,13 +144,10 @@ def rollout_of(planned: Planned, completion: Completion | None, version: int) ->
         if completion.guidance_log_probs is not None:
             unknown = torch.full((prefix,), torch.nan)
             guided = torch.cat([unknown, completion.guidance_log_probs.float().cpu()])
-    off_policy = torch.zeros(streams.token_ids.numel(), dtype=torch.bool)
-    if prefix:
-        off_policy[:prefix] = True
-    rollout = Rollout(
+    return Rollout(
         task=planned.task,
         token_ids=streams.token_ids,
-        off_policy=off_policy,
+        prefix=prefix,
         behavior_log_probs=streams.behavior,
         engine_log_probs=streams.engine,
         overrides=streams.overrides,
@@ -160,8 +157,6 @@ def rollout_of(planned: Planned, completion: Completion | None, version: int) ->
         guidance_log_probs=guided,
         token_versions=versions,
     )
-    vars(rollout)["is_on_policy"] = not prefix  # a cached property: to find it among the tokens takes longer
-    return rollout
 
 
 class _Streams(NamedTuple):

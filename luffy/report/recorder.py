@@ -280,7 +280,7 @@ def _head(step: int, problem: str, k: int, rollout: Rollout, verdict: Score) -> 
         "status": verdict.status,
         "finish": rollout.finish,
         "length": rollout.token_ids.numel(),
-        "off_policy_tokens": int(rollout.off_policy.sum()),
+        "off_policy_tokens": rollout.prefix,
         "override_tokens": int(rollout.overrides.sum()),
     }
 

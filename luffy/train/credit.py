@@ -130,11 +130,14 @@ def group_baselines(groups: Sequence[ScoredGroup], cfg: AlgorithmConfig) -> list
         return []
     rollouts = [rollout for group in groups for rollout in group.group.rollouts]
     advantages = _advantages(groups, cfg).float()
-    lengths = [rollout.off_policy.numel() for rollout in rollouts]
-    off = torch.cat([rollout.off_policy for rollout in rollouts])
+    lengths = [rollout.token_ids.numel() for rollout in rollouts]
     own = torch.from_numpy(np.repeat(advantages.numpy(), lengths))  # many times as fast as torch's
     tokens = [tokens for group in groups for tokens in group.tokens]
-    streams = _with_traces(own, off, lengths, tokens, cfg) if off.any() else _own_alone(own, cfg)
+    if all(rollout.is_on_policy for rollout in rollouts):
+        streams = _own_alone(own, cfg)
+    else:
+        off = torch.cat([rollout.off_policy for rollout in rollouts])
+        streams = _with_traces(own, off, lengths, tokens, cfg)
     credit = (TokenCredit(*parts) for parts in zip(*(stream.split(lengths) for stream in streams), strict=True))
     return [[next(credit) for _ in group.group.rollouts] for group in groups]
 
@@ -172,7 +175,7 @@ def _in_baseline(groups: Sequence[Sequence[Rollout]], cfg: AlgorithmConfig) -> T
 
 def _with_own_tokens(rollouts: Sequence[Rollout]) -> Tensor:
     """[n] bool: the responses with a token of the policy's own; all of them where none has one."""
-    with_own_tokens = torch.tensor([not bool(r.off_policy.all()) for r in rollouts])
+    with_own_tokens = torch.tensor([not r.is_trace for r in rollouts])
     return with_own_tokens if with_own_tokens.any() else torch.ones_like(with_own_tokens)
 
 

@@ -109,7 +109,7 @@ def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, Metric]:
 def override_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
     """How much of the responses a second model wrote, over the tokens the engine made."""
     rollouts = [r for g in groups for r in g.rollouts if r.finish != "trace"]
-    made = sum(int((~r.off_policy).sum()) for r in rollouts)
+    made = sum(r.token_ids.numel() - r.prefix for r in rollouts)
     put_in = sum(int(r.overrides.sum()) for r in rollouts)
     missing = sum(
         int((r.overrides & r.guidance_log_probs.isnan()).sum()) for r in rollouts if r.guidance_log_probs is not None

@@ -107,7 +107,7 @@ def _groups(tasks: Sequence[Task], completions: Sequence[Completion], scores: Se
 def _rollout(task: Task, completion: Completion) -> Rollout:
     nowhere = torch.zeros(completion.token_ids.numel(), dtype=torch.bool)
     own = completion.log_probs.float().cpu()
-    return Rollout(task, completion.token_ids.cpu(), nowhere, own, own, nowhere, completion.finish)
+    return Rollout(task, completion.token_ids.cpu(), 0, own, own, nowhere, completion.finish)
 
 
 def note(run: Run, values: Mapping[str, float]) -> None:

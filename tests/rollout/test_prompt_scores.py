@@ -44,7 +44,7 @@ def samples_of(count=8):
         ids = torch.randint(3, 18, (2 + i,), generator=generator)
         nothing = torch.zeros(ids.numel())
         task = Task(Problem("p", "1+1", "2"), (4, 13, 3 + i // 4))
-        out.append(uncredited(Rollout(task, ids, nothing.bool(), nothing, nothing, nothing.bool(), "stop")))
+        out.append(uncredited(Rollout(task, ids, 0, nothing, nothing, nothing.bool(), "stop")))
     return out
 
 

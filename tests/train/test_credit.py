@@ -26,10 +26,9 @@ TASK = Task(Problem("p", "1+1", "2"), (5, 6))
 
 
 def rollout(length=3, teacher=0, finish="stop"):
-    off = torch.arange(length) < teacher
-    ratio = teacher / length
+    ratio, nowhere = teacher / length, torch.zeros(length).bool()
     log_probs = torch.full((length,), -1.0)
-    return Rollout(TASK, torch.arange(length) + 3, off, log_probs, log_probs, torch.zeros_like(off), finish, ratio)
+    return Rollout(TASK, torch.arange(length) + 3, teacher, log_probs, log_probs, nowhere, finish, ratio)
 
 
 def group(rewards, rollouts=None):

@@ -35,7 +35,7 @@ def of_tokens(log_probs):
 def rollout(ids=(3, 4, 5), off=0):
     ids = torch.tensor(ids)
     nothing = torch.zeros(ids.numel())
-    return Rollout(TASK, ids, torch.arange(ids.numel()) < off, nothing, nothing, nothing.bool(), "stop")
+    return Rollout(TASK, ids, off, nothing, nothing, nothing.bool(), "stop")
 
 
 def in_order(samples):

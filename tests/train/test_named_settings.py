@@ -67,9 +67,8 @@ def test_staleness_is_the_step_less_the_version_that_made_the_token():
     task = Task(Problem("p", "1+1", "2"), (5, 6))
 
     def rollout(version, teacher):
-        off = torch.arange(4) < teacher
         streams = torch.zeros(4)
-        return Rollout(task, torch.arange(4), off, streams, streams, off & ~off, "stop", policy_version=version)
+        return Rollout(task, torch.arange(4), teacher, streams, streams, streams.bool(), "stop", policy_version=version)
 
     groups = [Group(task, (rollout(5, 0), rollout(3, 2)), (Score(1.0), Score(0.0)))]
     metrics = staleness_metrics(groups, step=6)

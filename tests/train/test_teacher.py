@@ -170,9 +170,7 @@ IDS = [(3, 1), (4, 1), (5, 1), (6, 1)]
 def group_of(scores, traces=(TRACE,)):
     task = Task(Problem("p", "1+1", "2"), (4, 13, 4), traces)
     nothing = torch.zeros(2)
-    rollouts = [
-        Rollout(task, torch.tensor(ids), nothing.bool(), nothing, nothing, nothing.bool(), "stop") for ids in IDS
-    ]
+    rollouts = [Rollout(task, torch.tensor(ids), 0, nothing, nothing, nothing.bool(), "stop") for ids in IDS]
     return Group(task, tuple(rollouts), tuple(map(Score, scores)))
 
 

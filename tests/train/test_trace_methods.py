@@ -18,9 +18,8 @@ L = 56  # rollout.max_tokens of the tiny size
 
 
 def rollout(length, teacher):
-    off = torch.arange(length) < teacher
     nothing = torch.zeros(length)
-    return Rollout(TASK, torch.arange(length) + 3, off, nothing, nothing, torch.zeros_like(off), "stop")
+    return Rollout(TASK, torch.arange(length) + 3, teacher, nothing, nothing, nothing.bool(), "stop")
 
 
 def gradients(method, lengths, teachers, rewards, published):
