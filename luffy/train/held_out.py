@@ -10,17 +10,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from luffy.config import EvalConfig
 from luffy.files import write_atomically
-from luffy.guidance.plan import seed_of
+from luffy.guidance.plan import Plan, Planned, seed_of
 from luffy.metrics import Mean, Metric
-from luffy.models.load import decode
 from luffy.report.recorder import EVALUATED, METRICS, read_json_lines
-from luffy.train.groups import failure_metrics, stop_if_nothing_was_scored
+from luffy.train.groups import failure_metrics, score, stop_if_nothing_was_scored
 from luffy.train.run_state import Run
-from luffy.types import Completion, Group, Request, Rollout, Sampling, Score, Task
+from luffy.types import Group, Request, Sampling, Task
 
 ACCURACY = "val-core/accuracy"
 
@@ -57,7 +54,7 @@ def evaluate(
             check()
             figures, groups = evaluate_set(run, name, tasks, cfg or run.cfg.eval, progress)
             metrics |= figures
-            scores = [score for group in groups for score in group.scores]
+            scores = [s for group in groups for s in group.scores]
             assert run.verifier is not None, "there is no held-out data"
             where = f"the evaluation after step {run.progress.step}"
             stop_if_nothing_was_scored(scores, run.verifier, run.world, where)
@@ -75,19 +72,17 @@ def evaluate_set(
     evaluation to the next.
     """
     assert run.verifier is not None, "there is no held-out data"
-    rank, ranks = run.world.rank, run.world.size
     sampling = Sampling(cfg.max_tokens or run.cfg.rollout.max_tokens, cfg.temperature, cfg.top_p, 0, run.eos_ids)
-    requests = [
-        Request(task.prompt_ids, seed_of(f"eval:{name}:{run.cfg.seed}:{i}:{k}"), sampling)
-        for i, task in enumerate(tasks)
-        if i % ranks == rank
-        for k in range(cfg.n)
-    ]
-    completions = run.engines.current.generate(requests, progress)
-    ids = [c.token_ids.tolist() for c in completions]
-    mine = tasks[rank::ranks]
-    problems = [task.problem for task in mine for _ in range(cfg.n)]
-    scores = run.verifier.score(list(zip(problems, decode(run.tokenizer, ids), ids, strict=True)))
+
+    def planned(i: int, k: int) -> Planned:
+        seed = seed_of(f"eval:{name}:{run.cfg.seed}:{i}:{k}")
+        return Planned(tasks[i], Request(tasks[i].prompt_ids, seed, sampling))
+
+    mine = range(run.world.rank, len(tasks), run.world.size)
+    plan = Plan(tuple(tuple(planned(i, k) for k in range(cfg.n)) for i in mine))
+    completions = run.engines.current.generate(plan.requests, progress)
+    groups = score(plan.assemble(completions, run.progress.step), run.verifier, run.tokenizer)
+    scores = [s for group in groups for s in group.scores]
     metrics: dict[str, Metric] = {
         f"val-{name}/accuracy": Mean.of(run.cfg.reward.solved(s.value) for s in scores),
         f"val-{name}/score": Mean.of(s.value for s in scores),
@@ -95,19 +90,7 @@ def evaluate_set(
         f"val-{name}/truncated": Mean.of(c.finish == "length" for c in completions),
         **failure_metrics(f"val-{name}", scores),
     }
-    return metrics, _groups(mine, completions, scores, cfg.n)
-
-
-def _groups(tasks: Sequence[Task], completions: Sequence[Completion], scores: Sequence[Score], n: int) -> list[Group]:
-    rollouts = [_rollout(tasks[i // n], completion) for i, completion in enumerate(completions)]
-    places = [slice(n * i, n * (i + 1)) for i in range(len(tasks))]
-    return [Group(task, tuple(rollouts[at]), tuple(scores[at])) for task, at in zip(tasks, places, strict=True)]
-
-
-def _rollout(task: Task, completion: Completion) -> Rollout:
-    nowhere = torch.zeros(completion.token_ids.numel(), dtype=torch.bool)
-    own = completion.log_probs.float().cpu()
-    return Rollout(task, completion.token_ids.cpu(), 0, own, own, nowhere, completion.finish)
+    return metrics, groups
 
 
 def note(run: Run, values: Mapping[str, float]) -> None:
