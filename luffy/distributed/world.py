@@ -20,6 +20,7 @@ from luffy.distributed.follow import LAUNCHER_VARIABLE
 from luffy.errors import UserError
 from luffy.metrics import Metric, merge_metrics
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -45,6 +46,10 @@ class World:
         values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value)
         return values  # type: ignore[return-value]
+
+    def union(self, mine: Mapping[K, T]) -> dict[K, T]:
+        """The entries of all processes, whose keys differ."""
+        return {key: value for part in self.gather(dict(mine)) for key, value in part.items()}
 
     def from_main(self, value: T) -> T:
         """The main process's value, on every process."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 from luffy.config import Config
 from luffy.distributed.share import share_out
@@ -30,8 +29,6 @@ from luffy.train.groups import (
 )
 from luffy.train.run_state import Draw, RolloutBatch, Run
 from luffy.types import Group, Sample
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
     stop_if_nothing_was_scored(scores, run.verifier, run.world, f"step {step + 1}")
     run.data_position = batch.sampler
     if run.cfg.rollout.max_tokens_per_step is not None:
-        run.memory.under_way = [problem for _, problem in sorted(_gathered(run, batch.under_way).items())]
+        run.memory.under_way = [problem for _, problem in sorted(run.world.union(batch.under_way).items())]
     if run.memory.is_used:
         run.memory.remember(attempts(run, step, first, draws))
     kept = kept[:wanted] if rounds else kept
@@ -178,12 +175,7 @@ def _rollout_metrics(run: Run, batch: RolloutBatch, step: int) -> Iterator[Mappi
 
 def _rejections(run: Run, groups: Mapping[int, Group]) -> dict[int, bool]:
     """By position, over all ranks: whether a group is rejected."""
-    return _gathered(run, {position: _is_rejected(group, run.cfg) for position, group in groups.items()})
-
-
-def _gathered(run: Run, mine: Mapping[int, T]) -> dict[int, T]:
-    """What all ranks have by position."""
-    return {position: value for part in run.world.gather(dict(mine)) for position, value in part.items()}
+    return run.world.union({position: _is_rejected(group, run.cfg) for position, group in groups.items()})
 
 
 def _is_rejected(group: Group, cfg: Config) -> bool:

@@ -28,7 +28,7 @@ from luffy.train.background import BackgroundSaver
 from luffy.train.build_engines import Engines
 from luffy.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint
 from luffy.train.lock import lock_folder
-from luffy.train.memory import Memory
+from luffy.train.method_memory import MethodMemory
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
 from luffy.train.run_state import Messages, Method, RolloutBatch, Run
@@ -112,7 +112,7 @@ def _assemble(
         engines=engines, engine=rollouts[0], before_step=rollouts[1],
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
         sampler=ProblemSampler(len(tasks), cfg.seed), planner=_planner(cfg, steps, end_of_text, tokenizer),
-        gate=find_gate(cfg.guidance.gate), memory=Memory(cfg, len(tasks)),
+        gate=find_gate(cfg.guidance.gate), memory=MethodMemory(cfg, len(tasks)),
         store=store, saver=saver,
     )  # fmt: skip
 

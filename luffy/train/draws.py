@@ -163,8 +163,7 @@ def trace_sample(task: Task, token_ids: Sequence[int] | torch.Tensor) -> Sample:
 
 def attempts(run: Run, step: int, groups: Mapping[int, Group], draws: Mapping[int, Draw]) -> list[Attempt]:
     """What the memory takes in of a step: the groups of all ranks as first sampled, in the order of its problems."""
-    mine = {at: _attempt(run, step, draws[at], group) for at, group in groups.items()}
-    every = {at: found for part in run.world.gather(mine) for at, found in part.items()}
+    every = run.world.union({at: _attempt(run, step, draws[at], group) for at, group in groups.items()})
     return [every[at] for at in sorted(every)]
 
 

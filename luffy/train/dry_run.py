@@ -305,11 +305,14 @@ def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]],
     )
 
 
+def shards_of(cfg: Config) -> int:
+    """Processes that share one copy of the weights."""
+    return 1 if cfg.launch == "local" else cfg.parallel.shard_size or cfg.parallel.workers
+
+
 def kept_parts(cfg: Config, method: Method, work: Work, others: OtherModels) -> Parts:
     """What stays in memory from step to step."""
-    local = cfg.launch == "local"
-    shards = 1 if local else cfg.parallel.shard_size or cfg.parallel.workers
-    size = work.itemsize
+    local, shards, size = cfg.launch == "local", shards_of(cfg), work.itemsize
     master = 4 if size == 2 and cfg.model.lora is None and local else 0
     moments = 16 if method == "rl" and cfg.sft_steps.buffer else 8  # SFT steps have an optimizer of their own
     parts = {
@@ -354,7 +357,7 @@ def memory_needs(
     kept = kept_parts(cfg, method, work, others)
     if cfg.rollout.precision == "fp8" and method == "rl":
         kept = kept | {"fp8 copy": float(work.parameters)}
-    shards = 1 if cfg.launch == "local" else cfg.parallel.shard_size or cfg.parallel.workers
+    shards = shards_of(cfg)
     gradients = work.trained * 4 / shards
     unused = None if not work.on_gpu else free - sum(kept.values()) - gradients
     update = update_parts(replace(work, trained=work.trained // shards), unused)

@@ -84,7 +84,7 @@ class Policy:
         return scorer
 
     def remove_clip(self, removed: bool) -> None:
-        """Whether the updates to come clip the on-policy ratio."""
+        """Whether the updates to come leave the on-policy ratio unclipped."""
         settings = replace(self.objective.policy_loss, remove_clip=removed)
         self.objective = replace(self.objective, policy_loss=settings)
 

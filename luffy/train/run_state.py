@@ -25,7 +25,7 @@ from luffy.train.background import BackgroundSaver
 from luffy.train.build_engines import Engines
 from luffy.train.changes import Changes
 from luffy.train.checkpoint import CheckpointStore
-from luffy.train.memory import Memory
+from luffy.train.method_memory import MethodMemory
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
 from luffy.train.scorer import TokenScorer
@@ -124,7 +124,7 @@ class Run:
     sampler: ProblemSampler
     planner: Planner
     gate: Gate | None
-    memory: Memory
+    memory: MethodMemory
 
     store: CheckpointStore
     saver: BackgroundSaver | None  # writes the checkpoints of several processes

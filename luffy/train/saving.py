@@ -31,7 +31,7 @@ from luffy.train.checkpoint import (
     random_state,
     restore_random_state,
 )
-from luffy.train.memory import part
+from luffy.train.method_memory import part
 from luffy.train.run_state import Progress, Run
 
 SFT = "sft/"  # begins the names of what belongs to the optimizer of sft_steps

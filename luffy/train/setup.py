@@ -296,16 +296,12 @@ def validate(cfg: Config, method: str, model_config: Any) -> None:
 
 def find_names(cfg: Config) -> None:
     """Find what the config chooses by name; a UserError says what is unknown or cannot be imported."""
-    learns_from_traces = find_credit_function(cfg.algorithm.credit).lone_traces
-    if cfg.batch.expert_share and not learns_from_traces:
+    lone_traces = [f"'batch.expert_share' ({cfg.batch.expert_share}) asks for"] * (cfg.batch.expert_share > 0)
+    lone_traces += ["'guidance.gate' (trace_alone) leaves"] * (cfg.guidance.gate == "trace_alone")
+    if lone_traces and not find_credit_function(cfg.algorithm.credit).lone_traces:
         raise UserError(
             f"'algorithm.credit' ({cfg.algorithm.credit}) makes nothing of a group of a trace alone, which "
-            f"'batch.expert_share' ({cfg.batch.expert_share}) asks for; set algorithm.credit=lone_trace_sft"
-        )
-    if cfg.guidance.gate == "trace_alone" and not learns_from_traces:
-        raise UserError(
-            f"'algorithm.credit' ({cfg.algorithm.credit}) makes nothing of a group of a trace alone, which "
-            f"'guidance.gate' (trace_alone) leaves; set algorithm.credit=lone_trace_sft"
+            f"{lone_traces[0]}; set algorithm.credit=lone_trace_sft"
         )
     needs_teacher(cfg)
     find_engine(cfg.rollout.engine)

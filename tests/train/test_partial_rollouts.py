@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import read_json_lines
 from luffy.train.loop import Trainer
-from luffy.train.memory import Memory
+from luffy.train.method_memory import MethodMemory
 from luffy.train.under_way import PartialResponse, UnderWay, problems_of, state_of
 
 FROZEN = 1e-30  # a learning rate that moves no weight
@@ -137,9 +137,9 @@ def test_the_record_of_unfinished_responses_survives_a_checkpoint(make_config):
                            PartialResponse(-1, 0, 2**62 + 1, None, ids, log_probs, torch.tensor([9, 10])))),
         UnderWay(4, 0, 10, (PartialResponse(1, 2, 77, "stop", ids[:1], log_probs[:1], torch.tensor([10])),)),
     ]  # fmt: skip
-    memory = Memory(config(make_config, "run"), 24)
+    memory = MethodMemory(config(make_config, "run"), 24)
     memory.under_way = problems
-    other = Memory(config(make_config, "run"), 24)
+    other = MethodMemory(config(make_config, "run"), 24)
     other.load_state_dict(memory.state_dict())
     for a, b in zip(problems, other.under_way, strict=True):
         assert (a.row, a.visit, a.step) == (b.row, b.visit, b.step)

@@ -41,7 +41,7 @@ class DecodeState:
     greedy: Tensor  # [S] bool
     tables: Tensor  # [S, P] int32, the pages of the row
     rows: Tensor  # [S] int64, 0 to S - 1
-    step: Tensor  # [1] int64, steps since the last `take`
+    step: Tensor  # [1] int64, steps made of the burst
     drawn: Tensor  # [K, S] int64, tokens by step
     log_probs: Tensor  # [K, S] float32
 
@@ -114,7 +114,7 @@ class Decoder:
 @contextmanager
 def capturing(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
     """What the block launches becomes a graph. Torch captures on one stream for the whole process, and two threads may
-    come to it together (rollouts made ahead, an evaluation): the second waits. A capture that breaks off
+    come to it together (prefetched rollouts, an evaluation): the second waits. A capture that breaks off
     leaves that stream the current one, where the next thread's capture would record this one's work."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     with _one_at_a_time:

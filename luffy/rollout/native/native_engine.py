@@ -91,7 +91,7 @@ def in_order(
 
 
 class NativeEngine(Engine):
-    """Continuous batching over KV slots, on the very weights that are being trained.
+    """Continuous batching, over slots or pages, on the very weights that are being trained.
 
     A response depends on its request alone: the noise is a function of seed and position. Rounding is
     what is left, since matrix kernels add in an order that depends on the number of rows. Alone against

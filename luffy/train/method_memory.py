@@ -22,7 +22,7 @@ from luffy.train.replay import Attempt, Replay
 from luffy.train.under_way import UnderWay, problems_of, state_of
 
 
-class Memory:
+class MethodMemory:
     """``problems``: how many there are in the training data. A part that the config does not use is None."""
 
     def __init__(self, cfg: Config, problems: int) -> None:
