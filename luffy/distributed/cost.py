@@ -74,7 +74,7 @@ class StepPlan:
     hybrid: bool = False  # sharded inside each machine, copied over machines
     micro_batch: int = 32768
     adapters: bool = False  # LoRA: the weights are frozen
-    recomputes: bool = False  # activations, in the backward pass
+    recomputed: float = 0.0  # share of the tokens whose activations are computed again in the backward pass
     scored: int = 0  # forward passes before the update: for old log-probs, for those of the reference
     trained_tokens: float | None = None  # of the updates, where they are not those of the rollout
     storage: float = 20 * GB  # bytes a second that the shared file system takes
@@ -92,10 +92,10 @@ class StepPlan:
         return rolled_out if self.trained_tokens is None else self.trained_tokens
 
     @property
-    def passes(self) -> int:
+    def passes(self) -> float:
         """Of an update, in forward passes: a backward pass takes two. LoRA takes as many: its adapters take the time
         that frozen weights save (docs/results/cost.md)."""
-        return 3 + self.recomputes + self.scored
+        return 3 + self.recomputed + self.scored
 
     @property
     def context(self) -> float:

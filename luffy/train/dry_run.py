@@ -105,7 +105,10 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     scored = sum(needed_log_probs(cfg, len(batch))) if method == "rl" else 0
     work = work_of(cfg, model, planned_samples(cfg, batch, plan), scored, place.on_gpu)
     requests = plan.requests if plan else []
-    needs = memory_needs(cfg, method, work, requests, others, place.free)
+    kept = kept_parts(cfg, method, work, others)
+    if place.on_gpu:
+        work = replace(work, unused=place.free - sum(kept.values()) - work.trained * 4 / shards_of(cfg))
+    needs = memory_needs(cfg, work, requests, others, kept)
     lines = [
         f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed}{several})",
         f"model      {cfg.model.path}  {model.parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
@@ -330,6 +333,7 @@ def kept_parts(cfg: Config, method: Method, work: Work, others: OtherModels) -> 
         parts["second model"] = float(parameters_of(others.second) * SIZES[dtype])
     if method == "rl":
         parts["teacher"] = teacher_bytes(cfg, work, others.teacher) / shards
+        parts["fp8 copy"] = float(work.parameters) if cfg.rollout.precision == "fp8" else 0.0
     return {name: size for name, size in parts.items() if size}
 
 
@@ -350,18 +354,11 @@ def slots_of(cfg: Config, work: Work, requests: Sequence[Request]) -> int:
 
 
 def memory_needs(
-    cfg: Config, method: Method, work: Work, requests: Sequence[Request], others: OtherModels, free: float
+    cfg: Config, work: Work, requests: Sequence[Request], others: OtherModels, kept: Parts
 ) -> dict[str, Parts]:
-    """Bytes of each phase by part, on a GPU with ``free`` bytes or on a CPU. Where rollouts and updates take turns,
-    each has its own beside what stays."""
-    kept = kept_parts(cfg, method, work, others)
-    if cfg.rollout.precision == "fp8" and method == "rl":
-        kept = kept | {"fp8 copy": float(work.parameters)}
-    shards = shards_of(cfg)
-    gradients = work.trained * 4 / shards
-    unused = None if not work.on_gpu else free - sum(kept.values()) - gradients
-    update = update_parts(replace(work, trained=work.trained // shards), unused)
-    if method == "sft" or not requests:
+    """Bytes of each phase by part. Where rollouts and updates take turns, each has its own beside what is ``kept``."""
+    update = update_parts(replace(work, trained=work.trained // shards_of(cfg)))
+    if not requests:
         return {"update": kept | update}
     slots = slots_of(cfg, work, requests)
     longest = max(len(r.given_ids) + r.sampling.max_tokens for r in requests)

@@ -43,7 +43,8 @@ class Pass:
 @dataclass(frozen=True)
 class Work:
     """What an update is made of: the model's shape, how it is trained, the passes of its mini-batches, and how many
-    times its tokens are ``scored`` before: for old log-probs, for those of the reference."""
+    times its tokens are ``scored`` before: for old log-probs, for those of the reference. ``unused``: GPU memory beside
+    what the update has in any case."""
 
     config: Any
     parameters: int
@@ -54,6 +55,7 @@ class Work:
     checkpointing: bool | str
     passes: Sequence[Sequence[Pass]]  # by mini-batch
     scored: int = 0
+    unused: float | None = None
 
     @property
     def several(self) -> bool:
@@ -67,6 +69,11 @@ class Work:
     @property
     def tokens(self) -> int:
         return sum(one.computed for one in self.every_pass)
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of the tokens, those whose activations are computed again in the backward pass."""
+        return sum(one.computed for one in self.every_pass if recomputes(self, one)) / max(self.tokens, 1)
 
 
 def planned_sample(prompt_ids: Sequence[int], tokens: int) -> Sample:
@@ -130,11 +137,11 @@ def _inner(config: Any) -> int:
     return int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
 
 
-def pass_bytes(work: Work, one: Pass, recomputed: bool) -> float:
+def pass_bytes(work: Work, one: Pass) -> float:
     """Activations of a pass at their most: all layers', or, recomputed, the start of each and all of one."""
     layers = int(work.config.num_hidden_layers)
     last = 4 * work.config.hidden_size * one.computed * work.itemsize  # embeddings, last norm, the rows of the head
-    if not recomputed:
+    if not recomputes(work, one):
         return layers * layer_bytes(work, one) + last
     starts = (2 if work.on_gpu else 1) * work.config.hidden_size * one.computed * work.itemsize
     return layers * starts + layer_bytes(work, one) + last
@@ -149,22 +156,21 @@ def logits_bytes(work: Work, one: Pass) -> float:
     return float(min(CPU_CHUNK_ROWS, one.rows) * vocabulary * 4 * CPU_HEAD_COPIES)
 
 
-def recomputes(work: Work, one: Pass, unused: float | None) -> bool:
-    """As ``Checkpointing`` decides; ``unused`` is the GPU memory beside what the update has in any case."""
-    if work.checkpointing != "auto" or not work.on_gpu or unused is None:
+def recomputes(work: Work, one: Pass) -> bool:
+    """As ``Checkpointing`` decides."""
+    if work.checkpointing != "auto" or work.unused is None:
         return work.checkpointing is True
-    return CAUTION * work.config.num_hidden_layers * layer_bytes(work, one) + MARGIN_BYTES > unused
+    return CAUTION * work.config.num_hidden_layers * layer_bytes(work, one) + MARGIN_BYTES > work.unused
 
 
-def update_parts(work: Work, unused: float | None = None) -> Parts:
+def update_parts(work: Work) -> Parts:
     """Beside weights and optimizer. Activations and logits are at their most when the backward pass begins, gradients
     when it ends: all of them meet only where gradients wait for those of further passes."""
     gradients = float(work.trained * 4)
     largest = float(work.config.vocab_size * work.config.hidden_size * 4)
     at_start: Parts = {}
     for one in work.every_pass:
-        recomputed = recomputes(work, one, unused)
-        parts = {"activations": pass_bytes(work, one, recomputed), "logits": logits_bytes(work, one)}
+        parts = {"activations": pass_bytes(work, one), "logits": logits_bytes(work, one)}
         at_start = max(at_start, parts, key=lambda p: sum(p.values()))
     if work.lora_rank is not None:
         largest = 0.0

@@ -68,7 +68,7 @@ def step_plan(cfg: Config, work: Work, requests: Sequence[Request], share: float
         hybrid=cfg.parallel.shard == "hybrid",
         micro_batch=cfg.batch.tokens,
         adapters=work.lora_rank is not None,
-        recomputes=work.checkpointing is True,
+        recomputed=work.recomputed_share,
         scored=work.scored,
         trained_tokens=work.tokens - (1 - share) * sum(request.sampling.max_tokens for request in requests),
     )

@@ -51,7 +51,7 @@ def test_updates_by_hand():
 def test_updates_that_recompute_and_score_by_hand():
     """Three forward passes' worth for the plain update, one more for recomputing, one for each scoring."""
     forward = 2 * 7.6e9 + 4 * (1024 + 2048) * 28 * 3584
-    for training, passes in (({"recomputes": True}, 4), ({"scored": 2}, 5), ({"recomputes": True, "scored": 1}, 5)):
+    for training, passes in (({"recomputed": 0.5}, 3.5), ({"scored": 2}, 5), ({"recomputed": 1, "scored": 1}, 5)):
         seconds = SEVEN.tokens / 8 * passes * forward / (0.65 * 790e12)
         assert update(replace(SEVEN, **training), H200).seconds == pytest.approx(seconds)
 

@@ -16,6 +16,7 @@ from luffy.config import load_config
 from luffy.models.families import layout_of
 from luffy.models.forward import forward_hidden, use_luffy_attention
 from luffy.schema import to_dict
+from luffy.train.activations import CAUTION, MARGIN_BYTES
 from luffy.train.estimate import ALLOCATOR, Work, layer_bytes, passes_of, planned_sample, rollout_parts, update_parts
 from luffy.train.gpu_cost import step_plan
 from luffy.train.probe import Rates, shortened
@@ -69,6 +70,15 @@ def test_sft_attends_to_whole_traces_in_the_cost_model():
     passes = passes_of(samples(8, 1, 121, 8192), 16384, share=True)
     work = Work(config, parameters, parameters, 2, True, None, False, [passes])
     assert step_plan(load_config("tiny/sft"), work, []).context == pytest.approx((121 + 8192) / 2, abs=1)
+
+
+def test_auto_recomputes_the_micro_batches_that_do_not_fit():
+    config, parameters = shape("qwen2-1.5b")
+    large, small = (passes_of(samples(1, 1, 121, tokens), 16384, share=True) for tokens in (8192, 512))
+    work = Work(config, parameters, parameters, 2, True, None, "auto", [large, small])
+    needed = CAUTION * config.num_hidden_layers * layer_bytes(work, large[0]) + MARGIN_BYTES
+    for unused, tokens in ((needed, 0), (needed - 1, 121 + 8192), (0.0, 121 + 8192 + 121 + 512)):
+        assert replace(work, unused=unused).recomputed_share == tokens / work.tokens
 
 
 @pytest.mark.parametrize(
