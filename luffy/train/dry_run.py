@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from typing import Any
 
 from luffy.config import Config
 from luffy.data import ProblemSampler
-from luffy.errors import UserError
 from luffy.guidance import Planner
 from luffy.guidance.plan import Plan, Planned
-from luffy.models.forward import use_luffy_attention
-from luffy.models.load import DTYPES, check_local, decode, load_tokenizer, model_folder, slow_dtype
+from luffy.models.load import DTYPES, decode, slow_dtype
 from luffy.models.memory import memory_of_machine, resident_bytes
 from luffy.report.recorder import check_trackers
 from luffy.rollout.native import default_slots
-from luffy.rollout.overrides.pair_checks import check_fits, check_same_tokenizer
 from luffy.train import setup
+from luffy.train.bare_models import ModelShape, OtherModels, check_other_models, model_shape, parameters_of
 from luffy.train.batch import mini_batches, needed_log_probs
 from luffy.train.build import total_steps
 from luffy.train.draws import draw
@@ -30,7 +25,6 @@ from luffy.train.gpu_cost import gpu_named, times_on_gpus
 from luffy.train.optim import lr_at
 from luffy.train.probe import this_gpu, time_on_cpu
 from luffy.train.run_state import Method
-from luffy.train.teacher import check_tokenizer
 from luffy.train.trial import try_model
 from luffy.train.vllm_settings import VLLM_SLOTS, context_of
 from luffy.types import Request, Sample, Task
@@ -146,96 +140,10 @@ def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: A
     return f"{right} of the first {len(some)} are right by reward {cfg.reward.name}{doubt}"
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """``trained`` of the ``parameters``; ``shares``: whether samples may share their prompt in the update."""
-
-    config: Any
-    parameters: int
-    trained: int
-    shares: bool
-
-
-def model_shape(cfg: Config) -> ModelShape:
-    model = bare_model(cfg.model.path, "model.path", cfg)
-    config, parameters, shares = model.config, parameters_of(model), True
-    try:
-        use_luffy_attention(model)
-    except UserError:  # a model that luffy's attention does not serve runs by its own, slower
-        shares = False
-    if cfg.model.lora is not None:
-        with torch.device("meta"):
-            model = setup.add_adapters(model, cfg.model)
-    return ModelShape(config, parameters, sum(p.numel() for p in model.parameters() if p.requires_grad), shares)
-
-
-def bare_model(path: str, knob: str, cfg: Config) -> Any:
-    """Without memory for its weights."""
-    trust = cfg.model.trust_remote_code
-    config = read_model_config(str(model_folder(path)), knob, trust)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-    model.tie_weights()
-    return model
-
-
 def dtypes_of(cfg: Config, method: Method) -> set[str]:
     """Of the policy's weights and, where there is one, the second model's."""
     knobs = cfg.rollout.overrides if method == "rl" else None
     return {cfg.model.dtype} | ({knobs.dtype or cfg.model.dtype} if knobs else set())
-
-
-def parameters_of(model: Any) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
-def read_model_config(path: str, knob: str, trust_remote_code: bool) -> Any:
-    try:
-        check_local(path, "config.json")
-    except UserError as error:
-        raise UserError(f"'{knob}' {error}") from None
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"'{knob}' {path}: {' '.join(str(error).split())[:300]}") from None
-
-
-class OtherModels(NamedTuple):
-    """Models beside the policy, without their weights: the one that overrides tokens, and the teacher where it is
-    loaded from its own folder."""
-
-    second: Any = None
-    teacher: Any = None
-
-
-def check_other_models(cfg: Config, method: Method, tokenizer: Any) -> OtherModels:
-    """The reference, the second model and the teacher are there and fit."""
-    m = cfg.model
-    if method != "rl":
-        return OtherModels()
-    if cfg.algorithm.kl_coef and m.reference:
-        read_model_config(m.reference, "model.reference", m.trust_remote_code)
-    return OtherModels(_second_model(cfg, tokenizer), _teacher_model(cfg, tokenizer))
-
-
-def _second_model(cfg: Config, tokenizer: Any) -> Any:
-    knobs = cfg.rollout.overrides
-    if knobs is None:
-        return None
-    model = bare_model(knobs.model_path, "rollout.offpolicy_guidance.model_path", cfg)
-    check_same_tokenizer(tokenizer, load_tokenizer(knobs.model_path, cfg.model.trust_remote_code))
-    check_fits(f"rollout.offpolicy_guidance.model_path={knobs.model_path}", model.config, tokenizer, cfg.longest)
-    return model
-
-
-def _teacher_model(cfg: Config, tokenizer: Any) -> Any:
-    path = cfg.teacher.path
-    if path is None or cfg.teacher.is_self:
-        return None
-    model = bare_model(path, "teacher.path", cfg)
-    check_tokenizer(cfg, tokenizer)
-    check_fits(f"teacher.path={path}", model.config, tokenizer, cfg.longest)
-    return model
 
 
 def first_plan(cfg: Config, batch: list[Task], visits: list[int], steps: int) -> Plan:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from luffy.errors import UserError
 from luffy.train import dry_run as planning
+from luffy.train.bare_models import model_shape
 from luffy.train.dry_run import Renting, dry_run
 from luffy.train.loop import Trainer
 
@@ -139,7 +140,7 @@ def test_the_cost_on_other_gpus_by_hand(make_config):
     found = re.search(
         r"on 2 x A100: ([\d.e-]+) s a step \(update alone\), ([\d.e-]+) s for 4 steps, 0 GPU hours, 0 at 3,", cost
     )
-    weights = planning.model_shape(cfg).parameters
+    weights = model_shape(cfg).parameters
     tokens = int(re.search(r"traces, up to ([\d,]+) tokens", "".join(said))[1].replace(",", ""))
     passes = math.ceil(tokens / 2 / cfg.batch.tokens)
     computed, moved = 6 * weights * tokens / 2 / (250e12 * 0.65), passes * 8 * weights / 300e9
