@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from luffy.report.curves import MOST_POINTS, envelope, smooth, thin_out
-from luffy.report.families import families
 from luffy.report.figures import Line, hover_data, line_chart, swatch
+from luffy.report.method_families import families
 from luffy.report.methods import Styled
 from luffy.report.runs import RunRecord, first_stage, is_number
 from luffy.report.tables import STEP_SECONDS, evaluations

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from luffy.report.curves import estimate
-from luffy.report.families import final_values
 from luffy.report.figures import LETTER, WIDTH, Scale, colour_class, nice_ticks, tick_labels
+from luffy.report.method_families import final_values
 from luffy.report.methods import Styled
 from luffy.report.tables import evaluations
 from luffy.report.text import number, shorten_middle

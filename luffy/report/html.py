@@ -22,8 +22,8 @@ from luffy.errors import UserError
 from luffy.files import write_atomically
 from luffy.report.charts import chart_grid, charts_of, family_charts, legend
 from luffy.report.dots import accuracy_dots
-from luffy.report.families import by_accuracy, families
 from luffy.report.figures import crowded
+from luffy.report.method_families import by_accuracy, families
 from luffy.report.methods import Method, Styled, group_runs, with_styles
 from luffy.report.runs import find_runs, load_runs
 from luffy.report.samples import BRIEF, choose_groups, colour_choice, colour_key, group_html

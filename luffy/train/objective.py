@@ -64,7 +64,7 @@ class Objective:
         return Objective(
             policy_loss=a.policy_loss(),
             entropy_coef=a.entropy_coef,
-            kl_coef=a.kl_coef if a.kl_in == "loss" else 0.0,
+            kl_coef=a.kl_coef,  # samples have log-probs of the reference only where the KL is in the loss
             kl_estimator=a.kl_estimator,
             sft_coef=a.sft_coef,
             sft_shape=a.sft_shape(),

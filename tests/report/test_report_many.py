@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from luffy.report.dots import DotRow, dot_plot
-from luffy.report.families import FAMILIES, GATED, MIXED, OWN, TAUGHT, TRACES, family_of
 from luffy.report.html import write_report
+from luffy.report.method_families import FAMILIES, GATED, MIXED, OWN, TAUGHT, TRACES, family_of
 
 
 @pytest.fixture

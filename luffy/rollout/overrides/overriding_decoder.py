@@ -13,7 +13,7 @@ A position in a response has three noises of its own (proposal, acceptance, over
 seed and position alone. So neither k nor the neighbours change what is drawn, and where no rule ever
 overrides the tokens are those of `NativeEngine`.
 
-To propose and to score is `luffy.rollout.overrides.rounds`, on a GPU one graph launch; to verify is
+To propose and to score is `luffy.rollout.overrides.propose`, on a GPU one graph launch; to verify is
 `luffy.rollout.overrides.verify`.
 """
 
@@ -31,7 +31,7 @@ from luffy.rollout.engine import EngineStats
 from luffy.rollout.native.scheduler import SequenceState
 from luffy.rollout.native.slot_cache import Slots
 from luffy.rollout.native.slot_generation import DecodeBatch, SlotPlan
-from luffy.rollout.overrides.rounds import Proposals, Round, RoundRows
+from luffy.rollout.overrides.propose import Proposals, Round, RoundRows
 from luffy.rollout.overrides.verify import Verified, verify
 from luffy.rollout.sampling import SamplingRows, tempered
 from luffy.types import Completion

@@ -20,7 +20,7 @@ from luffy.models.forward import causal_lm, head_weight_bias
 from luffy.rollout.native.decode_graphs import bucket_for, capturing, weight_addresses
 from luffy.rollout.native.paged_cache import PagedSlots, cache_shape, pages_for
 from luffy.rollout.native.paged_generation import affordable
-from luffy.rollout.overrides.rounds import Proposals, Round, RoundRows
+from luffy.rollout.overrides.propose import Proposals, Round, RoundRows
 
 # Log-probs of a round that exist at once, counted in float32 [k, V] a row: fixed places, graphs, verification.
 ROUND_COPIES = 10

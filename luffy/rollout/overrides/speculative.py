@@ -20,7 +20,7 @@ from luffy.rollout.native.native_engine import NativeEngine, finished_of, in_ord
 from luffy.rollout.native.slot_generation import SlotGeneration, SlotPlan
 from luffy.rollout.overrides.overriding_decoder import OverrideSettings, OverridingDecoder, SpeculativeStats
 from luffy.rollout.overrides.pair_checks import check_exact, check_pair, check_same_device, check_settings
-from luffy.rollout.overrides.rounds import Round
+from luffy.rollout.overrides.propose import Round
 from luffy.rollout.sampling import draw_tokens
 from luffy.types import Completion, Request
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from luffy.core.override_rules import Rule
-from luffy.rollout.overrides.rounds import Draw
+from luffy.rollout.overrides.propose import Draw
 from luffy.rollout.sampling import token_bits
 
 # Any two numbers far apart will do: the seeds are hashed after these are mixed in.
