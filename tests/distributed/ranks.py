@@ -79,8 +79,8 @@ def figures(cfg):
     return [{k: v for k, v in row.items() if k != "time" and not k.startswith(UNTIMED)} for row in rows]
 
 
-def samples(cfg):
-    return read_json_lines(cfg.folder / "samples.jsonl")
+def samples(cfg, file="samples.jsonl"):
+    return read_json_lines(cfg.folder / file)
 
 
 def final_weights(cfg):

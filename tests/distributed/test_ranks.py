@@ -61,8 +61,9 @@ def config(make_config, sums, name, **changes):
 
 def assert_same_run(ours, theirs, gradients, expected):
     assert_same_figures(figures(ours), figures(theirs))
-    for a, b in zip(samples(ours), samples(theirs), strict=True):
-        assert (a["problem"], a["token_ids"], a["reward"]) == (b["problem"], b["token_ids"], b["reward"])
+    for file in ("samples.jsonl", "eval_samples.jsonl"):
+        for a, b in zip(samples(ours, file), samples(theirs, file), strict=True):
+            assert (a["problem"], a["token_ids"], a["reward"]) == (b["problem"], b["token_ids"], b["reward"])
     assert len(gradients) == len(expected) >= 5
     for a, b in zip(gradients, expected, strict=True):
         assert_same_weights(a, b)

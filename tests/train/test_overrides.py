@@ -60,13 +60,17 @@ def test_every_rule_trains_beside_trace_prefixes(make_config, stronger, rule):
         guidance={"n_prefix": 1, "strategy": "fixed", "min_ratio": 0.5, "max_ratio": 0.5},
         algorithm={"reject_extreme": False},
         train={"steps": 2},
+        record={"samples": 6, "samples_every": 1},
     )
     rows, _ = run(cfg)
+    samples = read_json_lines(cfg.folder / "samples.jsonl")
     for r in rows:
+        made = [s for s in samples if s["step"] == r["step"]]
+        tokens = sum(s["length"] - s["off_policy_tokens"] for s in made)
+        assert r["guidance/token_ratio"] == pytest.approx(sum(s["override_tokens"] for s in made) / tokens)
         assert 0 < r["guidance/token_ratio"] < 1 and 0 < r["guidance/sequence_ratio"] <= 1
         assert r["guidance/weight_max"] <= 10.0 and 0 < r["guidance/ess"] <= 1
         assert r.get("guidance/missing_log_prob_ratio", 0.0) == 0.0
-    samples = read_json_lines(cfg.folder / "samples.jsonl")
     assert any(any(s["overrides"]) for s in samples) and any(any(s["off_policy"]) for s in samples)
     assert not any(o and t for s in samples for o, t in zip(s["overrides"], s["off_policy"], strict=True))
 
