@@ -188,14 +188,15 @@ def _is_rejected(group: Group, cfg: Config) -> bool:
     return a.reject_extreme and is_extreme(group, cfg.reward) and not keep_traces
 
 
-def needed_log_probs(cfg: Config, problems: int) -> tuple[bool, bool]:
-    """Whether log-probs before the update are computed of the policy and of the reference. Of the policy where it will
-    take several optimizer steps (with one, old is current and no pass is spent), or the KL in the reward or the credit
-    function asks for them; of the reference where a KL term needs it."""
+def needed_log_probs(cfg: Config, problems: int) -> tuple[range, bool]:
+    """Of which groups of a step the policy's log-probs before the update are computed, and whether those of the
+    reference are, for a KL term. The policy's: of all groups where the KL in the reward or the credit function asks for
+    them, else of those after the first mini-batch, for which old is current."""
     a = cfg.algorithm
     need_ref = a.kl_coef > 0
-    several = min(cfg.batch.updates, problems) > 1
-    return several or (need_ref and a.kl_in == "reward") or bool(needs_of(a)), need_ref
+    if (need_ref and a.kl_in == "reward") or needs_of(a):
+        return range(problems), need_ref
+    return range(problems // max(1, min(cfg.batch.updates, problems)), problems), need_ref
 
 
 def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:
@@ -203,9 +204,12 @@ def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:
     them."""
     need_old, need_ref = needed_log_probs(run.cfg, batch.size)
     groups = list(batch.groups.values())
-    count = sum(len(group.rollouts) for group in groups)
+    positions = [position for position, group in batch.groups.items() for _ in group.rollouts]
+    count = len(positions)
     flat = [uncredited(r) for group in groups for r in group.rollouts] if need_old or need_ref else []
-    old = run.policy.score(flat) if need_old else [(None, None)] * count
+    later = [i for i, position in enumerate(positions) if position in need_old]
+    found = dict(zip(later, run.policy.score([flat[i] for i in later]), strict=True)) if need_old else {}
+    old = [found.get(i, (None, None)) for i in range(count)]
     ref = run.policy.reference_log_probs(flat, run.reference) if need_ref else [None] * count
     taught = [None] * count if run.teacher is None else run.teacher.score(groups)
     tokens = iter([ScoredTokens(o, r, entropy, t) for (o, entropy), r, t in zip(old, ref, taught, strict=True)])

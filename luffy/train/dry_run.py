@@ -96,7 +96,8 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     notices += setup.repeated_problems(cfg, len(tasks))
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
     plan = first_plan(cfg, batch, visits, steps) if method == "rl" else None
-    scored = sum(needed_log_probs(cfg, len(batch))) if method == "rl" else 0
+    old, reference = needed_log_probs(cfg, len(batch)) if method == "rl" else (range(0), False)
+    scored = len(old) / len(batch) + reference
     work = work_of(cfg, model, planned_samples(cfg, batch, plan), scored, place.on_gpu)
     requests = plan.requests if plan else []
     kept = kept_parts(cfg, method, work, others)
@@ -201,7 +202,7 @@ def update_line(cfg: Config, steps: int) -> str:
     )
 
 
-def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]], scored: int, on_gpu: bool) -> Work:
+def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]], scored: float, on_gpu: bool) -> Work:
     parts = mini_batches(planned, cfg.batch.updates * cfg.parallel.workers)  # of one process, at least one problem
     return Work(
         config=model.config,

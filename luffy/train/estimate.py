@@ -54,7 +54,7 @@ class Work:
     lora_rank: int | None
     checkpointing: bool | str
     passes: Sequence[Sequence[Pass]]  # by mini-batch
-    scored: int = 0
+    scored: float = 0
     unused: float | None = None
 
     @property

@@ -19,6 +19,7 @@ from luffy.train.batch import mini_batches
 from luffy.train.changes import changed_settings, in_words
 from luffy.train.job import Job
 from luffy.train.loop import Trainer
+from luffy.train.policy import Policy
 from luffy.types import Score
 
 
@@ -143,10 +144,20 @@ def test_trace_choices_reach_the_group(make_config, tmp_path, choice, expected):
     assert {r["response"] for r in rows if all(r["off_policy"])} == expected
 
 
-def test_several_mini_batches_use_old_log_probs(make_config):
+def test_mini_batches_after_the_first_use_old_log_probs(make_config, monkeypatch):
+    """Those of all groups would change nothing: in the first mini-batch old is current."""
     changes = {"batch": {"mini_batch": 2}, "algorithm": {"remove_clip": False}, "optim": {"lr": 0.02}}
-    rows = run(make_config(train={"steps": 2}, **changes))
+    scored, score = [], Policy.score
+    monkeypatch.setattr(Policy, "score", lambda self, samples: scored.append(len(samples)) or score(self, samples))
+    cfg = make_config(train={"steps": 2}, **changes)
+    rows = run(cfg)
+    kept = [cfg.batch.problems - int(row["batch/rejected"]) for row in rows]
+    assert min(kept) > 1 and scored == [cfg.rollout.n * (k - k // min(3, k)) for k in kept]
     assert any(abs(r["actor/ppo_kl"]) > 1e-6 for r in rows)  # later mini-batches have left the old policy
+    monkeypatch.setattr("luffy.train.batch.needed_log_probs", lambda cfg, problems: (range(problems), False))
+    again = run(make_config(name="all", train={"steps": 2}, **changes))
+    for name in ("actor/pg_loss", "actor/ppo_kl", "actor/grad_norm", "actor/entropy_loss"):
+        assert [r[name] for r in again] == pytest.approx([r[name] for r in rows], rel=1e-4, abs=1e-7), name
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
