@@ -62,21 +62,18 @@ def _short(value: float | None, digits: int) -> float | None:
 
 
 def gpu_seconds(jobs: Sequence[Row], name: str, times: Sequence[float]) -> list[float]:
-    """For each of ``times``: the seconds since the run's start, each divided by the number of processes that shared the
-    GPU in it. ``jobs`` are the lines of jobs.jsonl."""
-    mine = [line["time"] for line in jobs if line["job"] == name and line["what"] == "started"]
-    if not mine:
-        return [0.0 for _ in times]
-    begin, points = mine[-1], sorted({line["time"] for line in jobs} | set(times))
-    change: dict[float, int] = defaultdict(int)
+    """For each of ``times``: the seconds that the run had been under way, each divided by the number of processes that
+    shared the GPU in it. ``jobs`` are the lines of jobs.jsonl; a run that was resumed has several starts there."""
+    change: dict[float, list[Row]] = defaultdict(list)
     for line in jobs:
-        change[line["time"]] += 1 if line["what"] == "started" else -1
-    at, running, total, before = {}, 0, 0.0, points[0] if points else 0.0
-    for point in points:
-        if before >= begin:
-            total += (point - before) / max(running, 1)
-        running, before = running + change[point], point
-        at[point] = round(total, 1)
+        change[line["time"]].append(line)
+    at, running, mine, total, before = {}, 0, False, 0.0, 0.0
+    for point in sorted({*change, *times}):
+        total += (point - before) / max(running, 1) if mine else 0.0
+        for line in change.get(point, ()):
+            running += 1 if line["what"] == "started" else -1
+            mine = line["what"] == "started" if line["job"] == name else mine
+        before, at[point] = point, round(total, 1)
     return [at[time] for time in times]
 
 

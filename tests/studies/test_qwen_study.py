@@ -107,6 +107,8 @@ def test_time_on_the_gpu_is_shared_by_those_who_used_it():
         (0, "a", "started"), (10, "b", "started"), (20, "c", "started"), (23, "a", "ended"), (31, "c", "ended"))]  # fmt: skip
     assert records.gpu_seconds(jobs, "b", [12, 20, 23, 31, 35]) == [1.0, 5.0, 6.0, 10.0, 14.0]
     assert records.gpu_seconds(jobs, "a", [5, 10]) == [5.0, 10.0]
+    again = [*jobs, {"time": 40, "job": "a", "what": "started"}]  # resumed, beside b
+    assert records.gpu_seconds(again, "a", [5, 23, 35, 50]) == [5.0, 16.0, 16.0, 21.0]
 
 
 def test_curves_are_columns_and_rows_of_several_machines_are_one(tmp_path):
@@ -174,7 +176,7 @@ def test_the_page_says_what_the_results_say(figures):
     known = {number for line in lines if line.startswith("|") for number in NUMBER.findall(line)}
     known |= {"0.6", "2604.23747"}  # the temperature; a paper
     known |= {"40.0"}  # see test_counts_in_the_prose_of_the_page
-    known |= {"1.3", "3.0", "0.5", "0.6"}  # see test_the_prose_about_fp8
+    known |= {"1.3", "3.0", "0.5", "0.6", "0.7", "0.4", "1.2", "1.4", "1.9"}  # see test_the_prose_about_fp8
     known |= {"39.8", "39.0", "38.5"}  # see test_the_prose_about_hard_problems
     known.add(f"{100 * (0.42 * 0.58 / 512) ** 0.5:.1f}")  # the standard error of the validation accuracy
     prose = [line for line in lines if not line.startswith("|")]
@@ -196,10 +198,10 @@ def test_counts_in_the_prose_of_the_page(figures):
     luffy, on_policy = by_name["luffy-lr3e-06-s0"], by_name["on_policy-lr3e-06-s0"]
     assert min(groups_left(figures, luffy)) > 32 and len(groups_left(figures, luffy)) == 200  # two updates before, too
     assert min(groups_left(figures, on_policy)) >= 2 and len(groups_left(figures, on_policy)) == 167
-    assert len(by_name) == 26 and "base" in by_name
+    assert len(by_name) == 28 and "base" in by_name
     screened = json.loads((figures.HERE / "results" / "screened.json").read_text())
     assert (len(screened), list(screened.values()).count(0)) == (2500, 1102)
-    by_name = {name: row for name, row in by_name.items() if not row.get("note")}
+    by_name = {name: row for name, row in by_name.items() if not row.get("note") and row.get("seed") == 0}
     again = records.read_rows([figures.HERE / "results" / "2026-11-16-c.jsonl"])["sft-lr1e-05-s0"]
     assert f"{100 * sum(figures.shares(again)) / 1319:.1f}" == "40.0"
     sft = [row for row in by_name.values() if row["method"] == "sft"]
@@ -225,17 +227,22 @@ def test_the_prose_about_hard_problems(figures):
 
 def test_the_prose_about_fp8(figures):
     by_name = {row["name"]: row for row in figures.read()}
-    own = {}
-    for seed in (0, 1):
-        plain, fp8 = (
-            dict(figures.points(by_name[f"on_policy-{note}lr1e-06-s{seed}"], "batch/on_solved"))
-            for note in ("", "fp8-")
-        )
-        for first, last in ((1, 10), (51, 75)):
-            apart = [100 * (plain[step] - fp8[step]) for step in range(first, last + 1)]
-            error = statistics.stdev(apart) / len(apart) ** 0.5
-            own[seed, last] = f"{statistics.mean(apart):.1f}", f"{error:.1f}"
-    assert own == {(0, 10): ("0.5", "0.5"), (0, 75): ("1.3", "0.5"), (1, 10): ("0.6", "0.6"), (1, 75): ("3.0", "0.5")}
+    lost, again = (records.read_rows([figures.HERE / "results" / f"2026-11-17{part}.jsonl"]) for part in ("", "-b"))
+    luffy, plain, fp8 = "luffy-lr3e-06-s1", "on_policy-lr1e-06-s{}", "on_policy-fp8-lr1e-06-s{}"
+
+    def apart(one, other, first, last):
+        """Points of own samples right, problem by problem the same ones: the mean over the steps, its standard error."""
+        ones, others = (dict(figures.points(row, "batch/on_solved")) for row in (one, other))
+        found = [100 * (ones[step] - others[step]) for step in range(first, last + 1)]
+        return f"{abs(statistics.mean(found)):.1f}", f"{statistics.stdev(found) / len(found) ** 0.5:.1f}"
+
+    pairs = [(by_name[plain.format(seed)], by_name[fp8.format(seed)]) for seed in (0, 1)]
+    assert [apart(*pair, 1, 10) for pair in pairs] == [("0.5", "0.5"), ("0.6", "0.6")]
+    assert [apart(*pair, 51, 75) for pair in pairs] == [("1.3", "0.5"), ("3.0", "0.5")]
+    second = lost[plain.format(1)]
+    assert second["curves"]["step"][-1] == 74 and apart(second, pairs[1][1], 51, 74) == ("1.9", "0.5")
+    assert [apart(pairs[1][0], second, *steps) for steps in ((11, 50), (51, 74))] == [("0.7", "0.4"), ("1.2", "0.6")]
+    assert apart(lost[luffy], again[luffy], 11, 50) == ("1.4", "0.5")
 
 
 def test_the_run_that_was_replaced(figures):
