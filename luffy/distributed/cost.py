@@ -74,6 +74,7 @@ class StepPlan:
     hybrid: bool = False  # sharded inside each machine, copied over machines
     micro_batch: int = 32768
     adapters: bool = False  # LoRA: the weights are frozen
+    offloaded: bool = False  # masters and moments are in the host's memory
     recomputed: float = 0.0  # share of the tokens whose activations are computed again in the backward pass
     scored: float = 0  # forward passes over all tokens before the update: for old log-probs, for those of the reference
     trained_tokens: float | None = None  # of the updates, where they are not those of the rollout
@@ -185,10 +186,10 @@ def checkpoint(plan: StepPlan, gpu: Gpu) -> dict[str, Cost]:
 
 
 def memory(plan: StepPlan, gpu: Gpu) -> float:
-    """Bytes of a GPU that are taken before the cache is: masters, moments, gradients (with LoRA the masters alone, and
-    on one GPU none: it trains beside the copy that rolls out), and that copy."""
+    """Bytes of a GPU that are taken before the cache is: masters, moments, gradients (offloaded, the gradients alone;
+    with LoRA the masters alone, and on one GPU none: it trains beside the copy that rolls out), and that copy."""
     shards = min(plan.gpus, gpu.per_machine) if plan.hybrid else plan.gpus
-    trained = 16 if not plan.adapters else 4 if plan.gpus > 1 else 0
+    trained = (4 if plan.gpus > 1 else 0) if plan.adapters else 4 if plan.offloaded else 16
     return trained * plan.model.parameters / shards + plan.model.weights / plan.width
 
 

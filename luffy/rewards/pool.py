@@ -31,7 +31,7 @@ from operator import length_hint
 from typing import Any, NamedTuple
 
 from luffy.errors import UserError
-from luffy.rewards.worker import UNREAD, Answer, Setup, unpacked
+from luffy.rewards.worker import READ, UNREAD, Answer, Setup, unpacked
 
 # Generous, because an importing worker may share a busy machine with a training run.
 START_TIMEOUT_S = 180.0
@@ -81,20 +81,25 @@ class _Run:
         on_result: Callable[[int, Outcome], None] | None = None,
     ) -> None:
         self.timeout_s = timeout_s
-        self.share = max(1, math.ceil(length_hint(items, workers * MOST_AT_ONCE) / workers))  # of each worker
+        many = 2 * workers * MOST_AT_ONCE
+        self.share = max(1, math.ceil(length_hint(items, many) / (2 * workers)))  # two messages for each worker
         self._items = enumerate(items)
         self._waiting = deque(islice(self._items, 1))
+        self._alone: deque[_Item] = deque()  # each goes in a message of its own
         self._on_result = on_result
         self.outcomes: dict[int, Outcome] = {}
 
     @property
     def exhausted(self) -> bool:
-        return not self._waiting
+        return not self._waiting and not self._alone
 
     def draw(self, at_once: int) -> tuple[list[_Item], bytes]:
         """The next items for a worker, and the message with them; one that cannot be sent is settled here."""
-        self._waiting.extend(islice(self._items, max(0, at_once + 1 - len(self._waiting))))
-        items = [self._waiting.popleft() for _ in range(min(at_once, len(self._waiting)))]
+        if self._alone:
+            items = [self._alone.popleft()]
+        else:
+            self._waiting.extend(islice(self._items, max(0, at_once + 1 - len(self._waiting))))
+            items = [self._waiting.popleft() for _ in range(min(at_once, len(self._waiting)))]
         try:
             return items, _message(items)
         except _UNSENDABLE:
@@ -111,6 +116,10 @@ class _Run:
     def give_back(self, items: Iterable[_Item]) -> None:
         """Items that a worker had not begun."""
         self._waiting.extendleft(reversed(list(items)))
+
+    def send_alone(self, items: Iterable[_Item]) -> None:
+        """Items of a message that could not be read: which one is to blame shows when each comes alone."""
+        self._alone.extend(items)
 
     def settle(self, index: int, outcome: Outcome) -> None:
         self.outcomes[index] = outcome
@@ -246,18 +255,20 @@ class WorkerPool:
         worker = self._workers[slot]
         answers = worker.answers()
         now = time.monotonic()
-        if worker.items:
+        if answers and worker.items:
             worker.deadline = now + run.timeout_s
         for answer in answers:
             outcome = Outcome(*answer)
             if not worker.items:
                 self._started(slot, outcome)
                 return
-            if outcome.status == "crashed":
-                self._lose(slot, run, outcome)
-                return
+            if outcome.status == READ:
+                worker.has_read = True
+                continue
             if outcome.status == UNREAD:
-                self._take_apart(slot, run, outcome.message)
+                outcome = Outcome(outcome.value, message=outcome.message)
+            if outcome.status == "crashed" or not worker.has_read:
+                self._lose(slot, run, outcome)
                 return
             index, _ = worker.items.popleft()
             if not worker.items:
@@ -266,28 +277,24 @@ class WorkerPool:
 
     def _note_seconds(self, size: int, seconds: float) -> None:
         """How long a worker took for all items of a message."""
-        if seconds < QUICK_S:
-            self._at_once = max(self._at_once, min(2 * size, MOST_AT_ONCE))
+        if seconds < QUICK_S and size >= self._at_once:
+            self._at_once = min(2 * self._at_once, MOST_AT_ONCE)
         elif seconds > SLOW_S:
             self._at_once = 1
 
     def _lose(self, slot: int, run: _Run, outcome: Outcome) -> None:
-        """End a worker: ``outcome`` is that of the item it was at."""
-        (index, _), *others = self._workers[slot].items
-        self._workers[slot].items.clear()
-        run.give_back(others)
-        run.settle(index, outcome)
-        self._replace(slot)
-
-    def _take_apart(self, slot: int, run: _Run, message: str) -> None:
-        """A worker could not unpickle what it was sent. One item is to blame: which, is known when it comes alone."""
-        items = list(self._workers[slot].items)
-        self._workers[slot].items.clear()
-        self._at_once = 1
-        if len(items) > 1:
-            run.give_back(items)
+        """``outcome`` is that of the item a worker was at, or of a message that it could not read. An error there
+        leaves the worker as it was; anything else ends it."""
+        worker = self._workers[slot]
+        (index, _), *others = items = list(worker.items)
+        worker.items.clear()
+        if others and not worker.has_read:
+            run.send_alone(items)
         else:
-            run.settle(items[0][0], Outcome("error", message=message))
+            run.give_back(others)
+            run.settle(index, outcome)
+        if outcome.status != "error":
+            self._replace(slot)
 
     def _started(self, slot: int, outcome: Outcome) -> None:
         if outcome.status == "ready":
@@ -327,6 +334,7 @@ class _Worker:
         self.ready = False
         self.items: deque[_Item] = deque()  # sent, not answered
         self.size, self.sent = 0, 0.0  # of the last message: how many items, and when
+        self.has_read = False  # that message
         self._unread = b""  # the beginning of an answer
         self._ended = False
         self.deadline = time.monotonic() + START_TIMEOUT_S
@@ -352,7 +360,7 @@ class _Worker:
 
     def send(self, items: list[_Item], message: bytes, timeout_s: float) -> None:
         self.items.extend(items)
-        self.size = len(items)
+        self.size, self.has_read = len(items), False
         self.connection.send_bytes(message)
         self.sent = time.monotonic()
         self.deadline = self.sent + timeout_s

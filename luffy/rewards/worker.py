@@ -34,7 +34,7 @@ class Setup:
 
 
 Answer = tuple[str, Any, str]  # status, value, message
-UNREAD = "unread"  # the status of a message that cannot be unpickled
+READ, UNREAD = "read", "unread"  # of a whole message: it was unpickled, or cannot be; then the value is why
 _LENGTH = struct.Struct("!Q")
 
 
@@ -137,9 +137,13 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
             os.killpg(os.getpgrp(), signal.SIGKILL)
         try:
             items: list[tuple[Any, ...]] = pickle.loads(message)
+        except MemoryError:
+            send(connection, (UNREAD, "crashed", "out of memory"))
+            return
         except Exception as error:
-            send(connection, (UNREAD, None, describe(error)))
+            send(connection, (UNREAD, "error", describe(error)))
             continue
+        send(connection, (READ, None, ""))
         for item in items:
             try:
                 own = pickle.loads(pickle.dumps(item))  # the function may change what items of a message share

@@ -189,14 +189,16 @@ def _is_rejected(group: Group, cfg: Config) -> bool:
 
 
 def needed_log_probs(cfg: Config, problems: int) -> tuple[range, bool]:
-    """Of which groups of a step the policy's log-probs before the update are computed, and whether those of the
-    reference are, for a KL term. The policy's: of all groups where the KL in the reward or the credit function asks for
-    them, else of those after the first mini-batch, for which old is current."""
+    """For which groups of a step the policy's log-probs before the update are computed, and whether those of the
+    reference are, for a KL term. The policy's: for all groups where the KL in the reward or the credit function asks
+    for them, else for those after the first mini-batch, in which old is current. Gradients through importance weights
+    (``importance_detach: false``) would flow in the first mini-batch alone, so then all have old log-probs."""
     a = cfg.algorithm
     need_ref = a.kl_coef > 0
-    if (need_ref and a.kl_in == "reward") or needs_of(a):
+    mini_batches = max(1, min(cfg.batch.updates, problems))
+    if (need_ref and a.kl_in == "reward") or needs_of(a) or (mini_batches > 1 and not a.importance_detach):
         return range(problems), need_ref
-    return range(problems // max(1, min(cfg.batch.updates, problems)), problems), need_ref
+    return range(problems // mini_batches, problems), need_ref
 
 
 def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:

@@ -36,8 +36,9 @@ Need = Literal["log_probs", "entropy", "teacher"]
 @dataclass(frozen=True, eq=False)
 class ScoredTokens:
     """Of the tokens of one response, [T] float32 each: log-probs and entropies under the policy before the update,
-    log-probs under the reference model and under the teacher. None if not needed; the teacher's also if there is
-    nothing to show it (``teacher.shown``)."""
+    log-probs under the reference model and under the teacher. None if not needed (``old`` and ``entropy`` of a credit
+    function's ``needs`` are there for every group); the teacher's also if there is nothing to show it
+    (``teacher.shown``)."""
 
     old: Tensor | None = None
     ref: Tensor | None = None

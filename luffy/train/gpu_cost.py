@@ -17,7 +17,7 @@ SHORT = 0.25  # mean length of responses as a share of their limit, where most o
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds; the weights' way to the engine is part of the update."""
+    """Seconds; sending the weights to the engine counts as update."""
 
     rollout: float
     update: float
@@ -68,6 +68,7 @@ def step_plan(cfg: Config, work: Work, requests: Sequence[Request], share: float
         hybrid=cfg.parallel.shard == "hybrid",
         micro_batch=cfg.batch.tokens,
         adapters=work.lora_rank is not None,
+        offloaded=cfg.optim.offload,
         recomputed=work.recomputed_share,
         scored=work.scored,
         trained_tokens=work.tokens - (1 - share) * sum(request.sampling.max_tokens for request in requests),

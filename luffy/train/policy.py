@@ -99,8 +99,9 @@ class Policy:
 
     def token_views(self, samples: Sequence[Sample]) -> list[TokenView]:
         """What the record keeps of each token besides its text; before the update, so old is current."""
-        current = [replace(sample, old_log_probs=None) for sample in samples]
-        unreduced = pack(current, self.cfg.batch.tokens, None, 1, share=self.scorer.shares_prompts)
+        if any(sample.old_log_probs is None for sample in samples):
+            samples = [replace(sample, old_log_probs=None) for sample in samples]
+        unreduced = pack(samples, self.cfg.batch.tokens, None, 1, share=self.scorer.shares_prompts)
         weigh = self.objective.gradient_weights
         found = [(Places.of(batch), log_prob, weigh(batch, log_prob)) for batch, log_prob, _ in self._scored(unreduced)]
         return [TokenView(log_prob, weight) for log_prob, weight in _by_sample(len(samples), found)]

@@ -67,12 +67,14 @@ def gpu_seconds(jobs: Sequence[Row], name: str, times: Sequence[float]) -> list[
     change: dict[float, list[Row]] = defaultdict(list)
     for line in jobs:
         change[line["time"]].append(line)
-    at, running, mine, total, before = {}, 0, False, 0.0, 0.0
+    at, running, total, before = {}, set[str](), 0.0, 0.0
     for point in sorted({*change, *times}):
-        total += (point - before) / max(running, 1) if mine else 0.0
+        total += (point - before) / len(running) if name in running else 0.0
         for line in change.get(point, ()):
-            running += 1 if line["what"] == "started" else -1
-            mine = line["what"] == "started" if line["job"] == name else mine
+            under_way = line["what"] == "started"
+            if under_way and line["job"] in running and line["job"] == name:  # killed: up to its last step
+                total = max((at[time] for time in times if time < point), default=0.0)
+            (running.add if under_way else running.discard)(line["job"])
         before, at[point] = point, round(total, 1)
     return [at[time] for time in times]
 

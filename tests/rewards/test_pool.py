@@ -185,10 +185,13 @@ def test_items_that_cannot_be_pickled_are_errors(pool):
 
 
 class LostOnTheWay:
-    """Can be pickled, but not unpickled."""
+    """Can be pickled; to unpickle it is to call ``function(*arguments)``."""
+
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
 
     def __reduce__(self):
-        return int, ("no number",)
+        return self.call
 
 
 @pytest.fixture
@@ -200,12 +203,21 @@ def many_at_once(pool, monkeypatch):
     return pool
 
 
-@pytest.mark.parametrize("bad", [lambda: 0, LostOnTheWay()], ids=["not pickled", "not unpickled"])
-def test_an_item_that_does_not_arrive_costs_no_other_of_its_message(many_at_once, bad):
+@pytest.mark.parametrize(
+    ("bad", "status"),
+    [
+        (lambda: 0, "error"),
+        (LostOnTheWay(int, "no number"), "error"),
+        (LostOnTheWay(bytearray, 1 << 40), "crashed"),  # out of memory
+        (LostOnTheWay(os._exit, 3), "crashed"),
+    ],
+    ids=["not pickled", "not unpickled", "too large", "deadly"],
+)
+def test_an_item_that_does_not_arrive_costs_no_other_of_its_message(many_at_once, bad, status):
     values = list(range(100))
     values[7] = values[8] = values[70] = bad
     outcomes = many_at_once.map([("echo", value) for value in values])
-    assert [i for i, outcome in enumerate(outcomes) if outcome.status == "error"] == [7, 8, 70]
+    assert [i for i, outcome in enumerate(outcomes) if outcome.status == status] == [7, 8, 70]
     assert all(outcome.value == i for i, outcome in enumerate(outcomes) if outcome.status == "ok")
 
 
@@ -218,7 +230,7 @@ def test_what_the_function_does_to_an_item_is_not_seen_by_others_that_share_it(m
 def test_a_few_items_are_shared_by_all_workers(many_at_once):
     """Also when a message could take all of them."""
     pids = [outcome.value for outcome in many_at_once.map([("pid",)] * 8)]
-    assert pids == [pid for pid in many_at_once.pids for _ in range(4)]
+    assert sorted(map(pids.count, many_at_once.pids)) in ([2, 6], [4, 4])  # in messages of two
 
 
 def test_an_interrupted_map_leaves_no_late_reply(pool):

@@ -109,6 +109,8 @@ def test_time_on_the_gpu_is_shared_by_those_who_used_it():
     assert records.gpu_seconds(jobs, "a", [5, 10]) == [5.0, 10.0]
     again = [*jobs, {"time": 40, "job": "a", "what": "started"}]  # resumed, beside b
     assert records.gpu_seconds(again, "a", [5, 23, 35, 50]) == [5.0, 16.0, 16.0, 21.0]
+    killed = [*jobs, {"time": 40, "job": "b", "what": "started"}]  # nobody noted its end: it counts up to its last step
+    assert records.gpu_seconds(killed, "b", [12, 35, 50]) == [1.0, 14.0, 24.0]
 
 
 def test_curves_are_columns_and_rows_of_several_machines_are_one(tmp_path):
@@ -234,15 +236,16 @@ def test_the_prose_about_fp8(figures):
         """Points of own samples right, problem by problem the same ones: the mean over the steps, its standard error."""
         ones, others = (dict(figures.points(row, "batch/on_solved")) for row in (one, other))
         found = [100 * (ones[step] - others[step]) for step in range(first, last + 1)]
-        return f"{abs(statistics.mean(found)):.1f}", f"{statistics.stdev(found) / len(found) ** 0.5:.1f}"
+        return f"{statistics.mean(found):+.1f}", f"{statistics.stdev(found) / len(found) ** 0.5:.1f}"
 
     pairs = [(by_name[plain.format(seed)], by_name[fp8.format(seed)]) for seed in (0, 1)]
-    assert [apart(*pair, 1, 10) for pair in pairs] == [("0.5", "0.5"), ("0.6", "0.6")]
-    assert [apart(*pair, 51, 75) for pair in pairs] == [("1.3", "0.5"), ("3.0", "0.5")]
+    assert [apart(*pair, 1, 10) for pair in pairs] == [("+0.5", "0.5"), ("+0.6", "0.6")]
+    assert [apart(*pair, 51, 75) for pair in pairs] == [("+1.3", "0.5"), ("+3.0", "0.5")]
     second = lost[plain.format(1)]
-    assert second["curves"]["step"][-1] == 74 and apart(second, pairs[1][1], 51, 74) == ("1.9", "0.5")
-    assert [apart(pairs[1][0], second, *steps) for steps in ((11, 50), (51, 74))] == [("0.7", "0.4"), ("1.2", "0.6")]
-    assert apart(lost[luffy], again[luffy], 11, 50) == ("1.4", "0.5")
+    assert second["curves"]["step"][-1] == 74 and apart(second, pairs[1][1], 51, 74) == ("+1.9", "0.5")
+    assert [apart(second, pairs[1][0], *steps) for steps in ((11, 50), (51, 74))] == [("+0.7", "0.4"), ("-1.2", "0.6")]
+    twice = [apart(again[luffy], lost[luffy], *steps) for steps in ((11, 50), (51, 67))]
+    assert twice == [("+1.4", "0.5"), ("+0.6", "0.5")]
 
 
 def test_the_run_that_was_replaced(figures):

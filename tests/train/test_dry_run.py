@@ -149,7 +149,8 @@ def test_the_cost_on_other_gpus_by_hand(make_config):
 
 
 def test_the_cost_counts_every_pass_of_the_update(make_config, monkeypatch):
-    """An update takes three forward passes' worth, and with LoRA no less; old and reference log-probs take one each."""
+    """An update takes three forward passes' worth, and with LoRA no less. Reference log-probs take one, and so do old
+    ones where all groups need them; those of the second of two mini-batches take half of one."""
     monkeypatch.setattr(planning, "duration", repr)
 
     def update_of(**changes):
@@ -160,7 +161,7 @@ def test_the_cost_counts_every_pass_of_the_update(make_config, monkeypatch):
     for passes, changes in (
         (3, {"model": {"lora": {"rank": 4}}}),
         (4, {"model": {"gradient_checkpointing": True}}),
-        (4, {"batch": {"mini_batch": 3}}),
+        (3.5, {"batch": {"mini_batch": 3}}),
         (4, {"algorithm": {"kl_coef": 0.1}}),
         (5, {"algorithm": {"kl_coef": 0.1, "kl_in": "reward"}}),
     ):

@@ -15,7 +15,7 @@ from luffy.report.console import was_idle
 from luffy.report.recorder import read_json_lines
 from luffy.train import loop, recording, training_step
 from luffy.train.activations import out_of_memory_advice
-from luffy.train.batch import mini_batches
+from luffy.train.batch import mini_batches, needed_log_probs
 from luffy.train.changes import changed_settings, in_words
 from luffy.train.job import Job
 from luffy.train.loop import Trainer
@@ -158,6 +158,13 @@ def test_mini_batches_after_the_first_use_old_log_probs(make_config, monkeypatch
     again = run(make_config(name="all", train={"steps": 2}, **changes))
     for name in ("actor/pg_loss", "actor/ppo_kl", "actor/grad_norm", "actor/entropy_loss"):
         assert [r[name] for r in again] == pytest.approx([r[name] for r in rows], rel=1e-4, abs=1e-7), name
+
+
+def test_gradients_through_importance_weights_flow_in_all_mini_batches_or_in_none(make_config):
+    """They flow where old is current."""
+    for size, groups in ((6, range(6, 6)), (2, range(6))):
+        cfg = make_config(batch={"mini_batch": size}, algorithm={"importance_detach": False})
+        assert needed_log_probs(cfg, 6) == (groups, False)
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
