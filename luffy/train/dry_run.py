@@ -320,11 +320,11 @@ def gpu_line(
         return f"not estimated: the run does not fit on {name}"
     parts = f"rollout {_span(duration(t.rollout) for t in found)}, update {_span(duration(t.update) for t in found)}"
     hours = [t.step * steps * gpus / 3600 for t in found]
-    paid = "" if price is None else f", {_span(f'{h * price:,.0f}' for h in hours)} at {price:g}"
+    paid = "" if price is None else f", {_span(_rounded(h * price) for h in hours)} at {price:g} an hour"
     lengths = " (responses of a quarter of rollout.max_tokens in the mean, and of full length)" if requests else ""
     return (
         f"on {name}: {_span(duration(t.step) for t in found)} a step ({parts if requests else 'update alone'}), "
-        f"{_span(duration(t.step * steps) for t in found)} for {steps} steps, {_span(f'{h:,.0f}' for h in hours)} GPU "
+        f"{_span(duration(t.step * steps) for t in found)} for {steps} steps, {_span(map(_rounded, hours))} GPU "
         f"hours{paid}{lengths}, without rewards, evaluations and checkpoints; by the cost model with "
         f"{gpu.flops / 1e12:.0f} TFLOP/s and {gpu.memory_bandwidth / 1e12:.1f} TB/s (docs/results/cost.md says how it "
         "was checked)"
@@ -333,6 +333,10 @@ def gpu_line(
 
 def _span(texts: Iterable[str]) -> str:
     return " to ".join(dict.fromkeys(texts))
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 9.5 else f"{number:.2g}"
 
 
 def cpu_line(cfg: Config, work: Work, requests: Sequence[Request], steps: int) -> str:

@@ -138,7 +138,9 @@ def test_the_cost_on_other_gpus_by_hand(make_config):
     said = dry_run(cfg, "sft", renting=Renting("a100", 3.0))
     cost = next(line for line in said if line.startswith("cost"))
     found = re.search(
-        r"on 2 x A100: ([\d.e-]+) s a step \(update alone\), ([\d.e-]+) s for 4 steps, 0 GPU hours, 0 at 3,", cost
+        r"on 2 x A100: ([\d.e-]+) s a step \(update alone\), ([\d.e-]+) s for 4 steps, "
+        r"([\d.e-]+) GPU hours, ([\d.e-]+) at 3 an hour,",
+        cost,
     )
     weights = model_shape(cfg).parameters
     tokens = int(re.search(r"traces, up to ([\d,]+) tokens", "".join(said))[1].replace(",", ""))
@@ -146,6 +148,8 @@ def test_the_cost_on_other_gpus_by_hand(make_config):
     computed, moved = 6 * weights * tokens / 2 / (250e12 * 0.65), passes * 8 * weights / 300e9
     assert float(found[1]) == pytest.approx(max(computed, moved) + 2 * weights / 300e9, rel=0.06)  # two digits
     assert float(found[2]) == pytest.approx(4 * float(found[1]), rel=0.12)
+    hours = 2 * 4 * float(found[1]) / 3600
+    assert float(found[3]) == pytest.approx(hours, rel=0.12) and float(found[4]) == pytest.approx(3 * hours, rel=0.12)
 
 
 def test_the_cost_counts_every_pass_of_the_update(make_config, monkeypatch):
