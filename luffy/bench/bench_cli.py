@@ -234,11 +234,12 @@ def _rate(value: float, unit: str) -> str:
 
 
 def _cell(text: str, row: dict[str, Any]) -> str:
-    known = {"peak_gib": None, "gpu_idle_share": None, **row}
+    known = {"peak_gib": None, "gpu_idle_share": None, "gpu_idle_share_low": None, **row}
     if text == "{max_tokens_per_step}" and known["max_tokens_per_step"] is None:
         return "null"
     if text == "{peak_gib}":
         return "-" if known["peak_gib"] is None else f"{known['peak_gib']:.1f}"
     if text == "{gpu_idle_share}":
-        return "-" if known["gpu_idle_share"] is None else f"{known['gpu_idle_share']:.1%}"
+        low, high = known["gpu_idle_share_low"], known["gpu_idle_share"]
+        return "-" if high is None else f"{low:.1%} to {high:.1%}"
     return text.format(**known)

@@ -2,18 +2,20 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from luffy.bench import step
+from luffy.bench.bench_cli import _cell
 from luffy.bench.kernels import top_kernels
 from luffy.bench.lengths import Lognormal, waiting_seconds
 from luffy.bench.limits import Response, roofline_seconds, update_flops
 from luffy.bench.machine import Machine
 from luffy.bench.rollout import RolloutRun
 from luffy.bench.shapes import random_model
-from luffy.bench.step import covered
 from luffy.bench.update import checkpointing_knob
 from luffy.cli import app
 from luffy.errors import UserError
@@ -140,8 +142,17 @@ def test_the_roofline_is_bytes_over_bandwidth():
 
 
 def test_overlapping_kernels_count_once():
-    assert covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
-    assert covered([]) == 0
+    assert step.covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
+    assert step.covered([]) == 0
+
+
+def test_the_share_without_a_kernel_from_below_and_from_above(monkeypatch):
+    span = SimpleNamespace(time_range=SimpleNamespace(start=0.0, end=6e6))
+    monkeypatch.setattr(step, "profiled", lambda work, device: work() or [span])
+    shares = step._idle_shares(lambda: 10.0, 8.0, torch.device("cpu"))
+    assert shares == {"gpu_idle_share_low": pytest.approx(0.25), "gpu_idle_share": pytest.approx(0.4)}
+    assert step._idle_shares(lambda: 10.0, 5.0, torch.device("cpu"))["gpu_idle_share_low"] == 0
+    assert _cell("{gpu_idle_share}", shares) == "25.0% to 40.0%"
 
 
 def test_bad_input_is_named():
