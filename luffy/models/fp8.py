@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from luffy.models.merged import groups_of, is_plain, merged, parts_of, side_by_side
+from luffy.models.merged import groups_of, merged, parts_of, side_by_side
+from luffy.models.separate import is_plain
 
 if TYPE_CHECKING:
     from luffy.kernels.quantize import Float8Rows
@@ -69,7 +70,7 @@ class Quantized:
 
 
 class Fp8Products:
-    """How linear layers are computed (`luffy.models.merged.Products`); `refresh` before the first product and after
+    """How linear layers are computed (`luffy.models.separate.Products`); `refresh` before the first product and after
     every update. The copies stay where they are, so graphs that read them see a refresh."""
 
     def __init__(self) -> None:

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from luffy.kernels import kernels_serve
 from luffy.models.attention import Layout
 from luffy.models.fp8 import Fp8Products
-from luffy.models.merged import Products, merge_weights, merged, merged_gates
+from luffy.models.merged import merge_weights, merged, merged_gates
+from luffy.models.separate import Products
 from luffy.models.summed import summed
 
 # Families whose layers are exactly: norm, q/k/v, rotary, attention, o, sum, norm, gated MLP, sum.

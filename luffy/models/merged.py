@@ -8,17 +8,16 @@ again (a copy of the model, a move to another device or dtype) takes it out of t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+
+from luffy.models.separate import is_plain, separate
 
 ALIGNMENT = 16  # bytes: where a parameter begins that other kernels read as fast as before
-
-# Rows and linear layers that read them -> what each layer makes of them.
-Products = Callable[[Tensor, Sequence[Any]], tuple[Tensor, ...]]
 
 _one_at_a_time = threading.Lock()
 
@@ -35,11 +34,6 @@ def merge_weights(layers: Sequence[Any]) -> None:
                 part.data = rows
     if apart and apart[0][0].is_cuda:
         torch.cuda.empty_cache()  # the places they left are too small for the next block
-
-
-def separate(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
-    """What each linear layer of ``group`` makes of rows ``x``, by the modules themselves."""
-    return tuple(linear(x) for linear in group)
 
 
 def merged(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -69,18 +63,6 @@ def groups_of(layers: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
         for group in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
             if is_plain(group):
                 yield group
-
-
-def is_plain(group: Sequence[Any]) -> bool:
-    """Whether calling the modules does nothing but multiply by parameters that lie whole in this process."""
-    first = group[0]
-    return all(
-        type(linear) is nn.Linear
-        and not (linear._forward_hooks or linear._forward_pre_hooks)
-        and type(linear.weight) is nn.Parameter
-        and (linear.bias is None) == (first.bias is None)
-        for linear in group
-    )
 
 
 def parts_of(group: Sequence[Any]) -> list[list[Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from luffy.core.gradient_sums import GradientSum, gradient_sum_of
 from luffy.kernels import kernels_serve
-from luffy.models.merged import is_plain, separate
+from luffy.models.separate import is_plain, separate
 
 
 def summed(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:

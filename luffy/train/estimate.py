@@ -23,6 +23,7 @@ from luffy.types import Sample
 # core/logprobs.py step by step; kernels write over the logits.
 CPU_HEAD_COPIES = 7
 DRAWN_COPIES = 7  # the same while tokens are drawn
+ADAPTED = 7  # linear layers of a decoder layer: LoRA of all of them
 ALLOCATOR = 1.04  # what GPU memory is above the tensors that are counted (docs/results/performance.md)
 Parts = dict[str, float]
 
@@ -105,8 +106,8 @@ def layer_bytes(work: Work, one: Pass) -> float:
     """What one decoder layer keeps of a pass for its backward pass."""
     if work.on_gpu:
         per_token, per_attended = layer_values(work.config)
-        kept = (per_token * one.computed + per_attended * one.attended) * work.itemsize
-        return kept if work.lora_rank is None else kept + _adapter_bytes(work, True, 0) * one.computed
+        per_token += ADAPTED * (work.lora_rank or 0)  # adapters read what frozen weights need not keep
+        return float((per_token * one.computed + per_attended * one.attended) * work.itemsize)
     c = work.config
     kv_heads, width = key_value_shape(c)
     heads = c.num_attention_heads
@@ -115,22 +116,20 @@ def layer_bytes(work: Work, one: Pass) -> float:
     token = 2 * c.hidden_size * 4 + 4 * c.hidden_size * size + 4 * inner * size + 2 * 4
     # Where sequences were copied or padded, attention's result is gathered anew for the layer after it.
     gathered = q * size if one.shares_prompts or one.padded > one.attended else 0
-    token += gathered if work.lora_rank is None else _adapter_bytes(work, False, gathered)
+    token += gathered if work.lora_rank is None else _adapter_bytes(work, gathered)
     attention = (2 * q + 2 * kv_heads * width) * size + heads * 4
     return float(token * one.computed + attention * one.padded)
 
 
-def _adapter_bytes(work: Work, fused: bool, gathered: int) -> float:
-    """Per token, beyond what the layer keeps without adapters. Frozen weights need no input of theirs, adapters theirs
-    in float32, each its own copy unless it is float32 anyway: then ``gathered`` is kept for them."""
+def _adapter_bytes(work: Work, gathered: int) -> float:
+    """Per token on a CPU, beyond what the layer keeps without adapters. Frozen weights need no input of theirs,
+    adapters theirs in float32, each its own copy unless it is float32 anyway: then ``gathered`` is kept for them."""
     c, size = work.config, work.itemsize
     h, q, inner = c.hidden_size, c.num_attention_heads * key_value_shape(c)[1], _inner(c)
-    own = 7 * (work.lora_rank or 0) * 4
+    own = ADAPTED * (work.lora_rank or 0) * 4
     if size == 4:
         return own + gathered - 2 * h * 4
-    copies = (5 * h + q + inner) * 4
-    freed = (2 * h + inner) * size if fused else (4 * h + inner) * size
-    return own + copies - freed
+    return own + (5 * h + q + inner) * 4 - (4 * h + inner) * size
 
 
 def _inner(config: Any) -> int:

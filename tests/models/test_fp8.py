@@ -11,7 +11,8 @@ from luffy.errors import ConfigError, UserError
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden, head_weight_bias
 from luffy.models.fp8 import Fp8Products, fp8_fault
-from luffy.models.merged import merge_weights, separate
+from luffy.models.merged import merge_weights
+from luffy.models.separate import separate
 from luffy.rollout import NativeEngine
 
 pytestmark = pytest.mark.usefixtures("fast_kernels")

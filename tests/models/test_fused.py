@@ -59,6 +59,23 @@ def test_the_fused_forward_has_the_gradients_of_the_modules(monkeypatch, archite
             torch.testing.assert_close(grad, plain_grads[name], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj"]])
+def test_adapters_in_the_fused_forward_have_the_gradients_of_the_modules(monkeypatch, targets):
+    peft = pytest.importorskip("peft")
+    small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    settings = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny_model("qwen2", **small), settings).to(DEVICE).train()
+    fused = [hidden_and_gradients(model, checkpointing, SHARED) for checkpointing in (False, True)]
+    monkeypatch.setattr("luffy.models.forward.fused_decoder", lambda causal: None)
+    plain, plain_grads = hidden_and_gradients(model, False, SHARED)
+    for hidden, grads in fused:
+        torch.testing.assert_close(hidden, plain, rtol=1e-4, atol=1e-4)
+        assert all("lora_" in name for name in grads) and grads.keys() == plain_grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, plain_grads[name], rtol=1e-3, atol=1e-3)
+
+
 def test_gradients_that_an_optimizer_takes_over_are_those_of_the_modules():
     """Over two passes, the second one recomputed. On a GPU in bfloat16: as near to float32 as the modules' own."""
     small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

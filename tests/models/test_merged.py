@@ -15,7 +15,8 @@ from luffy.distributed.replica import on_host
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden
 from luffy.models.fused import fused_decoder
-from luffy.models.merged import merge_weights, merged, separate
+from luffy.models.merged import merge_weights, merged
+from luffy.models.separate import separate
 from luffy.rollout import NativeEngine
 from luffy.rollout.policy_weights import tensors_of
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from luffy.kernels.draw import sample_and_advance
 from luffy.models.forward import forward_hidden, head_weight_bias
-from luffy.models.merged import Products, separate
+from luffy.models.separate import Products, separate
 from luffy.rollout.native.paged_cache import PagedCache, PagedDecodeLayout
 
 # Batches run with the next larger of these many rows; the idle ones write to the scratch page.

@@ -24,9 +24,9 @@ from luffy.metrics import Mean, Metric
 from luffy.models.forward import causal_lm
 from luffy.models.fp8 import Fp8Products, fp8_fault
 from luffy.models.fused import fused_decoder
-from luffy.models.merged import Products, separate
 from luffy.models.merged import merged as merged_products
 from luffy.models.plain import runs_plain
+from luffy.models.separate import Products, separate
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
 from luffy.rollout.native.model_runner import evaluating
 from luffy.rollout.native.scheduler import SequenceState

@@ -26,7 +26,7 @@ from luffy.errors import UserError
 from luffy.kernels.paged import PAGE
 from luffy.models.forward import forward_hidden, head_weight_bias
 from luffy.models.memory import unused_bytes
-from luffy.models.merged import Products, separate
+from luffy.models.separate import Products, separate
 from luffy.rollout.engine import EngineStats
 from luffy.rollout.native.decode_graphs import Decoder
 from luffy.rollout.native.paged_cache import (
