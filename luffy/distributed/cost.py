@@ -94,8 +94,8 @@ class StepPlan:
 
     @property
     def passes(self) -> float:
-        """Of an update, in forward passes: a backward pass takes two. LoRA takes as many: its adapters take the time
-        that frozen weights save (docs/results/cost.md)."""
+        """Of an update, in forward passes: a backward pass takes two. LoRA counts as many: what its adapters
+        take of the time that frozen weights save is not known (docs/results/cost.md)."""
         return 3 + self.recomputed + self.scored
 
     @property
