@@ -72,7 +72,7 @@ def gpu_seconds(jobs: Sequence[Row], name: str, times: Sequence[float]) -> list[
         total += (point - before) / len(running) if name in running else 0.0
         for line in change.get(point, ()):
             under_way = line["what"] == "started"
-            if under_way and line["job"] in running and line["job"] == name:  # killed: up to its last step
+            if under_way and line["job"] == name and name in running:  # killed: up to its last step
                 total = max((at[time] for time in times if time < point), default=0.0)
             (running.add if under_way else running.discard)(line["job"])
         before, at[point] = point, round(total, 1)

@@ -55,6 +55,11 @@ def test_scores_come_back_in_order_whatever_the_batches(ask):
     assert requests[0]["path"] == "/score" and requests[0]["key"] == SECRET
 
 
+def test_a_server_is_asked_when_all_responses_are_there(server):
+    with build_verifier(server[0]) as verifier:
+        assert not verifier.may_score_early
+
+
 def test_what_the_server_is_told(server):
     url, folder = server
     (folder / "requests.jsonl").write_text("")

@@ -233,6 +233,45 @@ def test_a_few_items_are_shared_by_all_workers(many_at_once):
     assert sorted(map(pids.count, many_at_once.pids)) in ([2, 6], [4, 4])  # in messages of two
 
 
+@pytest.fixture
+def sizes(monkeypatch):
+    """The number of items in each message, as they are sent."""
+    found, send = [], pool_module._Worker.send
+
+    def counted(worker, items, *rest):
+        found.append(len(items))
+        send(worker, items, *rest)
+
+    monkeypatch.setattr(pool_module._Worker, "send", counted)
+    return found
+
+
+@pytest.mark.parametrize(("count", "expected"), [(8, [2] * 4), (9, [3] * 3), (3, [1] * 3), (200, [32] * 6 + [8])])
+def test_a_call_is_two_messages_for_each_of_two_workers_and_none_is_too_long(many_at_once, sizes, count, expected):
+    many_at_once.map([("echo", 0)] * count)
+    assert sizes == expected
+
+
+def test_items_of_unknown_number_come_in_long_messages(many_at_once, sizes):
+    many_at_once.map(("echo", 0) for _ in range(70))
+    assert sizes == [32, 32, 6]
+
+
+def test_messages_grow_when_full_ones_were_quick_and_are_one_item_after_a_slow_one(many_at_once, sizes, monkeypatch):
+    monkeypatch.setattr(pool_module, "SLOW_S", float("inf"))
+    many = [("echo", 0)] * 64
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_module, "QUICK_S", 0.0)
+        patch.setattr(pool_module, "SLOW_S", 0.0)
+        many_at_once.map(many)
+    assert sizes == [16, 16] + [1] * 32
+    for _ in range(4):
+        many_at_once.map(many[:1])
+    sizes.clear()
+    many_at_once.map(many)
+    assert sizes[:2] == [2, 2] and max(sizes) == 16
+
+
 def test_an_interrupted_map_leaves_no_late_reply(pool):
     def interrupt(done, outcome):
         raise KeyboardInterrupt

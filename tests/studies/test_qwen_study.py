@@ -109,8 +109,12 @@ def test_time_on_the_gpu_is_shared_by_those_who_used_it():
     assert records.gpu_seconds(jobs, "a", [5, 10]) == [5.0, 10.0]
     again = [*jobs, {"time": 40, "job": "a", "what": "started"}]  # resumed, beside b
     assert records.gpu_seconds(again, "a", [5, 23, 35, 50]) == [5.0, 16.0, 16.0, 21.0]
+    assert records.gpu_seconds(again, "a", [5, 50]) == [5.0, 21.0]  # up to its end, which was noted
     killed = [*jobs, {"time": 40, "job": "b", "what": "started"}]  # nobody noted its end: it counts up to its last step
     assert records.gpu_seconds(killed, "b", [12, 35, 50]) == [1.0, 14.0, 24.0]
+    assert records.gpu_seconds(killed, "b", [50]) == [10.0]  # killed before its first step
+    beside = [*jobs, {"time": 33, "job": "a", "what": "started"}, killed[-1]]  # the other's kill takes nothing from it
+    assert records.gpu_seconds(beside, "a", [5, 50]) == [5.0, 24.5]
 
 
 def test_curves_are_columns_and_rows_of_several_machines_are_one(tmp_path):

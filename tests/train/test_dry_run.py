@@ -152,6 +152,11 @@ def test_the_cost_on_other_gpus_by_hand(make_config):
     assert float(found[3]) == pytest.approx(hours, rel=0.12) and float(found[4]) == pytest.approx(3 * hours, rel=0.12)
 
 
+def test_hours_and_prices_have_two_digits_or_all_before_the_point():
+    shown = {0.01234: "0.012", 1.26: "1.3", 9.4: "9.4", 12.6: "13", 126.4: "126", 12345.6: "12,346"}
+    assert {number: planning._rounded(number) for number in shown} == shown
+
+
 def test_the_cost_counts_every_pass_of_the_update(make_config, monkeypatch):
     """An update takes three forward passes' worth, and with LoRA no less. Reference log-probs take one, and so do old
     ones where all groups need them; those of the second of two mini-batches take half of one."""

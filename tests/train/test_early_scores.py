@@ -6,6 +6,7 @@ import pytest
 from support import make_tokenizer
 
 from luffy.rewards import build_verifier
+from luffy.rewards.kinds import reward
 from luffy.rollout.native import NativeEngine
 from luffy.train.early_scores import EarlyScores
 from luffy.train.loop import Trainer
@@ -61,10 +62,14 @@ def test_a_training_verifies_the_first_response_before_the_last_has_ended(make_c
         ({"loop_rewards:length_parity": 1.0}, True),
         ({"loop_rewards:length_parity": 1.0, "format": 0.1}, True),
         ({"gsm8k": 1.0}, True),
+        ({"math": 1.0}, True),
+        ({"own_forms:together": 1.0}, False),  # many under way at once
+        ({"function_of_this_test": 1.0}, False),  # in this process
         ({"gsm8k": 1.0, "own_forms:even_length": 1.0}, False),  # of all at once
     ],
 )
 def test_what_scores_each_response_by_itself_does_so_early(weights, early, monkeypatch, request):
     monkeypatch.syspath_prepend(request.config.rootpath / "tests" / "rewards")
+    reward("function_of_this_test")(lambda response, answer, problem: 1.0)
     with build_verifier(weights=weights, workers=1) as verifier:
         assert verifier.may_score_early is early

@@ -167,6 +167,32 @@ def test_gradients_through_importance_weights_flow_in_all_mini_batches_or_in_non
         assert needed_log_probs(cfg, 6) == (groups, False)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "groups", "reference"),
+    [
+        ({}, range(2, 6), False),
+        ({"kl_coef": 0.1, "kl_in": "loss"}, range(2, 6), True),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, range(6), True),
+        ({"kl_coef": 0.0, "kl_in": "reward"}, range(2, 6), False),
+        ({"credit": "srft"}, range(6), False),  # needs entropies
+        ({"trace_entropy_share": 0.2}, range(6), False),
+    ],
+)
+def test_which_groups_need_log_probs_before_the_update(make_config, algorithm, groups, reference):
+    """Of three mini-batches; all groups where something before the update reads them."""
+    cfg = make_config(batch={"mini_batch": 2}, algorithm=algorithm)
+    assert cfg.batch.updates == 3 and needed_log_probs(cfg, 6) == (groups, reference)
+
+
+def test_the_groups_without_old_log_probs_are_the_first_mini_batch(make_config):
+    """However many groups of a step are kept."""
+    cfg = make_config(batch={"mini_batch": 2})
+    for kept in range(cfg.batch.problems + 1):
+        groups, _ = needed_log_probs(cfg, kept)
+        first = next(mini_batches([[i] for i in range(kept)], cfg.batch.updates), [])
+        assert [*first, *groups] == list(range(kept))
+
+
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_kl_against_the_starting_policy(make_config, where):
     kl = {"kl_coef": 0.5, "kl_in": where, "kl_estimator": "k3"}

@@ -1,15 +1,19 @@
 """What the record keeps of each token: the policy's own probability and the pull of the update on it."""
 
+from dataclasses import replace
+
 import torch
 from support import make_samples
 from transformers import AutoModelForCausalLM
 
 from luffy.core.losses import PolicyLoss
 from luffy.core.shaping import Shape, gradient_weight
+from luffy.models.load import load_model
 from luffy.report.recorder import read_json_lines
 from luffy.train.loop import Trainer
 from luffy.train.objective import Objective
 from luffy.train.packing import pack
+from luffy.train.policy import Policy
 
 SHAPE = Shape("p_div_p_0.1")
 
@@ -56,6 +60,18 @@ def test_sft_tokens_pull_by_their_own_term_and_uncounted_tokens_not_at_all():
     torch.testing.assert_close(objective.gradient_weights(in_sft, log_prob), 0.5 * (1 - log_prob.exp()))
     uncounted = batch_of([type(sample)(**{**streams, "rl_weights": nothing})])
     assert objective.gradient_weights(uncounted, log_prob).count_nonzero() == 0
+
+
+def test_old_is_current_for_all_where_some_have_no_old_log_probs(make_config):
+    """As in a step of several mini-batches."""
+    cfg = make_config(algorithm={"remove_clip": True})
+    policy = Policy(load_model(cfg.model.path, cfg.model.dtype, "cpu"), cfg)
+    samples = make_samples(off_policy=False)
+    mixed = [replace(s, old_log_probs=None if i < 2 else s.old_log_probs) for i, s in enumerate(samples)]
+    for views, known in ((policy.token_views(mixed), False), (policy.token_views(samples), True)):
+        for view, sample in zip(views, samples, strict=True):
+            ratio = (view.log_probs - sample.old_log_probs).exp() if known else 1.0
+            torch.testing.assert_close(view.gradient_weights, ratio * (1 - view.log_probs.exp()))
 
 
 def test_a_run_records_them_as_transformers_would_score_them(make_config):
