@@ -8,6 +8,7 @@ longer than ``LIMIT_S`` ends it with a stack of every thread.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import os
 import pickle
 import queue
@@ -28,15 +29,15 @@ class ChildFailed(AssertionError):
 
 
 class Child:
-    """A fresh interpreter that has imported the trainer and waits for jobs."""
+    """A fresh interpreter that has imported a module, the trainer, and waits for jobs."""
 
-    def __init__(self) -> None:
+    def __init__(self, imported: str = "luffy.train.loop") -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self.connection = Connection(ours.detach())
-        self.connection.send(sys.path)
+        self.connection.send((sys.path, imported))
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         self.connection.send((LIMIT_S, list(sys.path), os.getcwd(), dict(os.environ)))
@@ -103,12 +104,9 @@ def in_child(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def exit_code_in_child(function: Callable[..., Any], *args: Any) -> int:
-    """For a function that kills or changes its interpreter: the child is not used again. Where it was the last one, the
-    next imports torch meanwhile."""
+    """For a function that kills or changes its interpreter: the child is not used again."""
     child = _standing.pop() if _standing else Child()
     child.start(function, *args)
-    if not _standing:
-        _standing.append(Child())
     return child.exit_code()
 
 
@@ -122,12 +120,10 @@ def _serve(connection: Connection) -> None:
         except (EOFError, OSError):
             os._exit(0)  # the test's process is gone, or needs this one no more
 
-    sys.path[:] = connection.recv()
-    import torch
-
-    import luffy.train.loop  # noqa: F401
-
-    torch.set_num_threads(1)
+    sys.path[:], imported = connection.recv()
+    importlib.import_module(imported)
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     threading.Thread(target=listen, daemon=True).start()
     while True:
         (limit_s, *place), job = jobs.get()

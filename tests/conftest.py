@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 # Without a GPU Triton's kernels are interpreted, for the tests that ask for them. Triton looks when it is first
 # imported, by whomever: before anything below.
@@ -15,14 +16,13 @@ if not Path("/proc/driver/nvidia").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
-import torch
 from hypothesis import settings
-from support import LETTERS, make_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import luffy.kernels
-import luffy.train.lasting_objects
-from luffy.config import Config, build
+if TYPE_CHECKING:
+    from luffy.config import Config
+
+# torch, transformers and luffy are imported by the fixtures: the process that only hands out the tests reads this
+# file too, and no other begins before it has.
 
 # A busy machine is not a failure; and CI draws the same examples every time.
 settings.register_profile("luffy", deadline=None, derandomize="CI" in os.environ)
@@ -32,6 +32,8 @@ settings.load_profile("luffy")
 @pytest.fixture(autouse=True, scope="session")
 def no_full_collection_in_a_training():
     """A training looks once through all objects of the process: in this one, a third of its time."""
+    import luffy.train.lasting_objects
+
     without = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(luffy.train.lasting_objects, "gc", without)
@@ -40,6 +42,10 @@ def no_full_collection_in_a_training():
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from support import LETTERS, make_tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -74,6 +80,7 @@ def make_config(make_config_in, tmp_path: Path):
 @pytest.fixture(scope="session")
 def make_config_in(tiny_model: Path, sums: Path):
     """``make_config`` for runs in a folder, for fixtures that several tests share."""
+    from luffy.config import Config, build
 
     def make(folder: Path, **changes) -> Config:
         values: dict = {
@@ -81,7 +88,7 @@ def make_config_in(tiny_model: Path, sums: Path):
             "model": {"path": str(tiny_model), "device": "cpu"},
             "data": {"train": str(sums), "style": "plain", "max_prompt_tokens": 16},
             "reward": {"kind": "numeric", "workers": 1},
-            "rollout": {"n": 4, "max_tokens": 16, "slots": 16},
+            "rollout": {"n": 4, "max_tokens": 16, "slots": 24},  # one wave of a step
             "optim": {"lr": 1e-3},
             "batch": {"problems": 6, "tokens": 128},
             "train": {"steps": 4, "save_every": 2, "threads": 1},
@@ -98,7 +105,7 @@ def make_config_in(tiny_model: Path, sums: Path):
 def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, let the code under test use its Triton kernels all the same."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(luffy.kernels, "interpreted", True)
+    monkeypatch.setattr("luffy.kernels.interpreted", True)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from luffy.config import BUILT_IN_RECIPES, PACKAGE, Config, build, built_in_recipes, load_config, merge, read_recipe
 from luffy.errors import ConfigError
 from luffy.schema import to_dict
+from luffy.train import probe
 from luffy.train.dry_run import dry_run
 
 # What every name stood for when a recipe was one file: its merged values.
@@ -26,7 +27,8 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[ass
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory):
-    """A small Qwen2 with a long window, a byte tokenizer with a chat template, and eight problems."""
+    """A small Qwen2 with a long window, a byte tokenizer with a chat template, eight problems, and 64 of each file of
+    the quickstart."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("stand-in")
@@ -42,6 +44,8 @@ def stand_in(tmp_path_factory):
     Qwen2ForCausalLM(config).save_pretrained(folder / "model")
     rows = [{"id": str(i), "prompt": f"{i}+1?", "answer": str(i + 1), "traces": [f"#### {i + 1}"]} for i in range(8)]
     (folder / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    for file in (PACKAGE / "quickstart" / "assets" / "data").glob("*.jsonl"):
+        (folder / file.name).write_text("".join(file.read_text().splitlines(keepends=True)[:64]))
     return folder
 
 
@@ -105,12 +109,19 @@ LIKE_ANOTHER = {r for r in TRIED if r.startswith("small/")} - {"small/luffy", *F
 
 @pytest.mark.parametrize("recipe", [pytest.param(r, marks=pytest.mark.slow) if r in LIKE_ANOTHER else r for r in TRIED])
 def test_loads_and_dry_runs(recipe, stand_in, monkeypatch):
+    """The trial of the machine's speed is small. tiny/luffy is tried as it is, the others of its size on less data."""
     overrides = []
+    if recipe != "tiny/luffy":
+        monkeypatch.setattr(probe, "PROBED_TOKENS", probe.FEWEST_TOKENS)
+        monkeypatch.setattr(probe, "FEWEST_SLOTS", 4)
     if not recipe.startswith("tiny/") or recipe in ("tiny/sft_rl", "tiny/exgrpo"):
         overrides = [f"model.path={stand_in / 'model'}"]
     if not recipe.startswith("tiny/"):
         data = stand_in / "data.jsonl"
         overrides += [f"data.train={data}", f"data.eval={data}", "data.max_prompt_tokens=1024", "reward.kind=numeric"]
+    elif recipe != "tiny/luffy":
+        names = {"train": "train", "eval": "heldout", "eval_also.ood": "ood"}
+        overrides += [f"data.{key}={stand_in / name}.jsonl" for key, name in names.items()]
     if recipe == "tiny/guided":  # its second model is another run's
         overrides += [f"rollout.offpolicy_guidance.model_path={load_config(recipe).model.path}"]
     if recipe.endswith("/opd"):  # its teacher too

@@ -61,16 +61,16 @@ def evaluation(tmp_path_factory):
 OPTIONS = {"max_trace_tokens": 600, "max_prompt_tokens": 1400}
 
 
-def prepare(source, tokenizer, out, evaluation=(), choice=None, **changes):
+def prepare(source, tokenizer, out, evaluation=(), choice=None, workers=1, **changes):
     options = ScreenOptions(**{**OPTIONS, "decontaminate": tuple(evaluation), **changes})
-    return prepare_openr1(source, str(tokenizer), out, options, choice or Choice(), workers=2)
+    return prepare_openr1(source, str(tokenizer), out, options, choice or Choice(), workers)
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, tokenizer_folder, evaluation):
     folder = tmp_path_factory.mktemp("openr1")
     source = write_openr1(folder / "train.parquet", small_openr1())
-    return folder / "out", prepare(source, tokenizer_folder, folder / "out", [evaluation]), source
+    return folder / "out", prepare(source, tokenizer_folder, folder / "out", [evaluation], workers=2), source
 
 
 def test_every_row_and_trace_is_counted_once(prepared):

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import shutil
 import sys
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -98,9 +99,9 @@ def test_a_number_in_words_stays_in_the_program_too():
     assert any(made)
 
 
-@pytest.fixture
-def data(tmp_path):
-    given = tmp_path / "given"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    given = tmp_path_factory.mktemp("given")
     for folder in ("gsm8k", "benchmarks"):
         (given / folder).mkdir(parents=True)
     for name in ("train", "test"):
@@ -109,10 +110,15 @@ def data(tmp_path):
     others = [(source, f"{source}?", "1") for source in ("aime", "aime25", "amc", "minerva", "olympiad_bench")]
     benchmark(given / "benchmarks" / "math6.parquet", math + others)
     benchmark(given / "benchmarks" / "arc_c.parquet", [("arc_c", "What is wet?\n\nA) sand\nB) water\nC) air\n", "B")])
-    out = tmp_path / "data"
+    out = tmp_path_factory.mktemp("made") / "data"
     counts = make_data.make(given, out)
     assert counts["stories-train"] == 4000 and counts["stories-easy"] == 256 and counts["stories-warm"] == 1600
     return out
+
+
+@pytest.fixture
+def data(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "data")
 
 
 def benchmark(path, rows):

@@ -1,13 +1,11 @@
 """Runs with a gate: the step has further rounds."""
 
 import json
-import os
-import signal
 from dataclasses import replace
 
 import pytest
-from children import exit_code_in_child
 from fake_servers import KEY, FakeServer
+from kills import copied_at
 from ranks import assert_same_figures, figures, run_ranks, samples, train
 
 from luffy.errors import ConfigError, DataError, UserError
@@ -144,26 +142,12 @@ def test_the_number_of_ranks_changes_nothing(make_config, two_teachers):
     assert_same_figures(figures(many), figures(alone))
 
 
-def killed_in_a_round(cfg, call):
-    """In a child: SIGKILL at that call of the engine."""
-    generate, calls = NativeEngine.generate, 0
-
-    def deadly(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return generate(*args, **kwargs)
-
-    NativeEngine.generate = deadly
-    train(cfg)
-
-
-def test_killed_between_rounds_and_resumed_equals_undisturbed(make_config, two_teachers):
+def test_what_a_kill_between_rounds_leaves_is_resumed_and_equals_undisturbed(make_config, two_teachers):
     every = {"steps": 2, "save_every": 1}
     undisturbed, killed = (several(make_config, two_teachers, name, train=every) for name in ("undisturbed", "killed"))
-    train(undisturbed)
-    assert exit_code_in_child(killed_in_a_round, killed, 7) == -signal.SIGKILL  # four calls a step
+    with copied_at(NativeEngine, "generate", 7, undisturbed.folder, killed.folder):  # four calls a step
+        train(undisturbed)
+    assert [figure["step"] for figure in figures(killed)] == [1]
     train(killed)
     assert rows(killed) == rows(undisturbed)
     assert [r["actor/grad_norm"] for r in figures(killed)] == [r["actor/grad_norm"] for r in figures(undisturbed)]

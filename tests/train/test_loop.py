@@ -323,7 +323,7 @@ def test_out_of_memory_names_the_knobs_that_are_left_and_the_run_goes_on_from_it
     assert str(stop.value).startswith("stopped: CUDA out of memory. Tried to allocate 20.00 MiB.")
     assert str(stop.value).endswith(
         "16.56 MiB is free; try batch.tokens below 128 (not below 32), model.gradient_checkpointing=true, rollout.slots "
-        'below 16, optim.offload=true, in a new run model.lora="{rank: 16}"'
+        'below 24, optim.offload=true, in a new run model.lora="{rank: 16}"'
     )
     assert [row["step"] for row in run(cfg)] == [1, 2, 3, 4]
 
@@ -332,12 +332,12 @@ def test_knobs_that_are_turned_already_are_not_named(make_config):
     turned = {"model": {"gradient_checkpointing": True, "lora": {"rank": 4}}, "batch": {"problems": 2, "tokens": 32}}
     cfg = make_config(**turned, launch="torchrun", parallel={"workers": 2})
     error = torch.OutOfMemoryError("No room.")
-    assert out_of_memory_advice(error, cfg) == "No room; try rollout.slots below 16, parallel.cpu_offload=true"
+    assert out_of_memory_advice(error, cfg) == "No room; try rollout.slots below 24, parallel.cpu_offload=true"
     cfg = make_config(**turned, optim={"offload": True}, rollout={"n": 4, "max_tokens": 16, "slots": None})
     assert out_of_memory_advice(error, cfg) == "No room; no knob is left but shorter responses"
     sharded = {"launch": "torchrun", "parallel": {"workers": 2, "cpu_offload": True}, "batch": turned["batch"]}
     half = make_config(model={"gradient_checkpointing": True, "dtype": "bfloat16"}, **sharded)
-    assert out_of_memory_advice(error, half) == "No room; try rollout.slots below 16"  # no adapters in bfloat16 there
+    assert out_of_memory_advice(error, half) == "No room; try rollout.slots below 24"  # no adapters in bfloat16 there
     served = make_config(rollout={"n": 4, "max_tokens": 16, "slots": None, "engine": "vllm"}, **turned)
     assert "rollout.vllm.memory_fraction below" in out_of_memory_advice(error, served)
 

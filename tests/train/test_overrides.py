@@ -268,7 +268,9 @@ def test_a_dry_run_counts_the_second_model_and_its_cache(make_config, stronger, 
     monkeypatch.setattr(planning, "resident_bytes", lambda: 0)  # of this process: it grows from call to call
 
     def memory(**rollout):
-        (line,) = [line for line in dry_run(make_config(rollout=rollout), "rl") if line.startswith("memory")]
+        (line,) = [
+            line for line in dry_run(make_config(rollout={"slots": 16, **rollout}), "rl") if line.startswith("memory")
+        ]
         found = re.fullmatch(
             r"memory     about (\S+) GiB at the peak, in the update: (.*) GiB; rollout (\S+) GiB; .*", line
         )

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 
 import pytest
 import torch
 from children import exit_code_in_child
+from kills import copied_at
 from transformers import AutoModelForCausalLM
 
 from luffy.errors import TrainingStopped
@@ -58,6 +60,10 @@ def config(make_config, sums, name):
     )
 
 
+def of_steps(steps, cfg):
+    return replace(cfg, train=replace(cfg.train, steps=steps))
+
+
 def figures(cfg):
     untimed = lambda name: name != "time" and not name.startswith(("timing_s/", "perf/"))  # noqa: E731
     return [{k: v for k, v in row.items() if untimed(k)} for row in read_json_lines(cfg.folder / "metrics.jsonl")]
@@ -94,21 +100,34 @@ def killed_at(cfg, moment):
 
 @pytest.fixture(scope="module")
 def undisturbed(make_config_in, sums, tmp_path_factory):
-    """The run that was never killed, made once."""
+    """The run that was never killed, made once. Beside it, what a kill in the middle of a save would leave."""
     torch.set_num_threads(1)
     cfg = config(make_config_in(tmp_path_factory.mktemp("undisturbed")), sums, "undisturbed")
-    train(cfg)
+    with copied_at(*MOMENTS[IN_A_SAVE], cfg.folder, cfg.folder.parent / "copied"):
+        train(cfg)
     return cfg
 
 
 # The others are slow, so that the default suite stays short: a kill in each phase, and in each part of a save.
-ALWAYS = ("between backward and optimizer step", "checkpoint written but not renamed")
+ALWAYS = "between backward and optimizer step"
+IN_A_SAVE = "checkpoint written but not renamed"
 
 
-@pytest.mark.parametrize("moment", [m if m in ALWAYS else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS])
+@pytest.mark.parametrize("moment", [m if m == ALWAYS else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS])
 def test_killed_and_resumed_equals_undisturbed(make_config, sums, undisturbed, moment):
     killed = config(make_config, sums, "killed")
     killed_at(killed, moment)
+    resumed_equals(killed, undisturbed)
+
+
+def test_what_a_kill_in_a_save_leaves_is_resumed_and_equals_undisturbed(make_config, sums, undisturbed):
+    killed = config(make_config, sums, "killed")
+    shutil.copytree(undisturbed.folder.parent / "copied", killed.folder, symlinks=True)
+    assert [p.name for p in (killed.folder / "checkpoints").glob("step-*")] == ["step-000002"]
+    resumed_equals(killed, undisturbed)
+
+
+def resumed_equals(killed, undisturbed):
     train(killed)
     assert figures(killed) == figures(undisturbed)
     ours, theirs = final_weights(killed), final_weights(undisturbed)
@@ -172,9 +191,9 @@ def test_a_second_ctrl_c_ends_at_once(make_config, sums, capfd):
 
 
 def test_sigterm_in_the_last_step_ends_nothing_early(make_config, sums):
-    cfg = config(make_config, sums, "whole")
-    with Trainer(cfg, on_step=lambda step, _: step == 6 and os.kill(os.getpid(), signal.SIGTERM)) as trainer:
-        assert trainer.train().parent.name == "step-000006"
+    cfg = of_steps(1, config(make_config, sums, "whole"))
+    with Trainer(cfg, on_step=lambda step, _: os.kill(os.getpid(), signal.SIGTERM)) as trainer:
+        assert trainer.train().parent.name == "step-000001"
 
 
 @pytest.mark.parametrize(("owner", "name", "step"), [
@@ -239,7 +258,7 @@ def test_a_best_step_found_when_an_evaluation_is_made_up_for_stays_the_best(make
 
 def test_a_stop_between_two_sets_records_no_samples_twice(make_config, sums, monkeypatch):
     def with_two_sets(name):
-        cfg = config(make_config, sums, name)
+        cfg = of_steps(4, config(make_config, sums, name))
         return replace(cfg, data=replace(cfg.data, eval_also={"again": str(sums)}))
 
     undisturbed, ended = with_two_sets("undisturbed"), with_two_sets("ended")
@@ -264,8 +283,8 @@ def test_a_stop_between_two_sets_records_no_samples_twice(make_config, sums, mon
 
 
 def test_a_stop_that_comes_too_late_leaves_evaluations_alone(make_config, sums):
-    cfg = config(make_config, sums, "late")
-    with Trainer(cfg, on_step=lambda step, _: step == 6 and trainer.stop_soon("a wish")) as trainer:
+    cfg = of_steps(1, config(make_config, sums, "late"))
+    with Trainer(cfg, on_step=lambda step, _: trainer.stop_soon("a wish")) as trainer:
         trainer.train()
         assert "val-core/accuracy" in trainer.evaluate()
 
@@ -301,10 +320,10 @@ def test_the_best_step_is_not_kept_when_nobody_asks(make_config, sums):
     assert not (cfg.folder / "best.json").exists()
 
 
-def test_a_folder_of_before_evaluated_json_is_asked_by_its_metrics(make_config, sums):
+def test_a_folder_of_before_evaluated_json_is_asked_by_its_metrics(make_config, sums, undisturbed):
     """As runs left it that were made before: the evaluation of step 6 is missing, those of 2 and 4 are on record."""
     cfg = config(make_config, sums, "old")
-    train(cfg)
+    shutil.copytree(undisturbed.folder, cfg.folder, symlinks=True)
     path, record = cfg.folder / "evaluated.json", cfg.folder / "metrics.jsonl"
     found = {int(step): accuracy for step, accuracy in json.loads(path.read_text()).items()}
     rows = read_json_lines(record)
