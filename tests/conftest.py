@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 # A busy machine is not a failure; and CI draws the same examples every time.
 settings.register_profile("luffy", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("luffy")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take children come first: so they are one worker's, and a child that has imported torch serves many."""
+    taking = {"run_ranks", "in_child", "in_children", "exit_code_in_child"}
+    items.sort(key=lambda item: not taking & vars(getattr(item, "module", None) or item).keys())
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -99,6 +106,21 @@ def make_config_in(tiny_model: Path, sums: Path):
         return build(Config, values)
 
     return lambda folder: functools.partial(make, folder)
+
+
+@pytest.fixture
+def unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a hub where nobody listens, in the place of the one that this process knows."""
+    from huggingface_hub import constants
+
+    from luffy.hub import hub_fault
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")
+    hub_fault.cache_clear()
+    yield constants.ENDPOINT
+    hub_fault.cache_clear()
 
 
 @pytest.fixture

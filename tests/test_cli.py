@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -86,8 +87,8 @@ def test_seeds_trains_several_times_and_they_are_one_method(recipe, tmp_path):
 
 
 def test_ctrl_c_saves_the_step_under_way(recipe, tmp_path):
-    """The terminal sends it to the whole group: the verifier's workers get it too."""
-    command = [sys.executable, "-m", "luffy", "train", str(recipe), "name=cut", "train.steps=100000"]
+    """Of the installed command. The terminal sends it to the whole group: the verifier's workers get it too."""
+    command = [Path(sys.executable).parent / "luffy", "train", recipe, "name=cut", "train.steps=100000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
         assert any("step 2/100000" in line for line in running.stderr)
         os.killpg(running.pid, signal.SIGINT)
@@ -195,7 +196,7 @@ def test_verify_scores_rows_in_order(tmp_path):
     rows = [("72", "so \\boxed{72}"), ("1/2", "thus \\boxed{0.5}"), ("3", "I do not know"), ("4", "\\boxed{5}")]
     path, out = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
     path.write_text("".join(json.dumps({"answer": a, "response": r}) + "\n" for a, r in rows))
-    result = luffy("verify", path, "--reward", "math", "--out", out)
+    result = luffy("verify", path, "--workers", 1, "--out", out)
     assert result.returncode == 0, result.stderr
     scores = [json.loads(line) for line in out.read_text().splitlines()]
     assert [s["score"] for s in scores] == [1.0, 1.0, 0.0, 0.0] and scores[2]["status"] == "no_answer"
@@ -203,14 +204,17 @@ def test_verify_scores_rows_in_order(tmp_path):
     printed = luffy("verify", path, "--reward", "numeric").stdout.splitlines()
     assert [json.loads(line)["score"] for line in printed] == [1.0, 1.0, 0.0, 0.0]
     path.write_text('{"answer": "1"}\n')
-    result = luffy("verify", path, "--out", tmp_path / "none.jsonl")
+    result = luffy("verify", path, "--reward", "numeric", "--out", tmp_path / "none.jsonl")
     assert result.returncode == 2 and "rows.jsonl:1" in result.stderr and not (tmp_path / "none.jsonl").exists()
 
 
-def test_the_installed_command_itself():
-    command = str(Path(sys.executable).parent / "luffy")
+def test_the_version_and_a_recipe_that_is_not_there(monkeypatch, capsys):
     assert luffy("--version").stdout.startswith("luffy 0.")
-    mistake = subprocess.run([command, "train", "nowhere"], capture_output=True, text=True, check=False)
+    monkeypatch.setattr(sys, "argv", ["luffy", "--version"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("luffy", run_name="__main__")
+    assert capsys.readouterr().out == luffy("--version").stdout
+    mistake = luffy("train", "nowhere")
     assert mistake.returncode == 2 and mistake.stderr.startswith("luffy: error: no recipe 'nowhere'")
 
 
@@ -270,17 +274,27 @@ def test_verify_reads_standard_input():
     result = luffy("verify", "-", "--reward", "numeric", stdin=text)
     assert result.returncode == 0, result.stderr
     assert [json.loads(line)["score"] for line in result.stdout.splitlines()] == [1.0, 0.0]
-    result = luffy("verify", "-", stdin='{"answer": "1"}\n')
+    result = luffy("verify", "-", "--reward", "numeric", stdin='{"answer": "1"}\n')
     assert result.returncode == 2 and "standard input:1" in result.stderr
 
 
-@pytest.mark.parametrize("what", [pytest.param("model.path=org/model", marks=pytest.mark.slow), "data.train=org/data"])
-def test_a_hub_that_does_not_answer_is_one_line(recipe, what):
+def said_of_no_hub(result, name):
+    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert name in result.stderr and "http://127.0.0.1:9 cannot be reached" in result.stderr
+
+
+def test_a_hub_that_does_not_answer_is_one_line(recipe, unreachable_hub):
+    said_of_no_hub(luffy("train", recipe, "data.train=org/data", "--dry-run"), "org/data")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["model.path=org/model", "data.train=org/data"])
+def test_a_hub_that_does_not_answer_is_one_line_of_the_command(recipe, what):
     command = [str(Path(sys.executable).parent / "luffy"), "train", str(recipe), what, "--dry-run"]
     nowhere = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""}
-    result = subprocess.run(command, env=nowhere, capture_output=True, text=True, check=False)
-    assert result.returncode == 2 and len(result.stderr.splitlines()) == 1, result.stderr
-    assert what.split("=")[1] in result.stderr and "http://127.0.0.1:9 cannot be reached" in result.stderr
+    said_of_no_hub(
+        subprocess.run(command, env=nowhere, capture_output=True, text=True, check=False), what.split("=")[1]
+    )
 
 
 def test_sft_does_not_take_the_learning_rate_of_rl_in_silence(recipe, tmp_path):

@@ -28,7 +28,13 @@ def test_luffy_learns_and_on_policy_does_not():
 
 
 @pytest.mark.parametrize("changes", [{"advantage": "grpo_split"}, {"shape": "no_reshape", "clip": True}])
-def test_its_switches(changes):
+def test_its_switches(changes, tmp_path, monkeypatch):
+    """With sixteen rows of each file."""
+    (tmp_path / "data").mkdir()
+    for file in (one_file_luffy.ASSETS / "data").glob("*.jsonl"):
+        (tmp_path / "data" / file.name).write_text("".join(file.read_text().splitlines(keepends=True)[:16]))
+    (tmp_path / "base").symlink_to(one_file_luffy.ASSETS / "base")
+    monkeypatch.setattr(one_file_luffy, "ASSETS", tmp_path)
     reached = one_file_luffy.train(one_file_luffy.Settings(steps=2, problems=4, **changes), log=lambda line: None)
     assert len(reached) == 2
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "luffy"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
@@ -16,6 +17,7 @@ SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
 FILES = {"A reward": 2, "A shape": 2, "A method": 3, "A gate": 2, "An engine": 2}
 QUICK = ["eval.limit=4", "eval.max_tokens=8", "record.tensorboard=false"]
 QUICK += ["rollout.n=2", "batch.problems=4"]
+DATA = {"train": "train", "eval": "heldout", "eval_also.ood": "ood"}  # 64 problems of each are enough
 
 
 def test_there_are_five_walk_throughs():
@@ -42,6 +44,10 @@ print(json.dumps(codes))
 def test_walk_throughs(tmp_path):
     """One process for all, because importing torch takes longer than any of them."""
     commands = []
+    for name in DATA.values():
+        lines = (PACKAGE / "quickstart" / "assets" / "data" / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines[:64]))
+    quick = QUICK + [f"data.{key}={tmp_path / name}.jsonl" for key, name in DATA.items()]
     for title, count in FILES.items():
         folder = tmp_path / title
         folder.mkdir()
@@ -53,7 +59,7 @@ def test_walk_throughs(tmp_path):
         lines = [shlex.split(line) for language, text in blocks if language == "bash" for line in text.splitlines()]
         pytest_line, luffy_line = lines
         assert pytest_line[:3] == ["python", "-m", "pytest"] and luffy_line[0] == "luffy"
-        commands += [(title, str(folder), c) for c in (["luffy", *luffy_line[1:], *QUICK], pytest_line[2:])]
+        commands += [(title, str(folder), c) for c in (["luffy", *luffy_line[1:], *quick], pytest_line[2:])]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     program = DRIVER.replace("COMMANDS", repr(commands))
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)

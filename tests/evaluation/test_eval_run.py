@@ -519,7 +519,7 @@ def test_analyze_labels_runs_by_their_path(tmp_path):
 
 @pytest.mark.parametrize(("asked", "of_recipe", "found"), [(3, 1, 3), (None, 1, 1), (None, None, 2)])
 def test_workers_asked_for_come_before_those_of_the_recipe(asked, of_recipe, found):
-    settings = RewardConfig(kind="math", workers=of_recipe, answer_in_thought=True)
+    settings = RewardConfig(kind="ranks_rewards:length_parity", workers=of_recipe)
     with runner.verifier_of(Options("model", "suite", workers=asked, reward_settings=settings), "math") as verifier:
         [reward] = verifier._rewards.values()
         assert len(reward._pool.pids) == found

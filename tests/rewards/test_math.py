@@ -9,18 +9,11 @@ from pathlib import Path
 import pytest
 from adversarial_inputs import RESPONSES
 
-from luffy.rewards import build_verifier
 from luffy.rewards import math as math_reward
 from luffy.rewards.math import as_boxed, normalise, same_text, undress
 from luffy.types import Problem
 
 pytest.importorskip("math_verify", reason="the math reward needs Math-Verify")
-
-
-@pytest.fixture(scope="module")
-def verifier():
-    with build_verifier("math", workers=2, timeout_s=8.0) as verifier:
-        yield verifier
 
 
 def test_the_limit_on_a_formula_never_covers_an_import():
@@ -99,17 +92,17 @@ WRONG = [
 SILENT = [("5", "nothing here"), ("5", ""), ("5", r"\boxed{}"), ("5", r"\boxed{5}" + " pad" * 2000)]
 
 
-def test_values(verifier):
-    scores = score_all(verifier, RIGHT)
+def test_values(math_verifier):
+    scores = score_all(math_verifier, RIGHT)
     assert [pair for pair, score in zip(RIGHT, scores, strict=True) if (score.value, score.status) != (1.0, "ok")] == []
-    scores = score_all(verifier, WRONG)
+    scores = score_all(math_verifier, WRONG)
     assert [pair for pair, score in zip(WRONG, scores, strict=True) if (score.value, score.status) != (0.0, "ok")] == []
-    scores = score_all(verifier, SILENT)
+    scores = score_all(math_verifier, SILENT)
     assert [(score.value, score.status) for score in scores] == [(0.0, "no_answer")] * len(SILENT)
 
 
-def test_an_empty_gold_is_an_error_and_never_right(verifier, caplog):
-    [score] = score_all(verifier, [("", r"\boxed{}")])
+def test_an_empty_gold_is_an_error_and_never_right(math_verifier, caplog):
+    [score] = score_all(math_verifier, [("", r"\boxed{}")])
     assert (score.value, score.status) == (0.0, "error")
     assert "finds no answer in the gold ''" in caplog.text
 
@@ -126,14 +119,14 @@ def check_hostile(verifier, hostile):
     assert {(score.value, score.status) for score in scores[1::3] + scores[2::3]} == {(1.0, "ok")}
 
 
-def test_a_sample_of_hostile_inputs(verifier):
-    check_hostile(verifier, RESPONSES[::8])
+def test_a_sample_of_hostile_inputs(math_verifier):
+    check_hostile(math_verifier, RESPONSES[::8])
 
 
 @pytest.mark.slow
-def test_all_hostile_inputs(verifier):
+def test_all_hostile_inputs(math_verifier):
     assert len(RESPONSES) >= 44
-    check_hostile(verifier, RESPONSES)
+    check_hostile(math_verifier, RESPONSES)
 
 
 def test_text_shortcut_is_exact():
@@ -152,16 +145,16 @@ def test_text_shortcut_is_exact():
         ("all", "lla", 0.0), ("xyz", "zyx", 1.0), ("abc", "cab", 1.0), ("bi", "ib", 1.0), ("even", "neve", 0.0),
     ],
 )  # fmt: skip
-def test_an_anagram_of_a_short_word_is_wrong_and_a_product_may_be_turned_round(verifier, gold, answer, expected):
-    (score,) = verifier.score([(Problem("p", "?", gold), rf"\boxed{{{answer}}}")])
+def test_an_anagram_of_a_short_word_is_wrong_and_a_product_may_be_turned_round(math_verifier, gold, answer, expected):
+    (score,) = math_verifier.score([(Problem("p", "?", gold), rf"\boxed{{{answer}}}")])
     assert (score.value, score.status) == (expected, "ok")
 
 
 @pytest.mark.parametrize(
     "box", [r"\boxed{3\ }", r"\boxed{ \ 3 \ \  }", r"\boxed{3~}", r"\boxed{3\,}", "\\boxed{3\\\n}"]
 )
-def test_spaces_of_latex_around_an_answer(verifier, box):
-    (score,) = verifier.score([(Problem("p", "?", "3"), box)])
+def test_spaces_of_latex_around_an_answer(math_verifier, box):
+    (score,) = math_verifier.score([(Problem("p", "?", "3"), box)])
     assert (score.value, score.status) == (1.0, "ok")
 
 

@@ -86,13 +86,6 @@ CHOICE = (
 )
 
 
-@pytest.fixture(scope="module")
-def verifiers():
-    pytest.importorskip("math_verify", reason="the math reward needs Math-Verify")
-    with build_verifier("math") as math, build_verifier("choice") as choice:
-        yield {"math": math, "choice": choice}
-
-
 def verdicts(verifier, pairs):
     items = [
         (Problem(id=str(i), prompt="", answer=gold), rf"So \boxed{{{said}}}.") for i, (gold, said) in enumerate(pairs)
@@ -109,9 +102,10 @@ def check(verifier, right, wrong):
 
 
 @pytest.mark.parametrize("form", MATH)
-def test_forms(verifiers, form):
-    check(verifiers["math"], *MATH[form])
+def test_forms(math_verifier, form):
+    check(math_verifier, *MATH[form])
 
 
-def test_multiple_choice_with_its_own_reward(verifiers):
-    check(verifiers["choice"], *CHOICE)
+def test_multiple_choice_with_its_own_reward():
+    with build_verifier("choice") as verifier:
+        check(verifier, *CHOICE)

@@ -1,5 +1,6 @@
 """An answer counts when it stands after the last closed thought."""
 
+import contextlib
 import json
 import sys
 
@@ -28,11 +29,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_what_stands_after_the_last_closed_thought_counts(kind):
+def test_what_stands_after_the_last_closed_thought_counts(request, kind):
     gold, right, wrong = ANSWERS[kind]
     problem = Problem("p", "?", gold)
     texts = [case.replace("R", right).replace("W", wrong) for case in CASES]
-    with build_verifier(kind, workers=1) as verifier:
+    with contextlib.ExitStack() as stack:
+        if kind == "math":
+            verifier = request.getfixturevalue("math_verifier")
+        else:
+            verifier = stack.enter_context(build_verifier(kind))
         scores = verifier.score([(problem, text) for text in texts])
     assert [score.value for score in scores] == [float(expected) for expected in CASES.values()]
     assert {score.status for score in scores} == {"ok", "no_answer"}
@@ -58,13 +63,11 @@ def test_a_thought_longer_than_what_is_read_of_an_answer():
 
 def test_format_and_own_rewards_see_the_whole_response():
     text = "<think>2+3</think> #### 5"
-    with build_verifier(weights={"gsm8k": 1.0, "format": 0.5, f"{__name__}:characters": 1.0}, workers=1) as verifier:
+    with build_verifier(
+        weights={"gsm8k": 1.0, "format": 0.5, "reward_functions:characters": 1.0}, workers=1
+    ) as verifier:
         (score,) = verifier.score([(Problem("p", "?", "5"), text)])
     assert score.value == 1.5 + len(text)
-
-
-def characters(response, answer, problem):
-    return len(response)
 
 
 def test_the_part_that_counts():

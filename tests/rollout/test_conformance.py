@@ -90,7 +90,7 @@ def renormalised(log_probs: torch.Tensor, s: Sampling) -> torch.Tensor:
 
 
 def test_greedy_equals_transformers_token_by_token(model, build):
-    requests = [ask(prompt(n), 24, temperature=0.0, eos_ids=(2, 3)) for n in (1, 5, 13, 30, 7)]
+    requests = [ask(prompt(n), 16, temperature=0.0, eos_ids=(2, 3)) for n in (1, 5, 13, 30, 7)]
     got = build(model, slots=3).generate(requests)
     assert [c.token_ids.tolist() for c in got] == [reference_greedy(model, r) for r in requests]
 
@@ -106,13 +106,13 @@ def test_log_probs_equal_a_plain_forward_pass(model, build):
 
 
 def test_the_same_seed_gives_the_same_tokens_in_any_company(model, build):
-    mine = [ask(prompt(6), 8, seed=s, temperature=1.2, top_p=0.95) for s in range(4)]
-    others = [ask(prompt(3 + i, seed=1), 3 + i, seed=i, top_k=i) for i in range(9)]
+    mine = [ask(prompt(6), 6, seed=s, temperature=1.2, top_p=0.95) for s in range(4)]
+    others = [ask(prompt(3 + i, seed=1), 3 + i % 4, seed=i, top_k=i) for i in range(7)]
     alone = [build(model).generate([request])[0].token_ids.tolist() for request in mine]
     assert len({tuple(ids) for ids in alone}) == 4
     for slots in (1, 5, 32):
         crowd = build(model, slots=slots).generate([*others[:5], *mine[:3], *others[5:], *mine[3:]])
-        assert [c.token_ids.tolist() for c in [*crowd[5:8], *crowd[12:]]] == alone
+        assert [c.token_ids.tolist() for c in [*crowd[5:8], *crowd[10:]]] == alone
 
 
 def test_a_prefix_continues_exactly_where_it_was_cut(model, build):

@@ -1,6 +1,7 @@
 """The paged engine draws what the slot engine draws; on a CPU with plain torch in the place of its kernels."""
 
 import copy
+import functools
 import warnings
 from types import SimpleNamespace
 
@@ -144,14 +145,21 @@ def test_a_prompt_waits_for_the_pages_that_running_rows_need_soon(monkeypatch):
     assert (engine.stats.preemptions, engine.stats.prefill_tokens) == (0, 3 + 3 + PAGE + 5)
 
 
+@functools.cache
+def drawn_by_slots():
+    """A model, eight requests of two prompts (five pages each, six at the end), and what the slot engine draws."""
+    model = small()
+    prompts = [[3 + (5 * i + 11 * p) % 30 for i in range(300)] for p in range(2)]
+    requests = [ask(prompt, 40, seed=i) for prompt in prompts for i in range(4)]
+    return model, requests, NativeEngine(model, decoding="slots").generate(requests)
+
+
 @pytest.mark.parametrize("pages", [7, 8, 9, 11, 12, 13, 16, 22, 30])
 def test_any_memory_that_holds_one_sequence_is_enough(monkeypatch, pages):
-    model = small()
-    prompts = [[3 + (5 * i + 11 * p) % 30 for i in range(300)] for p in range(2)]  # five pages each, six at the end
-    requests = [ask(prompt, 40, seed=i) for prompt in prompts for i in range(4)]
+    model, requests, slots = drawn_by_slots()
     monkeypatch.setattr(paged_generation, "pages_available", lambda *_: pages)
-    slots, pages_too, engine = both(model, requests)
-    assert_same(slots, pages_too)
+    engine = NativeEngine(model, decoding="pages")
+    assert_same(slots, engine.generate(requests))
     assert engine._paged.cache._block is None
 
 

@@ -11,9 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from luffy.errors import UserError
 from luffy.train import dry_run as planning
+from luffy.train import probe
 from luffy.train.bare_models import model_shape
 from luffy.train.dry_run import Renting, dry_run
 from luffy.train.loop import Trainer
+
+
+@pytest.fixture(autouse=True)
+def small_trial(monkeypatch):
+    """Of the machine's speed: fewer tokens than in earnest."""
+    monkeypatch.setattr(probe, "PROBED_TOKENS", probe.FEWEST_TOKENS)
+    monkeypatch.setattr(probe, "FEWEST_SLOTS", 4)
 
 
 def line_of(cfg, name, method="rl"):

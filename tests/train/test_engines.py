@@ -133,7 +133,9 @@ def test_every_argument_passes_through(make_config):
     model_config = type("C", (), {"max_position_embeddings": 128})
     got = vllm_arguments(cfg, model_config)
     assert got["tensor_parallel_size"] == 4 and got["gpu_memory_utilization"] == 0.7 and got["dtype"] == "bfloat16"
-    assert got["swap_space"] == 2 and got["compilation_config"] == {"mode": 0} and got["max_num_seqs"] == 16
+    assert (
+        got["swap_space"] == 2 and got["compilation_config"] == {"mode": 0} and got["max_num_seqs"] == cfg.rollout.slots
+    )
     assert got["max_model_len"] == 32 and got["logprobs_mode"] == "processed_logprobs"
 
 

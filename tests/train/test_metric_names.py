@@ -36,8 +36,8 @@ def test_what_runs_write_is_explained(make_config, sums):
         "kl": ("rl", {"algorithm": {"kl_coef": 0.1}, "batch": {"mini_batch": 3}}),
         "kl_reward": ("rl", {"algorithm": {"kl_coef": 0.1, "kl_in": "reward"}}),
         "corrected": ("rl", {"algorithm": {"mismatch_correction": "truncated"}}),
-        "stale": ("rl", {"async": {"max_staleness": 1}}),
-        "in_parts": ("rl", {"rollout": {"max_tokens_per_step": 8}}),
+        "stale": ("rl", {"async": {"max_staleness": 1}, "train": {"steps": 2}}),
+        "in_parts": ("rl", {"rollout": {"max_tokens_per_step": 8}, "train": {"steps": 2}}),
         "gated": ("rl", {"guidance": {"n_prefix": 0, "gate": "hinted_group", "hint_text": "{solution}"}}),
         "remembered": ("rl", REMEMBERED | {"train": {"steps": 4}}),
         "taught": ("rl", {"algorithm": {"credit": "distill"}, "teacher": {"path": "self"}}),
@@ -45,7 +45,7 @@ def test_what_runs_write_is_explained(make_config, sums):
     }
     written = set()
     for name, (method, changes) in runs.items():
-        cfg = make_config(**{"name": name, "train": {"steps": 2}} | changes)
+        cfg = make_config(**{"name": name, "train": {"steps": 1}} | changes)
         with Trainer(cfg, method) as trainer:
             trainer.train()
         written |= {key for row in read_json_lines(cfg.folder / "metrics.jsonl") for key in row}
