@@ -9,51 +9,26 @@ it had not begun goes to another.
 from __future__ import annotations
 
 import atexit
-import fcntl
-import json
 import math
 import os
 import pickle
 import select
-import signal
-import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from itertools import islice
-from multiprocessing.connection import Connection
 from operator import length_hint
 from typing import Any, NamedTuple
 
 from luffy.errors import UserError
-from luffy.rewards.worker import READ, UNREAD, Answer, Setup, unpacked
+from luffy.rewards.worker import READ, UNREAD, Setup
+from luffy.rewards.worker_process import START_TIMEOUT_S, Item, WorkerProcess
 
-# Generous, because an importing worker may share a busy machine with a training run.
-START_TIMEOUT_S = 180.0
 MOST_FAILED_STARTS = 3
 # Items in one message. Messages cost more than quick items do; of slow ones each worker gets one at a time.
 MOST_AT_ONCE = 32
 QUICK_S, SLOW_S = 0.005, 0.02  # of all items of a message
-READ_BYTES = 1 << 16
-
-# One thread each: the pool is the parallelism. Plain Python integers: with gmpy2 beside it, sympy
-# computes (10^9)! in one C call that no alarm can interrupt, so each such answer would cost a hard kill.
-_WORKER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "SYMPY_GROUND_TYPES": "python",
-    "MPMATH_NOGMPY": "1",
-}
-
-_BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from luffy.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
-)
 
 
 class Outcome(NamedTuple):
@@ -65,7 +40,6 @@ class Outcome(NamedTuple):
     message: str = ""
 
 
-_Item = tuple[int, tuple[Any, ...]]  # its number, and what the function is called with
 _UNSENDABLE = (pickle.PicklingError, TypeError, AttributeError)
 
 
@@ -82,10 +56,10 @@ class _Run:
     ) -> None:
         self.timeout_s = timeout_s
         many = 2 * workers * MOST_AT_ONCE
-        self.share = max(1, math.ceil(length_hint(items, many) / (2 * workers)))  # two messages for each worker
+        self.largest_message = max(1, math.ceil(length_hint(items, many) / (2 * workers)))  # two for each worker
         self._items = enumerate(items)
         self._waiting = deque(islice(self._items, 1))
-        self._alone: deque[_Item] = deque()  # each goes in a message of its own
+        self._alone: deque[Item] = deque()  # each goes in a message of its own
         self._on_result = on_result
         self.outcomes: dict[int, Outcome] = {}
 
@@ -93,7 +67,7 @@ class _Run:
     def exhausted(self) -> bool:
         return not self._waiting and not self._alone
 
-    def draw(self, at_once: int) -> tuple[list[_Item], bytes]:
+    def draw(self, at_once: int) -> tuple[list[Item], bytes]:
         """The next items for a worker, and the message with them; one that cannot be sent is settled here."""
         if self._alone:
             items = [self._alone.popleft()]
@@ -106,18 +80,18 @@ class _Run:
             items = [item for item in items if self._is_sendable(item)]
             return items, _message(items)
 
-    def _is_sendable(self, item: _Item) -> bool:
+    def _is_sendable(self, item: Item) -> bool:
         try:
             return bool(_message([item]))
         except _UNSENDABLE as error:
             self.settle(item[0], Outcome("error", message=f"item cannot be sent to a worker: {error}"))
             return False
 
-    def give_back(self, items: Iterable[_Item]) -> None:
+    def give_back(self, items: Iterable[Item]) -> None:
         """Items that a worker had not begun."""
         self._waiting.extendleft(reversed(list(items)))
 
-    def send_alone(self, items: Iterable[_Item]) -> None:
+    def send_alone(self, items: Iterable[Item]) -> None:
         """Items of a message that could not be read: which one is to blame shows when each comes alone."""
         self._alone.extend(items)
 
@@ -127,7 +101,7 @@ class _Run:
             self._on_result(len(self.outcomes), outcome)
 
 
-def _message(items: Sequence[_Item]) -> bytes:
+def _message(items: Sequence[Item]) -> bytes:
     """All at once: what items share, such as their problem, is written once."""
     return pickle.dumps([arguments for _, arguments in items])
 
@@ -160,7 +134,7 @@ class WorkerPool:
         self._closing = False
         self._failed_starts = 0
         self._at_once = 1  # items in a message, as long as there are enough for all workers
-        self._workers = [_Worker(self._setup, timeout_s) for _ in range(workers)]
+        self._workers = [WorkerProcess(self._setup, timeout_s) for _ in range(workers)]
         atexit.register(self.close)
 
     def __enter__(self) -> WorkerPool:
@@ -231,7 +205,7 @@ class WorkerPool:
         return not run.exhausted or any(worker.items for worker in self._workers)
 
     def _hand_over(self, slot: int, run: _Run) -> None:
-        items, message = run.draw(min(self._at_once, run.share))
+        items, message = run.draw(min(self._at_once, run.largest_message))
         if not items:
             return
         try:
@@ -318,85 +292,13 @@ class WorkerPool:
     def _replace(self, slot: int) -> None:
         self._require_open()
         self._workers[slot].release()
-        self._workers[slot] = _Worker(self._setup, self.timeout_s)
+        self._workers[slot] = WorkerProcess(self._setup, self.timeout_s)
 
     def _replace_busy(self) -> None:
         """After an interrupted run: a late reply must never be taken for the answer to a later item."""
         for slot in range(len(self._workers)):
             if self._workers[slot].items and not self._closing:
                 self._replace(slot)
-
-
-class _Worker:
-    """One process and the parent's ends of its two channels."""
-
-    def __init__(self, setup: Setup, timeout_s: float) -> None:
-        self.ready = False
-        self.items: deque[_Item] = deque()  # sent, not answered
-        self.size, self.sent = 0, 0.0  # of the last message: how many items, and when
-        self.has_read = False  # that message
-        self._unread = b""  # the beginning of an answer
-        self._ended = False
-        self.deadline = time.monotonic() + START_TIMEOUT_S
-        ours, theirs = (_above_stdio(end.detach()) for end in socket.socketpair())
-        lifeline_read, self._lifeline = (_above_stdio(end) for end in os.pipe())
-        self.connection = Connection(ours)
-        _bound_blocking(ours, timeout_s)
-        try:
-            self.process = _start_process(theirs, lifeline_read)
-        finally:
-            os.close(theirs)
-            os.close(lifeline_read)
-        with suppress(OSError):  # a process that died at once is reported when it is read from
-            self.connection.send(setup)
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and not self.items
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def send(self, items: list[_Item], message: bytes, timeout_s: float) -> None:
-        self.items.extend(items)
-        self.size, self.has_read = len(items), False
-        self.connection.send_bytes(message)
-        self.sent = time.monotonic()
-        self.deadline = self.sent + timeout_s
-
-    def answers(self) -> list[Answer]:
-        """Those that have arrived whole, in order; "crashed" when the process is gone. Quick items end faster than one
-        call an answer would take."""
-        try:
-            arrived = os.read(self.connection.fileno(), READ_BYTES)
-        except OSError:
-            arrived = b""
-        if not arrived:
-            return [("crashed", None, f"worker died with {self.exit_reason()}")]
-        answers, self._unread = unpacked(self._unread + arrived)
-        return answers
-
-    def exit_reason(self) -> str:
-        try:
-            code = self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return "its connection closed"
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-    def kill_process(self) -> None:
-        """End the process and whatever it started (it leads its own process group), also when it ended by itself."""
-        if not self._ended:
-            self._ended = True
-            with suppress(ProcessLookupError, PermissionError):  # nobody is left; on macOS a zombie is
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-    def release(self) -> None:
-        self.kill_process()
-        if not self.connection.closed:
-            self.connection.close()
-            os.close(self._lifeline)
 
 
 def _readable(descriptors: Iterable[int], timeout_s: float) -> set[int]:
@@ -406,32 +308,3 @@ def _readable(descriptors: Iterable[int], timeout_s: float) -> set[int]:
     for descriptor in descriptors:
         watched.register(descriptor, select.POLLIN)
     return {descriptor for descriptor, _ in watched.poll(math.ceil(1000 * timeout_s))}
-
-
-def _start_process(connection_fd: int, lifeline_fd: int) -> subprocess.Popen[bytes]:
-    path = json.dumps([os.path.abspath(entry) for entry in sys.path])
-    return subprocess.Popen(
-        [sys.executable, "-c", _BOOT, str(connection_fd), str(lifeline_fd), path],
-        pass_fds=(connection_fd, lifeline_fd),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, **_WORKER_ENVIRONMENT},
-        start_new_session=True,  # a Ctrl-C in the terminal is the parent's to handle
-    )
-
-
-def _above_stdio(fd: int) -> int:
-    """With stdin closed, a new descriptor may get number 0, which the child's own stdin would overwrite."""
-    if fd > 2:
-        return fd
-    moved: int = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(fd)
-    return moved
-
-
-def _bound_blocking(fd: int, timeout_s: float) -> None:
-    """A stopped worker must not block the parent in the middle of a message."""
-    limit = struct.pack("ll", int(timeout_s) + 1, 0)
-    with socket.socket(fileno=os.dup(fd)) as shared:
-        shared.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        shared.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

@@ -23,8 +23,9 @@ from luffy.rewards.extract import after_thought, tail
 from luffy.rewards.http_reward import HttpReward, is_address
 from luffy.rewards.http_settings import HttpRewardConfig
 from luffy.rewards.kinds import OWN_REWARDS, READS_THOUGHTS, TEXT_REWARDS, Answered, TextReward, built_in
-from luffy.rewards.pool import START_TIMEOUT_S, Outcome, WorkerPool
+from luffy.rewards.pool import Outcome, WorkerPool
 from luffy.rewards.worker import describe
+from luffy.rewards.worker_process import START_TIMEOUT_S
 from luffy.schema import nearest
 from luffy.types import Problem, Score
 

@@ -13,6 +13,7 @@ import pytest
 
 from luffy.errors import UserError
 from luffy.rewards import pool as pool_module
+from luffy.rewards import worker_process
 from luffy.rewards.pool import WorkerPool
 
 HERE = Path(__file__).parent
@@ -47,12 +48,13 @@ def test_results_come_back_in_the_order_of_the_items(pool):
 
 
 def test_answers_of_any_size_and_number_arrive_whole(pool):
-    values = ["x" * size for size in (1, pool_module.READ_BYTES - 40, 10, 5 * pool_module.READ_BYTES, 0)] * 3
+    values = ["x" * size for size in (1, worker_process.READ_BYTES - 40, 10, 5 * worker_process.READ_BYTES, 0)] * 3
     assert [outcome.value for outcome in pool.map(("echo", value) for value in values)] == values
 
 
 def test_a_worker_that_does_not_start_ends_the_run_and_is_named(monkeypatch):
-    monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.0)
+    for module in (pool_module, worker_process):
+        monkeypatch.setattr(module, "START_TIMEOUT_S", 0.0)
     with (
         WorkerPool("reward_functions:misbehave", workers=1, timeout_s=1.5) as late,
         pytest.raises(RuntimeError, match=r"did not start within 0 s: reward_functions:misbehave"),
@@ -236,13 +238,13 @@ def test_a_few_items_are_shared_by_all_workers(many_at_once):
 @pytest.fixture
 def sizes(monkeypatch):
     """The number of items in each message, as they are sent."""
-    found, send = [], pool_module._Worker.send
+    found, send = [], pool_module.WorkerProcess.send
 
     def counted(worker, items, *rest):
         found.append(len(items))
         send(worker, items, *rest)
 
-    monkeypatch.setattr(pool_module._Worker, "send", counted)
+    monkeypatch.setattr(pool_module.WorkerProcess, "send", counted)
     return found
 
 
