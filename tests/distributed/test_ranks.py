@@ -49,7 +49,7 @@ RUNS = {
 def config(make_config, sums, name, **changes):
     base = {
         "optim": SMOOTH,
-        "train": {"steps": 5, "save_every": 5},
+        "train": {"steps": 3, "save_every": 3},
         "record": {"samples": 6, "samples_every": 1},
         "data": {"eval": str(sums)},
         "eval": {"limit": 5},
@@ -64,7 +64,7 @@ def assert_same_run(ours, theirs, gradients, expected):
     for file in ("samples.jsonl", "eval_samples.jsonl"):
         for a, b in zip(samples(ours, file), samples(theirs, file), strict=True):
             assert (a["problem"], a["token_ids"], a["reward"]) == (b["problem"], b["token_ids"], b["reward"])
-    assert len(gradients) == len(expected) >= 5
+    assert len(gradients) == len(expected) >= 3
     for a, b in zip(gradients, expected, strict=True):
         assert_same_weights(a, b)
     assert_same_weights(final_weights(ours), final_weights(theirs))

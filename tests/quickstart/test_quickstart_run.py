@@ -21,11 +21,11 @@ from luffy.quickstart.task import write_dataset
 
 @contextlib.contextmanager
 def few_evaluated():
-    """Every evaluation takes 8 problems of each set instead of all 200."""
+    """Every evaluation takes 8 problems of each set instead of all 200, and the first tokens of an answer."""
 
     def small(*args):
         cfg = configure(*args)
-        return replace(cfg, eval=replace(cfg.eval, limit=8))
+        return replace(cfg, eval=replace(cfg.eval, limit=8, max_tokens=12))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "configure", small)

@@ -150,7 +150,7 @@ def drawn_by_slots():
     """A model, eight requests of two prompts (five pages each, six at the end), and what the slot engine draws."""
     model = small()
     prompts = [[3 + (5 * i + 11 * p) % 30 for i in range(300)] for p in range(2)]
-    requests = [ask(prompt, 40, seed=i) for prompt in prompts for i in range(4)]
+    requests = [ask(prompt, 24, seed=i) for prompt in prompts for i in range(4)]
     return model, requests, NativeEngine(model, decoding="slots").generate(requests)
 
 
