@@ -29,6 +29,12 @@ def run(cfg, method="rl", **options):
     return read_json_lines(cfg.folder / "metrics.jsonl")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(make_config_in, tmp_path_factory):
+    """The rows of four steps in one go, with nothing changed."""
+    return run(make_config_in(tmp_path_factory.mktemp("undisturbed"))())
+
+
 def weights(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
@@ -280,7 +286,7 @@ def test_oversampling_fills_the_batch_or_stops_clearly(make_config):
         run(hopeless)
 
 
-def test_a_stop_keeps_what_was_learnt_and_can_be_resumed(make_config, monkeypatch):
+def test_a_stop_keeps_what_was_learnt_and_can_be_resumed(make_config, monkeypatch, undisturbed):
     cfg = make_config(train={"save_every": 50})
     with Trainer(cfg) as trainer:
         original = training_step.roll_out
@@ -296,7 +302,6 @@ def test_a_stop_keeps_what_was_learnt_and_can_be_resumed(make_config, monkeypatc
             trainer.train()
     monkeypatch.undo()
     resumed = run(cfg)
-    undisturbed = run(make_config(name="undisturbed"))
     losses = [[r.get("actor/loss") for r in rows] for rows in (resumed, undisturbed)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
@@ -405,13 +410,13 @@ def test_a_rollout_that_stops_the_run_costs_no_step_before_it(make_config, monke
 
 def test_lora_trains_adapters_saves_a_plain_model_and_resumes(make_config):
     common = {"model": {"lora": {"rank": 4, "alpha": 8.0}}, "optim": {"lr": 1e-2}, "algorithm": {"kl_coef": 0.1}}
-    whole = make_config(name="whole", **common)
+    whole = make_config(name="whole", train={"steps": 2}, **common)
     run(whole)
     base, tuned = weights(whole.model.path), weights(newest_model(whole))
     changed = {n for n in base if not torch.equal(base[n], tuned[n])}
     assert changed and all("proj" in n for n in changed)
-    run(make_config(name="half", train={"steps": 2}, **common))
-    resumed = make_config(name="half", **common)
+    run(make_config(name="half", train={"steps": 1}, **common))
+    resumed = make_config(name="half", train={"steps": 2}, **common)
     run(resumed)
     again = weights(newest_model(resumed))
     assert all(torch.equal(tuned[n], again[n]) for n in tuned)
@@ -741,8 +746,7 @@ def test_a_script_iterates_steps_and_reads_their_metrics(make_config):
     assert seen == [(row["step"], row["critic/rewards/mean"]) for row in rows] and len(seen) == 4
 
 
-def test_a_script_that_leaves_the_loop_goes_on_from_the_last_checkpoint(make_config):
-    whole = run(make_config(name="whole"))
+def test_a_script_that_leaves_the_loop_goes_on_from_the_last_checkpoint(make_config, undisturbed):
     cfg = make_config(name="left")
     with Trainer(cfg) as trainer:
         for step, _ in trainer.steps():
@@ -751,7 +755,8 @@ def test_a_script_that_leaves_the_loop_goes_on_from_the_last_checkpoint(make_con
     with Trainer(cfg) as trainer:
         assert trainer.progress.step == 2
         trainer.train()
-    losses = [[r.get("actor/loss") for r in rows] for rows in (read_json_lines(cfg.folder / "metrics.jsonl"), whole)]
+    resumed = read_json_lines(cfg.folder / "metrics.jsonl")
+    losses = [[r.get("actor/loss") for r in rows] for rows in (resumed, undisturbed)]
     assert losses[0] == losses[1]
 
 
