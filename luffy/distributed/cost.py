@@ -94,8 +94,7 @@ class StepPlan:
 
     @property
     def passes(self) -> float:
-        """Of an update, in forward passes: a backward pass takes two. LoRA counts as many: what its adapters
-        take of the time that frozen weights save is not known (docs/results/cost.md)."""
+        """Of an update, in forward passes: a backward pass takes two."""
         return 3 + self.recomputed + self.scored
 
     @property
@@ -146,8 +145,11 @@ def update(plan: StepPlan, gpu: Gpu) -> Cost:
 
 def training_flops(plan: StepPlan) -> float:
     """Of a token. A pass takes 2 a parameter; attention, 4 for every token of the context and every number of a hidden
-    state, in every layer."""
-    return plan.passes * (2 * plan.model.parameters + 4 * plan.context * plan.model.layers * plan.model.hidden)
+    state, in every layer. Frozen weights have no gradient, a pass less; on several GPUs, where peft multiplies,
+    that was not measured (docs/results/cost.md)."""
+    attention = 4 * plan.context * plan.model.layers * plan.model.hidden
+    of_weights = plan.passes - 1 if plan.adapters and plan.gpus == 1 else plan.passes
+    return of_weights * 2 * plan.model.parameters + plan.passes * attention
 
 
 def fsdp_bytes(plan: StepPlan, gpu: Gpu) -> tuple[float, float]:
@@ -270,9 +272,11 @@ def _rolled_out(model: Model, prompts: int, tokens: int, speed: float) -> Measur
     return Measurement(what, plan, prompts * tokens / speed, updates=False)
 
 
-def _updated(model: Model, problems: int, samples: int, prompt: int, tokens: int, seconds: float) -> Measurement:
-    plan = StepPlan(model, 1, problems, samples, prompt, tokens, longest=1.0)
-    what = f"{model.name} update, {plan.responses:,} x {tokens:,} tokens"
+def _updated(
+    model: Model, problems: int, samples: int, prompt: int, tokens: int, seconds: float, adapters: bool = False
+) -> Measurement:
+    plan = StepPlan(model, 1, problems, samples, prompt, tokens, longest=1.0, adapters=adapters)
+    what = f"{model.name} {'LoRA ' if adapters else ''}update, {plan.responses:,} x {tokens:,} tokens"
     return Measurement(what, plan, seconds, rolls_out=False)
 
 
@@ -291,6 +295,9 @@ MEASURED = (
         StepPlan(QWEN_7B, 1, 128, 8, 128, 1278, longest=8192 / 1278),
         211,
     ),
+    _updated(QWEN_1_5B, 32, 8, 121, 512, 2.18, adapters=True),
+    _updated(QWEN_7B, 8, 8, 128, 1024, 3.85, adapters=True),
+    _updated(QWEN_7B, 4, 1, 128, 8192, 2.23, adapters=True),
 )
 
 
@@ -310,7 +317,7 @@ def comparison(gpu: Gpu | None = None) -> str:
     for m in MEASURED:
         said = m.predicted(gpu or Gpu())
         rows.append([m.what, f"{said:.2f} s", f"{m.seconds:.2f} s", f"{said / m.seconds - 1:+.0%}"])
-    return _lines([("on one H200, 2026-11-16", "model", "measured", "off by"), *rows])
+    return _lines([("on one H200, 2026-11-16 and 17", "model", "measured", "off by"), *rows])
 
 
 def _lines(rows: Sequence[Sequence[str]]) -> str:

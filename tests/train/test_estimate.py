@@ -48,6 +48,7 @@ UPDATES = [
     ("qwen2-1.5b", 128, 1, 121, 512, 16384, False, False, None, "59.2"),
     ("qwen2-1.5b", 8, 1, 121, 8192, 16384, True, False, None, "30.2"),
     ("qwen2-7b", 8, 1, 128, 8192, 9216, False, True, None, "81.4"),
+    ("qwen2-7b", 4, 1, 128, 8192, 9216, False, False, 16, "51.7"),
 ]
 
 
