@@ -155,7 +155,8 @@ def _idle_shares(step: Callable[[], float], seconds: float, device: torch.device
     took = []
     events = profiled(lambda: took.append(step()), device)
     busy = covered(sorted((event.time_range.start, event.time_range.end) for event in events)) / 1e6
-    return {"gpu_idle_share_low": max(1 - busy / seconds, 0.0), "gpu_idle_share": 1 - busy / took[0]}
+    high = 1 - busy / took[0]
+    return {"gpu_idle_share_low": min(max(1 - busy / seconds, 0.0), high), "gpu_idle_share": high}
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

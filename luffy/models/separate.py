@@ -3,7 +3,7 @@
 An adapter's weights are float32, so that no update of theirs is lost. peft multiplies by them in float32: it casts the
 input and adds, scales and casts results as large as the layer's own, which moves more memory than training adapters
 alone saves. Here they are rounded to the precision of the weights beside them, as an optimizer rounds what it keeps in
-float32, and the products themselves add to what the layer makes. Gradients of adapters leave in float32.
+float32, and the products themselves add to what the layer makes. Gradients of adapters leave in their own precision.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Adapter(NamedTuple):
 
 
 def _adapter_of(linear: Any) -> Adapter | None:
-    """Of a layer with one adapter that is nothing but two products."""
+    """The one adapter of a layer whose own weight is frozen; None where there is more to it than two products."""
     kind = type(linear)
     if f"{kind.__module__}.{kind.__name__}" != ADAPTED or linear.merged or linear.disable_adapters:
         return None
@@ -60,8 +60,10 @@ def _adapter_of(linear: Any) -> Adapter | None:
     if len(names) != 1 or names[0] in linear.lora_variant or linear._forward_hooks or linear._forward_pre_hooks:
         return None
     base, (name,) = linear.get_base_layer(), names
-    down, up, drops = linear.lora_A[name], linear.lora_B[name], not isinstance(linear.lora_dropout[name], nn.Identity)
-    if drops or base.weight.requires_grad or up.bias is not None or not (is_plain((base,)) and is_plain((down, up))):
+    down, up = linear.lora_A[name], linear.lora_B[name]
+    is_frozen = not any(parameter.requires_grad for parameter in base.parameters())
+    drops = not isinstance(linear.lora_dropout[name], nn.Identity)
+    if drops or not (is_frozen and is_plain((base,)) and is_plain((down, up))):
         return None
     return Adapter(base, down.weight, up.weight, linear.scaling[name])
 

@@ -76,12 +76,15 @@ def shares(row: Row) -> list[float]:
 def interval(of_seeds: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Mean over seeds and problems in percent, and half its 95 % interval: the problems' own spread (normal), and with
     three seeds or more that of the seeds (Student's), added in squares."""
-    means = [statistics.mean(values) for values in of_seeds]
     problems = by_problem(of_seeds)
-    halves = [1.96 * statistics.stdev(problems) / math.sqrt(len(problems))]
-    if len(means) >= 3:
-        halves.append(half_width(means))
-    return 100 * statistics.mean(means), 100 * math.hypot(*halves)
+    half = 100 * 1.96 * statistics.stdev(problems) / math.sqrt(len(problems))
+    return 100 * statistics.mean(problems), math.hypot(half, half_of_seeds(of_seeds))
+
+
+def half_of_seeds(of_seeds: Sequence[Sequence[float]]) -> float:
+    """Half the interval of the seeds' means, in percent; 0 with fewer than three, of which it would say nothing."""
+    means = [statistics.mean(values) for values in of_seeds]
+    return 100 * half_width(means) if len(means) >= 3 else 0.0
 
 
 def by_problem(of_seeds: Iterable[Sequence[float]]) -> list[float]:
@@ -100,13 +103,16 @@ def solved(row: Row) -> list[float]:
 
 
 def difference(ones: Sequence[Row], others: Sequence[Row], score: Callable[[Row], list[float]]) -> str:
-    """Paired problem by problem: seed by seed where both have the same seeds, else the means over the seeds of each.
-    Not paired, which is wider, where the order of the problems is not known."""
+    """Paired problem by problem: seed by seed where both have the same seeds, else the means over the seeds of each,
+    whose spread is added in squares. Not paired, which is wider, where the order of the problems is not known."""
     if all(row["test"].get("in_order", True) for row in (*ones, *others)):
         first, second = ({row.get("seed"): score(row) for row in rows} for rows in (ones, others))
+        seeds = [0.0]
         if first.keys() != second.keys():
+            seeds = [half_of_seeds(list(found.values())) for found in (first, second)]
             first, second = ({0: by_problem(found.values())} for found in (first, second))
         middle, half = interval([[x - y for x, y in zip(first[s], second[s], strict=True)] for s in first])
+        half = math.hypot(half, *seeds)
     else:
         (one, first), (other, second) = (interval([score(row) for row in rows]) for rows in (ones, others))
         middle, half = one - other, math.hypot(first, second)

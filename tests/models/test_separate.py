@@ -57,7 +57,7 @@ def no_peft(monkeypatch):
 
 @pytest.mark.parametrize("targets", [list(WIDTHS), ["first", "third"]])
 def test_values_and_gradients_are_those_of_peft(no_peft, targets):
-    model = adapted_layers(target_modules=targets)
+    model = adapted_layers(target_modules=targets, rank_pattern={"first": 2, "third": 7}, use_rslora=True)
     expected, expected_grads = results(by_peft, model)
     no_peft()
     found, grads = results(separate, model)
@@ -85,7 +85,12 @@ def test_rounded_adapters_are_as_near_to_the_exact_ones_as_rounded_weights(no_pe
 
 @pytest.mark.parametrize(
     "settings",
-    [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True, "target_modules": ["first", "second"]}],
+    [
+        {"lora_dropout": 0.5},
+        {"use_dora": True},
+        {"lora_bias": True, "target_modules": ["first", "second"]},
+        {"bias": "all", "target_modules": ["first", "second"]},
+    ],
     ids=lambda settings: next(iter(settings)),
 )
 def test_other_adapters_are_left_to_peft(settings):
@@ -102,9 +107,11 @@ def test_so_are_adapters_that_are_switched_off_merged_or_several():
     with model.disable_adapter():
         alone = [layer.base_layer(rows) for layer in group_of(model)]
         torch.testing.assert_close(list(separate(rows, group_of(model))), alone, rtol=0, atol=0)
+    expected = by_peft(rows, group_of(model))
+    model.base_model.merge_adapter()
+    torch.testing.assert_close(separate(rows, group_of(model)), expected)
+    model.base_model.unmerge_adapter()
     model.add_adapter("more", peft.LoraConfig(r=2, target_modules=list(WIDTHS), init_lora_weights=False))
     model.base_model.set_adapter(["default", "more"])
     both = by_peft(rows, group_of(model))
     torch.testing.assert_close(separate(rows, group_of(model)), both, rtol=0, atol=0)
-    model.base_model.merge_adapter()
-    torch.testing.assert_close(separate(rows, group_of(model)), both)
