@@ -11,7 +11,7 @@ from luffy.errors import ConfigError, UserError
 from luffy.models.load import load_model
 from luffy.report.recorder import read_json_lines
 from luffy.rollout.native import NativeEngine
-from luffy.train.build_engines import build_engine
+from luffy.train.build_engines import build_engine, build_evaluating
 from luffy.train.loop import Trainer
 from luffy.train.objective import importance_of
 from luffy.train.vllm_settings import context_of, transfer_of, vllm_arguments
@@ -215,6 +215,8 @@ def test_a_run_with_a_server_pushes_every_version_and_leaves_no_weights_behind(m
     assert KEY not in written and server.url in written
 
 
-def test_native_is_what_one_gets(make_config):
-    cfg = make_config()
-    assert type(build_engine(cfg, load_model(cfg.model.path), "cpu", print)) is NativeEngine
+def test_native_is_what_one_gets_with_the_slots_of_the_config(make_config):
+    cfg = make_config(rollout={"slots": 3})
+    model = load_model(cfg.model.path)
+    rolls_out, evaluates = (build(cfg, model, "cpu", print) for build in (build_engine, build_evaluating))
+    assert type(rolls_out) is type(evaluates) is NativeEngine and rolls_out.max_slots == evaluates.max_slots == 3
