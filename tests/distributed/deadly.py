@@ -41,7 +41,7 @@ class DeadlyJob(Job):
 def in_rollout(die):
     """When the first responses of a batch are there and the others are still in the making."""
     generate = NativeEngine.generate
-    NativeEngine.generate = lambda self, requests, *_: generate(self, requests, lambda done, total: die())
+    NativeEngine.generate = lambda self, requests, _=None, *more: generate(self, requests, lambda *_: die(), *more)
 
 
 def in_update(die):
