@@ -342,13 +342,11 @@ def test_close_leaves_no_process_and_refuses_further_work():
 
 
 def test_close_from_another_thread_ends_a_running_map():
-    pool = WorkerPool("reward_functions:misbehave", workers=1, timeout_s=60)
+    pool = WorkerPool("reward_functions:misbehave", workers=1, timeout_s=10_000)  # longer than a test may take
     pool.wait_ready()
     threading.Timer(0.3, pool.close).start()
-    started = time.monotonic()
     with pytest.raises(RuntimeError, match="closed"):
         pool.map([("hang",), ("hang",)])
-    assert time.monotonic() - started < 50  # one of the two would take 60
 
 
 def run_script(body, **options):
