@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test suite test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu lint quickstart docs docs-site test-docs test-notebook test-wandb clean
+.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test suite test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu lint quickstart docs docs-site test-docs test-notebook test-examples test-wandb clean
 
 # Linux without an NVIDIA GPU: the CPU build of torch, so that 0.6 GB are downloaded instead of 3 GB. It comes from where
 # pip looks anyway (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else from PyTorch's own index, else PyPI's build with CUDA must do.
@@ -101,6 +101,10 @@ test-view: $(READY)
 test-notebook: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group notebook
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/test_notebook.py
+
+# What the docs tell a user to run: their walk-throughs, the road to the paper's tables, the notebook's code.
+test-examples: $(READY)
+	$(TEST_ENV) $(BIN)/python -m pytest -m 'slow or not slow' tests/test_extend.py tests/prepare/test_paper_road.py tests/test_notebook.py
 
 # W&B itself, offline: what `wandb sync` would upload has the names, steps and values of TensorBoard.
 test-wandb: $(READY)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "luffy"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -41,6 +43,7 @@ print(json.dumps(codes))
 """
 
 
+@pytest.mark.slow
 def test_walk_throughs(tmp_path):
     """One process for all, because importing torch takes longer than any of them."""
     commands = []

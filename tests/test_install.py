@@ -9,6 +9,8 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -20,6 +22,7 @@ def run(*command, cwd, **env):
     return done.stdout
 
 
+@pytest.mark.slow  # make test-wheel installs it
 def test_the_wheel_holds_every_file_and_works_from_another_folder(tmp_path):
     """Built from a copy: a build leaves files behind. Built and unpacked as pip does it, and the packages beside it are
     those of the tests; `make test-wheel` has pip, a fresh environment and the whole quickstart."""

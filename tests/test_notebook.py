@@ -49,6 +49,7 @@ def test_its_links_lead_somewhere():
     assert len(targets) >= 4 and [t for t in targets if not (NOTEBOOK.parent / t).is_file()] == []
 
 
+@pytest.mark.slow
 def test_its_code_runs(tmp_path, monkeypatch, capsys):
     """As plain Python, without the cell that installs; two methods, one step, four problems."""
     pyplot = pytest.importorskip("matplotlib.pyplot")

@@ -60,7 +60,9 @@ def test_the_fused_forward_has_the_gradients_of_the_modules(monkeypatch, archite
             torch.testing.assert_close(grad, plain_grads[name], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj"]])
+@pytest.mark.parametrize(
+    "targets", ["all-linear", pytest.param(["q_proj", "v_proj", "down_proj"], marks=pytest.mark.slow)]
+)
 def test_adapters_in_the_fused_forward_have_the_gradients_of_the_modules(monkeypatch, targets):
     peft = pytest.importorskip("peft")
     small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

@@ -123,6 +123,7 @@ def carry_out(name, *rest):
         luffy(*there(rest))
 
 
+@pytest.mark.slow
 def test_the_whole_road(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_sources(tmp_path)
