@@ -9,6 +9,7 @@ it had not begun goes to another.
 from __future__ import annotations
 
 import atexit
+import itertools
 import math
 import os
 import pickle
@@ -17,12 +18,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from operator import length_hint
 from typing import Any, NamedTuple
 
 from luffy.errors import UserError
-from luffy.rewards.worker import READ, UNREAD, Setup
+from luffy.rewards.worker import READ, Setup
 from luffy.rewards.worker_process import START_TIMEOUT_S, Item, WorkerProcess
 
 MOST_FAILED_STARTS = 3
@@ -58,7 +58,7 @@ class _Run:
         many = 2 * workers * MOST_AT_ONCE
         self.largest_message = max(1, math.ceil(length_hint(items, many) / (2 * workers)))  # two for each worker
         self._items = enumerate(items)
-        self._waiting = deque(islice(self._items, 1))
+        self._waiting = deque(itertools.islice(self._items, 1))
         self._alone: deque[Item] = deque()  # each goes in a message of its own
         self._on_result = on_result
         self.outcomes: dict[int, Outcome] = {}
@@ -72,7 +72,7 @@ class _Run:
         if self._alone:
             items = [self._alone.popleft()]
         else:
-            self._waiting.extend(islice(self._items, max(0, at_once + 1 - len(self._waiting))))
+            self._waiting.extend(itertools.islice(self._items, max(0, at_once + 1 - len(self._waiting))))
             items = [self._waiting.popleft() for _ in range(min(at_once, len(self._waiting)))]
         try:
             return items, _message(items)
@@ -227,27 +227,23 @@ class WorkerPool:
 
     def _receive(self, slot: int, run: _Run) -> None:
         worker = self._workers[slot]
+        is_starting = not worker.items
         answers = worker.answers()
         now = time.monotonic()
-        if answers and worker.items:
+        if answers and not is_starting:
             worker.deadline = now + run.timeout_s
-        for answer in answers:
-            outcome = Outcome(*answer)
-            if not worker.items:
+        for outcome in itertools.starmap(Outcome, answers):
+            if is_starting:
                 self._started(slot, outcome)
-                return
-            if outcome.status == READ:
+            elif outcome.status == READ:
                 worker.has_read = True
-                continue
-            if outcome.status == UNREAD:
-                outcome = Outcome(outcome.value, message=outcome.message)
-            if outcome.status == "crashed" or not worker.has_read:
+            elif outcome.status == "crashed" or not worker.has_read:
                 self._lose(slot, run, outcome)
-                return
-            index, _ = worker.items.popleft()
-            if not worker.items:
-                self._note_seconds(worker.size, now - worker.sent)
-            run.settle(index, outcome)
+            else:
+                index, _ = worker.items.popleft()
+                if not worker.items:
+                    self._note_seconds(worker.size, now - worker.sent)
+                run.settle(index, outcome)
 
     def _note_seconds(self, size: int, seconds: float) -> None:
         """How long a worker took for all items of a message."""

@@ -34,7 +34,7 @@ class Setup:
 
 
 Answer = tuple[str, Any, str]  # status, value, message
-READ, UNREAD = "read", "unread"  # of a whole message: it was unpickled, or cannot be; then the value is why
+READ = "read"  # answered first, when a message is unpickled; an answer without it is that of the whole message
 _LENGTH = struct.Struct("!Q")
 
 
@@ -138,10 +138,10 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
         try:
             items: list[tuple[Any, ...]] = pickle.loads(message)
         except MemoryError:
-            send(connection, (UNREAD, "crashed", "out of memory"))
+            send(connection, ("crashed", None, "out of memory"))
             return
         except Exception as error:
-            send(connection, (UNREAD, "error", describe(error)))
+            send(connection, ("error", None, describe(error)))
             continue
         send(connection, (READ, None, ""))
         for item in items:
