@@ -1,8 +1,9 @@
 """The decoder layers of the Llama family with one kernel where its modules launch several.
 
-Weights and linear layers are the model's own modules (adapters included); only norms, residual sums,
-rotary embedding and activation are ours. The result is the modules' own up to the order of sums. An engine may have
-the linear layers' products computed otherwise (`luffy.models.merged`).
+Weights are those of the model's own modules; norms, residual sums, rotary embedding and activation are ours. The
+products of linear layers are the modules' own, with fewer kernels where that is possible (`luffy.models.summed`,
+`luffy.models.separate` for adapters); an engine may have them computed otherwise (`luffy.models.merged`). The result is
+that of the modules up to the order of sums and the rounding of adapters.
 """
 
 from __future__ import annotations

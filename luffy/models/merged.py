@@ -37,7 +37,8 @@ def merge_weights(layers: Sequence[Any]) -> None:
 
 
 def merged(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The same as columns of one product, where the weights lie side by side; without gradients."""
+    """What each linear layer of ``group`` makes of rows ``x``, as columns of one product where the weights lie side by
+    side; without gradients."""
     if len(group) == 1 or not is_plain(group):
         return separate(x, group)
     blocks = [side_by_side(parts) for parts in parts_of(group)]

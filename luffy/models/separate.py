@@ -18,16 +18,14 @@ from torch import Tensor, nn
 # Rows and linear layers that read them -> what each layer makes of them.
 Products = Callable[[Tensor, Sequence[Any]], tuple[Tensor, ...]]
 
-ADAPTED = "peft.tuners.lora.layer.Linear"  # by name: most runs do without peft
+PEFT_LINEAR = "peft.tuners.lora.layer.Linear"  # by name: most runs do without peft
 
 
 def separate(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
     """What each linear layer of ``group`` makes of rows ``x``."""
     adapters = [_adapter_of(linear) for linear in group]
-    together = [adapter for adapter in adapters if adapter is not None]
-    if len(together) == len(group):
-        return _adapted(x, together)
-    return tuple(linear(x) if a is None else _adapted(x, [a])[0] for linear, a in zip(group, adapters, strict=True))
+    adapted = iter(_adapted(x, [adapter for adapter in adapters if adapter is not None]))
+    return tuple(linear(x) if a is None else next(adapted) for linear, a in zip(group, adapters, strict=True))
 
 
 def is_plain(group: Sequence[Any]) -> bool:
@@ -54,7 +52,7 @@ class Adapter(NamedTuple):
 def _adapter_of(linear: Any) -> Adapter | None:
     """The one adapter of a layer whose own weight is frozen; None where there is more to it than two products."""
     kind = type(linear)
-    if f"{kind.__module__}.{kind.__name__}" != ADAPTED or linear.merged or linear.disable_adapters:
+    if f"{kind.__module__}.{kind.__name__}" != PEFT_LINEAR or linear.merged or linear.disable_adapters:
         return None
     names = [name for name in linear.active_adapters if name in linear.lora_A]
     if len(names) != 1 or names[0] in linear.lora_variant or linear._forward_hooks or linear._forward_pre_hooks:
@@ -69,6 +67,8 @@ def _adapter_of(linear: Any) -> Adapter | None:
 
 
 def _adapted(x: Tensor, adapters: Sequence[Adapter]) -> tuple[Tensor, ...]:
+    if not adapters:
+        return ()
     bases, downs, ups, scales = zip(*adapters, strict=True)
     out: tuple[Tensor, ...] = _Adapted.apply(x, bases, scales, *downs, *ups)
     return out

@@ -21,7 +21,7 @@ from luffy.models.separate import is_plain, separate
 
 def summed(x: Tensor, group: Sequence[Any]) -> tuple[Tensor, ...]:
     """What each linear layer of ``group`` makes of rows ``x``. Where a layer is more than a plain product, or nobody
-    keeps sums of its gradients, the modules run."""
+    keeps sums of its gradients, by `separate`."""
     trained = torch.is_grad_enabled() and is_plain(group)
     sums = [gradient_sum_of(layer.weight) if trained else None for layer in group]
     if not all(sums):

@@ -106,7 +106,7 @@ def layer_bytes(work: Work, one: Pass) -> float:
     """What one decoder layer keeps of a pass for its backward pass."""
     if work.on_gpu:
         per_token, per_attended = layer_values(work.config)
-        per_token += ADAPTED * (work.lora_rank or 0)  # adapters read what frozen weights need not keep
+        per_token += ADAPTED * (work.lora_rank or 0)  # inputs are kept for adapters as for weights
         return float((per_token * one.computed + per_attended * one.attended) * work.itemsize)
     c = work.config
     kv_heads, width = key_value_shape(c)

@@ -20,7 +20,7 @@ class Layers(nn.Module):
 
 
 def adapted_layers(dtype=torch.float32, **settings):
-    """Float32 adapters, all but zero, beside frozen weights of ``dtype``."""
+    """Float32 adapters, none of them zero, beside frozen weights of ``dtype``."""
     torch.manual_seed(0)
     chosen = {"r": 4, "lora_alpha": 12, "target_modules": list(WIDTHS), "init_lora_weights": False} | settings
     model = peft.get_peft_model(Layers(), peft.LoraConfig(**chosen)).to(DEVICE)
@@ -101,7 +101,7 @@ def test_other_adapters_are_left_to_peft(settings):
     torch.testing.assert_close(results(separate, model), expected, rtol=0, atol=0)
 
 
-def test_so_are_adapters_that_are_switched_off_merged_or_several():
+def test_adapters_that_are_switched_off_merged_or_several_are_left_to_peft():
     model = adapted_layers()
     rows = torch.randn(3, 16, device=DEVICE)
     with model.disable_adapter():
