@@ -150,7 +150,9 @@ def step(
     checkpointing: Checkpointing = "auto",
     offload: Offload = False,
     lora: Lora = 0,
-    profile: Annotated[bool, typer.Option(help="one more step under the profiler: how long was the GPU idle?")] = False,
+    profile: Annotated[
+        bool, typer.Option(help="one more step under the profiler: how long was the GPU idle, at least and at most?")
+    ] = False,
     dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
 ) -> None:  # fmt: skip
     """A whole training step by the trainer itself, phase by phase; MFU is that of the update with its packing, the
@@ -234,12 +236,12 @@ def _rate(value: float, unit: str) -> str:
 
 
 def _cell(text: str, row: dict[str, Any]) -> str:
-    known = {"peak_gib": None, "gpu_idle_share": None, "gpu_idle_share_low": None, **row}
+    known = {"peak_gib": None, "gpu_idle_share": None, **row}
     if text == "{max_tokens_per_step}" and known["max_tokens_per_step"] is None:
         return "null"
     if text == "{peak_gib}":
         return "-" if known["peak_gib"] is None else f"{known['peak_gib']:.1f}"
     if text == "{gpu_idle_share}":
-        low, high = known["gpu_idle_share_low"], known["gpu_idle_share"]
-        return "-" if high is None else f"{low:.1%} to {high:.1%}"
+        high = known["gpu_idle_share"]
+        return "-" if high is None else f"{known['gpu_idle_share_low']:.1%} to {high:.1%}"
     return text.format(**known)
