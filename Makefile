@@ -97,7 +97,8 @@ test-view: $(READY)
 	command -v chromium google-chrome > /dev/null || $(BIN)/playwright install chromium
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/view -s
 
-# The quickstart notebook in Jupyter's own kernel, with enough steps to see a difference; make test runs its code as plain Python.
+# The quickstart notebook in Jupyter's own kernel, with enough steps to see a difference;
+# make test-examples runs its code as plain Python.
 test-notebook: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group notebook
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/test_notebook.py

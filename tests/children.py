@@ -29,7 +29,7 @@ class ChildFailed(AssertionError):
 
 
 class Child:
-    """A fresh interpreter that has imported a module, the trainer, and waits for jobs."""
+    """A fresh interpreter that has imported a module (the trainer unless told) and waits for jobs."""
 
     def __init__(self, imported: str = "luffy.train.loop") -> None:
         ours, theirs = socket.socketpair()
