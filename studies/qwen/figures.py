@@ -105,18 +105,21 @@ def solved(row: Row) -> list[float]:
 def difference(ones: Sequence[Row], others: Sequence[Row], score: Callable[[Row], list[float]]) -> str:
     """Paired problem by problem: seed by seed where both have the same seeds, else the means over the seeds of each,
     whose spread is added in squares. Not paired, which is wider, where the order of the problems is not known."""
-    if all(row["test"].get("in_order", True) for row in (*ones, *others)):
-        first, second = ({row.get("seed"): score(row) for row in rows} for rows in (ones, others))
-        seeds = [0.0]
-        if first.keys() != second.keys():
-            seeds = [half_of_seeds(list(found.values())) for found in (first, second)]
-            first, second = ({0: by_problem(found.values())} for found in (first, second))
-        middle, half = interval([[x - y for x, y in zip(first[s], second[s], strict=True)] for s in first])
-        half = math.hypot(half, *seeds)
+    first, second = ({row.get("seed"): score(row) for row in rows} for rows in (ones, others))
+    both = [list(found.values()) for found in (first, second)]
+    if not all(row["test"].get("in_order", True) for row in (*ones, *others)):
+        (one, half), (other, half_of_other) = map(interval, both)
+        middle, half = one - other, math.hypot(half, half_of_other)
+    elif first.keys() == second.keys():
+        middle, half = interval([less(first[seed], second[seed]) for seed in first])
     else:
-        (one, first), (other, second) = (interval([score(row) for row in rows]) for rows in (ones, others))
-        middle, half = one - other, math.hypot(first, second)
+        middle, half = interval([less(*map(by_problem, both))])
+        half = math.hypot(half, *map(half_of_seeds, both))
     return f"{middle:+.1f} ({middle - half:+.1f} to {middle + half:+.1f})"
+
+
+def less(ones: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [one - other for one, other in zip(ones, others, strict=True)]
 
 
 # ---- tables
