@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from children import exit_code_in_child
-from kills import copied_at
+from kills import copied_at, killed_at
 from transformers import AutoModelForCausalLM
 
 from luffy.errors import TrainingStopped
@@ -80,21 +80,11 @@ def train(cfg):
 
 def train_until_killed(cfg, moment):
     """In a child: SIGKILL at the moment."""
-    owner, name, call = (MOMENTS | AFTER_TWO_SAVES)[moment]
-    original, calls = getattr(owner, name), 0
-
-    def deadly(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, deadly)
-    train(cfg)
+    with killed_at(*(MOMENTS | AFTER_TWO_SAVES)[moment]):
+        train(cfg)
 
 
-def killed_at(cfg, moment):
+def train_and_kill(cfg, moment):
     assert exit_code_in_child(train_until_killed, cfg, moment) == -signal.SIGKILL, "the moment never came"
 
 
@@ -116,7 +106,7 @@ IN_A_SAVE = "checkpoint written but not renamed"
 @pytest.mark.parametrize("moment", [m if m == ALWAYS else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS])
 def test_killed_and_resumed_equals_undisturbed(make_config, sums, undisturbed, moment):
     killed = config(make_config, sums, "killed")
-    killed_at(killed, moment)
+    train_and_kill(killed, moment)
     resumed_equals(killed, undisturbed)
 
 
@@ -149,7 +139,7 @@ def left_behind(cfg):
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(make_config, sums, undisturbed):
     damaged = config(make_config, sums, "damaged")
-    killed_at(damaged, "after two saves")
+    train_and_kill(damaged, "after two saves")
     newest = max((damaged.folder / "checkpoints").glob("step-*")) / "model" / "model.safetensors"
     data = bytearray(newest.read_bytes())
     data[-5] ^= 0x10
@@ -343,7 +333,7 @@ def test_a_folder_of_before_evaluated_json_is_asked_by_its_metrics(make_config, 
 def test_an_evaluation_after_the_checkpoint_is_forgotten_with_its_rows(make_config, sums):
     """A kill came between an evaluation and its checkpoint. The resumed run is stopped in that step's evaluation."""
     cfg = config(make_config, sums, "killed")
-    killed_at(cfg, "evaluated but not saved")
+    train_and_kill(cfg, "evaluated but not saved")
     assert "4" in json.loads((cfg.folder / "evaluated.json").read_text())
     with Trainer(cfg, on_step=lambda step, _: step == 3 and trainer.stop_soon("a wish")) as trainer:
         assert trainer.progress.step == 2 and 4 not in trainer.run.evaluated

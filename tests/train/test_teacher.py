@@ -1,6 +1,5 @@
 """The teacher: whose weights, under which prompt, and what a checkpoint keeps of it."""
 
-import os
 import re
 import shutil
 import signal
@@ -9,6 +8,7 @@ import pytest
 import torch
 from children import exit_code_in_child
 from fake_servers import KEY, FakeScorer
+from kills import killed_at
 from support import make_tokenizer, untimed_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -129,16 +129,8 @@ def train(cfg):
 
 def train_until_killed(cfg):
     """In a child: SIGKILL in the third update."""
-    original, calls = Policy.update, []
-
-    def deadly(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*args)
-
-    Policy.update = deadly
-    train(cfg)
+    with killed_at(Policy, "update", 3):
+        train(cfg)
 
 
 @pytest.mark.slow
