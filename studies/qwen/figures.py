@@ -381,27 +381,39 @@ def present(row: Row, metric: str) -> list[float]:
 
 
 def accuracy_figure(rows: Sequence[Row]) -> None:
-    """Validation accuracy against what it took. Thin lines lost their contest, or were cut off early."""
+    """Validation accuracy against what it took. Thick: the mean of a method's seeds, as far as all of them got. Thin:
+    single runs, dotted where the learning rate lost or the run was cut off early."""
     figure, axes = panels(3, 3.6)
-    results = [run["name"] for runs in tested(rows).values() for run in runs]
-    for row in sorted(trained(rows), key=order):
-        steps = row["curves"]["step"]
-        spent, seen = begins_at(row, rows)
-        tokens = accumulate((value or 0.0 for value in row["curves"]["perf/update_tokens"]), initial=seen)
-        scales = (steps, [spent + s for s in row["curves"]["gpu_seconds"]], [count / 1e6 for count in list(tokens)[1:]])
-        lost = row["name"] not in results
+    results = tested(rows)
+    for row in trained(rows):
+        is_result = row in results.get(row["method"], ())
+        for ax, scale in zip(axes, validated(row, rows)[:-1], strict=True):
+            ax.plot(scale, validated(row, rows)[-1], color=COLORS[row["method"]], lw=0.8, alpha=0.5,
+                    ls="-" if is_result else ":")  # fmt: skip
+    for method, runs in results.items():
+        if method == "base":
+            continue
+        of_seeds = [zip(*validated(run, rows), strict=True) for run in runs]
+        means = [tuple(map(statistics.mean, zip(*at_step, strict=True))) for at_step in zip(*of_seeds, strict=False)]
+        *scales, accuracies = zip(*means, strict=True)
         for ax, scale in zip(axes, scales, strict=True):
-            at = dict(zip(steps, scale, strict=True))
-            found = points(row, VALIDATION)
-            ax.plot([at[step] for step, _ in found], [100 * value for _, value in found], marker="o", ms=3,
-                    color=COLORS[row["method"]], lw=0.8 if lost else 1.8, alpha=0.5 if lost else 1.0,
-                    label="_" if lost else f"{label(row)}, {row['lr']:g}")  # fmt: skip
+            ax.plot(scale, accuracies, marker="o", ms=3, color=COLORS[method], lw=1.8,
+                    label=f"{label(runs[0])}, {runs[0]['lr']:g}")  # fmt: skip
     for ax, name in zip(axes, ("step", "GPU seconds", "tokens in updates, millions"), strict=True):
         tidy(ax)
         ax.set(xlabel=name)
     axes[0].set_ylabel("validation accuracy, %")
     legend_below(figure, axes[0])
     save(figure, "accuracy")
+
+
+def validated(row: Row, rows: Sequence[Row]) -> tuple[list[float], ...]:
+    """At each validation: the step, GPU seconds, millions of tokens in updates, and the accuracy in %."""
+    curves, (spent, seen) = row["curves"], begins_at(row, rows)
+    tokens = list(accumulate((value or 0.0 for value in curves["perf/update_tokens"]), initial=seen))[1:]
+    columns = zip(curves["step"], curves["gpu_seconds"], tokens, curves.get(VALIDATION, ()), strict=False)
+    at = [(step, spent + s, count / 1e6, 100 * value) for step, s, count, value in columns if value is not None]
+    return tuple(map(list, zip(*at, strict=True)))
 
 
 def dynamics_figure(rows: Sequence[Row]) -> None:
@@ -418,6 +430,10 @@ def dynamics_figure(rows: Sequence[Row]) -> None:
                         label=f"{label(row)}, {row['lr']:g}")  # fmt: skip
         tidy(ax)
         ax.set(title=title)
+        if metric == "actor/grad_norm":
+            ax.set_yscale("log")
+            ax.set_yticks((0.2, 0.5, 1, 2), ("0.2", "0.5", "1", "2"))
+            ax.minorticks_off()
     for ax in axes[1]:
         ax.set_xlabel("step, mean of 5")
     legend_below(figure, axes[0, 0])
