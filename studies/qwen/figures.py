@@ -78,18 +78,18 @@ def interval(of_seeds: Sequence[Sequence[float]]) -> tuple[float, float]:
     three seeds or more that of the seeds (Student's), added in squares."""
     problems = by_problem(of_seeds)
     half = 100 * 1.96 * statistics.stdev(problems) / math.sqrt(len(problems))
-    return 100 * statistics.mean(problems), math.hypot(half, half_of_seeds(of_seeds))
+    return 100 * statistics.fmean(problems), math.hypot(half, half_of_seeds(of_seeds))
 
 
 def half_of_seeds(of_seeds: Sequence[Sequence[float]]) -> float:
     """Half the interval of the seeds' means, in percent; 0 with fewer than three, of which it would say nothing."""
-    means = [statistics.mean(values) for values in of_seeds]
+    means = [statistics.fmean(values) for values in of_seeds]
     return 100 * half_width(means) if len(means) >= 3 else 0.0
 
 
 def by_problem(of_seeds: Iterable[Sequence[float]]) -> list[float]:
     """The mean over seeds."""
-    return [statistics.mean(values) for values in zip(*of_seeds, strict=True)]
+    return [statistics.fmean(values) for values in zip(*of_seeds, strict=True)]
 
 
 def accuracy(runs: Sequence[Row]) -> str:
@@ -129,13 +129,13 @@ def main_table(rows: Sequence[Row]) -> str:
     body = []
     for method, runs in tested(rows).items():
         tests = [run["test"] for run in runs]
-        some = [statistics.mean(solved(run)) for run in runs]
+        some = [statistics.fmean(solved(run)) for run in runs]
         cells = [label(runs[0]), "" if method == "base" else f"{runs[0]['lr']:g}", str(len(runs)), steps_of(runs)]
-        cells += [accuracy(runs), f"{100 * statistics.mean(some):.1f}"]
+        cells += [accuracy(runs), f"{100 * statistics.fmean(some):.1f}"]
         cells += [f"{mean(tests, 'tokens'):.0f}", f"{100 * mean(tests, 'truncated'):.1f}"]
         if method != "base":
             costs = [cost(run, rows) for run in runs]
-            seconds, tokens = (statistics.mean(values) for values in zip(*costs, strict=True))
+            seconds, tokens = (statistics.fmean(values) for values in zip(*costs, strict=True))
             cells += [f"{seconds:.0f}", f"{tokens / 1e6:.1f}"]
         body.append(cells)
     head = ["", "learning rate", "seeds", "steps", "test accuracy, %", "pass@4, %", "tokens a response", "cut off, %",
@@ -157,7 +157,7 @@ def begins_at(run: Row, rows: Iterable[Row]) -> tuple[float, float]:
 
 
 def mean(values: Sequence[Row], key: str) -> float:
-    return statistics.mean(value[key] for value in values)
+    return statistics.fmean(value[key] for value in values)
 
 
 def steps_of(runs: Sequence[Row]) -> str:
@@ -227,7 +227,7 @@ def dynamics_table(rows: Sequence[Row]) -> str:
 
 
 def cell(values: Sequence[float], times: float) -> str:
-    return f"{times * statistics.mean(values):.3g}" if any(values) else ""
+    return f"{times * statistics.fmean(values):.3g}" if any(values) else ""
 
 
 def cost_table(rows: Sequence[Row]) -> str:
@@ -254,9 +254,9 @@ def hard_problems(rows: Sequence[Row]) -> str:
     body = []
     for found in runs.values():
         own = [[value for row in found for value in present(row, "batch/on_solved")[part]] for part in FIRST_AND_LAST]
-        cells = [f"{100 * statistics.mean(values):.3g}" if values else "" for values in own]
-        some = 100 * statistics.mean(statistics.mean(solved(row)) for row in found)
-        seconds = statistics.mean(last(row, "gpu_seconds") for row in found)
+        cells = [f"{100 * statistics.fmean(values):.3g}" if values else "" for values in own]
+        some = 100 * statistics.fmean(statistics.fmean(solved(row)) for row in found)
+        seconds = statistics.fmean(last(row, "gpu_seconds") for row in found)
         begin = [label(found[0]), f"{found[0]['lr']:g}", str(len(found)), steps_of(found)]
         body.append([*begin, *cells, accuracy(found), f"{some:.1f}",
                      accuracy([unsolved(row, base) for row in found]), f"{seconds:.0f}"])  # fmt: skip
@@ -282,7 +282,7 @@ def variants(rows: Sequence[Row]) -> str:
     for run in [*plain, *runs]:
         title = VARIANTS[run["note"]][0] if run["note"] else "as it is"
         entropy = cell(present(run, "actor/entropy_loss")[-LATE:], 1)
-        some = f"{100 * statistics.mean(solved(run)):.1f}"
+        some = f"{100 * statistics.fmean(solved(run)):.1f}"
         body.append([title, steps_of([run]), accuracy([run]), some, entropy])
     head = ["LUFFY", "steps", "test accuracy, %", "pass@4, %", f"entropy in the last {LATE} steps, nats a token"]
     return "\n".join(["## What matters in LUFFY", "", table(head, body)]) if body else ""
@@ -394,7 +394,7 @@ def accuracy_figure(rows: Sequence[Row]) -> None:
         if method == "base":
             continue
         of_seeds = [zip(*validated(run, rows), strict=True) for run in runs]
-        means = [tuple(map(statistics.mean, zip(*at_step, strict=True))) for at_step in zip(*of_seeds, strict=False)]
+        means = [tuple(map(statistics.fmean, zip(*at_step, strict=True))) for at_step in zip(*of_seeds, strict=False)]
         *scales, accuracies = zip(*means, strict=True)
         for ax, scale in zip(axes, scales, strict=True):
             ax.plot(scale, accuracies, marker="o", ms=3, color=COLORS[method], lw=1.8,

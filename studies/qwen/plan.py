@@ -23,6 +23,7 @@ STEPS, SFT_STEPS, HARD_STEPS, FP8_STEPS = 200, 240, 100, 75
 RUNGS = {25: 2}  # step: how many runs of a contest go on from there
 STEP_S = {"rl": 1.7, "sft": 0.3}  # GPU seconds of a step on an H200
 HARD_TRAIN = "train-hard.parquet"
+SETTINGS = yaml.safe_load((HERE / "settings.yaml").read_text(encoding="utf-8"))
 
 Kind = Literal["rl", "sft"]
 Sets = Mapping[str, Any]
@@ -111,8 +112,7 @@ class Run:
             "optim": {"lr": self.lr},
             "train": {"steps": self.steps},
         }
-        settings = yaml.safe_load((HERE / "settings.yaml").read_text(encoding="utf-8"))
-        recipe = _merged(_merged(settings, own), self.sets)
+        recipe = _merged(_merged(SETTINGS, own), self.sets)
         if "train" in self.sets.get("data", {}):
             recipe["data"]["train"] = str(data / self.sets["data"]["train"])
         if METHODS[self.method].has_teacher:
