@@ -1,19 +1,20 @@
-"""``luffy push`` against a hub on loopback, in fresh processes: the client reads its address when it is imported."""
+"""``luffy push`` against a hub on loopback. The client has read its settings when it was imported: they are set there."""
 
+import contextlib
+import io
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
-import commands
 import pytest
 from hub_server import TOKEN, HubServer
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from transformers import AutoModelForCausalLM
 
+from luffy.cli import main
 from luffy.errors import UserError
 from luffy.evaluation.engines import model_identity
+from luffy.hub import hub_fault
 from luffy.push import files_to_push, find_model, write_card
 from luffy.train.checkpoint import Checkpoint
 from luffy.train.loop import Trainer
@@ -40,18 +41,36 @@ def evaluation(folder, model, accuracy=0.75):
     return folder
 
 
-def in_fresh_process(calls, endpoint, folder):
-    """Exit code, output and errors of each command."""
-    (folder / "calls.json").write_text(json.dumps(calls))
-    env = {"HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(folder / "hf"), "HF_HUB_DISABLE_XET": "1"}
-    env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    done = subprocess.run(
-        [sys.executable, commands.__file__, str(folder / "calls.json")],
-        cwd=folder, env=kept | env, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def luffy(*args, token=TOKEN):
+    """Exit code, output and errors of ``luffy ARGS`` in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["luffy", *args])
+        if token:
+            patch.setenv("HF_TOKEN", token)
+        else:
+            patch.delenv("HF_TOKEN", raising=False)
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code or 0
+    return code, out.getvalue(), err.getvalue()
+
+
+@contextlib.contextmanager
+def client_of(hub, folder):
+    """Inside, this process knows that hub alone, and no token but the one in the environment."""
+    settings = {"ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_TOKEN_PATH": str(folder / "token")}
+    settings |= {"HF_HUB_DISABLE_XET": True, "HF_HUB_DISABLE_PROGRESS_BARS": True}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setattr(constants, name, value)
+        for name in ("HF_HUB_OFFLINE", "HUGGING_FACE_HUB_TOKEN"):
+            patch.delenv(name, raising=False)
+        patch.chdir(folder)
+        hub_fault.cache_clear()
+        yield
+        hub_fault.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +94,14 @@ def pushed(trained, tmp_path_factory):
         "branch": ["push", first, "ann/mine", "--revision", "first", "--message", "Of step 1", "--training-state"],
         "again": [*push, "ann/old", "--samples"],
     }
-    env = {"refused": {"HF_TOKEN": "hf_wrong"}, "no token": {"HF_TOKEN": None}}
+    tokens = {"refused": "hf_wrong", "no token": None}
     hub = HubServer()
     hub.repos["ann/old"] = {}
     hub.files["ann/old"] = {
         "main": {"model-00001-of-00002.safetensors": b"x", "model.safetensors.index.json": b"{}", "notes.md": b"kept"}
     }
-    listed = [{"args": args, "env": env.get(name, {"HF_TOKEN": TOKEN})} for name, args in calls.items()]
-    said = dict(zip(calls, in_fresh_process(listed, hub.url, folder), strict=True))
+    with client_of(hub, folder):
+        said = {name: luffy(*args, token=tokens.get(name, TOKEN)) for name, args in calls.items()}
     hub.close()
     return hub, said
 
@@ -165,10 +184,8 @@ def test_mistakes_are_told_in_one_line(pushed, call, why):
     assert len(err.splitlines()) == 1
 
 
-def test_no_network_is_told_in_one_line(trained, unreachable_hub, monkeypatch):
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    code, out, err = commands.carry_out({"args": ["push", str(trained), "ann/mine", "--checkpoint", "best"]})
+def test_no_network_is_told_in_one_line(trained, unreachable_hub):
+    code, out, err = luffy("push", str(trained), "ann/mine", "--checkpoint", "best")
     assert (code, out) == (2, "")
     assert err.startswith("luffy: error: nothing was pushed: http://127.0.0.1:9 cannot be reached")
 

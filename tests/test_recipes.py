@@ -27,7 +27,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[ass
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory):
-    """A small Qwen2 with a long window, a byte tokenizer with a chat template, eight problems, and 64 of each file of
+    """A small Qwen2 with a long window, a byte tokenizer with a chat template, eight problems, and 16 of each file of
     the quickstart."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -45,7 +45,7 @@ def stand_in(tmp_path_factory):
     rows = [{"id": str(i), "prompt": f"{i}+1?", "answer": str(i + 1), "traces": [f"#### {i + 1}"]} for i in range(8)]
     (folder / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     for file in (PACKAGE / "quickstart" / "assets" / "data").glob("*.jsonl"):
-        (folder / file.name).write_text("".join(file.read_text().splitlines(keepends=True)[:64]))
+        (folder / file.name).write_text("".join(file.read_text().splitlines(keepends=True)[:16]))
     return folder
 
 
@@ -114,6 +114,7 @@ def test_loads_and_dry_runs(recipe, stand_in, monkeypatch):
     if recipe != "tiny/luffy":
         monkeypatch.setattr(probe, "PROBED_TOKENS", probe.FEWEST_TOKENS)
         monkeypatch.setattr(probe, "FEWEST_SLOTS", 4)
+        monkeypatch.setattr(probe, "NEW_TOKENS", 2)
     if not recipe.startswith("tiny/") or recipe in ("tiny/sft_rl", "tiny/exgrpo"):
         overrides = [f"model.path={stand_in / 'model'}"]
     if not recipe.startswith("tiny/"):
