@@ -51,8 +51,8 @@ def test_what_a_plugin_registers_can_be_named(plugin, tmp_path):
     assert cfg.schedule(10).ratios(2, 0, "x") == [0.75, 0.75]
     assert "plugins:\n- own/my_plugin.py" in to_yaml(cfg)
     with build_verifier(cfg.reward.kind, workers=1) as verifier:
-        scores = verifier.score([(Problem("1", "", ""), text) for text in ("four", "die", "abcdefgh")])
-    assert scores == [Score(0.4), Score(0.0, "crashed"), Score(0.8)]  # so it ran in a process of its own
+        scores = verifier.score([(Problem("1", "", ""), text) for text in ("four", "abcdefgh", "die")])
+    assert scores == [Score(0.4), Score(0.8), Score(0.0, "crashed")]  # so it ran in a process of its own
 
 
 def test_a_module_by_name_and_a_second_import(plugin, tmp_path, monkeypatch):

@@ -333,7 +333,7 @@ def draw(logits, seeds, positions, temperatures, greedy):
 
 @pytest.mark.parametrize("vocabulary", [50, 5000])
 def test_device_sampling_draws_what_the_host_draws(vocabulary):
-    rows = 40
+    rows = 20
     logits = randn(rows, vocabulary) * 3
     settings = [Sampling(temperature=0.0 if i % 5 == 0 else 0.5 + i / 20, max_tokens=1) for i in range(rows)]
     host_rows = SamplingRows.of([Request((0,), i * 7919 - 50, one) for i, one in enumerate(settings)], DEVICE)

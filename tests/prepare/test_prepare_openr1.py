@@ -1,5 +1,6 @@
 """A small OpenR1 in, exact counts out; killed and resumed, the same bytes."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from luffy.prepare import openr1, screen, select
 from luffy.prepare.dataset_files import Journal
 from luffy.prepare.openr1 import ScreenOptions, prepare_openr1
 from luffy.prepare.select import Choice, held_out_count, why_none
+from luffy.rewards import build_verifier
 from luffy.types import Score
 
 pytest.importorskip("math_verify", reason="the math reward needs Math-Verify")
@@ -64,6 +66,19 @@ OPTIONS = {"max_trace_tokens": 600, "max_prompt_tokens": 1400}
 def prepare(source, tokenizer, out, evaluation=(), choice=None, workers=1, **changes):
     options = ScreenOptions(**{**OPTIONS, "decontaminate": tuple(evaluation), **changes})
     return prepare_openr1(source, str(tokenizer), out, options, choice or Choice(), workers)
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    with build_verifier("math", workers=1) as verifier:
+        yield verifier
+
+
+@pytest.fixture
+def one_verifier(verifier, monkeypatch):
+    """A worker takes seconds to start: tests of what comes before and after it share one."""
+    monkeypatch.setattr(openr1, "build_verifier", lambda *args, **kwargs: contextlib.nullcontext(verifier))
+    return verifier
 
 
 @pytest.fixture(scope="module")
@@ -134,28 +149,20 @@ class Interrupted(Exception):
     pass
 
 
-def test_a_stopped_run_goes_on_and_gives_the_same_files(prepared, tmp_path, tokenizer_folder, evaluation, monkeypatch):
+def test_a_stopped_run_goes_on_and_gives_the_same_files(
+    prepared, one_verifier, tmp_path, tokenizer_folder, evaluation, monkeypatch
+):
     out, _, source = prepared
     monkeypatch.setattr(screen, "TRACES_AT_ONCE", 3)
-    scored = []
+    scored, original, stop_after = [], one_verifier.score, 2
 
-    def build(stop_after):
-        class Stopping(screen.Verifier):
-            def score(self, items):
-                if len(scored) >= stop_after:
-                    raise Interrupted
-                scored.append(len(items))
-                return super().score(items)
+    def score(items):
+        if len(scored) >= stop_after:
+            raise Interrupted
+        scored.append(len(items))
+        return original(items)
 
-        def wrapped(*args, **kwargs):
-            verifier = original(*args, **kwargs)
-            verifier.__class__ = Stopping
-            return verifier
-
-        return wrapped
-
-    original = openr1.build_verifier
-    monkeypatch.setattr(openr1, "build_verifier", build(2))
+    monkeypatch.setattr(one_verifier, "score", score)
     with pytest.raises(Interrupted):
         prepare(source, tokenizer_folder, tmp_path / "out", [evaluation])
     assert not (tmp_path / "out" / "train.parquet").exists()
@@ -164,7 +171,7 @@ def test_a_stopped_run_goes_on_and_gives_the_same_files(prepared, tmp_path, toke
     assert 0 < done < 15
     with journal.open("a") as file:
         file.write('{"row": 99, "torn')  # what a kill in the middle of a write leaves
-    monkeypatch.setattr(openr1, "build_verifier", build(100))
+    stop_after = 100
     prepare(source, tokenizer_folder, tmp_path / "out", [evaluation])
     assert sum(scored) == 10  # every candidate once: nothing verified before is verified again
     for name in ("train.parquet", "contaminated.jsonl", "card.json", "DATA_CARD.md"):
@@ -211,7 +218,7 @@ def test_splits_are_by_trace_length(copied, tokenizer_folder, evaluation, monkey
     }
 
 
-def test_labels_only_spare_work(tmp_path, tokenizer_folder):
+def test_labels_only_spare_work(one_verifier, tmp_path, tokenizer_folder):
     rows = [
         openr1_row("One", "1", [trace("1"), trace("1", 3)], correctness_math_verify=[False, True]),
         openr1_row("Two", "2", [trace("3")], correctness_math_verify=[True]),
@@ -230,7 +237,7 @@ def test_two_processes_do_not_share_a_folder(prepared, tokenizer_folder, evaluat
         prepare(source, tokenizer_folder, out, [evaluation])
 
 
-def test_nothing_left_is_an_error(tmp_path, tokenizer_folder):
+def test_nothing_left_is_an_error(one_verifier, tmp_path, tokenizer_folder):
     source = write_openr1(tmp_path / "train.parquet", [openr1_row("One", "1", [trace("2")])])
     with pytest.raises(DataError, match="no problem is left to train on; dropped: not_confirmed 1"):
         prepare(source, tokenizer_folder, tmp_path / "out")
