@@ -20,8 +20,8 @@ from luffy.types import Completion, Request, Sampling
 Build = Callable[..., Engine]
 
 ENGINES: dict[str, Build] = {
-    "native": lambda model, slots=64: NativeEngine(model, max_slots=slots),
-    "native-invariant": lambda model, slots=64: NativeEngine(model, max_slots=slots, batch_invariant=True),
+    "native": lambda model, slots=16: NativeEngine(model, max_slots=slots),
+    "native-invariant": lambda model, slots=16: NativeEngine(model, max_slots=slots, batch_invariant=True),
     "vllm": vllm_engines.colocated,
     "vllm-remote": vllm_engines.remote,
 }
@@ -181,7 +181,7 @@ def test_samples_follow_the_models_distribution(build):
     """Two tokens deep, so the second is drawn from the cache."""
     model = tiny_model("qwen3", vocab_size=12, eos_token_id=1)
     given, count = (3, 4, 5), 4000
-    got = build(model).generate([ask(given, 2, seed=s, temperature=1.5) for s in range(count)])
+    got = build(model, slots=64).generate([ask(given, 2, seed=s, temperature=1.5) for s in range(count)])
     pairs = torch.stack([c.token_ids for c in got])
     model.set_attn_implementation("eager")
     with torch.no_grad():
