@@ -40,8 +40,9 @@ def fast_on_a_cpu(monkeypatch):
         plain_kernels.install(monkeypatch)
 
 
-def pair(first="llama", second="qwen3", tokens=40):
-    models = tiny_model(first, 1, **SMALL), tiny_model(second, 2, **{**SMALL, "num_hidden_layers": 3})
+def pair(first="llama", second="qwen3", tokens=40, layers=(2, 3)):
+    shapes = [{**SMALL, "num_hidden_layers": count} for count in layers]
+    models = tiny_model(first, 1, **shapes[0]), tiny_model(second, 2, **shapes[1])
     drop_padding_tokens(models[1], tokens)
     return tuple(model.to(DEVICE) for model in models)
 
@@ -322,7 +323,7 @@ def test_a_round_never_leaves_the_device(monkeypatch, architecture, tokens):
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU every test here runs the kernels themselves")
 def test_the_kernels_themselves_draw_the_same(monkeypatch, request):
-    models = pair()
+    models = pair(layers=(1, 2))
     asked = [ask((3, 4), 4, seed=1), ask((3, 4, 5), 3, seed=2)]
     expected, _ = generate(models, RULES[0], "slots", asked)
     monkeypatch.undo()
