@@ -88,7 +88,8 @@ def test_seeds_trains_several_times_and_they_are_one_method(recipe, tmp_path):
 
 def test_ctrl_c_saves_the_step_under_way(recipe, tmp_path):
     """Of the installed command. The terminal sends it to the whole group: the verifier's workers get it too."""
-    command = [Path(sys.executable).parent / "luffy", "train", recipe, "name=cut", "train.steps=100000"]
+    changes = ["name=cut", "train.steps=100000", "record.tensorboard=false"]  # TensorBoard takes a second to import
+    command = [Path(sys.executable).parent / "luffy", "train", recipe, *changes]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
         assert any("step 2/100000" in line for line in running.stderr)
         os.killpg(running.pid, signal.SIGINT)
