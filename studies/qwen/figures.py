@@ -386,18 +386,19 @@ def accuracy_figure(rows: Sequence[Row]) -> None:
     figure, axes = panels(3, 3.6)
     results = tested(rows)
     for row in trained(rows):
-        is_result = row in results.get(row["method"], ())
-        for ax, scale in zip(axes, validated(row, rows)[:-1], strict=True):
-            ax.plot(scale, validated(row, rows)[-1], color=COLORS[row["method"]], lw=0.8, alpha=0.5,
-                    ls="-" if is_result else ":")  # fmt: skip
+        style = "-" if row in results.get(row["method"], ()) else ":"
+        found = validated(row, rows)
+        for i, ax in enumerate(axes):
+            ax.plot(
+                [at[i] for at in found], [at[-1] for at in found], style, color=COLORS[row["method"]], lw=0.8, alpha=0.5
+            )
     for method, runs in results.items():
         if method == "base":
             continue
-        of_seeds = [zip(*validated(run, rows), strict=True) for run in runs]
-        means = [tuple(map(statistics.fmean, zip(*at_step, strict=True))) for at_step in zip(*of_seeds, strict=False)]
-        *scales, accuracies = zip(*means, strict=True)
-        for ax, scale in zip(axes, scales, strict=True):
-            ax.plot(scale, accuracies, marker="o", ms=3, color=COLORS[method], lw=1.8,
+        of_seeds = [validated(run, rows) for run in runs]
+        means = [[statistics.fmean(x) for x in zip(*at_step, strict=True)] for at_step in zip(*of_seeds, strict=False)]
+        for i, ax in enumerate(axes):
+            ax.plot([at[i] for at in means], [at[-1] for at in means], marker="o", ms=3, color=COLORS[method], lw=1.8,
                     label=f"{label(runs[0])}, {runs[0]['lr']:g}")  # fmt: skip
     for ax, name in zip(axes, ("step", "GPU seconds", "tokens in updates, millions"), strict=True):
         tidy(ax)
@@ -407,13 +408,12 @@ def accuracy_figure(rows: Sequence[Row]) -> None:
     save(figure, "accuracy")
 
 
-def validated(row: Row, rows: Sequence[Row]) -> tuple[list[float], ...]:
+def validated(row: Row, rows: Sequence[Row]) -> list[tuple[float, float, float, float]]:
     """At each validation: the step, GPU seconds, millions of tokens in updates, and the accuracy in %."""
     curves, (spent, seen) = row["curves"], begins_at(row, rows)
     tokens = list(accumulate((value or 0.0 for value in curves["perf/update_tokens"]), initial=seen))[1:]
     columns = zip(curves["step"], curves["gpu_seconds"], tokens, curves.get(VALIDATION, ()), strict=False)
-    at = [(step, spent + s, count / 1e6, 100 * value) for step, s, count, value in columns if value is not None]
-    return tuple(map(list, zip(*at, strict=True)))
+    return [(step, spent + s, count / 1e6, 100 * value) for step, s, count, value in columns if value is not None]
 
 
 def dynamics_figure(rows: Sequence[Row]) -> None:

@@ -369,6 +369,25 @@ def test_fp8_stands_beside_the_run_with_its_seed_over_as_many_steps(figures):
     ]
 
 
+def test_the_figure_of_accuracy_has_the_means_of_seeds_as_far_as_all_got(figures, monkeypatch):
+    runs = [row("luffy", 3e-6, "finished", seed=seed, step=200) for seed in (0, 1)]
+    steps = {0: ([0, 100, 200], [0.2, 0.4, 0.5]), 1: ([0, 100], [0.4, 0.5])}
+    for run in runs:
+        shown, accuracies = steps[run["seed"]]
+        run["curves"] = {"step": shown, figures.VALIDATION: accuracies, "gpu_seconds": [10.0 * (1 + run["seed"])] * 3,
+                         "perf/update_tokens": [None, *[1e6] * (len(shown) - 1)]}  # fmt: skip
+        run["test"] = {"k": 4, "right": "04"}
+    runs[1]["steps"] = 100
+    unseen = row("luffy", 1e-5, "failed", step=3) | {"curves": {"step": [3], "gpu_seconds": [1.0]}}
+    unseen["curves"]["perf/update_tokens"] = [1e6]
+    drawn = {}
+    monkeypatch.setattr(figures, "save", lambda figure, name: drawn.update({name: figure}))
+    figures.accuracy_figure([*runs, unseen])
+    thick = [[line for line in ax.lines if line.get_lw() > 1] for ax in drawn["accuracy"].axes]
+    assert [[line.get_xydata().tolist() for line in lines] for lines in thick] == [
+        [[[0, 30], [100, 45]]], [[[15, 30], [15, 45]]], [[[0, 30], [1, 45]]]]  # fmt: skip
+
+
 def test_the_figure_of_hard_problems(figures, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "IMAGES", tmp_path)
     rows = [found for found in figures.read() if found.get("note") != "hard"]
