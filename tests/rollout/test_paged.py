@@ -96,13 +96,14 @@ def test_top_k_and_top_p_rows_beside_plain_ones():
     assert_same(*both(model, requests)[:2])
 
 
-def test_a_long_prompt_is_prefilled_in_pieces_between_steps():
+def test_long_prompts_are_prefilled_in_pieces_before_the_first_step():
     model = small("mistral", sliding_window=40)
     long = [3 + (7 * i) % 30 for i in range(150)]
     requests = [ask((3, 4, 5), 20, seed=1), ask(long, 6, seed=2), ask(long, 6, seed=3), ask(long[:70], 6, seed=4)]
     slots, pages, engine = both(model, requests, prefill_tokens=32)
     assert_same(slots, pages)
     assert engine.stats.prefill_tokens == 3 + 150 + 70
+    assert engine.stats.decode_steps == 19  # those of the longest response: no row began later than another
     assert_same(*both(small(), requests, prefill_tokens=64)[:2])
 
 

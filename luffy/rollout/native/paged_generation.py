@@ -243,10 +243,13 @@ class PagedGeneration:
 
     def run(self) -> Iterator[list[PagedSequence]]:
         """Finished sequences, as they are known to be finished. Whoever takes them works while a burst runs; so do the
-        prompts' rounds, because rows that have drawn all they may are free before their tokens arrive."""
+        prompts' rounds, because rows that have drawn all they may are free before their tokens arrive. All rows that
+        can start do so before the next step, which costs hardly more with all of them than with some."""
         while self._waiting or len(self._rows) or self._pending:
             self._compact()
-            worked = self._prefill_round()
+            worked = False
+            while self._prefill_round():
+                worked = True
             launched = self._launch()
             if not (worked or launched or self._pending):
                 self._start_alone()
