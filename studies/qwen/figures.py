@@ -342,23 +342,29 @@ FP8 = (
 
 def fp8_rollouts(rows: Sequence[Row]) -> str:
     """Question 7: runs with rollouts in fp8, and as many steps of the runs without that have their seeds."""
-    runs = [row for row in rows if row.get("note") == "fp8" and row["curves"].get("step")]
+    runs, short = ([row for row in rows if row.get("note") == note and row["curves"].get("step")]
+                   for note in ("fp8", "bf16"))  # fmt: skip
     if not runs:
         return ""
     steps = min(run["curves"]["step"][-1] for run in runs)
     body = []
     for run in runs:
-        twins = [row for row in trained(rows) if are_twins(row, run)]
+        twins = [row for row in (*trained(rows), *short) if are_twins(row, run)]
         for kind, row in [*(("bfloat16", twin) for twin in twins), ("fp8", run)]:
             scores = [f"{100 * value:.1f}" for step, value in points(row, VALIDATION) if 0 < step <= steps]
             late = {metric: [v for step, v in points(row, metric) if steps - LAST_STEPS < step <= steps]
                     for metric, _, _ in FP8}  # fmt: skip
-            body.append([kind, str(row["seed"]), *scores, *(cell(late[metric], times) for metric, _, times in FP8)])
+            at_the_end = accuracy([row]) if "test" in row and row["steps"] == run["steps"] else ""
+            means = [cell(late[metric], times) for metric, _, times in FP8]
+            body.append([kind, str(row["seed"]), *scores, at_the_end, *means])
     at = [f"validation at step {step:g}, %" for step, _ in points(runs[0], VALIDATION) if 0 < step <= steps]
-    head = ["rollouts", "seed", *at, *(title for _, title, _ in FP8)]
-    text = "On-policy RL with rollouts in bfloat16 and in fp8. Behind the validations: means of the last "
+    head = ["rollouts", "seed", *at, f"test at step {steps:g}, %", *(title for _, title, _ in FP8)]
+    text = "On-policy RL with rollouts in bfloat16 and in fp8. Behind the test: means of the last "
     text += f"{LAST_STEPS} of {steps:g} steps."
-    return "\n".join(["## Rollouts in fp8", "", text, "", table(head, body)])
+    lines = ["## Rollouts in fp8", "", text, "", table(head, body)]
+    if all("test" in row for row in (*runs, *short)) and len(runs) == len(short):
+        lines += ["", f"Difference in the test, fp8 less bfloat16, points: {difference(runs, short, shares)}."]
+    return "\n".join(lines)
 
 
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {

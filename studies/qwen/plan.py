@@ -162,10 +162,10 @@ def plan(chosen: Mapping[str, float]) -> Iterator[Unit]:
         if found is not None:
             yield found
     yield from _seeds(chosen)
+    yield from _fp8(chosen)
     yield from _hard(chosen)
     yield from filter(None, [contest("rl_sft_loss", chosen)])
     yield from _variants(chosen)
-    yield from _fp8(chosen)
 
 
 def _seeds(chosen: Mapping[str, float]) -> Iterator[Run]:
@@ -175,6 +175,15 @@ def _seeds(chosen: Mapping[str, float]) -> Iterator[Run]:
             if method in chosen and (METHODS[method].after is None or _start(method, seed, chosen)):
                 steps = SFT_STEPS if METHODS[method].kind == "sft" else STEPS
                 yield Run(method, chosen[method], seed, start=_start(method, seed, chosen), steps=steps)
+
+
+def _fp8(chosen: Mapping[str, float]) -> Iterator[Run]:
+    """Question 7: rollouts in fp8, and as many steps of on-policy RL without."""
+    if "on_policy" in chosen:
+        fp8 = {"rollout": {"precision": "fp8"}, "algorithm": {"mismatch_correction": "truncated"}}
+        for seed in SEEDS[:2]:
+            for note, sets in (("fp8", fp8), ("bf16", {})):
+                yield Run("on_policy", chosen["on_policy"], seed, (7,), note, sets, FP8_STEPS)
 
 
 def _hard(chosen: Mapping[str, float]) -> Iterator[Run]:
@@ -198,14 +207,6 @@ def _variants(chosen: Mapping[str, float]) -> Iterator[Run]:
         yield Run("luffy", lr, 0, (4,), note, sets)
     for name in (*NEWER, "opd"):
         yield Run(name, lr, 0, (6,))
-
-
-def _fp8(chosen: Mapping[str, float]) -> Iterator[Run]:
-    """Question 7: rollouts in fp8, beside the first steps of the on-policy runs with the same seeds."""
-    if "on_policy" in chosen:
-        sets = {"rollout": {"precision": "fp8"}, "algorithm": {"mismatch_correction": "truncated"}}
-        for seed in SEEDS[:2]:
-            yield Run("on_policy", chosen["on_policy"], seed, (7,), "fp8", sets, FP8_STEPS)
 
 
 # Question 5 evaluates models of the others (evaluations.py) and trains none.

@@ -363,10 +363,15 @@ def test_fp8_stands_beside_the_run_with_its_seed_over_as_many_steps(figures):
         solved = [right if step > 25 else 0.1 for step in range(1, last + 1)]
         found["curves"] = {"step": list(range(1, last + 1)), figures.VALIDATION: scores, "batch/on_solved": solved}
     quantized["curves"]["rollout/ess"] = [0.98] * 50
+    quantized |= {"steps": 50, "test": {"k": 4, "right": "0440"}}
     assert figures.fp8_rollouts([*plain, quantized]).splitlines()[-2:] == [
-        "| bfloat16 | 1 | 50.0 | 50.0 | 40 |  |  |  |  |",
-        "| fp8 | 1 | 50.0 | 50.0 | 30 |  |  |  | 0.98 |",
+        "| bfloat16 | 1 | 50.0 | 50.0 |  | 40 |  |  |  |  |",
+        "| fp8 | 1 | 50.0 | 50.0 | 50.0 (-6.6 to 106.6) | 30 |  |  |  | 0.98 |",
     ]
+    short = {**quantized, "note": "bf16", "test": {"k": 4, "right": "0000"}}
+    lines = figures.fp8_rollouts([*plain, quantized, short]).splitlines()
+    assert lines[-4] == "| bfloat16 | 1 | 50.0 | 50.0 | 0.0 (0.0 to 0.0) | 30 |  |  |  | 0.98 |"
+    assert lines[-1] == "Difference in the test, fp8 less bfloat16, points: +50.0 (-6.6 to +106.6)."
 
 
 def test_the_figure_of_accuracy_has_the_means_of_seeds_as_far_as_all_got(figures, monkeypatch):
