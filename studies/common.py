@@ -46,7 +46,7 @@ def panels(count: int, height: float = 3.1) -> tuple[Any, list[Any]]:
 
 def legend_below(figure: Any, ax: Any) -> None:
     """Each label once: seeds of a method share theirs."""
-    columns = 6 if figure.get_figwidth() > 8 else 3
+    columns = 4 if figure.get_figwidth() > 8 else 3
     lines, labels = ax.get_legend_handles_labels()
     once = dict(zip(labels, lines, strict=True))
     figure.legend(once.values(), once.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)

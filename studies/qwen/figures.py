@@ -363,7 +363,8 @@ def fp8_rollouts(rows: Sequence[Row]) -> str:
     text += f"{LAST_STEPS} of {steps:g} steps."
     lines = ["## Rollouts in fp8", "", text, "", table(head, body)]
     if all("test" in row for row in (*runs, *short)) and len(runs) == len(short):
-        lines += ["", f"Difference in the test, fp8 less bfloat16, points: {difference(runs, short, shares)}."]
+        row = ["fp8 less bfloat16", difference(runs, short, shares)]
+        lines += ["", table(["", "difference in test accuracy, points"], [row])]
     return "\n".join(lines)
 
 
