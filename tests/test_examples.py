@@ -27,16 +27,27 @@ def test_luffy_learns_and_on_policy_does_not():
     assert one_file_luffy.train(one_file_luffy.Settings(steps=3, traces=0), log=lines.append)[-1] == 0.0
 
 
-@pytest.mark.parametrize("changes", [{"advantage": "grpo_split"}, {"shape": "no_reshape", "clip": True}])
-def test_its_switches(changes, tmp_path, monkeypatch):
-    """With sixteen rows of each file."""
+def test_its_switches_change_the_loss(tmp_path, monkeypatch):
+    """With sixteen rows of each file. The first batch is the same for all."""
     (tmp_path / "data").mkdir()
     for file in (one_file_luffy.ASSETS / "data").glob("*.jsonl"):
         (tmp_path / "data" / file.name).write_text("".join(file.read_text().splitlines(keepends=True)[:16]))
     (tmp_path / "base").symlink_to(one_file_luffy.ASSETS / "base")
     monkeypatch.setattr(one_file_luffy, "ASSETS", tmp_path)
-    reached = one_file_luffy.train(one_file_luffy.Settings(steps=2, problems=4, **changes), log=lambda line: None)
-    assert len(reached) == 2
+    losses, luffy_loss = [], one_file_luffy.luffy_loss
+
+    def recorded(*args):
+        loss, metrics = luffy_loss(*args)
+        losses.append(round(loss.item(), 6))
+        return loss, metrics
+
+    monkeypatch.setattr(one_file_luffy, "luffy_loss", recorded)
+    first = []
+    for changes in ({}, {}, {"advantage": "grpo_split"}, {"shape": "no_reshape", "clip": True}):
+        losses.clear()
+        assert len(one_file_luffy.train(one_file_luffy.Settings(steps=1, problems=4, **changes), log=print)) == 2
+        first.append(losses[0])
+    assert first[0] == first[1] and len(set(first)) == 3
 
 
 def test_it_stands_on_core_and_rewards_alone_and_is_short():

@@ -242,6 +242,6 @@ def _cell(text: str, row: dict[str, Any]) -> str:
     if text == "{peak_gib}":
         return "-" if known["peak_gib"] is None else f"{known['peak_gib']:.1f}"
     if text == "{gpu_idle_share}":
-        high = known["gpu_idle_share"]
-        return "-" if high is None else f"{known['gpu_idle_share_low']:.1%} to {high:.1%}"
+        share = known["gpu_idle_share"]
+        return "-" if share is None else f"{share[0]:.1%} to {share[1]:.1%}"
     return text.format(**known)

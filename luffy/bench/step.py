@@ -104,7 +104,7 @@ def timed_steps(
             rows.append(measured() | {"peak_gib": peak_gib(device)})
         if profile and device.type == "cuda":
             seconds = min(row["seconds"] for row in rows)
-            rows[-1] |= _idle_shares(lambda: one_step(trainer, records, device)[0], seconds, device)
+            rows[-1]["gpu_idle_share"] = _idle_share(lambda: one_step(trainer, records, device)[0], seconds, device)
     return rows
 
 
@@ -148,7 +148,7 @@ def figures(
     }  # fmt: skip
 
 
-def _idle_shares(step: Callable[[], float], seconds: float, device: torch.device) -> dict[str, float]:
+def _idle_share(step: Callable[[], float], seconds: float, device: torch.device) -> tuple[float, float]:
     """The share of a step in which no kernel ran, from below and from above. The profiler slows the host, so the share
     of the profiled step is too high. That of ``seconds``, which a step takes without it, is too low where the profiler
     makes the kernels themselves longer."""
@@ -156,7 +156,7 @@ def _idle_shares(step: Callable[[], float], seconds: float, device: torch.device
     events = profiled(lambda: took.append(step()), device)
     busy = covered(sorted((event.time_range.start, event.time_range.end) for event in events)) / 1e6
     high = 1 - busy / took[0]
-    return {"gpu_idle_share_low": min(max(1 - busy / seconds, 0.0), high), "gpu_idle_share": high}
+    return min(max(1 - busy / seconds, 0.0), high), high
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

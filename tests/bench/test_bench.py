@@ -149,11 +149,11 @@ def test_overlapping_kernels_count_once():
 def test_the_share_without_a_kernel_from_below_and_from_above(monkeypatch):
     span = SimpleNamespace(time_range=SimpleNamespace(start=0.0, end=6e6))
     monkeypatch.setattr(step, "profiled", lambda work, device: work() or [span])
-    shares = step._idle_shares(lambda: 10.0, 8.0, torch.device("cpu"))
-    assert shares == {"gpu_idle_share_low": pytest.approx(0.25), "gpu_idle_share": pytest.approx(0.4)}
-    lowest, highest = (step._idle_shares(lambda: 10.0, seconds, torch.device("cpu")) for seconds in (5.0, 14.0))
-    assert lowest["gpu_idle_share_low"] == 0 and highest["gpu_idle_share_low"] == highest["gpu_idle_share"]
-    assert _cell("{gpu_idle_share}", shares) == "25.0% to 40.0%"
+    share = step._idle_share(lambda: 10.0, 8.0, torch.device("cpu"))
+    assert share == (pytest.approx(0.25), pytest.approx(0.4))
+    lowest, highest = (step._idle_share(lambda: 10.0, seconds, torch.device("cpu")) for seconds in (5.0, 14.0))
+    assert lowest[0] == 0 and highest[0] == highest[1]
+    assert _cell("{gpu_idle_share}", {"gpu_idle_share": share}) == "25.0% to 40.0%"
 
 
 def test_bad_input_is_named():
