@@ -218,12 +218,26 @@ def dynamics_table(rows: Sequence[Row]) -> str:
     body = []
     for run in sorted((row for row in trained(rows) if METHODS[row["method"]].kind == "rl"), key=order):
         for part, name in zip(FIRST_AND_LAST, ("first", "last"), strict=True):
-            cells = [cell(present(run, metric)[part], times) for metric, _, times in DYNAMICS]
-            idle = [(a + b) / PROBLEMS for a, b in zip(*(present(run, f"batch/solve_{x}") for x in ("none", "all")),
-                                                       strict=True)]  # fmt: skip
-            body.append([label(run), f"{run['lr']:g}", name, *cells, cell(idle[part], 100)])
-    head = ["", "rate", f"{LATE} steps", *(title for _, title, _ in DYNAMICS), "groups without a signal, %"]
-    return table(head, body)
+            cells = [cell([value for _, value in values(run)][part], 1) for values in SERIES.values()]
+            body.append([label(run), f"{run['lr']:g}", name, *cells])
+    return table(["", "rate", f"{LATE} steps", *SERIES], body)
+
+
+def series(metric: str, times: float) -> Callable[[Row], list[tuple[float, float]]]:
+    """A metric in the unit of its title, by step."""
+    return lambda run: [(step, times * value) for step, value in points(run, metric)]
+
+
+def without_signal(run: Row) -> list[tuple[float, float]]:
+    """Groups all wrong or all right, in %, by step."""
+    none, every = (points(run, f"batch/solve_{x}") for x in ("none", "all"))
+    return [(step, 100 * (a + b) / PROBLEMS) for (step, a), (_, b) in zip(none, every, strict=True)]
+
+
+SERIES: dict[str, Callable[[Row], list[tuple[float, float]]]] = {
+    **{title: series(metric, times) for metric, title, times in DYNAMICS},
+    "groups without a signal, %": without_signal,
+}
 
 
 def cell(values: Sequence[float], times: float) -> str:
@@ -424,20 +438,20 @@ def validated(row: Row, rows: Sequence[Row]) -> list[tuple[float, float, float, 
 
 
 def dynamics_figure(rows: Sequence[Row]) -> None:
-    figure, axes = plt.subplots(2, 3, figsize=(10.2, 5.6), layout="constrained")
+    figure, axes = plt.subplots(2, 4, figsize=(13, 5.6), layout="constrained")
     runs = [
         row for found in tested(rows).values() for row in found if row["curves"] and METHODS[row["method"]].kind == "rl"
     ]
-    for ax, (metric, title, times) in zip(axes.flat, DYNAMICS[:6], strict=True):
+    for ax, (title, values_of) in zip(axes.flat, SERIES.items(), strict=True):
         for row in sorted(runs, key=order):
-            found = points(row, metric)
+            found = values_of(row)
             if any(value for _, value in found):
                 steps, values = zip(*found, strict=True)
-                ax.plot(steps, [times * value for value in smooth(values)], color=COLORS[row["method"]], lw=1.5,
+                ax.plot(steps, smooth(values), color=COLORS[row["method"]], lw=1.2,
                         label=f"{label(row)}, {row['lr']:g}")  # fmt: skip
         tidy(ax)
         ax.set(title=title)
-        if metric == "actor/grad_norm":
+        if title == "gradient norm":
             ax.set_yscale("log")
             ax.set_yticks((0.2, 0.5, 1, 2), ("0.2", "0.5", "1", "2"))
             ax.minorticks_off()
