@@ -85,7 +85,10 @@ def test_who_takes_the_finished_ones_takes_them_together_while_the_next_run():
     engine = NativeEngine(model, decoding="pages", max_slots=3)
     with torch.no_grad():
         generation = engine._generation(requests)
-        seen = [([s.index for s in part], generation.stats.prefilled_prompts) for part in generation.run() if part]
+        seen = []
+        for part in generation.run():
+            assert all(sequence.group.first_logits is None for sequence in generation._rows.sequences)
+            seen += [([s.index for s in part], generation.stats.prefilled_prompts)] if part else []
         generation.close()
     assert seen == [([0, 1, 2], 6), ([3, 4, 5], 6)]
 
@@ -162,6 +165,29 @@ def test_any_memory_that_holds_one_sequence_is_enough(monkeypatch, pages):
     engine = NativeEngine(model, decoding="pages")
     assert_same(slots, engine.generate(requests))
     assert engine._paged.cache._block is None
+
+
+def test_a_prompt_that_fills_all_pages_is_not_evicted_for_the_next_one(monkeypatch):
+    monkeypatch.setattr(paged_generation, "pages_available", lambda *_: 2)
+    requests = [ask([first] * (PAGE - 3), 3, seed=i) for first in (3, 4) for i in range(2)]
+    slots, pages, engine = both(small(), requests)
+    assert_same(slots, pages)
+    assert engine.stats.prefill_tokens == 4 * (PAGE - 3)  # no page for a second sample beside the first
+
+
+def test_where_pages_are_short_few_rows_start_at_a_time(monkeypatch):
+    monkeypatch.setattr(paged_generation, "pages_available", lambda *_: 40)
+    requests = [ask([3 + i % 30] * 60, 150, seed=i) for i in range(24)]
+    engine = NativeEngine(small(), decoding="pages", prefill_tokens=128)
+    engine.generate(requests)
+    assert 0 < engine.stats.preemptions < 10
+
+
+def test_responses_of_one_token_are_handed_out_round_by_round():
+    seen = []
+    engine = NativeEngine(small(), decoding="pages", prefill_tokens=4)
+    engine.generate([ask((3, 4 + i), 1, seed=i) for i in range(6)], progress=lambda done, total: seen.append(done))
+    assert seen == [2, 4, 6]
 
 
 def test_too_little_memory_is_said(monkeypatch):

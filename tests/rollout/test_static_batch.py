@@ -50,7 +50,9 @@ def ask(ids, max_tokens, seed=0, **knobs):
 
 def test_greedy_tokens_are_those_of_generate(plain_model):
     prompts = [(5, 6, 7, 8, 9, 10), (11, 12), (13,)]
-    ours = NativeEngine(plain_model, max_slots=2).generate([ask(p, 9, temperature=0.0) for p in prompts])
+    engine = NativeEngine(plain_model, max_slots=2)
+    ours = engine.generate([ask(p, 9, temperature=0.0) for p in prompts])
+    assert engine.stats.decode_steps == 2 * 8  # two batches; the first token comes from the prefill
     for prompt, completion in zip(prompts, ours, strict=True):
         theirs = plain_model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False, eos_token_id=None)
         assert completion.token_ids.tolist() == theirs[0, len(prompt) :].tolist()

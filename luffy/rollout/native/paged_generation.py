@@ -234,7 +234,9 @@ class PagedGeneration:
         pages = sorted(map(_pages_of, requests), reverse=True)
         # Enough for as many of the longest as there are rows, each with a prompt of its own waiting.
         prompts = sum(pages_for(len(prompt.token_ids)) for prompt in islice(self._waiting, self._most))
-        self._pool = memory.allocate(sum(pages[: self._most]) + prompts + 1)
+        wanted = sum(pages[: self._most]) + prompts + 1
+        self._pool = memory.allocate(wanted)
+        self._has_all_pages = self._pool.free == wanted - 1  # less the scratch page
         self._rows = Rows(self._most, pages[0])
         self._pending: deque[Burst] = deque()
         self._finished: list[PagedSequence] = []  # known to be finished, not yet handed out
@@ -243,13 +245,10 @@ class PagedGeneration:
 
     def run(self) -> Iterator[list[PagedSequence]]:
         """Finished sequences, as they are known to be finished. Whoever takes them works while a burst runs; so do the
-        prompts' rounds, because rows that have drawn all they may are free before their tokens arrive. All rows that
-        can start do so before the next step, which costs hardly more with all of them than with some."""
+        prompts' rounds, because rows that have drawn all they may are free before their tokens arrive."""
         while self._waiting or len(self._rows) or self._pending:
             self._compact()
-            worked = False
-            while self._prefill_round():
-                worked = True
+            worked = self._prefill_rounds()
             launched = self._launch()
             if not (worked or launched or self._pending):
                 self._start_alone()
@@ -268,6 +267,15 @@ class PagedGeneration:
         self._waiting.insert(1, again)
 
     # --- prompts ---
+
+    def _prefill_rounds(self) -> bool:
+        """Prefill before the next burst; returns whether there was anything to do. All rows that can start do so, since
+        a step costs hardly more with all of them than with some. One round where pages are short, of which many young
+        rows would only be preempted, and where responses end with their first token."""
+        worked = more = self._prefill_round()
+        while more and self._has_all_pages and len(self._rows):
+            more = self._prefill_round()
+        return worked
 
     def _prefill_round(self) -> bool:
         """Prefill up to ``prefill_tokens`` tokens of waiting prompts, and start the sequences that can; returns
@@ -288,7 +296,7 @@ class PagedGeneration:
             if prompt.is_filled:
                 rows -= len(prompt.waiting)
                 continue
-            if budget <= 0 or rows <= 0 or not self._allocate_prompt(prompt, soon, first=not chunks):
+            if budget <= 0 or rows <= 0 or not self._allocate_prompt(prompt, soon, first=prompt is self._waiting[0]):
                 break
             end = min(prompt.filled + budget, len(prompt.token_ids))
             chunks.append((prompt, Chunk(tuple(prompt.pages), prompt.filled, end)))
@@ -347,6 +355,7 @@ class PagedGeneration:
                 started.append((self._start_sequence(prompt, copies), prompt.first_logits))
             if prompt.waiting:
                 break
+            prompt.first_logits = None
             self._waiting.popleft()
         self._cache.copy(*copies)
         return started

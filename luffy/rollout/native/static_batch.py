@@ -47,6 +47,7 @@ class StaticBatchGeneration:
         self.stats.prefill_tokens += int(mask.sum())
         self.stats.prefilled_prompts += len(batch)
         while not all(sequence.finish for sequence in batch):
+            self.stats.decode_steps += cache is not None  # the first pass is the prefill
             model: Any = self._model
             output = model(
                 input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
@@ -57,7 +58,6 @@ class StaticBatchGeneration:
             self._record(batch, drawn, log_probs)
             tokens = drawn[:, None]
             mask = torch.cat((mask, torch.ones_like(tokens)), dim=1)
-            self.stats.decode_steps += 1
 
     def _padded(self, batch: Sequence[SequenceState]) -> tuple[Tensor, Tensor]:
         longest = max(sequence.length for sequence in batch)
