@@ -109,10 +109,16 @@ def _check_gate(c: Knobs) -> None:
         )
     if g.gate == "trace_alone":
         _require_likelihood(c, "gate trace_alone")
-    if g.gate == "likeliest_traces" and g.gate_samples >= c.rollout.n:
+    own = c.rollout.n - g.n_prefix
+    if g.gate == "likeliest_traces" and g.gate_samples >= own:
         raise ConfigError(
-            f"'guidance.gate_samples' ({g.gate_samples}) leaves no own sample of 'rollout.n' ({c.rollout.n}) in a "
-            f"group; lower it"
+            f"'guidance.gate_samples' ({g.gate_samples}) leaves none of the {own} own samples of a group (rollout.n "
+            f"less guidance.n_prefix); lower it"
+        )
+    if g.gate == "trace_on_failure" and c.algorithm.advantage == "grpo_split" and own < 2:
+        raise ConfigError(
+            f"gate trace_on_failure replaces an own sample, of which a group has {own} (rollout.n less "
+            f"guidance.n_prefix), and advantage grpo_split needs one; raise rollout.n"
         )
 
 

@@ -67,13 +67,14 @@ def hinted_group(first: FirstRound) -> SecondRound | None:
 def lowest_hint(first: FirstRound) -> SecondRound | None:
     """Scaf-GRPO: where all own samples failed, ``gate_samples`` more are made with a hint in the prompt, from level to
     level until one is right: it takes the place of the last own sample. The other hinted samples are dropped."""
+    unhinted = tuple(i for i in range(len(first.group.rollouts)) if i not in first.hinted)
     right = [i for i in first.hinted if first.solved(first.score(i))]
     if right:
-        return SecondRound((*first.own[:-1], right[0]))
+        return SecondRound((*(i for i in unhinted if i != first.own[-1]), right[0]))
     task = first.hint(first.round)
     if task is None:
-        return SecondRound(tuple(first.own)) if first.hinted else None
-    return SecondRound(tuple(first.own), tuple(first.sample(i, task=task) for i in range(first.settings.samples)))
+        return SecondRound(unhinted) if first.hinted else None
+    return SecondRound(unhinted, tuple(first.sample(i, task=task) for i in range(first.settings.samples)))
 
 
 @gate_function("micro_groups", uses_traces=True, rounds=None)

@@ -117,6 +117,15 @@ def test_lowest_hint_replaces_one_own_sample_by_the_first_right_one():
     assert play(lowest_hint, hinting(first_round([0.0] * 7 + [0.5]))) == []
 
 
+def test_lowest_hint_keeps_the_traces_of_a_group():
+    first = hinting(first_round([1.0, 0.0, 0.0], n_prefix=1), samples=2)
+    *_, group = play(lowest_hint, first, [0.0, 1.0])
+    assert group.rollouts[:2] == first.group.rollouts[:2] and not group.rollouts[0].is_on_policy
+    assert hints(group) == [0, 0, 1] and values(group) == [1.0, 0.0, 1.0]
+    *_, group = play(lowest_hint, first, *[[0.0, 0.0]] * 3)
+    assert group.rollouts == first.group.rollouts
+
+
 TRAPO = {"sizes": (2, 1, 1), "shares": (0.25, 0.5, 1.0), "scores": (0.5, 2 / 3, 1.0)}
 
 

@@ -192,13 +192,15 @@ def test_what_a_gate_cannot_do_is_refused(make_config, tmp_path, sums):
         make_config(guidance={"gate": "trace_on_fail"})
     for guidance, message in (
         ({"gate": "micro_groups", "gate_sizes": [2]}, r"'guidance\.gate_sizes' has 1, .*give as many of each"),
-        ({"gate": "likeliest_traces", "gate_samples": 4}, r"'guidance\.gate_samples' \(4\) leaves no own sample"),
+        ({"gate": "likeliest_traces", "gate_samples": 3, "n_prefix": 1}, r"\(3\) leaves none of the 3 own samples"),
         ({"gate_shares": [0.0]}, r"'guidance\.gate_shares' must be above 0 and at most 1"),
         ({"gate_sizes": [0]}, r"'guidance\.gate_sizes' must be 1 or more"),
         ({"hint_text": "Think."}, r"'guidance\.hint_text' must contain \{solution\}"),
     ):
         with pytest.raises(ConfigError, match=message):
             make_config(guidance=guidance)
+    with pytest.raises(ConfigError, match=r"of which a group has 1 .* grpo_split needs one; raise rollout\.n"):
+        make_config(guidance={"gate": "trace_on_failure", "n_prefix": 3}, algorithm={"advantage": "grpo_split"})
     with pytest.raises(ConfigError, match=r"gate trace_alone.*set rollout\.temperature=1"):
         make_config(guidance={"gate": "trace_alone"}, rollout={"temperature": 0.7})
     with pytest.raises(
