@@ -21,8 +21,11 @@ from http.client import HTTPException
 from typing import Any
 
 from luffy.api import Problem, reward
+from luffy.errors import UserError
 from luffy.web import NoRedirect
 
+if missing := [name for name in ("JUDGE_URL", "JUDGE_MODEL") if name not in os.environ]:
+    raise UserError(f"set {' and '.join(missing)} in the environment: the judge's address and model")
 ADDRESS = os.environ["JUDGE_URL"].rstrip("/") + "/chat/completions"
 MODEL = os.environ["JUDGE_MODEL"]
 REQUEST_S = 60.0  # one request; reward.timeout_s is for a sample with all its tries

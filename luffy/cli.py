@@ -22,7 +22,15 @@ import typer.core
 from luffy._version import __version__
 from luffy.bench.bench_cli import bench_app
 from luffy.cli_help import AnswerInThought, FullHelp
-from luffy.config import Config, built_in_recipes, check_prepared, inherited_for_rl, load_config, to_yaml
+from luffy.config import (
+    Config,
+    built_in_recipes,
+    check_made_for,
+    check_prepared,
+    inherited_for_rl,
+    load_config,
+    to_yaml,
+)
 from luffy.distributed.follow import LAUNCHER_VARIABLE, follow_launcher
 from luffy.errors import Interrupted, TrainingStopped, UserError
 from luffy.prepare.prepare_cli import prepare_app
@@ -182,6 +190,7 @@ def _train(
     if print_config:
         typer.echo(to_yaml(cfg), nl=False)
         return
+    check_made_for(cfg, method)
     check_prepared(cfg)
     if dry_run:
         from luffy.train.dry_run import Renting
@@ -217,7 +226,8 @@ def serve(
 
 @app.command()
 def recipes() -> None:
-    """List sizes and methods: `luffy train SIZE/METHOD`, or `base: [sizes/SIZE, methods/METHOD]` in your own recipe."""
+    """List sizes and methods: `luffy train SIZE/METHOD` (`luffy sft SIZE/sft`), or in your own recipe
+    `base: [sizes/SIZE, methods/METHOD]`."""
     known = built_in_recipes()
     sizes = [name for name in known if name.startswith("sizes/")]
     methods = [name for name in known if name.startswith("methods/")]

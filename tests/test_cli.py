@@ -16,8 +16,11 @@ import pytest
 import yaml
 
 from luffy.cli import main
+from luffy.config import load_config
+from luffy.errors import ConfigError
 from luffy.report.methods import group_runs
 from luffy.report.runs import load_run
+from luffy.train.loop import Trainer
 
 
 @dataclass
@@ -316,3 +319,12 @@ def test_sft_does_not_take_the_learning_rate_of_rl_in_silence(recipe, tmp_path):
     assert said("optim.lr=1e-5") == said(base="base: small/sft\n") == said(command="train") == ""
     text += "optim: {lr: 1e-4}\n"
     assert said() == ""
+
+
+def test_a_recipe_of_sft_is_not_trained_by_rl_in_silence(tmp_path):
+    message = "recipe 'tiny-sft' is made for SFT: run it with luffy sft"
+    result = luffy("train", "tiny/sft", f"out={tmp_path}", "--dry-run")
+    assert result.returncode == 2 and message in result.stderr
+    with pytest.raises(ConfigError, match=message):
+        Trainer(load_config("tiny/sft", {"out": str(tmp_path)}))
+    assert luffy("sft", "tiny/sft", f"out={tmp_path}", "--dry-run").returncode == 0

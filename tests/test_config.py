@@ -124,7 +124,8 @@ def test_a_missing_base_says_whose_it_is(tmp_path):
 
 def test_every_built_in_recipe_says_what_it_is_for():
     known = built_in_recipes()
-    assert {"tiny/luffy", "small/sft_rl", "paper/luffy_1.5b"} <= set(known) and all(known.values())
+    assert {"tiny/luffy", "small/sft_rl", "paper/luffy_1.5b"} <= set(known)
+    assert all(about.endswith(".") for about in known.values())  # whole sentences
     assert {"sizes/tiny", "methods/luffy", "tiny/base", "tiny/guided"} <= set(known)
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import runpy
 import socket
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from loopback import serving, wait_until
 
+from luffy.errors import UserError
 from luffy.report.recorder import read_json_lines
 from luffy.rewards import build_verifier
 from luffy.rewards.http_settings import HttpRewardConfig
@@ -162,6 +164,13 @@ def judge(tmp_path_factory):
 
 def say(folder, *script):
     (folder / "script.json").write_text(json.dumps(script))
+
+
+def test_a_judge_without_an_address_says_what_to_set(monkeypatch):
+    monkeypatch.delenv("JUDGE_URL", raising=False)
+    monkeypatch.setenv("JUDGE_MODEL", "any")
+    with pytest.raises(UserError, match="set JUDGE_URL in the environment"):
+        runpy.run_path(str(EXAMPLES / "judge_reward.py"))
 
 
 def test_a_judge_says_its_verdict_or_nothing(judge, caplog):

@@ -674,6 +674,7 @@ class Knobs:
         factory=dict,
         help="commands that make the recipe's files, by path; a run that lacks a file stops and names its command",
     )
+    made_for: Literal["rl", "sft"] = knob("rl", "sft: `luffy train` refuses the recipe; `luffy sft` takes any")
     model: ModelConfig = knob(factory=ModelConfig)
     data: DataConfig = knob(factory=DataConfig)
     reward: RewardConfig = knob(factory=RewardConfig)

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -68,6 +68,14 @@ def check_prepared(config: Config) -> None:
         raise ConfigError(f"not there yet: {', '.join(missing)}; make them with:{steps}")
 
 
+def check_made_for(config: Config, method: Literal["rl", "sft"]) -> None:
+    """Raise a ConfigError where a recipe of SFT is to be trained by RL."""
+    if method == "rl" and config.made_for == "sft":
+        raise ConfigError(
+            f"recipe '{config.name}' is made for SFT: run it with luffy sft, or set made_for=rl for RL with it"
+        )
+
+
 def _texts(value: Any) -> Iterator[str]:
     """All strings in nested values."""
     if isinstance(value, str):
@@ -100,7 +108,8 @@ def inherited_for_rl(recipe: str | Path, overrides: Sequence[str], key: str) -> 
     own = _parse_recipe(paths[0])
     given = own.get(section)
     bases = _bases(own.get("base", []), paths[0])
-    if (isinstance(given, Mapping) and name in given) or any(Path(base).stem == "sft" for base in bases):
+    made_for = _merged(bases, (paths[0],)).get("made_for")
+    if (isinstance(given, Mapping) and name in given) or made_for == "sft":
         return None
     return f"base {', '.join(bases)}" if bases else "the default"
 

@@ -14,7 +14,7 @@ from typing import Any
 from luffy.report.runs import RunRecord
 from luffy.report.text import legible
 
-OWN = ("seed", "name", "out")  # what names a run rather than a method
+OWN = ("seed", "name", "out", "made_for")  # what names a run rather than a method
 SHOWN_DIFFERENCES = 3  # keys in a label
 
 _SEED_FOLDER = re.compile(r"(?:seed|s)[-_]?\d+")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from luffy.config import Config, EvalConfig
+from luffy.config import Config, EvalConfig, check_made_for
 from luffy.distributed.world import World
 from luffy.errors import AllStopped, TrainingStopped
 from luffy.metrics import Metric
@@ -51,6 +51,7 @@ class Trainer:
         on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
         console: Console | None = None,
     ) -> None:
+        check_made_for(cfg, method)
         use_threads(cfg.train.threads)
         self.on_step, self.console = on_step, console
         self._stop = StopRequest(world or World())

@@ -6,6 +6,7 @@ python -m studies.qwen.figures             reads results/*.jsonl, draws docs/ima
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -521,6 +522,7 @@ def fill(text: str, rows: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     collected = read()
     for draw in (accuracy_figure, dynamics_figure, hard_figure, temperature_figure):
         draw(collected)

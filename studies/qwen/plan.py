@@ -196,13 +196,14 @@ def _hard(chosen: Mapping[str, float]) -> Iterator[Run]:
 
 
 def _variants(chosen: Mapping[str, float]) -> Iterator[Run]:
-    """Questions 1 (SFT, then LUFFY; LUFFY with clip), 4 and 6, one seed each, no contests."""
+    """Questions 1 (SFT, then LUFFY; LUFFY with clip), 4 and 6, no contests, one seed each but of LUFFY with clip."""
     if "sft_rl" in chosen:
         yield Run("sft_luffy", chosen["sft_rl"], start=_start("sft_luffy", 0, chosen))
     if "luffy" not in chosen:
         return
     lr = chosen["luffy"]
-    yield Run("luffy_clip", lr)
+    for seed in SEEDS:
+        yield Run("luffy_clip", lr, seed)
     for note, (_, sets) in VARIANTS.items():
         yield Run("luffy", lr, 0, (4,), note, sets)
     for name in (*NEWER, "opd"):
