@@ -15,6 +15,7 @@ import torch
 
 from luffy.core.logprobs import CPU_CHUNK_ROWS, GPU_CHUNK_BYTES
 from luffy.models.forward import key_value_shape
+from luffy.rollout.native import default_prefill_tokens
 from luffy.train.activations import CAUTION, MARGIN_BYTES, layer_values
 from luffy.train.packing import cut, family_of
 from luffy.types import Sample
@@ -189,7 +190,7 @@ def rollout_parts(work: Work, slots: int, prompts: Sequence[int], longest: int, 
     per_token = 2 * c.num_hidden_layers * kv_heads * width * work.itemsize
     prompt = max(prompts, default=0)
     held = slots * longest if not work.on_gpu else slots * (longest - prompt) + slots * prompt / max(shared, 1)
-    at_once = min(sum(prompts), 16384 if work.on_gpu else 4096)
+    at_once = min(sum(prompts), default_prefill_tokens("cuda" if work.on_gpu else "cpu"))
     layer = (3 * _inner(c) + 6 * c.hidden_size) * work.itemsize * at_once
     drawn = slots * c.vocab_size * (work.itemsize + 8 if work.on_gpu else 4 * DRAWN_COPIES)
     return {"KV cache": float(held * per_token), "prompts and logits": float(max(layer, drawn))}

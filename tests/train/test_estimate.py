@@ -15,6 +15,7 @@ from luffy.bench.shapes import SHAPES
 from luffy.config import load_config
 from luffy.models.families import layout_of
 from luffy.models.forward import forward_hidden, use_luffy_attention
+from luffy.rollout.native import NativeEngine, default_prefill_tokens
 from luffy.schema import to_dict
 from luffy.train.activations import CAUTION, MARGIN_BYTES
 from luffy.train.estimate import ALLOCATOR, Work, layer_bytes, passes_of, planned_sample, rollout_parts, update_parts
@@ -158,6 +159,16 @@ def test_adapters_of_fused_layers_keep_their_inner_values_alone(dtype):
     plain = Work(LlamaConfig(**SMALL), 0, 0, kind.itemsize, True, None, False, [])
     more = kept_by_a_layer(families, kind, 4) - kept_by_a_layer(families, kind)
     assert layer_bytes(replace(plain, lora_rank=4), one) - layer_bytes(plain, one) == more > 0
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_as_many_prompts_are_counted_as_the_engine_prefills_at_once(on_gpu):
+    config = LlamaConfig(**SMALL, num_hidden_layers=1)
+    most = default_prefill_tokens("cuda" if on_gpu else "cpu")
+    work = Work(config, 0, 0, 4, on_gpu, None, False, [])
+    half, all_, more = (rollout_parts(work, 1, [most // 4] * count, most, 1) for count in (2, 4, 8))
+    assert 2 * half["prompts and logits"] == all_["prompts and logits"] == more["prompts and logits"]
+    assert on_gpu or NativeEngine(LlamaForCausalLM(config)).prefill_tokens == most
 
 
 def test_gradients_meet_activations_only_where_there_are_several_passes():

@@ -50,6 +50,11 @@ def default_slots(device: str) -> int:
     return GPU_SLOTS if device == "cuda" else CPU_SLOTS
 
 
+def default_prefill_tokens(device: str) -> int:
+    """Tokens of prompts that go through the model at once, unless given."""
+    return 16384 if device == "cuda" else 4096
+
+
 class Generation(Protocol):
     """One call of `generate`."""
 
@@ -128,7 +133,7 @@ class NativeEngine(Engine):
         self.model = model
         self.max_slots = max_slots
         self.max_context = max_context or longest
-        self.prefill_tokens = prefill_tokens or (16384 if device == "cuda" else 4096)
+        self.prefill_tokens = prefill_tokens or default_prefill_tokens(device)
         self.batch_invariant = batch_invariant
         self.decoding = decoding
         self.memory_share = memory_share  # of the GPU memory that is unused when a call begins
