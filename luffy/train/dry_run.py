@@ -127,7 +127,7 @@ def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: A
         if method == "sft":
             return "not verified: SFT learns from all of them"
         if not setup.uses_traces(cfg):
-            return "not used (guidance.n_prefix=0)"
+            return "not used"
         looked_at = (tasks[i] for i in range(min(len(tasks), PROBLEMS_LOOKED_AT)))
         some = list(islice(((t.problem, demo) for t in looked_at for demo in t.demonstrations), TRACES_VERIFIED))
         if not some:

@@ -143,7 +143,7 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
         raise ConfigError("'data.train' is empty; give a file, folder or hub id")
     gate = find_gate(cfg.guidance.gate)
     hinted = not sft and gate is not None and gate.uses_hints
-    guided = sft or hinted or uses_traces(cfg)
+    guided = sft or uses_traces(cfg)
     problems = _load(cfg, cfg.data.train, cfg.data.split, limit=cfg.data.limit, require_answer=not sft)
     usable, with_traces, with_hints = [], 0, 0
     for index, task in enumerate(encoder.encode_all(problems[i] for i in range(len(problems)))):
@@ -155,7 +155,7 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
         if guided and cfg.algorithm.teacher_probs == "recorded" and not sft:
             _check_recorded(task)
     if guided and with_traces == with_hints == 0:
-        raise DataError(_no_trace_message(cfg, problems, encoder))
+        raise DataError(_no_trace_message(cfg, problems, encoder, sft))
     report = {"rows": len(problems), "usable": len(usable), "with_traces": with_traces}
     report |= {"rows_skipped": sum(problems.skipped.values()), **encoder.counts}
     if not usable:
@@ -165,21 +165,33 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
 
 def uses_traces(cfg: Config) -> bool:
     """Whether RL has a use for traces."""
+    return bool(_without_traces(cfg))
+
+
+def _without_traces(cfg: Config) -> list[str]:
+    """Settings with which RL would have no use for traces, of those that differ."""
     gate = find_gate(cfg.guidance.gate)
-    beside = cfg.batch.expert_share > 0 or cfg.sft_steps.buffer > 0
-    return cfg.guidance.n_prefix > 0 or beside or (gate is not None and gate.uses_traces)
+    used = {
+        "guidance.n_prefix=0": cfg.guidance.n_prefix > 0,
+        "guidance.gate=none": gate is not None and (gate.uses_traces or gate.uses_hints),
+        "batch.expert_share=0": cfg.batch.expert_share > 0,
+        "sft_steps.buffer=0": cfg.sft_steps.buffer > 0,
+        "teacher.shown=sibling": cfg.teacher.shown == "solution",
+    }
+    return [setting for setting, is_used in used.items() if is_used]
 
 
-def _no_trace_message(cfg: Config, problems: ProblemDataset, encoder: Encoder) -> str:
+def _no_trace_message(cfg: Config, problems: ProblemDataset, encoder: Encoder, sft: bool) -> str:
     dropped = encoder.counts["traces_dropped"]
     if dropped:
         return (
             f"all {dropped} traces of {cfg.data.train} are longer than rollout.max_tokens={cfg.rollout.max_tokens}; "
             f"raise it or set data.overlong_trace=truncate"
         )
+    without = "" if sft else f", or set {' and '.join(_without_traces(cfg))} to train without traces"
     return (
         f"no problem of {cfg.data.train} (read as {', '.join(problems.schemas)}) has a trace; name the column with "
-        f"data.columns={{traces: ...}}, or set guidance.n_prefix=0 and guidance.gate=none for plain on-policy training"
+        f"data.columns={{traces: ...}}{without}"
     )
 
 

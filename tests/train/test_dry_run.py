@@ -66,10 +66,18 @@ def test_the_first_traces_are_verified(make_config, sums, tmp_path, monkeypatch)
     assert said(wrong=3) == "traces     13 of the first 16 are right by reward numeric"
     assert said(wrong=4).endswith("12 of the first 16 are right by reward numeric; LOOK AT THEM: only right ones teach "
                                   "(luffy prepare check)")  # fmt: skip
-    assert said(wrong=4, n_prefix=0) == "traces     not used (guidance.n_prefix=0)"
+    assert said(wrong=4, n_prefix=0) == "traces     not used"
     assert said(wrong=4, method="sft") == "traces     not verified: SFT learns from all of them"
     monkeypatch.setattr(planning, "PROBLEMS_LOOKED_AT", 1)
     assert said(wrong=0) == "traces     none with the first 1 problems"
+
+
+@pytest.mark.parametrize("changes", [
+    {"guidance": {"n_prefix": 0, "gate": "hinted_group"}},
+    {"guidance": {"n_prefix": 0}, "algorithm": {"credit": "distill"}, "teacher": {"path": "self", "shown": "solution"}},
+])  # fmt: skip
+def test_traces_that_are_shown_are_verified(make_config, changes):
+    assert line_of(make_config(**changes), "traces") == "traces     16 of the first 16 are right by reward numeric"
 
 
 def test_a_cpu_without_bfloat16_is_told_to_use_float32(make_config, tiny_model, monkeypatch):

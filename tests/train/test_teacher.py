@@ -1,5 +1,6 @@
 """The teacher: whose weights, under which prompt, and what a checkpoint keeps of it."""
 
+import json
 import re
 import shutil
 import signal
@@ -13,7 +14,7 @@ from support import make_tokenizer, untimed_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from luffy.data import Encoder
-from luffy.errors import ConfigError, UserError
+from luffy.errors import ConfigError, DataError, UserError
 from luffy.report.recorder import read_json_lines
 from luffy.schema import to_dict
 from luffy.train import dry_run as planning
@@ -232,6 +233,17 @@ def test_settings_that_do_not_go_together(make_config):
             make_config(teacher=teacher)
     with pytest.raises(ConfigError, match=r"temperature 1, and 'rollout.temperature' is 0.7"):
         make_config(teacher={"servers": ["http://a:1"]}, rollout={"temperature": 0.7})
+
+
+def test_a_teacher_that_is_shown_a_solution_needs_traces(make_config, sums, tmp_path):
+    bare = tmp_path / "bare.jsonl"
+    rows = [json.loads(line) | {"traces": []} for line in sums.read_text().splitlines()]
+    bare.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = config(make_config, {"path": "self", "shown": "solution"}, data={"train": str(bare)})
+    for begin in (Trainer, lambda cfg: dry_run(cfg, "rl")):
+        with pytest.raises(DataError, match=r"has a trace; .*, or set teacher\.shown=sibling to train without traces"):
+            begin(cfg)
+    Trainer(config(make_config, {"path": "self", "shown": "sibling"}, data={"train": str(bare)})).close()
 
 
 def test_a_dry_run_counts_the_teacher(make_config, other_model, monkeypatch):
