@@ -490,7 +490,7 @@ class AlgorithmConfig:
             )
 
     def sft_shape(self) -> Shape:
-        return _shape(self.sft_reshape, gamma=self.off_policy_reshape_gamma)
+        return _shape("sft_reshape", self.sft_reshape, gamma=self.off_policy_reshape_gamma)
 
     def policy_loss(self) -> PolicyLoss:
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
@@ -498,8 +498,14 @@ class AlgorithmConfig:
             clip_low=1.0 - self.clip_ratio,
             clip_high=1.0 + high,
             remove_clip=self.remove_clip,
-            on_shape=_shape(self.on_policy_reshape, self.on_policy_reshape_weight, self.on_policy_reshape_pow_exp),
+            on_shape=_shape(
+                "on_policy_reshape",
+                self.on_policy_reshape,
+                self.on_policy_reshape_weight,
+                self.on_policy_reshape_pow_exp,
+            ),
             off_shape=_shape(
+                "off_policy_reshape",
                 self.off_policy_reshape,
                 self.off_policy_reshape_weight,
                 self.off_policy_reshape_pow_exp,
@@ -513,11 +519,11 @@ class AlgorithmConfig:
         )
 
 
-def _shape(name: str, weight: float = 1.0, pow_exp: float = 0.5, gamma: float = 0.1) -> Shape:
+def _shape(knob: str, name: str, weight: float = 1.0, pow_exp: float = 0.5, gamma: float = 0.1) -> Shape:
     try:
         return Shape(name, weight, pow_exp, gamma)
     except ValueError as error:
-        raise ConfigError(f"algorithm: {error}") from None
+        raise ConfigError(f"'algorithm.{knob}': {error}") from None
 
 
 @dataclass(frozen=True)

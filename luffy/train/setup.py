@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from luffy.config import Config, ModelConfig
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.errors import ConfigError, DataError, UserError, how_to_install
 from luffy.guidance.gate import find_gate
+from luffy.guidance.ratios import SCHEDULES
 from luffy.guidance.row_hints import hints_of
 from luffy.models.load import eos_ids_in, load_model, load_tokenizer
 from luffy.train.build_engines import find_engine
@@ -300,6 +302,10 @@ def validate(cfg: Config, method: str, model_config: Any) -> None:
                 f"data.max_prompt_tokens + {name} = {needed} exceeds the model's context of {longest}; "
                 f"lower one of them"
             )
+    with _named("algorithm.off_policy_reshape"):
+        _ = cfg.algorithm.policy_loss().off_shape.function
+    with _named("algorithm.sft_reshape"):
+        _ = cfg.algorithm.sft_shape().function
     if method == "rl":
         find_names(cfg)
     if method == "sft" and cfg.guidance.trace_choice == "best_reward":
@@ -317,8 +323,19 @@ def find_names(cfg: Config) -> None:
         )
     needs_teacher(cfg)
     find_engine(cfg.rollout.engine)
-    _ = cfg.algorithm.policy_loss().off_shape.function
+    if cfg.guidance.strategy != "fixed":
+        with _named("guidance.strategy"):
+            _ = SCHEDULES[cfg.guidance.strategy]
     cfg.schedule(1).ratios(1, 0, "")
+
+
+@contextmanager
+def _named(knob: str) -> Iterator[None]:
+    """A UserError says which knob has the name that is not found."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"'{knob}': {error}") from None
 
 
 def needs_teacher(cfg: Config) -> bool:

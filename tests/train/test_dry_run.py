@@ -148,6 +148,18 @@ def test_a_guidance_model_that_is_not_there(make_config):
         dry_run(cfg, "rl")
 
 
+@pytest.mark.parametrize(("method", "knob"), [
+    ("rl", "algorithm.off_policy_reshape"), ("rl", "algorithm.sft_reshape"), ("rl", "guidance.strategy"),
+    ("sft", "algorithm.off_policy_reshape"), ("sft", "algorithm.sft_reshape"),
+])  # fmt: skip
+def test_a_function_that_is_not_found_is_blamed_on_its_knob(make_config, method, knob):
+    section, key = knob.split(".")
+    cfg = make_config(**{section: {key: "nowhere:f"}})
+    for begin in (Trainer, dry_run):
+        with pytest.raises(UserError, match=rf"^'{knob}': cannot import 'nowhere' for 'nowhere:f': "):
+            begin(cfg, method)
+
+
 def test_the_cost_on_other_gpus_by_hand(make_config):
     """SFT has the tokens of its update alone: 6 FLOPs a weight and token. GPU hours are hours times GPUs."""
     cfg = make_config(launch="torchrun", parallel={"workers": 2})
