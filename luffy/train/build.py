@@ -111,7 +111,7 @@ def _assemble(
         teacher=build_teacher(cfg, policy, tokenizer, tasks.encoder, device, messages.warn) if taught else None,
         engines=engines, engine=rollouts[0], before_step=rollouts[1],
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
-        sampler=ProblemSampler(len(tasks), cfg.seed), planner=_planner(cfg, steps, end_of_text, tokenizer),
+        sampler=ProblemSampler(len(tasks), cfg.seed), planner=build_planner(cfg, steps, end_of_text, tokenizer),
         gate=find_gate(cfg.guidance.gate), memory=MethodMemory(cfg, len(tasks)),
         store=store, saver=saver,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def _verifier(cfg: Config, device: str, world: World, closing: ExitStack) -> Ver
     return verifier
 
 
-def _planner(cfg: Config, steps: int, end_of_text: tuple[int, ...], tokenizer: Any) -> Planner:
+def build_planner(cfg: Config, steps: int, end_of_text: tuple[int, ...], tokenizer: Any) -> Planner:
     cut_at = cfg.guidance.cut_at
 
     @cache

@@ -10,18 +10,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from luffy.config import Config
 from luffy.data import ProblemSampler
 from luffy.distributed.share import expected_tokens, share_out
-from luffy.guidance import Plan
+from luffy.guidance import Plan, Planner
 from luffy.guidance.plan import Planned
 from luffy.guidance.trace_choice import choose
 from luffy.metrics import Max, Mean, Metric
+from luffy.train.method_memory import MethodMemory
 from luffy.train.replay import Attempt, Success, least_entropy
 from luffy.train.run_state import Draw, Run
+from luffy.train.setup import TaskSet
 from luffy.types import Demonstration, Group, Sample, Task
+
+
+class Planning(Protocol):
+    """What a step is drawn and planned with: a run, or the part of it that a dry run builds."""
+
+    cfg: Config
+    tasks: TaskSet
+    sampler: ProblemSampler
+    memory: MethodMemory
+    planner: Planner
+
+    def trace_rewards(self, task: Task) -> list[float]: ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +59,7 @@ class Drawn:
         """By place in the step."""
         return dict(zip(self.positions, self.draws, strict=True))
 
-    def plan(self, run: Run, step: int) -> Plan:
+    def plan(self, run: Planning, step: int) -> Plan:
         """``rollout.n`` samples a problem; of a replayed one the last is the earlier success, of an expert's a trace is
         all there is."""
         plan = run.planner.plan(self.tasks, step, self.visits, run.trace_rewards, self.positions)
@@ -74,7 +90,7 @@ def as_planned(task: Task, trace: Demonstration) -> Planned:
     return Planned(task, None, trace, len(trace.token_ids))
 
 
-def chosen_trace(run: Run, task: Task, visit: int, key: str) -> Demonstration:
+def chosen_trace(run: Planning, task: Task, visit: int, key: str) -> Demonstration:
     """One of the task's traces, by ``guidance.trace_choice``; ``key`` tells this choice from others."""
     how = run.cfg.guidance.trace_choice
     rewards = run.trace_rewards(task) if how == "best_reward" else None
@@ -102,7 +118,7 @@ def draw_share(run: Run, step: int, first: int) -> Drawn:
     return Drawn(own, tasks, positions, replayed)
 
 
-def draw_batch(run: Run, step: int, first: int) -> list[Draw]:
+def draw_batch(run: Planning, step: int, first: int) -> list[Draw]:
     """The problems of a batch over all ranks, those of each source evenly among the others."""
     wanted, replay = run.cfg.batch.problems, run.memory.replay
     again = [] if replay is None else replay.draw(int(run.cfg.replay.share * wanted), f"{run.cfg.seed}:{step}:{first}")
@@ -115,7 +131,7 @@ def draw_batch(run: Run, step: int, first: int) -> list[Draw]:
     )
 
 
-def draw_experts(run: Run, count: int) -> list[Draw]:
+def draw_experts(run: Planning, count: int) -> list[Draw]:
     """The next problems that have a trace, in an order of their own."""
     drawn: list[Draw] = []
     while len(drawn) < count:

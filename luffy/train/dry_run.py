@@ -11,20 +11,22 @@ from luffy.config import Config
 from luffy.data import ProblemSampler
 from luffy.guidance import Planner
 from luffy.guidance.plan import Plan, Planned
-from luffy.models.load import DTYPES, decode, slow_dtype
+from luffy.models.load import DTYPES, slow_dtype
 from luffy.models.memory import memory_of_machine, resident_bytes
 from luffy.report.recorder import check_trackers
+from luffy.rewards import Verifier
 from luffy.rollout.native import default_slots
 from luffy.train import setup
 from luffy.train.bare_models import ModelShape, OtherModels, check_other_models, model_shape, parameters_of
 from luffy.train.batch import mini_batches, needed_log_probs
-from luffy.train.build import total_steps
-from luffy.train.draws import draw
+from luffy.train.build import build_planner, total_steps
+from luffy.train.draws import Drawn, draw_batch
 from luffy.train.estimate import ALLOCATOR, Parts, Work, passes_of, planned_sample, rollout_parts, update_parts
 from luffy.train.gpu_cost import gpu_named, times_on_gpus
+from luffy.train.method_memory import MethodMemory
 from luffy.train.optim import lr_at
 from luffy.train.probe import this_gpu, time_on_cpu
-from luffy.train.run_state import Method
+from luffy.train.run_state import Method, score_traces
 from luffy.train.trial import try_model
 from luffy.train.vllm_settings import VLLM_SLOTS, context_of
 from luffy.types import Request, Sample, Task
@@ -85,17 +87,18 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     if not place.on_gpu:
         notices += [remark for dtype in dtypes_of(cfg, method) if (remark := slow_dtype(dtype, "cpu"))][:1]
     others = check_other_models(cfg, method, tokenizer)
-    traces = "not verified: no reward is needed"
-    if method == "rl" or eval_tasks:
-        traces = check_reward(cfg, method, tasks, tokenizer)
     held_out = ", ".join(f"{name} {len(items)}" for name, items in eval_tasks.items()) or "none"
     steps = total_steps(cfg, len(tasks))
-    sampler = ProblemSampler(len(tasks), cfg.seed)
-    rows, visits = draw(sampler, cfg.batch.problems)
-    batch = [tasks[i] for i in rows]
+    traces, plan = "not verified: no reward is needed", None
+    if method == "rl" or eval_tasks:
+        with cfg.reward.verifier(workers=1) as verifier:
+            traces = check_reward(cfg, method, tasks, tokenizer, verifier)
+            if method == "rl":
+                planner = build_planner(cfg, steps, encoder.stops(()), tokenizer)
+                plan = FirstStep(cfg, tasks, planner, verifier, tokenizer).plan()
+    batch = [group[0].task for group in plan.groups] if plan else first_problems(cfg, tasks)
     notices += setup.repeated_problems(cfg, len(tasks))
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
-    plan = first_plan(cfg, batch, visits, steps) if method == "rl" else None
     old, reference = needed_log_probs(cfg, len(batch)) if method == "rl" else (range(0), False)
     scored = len(old) / len(batch) + reference
     work = work_of(cfg, model, planned_samples(cfg, batch, plan), scored, place.on_gpu)
@@ -109,7 +112,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
         f"model      {cfg.model.path}  {model.parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
         f"data       {', '.join(f'{k} {v}' for k, v in tasks.report.items())}; held out {held_out}",
         f"traces     {traces}",
-        f"engine     {engine_line(cfg, method, model.config)}",
+        f"engine     {engine_line(cfg, method, model.config, place.on_gpu)}",
         f"step       {plan_line(cfg, batch, plan)}",
         f"update     {update_line(cfg, steps)}",
         f"memory     {memory_line(cfg, work, needs, place)}",
@@ -121,22 +124,17 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     return lines
 
 
-def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: Any) -> str:
-    """The reward of the run can be had, and what it says of the first traces, as the update would see them."""
-    with cfg.reward.verifier(workers=1) as verifier:
-        if method == "sft":
-            return "not verified: SFT learns from all of them"
-        if not setup.uses_traces(cfg):
-            return "not used"
-        looked_at = (tasks[i] for i in range(min(len(tasks), PROBLEMS_LOOKED_AT)))
-        some = list(islice(((t.problem, demo) for t in looked_at for demo in t.demonstrations), TRACES_VERIFIED))
-        if not some:
-            return f"none with the first {min(len(tasks), PROBLEMS_LOOKED_AT)} problems"
-        texts = decode(tokenizer, [demo.token_ids for _, demo in some])
-        scores = verifier.score(
-            [(problem, text, demo.token_ids) for (problem, demo), text in zip(some, texts, strict=True)]
-        )
-    right = sum(cfg.reward.solved(s.value) for s in scores)
+def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: Any, verifier: Verifier) -> str:
+    """What the reward of the run says of the first traces, as the update would see them."""
+    if method == "sft":
+        return "not verified: SFT learns from all of them"
+    if not setup.uses_traces(cfg):
+        return "not used"
+    looked_at = (tasks[i] for i in range(min(len(tasks), PROBLEMS_LOOKED_AT)))
+    some = list(islice(((t.problem, demo) for t in looked_at for demo in t.demonstrations), TRACES_VERIFIED))
+    if not some:
+        return f"none with the first {min(len(tasks), PROBLEMS_LOOKED_AT)} problems"
+    right = sum(cfg.reward.solved(s.value) for s in score_traces(verifier, tokenizer, some))
     doubt = "" if right >= FEW_RIGHT * len(some) else "; LOOK AT THEM: only right ones teach (luffy prepare check)"
     return f"{right} of the first {len(some)} are right by reward {cfg.reward.name}{doubt}"
 
@@ -147,10 +145,28 @@ def dtypes_of(cfg: Config, method: Method) -> set[str]:
     return {cfg.model.dtype} | ({knobs.dtype or cfg.model.dtype} if knobs else set())
 
 
-def first_plan(cfg: Config, batch: list[Task], visits: list[int], steps: int) -> Plan:
-    g = cfg.guidance
-    planner = Planner(cfg.rollout.n, g.n_prefix, cfg.sampling, cfg.schedule(steps), "random", cfg.seed)
-    return planner.plan(batch, 0, visits)
+class FirstStep:
+    """What a run plans its first step with."""
+
+    def __init__(self, cfg: Config, tasks: setup.TaskSet, planner: Planner, verifier: Verifier, tokenizer: Any) -> None:
+        self.cfg, self.tasks, self.planner = cfg, tasks, planner
+        self.sampler, self.memory = ProblemSampler(len(tasks), cfg.seed), MethodMemory(cfg, len(tasks))
+        self._verifier, self._tokenizer = verifier, tokenizer
+
+    def trace_rewards(self, task: Task) -> list[float]:
+        traces = [(task.problem, demo) for demo in task.demonstrations]
+        return [score.value for score in score_traces(self._verifier, self._tokenizer, traces)]
+
+    def plan(self) -> Plan:
+        """Of all processes together."""
+        draws = draw_batch(self, 0, 0)
+        tasks = self.tasks.at([draw.row for draw in draws])
+        return Drawn(draws, tasks, list(range(len(draws))), {}).plan(self, 0)
+
+
+def first_problems(cfg: Config, tasks: setup.TaskSet) -> list[Task]:
+    """Of SFT."""
+    return tasks.at(ProblemSampler(len(tasks), cfg.seed).next(cfg.batch.problems))
 
 
 def planned_samples(cfg: Config, batch: list[Task], plan: Plan | None) -> list[list[Sample]]:
@@ -178,19 +194,24 @@ def plan_line(cfg: Config, batch: list[Task], plan: Plan | None) -> str:
     longest = sum(len(r.prompt_ids) + r.sampling.max_tokens for r in plan.requests)
     gate = cfg.guidance.gate
     further = "" if gate == "none" else f"; rounds of the gate {gate} come on top and are not counted"
+    experts = cfg.batch.experts
+    alone = f" and {experts} with a trace alone" if experts else ""
     return (
-        f"{len(batch)} problems x {cfg.rollout.n} samples: {own} on-policy, {partial} from a trace prefix, "
-        f"{whole} whole traces; at most {longest:,} tokens through the engine{further}"
+        f"{len(batch) - experts} problems x {cfg.rollout.n} samples{alone}: {own} on-policy, {partial} from a trace "
+        f"prefix, {whole} whole traces; at most {longest:,} tokens through the engine{further}"
     )
 
 
-def engine_line(cfg: Config, method: Method, model_config: Any) -> str:
+def engine_line(cfg: Config, method: Method, model_config: Any, on_gpu: bool) -> str:
     r = cfg.rollout
     if r.engine == "native" or method == "sft":
-        return f"native, {f'{r.slots} slots' if r.slots else 'as many slots as fit'}"
+        return f"native, {r.slots or default_slots('cuda' if on_gpu else 'cpu'):,} slots"
+    corrected = f"mismatch correction {cfg.algorithm.mismatch_correction}"
+    if r.engine != "vllm":
+        return f"{r.engine}, {corrected}"
     where = f"{len(r.vllm.servers)} server(s)" if r.vllm.servers else "in this process"
     size = f"{r.slots or VLLM_SLOTS} slots, {context_of(cfg, model_config)} tokens of context"
-    return f"vLLM, {where}, {size}, mismatch correction {cfg.algorithm.mismatch_correction}"
+    return f"vLLM, {where}, {size}, {corrected}"
 
 
 def update_line(cfg: Config, steps: int) -> str:

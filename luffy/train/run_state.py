@@ -32,9 +32,16 @@ from luffy.train.scorer import TokenScorer
 from luffy.train.setup import TaskSet
 from luffy.train.teacher import Teacher
 from luffy.train.under_way import UnderWay
-from luffy.types import Group, Task
+from luffy.types import Demonstration, Group, Problem, Score, Task
 
 Method = Literal["rl", "sft"]
+
+
+def score_traces(verifier: Verifier, tokenizer: Any, traces: Sequence[tuple[Problem, Demonstration]]) -> list[Score]:
+    texts = decode(tokenizer, [list(trace.token_ids) for _, trace in traces])
+    return verifier.score(
+        [(problem, text, trace.token_ids) for (problem, trace), text in zip(traces, texts, strict=True)]
+    )
 
 
 @dataclass
@@ -167,9 +174,7 @@ class Run:
         known = self._trace_rewards.get(task.problem.id)
         if known is None:
             assert self.verifier is not None
-            texts = decode(self.tokenizer, [list(d.token_ids) for d in task.demonstrations])
-            ids = [d.token_ids for d in task.demonstrations]
-            scores = self.verifier.score([(task.problem, text, own) for text, own in zip(texts, ids, strict=True)])
+            scores = score_traces(self.verifier, self.tokenizer, [(task.problem, d) for d in task.demonstrations])
             known = [s.value for s in scores]
             if all(s.is_verdict for s in scores):  # else it may succeed next time
                 self._trace_rewards[task.problem.id] = known

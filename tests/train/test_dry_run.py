@@ -10,9 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from luffy.errors import UserError
+from luffy.rollout.native import NativeEngine
 from luffy.train import dry_run as planning
 from luffy.train import probe
 from luffy.train.bare_models import model_shape
+from luffy.train.draws import draw_share
 from luffy.train.dry_run import Renting, dry_run
 from luffy.train.loop import Trainer
 
@@ -124,6 +126,72 @@ def test_nothing_is_tried_in_bfloat16_on_a_cpu_without_it(
     said = {line.split()[0]: line for line in lines if line.split()[0] in ("time", "cost", "warning")}
     assert said.keys() == kinds
     assert gpu or said["time"].endswith("not tried in bfloat16, which is slow on this CPU") == (dtype == "bfloat16")
+
+
+def planned_by(cfg, monkeypatch):
+    """The plan of a dry run, the work and the requests of which it gives the time, and its line of the step."""
+    seen, plan_line = [], planning.plan_line
+
+    def keep_plan(cfg, batch, plan):
+        seen.append(plan)
+        return plan_line(cfg, batch, plan)
+
+    monkeypatch.setattr(planning, "plan_line", keep_plan)
+    monkeypatch.setattr(planning, "time_on_cpu", lambda cfg, work, requests, slots: seen.extend((work, requests)))
+    line = line_of(cfg, "step")
+    return *seen, line
+
+
+@pytest.mark.parametrize("choice", ["random", "round_robin", "shortest", "best_reward"])
+def test_the_plan_is_that_of_the_runs_first_step(make_config, sums, tmp_path, monkeypatch, choice):
+    """Prefixes of several traces, of which the second alone is right, end where guidance.cut_at says."""
+    path = tmp_path / "several.jsonl"
+    rows = [json.loads(line) for line in sums.read_text().splitlines()]
+    for row in rows:
+        row["traces"] = [text for trace in row["traces"] for text in (f"{trace}77", trace, "1+1\n#### 77")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = make_config(
+        data={"train": str(path)},
+        guidance={"n_prefix": 2, "trace_choice": choice, "strategy": "random", "min_ratio": 0.4, "cut_at": ["\n", "="]},
+    )
+    with Trainer(cfg) as trainer:
+        expected = draw_share(trainer.run, 0, 0).plan(trainer.run, 0)
+    found, _, requests, _ = planned_by(cfg, monkeypatch)
+    assert found == expected and requests == expected.requests
+    assert any(p.request and p.prefix for group in found.groups for p in group)
+
+
+def test_problems_with_a_trace_alone_are_counted(make_config, monkeypatch):
+    changes = {"guidance": {"n_prefix": 0}, "algorithm": {"credit": "lone_trace_sft"}}
+    cfg = make_config(batch={"problems": 8, "expert_share": 0.25}, **changes)
+    with Trainer(cfg) as trainer:
+        expected = draw_share(trainer.run, 0, 0).plan(trainer.run, 0)
+    found, work, requests, line = planned_by(cfg, monkeypatch)
+    assert found == expected
+    tokens = sum(len(r.prompt_ids) + 16 for r in requests)
+    assert line == (
+        "step       6 problems x 4 samples and 2 with a trace alone: 24 on-policy, 0 from a trace prefix, 2 whole "
+        f"traces; at most {tokens:,} tokens through the engine"
+    )
+    assert len(requests) == 24 and sum(one.sequences for one in work.every_pass) == 26
+    traces = sum(p.prefix for group in found.groups for p in group)
+    assert traces > 0 and sum(one.rows for one in work.every_pass) == 24 * 16 + traces
+
+
+def my_engine(cfg, model, device, warn):
+    return NativeEngine(model)
+
+
+def test_the_engine_and_its_slots(make_config):
+    def said(rollout, method="rl", **renting):
+        lines = dry_run(make_config(rollout=rollout), method, renting=Renting(**renting))
+        return next(line for line in lines if line.startswith("engine")).removeprefix("engine").strip()
+
+    assert said({"slots": 24}) == "native, 24 slots"
+    assert said({"slots": None}) == said({"slots": None}, "sft") == "native, 256 slots"
+    assert said({"slots": None}, gpu="h200") == "native, 1,024 slots"
+    assert said({"engine": "vllm"}).startswith("vLLM, in this process, 24 slots, ")
+    assert said({"engine": f"{__name__}:my_engine"}) == f"{__name__}:my_engine, mismatch correction off"
 
 
 def test_a_batch_larger_than_the_data_is_said(make_config):
