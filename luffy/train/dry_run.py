@@ -9,6 +9,7 @@ from typing import Any
 
 from luffy.config import Config
 from luffy.data import ProblemSampler
+from luffy.errors import UserError
 from luffy.guidance import Planner
 from luffy.guidance.plan import Plan, Planned
 from luffy.models.load import DTYPES, slow_dtype
@@ -76,6 +77,8 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     built without memory to count its parameters."""
     renting = renting or Renting()
     place = Place.of(cfg, renting)
+    if renting.price is not None and not place.on_gpu:
+        raise UserError("--gpu-price is for GPUs, and this run is meant for the CPU: name one with --gpu")
     notices = check_trackers(cfg)
     tokenizer = setup.load_policy_tokenizer(cfg.model)
     encoder = setup.build_encoder(cfg, tokenizer)
@@ -114,7 +117,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
         f"traces     {traces}",
         f"engine     {engine_line(cfg, method, model.config, place.on_gpu)}",
         f"step       {plan_line(cfg, batch, plan)}",
-        f"update     {update_line(cfg, steps)}",
+        f"update     {update_line(cfg, method, steps)}",
         f"memory     {memory_line(cfg, work, needs, place)}",
         time_line(cfg, work, requests, steps * trainings, place, renting.price),
         *(f"warning    {notice}" for notice in notices),
@@ -134,8 +137,13 @@ def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: A
     some = list(islice(((t.problem, demo) for t in looked_at for demo in t.demonstrations), TRACES_VERIFIED))
     if not some:
         return f"none with the first {min(len(tasks), PROBLEMS_LOOKED_AT)} problems"
-    right = sum(cfg.reward.solved(s.value) for s in score_traces(verifier, tokenizer, some))
-    doubt = "" if right >= FEW_RIGHT * len(some) else "; LOOK AT THEM: only right ones teach (luffy prepare check)"
+    scores = score_traces(verifier, tokenizer, some)
+    right, failed = sum(cfg.reward.solved(s.value) for s in scores), sum(not s.is_verdict for s in scores)
+    doubt = ""
+    if failed:
+        doubt = f"; {failed} COULD NOT BE SCORED: look at the reward (luffy verify)"
+    elif right < FEW_RIGHT * len(some):
+        doubt = "; LOOK AT THEM: only right ones teach (luffy prepare check)"
     return f"{right} of the first {len(some)} are right by reward {cfg.reward.name}{doubt}"
 
 
@@ -214,13 +222,12 @@ def engine_line(cfg: Config, method: Method, model_config: Any, on_gpu: bool) ->
     return f"vLLM, {where}, {size}, {corrected}"
 
 
-def update_line(cfg: Config, steps: int) -> str:
+def update_line(cfg: Config, method: Method, steps: int) -> str:
     a, b = cfg.algorithm, cfg.batch
     first, last = lr_at(0, steps, cfg.optim), lr_at(steps - 1, steps, cfg.optim)
-    return (
-        f"{b.updates} optimizer step(s), micro-batches of {b.tokens:,} tokens, lr {first:.2e} -> {last:.2e}, "
-        f"{a.advantage}, {a.off_policy_reshape}, {a.loss_reduction}"
-    )
+    sft = method == "sft"
+    loss = f"{a.sft_reshape}, token-mean" if sft else f"{a.advantage}, {a.off_policy_reshape}, {a.loss_reduction}"
+    return f"{b.updates} optimizer step(s), micro-batches of {b.tokens:,} tokens, lr {first:.2e} -> {last:.2e}, {loss}"
 
 
 def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]], scored: float, on_gpu: bool) -> Work:

@@ -17,6 +17,7 @@ from luffy.train.bare_models import model_shape
 from luffy.train.draws import draw_share
 from luffy.train.dry_run import Renting, dry_run
 from luffy.train.loop import Trainer
+from luffy.types import Score
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +73,27 @@ def test_the_first_traces_are_verified(make_config, sums, tmp_path, monkeypatch)
     assert said(wrong=4, method="sft") == "traces     not verified: SFT learns from all of them"
     monkeypatch.setattr(planning, "PROBLEMS_LOOKED_AT", 1)
     assert said(wrong=0) == "traces     none with the first 1 problems"
+
+
+def test_traces_that_could_not_be_scored_are_not_blamed(make_config, monkeypatch):
+    score = planning.score_traces
+    monkeypatch.setattr(planning, "score_traces", lambda *args: [Score(0.0, "error"), *score(*args)[1:]])
+    said = line_of(make_config(), "traces")
+    assert said.endswith("15 of the first 16 are right by reward numeric; 1 COULD NOT BE SCORED: look at the reward "
+                         "(luffy verify)")  # fmt: skip
+
+
+def test_the_update_has_the_loss_of_its_method(make_config):
+    cfg = make_config(algorithm={"sft_reshape": "p_div_p_0.2", "off_policy_reshape": "p_div_p_0.3"})
+    assert line_of(cfg, "update", "sft").endswith(", p_div_p_0.2, token-mean")
+    assert "p_div_p_0.3" in line_of(cfg, "update") and "p_div_p_0.2" not in line_of(cfg, "update")
+
+
+def test_a_price_needs_a_gpu(make_config):
+    cfg = make_config(model={"device": "cpu"})
+    with pytest.raises(UserError, match="name one with --gpu"):
+        dry_run(cfg, "rl", renting=Renting(price=2.0))
+    assert any("at 2 an hour" in line for line in dry_run(cfg, "rl", renting=Renting("h200", 2.0)))
 
 
 @pytest.mark.parametrize("changes", [
