@@ -270,8 +270,8 @@ class PagedGeneration:
 
     def _prefill_rounds(self) -> bool:
         """Prefill before the next burst; returns whether there was anything to do. All rows that can start do so, since
-        a step costs hardly more with all of them than with some. One round where pages are short, of which many young
-        rows would only be preempted, and where responses end with their first token."""
+        a step costs hardly more with all of them than with some. But there is one round alone where pages are short
+        (further young rows would be preempted), and where responses end with their first token."""
         worked = more = self._prefill_round()
         while more and self._has_all_pages and len(self._rows):
             more = self._prefill_round()
