@@ -31,7 +31,8 @@ def reported_k(k: int) -> list[int]:
 
 
 def is_right(row: Row) -> bool:
-    return bool(row["score"] >= SUCCESS)
+    """Lines of older evaluations have the score alone."""
+    return bool(row.get("right", row["score"] >= SUCCESS))
 
 
 def by_item(rows: Iterable[Row]) -> dict[str, list[Row]]:
@@ -58,7 +59,7 @@ class Summary:
     items: int
     k: int
     accuracy: float
-    standard_error: float
+    standard_error: float | None  # one item says nothing of it
     pass_at: dict[int, float]
     mean_score: float
     mean_tokens: float
@@ -76,7 +77,7 @@ def summarise(rows: Sequence[Row], k: int) -> Summary:
         items=len(accuracies),
         k=k,
         accuracy=float(accuracies.mean()),
-        standard_error=float(accuracies.std(ddof=1) / math.sqrt(len(accuracies))) if len(accuracies) > 1 else 0.0,
+        standard_error=float(accuracies.std(ddof=1) / math.sqrt(len(accuracies))) if len(accuracies) > 1 else None,
         pass_at={size: mean_pass_at_k(rows, size) for size in reported_k(k)},
         mean_score=float(np.mean([row["score"] for row in rows])),
         mean_tokens=float(np.mean([row["tokens"] for row in rows])),

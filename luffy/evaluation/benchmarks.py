@@ -97,9 +97,10 @@ def load_suite(
     left_out: list[str] = []
     arranged = [_arranged(b, k, reward, seed, shuffle, limit, left_out) for b in suite.benchmarks]
     readable = tuple(benchmark for benchmark in arranged if benchmark.problems)
+    unreadable = tuple(f"{benchmark.title} (no row can be read)" for benchmark in arranged if not benchmark.problems)
     if not readable:
         raise DataError(f"--suite {name}: no row can be evaluated; the first: {left_out[0]}")
-    return replace(suite, benchmarks=readable, left_out=tuple(left_out))
+    return replace(suite, benchmarks=readable, missing=suite.missing + unreadable, left_out=tuple(left_out))
 
 
 def data_folder(given: Path | None) -> Path:
@@ -166,10 +167,11 @@ def _arranged(
 ) -> Benchmark:
     """``benchmark`` as it is evaluated. Rows whose options cannot be read are added to ``left_out``."""
     kind = reward or benchmark.reward
+    is_choice = "choice" in (benchmark.reward, *kind.split())  # also as a part of a weighted sum
     problems = []
     for problem in benchmark.problems[:limit]:
         try:
-            problems.append(_arranged_choice(problem, seed, shuffle) if kind == "choice" else problem)
+            problems.append(_arranged_choice(problem, seed, shuffle) if is_choice else problem)
         except DataError as error:
             left_out.append(f"{benchmark.title}, {error}")
     return replace(benchmark, problems=tuple(problems), reward=kind, k=k or benchmark.k)

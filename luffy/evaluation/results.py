@@ -27,7 +27,7 @@ SHOWN = (  # settings in result.md
 
 @dataclass(frozen=True)
 class Result:
-    """``benchmarks`` keeps the paper's column order; ``missing`` names those of the suite without a file,
+    """``benchmarks`` keeps the paper's column order; ``missing`` names those of the suite without a readable row,
     ``left_out`` rows that cannot be read."""
 
     settings: dict[str, Any]
@@ -104,7 +104,7 @@ def write_result(result: Result, folder: Path) -> None:
 def as_markdown(result: Result) -> str:
     settings = result.settings
     lines = [f"# {result.name} on {Path(settings['suite']).name}", "", *_headline(result), "", *_details(result), ""]
-    lines += [f"Not evaluated, the file is missing: {name}." for name in result.missing]
+    lines += [f"Not evaluated, there is nothing to read: {name}." for name in result.missing]
     lines += [f"Not evaluated, the row cannot be read: {row}." for row in result.left_out]
     if result.missing or result.left_out:
         lines.append("")
@@ -134,9 +134,10 @@ def _details(result: Result) -> list[str]:
     for name, s in result.benchmarks.items():
         best = s.pass_at[max(s.pass_at)]
         lengths = (s.mean_tokens, s.mean_tokens_right, s.mean_tokens_wrong)
+        error = "" if s.standard_error is None else percent(s.standard_error)
         statuses = ", ".join(f"{status} {count}" for status, count in sorted(s.statuses.items()))
         rows.append([
-            result.titles[name], str(s.items), str(s.k), percent(s.accuracy), percent(s.standard_error), percent(best),
+            result.titles[name], str(s.items), str(s.k), percent(s.accuracy), error, percent(best),
             *("" if length is None else f"{length:.0f}" for length in lengths), percent(s.truncated), statuses,
         ])  # fmt: skip
     return table(header, rows)

@@ -18,7 +18,7 @@ from luffy.config import RewardConfig
 from luffy.data import Encoder
 from luffy.data.encode import resolve_style
 from luffy.errors import UserError
-from luffy.evaluation.accuracy import is_right
+from luffy.evaluation.accuracy import SUCCESS, is_right
 from luffy.evaluation.background_work import BackgroundWork
 from luffy.evaluation.benchmarks import Suite, load_suite
 from luffy.evaluation.engines import LoadedModel, default_slots, load_engine, model_identity
@@ -101,7 +101,7 @@ def run_evaluation(options: Options) -> Result:
         shuffle=options.shuffle_options, limit=options.limit,
     )  # fmt: skip
     for name in suite.missing:
-        logger.warning("%s is not evaluated: the file is missing", name)
+        logger.warning("not evaluated, because there is nothing to read: %s", name)
     for row in suite.left_out:
         logger.warning("a row is not evaluated: %s", row)
     rewards = {benchmark.reward for benchmark in suite.benchmarks}
@@ -117,7 +117,7 @@ def run_evaluation(options: Options) -> Result:
         loaded = replace(loaded, eos_ids=encoder.stops(loaded.eos_ids))
         jobs, settings = plan(options, suite, loaded, encoder)
         claim(out, settings)
-        ask_again(jobs, verifier, out)
+        ask_again(jobs, verifier, settings, out)
         run_jobs(jobs, loaded, verifier, settings, out, options.chunk)
         rows = read_json_lines(out / ITEMS)
         if failed := sum(row["status"] == CALL_FAILED for row in rows):
@@ -190,6 +190,7 @@ def plan(
         chat_template=encoder.chat_template,
         date=encoder.prompt_date,
         answer_in_thought=options.answer_in_thought,
+        success=options.reward_settings.success if options.reward_settings else SUCCESS,
     )
     return jobs, settings
 
@@ -205,7 +206,7 @@ def room_for(given: int | None, default: int, context: int, longest_prompt: int)
     return given or min(default, room)
 
 
-def ask_again(jobs: Sequence[PlannedResponse], verifier: Verifier, out: Path) -> None:
+def ask_again(jobs: Sequence[PlannedResponse], verifier: Verifier, settings: Settings, out: Path) -> None:
     """Score anew the saved responses whose call of the reward failed. One may fail again, and is saved as before."""
     rows, problems = read_json_lines(out / ITEMS), {job.key: job.problem for job in jobs}
     failed = [row for row in rows if row["status"] == CALL_FAILED]
@@ -213,7 +214,7 @@ def ask_again(jobs: Sequence[PlannedResponse], verifier: Verifier, out: Path) ->
         return
     scores = verifier.score([(problems[key_of(row)], row["response"], row.get("token_ids")) for row in failed])
     for row, score in zip(failed, scores, strict=True):
-        row.update(score=score.value, status=score.status)
+        row.update(score=score.value, right=score.value >= settings.success, status=score.status)
         if score.status != CALL_FAILED:
             row.pop("token_ids", None)
     write_atomically(out / ITEMS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -234,7 +235,7 @@ def run_jobs(
     items = JsonLinesWriter(path, keep_through_step=0)
 
     def save(responses: Sequence[Response]) -> None:
-        rows = scored(responses, loaded.tokenizer, verifier, settings.seed)
+        rows = scored(responses, loaded.tokenizer, verifier, settings)
         items.write(rows)
         view.saved(len(rows), sum(r["tokens"] for r in rows), sum(map(is_right, rows)), rows[-1]["benchmark"])
 
@@ -262,7 +263,9 @@ def finished_in_parts(
             part = []
 
 
-def scored(responses: Sequence[Response], tokenizer: Any, verifier: Verifier, seed: int) -> list[dict[str, Any]]:
+def scored(
+    responses: Sequence[Response], tokenizer: Any, verifier: Verifier, settings: Settings
+) -> list[dict[str, Any]]:
     """A line of items.jsonl for each response; it has the token ids where the reward must be asked again."""
     ids = [completion.token_ids.tolist() for _, completion in responses]
     texts = decode(tokenizer, ids)
@@ -275,12 +278,13 @@ def scored(responses: Sequence[Response], tokenizer: Any, verifier: Verifier, se
             "benchmark": job.benchmark,
             "id": job.problem.id,
             "sample": job.sample,
-            "seed": job.seed(seed),
+            "seed": job.seed(settings.seed),
             "response": text,
             "tokens": len(completion.token_ids),
             "finish": completion.finish,
             "answer": job.problem.answer,
             "score": score.value,
+            "right": score.value >= settings.success,
             "status": score.status,
             **({"token_ids": own} if score.status == CALL_FAILED else {}),
         }

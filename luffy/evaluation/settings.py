@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from luffy.errors import UserError
+from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.benchmarks import Suite
 from luffy.files import try_lock, write_atomically
 
@@ -41,6 +42,7 @@ class Settings:
     answer_in_thought: bool = False
     chat_template: str | None = None  # in place of the tokenizer's
     date: str | None = None  # that the prompts print, where the chat template asks for it
+    success: float = SUCCESS  # a response that scores this or more is right
 
 
 def problems_hash(suite: Suite) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.data.encode import NO_LIMIT, resolve_style
+from luffy.evaluation.accuracy import SUCCESS
 from luffy.models.load import load_tokenizer
 from luffy.prepare.cards import quantiles
 from luffy.rewards import build_verifier
@@ -118,7 +119,7 @@ def _agreement(problems: ProblemDataset, encoder: Encoder | None, options: Check
     wrong = [
         {"id": problem.id, "answer": problem.answer, "status": score.status, "end": text[-200:]}
         for (problem, text), score in zip(items, scores, strict=True)
-        if score.value != 1.0
+        if score.value < SUCCESS
     ]
     return {
         "reward": options.reward,

@@ -17,6 +17,7 @@ from typing import Any
 
 from luffy.data import READERS, Encoder, RowError, RowSource
 from luffy.data.schemas import LABELS, ReadOptions, RowView, as_verdict
+from luffy.evaluation.accuracy import SUCCESS
 from luffy.prepare.dataset_files import Journal, Record
 from luffy.prepare.overlap import EvaluationIndex, question_key, question_text
 from luffy.progress import Advance
@@ -55,7 +56,7 @@ class ScreenedRow:
 def verdict_of(score: Score) -> str:
     if score.status != "ok":
         return score.status
-    return "ok" if score.value == 1.0 else "wrong"
+    return "ok" if score.value >= SUCCESS else "wrong"
 
 
 def read_problem(row: dict[str, Any], where: str) -> Problem:

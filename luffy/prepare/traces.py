@@ -6,6 +6,7 @@ Every finished problem is a line of the journal beside the output, so a stopped 
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,13 +17,17 @@ import pyarrow as pa
 
 from luffy.data import ProblemDataset, load_problems
 from luffy.errors import DataError, UserError
+from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.background_work import BackgroundWork
 from luffy.files import whole_file, write_atomically
 from luffy.prepare.dataset_files import Journal, ProblemWriter, Record, problem_schema
 from luffy.prepare.teachers import Answered, Teacher, TeacherResponse
 from luffy.progress import progress
 from luffy.rewards import Verifier, build_verifier
+from luffy.rewards.custom import CALL_FAILED
 from luffy.types import Problem, Score
+
+logger = logging.getLogger(__name__)
 
 TRACE_FIELDS = {
     "token_ids": pa.list_(pa.int32()),
@@ -58,13 +63,17 @@ def prepare_traces(
         with build_verifier(reward, workers=workers, answer_in_thought=answer_in_thought) as verifier:
             ask(problems, n, teacher, verifier, journal)
         counts = _write(problems, schema, journal, out, name, keep_wrong)
+    if counts["samples_unscored"]:
+        logger.warning("%d samples have no score; the same command asks for it again", counts["samples_unscored"])
     card = {"counts": dict(counts), "teacher": name, "settings": asked}
     write_atomically(out.with_suffix(".card.json"), json.dumps(card, indent=2) + "\n")
     return card
 
 
 def ask(problems: ProblemDataset, n: int, teacher: Teacher, verifier: Verifier, journal: Journal) -> None:
-    """Put every problem that the journal does not have yet to the teacher."""
+    """Put every problem that the journal does not have yet to the teacher, and to the reward once more those samples
+    whose call of it failed."""
+    score_again(problems, verifier, journal)
     done = {record["id"] for record in journal}
     with progress("answered problems", len(problems), len(done)) as advance, BackgroundWork() as background:
 
@@ -74,6 +83,25 @@ def ask(problems: ProblemDataset, n: int, teacher: Teacher, verifier: Verifier, 
 
         for answered in teacher.answer((problem for problem in problems if problem.id not in done), n):
             background.submit(save, answered)
+
+
+def score_again(problems: ProblemDataset, verifier: Verifier, journal: Journal) -> None:
+    """A record with samples that were not scored is written once more when they are; a problem's last record counts."""
+    unscored = {record["id"]: (place, is_unscored(record)) for place, record in enumerate(journal)}
+    again = {name: journal[place] for name, (place, is_open) in unscored.items() if is_open}
+    if not again:
+        return
+    asked = [problem for problem in problems if problem.id in again]
+    items = [(problem, sample) for problem in asked for sample in again[problem.id]["samples"]]
+    open_items = [(problem, sample) for problem, sample in items if sample["status"] == CALL_FAILED]
+    scores = verifier.score([(problem, sample["text"]) for problem, sample in open_items])
+    for (_, sample), score in zip(open_items, scores, strict=True):
+        sample |= {"score": score.value, "status": score.status}
+    journal.append([record for record in again.values() if not is_unscored(record)])
+
+
+def is_unscored(record: Record) -> bool:
+    return any(sample["status"] == CALL_FAILED for sample in record["samples"])
 
 
 def are_chats(problems: ProblemDataset) -> bool:
@@ -119,13 +147,15 @@ def verdicts(samples: Sequence[Record], keep_wrong: bool) -> Iterator[str]:
             yield "cut_off"  # its end is no place for an EOS, whatever it says
         elif not sample["text"].strip():
             yield "empty"
-        elif sample["score"] != 1.0 and not keep_wrong:
+        elif sample["status"] == CALL_FAILED:
+            yield "unscored"
+        elif sample["score"] < SUCCESS and not keep_wrong:
             yield "wrong"
         elif sample["text"] in seen:
             yield "repeated"
         else:
+            seen.add(sample["text"])
             yield "kept"
-        seen.add(sample["text"])
 
 
 def _write(
@@ -147,7 +177,7 @@ def _output_row(
     counts.update({"problems": 1, "samples": len(samples), "problems_with_a_trace": int(bool(traces))})
     counts.update({f"samples_{what}": number for what, number in Counter(found).items()})
     counts.update(f"samples_{sample['log_prob_status']}" for sample in samples)
-    counts["samples_right"] += sum(sample["score"] == 1.0 for sample in samples)
+    counts["samples_right"] += sum(sample["score"] >= SUCCESS for sample in samples)
     counts["traces_with_log_probs"] += sum(trace["log_probs"] is not None for trace in traces)
     prompt = problem.prompt if isinstance(problem.prompt, str) else [asdict(message) for message in problem.prompt]
     return {"id": problem.id, "prompt": prompt, "answer": problem.answer, "traces": traces, "source": problem.source}

@@ -111,9 +111,17 @@ def test_a_row_without_options_is_named_and_the_rest_is_evaluated(folder):
     assert row.startswith("GPQA*, problem 'gpqa:2': no options found")
 
 
+@pytest.mark.parametrize("reward", ["1 choice + 0.1 format", "my_module:my_reward"])
+def test_options_are_shuffled_whatever_reads_the_answer(folder, reward):
+    plain, other = (load_suite("ood", folder, reward=kind).benchmarks[0] for kind in (None, reward))
+    assert other.problems == plain.problems and other.reward == reward
+
+
 def test_a_benchmark_of_unreadable_rows_does_not_stop_the_others(folder):
     pq.write_table(pa.Table.from_pylist([verl_row("gpqa", "Name it.", "B")]), folder / "benchmarks/gpqa.parquet")
-    assert [b.title for b in load_suite("ood", folder).benchmarks] == ["ARC-c"]
+    suite = load_suite("ood", folder)
+    assert [b.title for b in suite.benchmarks] == ["ARC-c"]
+    assert any("no row can be read" in name for name in suite.missing)  # so "Avg." says of how many
 
 
 def test_a_file_of_unreadable_rows_is_an_error(tmp_path):

@@ -285,6 +285,22 @@ def test_labels(tmp_path, monkeypatch):
     assert model_label("Qwen/Qwen2.5-Math-7B") == "Qwen2.5-Math-7B"
 
 
+def test_what_a_recipe_calls_a_success_is_right(options, whole, tmp_path):
+    """Half a point for a right answer: the same responses are right as with a whole one."""
+    settings = RewardConfig(weights={"gsm8k": 0.5}, success=0.5)
+    result = run_evaluation(replace(options, out=tmp_path / "half", reward=None, reward_settings=settings))
+    assert result.benchmarks["heldout"].accuracy == whole[1].benchmarks["heldout"].accuracy > 0
+    old = rewritten(whole[0], tmp_path / "old", lambda row: {k: v for k, v in row.items() if k != "right"})
+    assert compare([tmp_path / "half", old]).accuracies["half"] == compare([whole[0], old]).accuracies["old"]
+
+
+def test_one_problem_has_no_standard_error(options, tmp_path):
+    result = run_evaluation(replace(options, out=tmp_path / "one", limit=1))
+    assert result.benchmarks["heldout"].standard_error is None
+    cells = next(line for line in result_markdown(result).splitlines() if line.startswith("| heldout")).split(" | ")
+    assert cells[1] == "1" and cells[4] == ""
+
+
 # ---- compare
 
 
@@ -305,7 +321,7 @@ def rewritten(folder, target, change):
 
 
 def test_compare_marks_the_best_and_tests_every_pair(whole, greedy, tmp_path):
-    perfect = rewritten(whole[0], tmp_path / "perfect", lambda row: {**row, "score": 1.0})
+    perfect = rewritten(whole[0], tmp_path / "perfect", lambda row: {**row, "score": 1.0, "right": True})
     comparison = compare([greedy, whole[0], perfect])
     accuracy = whole[1].benchmarks["heldout"].accuracy
     assert comparison.accuracies["perfect"] == {"heldout": 1.0, "average": 1.0}

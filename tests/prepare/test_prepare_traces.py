@@ -17,9 +17,12 @@ from luffy.models import load_tokenizer
 from luffy.prepare import teachers
 from luffy.prepare.endpoint import Endpoint, EndpointError, Reply
 from luffy.prepare.teachers import EndpointTeacher, LocalTeacher, ask_endpoint, recorded_ids
-from luffy.prepare.traces import prepare_traces
+from luffy.prepare.traces import prepare_traces, verdicts
 from luffy.quickstart.task import write_dataset
+from luffy.rewards import Verifier
+from luffy.rewards.custom import CALL_FAILED
 from luffy.rollout.native import NativeEngine
+from luffy.types import Score
 
 BASE = Path(luffy.quickstart.__file__).parent / "assets" / "base"
 KEY = "sk-very-secret"
@@ -180,6 +183,33 @@ def test_a_server_that_fails_for_ever_ends_the_run_and_loses_nothing(serve, sums
     with pytest.raises(DataError, match="was made with n=3, now it is 2"):
         run(sums_file, tmp_path / "out.parquet", teacher_of(server), n=2)
     assert KEY.encode() not in everything_written(tmp_path)
+
+
+def test_samples_that_were_not_scored_are_scored_by_the_next_call(serve, sums_file, tmp_path, monkeypatch, caplog):
+    server, score = serve(lambda body, number: solved(body)), Verifier.score
+
+    def failing(self, items):
+        scores = zip(items, score(self, items), strict=True)
+        return [Score(0.0, CALL_FAILED) if item[0].id == "s3" else found for item, found in scores]
+
+    out = tmp_path / "out.parquet"
+    with monkeypatch.context() as broken:
+        broken.setattr(Verifier, "score", failing)
+        broken.setattr(Verifier, "why_nothing_was_scored", lambda self, scores: None)  # problems come one by one here
+        for _ in range(2):  # the second call fails likewise
+            counts = run(sums_file, out, teacher_of(server))["counts"]
+            assert counts["samples_unscored"] == 3 and "3 samples have no score" in caplog.text
+            caplog.clear()
+    asked = len(server.requests)
+    mended = run(sums_file, out, teacher_of(server))["counts"]
+    assert len(server.requests) == asked and "samples_unscored" not in mended and not caplog.text
+    assert mended == run(sums_file, tmp_path / "other.parquet", teacher_of(server))["counts"]
+
+
+def test_a_sample_that_was_cut_off_does_not_make_the_next_one_a_repetition():
+    sample = {"text": "x", "finished": True, "score": 1.1, "status": "ok"}
+    cut = {**sample, "finished": False}
+    assert list(verdicts([cut, sample, sample], keep_wrong=False)) == ["cut_off", "kept", "repeated"]
 
 
 @pytest.mark.parametrize(
