@@ -197,7 +197,8 @@ def load_run(folder: Path | str) -> RunRecord:
 
 
 def first_stage(run: RunRecord) -> RunRecord | None:
-    """The run whose model this one started from, without its samples; None where it is no run, or cannot be read."""
+    """The run whose model this one started from, up to the checkpoint that it took and without its samples; None where
+    it is no run, or cannot be read."""
     path = run.config.get("model.path")
     if not isinstance(path, str):
         return None
@@ -205,10 +206,17 @@ def first_stage(run: RunRecord) -> RunRecord | None:
         folder = next((place for place in Path(path).parents if (place / METRICS).is_file()), None)
         if folder is None or folder.resolve() == run.folder.resolve():
             return None
-        found = without_samples(folder, read_config(folder / CONFIG))
+        found = without_samples(folder, read_config(folder / CONFIG), _checkpoint_step(path, folder))
     except (UserError, OSError, ValueError):
         return None
     return found if found.rows else None
+
+
+def _checkpoint_step(path: str, run: Path) -> float:
+    """The step of a model in a run's checkpoints, also where the path goes by ``latest``; infinite without one."""
+    inside = os.path.relpath(os.path.realpath(path), os.path.realpath(run))
+    steps = [int(found[1]) for part in Path(inside).parts if (found := re.fullmatch(r"step-(\d{6,})", part))]
+    return steps[-1] if steps else math.inf
 
 
 def without_samples(

@@ -9,7 +9,10 @@ import pytest
 
 from luffy.cli import main
 from luffy.errors import UserError
+from luffy.report.charts import gpu_seconds, update_tokens
 from luffy.report.html import POLICY, default_out, write_report
+from luffy.report.model_card import CardFacts, model_card
+from luffy.report.runs import load_run
 from luffy.report.samples import BRIEF, MOST_GROUPS, MOST_SAMPLES
 
 LUFFY = {"guidance": {"n_prefix": 1}, "train": {"steps": 2}}
@@ -143,6 +146,20 @@ def test_accuracy_against_what_it_cost(write_run, make_metric_row):
     assert drawn(" by GPU seconds") == {"sft": [0.0, 2.0, 4.0], "sft-rl": [4.0, 8.0, 12.0]}
     assert drawn(" by tokens") == {"sft": [0.0, 100.0, 200.0], "sft-rl": [200.0, 250.0, 300.0]}
     assert "sft-rl goes from 0.100 at 4.000 GPU seconds to 0.700 at 12.000 GPU seconds" in both
+
+
+def test_a_run_from_an_earlier_checkpoint_has_the_cost_up_to_it(write_run, make_metric_row):
+    """A step is 2 seconds. The run went on from step 2 of 3, named by its folder or by a link."""
+    sft = write_run("step-000009", [make_metric_row(i, **{"perf/update_tokens": 100.0}) for i in (1, 2, 3)])
+    (sft / "checkpoints/step-000002/model").mkdir(parents=True)
+    (sft / "checkpoints/latest").symlink_to("step-000002")
+    (sft / "final").mkdir()
+    for place, steps in (("checkpoints/step-000002/model", 2), ("checkpoints/latest/model", 2), ("final/model", 3)):
+        second = {"model": {"path": str(sft / place)}}
+        run = load_run(write_run(f"rl-{place}", [make_metric_row(1, **{"perf/update_tokens": 50.0})], second))
+        assert gpu_seconds(run) == {0: 2.0 * steps, 1: 2.0 * steps + 2}
+        assert update_tokens(run) == {0: 100.0 * steps, 1: 100.0 * steps + 50}
+        assert f"after {steps} steps of `luffy train`" in model_card(CardFacts(run, 1))
 
 
 def test_sft_alone(write_run, read_page):
