@@ -73,15 +73,20 @@ def nice_ticks(low: float, high: float, wanted: int = 5, whole: bool = False) ->
     step = nice_step(high - low, wanted)
     step = max(step, 1.0) if whole else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    digits = 12 - min(math.floor(math.log10(step)), 0)
+    return [round(i * step, digits) for i in range(first, last + 1)]
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """All with the decimals that their distance needs; thousands as k, millions as M."""
+    """All with the decimals that their distance needs; thousands as k, millions as M. Where more than six decimals
+    would be needed, all have the same power of ten."""
     largest = max(abs(t) for t in ticks)
     unit, suffix = next(((u, s) for u, s in ((1e6, "M"), (1e3, "k")) if largest >= 10 * u), (1.0, ""))
     gap = (ticks[1] - ticks[0]) / unit if len(ticks) > 1 else 1.0
-    digits = min(max(-math.floor(math.log10(gap) + 1e-9), 0), 6)
+    digits = max(-math.floor(math.log10(gap) + 1e-9), 0)
+    if digits > 6:
+        power = math.floor(math.log10(largest) + 1e-9)
+        unit, suffix, digits = 10.0**power, f"e{power}", digits + power
     return [f"{t / unit:,.{digits}f}{suffix if t else ''}".replace("-", "\u2212") for t in ticks]
 
 
@@ -91,7 +96,7 @@ def value_ticks(lines: Sequence[Line], from_zero: bool) -> list[float]:
     if from_zero or 0 <= low < 0.35 * high:  # near zero anyway: show how near
         low, high = min(low, 0.0), max(high, 0.0)
     magnitude = max(abs(low), abs(high))
-    if magnitude == 0:
+    if magnitude < 1e-300:  # a step between ticks would be 0
         return [0.0, 0.5, 1.0]
     room = max(FLATTEST * magnitude - (high - low), 0) / 2  # noise in the last digits should look like noise
     return nice_ticks(low - room, high + room, 5)

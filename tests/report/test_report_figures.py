@@ -49,6 +49,23 @@ def test_tick_labels_share_their_decimals():
     assert tick_labels([0, 0.0001]) == ["0.0000", "0.0001"]
 
 
+def test_small_ticks_share_a_power_of_ten():
+    labels = ["0.0", "0.2e\u22126", "0.4e\u22126", "0.6e\u22126", "0.8e\u22126", "1.0e\u22126"]
+    assert tick_labels(nice_ticks(0, 1e-6)) == labels
+    assert tick_labels(nice_ticks(-3e-9, 0)) == ["\u22123e\u22129", "\u22122e\u22129", "\u22121e\u22129", "0"]
+    assert tick_labels([0, 1e-6]) == ["0.000000", "0.000001"]
+
+
+@pytest.mark.parametrize("value", [1e-7, 3e-12, 1e-13, 1e-45, 1e-299, 5e-324])
+@pytest.mark.parametrize("from_zero", [False, True])
+def test_however_small_values_are_they_are_drawn(value, from_zero):
+    drawn = line("a", [(0, value), (1, 2 * value)])
+    ticks = value_ticks([drawn], from_zero)
+    assert ticks[0] <= value and ticks[-1] >= 2 * value
+    assert len(set(tick_labels(ticks))) == len(ticks)
+    assert "nan" not in line_chart([drawn], 1, "x", from_zero)
+
+
 def test_values_that_hardly_move_are_not_blown_up():
     ticks = value_ticks([line("a", [(1, 20.0), (2, 20.001)])], from_zero=False)
     assert ticks[-1] - ticks[0] >= FLATTEST * 20
