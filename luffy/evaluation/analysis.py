@@ -21,12 +21,13 @@ import torch
 
 from luffy.core.shaping import Shape, gradient_weight
 from luffy.errors import UserError
-from luffy.evaluation.accuracy import Row, is_right, mean_pass_at_k
+from luffy.evaluation.accuracy import is_right, mean_pass_at_k
 from luffy.evaluation.bleu import bleu_figure, load_traces
 from luffy.evaluation.paper_figures import Figure, Panel, Series, save
 from luffy.evaluation.results import Evaluation, is_evaluation, model_label, read_evaluation
 from luffy.files import write_atomically
 from luffy.report.recorder import METRICS, SAMPLES, read_json_lines
+from luffy.report.runs import RunRecord, without_samples
 
 DYNAMICS = (
     ("reward", "critic/rewards/mean", "mean reward of the policy's own samples"),
@@ -98,8 +99,7 @@ def _figures(
 ) -> Iterator[Figure]:
     yield shaping_figure(gammas)
     if runs:
-        metrics = {name: read_json_lines(path / METRICS) for name, path in runs.items()}
-        yield from dynamics_figures(metrics)
+        yield from dynamics_figures({name: without_samples(path, {}) for name, path in runs.items()})
     if evaluations:
         yield length_figure(evaluations)
         yield from temperature_figures(evaluations, k, left_out)
@@ -143,11 +143,11 @@ def _series(name: str, x: torch.Tensor, y: torch.Tensor) -> Series:
 # ---- Figures 2 (left), 5 and 8
 
 
-def dynamics_figures(metrics: Mapping[str, Sequence[Row]]) -> Iterator[Figure]:
-    panels = tuple(_over_steps(title, key, label, metrics) for title, key, label in DYNAMICS)
+def dynamics_figures(runs: Mapping[str, RunRecord]) -> Iterator[Figure]:
+    panels = tuple(_over_steps(title, key, label, runs) for title, key, label in DYNAMICS)
     drawn = tuple(panel for panel in panels if panel.series)
     if not drawn:
-        raise UserError(f"no run has any of {', '.join(key for _, key, _ in DYNAMICS)}: {', '.join(metrics)}")
+        raise UserError(f"no run has any of {', '.join(key for _, key, _ in DYNAMICS)}: {', '.join(runs)}")
     yield Figure(
         "dynamics",
         "Training dynamics",
@@ -155,7 +155,7 @@ def dynamics_figures(metrics: Mapping[str, Sequence[Row]]) -> Iterator[Figure]:
         "Figures 2 (left) and 5",
         drawn,
     )
-    clipped = _over_steps("ratio of clipped tokens", CLIPPED, "share of tokens", metrics)
+    clipped = _over_steps("ratio of clipped tokens", CLIPPED, "share of tokens", runs)
     if clipped.series:
         yield Figure(
             "clipping",
@@ -166,11 +166,10 @@ def dynamics_figures(metrics: Mapping[str, Sequence[Row]]) -> Iterator[Figure]:
         )
 
 
-def _over_steps(title: str, key: str, label: str, metrics: Mapping[str, Sequence[Row]]) -> Panel:
+def _over_steps(title: str, key: str, label: str, runs: Mapping[str, RunRecord]) -> Panel:
     series = []
-    for name, rows in metrics.items():
-        points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
-        if points:
+    for name, run in runs.items():
+        if points := run.series(key):
             x, y = zip(*points, strict=True)
             series.append(Series(name, tuple(x), tuple(y)))
     return Panel(title, "step", label, tuple(series), y_from_zero=all(min(s.y) >= 0 for s in series))

@@ -55,11 +55,11 @@ def model_label(model: str) -> str:
     """A short name: the folder's own; for a checkpoint, whose folder is only called model, ``RUN-step-000060`` with
     the run's path from here, because runs of several methods may all be called seed-0."""
     folder = Path(model).resolve()
-    if "checkpoints" not in folder.parts:
-        return Path(model).name or folder.name
     here = Path.cwd()
     parts = folder.relative_to(here).parts if folder.is_relative_to(here) else folder.parts[1:]
     kept = [part for part in parts if part not in ("checkpoints", "model", "latest")]
+    if "checkpoints" not in folder.parts or not kept:
+        return Path(model).name or folder.name
     return "-".join(kept[1:] if kept[0] == "runs" and len(kept) > 1 else kept)
 
 

@@ -283,6 +283,7 @@ def test_labels(tmp_path, monkeypatch):
     assert model_label("runs/quickstart/sft/seed-0/checkpoints/latest/model") == "quickstart-sft-seed-0"
     assert model_label("/else/where/checkpoints/step-000001/model") == "else-where-step-000001"
     assert model_label("Qwen/Qwen2.5-Math-7B") == "Qwen2.5-Math-7B"
+    assert model_label("checkpoints/model") == "model"
 
 
 def test_what_a_recipe_calls_a_success_is_right(options, whole, tmp_path):
@@ -531,6 +532,19 @@ def test_analyze_labels_runs_by_their_path(tmp_path):
         (folder / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n')
     assert luffy("analyze", tmp_path / "runs", "--out", tmp_path)[0] == 0
     assert [r["series"] for r in read_csv(tmp_path / "dynamics.csv")] == ["luffy/seed-0", "sft/seed-0"]
+
+
+def test_analyze_leaves_out_values_that_are_not_finite(tmp_path):
+    pytest.importorskip("matplotlib")
+    run = tmp_path / "run"
+    run.mkdir()
+    values = ("NaN", "0.5", "Infinity", "-Infinity", "0.7")
+    lines = [f'{{"step": {step}, "critic/rewards/mean": {value}}}\n' for step, value in enumerate(values)]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    code, _, err = luffy("analyze", run, "--out", tmp_path)
+    assert code == 0 and err == "", err
+    assert [(float(r["x"]), float(r["y"])) for r in read_csv(tmp_path / "dynamics.csv")] == [(1, 0.5), (4, 0.7)]
+    assert not {"NaN", "Infinity"} & set(re.findall(r"\w+", (tmp_path / "analysis.json").read_text()))
 
 
 @pytest.mark.parametrize(("asked", "of_recipe", "found"), [(3, 1, 3), (None, 1, 1), (None, None, 2)])
