@@ -209,7 +209,8 @@ def _token_lines(report: dict[str, Any]) -> Iterator[str]:
 
 def _verifier_lines(verifier: dict[str, Any]) -> Iterator[str]:
     if not verifier["checked"]:
-        yield "verifier    nothing checked (no trace with an answer, or --verify 0)"
+        why = "no trace with an answer, --verify 0, or traces of token ids without --tokenizer"
+        yield f"verifier    nothing checked ({why})"
         return
     share, checked = 100 * verifier["share"], verifier["checked"]
     yield f"verifier    {verifier['reward']} agrees with {verifier['agree']} of {checked} traces ({share:.1f}%)"

@@ -76,6 +76,13 @@ def test_long_traces_are_shown_from_both_ends_unless_full(tmp_path):
     assert "give --tokenizer" in "\n".join(report_lines(report))
 
 
+def test_traces_that_cannot_be_read_without_a_tokenizer_are_said_to_be(tmp_path):
+    path = tmp_path / "ids.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1", "answer": "2", "traces": [{"token_ids": [3, 4]}]}) + "\n")
+    text = "\n".join(report_lines(check_file(str(path), CheckOptions(reward="gsm8k"))))
+    assert "nothing checked" in text and "or traces of token ids without --tokenizer" in text
+
+
 def test_unusable_data_is_an_error(tmp_path, tokenizer_folder):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"x": 1}\n')
