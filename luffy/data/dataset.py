@@ -103,11 +103,12 @@ class ProblemDataset:
     def _check_rows(self) -> None:
         hashes = array("Q")
         unseen = dict(self._options.columns)
-        for index, row in enumerate(self.source.scan()):
+        rows = self.source.scan()
+        for index, row in enumerate(rows):
             try:
                 if isinstance(row, RowError):
                     raise row
-                unseen = {key: column for key, column in unseen.items() if lookup(row, column) is ABSENT}
+                unseen = _absent(unseen, row)
                 problem = self._problem(index, row)
             except RowError as error:
                 self._reject(error)
@@ -116,7 +117,7 @@ class ProblemDataset:
             hashes.append(_hash(problem.id))
             if len(self._good) == self._limit:
                 break
-        self._check_map_was_used(unseen)
+        self._check_map_was_used(unseen, rows)
         self._reject_duplicates(hashes)
         self._check_not_empty()
 
@@ -127,8 +128,10 @@ class ProblemDataset:
         if len(self.messages) < SHOWN_MESSAGES:
             self.messages.append(str(error))
 
-    def _check_map_was_used(self, unseen: Mapping[str, str]) -> None:
-        """A mistyped optional column would otherwise read as 'no row has traces'."""
+    def _check_map_was_used(self, unseen: Mapping[str, str], beyond: Iterator[Row | RowError]) -> None:
+        """A mistyped optional column would otherwise read as 'no row has traces'. Rows beyond the limit may have it."""
+        while unseen and (row := next(beyond, None)) is not None:
+            unseen = unseen if isinstance(row, RowError) else _absent(unseen, row)
         for key, column in unseen.items():
             raise DataError(f"{self.source.path}: no row has the column {column!r}; correct data.columns.{key}")
 
@@ -158,6 +161,10 @@ def load_problems(
 ) -> ProblemDataset:
     """Open a file, folder or hub dataset and read its problems; ``options`` are those of ``ProblemDataset``."""
     return ProblemDataset(open_source(path, split), **options)
+
+
+def _absent(columns: Mapping[str, str], row: Row) -> dict[str, str]:
+    return {key: column for key, column in columns.items() if lookup(row, column) is ABSENT}
 
 
 def _hash(text: str) -> int:

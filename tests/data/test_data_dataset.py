@@ -76,6 +76,14 @@ def test_a_mistyped_optional_column_is_not_silent(write_jsonl):
         load_problems(path, columns=columns | {"traces": "solutoins"})
 
 
+def test_a_column_that_only_rows_beyond_the_limit_have_is_not_mistyped(write_jsonl):
+    path = write_jsonl([{"q": "a", "a": "1"}, {"q": "b", "a": "2"}, {"q": "c", "a": "3", "solution": "s"}])
+    columns = {"prompt": "q", "answer": "a", "traces": "solution"}
+    assert [len(problem.traces) for problem in load_problems(path, columns=columns, limit=1)] == [0]
+    with pytest.raises(DataError, match="no row has the column 'solutoin'"):
+        load_problems(path, columns=columns | {"traces": "solutoin"}, limit=1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
