@@ -8,6 +8,7 @@ from typing import Any, TextIO, cast
 
 from luffy.data import Encoder, load_problems
 from luffy.data.encode import resolve_style
+from luffy.data.sources import DATA_SUFFIXES
 from luffy.errors import UserError
 from luffy.evaluation.runner import room_for
 from luffy.guidance.plan import seed_of
@@ -21,10 +22,10 @@ MAX_TOKENS = 256
 
 
 def read_prompts(prompt: str | None, file: Path | None, stdin: TextIO) -> list[Problem]:
-    """From the argument, a file (text: a prompt a line; JSONL or parquet: a dataset), or standard input."""
+    """From the argument, a file (text: a prompt a line; a data file: its problems), or standard input."""
     if prompt is not None and file is not None:
         raise UserError("give a prompt or --file, not both")
-    if file is not None and file.suffix in (".jsonl", ".parquet"):
+    if file is not None and file.suffix.lower() in DATA_SUFFIXES:
         return list(load_problems(str(file), require_answer=False))
     if file is not None and not file.is_file():
         raise UserError(f"--file {file}: no such file")

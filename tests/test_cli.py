@@ -18,6 +18,7 @@ import yaml
 from luffy.cli import main
 from luffy.config import load_config
 from luffy.errors import ConfigError
+from luffy.generate import read_prompts
 from luffy.report.methods import group_runs
 from luffy.report.runs import load_run
 from luffy.train.loop import Trainer
@@ -192,6 +193,10 @@ def test_generate_from_argument_file_and_stdin(tiny_model, tmp_path):
     (tmp_path / "prompts.txt").write_text("1+2\n3+4\n")
     listed = luffy("generate", tiny_model, "--file", tmp_path / "prompts.txt", *options).stdout.splitlines()
     assert len(listed) == 2 and json.loads(listed[0])["token_ids"] == rows[0]["token_ids"]
+    for name in ("prompts.ndjson", "prompts.JSONL", "prompts.json"):
+        (tmp_path / name).write_text('{"prompt": "1+2", "id": "a"}\n')
+        [problem] = read_prompts(None, tmp_path / name, io.StringIO())
+        assert (problem.id, problem.prompt) == ("a", "1+2")
     result = luffy("generate", tiny_model, stdin="")
     assert result.returncode == 2 and "no prompt" in result.stderr
 

@@ -431,7 +431,7 @@ def _files_of(path: str, split: str) -> list[str]:
         return [path]
     if os.path.isdir(path):
         return [str(file) for file in _folder_files(Path(path), split)]
-    if HUB_DATA.fullmatch(path) and ".." not in path.split("/") and not path.endswith(DATA_SUFFIXES):
+    if HUB_DATA.fullmatch(path) and ".." not in path.split("/") and not path.lower().endswith(DATA_SUFFIXES):
         return [str(file) for file in _folder_files(_hub_folder(path), split)]
     raise DataError(f"{path}: no such file or folder; check the path")
 

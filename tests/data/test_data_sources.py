@@ -114,6 +114,8 @@ def test_unusable_files(tmp_path, name, content, message):
 def test_missing_paths():
     with pytest.raises(DataError, match=r"^nowhere/train.jsonl: no such file or folder; check the path$"):
         open_source("nowhere/train.jsonl")
+    with pytest.raises(DataError, match=r"^nowhere/train.JSONL: no such file or folder; check the path$"):
+        open_source("nowhere/train.JSONL")
     with pytest.raises(DataError, match=r"^\./nowhere: no such file or folder; check the path$"):
         open_source("./nowhere")
     with pytest.raises(DataError, match="no data path was given"):
