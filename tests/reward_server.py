@@ -18,6 +18,8 @@ class Handler(ScriptedHandler):
             self.connection.close()
         elif action == "trickle":
             self.trickle(50)
+        elif action == "nested":
+            self.reply(200, b"[" * 100_000)
         elif isinstance(action, int):
             headers = {307: {"Location": "/elsewhere"}, 429: {"Retry_After": "0.01"}}.get(action, {})
             self.reply(action, f"not now, {key}".encode(), **headers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -23,6 +24,7 @@ ROW_KEY = "__row__"
 """Key of ``Problem.meta`` that holds ``file:row``, so that later errors can name the row."""
 ABSENT = object()
 LONGEST_NAMES = 300
+LOWEST = -sys.float_info.max  # a whole number may be lower, and no float holds it
 LABELS = ("correctness_math_verify", "correctness_llama")
 """Columns of OpenR1 that judge its generations: Math-Verify's verdicts, a language model's."""
 
@@ -441,7 +443,7 @@ def log_prob_fault(values: Iterable[Any]) -> str | None:
     """What is wrong with the first value that is no log-probability, or None."""
     for place, value in enumerate(values):
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value > 0:
+        if not number or not LOWEST <= value <= 0:
             return f"expected finite log-probs of at most 0, found {shown(value)} at position {place}"
     return None
 

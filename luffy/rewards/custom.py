@@ -162,7 +162,10 @@ def finite_number(path: str, value: object) -> float:
     """Anything that is a number (numpy and one-element tensors too), but no string and no NaN."""
     if not hasattr(value, "__float__"):
         raise TypeError(f"{path} must return a number, found {type(value).__name__} {value!r:.80}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{path} must return a finite number, found one of more digits than a float holds") from None
     if not math.isfinite(number):
         raise ValueError(f"{path} must return a finite number, found {number}")
     return number

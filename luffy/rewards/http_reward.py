@@ -173,7 +173,7 @@ class HttpReward:
     def _scores_in(self, answer: bytes, count: int) -> list[Any]:
         try:
             scores = json.loads(answer)["scores"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):  # the last: brackets within brackets
             scores = None
         if not isinstance(scores, list) or len(scores) != count:
             found = self._cleaned(answer)

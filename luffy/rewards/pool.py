@@ -28,6 +28,7 @@ from luffy.rewards.worker_process import START_TIMEOUT_S, Item, WorkerProcess
 MOST_FAILED_STARTS = 3
 # Items in one message. Messages cost more than quick items do; of slow ones each worker gets one at a time.
 MOST_AT_ONCE = 32
+LONGEST_POLL_MS = (1 << 31) - 1  # then it is asked again
 QUICK_S, SLOW_S = 0.005, 0.02  # of all items of a message
 
 
@@ -303,4 +304,4 @@ def _readable(descriptors: Iterable[int], timeout_s: float) -> set[int]:
     watched = select.poll()
     for descriptor in descriptors:
         watched.register(descriptor, select.POLLIN)
-    return {descriptor for descriptor, _ in watched.poll(math.ceil(1000 * timeout_s))}
+    return {descriptor for descriptor, _ in watched.poll(math.ceil(min(1000 * timeout_s, LONGEST_POLL_MS)))}

@@ -21,6 +21,7 @@ from luffy.rewards.worker import Answer, Setup, unpacked
 # Generous, because an importing worker may share a busy machine with a training run.
 START_TIMEOUT_S = 180.0
 READ_BYTES = 1 << 16
+LONGEST_BLOCK_S = 1 << 31
 
 # One thread each: the pool is the parallelism. Plain Python integers: with gmpy2 beside it, sympy
 # computes (10^9)! in one C call that no alarm can interrupt, so each such answer would cost a hard kill.
@@ -134,7 +135,7 @@ def _above_stdio(fd: int) -> int:
 
 def _bound_blocking(fd: int, timeout_s: float) -> None:
     """A stopped worker must not block the parent in the middle of a message."""
-    limit = struct.pack("ll", int(timeout_s) + 1, 0)
+    limit = struct.pack("ll", int(min(timeout_s, LONGEST_BLOCK_S)) + 1, 0)
     with socket.socket(fileno=os.dup(fd)) as shared:
         shared.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         shared.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

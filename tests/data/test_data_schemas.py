@@ -155,6 +155,7 @@ def test_no_answer_is_fine_when_none_is_required():
         ({"traces": [{"token_ids": [1, 2], "log_probs": [-1, 0.5]}]}, "at most 0, found 0.5 at position 1"),
         ({"traces": [{"token_ids": [1], "log_probs": [float("nan")]}]}, "finite .* found nan at position 0"),
         ({"traces": [{"token_ids": [1], "log_probs": [float("-inf")]}]}, "finite .* found -inf"),
+        ({"traces": [{"token_ids": [1], "log_probs": [-(10**400)]}]}, "finite .* found -1000"),
         ({"traces": [{"token_ids": [1], "log_probs": [None]}]}, "found None at position 0"),
     ],
 )

@@ -13,7 +13,7 @@ def trl(prompts, completions, completion_ids=None, **kwargs):
         time.sleep(1000)
     if "short" in texts:
         return [0.0]
-    values = {"none": None, "nan": float("nan"), "text": "1.0"}
+    values = {"none": None, "nan": float("nan"), "huge": 10**400, "text": "1.0"}
     return [values.get(t, float(t == a)) for t, a in zip(texts, kwargs["answer"], strict=True)]
 
 

@@ -99,6 +99,7 @@ def test_what_passes_is_sent_again_and_what_does_not_costs_its_batch_alone(ask, 
         ({"scores": [1.0]}, 'expected {"scores": [...]} with 2 entries, found {"scores": [1.0]}'),
         ({"score": 1.0}, 'expected {"scores": [...]} with 2 entries'),
         ("garbage", 'found "garbage"'),
+        ("nested", "with 2 entries, found [[[["),
     ],
 )
 def test_an_answer_that_will_not_change_is_not_asked_for_again(ask, action, reason):
@@ -119,6 +120,8 @@ def test_single_samples_may_fail_or_have_no_score(ask):
     )
     assert scores == [Score(0.5), Score(0.0, "not_scored"), Score(0.0, "error"), Score(0.0, "error"), Score(1.0)]
     assert "must return a number, found str '1'" in failure
+    scores, _, failure = ask([{"scores": [10**400, 1]}], "ab")
+    assert scores == [Score(0.0, "error"), Score(1.0)] and "must return a finite number" in failure
 
 
 def test_a_server_that_is_not_there_is_an_error_before_the_first_step(server, monkeypatch):

@@ -28,17 +28,17 @@ def here(name, **others):
 
 def test_trls_signature_as_it_is(caplog):
     with build_verifier("own_forms:trl", workers=1, timeout_s=2.0) as verifier:
-        said = ["5", "6", "none", "nan", "text"]
+        said = ["5", "6", "none", "nan", "huge", "text"]
         assert verifier.score([(problem(chat=chat), text) for text in said for chat in (False, True)]) == [
             *[Score(1.0)] * 2,
             *[Score(0.0)] * 2,
             *[Score(0.0, "not_scored")] * 2,
-            *[Score(0.0, "error")] * 4,
+            *[Score(0.0, "error")] * 6,
         ]
         assert verifier.score([(problem(), "5"), (problem(), "raise")]) == [FAILED] * 2
         assert verifier.score([(problem(), "5"), (problem(), "short")]) == [FAILED] * 2
         assert verifier.score([]) == []
-        assert verifier.counts == {"ok": 4, "not_scored": 2, "error": 4, "call_failed": 4}
+        assert verifier.counts == {"ok": 4, "not_scored": 2, "error": 6, "call_failed": 4}
         assert "returned 1 scores for 2 completions" in verifier.last_failure
         assert len(caplog.records) == 3
         assert "call_failed on problem p1 (error: KeyError: 'no such thing')" in caplog.text

@@ -429,3 +429,9 @@ def test_a_function_that_cannot_be_loaded_is_one_clear_error(path, message):
 def test_impossible_settings_are_refused(options):
     with pytest.raises(UserError, match=next(iter(options))):
         WorkerPool("reward_functions:square", **options)
+
+
+@pytest.mark.parametrize("timeout_s", [1e7, 1e308])  # in ms more than poll takes; more than a C long
+def test_a_timeout_may_be_as_long_as_one_likes(timeout_s):
+    with WorkerPool("reward_functions:square", workers=1, timeout_s=timeout_s) as pool:
+        assert [outcome.value for outcome in pool.map([(3,), (4,)])] == [9, 16]
