@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -45,6 +46,17 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a small file: the old text or the new one is there at any moment, never a part."""
     with complete_or_nothing(path) as file:
         file.write(text)
+
+
+def json_object(raw: bytes, where: object, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file or a line that may be damaged: a UserError then says where, and what to do."""
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, thousands of digits, or brackets within brackets
+        raise UserError(f"{where}: not JSON ({error}); {remedy}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: not a JSON object; {remedy}")
+    return content
 
 
 def cache_folder() -> Path:

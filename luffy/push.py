@@ -6,7 +6,6 @@ before anybody can have evaluated it. A card without luffy's mark is somebody's 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import yaml
 from luffy.errors import UserError
 from luffy.evaluation.paper_figures import Figure, Panel, Series, draw
 from luffy.evaluation.results import RESULT, read_result
-from luffy.files import write_atomically
+from luffy.files import json_object, write_atomically
 from luffy.hub import hub_fault
 from luffy.report.model_card import CARD, CURVES, MARK, REWARD, BenchmarkFigure, CardFacts, model_card, public
 from luffy.report.recorder import EVAL_SAMPLES, SAMPLES
@@ -78,7 +77,8 @@ def _choose(run: Path, which: str) -> Checkpoint:
             raise UserError(
                 f"{run} has no best step: nothing was evaluated; give --checkpoint latest or one of {steps}"
             )
-        which = str(json.loads((run / BEST).read_text(encoding="utf-8"))["step"])
+        best = (run / BEST).read_bytes()
+        which = str(json_object(best, run / BEST, f"give --checkpoint latest or one of {steps}")["step"])
     if not which.isdecimal() or int(which) not in found:
         raise UserError(f"--checkpoint {which}: {run} has checkpoints of the steps {steps}; or give latest or best")
     return found[int(which)]
@@ -117,7 +117,7 @@ def _front_matter(text: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    return json_object(path.read_bytes(), path, "remove it, and the card does without") if path.is_file() else {}
 
 
 def _evaluations(model: Path, folders: Sequence[Path]) -> list[Path]:

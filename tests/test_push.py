@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -218,3 +219,18 @@ def test_folders_that_are_no_checkpoint(trained, tiny_model, tmp_path):
         find_model(tiny_model, "best")
     assert find_model(trained, "best").checkpoint.step == json.loads((trained / "best.json").read_text())["step"]
     assert find_model(Path(trained), "1").checkpoint.step == 1
+
+
+def test_damaged_files_are_named(trained, tmp_path, monkeypatch):
+    run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    model = find_model(run)
+    monkeypatch.chdir(tmp_path)
+    (run / "data.json").write_text("[]")
+    with pytest.raises(UserError, match="data.json: not a JSON object; remove it"):
+        write_card(model, "mine", {}, [])
+    (evaluation(tmp_path / "evals" / "cut", model.folder) / "result.json").write_text('{"settings": ')
+    with pytest.raises(UserError, match="cut/result.json: not JSON"):
+        write_card(model, "mine", {}, [])
+    (run / "best.json").write_text("")
+    with pytest.raises(UserError, match="best.json: not JSON .* give --checkpoint latest or one of 1, 2"):
+        find_model(run, "best")

@@ -15,7 +15,7 @@ from luffy.errors import UserError
 from luffy.evaluation.accuracy import Row, Summary, summarise
 from luffy.evaluation.benchmarks import Suite
 from luffy.evaluation.settings import Settings
-from luffy.files import write_atomically
+from luffy.files import json_object, write_atomically
 from luffy.report.recorder import read_json_lines
 
 ITEMS, RESULT, RESULT_MD = "items.jsonl", "result.json", "result.md"
@@ -190,4 +190,5 @@ def read_result(folder: Path) -> dict[str, Any]:
     if not (folder / RESULT).is_file():
         state = "an unfinished evaluation: run its command again" if is_evaluation(folder) else "no evaluation"
         raise UserError(f"{folder} has no {RESULT}: it is {state}")
-    return dict(json.loads((folder / RESULT).read_text(encoding="utf-8")))
+    path = folder / RESULT
+    return json_object(path.read_bytes(), path, "run the evaluation's command again, or delete it")

@@ -13,7 +13,7 @@ from typing import Any
 from luffy.errors import UserError
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.benchmarks import Suite
-from luffy.files import try_lock, write_atomically
+from luffy.files import json_object, try_lock, write_atomically
 
 SETTINGS = "settings.json"
 
@@ -58,7 +58,11 @@ def problems_hash(suite: Suite) -> str:
 def recorded(folder: Path, setting: str) -> str | None:
     """A setting of the evaluation that this folder already holds."""
     path = folder / SETTINGS
-    return json.loads(path.read_text(encoding="utf-8")).get(setting) if path.exists() else None
+    return _read(path).get(setting) if path.exists() else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json_object(path.read_bytes(), path, "give another --out or delete that folder")
 
 
 def claim(folder: Path, settings: Settings) -> None:
@@ -68,7 +72,7 @@ def claim(folder: Path, settings: Settings) -> None:
     if not path.exists():
         write_atomically(path, json.dumps(now, indent=2, ensure_ascii=False) + "\n")
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = _read(path)
     # a model that was only moved is the same model: its identity decides
     for key in [key for key in now if key != "model"]:
         if before.get(key, now[key]) != now[key]:  # a folder may be older than a setting

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from luffy.data.sources import shown
 from luffy.errors import DataError, UserError
-from luffy.files import try_lock
+from luffy.files import json_object, try_lock
 
 Record = dict[str, Any]
 
@@ -57,14 +57,17 @@ class Journal:
     def __getitem__(self, index: int) -> Record:
         with self.path.open("rb") as file:
             file.seek(self._ends[index])
-            record: Record = json.loads(file.readline())
-            return record
+            return self._parsed(file.readline(), index)
 
     def __iter__(self) -> Iterator[Record]:
         with self.path.open("rb") as file:
             file.seek(self._ends[0])
-            for _ in range(len(self)):
-                yield json.loads(file.readline())
+            for index in range(len(self)):
+                yield self._parsed(file.readline(), index)
+
+    def _parsed(self, line: bytes, index: int) -> Record:
+        remedy = "cut off the file before that line to go on from there, or delete it to start again"
+        return json_object(line, f"{self.path}:{index + 2}", remedy)
 
     def append(self, records: Sequence[Record]) -> None:
         """On disk when this returns."""

@@ -21,7 +21,7 @@ from luffy.data.encode import QUESTION_LINE
 from luffy.data.sources import HUB_ID
 from luffy.data.special_tokens import THINK
 from luffy.errors import UserError
-from luffy.files import write_atomically
+from luffy.files import json_object, write_atomically
 from luffy.models.load import load_tokenizer
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
@@ -292,13 +292,7 @@ def _link_or_copy(file: Path, target: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object")
-    return content
+    return json_object(path.read_bytes(), path, "get the model again")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from luffy.config import Config
-from luffy.errors import ConfigError, UserError, how_to_install
-from luffy.files import complete_or_nothing, write_atomically
+from luffy.errors import ConfigError, how_to_install
+from luffy.files import complete_or_nothing, json_object, write_atomically
 from luffy.schema import to_dict
 from luffy.types import Group, Rollout, Sample, Score, TokenView
 
@@ -61,13 +61,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a file that may still be growing, or whose writer was killed in mid-line."""
     if not path.exists():
         return []
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: not JSON ({error}); mend or remove that line") from None
-    return rows
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [json_object(line, f"{path}:{n}", "mend or remove that line") for n, line in enumerate(lines, start=1)]
 
 
 class TensorBoardTracker:

@@ -375,6 +375,19 @@ def test_compare_refuses_other_problems_and_unfinished_folders(whole, tmp_path):
         compare([whole[0]])
 
 
+@pytest.mark.parametrize("damaged", ['{"version": ', "[]", "", "[" * 100_000])
+def test_a_damaged_result_or_setting_is_named(whole, options, tmp_path, damaged):
+    other = rewritten(whole[0], tmp_path / "other", lambda row: row)
+    (other / "result.json").write_text(damaged)
+    with pytest.raises(UserError, match=r"other/result.json: not .*; run the evaluation's command again, or delete it"):
+        compare([whole[0], other])
+    (other / "settings.json").write_text(damaged)
+    with pytest.raises(UserError, match=r"other/settings.json: not .*; give another --out or delete that folder"):
+        run_evaluation(replace(options, out=other))
+    with pytest.raises(UserError, match=r"other/settings.json: not "):
+        run_evaluation(replace(options, out=other, dtype="float32", date="2024-07-26"))
+
+
 # ---- the command line
 
 
@@ -545,6 +558,14 @@ def test_analyze_leaves_out_values_that_are_not_finite(tmp_path):
     assert code == 0 and err == "", err
     assert [(float(r["x"]), float(r["y"])) for r in read_csv(tmp_path / "dynamics.csv")] == [(1, 0.5), (4, 0.7)]
     assert not {"NaN", "Infinity"} & set(re.findall(r"\w+", (tmp_path / "analysis.json").read_text()))
+
+
+@pytest.mark.parametrize("damaged", ["[]", "[" * 100_000])
+def test_analyze_names_a_damaged_line(tmp_path, damaged):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n' + damaged + "\n")
+    code, _, err = luffy("analyze", tmp_path, "--out", tmp_path)
+    assert code == 2 and "metrics.jsonl:2: not " in err and "mend or remove that line" in err
 
 
 @pytest.mark.parametrize(("asked", "of_recipe", "found"), [(3, 1, 3), (None, 1, 1), (None, None, 2)])

@@ -237,6 +237,20 @@ def test_two_processes_do_not_share_a_folder(prepared, tokenizer_folder, evaluat
         prepare(source, tokenizer_folder, out, [evaluation])
 
 
+@pytest.mark.parametrize("damaged", [b"\0\0\0\0", b"[]", b"[" * 100_000])
+def test_a_damaged_line_of_the_journal_is_named(tmp_path, damaged):
+    path = tmp_path / "verified.jsonl"
+    with Journal(path, {}) as journal:
+        journal.append([{"id": "a"}, {"id": "b"}])
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*lines[:2], damaged]) + b"\n")
+    with Journal(path, {}) as journal:
+        assert journal[0] == {"id": "a"}
+        for read in (list, lambda journal: journal[1]):
+            with pytest.raises(UserError, match=r"verified.jsonl:3: not .*; cut off the file before that line"):
+                read(journal)
+
+
 def test_nothing_left_is_an_error(one_verifier, tmp_path, tokenizer_folder):
     source = write_openr1(tmp_path / "train.parquet", [openr1_row("One", "1", [trace("2")])])
     with pytest.raises(DataError, match="no problem is left to train on; dropped: not_confirmed 1"):
