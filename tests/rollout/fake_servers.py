@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from luffy.rollout.vllm.worker_extension import shape_fields, tensors_in
+from luffy.rollout.vllm.worker_extension import model_fields, tensors_in
 
 KEY = "a-key-that-must-not-be-seen"
 
@@ -21,7 +21,7 @@ class FakeServer:
 
     def __init__(self, model, max_context=512, delay=0.0, world_size=1, tokens=100):
         self.config, self.max_context, self.delay, self.world_size = (
-            shape_fields(model.config),
+            model_fields(model.config),
             max_context,
             delay,
             world_size,

@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from luffy.rollout.policy_weights import Weight, tensors_of
 from luffy.rollout.vllm.http_client import Server, key_from
 from luffy.rollout.vllm.remote import RemoteEngine
 from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer
+from luffy.rollout.vllm.worker_extension import LuffyWorker, model_fields
 from luffy.types import Request, Sampling
 
 
@@ -197,6 +199,49 @@ def test_a_server_with_another_model_or_too_little_context_is_refused(model, sta
         engine_of(model, [other], tmp_path)
     with pytest.raises(UserError, match="takes 256 tokens, but 512 are needed"):
         engine_of(model, [start(max_context=256)], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "served", "policy"),
+    [
+        ("rope_theta", "qwen2", *({"rope_parameters": {"rope_type": "default", "rope_theta": t}} for t in (4e4, 1e4))),
+        ("rms_norm_eps", "qwen2", {"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-6}),
+        ("hidden_act", "llama", {"hidden_act": "gelu"}, {}),
+        ("head_dim", "qwen3", {"head_dim": 32}, {}),
+        ("sliding_window", "mistral", {"sliding_window": None}, {}),
+    ],
+)
+def test_a_server_whose_model_computes_something_else_is_refused(name, architecture, served, policy, start, tmp_path):
+    server = start()
+    server.config = model_fields(tiny_model(architecture, **served).config)
+    with pytest.raises(UserError, match=f"serves another model: its {name} is"):
+        engine_of(tiny_model(architecture, **policy), [server], tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
+def test_the_same_model_in_other_words_is_taken(architecture, start, tmp_path):
+    server, model = start(), tiny_model(architecture)
+    config = model.config.to_dict()
+    older = {**config, **config.pop("rope_parameters"), "head_dim": None}
+    del older["rope_parameters"]
+    older["rms_norm_eps"] = float(torch.tensor(older["rms_norm_eps"]))  # as in a GGUF file
+    if older.get("sliding_window", 0) is None:
+        older["sliding_window"] = 512  # but not used
+    server.config = model_fields(SimpleNamespace(**older))
+    engine_of(model, [server], tmp_path)
+
+
+def worker_of(config, **arguments):
+    worker = LuffyWorker()
+    worker.model_config = SimpleNamespace(hf_config=config, max_model_len=8, **arguments)
+    return worker
+
+
+def test_a_window_that_vllm_was_told_to_leave_out_is_no_other_model():
+    config = tiny_model("mistral").config
+    assert worker_of(config, disable_sliding_window=False).luffy_state()["config"]["sliding_window"] == 8
+    config.sliding_window = None  # so vLLM does
+    assert "sliding_window" not in worker_of(config, disable_sliding_window=True).luffy_state()["config"]
 
 
 def test_the_key_is_asked_for_and_never_shown(model, start, monkeypatch, tmp_path):

@@ -21,7 +21,7 @@ from luffy.rollout.vllm.dispatch import Dispatch, ask_all
 from luffy.rollout.vllm.http_client import Server, ServerLost, ServerTimeout
 from luffy.rollout.vllm.requests import completion, sampling_arguments
 from luffy.rollout.vllm.transfer import Transfer, on_all_servers
-from luffy.rollout.vllm.worker_extension import shape_fields
+from luffy.rollout.vllm.worker_extension import model_fields
 from luffy.types import Completion, Request
 
 
@@ -89,7 +89,7 @@ class RemoteEngine(Engine):
             state = server.rpc("luffy_state")
         except ServerLost as error:
             raise UserError(f"vLLM server does not answer: {error}") from None
-        ours, theirs = shape_fields(causal_lm(self.model).config), state["config"]
+        ours, theirs = model_fields(causal_lm(self.model).config), state["config"]
         different = [name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]]
         if different:
             name = sorted(different)[0]

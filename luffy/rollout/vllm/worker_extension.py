@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What must agree between the policy and a server's model for a push to fit.
-SHAPE_FIELDS = (
+# What must agree between the policy and a server's model: for a push to fit, and for the same weights to compute the
+# same. What the configs say of rope comes on top.
+MODEL_FIELDS = (
     "model_type",
     "vocab_size",
     "hidden_size",
@@ -24,11 +25,26 @@ SHAPE_FIELDS = (
     "num_attention_heads",
     "num_key_value_heads",
     "tie_word_embeddings",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
 )
 
 
-def shape_fields(config: Any) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in SHAPE_FIELDS if hasattr(config, name)}
+def model_fields(config: Any) -> dict[str, Any]:
+    """Where a config has None or nothing, another may write the default: no field. No window, however, is None."""
+    rope = {"rope_theta": getattr(config, "rope_theta", None), **(getattr(config, "rope_parameters", None) or {})}
+    found = {**{name: getattr(config, name, None) for name in MODEL_FIELDS}, **rope}
+    fields = {name: _rounded(value) for name, value in found.items() if value is not None}
+    if hasattr(config, "sliding_window"):
+        used = getattr(config, "use_sliding_window", True)
+        fields["sliding_window"] = (used and config.sliding_window) or None
+    return fields
+
+
+def _rounded(value: Any) -> Any:
+    """The config of a GGUF file has 1e-6 as 9.99999997e-7, for the file has float32."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 class LuffyWorker:
@@ -41,7 +57,9 @@ class LuffyWorker:
 
     def luffy_state(self) -> dict[str, Any]:
         config = self.model_config
-        fields = shape_fields(config.hf_config)
+        fields = model_fields(config.hf_config)
+        if config.disable_sliding_window:  # vLLM takes no more tokens than the window then
+            fields.pop("sliding_window", None)
         return {"version": self.luffy_loaded_version, "max_context": config.max_model_len, "config": fields}
 
     def luffy_load(
