@@ -1,5 +1,6 @@
 """The remote engine against servers of our own making: balance, loss, restarts, keys. No vLLM needed."""
 
+import sys
 import time
 import weakref
 from types import SimpleNamespace
@@ -274,6 +275,12 @@ def test_a_server_that_is_not_there(model, tmp_path, start):
 
 
 # ---- NCCL, with a group that only notes
+
+
+def test_nccl_without_vllm_is_refused_before_any_server_is_asked(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UserError, match="transfer=nccl needs vLLM beside the trainer too"):
+        NcclTransfer("127.0.0.1")
 
 
 class Group:

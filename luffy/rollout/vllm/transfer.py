@@ -91,7 +91,7 @@ class NcclTransfer:
 
     def __init__(self, host: str, join: Callable[[str, int, int], Any] | None = None) -> None:
         self.host = host
-        self._join = join or join_group
+        self._join = join or group_joiner()
         self._servers: tuple[Server, ...] = ()
         self._group: Any = None
 
@@ -160,8 +160,9 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def join_group(host: str, port: int, world: int) -> Any:
-    """The trainer's end of the group; the one thing for which a remote engine needs vLLM here too."""
+def group_joiner() -> Callable[[str, int, int], Any]:
+    """Makes the trainer's end of the group; the one thing for which a remote engine needs vLLM here too. It is imported
+    before any server waits for the trainer."""
     try:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
@@ -170,5 +171,9 @@ def join_group(host: str, port: int, world: int) -> Any:
             "rollout.vllm.transfer=nccl needs vLLM beside the trainer too; install it, or set "
             "rollout.vllm.transfer=folder"
         ) from None
-    group = StatelessProcessGroup.create(host=host, port=port, rank=0, world_size=world)
-    return PyNcclCommunicator(group, device=torch.device("cuda", torch.cuda.current_device()))
+
+    def join(host: str, port: int, world: int) -> Any:
+        group = StatelessProcessGroup.create(host=host, port=port, rank=0, world_size=world)
+        return PyNcclCommunicator(group, device=torch.device("cuda", torch.cuda.current_device()))
+
+    return join
