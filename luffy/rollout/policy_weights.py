@@ -78,10 +78,7 @@ class PushCheck:
             )
         broken = not_finite(model)
         if broken:
-            raise FloatingPointError(
-                f"weights of version {version} not pushed: {_some(broken)} with NaN or infinity; "
-                f"the engine keeps the weights it has"
-            )
+            raise FloatingPointError(f"weights of version {version} not pushed: {_some(broken)} with NaN or infinity")
 
     def _names(self, version: int, missing: set[str], unknown: set[str]) -> None:
         for names, what in ((missing, "missing"), (unknown, "unknown to the model's config")):

@@ -64,7 +64,7 @@ def spoil(model, kind):
     ("kind", "error", "message"),
     [
         ("nan", FloatingPointError, r"version 7 not pushed: 1 tensor \(model.layers.1.mlp.up_proj.weight\) with NaN"),
-        ("-inf", FloatingPointError, "NaN or infinity"),
+        ("-inf", FloatingPointError, "NaN or infinity$"),
         ("shape", UserError, r"up_proj.weight is \[5, 64\] and must be \[128, 64\]"),
         ("missing", UserError, r"1 tensor \(model.layers.1.mlp.up_proj.weight\) missing"),
         ("unknown", UserError, r"2 tensors \(model.layers.1.mlp.extra.bias, .*\) unknown to the model's config"),
