@@ -35,6 +35,8 @@ class RolloutRun:
             prompts, prompt_tokens, new_tokens = map(int, text.split("x"))
         except ValueError:
             raise UserError(f"run '{text}' is not PROMPTSxPROMPT_TOKENSxNEW_TOKENS, e.g. 64x128x256") from None
+        if min(prompts, prompt_tokens, new_tokens) < 1:
+            raise UserError(f"run '{text}' has a number below 1")
         return cls(prompts, prompt_tokens, new_tokens, samples)
 
     def requests(self, vocabulary: int, seed: int = 0) -> list[Request]:

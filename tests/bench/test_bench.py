@@ -159,6 +159,9 @@ def test_the_share_without_a_kernel_from_below_and_from_above(monkeypatch):
 def test_bad_input_is_named():
     with pytest.raises(UserError, match="PROMPTSx"):
         RolloutRun.parse("64")
+    for text in ("0x4x4", "4x0x4", "4x4x-1"):
+        with pytest.raises(UserError, match=f"run '{text}' has a number below 1"):
+            RolloutRun.parse(text)
     with pytest.raises(UserError, match="shape 'huge'"):
         random_model("huge", "float32", "cpu")
     with pytest.raises(UserError, match="auto, true or false"):
