@@ -88,8 +88,9 @@ def check_request(request: Request, max_context: int, vocabulary: int) -> None:
         )
     total = len(given) + sampling.max_tokens
     if total > max_context:
+        left = max_context - len(given)
         raise UserError(
             f"{len(request.prompt_ids)} prompt + {len(request.prefix_ids)} prefix + {sampling.max_tokens} new tokens"
-            f" = {total} exceed the context of {max_context}: lower max_tokens to"
-            f" {max(max_context - len(given), 0)} or shorten the prompt"
+            f" = {total} exceed the context of {max_context}:"
+            f" {f'lower max_tokens to {left} or ' if left > 0 else ''}shorten the prompt"
         )

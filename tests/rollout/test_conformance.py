@@ -268,6 +268,7 @@ def test_progress_counts_to_the_end_and_nothing_asked_is_nothing_made(build):
         (ask((1, 2), 5, top_k=-1), "top_k is -1"),
         (ask((1, 200), 5), "token id 200 lies outside the model's vocabulary of 200"),
         (ask((1,) * 300, 200, prefix=(2,) * 50), "= 550 exceed the context of 512: lower max_tokens to 162"),
+        (ask((1,) * 512, 1), "= 513 exceed the context of 512: shorten the prompt"),
     ],
 )
 def test_what_cannot_be_done_is_one_clear_line(build, request_, message):
