@@ -92,6 +92,27 @@ def test_what_is_no_teacher_is_refused(model, start, monkeypatch):
         scoring(server)
 
 
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda ids: ids[:2], "token 2: [0-9]+ for the policy, nothing for the teacher"),
+        (lambda ids: [], "token 0: [0-9]+ for the policy, nothing for the teacher"),
+        (lambda ids: [*ids, 7], "token [1-9][0-9]*: nothing for the policy, 7 for the teacher"),
+    ],
+)
+def test_a_tokenizer_that_ends_sooner_or_later_is_refused_where_one_has_ended(start, change, place):
+    server = start()
+    plain = server.reply
+
+    def changed(path, body):
+        status, reply = plain(path, body)
+        return status, {"tokens": change(reply["tokens"])} if path == "tokenize" else reply
+
+    server.reply = changed
+    with pytest.raises(UserError, match=rf"the tokenizers differ: .*\({place}\)"):
+        scoring(server)
+
+
 class FlippedTokenizer:
     """Two letters change places."""
 

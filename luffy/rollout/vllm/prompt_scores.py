@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -90,8 +91,9 @@ class ScoringServers:
         body = {"model": self._names[server], "prompt": text, "add_special_tokens": False}
         theirs = server.post("tokenize", body)["tokens"]
         if theirs != ours:
-            place = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
+            pairs = enumerate(zip_longest(ours, theirs, fillvalue="nothing"))
+            place, (our, their) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
             raise UserError(
                 f"the tokenizers differ: {server.url} reads a text otherwise than the policy (token {place}: "
-                f"{ours[place]} for the policy, {theirs[place]} for the teacher); both must have the same tokenizer"
+                f"{our} for the policy, {their} for the teacher); both must have the same tokenizer"
             )
