@@ -46,7 +46,7 @@ def _forward(
 @triton.jit(do_not_specialize=["rows", "rows_each"])
 def _backward(
     grad_normed, grad_total, total, weight, rstd, grad_x, grad_weight, rows, rows_each, width,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program takes ``rows_each`` rows, so that the gradient of the weight leaves it already summed over them."""
     program = tl.program_id(0).to(tl.int64)
@@ -64,8 +64,7 @@ def _backward(
         sum_weight += upper * unit
         along = upper * gain
         grad = scale * (along - unit * (tl.sum(along * unit, axis=0) / width))
-        if ADD:
-            grad += tl.load(grad_total + row * width + at, mask=valid, other=0.0).to(tl.float32)
+        grad += tl.load(grad_total + row * width + at, mask=valid, other=0.0).to(tl.float32)
         tl.store(grad_x + row * width + at, grad.to(grad_x.dtype.element_ty), mask=valid)
     tl.store(grad_weight + program * width + at, sum_weight, mask=inside)
 
@@ -111,7 +110,7 @@ class _AddNorm(torch.autograd.Function):
         block = triton.next_power_of_2(width)
         _backward[(programs,)](
             grad_normed.contiguous(), grad_total.contiguous(), total, weight, rstd, grad_x, partial, rows, rows_each,
-            width, ADD=True, BLOCK=block, num_warps=min(2 * _warps(block), 8),
+            width, BLOCK=block, num_warps=min(2 * _warps(block), 8),
         )  # fmt: skip
         grad_weight = column_sums(partial, weight.dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_x if ctx.has_residual else None, grad_weight, None
