@@ -160,7 +160,7 @@ def work(settings: dict[str, Any]) -> None:
     os.chdir(settings["cwd"])  # paths of a recipe are relative to where the command was given
     sys.path.insert(0, settings["cwd"])
     mailbox = settings["mailbox"]
-    letters = Letters(lambda line: ray.get(mailbox.say.remote(line)))
+    letters = LineSender(lambda line: ray.get(mailbox.say.remote(line)))
 
     def report(step: int, values: dict[str, float]) -> None:
         train.report({"step": step, **values})
@@ -173,10 +173,10 @@ def work(settings: dict[str, Any]) -> None:
         settings["job"].as_worker(report, letters)
     except (UserError, TrainingStopped) as error:
         kind = "user" if isinstance(error, UserError) else "stopped"
-        ray.get(mailbox.confess.remote(kind, str(error)))
+        ray.get(mailbox.report_mistake.remote(kind, str(error)))
 
 
-class Letters(io.TextIOBase):
+class LineSender(io.TextIOBase):
     """A text file whose whole lines are sent away."""
 
     def __init__(self, send: Callable[[str], None]) -> None:
@@ -203,7 +203,7 @@ class Mailbox:
         taken, self.lines = self.lines, []
         return taken
 
-    def confess(self, kind: str, text: str) -> None:
+    def report_mistake(self, kind: str, text: str) -> None:
         self.first_mistake = self.first_mistake or (kind, text)
 
     def mistake(self) -> tuple[str, str] | None:

@@ -125,11 +125,11 @@ def test_a_cluster_of_ones_own_gets_a_token_and_a_foreign_one_needs_its_own(monk
     assert "RAY_AUTH_TOKEN" not in environment
 
 
-def test_letters_send_whole_lines():
+def test_whole_lines_are_sent():
     sent = []
-    letters = ray_launch.Letters(sent.append)
+    sender = ray_launch.LineSender(sent.append)
     for part in ("step ", "1\nst", "ep 2\n\n"):
-        letters.write(part)
+        sender.write(part)
     assert sent == ["step 1", "step 2", ""]
 
 
