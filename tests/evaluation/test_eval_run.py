@@ -565,7 +565,7 @@ def test_analyze_names_a_damaged_line(tmp_path, damaged):
     pytest.importorskip("matplotlib")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "critic/rewards/mean": 0.5}\n' + damaged + "\n")
     code, _, err = luffy("analyze", tmp_path, "--out", tmp_path)
-    assert code == 2 and "metrics.jsonl:2: not " in err and "mend or remove that line" in err
+    assert code == 2 and "metrics.jsonl: a line is not " in err and "mend or remove it" in err
 
 
 @pytest.mark.parametrize(("asked", "of_recipe", "found"), [(3, 1, 3), (None, 1, 1), (None, None, 2)])
