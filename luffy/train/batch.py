@@ -17,7 +17,7 @@ from luffy.errors import AllStopped
 from luffy.metrics import Metric, Sum, merge_metrics, spread
 from luffy.report.timing import Stopwatch
 from luffy.train.credit import ScoredTokens, find_credit_function, needs_of, uncredited
-from luffy.train.draws import attempts, chosen_trace, draw, lessons, trace_sample
+from luffy.train.draws import attempts, chosen_trace, draw, trace_sample
 from luffy.train.groups import (
     group_metrics,
     in_accuracy_band,
@@ -27,7 +27,9 @@ from luffy.train.groups import (
     staleness_metrics,
     stop_if_nothing_was_scored,
 )
+from luffy.train.replay import Attempt
 from luffy.train.run_state import Draw, RolloutBatch, Run
+from luffy.train.under_way import UnderWay
 from luffy.types import Group, Sample
 
 
@@ -49,14 +51,17 @@ RollOut = Callable[[Run, Slot], RolloutBatch]
 @dataclass
 class StepBatch:
     """What one step trains on. Groups are numbered over all ranks: the ``size`` kept ones first, then the rejected
-    ones; the dictionaries hold this rank's, by that number. In SFT a group is one
-    trace, and there are samples alone."""
+    ones; the dictionaries hold this rank's, by that number. In SFT a group is one trace, and there are samples alone.
+    ``sampler``, ``under_way`` and ``attempts``: what the run knows from then on (`update`)."""
 
     size: int
     metrics: dict[str, Metric]
+    sampler: dict[str, int]
     groups: dict[int, Group] = field(default_factory=dict)
     rejected: dict[int, Group] = field(default_factory=dict)
     samples: dict[int, list[Sample]] = field(default_factory=dict)
+    under_way: list[UnderWay] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
     lessons: list[list[Sample]] = field(default_factory=list)  # traces, of an SFT step each
 
     def add(self, samples: Sequence[list[Sample]], metrics: Mapping[str, Metric], world: World) -> None:
@@ -94,7 +99,7 @@ def draw_traces(run: Run) -> StepBatch:
     samples = [trace_sample(task, trace.token_ids) for task, trace in zip(tasks, traces, strict=True)]
     mine = share_out([len(s) for s in samples], run.world.size)[run.world.rank]
     lengths = spread("response_length", [s.token_ids.numel() for s in samples])
-    return StepBatch(len(samples), lengths, samples={i: [samples[i]] for i in mine})
+    return StepBatch(len(samples), lengths, run.sampler.state_dict(), samples={i: [samples[i]] for i in mine})
 
 
 def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
@@ -129,18 +134,17 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
     assert run.verifier is not None
     scores = [score for group in own.values() for score in group.scores]
     stop_if_nothing_was_scored(scores, run.verifier, run.world, f"step {step + 1}")
-    run.data_position = batch.sampler
-    if run.cfg.rollout.max_tokens_per_step is not None:
-        run.memory.under_way = [problem for _, problem in sorted(run.world.union(batch.under_way).items())]
-    if run.memory.is_used:
-        run.memory.remember(attempts(run, step, first, draws))
+    in_parts = run.cfg.rollout.max_tokens_per_step is not None
+    under_way = sorted(run.world.union(batch.under_way).items()) if in_parts else []
     kept = kept[:wanted] if rounds else kept
     return StepBatch(
         len(kept),
         merge_metrics(parts),
+        batch.sampler,
         groups={i: own[p] for i, p in enumerate(kept) if p in own},
         rejected={len(kept) + i: own[p] for i, p in enumerate(rejected) if p in own},
-        lessons=lessons(run),
+        under_way=[problem for _, problem in under_way],
+        attempts=attempts(run, step, first, draws) if run.memory.is_used else [],
     )
 
 

@@ -13,7 +13,7 @@ from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.train import recording
 from luffy.train.batch import Slot, StepBatch, collect, draw_traces, score_tokens, updates
 from luffy.train.credit import credit, credit_metrics
-from luffy.train.draws import draw_share
+from luffy.train.draws import draw_share, lessons
 from luffy.train.optim import lr_at
 from luffy.train.partial_rollouts import roll_out_in_parts
 from luffy.train.policy import NonFiniteUpdate
@@ -64,14 +64,16 @@ def sft_step(run: Run, step: int, observe: Observer = ignore) -> StepBatch:
     """One step of SFT: a trace of each of the next problems."""
     with run.watch("plan"):
         batch = draw_traces(run)
-    run.data_position = run.sampler.state_dict()
     return update(run, step, batch, observe)
 
 
 def update(run: Run, step: int, batch: StepBatch, observe: Observer = ignore) -> StepBatch:
-    """One optimizer step per mini-batch, then the engines get the new weights. Adds the metrics to the batch's."""
+    """One optimizer step per mini-batch, then the engines get the new weights. Adds the metrics to the batch's.
+    From here on the step counts: a stop before leaves position and memory where it began."""
     lr = lr_at(step, run.total_steps, run.cfg.optim)
-    run.progress.step = step + 1
+    run.progress.step, run.data_position, run.memory.under_way = step + 1, batch.sampler, batch.under_way
+    run.memory.remember(batch.attempts)
+    batch.lessons = lessons(run)
     observe(batch)
     parts = [batch.metrics]
     with run.watch("update"):

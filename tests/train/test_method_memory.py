@@ -8,9 +8,18 @@ import torch
 from children import exit_code_in_child
 from ranks import assert_same_figures, assert_same_weights, figures, final_weights, run_ranks, samples, train
 
+from luffy.errors import TrainingStopped
+from luffy.train import training_step
 from luffy.train.policy import Policy
 
 STEPS = 6
+IN_PARTS = {
+    "rollout": {"max_tokens_per_step": 6, "n": 3},
+    "replay": {},
+    "sft_steps": {},
+    "batch": {"problems": 6},
+    "algorithm": {},
+}
 
 
 def config(make_config, name, **changes):
@@ -86,3 +95,25 @@ def test_a_checkpoint_from_before_there_was_a_memory_still_resumes(make_config):
     train(cfg)
     assert [row["step"] for row in figures(cfg)] == [1, 2, 3, 4]
     assert [row.get("method/replay_size") for row in figures(cfg)][:3] == [None, None, 0]
+
+
+@pytest.mark.parametrize("changes", [{}, IN_PARTS], ids=["memory", "in parts"])
+def test_stopped_between_rollout_and_update_equals_undisturbed(make_config, monkeypatch, changes):
+    """As when the servers of a teacher are gone: the step has drawn, and begins again with the same problems."""
+    whole, cfg = (
+        config(make_config, name, **changes, train={"steps": 4, "save_every": 50}) for name in ("whole", "cut")
+    )
+    train(whole)
+    score = training_step.score_tokens
+
+    def stops_at_step_3(run, batch):
+        if run.progress.step == 2:
+            raise TrainingStopped("no server answers")
+        return score(run, batch)
+
+    monkeypatch.setattr(training_step, "score_tokens", stops_at_step_3)
+    with pytest.raises(TrainingStopped):
+        train(cfg)
+    monkeypatch.undo()
+    train(cfg)
+    assert figures(cfg) == figures(whole) and picked(cfg) == picked(whole)
