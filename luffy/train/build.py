@@ -26,7 +26,7 @@ from luffy.rewards import Verifier
 from luffy.train import held_out, recording, saving, setup
 from luffy.train.background import BackgroundSaver
 from luffy.train.build_engines import Engines
-from luffy.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint
+from luffy.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint, set_records_aside
 from luffy.train.lock import lock_folder
 from luffy.train.method_memory import MethodMemory
 from luffy.train.policy import Policy
@@ -47,6 +47,9 @@ def build_run(cfg: Config, method: Method, world: World, resume: str, allow_chan
         run = _assemble(cfg, method, world, store, checkpoint, messages, closing)
         own = checkpoint is not None and saving.restore(run, checkpoint, allow_changed_data)
         step = run.progress.step
+        if step and not own:
+            earlier = world.on_main(lambda: set_records_aside(cfg.folder, step))
+            messages.notices += [earlier] if earlier else []
         run.evaluated = world.on_main(lambda: held_out.read_evaluated(cfg.folder, step))
         if own:
             held_out.note_best(run)  # an evaluation that was made up for after the checkpoint was taken

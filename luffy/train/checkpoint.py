@@ -346,22 +346,28 @@ def _named_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Ca
         raise UserError(
             f"--resume {resume}: not a checkpoint folder (no {MANIFEST}); use auto, never or a step-* folder"
         )
-    checkpoint = Checkpoint(path)
+    own = next((c for c in store if c.path.resolve() == path), None)  # it may be a link to another disk
+    checkpoint = own or Checkpoint(path)
     foreign = checkpoint.verify()
     if foreign:
         warn(f"checkpoint {path}: ignored {', '.join(foreign)}, not saved with it")
-    elsewhere = path.parent != store.folder.resolve()
+    elsewhere = own is None and path.parent != store.folder.resolve()
     if elsewhere and checkpoint.step >= (cfg.train.steps or math.inf):
         raise UserError(
             f"--resume {resume}: that run ended at step {checkpoint.step}; raise train.steps to go on from it"
         )
-    later = [c.path.name for c in store if c.step > checkpoint.step]
+    later = [c.path.name for c in store if elsewhere or c.step > checkpoint.step]
+    if later and elsewhere:
+        raise UserError(
+            f"--resume {resume}: {store.folder} already holds checkpoints of its own ({', '.join(later)}); go on from "
+            f"them with --resume auto, or choose another name= to branch off"
+        )
     if later:
         raise UserError(
             f"--resume {resume}: {store.folder} already holds later checkpoints ({', '.join(later)}); "
             f"choose another name= to branch off"
         )
-    if elsewhere and _saved_step(cfg) > checkpoint.step and (cfg.folder / METRICS).exists():
+    if elsewhere and _saved_step(cfg) and (cfg.folder / METRICS).exists():
         raise UserError(
             f"--resume {resume}: {cfg.folder} has records of its own, up to a checkpoint of step {_saved_step(cfg)}; "
             f"choose another name= to branch off"
@@ -379,15 +385,16 @@ def _saved_step(cfg: Config) -> int:
         return 1  # a damaged file was written all the same
 
 
-def set_records_aside(folder: Path) -> str | None:
-    """Before a training from step 1: records of an earlier one in its folder get other names. Returns what to say."""
+def set_records_aside(folder: Path, step: int) -> str | None:
+    """Before a training from step 1, or from another run's checkpoint of ``step``: records of an earlier one in its
+    folder get other names. Returns what to say."""
     found = [folder / name for name in RECORDS if (folder / name).exists()]
     if not any(path.suffix == ".jsonl" and path.stat().st_size for path in found):
         return None
     number = next(n for n in itertools.count(1) if not any(folder.glob(f"*.earlier-{n}.*")))
     for path in found:
         path.rename(path.with_name(f"{path.stem}.earlier-{number}{path.suffix}"))
-    return f"begins at step 1; the records of an earlier training in {folder} are kept as *.earlier-{number}.*"
+    return f"begins at step {step + 1}; the records of an earlier training in {folder} are kept as *.earlier-{number}.*"
 
 
 def random_state() -> dict[str, Tensor]:

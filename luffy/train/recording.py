@@ -35,7 +35,7 @@ class Records:
         """Rows of steps after the last finished one, of a process that was killed, are dropped."""
         self.run, self.lasting = run, LastingObjects()
         if run.world.is_main:
-            earlier = None if run.progress.step else set_records_aside(run.cfg.folder)
+            earlier = None if run.progress.step else set_records_aside(run.cfg.folder, 0)
             run.messages.notices += [earlier] if earlier else []
             write_settings(run)
             self.recorder: Recorder = Recorder(run.cfg, run.progress.step or -1, run.messages.notices.append)

@@ -2,6 +2,7 @@ import json
 import math
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -531,8 +532,40 @@ def test_resume_from_a_path(make_config):
     with pytest.raises(UserError, match="ended at step 4"):
         Trainer(make_config(name="d"), resume=str(finished))
     assert run(make_config(name="a"), resume=str(finished))[-1]["step"] == 4  # by its link, into its own folder
+    disk = make_config(name="a").folder.parent / "disk"
+    newest = Path(shutil.move(finished.resolve(), disk))
+    finished.with_name("step-000004").symlink_to(newest)
+    assert run(make_config(name="a"), resume=str(finished))[-1]["step"] == 4
     with pytest.raises(UserError, match=r"no manifest\.json"):
         Trainer(make_config(name="c"), resume=str(start.parent))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_checkpoint_of_another_run_is_refused_where_there_is_one(make_config, steps):
+    run(make_config(name="a", train={"steps": 3, "save_every": 2}))
+    before = run(make_config(name="b", train={"steps": steps}))
+    start = make_config(name="a").folder / "checkpoints" / "step-000002"
+    with pytest.raises(UserError, match=rf"checkpoints of its own \(step-00000{steps}\).*--resume auto, or .* name="):
+        Trainer(make_config(name="b"), resume=str(start))
+    shutil.rmtree(make_config(name="b").folder / "checkpoints")
+    with pytest.raises(UserError, match=f"records of its own, up to a checkpoint of step {steps}"):
+        Trainer(make_config(name="b"), resume=str(start))
+    assert read_json_lines(make_config(name="b").folder / "metrics.jsonl") == before
+
+
+def test_a_branch_that_ended_before_its_first_checkpoint_begins_again_and_keeps_what_was_recorded(make_config):
+    """Of the branch itself, and of a training from step 1 in its folder."""
+    run(make_config(name="a"))
+    start = make_config(name="a").folder / "checkpoints" / "step-000002"
+    cfg = make_config(name="b", train={"save_every": 50})
+    for resume, steps in (("auto", [1]), (str(start), [3])):
+        with Trainer(cfg, resume=resume) as trainer:
+            for _ in trainer.steps():
+                break
+        assert [r["step"] for r in read_json_lines(cfg.folder / "metrics.jsonl")] == steps
+    assert [r["step"] for r in run(cfg, resume=str(start))] == [3, 4]
+    kept = [read_json_lines(cfg.folder / f"metrics.earlier-{n}.jsonl") for n in (1, 2)]
+    assert [[r["step"] for r in rows] for rows in kept] == [[1], [3]]
 
 
 def test_changed_data_is_refused_unless_allowed(make_config, sums, tmp_path):
