@@ -202,11 +202,19 @@ def _train(
     from luffy.distributed.launch import launch
     from luffy.train.job import Job
 
+    jobs = [Job(cfg, method, resume, allow_changed_data) for cfg, _ in trainings]
+
+    def instead() -> str:
+        changes = any(job.again() != job for job in jobs)
+        return f" (with --resume auto instead of {resume})" if changes else ""
+
     try:
-        for cfg, arguments in trainings:
-            launch(Job(cfg, method, resume, allow_changed_data), arguments)
+        for job, (_, arguments) in zip(jobs, trainings, strict=True):
+            launch(job, arguments)
+    except TrainingStopped as stop:
+        raise type(stop)(f"{stop}{instead()}") from stop
     except KeyboardInterrupt:
-        _fail("interrupted; run the same command again to go on from the last checkpoint", 130)
+        _fail(f"interrupted; run the same command again{instead()} to go on from the last checkpoint", 130)
 
 
 @app.command(cls=KnobHelp)

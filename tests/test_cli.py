@@ -17,10 +17,11 @@ import yaml
 
 from luffy.cli import main
 from luffy.config import load_config
-from luffy.errors import ConfigError
+from luffy.errors import ConfigError, TrainingStopped
 from luffy.generate import read_prompts
 from luffy.report.methods import group_runs
 from luffy.report.runs import load_run
+from luffy.train import training_step
 from luffy.train.loop import Trainer
 
 
@@ -103,6 +104,21 @@ def test_ctrl_c_saves_the_step_under_way(recipe, tmp_path):
     (saved,) = (tmp_path / "runs" / "cut" / "checkpoints").glob("step-*")
     rows = (tmp_path / "runs" / "cut" / "metrics.jsonl").read_text().splitlines()
     assert saved.name == f"step-{len(rows):06d}"
+
+
+def test_a_stopped_run_says_that_it_goes_on_without_its_resume(recipe, monkeypatch):
+    score = training_step.score_tokens
+
+    def stops_at_step_2(run, batch):
+        if run.progress.step == 1:
+            raise TrainingStopped("stopped: run the same command again")
+        return score(run, batch)
+
+    monkeypatch.setattr(training_step, "score_tokens", stops_at_step_2)
+    first = luffy("train", recipe, "--resume", "never")
+    assert first.returncode == 1
+    assert first.stderr.splitlines()[-1].endswith("the same command again (with --resume auto instead of never)")
+    assert luffy("train", recipe).stderr.splitlines()[-1].endswith("run the same command again")
 
 
 def test_help_shows_every_knob_and_only_working_commands():

@@ -26,6 +26,8 @@ class Launchable(Protocol):
 
     def as_worker(self, on_step: OnStep = ..., out: TextIO | None = None) -> None: ...
 
+    def again(self) -> Launchable: ...
+
 
 def launch(job: Launchable, arguments: Sequence[str]) -> None:
     """Run the job as its config says. ``arguments`` of this command line start it again in every worker."""

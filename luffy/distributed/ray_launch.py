@@ -159,18 +159,21 @@ def work(settings: dict[str, Any]) -> None:
 
     os.chdir(settings["cwd"])  # paths of a recipe are relative to where the command was given
     sys.path.insert(0, settings["cwd"])
-    mailbox = settings["mailbox"]
-    letters = LineSender(lambda line: ray.get(mailbox.say.remote(line)))
+    job, mailbox = settings["job"], settings["mailbox"]
+    lines = LineSender(lambda line: ray.get(mailbox.say.remote(line)))
 
     def report(step: int, values: dict[str, float]) -> None:
+        ray.get(mailbox.note_step.remote())
         train.report({"step": step, **values})
 
     if train.get_context().get_world_rank() == 0:
         nodes = len({node["NodeID"] for node in ray.nodes() if node["Alive"]})
-        letters.write(f"{train.get_context().get_world_size()} workers started, {nodes} machine(s) in the cluster\n")
+        lines.write(f"{train.get_context().get_world_size()} workers started, {nodes} machine(s) in the cluster\n")
     try:
-        load_plugins(settings["job"].cfg.plugins)
-        settings["job"].as_worker(report, letters)
+        load_plugins(job.cfg.plugins)
+        if ray.get(mailbox.has_stepped.remote()):  # in place of workers that were lost
+            job = job.again()
+        job.as_worker(report, lines)
     except (UserError, TrainingStopped) as error:
         kind = "user" if isinstance(error, UserError) else "stopped"
         ray.get(mailbox.report_mistake.remote(kind, str(error)))
@@ -195,6 +198,7 @@ class Mailbox:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.first_mistake: tuple[str, str] | None = None
+        self.stepped = False
 
     def say(self, line: str) -> None:
         self.lines.append(line)
@@ -202,6 +206,12 @@ class Mailbox:
     def take_lines(self) -> list[str]:
         taken, self.lines = self.lines, []
         return taken
+
+    def note_step(self) -> None:
+        self.stepped = True
+
+    def has_stepped(self) -> bool:
+        return self.stepped
 
     def report_mistake(self, kind: str, text: str) -> None:
         self.first_mistake = self.first_mistake or (kind, text)

@@ -337,7 +337,7 @@ def _begin_again(cfg: Config, store: CheckpointStore) -> None:
             store.set_aside(checkpoint)
         return
     if found is not None:
-        raise UserError(f"{cfg.folder} already holds a run; resume it, or choose another name=")
+        raise UserError(f"{cfg.folder} already holds a run; resume it (--resume auto), or choose another name=")
 
 
 def _named_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Callable[[str], None]) -> Checkpoint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 from rich.console import Console
@@ -15,6 +15,7 @@ from luffy.progress import lasting
 from luffy.report.recorder import METRICS
 from luffy.train import setup
 from luffy.train.changes import in_words
+from luffy.train.checkpoint import CheckpointStore
 from luffy.train.loop import Trainer
 from luffy.train.run_state import Method
 
@@ -40,6 +41,12 @@ class Job:
         world = join_world(setup.pick_device(self.cfg.model.device), self.cfg.parallel.timeout_s)
         self._train(world, on_step, out)
         leave_world()
+
+    def again(self) -> Job:
+        """The job that goes on with this one after a step or more: where ``resume`` is never or a path, that is done as
+        soon as the run has a checkpoint of its own."""
+        own = CheckpointStore(self.cfg.folder / "checkpoints", self.cfg.train.keep)
+        return replace(self, resume="auto") if any(own) else self
 
     def _train(self, world: World, on_step: OnStep, out: TextIO | None) -> None:
         console = None if out is None else Console(file=out, width=200)

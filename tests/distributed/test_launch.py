@@ -1,9 +1,12 @@
 """``launch: local | torchrun | ray`` as a user meets it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -17,6 +20,7 @@ from luffy.errors import ConfigError, TrainingStopped, UserError
 from luffy.metrics import Mean
 from luffy.report.recorder import read_json_lines
 from luffy.schema import to_dict
+from luffy.train.job import Job
 
 
 def luffy(*arguments):
@@ -131,6 +135,58 @@ def test_whole_lines_are_sent():
     for part in ("step ", "1\nst", "ep 2\n\n"):
         sender.write(part)
     assert sent == ["step 1", "step 2", ""]
+
+
+class Lost(Exception):
+    """A worker is gone."""
+
+
+class Actor:
+    """A mailbox as Ray's workers see it."""
+
+    def __init__(self):
+        self.kept = ray_launch.Mailbox()
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=getattr(self.kept, name))
+
+
+@dataclass(frozen=True)
+class LosesWorkers(Job):
+    """A worker is lost in the step after ``lost_at``."""
+
+    lost_at: int = 0
+
+    def as_worker(self, on_step, out):
+        def lose(step, values):
+            on_step(step, values)
+            if step == self.lost_at:
+                raise Lost
+
+        self._train(World(), lose, out)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "path"])
+def test_workers_of_ray_in_place_of_lost_ones_go_on_whatever_resume_was_asked_for(make_config, monkeypatch, resume):
+    """Before the first checkpoint of their own they begin as the lost ones did."""
+    context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
+    train = SimpleNamespace(get_context=lambda: context, report=lambda values: None)
+    ray = SimpleNamespace(get=lambda value: value, nodes=lambda: [], train=train)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    made = make_config(name="a", train={"steps": 2})
+    Job(made).alone()
+    resume = str(made.folder / "checkpoints" / "latest") if resume == "path" else resume
+    cfg, mailbox = make_config(name="b", train={"steps": 6, "save_every": 4}), Actor()
+    for lost_at in (3, 5):
+        job = LosesWorkers(cfg, resume=resume, lost_at=lost_at)
+        with pytest.raises(Lost):
+            ray_launch.work({"job": job, "cwd": os.getcwd(), "mailbox": mailbox})
+    ray_launch.work({"job": LosesWorkers(cfg, resume=resume), "cwd": os.getcwd(), "mailbox": mailbox})
+    assert mailbox.kept.first_mistake is None
+    begun = 3 if "latest" in resume else 1
+    assert [row["step"] for row in read_json_lines(cfg.folder / "metrics.jsonl")] == [*range(begun, 7)]
+    assert [line for line in mailbox.kept.lines if "resumed at step 4" in line]
 
 
 def test_a_world_of_one_gives_back_what_it_gets():

@@ -92,12 +92,12 @@ def cluster(undisturbed):
     os.environ |= before
 
 
-def run_killed(cfg, tmp_path, moment, victim=0):
+def run_killed(cfg, tmp_path, moment, victim=0, resume="auto"):
     """The node of every worker that was started, in order."""
     from luffy.distributed.ray_launch import run_on_ray
 
     marker = tmp_path / "nodes"
-    run_on_ray(DeadlyJob(cfg, moment=moment, victim=victim, marker=str(marker)))
+    run_on_ray(DeadlyJob(cfg, resume=resume, moment=moment, victim=victim, marker=str(marker)))
     assert marker.with_suffix(".died").exists() == (moment != "never")
     return marker.read_text().split()
 
@@ -124,6 +124,12 @@ def test_a_killed_worker_costs_nothing_but_time(cluster, make, undisturbed, tmp_
     started = run_killed(cfg, tmp_path, moment, victim)
     assert len(started) == 4  # two workers, twice
     assert "resumed at step" in capfd.readouterr().err
+    assert_same_run(cfg, undisturbed)
+
+
+def test_a_killed_worker_of_a_run_that_was_not_to_resume_costs_nothing_either(cluster, make, undisturbed, tmp_path):
+    cfg = make("anew")
+    assert len(run_killed(cfg, tmp_path, "update", resume="never")) == 4
     assert_same_run(cfg, undisturbed)
 
 
