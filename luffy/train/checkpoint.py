@@ -4,7 +4,7 @@
     checkpoints/step-000050/
         model/                  a Hugging Face folder: AutoModelForCausalLM loads it; README.md is its model card
         adapter/                LoRA only: the adapters by themselves
-        optimizer.safetensors   moments, master weights, random state, what the method remembers
+        optimizer.safetensors   moments, master weights, what the method remembers
         optimizer/              the same of a sharded run, a file from each process (luffy/distributed/state.py)
         state.json              step, sampler, counters, fingerprints
         manifest.json           size and sha256 of every other file, less the model card
@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -395,14 +394,3 @@ def set_records_aside(folder: Path, step: int) -> str | None:
     for path in found:
         path.rename(path.with_name(f"{path.stem}.earlier-{number}{path.suffix}"))
     return f"begins at step {step + 1}; the records of an earlier training in {folder} are kept as *.earlier-{number}.*"
-
-
-def random_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def restore_random_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -17,6 +17,7 @@ from rich.console import Console
 from luffy.config import Config, EvalConfig, check_made_for
 from luffy.distributed.world import World
 from luffy.errors import AllStopped, TrainingStopped
+from luffy.guidance.plan import seed_of
 from luffy.metrics import Metric
 from luffy.models.threads import use_threads
 from luffy.report.console import was_idle
@@ -148,6 +149,7 @@ class Trainer:
     def step(self, records: Records | None = None) -> StepBatch:
         """One rollout batch (or batch of traces) and its optimizer steps; nothing is evaluated or saved."""
         run, step = self.run, self.run.progress.step
+        torch.manual_seed(seed_of(f"{run.cfg.seed}:{step}:{run.world.rank}"))  # of dropout: the same after a resume
         rows: recording.Rows = []
         observe = ignore if records is None else lambda batch: rows.extend(records.rows_of(batch))
         try:

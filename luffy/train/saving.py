@@ -23,14 +23,7 @@ from luffy.report.model_card import CARD, CardFacts, lines_of_table, model_card
 from luffy.report.runs import flat_config, without_samples
 from luffy.schema import to_dict
 from luffy.train import setup
-from luffy.train.checkpoint import (
-    BEST,
-    DISK_ERRORS,
-    Checkpoint,
-    cannot_be_written,
-    random_state,
-    restore_random_state,
-)
+from luffy.train.checkpoint import BEST, DISK_ERRORS, Checkpoint, cannot_be_written
 from luffy.train.method_memory import part
 from luffy.train.run_state import Progress, Run
 
@@ -52,8 +45,7 @@ def save(run: Run) -> None:
     tensors = {**dict(run.policy.optimizer.tensors()), **_teacher_tensors(run)}
     if run.policy.sft_optimizer is not None:  # its masters are the policy's
         tensors |= {f"{SFT}{n}": t for n, t in run.policy.sft_optimizer.tensors() if not n.endswith("/master")}
-    same = {f"random/{name}": t for name, t in random_state().items()}  # on every process
-    same |= {f"memory/{name}": t for name, t in run.memory.state_dict().items()}
+    same = {f"memory/{name}": t for name, t in run.memory.state_dict().items()}  # on every process
     if run.saver is not None:
         tensors |= _sharded_masters(run) | same
         taken = replace(run.progress)
@@ -208,7 +200,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
-    """Everything but the weights, which are there: sampler, random state, optimizer, counters. Returns whether the
+    """Everything but the weights, which are there: sampler, optimizer, counters. Returns whether the
     checkpoint is this run's own; the best step of another run's is not taken over."""
     state = checkpoint.state()
     tensors = _read_tensors(run, checkpoint)
@@ -227,7 +219,6 @@ def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
             f"the training data changed since {checkpoint.path} was saved; restore the old file, or pass "
             f"--allow-changed-data to go on with a fresh order over the new one"
         )
-    restore_random_state(part(tensors, "random/"))
     run.policy.optimizer.load_tensors(tensors)
     if run.policy.sft_optimizer is not None:
         run.policy.sft_optimizer.load_tensors(part(tensors, SFT))
