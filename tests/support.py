@@ -7,7 +7,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from luffy.errors import TrainingStopped
 from luffy.report.recorder import read_json_lines
+from luffy.train import training_step
 from luffy.types import Sample
 
 # Some tests run wherever they are: on a CPU as part of the default suite. On a GPU they are gpu tests, which the
@@ -16,6 +18,18 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU_IF_THERE = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 LETTERS = "0123456789+=# \n"
+
+
+def stop_before_update(monkeypatch, step, message):
+    """As when the servers of a teacher are gone: a TrainingStopped between rollout and update of that step."""
+    score = training_step.score_tokens
+
+    def stopping(run, batch):
+        if run.progress.step == step - 1:
+            raise TrainingStopped(message)
+        return score(run, batch)
+
+    monkeypatch.setattr(training_step, "score_tokens", stopping)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support import stop_before_update
 
 from luffy.cli import main
 from luffy.config import load_config
-from luffy.errors import ConfigError, TrainingStopped
+from luffy.errors import ConfigError
 from luffy.generate import read_prompts
 from luffy.report.methods import group_runs
 from luffy.report.runs import load_run
-from luffy.train import training_step
 from luffy.train.loop import Trainer
 
 
@@ -107,14 +107,7 @@ def test_ctrl_c_saves_the_step_under_way(recipe, tmp_path):
 
 
 def test_a_stopped_run_says_that_it_goes_on_without_its_resume(recipe, monkeypatch):
-    score = training_step.score_tokens
-
-    def stops_at_step_2(run, batch):
-        if run.progress.step == 1:
-            raise TrainingStopped("stopped: run the same command again")
-        return score(run, batch)
-
-    monkeypatch.setattr(training_step, "score_tokens", stops_at_step_2)
+    stop_before_update(monkeypatch, 2, "stopped: run the same command again")
     first = luffy("train", recipe, "--resume", "never")
     assert first.returncode == 1
     assert first.stderr.splitlines()[-1].endswith("the same command again (with --resume auto instead of never)")

@@ -7,9 +7,9 @@ import pytest
 import torch
 from children import exit_code_in_child
 from ranks import assert_same_figures, assert_same_weights, figures, final_weights, run_ranks, samples, train
+from support import stop_before_update
 
 from luffy.errors import TrainingStopped
-from luffy.train import training_step
 from luffy.train.policy import Policy
 
 STEPS = 6
@@ -104,14 +104,7 @@ def test_stopped_between_rollout_and_update_equals_undisturbed(make_config, monk
         config(make_config, name, **changes, train={"steps": 4, "save_every": 50}) for name in ("whole", "cut")
     )
     train(whole)
-    score = training_step.score_tokens
-
-    def stops_at_step_3(run, batch):
-        if run.progress.step == 2:
-            raise TrainingStopped("no server answers")
-        return score(run, batch)
-
-    monkeypatch.setattr(training_step, "score_tokens", stops_at_step_3)
+    stop_before_update(monkeypatch, 3, "no server answers")
     with pytest.raises(TrainingStopped):
         train(cfg)
     monkeypatch.undo()
