@@ -91,7 +91,7 @@ def rollout(
     _show("rollout", machine, rows, json_path, {
         "prompts": "{prompts}", "samples": "{samples}", "prompt": "{prompt_tokens}", "new": "{new_tokens}",
         "seconds": "{seconds:.2f}", "tokens/s": "{tokens_per_second:,.0f}", "of roofline": "{roofline_share:.0%}",
-        "peak GiB": "{peak_gib}",
+        "peak GiB": "{peak_gib}", **({"fp8 copy s": "{quantize_s:.3f}"} if precision == "fp8" else {}),
     })  # fmt: skip
 
 

@@ -37,6 +37,17 @@ def test_rollout_counts_every_token(tmp_path):
         (3, 2, 1, 0),
     ]
     assert rows[0]["tokens_per_second"] == pytest.approx(2 * 2 * 6 / rows[0]["seconds"])
+    assert rows[0]["quantize_s"] is None
+
+
+@pytest.mark.gpu
+def test_rollouts_in_fp8_say_what_their_copies_take(tmp_path):
+    out = tmp_path / "rollout.json"
+    sizes = ["--shape", "30m", "--runs", "4x8x8", "--repeats", 1, "--json", out]
+    assert "fp8 copy" in bench("rollout", "--precision", "fp8", *sizes)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert 0 < row["quantize_s"] < row["seconds"]
+    assert "fp8 copy" not in bench("rollout", *sizes)
 
 
 def test_an_update_reports_its_work(tmp_path):
