@@ -296,10 +296,16 @@ def variants(rows: Sequence[Row]) -> str:
     body = []
     for run in [*plain, *runs]:
         title = VARIANTS[run["note"]][0] if run["note"] else "as it is"
-        entropy = cell(present(run, "actor/entropy_loss")[-LATE:], 1)
-        some = f"{100 * statistics.fmean(solved(run)):.1f}"
-        body.append([title, steps_of([run]), accuracy([run]), some, entropy])
-    head = ["LUFFY", "steps", "test accuracy, %", "pass@4, %", f"entropy in the last {LATE} steps, nats a token"]
+        some, cut = f"{100 * statistics.fmean(solved(run)):.1f}", f"{100 * run['test']['truncated']:.1f}"
+        probability, entropy = (
+            cell(present(run, metric)[part], 1)
+            for metric, part in zip(("actor/off_policy_prob", "actor/entropy_loss"), FIRST_AND_LAST, strict=True)
+        )
+        body.append([title, steps_of([run]), accuracy([run]), some, cut, probability, entropy])
+    head = [
+        "LUFFY", "steps", "test accuracy, %", "pass@4, %", "cut off, %",
+        f"probability of trace tokens, first {LATE} steps", f"entropy, last {LATE} steps, nats a token",
+    ]  # fmt: skip
     return "\n".join(["## What matters in LUFFY", "", table(head, body)]) if body else ""
 
 

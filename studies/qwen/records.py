@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-ENOUGH = 0.75  # of its steps, for a run that was cut off to be a result
+ENOUGH = 0.65  # of its steps, for a run that was cut off to be a result
 CURVES = (
     "batch/on_solved", "batch/off_solved", "batch/solve_none", "batch/solve_all", "critic/rewards/mean",
     "actor/entropy_loss", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl", "actor/off_policy_prob",
