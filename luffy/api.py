@@ -8,7 +8,7 @@
         return float(answer in response) - 0.001 * len(response)
 
 
-    cfg = api.load_config("tiny/luffy", {"train.steps": 20, "reward.kind": "short"})
+    cfg = api.load_config("tiny/luffy", {"train.steps": 20, "reward.kind": "short", "reward.success": 0.9})
     with api.Trainer(cfg) as trainer:
         for step, metrics in trainer.steps():
             print(step, metrics["critic/rewards/mean"])

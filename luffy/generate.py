@@ -66,11 +66,13 @@ def generate_texts(
     encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt, max_prompt_tokens=context - 1)
     tasks = list(encoder.encode_all(problems))
     longest = max(len(task.prompt_ids) for task in tasks if task is not None)
-    budget = room_for(max_tokens, MAX_TOKENS, context, longest)
-    sampling = Sampling(budget, temperature, top_p, top_k, encoder.stops(eos_ids(model, tokenizer)))
+    room_for(max_tokens, MAX_TOKENS, context, longest)  # an error names the longest prompt
+    stops = encoder.stops(eos_ids(model, tokenizer))
     requests, owners = [], []
     for problem, task in zip(problems, tasks, strict=True):
         assert task is not None, "overlong prompts are errors here"
+        budget = room_for(max_tokens, MAX_TOKENS, context, len(task.prompt_ids))
+        sampling = Sampling(budget, temperature, top_p, top_k, stops)
         requests += [Request(task.prompt_ids, seed_of(f"{seed}:{problem.id}:{k}"), sampling) for k in range(n)]
         owners += [problem] * n
     completions = NativeEngine(model).generate(requests)

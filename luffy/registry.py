@@ -55,6 +55,7 @@ class Registry(Generic[T]):
 
 
 def _place(function: object) -> tuple[str, str]:
+    function = getattr(function, "function", function)  # of a gate or a credit function
     return getattr(function, "__module__", ""), getattr(function, "__qualname__", repr(function))
 
 

@@ -278,12 +278,16 @@ def test_data_without_answers_points_to_sft_and_the_column_map(recipe, tmp_path)
     assert "luffy sft" in result.stderr
 
 
-def test_generate_takes_what_the_context_leaves(tiny_model):
+def test_generate_takes_what_the_context_leaves(tiny_model, tmp_path):
     options = ["--style", "plain", "--json"]
     row = json.loads(luffy("generate", tiny_model, "1+2", *options).stdout)
     assert len(row["token_ids"]) <= 128 - 3 and (row["finish"] == "length") == (len(row["token_ids"]) == 125)
     result = luffy("generate", tiny_model, "1+2", "--max-tokens", "126", *options)
     assert result.returncode == 2 and "at most 125" in result.stderr
+    (tmp_path / "prompts.txt").write_text("1+2\n" + "1+" * 60 + "2\n")
+    both = luffy("generate", tiny_model, "--file", tmp_path / "prompts.txt", *options).stdout.splitlines()
+    assert json.loads(both[0])["token_ids"] == row["token_ids"]  # a long prompt takes nothing from the others
+    assert len(json.loads(both[1])["token_ids"]) <= 128 - 121
 
 
 def test_verify_reads_standard_input():

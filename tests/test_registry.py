@@ -3,28 +3,44 @@
 import pytest
 
 from luffy.errors import UserError
+from luffy.guidance import Gate
 from luffy.registry import Registry
+from luffy.train.credit import CreditFunction
 
 
 def twice(x):
     return 2 * x
 
 
+def thrice():
+    """Another function each time, of the same name and place."""
+
+    def inner(x):
+        return 3 * x
+
+    return inner
+
+
 def test_a_registered_name_a_path_and_what_is_neither():
     registry = Registry("shape")
     assert registry.register("twice")(twice) is twice
     assert registry["twice"] is twice and registry[f"{__name__}:twice"] is twice and list(registry) == ["twice"]
-    with pytest.raises(UserError, match="unknown shape 'thrice'; known: twice, or module:function"):
-        registry["thrice"]
+    with pytest.raises(UserError, match="unknown shape 'four'; known: twice, or module:function"):
+        registry["four"]
     with pytest.raises(UserError, match="cannot import 'no_such_module'.*from the folder you are in"):
         registry["no_such_module:f"]
-    with pytest.raises(UserError, match="has no 'thrice'"):
-        registry[f"{__name__}:thrice"]
+    with pytest.raises(UserError, match="has no 'four'"):
+        registry[f"{__name__}:four"]
 
 
 def test_a_name_is_given_once():
     registry = Registry("gate")
-    registry.register("x")(twice)
-    registry.register("x")(twice)  # its module was loaded again
+    registry.register("x")(thrice())
+    registry.register("x")(thrice())  # its module was loaded again
     with pytest.raises(UserError, match="there is a gate 'x' already"):
         registry.register("x")(lambda: None)
+    for kind in (Gate, CreditFunction):
+        registry.register(kind.__name__)(kind(thrice()))
+        registry.register(kind.__name__)(kind(thrice()))
+        with pytest.raises(UserError, match="already"):
+            registry.register(kind.__name__)(kind(lambda: None))

@@ -117,6 +117,4 @@ def _window(done: float) -> int:
 
 def evenly_spaced(low: float, high: float, count: int) -> list[float]:
     """``count`` ratios from low to high; a single one is the high end."""
-    if count == 1:
-        return [high]
-    return [low + (high - low) * i / (count - 1) for i in range(count)]
+    return [low + (high - low) * i / (count - 1) for i in range(count - 1)] + [high]  # exactly: 1 is the whole trace

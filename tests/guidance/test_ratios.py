@@ -15,6 +15,7 @@ def ratio(strategy, step, low=0.2, high=0.8, steps=100, count=1, **kw):
 def test_fixed_is_evenly_spaced_and_a_single_one_is_the_maximum():
     assert ratio("fixed", 7, count=4) == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert ratio("fixed", 7) == [0.8] and evenly_spaced(0.0, 1.0, 2) == [0.0, 1.0]
+    assert evenly_spaced(0.05, 1.0, 4)[-1] == 1.0  # 0.05 + 0.95 is less
 
 
 def test_linear_falls_from_the_maximum_to_zero_and_stays():
