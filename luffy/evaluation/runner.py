@@ -30,6 +30,7 @@ from luffy.guidance.plan import seed_of
 from luffy.models.load import decode
 from luffy.models.threads import default_workers
 from luffy.report.recorder import JsonLinesWriter, read_json_lines
+from luffy.report.runs import CONFIG, read_config
 from luffy.rewards import Verifier, build_verifier
 from luffy.rewards.custom import CALL_FAILED
 from luffy.types import Completion, Problem, Request, Sampling
@@ -117,6 +118,7 @@ def run_evaluation(options: Options) -> Result:
         loaded = replace(loaded, eos_ids=encoder.stops(loaded.eos_ids))
         jobs, settings = plan(options, suite, loaded, encoder)
         claim(out, settings)
+        warn_of_another_prompt(settings)
         ask_again(jobs, verifier, settings, out)
         run_jobs(jobs, loaded, verifier, settings, out, options.chunk)
         rows = read_json_lines(out / ITEMS)
@@ -193,6 +195,19 @@ def plan(
         success=options.reward_settings.success if options.reward_settings else SUCCESS,
     )
     return jobs, settings
+
+
+def warn_of_another_prompt(settings: Settings) -> None:
+    """Than the run had whose checkpoint this is: a trained model answers best to what it was trained on."""
+    checkpoint = Path(settings.model).resolve().parent
+    if checkpoint.parent.name != "checkpoints":
+        return
+    trained = read_config(checkpoint.parent.parent / CONFIG)
+    for option, now in {"style": settings.style, "system_prompt": settings.system_prompt}.items():
+        before = trained.get(f"data.{option}", now)
+        if before != now:
+            flag = "--" + option.replace("_", "-")
+            logger.warning("the run trained with %s %r, this evaluation has %r", flag, before, now)
 
 
 def room_for(given: int | None, default: int, context: int, longest_prompt: int) -> int:

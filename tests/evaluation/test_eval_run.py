@@ -57,6 +57,22 @@ def read_items(folder):
     return sorted(rows, key=lambda row: (row["benchmark"], row["id"], row["sample"]))
 
 
+def test_another_prompt_than_the_trainings_is_told(options, tmp_path, caplog):
+    model = tmp_path / "run" / "checkpoints" / "step-000001" / "model"
+    shutil.copytree(BASE, model)
+    latest = model.parents[1] / "latest"
+    latest.symlink_to("step-000001")
+    options = replace(options, model=str(latest / "model"), k=1, limit=1)
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text("data: {style: plain}\n")
+    run_evaluation(replace(options, out=tmp_path / "same"))
+    assert "trained with" not in caplog.text
+    config.write_text("data: {style: chat, system_prompt: Think.}\n")
+    run_evaluation(replace(options, out=tmp_path / "other"))
+    assert "trained with --style 'chat', this evaluation has 'plain'" in caplog.text
+    assert "trained with --system-prompt 'Think.', this evaluation has None" in caplog.text
+
+
 def test_the_figures_follow_from_the_items(whole, problems):
     folder, result = whole
     items = read_items(folder)
