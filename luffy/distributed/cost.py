@@ -303,7 +303,8 @@ MEASURED = (
 
 HEADER = (
     "plan", "rollout", "update", "sync", "step", "overlapped",
-    "checkpoint: training waits", "checkpoint: in the background", "GPU memory taken", "sequences that fit, of those to make", "host memory at start",
+    "checkpoint: training waits", "checkpoint: in the background",
+    "GPU memory taken", "sequences that fit, of those to make", "host memory at start",
 )  # fmt: skip
 
 
