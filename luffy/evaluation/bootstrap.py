@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from luffy.guidance.plan import seed_of
 
 Array = NDArray[np.float64]
+ITEMS_TO_TELL = 6  # the fewest with 2 / 2^items < 0.05
 _CELLS_AT_ONCE = 4_000_000
 
 
@@ -42,14 +43,17 @@ def paired_difference(pairs: Sequence[tuple[str, Array, Array]], resamples: int 
     Items are resampled within each benchmark, the same ones for both models. The draws depend on the seed
     and the benchmark alone, so every pair of models is judged on the same resampled test sets. Under the
     null hypothesis the resampled differences are centred on zero: p is the share of them, centred, at
-    least as far out as the observed one, the observed one counted in (so p is never 0).
+    least as far out as the observed one, the observed one counted in (so p is never 0). Resamples of a handful of
+    items are all alike, so p is never below what a sign test of the smallest benchmark can reach at best, 2 / 2^items:
+    fewer than ``ITEMS_TO_TELL`` items tell no difference.
     """
     observed = float(np.mean([(second - first).mean() for _, first, second in pairs]))
     draws = np.mean([_draws(name, second - first, resamples, seed) for name, first, second in pairs], axis=0)
     low, high = np.quantile(draws, [0.025, 0.975])
     # equal items give equal sums up to rounding: a hair's breadth counts as reached
     as_far = np.abs(draws - observed) >= abs(observed) - 1e-12
-    p = (1 + int(as_far.sum())) / (1 + resamples)
+    fewest = min(len(first) for _, first, _ in pairs)
+    p = max((1 + int(as_far.sum())) / (1 + resamples), 2.0 ** (1 - fewest))
     return Difference(observed, float(low), float(high), p)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from luffy.errors import UserError
 from luffy.evaluation.accuracy import item_accuracy
-from luffy.evaluation.bootstrap import Array, Difference, paired_difference
+from luffy.evaluation.bootstrap import ITEMS_TO_TELL, Array, Difference, paired_difference
 from luffy.evaluation.results import Evaluation, percent, read_evaluation, table
 from luffy.files import write_atomically
 
@@ -56,7 +56,8 @@ def compare(folders: Sequence[Path], resamples: int = 1000, seed: int = 0) -> Co
         PairedTest(first, second, _differences(values[first], values[second], resamples, seed))
         for first, second in combinations(values, 2)
     )
-    return Comparison(titles, accuracies, tests, resamples, seed, _notes(evaluations))
+    notes = (*_few_items(titles, next(iter(values.values()))), *_notes(evaluations))
+    return Comparison(titles, accuracies, tests, resamples, seed, notes)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -126,6 +127,13 @@ def _differences(
 
 def _with_average(accuracies: dict[str, float]) -> dict[str, float]:
     return {**accuracies, AVERAGE: float(np.mean(list(accuracies.values())))}
+
+
+def _few_items(titles: Mapping[str, str], values: Mapping[str, Array]) -> list[str]:
+    """Of benchmarks too small for their intervals to be trusted."""
+    few = [f"{titles[b]} {len(own)}" for b, own in values.items() if len(own) < ITEMS_TO_TELL]
+    said = "no difference on them, nor on the average, can be told from chance, and their intervals are too narrow"
+    return [f"fewer than {ITEMS_TO_TELL} problems ({', '.join(few)}): {said}"] if few else []
 
 
 def _notes(evaluations: Mapping[str, Evaluation]) -> tuple[str, ...]:

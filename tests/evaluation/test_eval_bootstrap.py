@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from luffy.evaluation.bootstrap import paired_difference, resampled_means
+from luffy.evaluation.bootstrap import ITEMS_TO_TELL, paired_difference, resampled_means
 
 
 def test_the_interval_covers_the_true_difference_about_95_times_in_100():
@@ -67,6 +67,15 @@ def test_benchmarks_weigh_the_same_whatever_their_size():
     big, small = np.zeros(1000), np.zeros(10)
     difference = paired_difference([("big", big, big), ("small", small, small + 1)])
     assert difference.value == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("items", range(1, 9))
+def test_a_handful_of_items_is_judged_by_the_sign_test(items):
+    """Every item is won, so all resamples are alike; the average is no surer than its smallest benchmark."""
+    pair = ("few", np.zeros(items), np.ones(items))
+    alone = paired_difference([pair])
+    assert alone.p == 2 / 2**items and alone.significant == (items >= ITEMS_TO_TELL)
+    assert paired_difference([pair, ("many", np.zeros(100), np.ones(100))]).p == alone.p
 
 
 def test_the_seed_decides():

@@ -359,6 +359,19 @@ def test_compare_with_itself(whole, tmp_path):
     assert compare([whole[0], same]).tests[0].differences["average"].p == 1.0
 
 
+def test_compare_of_two_problems_has_no_star_and_says_why(whole, tmp_path):
+    two = {row["id"] for row in read_items(whole[0])[:9]}  # eight responses to each
+    worse, better = (
+        rewritten(
+            whole[0], tmp_path / name, lambda row, right=right: {**row, "right": right} if row["id"] in two else None
+        )
+        for name, right in {"worse": False, "better": True}.items()
+    )
+    text = as_markdown(compare([worse, better]))
+    assert "| +100.0 | [+100.0, +100.0] | 0.500 |" in text
+    assert "Note: fewer than 6 problems (heldout 2): no difference on them, nor on the average, can be told" in text
+
+
 def test_compare_names_missing_items(whole, tmp_path):
     gone = read_items(whole[0])[0]["id"]
     partial = rewritten(whole[0], tmp_path / "partial", lambda row: None if row["id"] == gone else row)
