@@ -151,6 +151,7 @@ def _notes(evaluations: Mapping[str, Evaluation]) -> tuple[str, ...]:
         "chat_template",
         "reward",
         "dtype",
+        "engine",
         "date",
         "answer_in_thought",
     ]

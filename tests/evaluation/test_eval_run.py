@@ -359,6 +359,14 @@ def test_compare_with_itself(whole, tmp_path):
     assert compare([whole[0], same]).tests[0].differences["average"].p == 1.0
 
 
+def test_compare_says_that_the_engines_differ(whole, tmp_path):
+    other = rewritten(whole[0], tmp_path / "other", lambda row: row)
+    content = json.loads((other / "result.json").read_text())
+    content["settings"]["engine"] = "vllm"
+    (other / "result.json").write_text(json.dumps(content))
+    assert compare([whole[0], other]).notes == ('engine differs: eval "native", other "vllm"',)
+
+
 def test_compare_of_two_problems_has_no_star_and_says_why(whole, tmp_path):
     two = {row["id"] for row in read_items(whole[0])[:9]}  # eight responses to each
     worse, better = (
