@@ -1,5 +1,7 @@
 """What leaves the trainer for another engine, and what is refused before anything leaves."""
 
+import shutil
+
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -44,7 +46,20 @@ def test_a_folder_holds_everything_in_parts_and_is_gone_afterwards(tmp_path, mon
         read = dict(tensors_in(files))
         expected = dict(tensors_of(model))
         assert read.keys() == expected.keys() and all(torch.equal(read[n], expected[n]) for n in read)
-    assert list((tmp_path / "deep" / "er").iterdir()) == []
+    assert not list(tmp_path.rglob("weights-*"))
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_push_unless_another_is_writing(tmp_path):
+    """Its lock died with it, so a copy of its folder stands for what it left."""
+    model = tiny_model("llama")
+    with write_weights(model, tmp_path, 3) as writing:
+        left, elsewhere = writing.with_name("weights-000002-killed"), tmp_path / "another-machine" / writing.name
+        shutil.copytree(writing, left)
+        shutil.copytree(writing, elsewhere)
+        with write_weights(model, tmp_path, 3) as other:
+            assert set(tmp_path.rglob("weights-*")) == {writing, other, left, elsewhere}
+    with write_weights(model, tmp_path, 4) as writing:
+        assert set(tmp_path.rglob("weights-*")) == {writing, elsewhere}
 
 
 def spoil(model, kind):

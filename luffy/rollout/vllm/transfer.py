@@ -8,7 +8,8 @@ that has the routes.
 
 from __future__ import annotations
 
-import os
+import fcntl
+import secrets
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from luffy.errors import UserError
+from luffy.files import try_lock
 from luffy.rollout.policy_weights import checkpoint_weights, tensors_of
 from luffy.rollout.vllm.http_client import Server, ServerLost
 
@@ -36,15 +38,23 @@ class Transfer(Protocol):
 
 @contextmanager
 def write_weights(model: nn.Module, parent: Path, version: int) -> Iterator[Path]:
-    """The policy's weights as safetensors in a folder of their own, for as long as the block runs."""
-    folder = parent / f"weights-{version:06d}-{os.getpid()}"
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        for number, shard in enumerate(_shards(model)):
-            save_file(shard, folder / f"part-{number:05d}.safetensors")
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+    """The policy's weights as safetensors in a folder of their own, for as long as the block runs. Each machine has its
+    part of ``parent``, with a lock that its writers share: whoever gets it alone removes what killed ones left."""
+    own = parent / socket.gethostname()
+    own.mkdir(parents=True, exist_ok=True)
+    with (own / ".lock").open("w") as lock:
+        if try_lock(lock):
+            for leftover in own.glob("weights-*"):
+                shutil.rmtree(leftover)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        folder = own / f"weights-{version:06d}-{secrets.token_hex(4)}"
+        folder.mkdir()
+        try:
+            for number, shard in enumerate(_shards(model)):
+                save_file(shard, folder / f"part-{number:05d}.safetensors")
+            yield folder
+        finally:
+            shutil.rmtree(folder)
 
 
 def _shards(model: nn.Module) -> Iterator[dict[str, Tensor]]:
