@@ -14,6 +14,7 @@ from typing import IO, Any, TextIO
 from luffy.errors import UserError
 
 UNFINISHED = ".tmp"
+KINDS = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number"}
 
 
 @contextmanager
@@ -48,15 +49,27 @@ def write_atomically(path: Path, text: str) -> None:
         file.write(text)
 
 
-def json_object(raw: bytes, where: object, remedy: str) -> dict[str, Any]:
-    """The JSON object in a file or a line that may be damaged: a UserError then says where, and what to do."""
+def json_value(raw: bytes, where: object, remedy: str) -> Any:
+    """What is in a JSON file or a line that may be damaged: a UserError then says where, and what to do."""
     try:
-        content = json.loads(raw)
+        return json.loads(raw)
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, thousands of digits, or brackets within brackets
         raise UserError(f"{where}: not JSON ({error}); {remedy}") from None
-    if not isinstance(content, dict):
+
+
+def as_object(value: Any, where: object, remedy: str, /, **kinds: type) -> dict[str, Any]:
+    """``value``, if it is an object that has values of these ``kinds`` under these keys, among others."""
+    if not isinstance(value, dict):
         raise UserError(f"{where}: not a JSON object; {remedy}")
-    return content
+    for key, kind in kinds.items():
+        if not isinstance(value.get(key), (int, float) if kind is float else kind):
+            raise UserError(f"{where}: needs {KINDS[kind]} as '{key}'; {remedy}")
+    return value
+
+
+def json_object(raw: bytes, where: object, remedy: str, /, **kinds: type) -> dict[str, Any]:
+    """The JSON object in a file or a line: ``as_object`` of its ``json_value``."""
+    return as_object(json_value(raw, where, remedy), where, remedy, **kinds)
 
 
 def cache_folder() -> Path:

@@ -18,7 +18,7 @@ import yaml
 from luffy.errors import UserError
 from luffy.evaluation.paper_figures import Figure, Panel, Series, draw
 from luffy.evaluation.results import RESULT, read_result
-from luffy.files import json_object, write_atomically
+from luffy.files import as_object, json_object, write_atomically
 from luffy.hub import hub_fault
 from luffy.report.model_card import CARD, CURVES, MARK, REWARD, BenchmarkFigure, CardFacts, model_card, public
 from luffy.report.recorder import EVAL_SAMPLES, SAMPLES
@@ -78,7 +78,7 @@ def _choose(run: Path, which: str) -> Checkpoint:
                 f"{run} has no best step: nothing was evaluated; give --checkpoint latest or one of {steps}"
             )
         best = (run / BEST).read_bytes()
-        which = str(json_object(best, run / BEST, f"give --checkpoint latest or one of {steps}")["step"])
+        which = str(json_object(best, run / BEST, f"give --checkpoint latest or one of {steps}", step=int)["step"])
     if not which.isdecimal() or int(which) not in found:
         raise UserError(f"--checkpoint {which}: {run} has checkpoints of the steps {steps}; or give latest or best")
     return found[int(which)]
@@ -117,7 +117,13 @@ def _front_matter(text: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json_object(path.read_bytes(), path, "remove it, and the card does without") if path.is_file() else {}
+    """Of counts by name, in objects by name."""
+    remedy = "remove it, and the card does without"
+    content = json_object(path.read_bytes(), path, remedy) if path.is_file() else {}
+    for part, counts in content.items():
+        names = as_object(counts, f"{path}: {part}", remedy)
+        as_object(counts, f"{path}: {part}", remedy, **dict.fromkeys(names, int))
+    return content
 
 
 def _evaluations(model: Path, folders: Sequence[Path]) -> list[Path]:

@@ -228,9 +228,15 @@ def test_damaged_files_are_named(trained, tmp_path, monkeypatch):
     (run / "data.json").write_text("[]")
     with pytest.raises(UserError, match="data.json: not a JSON object; remove it"):
         write_card(model, "mine", {}, [])
+    (run / "data.json").write_text('{"train": {"usable": "all"}}')
+    with pytest.raises(UserError, match="data.json: train: needs a whole number as 'usable'; remove it"):
+        write_card(model, "mine", {}, [])
     (evaluation(tmp_path / "evals" / "cut", model.folder) / "result.json").write_text('{"settings": ')
     with pytest.raises(UserError, match="cut/result.json: not JSON"):
         write_card(model, "mine", {}, [])
     (run / "best.json").write_text("")
     with pytest.raises(UserError, match="best.json: not JSON .* give --checkpoint latest or one of 1, 2"):
+        find_model(run, "best")
+    (run / "best.json").write_text('{"accuracy": 1.0}')
+    with pytest.raises(UserError, match="best.json: needs a whole number as 'step'; give --checkpoint latest"):
         find_model(run, "best")

@@ -106,7 +106,8 @@ def _figures(
     if data is not None:
         if not runs and not evaluations:
             raise UserError("--data gives traces to compare responses with: name a run or an evaluation too")
-        samples = {name: read_json_lines(path / SAMPLES) for name, path in runs.items()}
+        kinds = {"step": int, "problem": str, "response": str, "off_policy": list}
+        samples = {name: read_json_lines(path / SAMPLES, **kinds) for name, path in runs.items()}
         yield bleu_figure(load_traces(data), samples, evaluations)
 
 

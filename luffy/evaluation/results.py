@@ -15,9 +15,10 @@ from luffy.errors import UserError
 from luffy.evaluation.accuracy import Row, Summary, summarise
 from luffy.evaluation.benchmarks import Suite
 from luffy.evaluation.settings import Settings
-from luffy.files import json_object, write_atomically
+from luffy.files import as_object, json_object, write_atomically
 from luffy.report.recorder import read_json_lines
 
+REMEDY = "run the evaluation's command again, or delete it"
 ITEMS, RESULT, RESULT_MD = "items.jsonl", "result.json", "result.md"
 SHOWN = (  # settings in result.md
     "temperature", "top_p", "top_k", "max_tokens", "seed", "style", "system_prompt", "reward", "limit", "dtype",
@@ -179,8 +180,17 @@ def is_evaluation(folder: Path) -> bool:
     return (folder / ITEMS).is_file()
 
 
+def read_items(folder: Path) -> list[dict[str, Any]]:
+    return read_json_lines(
+        folder / ITEMS, benchmark=str, id=str, sample=int, response=str, tokens=int, finish=str, score=float, status=str
+    )
+
+
 def read_evaluation(folder: Path) -> Evaluation:
-    return Evaluation(read_result(folder), tuple(read_json_lines(folder / ITEMS)))
+    content = read_result(folder)
+    where, used = f"{folder / RESULT}: settings", {"model": str, "model_identity": str, "problems": str, "k": dict}
+    as_object(content["settings"], where, REMEDY, temperature=float, **used)
+    return Evaluation(content, tuple(read_items(folder)))
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -191,4 +201,7 @@ def read_result(folder: Path) -> dict[str, Any]:
         state = "an unfinished evaluation: run its command again" if is_evaluation(folder) else "no evaluation"
         raise UserError(f"{folder} has no {RESULT}: it is {state}")
     path = folder / RESULT
-    return json_object(path.read_bytes(), path, "run the evaluation's command again, or delete it")
+    content = json_object(path.read_bytes(), path, REMEDY, settings=dict, benchmarks=dict)
+    for name, figures in content["benchmarks"].items():
+        as_object(figures, f"{path}: {name}", REMEDY, title=str, items=int, k=int, accuracy=float, pass_at=dict)
+    return content

@@ -23,13 +23,13 @@ from luffy.evaluation.background_work import BackgroundWork
 from luffy.evaluation.benchmarks import Suite, load_suite
 from luffy.evaluation.engines import LoadedModel, default_slots, load_engine, model_identity
 from luffy.evaluation.eval_view import EvalView
-from luffy.evaluation.results import ITEMS, Result, build_result, model_label, write_result
+from luffy.evaluation.results import ITEMS, Result, build_result, model_label, read_items, write_result
 from luffy.evaluation.settings import Settings, alone_in, claim, problems_hash, recorded
 from luffy.files import write_atomically
 from luffy.guidance.plan import seed_of
 from luffy.models.load import decode
 from luffy.models.threads import default_workers
-from luffy.report.recorder import JsonLinesWriter, read_json_lines
+from luffy.report.recorder import JsonLinesWriter
 from luffy.report.runs import CONFIG, read_config
 from luffy.rewards import Verifier, build_verifier
 from luffy.rewards.custom import CALL_FAILED
@@ -121,7 +121,7 @@ def run_evaluation(options: Options) -> Result:
         warn_of_another_prompt(settings)
         ask_again(jobs, verifier, settings, out)
         run_jobs(jobs, loaded, verifier, settings, out, options.chunk)
-        rows = read_json_lines(out / ITEMS)
+        rows = read_items(out)
         if failed := sum(row["status"] == CALL_FAILED for row in rows):
             logger.warning("%d responses have no score and count as wrong; the same command asks for it again", failed)
         result = build_result(suite, settings, rows)
@@ -223,7 +223,7 @@ def room_for(given: int | None, default: int, context: int, longest_prompt: int)
 
 def ask_again(jobs: Sequence[PlannedResponse], verifier: Verifier, settings: Settings, out: Path) -> None:
     """Score anew the saved responses whose call of the reward failed. One may fail again, and is saved as before."""
-    rows, problems = read_json_lines(out / ITEMS), {job.key: job.problem for job in jobs}
+    rows, problems = read_items(out), {job.key: job.problem for job in jobs}
     failed = [row for row in rows if row["status"] == CALL_FAILED]
     if not failed:
         return
@@ -244,7 +244,7 @@ def run_jobs(
 ) -> None:
     """Make the responses that are not there yet, and save them ``chunk`` at a time as they finish."""
     path = out / ITEMS
-    done = set(map(key_of, read_json_lines(path)))
+    done = set(map(key_of, read_items(out)))
     todo = [job for job in jobs if job.key not in done]
     view = EvalView(model_label(settings.model), len(jobs), len(jobs) - len(todo))
     items = JsonLinesWriter(path, keep_through_step=0)

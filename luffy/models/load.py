@@ -15,6 +15,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -28,7 +29,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from luffy.errors import UserError
-from luffy.files import alone, cache_folder
+from luffy.files import alone, cache_folder, json_object
 from luffy.hub import hub_fault
 from luffy.models.forward import causal_lm
 from luffy.models.plain import choose_path
@@ -38,7 +39,17 @@ logger = logging.getLogger(__name__)
 disable_progress_bar()  # its bars for loading and saving would tear a run's own view apart
 
 # What `transformers` and the readers below it raise for absent, damaged or foreign files.
-LOAD_ERRORS = (OSError, ValueError, LookupError, RuntimeError, ImportError, SafetensorError, struct.error)
+LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    LookupError,
+    RuntimeError,
+    ImportError,
+    SafetensorError,
+    StrictDataclassError,
+    struct.error,
+)
+SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DtypeName = Literal["float32", "bfloat16"]
 
@@ -267,6 +278,8 @@ def check_local(path: str | Path, needed: str) -> None:
         raise UserError(f"{path} is a file: give a folder in Hugging Face format, a hub id or a .gguf file")
     if local.is_dir() and not (local / needed).exists():
         raise UserError(f"{path} has no {needed}: {_what_it_is(local, needed)}")
+    for file in (local / name for name in SETTINGS if (local / name).is_file()):
+        json_object(file.read_bytes(), file, "get the model again")
     if not local.exists():
         hub_fault()
 

@@ -28,8 +28,9 @@ class Journal:
     work on the same file, are refused.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        self.path = path
+    def __init__(self, path: Path, settings: Mapping[str, Any], **kinds: type) -> None:
+        """``kinds`` of a record's values, as ``json_object`` takes them."""
+        self.path, self._kinds = path, kinds
         self._file = _opened(path)
         try:
             self._lock()
@@ -67,7 +68,7 @@ class Journal:
 
     def _parsed(self, line: bytes, index: int) -> Record:
         remedy = "cut off the file before that line to go on from there, or delete it to start again"
-        return json_object(line, f"{self.path}:{index + 2}", remedy)
+        return json_object(line, f"{self.path}:{index + 2}", remedy, **self._kinds)
 
     def append(self, records: Sequence[Record]) -> None:
         """On disk when this returns."""
@@ -87,12 +88,9 @@ class Journal:
             raise UserError(f"{self.path}: {what}")
 
     def _check(self, settings: Mapping[str, Any]) -> None:
-        try:
-            self._file.seek(0)
-            before = json.loads(self._file.readline())["settings"]
-        except (ValueError, KeyError, TypeError) as error:
-            what = "not a record of earlier work; move it away or choose another --out"
-            raise DataError(f"{self.path}: {what}") from error
+        self._file.seek(0)
+        remedy = "it is no record of earlier work; move it away or choose another --out"
+        before = json_object(self._file.readline(), f"{self.path}:1", remedy, settings=dict)["settings"]
         now = json.loads(json.dumps(dict(settings)))
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):

@@ -68,7 +68,7 @@ def prepare_openr1(
         "tokenizer_sha256": tokenizer_fingerprint(tokenizer),
     }
     out.mkdir(parents=True, exist_ok=True)
-    with Journal(out / "verified.jsonl", _without_paths(settings)) as journal:
+    with Journal(out / "verified.jsonl", _without_paths(settings), row=int, generations=int) as journal:
         if len(journal) < len(source):
             screener = Screener(encoder, index, options.max_trace_tokens, options.trust_labels)
             with (

@@ -59,7 +59,7 @@ def prepare_traces(
     asked = {**settings, "n": n, "reward": reward, "problems_sha256": problems.fingerprint}
     if answer_in_thought:  # only then, so that files of before this option go on
         asked["answer_in_thought"] = True
-    with Journal(out.with_suffix(".progress.jsonl"), asked) as journal:
+    with Journal(out.with_suffix(".progress.jsonl"), asked, id=str, samples=list) as journal:
         with build_verifier(reward, workers=workers, answer_in_thought=answer_in_thought) as verifier:
             ask(problems, n, teacher, verifier, journal)
         counts = _write(problems, schema, journal, out, name, keep_wrong)

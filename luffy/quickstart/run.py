@@ -19,7 +19,7 @@ from rich.table import Table
 
 from luffy.config import Config, built_in_recipes, load_config
 from luffy.errors import StopRequested, TrainingStopped, UserError
-from luffy.files import write_atomically
+from luffy.files import json_object, write_atomically
 from luffy.progress import lasting
 from luffy.report.html import write_report
 from luffy.report.recorder import read_json_lines
@@ -156,7 +156,7 @@ def run_and_note(found: Comparison, method: str, cfg: Config, console: Console) 
 def finished(cfg: Config) -> MethodOutcome | None:
     """What an earlier quickstart left of a run with the same settings, if it came to its end."""
     path = cfg.folder / FINISHED
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    kept = json_object(path.read_bytes(), path, "delete it, and the run is made again") if path.is_file() else {}
     same = kept.get("config") == json.loads(json.dumps(to_dict(cfg)))
     return MethodOutcome(**kept["outcome"]) if same else None
 

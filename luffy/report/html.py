@@ -7,7 +7,6 @@ switch between light and dark. The page's own policy forbids every request.
 from __future__ import annotations
 
 import base64
-import json
 import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -19,7 +18,7 @@ from markupsafe import Markup
 
 from luffy._version import __version__
 from luffy.errors import UserError
-from luffy.files import write_atomically
+from luffy.files import as_object, json_value, write_atomically
 from luffy.report.charts import chart_grid, charts_of, family_charts, legend
 from luffy.report.dots import accuracy_dots
 from luffy.report.figures import crowded
@@ -108,7 +107,12 @@ def analysis_section(folder: Path) -> Markup:
         raise UserError(
             f"--analysis {folder}: no analysis.json there; make it with: luffy analyze RUN... --out {folder}"
         )
-    figures = [_analysis_figure(folder, entry) for entry in json.loads(listing.read_text(encoding="utf-8"))]
+    remedy = f"make it again with: luffy analyze RUN... --out {folder}"
+    entries = json_value(listing.read_bytes(), listing, remedy)
+    if not isinstance(entries, list):
+        raise UserError(f"{listing}: not a list; {remedy}")
+    checked = [as_object(entry, listing, remedy, png=str, title=str, caption=str) for entry in entries]
+    figures = [_analysis_figure(folder, entry) for entry in checked]
     return _section("analyses", "Analyses", "Made by luffy analyze.", *figures)
 
 

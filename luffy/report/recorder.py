@@ -57,12 +57,14 @@ class JsonLinesWriter:
         self._file.close()
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a file that may still be growing, or whose writer was killed in mid-line."""
+def read_json_lines(path: Path, **kinds: type) -> list[dict[str, Any]]:
+    """The complete lines of a file that may still be growing, or whose writer was killed in mid-line; ``kinds`` as
+    ``json_object`` takes them."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]
-    return [json_object(line, f"{path}:{n}", "mend or remove that line") for n, line in enumerate(lines, start=1)]
+    remedy = "mend or remove that line"
+    return [json_object(line, f"{path}:{n}", remedy, **kinds) for n, line in enumerate(lines, start=1)]
 
 
 class TensorBoardTracker:
@@ -107,7 +109,7 @@ def _wandb_id(path: Path) -> str:
     """The run's id, drawn once: folders of the same name may write to one project."""
     if not path.exists():
         write_atomically(path, json.dumps({"id": secrets.token_hex(8)}))
-    return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    return str(json_object(path.read_bytes(), path, "delete it, and W&B begins another run", id=str)["id"])
 
 
 def check_trackers(cfg: Config) -> list[str]:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from luffy.config import Config
 from luffy.errors import UserError
 from luffy.models.forward import use_luffy_attention
-from luffy.models.load import check_local, load_tokenizer, model_folder
+from luffy.models.load import LOAD_ERRORS, check_local, load_tokenizer, model_folder
 from luffy.rollout.overrides.pair_checks import check_fits, check_same_tokenizer
 from luffy.train import setup
 from luffy.train.run_state import Method
@@ -62,7 +62,7 @@ def read_model_config(path: str, knob: str, trust_remote_code: bool) -> Any:
         raise UserError(f"'{knob}' {error}") from None
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except LOAD_ERRORS as error:
         raise UserError(f"'{knob}' {path}: {' '.join(str(error).split())[:300]}") from None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from luffy.config import EvalConfig
-from luffy.files import write_atomically
+from luffy.files import json_object, write_atomically
 from luffy.guidance.plan import Plan, Planned, seed_of
 from luffy.metrics import Mean, Metric
 from luffy.report.recorder import EVALUATED, METRICS, read_json_lines
@@ -119,7 +119,8 @@ def read_evaluated(folder: Path, through_step: int) -> dict[int, float]:
     """Accuracies of the evaluations on record up to a step. A run that begins at step 0 drops its records."""
     path = folder / EVALUATED
     if path.exists():
-        found = {int(step): accuracy for step, accuracy in json.loads(path.read_text(encoding="utf-8")).items()}
+        kept = json_object(path.read_bytes(), path, f"delete it, and {METRICS} is read instead")
+        found = {int(step): accuracy for step, accuracy in kept.items()}
     else:
         found = {row["step"]: row[ACCURACY] for row in read_json_lines(folder / METRICS) if ACCURACY in row}
     return {step: accuracy for step, accuracy in found.items() if through_step and step <= through_step}

@@ -425,6 +425,32 @@ def test_a_damaged_result_or_setting_is_named(whole, options, tmp_path, damaged)
         run_evaluation(replace(options, out=other, dtype="float32", date="2024-07-26"))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"benchmarks": []}, "needs an object as 'benchmarks'"),
+        ({"benchmarks": {"heldout": 3}}, "heldout: not a JSON object"),
+        ({"benchmarks": {"heldout": {}}}, "heldout: needs a text as 'title'"),
+        ({"settings": None}, "needs an object as 'settings'"),
+        ({"settings": {}}, "settings: needs a number as 'temperature'"),
+    ],
+)
+def test_a_result_of_another_shape_is_named(whole, tmp_path, change, said):
+    other = rewritten(whole[0], tmp_path / "other", lambda row: row)
+    content = json.loads((other / "result.json").read_text())
+    (other / "result.json").write_text(json.dumps(content | change))
+    with pytest.raises(UserError, match=f"other/result.json: {said}; run the evaluation's command again, or delete it"):
+        compare([whole[0], other])
+
+
+@pytest.mark.parametrize(("key", "kind"), [("benchmark", "a text"), ("id", "a text"), ("score", "a number")])
+def test_an_item_without_what_it_needs_is_named(whole, options, tmp_path, key, kind):
+    other = rewritten(whole[0], tmp_path / "other", lambda row: {k: v for k, v in row.items() if k != key})
+    for read in (lambda: compare([whole[0], other]), lambda: run_evaluation(replace(options, out=other))):
+        with pytest.raises(UserError, match=f"other/items.jsonl:1: needs {kind} as '{key}'; mend or remove that line"):
+            read()
+
+
 # ---- the command line
 
 

@@ -126,8 +126,14 @@ def test_missing_weights_are_not_filled_with_random_numbers(folder):
 def test_damaged_weights_and_configs_are_refused(folder):
     (folder / "model.safetensors").write_bytes(b"not a tensor")
     refused("cannot load", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": "many"}))
+    refused("cannot load .*: .*'vocab_size'", folder)
     (folder / "config.json").write_text("{ not json")
-    refused("cannot load", folder)
+    refused("config.json: not JSON .* get the model again", folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text("[]")
+    refused("generation_config.json: not a JSON object; get the model again", folder)
 
 
 def test_remote_code_is_not_trusted_by_default(folder):

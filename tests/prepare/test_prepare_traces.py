@@ -182,6 +182,15 @@ def test_a_server_that_fails_for_ever_ends_the_run_and_loses_nothing(serve, sums
     assert len(load_problems(tmp_path / "out.parquet")) == 8
     with pytest.raises(DataError, match="was made with n=3, now it is 2"):
         run(sums_file, tmp_path / "out.parquet", teacher_of(server), n=2)
+    first, *rest = journal.read_text().splitlines(keepends=True)
+    for damaged, said in (
+        (["[]\n", *rest], "jsonl:1: not a JSON object; it is no record of earlier work"),
+        (['{"settings": 3}\n', *rest], "jsonl:1: needs an object as 'settings'; it is no record"),
+        ([first, '{"id": "s0"}\n'], "jsonl:2: needs a list as 'samples'; cut off the file before that line"),
+    ):
+        journal.write_text("".join(damaged))
+        with pytest.raises(UserError, match=said):
+            run(sums_file, tmp_path / "out.parquet", teacher_of(server))
     assert KEY.encode() not in everything_written(tmp_path)
 
 

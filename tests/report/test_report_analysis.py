@@ -17,5 +17,13 @@ def test_the_figures_are_inside_the_page(make_config, tmp_path):
     page = write_report([cfg.folder], tmp_path / "report.html", analysis=tmp_path / "figures").read_text()
     assert page.count("data:image/png;base64,") == len(figures) > 0
     assert all(figure.title in page for figure in figures)
+    for content, said in (
+        ("{}", "not a list"),
+        ("[3]", "not a JSON object"),
+        ('[{"png": "a"}]', "needs a text as 'title'"),
+    ):
+        (tmp_path / "figures" / "analysis.json").write_text(content)
+        with pytest.raises(UserError, match=rf"analysis\.json: {said}; make it again"):
+            write_report([cfg.folder], tmp_path / "other.html", analysis=tmp_path / "figures")
     with pytest.raises(UserError, match=r"no analysis\.json"):
         write_report([cfg.folder], tmp_path / "other.html", analysis=tmp_path)

@@ -12,7 +12,7 @@ from children import exit_code_in_child
 from kills import copied_at, killed_at
 from transformers import AutoModelForCausalLM
 
-from luffy.errors import TrainingStopped
+from luffy.errors import TrainingStopped, UserError
 from luffy.metrics import Mean
 from luffy.report import recorder
 from luffy.report.recorder import read_json_lines
@@ -318,6 +318,9 @@ def test_a_folder_of_before_evaluated_json_is_asked_by_its_metrics(make_config, 
     found = {int(step): accuracy for step, accuracy in json.loads(path.read_text()).items()}
     rows = read_json_lines(record)
     assert found == {row["step"]: row["val-core/accuracy"] for row in rows if "val-core/accuracy" in row}
+    path.write_text("[]")
+    with pytest.raises(UserError, match="evaluated.json: not a JSON object; delete it, and metrics.jsonl is read"):
+        Trainer(cfg)
     path.unlink()
     with Trainer(cfg) as trainer:
         assert trainer.run.evaluated == found and not trainer.lacks_evaluation()
