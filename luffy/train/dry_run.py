@@ -23,7 +23,7 @@ from luffy.train.batch import mini_batches, needed_log_probs
 from luffy.train.build import build_planner, total_steps
 from luffy.train.draws import Drawn, draw_batch
 from luffy.train.estimate import ALLOCATOR, Parts, Work, passes_of, planned_sample, rollout_parts, update_parts
-from luffy.train.gpu_cost import gpu_named, times_on_gpus
+from luffy.train.gpu_cost import ENGINES, StepTime, gpu_named, times_on_gpus
 from luffy.train.method_memory import MethodMemory
 from luffy.train.optim import lr_at
 from luffy.train.probe import this_gpu, time_on_cpu
@@ -346,17 +346,24 @@ def gpu_line(
     found = times_on_gpus(cfg, work, requests, gpu)
     if not found:
         return f"not estimated: the run does not fit on {name}"
-    parts = f"rollout {_span(duration(t.rollout) for t in found)}, update {_span(duration(t.update) for t in found)}"
+    parts = parts_of(cfg, requests, cfg.rollout.engine in ENGINES, found)
     hours = [t.step * steps * gpus / 3600 for t in found]
     paid = "" if price is None else f", {_span(_rounded(h * price) for h in hours)} at {price:g} an hour"
     lengths = " (responses of a quarter of rollout.max_tokens in the mean, and of full length)" if requests else ""
     return (
-        f"on {name}: {_span(duration(t.step) for t in found)} a step ({parts if requests else 'update alone'}), "
+        f"on {name}: {_span(duration(t.step) for t in found)} a step ({parts}), "
         f"{_span(duration(t.step * steps) for t in found)} for {steps} steps, {_span(map(_rounded, hours))} GPU "
         f"hours{paid}{lengths}, without rewards, evaluations and checkpoints; by the cost model with "
         f"{gpu.flops / 1e12:.0f} TFLOP/s and {gpu.memory_bandwidth / 1e12:.1f} TB/s (docs/results/cost.md says how it "
         "was checked)"
     )
+
+
+def parts_of(cfg: Config, requests: Sequence[Request], timed: bool, found: Sequence[StepTime]) -> str:
+    """What a step's time is made of; ``timed``: whether rollouts are in it, where there are any."""
+    if requests and timed:
+        return f"rollout {_span(duration(t.rollout) for t in found)}, update {_span(duration(t.update) for t in found)}"
+    return "update alone" + (f": how long rollouts of {cfg.rollout.engine} take is not known" if requests else "")
 
 
 def _span(texts: Iterable[str]) -> str:
@@ -375,7 +382,7 @@ def cpu_line(cfg: Config, work: Work, requests: Sequence[Request], steps: int) -
     found = time_on_cpu(cfg, work, rolled_out, slots_of(cfg, work, requests))
     if found is None:
         return "not estimated: the model cannot be tried on this machine with fewer layers"
-    parts = f"rollout {duration(found.rollout)}, update {duration(found.update)}" if rolled_out else "update alone"
+    parts = parts_of(cfg, requests, cfg.rollout.engine == "native", [found])
     layers = "one layer" if work.config.num_hidden_layers == 1 else "two layers"
     return (
         f"roughly {duration(found.step)} a step ({parts}), {duration(steps * found.step)} for {steps} steps, without "

@@ -12,6 +12,7 @@ from luffy.models.forward import key_value_shape
 from luffy.train.estimate import Work
 from luffy.types import Request
 
+ENGINES = ("native", "vllm")  # whose rollouts the cost model stands for
 SHORT = 0.25  # mean length of responses as a share of their limit, where most of them end early
 
 
@@ -35,13 +36,13 @@ def gpu_named(name: str) -> cost.Gpu:
 
 def times_on_gpus(cfg: Config, work: Work, requests: Sequence[Request], gpu: cost.Gpu) -> list[StepTime]:
     """With short responses and with all of full length; SFT has one. Empty where weights, optimizer and one sequence of
-    full length do not fit."""
+    full length do not fit. Rollouts of an engine that is not known take no time."""
     if cost.places(step_plan(cfg, work, requests), gpu) < 1:
         return []
     plans = [step_plan(cfg, work, requests, share) for share in ((SHORT, 1.0) if requests else (1.0,))]
     return [
         StepTime(
-            rollout=cost.rollout(plan, gpu).seconds if requests else 0.0,
+            rollout=cost.rollout(plan, gpu).seconds if requests and cfg.rollout.engine in ENGINES else 0.0,
             update=cost.update(plan, gpu).seconds + cost.weight_sync(plan, gpu).seconds,
         )
         for plan in plans

@@ -216,6 +216,21 @@ def test_the_engine_and_its_slots(make_config):
     assert said({"engine": f"{__name__}:my_engine"}) == f"{__name__}:my_engine, mismatch correction off"
 
 
+@pytest.mark.parametrize("gpu", [None, "h200"])
+def test_the_time_of_an_engine_of_ones_own_is_not_guessed(make_config, monkeypatch, gpu):
+    monkeypatch.setattr(planning, "duration", repr)
+
+    def said(**rollout):
+        return dry_run(make_config(rollout=rollout), "rl", renting=Renting(gpu))[8]
+
+    own, native = said(engine=f"{__name__}:my_engine"), said()
+    assert f" a step (update alone: how long rollouts of {__name__}:my_engine take is not known), " in own
+    assert "not known" not in native
+    if gpu:  # a CPU is measured anew each time
+        update = re.search(r", update (.+?)\)", native)[1]
+        assert f"H200: {update} a step" in own
+
+
 def test_a_batch_larger_than_the_data_is_said(make_config):
     cfg = make_config(batch={"problems": 36})
     said = (
