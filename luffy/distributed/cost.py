@@ -76,7 +76,7 @@ class StepPlan:
     adapters: bool = False  # LoRA: the weights are frozen
     offloaded: bool = False  # masters and moments are in the host's memory
     recomputed: float = 0.0  # share of the tokens whose activations are computed again in the backward pass
-    scored: float = 0  # forward passes over all tokens before the update: for old log-probs, for those of the reference
+    scored: float = 0  # forward passes over all tokens before the update: old log-probs, the reference's, a teacher's
     trained_tokens: float | None = None  # of the updates, where they are not those of the rollout
     storage: float = 20 * GB  # bytes a second that the shared file system takes
     hash_rate: float = 1.2 * GB  # sha256 of one core, and the main process has

@@ -103,7 +103,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     notices += setup.repeated_problems(cfg, len(tasks))
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
     old, reference = needed_log_probs(cfg, len(batch)) if method == "rl" else (range(0), False)
-    scored = len(old) / len(batch) + reference
+    scored = len(old) / len(batch) + reference + teacher_passes(cfg, method, model, others.teacher)
     work = work_of(cfg, model, planned_samples(cfg, batch, plan), scored, place.on_gpu)
     requests = plan.requests if plan else []
     kept = kept_parts(cfg, method, work, others)
@@ -283,6 +283,13 @@ def teacher_bytes(cfg: Config, work: Work, model: Any) -> float:
     if cfg.teacher.average:
         return float(work.trained * 4)
     return float(work.parameters * size) if cfg.teacher.is_self and cfg.model.lora is None else 0.0
+
+
+def teacher_passes(cfg: Config, method: Method, model: ModelShape, teacher: Any) -> float:
+    """Forward passes of the policy that take as long as those of a teacher in this process."""
+    if method == "sft" or cfg.teacher.path is None:
+        return 0.0
+    return 1.0 if teacher is None else parameters_of(teacher) / model.parameters
 
 
 def slots_of(cfg: Config, work: Work, requests: Sequence[Request]) -> int:

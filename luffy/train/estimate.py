@@ -45,8 +45,8 @@ class Pass:
 @dataclass(frozen=True)
 class Work:
     """What an update is made of: the model's shape, how it is trained, the passes of its mini-batches, and how many
-    times its tokens are ``scored`` before: for old log-probs, for those of the reference. ``unused``: GPU memory beside
-    what the update has in any case."""
+    times its tokens are ``scored`` before: for old log-probs, for those of the reference, by a teacher. ``unused``: GPU
+    memory beside what the update has in any case."""
 
     config: Any
     parameters: int

@@ -290,9 +290,10 @@ def test_hours_and_prices_have_two_digits_or_all_before_the_point():
     assert {number: planning._rounded(number) for number in shown} == shown
 
 
-def test_the_cost_counts_every_pass_of_the_update(make_config, monkeypatch):
+def test_the_cost_counts_every_pass_of_the_update(make_config, tiny_model, tmp_path, monkeypatch):
     """An update takes three forward passes' worth, frozen weights two of them. Reference log-probs take one, and so
-    do old ones where all groups need them; those of the second of two mini-batches take half of one."""
+    do old ones where all groups need them; those of the second of two mini-batches take half of one. Distillation needs
+    old ones and the teacher's, which take as many as the teacher is larger."""
     monkeypatch.setattr(planning, "duration", repr)
 
     def update_of(**changes):
@@ -308,6 +309,13 @@ def test_the_cost_counts_every_pass_of_the_update(make_config, monkeypatch):
         (5, {"algorithm": {"kl_coef": 0.1, "kl_in": "reward"}}),
     ):
         assert update_of(**changes) / plain == pytest.approx(passes / 3), changes
+    larger = shutil.copytree(tiny_model, tmp_path / "larger")
+    config = json.loads((larger / "config.json").read_text())
+    (larger / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6}))
+    ratio = model_shape(make_config(model={"path": str(larger)})).parameters / model_shape(make_config()).parameters
+    for passes, path in ((1, "self"), (1, str(tiny_model)), (ratio, str(larger))):
+        taught = update_of(algorithm={"credit": "distill"}, teacher={"path": path}, guidance={"n_prefix": 0})
+        assert taught / update_of(guidance={"n_prefix": 0}) == pytest.approx((4 + passes) / 3), path
 
 
 def test_several_gpus_are_estimated_where_there_is_none(make_config):
