@@ -41,17 +41,20 @@ test: $(READY)
 suite: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest $(ON_ALL_CORES)
 
-# The suite under every supported Python that is here, each in an environment of its own; TESTS= names a part of it.
+# The suite under every supported Python on PATH, each in an environment of its own; TESTS= names a part of it.
 PYTHONS ?= $(foreach v,3.11 3.12 3.13,$(if $(shell python$(v) --version 2> /dev/null),python$(v)))
+TRIED = @echo "tried the Pythons on PATH: $(or $(strip $(PYTHONS)),neither python3.11 nor python3.12 nor python3.13 is there)"
 test-pythons: $(PYTHONS:%=test-with-%)
+	$(TRIED)
 test-with-%:
 	$(MAKE) setup PYTHON=$* VENV=.venv-$*
 	$(TEST_ENV) .venv-$*/bin/python -m pytest $(ON_ALL_CORES) $(TESTS)
 
 # The package as a user gets it: a wheel, a fresh environment without extras, another folder. test-wheels: with every
-# supported Python that is here, and a short quickstart.
+# supported Python on PATH, and a short quickstart.
 WHEEL_VENV ?= .venv-wheel
 test-wheels: $(PYTHONS:%=test-wheel-with-%)
+	$(TRIED)
 test-wheel-with-%:
 	$(MAKE) test-wheel PYTHON=$* WHEEL_VENV=.venv-wheel-$* QUICKSTART='--methods luffy --steps 5'
 test-wheel:
