@@ -147,11 +147,15 @@ class SampleTable:
             return
         # As it stands in the file; other letters than ASCII may be escaped there, in either case.
         written = json.dumps(query)[1:-1] if query.isascii() else ""
-        lines = complete_lines(self.path, self.heads[start].offset)
-        for number, (_, line) in zip(range(start, len(self.heads)), lines, strict=False):
+        numbers = {self.heads[n].offset: n for n in range(start, len(self.heads))}
+        for offset, line in complete_lines(self.path, self.heads[start].offset):
+            if offset > self.heads[-1].offset:
+                return
+            if offset not in numbers:  # a damaged line, which is no sample
+                continue
             raw = line.decode("utf-8", "replace").lower()
             if written in raw and _mentions(sample_texts(line, self.path), query):
-                yield number
+                yield numbers[offset]
 
     def page(self, numbers: Sequence[int], start: int, success: float) -> list[dict[str, Any]]:
         return [_entry(n, self.heads[n], success) for n in numbers[start : start + PAGE]]

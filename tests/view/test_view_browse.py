@@ -68,6 +68,21 @@ def test_files_with_escaped_letters_are_searched_too(tmp_path, rows):
         assert table.matching(Filter(search="\u00e9t\u00e9")) == [2]
 
 
+def test_a_damaged_line_shifts_no_hit(tmp_path, rows):
+    path = tmp_path / "samples.jsonl"
+    for row in rows:
+        write(path, [row])
+        with path.open("a") as file:
+            file.write('{"step": 1, "problem": "boxed{42}\n')
+    table = SampleTable(path)
+    for _ in range(len(rows)):  # each damaged line ends a reading
+        with pytest.raises(UserError, match="not JSON"), table.up_to_date():
+            pass
+    with table.up_to_date():
+        assert len(table.heads) == len(rows)
+        assert [table.matching(Filter(search=text)) for text in ("boxed{42}", "p1")] == [[2], [0, 1, 3]]
+
+
 def test_an_unknown_filter_is_an_error():
     with pytest.raises(UserError, match="off_policy is 'x'; known: teacher, override, policy"):
         Filter(off_policy="x")
