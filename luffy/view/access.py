@@ -14,7 +14,6 @@ import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.cookies import CookieError, SimpleCookie
 
 from luffy.errors import UserError
 
@@ -74,11 +73,9 @@ class AccessGate:
         return _equal(given, self.token) or _equal(self._session_of(headers), self.session)
 
     def _session_of(self, headers: Mapping[str, str]) -> str:
-        try:
-            cookie = SimpleCookie(headers.get("Cookie", "")).get(self.cookie)
-        except CookieError:
-            return ""
-        return cookie.value if cookie else ""
+        """By hand: ``http.cookies`` gives up at the first cookie of another application that it does not like."""
+        pairs = (pair.strip().partition("=") for pair in headers.get("Cookie", "").split(";"))
+        return next((value for name, _, value in pairs if name == self.cookie), "")
 
 
 def _is_own_request(headers: Mapping[str, str]) -> bool:

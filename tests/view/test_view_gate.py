@@ -61,6 +61,10 @@ def test_the_token_by_query_header_or_session():
     assert ask(Cookie=f"luffy_view_8181={gate.session}") == 200
     assert ask(Cookie=f"luffy_view_8181={TOKEN}") == 401  # the cookie is not the token
     assert ask(Cookie=f"luffy_view_9999={gate.session}") == 401
+    other = 'theme={"dark":true}'  # of another application on the same host
+    assert ask(Cookie=f"{other}; luffy_view_8181={gate.session}") == 200
+    assert ask(Cookie=f"luffy_view_8181={gate.session};{other}; lone") == 200
+    assert ask(Cookie=f"{other}; lone; =; luffy_view_8181=") == 401
     assert AccessGate("127.0.0.1", 8181, TOKEN).session != gate.session
 
 
