@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.report.methods import Styled, by_beginning, group_runs
+from luffy.report.methods import Method, Styled, by_beginning, group_runs
 from luffy.report.recorder import EVAL_SAMPLES, METRICS, SAMPLES
 from luffy.report.runs import (
     CONFIG,
@@ -106,7 +106,7 @@ class Board:
     def __init__(self, places: Sequence[Path]) -> None:
         self.places = places
         self.runs: dict[str, LiveRun] = {}
-        self._styles: dict[str, int] = {}
+        self._styles: dict[Path, int] = {}  # by run folder
         self._snapshot: Snapshot | None = None
         self._looked = -LOOK_FOR_RUNS_S
         self._lock = threading.Lock()
@@ -139,9 +139,17 @@ class Board:
     def _take(self, version: str) -> Snapshot:
         started = [run for run in self.runs.values() if run.rows]
         methods = group_runs([run.record for run in started])
+        styles: dict[str, int] = {}
         for method in by_beginning(methods):
-            self._styles.setdefault(method.label, len(self._styles))
-        styled = [(self._styles[method.label], method) for method in methods]
+            styles[method.label] = self._style_of(method, set(styles.values()))
+        styled = [(styles[method.label], method) for method in methods]
         waiting = [legible(str(run.folder)) for run in self.runs.values() if not run.rows]
         troubles = [legible(run.trouble) for run in self.runs.values() if run.trouble]
         return Snapshot(version, styled, {run.folder: run.id for run in started}, waiting, troubles)
+
+    def _style_of(self, method: Method, taken: set[int]) -> int:
+        """That of its runs, whatever the method is called by now; else the next."""
+        known = {self._styles[run.folder] for run in method.runs if run.folder in self._styles} - taken
+        style = min(known, default=max(self._styles.values(), default=-1) + 1)
+        self._styles.update({run.folder: style for run in method.runs})
+        return style

@@ -217,6 +217,19 @@ def test_a_run_that_goes_on_starts_and_breaks_while_being_watched(
         assert broken["methods"][0]["runs"][0]["steps"] == "2"  # what was read stays
 
 
+def test_a_method_keeps_its_colour_when_others_change_its_name(serving, write_run, make_metric_row, monkeypatch):
+    monkeypatch.setattr("luffy.view.live.LOOK_FOR_RUNS_S", 0.0)
+    folder = write_run("experiment/a", [make_metric_row(1, time=1.0)])
+    with serving([folder.parent.parent]) as client:
+        seen = lambda: {m["label"]: m["style"] for m in client.get("/api/state")["methods"]}  # noqa: E731
+        assert seen() == {"a": 0}
+        write_run("b-s0", [make_metric_row(1, time=2.0)], {"optim": {"lr": 0.5}})
+        assert seen() == {"experiment/a": 0, "b": 1}
+        write_run("c", [make_metric_row(1, time=0.5)], {"optim": {"lr": 0.25}})  # its clock is behind
+        write_run("b-s1", [make_metric_row(1, time=3.0)], {"optim": {"lr": 0.5}})
+        assert seen() == {"experiment/a": 0, "b": 1, "c": 2}
+
+
 def test_it_starts_before_the_first_run_and_shows_it_as_it_comes(serving, make_metric_row, tmp_path, monkeypatch):
     monkeypatch.setattr("luffy.view.live.LOOK_FOR_RUNS_S", 0.0)
     run = tmp_path / "runs" / "a"

@@ -47,7 +47,7 @@
       going ? `${going} not at the last step` : "all at their last step"].join(" · ");
   }
 
-  const chosen = () => page.state.methods.filter((method) => !page.off.has(method.label));
+  const chosen = () => page.state.methods.filter((method) => !page.off.has(method.style));
   function choice() {
     const kept = chosen().map((method) => ["method", String(method.style)]);
     return kept.length ? kept : [["method", "-1"]];
@@ -58,9 +58,9 @@
       const label = document.createElement("label");
       const box = document.createElement("input");
       box.type = "checkbox";
-      box.checked = !page.off.has(method.label);
+      box.checked = !page.off.has(method.style);
       box.addEventListener("change", () => {
-        if (box.checked) page.off.delete(method.label); else page.off.add(method.label);
+        if (box.checked) page.off.delete(method.style); else page.off.add(method.style);
         outdated();
       });
       const mark = document.createElement("span");
