@@ -6,6 +6,7 @@ before anybody can have evaluated it. A card without luffy's mark is somebody's 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from luffy.report.recorder import EVAL_SAMPLES, SAMPLES
 from luffy.report.runs import CONFIG, DATA, RunRecord, read_config, without_samples
 from luffy.report.tables import evaluations
 from luffy.train.checkpoint import BEST, MANIFEST, Checkpoint, CheckpointStore, files_below, is_card
+
+logger = logging.getLogger(__name__)
 
 EVALS = Path("evals")  # where luffy eval puts its results by default
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "style", "seed")  # of an evaluation, told in the card
@@ -102,18 +105,23 @@ def write_card(model: PushedModel, name: str, given: Mapping[str, Any], evals: S
     step = model.checkpoint.step
     record = without_samples(model.run, read_config(model.run / CONFIG), step)
     benchmarks = [figure for folder in _evaluations(model.folder, evals) for figure in benchmark_figures(folder)]
-    known = {**_front_matter(before or ""), **given, "name": name}
+    known = {**(_front_matter(before, path) if before else {}), **given, "name": name}
     figure = draw_curves(record, model.folder / CURVES)
     facts = CardFacts(record, step, _read_json(model.run / DATA), benchmarks, figure, known)
     write_atomically(path, model_card(facts))
     return True
 
 
-def _front_matter(text: str) -> dict[str, Any]:
+def _front_matter(text: str, path: Path) -> dict[str, Any]:
     """What an earlier card says of things that may not be known here: hub ids are told from folders where a run
     trained, and a license is known to people alone."""
-    matter = yaml.safe_load(text.split("---\n")[1]) if text.startswith("---\n") else {}
-    return {key: matter[key] for key in KEPT if key in matter}
+    try:
+        matter = yaml.safe_load(text.split("---\n")[1]) if text.startswith("---\n") else None
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: its front matter is not YAML ({' '.join(str(error).split())}); mend it") from None
+    if not isinstance(matter or {}, dict):
+        raise UserError(f"{path}: its front matter has no names with values; mend it")
+    return {key: matter[key] for key in KEPT if key in matter} if matter else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -127,17 +135,31 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _evaluations(model: Path, folders: Sequence[Path]) -> list[Path]:
-    """The evaluations of this model among ``evals/``; ``folders`` must all be of it."""
+    """The evaluations of this model among ``evals/``, where other things may lie; ``folders`` must all be of it."""
     found = list(folders) or [path.parent for path in sorted(EVALS.glob(f"*/{RESULT}"))]
     if not found:
         return []
     from luffy.evaluation.engines import model_identity
 
     identity = model_identity(str(model))
-    others = [folder for folder in found if read_result(folder)["settings"].get("model_identity") != identity]
-    if folders and others:
+    if not folders:
+        return [folder for folder in found if _is_evaluation_of(identity, folder)]
+    others = [folder for folder in folders if _evaluated_model(folder) != identity]
+    if others:
         raise UserError(f"--eval {others[0]} is the evaluation of another model than {model}")
-    return [folder for folder in found if folder not in others]
+    return found
+
+
+def _is_evaluation_of(identity: str, folder: Path) -> bool:
+    try:
+        return _evaluated_model(folder) == identity
+    except UserError as error:
+        logger.warning("not in the card: %s", error)
+        return False
+
+
+def _evaluated_model(folder: Path) -> Any:
+    return read_result(folder)["settings"].get("model_identity")
 
 
 def benchmark_figures(folder: Path) -> list[BenchmarkFigure]:

@@ -17,6 +17,7 @@ from luffy.errors import UserError
 from luffy.evaluation.engines import model_identity
 from luffy.hub import hub_fault
 from luffy.push import files_to_push, find_model, write_card
+from luffy.report.model_card import MARK
 from luffy.train.checkpoint import Checkpoint
 from luffy.train.loop import Trainer
 
@@ -221,18 +222,25 @@ def test_folders_that_are_no_checkpoint(trained, tiny_model, tmp_path):
     assert find_model(Path(trained), "1").checkpoint.step == 1
 
 
-def test_damaged_files_are_named(trained, tmp_path, monkeypatch):
+def test_damaged_files_are_named(trained, tmp_path, monkeypatch, caplog):
     run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
     model = find_model(run)
     monkeypatch.chdir(tmp_path)
+    cut = evaluation(tmp_path / "evals" / "cut", model.folder)
+    (cut / "result.json").write_text('{"settings": ')
+    with pytest.raises(UserError, match="cut/result.json: not JSON"):
+        write_card(model, "mine", {}, [cut])
+    strange = evaluation(tmp_path / "evals" / "strange", model.folder)
+    (strange / "result.json").write_text('{"accuracy": 1}')  # of another program
+    evaluation(tmp_path / "evals" / "mine", model.folder)
+    assert write_card(model, "mine", {}, [])  # nobody named them
+    assert "evals/cut/result.json: not JSON" in caplog.text
+    assert ModelCard.load(model.folder / "README.md").data.eval_results[0].metric_value == 75
     (run / "data.json").write_text("[]")
     with pytest.raises(UserError, match="data.json: not a JSON object; remove it"):
         write_card(model, "mine", {}, [])
     (run / "data.json").write_text('{"train": {"usable": "all"}}')
     with pytest.raises(UserError, match="data.json: train: needs a whole number as 'usable'; remove it"):
-        write_card(model, "mine", {}, [])
-    (evaluation(tmp_path / "evals" / "cut", model.folder) / "result.json").write_text('{"settings": ')
-    with pytest.raises(UserError, match="cut/result.json: not JSON"):
         write_card(model, "mine", {}, [])
     (run / "best.json").write_text("")
     with pytest.raises(UserError, match="best.json: not JSON .* give --checkpoint latest or one of 1, 2"):
@@ -240,3 +248,17 @@ def test_damaged_files_are_named(trained, tmp_path, monkeypatch):
     (run / "best.json").write_text('{"accuracy": 1.0}')
     with pytest.raises(UserError, match="best.json: needs a whole number as 'step'; give --checkpoint latest"):
         find_model(run, "best")
+
+
+def test_a_card_that_people_edited(trained, tmp_path, monkeypatch):
+    model = find_model(shutil.copytree(trained, tmp_path / "run", symlinks=True))
+    monkeypatch.chdir(tmp_path)
+    path = model.folder / "README.md"
+    for matter, said in (("license: [", "is not YAML"), ("- mit", "has no names with values")):
+        path.write_text(f"---\n{matter}\n---\n{MARK}\n")
+        with pytest.raises(UserError, match=f"README.md: its front matter {said}.*; mend it"):
+            write_card(model, "mine", {}, [])
+    for matter, license in (("", None), ("license: mit\n", "mit")):
+        path.write_text(f"---\n{matter}---\n{MARK}\n")
+        assert write_card(model, "mine", {}, [])
+        assert ModelCard.load(path).data.license == license
