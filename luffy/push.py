@@ -113,15 +113,16 @@ def write_card(model: PushedModel, name: str, given: Mapping[str, Any], evals: S
 
 
 def _front_matter(text: str, path: Path) -> dict[str, Any]:
-    """What an earlier card says of things that may not be known here: hub ids are told from folders where a run
-    trained, and a license is known to people alone."""
+    """What luffy's earlier card says of things that may not be known here: hub ids are told from folders where a run
+    trained, so it decides also by naming none; and a license is known to people alone."""
     try:
         matter = yaml.safe_load(text.split("---\n")[1]) if text.startswith("---\n") else None
     except yaml.YAMLError as error:
         raise UserError(f"{path}: its front matter is not YAML ({' '.join(str(error).split())}); mend it") from None
     if not isinstance(matter or {}, dict):
         raise UserError(f"{path}: its front matter has no names with values; mend it")
-    return {key: matter[key] for key in KEPT if key in matter} if matter else {}
+    said = {key: matter[key] for key in KEPT if key in matter} if matter else {}
+    return {"base_model": None, "datasets": None, **said}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

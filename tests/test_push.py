@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hub_server import TOKEN, HubServer
 from huggingface_hub import ModelCard, constants
 from transformers import AutoModelForCausalLM
@@ -262,3 +263,26 @@ def test_a_card_that_people_edited(trained, tmp_path, monkeypatch):
         path.write_text(f"---\n{matter}---\n{MARK}\n")
         assert write_card(model, "mine", {}, [])
         assert ModelCard.load(path).data.license == license
+
+
+def test_a_push_from_elsewhere_invents_no_base(trained, tmp_path, monkeypatch):
+    """``models/base`` and ``data/sums`` looked like folders where the run trained, and like hub ids from here."""
+    run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"]["path"], config["data"]["train"] = "models/base", "data/sums"
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    model, path = find_model(run), find_model(run).folder / "README.md"
+
+    def named(**given):
+        write_card(model, "mine", given, [])
+        data = ModelCard.load(path).data
+        return data.base_model, data.datasets
+
+    assert named() == (None, None) and "Base model: a local model" in path.read_text()
+    assert named(base_model="org/base", datasets=["org/sums"]) == ("org/base", ["org/sums"])
+    assert named() == ("org/base", ["org/sums"])  # the card knows it now
+    path.write_text(f"---\nbase_model: org/base\ndatasets: org/sums\n---\n{MARK}\n")
+    assert named() == ("org/base", ["org/sums"])
+    path.unlink()
+    assert named() == ("models/base", ["data/sums"])  # nothing but the paths is left to tell

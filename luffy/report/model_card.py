@@ -55,7 +55,8 @@ class BenchmarkFigure:
 @dataclass(frozen=True)
 class CardFacts:
     """What a card tells. ``run``: the record up to the checkpoint's ``step``; ``data``: the run's data.json;
-    ``figure``: whether curves.png lies beside the card; ``known``: fields of the front matter that somebody set."""
+    ``figure``: whether curves.png lies beside the card; ``known``: fields of the front matter that are known, also as
+    None."""
 
     run: RunRecord
     step: int
@@ -73,13 +74,17 @@ class CardFacts:
     @property
     def base(self) -> str | None:
         """The hub id of the model that the first training began with, where it is known."""
-        given = self.known.get("base_model")
-        return str(given) if given else base_model(self.run)
+        if "base_model" not in self.known:
+            return base_model(self.run)
+        given = self.known["base_model"]
+        return str(given) if given else None
 
     @property
     def datasets(self) -> list[str]:
-        given = self.known.get("datasets")
-        return list(given) if given else [found for path in paths_of(self.run) if (found := dataset_id(path))]
+        if "datasets" not in self.known:
+            return [found for path in paths_of(self.run) if (found := dataset_id(path))]
+        given = self.known["datasets"] or []
+        return [given] if isinstance(given, str) else list(given)
 
 
 def model_card(facts: CardFacts) -> str:
