@@ -25,10 +25,6 @@ def samples_rollouts(run: RunRecord) -> bool:
     return run.kind == "train"
 
 
-def is_guided(run: RunRecord) -> bool:
-    return run.kind == "train" and run.config.get("guidance.n_prefix") != 0
-
-
 def by_step(run: RunRecord) -> dict[int, float]:
     return {int(row["step"]): int(row["step"]) for row in run.rows}
 
@@ -74,8 +70,8 @@ COMPUTE = {  # what the first chart is drawn against besides, and what that is
 
 @dataclass(frozen=True)
 class Chart:
-    """A metric to draw. An empty mean is recorded as 0, so where 0 cannot be a real value it is no point,
-    and where it can, ``of`` says which runs have the metric at all."""
+    """A metric to draw. What was not measured is not on record, but version 0.1.0 recorded it as 0: where 0 cannot be a
+    real value it is no point (``zero_is_empty``), and ``of`` says which runs can have the metric."""
 
     metric: str
     title: str
@@ -98,7 +94,7 @@ class Chart:
 
 CHARTS = (
     Chart("critic/rewards/mean", "Reward, on-policy", "mean reward of the policy's own samples", True),
-    Chart("batch/off_solved", "Reward, off-policy", "share of guided samples that are right", True, of=is_guided),
+    Chart("batch/off_solved", "Reward, off-policy", "share of guided samples that are right", True),
     Chart("batch/rejected", "Groups without a signal", "left out of the update: all right or all wrong", True,
           of=samples_rollouts),
     Chart("actor/entropy_loss", "Entropy", "mean entropy of the policy per token, in nats", True, True),

@@ -28,7 +28,10 @@ def two_methods(write_run, make_metric_row, tmp_path):
         ("grpo", ON_POLICY, (0.2, 0.2, 0.5), 0.5),
     ):
         for seed, final in enumerate(finals):
-            write_run(f"{name}/seed-{seed}", [start, make_metric_row(1, best), make_metric_row(2, final)], config)
+            rows = [make_metric_row(1, best), make_metric_row(2, final)]
+            if name == "grpo":  # what was not measured is not on record
+                rows = [{key: value for key, value in row.items() if key != "batch/off_solved"} for row in rows]
+            write_run(f"{name}/seed-{seed}", [start, *rows], config)
     return tmp_path / "runs"
 
 
@@ -115,6 +118,13 @@ def test_charts_show_only_what_a_run_has(two_methods, read_page):
     assert "grpo" in described["Clip fraction"]  # always 0, and truly so
     assert "SFT loss" not in described  # an RL run's zeros are no loss
     assert "No chart for want of values: groups without a signal, sft loss." in text
+
+
+def test_traces_by_a_gate_or_a_replay_have_a_reward_too(write_run, make_metric_row):
+    """Methods whose recipe says ``n_prefix: 0``, and which have traces in some steps."""
+    rows = [make_metric_row(1, **{"batch/off_solved": 0.25}), make_metric_row(2, **{"batch/off_solved": 0.0})]
+    text = write_report([write_run("hpt", rows, {"guidance": {"n_prefix": 0}})]).read_text()
+    assert "Reward, off-policy over training steps. hpt goes from 0.250 at step 1 to 0.000 at step 2." in text
 
 
 def test_further_evaluations_are_charted_and_tabled(write_run, make_metric_row, read_page):
