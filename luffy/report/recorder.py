@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from luffy.config import Config
 from luffy.errors import ConfigError, how_to_install
-from luffy.files import complete_or_nothing, json_object, write_atomically
+from luffy.files import json_object, whole_file, write_atomically
 from luffy.schema import to_dict
 from luffy.types import Group, Rollout, Sample, Score, TokenView
 
@@ -28,6 +29,8 @@ EVALUATED = "evaluated.json"  # held-out accuracy by step, of the evaluations on
 WANDB = "wandb.json"
 DENSE = (",", ":")  # a list entry a token: the spaces between them would be a sixth of the file
 
+_STEP = re.compile(rb'\{"step": ?(\d{1,18})[,}]')
+
 
 class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
@@ -35,14 +38,38 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class JsonLinesWriter:
-    """An append-only file of JSON lines; each line is on the disk when ``write`` returns."""
+def _lines_to_keep(path: Path, through_step: int, by_head: bool) -> Iterator[tuple[bytes, bool]]:
+    """Every line, one at a time, and whether it is whole and of a step that counts."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for n, line in enumerate(file, start=1):
+            yield line, line.endswith(b"\n") and _step_of(line, f"{path}:{n}", by_head) <= through_step
 
-    def __init__(self, path: Path, keep_through_step: int, separators: tuple[str, str] = (", ", ": ")) -> None:
+
+def _step_of(line: bytes, where: str, by_head: bool) -> int:
+    if by_head and (head := _STEP.match(line)):
+        return int(head[1])
+    return int(json_object(line, where, "mend or remove that line").get("step", 0))
+
+
+class JsonLinesWriter:
+    """An append-only file of JSON lines; each line is on the disk when ``write`` returns. Of what the file has already,
+    rows beyond a step and a line that was torn by a kill are dropped. ``by_head``: the step is the first entry of a
+    line, and the rest, which may be millions of tokens in all, is not parsed."""
+
+    def __init__(
+        self,
+        path: Path,
+        keep_through_step: int,
+        separators: tuple[str, str] = (", ", ": "),
+        by_head: bool = False,
+    ) -> None:
         self._separators = separators
-        rows = [r for r in read_json_lines(path) if r.get("step", 0) <= keep_through_step]
-        with complete_or_nothing(path) as file:
-            file.writelines(map(self._line, rows))
+        if not path.exists() or not all(kept for _, kept in _lines_to_keep(path, keep_through_step, by_head)):
+            # Aside and not in place: whoever follows the file sees that it is another.
+            with whole_file(path) as temporary, temporary.open("wb") as file:
+                file.writelines(line for line, kept in _lines_to_keep(path, keep_through_step, by_head) if kept)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -142,8 +169,8 @@ class Recorder:
         self.cfg, self.warn = cfg, warn
         folder = cfg.folder
         self.metrics = JsonLinesWriter(folder / METRICS, start_step)
-        self.samples = JsonLinesWriter(folder / SAMPLES, start_step, DENSE)
-        self.eval_samples = JsonLinesWriter(folder / EVAL_SAMPLES, start_step, DENSE)
+        self.samples = JsonLinesWriter(folder / SAMPLES, start_step, DENSE, by_head=True)
+        self.eval_samples = JsonLinesWriter(folder / EVAL_SAMPLES, start_step, DENSE, by_head=True)
         self.trackers: dict[str, Tracker] = {}
         if cfg.record.tensorboard and find_spec("tensorboard") is not None:
             self._start("TensorBoard", lambda: TensorBoardTracker(folder / "tensorboard", start_step + 1))

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from luffy.errors import UserError
+from luffy.report import recorder
 from luffy.report.recorder import JsonLinesWriter, read_json_lines
 from luffy.report.runs import EmptyRun, GroupKey, at_start, best, find_runs, last, load_run, summed
 
@@ -107,14 +108,53 @@ def test_a_config_of_another_version_is_read_as_it_is(write_run, make_metric_row
 def test_a_writer_that_is_killed_while_it_drops_rows_keeps_all_of_them(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(4)))
-    original = JsonLinesWriter._line
+    original, written = recorder._lines_to_keep, []
 
-    def killed(self, row):
-        if row["step"] == 1:
-            raise KeyboardInterrupt
-        return original(self, row)
+    def killed(*args):
+        for line, kept in original(*args):
+            yield line, kept
+            written.append(line)
+            if len(written) == 5:  # all four were looked at, and the first was copied
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(JsonLinesWriter, "_line", killed)
+    monkeypatch.setattr(recorder, "_lines_to_keep", killed)
     with pytest.raises(KeyboardInterrupt):
         JsonLinesWriter(path, keep_through_step=2)
     assert [row["step"] for row in read_json_lines(path)] == [0, 1, 2, 3]
+
+
+def test_a_writer_drops_later_rows_and_a_torn_line_and_leaves_the_others_to_the_byte(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    kept = b'{"step": 0, "problem": "caf\\u00e9"}\n{"step":2,"tokens":[1,2]}\n'
+    for torn in (b"", b'{"step":2,"tok', b'{"step": 2}'):
+        path.write_bytes(kept + b'{"step":3,"tokens":[]}\n{"step":12}\n' + torn)
+        writer = JsonLinesWriter(path, 2, (",", ":"), by_head=True)
+        writer.write([{"step": 3, "tokens": [4]}])
+        writer.close()
+        assert path.read_bytes() == kept + b'{"step":3,"tokens":[4]}\n'
+
+
+def test_a_file_with_nothing_to_drop_stays_the_file_it_is(tmp_path):
+    """A page that follows it need not read it again."""
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    before = path.stat()
+    JsonLinesWriter(path, 2).close()
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    JsonLinesWriter(path, 1).close()
+    assert path.stat().st_ino != before.st_ino and path.read_text() == '{"step": 1}\n'
+
+
+def test_of_samples_the_head_alone_is_read(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step":1,"tokens":[damaged\n{"step":2,"tokens":[damaged\n')
+    with pytest.raises(UserError, match="samples.jsonl:1: not JSON .* mend or remove that line"):
+        JsonLinesWriter(path, 1)
+    JsonLinesWriter(path, 1, by_head=True).close()
+    assert path.read_text() == '{"step":1,"tokens":[damaged\n'
+    path.write_text('{"problem":"p","step":1}\n{"problem":"p","step":2}\n')  # not first: parsed
+    JsonLinesWriter(path, 1, by_head=True).close()
+    assert path.read_text() == '{"problem":"p","step":1}\n'
+    path.write_text("damaged\n")
+    with pytest.raises(UserError, match="samples.jsonl:1: not JSON"):
+        JsonLinesWriter(path, 1, by_head=True)
