@@ -26,6 +26,7 @@ from luffy.report.recorder import read_json_lines
 from luffy.report.runs import flat_config
 from luffy.report.tables import OUTSIDE_STEPS, STEP_SECONDS
 from luffy.schema import nearest, to_dict
+from luffy.train.checkpoint import CheckpointStore
 from luffy.train.loop import Trainer
 
 DEFAULT_METHODS = "on_policy,sft,luffy"
@@ -72,14 +73,16 @@ def quickstart(
     in the end they make a TrainingStopped. What was finished before is not trained again.
     """
     chosen = choose_methods(methods)
+    planned = [(method, configure(out, method, seed, steps)) for seed in range(seeds) for method in chosen]
+    for _, cfg in planned:
+        refuse_fewer_steps(cfg)
     console = Console(file=lasting(sys.stderr))
     console.print("Chains of sums, e.g. [bold]47+5-3+8=?[/] -> +5=52 -3=49 +8=57 #### 57")
     console.print("The base model knows the steps, but gets 19 of 20 wrong by one: its own samples are never right.\n")
     found = Comparison()
-    for seed in range(seeds):
-        for method in chosen:
-            run_and_note(found, method, configure(out, method, seed, steps), console)
-            write_atomically(out / "summary.json", json.dumps(summary(found), indent=1) + "\n")
+    for method, cfg in planned:
+        run_and_note(found, method, cfg, console)
+        write_atomically(out / "summary.json", json.dumps(summary(found), indent=1) + "\n")
     if found.outcomes:
         places = [out / name for name in found.outcomes]
         report = write_report(places, out / "report.html", title="luffy quickstart", notes=NOTES)
@@ -135,6 +138,16 @@ def configure(out: Path, method: str, seed: int, steps: int | None) -> Config:
 
 def shown(method: str) -> str:
     return method.replace("_", "-")
+
+
+def refuse_fewer_steps(cfg: Config) -> None:
+    """A run that went on further would be resumed at its end, and its results taken for those of fewer steps."""
+    done = max((checkpoint.step for checkpoint in CheckpointStore(cfg.folder / "checkpoints", keep=1)), default=0)
+    if cfg.train.steps is not None and done > cfg.train.steps:
+        raise UserError(
+            f"{cfg.folder} is trained up to step {done} already, and {cfg.train.steps} were asked for; "
+            f"choose another --out, or --steps {done} or more"
+        )
 
 
 def run_and_note(found: Comparison, method: str, cfg: Config, console: Console) -> None:

@@ -62,6 +62,14 @@ def test_a_finished_quickstart_is_neither_trained_nor_evaluated_again(short, cap
     assert {p: p.stat().st_mtime_ns for p in folder.glob("*/seed-0/*")} == written
 
 
+def test_fewer_steps_than_a_folder_has_are_refused_before_anything_is_written(short):
+    folder, _, _ = short
+    written = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    with few_evaluated(), pytest.raises(UserError, match=r"seed-0 is trained up to step 2 already, and 1 .* --out"):
+        quickstart(folder, seeds=1, steps=1)
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*")} == written
+
+
 def test_all_methods_are_those_that_have_a_recipe():
     chosen = choose_methods("all")
     assert sorted(chosen) == sorted(path.stem for path in (BUILT_IN_RECIPES / "methods").glob("*.yaml"))
