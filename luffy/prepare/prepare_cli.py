@@ -164,7 +164,8 @@ def traces(
     logprobs: Annotated[bool, typer.Option(help="ask the endpoint for log-probs")] = True,
     extra_body: Annotated[str, typer.Option(help='more request fields, such as {"return_token_ids": true}')] = "{}",
     tokenizer: Annotated[
-        str | None, typer.Option(help="tokenizer that will be trained; ids are recorded only where they are its own")
+        str | None,
+        typer.Option(help="of the model to be trained: token ids with log-probs where they are its own, else text"),
     ] = None,
     n: Annotated[int, typer.Option(min=1, help="samples per problem")] = 4,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 1.0,

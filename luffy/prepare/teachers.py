@@ -128,16 +128,19 @@ class EndpointTeacher:
 
 def recorded_ids(reply: Reply, tokenizer: Any) -> tuple[tuple[int, ...] | None, tuple[float, ...] | None, str]:
     """Token ids and log-probs of a reply, and what became of them. Without ids a log-prob belongs to nothing, so
-    both are left out unless the server names the ids or the tokenizer cuts the text as the server did."""
+    both are left out unless the tokenizer reads the ids that the server names as the text, or cuts the text as the
+    server did. Without a tokenizer nobody could tell whose ids they are."""
     if reply.log_probs is None:
         return None, None, "no_log_probs"
     log_probs = tuple(min(value, 0.0) for value in reply.log_probs)  # rounding on the server may exceed 0
     if not all(map(math.isfinite, log_probs)):
         return None, None, "log_probs_not_finite"
+    if tokenizer is None:
+        return None, None, "log_probs_without_matching_ids"
     ids = _named_ids(reply)
     if ids is None:
-        ids = None if tokenizer is None else _matched_ids(reply, tokenizer)
-    elif tokenizer is not None and not _same_text(tokenizer, ids, reply.text):
+        ids = _matched_ids(reply, tokenizer)
+    elif not _same_text(tokenizer, ids, reply.text):
         ids = None
     if ids is None or len(ids) != len(log_probs):
         return None, None, "log_probs_without_matching_ids"
@@ -207,7 +210,7 @@ class LocalTeacher:
         self._sampling = Sampling(max_tokens, temperature, eos_ids=stops)
         self._engine = NativeEngine(model)
         self._seed = seed
-        self._same_ids = tokenizer is None or tokenizer.get_vocab() == self._tokenizer.get_vocab()
+        self._same_ids = tokenizer is not None and tokenizer.get_vocab() == self._tokenizer.get_vocab()
 
     def answer(self, problems: Iterable[Problem], n: int) -> Iterator[Answered]:
         """Some hundred samples at a time; the engine gets the next problems meanwhile."""

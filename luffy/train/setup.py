@@ -201,7 +201,7 @@ def _check_recorded(task: Task) -> None:
     if any(d.log_probs is None for d in task.demonstrations):
         raise DataError(
             f"algorithm.teacher_probs=recorded, but a trace of problem {task.problem.id!r} has no recorded "
-            f"log-probs; record them or set algorithm.teacher_probs=one"
+            f"log-probs; record them (luffy prepare traces --tokenizer) or set algorithm.teacher_probs=one"
         )
 
 
