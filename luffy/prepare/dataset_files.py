@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,35 @@ def problem_schema(trace_fields: Mapping[str, pa.DataType], chats: bool = False)
     prompt = pa.list_(MESSAGE) if chats else pa.string()
     columns = [("id", pa.string()), ("prompt", prompt), ("answer", pa.string())]
     return pa.schema([*columns, ("traces", pa.list_(trace)), ("source", pa.string())])
+
+
+def column_types(rows: Iterable[Mapping[str, Any]]) -> dict[str, pa.DataType | None]:
+    """What each column of rows needs in a Parquet file, in order of appearance; None where no one type holds all its
+    values."""
+    found: dict[str, pa.DataType | None] = {}
+    rest = iter(rows)
+    while some := list(islice(rest, ROWS_PER_GROUP)):
+        for name in dict.fromkeys(name for row in some for name in row):
+            found[name] = _type_of_all(found.get(name, pa.null()), [row.get(name) for row in some])
+    return {name: kind if kind is not None and _can_be_written(kind) else None for name, kind in found.items()}
+
+
+def _type_of_all(known: pa.DataType | None, values: Sequence[Any]) -> pa.DataType | None:
+    if known is None:
+        return None
+    try:
+        kinds = [pa.schema([("values", kind)]) for kind in (known, pa.array(values).type)]
+        return pa.unify_schemas(kinds, promote_options="permissive").field("values").type
+    except (TypeError, ValueError, OverflowError, pa.ArrowException):
+        return None
+
+
+def _can_be_written(kind: pa.DataType) -> bool:
+    try:
+        pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([("values", kind)])).close()
+    except pa.ArrowNotImplementedError:  # an object that is empty in all rows
+        return False
+    return True
 
 
 class ProblemWriter:

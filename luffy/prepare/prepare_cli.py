@@ -179,6 +179,9 @@ def traces(
     concurrency: Annotated[int, typer.Option(min=1, help="requests under way (endpoint)")] = 16,
     retries: Annotated[int, typer.Option(min=0, help="after 429, 5xx or a lost connection (endpoint)")] = 6,
     keep_wrong: Annotated[bool, typer.Option("--keep-wrong", help="keep finished but wrong samples too")] = False,
+    keep_traces: Annotated[
+        bool, typer.Option("--keep-traces", help="traces that FILE has stay, in front of the new ones")
+    ] = False,
     limit: Annotated[int, typer.Option(min=0, help="only the first problems; 0: all")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="of the samples")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 (local)")] = "float32",
@@ -200,8 +203,8 @@ def traces(
         )  # fmt: skip
     card = prepare_traces(
         file, out, asked, teacher or default_name(model, local), settings,
-        n=n, reward=reward, workers=workers, keep_wrong=keep_wrong, limit=limit or None,
-        answer_in_thought=answer_in_thought,
+        n=n, reward=reward, workers=workers, keep_wrong=keep_wrong, keep_traces=keep_traces,
+        limit=limit or None, answer_in_thought=answer_in_thought,
     )  # fmt: skip
     for name, count in card["counts"].items():
         typer.echo(f"{name.replace('_', ' '):<42} {count:,}")

@@ -16,16 +16,17 @@ from typing import Any
 import pyarrow as pa
 
 from luffy.data import ProblemDataset, load_problems
+from luffy.data.schemas import ROW_KEY, TRACE_COLUMNS
 from luffy.errors import DataError, UserError
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.background_work import BackgroundWork
 from luffy.files import whole_file, write_atomically
-from luffy.prepare.dataset_files import Journal, ProblemWriter, Record, problem_schema
+from luffy.prepare.dataset_files import Journal, ProblemWriter, Record, column_types, problem_schema
 from luffy.prepare.teachers import Answered, Teacher, TeacherResponse
 from luffy.progress import progress
 from luffy.rewards import Verifier, build_verifier
 from luffy.rewards.custom import CALL_FAILED
-from luffy.types import Problem, Score
+from luffy.types import Problem, Score, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ TRACE_FIELDS = {
     "log_probs": pa.list_(pa.float32()),
     "score": pa.float32(),
 }
+OTHER_LAYOUTS = {"reward_model", "problem", *(column for columns in TRACE_COLUMNS.values() for column in columns)}
+"""Columns by which a reader would take the output for another layout, or look for traces there."""
 
 
 def prepare_traces(
@@ -47,22 +50,24 @@ def prepare_traces(
     reward: str = "math",
     workers: int = 2,
     keep_wrong: bool = False,
+    keep_traces: bool = False,
     limit: int | None = None,
     answer_in_thought: bool = False,
 ) -> dict[str, Any]:
-    """Write ``out`` (problems with the teacher's traces) and a card beside it; returns the card."""
+    """Write ``out`` (problems with the teacher's traces) and a card beside it; returns the card. Columns that luffy
+    does not use go along. The file's own traces are left out, or with ``keep_traces`` stand before the new ones."""
     if out.suffix != ".parquet":
         raise UserError(f"--out {out}: name a .parquet file")
     out.parent.mkdir(parents=True, exist_ok=True)
     problems = load_problems(file, limit=limit)
-    schema = problem_schema(TRACE_FIELDS, chats=are_chats(problems))
+    schema = with_other_columns(problem_schema(TRACE_FIELDS, chats=are_chats(problems)), problems)
     asked = {**settings, "n": n, "reward": reward, "problems_sha256": problems.fingerprint}
     if answer_in_thought:  # only then, so that files of before this option go on
         asked["answer_in_thought"] = True
     with Journal(out.with_suffix(".progress.jsonl"), asked, id=str, samples=list) as journal:
         with build_verifier(reward, workers=workers, answer_in_thought=answer_in_thought) as verifier:
             ask(problems, n, teacher, verifier, journal)
-        counts = _write(problems, schema, journal, out, name, keep_wrong)
+        counts = _write(problems, schema, journal, out, name, keep_wrong, keep_traces)
     if counts["samples_unscored"]:
         logger.warning("%d samples have no score; the same command asks for it again", counts["samples_unscored"])
     card = {"counts": dict(counts), "teacher": name, "settings": asked}
@@ -112,6 +117,21 @@ def are_chats(problems: ProblemDataset) -> bool:
     return kinds.pop()
 
 
+def with_other_columns(schema: pa.Schema, problems: ProblemDataset) -> pa.Schema:
+    """The schema with what else the problems have: rewards of one's own and hints read it."""
+    found = column_types(_other_values(problem) for problem in problems)
+    others = {name: kind for name, kind in found.items() if name not in schema.names}
+    written = {name: kind for name, kind in others.items() if kind is not None and name not in OTHER_LAYOUTS}
+    if left_out := [name for name in others if name not in written]:
+        why = "values of several types, or a name that means another layout"
+        logger.warning("%s: columns left out of the output: %s (%s)", problems.source.path, ", ".join(left_out), why)
+    return pa.schema([*schema, *written.items()])
+
+
+def _other_values(problem: Problem) -> Record:
+    return {name: value for name, value in problem.meta.items() if name != ROW_KEY}
+
+
 def scored(answered: Answered, verifier: Verifier) -> list[Record]:
     """A journal record for each problem."""
     items = [(problem, sample.text) for problem, samples in answered for sample in samples]
@@ -139,9 +159,10 @@ def _record(sample: TeacherResponse, score: Score) -> Record:
     return record
 
 
-def verdicts(samples: Sequence[Record], keep_wrong: bool) -> Iterator[str]:
-    """ "kept" for the samples that become traces, and why the others do not."""
-    seen: set[str] = set()
+def verdicts(samples: Sequence[Record], keep_wrong: bool, there: Iterable[str] = ()) -> Iterator[str]:
+    """ "kept" for the samples that become traces, and why the others do not; ``there`` are the texts of traces beside
+    them."""
+    seen = set(there)
     for sample in samples:
         if not sample["finished"]:
             yield "cut_off"  # its end is no place for an EOS, whatever it says
@@ -159,27 +180,43 @@ def verdicts(samples: Sequence[Record], keep_wrong: bool) -> Iterator[str]:
 
 
 def _write(
-    problems: Iterable[Problem], schema: pa.Schema, journal: Journal, out: Path, name: str, keep_wrong: bool
+    problems: Iterable[Problem],
+    schema: pa.Schema,
+    journal: Journal,
+    out: Path,
+    name: str,
+    keep_wrong: bool,
+    keep_traces: bool,
 ) -> Counter[str]:
     places = {record["id"]: place for place, record in enumerate(journal)}
     counts: Counter[str] = Counter()
     with whole_file(out) as temporary, ProblemWriter(temporary, schema) as writer:
         for problem in problems:
-            writer.add(_output_row(problem, journal[places[problem.id]]["samples"], name, keep_wrong, counts))
+            before = problem.traces if keep_traces else ()
+            row = _output_row(problem, before, journal[places[problem.id]]["samples"], name, keep_wrong, counts)
+            writer.add({column: problem.meta.get(column) for column in schema.names} | row)
+            if problem.traces:
+                counts[f"traces_of_the_file_{'kept' if keep_traces else 'left_out'}"] += len(problem.traces)
     return counts
 
 
 def _output_row(
-    problem: Problem, samples: Sequence[Record], name: str, keep_wrong: bool, counts: Counter[str]
+    problem: Problem,
+    before: Sequence[Trace],
+    samples: Sequence[Record],
+    name: str,
+    keep_wrong: bool,
+    counts: Counter[str],
 ) -> Record:
-    found = list(verdicts(samples, keep_wrong))
+    found = list(verdicts(samples, keep_wrong, (trace.text for trace in before if trace.text is not None)))
     traces = [_trace(sample, name) for sample, what in zip(samples, found, strict=True) if what == "kept"]
-    counts.update({"problems": 1, "samples": len(samples), "problems_with_a_trace": int(bool(traces))})
+    counts.update({"problems": 1, "samples": len(samples), "problems_with_a_trace": int(bool(before or traces))})
     counts.update({f"samples_{what}": number for what, number in Counter(found).items()})
     counts.update(f"samples_{sample['log_prob_status']}" for sample in samples)
     counts["samples_right"] += sum(sample["score"] >= SUCCESS for sample in samples)
     counts["traces_with_log_probs"] += sum(trace["log_probs"] is not None for trace in traces)
     prompt = problem.prompt if isinstance(problem.prompt, str) else [asdict(message) for message in problem.prompt]
+    traces = [*({**asdict(trace), "score": None} for trace in before), *traces]
     return {"id": problem.id, "prompt": prompt, "answer": problem.answer, "traces": traces, "source": problem.source}
 
 

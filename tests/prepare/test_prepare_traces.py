@@ -5,6 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from prepare_support import byte_tokenizer
@@ -145,6 +146,56 @@ def test_without_a_tokenizer_text_stays_and_log_probs_go(serve, sums_file, tmp_p
     traces = [trace for problem in load_problems(tmp_path / "out.parquet") for trace in problem.traces]
     assert all(trace.text.startswith("#### ") and trace.token_ids is None for trace in traces)
     assert card["counts"]["samples_kept"] == len(traces) > card["counts"]["problems"]
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_columns_that_luffy_does_not_use_go_along(serve, tmp_path, caplog):
+    server = serve(lambda body, number: solved(body))
+    own = {"level": 3, "share": 0.50, "hints": ["think", "it is two"], "info": {"split": "train", "tests": [[1, 2]]}}
+    rows = [{"id": f"s{i}", "prompt": f"{i}+{i}", "answer": str(2 * i), **own} for i in range(600)]  # of two row groups
+    rows[550] |= {"level": 3.5, "info": {"split": "rest", "tests": []}, "late": "x"}
+    file, out = write_rows(tmp_path / "sums.jsonl", rows), tmp_path / "out.parquet"
+    run(file, out, teacher_of(server), n=1)
+    for before, after in zip(load_problems(file), load_problems(out), strict=True):
+        kept = {name: value for name, value in after.meta.items() if name != "__row__"}
+        assert kept == {"late": None} | {name: value for name, value in before.meta.items() if name != "__row__"}
+    assert not caplog.text
+    first = pq.read_table(out)
+    run(file, out, teacher_of(server), n=1)  # nothing is asked, and the same is written
+    assert len(server.requests) == 600 and pq.read_table(out).equals(first)
+
+
+def test_columns_that_cannot_go_along_are_named(serve, tmp_path, caplog):
+    server = serve(lambda body, number: solved(body))
+    rows = [{"prompt": f"{i}+{i}", "reward_model": {"ground_truth": str(2 * i)}, "problem": "x", "none": None,
+             "mixed": i or "zero", "empty": {}, "huge": 10**30} for i in range(2)]  # fmt: skip
+    out = tmp_path / "out.parquet"
+    run(write_rows(tmp_path / "verl.jsonl", rows), out, teacher_of(server), n=1, keep_wrong=True)
+    assert "columns left out of the output: problem, mixed, empty, huge (values of several types" in caplog.text
+    problems = load_problems(out)
+    assert problems.schemas == ("luffy",) and set(problems[0].meta) == {"__row__", "none"}
+
+
+def test_traces_of_the_file_are_replaced_or_kept_in_front(serve, tmp_path):
+    server = serve(lambda body, number: solved(body))
+    ids = {"token_ids": [4, 12], "log_probs": [-0.5, -0.25], "teacher": "small"}
+    rows = [
+        {"id": "a", "prompt": "1+1", "answer": "2", "traces": ["#### 2", ids]},
+        {"id": "b", "prompt": "2+2", "answer": "4"},
+    ]
+    file = write_rows(tmp_path / "sums.jsonl", rows)
+    counts = run(file, tmp_path / "replaced.parquet", teacher_of(server), n=4)["counts"]
+    assert counts["traces_of_the_file_left_out"] == 2
+    new = [problem.traces for problem in load_problems(tmp_path / "replaced.parquet")]
+    assert [{trace.teacher for trace in traces} for traces in new] == [{"big"}, {"big"}]
+    counts = run(file, tmp_path / "kept.parquet", teacher_of(server), n=4, keep_traces=True)["counts"]
+    assert counts["traces_of_the_file_kept"] == 2 and "traces_of_the_file_left_out" not in counts
+    kept = [problem.traces for problem in load_problems(tmp_path / "kept.parquet")]
+    assert kept == [load_problems(file)[0].traces, new[1]]  # the teacher's right answer to a is there already
 
 
 def test_a_limited_server_is_asked_again(serve, sums_file, tmp_path):
