@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from luffy.config import Config, build, built_in_recipes, load_config, to_yaml
+from luffy.config.recipes import PACKAGE, parse_yaml
 from luffy.errors import ConfigError
 from luffy.schema import describe
 
@@ -112,6 +113,32 @@ def test_recipes_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match="inherits itself"):
         load_config(write(tmp_path, "b.yaml", "base: a.yaml\n"))
     assert load_config(write(tmp_path, "empty.yaml", "")) == load_config(None, ["name=empty"])
+
+
+def test_a_key_that_a_recipe_has_twice_is_refused(tmp_path):
+    twice = write(tmp_path, "twice.yaml", "optim:\n  lr: 1e-4\ntrain: {steps: 3}\noptim:\n  warmup: 2\n")
+    with pytest.raises(ConfigError, match=rf"{twice}: .*key 'optim' in line 4 is there already, in line 1; keep one"):
+        load_config(twice)
+    with pytest.raises(ConfigError, match="key 'lr' in line 2 is there already, in line 2"):
+        load_config(write(tmp_path, "inside.yaml", "name: a\noptim: {lr: 1e-4, 'lr': 1e-5}\n"))
+    with pytest.raises(ConfigError, match="override 'reward.weights=.*key 'math' in line 1"):
+        load_config(None, ["reward.weights={math: 1, math: 2}"])
+
+
+def test_a_key_that_a_merge_brings_may_be_named_again(tmp_path):
+    inner = "optim:\n  <<: {lr: 1e-5, warmup: 1}\n  <<: {eps: 1e-7}\n  warmup: 2\n"
+    cfg = load_config(write(tmp_path, "merged.yaml", inner))
+    assert (cfg.optim.lr, cfg.optim.warmup, cfg.optim.eps) == (1e-5, 2, 1e-7)
+    # the anchored mapping is merged before it is read itself
+    chain = "{a: &a {x: 1}, m: {deep: &b {<<: *a, x: 2}}, c: {<<: *b, x: 3}}"
+    assert parse_yaml(write(tmp_path, "chain.yaml", chain)) == {"a": {"x": 1}, "m": {"deep": {"x": 2}}, "c": {"x": 3}}
+
+
+def test_files_of_the_package_may_be_named_in_a_list(tmp_path):
+    recipe = write(tmp_path, "r.yaml", "data: {train: ['package:a.jsonl', b.jsonl]}\n")
+    expected = (str(PACKAGE / "a.jsonl"), "b.jsonl")
+    assert load_config(recipe).data.train == expected
+    assert load_config({"data": {"train": ("package:a.jsonl", "b.jsonl")}}).data.train == expected
 
 
 def test_a_recipe_without_a_name_has_that_of_its_file(tmp_path):

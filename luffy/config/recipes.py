@@ -20,6 +20,7 @@ PACKAGE = Path(__file__).parent.parent
 BUILT_IN_RECIPES = PACKAGE / "recipes"
 MOST_VALUES = 10_000  # of a recipe
 DEEPEST = 200  # brackets within brackets
+MERGE_TAG = "tag:yaml.org,2002:merge"
 # The parser's own, and what escapes it: a 13th month, 5,000 digits, bytes that are no text, deep nesting, `!!bool x`.
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError)
 
@@ -173,9 +174,28 @@ def _with_package_paths(value: Any) -> Any:
     """``package:quickstart/assets/base`` in a recipe names a file that is installed with luffy."""
     if isinstance(value, dict):
         return {k: _with_package_paths(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_package_paths(inner) for inner in value]
     if isinstance(value, str) and value.startswith("package:"):
         return str(PACKAGE / value.removeprefix("package:"))
     return value
+
+
+class _Loader(yaml.SafeLoader):
+    """A SafeLoader that raises a ValueError where a mapping names a key twice, of which the parser would keep the last.
+    It looks before merges (``<<``) are carried out: what they bring may be named again."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE_TAG:
+                continue
+            line, name = key.start_mark.line + 1, (key.tag, key.value)
+            if name in lines:
+                raise ValueError(f"key {key.value!r} in line {line} is there already, in line {lines[name]}; keep one")
+            lines[name] = line
+        return node
 
 
 def parse_yaml(path: Path) -> Any:
@@ -205,7 +225,7 @@ def _read_yaml(text: str) -> Any:
         deepest = max(deepest, depth)
     if deepest > DEEPEST:
         raise ValueError(f"brackets lie {deepest} deep in each other, at most {DEEPEST} are read")
-    return yaml.safe_load(text)
+    return yaml.load(text, _Loader)
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
