@@ -196,6 +196,40 @@ def test_settings_that_contradict_each_other_or_cannot_be_used(overrides, messag
         load_config(None, overrides)
 
 
+@pytest.mark.parametrize(
+    ("weights", "success", "remedy"),
+    [
+        ({"gsm8k": 0.8, "format": 0.1}, 1.0, r"scores 0\.9 .*none would have solved.*; set reward\.success=0\.9$"),
+        ({"gsm8k": 0.7, "format": 0.1}, 0.8, r"; set reward\.success=0\.7999999999999999$"),  # as a response scores
+        ({}, 1.5, r"scores 1\.0 \(math\), below 'reward\.success' \(1\.5\)"),
+        ({"gsm8k": 1, "format": -1}, 1.5, r"scores 1\.0 .*; set reward\.success=1\.0$"),
+        (
+            {"gsm8k": 1, "format": 1},
+            1.0,
+            r"wrong answer in the right format scores 1\.0 .*set reward\.success=2\.0, or",
+        ),
+        ({"gsm8k": 1, "format": 0.5}, 0.5, r"scores 0\.5 .*set reward\.success=1\.5, or"),
+    ],
+)
+def test_a_score_that_solves_a_problem_can_be_reached_and_not_by_the_format_alone(weights, success, remedy):
+    with pytest.raises(ConfigError, match=remedy):
+        load_config(None, {"reward.weights": weights, "reward.success": success})
+
+
+@pytest.mark.parametrize(
+    ("weights", "success"),
+    [
+        ({"gsm8k": 1, "format": 0.1}, 1.0),
+        ({"gsm8k": 0.7, "format": 0.2, "choice": 0.1}, 1.0),
+        ({"gsm8k": 1, "format": 1}, 2.0),
+        ({"format": 1}, 1.0),  # the format is all that is asked for
+        ({"mine:score": 0.1, "format": 1}, 1.0),  # what it returns is not known
+    ],
+)
+def test_weights_whose_sum_says_who_solved_a_problem(weights, success):
+    assert load_config(None, {"reward.weights": weights, "reward.success": success}).reward.weights == weights
+
+
 def test_bounds_that_meet_are_fine():
     load_config(
         None, ["algorithm.off_min_clip=1", "algorithm.off_max_clip=1", "reward.success=0.5", "reward.failure=0.5"]

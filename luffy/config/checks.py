@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from luffy.config.knobs import Knobs
+from luffy.config.knobs import Knobs, RewardConfig
 from luffy.core.shaping import COMPARED_SHAPES
 from luffy.errors import ConfigError
+from luffy.rewards.kinds import built_in
 from luffy.schema import nearest
 
 ENGINE_NAMES = {"native", "vllm"}  # and those that plugins register
+BLIND_REWARDS = {"format"}  # built-in ones that do not look at the answer
 
 
 def check(config: Knobs) -> None:
@@ -69,6 +72,27 @@ def _check_reward(c: Knobs) -> None:
         raise ConfigError("'reward.kind' http needs 'reward.http.url', such as http://127.0.0.1:9000/score")
     if c.reward.http.url is not None and not asks_server:
         raise ConfigError(f"'reward.http.url' ({c.reward.http.url}) is not asked: set reward.kind=http")
+    _check_success(c.reward)
+
+
+def _check_success(reward: RewardConfig) -> None:
+    """Built-in rewards give 0 to 1, so what a sum of them can reach is known."""
+    weights = reward.weights or {reward.kind: 1.0}
+    if not set(weights) <= set(built_in()):
+        return
+    best = math.fsum(weight for weight in weights.values() if weight > 0)
+    if best < reward.success:
+        raise ConfigError(
+            f"the best response scores {best} ({reward.name}), below 'reward.success' ({reward.success}): none "
+            f"would have solved its problem; set reward.success={best}"
+        )
+    unjudged = math.fsum(weight for kind, weight in weights.items() if weight > 0 and kind in BLIND_REWARDS)
+    if unjudged and reward.success <= unjudged < best:
+        raise ConfigError(
+            f"a wrong answer in the right format scores {unjudged} ({reward.name}), 'reward.success' "
+            f"({reward.success}) or more: it would have solved its problem; set reward.success={best}, or lower "
+            f"the weight"
+        )
 
 
 def _require_likelihood(c: Knobs, who: str) -> None:
