@@ -184,6 +184,8 @@ def test_the_reference_page_is_generated_from_the_code():
         (["reward.success=0", "reward.failure=1"], r"'reward\.failure' \(1\.0\) exceeds 'reward\.success' \(0\.0\)"),
         (["algorithm.off_min_clip=2", "algorithm.off_max_clip=1"], r"'algorithm\.off_min_clip' \(2\.0\) exceeds"),
         (["algorithm.importance_clamp_min=11"], r"'algorithm\.importance_clamp_min' \(11\.0\) exceeds"),
+        (["algorithm.credit=distill"], r"'algorithm\.credit' \(distill\) .*; set algorithm\.reject_extreme=false"),
+        (["algorithm.credit=srft"], r"'algorithm\.credit' \(srft\) .*; set algorithm\.reject_extreme=false"),
         (["seed=18446744073709551616"], r"'seed' must be <= 9223372036854775807"),
         (
             ["model.lora={target_modules: '(q_proj'}"],

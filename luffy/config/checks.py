@@ -13,6 +13,7 @@ from luffy.rewards.kinds import built_in
 from luffy.schema import nearest
 
 ENGINE_NAMES = {"native", "vllm"}  # and those that plugins register
+WITHOUT_CONTRAST = {"distill", "srft"}  # credit functions that compare no rewards of a group
 BLIND_REWARDS = {"format"}  # built-in ones that do not look at the answer
 
 
@@ -24,6 +25,7 @@ def check(config: Knobs) -> None:
         _check_reward,
         _check_guidance,
         _check_gate,
+        _check_credit,
         _check_teacher,
         _check_clip,
         _check_shapes,
@@ -143,6 +145,15 @@ def _check_gate(c: Knobs) -> None:
         raise ConfigError(
             f"gate trace_on_failure replaces an own sample, of which a group has {own} (rollout.n less "
             f"guidance.n_prefix), and advantage grpo_split needs one; raise rollout.n"
+        )
+
+
+def _check_credit(c: Knobs) -> None:
+    a = c.algorithm
+    if a.credit in WITHOUT_CONTRAST and a.reject_extreme:
+        raise ConfigError(
+            f"'algorithm.credit' ({a.credit}) learns from groups with equal rewards too, and "
+            f"'algorithm.reject_extreme' drops them; set algorithm.reject_extreme=false"
         )
 
 

@@ -19,6 +19,8 @@ from luffy.train.dry_run import Renting, dry_run
 from luffy.train.loop import Trainer
 from luffy.types import Score
 
+DISTILL = {"credit": "distill", "reject_extreme": False}
+
 
 @pytest.fixture(autouse=True)
 def small_trial(monkeypatch):
@@ -98,7 +100,7 @@ def test_a_price_needs_a_gpu(make_config):
 
 @pytest.mark.parametrize("changes", [
     {"guidance": {"n_prefix": 0, "gate": "hinted_group"}},
-    {"guidance": {"n_prefix": 0}, "algorithm": {"credit": "distill"}, "teacher": {"path": "self", "shown": "solution"}},
+    {"guidance": {"n_prefix": 0}, "algorithm": DISTILL, "teacher": {"path": "self", "shown": "solution"}},
 ])  # fmt: skip
 def test_traces_that_are_shown_are_verified(make_config, changes):
     assert line_of(make_config(**changes), "traces") == "traces     16 of the first 16 are right by reward numeric"
@@ -314,7 +316,7 @@ def test_the_cost_counts_every_pass_of_the_update(make_config, tiny_model, tmp_p
     (larger / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6}))
     ratio = model_shape(make_config(model={"path": str(larger)})).parameters / model_shape(make_config()).parameters
     for passes, path in ((1, "self"), (1, str(tiny_model)), (ratio, str(larger))):
-        taught = update_of(algorithm={"credit": "distill"}, teacher={"path": path}, guidance={"n_prefix": 0})
+        taught = update_of(algorithm=DISTILL, teacher={"path": path}, guidance={"n_prefix": 0})
         assert taught / update_of(guidance={"n_prefix": 0}) == pytest.approx((4 + passes) / 3), path
 
 

@@ -40,7 +40,7 @@ def test_what_runs_write_is_explained(make_config, sums):
         "in_parts": ("rl", {"rollout": {"max_tokens_per_step": 8}, "train": {"steps": 2}}),
         "gated": ("rl", {"guidance": {"n_prefix": 0, "gate": "hinted_group", "hint_text": "{solution}"}}),
         "remembered": ("rl", REMEMBERED | {"train": {"steps": 4}}),
-        "taught": ("rl", {"algorithm": {"credit": "distill"}, "teacher": {"path": "self"}}),
+        "taught": ("rl", {"algorithm": {"credit": "distill", "reject_extreme": False}, "teacher": {"path": "self"}}),
         "sft": ("sft", {}),
     }
     written = set()
