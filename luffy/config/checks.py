@@ -36,6 +36,7 @@ def check(config: Knobs) -> None:
         _check_sft_steps,
         _check_async,
         _check_parts,
+        _check_mismatch,
         _check_launch,
     ):
         across(config)
@@ -217,11 +218,6 @@ def _check_overrides(c: Knobs) -> None:
     overrides = c.rollout.overrides
     if overrides is None:
         return
-    if c.algorithm.mismatch_correction != "off":
-        raise ConfigError(
-            "under token overrides the importance weights already divide by what the engine drew with; "
-            "set algorithm.mismatch_correction=off"
-        )
     if not overrides.model_path:
         raise ConfigError("'rollout.offpolicy_guidance.model_path' is empty; name the second model")
     if overrides.tensor_parallel_size != 1:
@@ -340,6 +336,20 @@ def _check_parts(c: Knobs) -> None:
                 f"'rollout.max_tokens_per_step' ({r.max_tokens_per_step}) carries responses into the next step, which "
                 f"does not go with '{name}' ({value}); set {name}={needed} or rollout.max_tokens_per_step=null"
             )
+
+
+def _check_mismatch(c: Knobs) -> None:
+    corrected = {
+        "token overrides": c.rollout.overrides is not None,
+        "'async.max_staleness'": c.async_.max_staleness > 0,
+        "'rollout.max_tokens_per_step'": c.rollout.max_tokens_per_step is not None,
+    }
+    under = next((name for name, there in corrected.items() if there), None)
+    if under and c.algorithm.mismatch_correction != "off":
+        raise ConfigError(
+            f"under {under} the importance weights already divide by what the engine drew with, and their bound is "
+            f"algorithm.importance_clamp_max; set algorithm.mismatch_correction=off"
+        )
 
 
 def _check_launch(c: Knobs) -> None:

@@ -171,6 +171,8 @@ def test_how_weights_travel(make_config):
         (["rollout.engine=vlm"], "did you mean 'vllm'"),
         (["algorithm.mismatch_cap=1"], "must be > 1"),
         (["algorithm.mismatch_correction=masked", "rollout.offpolicy_guidance={model_path: x}"], "mismatch_correction=off"),
+        (["algorithm.mismatch_correction=masked", "async.max_staleness=1"], r"'async\.max_staleness' .*importance_clamp_max; set algorithm\.mismatch_correction=off"),
+        (["algorithm.mismatch_correction=truncated", "rollout.max_tokens_per_step=9"], r"'rollout\.max_tokens_per_step' .*mismatch_correction=off"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_when_it_is_read(overrides, message):
