@@ -9,6 +9,7 @@ from typing import Any
 
 from luffy.config import Config
 from luffy.data import ProblemSampler
+from luffy.distributed.cost import Gpu
 from luffy.errors import UserError
 from luffy.guidance import Planner
 from luffy.guidance.plan import Plan, Planned
@@ -246,8 +247,11 @@ def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]],
 
 
 def shards_of(cfg: Config) -> int:
-    """Processes that share one copy of the weights."""
-    return 1 if cfg.launch == "local" else cfg.parallel.shard_size or cfg.parallel.workers
+    """Processes that share one copy of the weights; hybrid, those of a machine as large as the cost model's."""
+    p = cfg.parallel
+    if cfg.launch == "local":
+        return 1
+    return p.shard_size or (min(p.workers, Gpu.per_machine) if p.shard == "hybrid" else p.workers)
 
 
 def kept_parts(cfg: Config, method: Method, work: Work, others: OtherModels) -> Parts:

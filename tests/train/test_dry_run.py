@@ -13,9 +13,10 @@ from luffy.errors import UserError
 from luffy.rollout.native import NativeEngine
 from luffy.train import dry_run as planning
 from luffy.train import probe
-from luffy.train.bare_models import model_shape
+from luffy.train.bare_models import OtherModels, model_shape
 from luffy.train.draws import draw_share
-from luffy.train.dry_run import Renting, dry_run
+from luffy.train.dry_run import Renting, dry_run, kept_parts
+from luffy.train.estimate import Work
 from luffy.train.loop import Trainer
 from luffy.types import Score
 
@@ -318,6 +319,21 @@ def test_the_cost_counts_every_pass_of_the_update(make_config, tiny_model, tmp_p
     for passes, path in ((1, "self"), (1, str(tiny_model)), (ratio, str(larger))):
         taught = update_of(algorithm=DISTILL, teacher={"path": path}, guidance={"n_prefix": 0})
         assert taught / update_of(guidance={"n_prefix": 0}) == pytest.approx((4 + passes) / 3), path
+
+
+@pytest.mark.parametrize(
+    ("parallel", "shards"),
+    [
+        ({"workers": 64}, 64),
+        ({"workers": 64, "shard": "hybrid"}, 8),
+        ({"workers": 4, "shard": "hybrid"}, 4),
+        ({"workers": 64, "shard": "hybrid", "shard_size": 16}, 16),
+    ],
+)
+def test_a_copy_of_the_weights_is_sharded_over_all_processes_or_those_of_a_machine(make_config, parallel, shards):
+    work = Work(None, 6400, 6400, 4, on_gpu=True, lora_rank=None, checkpointing="auto", passes=[])
+    kept = kept_parts(make_config(launch="ray", parallel=parallel), "rl", work, OtherModels())
+    assert (kept["weights"], kept["optimizer"]) == (6400 * 4 / shards, 6400 * 8 / shards)
 
 
 def test_several_gpus_are_estimated_where_there_is_none(make_config):
