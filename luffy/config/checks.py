@@ -356,6 +356,15 @@ def _check_launch(c: Knobs) -> None:
     p = c.parallel
     if c.launch == "local" and p.workers > 1:
         raise ConfigError(f"'parallel.workers' is {p.workers}, but launch=local runs one; set launch=torchrun or ray")
+    if c.launch == "local" and p.cpu_offload:
+        raise ConfigError(
+            "'parallel.cpu_offload' is for shards, and launch=local has none; set optim.offload=true instead"
+        )
+    if c.launch == "local" and p.shard != "full":
+        raise ConfigError(
+            f"'parallel.shard' ({p.shard}) is for several processes, and launch=local runs one; leave it out, or set "
+            f"launch=torchrun or ray"
+        )
     if p.workers % p.rollout_group:
         raise ConfigError(
             f"'parallel.rollout_group' ({p.rollout_group}) does not divide 'parallel.workers' ({p.workers})"

@@ -63,6 +63,8 @@ def test_a_mistake_is_said_once_and_gives_its_exit_code():
     ("values", "message"),
     [
         ({"parallel": {"workers": 2}}, "launch=torchrun or ray"),
+        ({"parallel": {"cpu_offload": True}}, r"set optim\.offload=true instead"),
+        ({"parallel": {"shard": "hybrid"}}, r"'parallel\.shard' \(hybrid\) is for several processes"),
         ({"launch": "ray", "parallel": {"shard_size": 2}}, r"only with parallel\.shard=hybrid"),
         (
             {"launch": "ray", "parallel": {"workers": 3, "rollout_group": 2}},
