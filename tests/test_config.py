@@ -186,6 +186,7 @@ def test_the_reference_page_is_generated_from_the_code():
         (["algorithm.importance_clamp_min=11"], r"'algorithm\.importance_clamp_min' \(11\.0\) exceeds"),
         (["algorithm.credit=distill"], r"'algorithm\.credit' \(distill\) .*; set algorithm\.reject_extreme=false"),
         (["algorithm.credit=srft"], r"'algorithm\.credit' \(srft\) .*; set algorithm\.reject_extreme=false"),
+        (["algorithm.mix={start: 0.5}"], r"'algorithm\.mix' .* \(group_baseline\) has no token; set .*trace_term=sft"),
         (["seed=18446744073709551616"], r"'seed' must be <= 9223372036854775807"),
         (
             ["model.lora={target_modules: '(q_proj'}"],
@@ -237,3 +238,9 @@ def test_bounds_that_meet_are_fine():
         None, ["algorithm.off_min_clip=1", "algorithm.off_max_clip=1", "reward.success=0.5", "reward.failure=0.5"]
     )
     load_config(None, ["seed=9223372036854775807", "model.lora={target_modules: '.*proj'}"])
+
+
+@pytest.mark.parametrize("source", ["trace_term=sft", "credit=lone_trace_sft", "credit=srft", "credit=mine:credit"])
+def test_rl_is_mixed_with_the_sft_term_of_any_source(source):
+    overrides = ["algorithm.mix={start: 0.5}", "algorithm.reject_extreme=false", f"algorithm.{source}"]
+    assert load_config(None, overrides).algorithm.mix.start == 0.5

@@ -14,6 +14,7 @@ from luffy.schema import nearest
 
 ENGINE_NAMES = {"native", "vllm"}  # and those that plugins register
 WITHOUT_CONTRAST = {"distill", "srft"}  # credit functions that compare no rewards of a group
+WITHOUT_SFT = {"group_baseline", "distill"}  # credit functions whose SFT term is that of algorithm.trace_term
 BLIND_REWARDS = {"format"}  # built-in ones that do not look at the answer
 
 
@@ -155,6 +156,11 @@ def _check_credit(c: Knobs) -> None:
         raise ConfigError(
             f"'algorithm.credit' ({a.credit}) learns from groups with equal rewards too, and "
             f"'algorithm.reject_extreme' drops them; set algorithm.reject_extreme=false"
+        )
+    if a.mix is not None and a.credit in WITHOUT_SFT and a.trace_term != "sft":
+        raise ConfigError(
+            f"'algorithm.mix' weighs the RL term against the SFT term, in which 'algorithm.credit' ({a.credit}) has no "
+            f"token; set algorithm.trace_term=sft, algorithm.credit=lone_trace_sft or algorithm.mix=null"
         )
 
 

@@ -656,9 +656,9 @@ def test_what_counts_as_a_changed_setting(make_config, tmp_path):
         ({"guidance": {"strategy": "linear"}}, True),
         ({"guidance": {"strategy": "linear", "prefix_steps": 10}}, False),
         ({"guidance": {"strategy": "linear", "prefix_steps": 0.5}}, True),
-        ({"algorithm": {"mix": {"start": 0.9}}}, False),
-        ({"algorithm": {"mix": {"start": 0.9, "end": 0.1}}}, True),
-        ({"algorithm": {"mix": {"start": 0.9, "end": 0.1, "steps": 5}}}, False),
+        ({"algorithm": {"trace_term": "sft", "mix": {"start": 0.9}}}, False),
+        ({"algorithm": {"trace_term": "sft", "mix": {"start": 0.9, "end": 0.1}}}, True),
+        ({"algorithm": {"trace_term": "sft", "mix": {"start": 0.9, "end": 0.1, "steps": 5}}}, False),
         ({"guidance": {"strategy": "linear", "n_prefix": 0}}, False),
     ],
 )
