@@ -187,6 +187,15 @@ def test_the_reference_page_is_generated_from_the_code():
         (["algorithm.credit=distill"], r"'algorithm\.credit' \(distill\) .*; set algorithm\.reject_extreme=false"),
         (["algorithm.credit=srft"], r"'algorithm\.credit' \(srft\) .*; set algorithm\.reject_extreme=false"),
         (["algorithm.mix={start: 0.5}"], r"'algorithm\.mix' .* \(group_baseline\) has no token; set .*trace_term=sft"),
+        (
+            ["algorithm.off_policy_reshape_gamma=0.5"],
+            r"\(0\.5\) is read by exgrpo and trapo, .* is p_div_p_0\.1; leave",
+        ),
+        (
+            ["guidance.shared=true", "guidance.min_ratio=0.2", "guidance.n_prefix=3"],
+            r"'guidance\.shared' gives the 3 .* from 0\.2 to 1\.0; set guidance\.min_ratio=1\.0, another strategy",
+        ),
+        (["replay.share=0.5", "rollout.n=4", "guidance.n_prefix=3"], r"a group has 1 \(rollout\.n less guidance"),
         (["seed=18446744073709551616"], r"'seed' must be <= 9223372036854775807"),
         (
             ["model.lora={target_modules: '(q_proj'}"],
@@ -238,6 +247,18 @@ def test_bounds_that_meet_are_fine():
         None, ["algorithm.off_min_clip=1", "algorithm.off_max_clip=1", "reward.success=0.5", "reward.failure=0.5"]
     )
     load_config(None, ["seed=9223372036854775807", "model.lora={target_modules: '.*proj'}"])
+
+
+@pytest.mark.parametrize("shape", ["off_policy_reshape=trapo", "sft_reshape=exgrpo", "off_policy_reshape=mine:shape"])
+def test_a_gamma_is_for_the_shapes_that_read_it(shape):
+    cfg = load_config(None, [f"algorithm.{shape}", "algorithm.off_policy_reshape_gamma=0.5"])
+    assert cfg.algorithm.off_policy_reshape_gamma == 0.5
+
+
+@pytest.mark.parametrize("others", [["guidance.strategy=random"], ["guidance.min_ratio=1"]])
+def test_guided_samples_that_share_a_ratio(others):
+    cfg = load_config(None, ["guidance.shared=true", "guidance.min_ratio=0.2", "guidance.n_prefix=3", *others])
+    assert len(set(cfg.schedule(10).ratios(3, 0, "p"))) == 1
 
 
 @pytest.mark.parametrize("source", ["trace_term=sft", "credit=lone_trace_sft", "credit=srft", "credit=mine:credit"])

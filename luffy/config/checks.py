@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from luffy.config.knobs import Knobs, RewardConfig
+from luffy.config.knobs import AlgorithmConfig, Knobs, RewardConfig
 from luffy.core.shaping import COMPARED_SHAPES
 from luffy.errors import ConfigError
 from luffy.rewards.kinds import built_in
@@ -15,6 +15,7 @@ from luffy.schema import nearest
 ENGINE_NAMES = {"native", "vllm"}  # and those that plugins register
 WITHOUT_CONTRAST = {"distill", "srft"}  # credit functions that compare no rewards of a group
 WITHOUT_SFT = {"group_baseline", "distill"}  # credit functions whose SFT term is that of algorithm.trace_term
+SHAPES_WITHOUT_GAMMA = {"no_reshape", "logp", "p_logp", "square_root", "pow", "chord_phi", "rl_plus"}
 BLIND_REWARDS = {"format"}  # built-in ones that do not look at the answer
 
 
@@ -117,6 +118,12 @@ def _check_guidance(c: Knobs) -> None:
         )
     if g.min_ratio > g.max_ratio:
         raise ConfigError(f"'guidance.min_ratio' ({g.min_ratio}) exceeds 'guidance.max_ratio' ({g.max_ratio})")
+    if g.shared and g.strategy == "fixed" and g.n_prefix > 1 and g.min_ratio < g.max_ratio:
+        raise ConfigError(
+            f"'guidance.shared' gives the {g.n_prefix} guided samples of a problem one ratio, and 'guidance.strategy' "
+            f"fixed spreads theirs from {g.min_ratio} to {g.max_ratio}; set guidance.min_ratio={g.max_ratio}, another "
+            f"strategy, or guidance.shared=false"
+        )
     whole = (g.strategy, g.min_ratio, g.max_ratio) == ("fixed", 1.0, 1.0)
     if g.n_prefix == n and (c.algorithm.advantage == "grpo_split" or (whole and c.algorithm.trace_term == "sft")):
         raise ConfigError(
@@ -209,6 +216,13 @@ def _check_shapes(c: Knobs) -> None:
             f"'algorithm.teacher_probs' recorded takes the plain ratio p / q instead of 'algorithm.off_policy_reshape' "
             f"({a.off_policy_reshape}), which compares probabilities by itself; set algorithm.teacher_probs=one"
         )
+    names = (a.off_policy_reshape, a.sft_reshape)
+    if a.off_policy_reshape_gamma != AlgorithmConfig.off_policy_reshape_gamma and all(map(_has_no_gamma, names)):
+        raise ConfigError(
+            f"'algorithm.off_policy_reshape_gamma' ({a.off_policy_reshape_gamma}) is read by exgrpo and trapo, and "
+            f"'algorithm.off_policy_reshape' is {a.off_policy_reshape}; leave it out (the gamma of p_div_p_<gamma> "
+            f"stands in its name)"
+        )
     shaped = {
         "off_max_clip": a.off_max_clip, "off_min_clip": a.off_min_clip, "off_normalize": a.off_normalize or None,
         "teacher_probs": None if a.teacher_probs == "one" else a.teacher_probs,
@@ -218,6 +232,11 @@ def _check_shapes(c: Knobs) -> None:
             f"'algorithm.trace_ratio' ppo gives teacher tokens the ratio and clip of own tokens, and algorithm."
             f"{given[0]} would change nothing; leave it out or set algorithm.trace_ratio=shaped"
         )
+
+
+def _has_no_gamma(shape: str) -> bool:
+    """False for a shape of the user's own: what it reads is not known."""
+    return shape in SHAPES_WITHOUT_GAMMA or shape.startswith("p_div_p_")
 
 
 def _check_overrides(c: Knobs) -> None:
@@ -263,8 +282,12 @@ def _check_memory(c: Knobs) -> None:
             f"'async.max_staleness' ({c.async_.max_staleness}) rolls out a step while the one before it is still "
             f"under way, and {used} needs what that one leaves behind; set one of them to 0"
         )
-    if c.replay.share and c.rollout.n < 2:
-        raise ConfigError("'replay.share' keeps problems that some samples solve and others do not: raise rollout.n")
+    own = c.rollout.n - c.guidance.n_prefix
+    if c.replay.share and own < 2:
+        raise ConfigError(
+            f"'replay.share' keeps problems that some own samples solve and others do not, and a group has {own} "
+            f"(rollout.n less guidance.n_prefix): raise rollout.n"
+        )
 
 
 def _check_experts(c: Knobs) -> None:
