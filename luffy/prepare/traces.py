@@ -68,6 +68,8 @@ def prepare_traces(
         with build_verifier(reward, workers=workers, answer_in_thought=answer_in_thought) as verifier:
             ask(problems, n, teacher, verifier, journal)
         counts = _write(problems, schema, journal, out, name, keep_wrong, keep_traces)
+    if not counts["problems_with_a_trace"]:
+        logger.warning("no problem has a trace; if samples were cut off, raise --max-tokens")
     if counts["samples_unscored"]:
         logger.warning("%d samples have no score; the same command asks for it again", counts["samples_unscored"])
     card = {"counts": dict(counts), "teacher": name, "settings": asked}

@@ -123,6 +123,8 @@ def _text(path: str, number: int, row: dict[str, Any], column: str) -> str:
         found = ", ".join(map(str, row)) or "none"
         raise DataError(f"{path}:{number}: column {column!r} is missing (found: {found})")
     value = row[column]
+    if column == "answer" and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
     if not isinstance(value, str):
         raise DataError(
             f"{path}:{number}: column {column!r} must be a string, found {type(value).__name__} {str(value)[:80]}; "

@@ -143,6 +143,8 @@ def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: A
     doubt = ""
     if failed:
         doubt = f"; {failed} COULD NOT BE SCORED: look at the reward (luffy verify)"
+    elif (best := max(s.value for s in scores)) < cfg.reward.success and best > cfg.reward.failure:
+        doubt = f"; THE BEST SCORE IS {best:g}, below reward.success={cfg.reward.success:g}"
     elif right < FEW_RIGHT * len(some):
         doubt = "; LOOK AT THEM: only right ones teach (luffy prepare check)"
     return f"{right} of the first {len(some)} are right by reward {cfg.reward.name}{doubt}"

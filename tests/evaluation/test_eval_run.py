@@ -246,7 +246,7 @@ def test_work_in_the_background():
         ({"temperature": 0.7}, "with temperature=1.0, this one has temperature=0.7"),
         ({"k": 4}, 'with k={"heldout": 8}, this one has k={"heldout": 4}'),
         ({"seed": 1}, "with seed=0, this one has seed=1"),
-        ({"limit": 3}, "holds an evaluation with problems="),
+        ({"limit": 3}, "holds an evaluation with limit="),
     ],
 )
 def test_another_setting_is_refused(whole, options, change, message):

@@ -290,10 +290,11 @@ def test_what_cannot_get_better_is_not_retried(serve, sums_file, tmp_path, answe
     assert len(server.requests) <= 8
 
 
-def test_cut_off_responses_are_no_traces_and_thoughts_are_joined(serve, sums_file, tmp_path):
+def test_cut_off_responses_are_no_traces_and_thoughts_are_joined(serve, sums_file, tmp_path, caplog):
     server = serve(lambda body, number: solved(body, finish="length"))
     card = run(sums_file, tmp_path / "cut.parquet", teacher_of(server), keep_wrong=True)
     assert card["counts"]["samples_cut_off"] == 24 and card["counts"]["problems_with_a_trace"] == 0
+    assert "no problem has a trace" in caplog.text
     message = {"reasoning_content": "one and one\n", "content": "\n#### 2"}
     server = serve(lambda body, number: (200, {"choices": [{"message": message, "finish_reason": "stop"}]}, {}))
     run(sums_file, tmp_path / "r1.parquet", teacher_of(server), n=1)

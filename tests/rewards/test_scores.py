@@ -65,6 +65,8 @@ def test_empty_file_and_blank_lines(tmp_path, verifier):
     assert out.read_text() == ""
     (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"answer": "5", "response": "#### 5"}\r\n\r\n')
     assert score_file(tmp_path / "rows.jsonl", out, verifier).mean_score == 1.0
+    (tmp_path / "rows.jsonl").write_text('{"answer": 5, "response": "#### 5"}\n')  # a whole number has one spelling
+    assert score_file(tmp_path / "rows.jsonl", out, verifier).mean_score == 1.0
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,9 @@ def test_traces_that_could_not_be_scored_are_not_blamed(make_config, monkeypatch
     said = line_of(make_config(), "traces")
     assert said.endswith("15 of the first 16 are right by reward numeric; 1 COULD NOT BE SCORED: look at the reward "
                          "(luffy verify)")  # fmt: skip
+    monkeypatch.setattr(planning, "score_traces", lambda *args: [Score(0.5) for _ in args[2]])
+    said = line_of(make_config(), "traces")
+    assert said.endswith("0 of the first 16 are right by reward numeric; THE BEST SCORE IS 0.5, below reward.success=1")
 
 
 def test_the_update_has_the_loss_of_its_method(make_config):
