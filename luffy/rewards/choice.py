@@ -2,7 +2,7 @@
 
 In this order: the last ``\\boxed{B}``; the last "answer is (B)" / "answer: B"; the last ``**B**``; a last
 line that is one letter. Naming two options is no answer. Outside boxes and brackets the letter must be a
-capital, and a bare "A" or "I" must end its clause, because both are English words.
+capital, and a bare "A" or "I" must end its clause, because both are English words; so "B, I think" names one option.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _OTHER_OPTION = re.compile(r"[,/]?\s*(?:and|or|&)?\s*\(?[A-J](?:[).:,]|\s*$)")
 _ANSWER_IS = re.compile(r"(?i:\banswer)\W{0,8}?(?i:is\b|:)[\s:*$]*(?i:option\s+|choice\s+)?(?=([^\n]{0,200}))")
 _BRACKETED = re.compile(r"\(([A-Ja-j])\)|\[([A-J])\]")
 _BARE = re.compile(r"([A-J])(?![\w'-])")
-_HEDGE = re.compile(r"\s*(?:,|/|&|\band\b|\bor\b)\s*\(?[A-J](?![\w'-])")
+_HEDGE = re.compile(r"\s*(,|/|&|\band\b|\bor\b)\s*\(?([A-J])(?![\w'-])")
+_BEFORE_WORD = {"A": (",", "and"), "I": (",", "and", "or")}
+_GOES_ON_AS_WORD = re.compile(r"\s+(?!(?:and|or|are)\b)[A-Za-z]|\u2019")
 _ENDS_CLAUSE = re.compile(r"\s*(?:[.,;:!)*$]|$)")
 _BOLD = re.compile(r"\*\*\s*\(?([A-J])[.):]?\s*\*\*")
 _LONE = re.compile(r"\W*([A-J])\W*")
@@ -71,8 +73,19 @@ def _stated(said: str) -> str | None:
     if match is None:
         return None
     rest = said[match.end() :]
-    if _HEDGE.match(rest):
+    if _names_another(rest):
         return None
     letter = next(group for group in match.groups() if group)
     is_word = match.re is _BARE and letter in "AI" and not _ENDS_CLAUSE.match(rest)
     return None if is_word else letter.upper()
+
+
+def _names_another(rest: str) -> bool:
+    """Whether what follows a letter names a second option. "I think" and "A is wrong" do not: a word follows. After
+    "or" an "A" is always an option."""
+    match = _HEDGE.match(rest)
+    if match is None:
+        return False
+    joined, letter = match.groups()
+    may_be_word = joined in _BEFORE_WORD.get(letter, ())
+    return not (may_be_word and _GOES_ON_AS_WORD.match(rest, match.end()))
