@@ -17,6 +17,7 @@ from luffy.config import Config
 from luffy.core.importance import Importance
 from luffy.core.kl import kl_penalty
 from luffy.core.losses import LossTerms, PolicyLoss, off_policy_ratio, policy_loss_terms
+from luffy.core.masked import keep
 from luffy.core.shaping import Shape, log_prob_slope
 from luffy.metrics import EffectiveShare, Max, Mean, OnDevice, Sum
 from luffy.types import MicroBatch
@@ -103,7 +104,8 @@ class Objective:
         if weights is not None:
             stats |= _weight_stats(weights.detach(), in_rl & ~batch.off_policy, self.weights_are)
         if batch.ref_log_probs is not None:
-            kl = kl_penalty(log_prob, batch.ref_log_probs, self.kl_estimator)
+            # Before the estimator: it overflows far from the reference, and inf * 0 is no number.
+            kl = kl_penalty(keep(log_prob, in_rl), keep(batch.ref_log_probs, in_rl), self.kl_estimator)
             per_token = per_token + self.kl_coef * kl
             stats["actor/kl_loss"] = _over(kl, in_rl)
         in_sft, behavior = batch.sft_weights != 0, batch.behavior_log_probs

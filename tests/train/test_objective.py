@@ -57,6 +57,19 @@ def test_the_kl_is_a_penalty_on_the_distance_to_the_reference(batch, tokens, est
     assert float(total / count) == pytest.approx(penalty, rel=1e-5)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_token_of_the_sft_term_alone_may_be_far_from_the_reference(batch, tokens, estimator):
+    log_prob, entropy = (t.clone() for t in tokens)
+    alone = torch.arange(len(log_prob)) == 2
+    log_prob[alone] = -120.0  # k3 of it is infinite
+    weights = torch.where(alone, 0.0, batch.rl_weights)
+    batch = replace(batch, rl_weights=weights, sft_weights=alone.float())
+    log_prob.requires_grad_(True)
+    loss, _ = Objective(PLAIN, kl_coef=0.7, kl_estimator=estimator)(batch, log_prob, entropy)
+    loss.backward()
+    assert loss.isfinite() and log_prob.grad[2] == -1 and log_prob.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("shape", ["chord_phi", "no_reshape"])
 def test_a_shape_in_the_sft_term_weighs_the_gradient(batch, tokens, shape):
     log_prob, entropy = (t.clone().requires_grad_(True) for t in tokens)
