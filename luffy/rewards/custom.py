@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from luffy.rewards.worker import describe
 BATCH_NAMES = ("prompts", "completions", "completion_ids")
 SAMPLE_NAMES = ("response", "problem")
 NOT_SCORED = Outcome("not_scored", message="the reward gave no score for it")
+CLOSE_PATIENCE_S = 5.0
 CALL_FAILED = "call_failed"  # the status of all samples of a call that failed as a whole
 
 
@@ -111,6 +112,16 @@ class OwnFunction:
 
     def _wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self._thread.submit(self._loop.run, work).result()
+
+    def close(self) -> None:
+        """End the loop of an async function. Work that was interrupted and goes on is waited for a few seconds only."""
+        if "_thread" not in vars(self):
+            return
+        closed = self._thread.submit(self._loop.close)
+        self._thread.shutdown(wait=False)
+        del self._thread, self._loop
+        if not wait([closed], CLOSE_PATIENCE_S).not_done:
+            closed.result()
 
     @cached_property
     def _loop(self) -> asyncio.Runner:

@@ -167,7 +167,7 @@ class OwnInThisProcess:
         """The function is here, and its form is known."""
 
     def close(self) -> None:
-        """Holds nothing."""
+        self._own.close()
 
 
 def each(form: Form, call: Sequence[Answered], of_call: Outcome) -> list[Outcome]:

@@ -1,5 +1,8 @@
 """A reward of the user's own takes a sample or a batch, waits or does not; its parameters' names decide."""
 
+import asyncio
+import threading
+
 import own_forms
 import pytest
 
@@ -127,3 +130,20 @@ def test_functions_of_a_notebook_have_the_same_forms():
     with build_verifier("notebook_async") as verifier:
         items = [(problem(), "ab"), (problem(), "none"), (problem(""), "a")]
         assert verifier.score(items) == [Score(2.0), Score(0.0, "not_scored"), Score(0.0, "error")]
+
+
+def test_a_closed_verifier_leaves_no_loop_and_no_thread():
+    seen = []
+
+    async def sample(response, answer, problem):
+        seen.append((asyncio.get_running_loop(), threading.current_thread()))
+        return 1.0
+
+    verifier = Verifier({"own": OwnInThisProcess("own", sample, timeout_s=8.0, concurrency=4)}, {"own": 1.0})
+    verifier.close()  # nothing was begun
+    assert verifier.score([(problem(), "a"), (problem(), "b")]) == [Score(1.0)] * 2
+    verifier.close()
+    verifier.close()
+    loop, thread = seen[0]
+    thread.join(10)
+    assert loop.is_closed() and not thread.is_alive()
