@@ -79,8 +79,9 @@ def check_other_models(cfg: Config, method: Method, tokenizer: Any) -> OtherMode
     m = cfg.model
     if method != "rl":
         return OtherModels()
-    if cfg.algorithm.kl_coef and m.reference:
-        read_model_config(m.reference, "model.reference", m.trust_remote_code)
+    if cfg.algorithm.kl_coef and m.reference not in (None, m.path):
+        reference = bare_model(m.reference, "model.reference", cfg)
+        setup.check_reference(cfg, reference.config, tokenizer)
     return OtherModels(_second_model(cfg, tokenizer), _teacher_model(cfg, tokenizer))
 
 

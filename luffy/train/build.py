@@ -110,7 +110,7 @@ def _assemble(
         cfg=cfg, method=method, world=world, device=device, messages=messages, watch=watch, closing=closing,
         tokenizer=tokenizer, eos_ids=end_of_text, tasks=tasks, eval_tasks=eval_tasks,
         eval_report=dict(encoder.counts), total_steps=steps, model=model, policy=policy,
-        reference=_reference(cfg, method, policy, device),
+        reference=_reference(cfg, method, policy, tokenizer, device),
         teacher=build_teacher(cfg, policy, tokenizer, tasks.encoder, device, messages.warn) if taught else None,
         engines=engines, engine=rollouts[0], before_step=rollouts[1],
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
@@ -157,12 +157,14 @@ def _prefetcher(
     return prefetcher
 
 
-def _reference(cfg: Config, method: Method, policy: Policy, device: str) -> TokenScorer | None:
+def _reference(cfg: Config, method: Method, policy: Policy, tokenizer: Any, device: str) -> TokenScorer | None:
     """The model that a KL term compares with; with LoRA it is the policy without its adapters."""
     m = cfg.model
     if method == "sft" or cfg.algorithm.kl_coef == 0 or (m.lora is not None and m.reference is None):
         return None
     model = load_model(m.reference or m.path, m.dtype, "cpu" if policy.world.joined else device, m.trust_remote_code)
+    if m.reference not in (None, m.path):
+        setup.check_reference(cfg, model.config, tokenizer)
     return policy.scorer_of(model.requires_grad_(False).eval())
 
 

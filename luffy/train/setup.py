@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,8 @@ from luffy.errors import ConfigError, DataError, UserError, how_to_install
 from luffy.guidance.gate import find_gate
 from luffy.guidance.ratios import SCHEDULES
 from luffy.guidance.row_hints import hints_of
-from luffy.models.load import eos_ids_in, load_model, load_tokenizer
+from luffy.models.load import eos_ids_in, load_model, load_tokenizer, model_folder
+from luffy.rollout.overrides.pair_checks import check_fits, check_same_ids
 from luffy.train.build_engines import find_engine
 from luffy.train.credit import find_credit_function
 from luffy.types import Task
@@ -85,6 +87,16 @@ def load_policy_tokenizer(cfg: ModelConfig) -> Any:
     if not (cfg.tokenizer or cfg.path):
         raise ConfigError("'model.path' is empty; give a Hugging Face folder or hub id")
     return load_tokenizer(cfg.tokenizer or cfg.path, cfg.trust_remote_code)
+
+
+def check_reference(cfg: Config, model_config: Any, tokenizer: Any) -> None:
+    """``model.reference`` must mean the same by every token id as the policy, know them all and take the longest
+    sample. A folder without a tokenizer is taken at its word."""
+    path = str(model_folder(cfg.model.reference or ""))
+    if not Path(path).is_dir() or (Path(path) / "tokenizer_config.json").exists():
+        theirs = load_tokenizer(path, cfg.model.trust_remote_code)
+        check_same_ids(tokenizer, theirs, f"reference (model.reference={cfg.model.reference})")
+    check_fits(f"model.reference={cfg.model.reference}", model_config, tokenizer, cfg.longest)
 
 
 def build_encoder(cfg: Config, tokenizer: Any) -> Encoder:

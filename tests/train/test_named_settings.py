@@ -8,8 +8,10 @@ import torch
 from support import make_samples, make_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from luffy.errors import UserError
 from luffy.models.load import load_model
 from luffy.report.recorder import read_json_lines
+from luffy.train.dry_run import dry_run
 from luffy.train.groups import staleness_metrics
 from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
@@ -61,6 +63,41 @@ def test_the_kl_is_taken_against_the_reference_model(make_config, other_model, w
     expected = float(torch.cat(parts).mean())
     assert expected > 0.05
     assert row["actor/kl_loss" if where == "loss" else "critic/kl"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_reference_that_does_not_fit_is_refused(make_config, other_model):
+    cfg = make_config(model={"reference": str(other_model)}, algorithm={"kl_coef": 0.01})
+
+    def refused(what):
+        for begin in (Trainer, lambda cfg: dry_run(cfg, "rl")):
+            with pytest.raises(UserError, match=what):
+                begin(cfg)
+
+    tokenizer = json.loads((other_model / "tokenizer.json").read_text())
+    letters = tokenizer["model"]["vocab"]
+    letters["1"], letters["2"] = letters["2"], letters["1"]
+    (other_model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    refused(r"the tokenizers differ: token id \d+ is '1' for the policy and '2' for the reference \(model\.reference=")
+    make_tokenizer().save_pretrained(other_model)
+    model = AutoModelForCausalLM.from_pretrained(other_model)
+    model.config.max_position_embeddings = 20
+    model.save_pretrained(other_model)
+    refused(r"model\.reference=.* takes 20 tokens, but data\.max_prompt_tokens")
+    model.config.max_position_embeddings = 128
+    model.resize_token_embeddings(10)
+    model.save_pretrained(other_model)
+    refused(r"model\.reference=.* has 10 tokens, fewer than the tokenizer's 18")
+
+
+def test_a_reference_may_end_responses_otherwise_or_lack_a_tokenizer(make_config, other_model):
+    cfg = make_config(model={"reference": str(other_model)}, algorithm={"kl_coef": 0.01}, train={"steps": 1})
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = "#"
+    tokenizer.save_pretrained(other_model)
+    Trainer(cfg).close()
+    for file in other_model.glob("tokenizer*"):
+        file.unlink()
+    Trainer(cfg).close()
 
 
 def test_staleness_is_the_step_less_the_version_that_made_the_token():

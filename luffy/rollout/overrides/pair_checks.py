@@ -88,6 +88,14 @@ def check_same_tokenizer(draft_tokenizer: Any, second_tokenizer: Any, called: st
         _check_same(f"{token!r} as a special token", ours, theirs, called)
 
 
+def check_same_ids(draft_tokenizer: Any, second_tokenizer: Any, called: str) -> None:
+    """Every token id that both have means the same. Less than `check_same_tokenizer` asks: for a model that only scores
+    what the policy wrote, the end of a response may have another token, as in a base and its instruct model."""
+    names = [{i: token for token, i in t.get_vocab().items()} for t in (draft_tokenizer, second_tokenizer)]
+    for token_id in sorted(names[0].keys() & names[1].keys()):
+        _check_same(f"token id {token_id}", names[0][token_id], names[1][token_id], called)
+
+
 def _check_same(what: str, draft: object, second: object, called: str) -> None:
     if draft != second:
         raise UserError(
