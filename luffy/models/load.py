@@ -125,6 +125,16 @@ def token_count(tokenizer: Any) -> int:
     return 1 + max(tokenizer.get_vocab().values())
 
 
+def vocabulary_in(path: str | Path, trust_remote_code: bool = False) -> int | None:
+    """Tokens that the model of a folder knows, before its weights are read; None where its config does not say."""
+    try:
+        config = AutoConfig.from_pretrained(str(model_folder(path)), trust_remote_code=trust_remote_code)
+    except LOAD_ERRORS:  # what is wrong with the folder is said when the model is loaded
+        return None
+    size: int | None = getattr(config.get_text_config(), "vocab_size", None)
+    return size
+
+
 def drop_padding_tokens(model: PreTrainedModel, tokens: int) -> None:
     """Cut embeddings and head to the first ``tokens`` rows: a distribution over them alone, renormalised."""
     if model.config.vocab_size > tokens:

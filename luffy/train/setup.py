@@ -17,7 +17,7 @@ from luffy.errors import ConfigError, DataError, UserError, how_to_install
 from luffy.guidance.gate import find_gate
 from luffy.guidance.ratios import SCHEDULES
 from luffy.guidance.row_hints import hints_of
-from luffy.models.load import eos_ids_in, load_model, load_tokenizer, model_folder
+from luffy.models.load import eos_ids_in, load_model, load_tokenizer, model_folder, token_count, vocabulary_in
 from luffy.rollout.overrides.pair_checks import check_fits, check_same_ids
 from luffy.train.build_engines import find_engine
 from luffy.train.credit import find_credit_function
@@ -159,6 +159,7 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
     hinted = not sft and gate is not None and gate.uses_hints
     guided = sft or uses_traces(cfg)
     problems = _load(cfg, cfg.data.train, cfg.data.split, limit=cfg.data.limit, require_answer=not sft)
+    vocabulary = _exceeded_vocabulary(cfg.model, encoder)
     usable, with_traces, with_hints = [], 0, 0
     for index, task in enumerate(encoder.encode_all(problems[i] for i in range(len(problems)))):
         if task is None or (sft and not task.demonstrations):
@@ -168,6 +169,8 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
         with_hints += hinted and bool(hints_of(task.problem))
         if guided and cfg.algorithm.teacher_probs == "recorded" and not sft:
             _check_recorded(task)
+        if vocabulary is not None:
+            _check_known(task, vocabulary, guided)
     if guided and with_traces == with_hints == 0:
         raise DataError(_no_trace_message(cfg, problems, encoder, sft))
     report = {"rows": len(problems), "usable": len(usable), "with_traces": with_traces}
@@ -175,6 +178,24 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
     if not usable:
         raise DataError(f"no usable problem in {cfg.data.train}: {report}")
     return TaskSet(problems, encoder, usable, report)
+
+
+def _exceeded_vocabulary(cfg: ModelConfig, encoder: Encoder) -> int | None:
+    """The model's number of tokens where the tokenizer has more; mostly it has not, and no id needs a look."""
+    size = vocabulary_in(cfg.path, cfg.trust_remote_code)
+    return size if size is not None and size < token_count(encoder.tokenizer) else None
+
+
+def _check_known(task: Task, vocabulary: int, guided: bool) -> None:
+    """An id that the model has no embedding for would end an update in its midst."""
+    texts = {"prompt": [task.prompt_ids], "trace": [d.token_ids for d in task.demonstrations] if guided else []}
+    for what, streams in texts.items():
+        largest = max((max(ids) for ids in streams), default=0)
+        if largest >= vocabulary:
+            raise DataError(
+                f"a {what} of problem {task.problem.id!r} has token id {largest}, which lies outside the model's "
+                f"vocabulary of {vocabulary}: is this the model's own tokenizer (model.tokenizer)?"
+            )
 
 
 def uses_traces(cfg: Config) -> bool:

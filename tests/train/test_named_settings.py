@@ -100,6 +100,32 @@ def test_a_reference_may_end_responses_otherwise_or_lack_a_tokenizer(make_config
     Trainer(cfg).close()
 
 
+@pytest.mark.parametrize("method", ["rl", "sft"])
+def test_a_token_that_the_model_does_not_know_is_found_before_the_first_step(make_config, tmp_path, method):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["x"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [{"id": str(i), "prompt": f"{i}+1", "answer": f"{i + 1}", "traces": [f"{i + 1}"]} for i in range(8)]
+
+    def config(**changes):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data, model = {"train": str(tmp_path / "rows.jsonl")}, {"tokenizer": str(tmp_path / "tokenizer")}
+        return make_config(data=data, model=model, train={"steps": 1}, **changes)
+
+    def refused(what):
+        for begin in (Trainer, dry_run):
+            with pytest.raises(UserError, match=rf"a {what} of problem '5' has token id 18, .* vocabulary of 18"):
+                begin(config(), method)
+
+    run(config(name="without"), method)
+    rows[5]["traces"] = ["6x"]
+    refused("trace")
+    if method == "rl":  # a trace that nobody asks for does no harm
+        run(config(name="unused", guidance={"n_prefix": 0}), method)
+    rows[5] |= {"traces": ["6"], "prompt": "5+x"}
+    refused("prompt")
+
+
 def test_staleness_is_the_step_less_the_version_that_made_the_token():
     task = Task(Problem("p", "1+1", "2"), (5, 6))
 
