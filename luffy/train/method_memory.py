@@ -59,6 +59,13 @@ class MethodMemory:
             epoch, position = self._position
             self.experts.load_state_dict({**self.experts.state_dict(), "epoch": epoch, "position": position})
 
+    def forget_traces(self) -> tuple[int, int]:
+        """Drop what remembers a trace by its number; returns how many problems under way and how many lessons."""
+        kept = [problem for problem in self.under_way if all(r.trace < 0 for r in problem.responses)]
+        dropped = len(self.under_way) - len(kept), len(self.lessons)
+        self.under_way, self.lessons = kept, []
+        return dropped
+
     def state_dict(self) -> dict[str, Tensor]:
         """Tensors by name, none without elements."""
         state = {} if self.replay is None else {f"replay/{k}": v for k, v in self.replay.state_dict().items()}

@@ -39,6 +39,7 @@ def save(run: Run) -> None:
         "sampler": dict(run.data_position),
         "data_fingerprint": run.tasks.problems.fingerprint,
         "usable": len(run.tasks),
+        "traces": trace_numbering(run),
         "model": model_kind(run.cfg),
         "date": run.cfg.data.date,
     }
@@ -208,12 +209,7 @@ def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
     if same:
         run.sampler.load_state_dict(state["sampler"])
         run.data_position = run.sampler.state_dict()
-        run.memory.load_state_dict(part(tensors, "memory/"))
-        if run.memory.under_way and run.cfg.rollout.max_tokens_per_step is None:
-            raise UserError(
-                f"{checkpoint.path} has {len(run.memory.under_way)} problems with unfinished responses; set "
-                f"rollout.max_tokens_per_step ({run.cfg.rollout.max_tokens} ends all of them in one step)"
-            )
+        _restore_memory(run, checkpoint, part(tensors, "memory/"))
     elif not allow_changed_data:
         raise UserError(
             f"the training data changed since {checkpoint.path} was saved; restore the old file, or pass "
@@ -231,6 +227,37 @@ def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
     if not own:
         run.progress.best_step, run.progress.best_accuracy = None, -1.0
     return own
+
+
+def trace_numbering(run: Run) -> dict[str, Any]:
+    """What the number of a trace among its problem's, and its length, follow from besides the data. ``left_out``:
+    traces that were dropped or cut; where none is, every trace keeps its number."""
+    report = run.tasks.report
+    left_out = report.get("traces_dropped", 0) + report.get("traces_truncated", 0)
+    r, d = run.cfg.rollout, run.cfg.data
+    return {"rollout.max_tokens": r.max_tokens, "data.overlong_trace": d.overlong_trace, "left_out": left_out}
+
+
+def _restore_memory(run: Run, checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> None:
+    memory = run.memory
+    memory.load_state_dict(tensors)
+    now = trace_numbering(run)
+    saved = checkpoint.state().get("traces", now)  # older checkpoints do not have it
+    if saved != now and (saved["left_out"] or now["left_out"]):
+        problems, lessons = memory.forget_traces()
+        changed = ", ".join(f"{key} {saved[key]} -> {now[key]}" for key in now if saved[key] != now[key])
+        forgotten = [f"{problems} problems with unfinished responses"] * bool(problems)
+        forgotten += [f"{lessons} traces that waited for an SFT step"] * bool(lessons)
+        if forgotten:
+            run.messages.warn(
+                f"{' and '.join(forgotten)} of {checkpoint.path} are left out: traces are dropped or cut otherwise now "
+                f"({changed}), and which ones they had is not known any more"
+            )
+    if memory.under_way and run.cfg.rollout.max_tokens_per_step is None:
+        raise UserError(
+            f"{checkpoint.path} has {len(memory.under_way)} problems with unfinished responses; set "
+            f"rollout.max_tokens_per_step ({run.cfg.rollout.max_tokens} ends all of them in one step)"
+        )
 
 
 def _read_tensors(run: Run, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Partial rollouts: responses that take several steps, whose groups wait for them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,6 +124,50 @@ def test_unfinished_responses_are_not_left_behind_unsaid(make_config):
     rows = run(config(make_config, "run", 16, steps=3))
     assert rows[2]["rollout/under_way"] == 0 and rows[2]["rollout/whole_groups"] > 6
     run(config(make_config, "run", None, steps=4))  # nothing is under way any more
+
+
+def two_traces(tmp_path):
+    """Problems of which every other one has a long trace before its short one."""
+    rows = [
+        {"id": f"{i}", "prompt": f"{i}+1", "answer": f"{i + 1}", "traces": ["0=0 0=0 0=0", f"{i}+1={i + 1}"]}
+        for i in range(8)
+    ]
+    for row in rows[::2]:
+        del row["traces"]
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"data": {"train": str(tmp_path / "two.jsonl")}, "guidance": {"min_ratio": 0.5, "max_ratio": 0.5}}
+
+
+@pytest.mark.parametrize(("before", "after", "overlong"), [(10, 16, "drop"), (16, 10, "drop"), (10, 4, "truncate")])
+def test_responses_behind_a_trace_are_left_out_where_traces_change(make_config, tmp_path, before, after, overlong):
+    extra = two_traces(tmp_path)
+    extra["data"]["overlong_trace"] = overlong
+
+    def limited(name, tokens, steps, budget=1):
+        cfg = config(make_config, name, budget, steps=steps, **extra)
+        return replace(cfg, rollout=replace(cfg.rollout, max_tokens=tokens))
+
+    run(limited("run", before, 2))
+    with Trainer(limited("run", after, 3, 20)) as trainer:
+        memory, tasks = trainer.run.memory.under_way, trainer.run.tasks
+        assert memory and not any(tasks[problem.row].demonstrations for problem in memory)
+        (notice,) = [n for n in trainer.notices if "unfinished responses" in n]
+        assert f"problems with unfinished responses of {trainer.run.store.folder}" in notice
+        assert f"(rollout.max_tokens {before} -> {after}" in notice
+        trainer.train()
+
+
+def test_unfinished_responses_go_on_where_every_trace_keeps_its_number(make_config, tmp_path):
+    extra = two_traces(tmp_path)
+    run(config(make_config, "run", 1, steps=2, **extra))
+    longer = config(make_config, "run", 20, steps=3, **extra)
+    longer = replace(longer, rollout=replace(longer.rollout, max_tokens=20))
+    with Trainer(longer) as trainer:
+        assert any(r.trace == 1 for problem in trainer.run.memory.under_way for r in problem.responses)
+        assert not any("left out" in notice for notice in trainer.notices)
+    state = trainer.run.store.folder / "step-000002" / "state.json"
+    saved = json.loads(state.read_text())
+    assert saved["traces"] == {"rollout.max_tokens": 16, "data.overlong_trace": "drop", "left_out": 0}
 
 
 def fields(r):

@@ -64,6 +64,21 @@ def test_what_is_left_over_waits_and_what_is_enough_for_several_steps_makes_them
         assert trainer.step().metrics["method/sft_steps"].value == 4 and trainer.run.memory.lessons == []
 
 
+def test_waiting_traces_are_left_out_where_traces_change(make_config):
+    settings = {"sft_steps": {"buffer": 30}, "train": {"steps": 1, "save_every": 1}}
+    settings["data"] = {"overlong_trace": "truncate"}
+    with Trainer(config(make_config, **settings)) as trainer:
+        trainer.train()
+        assert len(trainer.run.memory.lessons) == 4
+    settings |= {"sft_steps": {"buffer": 2}, "train": {"steps": 2, "save_every": 1}}
+    for tokens, kept in ((20, 4), (11, 0)):  # traces have 12 with their end
+        with Trainer(config(make_config, rollout={"max_tokens": tokens}, **settings)) as trainer:
+            assert len(trainer.run.memory.lessons) == kept
+            assert any("4 traces that waited for an SFT step" in notice for notice in trainer.notices) == (not kept)
+    with Trainer(config(make_config, rollout={"max_tokens": 11}, **settings)) as trainer:
+        trainer.train()
+
+
 def test_solved_problems_leave_no_trace_and_rl_keeps_its_own_optimizer(make_config):
     with Trainer(config(make_config, reward={"kind": "loop_rewards:length_parity"})) as trainer:
         batch = trainer.step()
