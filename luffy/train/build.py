@@ -95,6 +95,7 @@ def _assemble(
     verifier = _verifier(cfg, device, world, closing) if method == "rl" or eval_tasks else None
     torch.manual_seed(cfg.seed)
     model = saving.load_weights(cfg, method, world, device, checkpoint)
+    base = saving.base_of(cfg, model, checkpoint)
     setup.validate(cfg, method, model.config)
     end_of_text = encoder.stops(eos_ids(model, tokenizer))
     engines = Engines(cfg, method, model, device, world, messages.warn)
@@ -116,7 +117,7 @@ def _assemble(
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
         sampler=ProblemSampler(len(tasks), cfg.seed), planner=build_planner(cfg, steps, end_of_text, tokenizer),
         gate=find_gate(cfg.guidance.gate), memory=MethodMemory(cfg, len(tasks)),
-        store=store, saver=saver,
+        store=store, saver=saver, base=base,
     )  # fmt: skip
 
 

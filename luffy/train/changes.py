@@ -50,11 +50,22 @@ def _without_empty(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if value != {}}
 
 
-def in_words(changes: Changes) -> str:
+def in_words(changes: Changes, cfg: Config, method: str) -> str:
+    """The changes, and what follows from them for the run of ``cfg``."""
     shown = ", ".join(f"{key} {_short(before)} -> {_short(now)}" for key, (before, now) in changes.items())
-    notes = ["the weights stay the checkpoint's"] * ("model.path" in changes)
+    notes = [_of_other_path(cfg, method)] * ("model.path" in changes)
     notes += ["schedules follow the length of the run"] * bool(LENGTH & changes.keys())
     return "; ".join([shown, *notes])
+
+
+def _of_other_path(cfg: Config, method: str) -> str:
+    """What another ``model.path`` means for a run that has weights of its own."""
+    if cfg.model.lora is not None:
+        return "the adapters stay the checkpoint's, the model below them is that of model.path"
+    kl = method == "rl" and cfg.algorithm.kl_coef > 0 and cfg.model.reference is None
+    taught = method == "rl" and cfg.teacher.is_self and not cfg.teacher.average
+    read = ["the reference of the KL term"] * kl + ["the teacher (teacher.path=self)"] * taught
+    return "the weights stay the checkpoint's" + "".join(f"; {part} is now the model of model.path" for part in read)
 
 
 def _short(value: Any) -> str:

@@ -59,7 +59,8 @@ class Job:
                 rest = "its last evaluation is missing" if lacks else "raise train.steps or choose another name="
                 print(f"already finished at step {step}; {rest}", file=out)
                 if trainer.run.changes:
-                    print(f"it was trained with other settings: {in_words(trainer.run.changes)}", file=out)
+                    other = in_words(trainer.run.changes, self.cfg, self.method)
+                    print(f"it was trained with other settings: {other}", file=out)
             model, progress = trainer.train(), trainer.progress
         if world.is_main:
             print(f"model      {model}", file=out)

@@ -121,8 +121,9 @@ def note_changes(run: Run) -> None:
     step, folder = run.progress.step, run.cfg.folder
     run.changes = run.world.on_main(lambda: changed_settings(folder, step, run.cfg))
     if run.changes:
+        said = in_words(run.changes, run.cfg, run.method)
         kept = f"those before are in {settings_before(folder, step).name}"
-        run.messages.notices.append(f"settings changed since step {step}: {in_words(run.changes)} ({kept})")
+        run.messages.notices.append(f"settings changed since step {step}: {said} ({kept})")
 
 
 def write_bad_step(run: Run, batch: StepBatch) -> Path:

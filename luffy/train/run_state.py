@@ -135,6 +135,7 @@ class Run:
 
     store: CheckpointStore
     saver: BackgroundSaver | None  # writes the checkpoints of several processes
+    base: str | None  # with LoRA: what the weights below the adapters are known by
 
     progress: Progress = field(default_factory=Progress)
     data_position: dict[str, int] = field(default_factory=dict)  # the sampler's state where the next step begins

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from luffy.train.checkpoint import BEST, DISK_ERRORS, Checkpoint, cannot_be_writ
 from luffy.train.method_memory import part
 from luffy.train.run_state import Progress, Run
 
+FINGERPRINT_VALUES = 64  # of each tensor
 SFT = "sft/"  # begins the names of what belongs to the optimizer of sft_steps
 
 
@@ -40,7 +42,7 @@ def save(run: Run) -> None:
         "data_fingerprint": run.tasks.problems.fingerprint,
         "usable": len(run.tasks),
         "traces": trace_numbering(run),
-        "model": model_kind(run.cfg),
+        "model": model_kind(run.cfg) | ({} if run.base is None else {"base": run.base}),
         "date": run.cfg.data.date,
     }
     tensors = {**dict(run.policy.optimizer.tensors()), **_teacher_tensors(run)}
@@ -190,6 +192,33 @@ def check_same_kind(cfg: Config, method: str, checkpoint: Checkpoint) -> None:
             f"checkpoint {checkpoint.path} is of another kind of model: {', '.join(differ)}; set that as it was, "
             f"or start a new run with model.path={checkpoint.model}"
         )
+
+
+def base_of(cfg: Config, model: nn.Module, checkpoint: Checkpoint | None) -> str | None:
+    """What the weights below the adapters are known by; None without LoRA. Those of a checkpoint's adapters must be the
+    same. ``model`` is whole, as it was loaded."""
+    if cfg.model.lora is None:
+        return None
+    base = fingerprint(parameter for parameter in model.parameters() if not parameter.requires_grad)
+    saved = None if checkpoint is None else checkpoint.state()["model"].get("base")  # older ones do not say
+    if checkpoint is not None and saved not in (None, base):
+        raise UserError(
+            f"checkpoint {checkpoint.path} has LoRA adapters of another base model than model.path={cfg.model.path}; "
+            f"set model.path as it was (the same weights in another folder will do), or start a new run with "
+            f"model.path={checkpoint.model}"
+        )
+    return base
+
+
+def fingerprint(weights: Iterable[torch.Tensor]) -> str:
+    """Of the shapes of all tensors and of some values of each, whatever their names and order: tells one model from
+    another without reading every weight."""
+    parts = []
+    for weight in weights:
+        values = weight.detach().reshape(-1)
+        values = values[:: max(values.numel() // FINGERPRINT_VALUES, 1)][:FINGERPRINT_VALUES].float().cpu()
+        parts.append(str(tuple(weight.shape)).encode() + values.numpy().tobytes())
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in sorted(parts))).hexdigest()
 
 
 def load_adapter(model: nn.Module, folder: Path) -> None:

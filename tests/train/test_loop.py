@@ -2,6 +2,7 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from luffy.train import loop, recording, training_step
 from luffy.train.activations import out_of_memory_advice
 from luffy.train.batch import mini_batches, needed_log_probs
 from luffy.train.changes import changed_settings, in_words
+from luffy.train.checkpoint import MANIFEST, Checkpoint, file_entries, files_below, is_card, manifest_text
 from luffy.train.job import Job
 from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
@@ -589,6 +591,57 @@ def test_a_changed_model_kind_is_refused_on_resume(make_config):
             Trainer(make_config(model={"lora": lora}))
 
 
+@pytest.fixture
+def other_base(tiny_model, tmp_path):
+    """Of the same shape as the tiny model."""
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "other"))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.01)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_adapters_stay_on_the_base_they_were_trained_on(make_config, tiny_model, other_base, tmp_path):
+    def config(path, steps):
+        return make_config(model={"path": str(path), "lora": {"rank": 4}}, train={"steps": steps, "save_every": 1})
+
+    run(config(tiny_model, 1))
+    with pytest.raises(
+        UserError, match=r"LoRA adapters of another base model than model\.path=.*other; set model\.path"
+    ):
+        Trainer(config(other_base, 2))
+    moved = shutil.copytree(tiny_model, tmp_path / "moved")
+    with Trainer(config(moved, 2)) as trainer:
+        (notice,) = [n for n in trainer.notices if "settings changed" in n]
+        assert "the adapters stay the checkpoint's, the model below them is that of model.path" in notice
+        trainer.train()
+    # A checkpoint of before does not say of which base it is, and goes on.
+    checkpoint = Checkpoint(trainer.run.store.folder / "step-000002")
+    state = checkpoint.state()
+    assert len(state["model"].pop("base")) == 64
+    (checkpoint.path / "state.json").write_text(json.dumps(state))
+    entries = file_entries(checkpoint.path, [p for p in files_below(checkpoint.path) if p.name != MANIFEST])
+    entries = {name: entry for name, entry in entries.items() if not is_card(name)}
+    (checkpoint.path / MANIFEST).write_text(manifest_text(entries))
+    run(config(moved, 3))
+
+
+def test_what_follows_another_model_path_at_a_resume_is_said(make_config, other_base):
+    changed = {"model.path": ("a", "b")}
+    plain, with_kl = make_config(), make_config(algorithm={"kl_coef": 0.1})
+    of_its_own = make_config(algorithm={"kl_coef": 0.1}, model={"reference": str(other_base)})
+    distill = {"credit": "distill", "reject_extreme": False}
+    taught = make_config(algorithm=distill, teacher={"path": "self"}, guidance={"n_prefix": 0})
+    stays, now = "model.path a -> b; the weights stay the checkpoint's", "is now the model of model.path"
+    assert in_words(changed, plain, "rl") == in_words(changed, of_its_own, "rl") == stays
+    assert in_words(changed, with_kl, "rl") == f"{stays}; the reference of the KL term {now}"
+    assert in_words(changed, with_kl, "sft") == stays
+    assert in_words(changed, taught, "rl") == f"{stays}; the teacher (teacher.path=self) {now}"
+    averaged = replace(taught, teacher=replace(taught.teacher, average=0.1))
+    assert in_words(changed, averaged, "rl") == stays
+
+
 def test_another_command_is_named_before_another_kind_of_model(make_config):
     run(make_config(train={"steps": 1}))
     with pytest.raises(UserError, match="was made by `luffy train`, this is `luffy sft`"):
@@ -668,7 +721,7 @@ def test_the_length_of_a_run_counts_where_a_schedule_follows_it(make_config, sch
     (before.folder / "config.yaml").write_text(to_yaml(before))
     found = changed_settings(now.folder, 2, now)
     assert found == ({"train.steps": (2, 4)} if counts else {})
-    assert ("follow the length of the run" in in_words(found)) == counts
+    assert ("follow the length of the run" in in_words(found, now, "rl")) == counts
 
 
 def test_a_finished_run_asked_for_with_other_settings_says_so(make_config, capsys):
