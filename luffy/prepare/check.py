@@ -184,7 +184,8 @@ def report_lines(report: dict[str, Any], full: bool = False) -> Iterator[str]:
     for message in report["skipped_examples"]:
         yield f"  skipped   {message}"
     if report["without_answer"]:
-        yield f"no answer   {report['without_answer']:,} problems: luffy sft takes them, luffy train stops at them or, with data.bad_rows=skip, leaves them out"
+        taken = "luffy sft takes them, luffy train stops at them or, with data.bad_rows=skip, leaves them out"
+        yield f"no answer   {report['without_answer']:,} problems: {taken}"
     yield (
         f"traces      {report['traces']:,}; {100 * report['share_with_traces']:.1f}% of the problems have one; "
         f"{report['traces_with_log_probs']:,} with log-probs"

@@ -173,6 +173,6 @@ def warn_if_mostly_idle(run: Run, idle: int, steps: int) -> None:
     if 2 * idle > steps:
         run.messages.warn(
             f"{idle} of {steps} steps changed nothing: all groups were all right or all wrong (batch/solve_all, "
-            "batch/solve_none); easier problems, traces or algorithm.oversample_rounds may help, or a reward that works "
-            "(batch/verifier_failures)"
+            "batch/solve_none); easier problems, traces or algorithm.oversample_rounds may help, or a reward that "
+            "works (batch/verifier_failures)"
         )
