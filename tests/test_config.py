@@ -96,12 +96,13 @@ def test_an_override_replaces_a_mapping(tmp_path):
     assert load_config(recipe, ["data.eval=null", "data.eval_also={}"]).data.eval is None
 
 
-def test_recipes_that_cannot_be_read(tmp_path):
+def test_recipes_that_cannot_be_read(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no recipe 'nowhere.yaml'"):
         load_config("nowhere.yaml")
     write(tmp_path, "mine.yaml", "")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="did you mean 'mine.yaml'"):
-        load_config(tmp_path / "mine.yml")
+        load_config("mine.yml")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_config(write(tmp_path, "bad.yaml", "a: [1"))
     with pytest.raises(ConfigError, match="brackets lie 1500 deep in each other, at most 200"):

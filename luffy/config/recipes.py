@@ -140,8 +140,8 @@ def _find(recipe: str | Path, beside: Path | None) -> tuple[Path, ...]:
             return (path.resolve(),)
         if parts := _composed(path):
             return parts
-    files = [path.name for path in ((beside or Path()) / name).parent.glob("*.y*ml")]
-    hint = nearest(Path(name).name, files) if name.endswith((".yaml", ".yml")) else ""
+    files = [path.name for path in (beside or Path()).glob("*.y*ml")]
+    hint = nearest(name, files) if name.endswith((".yaml", ".yml")) else ""
     hint = hint or nearest(name, list(built_in_recipes())) or "; `luffy recipes` lists the built-in ones"
     named = "" if beside is None else f", which a recipe in {beside} names as its base"
     raise ConfigError(f"no recipe {name!r}{named}: neither a file nor a built-in one{hint}")
