@@ -269,3 +269,7 @@ def test_guided_samples_that_share_a_ratio(others):
 def test_rl_is_mixed_with_the_sft_term_of_any_source(source):
     overrides = ["algorithm.mix={start: 0.5}", "algorithm.reject_extreme=false", f"algorithm.{source}"]
     assert load_config(None, overrides).algorithm.mix.start == 0.5
+
+
+def test_distillation_with_a_reward_may_drop_groups_without_a_contrast():
+    assert load_config(None, ["algorithm.credit=distill", "algorithm.distill_reward=1", "teacher.path=self"])

@@ -13,7 +13,7 @@ from luffy.rewards.kinds import built_in
 from luffy.schema import nearest
 
 ENGINE_NAMES = {"native", "vllm"}  # and those that plugins register
-WITHOUT_CONTRAST = {"distill", "srft"}  # credit functions that compare no rewards of a group
+WITHOUT_CONTRAST = {"distill", "srft"}  # credit functions that learn from groups with equal rewards too
 WITHOUT_SFT = {"group_baseline", "distill"}  # credit functions whose SFT term is that of algorithm.trace_term
 SHAPES_WITHOUT_GAMMA = {"no_reshape", "logp", "p_logp", "square_root", "pow", "chord_phi", "rl_plus"}
 BLIND_REWARDS = {"format"}  # built-in ones that do not look at the answer
@@ -159,7 +159,7 @@ def _check_gate(c: Knobs) -> None:
 
 def _check_credit(c: Knobs) -> None:
     a = c.algorithm
-    if a.credit in WITHOUT_CONTRAST and a.reject_extreme:
+    if a.credit in WITHOUT_CONTRAST and a.reject_extreme and not (a.credit == "distill" and a.distill_reward):
         raise ConfigError(
             f"'algorithm.credit' ({a.credit}) learns from groups with equal rewards too, and "
             f"'algorithm.reject_extreme' drops them; set algorithm.reject_extreme=false"

@@ -202,7 +202,10 @@ def warn_of_another_prompt(settings: Settings) -> None:
     checkpoint = Path(settings.model).resolve().parent
     if checkpoint.parent.name != "checkpoints":
         return
-    trained = read_config(checkpoint.parent.parent / CONFIG)
+    try:
+        trained = read_config(checkpoint.parent.parent / CONFIG)
+    except UserError:  # another tool's file
+        return
     for option, now in {"style": settings.style, "system_prompt": settings.system_prompt}.items():
         before = trained.get(f"data.{option}", now)
         if before != now:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -125,15 +125,33 @@ def problem_schema(trace_fields: Mapping[str, pa.DataType], chats: bool = False)
     return pa.schema([*columns, ("traces", pa.list_(trace)), ("source", pa.string())])
 
 
-def column_types(rows: Iterable[Mapping[str, Any]]) -> dict[str, pa.DataType | None]:
+def column_types(rows: Callable[[], Iterable[Mapping[str, Any]]]) -> dict[str, pa.DataType | None]:
     """What each column of rows needs in a Parquet file, in order of appearance; None where no one type holds all its
-    values."""
+    values. ``rows()`` goes through the rows anew."""
     found: dict[str, pa.DataType | None] = {}
-    rest = iter(rows)
-    while some := list(islice(rest, ROWS_PER_GROUP)):
+    for some in _groups(rows()):
         for name in dict.fromkeys(name for row in some for name in row):
             found[name] = _type_of_all(found.get(name, pa.null()), [row.get(name) for row in some])
-    return {name: kind if kind is not None and _can_be_written(kind) else None for name, kind in found.items()}
+    found = {name: kind if kind is not None and _can_be_written(kind) else None for name, kind in found.items()}
+    for some in _groups(rows()):  # what fits in its group may not fit in the type of all, e.g. large whole numbers
+        for name, kind in found.items():
+            if kind is not None and not _holds(kind, [row.get(name) for row in some]):
+                found[name] = None
+    return found
+
+
+def _groups(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    rest = iter(rows)
+    while some := list(islice(rest, ROWS_PER_GROUP)):
+        yield some
+
+
+def _holds(kind: pa.DataType, values: Sequence[Any]) -> bool:
+    try:
+        pa.array(values, kind)
+    except (TypeError, ValueError, OverflowError, pa.ArrowException):
+        return False
+    return True
 
 
 def _type_of_all(known: pa.DataType | None, values: Sequence[Any]) -> pa.DataType | None:

@@ -121,11 +121,11 @@ def are_chats(problems: ProblemDataset) -> bool:
 
 def with_other_columns(schema: pa.Schema, problems: ProblemDataset) -> pa.Schema:
     """The schema with what else the problems have: rewards of one's own and hints read it."""
-    found = column_types(_other_values(problem) for problem in problems)
+    found = column_types(lambda: map(_other_values, problems))
     others = {name: kind for name, kind in found.items() if name not in schema.names}
     written = {name: kind for name, kind in others.items() if kind is not None and name not in OTHER_LAYOUTS}
     if left_out := [name for name in others if name not in written]:
-        why = "values of several types, or a name that means another layout"
+        why = "values that no one type of Parquet holds, or a name that means another layout"
         logger.warning("%s: columns left out of the output: %s (%s)", problems.source.path, ", ".join(left_out), why)
     return pa.schema([*schema, *written.items()])
 

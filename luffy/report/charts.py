@@ -25,6 +25,11 @@ def samples_rollouts(run: RunRecord) -> bool:
     return run.kind == "train"
 
 
+def has_traces(run: RunRecord) -> bool:
+    """Gates and the replay may bring some where ``guidance.n_prefix`` is 0."""
+    return run.config.get("guidance.n_prefix") != 0 or any(row.get("batch/off_solved") for row in run.rows)
+
+
 def by_step(run: RunRecord) -> dict[int, float]:
     return {int(row["step"]): int(row["step"]) for row in run.rows}
 
@@ -70,8 +75,8 @@ COMPUTE = {  # what the first chart is drawn against besides, and what that is
 
 @dataclass(frozen=True)
 class Chart:
-    """A metric to draw. What was not measured is not on record, but version 0.1.0 recorded it as 0: where 0 cannot be a
-    real value it is no point (``zero_is_empty``), and ``of`` says which runs can have the metric."""
+    """A metric to draw. What was not measured is not on record, but early records of 0.1.0 have 0 there: where 0 cannot
+    be a real value it is no point (``zero_is_empty``), and ``of`` says which runs can have the metric."""
 
     metric: str
     title: str
@@ -94,7 +99,8 @@ class Chart:
 
 CHARTS = (
     Chart("critic/rewards/mean", "Reward, on-policy", "mean reward of the policy's own samples", True),
-    Chart("batch/off_solved", "Reward, off-policy", "share of guided samples that are right", True),
+    Chart("batch/off_solved", "Reward, off-policy", "share of guided samples that are right", True,
+          of=has_traces),
     Chart("batch/rejected", "Groups without a signal", "left out of the update: all right or all wrong", True,
           of=samples_rollouts),
     Chart("actor/entropy_loss", "Entropy", "mean entropy of the policy per token, in nats", True, True),

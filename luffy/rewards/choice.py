@@ -21,9 +21,12 @@ _OTHER_OPTION = re.compile(r"[,/]?\s*(?:and|or|&)?\s*\(?[A-J](?:[).:,]|\s*$)")
 _ANSWER_IS = re.compile(r"(?i:\banswer)\W{0,8}?(?i:is\b|:)[\s:*$]*(?i:option\s+|choice\s+)?(?=([^\n]{0,200}))")
 _BRACKETED = re.compile(r"\(([A-Ja-j])\)|\[([A-J])\]")
 _BARE = re.compile(r"([A-J])(?![\w'-])")
-_HEDGE = re.compile(r"\s*(,|/|&|\band\b|\bor\b)\s*\(?([A-J])(?![\w'-])")
-_BEFORE_WORD = {"A": (",", "and"), "I": (",", "and", "or")}
-_GOES_ON_AS_WORD = re.compile(r"\s+(?!(?:and|or|are)\b)[A-Za-z]|\u2019")
+_HEDGE = re.compile(r"\s*(?:,|/|&|\band\b|\bor\b)\s*\(?[A-J](?![\w'-])")
+_SAID_OF_ANOTHER = re.compile(  # after a letter: what makes "I" a word, and "A" an option that is ruled out
+    r"\s*(?:,|\band\b)\s*(?:I(?:['\u2019]|\s+(?:think|believe|guess|suppose|know|feel|hope|am|was|have|would|will|can|did|chose"
+    r"|choose|pick|picked|checked|verified|used|found|got)\b)"
+    r"|\(?A\)?\s+(?:is|was|cannot\s+be|can\s+be)\s+(?:wrong|not|incorrect|impossible|false|excluded|ruled)\b)"
+)
 _ENDS_CLAUSE = re.compile(r"\s*(?:[.,;:!)*$]|$)")
 _BOLD = re.compile(r"\*\*\s*\(?([A-J])[.):]?\s*\*\*")
 _LONE = re.compile(r"\W*([A-J])\W*")
@@ -73,19 +76,8 @@ def _stated(said: str) -> str | None:
     if match is None:
         return None
     rest = said[match.end() :]
-    if _names_another(rest):
+    if _HEDGE.match(rest) and not _SAID_OF_ANOTHER.match(rest):
         return None
     letter = next(group for group in match.groups() if group)
     is_word = match.re is _BARE and letter in "AI" and not _ENDS_CLAUSE.match(rest)
     return None if is_word else letter.upper()
-
-
-def _names_another(rest: str) -> bool:
-    """Whether what follows a letter names a second option. "I think" and "A is wrong" do not: a word follows. After
-    "or" an "A" is always an option."""
-    match = _HEDGE.match(rest)
-    if match is None:
-        return False
-    joined, letter = match.groups()
-    may_be_word = joined in _BEFORE_WORD.get(letter, ())
-    return not (may_be_word and _GOES_ON_AS_WORD.match(rest, match.end()))

@@ -96,7 +96,8 @@ def check_reference(cfg: Config, model_config: Any, tokenizer: Any) -> None:
     if not Path(path).is_dir() or (Path(path) / "tokenizer_config.json").exists():
         theirs = load_tokenizer(path, cfg.model.trust_remote_code)
         check_same_ids(tokenizer, theirs, f"reference (model.reference={cfg.model.reference})")
-    check_fits(f"model.reference={cfg.model.reference}", model_config, tokenizer, cfg.longest)
+    known = vocabulary_in(cfg.model.path, cfg.model.trust_remote_code)
+    check_fits(f"model.reference={cfg.model.reference}", model_config, tokenizer, cfg.longest, known)
 
 
 def build_encoder(cfg: Config, tokenizer: Any) -> Encoder:

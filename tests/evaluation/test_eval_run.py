@@ -71,6 +71,8 @@ def test_another_prompt_than_the_trainings_is_told(options, tmp_path, caplog):
     run_evaluation(replace(options, out=tmp_path / "other"))
     assert "trained with --style 'chat', this evaluation has 'plain'" in caplog.text
     assert "trained with --system-prompt 'Think.', this evaluation has None" in caplog.text
+    config.write_text("[another tool's]\n")
+    run_evaluation(replace(options, out=tmp_path / "foreign"))
 
 
 def test_the_figures_follow_from_the_items(whole, problems):

@@ -5,6 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -16,6 +17,7 @@ from luffy.data import Encoder, load_problems
 from luffy.errors import DataError, UserError
 from luffy.models import load_tokenizer
 from luffy.prepare import teachers
+from luffy.prepare.dataset_files import column_types
 from luffy.prepare.endpoint import Endpoint, EndpointError, Reply
 from luffy.prepare.teachers import EndpointTeacher, LocalTeacher, ask_endpoint, recorded_ids
 from luffy.prepare.traces import prepare_traces, verdicts
@@ -169,13 +171,18 @@ def test_columns_that_luffy_does_not_use_go_along(serve, tmp_path, caplog):
     assert len(server.requests) == 600 and pq.read_table(out).equals(first)
 
 
+def test_a_type_for_all_rows_holds_the_values_of_each():
+    rows = [{"uid": 2**60 + 1, "level": 3} for _ in range(600)] + [{"uid": 0.5, "level": 3.5}]
+    assert column_types(lambda: rows) == {"uid": None, "level": pa.float64()}
+
+
 def test_columns_that_cannot_go_along_are_named(serve, tmp_path, caplog):
     server = serve(lambda body, number: solved(body))
     rows = [{"prompt": f"{i}+{i}", "reward_model": {"ground_truth": str(2 * i)}, "problem": "x", "none": None,
              "mixed": i or "zero", "empty": {}, "huge": 10**30} for i in range(2)]  # fmt: skip
     out = tmp_path / "out.parquet"
     run(write_rows(tmp_path / "verl.jsonl", rows), out, teacher_of(server), n=1, keep_wrong=True)
-    assert "columns left out of the output: problem, mixed, empty, huge (values of several types" in caplog.text
+    assert "columns left out of the output: problem, mixed, empty, huge (values that no one type" in caplog.text
     problems = load_problems(out)
     assert problems.schemas == ("luffy",) and set(problems[0].meta) == {"__row__", "none"}
 

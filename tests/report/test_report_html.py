@@ -125,6 +125,8 @@ def test_traces_by_a_gate_or_a_replay_have_a_reward_too(write_run, make_metric_r
     rows = [make_metric_row(1, **{"batch/off_solved": 0.25}), make_metric_row(2, **{"batch/off_solved": 0.0})]
     text = write_report([write_run("hpt", rows, {"guidance": {"n_prefix": 0}})]).read_text()
     assert "Reward, off-policy over training steps. hpt goes from 0.250 at step 1 to 0.000 at step 2." in text
+    early = write_run("early", [make_metric_row(1, **{"batch/off_solved": 0.0})], {"guidance": {"n_prefix": 0}})
+    assert "Reward, off-policy over" not in write_report([early]).read_text()  # it has no traces
 
 
 def test_further_evaluations_are_charted_and_tabled(write_run, make_metric_row, read_page):

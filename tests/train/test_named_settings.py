@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,6 +99,9 @@ def test_a_reference_may_end_responses_otherwise_or_lack_a_tokenizer(make_config
     for file in other_model.glob("tokenizer*"):
         file.unlink()
     Trainer(cfg).close()
+    tokenizer.add_special_tokens({"pad_token": "<new>"})  # that the policy does not know either
+    tokenizer.save_pretrained(other_model.parent / "padded")
+    Trainer(replace(cfg, model=replace(cfg.model, tokenizer=str(other_model.parent / "padded")))).close()
 
 
 @pytest.mark.parametrize("method", ["rl", "sft"])

@@ -36,11 +36,13 @@ def check_pair(model: nn.Module, second_model: nn.Module, max_context: int) -> N
         )
 
 
-def check_fits(named: str, model_config: Any, tokenizer: Any, longest: int) -> None:
-    """A model beside the policy must know every token and take ``longest`` of them; ``named`` is its knob and path."""
-    if model_config.vocab_size < token_count(tokenizer):
+def check_fits(named: str, model_config: Any, tokenizer: Any, longest: int, known: int | None = None) -> None:
+    """A model beside the policy must know every token (``known``: the first ones that the policy knows) and take
+    ``longest`` of them; ``named`` is its knob and path."""
+    tokens = min(token_count(tokenizer), known or token_count(tokenizer))
+    if model_config.vocab_size < tokens:
         raise UserError(
-            f"{named} has {model_config.vocab_size} tokens, fewer than the tokenizer's {token_count(tokenizer)}; it "
+            f"{named} has {model_config.vocab_size} tokens, fewer than the tokenizer's {tokens}; it "
             "must be a model of the policy's own tokenizer"
         )
     context = getattr(model_config, "max_position_embeddings", None)

@@ -9,6 +9,7 @@ that has the routes.
 from __future__ import annotations
 
 import fcntl
+import os
 import secrets
 import shutil
 import socket
@@ -38,11 +39,12 @@ class Transfer(Protocol):
 
 @contextmanager
 def write_weights(model: nn.Module, parent: Path, version: int) -> Iterator[Path]:
-    """The policy's weights as safetensors in a folder of their own, for as long as the block runs. Each machine has its
-    part of ``parent``, with a lock that its writers share: whoever gets it alone removes what killed ones left."""
-    own = parent / socket.gethostname()
+    """The policy's weights as safetensors in a folder of their own, for as long as the block runs. Each user
+    of each machine has a part of ``parent``, with a lock that the writers share: whoever gets it alone removes what
+    killed ones left."""
+    own = parent / f"{socket.gethostname()}-{os.getuid()}"
     own.mkdir(parents=True, exist_ok=True)
-    with (own / ".lock").open("w") as lock:
+    with (own / ".lock").open("a+") as lock:  # readable: NFS asks for it where a lock is shared
         if try_lock(lock):
             for leftover in own.glob("weights-*"):
                 shutil.rmtree(leftover)
