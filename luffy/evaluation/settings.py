@@ -75,7 +75,7 @@ def claim(folder: Path, settings: Settings) -> None:
     before = _read(path)
     # a model that was only moved is the same model: its identity decides
     # last the hash of the problems, which other settings decide
-    for key in sorted(now.keys() - {"model"}, key=lambda key: (key == "problems", list(now).index(key))):
+    for key in [*(key for key in now if key not in ("model", "problems")), "problems"]:
         if before.get(key, now[key]) != now[key]:  # a folder may be older than a setting
             raise UserError(
                 f"{folder} holds an evaluation with {key}={_shown(before.get(key))}, this one has "

@@ -17,7 +17,7 @@ from luffy.data import Encoder, load_problems
 from luffy.errors import DataError, UserError
 from luffy.models import load_tokenizer
 from luffy.prepare import teachers
-from luffy.prepare.dataset_files import column_types
+from luffy.prepare.dataset_files import ROWS_PER_GROUP, column_types
 from luffy.prepare.endpoint import Endpoint, EndpointError, Reply
 from luffy.prepare.teachers import EndpointTeacher, LocalTeacher, ask_endpoint, recorded_ids
 from luffy.prepare.traces import prepare_traces, verdicts
@@ -172,7 +172,7 @@ def test_columns_that_luffy_does_not_use_go_along(serve, tmp_path, caplog):
 
 
 def test_a_type_for_all_rows_holds_the_values_of_each():
-    rows = [{"uid": 2**60 + 1, "level": 3} for _ in range(600)] + [{"uid": 0.5, "level": 3.5}]
+    rows = [{"uid": 2**60 + 1, "level": 3}] * ROWS_PER_GROUP + [{"uid": 0.5, "level": 3.5}]  # the last one is a group
     assert column_types(lambda: rows) == {"uid": None, "level": pa.float64()}
 
 
