@@ -31,13 +31,12 @@ Sets = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Method:
-    """A built-in recipe, and where its start and its learning rate come from."""
+    """A built-in recipe, and where its start comes from."""
 
     label: str
     recipe: str
     kind: Kind = "rl"
     after: str | None = None  # the method whose model it starts from
-    rate_of: str | None = None  # the method whose learning rate it takes; None: it has a contest of its own
     has_teacher: bool = False  # it needs the 1.5B's weights too
 
 
@@ -47,15 +46,15 @@ METHODS = {
     "sft": Method("SFT", "small/sft", "sft"),
     "mixed": Method("Mixed-Policy", "small/mixed"),
     "sft_rl": Method("SFT, then RL", "small/on_policy", after="sft"),
-    "luffy_clip": Method("LUFFY with clip", "small/luffy_clip", rate_of="luffy"),
+    "luffy_clip": Method("LUFFY with clip", "small/luffy_clip"),
     "rl_sft_loss": Method("RL with SFT loss", "small/rl_sft_loss"),
-    "sft_luffy": Method("SFT, then LUFFY", "small/luffy", after="sft", rate_of="sft_rl"),
+    "sft_luffy": Method("SFT, then LUFFY", "small/luffy", after="sft"),
 }
 NEWER = {
     "rl_plus": "RL-PLUS", "hpt": "HPT", "exgrpo": "ExGRPO", "chord": "CHORD", "srft": "SRFT", "relift": "ReLIFT",
 }  # fmt: skip
-METHODS |= {name: Method(label, f"small/{name}", rate_of="luffy") for name, label in NEWER.items()}
-METHODS["opd"] = Method("on-policy distillation", "small/opd", rate_of="luffy", has_teacher=True)
+METHODS |= {name: Method(label, f"small/{name}") for name, label in NEWER.items()}
+METHODS["opd"] = Method("on-policy distillation", "small/opd", has_teacher=True)
 IN_THREE_SEEDS = ("luffy", "on_policy", "sft", "mixed", "sft_rl")
 
 
@@ -157,15 +156,16 @@ def _start(method: str, seed: int, chosen: Mapping[str, float]) -> str | None:
 
 def plan(chosen: Mapping[str, float]) -> Iterator[Unit]:
     """All units whose learning rate is known, the most important first. ``chosen``: the rates that contests found."""
-    for method in ("luffy", "on_policy", "sft", "mixed", "sft_rl"):
-        found = contest(method, chosen)
-        if found is not None:
-            yield found
+    yield from _contests(IN_THREE_SEEDS, chosen)
     yield from _seeds(chosen)
     yield from _fp8(chosen)
     yield from _hard(chosen)
-    yield from filter(None, [contest("rl_sft_loss", chosen)])
+    yield from _contests(("rl_sft_loss", "luffy_clip"), chosen)
     yield from _variants(chosen)
+
+
+def _contests(methods: Sequence[str], chosen: Mapping[str, float]) -> Iterator[Contest]:
+    yield from filter(None, (contest(method, chosen) for method in methods))
 
 
 def _seeds(chosen: Mapping[str, float]) -> Iterator[Run]:
@@ -196,14 +196,16 @@ def _hard(chosen: Mapping[str, float]) -> Iterator[Run]:
 
 
 def _variants(chosen: Mapping[str, float]) -> Iterator[Run]:
-    """Questions 1 (SFT, then LUFFY; LUFFY with clip), 4 and 6, no contests, one seed each but of LUFFY with clip."""
+    """Questions 1 (SFT, then LUFFY; more seeds of LUFFY with clip), 4 and 6: no contests, rates of SFT, then RL and
+    of LUFFY."""
     if "sft_rl" in chosen:
         yield Run("sft_luffy", chosen["sft_rl"], start=_start("sft_luffy", 0, chosen))
+    if "luffy_clip" in chosen:
+        for seed in SEEDS[1:]:
+            yield Run("luffy_clip", chosen["luffy_clip"], seed)
     if "luffy" not in chosen:
         return
     lr = chosen["luffy"]
-    for seed in SEEDS:
-        yield Run("luffy_clip", lr, seed)
     for note, (_, sets) in VARIANTS.items():
         yield Run("luffy", lr, 0, (4,), note, sets)
     for name in (*NEWER, "opd"):

@@ -58,7 +58,8 @@ def test_methods_differ_in_what_they_are(tmp_path):
 
 def test_what_depends_on_a_choice_waits_for_it():
     early = [unit.method for unit in plan.plan({}) if isinstance(unit, plan.Contest)]
-    assert early == ["luffy", "on_policy", "sft", "mixed", "rl_sft_loss"] and len(plan.runs_of(plan.plan({}))) == 15
+    assert early == ["luffy", "on_policy", "sft", "mixed", "rl_sft_loss", "luffy_clip"]
+    assert len(plan.runs_of(plan.plan({}))) == 18
     later = plan.runs_of(plan.plan({"sft": 3e-5}))
     assert {run.start for run in later if run.method == "sft_rl" and run.seed == 0} == {"sft-lr3e-05-s0"}
 
