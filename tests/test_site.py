@@ -31,7 +31,7 @@ PAGES = sorted(
     if path.suffix == ".md"
 )
 FORMULA = re.compile(r"\$\$.+?\$\$|(?<![\\$])\$(?!\s)[^$\n]+?(?<!\s)\$", re.DOTALL)
-CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"^```.*?^```|`(?:[^`\n]|\n(?!\n))+`", re.MULTILINE | re.DOTALL)
 HOST = "http://site/"
 
 
