@@ -220,8 +220,8 @@ def dynamics_table(rows: Sequence[Row]) -> str:
     for run in sorted((row for row in trained(rows) if METHODS[row["method"]].kind == "rl"), key=order):
         for part, name in zip(FIRST_AND_LAST, ("first", "last"), strict=True):
             cells = [cell([value for _, value in values(run)][part], 1) for values in SERIES.values()]
-            body.append([label(run), f"{run['lr']:g}", name, *cells])
-    return table(["", "rate", f"{LATE} steps", *SERIES], body)
+            body.append([label(run), f"{run['lr']:g}", str(run["seed"]), name, *cells])
+    return table(["", "rate", "seed", f"{LATE} steps", *SERIES], body)
 
 
 def series(metric: str, times: float) -> Callable[[Row], list[tuple[float, float]]]:

@@ -213,6 +213,11 @@ def test_a_run_that_failed_before_its_first_step_changes_nothing(figures):
     assert figures.fill(text, rows) == text
 
 
+def test_rows_of_the_dynamics_are_told_apart(figures):
+    rows = [line.split(" | ")[:4] for line in figures.dynamics_table(figures.read()).splitlines()]
+    assert rows[0] == ["| ", "rate", "seed", "10 steps"] and len(set(map(tuple, rows))) == len(rows)
+
+
 def test_counts_in_the_prose_of_the_page(figures):
     by_name = {row["name"]: row for row in figures.read()}
     luffy, on_policy = by_name["luffy-lr3e-06-s0"], by_name["on_policy-lr3e-06-s0"]
