@@ -119,7 +119,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
         f"engine     {engine_line(cfg, method, model.config, place.on_gpu)}",
         f"step       {plan_line(cfg, batch, plan)}",
         f"update     {update_line(cfg, method, steps)}",
-        f"memory     {memory_line(cfg, work, needs, place)}",
+        f"memory     {memory_line(cfg, work, requests, needs, place)}",
         time_line(cfg, work, requests, steps * trainings, place, renting.price),
         *(f"warning    {notice}" for notice in notices),
         "first prompt, as the model sees it:",
@@ -306,9 +306,10 @@ def slots_of(cfg: Config, work: Work, requests: Sequence[Request]) -> int:
 def memory_needs(
     cfg: Config, work: Work, requests: Sequence[Request], others: OtherModels, kept: Parts
 ) -> dict[str, Parts]:
-    """Bytes of each phase by part. Where rollouts and updates take turns, each has its own beside what is ``kept``."""
+    """Bytes of each phase by part. Where rollouts and updates take turns, each has its own beside what is ``kept``.
+    What an engine of the user's own needs is not known."""
     update = update_parts(replace(work, trained=work.trained // shards_of(cfg)))
-    if not requests:
+    if not requests or cfg.rollout.engine not in ENGINES:
         return {"update": kept | update}
     slots = slots_of(cfg, work, requests)
     longest = max(len(r.given_ids) + r.sampling.max_tokens for r in requests)
@@ -323,13 +324,15 @@ def memory_needs(
     return {"update": kept | update, "rollout": kept | rollout}
 
 
-def memory_line(cfg: Config, work: Work, needs: dict[str, Parts], place: Place) -> str:
+def memory_line(cfg: Config, work: Work, requests: Sequence[Request], needs: dict[str, Parts], place: Place) -> str:
     """The phase that needs the most, part by part; the others as a sum; and what the place of the run has."""
     above = ALLOCATOR if work.on_gpu else 1.0
     totals = {phase: above * sum(parts.values()) for phase, parts in needs.items()}
     phase = max(totals, key=lambda name: totals[name])
     shown = ", ".join(f"{name} {above * size / GIB:.2f}" for name, size in needs[phase].items())
     others = "".join(f"; {name} {total / GIB:.2f} GiB" for name, total in totals.items() if name != phase)
+    if requests and cfg.rollout.engine not in ENGINES:
+        others += f"; how much rollouts of {cfg.rollout.engine} need is not known"
     each = "" if cfg.launch == "local" else f" in each of {cfg.parallel.workers} processes"
     host = f"; {12 * work.trained / GIB:.1f} GiB of host memory for optim.offload" if cfg.optim.offload else ""
     free = "" if place.rented else f", {place.free / GIB:.1f} free"

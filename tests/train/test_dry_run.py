@@ -237,6 +237,17 @@ def test_the_time_of_an_engine_of_ones_own_is_not_guessed(make_config, monkeypat
         assert f"H200: {update} a step" in own
 
 
+def test_the_memory_of_an_engine_of_ones_own_is_not_guessed(make_config):
+    def said(method="rl", **rollout):
+        return line_of(make_config(rollout=rollout), "memory", method)
+
+    own, native = said(engine=f"{__name__}:my_engine"), said()
+    assert "KV cache" not in own and "rollout " not in own
+    assert f"; how much rollouts of {__name__}:my_engine need is not known; " in own
+    assert "rollout" in native and "rollout" in said(engine="vllm")
+    assert "not known" not in native + said(engine="vllm") + said("sft", engine=f"{__name__}:my_engine")
+
+
 def test_a_batch_larger_than_the_data_is_said(make_config):
     cfg = make_config(batch={"problems": 36})
     said = (
