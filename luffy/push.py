@@ -21,6 +21,7 @@ from luffy.evaluation.paper_figures import Figure, Panel, Series, draw
 from luffy.evaluation.results import RESULT, read_result
 from luffy.files import as_object, json_object, write_atomically
 from luffy.hub import hub_fault
+from luffy.report.changes import settings_at
 from luffy.report.model_card import CARD, CURVES, MARK, REWARD, BenchmarkFigure, CardFacts, model_card, public
 from luffy.report.recorder import EVAL_SAMPLES, SAMPLES
 from luffy.report.runs import CONFIG, DATA, RunRecord, read_config, without_samples
@@ -30,7 +31,7 @@ from luffy.train.checkpoint import BEST, MANIFEST, Checkpoint, CheckpointStore, 
 logger = logging.getLogger(__name__)
 
 EVALS = Path("evals")  # where luffy eval puts its results by default
-SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "style", "seed")  # of an evaluation, told in the card
+EVALUATED_WITH = ("temperature", "top_p", "top_k", "max_tokens", "style", "seed", "reward")  # told in the card
 KEPT = ("base_model", "datasets", "license", "license_name", "license_link", "language")  # of the card before
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
@@ -103,7 +104,7 @@ def write_card(model: PushedModel, name: str, given: Mapping[str, Any], evals: S
         return False
     assert model.checkpoint is not None, "a run's model is in a checkpoint"
     step = model.checkpoint.step
-    record = without_samples(model.run, read_config(model.run / CONFIG), step)
+    record = without_samples(model.run, read_config(settings_at(model.run, step)), step)
     benchmarks = [figure for folder in _evaluations(model.folder, evals) for figure in benchmark_figures(folder)]
     known = {**(_front_matter(before, path) if before else {}), **given, "name": name}
     figure = draw_curves(record, model.folder / CURVES)
@@ -165,7 +166,7 @@ def _evaluated_model(folder: Path) -> Any:
 
 def benchmark_figures(folder: Path) -> list[BenchmarkFigure]:
     content = read_result(folder)
-    settings = {key: value for key in SAMPLING if (value := content["settings"].get(key)) is not None}
+    settings = {key: value for key in EVALUATED_WITH if (value := content["settings"].get(key)) is not None}
     return [
         BenchmarkFigure(
             name=public(name),

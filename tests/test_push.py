@@ -39,6 +39,7 @@ def evaluation(folder, model, accuracy=0.75):
     """What ``luffy eval`` leaves of a model."""
     folder.mkdir(parents=True)
     settings = {"model_identity": model_identity(str(model)), "temperature": 0.6, "max_tokens": 8, "style": "plain"}
+    settings |= {"reward": "math"}
     figures = {"title": "GSM8K", "items": 8, "k": 1, "accuracy": accuracy, "pass_at": {"1": accuracy}}
     (folder / "result.json").write_text(json.dumps({"settings": settings, "benchmarks": {"gsm8k": figures}}))
     return folder
@@ -221,6 +222,20 @@ def test_folders_that_are_no_checkpoint(trained, tiny_model, tmp_path):
         find_model(tiny_model, "best")
     assert find_model(trained, "best").checkpoint.step == json.loads((trained / "best.json").read_text())["step"]
     assert find_model(Path(trained), "1").checkpoint.step == 1
+
+
+def test_a_card_has_the_settings_of_its_checkpoint_and_the_reward_of_its_evaluation(trained, tmp_path, monkeypatch):
+    """The run was resumed after its first step with another learning rate."""
+    run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    before = (run / "config.yaml").read_text()
+    (run / "config-step-000001.yaml").write_text(before.replace("\n  lr: 0.001", "\n  lr: 0.25"))
+    monkeypatch.chdir(tmp_path)
+    for step, rate, changed in (("1", "0.25", False), ("2", "0.001", True)):
+        model = find_model(run, step)
+        assert write_card(model, "mine", {}, [evaluation(tmp_path / "evals" / step, model.folder)])
+        text = (model.folder / "README.md").read_text()
+        assert f"| `optim.lr` | `{rate}` |" in text and "style plain, reward math." in text
+        assert ("| 1 | `optim.lr` | `0.25` | `0.001` |" in text) == changed
 
 
 def test_damaged_files_are_named(trained, tmp_path, monkeypatch, caplog):

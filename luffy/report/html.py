@@ -26,7 +26,7 @@ from luffy.report.method_families import by_accuracy, families
 from luffy.report.methods import Method, Styled, group_runs, with_styles
 from luffy.report.runs import find_runs, load_runs
 from luffy.report.samples import BRIEF, choose_groups, colour_choice, colour_key, group_html
-from luffy.report.tables import difference_table, final_figures, final_table, phase_table, run_table
+from luffy.report.tables import change_table, difference_table, final_figures, final_table, phase_table, run_table
 from luffy.report.text import show
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -86,6 +86,7 @@ def render(
         analyses,
         _time_section(styled),
         _knobs_section(styled),
+        _changes_section(styled),
         _samples_section(styled, remarks),
         _runs_section(styled, remarks),  # last: it lists what the others left out
     ]
@@ -208,6 +209,12 @@ def _knobs_section(methods: Sequence[Styled]) -> Markup | None:
     if crowded(methods):
         intro = "The settings of each method that are not those of most methods; all are in each run's config.yaml."
     return None if content is None else _section("knobs", "What sets the methods apart", intro, content)
+
+
+def _changes_section(methods: Sequence[Styled]) -> Markup | None:
+    content = change_table(methods)
+    intro = "The rest of the page goes by the settings that a run has now."
+    return None if content is None else _section("changes", "Settings changed at a resume", intro, content)
 
 
 def _samples_section(methods: Sequence[Styled], remarks: list[str]) -> Markup | None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from luffy._version import __version__
 from luffy.hub import hub_id
+from luffy.report.changes import changes_of
 from luffy.report.closest_recipe import PAPERS, about_recipe, closest_recipe
 from luffy.report.runs import RunRecord, first_stage, last
 from luffy.report.tables import evaluations
@@ -37,11 +38,13 @@ SETTINGS = (
     "model.lora.rank", "model.lora.alpha",
 )  # fmt: skip
 NOT_OF_SFT = ("rollout.n", "rollout.temperature", "reward.", "algorithm.")
+OF_THE_MACHINE = ("launch", "parallel.", "plugins", "prepare.", "ray.", "record.", "reward.http.", "rollout.vllm.")
 
 
 @dataclass(frozen=True)
 class BenchmarkFigure:
-    """What ``luffy eval`` measured on one benchmark; ``accuracy`` is avg@k. ``settings`` are those of the sampling."""
+    """What ``luffy eval`` measured on one benchmark; ``accuracy`` is avg@k. ``settings`` are those of sampling
+    and reward."""
 
     name: str
     title: str
@@ -111,6 +114,7 @@ def model_card(facts: CardFacts) -> str:
         f"# {facts.name}",
         _training(facts, recipe, differences),
         _settings(facts.run),
+        _changes(facts),
         _curves(facts),
         _evaluation(facts),
         f"Made with luffy {__version__}.",
@@ -204,6 +208,18 @@ def _settings(run: RunRecord) -> str:
     return f"## Settings\n\n{_table(['knob', 'value'], rows)}" if rows else ""
 
 
+def _changes(facts: CardFacts) -> str:
+    """What the settings were before a resume changed them."""
+    hidden = (*OF_THE_MACHINE, *(NOT_OF_SFT if facts.run.kind == "sft" else ()))
+    rows = [
+        [str(step), _code(key), _code(public(before)), _code(public(now))]
+        for step, changes in changes_of(facts.run.folder, facts.step)
+        for key, (before, now) in changes.items()
+        if not key.startswith(hidden)
+    ]
+    return f"Changed when the run was resumed:\n\n{_table(['after step', 'knob', 'from', 'to'], rows)}" if rows else ""
+
+
 def public(value: Any) -> str:
     """A setting as a card may show it: of a path its last part, of a server's address nothing."""
     if isinstance(value, str) and hub_id(value) is None:
@@ -263,10 +279,19 @@ def _evaluation(facts: CardFacts) -> str:
     if not rows:
         return ""
     notes = ["Right answers in percent; 95 % intervals over problems (Wilson)."]
+    if len(rows) > len(facts.benchmarks) and (reward := reward_name(facts.run.config)):
+        notes.append(f"During training: reward {_text(public(reward))}.")
     sampled = {", ".join(f"{k} {_text(public(v))}" for k, v in b.settings.items()) for b in facts.benchmarks}
     notes += [f"`luffy eval`: {settings}." for settings in sorted(sampled)]
     table = _table(["set", "problems", "right", "95 % interval", "pass@k"], rows)
     return f"## Evaluation\n\n{table}\n\n{' '.join(notes)}"
+
+
+def reward_name(config: Mapping[str, Any]) -> str | None:
+    """Of a flat config: the kind, or several with their weights."""
+    weighted = "reward.weights."
+    parts = [f"{value} {key.removeprefix(weighted)}" for key, value in config.items() if key.startswith(weighted)]
+    return " + ".join(parts) or config.get("reward.kind")
 
 
 def _share(value: float, n: int | None) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from markupsafe import Markup
 
 from luffy.report import runs as read
+from luffy.report.changes import changes_of
 from luffy.report.curves import Estimate, estimate
 from luffy.report.figures import KNOWN_PHASES, crowded, phase_bar, phase_class, swatch
 from luffy.report.methods import Method, Styled, differing_keys, show_value
@@ -287,6 +288,27 @@ def _difference_row(key: str, methods: Sequence[Method]) -> Markup:
     return Markup("").join(cells)
 
 
+def change_table(methods: Sequence[Styled]) -> Markup | None:
+    """Every setting that a resume changed, run by run; None where none did."""
+    rows = [
+        _change_row(style, method.label, run, step, key, values)
+        for style, method in methods
+        for run in method.runs
+        for step, changes in changes_of(run.folder)
+        for key, values in changes.items()
+    ]
+    heads = ["Method", "Seed", "After step", "Knob", "From", "To"]
+    head = Markup("").join(column_head(h, left=h == "Method") for h in heads)
+    return table(head, rows, "changes") if rows else None
+
+
+def _change_row(style: int, label: str, run: RunRecord, step: int, key: str, values: tuple[Any, Any]) -> Markup:
+    cells = [method_head(style, label), _cell(seed_of(run)), _cell(str(step))]
+    written = (key, *(shorten(show_value(value), LONGEST_VALUE) for value in values))
+    cells += [Markup("<td><code>{}</code></td>").format(show(text)) for text in written]
+    return Markup("").join(cells)
+
+
 def run_table(methods: Sequence[Styled]) -> Markup:
     """Every run by itself: what the means above are made of."""
     metrics = evaluations([run for _, method in methods for run in method.runs])
@@ -297,11 +319,14 @@ def run_table(methods: Sequence[Styled]) -> Markup:
 
 
 def _run_row(style: int, label: str, run: RunRecord, metrics: Sequence[str]) -> Markup:
-    seed = "\u2013" if run.seed is None else str(run.seed)
     values = [read.last(metric)(run) for metric in metrics]
-    cells = [method_head(style, label), _cell(seed), _cell(steps_of([run]))]
+    cells = [method_head(style, label), _cell(seed_of(run)), _cell(steps_of([run]))]
     cells += [_cell("\u2013" if value is None else number(value)) for value in values]
     seconds = all_seconds(run)
     cells.append(_cell("\u2013" if seconds is None else number(seconds, 1)))
     cells.append(Markup('<td class="name"><code>{}</code></td>').format(show(str(run.folder))))
     return Markup("").join(cells)
+
+
+def seed_of(run: RunRecord) -> str:
+    return "\u2013" if run.seed is None else str(run.seed)

@@ -41,6 +41,7 @@ from luffy.config import Config
 from luffy.distributed.state import read_whole
 from luffy.errors import TrainingStopped, UserError
 from luffy.files import flush_path, write_atomically
+from luffy.report.changes import kept_settings
 from luffy.report.model_card import CARD, CURVES
 from luffy.report.recorder import EVAL_SAMPLES, EVALUATED, METRICS, SAMPLES, WANDB
 from luffy.report.runs import CONFIG
@@ -387,7 +388,7 @@ def _saved_step(cfg: Config) -> int:
 def set_records_aside(folder: Path, step: int) -> str | None:
     """Before a training from step 1, or from another run's checkpoint of ``step``: records of an earlier one in its
     folder get other names. Returns what to say."""
-    found = [folder / name for name in RECORDS if (folder / name).exists()]
+    found = [*kept_settings(folder).values(), *(folder / name for name in RECORDS if (folder / name).exists())]
     if not any(path.suffix == ".jsonl" and path.stat().st_size for path in found):
         return None
     number = next(n for n in itertools.count(1) if not any(folder.glob(f"*.earlier-{n}.*")))

@@ -14,11 +14,12 @@ from luffy.config import to_yaml
 from luffy.files import write_atomically
 from luffy.metrics import Metric
 from luffy.plugins import load_plugins
+from luffy.report.changes import kept_settings, settings_at, settings_before
 from luffy.report.console import RunView
 from luffy.report.recorder import Recorder, SilentRecorder, evaluation_rows, sample_rows, trace_rows
 from luffy.report.runs import CONFIG, DATA
 from luffy.train.batch import StepBatch
-from luffy.train.changes import changed_settings, in_words, settings_before
+from luffy.train.changes import changed_settings, in_words
 from luffy.train.checkpoint import set_records_aside
 from luffy.train.credit import uncredited
 from luffy.train.lasting_objects import LastingObjects
@@ -96,11 +97,14 @@ class Records:
 
 def write_settings(run: Run) -> None:
     """config.yaml and data.json; settings that were changed at a resume keep those before under another name."""
-    record, kept = run.cfg.folder / CONFIG, settings_before(run.cfg.folder, run.progress.step)
+    folder, step = run.cfg.folder, run.progress.step
+    kept = settings_before(folder, step)
     if run.changes and not kept.exists():  # an earlier resume at this step kept the ones that its steps were made with
-        write_atomically(kept, record.read_text(encoding="utf-8"))
-    write_atomically(record, to_yaml(run.cfg))
-    write_atomically(run.cfg.folder / DATA, json.dumps(run.data_report(), indent=1) + "\n")
+        write_atomically(kept, settings_at(folder, step).read_text(encoding="utf-8"))
+    write_atomically(folder / CONFIG, to_yaml(run.cfg))
+    for later in (path for last, path in kept_settings(folder).items() if last > step):
+        later.unlink()  # of steps that are made anew
+    write_atomically(folder / DATA, json.dumps(run.data_report(), indent=1) + "\n")
     keep_plugins(run)
 
 

@@ -17,13 +17,13 @@ from luffy.distributed.world import World
 from luffy.guidance import Gate, Planner
 from luffy.metrics import Metric
 from luffy.models.load import decode
+from luffy.report.changes import Changes
 from luffy.report.console import RunView
 from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
 from luffy.train.background import BackgroundSaver
 from luffy.train.build_engines import Engines
-from luffy.train.changes import Changes
 from luffy.train.checkpoint import CheckpointStore
 from luffy.train.method_memory import MethodMemory
 from luffy.train.policy import Policy

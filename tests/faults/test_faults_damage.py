@@ -130,7 +130,8 @@ def test_damage_in_every_checkpoint_stops_and_touches_nothing(half_way):
 def test_resume_never_begins_again_beside_damaged_checkpoints_and_keeps_the_records(half_way):
     for saved in (half_way.folder / "checkpoints").glob("step-*"):
         flipped(saved / "state.json")
-    before = records(half_way.folder)
+    (half_way.folder / "config-step-000002.yaml").write_text("seed: 0")
+    before = records(half_way.folder) | {"config-step-000002.yaml": b"seed: 0"}
     with Trainer(half_way, resume="never") as trainer:
         trainer.train()
         assert any("earlier-1" in notice for notice in trainer.notices)

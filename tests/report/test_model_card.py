@@ -1,6 +1,7 @@
 import json
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 
@@ -92,6 +93,32 @@ def test_settings_that_differ_from_the_recipe_are_told(write_run, make_metric_ro
     name, differences = closest_recipe(read_config(folder / "config.yaml"), sft=False)
     assert (name, differences) == ("luffy", {"guidance.gate": "trace_alone", "algorithm.kl_coef": 0.5})
     assert "recipe `luffy`, with `guidance.gate=trace_alone`, `algorithm.kl_coef=0.5`" in model_card(facts_of(folder))
+
+
+def test_settings_that_a_resume_changed_are_told_up_to_the_checkpoint(write_run, make_metric_row):
+    folder = write_run("mine", [make_metric_row(step) for step in range(1, 9)], {"optim": {"lr": 1e-4}})
+    first = {"optim": {"lr": 1e-3}, "model": {"reference": "/home/alice/a"}, "ray": {"address": "alice-box:6379"}}
+    for step, before in ((3, first), (6, {"optim": {"lr": 5e-4}})):
+        (folder / f"config-step-{step:06d}.yaml").write_text(yaml.safe_dump(before))
+    told = ["| 3 | `optim.lr` | `0.001` | `0.0005` |", "| 6 | `optim.lr` | `0.0005` | `0.0001` |"]
+    for step, changes in ((3, 0), (4, 1), (6, 1), (7, 2)):
+        text = model_card(facts_of(folder, step))
+        assert [line in text for line in told] == [changes > 0, changes > 1]
+        assert ("| 3 | `model.reference` | `a` | `null` |" in text) == (changes > 0) and "alice" not in text
+        assert ("Changed when the run was resumed:" in text) == (changes > 0)
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [({"kind": "gsm8k"}, "gsm8k"), ({"weights": {"math": 1, "my.own:reward": 0.5}}, "1.0 math + 0.5 my.own:reward")],
+)
+def test_the_reward_of_an_evaluation_is_told(write_run, make_metric_row, reward, said):
+    folder = write_run("mine", [make_metric_row(3, 0.5)], {"reward": reward})
+    settings = {"temperature": 0.6, "reward": "http://alice-box:9000"}
+    text = model_card(facts_of(folder, benchmarks=[figure(settings=settings)]))
+    assert f"During training: reward {said}. `luffy eval`: temperature 0.6, reward (an address)." in text
+    without = write_run("without", [{"step": 3}], {"reward": reward})
+    assert "During training" not in model_card(facts_of(without, benchmarks=[figure()]))
 
 
 def test_a_config_of_a_version_whose_keys_are_gone_still_has_a_card(write_run, make_metric_row):

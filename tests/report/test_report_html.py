@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+import yaml
 
 from luffy.cli import main
 from luffy.errors import UserError
@@ -82,6 +83,28 @@ def test_time_knobs_and_runs(two_methods, read_page):
     assert [row[:4] for row in page.tables["runs"][1:4]] == [
         ["grpo", str(k), "2", v] for k, v in enumerate(("0.200", "0.200", "0.500"))
     ]
+
+
+def test_settings_changed_at_a_resume_are_told(write_run, make_metric_row, read_page):
+    rows = [make_metric_row(step) for step in range(1, 13)]
+    for seed in (0, 1):
+        folder = write_run(f"luffy/seed-{seed}", rows, {"optim": {"lr": 1e-4}, "train": {"steps": 12}})
+    assert "changes" not in read_page(write_report([folder.parent])).tables
+    first = {"optim": {"lr": 1e-3, "schedule": "cosine"}, "train": {"steps": 4}, "out": "elsewhere"}
+    then = {"optim": {"lr": 1e-3}, "train": {"steps": 8}, "rollout": {"n": 4}}
+    for step, before in ((4, first), (8, then), (10, {"optim": {"lr": 1e-4}})):
+        (folder / f"config-step-{step:06d}.yaml").write_text(yaml.safe_dump({"seed": 1, **before}))
+    (folder / "config-step-000002.earlier-1.yaml").write_text("seed: 5")  # of another training
+    page = read_page(write_report([folder.parent]))
+    assert page.tables["changes"] == [
+        ["Method", "Seed", "After step", "Knob", "From", "To"],
+        ["luffy", "1", "4", "optim.schedule", "cosine", "constant"],
+        ["luffy", "1", "4", "rollout.n", "8", "4"],
+        ["luffy", "1", "8", "optim.lr", "0.001", "0.0001"],
+        ["luffy", "1", "8", "rollout.n", "4", "8"],
+    ]
+    (folder / "config-step-000008.yaml").write_text("[damaged")
+    assert "changes" not in read_page(write_report([folder.parent])).tables  # nor does it stop the others
 
 
 def test_seconds_agree_with_the_phases(write_run, make_metric_row, read_page):

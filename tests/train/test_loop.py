@@ -681,6 +681,22 @@ def test_settings_are_compared_with_those_that_made_the_checkpoint(make_config):
         assert trainer.run.changes == {}
 
 
+def test_steps_that_are_made_anew_leave_no_settings(make_config):
+    """After the change at step 4 the checkpoints from there on are lost."""
+    cfg = make_config(train={"steps": 4, "save_every": 2})
+    run(cfg)
+    made_with = (cfg.folder / "config.yaml").read_text()
+    run(make_config(train={"steps": 6, "save_every": 2, "keep": 9}, optim={"lr": 0.5}))
+    run(make_config(train={"steps": 8, "save_every": 2, "keep": 9}, optim={"lr": 0.25}))
+    for step in (4, 6, 8):
+        shutil.rmtree(cfg.folder / "checkpoints" / f"step-{step:06d}")
+    with Trainer(make_config(train={"steps": 4}, optim={"lr": 0.125})) as trainer:
+        recording.write_settings(trainer.run)
+    assert trainer.run.changes == {"optim.lr": (cfg.optim.lr, 0.125)}
+    (kept,) = cfg.folder.glob("config-step-*")
+    assert kept.name == "config-step-000002.yaml" and kept.read_text() == made_with
+
+
 def test_what_counts_as_a_changed_setting(make_config, tmp_path):
     cfg = make_config()
     folder = tmp_path / "elsewhere"
@@ -713,6 +729,9 @@ def test_what_counts_as_a_changed_setting(make_config, tmp_path):
         ({"algorithm": {"trace_term": "sft", "mix": {"start": 0.9, "end": 0.1}}}, True),
         ({"algorithm": {"trace_term": "sft", "mix": {"start": 0.9, "end": 0.1, "steps": 5}}}, False),
         ({"guidance": {"strategy": "linear", "n_prefix": 0}}, False),
+        ({"rollout": {"offpolicy_guidance": {"model_path": "x", "tau_end": 0.0}}}, True),
+        ({"rollout": {"offpolicy_guidance": {"model_path": "x", "tau_end": 0.0, "enable": False}}}, False),
+        ({"rollout": {"offpolicy_guidance": {"model_path": "x", "eps_end": 0.0, "eps_steps": 5}}}, False),
     ],
 )
 def test_the_length_of_a_run_counts_where_a_schedule_follows_it(make_config, schedule, counts):
