@@ -47,6 +47,13 @@ class Registry(Generic[T]):
         known = ", ".join(self._entries)
         raise UserError(f"unknown {self.kind} {name!r}; known: {known}, or module:function of your own")
 
+    def find(self, name: str, knob: str) -> T:
+        """The same; the error says which knob has the name."""
+        try:
+            return self[name]
+        except UserError as error:
+            raise UserError(f"'{knob}': {error}") from None
+
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 

@@ -52,22 +52,24 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def check_known(where: str, name: str, known: Sequence[str]) -> None:
+    """``name`` is one of the registered ones, or ``module:function``."""
+    if name not in known and ":" not in name:
+        raise ConfigError(f"'{where}' must be one of {', '.join(known)}; got {name!r}{nearest(name, known)}")
+
+
 def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """An instance of the dataclass ``cls`` from a nested mapping, every value checked."""
     hints = typing.get_type_hints(cls)
     fields = {key_of(f): f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments = {}
     for key, value in values.items():
-        where = f"{path}.{key}" if path else str(key)
+        where = _below(path, key)
         if key not in fields:
             raise ConfigError(f"unknown key '{where}'{_nearest_key(str(key), cls, path)}")
         name = fields[key].name
         arguments[name] = _convert(value, hints[name], where)
         _check_bounds(arguments[name], fields[key].metadata, where)
-    for key, field in fields.items():
-        name = field.name
-        if name not in arguments and dataclasses.is_dataclass(hints[name]):
-            arguments[name] = build(typing.cast(type, hints[name]), {}, f"{path}.{key}" if path else key)
     return cls(**arguments)
 
 
@@ -202,7 +204,7 @@ def describe(cls: type, path: str = "") -> Iterator[KnobDoc]:
     """Every knob below ``cls`` with its dotted path, for ``--help`` and the reference page."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        where = f"{path}.{key_of(field)}" if path else key_of(field)
+        where = _below(path, key_of(field))
         inner = _dataclass_in(hints[field.name])
         if inner is not None:
             yield from describe(inner, where)

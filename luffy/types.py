@@ -87,6 +87,11 @@ class Sampling:
     top_k: int = 0
     eos_ids: tuple[int, ...] = ()
 
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens are drawn from less than the whole distribution."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
 
 @dataclass(frozen=True)
 class Request:

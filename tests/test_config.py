@@ -200,6 +200,14 @@ def test_the_reference_page_is_generated_from_the_code():
             r"'guidance\.shared' gives the 3 .* from 0\.2 to 1\.0; set guidance\.min_ratio=1\.0, another strategy",
         ),
         (["replay.share=0.5", "rollout.n=4", "guidance.n_prefix=3"], r"a group has 1 \(rollout\.n less guidance"),
+        (
+            ["rollout.offpolicy_guidance={model_path: m, rule: aligned, max_overrides: 2}"],
+            r"'rollout\.offpolicy_guidance\.max_overrides' cannot be honoured by rule aligned",
+        ),
+        (
+            ["rollout.offpolicy_guidance={model_path: m, rule: threshold}", "rollout.engine=vllm"],
+            r"\(threshold\) needs the policy's whole distribution, .*; set rule=mixture, or rollout\.engine=native",
+        ),
         (["seed=18446744073709551616"], r"'seed' must be <= 9223372036854775807"),
         (
             ["model.lora={target_modules: '(q_proj'}"],

@@ -31,6 +31,9 @@ def test_a_registered_name_a_path_and_what_is_neither():
         registry["no_such_module:f"]
     with pytest.raises(UserError, match="has no 'four'"):
         registry[f"{__name__}:four"]
+    assert registry.find("twice", "a.knob") is twice
+    with pytest.raises(UserError, match=r"^'a\.knob': unknown shape 'four'"):
+        registry.find("four", "a.knob")
 
 
 def test_a_name_is_given_once():

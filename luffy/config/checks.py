@@ -10,7 +10,7 @@ from luffy.config.knobs import AlgorithmConfig, Knobs, RewardConfig
 from luffy.core.shaping import COMPARED_SHAPES
 from luffy.errors import ConfigError
 from luffy.rewards.kinds import built_in
-from luffy.schema import nearest
+from luffy.schema import check_known
 
 ENGINE_NAMES = {"native", "vllm"}  # and those that plugins register
 WITHOUT_CONTRAST = {"distill", "srft"}  # credit functions that learn from groups with equal rewards too
@@ -51,9 +51,8 @@ def _check_name(name: str) -> None:
 
 
 def _check_engine(c: Knobs) -> None:
-    known, name = sorted(ENGINE_NAMES), c.rollout.engine
-    if name not in known and ":" not in name:
-        raise ConfigError(f"'rollout.engine' must be one of {', '.join(known)}; got {name!r}{nearest(name, known)}")
+    name = c.rollout.engine
+    check_known("rollout.engine", name, sorted(ENGINE_NAMES))
     if c.rollout.precision != "fp8":
         return
     if name != "native":
@@ -249,6 +248,16 @@ def _check_overrides(c: Knobs) -> None:
         raise ConfigError(
             f"'rollout.offpolicy_guidance.tensor_parallel_size' is {overrides.tensor_parallel_size}, but the native "
             f"engine runs the second model on one device; set it to 1"
+        )
+    if overrides.rule == "aligned" and overrides.max_overrides is not None:
+        raise ConfigError(
+            "'rollout.offpolicy_guidance.max_overrides' cannot be honoured by rule aligned, which takes whole texts of "
+            "the second model; leave it out or choose another rule"
+        )
+    if overrides.rule in ("speculative", "threshold") and c.rollout.engine == "vllm":
+        raise ConfigError(
+            f"'rollout.offpolicy_guidance.rule' ({overrides.rule}) needs the policy's whole distribution, and vLLM "
+            "gives the log-probs of its own tokens alone; set rule=mixture, or rollout.engine=native"
         )
     if c.rollout.top_p != 1.0 or c.rollout.top_k != 0:
         raise ConfigError(

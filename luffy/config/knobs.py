@@ -18,7 +18,7 @@ from luffy.guidance.ratios import SCHEDULES, RatioSchedule
 from luffy.guidance.trace_choice import TraceChoice
 from luffy.rewards.http_settings import HttpRewardConfig
 from luffy.rewards.verifier import Verifier, build_verifier
-from luffy.schema import knob, nearest
+from luffy.schema import check_known, knob
 from luffy.types import Sampling
 
 
@@ -188,17 +188,8 @@ class GuidanceConfig:
             raise ConfigError(f"'guidance.gate_sizes' must be 1 or more, got {list(self.gate_sizes)}")
         if "{solution}" not in self.hint_text:
             raise ConfigError(f"'guidance.hint_text' must contain {{solution}}, got {self.hint_text!r}")
-        gates = ("none", *GATES)
-        if self.gate not in gates and ":" not in self.gate:
-            raise ConfigError(
-                f"'guidance.gate' must be one of {', '.join(gates)}; got {self.gate!r}{nearest(self.gate, gates)}"
-            )
-        known = ("fixed", *SCHEDULES)
-        if self.strategy not in known and ":" not in self.strategy:
-            raise ConfigError(
-                f"'guidance.strategy' must be one of {', '.join(known)}; got {self.strategy!r}"
-                f"{nearest(self.strategy, known)}"
-            )
+        check_known("guidance.gate", self.gate, ("none", *GATES))
+        check_known("guidance.strategy", self.strategy, ("fixed", *SCHEDULES))
 
 
 @dataclass(frozen=True)
@@ -707,6 +698,11 @@ class Knobs:
     def may_be_stale(self) -> bool:
         """Whether a step may learn from tokens that older weights drew."""
         return self.async_.max_staleness > 0 or self.rollout.max_tokens_per_step is not None
+
+    @property
+    def loads_reference(self) -> bool:
+        """Whether RL has a further model for the KL term; with LoRA the policy without its adapters may serve."""
+        return self.algorithm.kl_coef > 0 and (self.model.lora is None or self.model.reference is not None)
 
     @property
     def longest(self) -> int:

@@ -182,10 +182,7 @@ def find_gate(name: str) -> Gate | None:
     """The registered gate of that name, or a user's own by ``module:function``; of "none" there is none."""
     if name == "none":
         return None
-    try:
-        found = GATES[name]
-    except UserError as error:
-        raise UserError(f"'guidance.gate': {error}") from None
+    found = GATES.find(name, "guidance.gate")
     return found if isinstance(found, Gate) else Gate(found)
 
 

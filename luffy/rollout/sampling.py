@@ -90,7 +90,7 @@ class SamplingRows:
     def of(cls, requests: Sequence[Request], device: torch.device) -> SamplingRows:
         samplings = [request.sampling for request in requests]
         greedy = [s.temperature == 0 for s in samplings]
-        filtered = [i for i, s in enumerate(samplings) if s.temperature > 0 and (s.top_k > 0 or s.top_p < 1)]
+        filtered = [i for i, s in enumerate(samplings) if s.is_filtered]
         chosen = [samplings[i] for i in filtered]
         no_limit = torch.iinfo(torch.int64).max
 

@@ -81,12 +81,12 @@ def _assemble(
     messages: Messages,
     closing: ExitStack,
 ) -> Run:
+    setup.check_names(cfg, method)
     tokenizer = setup.load_policy_tokenizer(cfg.model)
     saved = {} if checkpoint is None else checkpoint.state()
     cfg = world.from_main(setup.with_date(cfg, tokenizer, saved))
     if cfg.data.date is not None:
         messages.facts.append(f"prompts are dated {cfg.data.date} (data.date)")
-    taught = method == "rl" and setup.needs_teacher(cfg)
     tasks = setup.load_training_tasks(cfg, setup.build_encoder(cfg, tokenizer), sft=method == "sft")
     encoder = setup.build_encoder(cfg, tokenizer)  # its counts begin anew
     eval_tasks = setup.load_eval_tasks(cfg, encoder)
@@ -96,7 +96,7 @@ def _assemble(
     torch.manual_seed(cfg.seed)
     model = saving.load_weights(cfg, method, world, device, checkpoint)
     base = saving.base_of(cfg, model, checkpoint)
-    setup.validate(cfg, method, model.config)
+    setup.check_context(cfg, model.config)
     end_of_text = encoder.stops(eos_ids(model, tokenizer))
     engines = Engines(cfg, method, model, device, world, messages.warn)
     closing.callback(engines.current.close)
@@ -106,13 +106,14 @@ def _assemble(
     saver = BackgroundSaver(store, world) if world.joined else None
     if saver is not None:
         closing.callback(saver.close)
+    has_teacher = method == "rl" and cfg.teacher.is_there
     rollouts = engines.for_rollouts(tokenizer, steps) if method == "rl" else (engines.current, lambda step: None)
     return Run(
         cfg=cfg, method=method, world=world, device=device, messages=messages, watch=watch, closing=closing,
         tokenizer=tokenizer, eos_ids=end_of_text, tasks=tasks, eval_tasks=eval_tasks,
         eval_report=dict(encoder.counts), total_steps=steps, model=model, policy=policy,
         reference=_reference(cfg, method, policy, tokenizer, device),
-        teacher=build_teacher(cfg, policy, tokenizer, tasks.encoder, device, messages.warn) if taught else None,
+        teacher=build_teacher(cfg, policy, tokenizer, tasks.encoder, device, messages.warn) if has_teacher else None,
         engines=engines, engine=rollouts[0], before_step=rollouts[1],
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
         sampler=ProblemSampler(len(tasks), cfg.seed), planner=build_planner(cfg, steps, end_of_text, tokenizer),
@@ -160,9 +161,9 @@ def _prefetcher(
 
 def _reference(cfg: Config, method: Method, policy: Policy, tokenizer: Any, device: str) -> TokenScorer | None:
     """The model that a KL term compares with; with LoRA it is the policy without its adapters."""
-    m = cfg.model
-    if method == "sft" or cfg.algorithm.kl_coef == 0 or (m.lora is not None and m.reference is None):
+    if method == "sft" or not cfg.loads_reference:
         return None
+    m = cfg.model
     model = load_model(m.reference or m.path, m.dtype, "cpu" if policy.world.joined else device, m.trust_remote_code)
     if m.reference not in (None, m.path):
         setup.check_reference(cfg, model.config, tokenizer)

@@ -16,7 +16,6 @@ from luffy.config.checks import ENGINE_NAMES
 from luffy.distributed.group_engine import GroupEngine, leads
 from luffy.distributed.replica import Replica, StaleReplica
 from luffy.distributed.world import World
-from luffy.errors import UserError
 from luffy.models.forward import causal_lm
 from luffy.registry import Registry
 from luffy.rollout.engine import Engine
@@ -28,7 +27,7 @@ from luffy.rollout.vllm.colocated import VllmEngine
 from luffy.rollout.vllm.http_client import Server, key_from
 from luffy.rollout.vllm.remote import RemoteEngine
 from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer, Transfer
-from luffy.train.overrides import check_alignable, load_second_model, rule_at
+from luffy.train.overrides import load_second_model, rule_at
 from luffy.train.vllm_settings import VLLM_SLOTS, context_of, transfer_of, vllm_arguments, weight_folder
 
 # Of the unused GPU memory when a rollout begins that an update will run beside: gradients, moments and activations
@@ -51,16 +50,9 @@ def engine(name: str) -> Callable[[EngineBuilder], EngineBuilder]:
     return ENGINES.register(name)
 
 
-def find_engine(name: str) -> EngineBuilder:
-    try:
-        return ENGINES[name]
-    except UserError as error:
-        raise UserError(f"'rollout.engine': {error}") from None
-
-
 def build_engine(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
     """The policy's engine, by its name."""
-    return find_engine(cfg.rollout.engine)(cfg, model, device, warn)
+    return ENGINES.find(cfg.rollout.engine, "rollout.engine")(cfg, model, device, warn)
 
 
 @engine("native")
@@ -114,7 +106,6 @@ def with_overrides(
     second = load_second_model(cfg, knobs, tokenizer, device)
     slots = cfg.rollout.slots
     if knobs.rule == "aligned":
-        check_alignable(knobs)
         return AlignedEngine(policy, NativeEngine(second, max_slots=slots), knobs.temperature), lambda step: None
     rule = rule_at(knobs, 0, total_steps)
     limits: dict[str, Any] = {"max_overrides": knobs.max_overrides, "second_temperature": knobs.temperature}

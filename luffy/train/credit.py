@@ -25,7 +25,6 @@ from torch import Tensor
 from luffy.config import AlgorithmConfig
 from luffy.core.advantages import group_advantages
 from luffy.core.kl import kl_penalty
-from luffy.errors import UserError
 from luffy.metrics import Mean, Metric, spread
 from luffy.registry import Registry
 from luffy.types import Group, Rollout, Sample
@@ -103,10 +102,7 @@ def credit_function(
 
 def find_credit_function(name: str) -> CreditFunction:
     """The registered function of that name, or a user's own by ``module:function``."""
-    try:
-        found = CREDIT[name]
-    except UserError as error:
-        raise UserError(f"'algorithm.credit': {error}") from None
+    found = CREDIT.find(name, "algorithm.credit")
     return found if isinstance(found, CreditFunction) else CreditFunction(found)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+import torch
+
 from luffy.config import Config
 from luffy.data import ProblemSampler
 from luffy.distributed.cost import Gpu
@@ -25,10 +27,11 @@ from luffy.train.build import build_planner, total_steps
 from luffy.train.draws import Drawn, draw_batch
 from luffy.train.estimate import ALLOCATOR, Parts, Work, passes_of, planned_sample, rollout_parts, update_parts
 from luffy.train.gpu_cost import ENGINES, StepTime, gpu_named, times_on_gpus
+from luffy.train.groups import verified
 from luffy.train.method_memory import MethodMemory
 from luffy.train.optim import lr_at
 from luffy.train.probe import this_gpu, time_on_cpu
-from luffy.train.run_state import Method, score_traces
+from luffy.train.run_state import Method
 from luffy.train.trial import try_model
 from luffy.train.vllm_settings import VLLM_SLOTS, context_of
 from luffy.types import Request, Sample, Task
@@ -64,10 +67,10 @@ class Place:
     def of(cls, cfg: Config, renting: Renting) -> Place:
         """A GPU that is named is meant. Several processes that ask for no CPU are meant for GPUs, H200s where this
         machine has none."""
-        on_gpu = setup.pick_device(cfg.model.device) == "cuda"
         several = cfg.model.device != "cpu" and cfg.launch != "local"
-        rented = renting.gpu or ("h200" if several and not on_gpu else None)
+        rented = renting.gpu or ("h200" if several and not torch.cuda.is_available() else None)
         if rented is None:
+            on_gpu = setup.pick_device(cfg.model.device) == "cuda"
             return cls(on_gpu, *memory_of_machine(on_gpu))
         memory = gpu_named(rented).memory
         return cls(True, memory, memory, f"a rented {rented.upper()}", rented)
@@ -80,13 +83,14 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     place = Place.of(cfg, renting)
     if renting.price is not None and not place.on_gpu:
         raise UserError("--gpu-price is for GPUs, and this run is meant for the CPU: name one with --gpu")
+    setup.check_names(cfg, method)
     notices = check_trackers(cfg)
     tokenizer = setup.load_policy_tokenizer(cfg.model)
     encoder = setup.build_encoder(cfg, tokenizer)
     tasks = setup.load_training_tasks(cfg, encoder, sft=method == "sft")
     eval_tasks = setup.load_eval_tasks(cfg, encoder)
     model = model_shape(cfg)
-    setup.validate(cfg, method, model.config)
+    setup.check_context(cfg, model.config)
     try_model(model.config, cfg)
     if not place.on_gpu:
         notices += [remark for dtype in dtypes_of(cfg, method) if (remark := slow_dtype(dtype, "cpu"))][:1]
@@ -135,10 +139,10 @@ def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: A
     if not setup.uses_traces(cfg):
         return "not used"
     looked_at = (tasks[i] for i in range(min(len(tasks), PROBLEMS_LOOKED_AT)))
-    some = list(islice(((t.problem, demo) for t in looked_at for demo in t.demonstrations), TRACES_VERIFIED))
+    some = list(islice(((t.problem, d.token_ids) for t in looked_at for d in t.demonstrations), TRACES_VERIFIED))
     if not some:
         return f"none with the first {min(len(tasks), PROBLEMS_LOOKED_AT)} problems"
-    scores = score_traces(verifier, tokenizer, some)
+    scores = verified(some, verifier, tokenizer)
     right, failed = sum(cfg.reward.solved(s.value) for s in scores), sum(not s.is_verdict for s in scores)
     doubt = ""
     if failed:
@@ -165,8 +169,8 @@ class FirstStep:
         self._verifier, self._tokenizer = verifier, tokenizer
 
     def trace_rewards(self, task: Task) -> list[float]:
-        traces = [(task.problem, demo) for demo in task.demonstrations]
-        return [score.value for score in score_traces(self._verifier, self._tokenizer, traces)]
+        traces = [(task.problem, demo.token_ids) for demo in task.demonstrations]
+        return [score.value for score in verified(traces, self._verifier, self._tokenizer)]
 
     def plan(self) -> Plan:
         """Of all processes together."""
@@ -267,7 +271,7 @@ def kept_parts(cfg: Config, method: Method, work: Work, others: OtherModels) -> 
         "optimizer": 0.0 if cfg.optim.offload and work.on_gpu else work.trained * (moments + master) / shards,
     }
     lags = method == "rl" and cfg.async_.max_staleness > 0
-    if cfg.algorithm.kl_coef and cfg.model.lora is None and method == "rl":
+    if method == "rl" and cfg.loads_reference:
         parts["reference"] = work.parameters * size / shards
     if not local or lags:
         parts["copies for rollouts"] = float(work.parameters * size * (2 if lags else 1))

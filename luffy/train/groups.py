@@ -13,15 +13,19 @@ from luffy.errors import AllStopped
 from luffy.metrics import Max, Mean, Metric, Sum, spread
 from luffy.models.load import decode
 from luffy.rewards import Verifier
-from luffy.types import Group, Rollout, Score
+from luffy.types import Group, Problem, Rollout, Score
 
 
 def score(rollouts: Sequence[tuple[Rollout, ...]], verifier: Verifier, tokenizer: Any) -> list[Group]:
     """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
     responses = [(rollout.task.problem, rollout.token_ids.tolist()) for group in rollouts for rollout in group]
-    texts = decode(tokenizer, [ids for _, ids in responses])
-    items = [(problem, text, ids) for (problem, ids), text in zip(responses, texts, strict=True)]
-    return grouped(rollouts, verifier.score(items))
+    return grouped(rollouts, verified(responses, verifier, tokenizer))
+
+
+def verified(responses: Sequence[tuple[Problem, Sequence[int]]], verifier: Verifier, tokenizer: Any) -> list[Score]:
+    """The scores of responses, each with its problem and its token ids."""
+    texts = decode(tokenizer, [list(ids) for _, ids in responses])
+    return verifier.score([(problem, text, ids) for (problem, ids), text in zip(responses, texts, strict=True)])
 
 
 def grouped(rollouts: Sequence[tuple[Rollout, ...]], scores: Iterable[Score]) -> list[Group]:

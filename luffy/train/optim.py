@@ -80,15 +80,14 @@ class Optimizer:
                 yield f"{name}/master", master.detach()
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        state = dict.fromkeys(self.masters.values())
+        self.adam.state.clear()
         for name, master in self.masters.items():
             keys = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"{name}/{k}" in tensors]
-            state[master] = {k: _like(tensors[f"{name}/{k}"], master, k) for k in keys} or None
+            if keys:
+                self.adam.state[master] = {k: _like(tensors[f"{name}/{k}"], master, k) for k in keys}
             if f"{name}/master" in tensors:
                 master.data.copy_(tensors[f"{name}/master"])
                 self.parameters[name].data.copy_(master.data)
-        self.adam.state.clear()
-        self.adam.state.update({m: s for m, s in state.items() if s is not None})
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from luffy.config import Config, OffPolicyGuidanceConfig
 from luffy.core.override_rules import Rule
-from luffy.errors import UserError
 from luffy.models.load import drop_padding_tokens, load_model, load_tokenizer, token_count
 from luffy.rollout.overrides.pair_checks import check_fits, check_same_tokenizer
 
@@ -29,12 +28,3 @@ def load_second_model(cfg: Config, knobs: OffPolicyGuidanceConfig, tokenizer: An
 def rule_at(knobs: OffPolicyGuidanceConfig, step: int, total_steps: int) -> Rule:
     """The rule of a step: tau and eps may have schedules."""
     return Rule(knobs.rule, tau=knobs.tau_at(step, total_steps), eps=knobs.eps_at(step, total_steps))
-
-
-def check_alignable(knobs: OffPolicyGuidanceConfig) -> None:
-    """Refuse what aligning by position cannot honour."""
-    if knobs.max_overrides is not None:
-        raise UserError(
-            f"{SECTION}: max_overrides cannot be honoured by rule aligned, which takes whole texts of the second "
-            "model; leave it out or choose another rule"
-        )

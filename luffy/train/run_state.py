@@ -16,7 +16,6 @@ from luffy.data import ProblemSampler
 from luffy.distributed.world import World
 from luffy.guidance import Gate, Planner
 from luffy.metrics import Metric
-from luffy.models.load import decode
 from luffy.report.changes import Changes
 from luffy.report.console import RunView
 from luffy.report.timing import Stopwatch
@@ -25,6 +24,7 @@ from luffy.rollout.engine import Engine
 from luffy.train.background import BackgroundSaver
 from luffy.train.build_engines import Engines
 from luffy.train.checkpoint import CheckpointStore
+from luffy.train.groups import verified
 from luffy.train.method_memory import MethodMemory
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
@@ -32,16 +32,9 @@ from luffy.train.scorer import TokenScorer
 from luffy.train.setup import TaskSet
 from luffy.train.teacher import Teacher
 from luffy.train.under_way import UnderWay
-from luffy.types import Demonstration, Group, Problem, Score, Task
+from luffy.types import Group, Task
 
 Method = Literal["rl", "sft"]
-
-
-def score_traces(verifier: Verifier, tokenizer: Any, traces: Sequence[tuple[Problem, Demonstration]]) -> list[Score]:
-    texts = decode(tokenizer, [list(trace.token_ids) for _, trace in traces])
-    return verifier.score(
-        [(problem, text, trace.token_ids) for (problem, trace), text in zip(traces, texts, strict=True)]
-    )
 
 
 @dataclass
@@ -175,7 +168,8 @@ class Run:
         known = self._trace_rewards.get(task.problem.id)
         if known is None:
             assert self.verifier is not None
-            scores = score_traces(self.verifier, self.tokenizer, [(task.problem, d) for d in task.demonstrations])
+            traces = [(task.problem, demo.token_ids) for demo in task.demonstrations]
+            scores = verified(traces, self.verifier, self.tokenizer)
             known = [s.value for s in scores]
             if all(s.is_verdict for s in scores):  # else it may succeed next time
                 self._trace_rewards[task.problem.id] = known

@@ -119,27 +119,22 @@ def _model_writer(run: Run) -> Callable[[Path], None]:
     assert run.engines.replica is not None
     model: Any = run.engines.replica.model
     cards = make_cards(run)
-    if run.cfg.model.lora is not None:
-        snapshot = copy.deepcopy(model)
-        return lambda folder: write_model(run, folder, snapshot, cards)
-    weights = on_host(model)
-
-    def write(folder: Path) -> None:
-        model.save_pretrained(folder / "model", state_dict=weights)
-        run.tokenizer.save_pretrained(folder / "model")
-        write_cards(folder, cards)
-
-    return write
+    kept, weights = (copy.deepcopy(model), None) if run.cfg.model.lora is not None else (model, on_host(model))
+    return lambda folder: write_model(run, folder, kept, cards, weights)
 
 
-def write_model(run: Run, folder: Path, model: Any, cards: Mapping[str, str]) -> None:
-    """A Hugging Face folder, adapters merged; with LoRA the adapters by themselves too. With ``cards`` of both."""
+def write_model(
+    run: Run, folder: Path, model: Any, cards: Mapping[str, str], weights: dict[str, torch.Tensor] | None = None
+) -> None:
+    """A Hugging Face folder, adapters merged; with LoRA the adapters by themselves too. With ``cards`` of both.
+    ``weights``: those to write, where they are not the model's of now."""
     if run.cfg.model.lora is not None:
         model.save_pretrained(folder / "adapter")
         (folder / "adapter" / CARD).unlink(missing_ok=True)  # peft's own names the base by its path on this machine
         model = copy.deepcopy(model).merge_and_unload()  # a copy: merging in place would round the base
     # Parameters that are views of one memory would be copied on the GPU first, all at once.
-    weights = on_host(model) if next(model.parameters()).is_cuda else None
+    if weights is None and next(model.parameters()).is_cuda:
+        weights = on_host(model)
     model.save_pretrained(folder / "model", state_dict=weights)
     run.tokenizer.save_pretrained(folder / "model")
     write_cards(folder, cards)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from luffy.config import Config, ModelConfig
+from luffy.core.shaping import SHAPES
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.errors import ConfigError, DataError, UserError, how_to_install
 from luffy.guidance.gate import find_gate
@@ -19,7 +19,7 @@ from luffy.guidance.ratios import SCHEDULES
 from luffy.guidance.row_hints import hints_of
 from luffy.models.load import eos_ids_in, load_model, load_tokenizer, model_folder, token_count, vocabulary_in
 from luffy.rollout.overrides.pair_checks import check_fits, check_same_ids
-from luffy.train.build_engines import find_engine
+from luffy.train.build_engines import ENGINES
 from luffy.train.credit import find_credit_function
 from luffy.types import Task
 
@@ -323,8 +323,47 @@ def repeated_problems(cfg: Config, problems: int) -> list[str]:
     ]
 
 
-def validate(cfg: Config, method: str, model_config: Any) -> None:
-    """What only the model or the method can tell, before anything is written."""
+def check_names(cfg: Config, method: str) -> None:
+    """What the config chooses by name is there, and goes together; a UserError says what is not. Needs no model."""
+    for knob in ("off_policy_reshape", "sft_reshape"):
+        if ":" in (name := getattr(cfg.algorithm, knob)):
+            SHAPES.find(name, f"algorithm.{knob}")
+    if method == "sft":
+        if cfg.guidance.trace_choice == "best_reward":
+            raise UserError(
+                "guidance.trace_choice=best_reward needs a verifier, which SFT does not run; choose another"
+            )
+        return
+    lone_traces = [f"'batch.expert_share' ({cfg.batch.expert_share}) asks for"] * (cfg.batch.expert_share > 0)
+    lone_traces += ["'guidance.gate' (trace_alone) leaves"] * (cfg.guidance.gate == "trace_alone")
+    if lone_traces and not find_credit_function(cfg.algorithm.credit).lone_traces:
+        raise UserError(
+            f"'algorithm.credit' ({cfg.algorithm.credit}) makes nothing of a group of a trace alone, which "
+            f"{lone_traces[0]}; set algorithm.credit=lone_trace_sft"
+        )
+    _check_teacher(cfg)
+    find_gate(cfg.guidance.gate)
+    ENGINES.find(cfg.rollout.engine, "rollout.engine")
+    if cfg.guidance.strategy != "fixed":
+        SCHEDULES.find(cfg.guidance.strategy, "guidance.strategy")
+    cfg.schedule(1).ratios(1, 0, "")
+
+
+def _check_teacher(cfg: Config) -> None:
+    """There is a teacher if the credit function asks for one, and only then."""
+    credit = cfg.algorithm.credit
+    needed = "teacher" in find_credit_function(credit).needs
+    if needed and not cfg.teacher.is_there:
+        raise UserError(f"algorithm.credit={credit} needs a teacher: set teacher.path to a model's folder, or to self")
+    if not needed and cfg.teacher.is_there:
+        raise UserError(
+            f"the teacher (teacher.path, teacher.servers) is not used by algorithm.credit={credit}; set "
+            f"algorithm.credit=distill, or leave it out"
+        )
+
+
+def check_context(cfg: Config, model_config: Any) -> None:
+    """Prompt and response fit into the model's context."""
     longest = getattr(model_config, "max_position_embeddings", None)
     budgets = {"rollout.max_tokens": cfg.rollout.max_tokens}
     if cfg.data.eval is not None and cfg.eval.max_tokens is not None:
@@ -336,52 +375,3 @@ def validate(cfg: Config, method: str, model_config: Any) -> None:
                 f"data.max_prompt_tokens + {name} = {needed} exceeds the model's context of {longest}; "
                 f"lower one of them"
             )
-    with _named("algorithm.off_policy_reshape"):
-        _ = cfg.algorithm.policy_loss().off_shape.function
-    with _named("algorithm.sft_reshape"):
-        _ = cfg.algorithm.sft_shape().function
-    if method == "rl":
-        find_names(cfg)
-    if method == "sft" and cfg.guidance.trace_choice == "best_reward":
-        raise UserError("guidance.trace_choice=best_reward needs a verifier, which SFT does not run; choose another")
-
-
-def find_names(cfg: Config) -> None:
-    """Find what the config chooses by name; a UserError says what is unknown or cannot be imported."""
-    lone_traces = [f"'batch.expert_share' ({cfg.batch.expert_share}) asks for"] * (cfg.batch.expert_share > 0)
-    lone_traces += ["'guidance.gate' (trace_alone) leaves"] * (cfg.guidance.gate == "trace_alone")
-    if lone_traces and not find_credit_function(cfg.algorithm.credit).lone_traces:
-        raise UserError(
-            f"'algorithm.credit' ({cfg.algorithm.credit}) makes nothing of a group of a trace alone, which "
-            f"{lone_traces[0]}; set algorithm.credit=lone_trace_sft"
-        )
-    needs_teacher(cfg)
-    find_engine(cfg.rollout.engine)
-    if cfg.guidance.strategy != "fixed":
-        with _named("guidance.strategy"):
-            _ = SCHEDULES[cfg.guidance.strategy]
-    cfg.schedule(1).ratios(1, 0, "")
-
-
-@contextmanager
-def _named(knob: str) -> Iterator[None]:
-    """A UserError says which knob has the name that is not found."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"'{knob}': {error}") from None
-
-
-def needs_teacher(cfg: Config) -> bool:
-    """Whether the credit function asks for a teacher; a UserError where it does and the config names none, and where
-    one is named for nothing."""
-    credit = cfg.algorithm.credit
-    needed = "teacher" in find_credit_function(credit).needs
-    if needed and not cfg.teacher.is_there:
-        raise UserError(f"algorithm.credit={credit} needs a teacher: set teacher.path to a model's folder, or to self")
-    if not needed and cfg.teacher.is_there:
-        raise UserError(
-            f"the teacher (teacher.path, teacher.servers) is not used by algorithm.credit={credit}; set "
-            f"algorithm.credit=distill, or leave it out"
-        )
-    return needed

@@ -126,6 +126,12 @@ def test_greedy_takes_the_largest_and_reports_its_log_prob_at_temperature_one():
     assert log_probs[1] == torch.log_softmax(LOGITS / 2, -1)[tokens[1]]
 
 
+def test_greedy_draws_are_not_filtered():
+    settings = [Sampling(1, 0.0, top_p=0.5), Sampling(1, 0.0, top_k=2), Sampling(1, 1.0), Sampling(1, 1.0, top_k=2)]
+    assert [sampling.is_filtered for sampling in settings] == [False, False, False, True]
+    assert rows_of(settings, [0] * 4).filtered.tolist() == [3]
+
+
 def test_log_probs_ignore_the_filters():
     rows = rows_of([Sampling(1, temperature=0.7, top_k=1, top_p=0.2)], [0])
     tokens, log_probs = sample(LOGITS[None], rows, torch.tensor([0]))

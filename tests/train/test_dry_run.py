@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from luffy.errors import UserError
 from luffy.rollout.native import NativeEngine
 from luffy.train import dry_run as planning
-from luffy.train import probe
+from luffy.train import probe, saving
 from luffy.train.bare_models import OtherModels, model_shape
 from luffy.train.draws import draw_share
 from luffy.train.dry_run import Renting, dry_run, kept_parts
@@ -79,12 +79,12 @@ def test_the_first_traces_are_verified(make_config, sums, tmp_path, monkeypatch)
 
 
 def test_traces_that_could_not_be_scored_are_not_blamed(make_config, monkeypatch):
-    score = planning.score_traces
-    monkeypatch.setattr(planning, "score_traces", lambda *args: [Score(0.0, "error"), *score(*args)[1:]])
+    score = planning.verified
+    monkeypatch.setattr(planning, "verified", lambda *args: [Score(0.0, "error"), *score(*args)[1:]])
     said = line_of(make_config(), "traces")
     assert said.endswith("15 of the first 16 are right by reward numeric; 1 COULD NOT BE SCORED: look at the reward "
                          "(luffy verify)")  # fmt: skip
-    monkeypatch.setattr(planning, "score_traces", lambda *args: [Score(0.5) for _ in args[2]])
+    monkeypatch.setattr(planning, "verified", lambda *args: [Score(0.5) for _ in args[0]])
     said = line_of(make_config(), "traces")
     assert said.endswith("0 of the first 16 are right by reward numeric; THE BEST SCORE IS 0.5, below reward.success=1")
 
@@ -272,9 +272,13 @@ def test_a_guidance_model_that_is_not_there(make_config):
 
 @pytest.mark.parametrize(("method", "knob"), [
     ("rl", "algorithm.off_policy_reshape"), ("rl", "algorithm.sft_reshape"), ("rl", "guidance.strategy"),
-    ("sft", "algorithm.off_policy_reshape"), ("sft", "algorithm.sft_reshape"),
+    ("sft", "algorithm.off_policy_reshape"), ("sft", "algorithm.sft_reshape"), ("rl", "algorithm.credit"),
+    ("rl", "guidance.gate"), ("rl", "rollout.engine"),
 ])  # fmt: skip
-def test_a_function_that_is_not_found_is_blamed_on_its_knob(make_config, method, knob):
+def test_a_function_that_is_not_found_is_blamed_on_its_knob_before_weights_are_loaded(
+    make_config, monkeypatch, method, knob
+):
+    monkeypatch.setattr(saving, "load_weights", None)
     section, key = knob.split(".")
     cfg = make_config(**{section: {key: "nowhere:f"}})
     for begin in (Trainer, dry_run):
@@ -348,6 +352,31 @@ def test_a_copy_of_the_weights_is_sharded_over_all_processes_or_those_of_a_machi
     work = Work(None, 6400, 6400, 4, on_gpu=True, lora_rank=None, checkpointing="auto", passes=[])
     kept = kept_parts(make_config(launch="ray", parallel=parallel), "rl", work, OtherModels())
     assert (kept["weights"], kept["optimizer"]) == (6400 * 4 / shards, 6400 * 8 / shards)
+
+
+def test_a_reference_beside_adapters_is_counted_where_one_is_loaded(make_config):
+    work = Work(None, 6400, 100, 4, on_gpu=True, lora_rank=4, checkpointing="auto", passes=[])
+
+    def reference(**model):
+        return kept_parts(make_config(model=model, algorithm={"kl_coef": 0.1}), "rl", work, OtherModels()).get(
+            "reference"
+        )
+
+    assert reference(lora={"rank": 4}) is None
+    assert reference(lora={"rank": 4}, reference="other") == reference() == 6400 * 4
+
+
+@pytest.mark.parametrize("loss", [{"mismatch_correction": "masked", "entropy_coef": 0.0}, {"all_max_clip": 0.01}])
+def test_what_the_loss_masks_does_not_count_against_the_model(make_config, loss):
+    assert dry_run(make_config(algorithm=loss), "rl")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
+def test_a_run_on_a_gpu_that_is_named_needs_none_here(make_config):
+    cfg = make_config(model={"device": "cuda"})
+    assert any("a rented H200" in line for line in dry_run(cfg, "rl", renting=Renting("h200")))
+    with pytest.raises(UserError, match="torch sees no GPU"):
+        dry_run(cfg, "rl")
 
 
 def test_several_gpus_are_estimated_where_there_is_none(make_config):

@@ -438,7 +438,7 @@ class PagedGeneration:
         put(state.temperatures, [s.request.sampling.temperature or 1.0 for s in sequences], 1.0, np.float32)
         put(state.greedy, [s.request.sampling.temperature == 0 for s in sequences], False, np.bool_)
         state.positions[len(sequences) :] = 0
-        filtered = any(s.request.sampling.top_k > 0 or s.request.sampling.top_p < 1 for s in sequences)
+        filtered = any(s.request.sampling.is_filtered for s in sequences)
         parts = [sequences[i : i + SAMPLER_ROWS] for i in range(0, len(sequences), SAMPLER_ROWS)] if filtered else []
         self._filters = [_sampling_rows(part, self.device) for part in parts]
         self._rows_changed = False

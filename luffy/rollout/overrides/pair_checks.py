@@ -67,7 +67,7 @@ def check_exact(request: Request) -> None:
             "temperature is 0: under overrides tokens must be drawn from a distribution; sample with a positive"
             " temperature, or decode greedily without overrides"
         )
-    if sampling.top_p < 1.0 or sampling.top_k > 0:
+    if sampling.is_filtered:
         raise UserError(
             f"top_p is {sampling.top_p} and top_k is {sampling.top_k}: under overrides the probability of every token"
             " must be exact, so leave both off (top_p 1, top_k 0)"

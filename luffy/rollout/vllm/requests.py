@@ -36,11 +36,6 @@ def sampling_arguments(request: Request, seeded: bool = True) -> dict[str, Any]:
     }
 
 
-def is_filtered(request: Request) -> bool:
-    s = request.sampling
-    return s.temperature > 0 and (s.top_p < 1 or s.top_k > 0)
-
-
 def completion(request: Request, token_ids: Sequence[int], log_probs: Sequence[float]) -> Completion:
     """vLLM's processed log-probs are those of the distribution it drew from: tempered, and under top-p or top-k
     renormalised over the tokens that were left. Then they are the behaviour, and the policy's own are unknown."""
@@ -51,6 +46,6 @@ def completion(request: Request, token_ids: Sequence[int], log_probs: Sequence[f
     if drawn_with.isnan().any():
         raise FloatingPointError("vLLM gave NaN log-probs: its weights or its KV cache hold NaN")
     finish: Finish = "stop" if int(ids[-1]) in request.sampling.eos_ids else "length"
-    if not is_filtered(request):
+    if not request.sampling.is_filtered:
         return Completion(ids, drawn_with, finish)
     return Completion(ids, torch.full_like(drawn_with, torch.nan), finish, behavior_log_probs=drawn_with)
