@@ -3,7 +3,6 @@
 from luffy.rollout.engine import Engine, EngineStats
 from luffy.rollout.native import NativeEngine
 from luffy.rollout.overrides.overriding_decoder import SpeculativeStats
-from luffy.rollout.overrides.pair_checks import check_same_tokenizer
 from luffy.rollout.overrides.speculative import SpeculativeEngine
 from luffy.rollout.overrides.turns import TurnsEngine
 
@@ -14,5 +13,4 @@ __all__ = [
     "SpeculativeEngine",
     "SpeculativeStats",
     "TurnsEngine",
-    "check_same_tokenizer",
 ]

@@ -12,7 +12,7 @@ from luffy.config import Config
 from luffy.errors import UserError
 from luffy.models.forward import use_luffy_attention
 from luffy.models.load import LOAD_ERRORS, check_local, load_tokenizer, model_folder
-from luffy.rollout.overrides.pair_checks import check_fits, check_same_tokenizer
+from luffy.models.same_tokens import check_fits, check_same_tokenizer
 from luffy.train import setup
 from luffy.train.run_state import Method
 from luffy.train.teacher import check_tokenizer

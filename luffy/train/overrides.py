@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from luffy.config import Config, OffPolicyGuidanceConfig
 from luffy.core.override_rules import Rule
 from luffy.models.load import drop_padding_tokens, load_model, load_tokenizer, token_count
-from luffy.rollout.overrides.pair_checks import check_fits, check_same_tokenizer
+from luffy.models.same_tokens import check_fits, check_same_tokenizer
 
 SECTION = "rollout.offpolicy_guidance"
 

@@ -18,7 +18,7 @@ from luffy.guidance.gate import find_gate
 from luffy.guidance.ratios import SCHEDULES
 from luffy.guidance.row_hints import hints_of
 from luffy.models.load import eos_ids_in, load_model, load_tokenizer, model_folder, token_count, vocabulary_in
-from luffy.rollout.overrides.pair_checks import check_fits, check_same_ids
+from luffy.models.same_tokens import check_fits, check_same_ids
 from luffy.train.build_engines import ENGINES
 from luffy.train.credit import find_credit_function
 from luffy.types import Task

@@ -18,7 +18,7 @@ from luffy.distributed.shard import let_go_of_gathered
 from luffy.errors import UserError
 from luffy.models.forward import causal_lm
 from luffy.models.load import DtypeName, decode, load_model, load_tokenizer
-from luffy.rollout.overrides.pair_checks import check_fits, check_same_tokenizer
+from luffy.models.same_tokens import check_fits, check_same_tokenizer
 from luffy.rollout.vllm.http_client import Server, key_from
 from luffy.rollout.vllm.prompt_scores import ScoringServers
 from luffy.train.credit import uncredited

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from tiny_models import ARCHITECTURES, tiny_model
-from tokenizers import Tokenizer, models
 from toy_overrides import (
     DRAFT_ALONE,
     RULES,
@@ -22,13 +21,12 @@ from toy_overrides import (
     toy_sequences,
     toy_tables,
 )
-from transformers import PreTrainedTokenizerFast
 
 from luffy.core.override_rules import Rule
 from luffy.errors import UserError
 from luffy.models.attention import ExtendLayout
 from luffy.models.forward import forward_hidden
-from luffy.rollout import NativeEngine, SpeculativeEngine, check_same_tokenizer
+from luffy.rollout import NativeEngine, SpeculativeEngine
 from luffy.rollout.native.slot_cache import SlotCache
 from luffy.types import Completion, Request
 
@@ -362,22 +360,3 @@ def test_sampling_that_would_not_be_exact_is_refused(knobs, message):
     with pytest.raises(UserError, match=message) as caught:
         engine.generate([ask((5, 6), 4), ask((5, 6), 4, **knobs)])
     assert "\n" not in str(caught.value)
-
-
-def tokenizer(words: str, **special) -> PreTrainedTokenizerFast:
-    vocabulary = {word: index for index, word in enumerate(words.split())}
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="?")), **special)
-
-
-def test_tokenizers_must_agree_and_the_first_difference_is_named():
-    mine = tokenizer("? a b c", eos_token="c", pad_token="?")
-    check_same_tokenizer(mine, tokenizer("? a b c", eos_token="c", pad_token="a"))
-    for other, message in (
-        (tokenizer("? a x c", eos_token="c"), "token id 2 is 'b' for the policy and 'x' for the second model"),
-        (tokenizer("? a b c d", eos_token="c"), "token id 4 is missing for the policy and 'd'"),
-        (tokenizer("? a b c", eos_token="b"), "eos_token is 'c' for the policy and 'b'"),
-        (tokenizer("? a b c", eos_token="c", bos_token="a"), "bos_token is missing for the policy and 'a'"),
-        (tokenizer("? a b c", eos_token="c", additional_special_tokens=["b"]), "'b' as a special token is missing"),
-    ):
-        with pytest.raises(UserError, match=message):
-            check_same_tokenizer(mine, other)
