@@ -43,6 +43,12 @@ def key_value_shape(config: Any) -> tuple[int, int]:
     return int(heads), int(width)
 
 
+def max_positions(config: Any) -> int | None:
+    """The model's context; None where its config has no limit."""
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    return longest
+
+
 def use_luffy_attention(model: nn.Module) -> None:
     """Point the model at our attention function, after checking that it is one we compute rightly."""
     causal = causal_lm(model)

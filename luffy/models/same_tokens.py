@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from luffy.errors import UserError
+from luffy.models.forward import max_positions
 from luffy.models.load import token_count
 
 
@@ -17,7 +18,7 @@ def check_fits(named: str, model_config: Any, tokenizer: Any, longest: int, know
             f"{named} has {model_config.vocab_size} tokens, fewer than the tokenizer's {tokens}; it "
             "must be a model of the policy's own tokenizer"
         )
-    context = getattr(model_config, "max_position_embeddings", None)
+    context = max_positions(model_config)
     if context is not None and context < longest:
         raise UserError(
             f"{named} takes {context} tokens, but data.max_prompt_tokens + rollout.max_tokens = {longest}; lower one "

@@ -26,7 +26,7 @@ from luffy.train.batch import mini_batches, needed_log_probs
 from luffy.train.build import build_planner, total_steps
 from luffy.train.draws import Drawn, draw_batch
 from luffy.train.estimate import ALLOCATOR, Parts, Work, passes_of, planned_sample, rollout_parts, update_parts
-from luffy.train.gpu_cost import ENGINES, StepTime, gpu_named, times_on_gpus
+from luffy.train.gpu_cost import TIMED_ENGINES, StepTime, gpu_named, times_on_gpus
 from luffy.train.groups import verified
 from luffy.train.method_memory import MethodMemory
 from luffy.train.optim import lr_at
@@ -313,7 +313,7 @@ def memory_needs(
     """Bytes of each phase by part. Where rollouts and updates take turns, each has its own beside what is ``kept``.
     What an engine of the user's own needs is not known."""
     update = update_parts(replace(work, trained=work.trained // shards_of(cfg)))
-    if not requests or cfg.rollout.engine not in ENGINES:
+    if not requests or cfg.rollout.engine not in TIMED_ENGINES:
         return {"update": kept | update}
     slots = slots_of(cfg, work, requests)
     longest = max(len(r.given_ids) + r.sampling.max_tokens for r in requests)
@@ -335,7 +335,7 @@ def memory_line(cfg: Config, work: Work, requests: Sequence[Request], needs: dic
     phase = max(totals, key=lambda name: totals[name])
     shown = ", ".join(f"{name} {above * size / GIB:.2f}" for name, size in needs[phase].items())
     others = "".join(f"; {name} {total / GIB:.2f} GiB" for name, total in totals.items() if name != phase)
-    if requests and cfg.rollout.engine not in ENGINES:
+    if requests and cfg.rollout.engine not in TIMED_ENGINES:
         others += f"; how much rollouts of {cfg.rollout.engine} need is not known"
     each = "" if cfg.launch == "local" else f" in each of {cfg.parallel.workers} processes"
     host = f"; {12 * work.trained / GIB:.1f} GiB of host memory for optim.offload" if cfg.optim.offload else ""
@@ -366,7 +366,7 @@ def gpu_line(
     found = times_on_gpus(cfg, work, requests, gpu)
     if not found:
         return f"not estimated: the run does not fit on {name}"
-    parts = parts_of(cfg, requests, cfg.rollout.engine in ENGINES, found)
+    parts = parts_of(cfg, requests, cfg.rollout.engine in TIMED_ENGINES, found)
     hours = [t.step * steps * gpus / 3600 for t in found]
     paid = "" if price is None else f", {_span(_rounded(h * price) for h in hours)} at {price:g} an hour"
     lengths = " (responses of a quarter of rollout.max_tokens in the mean, and of full length)" if requests else ""

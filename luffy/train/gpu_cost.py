@@ -12,7 +12,7 @@ from luffy.models.forward import key_value_shape
 from luffy.train.estimate import Work
 from luffy.types import Request
 
-ENGINES = ("native", "vllm")  # whose rollouts the cost model stands for
+TIMED_ENGINES = ("native", "vllm")  # whose rollouts the cost model stands for
 SHORT = 0.25  # mean length of responses as a share of their limit, where most of them end early
 
 
@@ -42,7 +42,7 @@ def times_on_gpus(cfg: Config, work: Work, requests: Sequence[Request], gpu: cos
     plans = [step_plan(cfg, work, requests, share) for share in ((SHORT, 1.0) if requests else (1.0,))]
     return [
         StepTime(
-            rollout=cost.rollout(plan, gpu).seconds if requests and cfg.rollout.engine in ENGINES else 0.0,
+            rollout=cost.rollout(plan, gpu).seconds if requests and cfg.rollout.engine in TIMED_ENGINES else 0.0,
             update=cost.update(plan, gpu).seconds + cost.weight_sync(plan, gpu).seconds,
         )
         for plan in plans

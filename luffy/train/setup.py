@@ -17,6 +17,7 @@ from luffy.errors import ConfigError, DataError, UserError, how_to_install
 from luffy.guidance.gate import find_gate
 from luffy.guidance.ratios import SCHEDULES
 from luffy.guidance.row_hints import hints_of
+from luffy.models.forward import max_positions
 from luffy.models.load import eos_ids_in, load_model, load_tokenizer, model_folder, token_count, vocabulary_in
 from luffy.models.same_tokens import check_fits, check_same_ids
 from luffy.train.build_engines import ENGINES
@@ -364,7 +365,7 @@ def _check_teacher(cfg: Config) -> None:
 
 def check_context(cfg: Config, model_config: Any) -> None:
     """Prompt and response fit into the model's context."""
-    longest = getattr(model_config, "max_position_embeddings", None)
+    longest = max_positions(model_config)
     budgets = {"rollout.max_tokens": cfg.rollout.max_tokens}
     if cfg.data.eval is not None and cfg.eval.max_tokens is not None:
         budgets["eval.max_tokens"] = cfg.eval.max_tokens

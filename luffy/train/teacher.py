@@ -16,7 +16,7 @@ from luffy.data import Encoder
 from luffy.data.hints import with_hint
 from luffy.distributed.shard import let_go_of_gathered
 from luffy.errors import UserError
-from luffy.models.forward import causal_lm
+from luffy.models.forward import causal_lm, max_positions
 from luffy.models.load import DtypeName, decode, load_model, load_tokenizer
 from luffy.models.same_tokens import check_fits, check_same_tokenizer
 from luffy.rollout.vllm.http_client import Server, key_from
@@ -145,7 +145,7 @@ def build_teacher(
 ) -> Teacher:
     """The teacher that the config names. ``device``: where the policy computes."""
     prompts = TeacherPrompts(cfg.teacher, encoder, tokenizer, cfg.reward.solved)
-    own_context = context_of(causal_lm(policy.model).config)
+    own_context = max_positions(causal_lm(policy.model).config)
     if cfg.teacher.servers:
         served = scoring_servers(cfg, tokenizer, warn)
         return Teacher(served.log_probs, prompts, served.longest)
@@ -156,7 +156,7 @@ def build_teacher(
         return Teacher(lambda samples: policy.reference_log_probs(samples, None), prompts, own_context)
     model, dtype = load_teacher(cfg, tokenizer, "cpu" if policy.world.joined else device)
     scorer = policy.scorer_of(model.requires_grad_(False).eval(), dtype)
-    return Teacher(lambda samples: policy.log_probs(samples, scorer), prompts, context_of(model.config))
+    return Teacher(lambda samples: policy.log_probs(samples, scorer), prompts, max_positions(model.config))
 
 
 def load_teacher(cfg: Config, tokenizer: Any, device: str) -> tuple[PreTrainedModel, DtypeName]:
@@ -189,8 +189,3 @@ def scoring_servers(cfg: Config, tokenizer: Any, warn: Callable[[str], None]) ->
             f"rollout.max_tokens = {cfg.longest}; start them with a longer context"
         )
     return scoring
-
-
-def context_of(config: Any) -> int | None:
-    longest: int | None = getattr(config, "max_position_embeddings", None)
-    return longest

@@ -7,6 +7,7 @@ from typing import Any
 
 from luffy.config import Config
 from luffy.errors import ConfigError
+from luffy.models.forward import max_positions
 from luffy.rollout.vllm.colocated import engine_arguments
 
 VLLM_SLOTS = 256  # unless rollout.slots says otherwise: vLLM's own default
@@ -34,7 +35,7 @@ def context_of(cfg: Config, model_config: Any) -> int:
             f"'rollout.vllm.max_context' ({wanted}) is less than data.max_prompt_tokens + the longest response "
             f"({needed}); raise it"
         )
-    limit = getattr(model_config, "max_position_embeddings", None) or needed
+    limit = max_positions(model_config) or needed
     return min(wanted or needed, limit)
 
 
