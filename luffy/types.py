@@ -189,10 +189,11 @@ class Rollout:
 @dataclass(frozen=True)
 class Score:
     """A verifier's verdict. ``status`` is "ok", "no_answer" where there was nothing to compare, or why the verification
-    failed: "timeout", "crashed", "error", "not_scored", "call_failed"."""
+    failed: "timeout", "crashed", "error", "not_scored", "call_failed". ``reason`` says more of a failure."""
 
     value: float
     status: str = "ok"
+    reason: str = field(default="", compare=False)
 
     @property
     def is_verdict(self) -> bool:

@@ -48,7 +48,8 @@ def sandbox(tmp_path_factory):
 def scores_of(url, responses, tests):
     problem = Problem("p", "Write add.", "", meta={"tests": tests})
     with build_verifier(url, http=HttpRewardConfig(batch_size=32)) as verifier:
-        return verifier.score([(problem, response) for response in responses]), verifier.last_failure
+        scores = verifier.score([(problem, response) for response in responses])
+    return scores, next((score.reason for score in scores if score.reason), "")
 
 
 def test_code_is_scored_by_its_tests(sandbox):

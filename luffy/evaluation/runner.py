@@ -33,6 +33,7 @@ from luffy.report.recorder import JsonLinesWriter
 from luffy.report.runs import CONFIG, read_config
 from luffy.rewards import Verifier, build_verifier
 from luffy.rewards.custom import CALL_FAILED
+from luffy.rewards.verifier import GO_ON, why_every_call_failed, why_nothing_was_scored
 from luffy.types import Completion, Problem, Request, Sampling
 
 PAPER_MAX_TOKENS = 8192
@@ -253,8 +254,9 @@ def run_jobs(
     items = JsonLinesWriter(path, keep_through_step=0)
 
     def save(responses: Sequence[Response]) -> None:
-        rows = scored(responses, loaded.tokenizer, verifier, settings)
+        rows = scored(responses, loaded.tokenizer, verifier, settings, is_first=not done)
         items.write(rows)
+        done.update(map(key_of, rows))
         view.saved(len(rows), sum(r["tokens"] for r in rows), sum(map(is_right, rows)), rows[-1]["benchmark"])
 
     try:
@@ -282,15 +284,16 @@ def finished_in_parts(
 
 
 def scored(
-    responses: Sequence[Response], tokenizer: Any, verifier: Verifier, settings: Settings
+    responses: Sequence[Response], tokenizer: Any, verifier: Verifier, settings: Settings, is_first: bool
 ) -> list[dict[str, Any]]:
-    """A line of items.jsonl for each response; it has the token ids where the reward must be asked again."""
+    """A line of items.jsonl for each response; it has the token ids where the reward must be asked again. A UserError
+    where every call of the reward failed, and in the first part where every verification did."""
     ids = [completion.token_ids.tolist() for _, completion in responses]
     texts = decode(tokenizer, ids)
     scores = verifier.score([(r[0].problem, text, own) for r, text, own in zip(responses, texts, ids, strict=True)])
-    reason = verifier.why_nothing_was_scored(scores)
+    reason = why_nothing_was_scored(scores) if is_first else why_every_call_failed(scores)
     if reason is not None:
-        raise UserError(f"every call of the reward failed, the last one: {reason}; the same command goes on from here")
+        raise UserError(f"the reward failed on all {len(scores)} responses, first: {reason}; {GO_ON}")
     return [
         {
             "benchmark": job.benchmark,

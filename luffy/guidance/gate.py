@@ -19,7 +19,7 @@ that draws at random uses ``first.key``. The built-in gates are in built_in_gate
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from luffy.errors import UserError
 from luffy.guidance.plan import Plan, Planned, Planner, seed_of
@@ -223,4 +223,4 @@ class SecondRounds:
 
 
 def _at_least(score: Score, least: float | None) -> Score:
-    return score if least is None or score.value >= least else Score(least, score.status)
+    return score if least is None or score.value >= least else replace(score, value=least)

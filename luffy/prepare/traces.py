@@ -26,6 +26,7 @@ from luffy.prepare.teachers import Answered, Teacher, TeacherResponse
 from luffy.progress import progress
 from luffy.rewards import Verifier, build_verifier
 from luffy.rewards.custom import CALL_FAILED
+from luffy.rewards.verifier import GO_ON, why_every_call_failed
 from luffy.types import Problem, Score, Trace
 
 logger = logging.getLogger(__name__)
@@ -138,9 +139,9 @@ def scored(answered: Answered, verifier: Verifier) -> list[Record]:
     """A journal record for each problem."""
     items = [(problem, sample.text) for problem, samples in answered for sample in samples]
     found = verifier.score(items)
-    reason = verifier.why_nothing_was_scored(found)
+    reason = why_every_call_failed(found)
     if reason is not None:
-        raise UserError(f"every call of the reward failed, the last one: {reason}; the same command goes on from here")
+        raise UserError(f"the reward failed on all {len(found)} samples, first: {reason}; {GO_ON}")
     scores = iter(found)
     return [
         {"id": problem.id, "samples": [_record(sample, next(scores)) for sample in samples]}

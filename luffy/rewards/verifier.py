@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from luffy.errors import UserError
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 Item = tuple[Problem, str] | tuple[Problem, str, Sequence[int] | None]  # problem, response, its token ids
 
+GO_ON = "when it works again, the same command goes on from here"
 ASYNC_GRACE_S = 2.0  # a worker's async samples end themselves; one that blocks its loop is killed this much later
 
 
@@ -188,7 +190,6 @@ class Verifier:
         self._lock = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
         self.counts: Counter[str] = Counter()
-        self.last_failure = ""
 
     def __enter__(self) -> Verifier:
         return self
@@ -212,10 +213,6 @@ class Verifier:
         could keep this process busy for long."""
         return all(reward.one_by_one for reward in self._rewards.values())
 
-    def why_nothing_was_scored(self, scores: Sequence[Score]) -> str | None:
-        """The last failure, where every one of the scores is of a failed call; None where one is not."""
-        return self.last_failure if scores and all(s.status == CALL_FAILED for s in scores) else None
-
     def self_check(self) -> None:
         for reward in self._rewards.values():
             reward.self_check()
@@ -225,29 +222,43 @@ class Verifier:
             reward.close()
 
     def _term(self, name: str, items: Sequence[Answered]) -> list[Score]:
-        outcomes = self._rewards[name].outcomes(items)
-        for item, outcome in zip(items, outcomes, strict=True):
-            if outcome.status != "ok":
-                self._note_failure(name, item.problem, outcome)
-        return [Score(*outcome.value) if outcome.status == "ok" else Score(0.0, outcome.status) for outcome in outcomes]
+        outcomes = zip(items, self._rewards[name].outcomes(items), strict=True)
+        return [
+            Score(*outcome.value) if outcome.status == "ok" else self._failure(name, item.problem, outcome)
+            for item, outcome in outcomes
+        ]
 
     def _combine(self, parts: tuple[Score, ...]) -> Score:
         if len(parts) == 1:  # mostly, and a step has thousands
             [weight], [part] = self._weights.values(), parts
-            return part if weight == 1 else Score(weight * part.value, part.status)
+            return part if weight == 1 else replace(part, value=weight * part.value)
         value = math.fsum(weight * part.value for weight, part in zip(self._weights.values(), parts, strict=True))
         # A term without a score for a sample leaves it to the others.
         told = [part for part in parts if part.status != NOT_SCORED.status] or parts
-        failed = (part.status for part in told if not part.is_verdict)
-        return Score(value, next(failed, next((part.status for part in told if part.status != "ok"), "ok")))
+        failed = (part for part in told if not part.is_verdict)
+        shown = next(failed, next((part for part in told if part.status != "ok"), told[0]))
+        return replace(shown, value=value)
 
-    def _note_failure(self, name: str, problem: Problem, outcome: Outcome) -> None:
+    def _failure(self, name: str, problem: Problem, outcome: Outcome) -> Score:
+        """The score of a failed verification; the first of its kind is warned about."""
+        reason = f"reward {name}: {outcome.status} on problem {problem.id} ({outcome.message})"
         with self._lock:
-            self.last_failure = f"reward {name}: {outcome.status} on problem {problem.id} ({outcome.message})"
-            if (name, outcome.status) in self._warned or (outcome == NOT_SCORED and len(self._rewards) > 1):
-                return
-            self._warned.add((name, outcome.status))
-            logger.warning("%s; it scores 0. Further ones are only counted.", self.last_failure)
+            if (name, outcome.status) not in self._warned and not (outcome == NOT_SCORED and len(self._rewards) > 1):
+                self._warned.add((name, outcome.status))
+                logger.warning("%s; it scores 0. Further ones are only counted.", reason)
+        return Score(0.0, outcome.status, reason)
+
+
+def why_nothing_was_scored(scores: Sequence[Score]) -> str | None:
+    """The first failure, where no score is a verdict; None where one is."""
+    if not scores or any(score.is_verdict for score in scores):
+        return None
+    return scores[0].reason or scores[0].status
+
+
+def why_every_call_failed(scores: Sequence[Score]) -> str | None:
+    """The first failure, where every score is of a failed call; None where one is not."""
+    return why_nothing_was_scored(scores) if all(score.status == CALL_FAILED for score in scores) else None
 
 
 def build_verifier(

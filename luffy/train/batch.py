@@ -124,6 +124,8 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
             (rejected if is_rejected else kept).append(position)
         if len(kept) >= wanted:
             break
+    scores = [score for group in own.values() for score in group.scores]
+    stop_if_nothing_was_scored(scores, run.world, f"step {step + 1}")
     if rounds and len(kept) < wanted:
         raise AllStopped(
             f"stopped at step {step + 1}: after {rounds} extra batches only {len(kept)} of {wanted} groups "
@@ -131,9 +133,6 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
             f"policy: raise algorithm.oversample_rounds, lower batch.problems, or set "
             f"algorithm.oversample_rounds=0 to train on what is left"
         )
-    assert run.verifier is not None
-    scores = [score for group in own.values() for score in group.scores]
-    stop_if_nothing_was_scored(scores, run.verifier, run.world, f"step {step + 1}")
     in_parts = run.cfg.rollout.max_tokens_per_step is not None
     under_way = sorted(run.world.union(batch.under_way).items()) if in_parts else []
     kept = kept[:wanted] if rounds else kept

@@ -13,6 +13,7 @@ from luffy.errors import AllStopped
 from luffy.metrics import Max, Mean, Metric, Sum, spread
 from luffy.models.load import decode
 from luffy.rewards import Verifier
+from luffy.rewards.verifier import GO_ON, why_nothing_was_scored
 from luffy.types import Group, Problem, Rollout, Score
 
 
@@ -34,13 +35,13 @@ def grouped(rollouts: Sequence[tuple[Rollout, ...]], scores: Iterable[Score]) ->
     return [Group(group[0].task, group, tuple(next(following) for _ in group)) for group in rollouts]
 
 
-def stop_if_nothing_was_scored(scores: Sequence[Score], verifier: Verifier, world: World, where: str) -> None:
-    """A few failed calls of a reward cost their samples; where all of them failed, on every rank, raises AllStopped."""
-    reasons = world.gather(verifier.why_nothing_was_scored(scores) if scores else "")
+def stop_if_nothing_was_scored(scores: Sequence[Score], world: World, where: str) -> None:
+    """A few failed verifications cost their samples; where all of them failed, on every rank, raises AllStopped."""
+    counts, reasons = zip(*world.gather((len(scores), why_nothing_was_scored(scores) if scores else "")), strict=True)
     if all(reason is not None for reason in reasons) and any(reasons):
         raise AllStopped(
-            f"stopped at {where}: every call of the reward failed, the last one: {next(filter(None, reasons))}; "
-            f"when it works again, the same command goes on from here"
+            f"stopped at {where}: the reward failed on all {sum(counts)} samples, first: "
+            f"{next(filter(None, reasons))}; {GO_ON}"
         )
 
 

@@ -55,9 +55,7 @@ def evaluate(
             figures, groups = evaluate_set(run, name, tasks, cfg or run.cfg.eval, progress)
             metrics |= figures
             scores = [s for group in groups for s in group.scores]
-            assert run.verifier is not None, "there is no held-out data"
-            where = f"the evaluation after step {run.progress.step}"
-            stop_if_nothing_was_scored(scores, run.verifier, run.world, where)
+            stop_if_nothing_was_scored(scores, run.world, f"the evaluation after step {run.progress.step}")
             if seen is not None:
                 seen(name, groups)
     return run.world.merge(metrics)

@@ -27,6 +27,7 @@ from luffy.evaluation.results import as_markdown as result_markdown
 from luffy.evaluation.results import model_label
 from luffy.evaluation.runner import Options, run_evaluation
 from luffy.quickstart.task import write_dataset
+from luffy.rewards.kinds import reward
 from luffy.rollout.native import NativeEngine
 
 BASE = str(resources.files("luffy.quickstart") / "assets" / "base")
@@ -311,6 +312,22 @@ def test_what_a_recipe_calls_a_success_is_right(options, whole, tmp_path):
     assert result.benchmarks["heldout"].accuracy == whole[1].benchmarks["heldout"].accuracy > 0
     old = rewritten(whole[0], tmp_path / "old", lambda row: {k: v for k, v in row.items() if k != "right"})
     assert compare([tmp_path / "half", old]).accuracies["half"] == compare([whole[0], old]).accuracies["old"]
+
+
+def test_a_reward_that_fails_on_every_response_gives_no_result(options, tmp_path):
+    works = [False]
+
+    @reward("works_at_times")
+    def works_at_times(response, answer, problem):
+        return works.pop() or 1 / 0
+
+    options = replace(options, out=tmp_path / "eval", k=1, limit=4, chunk=2, reward="works_at_times")
+    told = r"failed on all 2 responses, first: reward works_at_times: error on problem .*\(ZeroDivisionError: "
+    with pytest.raises(UserError, match=told):
+        run_evaluation(options)
+    assert read_items(tmp_path / "eval") == [] and not (tmp_path / "eval" / "result.json").exists()
+    works[:] = [False, False, False, True]  # of the second part all fail, and it counts
+    assert run_evaluation(options).benchmarks["heldout"].statuses == {"ok": 1, "error": 3}
 
 
 def test_one_problem_has_no_standard_error(options, tmp_path):

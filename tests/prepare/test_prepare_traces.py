@@ -262,7 +262,8 @@ def test_samples_that_were_not_scored_are_scored_by_the_next_call(serve, sums_fi
     out = tmp_path / "out.parquet"
     with monkeypatch.context() as broken:
         broken.setattr(Verifier, "score", failing)
-        broken.setattr(Verifier, "why_nothing_was_scored", lambda self, scores: None)  # problems come one by one here
+        # problems come one by one here
+        broken.setattr("luffy.prepare.traces.why_every_call_failed", lambda scores: None)
         for _ in range(2):  # the second call fails likewise
             counts = run(sums_file, out, teacher_of(server))["counts"]
             assert counts["samples_unscored"] == 3 and "3 samples have no score" in caplog.text

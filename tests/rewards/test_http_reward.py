@@ -40,7 +40,8 @@ def ask(server, monkeypatch):
             items = [(Problem(f"p{i}", "2+3?", "5"), text) for i, text in enumerate(responses)]
             scores = verifier.score(items)
         requests = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]
-        return scores, [request for request in requests if request["samples"]], verifier.last_failure
+        reasons = [score.reason for score in scores if score.reason]
+        return scores, [request for request in requests if request["samples"]], reasons[-1] if reasons else ""
 
     return ask
 

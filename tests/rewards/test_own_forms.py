@@ -10,7 +10,13 @@ from luffy.errors import UserError
 from luffy.rewards import build_verifier
 from luffy.rewards.custom import form_of
 from luffy.rewards.kinds import TEXT_REWARDS, built_in, reward
-from luffy.rewards.verifier import InProcessReward, OwnInThisProcess, Verifier
+from luffy.rewards.verifier import (
+    InProcessReward,
+    OwnInThisProcess,
+    Verifier,
+    why_every_call_failed,
+    why_nothing_was_scored,
+)
 from luffy.types import Message, Problem, Score
 
 built_in()  # imports their files
@@ -39,25 +45,25 @@ def test_trls_signature_as_it_is(caplog):
             *[Score(0.0, "error")] * 6,
         ]
         assert verifier.score([(problem(), "5"), (problem(), "raise")]) == [FAILED] * 2
-        assert verifier.score([(problem(), "5"), (problem(), "short")]) == [FAILED] * 2
+        scores = verifier.score([(problem(), "5"), (problem(), "short")])
+        assert scores == [FAILED] * 2 and "returned 1 scores for 2 completions" in scores[0].reason
         assert verifier.score([]) == []
         assert verifier.counts == {"ok": 4, "not_scored": 2, "error": 6, "call_failed": 4}
-        assert "returned 1 scores for 2 completions" in verifier.last_failure
         assert len(caplog.records) == 3
         assert "call_failed on problem p1 (error: KeyError: 'no such thing')" in caplog.text
         scores = verifier.score([(problem(), "5"), (problem(), "hang")])  # killed as a whole
-        assert scores == [FAILED] * 2 and "timeout: killed after 2 s" in verifier.last_failure
-        assert verifier.why_nothing_was_scored(scores) == verifier.last_failure
-        assert verifier.why_nothing_was_scored([*scores, Score(0.0, "error")]) is None
+        assert scores == [FAILED] * 2 and "timeout: killed after 2 s" in scores[0].reason
+        assert why_nothing_was_scored(scores) == why_every_call_failed(scores) == scores[0].reason
         assert verifier.score([(problem(), "5")]) == [Score(1.0)]
 
 
 def test_what_a_batch_function_is_given():
     items = [(problem(name="a", chat=True, solution="five"), "5", (7, 8)), (problem(name="b"), "6", [9])]
     with here("seen") as verifier:
-        assert verifier.score(items) == [Score(1.0), Score(0.0)], verifier.last_failure
-        assert verifier.score([(*item[:2],) for item in items]) == [FAILED] * 2
-        assert "asks for 'completion_ids', which the rows do not have" in verifier.last_failure
+        assert verifier.score(items) == [Score(1.0), Score(0.0)]
+        scores = verifier.score([(*item[:2],) for item in items])
+        assert scores == [FAILED] * 2
+        assert "asks for 'completion_ids', which the rows do not have" in scores[0].reason
     with here("lengths") as verifier:
         assert verifier.score(items) == [Score(2.0), Score(1.0)]
 
@@ -92,7 +98,16 @@ def test_a_term_without_a_score_leaves_the_sample_to_the_others():
         said = ["none", "#### 5 none", "5"]
         items = [(problem(), text) for text in said]
         assert verifier.score(items) == [Score(0.0, "no_answer"), Score(0.5), Score(1.0, "no_answer")]
-        assert verifier.score([(problem(), "raise"), (problem(), "#### 5")]) == [FAILED, Score(0.5, "call_failed")]
+        scores = verifier.score([(problem(), "raise"), (problem(), "#### 5")])
+        assert scores == [FAILED, Score(0.5, "call_failed")] and "no such thing" in scores[1].reason
+
+
+def test_the_first_failure_is_told_where_nothing_was_scored():
+    failed = [Score(0.0, "error", "reward own: error on problem p1"), Score(0.0, "not_scored"), FAILED]
+    assert why_nothing_was_scored(failed) == "reward own: error on problem p1"
+    assert why_nothing_was_scored(failed[1:]) == "not_scored"
+    assert why_nothing_was_scored([*failed, Score(0.0, "no_answer")]) is why_nothing_was_scored([]) is None
+    assert why_every_call_failed(failed) is why_every_call_failed([]) is None
 
 
 @pytest.mark.parametrize(
@@ -109,9 +124,10 @@ def test_a_signature_that_fits_no_form_or_two(name, message):
 
 def test_a_column_that_no_row_has_is_named():
     with here("needs_a_column") as verifier:
-        assert verifier.score([(problem(bonus=1), "5")]) == [FAILED]
+        (score,) = verifier.score([(problem(bonus=1), "5")])
+        assert score == FAILED
         assert "asks for 'missing_one', which the rows do not have; found: answer, bonus, completions, id, prompts" in (
-            verifier.last_failure
+            score.reason
         )
 
 

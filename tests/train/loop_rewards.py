@@ -15,3 +15,11 @@ def always_right(response, answer, problem):
 
 def ends_in_a_digit(response, answer, problem):
     return float(response[-1:].isdigit())
+
+
+def always_raises(response, answer, problem):
+    return problem.meta["verdict"]
+
+
+def raises_on_odd_lengths(response, answer, problem):
+    return 1 / (1 - len(response) % 2)

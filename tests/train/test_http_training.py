@@ -92,7 +92,7 @@ def test_failures_are_counted_and_a_step_without_any_score_stops_the_run(make_co
     (folder / "script.json").write_text(json.dumps(["score"] * 5 + [400] * 6))
     with (
         Trainer(cfg) as trainer,
-        pytest.raises(TrainingStopped, match=r"at step 2: every call of the reward.*HTTP 400"),
+        pytest.raises(TrainingStopped, match=r"at step 2: the reward failed on all 24 samples.*HTTP 400"),
     ):
         trainer.train()
     first = figures(cfg)[-1]
@@ -122,7 +122,7 @@ def test_verify_and_eval_ask_the_same_server(make_config, sums, server, tmp_path
     options = Options(str(tiny_model), str(sums), tmp_path / "eval", limit=4, max_tokens=8, style="plain",
                       chunk=2, reward_settings=cfg.reward)  # fmt: skip
     (folder / "script.json").write_text(json.dumps(["score", 400]))
-    with pytest.raises(UserError, match="every call of the reward failed.*HTTP 400"):
+    with pytest.raises(UserError, match="the reward failed on all 2 responses.*HTTP 400"):
         run_evaluation(options)
     assert len(read_json_lines(tmp_path / "eval" / "items.jsonl")) == 2  # nothing of the chunk that failed
     run_evaluation(options)

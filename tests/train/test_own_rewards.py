@@ -38,6 +38,20 @@ def config(make_config, sums, name):
     )
 
 
+@pytest.mark.parametrize(("rounds", "samples"), [(0, 24), (1, 48)])
+def test_a_function_that_raises_on_every_sample_stops_the_step(make_config, rounds, samples):
+    cfg = make_config(reward={"kind": "loop_rewards:always_raises"}, algorithm={"oversample_rounds": rounds})
+    told = rf"at step 1: the reward failed on all {samples} samples, first: reward loop_rewards:always_raises: error on"
+    with Trainer(cfg) as trainer, pytest.raises(TrainingStopped, match=rf"{told} problem p\d+ \(KeyError: 'verdict'\)"):
+        trainer.train()
+
+
+def test_a_function_that_raises_on_some_samples_trains_on(make_config):
+    rows = train(make_config(reward={"kind": "loop_rewards:raises_on_odd_lengths"}, train={"steps": 2}))
+    assert [row["batch/verifier_failures"] for row in rows] == [row["batch/verifier_error"] for row in rows]
+    assert all(0 < row["batch/verifier_error"] < 24 for row in rows)
+
+
 broken = []
 
 
@@ -58,7 +72,7 @@ def test_a_run_whose_reward_fails_altogether_stops_and_goes_on_as_if_it_had_not(
     with Trainer(cfg, on_step=lambda step, _: where == "step 2" and broken.append(step)) as trainer:
         if where != "step 2":
             trainer.run.engines.current.sync = lambda version: broken.append(version) if version == 2 else None
-        with pytest.raises(TrainingStopped, match=f"at {where}: every call of the reward failed.*the judge is out"):
+        with pytest.raises(TrainingStopped, match=f"at {where}: the reward failed on all .*the judge is out"):
             trainer.train()
     broken.clear()
     found = {}
