@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from luffy.config import Config, build, built_in_recipes, load_config, to_yaml
+from luffy.config import Config, build, built_in_recipes, check_made_for, load_config, to_yaml
 from luffy.config.recipes import PACKAGE, parse_yaml
 from luffy.errors import ConfigError
 from luffy.schema import describe
@@ -281,3 +281,63 @@ def test_rl_is_mixed_with_the_sft_term_of_any_source(source):
 
 def test_distillation_with_a_reward_may_drop_groups_without_a_contrast():
     assert load_config(None, ["algorithm.credit=distill", "algorithm.distill_reward=1", "teacher.path=self"])
+
+
+ALONE = ["rollout.n=1", "guidance.n_prefix=0"]
+DISTILLED = ["algorithm.credit=distill", "algorithm.reject_extreme=false", "algorithm.entropy_coef=0"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    [
+        (ALONE, r"'rollout.n' \(1\) is all success or all failure by math.*reject_extreme=false"),
+        (["rollout.n=1", "guidance.n_prefix=1"], "raise rollout.n"),
+        ([*ALONE, "reward.weights={math: 1, format: -0.5}", "reward.success=0.5"], "raise rollout.n"),
+        ([*ALONE, "reward.kind=my:own", "reward.failure=1"], "raise rollout.n"),
+        ([*ALONE, "guidance.gate=trace_on_failure"], "raise rollout.n"),
+        ([*ALONE, "guidance.gate=hinted_group"], "raise rollout.n"),
+        ([*ALONE, "algorithm.credit=lone_trace_sft"], "raise rollout.n"),
+        (["algorithm.min_accuracy=1", "guidance.n_prefix=0"], "within .*min_accuracy.*, widen that or set"),
+        ([*ALONE, "reward.kind=my:own", "algorithm.min_accuracy=0.1", "algorithm.max_accuracy=0.9"], "no group of"),
+        (
+            ["rollout.n=2", "guidance.n_prefix=0", "algorithm.min_accuracy=0.6", "algorithm.max_accuracy=0.9",
+             "algorithm.reject_extreme=false"],
+            r"no group of 'rollout.n' \(2\) can have an accuracy of 'algorithm.min_accuracy' \(0.6\)",
+        ),
+        ([*DISTILLED, "teacher.path=self"], "set teacher.shown=solution"),
+        ([*DISTILLED, "teacher.path=m", "teacher.shown=sibling", "rollout.n=1", "guidance.n_prefix=0"], "raise rollout.n"),
+    ],
+)  # fmt: skip
+def test_what_could_never_learn_is_refused_for_rl(overrides, advice):
+    cfg = load_config(None, overrides)
+    with pytest.raises(ConfigError, match=advice):
+        check_made_for(cfg, "rl")
+    check_made_for(cfg, "sft")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.n=2"],
+        ["rollout.n=2", "guidance.n_prefix=2"],
+        [*ALONE, "algorithm.reject_extreme=false"],
+        [*ALONE, "reward.kind=my:own"],
+        [*ALONE, "reward.weights={math: 1, format: 0.1}"],
+        [*ALONE, "sft_steps.buffer=4"],
+        [*ALONE, "guidance.gate=micro_groups"],
+        [*ALONE, "guidance.gate=my:own"],
+        [*ALONE, "guidance.gate=trace_alone", "algorithm.credit=lone_trace_sft"],
+        [*ALONE, "batch.expert_share=0.5", "algorithm.credit=lone_trace_sft"],
+        ["rollout.n=1", "guidance.n_prefix=1", "algorithm.credit=lone_trace_sft"],
+        ["rollout.n=1", "guidance.n_prefix=1", "algorithm.credit=my:own"],
+        [*ALONE, "algorithm.credit=srft", "algorithm.reject_extreme=false"],
+        [*ALONE, *DISTILLED, "teacher.path=m"],
+        ["rollout.n=2", "algorithm.min_accuracy=0.6", "algorithm.max_accuracy=0.9", "guidance.n_prefix=2"],
+        ["algorithm.min_accuracy=1", "guidance.n_prefix=1"],
+        ["replay.share=0.5", "algorithm.min_accuracy=1", "guidance.n_prefix=0"],
+        [*DISTILLED, "teacher.path=self", "algorithm.distill_reward=1"],
+        [*DISTILLED, "teacher.path=self", "algorithm.entropy_coef=0.001"],
+    ],
+)
+def test_what_learns_with_few_samples_is_not_refused(overrides):
+    check_made_for(load_config(None, overrides), "rl")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from luffy.config.knobs import AlgorithmConfig, Knobs, RewardConfig
@@ -16,6 +17,8 @@ ENGINE_NAMES = {"native", "vllm"}  # and those that plugins register
 WITHOUT_CONTRAST = {"distill", "srft"}  # credit functions that learn from groups with equal rewards too
 WITHOUT_SFT = {"group_baseline", "distill"}  # credit functions whose SFT term is that of algorithm.trace_term
 SHAPES_WITHOUT_GAMMA = {"no_reshape", "logp", "p_logp", "square_root", "pow", "chord_phi", "rl_plus"}
+# Gates that leave a group no larger than it is.
+FIXED_SIZE = {"none", "trace_on_failure", "trace_alone", "likeliest_traces", "hinted_group", "lowest_hint"}
 BLIND_REWARDS = {"format"}  # built-in ones that do not look at the answer
 
 
@@ -422,6 +425,82 @@ def _check_launch(c: Knobs) -> None:
         raise ConfigError(
             "sharded layers hold weights of one dtype, and adapters learn in float32: with launch="
             f"{c.launch} and model.lora set model.dtype=float32"
+        )
+
+
+def check_learns(c: Knobs) -> None:
+    """Raise a ConfigError where no step of RL could ever have a gradient, whatever is sampled."""
+    if c.sft_steps.buffer or c.replay.share:
+        return
+    _check_some_group_is_kept(c)
+    _check_teacher_knows_more(c)
+
+
+def _check_some_group_is_kept(c: Knobs) -> None:
+    a, n = c.algorithm, c.rollout.n
+    groups = _groups(c)
+    if groups is None or any(_may_be_kept(c, own, others) for own, others in groups):
+        return
+    band = f"'algorithm.min_accuracy' ({a.min_accuracy}) to 'algorithm.max_accuracy' ({a.max_accuracy})"
+    if not any(_accuracies(c, own) for own, _ in groups):
+        raise ConfigError(f"no group of 'rollout.n' ({n}) can have an accuracy of {band}; widen it or raise rollout.n")
+    within = "" if (a.min_accuracy, a.max_accuracy) == (0, 1) else f", within {band},"
+    raise ConfigError(
+        f"every group of 'rollout.n' ({n}){within} is all success or all failure by {c.reward.name}, and "
+        f"'algorithm.reject_extreme' drops those: no step would have an update; raise rollout.n"
+        f"{', widen that' if within else ''} or set algorithm.reject_extreme=false"
+    )
+
+
+def _groups(c: Knobs) -> set[tuple[int, int]] | None:
+    """Numbers of own and of other samples that the groups of a step can have; None where a gate may add any."""
+    g, n = c.guidance, c.rollout.n
+    if g.gate not in FIXED_SIZE:
+        return None
+    replaced = {"trace_on_failure": 1, "likeliest_traces": g.gate_samples}.get(g.gate, 0)
+    groups = {(own - i, n - own + i) for own in (n, n - g.n_prefix) for i in range(min(replaced, own) + 1)}
+    return groups | {(0, 1)} if c.batch.expert_share or g.gate == "trace_alone" else groups
+
+
+def _may_be_kept(c: Knobs, own: int, others: int) -> bool:
+    """Whether some scores of such a group would not have it rejected."""
+    a = c.algorithm
+    right = _accuracies(c, own)
+    if not a.reject_extreme or (not own and a.credit not in {"group_baseline", *WITHOUT_CONTRAST}):
+        return bool(right)
+    if _scores_are_extreme(c.reward):
+        return any(0 < i + j < own + others for i in right for j in range(others + 1))
+    return any(i < own or others for i in right)
+
+
+def _accuracies(c: Knobs, own: int) -> list[int]:
+    """How many of the own samples may be right."""
+    low, high = c.algorithm.min_accuracy, c.algorithm.max_accuracy
+    return [i for i in range(own + 1) if not own or low <= i / own <= high]
+
+
+def _scores_are_extreme(reward: RewardConfig) -> bool:
+    """Whether every score is a success or a failure: built-in rewards give 0 or 1."""
+    weights = reward.weights or {reward.kind: 1.0}
+    if not set(weights) <= set(built_in()):
+        return reward.success == reward.failure
+    sums = (math.fsum(given) for given in product(*((0.0, weight) for weight in weights.values())))
+    return all(reward.solved(score) or reward.failed(score) for score in sums)
+
+
+def _check_teacher_knows_more(c: Knobs) -> None:
+    a, t = c.algorithm, c.teacher
+    if a.credit != "distill" or a.distill_reward or a.trace_term == "sft":
+        return
+    if t.is_self and t.shown == "nothing" and not (a.kl_coef or a.entropy_coef):
+        raise ConfigError(
+            "'teacher.path' self with 'teacher.shown' nothing is the policy itself, so there is nothing to learn from "
+            "it; set teacher.shown=solution or sibling, another teacher.path, or algorithm.distill_reward"
+        )
+    if t.shown == "sibling" and c.rollout.n == 1 and c.guidance.gate in FIXED_SIZE:
+        raise ConfigError(
+            "'teacher.shown' sibling shows another response of the group, and 'rollout.n' is 1; raise rollout.n, or "
+            "set teacher.shown=solution"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import yaml
 
-from luffy.config.checks import Config
+from luffy.config.checks import Config, check_learns
 from luffy.errors import ConfigError
 from luffy.plugins import load_plugins
 from luffy.schema import build, nearest, to_dict
@@ -70,11 +70,14 @@ def check_prepared(config: Config) -> None:
 
 
 def check_made_for(config: Config, method: Literal["rl", "sft"]) -> None:
-    """Raise a ConfigError where a recipe of SFT is to be trained by RL."""
-    if method == "rl" and config.made_for == "sft":
+    """Raise a ConfigError where a recipe of SFT is to be trained by RL, or RL with it could never change a weight."""
+    if method == "sft":
+        return
+    if config.made_for == "sft":
         raise ConfigError(
             f"recipe '{config.name}' is made for SFT: run it with luffy sft, or set made_for=rl for RL with it"
         )
+    check_learns(config)
 
 
 def _texts(value: Any) -> Iterator[str]:
