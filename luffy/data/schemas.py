@@ -235,7 +235,7 @@ def overlooked_trace(row: RowView, layout: str) -> RowError | None:
 
 
 def _is_there(value: Any) -> bool:
-    return none_if_blank(value) not in (None, [])
+    return any(not _is_blank(item) for item in value) if isinstance(value, list) else none_if_blank(value) is not None
 
 
 def unknown_layout(where: str, row: Mapping[str, Any]) -> RowError:
@@ -354,18 +354,29 @@ def _gold_text(value: Any) -> str | None:
 
 def none_if_blank(value: Any) -> Any:
     """Flat files write an absent trace as an empty text."""
-    return None if isinstance(value, str) and not value.strip() else value
+    return None if _is_blank(value) else value
+
+
+def _is_blank(value: Any) -> bool:
+    return isinstance(value, str) and not value.strip()
+
+
+def _of_kept(values: Any, traces: Any) -> Any:
+    """Of a list that has one value for each of the traces, those of the traces that are not blank."""
+    if not isinstance(values, list) or not isinstance(traces, list) or len(values) != len(traces):
+        return values
+    return [value for value, trace in zip(values, traces, strict=True) if not _is_blank(trace)]
 
 
 def read_traces(row: RowView, column: str, value: Any) -> tuple[Trace, ...]:
-    """One trace or a list of them; None and an empty list are no trace."""
+    """One trace or a list of them; None, an empty list and empty texts in a list are no trace."""
     if value is None:
         return ()
     if _is_one_trace(value):
         return (read_trace(row, column, value),)
     if not isinstance(value, list):
         raise row.unexpected(column, "a trace or a list of traces", value)
-    return tuple(read_trace(row, f"{column}[{place}]", item) for place, item in enumerate(value))
+    return tuple(read_trace(row, f"{column}[{place}]", item) for place, item in enumerate(value) if not _is_blank(item))
 
 
 def _is_one_trace(value: Any) -> bool:
@@ -460,7 +471,7 @@ def _correct_generations(row: RowView) -> tuple[Trace, ...]:
     traces = read_traces(row, "generations", generations)
     traces = tuple(replace(trace, teacher="DeepSeek-R1") for trace in traces)
     for column in LABELS:
-        verdicts = row.get(column)
+        verdicts = _of_kept(row.get(column), generations)
         if verdicts is None:
             continue
         if not isinstance(verdicts, list) or len(verdicts) != len(traces):
@@ -482,10 +493,10 @@ def _mapped_traces(row: RowView) -> tuple[Trace, ...]:
     value = row.get(columns["traces"])
     traces = read_traces(row, columns["traces"], none_if_blank(value))
     if "teacher" in columns:
-        names = _per_trace(row, columns["teacher"], len(traces), lambda value: isinstance(value, str))
+        names = _per_trace(row, columns["teacher"], value, len(traces), lambda value: isinstance(value, str))
         traces = tuple(replace(t, teacher=n or t.teacher) for t, n in zip(traces, names, strict=True))
     if "log_probs" in columns:
-        lists = _per_trace(row, columns["log_probs"], len(traces), _is_flat_list)
+        lists = _per_trace(row, columns["log_probs"], value, len(traces), _is_flat_list)
         column = columns["log_probs"]
         traces = tuple(
             trace if values is None else with_log_probs(row, column, trace, values)
@@ -498,13 +509,15 @@ def _is_flat_list(value: Any) -> bool:
     return isinstance(value, list) and not any(isinstance(item, list) or item is None for item in value)
 
 
-def _per_trace(row: RowView, column: str, count: int, is_single: Callable[[Any], bool]) -> list[Any]:
-    """A column that says one thing of each trace: a single value (for all of them) or a list as long."""
+def _per_trace(row: RowView, column: str, traces: Any, count: int, is_single: Callable[[Any], bool]) -> list[Any]:
+    """A column that says one thing of each trace: a single value (for all of them) or a list as long. ``count`` of the
+    ``traces`` are not blank."""
     value = row.get(column)
     if value is None:
         return [None] * count
     if is_single(value) and not (isinstance(value, list) and count != 1):
         return [value] * count
+    value = _of_kept(value, traces)
     if not isinstance(value, list) or len(value) != count:
         raise row.unexpected(column, f"one value for each of the {count} traces", value)
     return value

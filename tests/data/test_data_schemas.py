@@ -140,7 +140,7 @@ def test_no_answer_is_fine_when_none_is_required():
         ({"id": ""}, "column 'id': expected"),
         ({"source": 4}, "column 'source': expected a string, found 4"),
         ({"traces": 4}, "column 'traces': expected a trace or a list of traces, found 4"),
-        ({"traces": ["ok", ""]}, r"column 'traces\[1\]': expected a non-empty string, token ids"),
+        ({"traces": ["", 4]}, r"column 'traces\[1\]': expected a non-empty string, token ids"),
         ({"traces": [None]}, r"column 'traces\[0\]': expected .* found None"),
         ({"traces": [{"teacher": "x"}]}, r"column 'traces\[0\]': expected either 'text' or 'token_ids'"),
         ({"traces": [{"text": "t", "token_ids": [1]}]}, "expected either 'text' or 'token_ids'"),
@@ -225,6 +225,7 @@ def openr1_row(**more: Any) -> dict[str, Any]:
         ({"correctness_math_verify": [None, False, True], "correctness_llama": [True] * 3}, ["c"]),
         ({"correctness_math_verify": None, "correctness_llama": [False, True, False]}, ["b"]),
         ({"correctness_math_verify": [False] * 3}, []),
+        ({"generations": ["", "b", "c"], "correctness_math_verify": [True, True, False]}, ["b"]),
         ({}, ["a", "b", "c"]),
     ],
 )
@@ -366,6 +367,19 @@ def test_columns_with_one_value_for_all_traces():
     assert "column 'lp': expected one value for each of the 2 traces" in fault(
         row | {"t": [[4], [5]], "lp": [-1]}, columns=columns
     )
+
+
+@pytest.mark.parametrize("blank", [[""], ["  ", ""], "", [], None])
+def test_empty_texts_are_no_traces(blank):
+    row = {"prompt": "q", "answer": "1", "traces": blank}
+    assert read(row).traces == () and "no usable one" in fault(row, require_traces=True)
+    assert read(row, columns={"prompt": "prompt", "answer": "answer", "traces": "traces"}).traces == ()
+
+
+def test_empty_texts_among_traces_leave_the_others_as_they_are():
+    columns = {"prompt": "p", "answer": "a", "traces": "t", "teacher": "by", "log_probs": "lp"}
+    row = {"p": "q", "a": "1", "t": ["", [4, 5], " "], "by": ["x", "y", "z"], "lp": [[], [-1, -2], None]}
+    assert read(row, columns=columns).traces == (Trace(token_ids=(4, 5), log_probs=(-1.0, -2.0), teacher="y"),)
 
 
 def test_a_literal_column_with_a_dot_wins_over_the_path():

@@ -69,9 +69,8 @@ MALFORMED: dict[str, bytes] = {
     # traces
     "traces a number": row(traces=5),
     "traces true": row(traces=True),
-    "trace empty": row(traces=[""]),
     "trace null": row(traces=[None]),
-    "trace blank": row(traces=["2", " "]),
+    "trace null beside another": row(traces=["2", None]),
     "trace of mixed ids": row(traces=[[1, "2"]]),
     "trace of negative ids": row(traces=[[1, -2]]),
     "trace of true": row(traces=[[True, False]]),
