@@ -19,12 +19,13 @@ FIELDS = (
     ("entropy", "actor/entropy_loss", "{:.3f}"),
     ("held-out", "val-core/accuracy", "{:.3f}"),
     ("length", "response_length/mean", "{:.0f}"),
-    ("tok/s", "perf/throughput", "{:,.0f}"),
+    ("sft buffer", "method/sft_buffer", "{:.0f}"),
+    ("trained tok/s", "perf/throughput", "{:,.0f}"),
 )
 
 
 def summary_line(values: Mapping[str, float], eta_s: float) -> str:
-    """``reward 0.125  trace 1.00  entropy 0.482  length 61  tok/s 8,211  eta 3m12s``"""
+    """``reward 0.125  trace 1.00  entropy 0.482  length 61  trained tok/s 8,211  eta 3m12s``"""
     hidden = {"sft loss"} if "critic/rewards/mean" in values else {"entropy"}
     if not values.get("batch/avg_prefix_ratio"):
         hidden.add("trace")  # there was none in the batch

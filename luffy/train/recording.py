@@ -168,7 +168,7 @@ def _in_order(run: Run, rows: list[tuple[int, Rows]]) -> Rows:
 
 
 def throughput(metrics: Mapping[str, Metric], seconds: float) -> dict[str, float]:
-    """Of the training step itself: evaluation and saving have their own timings."""
+    """Tokens that were trained on per second of the step; evaluation and saving have their own timings."""
     tokens = metrics["perf/update_tokens"].value if "perf/update_tokens" in metrics else 0.0
     return {"perf/throughput": tokens / seconds, "timing_s/step": seconds}
 

@@ -756,7 +756,7 @@ def test_a_finished_run_asked_for_with_other_settings_says_so(make_config, capsy
 def test_steps_that_changed_nothing_are_told(make_config, capsys):
     run(make_config(guidance={"n_prefix": 0}, reward={"kind": "loop_rewards:always_wrong"}, train={"steps": 2}))
     said = capsys.readouterr().err
-    assert "step 2/2  reward 0.000  length" in said and "no update, 6 groups without a signal" in said
+    assert "step 2/2  reward 0.000  length" in said and "trained tok/s 0  no update, 6 groups without a signal" in said
     assert "2 of 2 steps changed nothing" in " ".join(said.split()) and "trace" not in said.partition("warning")[0]
     run(make_config(name="learns", train={"steps": 2}))
     assert "changed nothing" not in capsys.readouterr().err

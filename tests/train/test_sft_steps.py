@@ -64,6 +64,13 @@ def test_what_is_left_over_waits_and_what_is_enough_for_several_steps_makes_them
         assert trainer.step().metrics["method/sft_steps"].value == 4 and trainer.run.memory.lessons == []
 
 
+def test_the_console_shows_how_many_traces_wait(make_config, capsys):
+    with Trainer(config(make_config, sft_steps={"buffer": 30}, train={"steps": 2})) as trainer:
+        trainer.train()
+    first, second = (line for line in capsys.readouterr().err.splitlines() if " step " in line)
+    assert "  sft buffer 0  " in first and "  sft buffer 4  " in second
+
+
 def test_waiting_traces_are_left_out_where_traces_change(make_config):
     settings = {"sft_steps": {"buffer": 30}, "train": {"steps": 1, "save_every": 1}}
     settings["data"] = {"overlong_trace": "truncate"}
