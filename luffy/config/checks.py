@@ -430,53 +430,23 @@ def _check_launch(c: Knobs) -> None:
 
 def check_learns(c: Knobs) -> None:
     """Raise a ConfigError where no step of RL could ever have a gradient, whatever is sampled."""
-    if c.sft_steps.buffer or c.replay.share:
+    if c.sft_steps.buffer:
         return
-    _check_some_group_is_kept(c)
+    if c.rollout.n == 1 and c.guidance.gate in FIXED_SIZE:
+        _check_groups_of_one(c)
     _check_teacher_knows_more(c)
 
 
-def _check_some_group_is_kept(c: Knobs) -> None:
-    a, n = c.algorithm, c.rollout.n
-    groups = _groups(c)
-    if groups is None or any(_may_be_kept(c, own, others) for own, others in groups):
-        return
-    band = f"'algorithm.min_accuracy' ({a.min_accuracy}) to 'algorithm.max_accuracy' ({a.max_accuracy})"
-    if not any(_accuracies(c, own) for own, _ in groups):
-        raise ConfigError(f"no group of 'rollout.n' ({n}) can have an accuracy of {band}; widen it or raise rollout.n")
-    within = "" if (a.min_accuracy, a.max_accuracy) == (0, 1) else f", within {band},"
-    raise ConfigError(
-        f"every group of 'rollout.n' ({n}){within} is all success or all failure by {c.reward.name}, and "
-        f"'algorithm.reject_extreme' drops those: no step would have an update; raise rollout.n"
-        f"{', widen that' if within else ''} or set algorithm.reject_extreme=false"
-    )
-
-
-def _groups(c: Knobs) -> set[tuple[int, int]] | None:
-    """Numbers of own and of other samples that the groups of a step can have; None where a gate may add any."""
-    g, n = c.guidance, c.rollout.n
-    if g.gate not in FIXED_SIZE:
-        return None
-    replaced = {"trace_on_failure": 1, "likeliest_traces": g.gate_samples}.get(g.gate, 0)
-    groups = {(own - i, n - own + i) for own in (n, n - g.n_prefix) for i in range(min(replaced, own) + 1)}
-    return groups | {(0, 1)} if c.batch.expert_share or g.gate == "trace_alone" else groups
-
-
-def _may_be_kept(c: Knobs, own: int, others: int) -> bool:
-    """Whether some scores of such a group would not have it rejected."""
-    a = c.algorithm
-    right = _accuracies(c, own)
-    if not a.reject_extreme or (not own and a.credit not in {"group_baseline", *WITHOUT_CONTRAST}):
-        return bool(right)
-    if _scores_are_extreme(c.reward):
-        return any(0 < i + j < own + others for i in right for j in range(others + 1))
-    return any(i < own or others for i in right)
-
-
-def _accuracies(c: Knobs, own: int) -> list[int]:
-    """How many of the own samples may be right."""
-    low, high = c.algorithm.min_accuracy, c.algorithm.max_accuracy
-    return [i for i in range(own + 1) if not own or low <= i / own <= high]
+def _check_groups_of_one(c: Knobs) -> None:
+    a, g = c.algorithm, c.guidance
+    traces = g.n_prefix or c.batch.expert_share or g.gate in {"trace_on_failure", "trace_alone", "likeliest_traces"}
+    learns_from_one = traces and a.credit not in {"group_baseline", *WITHOUT_CONTRAST}
+    if a.reject_extreme and not learns_from_one and _scores_are_extreme(c.reward):
+        raise ConfigError(
+            f"'rollout.n' is 1, a group of one is all success or all failure by {c.reward.name}, and "
+            "'algorithm.reject_extreme' drops those: no step would have an update; raise rollout.n or set "
+            "algorithm.reject_extreme=false"
+        )
 
 
 def _scores_are_extreme(reward: RewardConfig) -> bool:
