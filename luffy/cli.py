@@ -21,7 +21,7 @@ import typer.core
 
 from luffy._version import __version__
 from luffy.bench.bench_cli import bench_app
-from luffy.cli_help import AnswerInThought, FullHelp
+from luffy.cli_help import AnswerInThought, Columns, FullHelp
 from luffy.config import (
     Config,
     built_in_recipes,
@@ -33,7 +33,7 @@ from luffy.config import (
 )
 from luffy.distributed.follow import LAUNCHER_VARIABLE, follow_launcher
 from luffy.errors import Interrupted, TrainingStopped, UserError
-from luffy.prepare.prepare_cli import prepare_app
+from luffy.prepare.prepare_cli import named_columns, prepare_app
 from luffy.schema import describe
 
 PATIENCE_S = 30.0  # of a process whose error another one explains: the launcher ends it meanwhile
@@ -477,6 +477,7 @@ def eval_model(
     shuffle: Annotated[bool, typer.Option(help="shuffle the options of multiple choice by the seed")] = True,
     limit: Annotated[int | None, typer.Option(min=1, help="only the first problems of each benchmark")] = None,
     data: Annotated[Path | None, typer.Option(help="folder with the benchmarks; default: $LUFFY_DATA")] = None,
+    columns: Columns = None,
     out: Annotated[Path | None, typer.Option(help="results folder, resumed; default: evals/MODEL-SUITE")] = None,
     engine: Annotated[str, typer.Option(help="native, vllm, or module:function that returns a LoadedModel")] = "native",
     dtype: Annotated[
@@ -505,7 +506,8 @@ def eval_model(
         max_tokens=max_tokens, seed=seed, style=style, system_prompt=system_prompt,
         chat_template=chat_template, date=date, reward=reward, answer_in_thought=answer_in_thought,
         shuffle_options=shuffle, limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
-        chunk=chunk, workers=workers, reward_settings=load_config(reward_of).reward if reward_of else None,
+        chunk=chunk, workers=workers, columns=named_columns(columns or []),
+        reward_settings=load_config(reward_of).reward if reward_of else None,
     )  # fmt: skip
     show = results.as_json if as_json else results.as_markdown
     typer.echo(show(run_evaluation(options)), nl=False)

@@ -10,6 +10,10 @@ import typer.core
 AnswerInThought = Annotated[
     bool, typer.Option("--answer-in-thought", help="read answers inside <think>...</think> too")
 ]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option("--column", help="own column name, as in data.columns: --column prompt=question; repeatable"),
+]
 
 
 class FullHelp(typer.core.TyperGroup):

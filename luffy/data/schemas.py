@@ -244,7 +244,7 @@ def unknown_layout(where: str, row: Mapping[str, Any]) -> RowError:
         where,
         f"no known schema fits the columns {column_names(row)}; known: {known}",
         "schema",
-        "name the columns with data.columns",
+        "name the columns with data.columns in a recipe, or with --column",
     )
 
 
@@ -257,6 +257,11 @@ def check_columns(columns: Mapping[str, str]) -> None:
         raise ConfigError("data.columns: names no prompt column; add prompt: <column>")
     if "traces" not in columns and columns.keys() & {"teacher", "log_probs"}:
         raise ConfigError("data.columns: teacher and log_probs describe traces; add traces: <column>")
+
+
+def without_traces(columns: Mapping[str, str]) -> dict[str, str]:
+    """The map for held-out problems: they need no traces, so a column of traces need not be there."""
+    return {key: column for key, column in columns.items() if key not in ("traces", "teacher", "log_probs", "hints")}
 
 
 # ---- fields ------------------------------------------------------------------------------------------

@@ -9,10 +9,12 @@ data folder/
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from luffy.data import load_problems
+from luffy.data.schemas import without_traces
 from luffy.errors import DataError, UserError
 from luffy.evaluation.choices import relabel, shuffle_problem
 from luffy.types import Message, Problem
@@ -85,12 +87,15 @@ def load_suite(
     seed: int = 0,
     shuffle: bool = True,
     limit: int | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> Suite:
-    """A suite by name, or the benchmark that a dataset file or folder makes."""
+    """A suite by name, or the benchmark that a dataset file or folder makes; ``columns`` are those of a dataset."""
     if name in SUITES:
+        if columns:
+            raise UserError(f"--column names columns of a file, and {name} is a suite; drop it")
         suite = _builtin(name, data_folder(data))
     elif Path(name).exists():
-        suite = _from_file(Path(name), reward or "math")
+        suite = _from_file(Path(name), reward or "math", columns or {})
     else:
         known = ", ".join(SUITES)
         raise UserError(f"--suite {name}: neither a suite ({known}) nor a file; check the name or the path")
@@ -150,8 +155,9 @@ def question_of(problem: Problem) -> str:
     return turns[0]
 
 
-def _from_file(path: Path, reward: str) -> Suite:
-    problems = tuple(replace(problem, traces=()) for problem in load_problems(str(path)))
+def _from_file(path: Path, reward: str, columns: Mapping[str, str]) -> Suite:
+    rows = load_problems(str(path), schema="columns" if columns else "auto", columns=without_traces(columns))
+    problems = tuple(replace(problem, traces=()) for problem in rows)
     name = path.stem if path.suffix else path.name
     return Suite(str(path), (Benchmark(name, name, reward, ONE, problems),), is_builtin=False)
 

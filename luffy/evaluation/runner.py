@@ -69,6 +69,7 @@ class Options:
     slots: int | None = None
     chunk: int = 256
     workers: int | None = None
+    columns: Mapping[str, str] | None = None
     reward_settings: RewardConfig | None = None  # a recipe's, in place of `reward`
 
 
@@ -100,7 +101,7 @@ def run_evaluation(options: Options) -> Result:
         options = replace(options, reward=given.name, answer_in_thought=given.answer_in_thought)
     suite = load_suite(
         options.suite, options.data, k=options.k, reward=options.reward, seed=options.seed,
-        shuffle=options.shuffle_options, limit=options.limit,
+        shuffle=options.shuffle_options, limit=options.limit, columns=options.columns,
     )  # fmt: skip
     for name in suite.missing:
         logger.warning("not evaluated, because there is nothing to read: %s", name)

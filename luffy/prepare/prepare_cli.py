@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from luffy.cli_help import AnswerInThought, FullHelp
+from luffy.cli_help import AnswerInThought, Columns, FullHelp
 from luffy.errors import UserError
 
 prepare_app = typer.Typer(
@@ -74,7 +74,8 @@ def openr1(
     typer.echo(f"written   {card['rows']['train']:,} train, {card['rows']['held_out']:,} held out: {out}")
 
 
-def _named(columns: list[str]) -> dict[str, str] | None:
+def named_columns(columns: list[str]) -> dict[str, str] | None:
+    """The column map that ``--column`` gives, as data.columns has it."""
     wrong = [column for column in columns if not all(column.partition("=")[::2])]
     if wrong:
         raise UserError(f"--column {wrong[0]}: write it as ours=theirs, e.g. --column prompt=question")
@@ -90,9 +91,7 @@ def check(
     style: Style = "auto",
     system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
     split: Annotated[str, typer.Option(help="split of a folder or hub dataset")] = "train",
-    columns: Annotated[
-        list[str] | None, typer.Option("--column", help="own column name, as in data.columns: --column prompt=question")
-    ] = None,
+    columns: Columns = None,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="budget to compare with")] = 1024,
     max_trace_tokens: Annotated[int, typer.Option(min=1, help="budget to compare with")] = 8192,
     verify: Annotated[int, typer.Option(min=0, help="how many problems' traces to verify; 0: none")] = 200,
@@ -106,7 +105,7 @@ def check(
 
     options = CheckOptions(
         split, tokenizer, style, system_prompt, max_prompt_tokens, max_trace_tokens, reward, verify, examples, workers,
-        _named(columns or []), answer_in_thought,
+        named_columns(columns or []), answer_in_thought,
     )  # fmt: skip
     report = check_file(file, options)
     if as_json:
@@ -156,6 +155,7 @@ def traces(
     file: Annotated[str, typer.Argument(help="problems with answers, in any layout that train reads")],
     *,
     out: Annotated[Path, typer.Option(help="parquet file to write; OUT.progress.jsonl beside it lets a run go on")],
+    columns: Columns = None,
     endpoint: Annotated[str | None, typer.Option(help="base address, such as http://localhost:8000/v1")] = None,
     model: Annotated[str | None, typer.Option(help="the model's name at the endpoint")] = None,
     local: Annotated[str | None, typer.Option(help="model folder or hub id to sample from in this process")] = None,
@@ -204,7 +204,7 @@ def traces(
     card = prepare_traces(
         file, out, asked, teacher or default_name(model, local), settings,
         n=n, reward=reward, workers=workers, keep_wrong=keep_wrong, keep_traces=keep_traces,
-        limit=limit or None, answer_in_thought=answer_in_thought,
+        limit=limit or None, answer_in_thought=answer_in_thought, columns=named_columns(columns or []),
     )  # fmt: skip
     for name, count in card["counts"].items():
         typer.echo(f"{name.replace('_', ' '):<42} {count:,}")

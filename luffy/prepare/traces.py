@@ -54,13 +54,14 @@ def prepare_traces(
     keep_traces: bool = False,
     limit: int | None = None,
     answer_in_thought: bool = False,
+    columns: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Write ``out`` (problems with the teacher's traces) and a card beside it; returns the card. Columns that luffy
     does not use go along. The file's own traces are left out, or with ``keep_traces`` stand before the new ones."""
     if out.suffix != ".parquet":
         raise UserError(f"--out {out}: name a .parquet file")
     out.parent.mkdir(parents=True, exist_ok=True)
-    problems = load_problems(file, limit=limit)
+    problems = load_problems(file, limit=limit, columns=columns)
     schema = with_other_columns(problem_schema(TRACE_FIELDS, chats=are_chats(problems)), problems)
     asked = {**settings, "n": n, "reward": reward, "problems_sha256": problems.fingerprint}
     if answer_in_thought:  # only then, so that files of before this option go on

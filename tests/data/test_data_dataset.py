@@ -63,7 +63,7 @@ def test_unknown_columns_list_what_is_known_and_what_was_found(write_jsonl):
         load_problems(path)
     message = str(caught.value)
     assert "no known schema fits the columns instruction, label; known: luffy (prompt, answer, traces?)" in message
-    assert "gsm8k (question, answer with ####)" in message and message.endswith("name the columns with data.columns")
+    assert "gsm8k (question, answer with ####)" in message and message.endswith("or with --column")
     problems = load_problems(path, columns={"prompt": "instruction", "answer": "label"})
     assert (problems[0].prompt, problems[0].answer, problems.schemas) == ("q", "1", ("columns",))
 

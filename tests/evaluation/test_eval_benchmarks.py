@@ -87,6 +87,18 @@ def test_a_file_keeps_its_ids_and_chats(tmp_path):
     assert problem.prompt[0].content == "s" and f"{problem.answer}) x" in problem.prompt[1].content
 
 
+def test_a_file_with_columns_of_other_names(tmp_path, folder):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"q": "1+1", "meta": {"gold": 2}, "key": "one"}) + "\n")
+    columns = {"prompt": "q", "answer": "meta.gold", "id": "key", "traces": "solution"}  # as in training
+    [problem] = load_suite(str(path), columns=columns).benchmarks[0].problems
+    assert (problem.id, problem.prompt, problem.answer, problem.traces) == ("one", "1+1", "2", ())
+    with pytest.raises(UserError, match="names no prompt column"):
+        load_suite(str(path), columns={"traces": "solution"})
+    with pytest.raises(UserError, match="--column names columns of a file, and math6 is a suite"):
+        load_suite("math6", folder, columns=columns)
+
+
 def test_no_data_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("LUFFY_DATA", raising=False)
     with pytest.raises(UserError, match="give --data FOLDER or set LUFFY_DATA"):

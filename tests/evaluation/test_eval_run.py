@@ -501,6 +501,18 @@ def test_eval_from_the_shell(whole, problems, tmp_path):
     assert luffy(*command, "--json")[1] == (tmp_path / "shell" / "result.json").read_text()
 
 
+def test_eval_of_columns_with_other_names(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps({"q": "21+3=?", "gold": "24"}) + "\n")
+    command = ["eval", BASE, "--suite", path, "--max-tokens", 24, "--reward", "gsm8k", "--out", tmp_path / "out"]
+    code, _, err = luffy(*command)
+    assert code == 2 and "or with --column" in err
+    code, _, err = luffy(*command, "--column", "prompt=q", "--column", "answer=gold")
+    assert code == 0, err
+    [item] = read_items(tmp_path / "out")
+    assert (item["id"], item["answer"]) == ("own:1", "24")
+
+
 def test_compare_from_the_shell(whole, greedy, tmp_path):
     code, out, err = luffy("eval", "compare", greedy, whole[0], "--out", tmp_path / "c", "--resamples", 200)
     assert code == 0, err
@@ -514,6 +526,7 @@ def test_compare_from_the_shell(whole, greedy, tmp_path):
     [
         (("eval", BASE, "--suite", "math6"), "no data folder: give --data FOLDER or set LUFFY_DATA"),
         (("eval", BASE, "--suite", "nope"), "--suite nope: neither a suite"),
+        (("eval", BASE, "--suite", "math6", "--column", "q"), "--column q: write it as ours=theirs"),
         (("eval", "compare", "nowhere", "else"), "nowhere: no such folder"),
         (("analyze", "nowhere"), "nowhere is neither a run (no metrics.jsonl) nor an evaluation"),
         (("analyze", "--gamma", "-1"), "--gamma must be above 0"),

@@ -162,12 +162,17 @@ def test_model_and_local_traces_on_the_command_line(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "rope_theta: 10000 -> 40000" in result.stdout
     file = tmp_path / "one.jsonl"
-    file.write_text(json.dumps({"prompt": "1+1", "answer": "2"}) + "\n")
+    file.write_text(json.dumps({"q": "1+1", "meta": {"gold": "2"}, "level": 3}) + "\n")
     out = tmp_path / "traces.parquet"
     command = ["prepare", "traces", file, "--out", out, "--max-tokens", 4, "--n", 2, "--reward", "gsm8k"]
-    result = luffy(*command, "--local", made, "--style", "plain")
+    local = ["--local", made, "--style", "plain"]
+    result = luffy(*command, *local, "--column", "prompt=q", "--column", "answer=meta.gold")
     assert result.returncode == 0, result.stderr
-    assert "samples cut off" in result.stdout and load_problems(out)[0].traces == ()
+    (problem,) = load_problems(out)
+    assert "samples cut off" in result.stdout and problem.traces == ()
+    assert (problem.prompt, problem.answer, problem.meta["level"]) == ("1+1", "2", 3)
+    result = luffy(*command, *local)
+    assert result.returncode == 2 and "or with --column" in result.stderr
     assert luffy(*command).returncode == 2
     result = luffy(*command, "--endpoint", "http://127.0.0.1:9/v1", "--model", "m", "--api-key-env", "NO_SUCH_KEY")
     assert "NO_SUCH_KEY: the variable is not set" in result.stderr
