@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from luffy.data.repeats import text_hash
 from luffy.data.schemas import (
     ABSENT,
     READERS,
@@ -114,7 +115,7 @@ class ProblemDataset:
                 self._reject(error)
                 continue
             self._good.append(index)
-            hashes.append(_hash(problem.id))
+            hashes.append(text_hash(problem.id))
             if len(self._good) == self._limit:
                 break
         self._check_map_was_used(unseen, rows)
@@ -165,10 +166,6 @@ def load_problems(
 
 def _absent(columns: Mapping[str, str], row: Row) -> dict[str, str]:
     return {key: column for key, column in columns.items() if lookup(row, column) is ABSENT}
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def _places_of_repeats(hashes: array[int]) -> list[int]:

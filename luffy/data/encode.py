@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from luffy.data.repeats import prompt_hash
 from luffy.data.schemas import ROW_KEY, log_prob_fault
 from luffy.data.special_tokens import MARK, OPEN, THINK, SpecialTokens, without_marks
 from luffy.errors import ConfigError, DataError
@@ -146,6 +147,10 @@ class Encoder:
         text, bos = self._prompt_text(problem)
         return (*bos, *self._tokenize(problem, text))
 
+    def prompt_hash(self, problem: Problem) -> int:
+        """The same for problems whose prompts differ in whitespace alone, as the model sees them."""
+        return prompt_hash(self._chat(problem.prompt))
+
     def _prompt_text(self, problem: Problem) -> tuple[str, tuple[int, ...]]:
         """Text to tokenise, marked, and the ids before it. A chat template writes its own BOS, so none comes before
         it."""
@@ -155,12 +160,17 @@ class Encoder:
                 return self._marked(prompt), self._bos
             if self.style == PromptStyle.PAPER_SIMPLE:
                 return f"User: {self._marked(prompt)}\n\nAnswer: Let's think step by step.", self._bos
+        return self._chat_text(problem), ()
+
+    def _chat(self, prompt: str | tuple[Message, ...]) -> tuple[Message, ...]:
+        """What the chat template gets."""
+        if isinstance(prompt, str):
             question = QUESTION_LINE + prompt if self.style == PromptStyle.PAPER else prompt
             prompt = (Message("user", question),)
-        return self._chat_text(problem, prompt), ()
+        return with_system_prompt(prompt, self.system_prompt)
 
-    def _chat_text(self, problem: Problem, chat: tuple[Message, ...]) -> str:
-        text = self._apply_template(problem, with_system_prompt(chat, self.system_prompt))
+    def _chat_text(self, problem: Problem) -> str:
+        text = self._apply_template(problem, self._chat(problem.prompt))
         if self.style != PromptStyle.PAPER or text.endswith(f"{THINK}\n"):
             return text
         return text + ("\n" if text.endswith(THINK) else f"{THINK}\n")

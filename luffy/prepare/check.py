@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import Any
 
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.data.encode import NO_LIMIT, resolve_style
+from luffy.data.repeats import prompt_hash, repeated, shared
+from luffy.data.schemas import ROW_KEY, without_traces
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.models.load import load_tokenizer
 from luffy.prepare.cards import quantiles
@@ -34,6 +37,7 @@ class CheckOptions:
     workers: int = 2
     columns: Mapping[str, str] | None = None
     answer_in_thought: bool = False
+    eval: str | None = None
 
 
 @dataclass
@@ -48,14 +52,18 @@ def check_file(path: str, options: CheckOptions) -> dict[str, Any]:
     """The report as data. Unusable data (no readable row, ids the tokenizer does not have) is a DataError."""
     problems = load_problems(path, options.split, bad_rows="skip", require_answer=False, columns=options.columns)
     encoder = None if options.tokenizer is None else _encoder(options)
+    contents, hashes = _contents(problems, encoder)
     report: dict[str, Any] = {
         "file": path,
         "schema": sorted(set(problems.schemas)),
         "rows": len(problems),
         "skipped": dict(problems.skipped),
         "skipped_examples": problems.messages,
-        **_contents(problems),
+        **contents,
+        "repeated": _pairs(repeated(hashes), problems, problems),
     }
+    if options.eval is not None:
+        report["held_out"] = _held_out(problems, hashes, encoder, options.eval, options.columns)
     if encoder is not None:
         report |= {"style": str(encoder.style), "tokens": _token_report(_lengths(problems, encoder), options)}
     report["verifier"] = _agreement(problems, encoder, options)
@@ -70,10 +78,13 @@ def _encoder(options: CheckOptions) -> Encoder:
     return Encoder(tokenizer, style, options.system_prompt, **budgets)
 
 
-def _contents(problems: ProblemDataset) -> dict[str, Any]:
+def _contents(problems: ProblemDataset, encoder: Encoder | None) -> tuple[dict[str, Any], array[int]]:
+    """What is in the rows, and the hashes of their prompts: one pass over the file."""
+    hashes = array("Q")
     counts: Counter[str] = Counter()
     teachers: Counter[str] = Counter()
     for problem in problems:
+        hashes.append(_prompt_hash(problem, encoder))
         counts["without_answer"] += not problem.answer.strip()
         counts["chat_prompts"] += not isinstance(problem.prompt, str)
         counts["with_traces"] += bool(problem.traces)
@@ -81,7 +92,32 @@ def _contents(problems: ProblemDataset) -> dict[str, Any]:
         counts["traces_with_token_ids"] += sum(trace.token_ids is not None for trace in problem.traces)
         counts["traces_with_log_probs"] += sum(trace.log_probs is not None for trace in problem.traces)
         teachers.update(trace.teacher for trace in problem.traces)
-    return {**counts, "share_with_traces": counts["with_traces"] / len(problems), "teachers": dict(teachers)}
+    share = counts["with_traces"] / len(problems)
+    return {**counts, "share_with_traces": share, "teachers": dict(teachers)}, hashes
+
+
+def _held_out(
+    problems: ProblemDataset,
+    hashes: array[int],
+    encoder: Encoder | None,
+    path: str,
+    columns: Mapping[str, str] | None,
+) -> dict[str, Any]:
+    """How many held-out problems are in the file too."""
+    mapped = without_traces(columns or {})
+    held_out = load_problems(path, "test", bad_rows="skip", require_answer=False, columns=mapped)
+    own = array("Q", (_prompt_hash(problem, encoder) for problem in held_out))
+    return {"file": path, "rows": len(held_out), **_pairs(shared(own, hashes), held_out, problems)}
+
+
+def _prompt_hash(problem: Problem, encoder: Encoder | None) -> int:
+    return prompt_hash(problem.prompt) if encoder is None else encoder.prompt_hash(problem)
+
+
+def _pairs(found: list[tuple[int, int]], problems: ProblemDataset, others: ProblemDataset) -> dict[str, Any]:
+    """How many pairs there are, and the rows of the first."""
+    first = [f"{problems[place].meta[ROW_KEY]} = {others[same].meta[ROW_KEY]}" for place, same in found[:1]]
+    return {"count": len(found), "first": first[0] if first else None}
 
 
 def _lengths(problems: ProblemDataset, encoder: Encoder) -> Lengths:
@@ -186,6 +222,7 @@ def report_lines(report: dict[str, Any], full: bool = False) -> Iterator[str]:
     if report["without_answer"]:
         taken = "luffy sft takes them, luffy train stops at them or, with data.bad_rows=skip, leaves them out"
         yield f"no answer   {report['without_answer']:,} problems: {taken}"
+    yield from _equal_prompt_lines(report)
     yield (
         f"traces      {report['traces']:,}; {100 * report['share_with_traces']:.1f}% of the problems have one; "
         f"{report['traces_with_log_probs']:,} with log-probs"
@@ -195,6 +232,15 @@ def report_lines(report: dict[str, Any], full: bool = False) -> Iterator[str]:
     yield from _verifier_lines(report["verifier"])
     for number, example in enumerate(report["examples"], start=1):
         yield from _example_lines(number, example, "style" in report, full)
+
+
+def _equal_prompt_lines(report: dict[str, Any]) -> Iterator[str]:
+    if (repeats := report["repeated"])["count"]:
+        said = f"{repeats['count']:,} of {report['rows']:,} problems repeat an earlier one"
+        yield f"warning     {said}, first: {repeats['first']}"
+    if held_out := report.get("held_out"):
+        said = f"{held_out['count']:,} of {held_out['rows']:,} problems of {held_out['file']} are in this file too"
+        yield f"warning     {said}, first: {held_out['first']}" if held_out["count"] else f"held out    {said}"
 
 
 def _token_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -92,6 +92,9 @@ def check(
     system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
     split: Annotated[str, typer.Option(help="split of a folder or hub dataset")] = "train",
     columns: Columns = None,
+    held_out: Annotated[
+        str | None, typer.Option("--eval", help="held-out data, as data.eval: how many of its problems are in FILE too")
+    ] = None,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="budget to compare with")] = 1024,
     max_trace_tokens: Annotated[int, typer.Option(min=1, help="budget to compare with")] = 8192,
     verify: Annotated[int, typer.Option(min=0, help="how many problems' traces to verify; 0: none")] = 200,
@@ -105,7 +108,7 @@ def check(
 
     options = CheckOptions(
         split, tokenizer, style, system_prompt, max_prompt_tokens, max_trace_tokens, reward, verify, examples, workers,
-        named_columns(columns or []), answer_in_thought,
+        named_columns(columns or []), answer_in_thought, held_out,
     )  # fmt: skip
     report = check_file(file, options)
     if as_json:

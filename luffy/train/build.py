@@ -58,6 +58,7 @@ def build_run(cfg: Config, method: Method, world: World, resume: str, allow_chan
             run.sync(step)
         messages.notices += setup.left_out(run.tasks.report, run.eval_report)
         messages.notices += setup.repeated_problems(cfg, len(run.tasks))
+        messages.notices += setup.equal_prompts(run.tasks, run.eval_tasks)
         if method == "rl":
             messages.notices += setup.dropout_notice(run.model.config)
         world.on_main(lambda: remove_unfinished(cfg.folder))

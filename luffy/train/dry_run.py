@@ -105,7 +105,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
                 planner = build_planner(cfg, steps, encoder.stops(()), tokenizer)
                 plan = FirstStep(cfg, tasks, planner, verifier, tokenizer).plan()
     batch = [group[0].task for group in plan.groups] if plan else first_problems(cfg, tasks)
-    notices += setup.repeated_problems(cfg, len(tasks))
+    notices += setup.repeated_problems(cfg, len(tasks)) + setup.equal_prompts(tasks, eval_tasks)
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
     old, reference = needed_log_probs(cfg, len(batch)) if method == "rl" else (range(0), False)
     scored = len(old) / len(batch) + reference + teacher_passes(cfg, method, model, others.teacher)

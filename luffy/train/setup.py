@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +16,8 @@ from torch import nn
 from luffy.config import Config, ModelConfig
 from luffy.core.shaping import SHAPES
 from luffy.data import Encoder, ProblemDataset, load_problems
+from luffy.data.repeats import repeated, shared
+from luffy.data.schemas import ROW_KEY, without_traces
 from luffy.errors import ConfigError, DataError, UserError, how_to_install
 from luffy.guidance.gate import find_gate
 from luffy.guidance.ratios import SCHEDULES
@@ -131,12 +136,14 @@ def with_date(cfg: Config, tokenizer: Any, saved: Mapping[str, Any]) -> Config:
 
 @dataclass
 class TaskSet:
-    """Problems of a dataset that can be used, encoded when asked for. ``report`` says what was left out."""
+    """Problems of a dataset that can be used, encoded when asked for. ``report`` says what was left out,
+    ``prompt_hashes`` which prompts are equal."""
 
     problems: ProblemDataset
     encoder: Encoder
     usable: list[int]
     report: dict[str, int]
+    prompt_hashes: array[int]
 
     def __len__(self) -> int:
         return len(self.usable)
@@ -163,10 +170,12 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
     problems = _load(cfg, cfg.data.train, cfg.data.split, limit=cfg.data.limit, require_answer=not sft)
     vocabulary = _exceeded_vocabulary(cfg.model, encoder)
     usable, with_traces, with_hints = [], 0, 0
+    prompt_hashes = array("Q")
     for index, task in enumerate(encoder.encode_all(problems[i] for i in range(len(problems)))):
         if task is None or (sft and not task.demonstrations):
             continue
         usable.append(index)
+        prompt_hashes.append(encoder.prompt_hash(task.problem))
         with_traces += bool(task.demonstrations)
         with_hints += hinted and bool(hints_of(task.problem))
         if guided and cfg.algorithm.teacher_probs == "recorded" and not sft:
@@ -179,7 +188,7 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
     report |= {"rows_skipped": sum(problems.skipped.values()), **encoder.counts}
     if not usable:
         raise DataError(f"no usable problem in {cfg.data.train}: {report}")
-    return TaskSet(problems, encoder, usable, report)
+    return TaskSet(problems, encoder, usable, report, prompt_hashes)
 
 
 def _exceeded_vocabulary(cfg: ModelConfig, encoder: Encoder) -> int | None:
@@ -249,10 +258,8 @@ def load_eval_tasks(cfg: Config, encoder: Encoder) -> dict[str, list[Task]]:
 
 
 def _load_eval_set(cfg: Config, path: Any, encoder: Encoder) -> list[Task]:
-    """Held-out problems need no traces, so a column map need not find them there."""
-    columns = {k: v for k, v in cfg.data.columns.items() if k not in ("traces", "teacher", "log_probs", "hints")}
-    without_traces = replace(cfg, data=replace(cfg.data, columns=columns))
-    problems = _load(without_traces, path, cfg.data.eval_split, limit=cfg.eval.limit, require_answer=True)
+    mapped = replace(cfg, data=replace(cfg.data, columns=without_traces(cfg.data.columns)))
+    problems = _load(mapped, path, cfg.data.eval_split, limit=cfg.eval.limit, require_answer=True)
     tasks = list(encoder.encode_all(replace(problem, traces=()) for problem in problems))
     usable = [task for task in tasks if task is not None]
     if not usable:
@@ -366,6 +373,29 @@ def _check_teacher(cfg: Config) -> None:
 def check_context(cfg: Config, model_config: Any) -> None:
     """Prompt and response fit into the model's context."""
     longest = max_positions(model_config)
+def equal_prompts(tasks: TaskSet, eval_tasks: Mapping[str, Sequence[Task]]) -> list[str]:
+    """A line for training problems that repeat an earlier one, and for each held-out set with problems of them."""
+
+    def row(index: int) -> str:
+        return str(tasks.problems[tasks.usable[index]].meta[ROW_KEY])
+
+    said = []
+    if found := repeated(tasks.prompt_hashes):
+        first = f"{row(found[0][0])} = {row(found[0][1])}"
+        said.append(f"{len(found)} of {len(tasks)} training problems repeat an earlier one, first: {first}")
+    for name, held_out in eval_tasks.items():
+        hashes = array("Q", (tasks.encoder.prompt_hash(task.problem) for task in held_out))
+        if found := shared(hashes, tasks.prompt_hashes):
+            knob = "data.eval" if name == "core" else f"data.eval_also.{name}"
+            first = f"{held_out[found[0][0]].problem.meta[ROW_KEY]} = {row(found[0][1])}"
+            counts = f"{len(found)} of {len(held_out)} held-out problems ({knob})"
+            said.append(f"{counts} are in the training set too, first: {first}")
+    return said
+
+
+def validate(cfg: Config, method: str, model_config: Any) -> None:
+    """What only the model or the method can tell, before anything is written."""
+    longest = getattr(model_config, "max_position_embeddings", None)
     budgets = {"rollout.max_tokens": cfg.rollout.max_tokens}
     if cfg.data.eval is not None and cfg.eval.max_tokens is not None:
         budgets["eval.max_tokens"] = cfg.eval.max_tokens

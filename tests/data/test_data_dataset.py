@@ -115,7 +115,7 @@ def test_duplicate_ids_name_both_rows(write_jsonl):
 
 
 def test_equal_hashes_of_different_ids_are_no_duplicates(write_jsonl, monkeypatch):
-    monkeypatch.setattr(dataset_module, "_hash", lambda text: 7)
+    monkeypatch.setattr(dataset_module, "text_hash", lambda text: 7)
     assert len(load_problems(write_jsonl(GOOD))) == 6
     with pytest.raises(DataError, match="both have the id 'x'"):
         load_problems(write_jsonl([{**GOOD[0], "id": "x"}, GOOD[1], {**GOOD[2], "id": "x"}]))

@@ -89,6 +89,20 @@ def test_a_chat_prompt_is_taken_as_it_is(tokenizer):
     assert Encoder(tokenizer, style="plain").render(own) == "<bos>[system]mine[/][user]q[/][assistant]"
 
 
+def test_prompts_are_equal_if_the_model_sees_the_same_words(tokenizer):
+    question, chat = Message("user", " 1+1?\n"), replace(PROBLEM, prompt=(Message("user", "1+1?"),))
+    brief = replace(PROBLEM, prompt=(Message("system", "Be brief."), question))
+    paper = replace(PROBLEM, prompt=(Message("user", "This is the problem:\n1+1?"),))
+
+    def equal(other, **options):
+        encoder = Encoder(tokenizer, **options)
+        return encoder.prompt_hash(PROBLEM) == encoder.prompt_hash(other)
+
+    assert equal(replace(PROBLEM, prompt="\t1+1? ")) and not equal(replace(PROBLEM, prompt="1 + 1?"))
+    assert equal(chat) and not equal(chat, style="paper") and equal(paper, style="paper")
+    assert equal(brief, system_prompt="Be brief.") and not equal(brief)
+
+
 def test_own_chat_template_as_text_or_file(make_tokenizer, tmp_path):
     bare = make_tokenizer(chat_template=None)
     template = "<<{{ messages[0].content }}>>"

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,29 @@ def test_answers_inside_thoughts_count_where_they_do_in_training(tmp_path):
         assert report["verifier"]["agree"] == inside
 
 
+def test_problems_that_are_there_twice_are_said(tmp_path, tokenizer_folder):
+    chat = [{"role": "user", "content": "2+2"}]
+    rows = [{"q": "1+1", "traces": "2"}, {"q": "2+2", "traces": "4"}, {"q": "2\t+2", "traces": ""}]
+    files = {"train": [*rows, {"q": "1+1 ", "traces": "2"}], "test": [{"q": "3+3"}, {"q": chat}, {"q": "2-2"}]}
+    train, held_out = (tmp_path / f"{name}.jsonl" for name in files)
+    for name, some in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    options = CheckOptions(verify=0, eval=str(held_out), columns={"prompt": "q", "traces": "traces"})
+    for tokenizer in (None, str(tokenizer_folder)):
+        report = check_file(str(train), replace(options, tokenizer=tokenizer))
+        assert [line for line in report_lines(report) if line.startswith("warning")] == [
+            f"warning     1 of 4 problems repeat an earlier one, first: {train}:4 = {train}:1",
+            f"warning     1 of 3 problems of {held_out} are in this file too, first: {held_out}:2 = {train}:2",
+        ]
+    lines = list(report_lines(check_file(str(held_out), replace(options, eval=str(train), columns={"prompt": "q"}))))
+    assert f"warning     1 of 4 problems of {train} are in this file too, first: {train}:2 = {held_out}:2" in lines
+    assert not any("repeat" in line for line in lines)
+    (tmp_path / "test.jsonl").write_text(json.dumps({"q": "5+5"}) + "\n")
+    assert f"held out    0 of 1 problems of {held_out} are in this file too" in report_lines(
+        check_file(str(train), options)
+    )
+
+
 def test_long_traces_are_shown_from_both_ends_unless_full(tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "q", "answer": "1", "traces": ["a" * 3000 + "end"]}) + "\n")
@@ -129,8 +153,10 @@ def test_check_on_the_command_line(sums_file, tokenizer_folder, tmp_path):
     result = luffy("prepare", "check", sums_file, "--tokenizer", tokenizer_folder, "--reward", "gsm8k")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("as the model will see it") == 10
-    result = luffy("prepare", "check", sums_file, "--reward", "gsm8k", "--json", "--examples", "2")
-    assert len(json.loads(result.stdout)["examples"]) == 2
+    result = luffy("prepare", "check", sums_file, "--reward", "gsm8k", "--json", "--examples", "2", "--eval", sums_file)
+    report = json.loads(result.stdout)
+    assert len(report["examples"]) == 2 and report["repeated"]["count"] == 0
+    assert report["held_out"] == {"file": sums_file, "rows": 20, "count": 20, "first": f"{sums_file}:1 = {sums_file}:1"}
     (tmp_path / "bad.jsonl").write_text('{"x": 1}\n')
     result = luffy("prepare", "check", tmp_path / "bad.jsonl")
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)

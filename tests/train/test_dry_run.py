@@ -259,6 +259,25 @@ def test_a_batch_larger_than_the_data_is_said(make_config):
     assert not any("usable: every" in line for line in dry_run(make_config(batch={"problems": 24}), "rl"))
 
 
+def test_problems_that_are_there_twice_are_said(make_config, sums, tmp_path):
+    rows = [json.loads(line) for line in sums.read_text().splitlines()]
+    copies = [rows[2] | {"id": "c0"}, rows[7] | {"id": "c1", "prompt": f" {rows[7]['prompt']}\n"}]
+    train, held_out, other = (tmp_path / f"{name}.jsonl" for name in ("train", "held_out", "other"))
+    sets = {train: rows[:10] + copies, held_out: [rows[15], rows[7], rows[2]], other: [rows[15]]}
+    for path, some in sets.items():
+        path.write_text("".join(json.dumps(row) + "\n" for row in some))
+    data = {"train": str(train), "eval": str(held_out), "eval_also": {"other": str(other), "same": str(train)}}
+    cfg = make_config(data=data)
+    said = [
+        f"2 of 12 training problems repeat an earlier one, first: {train}:11 = {train}:3",
+        f"2 of 3 held-out problems (data.eval) are in the training set too, first: {held_out}:2 = {train}:8",
+        f"12 of 12 held-out problems (data.eval_also.same) are in the training set too, first: {train}:1 = {train}:1",
+    ]
+    assert [line for line in dry_run(cfg, "rl") if line.startswith("warning")] == [f"warning    {s}" for s in said]
+    with Trainer(cfg) as trainer:
+        assert trainer.notices == said
+
+
 def test_traces_are_verified_without_the_token_that_ends_them(make_config):
     cfg = make_config(reward={"kind": "loop_rewards:ends_in_a_digit"})
     assert any(line.startswith("traces     16 of the first 16 are right") for line in dry_run(cfg, "rl"))

@@ -1,0 +1,39 @@
+"""Which problems are there twice, by hashes of their prompts: eight bytes a problem, and no second look at the data."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from typing import Any
+
+import numpy as np
+
+from luffy.types import Message
+
+
+def text_hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def prompt_hash(prompt: str | tuple[Message, ...]) -> int:
+    """The same for prompts that differ in whitespace alone; a question is the same as a chat of it alone."""
+    chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+    return text_hash("\n".join(f"{turn.role}: {' '.join(turn.content.split())}" for turn in chat))
+
+
+def repeated(hashes: array[int]) -> list[tuple[int, int]]:
+    """Places of the problems that repeat an earlier one, each with the place of the first of its kind."""
+    return [(place, first) for place, first in shared(hashes, hashes) if first < place]
+
+
+def shared(hashes: array[int], others: array[int]) -> list[tuple[int, int]]:
+    """Places of ``hashes`` that are among ``others`` too, each with its first place there."""
+    wanted = _as_numpy(hashes)
+    known, first = np.unique(_as_numpy(others), return_index=True)
+    at = np.searchsorted(known, wanted)
+    found = np.flatnonzero(known[at.clip(max=len(known) - 1)] == wanted)
+    return list(zip(found.tolist(), first[at[found]].tolist(), strict=True))
+
+
+def _as_numpy(hashes: array[int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    return np.frombuffer(hashes, dtype=np.uint64)
