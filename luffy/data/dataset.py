@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from luffy.data.repeats import text_hash
+from luffy.data.repeats import repeated, text_hash
 from luffy.data.schemas import (
     ABSENT,
     READERS,
@@ -144,17 +142,17 @@ class ProblemDataset:
     def _reject_duplicates(self, hashes: array[int]) -> None:
         """Equal hashes point at rows to read again, so that ids themselves need not be kept."""
         first: dict[str, int] = {}
-        repeated: set[int] = set()
-        for place in _places_of_repeats(hashes):
+        dropped: set[int] = set()
+        for place in sorted({place for pair in repeated(hashes) for place in pair}):
             row = self._good[place]
             problem_id = self._problem(row, self.source[row]).id
             if problem_id in first:
                 names = f"{self.source.name(row)} and {self.source.name(first[problem_id])}"
                 self._reject(RowError(names, f"both have the id {problem_id!r}", "duplicate id"))
-                repeated.add(row)
+                dropped.add(row)
             first.setdefault(problem_id, row)
-        if repeated:
-            self._good = array("q", (row for row in self._good if row not in repeated))
+        if dropped:
+            self._good = array("q", (row for row in self._good if row not in dropped))
 
 
 def load_problems(
@@ -166,13 +164,6 @@ def load_problems(
 
 def _absent(columns: Mapping[str, str], row: Row) -> dict[str, str]:
     return {key: column for key, column in columns.items() if lookup(row, column) is ABSENT}
-
-
-def _places_of_repeats(hashes: array[int]) -> list[int]:
-    keys = np.frombuffer(hashes, dtype=np.uint64) if hashes else np.empty(0, dtype=np.uint64)
-    order = np.argsort(keys, kind="stable")
-    equal = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
-    return sorted({int(order[place + step]) for place in equal for step in (0, 1)})
 
 
 def _checked_schema(schema: str, columns: Mapping[str, str] | None) -> str:

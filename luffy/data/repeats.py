@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from typing import Any
 
 import numpy as np
 
@@ -28,12 +27,7 @@ def repeated(hashes: array[int]) -> list[tuple[int, int]]:
 
 def shared(hashes: array[int], others: array[int]) -> list[tuple[int, int]]:
     """Places of ``hashes`` that are among ``others`` too, each with its first place there."""
-    wanted = _as_numpy(hashes)
-    known, first = np.unique(_as_numpy(others), return_index=True)
-    at = np.searchsorted(known, wanted)
-    found = np.flatnonzero(known[at.clip(max=len(known) - 1)] == wanted)
-    return list(zip(found.tolist(), first[at[found]].tolist(), strict=True))
-
-
-def _as_numpy(hashes: array[int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    return np.frombuffer(hashes, dtype=np.uint64)
+    wanted = np.asarray(hashes, dtype=np.uint64)
+    known, first = np.unique(np.asarray(others, dtype=np.uint64), return_index=True)
+    found = np.flatnonzero(np.isin(wanted, known))
+    return list(zip(found.tolist(), first[np.searchsorted(known, wanted[found])].tolist(), strict=True))

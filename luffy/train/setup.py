@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -370,9 +368,6 @@ def _check_teacher(cfg: Config) -> None:
         )
 
 
-def check_context(cfg: Config, model_config: Any) -> None:
-    """Prompt and response fit into the model's context."""
-    longest = max_positions(model_config)
 def equal_prompts(tasks: TaskSet, eval_tasks: Mapping[str, Sequence[Task]]) -> list[str]:
     """A line for training problems that repeat an earlier one, and for each held-out set with problems of them."""
 
@@ -393,9 +388,9 @@ def equal_prompts(tasks: TaskSet, eval_tasks: Mapping[str, Sequence[Task]]) -> l
     return said
 
 
-def validate(cfg: Config, method: str, model_config: Any) -> None:
-    """What only the model or the method can tell, before anything is written."""
-    longest = getattr(model_config, "max_position_embeddings", None)
+def check_context(cfg: Config, model_config: Any) -> None:
+    """Prompt and response fit into the model's context."""
+    longest = max_positions(model_config)
     budgets = {"rollout.max_tokens": cfg.rollout.max_tokens}
     if cfg.data.eval is not None and cfg.eval.max_tokens is not None:
         budgets["eval.max_tokens"] = cfg.eval.max_tokens
