@@ -1,4 +1,4 @@
-"""The batch of one step: which problems this rank takes, which groups are kept, and cutting it into mini-batches.
+"""The batch of one step: which groups are kept, the log-probs that their credit needs, and the mini-batches.
 
 What surrounds the method is here: ranks (each takes its share, and all agree on what is kept), oversampling
 (rolling out further batches until enough groups are kept) and taking a batch that was prefetched.
@@ -34,7 +34,7 @@ from luffy.types import Group, Sample
 
 
 @dataclass(frozen=True)
-class Slot:
+class BatchRequest:
     """One batch to roll out. ``version``: of the policy whose weights make it. ``first``: the position of its first
     problem in the step, which is not 0 when a step takes several batches."""
 
@@ -45,7 +45,7 @@ class Slot:
     progress: Callable[[int, int], None]
 
 
-RollOut = Callable[[Run, Slot], RolloutBatch]
+RollOut = Callable[[Run, BatchRequest], RolloutBatch]
 
 
 @dataclass
@@ -150,11 +150,11 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
 def _next_batch(run: Run, step: int, first: int, roll_out: RollOut) -> RolloutBatch:
     """The next batch of problems, rolled out now or prefetched."""
     if run.prefetcher is None:
-        return roll_out(run, Slot(step, step, first, run.watch, run.messages.count))
+        return roll_out(run, BatchRequest(step, step, first, run.watch, run.messages.count))
 
     def make(step: int, version: int, check: Callable[[], None]) -> RolloutBatch:
         watch, version = Stopwatch(), run.engine.agree_on(version)
-        made = roll_out(run, Slot(step, version, 0, watch, lambda done, total: check()))
+        made = roll_out(run, BatchRequest(step, version, 0, watch, lambda done, total: check()))
         return replace(made, seconds=watch.seconds)
 
     with run.watch("wait"):

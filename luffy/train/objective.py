@@ -57,7 +57,7 @@ class Objective:
     sft_shape: Shape = PLAIN_SFT
     recorded_teacher: bool = False
     importance: Importance | None = None
-    weights_are: str = "guidance"  # or "async" or "rollout", by what they correct: the group of their metrics
+    weight_metrics: str = "guidance"  # or "async" or "rollout", by what they correct: the group of their metrics
 
     @staticmethod
     def of(cfg: Config) -> Objective:
@@ -71,7 +71,7 @@ class Objective:
             sft_shape=a.sft_shape(),
             recorded_teacher=a.teacher_probs == "recorded",
             importance=importance_of(cfg),
-            weights_are="guidance" if cfg.rollout.overrides else "async" if cfg.may_be_stale else "rollout",
+            weight_metrics="guidance" if cfg.rollout.overrides else "async" if cfg.may_be_stale else "rollout",
         )
 
     def __call__(
@@ -102,7 +102,7 @@ class Objective:
                 terms, log_prob, advantages.detach(), in_rl & batch.off_policy
             )
         if weights is not None:
-            stats |= _weight_stats(weights.detach(), in_rl & ~batch.off_policy, self.weights_are)
+            stats |= _weight_stats(weights.detach(), in_rl & ~batch.off_policy, self.weight_metrics)
         if batch.ref_log_probs is not None:
             # Before the estimator: it overflows far from the reference, and inf * 0 is no number.
             kl = kl_penalty(keep(log_prob, in_rl), keep(batch.ref_log_probs, in_rl), self.kl_estimator)

@@ -21,7 +21,7 @@ from luffy.distributed.share import expected_tokens, share_out
 from luffy.guidance import Plan
 from luffy.guidance.plan import Planned
 from luffy.metrics import Max, Mean, Metric, Sum
-from luffy.train.batch import Slot
+from luffy.train.batch import BatchRequest
 from luffy.train.draws import Drawn, draw_batch
 from luffy.train.groups import score
 from luffy.train.run_state import Draw, RolloutBatch, Run
@@ -29,7 +29,7 @@ from luffy.train.under_way import PartialResponse, UnderWay
 from luffy.types import Group
 
 
-def roll_out_in_parts(run: Run, at: Slot) -> RolloutBatch:
+def roll_out_in_parts(run: Run, at: BatchRequest) -> RolloutBatch:
     """The first half of an RL step as `roll_out` makes it, where only whole groups leave it."""
     with at.watch("plan"):
         mine = take_share(run, at.step)
@@ -85,7 +85,7 @@ def plan_of(run: Run, problem: UnderWay) -> tuple[Planned, ...]:
     )
 
 
-def go_on(run: Run, problems: Sequence[UnderWay], at: Slot) -> list[UnderWay]:
+def go_on(run: Run, problems: Sequence[UnderWay], at: BatchRequest) -> list[UnderWay]:
     """The problems with the next tokens of every response that is not finished."""
     most = run.cfg.rollout.max_tokens_per_step
     assert most is not None
@@ -110,7 +110,7 @@ def go_on(run: Run, problems: Sequence[UnderWay], at: Slot) -> list[UnderWay]:
     ]
 
 
-def groups_of(run: Run, problems: Sequence[UnderWay], at: Slot) -> list[Group]:
+def groups_of(run: Run, problems: Sequence[UnderWay], at: BatchRequest) -> list[Group]:
     """Whole problems as groups, verified."""
     assert run.verifier is not None
     completions = [r.completion for problem in problems for r in problem.responses if r.finish != "trace"]

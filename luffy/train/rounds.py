@@ -20,7 +20,7 @@ from luffy.models.load import decode
 from luffy.rewards import Verifier
 from luffy.rollout.native import NativeEngine
 from luffy.train.answer_probs import answer_probs
-from luffy.train.batch import Slot
+from luffy.train.batch import BatchRequest
 from luffy.train.draws import Drawn
 from luffy.train.early_scores import EarlyScores
 from luffy.train.groups import grouped, score
@@ -30,7 +30,7 @@ from luffy.types import Completion, Group, Rollout, Task
 TOO_LONG = "method/hints_too_long"
 
 
-def respond(run: Run, plan: Plan, at: Slot) -> list[Group]:
+def respond(run: Run, plan: Plan, at: BatchRequest) -> list[Group]:
     """Generate what a plan asks for, join it with the teacher's part and verify all of it."""
     assert run.verifier is not None
     if type(run.engine) is NativeEngine and run.verifier.may_score_early:  # others do not tell of each that ends
@@ -42,7 +42,7 @@ def respond(run: Run, plan: Plan, at: Slot) -> list[Group]:
         return score(rollouts, run.verifier, run.tokenizer)
 
 
-def respond_and_score(run: Run, engine: NativeEngine, verifier: Verifier, plan: Plan, at: Slot) -> list[Group]:
+def respond_and_score(run: Run, engine: NativeEngine, verifier: Verifier, plan: Plan, at: BatchRequest) -> list[Group]:
     """The same, where each response is joined and verified as soon as it ends."""
     planned = [sample for group in plan.groups for sample in group]
     asked = [i for i, sample in enumerate(planned) if sample.request is not None]
@@ -63,7 +63,7 @@ def respond_and_score(run: Run, engine: NativeEngine, verifier: Verifier, plan: 
 
 
 def further_rounds(
-    run: Run, gate: Gate, drawn: Drawn, groups: Sequence[Group], at: Slot
+    run: Run, gate: Gate, drawn: Drawn, groups: Sequence[Group], at: BatchRequest
 ) -> tuple[list[Group], dict[str, Metric]]:
     """The groups after the rounds that the gate asks for, and what was measured."""
     merged, asked = list(groups), list(range(len(groups)))
@@ -83,7 +83,7 @@ def further_rounds(
 
 
 def first_round(
-    run: Run, drawn: Drawn, i: int, group: Group, at: Slot, number: int, counts: Counter[str]
+    run: Run, drawn: Drawn, i: int, group: Group, at: BatchRequest, number: int, counts: Counter[str]
 ) -> FirstRound:
     """What the gate sees of one group; ``counts`` counts the hints that do not fit."""
     reward = run.cfg.reward

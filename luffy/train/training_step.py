@@ -11,7 +11,7 @@ from collections.abc import Callable
 from luffy.errors import TrainingStopped
 from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.train import recording
-from luffy.train.batch import Slot, StepBatch, collect, draw_traces, score_tokens, updates
+from luffy.train.batch import BatchRequest, StepBatch, collect, draw_traces, score_tokens, updates
 from luffy.train.credit import credit, credit_metrics
 from luffy.train.draws import draw_share, lessons
 from luffy.train.optim import lr_at
@@ -27,7 +27,7 @@ def ignore(batch: StepBatch) -> None:
     """An observer that looks at nothing."""
 
 
-def roll_out(run: Run, at: Slot) -> RolloutBatch:
+def roll_out(run: Run, at: BatchRequest) -> RolloutBatch:
     """The first half of an RL step: sample problems, plan, generate, verify, and again where the gate asks for it. With
     ``async.max_staleness`` a thread does this for coming steps; it must not depend on anything but the run and the
     slot."""
