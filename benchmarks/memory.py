@@ -20,8 +20,8 @@ import torch
 
 from luffy.bench.machine import Machine, reset_peak
 from luffy.bench.step import step_config, timed_steps, write_inputs
+from luffy.dry_run import dry_run
 from luffy.models.load import DTYPES
-from luffy.train.dry_run import dry_run
 from luffy.train.loop import Trainer
 
 PROMPT = 121

@@ -193,10 +193,10 @@ def _train(
     check_made_for(cfg, method)
     check_prepared(cfg)
     if dry_run:
-        from luffy.train.dry_run import Renting
-        from luffy.train.dry_run import dry_run as plan
+        from luffy.dry_run import Renting
+        from luffy.dry_run import dry_run as lines_of
 
-        for line in plan(cfg, method, len(trainings), Renting(gpu, gpu_price)):
+        for line in lines_of(cfg, method, len(trainings), Renting(gpu, gpu_price)):
             typer.echo(line)
         return
     from luffy.distributed.launch import launch

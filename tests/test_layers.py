@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "distributed": {"distributed", "rollout", "config", "models", "core", *BASE},
     "evaluation": {"evaluation", "report", "config", "guidance", "rewards", "rollout", "models", "data", "core", *BASE},
     "train": {"train", "distributed", "evaluation", "report", "rollout", "models", "guidance", "rewards", "data", "core", "config", "schema", *BASE},
+    "dry_run": {"dry_run", "train", "distributed", "report", "rollout", "models", "guidance", "rewards", "data", "core", "config", *BASE},
     "bench": {"bench", "guidance", "train", "rollout", "models", "report", "config", "schema", *BASE},
     "view": {"view", "report", *BASE},
     "prepare": {"prepare", "train", "evaluation", "rollout", "models", "guidance", "rewards", "data", *BASE},

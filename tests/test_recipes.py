@@ -8,10 +8,9 @@ import yaml
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from luffy.config import BUILT_IN_RECIPES, PACKAGE, Config, build, built_in_recipes, load_config, merge, read_recipe
+from luffy.dry_run import dry_run, probe
 from luffy.errors import ConfigError
 from luffy.schema import to_dict
-from luffy.train import probe
-from luffy.train.dry_run import dry_run
 
 # What every name stood for when a recipe was one file: its merged values.
 RESOLVED = json.loads((Path(__file__).parent / "recipes_resolved.json").read_text().replace("package:", f"{PACKAGE}/"))

@@ -135,6 +135,18 @@ def vocabulary_in(path: str | Path, trust_remote_code: bool = False) -> int | No
     return size
 
 
+def read_model_config(path: str, knob: str, trust_remote_code: bool) -> Any:
+    """The config of a model's folder; an error names the ``knob``."""
+    try:
+        check_local(path, "config.json")
+    except UserError as error:
+        raise UserError(f"'{knob}' {error}") from None
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except LOAD_ERRORS as error:
+        raise UserError(f"'{knob}' {path}: {' '.join(str(error).split())[:300]}") from None
+
+
 def drop_padding_tokens(model: PreTrainedModel, tokens: int) -> None:
     """Cut embeddings and head to the first ``tokens`` rows: a distribution over them alone, renormalised."""
     if model.config.vocab_size > tokens:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from luffy.config import Config
 from luffy.errors import ConfigError
-from luffy.models.load import gguf_file
+from luffy.models.load import gguf_file, read_model_config
 from luffy.rollout.vllm.http_client import key_from
 from luffy.rollout.vllm.server_process import become_server, server_command, server_environment
-from luffy.train.bare_models import read_model_config
 from luffy.train.setup import pick_device
 from luffy.train.vllm_settings import transfer_to_servers, vllm_arguments
 

@@ -9,10 +9,10 @@ import torch
 from support import make_samples, make_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from luffy.dry_run import dry_run
 from luffy.errors import UserError
 from luffy.models.load import load_model
 from luffy.report.recorder import read_json_lines
-from luffy.train.dry_run import dry_run
 from luffy.train.groups import staleness_metrics
 from luffy.train.loop import Trainer
 from luffy.train.policy import Policy

@@ -11,12 +11,11 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from luffy.config import load_config
+from luffy.dry_run import dry_run, memory_needs
 from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import read_json_lines
 from luffy.rollout import Engine, NativeEngine
 from luffy.rollout.overrides.aligned import AlignedEngine
-from luffy.train import dry_run as planning
-from luffy.train.dry_run import dry_run
 from luffy.train.loop import Trainer
 from luffy.types import Request, Sampling
 
@@ -270,8 +269,8 @@ def test_a_second_model_that_does_not_fit_is_refused(make_config, stronger, tmp_
 
 @pytest.mark.parametrize(("dtype", "size"), [(None, 4), ("bfloat16", 2)])
 def test_a_dry_run_counts_the_second_model_and_its_cache(make_config, stronger, monkeypatch, dtype, size):
-    monkeypatch.setattr(planning, "GIB", 1)  # bytes
-    monkeypatch.setattr(planning, "resident_bytes", lambda: 0)  # of this process: it grows from call to call
+    monkeypatch.setattr(memory_needs, "GIB", 1)  # bytes
+    monkeypatch.setattr(memory_needs, "resident_bytes", lambda: 0)  # of this process: it grows from call to call
 
     def memory(**rollout):
         (line,) = [

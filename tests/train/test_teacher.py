@@ -14,14 +14,13 @@ from support import make_tokenizer, untimed_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from luffy.data import Encoder
+from luffy.dry_run import dry_run, memory_needs
 from luffy.errors import ConfigError, DataError, UserError
 from luffy.report.recorder import read_json_lines
 from luffy.schema import to_dict
-from luffy.train import dry_run as planning
 from luffy.train.batch import collect, score_tokens
 from luffy.train.checkpoint import Checkpoint
 from luffy.train.credit import uncredited
-from luffy.train.dry_run import dry_run
 from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
 from luffy.train.teacher import Teacher, TeacherPrompts
@@ -247,7 +246,7 @@ def test_a_teacher_that_is_shown_a_solution_needs_traces(make_config, sums, tmp_
 
 
 def test_a_dry_run_counts_the_teacher(make_config, other_model, monkeypatch):
-    monkeypatch.setattr(planning, "GIB", 1)  # bytes
+    monkeypatch.setattr(memory_needs, "GIB", 1)  # bytes
 
     def counted(**changes):
         (line,) = [line for line in dry_run(make_config(**changes), "rl") if line.startswith("memory")]

@@ -13,14 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from luffy.bench.shapes import SHAPES
 from luffy.config import load_config
+from luffy.dry_run.estimate import ALLOCATOR, Work, layer_bytes, passes_of, planned_sample, rollout_parts, update_parts
+from luffy.dry_run.gpu_cost import step_plan
+from luffy.dry_run.probe import Rates, shortened
 from luffy.models.families import layout_of
 from luffy.models.forward import forward_hidden, use_luffy_attention
 from luffy.rollout.native import NativeEngine, default_prefill_tokens
 from luffy.schema import to_dict
 from luffy.train.activations import CAUTION, MARGIN_BYTES
-from luffy.train.estimate import ALLOCATOR, Work, layer_bytes, passes_of, planned_sample, rollout_parts, update_parts
-from luffy.train.gpu_cost import step_plan
-from luffy.train.probe import Rates, shortened
 from luffy.types import Family
 
 GIB = 2**30
@@ -188,7 +188,7 @@ import json, re, sys
 from pathlib import Path
 from luffy.config import Config
 from luffy.schema import build
-from luffy.train.dry_run import dry_run
+from luffy.dry_run import dry_run
 from luffy.train.loop import Trainer
 
 cfg, method = build(Config, json.loads(sys.argv[1])), sys.argv[2]

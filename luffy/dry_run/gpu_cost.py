@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from luffy.config import Config
 from luffy.distributed import cost
+from luffy.dry_run.estimate import Work
 from luffy.errors import UserError
 from luffy.models.forward import key_value_shape
-from luffy.train.estimate import Work
 from luffy.types import Request
 
 TIMED_ENGINES = ("native", "vllm")  # whose rollouts the cost model stands for

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from luffy.dry_run import Renting, dry_run, first_step, probe, times
+from luffy.dry_run.bare_models import OtherModels, model_shape
+from luffy.dry_run.estimate import Work
+from luffy.dry_run.memory_needs import kept_parts
 from luffy.errors import UserError
 from luffy.rollout.native import NativeEngine
-from luffy.train import dry_run as planning
-from luffy.train import probe, saving
-from luffy.train.bare_models import OtherModels, model_shape
+from luffy.train import saving
 from luffy.train.draws import draw_share
-from luffy.train.dry_run import Renting, dry_run, kept_parts
-from luffy.train.estimate import Work
 from luffy.train.loop import Trainer
 from luffy.types import Score
 
@@ -74,17 +74,17 @@ def test_the_first_traces_are_verified(make_config, sums, tmp_path, monkeypatch)
                                   "(luffy prepare check)")  # fmt: skip
     assert said(wrong=4, n_prefix=0) == "traces     not used"
     assert said(wrong=4, method="sft") == "traces     not verified: SFT learns from all of them"
-    monkeypatch.setattr(planning, "PROBLEMS_LOOKED_AT", 1)
+    monkeypatch.setattr(first_step, "PROBLEMS_LOOKED_AT", 1)
     assert said(wrong=0) == "traces     none with the first 1 problems"
 
 
 def test_traces_that_could_not_be_scored_are_not_blamed(make_config, monkeypatch):
-    score = planning.verified
-    monkeypatch.setattr(planning, "verified", lambda *args: [Score(0.0, "error"), *score(*args)[1:]])
+    score = first_step.verified
+    monkeypatch.setattr(first_step, "verified", lambda *args: [Score(0.0, "error"), *score(*args)[1:]])
     said = line_of(make_config(), "traces")
     assert said.endswith("15 of the first 16 are right by reward numeric; 1 COULD NOT BE SCORED: look at the reward "
                          "(luffy verify)")  # fmt: skip
-    monkeypatch.setattr(planning, "verified", lambda *args: [Score(0.5) for _ in args[0]])
+    monkeypatch.setattr(first_step, "verified", lambda *args: [Score(0.5) for _ in args[0]])
     said = line_of(make_config(), "traces")
     assert said.endswith("0 of the first 16 are right by reward numeric; THE BEST SCORE IS 0.5, below reward.success=1")
 
@@ -158,14 +158,14 @@ def test_nothing_is_tried_in_bfloat16_on_a_cpu_without_it(
 
 def planned_by(cfg, monkeypatch):
     """The plan of a dry run, the work and the requests of which it gives the time, and its line of the step."""
-    seen, plan_line = [], planning.plan_line
+    seen, plan_line = [], first_step.plan_line
 
     def keep_plan(cfg, batch, plan):
         seen.append(plan)
         return plan_line(cfg, batch, plan)
 
-    monkeypatch.setattr(planning, "plan_line", keep_plan)
-    monkeypatch.setattr(planning, "time_on_cpu", lambda cfg, work, requests, slots: seen.extend((work, requests)))
+    monkeypatch.setattr(first_step, "plan_line", keep_plan)
+    monkeypatch.setattr(times, "time_on_cpu", lambda cfg, work, requests, slots: seen.extend((work, requests)))
     line = line_of(cfg, "step")
     return *seen, line
 
@@ -224,7 +224,7 @@ def test_the_engine_and_its_slots(make_config):
 
 @pytest.mark.parametrize("gpu", [None, "h200"])
 def test_the_time_of_an_engine_of_ones_own_is_not_guessed(make_config, monkeypatch, gpu):
-    monkeypatch.setattr(planning, "duration", repr)
+    monkeypatch.setattr(times, "duration", repr)
 
     def said(**rollout):
         return dry_run(make_config(rollout=rollout), "rl", renting=Renting(gpu))[8]
@@ -327,14 +327,14 @@ def test_the_cost_on_other_gpus_by_hand(make_config):
 
 def test_hours_and_prices_have_two_digits_or_all_before_the_point():
     shown = {0.01234: "0.012", 1.26: "1.3", 9.4: "9.4", 12.6: "13", 126.4: "126", 12345.6: "12,346"}
-    assert {number: planning._rounded(number) for number in shown} == shown
+    assert {number: times._rounded(number) for number in shown} == shown
 
 
 def test_the_cost_counts_every_pass_of_the_update(make_config, tiny_model, tmp_path, monkeypatch):
     """An update takes three forward passes' worth, frozen weights two of them. Reference log-probs take one, and so
     do old ones where all groups need them; those of the second of two mini-batches take half of one. Distillation needs
     old ones and the teacher's, which take as many as the teacher is larger."""
-    monkeypatch.setattr(planning, "duration", repr)
+    monkeypatch.setattr(times, "duration", repr)
 
     def update_of(**changes):
         said = "".join(dry_run(make_config(**changes), "rl", renting=Renting("h200")))

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from luffy.config import Config
 from luffy.distributed import cost
+from luffy.dry_run.estimate import Work
+from luffy.dry_run.gpu_cost import StepTime, step_plan
 from luffy.models.load import DTYPES
 from luffy.models.memory import memory_of_machine
 from luffy.models.plain import choose_path
 from luffy.rollout import NativeEngine
-from luffy.train.estimate import Work
-from luffy.train.gpu_cost import StepTime, step_plan
 from luffy.train.packing import pack
 from luffy.train.scorer import TokenScorer
 from luffy.types import Request, Sample

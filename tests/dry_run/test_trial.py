@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoConfig
 
 from luffy.config import load_config
+from luffy.dry_run import dry_run
+from luffy.dry_run.trial import try_model
 from luffy.errors import UserError
-from luffy.train.dry_run import dry_run
-from luffy.train.trial import try_model
 
 CFG = load_config(None, ["model.path=somewhere", "model.device=cpu"])
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from luffy.config import Config
 from luffy.errors import UserError
 from luffy.models.forward import use_luffy_attention
-from luffy.models.load import LOAD_ERRORS, check_local, load_tokenizer, model_folder
+from luffy.models.load import load_tokenizer, model_folder, read_model_config
 from luffy.models.same_tokens import check_fits, check_same_tokenizer
 from luffy.train import setup
 from luffy.train.run_state import Method
@@ -53,17 +53,6 @@ def bare_model(path: str, knob: str, cfg: Config) -> Any:
 
 def parameters_of(model: Any) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def read_model_config(path: str, knob: str, trust_remote_code: bool) -> Any:
-    try:
-        check_local(path, "config.json")
-    except UserError as error:
-        raise UserError(f"'{knob}' {error}") from None
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except LOAD_ERRORS as error:
-        raise UserError(f"'{knob}' {path}: {' '.join(str(error).split())[:300]}") from None
 
 
 class OtherModels(NamedTuple):
