@@ -37,7 +37,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True, eq=False)
 class LossTerms:
-    """Per token, in the shape of the inputs; 0 at tokens outside the mask.
+    """Per token, in the shape of the inputs. Outside the mask the losses are 0, and the rest means nothing.
 
     ``loss`` is the off-policy term on off-policy tokens and the on-policy term elsewhere, 0 where
     ``all_max_clip`` dropped the token (``kept`` False).
@@ -77,11 +77,11 @@ def policy_loss_terms(
     on_logp = logp if settings.off_ppo else torch.where(off_policy, logp.detach(), logp)
     on_loss, clipped = _on_policy_term(old, on_logp, advantages, settings)
     off = off_policy & mask
-    off_logp = torch.where(off_policy, logp, logp.detach())
     if settings.off_ppo:
         off_ratio, off_loss = keep(torch.exp(logp.detach() - old), off), on_loss
         bounded = off_ratio
     else:
+        off_logp = torch.where(off_policy, logp, logp.detach())
         off_ratio = off_policy_ratio(off_logp, off, settings.off_shape, target_probs, old, behavior_log_prob)
         if settings.off_normalize:
             off_ratio = _normalized(off_ratio, off, off_ratio_mean)

@@ -34,11 +34,6 @@ class Shape:
         if not known and ":" not in self.name:  # a user's module is imported on first use, not here
             gamma_of(self.name)
 
-    @property
-    def function(self) -> ShapeFunction | None:
-        """The function of that name; None for ``p_div_p_A``."""
-        return SHAPES[self.name] if self.name in SHAPES or ":" in self.name else None
-
     def off_policy(
         self, log_prob: Tensor, old_log_prob: Tensor | None = None, behavior_log_prob: Tensor | None = None
     ) -> Tensor:
@@ -49,9 +44,9 @@ class Shape:
             old = log_prob.detach() if old_log_prob is None else old_log_prob
             behavior = torch.zeros_like(old) if behavior_log_prob is None else behavior_log_prob
             return COMPARED_SHAPES[self.name](log_prob, old, behavior, self)
-        if self.function is not None:
-            return self.function(log_prob, self)
-        return torch.sigmoid(log_prob - math.log(gamma_of(self.name)))
+        if _P_DIV_P.fullmatch(self.name):
+            return torch.sigmoid(log_prob - math.log(gamma_of(self.name)))
+        return SHAPES[self.name](log_prob, self)
 
     def on_policy(self, log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
         """The same shape of the ratio p / p_old of the policy's own token."""

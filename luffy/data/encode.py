@@ -105,7 +105,6 @@ class Encoder:
         self._bos = _leading_special(tokenizer)
         self.counts: Counter[str] = Counter()
         self._read: dict[str, list[int]] = {}  # while many are encoded: ids of their texts
-        self._prompts: dict[int, tuple[str, tuple[int, ...]]] = {}  # and their prompts, by the problem's id()
         if self.style in TEMPLATE_STYLES and not self._has_template:
             raise ConfigError(
                 f"the tokenizer {_name(tokenizer)} has no chat template, which data.style={self.style} needs; "
@@ -247,30 +246,33 @@ class Encoder:
         thousands of them take minutes one by one."""
         rest = iter(problems)
         while some := list(islice(rest, READ_AT_ONCE)):
-            self._prompts = {id(problem): self._prompt_text(problem) for problem in some}
+            prompts = [self._prompt_text(problem) for problem in some]
+            self._read = self._read_at_once(some, [text for text, _ in prompts])
             try:
-                self._read = self._read_at_once(some)
-                yield from [self.encode(problem) for problem in some]
+                tasks = [self._task(problem, *prompt) for problem, prompt in zip(some, prompts, strict=True)]
             finally:
-                self._read, self._prompts = {}, {}
+                self._read = {}
+            yield from tasks
 
-    def _read_at_once(self, problems: Sequence[Problem]) -> dict[str, list[int]]:
-        unmarked = (text for problem in problems for text in self._texts(problem) if OPEN not in text)
-        texts = list(dict.fromkeys(unmarked))
+    def _read_at_once(self, problems: Sequence[Problem], prompts: Sequence[str]) -> dict[str, list[int]]:
+        traces = (
+            trace_text(trace, prompt)
+            for problem, prompt in zip(problems, prompts, strict=True)
+            for trace in problem.traces
+            if trace.token_ids is None
+        )
+        texts = list(dict.fromkeys(text for text in (*prompts, *traces) if OPEN not in text))
         try:
             ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
         except Exception:  # the tokenizers library raises nothing narrower; one by one it comes out whose text it was
             return {}
         return dict(zip(texts, ids, strict=True))
 
-    def _texts(self, problem: Problem) -> Iterator[str]:
-        prompt, _ = self._prompts.get(id(problem)) or self._prompt_text(problem)
-        yield prompt
-        yield from (trace_text(trace, prompt) for trace in problem.traces if trace.token_ids is None)
-
     def encode(self, problem: Problem) -> Task | None:
         """The problem as the model sees it, or None when its prompt is too long and may be dropped."""
-        text, bos = self._prompts.get(id(problem)) or self._prompt_text(problem)
+        return self._task(problem, *self._prompt_text(problem))
+
+    def _task(self, problem: Problem, text: str, bos: tuple[int, ...]) -> Task | None:
         prompt_ids = (*bos, *self._tokenize(problem, text))
         if not prompt_ids:
             raise DataError(f"{_where(problem)}: the prompt has no tokens; fix the row")

@@ -466,7 +466,7 @@ def log_prob_fault(values: Iterable[Any]) -> str | None:
 
 def _no_trace(row: RowView, column: str) -> RowError:
     if lookup(row.values, column) is ABSENT:
-        what = f"traces are required, but the row has only {', '.join(row.values)}"
+        what = f"traces are required, but the row has only {column_names(row.values)}"
         return row.fault(column, what, "add the column or map another with data.columns.traces")
     return row.fault(column, "traces are required, but the row has no usable one")
 

@@ -143,7 +143,7 @@ class JsonLines(RowSource):
                 position += len(line)
             self._state = _file_state(file)
         self._starts.append(position)
-        self._digest = digest.hexdigest()
+        self.fingerprint = digest.hexdigest()
 
     def _list_error(self) -> DataError:
         return DataError(
@@ -153,10 +153,6 @@ class JsonLines(RowSource):
 
     def __len__(self) -> int:
         return len(self._lines)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return self._digest
 
     def number(self, index: int) -> int:
         return self._lines[index]
@@ -185,7 +181,7 @@ class JsonLines(RowSource):
         state = _file_state(file)
         if state == self._state:
             return
-        if _digest_of(self.path) != self._digest:
+        if _digest_of(self.path) != self.fingerprint:
             raise DataError(f"{self.path}: the file changed while it was in use; start again")
         self._state = state
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from luffy.data import load_problems
 from luffy.data.schemas import without_traces
 from luffy.errors import DataError, UserError
-from luffy.evaluation.choices import relabel, shuffle_problem
-from luffy.types import Message, Problem
+from luffy.evaluation.choices import arranged
+from luffy.types import Problem
 
 DATA_VARIABLE = "LUFFY_DATA"
 MANY, ONE = 32, 1  # samples per problem in the paper: small test sets take 32
@@ -100,9 +100,9 @@ def load_suite(
         known = ", ".join(SUITES)
         raise UserError(f"--suite {name}: neither a suite ({known}) nor a file; check the name or the path")
     left_out: list[str] = []
-    arranged = [_arranged(b, k, reward, seed, shuffle, limit, left_out) for b in suite.benchmarks]
-    readable = tuple(benchmark for benchmark in arranged if benchmark.problems)
-    unreadable = tuple(f"{benchmark.title} (no row can be read)" for benchmark in arranged if not benchmark.problems)
+    found = [_arranged(b, k, reward, seed, shuffle, limit, left_out) for b in suite.benchmarks]
+    readable = tuple(benchmark for benchmark in found if benchmark.problems)
+    unreadable = tuple(f"{benchmark.title} (no row can be read)" for benchmark in found if not benchmark.problems)
     if not readable:
         raise DataError(f"--suite {name}: no row can be evaluated; the first: {left_out[0]}")
     return replace(suite, benchmarks=readable, missing=suite.missing + unreadable, left_out=tuple(left_out))
@@ -184,16 +184,9 @@ def _arranged(
 
 
 def _arranged_choice(problem: Problem, seed: int, shuffle: bool) -> Problem:
-    question = question_of(problem)
-    if shuffle:
-        arranged = shuffle_problem(problem, question, seed)
-    else:
-        arranged = relabel(problem, question, lambda choices: choices)
-    return arranged if isinstance(problem.prompt, str) else _as_chat(problem, arranged)
-
-
-def _as_chat(original: Problem, arranged: Problem) -> Problem:
-    """The arranged question in the chat it came in."""
-    assert isinstance(original.prompt, tuple) and isinstance(arranged.prompt, str)
-    turns = tuple(m if m.role != "user" else Message("user", arranged.prompt) for m in original.prompt)
-    return replace(arranged, prompt=turns)
+    choice = arranged(problem, question_of(problem), seed if shuffle else None)
+    if isinstance(problem.prompt, str):
+        return choice
+    assert isinstance(choice.prompt, str)
+    turns = (replace(turn, content=choice.prompt) if turn.role == "user" else turn for turn in problem.prompt)
+    return replace(choice, prompt=tuple(turns))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from luffy.errors import DataError
@@ -68,8 +68,11 @@ def _last_run(labels: list[re.Match[str]], names: Sequence[str]) -> list[re.Matc
     """From the last label ``names[0]`` on, as long as each of the labels in ``names`` is the next one."""
     labels = [match for match in labels if match[1] in names]
     starts = [place for place, match in enumerate(labels) if match[1] == names[0]]
-    run = labels[starts[-1] :] if starts else []
-    return [match for match, label in zip(run, names, strict=False) if match[1] == label]
+    run: list[re.Match[str]] = []
+    for match in labels[starts[-1] :] if starts else []:
+        if len(run) < len(names) and match[1] == names[len(run)]:
+            run.append(match)
+    return run
 
 
 def shuffled(choices: Choices, seed: int) -> Choices:
@@ -82,10 +85,9 @@ def shuffled(choices: Choices, seed: int) -> Choices:
     return replace(choices, options=options, gold=order.index(choices.gold))
 
 
-def relabel(problem: Problem, question: str, arrange: Callable[[Choices], Choices]) -> Problem:
-    choices = arrange(read_choices(question, problem.answer, f"problem {problem.id!r}"))
+def arranged(problem: Problem, question: str, seed: int | None) -> Problem:
+    """The problem with letters as labels and its options in an order drawn from the seed (None: as they are)."""
+    choices = read_choices(question, problem.answer, f"problem {problem.id!r}")
+    if seed is not None:
+        choices = shuffled(choices, seed_of(f"options:{seed}:{problem.id}"))
     return replace(problem, prompt=choices.text(), answer=LETTERS[choices.gold])
-
-
-def shuffle_problem(problem: Problem, question: str, seed: int) -> Problem:
-    return relabel(problem, question, lambda choices: shuffled(choices, seed_of(f"options:{seed}:{problem.id}")))

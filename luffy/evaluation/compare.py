@@ -139,22 +139,7 @@ def _few_items(titles: Mapping[str, str], values: Mapping[str, Array]) -> list[s
 def _notes(evaluations: Mapping[str, Evaluation]) -> tuple[str, ...]:
     """Settings in which the evaluations differ: a difference in score may come from there."""
     notes = []
-    keys = [
-        "k",
-        "temperature",
-        "top_p",
-        "top_k",
-        "max_tokens",
-        "seed",
-        "style",
-        "system_prompt",
-        "chat_template",
-        "reward",
-        "dtype",
-        "engine",
-        "date",
-        "answer_in_thought",
-    ]
+    keys = [key for key in next(iter(evaluations.values())).settings if key not in ("model", "model_identity", "suite")]
     for key in keys:
         values = {name: json.dumps(evaluation.settings.get(key)) for name, evaluation in evaluations.items()}
         if len(set(values.values())) > 1:

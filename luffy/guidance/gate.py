@@ -79,7 +79,7 @@ class FirstRound:
 
     @property
     def _problem_key(self) -> str:
-        return f"{self.planner.seed}:{self.step}:{self.position}:{self.group.task.problem.id}"
+        return self.planner.key(self.step, self.position, self.group.task)
 
     @property
     def own(self) -> list[int]:

@@ -71,6 +71,10 @@ class Planner:
                 length -= 1
         return length
 
+    def key(self, step: int, position: int, task: Task) -> str:
+        """Names a task in a step of this run: the seed of whatever is drawn for it."""
+        return f"{self.seed}:{step}:{position}:{task.problem.id}"
+
     def plan(
         self,
         tasks: Sequence[Task],
@@ -97,20 +101,18 @@ class Planner:
         position: int,
         trace_rewards: Callable[[Task], Sequence[float]] | None,
     ) -> tuple[Planned, ...]:
-        key = f"{self.seed}:{step}:{position}:{task.problem.id}"
-        count = self.n_prefix if task.demonstrations else 0
-        demonstrations: list[Demonstration | None] = [None] * self.n
-        prefixes = [0] * self.n
-        if count:
+        key = self.key(step, position, task)
+        guided: list[tuple[Demonstration | None, int]] = []
+        if self.n_prefix and task.demonstrations:
             rewards = trace_rewards(task) if self.trace_choice == "best_reward" and trace_rewards else None
-            chosen = choose(task.demonstrations, count, self.trace_choice, visit=visit, key=key, rewards=rewards)
-            ratios = self.schedule.ratios(count, step, f"{self.seed}:{task.problem.id}")
-            for j, (demonstration, ratio) in enumerate(zip(chosen, ratios, strict=True)):
-                demonstrations[j] = demonstration
-                prefixes[j] = self.prefix_length(demonstration, ratio)
+            choice = self.trace_choice
+            chosen = choose(task.demonstrations, self.n_prefix, choice, visit=visit, key=key, rewards=rewards)
+            ratios = self.schedule.ratios(self.n_prefix, step, f"{self.seed}:{task.problem.id}")
+            guided = [(trace, self.prefix_length(trace, ratio)) for trace, ratio in zip(chosen, ratios, strict=True)]
+        own = [(None, 0)] * (self.n - len(guided))
         return tuple(
-            self.planned(task, d, p, seed_of(f"{key}:{j}"))
-            for j, (d, p) in enumerate(zip(demonstrations, prefixes, strict=True))
+            self.planned(task, trace, prefix, seed_of(f"{key}:{j}"))
+            for j, (trace, prefix) in enumerate([*guided, *own])
         )
 
     def planned(self, task: Task, demonstration: Demonstration | None, prefix: int, seed: int) -> Planned:
@@ -171,8 +173,8 @@ class _Streams(NamedTuple):
 def _given(planned: Planned) -> _Streams:
     """What the teacher wrote."""
     demonstration, prefix = planned.demonstration, planned.prefix
-    ids = torch.tensor(demonstration.token_ids[:prefix] if demonstration else (), dtype=torch.long)
-    recorded = demonstration.log_probs if demonstration else None
+    assert demonstration is not None
+    ids, recorded = torch.tensor(demonstration.token_ids[:prefix], dtype=torch.long), demonstration.log_probs
     behavior = torch.tensor(recorded[:prefix] if recorded else [0.0] * prefix, dtype=torch.float32)
     return _Streams(ids, behavior, torch.zeros(prefix), torch.zeros(prefix, dtype=torch.bool))
 

@@ -58,13 +58,17 @@ class RatioSchedule:
         """What draws a ratio at this step."""
         found = SCHEDULES[self.strategy](min(step / self.prefix_steps, 1.0), self.min_ratio, self.max_ratio)
         if callable(found):
-            return found
+            return lambda rng: self._checked(found(rng), step)[0]
+        low, high = self._checked(found, step)
+        return lambda rng: rng.uniform(low, high)
+
+    def _checked(self, found: Interval | float, step: int) -> Interval:
         low, high = found if isinstance(found, tuple) else (found, found)
         if not -TINY <= low <= high <= 1 + TINY:
             raise UserError(
                 f"'guidance.strategy' {self.strategy}: gave {found} at step {step}; a ratio is between 0 and 1"
             )
-        return lambda rng: rng.uniform(low, high)
+        return low, high
 
 
 @prefix_schedule("random")

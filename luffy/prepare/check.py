@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from luffy.data import Encoder, ProblemDataset, load_problems
@@ -40,14 +40,6 @@ class CheckOptions:
     eval: str | None = None
 
 
-@dataclass
-class Lengths:
-    """Token counts of the whole file."""
-
-    prompts: list[int] = field(default_factory=list)
-    traces: list[int] = field(default_factory=list)
-
-
 def check_file(path: str, options: CheckOptions) -> dict[str, Any]:
     """The report as data. Unusable data (no readable row, ids the tokenizer does not have) is a DataError."""
     problems = load_problems(path, options.split, bad_rows="skip", require_answer=False, columns=options.columns)
@@ -65,7 +57,7 @@ def check_file(path: str, options: CheckOptions) -> dict[str, Any]:
     if options.eval is not None:
         report["held_out"] = _held_out(problems, hashes, encoder, options.eval, options.columns)
     if encoder is not None:
-        report |= {"style": str(encoder.style), "tokens": _token_report(_lengths(problems, encoder), options)}
+        report |= {"style": str(encoder.style), "tokens": _token_report(problems, encoder, options)}
     report["verifier"] = _agreement(problems, encoder, options)
     report["examples"] = [_example(problems[place], encoder) for place in _spread(len(problems), options.examples)]
     return report
@@ -120,24 +112,19 @@ def _pairs(found: list[tuple[int, int]], problems: ProblemDataset, others: Probl
     return {"count": len(found), "first": first[0] if first else None}
 
 
-def _lengths(problems: ProblemDataset, encoder: Encoder) -> Lengths:
-    lengths = Lengths()
-    for problem in problems:
-        task = encoder.encode(problem)
+def _token_report(problems: ProblemDataset, encoder: Encoder, options: CheckOptions) -> dict[str, Any]:
+    prompts, traces = [], []
+    for task in encoder.encode_all(problems):
         assert task is not None, "nothing is too long without a limit"
-        lengths.prompts.append(len(task.prompt_ids))
-        lengths.traces.extend(len(demonstration.token_ids) for demonstration in task.demonstrations)
-    return lengths
-
-
-def _token_report(lengths: Lengths, options: CheckOptions) -> dict[str, Any]:
+        prompts.append(len(task.prompt_ids))
+        traces += [len(demonstration.token_ids) for demonstration in task.demonstrations]
     return {
-        "prompt": quantiles(lengths.prompts),
-        "trace": quantiles(lengths.traces),
+        "prompt": quantiles(prompts),
+        "trace": quantiles(traces),
         "max_prompt_tokens": options.max_prompt_tokens,
         "max_trace_tokens": options.max_trace_tokens,
-        "prompts_over_budget": sum(length > options.max_prompt_tokens for length in lengths.prompts),
-        "traces_over_budget": sum(length > options.max_trace_tokens for length in lengths.traces),
+        "prompts_over_budget": sum(length > options.max_prompt_tokens for length in prompts),
+        "traces_over_budget": sum(length > options.max_trace_tokens for length in traces),
     }
 
 

@@ -179,7 +179,6 @@ class ProblemWriter:
         self._schema = schema
         self._writer = pq.ParquetWriter(path, schema, compression="zstd")
         self._rows: list[Record] = []
-        self.count = 0
 
     def __enter__(self) -> ProblemWriter:
         return self
@@ -193,7 +192,6 @@ class ProblemWriter:
 
     def add(self, row: Record) -> None:
         self._rows.append(row)
-        self.count += 1
         if len(self._rows) == ROWS_PER_GROUP:
             self._flush()
 

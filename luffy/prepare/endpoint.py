@@ -7,7 +7,6 @@ carry the header to another host, are refused.
 from __future__ import annotations
 
 import json
-import random
 import ssl
 import threading
 import urllib.error
@@ -19,10 +18,9 @@ from typing import Any
 
 from luffy.errors import UserError
 from luffy.types import Message
-from luffy.web import NoRedirect, shown
+from luffy.web import NoRedirect, body_of, pause, retry_after, shown
 
 TOO_MANY_REQUESTS = 429
-LONGEST_WAIT_S = 60.0
 
 
 class EndpointError(UserError):
@@ -97,7 +95,7 @@ class Endpoint:
             except _Retry as retry:
                 if attempt == self.retries:
                     raise self._error(f"{retry.what} after {attempt + 1} attempts") from retry
-                self._stop.wait(self._pause(attempt, retry.after_s))
+                self._stop.wait(pause(self.first_wait_s, attempt, retry.after_s))
         raise AssertionError("the last attempt returns or raises")
 
     def _send(self, content: bytes) -> Any:
@@ -118,13 +116,10 @@ class Endpoint:
             raise self._error(f"HTTP 200 with something that is not JSON: {self._cleaned(raw)}") from None
 
     def _status_error(self, error: urllib.error.HTTPError) -> Exception:
-        try:
-            body = error.read(4096)
-        except (OSError, HTTPException):
-            body = b""
+        body = body_of(error)
         what = f"HTTP {error.code} {error.reason}: {self._cleaned(body)}"
         if error.code == TOO_MANY_REQUESTS or error.code >= 500:
-            return _Retry(what, _seconds(error.headers.get("Retry-After")))
+            return _Retry(what, retry_after(error))
         hint = "; give --no-logprobs" if self.log_probs and b"logprob" in body.lower() else ""
         return self._error(what + hint)
 
@@ -132,12 +127,6 @@ class Endpoint:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         what = f"no connection ({type(reason).__name__}: {reason})"
         return self._error(what) if isinstance(reason, ssl.SSLCertVerificationError) else _Retry(what)
-
-    def _pause(self, attempt: int, after_s: float | None) -> float:
-        """Doubling, with jitter so that many threads do not come back together; the server's own wish first."""
-        if after_s is not None:
-            return min(after_s, LONGEST_WAIT_S)
-        return min(self.first_wait_s * 2**attempt, LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
 
     def _error(self, what: str) -> EndpointError:
         return EndpointError(f"{self.address}: {what}")
@@ -166,13 +155,6 @@ class _Retry(Exception):
         super().__init__(what)
         self.what = what
         self.after_s = after_s
-
-
-def _seconds(header: str | None) -> float | None:
-    try:
-        return max(float(header), 0.0) if header else None
-    except ValueError:
-        return None  # a date: the usual backoff does
 
 
 def _chat_text(message: Any) -> str:

@@ -19,6 +19,7 @@ from luffy.types import Completion, Message, Problem, Request, Sampling
 
 SAVED_AT_ONCE = 256  # samples of a model in this process
 TOKEN_ID = "token_id:"
+CUT_OFF = ("length", "content_filter", "abort")  # reasons why a response is not finished
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class EndpointTeacher:
         return with_system_prompt(chat, self.system_prompt)
 
     def _drawn(self, reply: Reply) -> TeacherResponse:
-        return TeacherResponse(reply.text, reply.finish != "length", *recorded_ids(reply, self.tokenizer))
+        return TeacherResponse(reply.text, reply.finish not in CUT_OFF, *recorded_ids(reply, self.tokenizer))
 
 
 def recorded_ids(reply: Reply, tokenizer: Any) -> tuple[tuple[int, ...] | None, tuple[float, ...] | None, str]:

@@ -87,8 +87,11 @@ def ask(problems: ProblemDataset, n: int, teacher: Teacher, verifier: Verifier, 
     with progress("answered problems", len(problems), len(done)) as advance, BackgroundWork() as background:
 
         def save(answered: Answered) -> None:
-            journal.append(scored(answered, verifier))
+            records, failure = scored(answered, verifier)
+            journal.append(records)
             advance(len(answered))
+            if failure is not None:
+                raise UserError(failure)
 
         for answered in teacher.answer((problem for problem in problems if problem.id not in done), n):
             background.submit(save, answered)
@@ -136,18 +139,18 @@ def _other_values(problem: Problem) -> Record:
     return {name: value for name, value in problem.meta.items() if name != ROW_KEY}
 
 
-def scored(answered: Answered, verifier: Verifier) -> list[Record]:
+def scored(answered: Answered, verifier: Verifier) -> tuple[list[Record], str | None]:
     """A journal record for each problem."""
     items = [(problem, sample.text) for problem, samples in answered for sample in samples]
     found = verifier.score(items)
     reason = why_every_call_failed(found)
-    if reason is not None:
-        raise UserError(f"the reward failed on all {len(found)} samples, first: {reason}; {GO_ON}")
+    failure = reason and f"the reward failed on all {len(found)} samples, first: {reason}; {GO_ON}"
     scores = iter(found)
-    return [
+    records = [
         {"id": problem.id, "samples": [_record(sample, next(scores)) for sample in samples]}
         for problem, samples in answered
     ]
+    return records, failure
 
 
 def _record(sample: TeacherResponse, score: Score) -> Record:

@@ -1,7 +1,6 @@
 """Verifiers: from a problem and a response to a score, safely.
 
-Names are resolved on first use: a worker process imports this package too, and must not load torch
-(which ``luffy.types`` needs) to compare two formulas.
+Names are resolved on first use: a worker process imports this package too, and starts sooner without the rest of it.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def columns(items: Sequence[Answered]) -> dict[str, list[Any]]:
 def row_of(item: Answered) -> dict[str, Any]:
     problem = item.problem
     own = {name: value for name, value in problem.meta.items() if not name.startswith("__")}
-    return {"id": problem.id, "answer": problem.answer} | own
+    return own | {"id": problem.id, "answer": problem.answer}
 
 
 def prompt_of(item: Answered) -> str | list[dict[str, str]]:

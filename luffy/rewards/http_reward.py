@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import random
 import ssl
 import threading
 import time
@@ -26,11 +25,10 @@ from luffy.rewards.http_settings import HttpRewardConfig
 from luffy.rewards.kinds import Answered
 from luffy.rewards.pool import Outcome
 from luffy.rewards.worker import describe
-from luffy.web import NoRedirect, shown
+from luffy.web import NoRedirect, body_of, pause, retry_after, shown
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WAIT_S = 60.0
 LONGEST_ANSWER = 64 << 20
 WORTH_ANOTHER_TRY = (408, 425, 429)  # and what is the server's fault: 500 and above
 
@@ -139,13 +137,8 @@ class HttpReward:
                 if not error.again or attempt == self._settings.retries:
                     tries = f" (tried {attempt + 1} times)" if attempt else ""
                     raise RequestFailed(f"{self._address}: {error}{tries}", again=False) from None
-                self._closed.wait(self._pause(attempt, error.after_s))
+                self._closed.wait(pause(self._settings.wait_s, attempt, error.after_s))
         raise AssertionError("the last attempt returns or raises")
-
-    def _pause(self, attempt: int, after_s: float | None) -> float:
-        """Doubling, with jitter so that many threads do not come back together; the server's own wish first."""
-        wanted = self._settings.wait_s * 2**attempt * random.uniform(0.5, 1.0) if after_s is None else after_s
-        return min(wanted, LONGEST_WAIT_S)
 
     def _ask(self, content: bytes) -> bytes:
         request = urllib.request.Request(self._address, content, self._headers, method="POST")
@@ -163,12 +156,8 @@ class HttpReward:
             raise RequestFailed(f"no connection ({type(reason).__name__}: {reason})", again) from None
 
     def _status_failure(self, error: urllib.error.HTTPError) -> RequestFailed:
-        try:
-            body = error.read(4096)
-        except (OSError, HTTPException):
-            body = b""
         again = error.code in WORTH_ANOTHER_TRY or error.code >= 500
-        return RequestFailed(f"HTTP {error.code}: {self._cleaned(body)}", again, seconds(error.headers["Retry-After"]))
+        return RequestFailed(f"HTTP {error.code}: {self._cleaned(body_of(error))}", again, retry_after(error))
 
     def _scores_in(self, answer: bytes, count: int) -> list[Any]:
         try:
@@ -225,10 +214,3 @@ def read_all(response: Any, deadline: float) -> bytes:
         if time.monotonic() > deadline:
             raise TimeoutError
     return b"".join(parts)
-
-
-def seconds(header: str | None) -> float | None:
-    try:
-        return max(float(header), 0.0) if header else None
-    except ValueError:
-        return None  # a date: the usual pause does

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from luffy.errors import DataError
-from luffy.files import complete_or_nothing
+from luffy.files import complete_or_nothing, json_object
 from luffy.progress import progress as progress_bar
 from luffy.rewards.verifier import Verifier
 from luffy.types import Message, Problem
@@ -96,12 +96,7 @@ def read_rows(name: str, lines: Sequence[bytes] | None = None) -> Iterator[_Row]
 
 
 def _row(path: str, number: int, line: bytes) -> _Row:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # bad UTF-8 or bad JSON
-        raise DataError(f"{path}:{number}: not a JSON object ({error})") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}")
+    row = json_object(line, f"{path}:{number}", "fix the line")
     answer, response = (_text(path, number, row, column) for column in ("answer", "response"))
     copied = {key: row[key] for key in _COPIED if key in row}
     prompt = _prompt(path, number, row.get("prompt", row.get("problem", "")))

@@ -319,6 +319,7 @@ def _build_reward(kind: str, workers: int, timeout_s: float, concurrency: int, h
     if kind not in OWN_REWARDS:
         return CustomReward(kind, workers, timeout_s, concurrency)
     own = OWN_REWARDS[kind]
-    if getattr(sys.modules.get(own.__module__), own.__qualname__, None) is own and own.__module__ != "__main__":
-        return CustomReward(f"{own.__module__}:{own.__qualname__}", workers, timeout_s, concurrency)
+    module, name = own.__module__, getattr(own, "__qualname__", "")  # an object that is called has no name
+    if getattr(sys.modules.get(module), name, None) is own and module != "__main__":
+        return CustomReward(f"{module}:{name}", workers, timeout_s, concurrency)
     return OwnInThisProcess(kind, own, timeout_s, concurrency)

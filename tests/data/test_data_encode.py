@@ -476,4 +476,4 @@ def test_nothing_read_ahead_outlives_its_problems(tokenizer):
     encoder = Encoder(tokenizer)
     for _ in encoder.encode_all(problems(3)):
         pass
-    assert encoder._read == encoder._prompts == {} and list(encoder.encode_all([])) == []
+    assert encoder._read == {} and list(encoder.encode_all([])) == []

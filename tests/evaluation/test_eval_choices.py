@@ -3,7 +3,7 @@
 import pytest
 
 from luffy.errors import DataError
-from luffy.evaluation.choices import LETTERS, Choices, read_choices, shuffle_problem, shuffled
+from luffy.evaluation.choices import LETTERS, Choices, arranged, read_choices, shuffled
 from luffy.types import Problem
 
 QUESTION = "Which is a fruit?\n\nA) stone\nB) apple\nC) chair\nD) cloud\n"
@@ -41,6 +41,11 @@ def test_numbered_steps_on_lines_of_their_own_inside_options():
     assert choices.options == ("first:\n1. Br2\n2. NaOH", "second:\n1. HCl\n2. Cl2/hv") and choices.gold == 1
 
 
+def test_a_letter_out_of_turn_inside_an_option_is_text():
+    choices = read_choices("Which?\nA) yeast\nB) a germ:\nE. coli\nC) moss\nD) none", "C", "row")
+    assert choices.options == ("yeast", "a germ:\nE. coli", "moss", "none") and choices.gold == 2
+
+
 def test_numbered_options_of_a_question_with_a_single_lettered_line():
     choices = read_choices("Take\nA) the map.\nWhere?\n1) north\n2) south", "2", "row")
     assert choices.options == ("north", "south") and choices.gold == 1
@@ -70,12 +75,12 @@ def test_the_gold_follows_its_option_for_every_seed():
 
 def test_a_shuffled_problem_is_reproducible_and_depends_on_seed_and_id():
     problem = Problem(id="p1", prompt=QUESTION, answer="B")
-    first = shuffle_problem(problem, QUESTION, seed=0)
-    assert first == shuffle_problem(problem, QUESTION, seed=0)
+    first = arranged(problem, QUESTION, seed=0)
+    assert first == arranged(problem, QUESTION, seed=0)
     assert f"{first.answer}) apple" in first.prompt
-    answers = {shuffle_problem(problem, QUESTION, seed=seed).answer for seed in range(40)}
+    answers = {arranged(problem, QUESTION, seed=seed).answer for seed in range(40)}
     assert answers == set(LETTERS[:4])
-    by_id = {shuffle_problem(Problem(f"p{i}", QUESTION, "B"), QUESTION, 0).answer for i in range(40)}
+    by_id = {arranged(Problem(f"p{i}", QUESTION, "B"), QUESTION, 0).answer for i in range(40)}
     assert by_id == set(LETTERS[:4])
 
 
@@ -91,5 +96,5 @@ def test_a_word_such_as_above_alone_does_not_pin_the_options():
 
 def test_numbered_options_become_letters():
     problem = Problem(id="p", prompt="Q\n1) x\n2) y\n", answer="2")
-    mixed = shuffle_problem(problem, "Q\n1) x\n2) y\n", seed=0)
+    mixed = arranged(problem, "Q\n1) x\n2) y\n", seed=0)
     assert mixed.answer in "AB" and f"{mixed.answer}) y" in mixed.prompt

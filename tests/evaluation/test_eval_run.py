@@ -378,12 +378,19 @@ def test_compare_with_itself(whole, tmp_path):
     assert compare([whole[0], same]).tests[0].differences["average"].p == 1.0
 
 
-def test_compare_says_that_the_engines_differ(whole, tmp_path):
+@pytest.mark.parametrize(
+    ("key", "value", "note"),
+    [
+        ("engine", "vllm", 'engine differs: eval "native", other "vllm"'),
+        ("success", 0.5, "success differs: eval 1.0, other 0.5"),
+    ],
+)
+def test_compare_says_which_settings_differ(whole, tmp_path, key, value, note):
     other = rewritten(whole[0], tmp_path / "other", lambda row: row)
     content = json.loads((other / "result.json").read_text())
-    content["settings"]["engine"] = "vllm"
+    content["settings"][key] = value
     (other / "result.json").write_text(json.dumps(content))
-    assert compare([whole[0], other]).notes == ('engine differs: eval "native", other "vllm"',)
+    assert compare([whole[0], other]).notes == (note,)
 
 
 def test_compare_of_two_problems_has_no_star_and_says_why(whole, tmp_path):

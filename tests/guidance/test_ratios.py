@@ -92,5 +92,8 @@ def test_a_schedule_of_your_own():
     assert [ratio("test_steps", s, count=2) for s in (49, 50)] == [[0.8, 0.8], [0.2, 0.2]]
     with pytest.raises(UserError, match="test_wrong: gave 1.6 at step 3; a ratio is between 0 and 1"):
         ratio("test_wrong", 3)
+    prefix_schedule("test_wrong_draw")(lambda done, low, high: lambda rng: 1.5)
+    with pytest.raises(UserError, match="test_wrong_draw: gave 1.5 at step 3; a ratio is between 0 and 1"):
+        ratio("test_wrong_draw", 3)
     with pytest.raises(UserError, match="unknown prefix schedule 'test_none'; known: random, linear"):
         ratio("test_none", 3)

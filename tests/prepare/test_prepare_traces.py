@@ -262,9 +262,9 @@ def test_samples_that_were_not_scored_are_scored_by_the_next_call(serve, sums_fi
     out = tmp_path / "out.parquet"
     with monkeypatch.context() as broken:
         broken.setattr(Verifier, "score", failing)
-        # problems come one by one here
-        broken.setattr("luffy.prepare.traces.why_every_call_failed", lambda scores: None)
-        for _ in range(2):  # the second call fails likewise
+        with pytest.raises(UserError, match="the reward failed on all 3 samples"):  # problems come one by one here
+            run(sums_file, out, teacher_of(server))
+        for _ in range(2):  # what was not scored is kept
             counts = run(sums_file, out, teacher_of(server))["counts"]
             assert counts["samples_unscored"] == 3 and "3 samples have no score" in caplog.text
             caplog.clear()
@@ -299,7 +299,7 @@ def test_what_cannot_get_better_is_not_retried(serve, sums_file, tmp_path, answe
 
 
 def test_cut_off_responses_are_no_traces_and_thoughts_are_joined(serve, sums_file, tmp_path, caplog):
-    server = serve(lambda body, number: solved(body, finish="length"))
+    server = serve(lambda body, number: solved(body, finish=("length", "content_filter")[number % 2]))
     card = run(sums_file, tmp_path / "cut.parquet", teacher_of(server), keep_wrong=True)
     assert card["counts"]["samples_cut_off"] == 24 and card["counts"]["problems_with_a_trace"] == 0
     assert "no problem has a trace" in caplog.text

@@ -65,7 +65,13 @@ def test_what_the_server_is_told(server):
     url, folder = server
     (folder / "requests.jsonl").write_text("")
     chat = (Message("system", "be brief"), Message("user", "2+3?"))
-    meta = {"__row__": "file:1", "tests": ["assert f(1)"], "level": 3}
+    meta = {
+        "__row__": "file:1",
+        "tests": ["assert f(1)"],
+        "level": 3,
+        "id": 7,
+        "answer": "of a column that is not read",
+    }
     with build_verifier(url) as verifier:
         assert verifier.score([(Problem("a", chat, "5", meta=meta), "5", [7])]) == [Score(1.0)]
     check, request = [json.loads(line) for line in (folder / "requests.jsonl").read_text().splitlines()]

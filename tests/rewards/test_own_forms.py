@@ -132,6 +132,14 @@ def test_a_column_that_no_row_has_is_named():
 
 
 def test_functions_of_a_notebook_have_the_same_forms():
+    class Longest:
+        def __call__(self, response, answer, problem):
+            return float(len(response))
+
+    reward("notebook_object")(Longest())
+    with build_verifier("notebook_object") as verifier:
+        assert verifier.score([(problem(), "ab")]) == [Score(2.0)]
+
     @reward("notebook_batch")
     def batch(completions, **kwargs):
         return [1 / len(text) for text in completions]

@@ -72,9 +72,10 @@ def test_empty_file_and_blank_lines(tmp_path, verifier):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{not json}", r"rows.jsonl:2: not a JSON object"),
-        (b"\xff\xfe", r"rows.jsonl:2: not a JSON object"),
-        (b"[1]", r"rows.jsonl:2: expected a JSON object, found list"),
+        (b"{not json}", r"rows.jsonl:2: not JSON .*; fix the line"),
+        (b"\xff\xfe", r"rows.jsonl:2: not JSON .*; fix the line"),
+        (b"[" * 100_000, r"rows.jsonl:2: not JSON .*; fix the line"),
+        (b"[1]", r"rows.jsonl:2: not a JSON object; fix the line"),
         (b'{"answer": "5"}', r"rows.jsonl:2: column 'response' is missing \(found: answer\)"),
         (b'{"answer": 0.50, "response": ""}', r"rows.jsonl:2: column 'answer' must be a string, found float 0.5"),
         (b'{"answer": "5", "response": null}', r"rows.jsonl:2: column 'response' must be a string, found NoneType"),
@@ -86,7 +87,7 @@ def test_a_bad_row_is_found_before_anything_is_scored(tmp_path, verifier, line, 
     rows.write_bytes(b'{"answer": "5", "response": "#### 5"}\n' + line + b"\n")
     out = tmp_path / "scores.jsonl"
     out.write_text("old")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(UserError, match=message):
         score_file(rows, out, verifier)
     assert out.read_text() == "old"
     assert not verifier.counts

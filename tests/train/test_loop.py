@@ -791,7 +791,7 @@ def test_held_out_accuracy_is_on_the_console(make_config, sums, capsys):
     cfg = make_config(data={"eval": str(sums)}, eval={"every": 2}, train={"steps": 2})
     Job(cfg, "rl").alone()
     said = capsys.readouterr()
-    lines = [line for line in said.err.splitlines() if "held-out" in line]
+    lines = [line for line in said.err.splitlines() if "  held-out " in line]
     assert [line.split()[2] for line in lines] == ["0/2", "2/2"]
     best = json.loads((cfg.folder / "best.json").read_text())
     assert f"best       step {best['step']}, held-out accuracy {best['accuracy']:.4g}" in said.out

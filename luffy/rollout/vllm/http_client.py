@@ -11,7 +11,7 @@ from http.client import HTTPException
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.web import NoRedirect, shown
+from luffy.web import NoRedirect, body_of, shown
 
 HEALTH_TIMEOUT_S = 10.0
 SERVER_ERRORS = 500
@@ -92,11 +92,7 @@ class Server:
         return json.loads(raw) if raw else None
 
     def _status_error(self, path: str, error: urllib.error.HTTPError) -> Exception:
-        try:
-            body = error.read(4096)
-        except (OSError, HTTPException):
-            body = b""
-        what = f"{self.url}/{path}: HTTP {error.code}: {shown(body, self._key)}"
+        what = f"{self.url}/{path}: HTTP {error.code}: {shown(body_of(error), self._key)}"
         if error.code >= SERVER_ERRORS:
             return ServerLost(what)
         if error.code in (401, 403):
