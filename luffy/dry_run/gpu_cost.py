@@ -1,4 +1,4 @@
-"""What a step would take on GPUs that need not be there, by the cost model (`luffy.distributed.cost`)."""
+"""What a step would take on GPUs that need not be there, by the cost model (`luffy.dry_run.cost`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from luffy.config import Config
-from luffy.distributed import cost
+from luffy.dry_run import cost
 from luffy.dry_run.estimate import Work
 from luffy.errors import UserError
 from luffy.models.forward import key_value_shape

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from luffy.config import Config
-from luffy.distributed.cost import Gpu
 from luffy.dry_run.bare_models import OtherModels, parameters_of
+from luffy.dry_run.cost import Gpu
 from luffy.dry_run.estimate import ALLOCATOR, Parts, Work, rollout_parts, update_parts
 from luffy.dry_run.gpu_cost import TIMED_ENGINES
 from luffy.dry_run.place import Place

@@ -1,7 +1,7 @@
 """Measurements of this machine for the time of a step.
 
 On a CPU the model with one and with two of its layers, random weights, generates a few tokens and makes one small
-update; the rest is proportion. Of a GPU the rates are measured that the cost model needs (`luffy.distributed.cost`).
+update; the rest is proportion. Of a GPU the rates are measured that the cost model needs (`luffy.dry_run.cost`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from luffy.config import Config
-from luffy.distributed import cost
+from luffy.dry_run import cost
 from luffy.dry_run.estimate import Work
 from luffy.dry_run.gpu_cost import StepTime, step_plan
 from luffy.models.load import DTYPES

@@ -1,27 +1,18 @@
 """The cost model against what one H200 measured, and the page against the model."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from luffy.distributed.cost import (
-    MEASURED,
-    PLANS,
-    Gpu,
-    checkpoint,
-    comparison,
-    fsdp_bytes,
-    memory,
-    network_bound_below,
-    places,
-    rollout,
-    table,
-    update,
-    weight_sync,
-)
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+from benchmarks.cost_tables import MEASURED, PLANS, comparison, network_bound_below, table  # noqa: E402
+from luffy.dry_run.cost import Gpu, checkpoint, fsdp_bytes, memory, places, rollout, update, weight_sync  # noqa: E402
+
+DOCS = ROOT / "docs"
 H200 = Gpu()
 SEVEN, FULL_32B, PAIRS_32B, HYBRID_32B, WHOLE_70B, FOURS_70B, _ = PLANS
 
