@@ -206,7 +206,7 @@ def test_the_reference_page_is_generated_from_the_code():
         ),
         (
             ["rollout.offpolicy_guidance={model_path: m, rule: threshold}", "rollout.engine=vllm"],
-            r"\(threshold\) needs the policy's whole distribution, .*; set rule=mixture, or rollout\.engine=native",
+            r"\(threshold\) needs the policy's whole distribution, .*; set its rule to mixture or aligned, or rollout\.engine=native",
         ),
         (["seed=18446744073709551616"], r"'seed' must be <= 9223372036854775807"),
         (

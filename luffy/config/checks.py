@@ -260,7 +260,7 @@ def _check_overrides(c: Knobs) -> None:
     if overrides.rule in ("speculative", "threshold") and c.rollout.engine == "vllm":
         raise ConfigError(
             f"'rollout.offpolicy_guidance.rule' ({overrides.rule}) needs the policy's whole distribution, and vLLM "
-            "gives the log-probs of its own tokens alone; set rule=mixture, or rollout.engine=native"
+            "gives the log-probs of its own tokens alone; set its rule to mixture or aligned, or rollout.engine=native"
         )
     if c.rollout.top_p != 1.0 or c.rollout.top_k != 0:
         raise ConfigError(

@@ -22,7 +22,11 @@ def prompt_hash(prompt: str | tuple[Message, ...]) -> int:
 
 def repeated(hashes: array[int]) -> list[tuple[int, int]]:
     """Places of the problems that repeat an earlier one, each with the place of the first of its kind."""
-    return [(place, first) for place, first in shared(hashes, hashes) if first < place]
+    keys = np.asarray(hashes, dtype=np.uint64)
+    _, first, kind = np.unique(keys, return_index=True, return_inverse=True)
+    earlier = first[kind]
+    places = np.flatnonzero(earlier < np.arange(len(keys)))
+    return list(zip(places.tolist(), earlier[places].tolist(), strict=True))
 
 
 def shared(hashes: array[int], others: array[int]) -> list[tuple[int, int]]:

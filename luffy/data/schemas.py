@@ -337,7 +337,9 @@ def read_gold(row: RowView, column: str, columns: Mapping[str, str]) -> str:
         return ""
     if value is None and lookup(row.values, column) is ABSENT:
         proposed = ", ".join(f"{key}: {name}" for key, name in columns.items())
-        named = f"name the answers with data.columns={{{proposed}}}" if columns else f"add the column {column}"
+        named = f"name the answers with data.columns={{{proposed}}} or --column"
+        if not columns:
+            named = f"add the column {column}"
         what = f"expected a string, but the row has only {column_names(row.values)}"
         raise row.fault(column, what, f"{named}, or train on traces alone with luffy sft")
     only = value[0] if isinstance(value, list) and len(value) == 1 else value

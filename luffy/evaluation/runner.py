@@ -292,7 +292,8 @@ def scored(
     ids = [completion.token_ids.tolist() for _, completion in responses]
     texts = decode(tokenizer, ids)
     scores = verifier.score([(r[0].problem, text, own) for r, text, own in zip(responses, texts, ids, strict=True)])
-    reason = why_nothing_was_scored(scores) if is_first else why_every_call_failed(scores)
+    several = len({job.problem.id for job, _ in responses}) > 1  # a single one may be at fault itself
+    reason = why_nothing_was_scored(scores) if is_first and several else why_every_call_failed(scores)
     if reason is not None:
         raise UserError(f"the reward failed on all {len(scores)} responses, first: {reason}; {GO_ON}")
     return [

@@ -212,7 +212,7 @@ def _changes(facts: CardFacts) -> str:
     """What the settings were before a resume changed them."""
     hidden = (*OF_THE_MACHINE, *(NOT_OF_SFT if facts.run.kind == "sft" else ()))
     rows = [
-        [str(step), _code(key), _code(public(before)), _code(public(now))]
+        [str(step), *(_code(public(value)) for value in (key, before, now))]
         for step, changes in changes_of(facts.run.folder, facts.step)
         for key, (before, now) in changes.items()
         if not key.startswith(hidden)
@@ -280,7 +280,7 @@ def _evaluation(facts: CardFacts) -> str:
         return ""
     notes = ["Right answers in percent; 95 % intervals over problems (Wilson)."]
     if len(rows) > len(facts.benchmarks) and (reward := reward_name(facts.run.config)):
-        notes.append(f"During training: reward {_text(public(reward))}.")
+        notes.append(f"During training: reward {_text(reward)}.")
     sampled = {", ".join(f"{k} {_text(public(v))}" for k, v in b.settings.items()) for b in facts.benchmarks}
     notes += [f"`luffy eval`: {settings}." for settings in sorted(sampled)]
     table = _table(["set", "problems", "right", "95 % interval", "pass@k"], rows)
@@ -288,10 +288,10 @@ def _evaluation(facts: CardFacts) -> str:
 
 
 def reward_name(config: Mapping[str, Any]) -> str | None:
-    """Of a flat config: the kind, or several with their weights."""
-    weighted = "reward.weights."
-    parts = [f"{value} {key.removeprefix(weighted)}" for key, value in config.items() if key.startswith(weighted)]
-    return " + ".join(parts) or config.get("reward.kind")
+    """Of a flat config: the kind, or several with their weights, as a card may show them."""
+    weights = {key: value for key, value in config.items() if key.startswith("reward.weights.")}
+    parts = [f"{value} {public(key.removeprefix('reward.weights.'))}" for key, value in weights.items()]
+    return " + ".join(parts) or ((kind := config.get("reward.kind")) and public(kind))
 
 
 def _share(value: float, n: int | None) -> list[str]:

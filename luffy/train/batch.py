@@ -124,8 +124,7 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
             (rejected if is_rejected else kept).append(position)
         if len(kept) >= wanted:
             break
-    scores = [score for group in own.values() for score in group.scores]
-    stop_if_nothing_was_scored(scores, run.world, f"step {step + 1}")
+    stop_if_nothing_was_scored(own.values(), run.world, f"step {step + 1}")
     if rounds and len(kept) < wanted:
         raise AllStopped(
             f"stopped at step {step + 1}: after {rounds} extra batches only {len(kept)} of {wanted} groups "

@@ -13,7 +13,7 @@ from luffy.errors import AllStopped
 from luffy.metrics import Max, Mean, Metric, Sum, spread
 from luffy.models.load import decode
 from luffy.rewards import Verifier
-from luffy.rewards.verifier import GO_ON, why_nothing_was_scored
+from luffy.rewards.verifier import GO_ON, why_every_call_failed, why_nothing_was_scored
 from luffy.types import Group, Problem, Rollout, Score
 
 
@@ -35,12 +35,17 @@ def grouped(rollouts: Sequence[tuple[Rollout, ...]], scores: Iterable[Score]) ->
     return [Group(group[0].task, group, tuple(next(following) for _ in group)) for group in rollouts]
 
 
-def stop_if_nothing_was_scored(scores: Sequence[Score], world: World, where: str) -> None:
-    """A few failed verifications cost their samples; where all of them failed, on every rank, raises AllStopped."""
-    counts, reasons = zip(*world.gather((len(scores), why_nothing_was_scored(scores) if scores else "")), strict=True)
+def stop_if_nothing_was_scored(groups: Iterable[Group], world: World, where: str) -> None:
+    """A few failed verifications cost their samples; where all of them failed, on every rank, raises AllStopped. Of a
+    single problem only failed calls do: another failure may be the problem's own."""
+    of_problems = [group.scores for group in groups]
+    scores = [score for group in of_problems for score in group]
+    own = (why_nothing_was_scored(scores), why_every_call_failed(scores)) if scores else ("", "")
+    problems, samples, nothing, calls = zip(*world.gather((len(of_problems), len(scores), *own)), strict=True)
+    reasons = nothing if sum(problems) > 1 else calls
     if all(reason is not None for reason in reasons) and any(reasons):
         raise AllStopped(
-            f"stopped at {where}: the reward failed on all {sum(counts)} samples, first: "
+            f"stopped at {where}: the reward failed on all {sum(samples)} samples, first: "
             f"{next(filter(None, reasons))}; {GO_ON}"
         )
 

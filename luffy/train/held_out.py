@@ -54,8 +54,7 @@ def evaluate(
             check()
             figures, groups = evaluate_set(run, name, tasks, cfg or run.cfg.eval, progress)
             metrics |= figures
-            scores = [s for group in groups for s in group.scores]
-            stop_if_nothing_was_scored(scores, run.world, f"the evaluation after step {run.progress.step}")
+            stop_if_nothing_was_scored(groups, run.world, f"the evaluation after step {run.progress.step}")
             if seen is not None:
                 seen(name, groups)
     return run.world.merge(metrics)

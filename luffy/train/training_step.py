@@ -29,8 +29,8 @@ def ignore(batch: StepBatch) -> None:
 
 def roll_out(run: Run, at: BatchRequest) -> RolloutBatch:
     """The first half of an RL step: sample problems, plan, generate, verify, and again where the gate asks for it. With
-    ``async.max_staleness`` a thread does this for coming steps; it must not depend on anything but the run and the
-    slot."""
+    ``async.max_staleness`` a thread does this for coming steps; it must not depend on anything but the run and
+    ``at``."""
     run.before_step(at.step)
     with at.watch("plan"):
         drawn = draw_share(run, at.step, at.first)

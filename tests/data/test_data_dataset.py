@@ -214,6 +214,11 @@ def test_a_trace_in_another_layouts_column_is_not_overlooked(write_jsonl, first,
     assert len(skipping) == 1 and skipping.skipped == {column: 1}
 
 
+def test_blank_texts_in_another_layouts_column_are_no_trace(write_jsonl):
+    path = write_jsonl([PLAIN | {"traces": ["a"]}, {**PLAIN, "generations": ["", " "]}])
+    assert [len(problem.traces) for problem in load_problems(path)] == [1, 0]
+
+
 def test_a_row_without_a_trace_and_one_with_its_own_are_fine(write_jsonl):
     rows = [PLAIN | {"completion": "a"}, PLAIN, PLAIN | {"completion": "b", "traces": ["noted elsewhere"]}]
     assert [len(p.traces) for p in load_problems(write_jsonl(rows))] == [1, 0, 1]

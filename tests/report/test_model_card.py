@@ -108,9 +108,25 @@ def test_settings_that_a_resume_changed_are_told_up_to_the_checkpoint(write_run,
         assert ("Changed when the run was resumed:" in text) == (changes > 0)
 
 
+def test_changed_settings_name_no_address_and_of_sft_only_what_it_uses(write_run, make_metric_row):
+    weights = {"math": 1, "http://alice-box:9000/score": 0.5}
+    before = {"optim": {"lr": 1e-3}, "reward": {"weights": weights}, "rollout": {"temperature": 0.7}}
+    for name, rows in (("rl", [make_metric_row(4)]), ("sft", [{"step": 4, "actor/sft_loss": 1.0}])):
+        folder = write_run(name, rows, {"optim": {"lr": 1e-4}, "rollout": {"temperature": 1.0}})
+        (folder / "config-step-000002.yaml").write_text(yaml.safe_dump(before))
+        text = model_card(facts_of(folder, 4))
+        changed = text.partition("Changed when the run was resumed:")[2].partition("##")[0]
+        assert "`optim.lr`" in changed and "alice" not in text
+        assert ("`rollout.temperature`" in changed) == ("`(an address)`" in changed) == (name == "rl")
+
+
 @pytest.mark.parametrize(
     ("reward", "said"),
-    [({"kind": "gsm8k"}, "gsm8k"), ({"weights": {"math": 1, "my.own:reward": 0.5}}, "1.0 math + 0.5 my.own:reward")],
+    [
+        ({"kind": "gsm8k"}, "gsm8k"),
+        ({"weights": {"math": 1, "my.own:reward": 0.5}}, "1.0 math + 0.5 my.own:reward"),
+        ({"weights": {"math": 1, "http://alice-box:9000": 0.5}}, "0.5 (an address) + 1.0 math"),
+    ],
 )
 def test_the_reward_of_an_evaluation_is_told(write_run, make_metric_row, reward, said):
     folder = write_run("mine", [make_metric_row(3, 0.5)], {"reward": reward})

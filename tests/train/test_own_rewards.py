@@ -52,6 +52,12 @@ def test_a_function_that_raises_on_some_samples_trains_on(make_config):
     assert all(0 < row["batch/verifier_error"] < 24 for row in rows)
 
 
+def test_a_problem_that_cannot_be_scored_stops_no_step_of_it_alone(make_config):
+    alone = {"batch": {"problems": 1}, "train": {"steps": 2}}
+    rows = train(make_config(reward={"kind": "loop_rewards:always_raises"}, **alone))
+    assert all(row["batch/verifier_error"] == row["batch/verifier_failures"] > 0 for row in rows)
+
+
 broken = []
 
 
