@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 from luffy.data import Encoder, load_problems
 from luffy.data.encode import resolve_style
 from luffy.data.sources import DATA_SUFFIXES
 from luffy.errors import UserError
+from luffy.evaluation.engines import load_native
 from luffy.evaluation.runner import room_for
 from luffy.guidance.plan import seed_of
-from luffy.models.load import eos_ids, load_model, load_tokenizer
-from luffy.models.threads import use_threads
-from luffy.rollout.native import NativeEngine
 from luffy.train.setup import pick_device
 from luffy.types import Problem, Request, Sampling
 
@@ -59,15 +57,15 @@ def generate_texts(
     device: str,
 ) -> Iterator[dict[str, Any]]:
     """One row a response, prompts in order, the ``n`` samples of each together."""
-    tokenizer = load_tokenizer(path)
-    use_threads(None)
-    model = load_model(path, cast(Any, dtype), pick_device(device))
-    context = model.config.max_position_embeddings
+    if not problems:
+        return
+    loaded = load_native(path, dtype=dtype, device=pick_device(device))
+    tokenizer, context = loaded.tokenizer, loaded.context
     encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt, max_prompt_tokens=context - 1)
     tasks = list(encoder.encode_all(problems))
     longest = max(len(task.prompt_ids) for task in tasks if task is not None)
     room_for(max_tokens, MAX_TOKENS, context, longest)  # an error names the longest prompt
-    stops = encoder.stops(eos_ids(model, tokenizer))
+    stops = encoder.stops(loaded.eos_ids)
     requests, owners = [], []
     for problem, task in zip(problems, tasks, strict=True):
         assert task is not None, "overlong prompts are errors here"
@@ -75,7 +73,7 @@ def generate_texts(
         sampling = Sampling(budget, temperature, top_p, top_k, stops)
         requests += [Request(task.prompt_ids, seed_of(f"{seed}:{problem.id}:{k}"), sampling) for k in range(n)]
         owners += [problem] * n
-    completions = NativeEngine(model).generate(requests)
+    completions = loaded.engine.generate(requests)
     for k, (problem, completion) in enumerate(zip(owners, completions, strict=True)):
         ids = completion.token_ids.tolist()
         yield {

@@ -89,6 +89,10 @@ def test_generate_and_evaluate(tmp_path):
     assert 0 <= figures.accuracy <= 1 and (tmp_path / "result.json").is_file()
 
 
+def test_no_prompts_need_no_model():
+    assert api.generate("nowhere", []) == []
+
+
 def test_the_page_is_generated_from_the_docstrings():
     from luffy.reference import API_GROUPS, api_page
 

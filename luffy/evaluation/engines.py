@@ -55,7 +55,7 @@ def load_engine(name: str, model: str, *, dtype: str, device: str, slots: int) -
     return loaded
 
 
-def load_native(model: str, *, dtype: str, device: str, slots: int) -> LoadedModel:
+def load_native(model: str, *, dtype: str, device: str, slots: int | None = None) -> LoadedModel:
     tokenizer = load_tokenizer(model)
     use_threads(None)
     policy = load_model(model, cast(Any, dtype), device)

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from luffy.data import Encoder
 from luffy.data.encode import resolve_style, with_system_prompt
@@ -195,21 +195,18 @@ class LocalTeacher:
         dtype: str = "float32",
         device: str = "auto",
     ) -> None:
-        from luffy.models.load import eos_ids, load_model, load_tokenizer
-        from luffy.rollout.native import NativeEngine
+        from luffy.evaluation.engines import load_native
         from luffy.train.setup import pick_device
 
-        self._tokenizer = load_tokenizer(path)
-        model = load_model(path, cast(Any, dtype), pick_device(device))
-        context = model.config.max_position_embeddings
-        if max_tokens >= context:
-            raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt in the context of {context}")
-        room = context - max_tokens
+        loaded = load_native(path, dtype=dtype, device=pick_device(device))
+        self._tokenizer, self._engine = loaded.tokenizer, loaded.engine
+        room = loaded.context - max_tokens
+        if room < 1:
+            raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt in the context of {loaded.context}")
         style = resolve_style(style, self._tokenizer)
         self._encoder = Encoder(self._tokenizer, style, system_prompt, max_prompt_tokens=room)
-        stops = self._encoder.stops(eos_ids(model, self._tokenizer))
+        stops = self._encoder.stops(loaded.eos_ids)
         self._sampling = Sampling(max_tokens, temperature, eos_ids=stops)
-        self._engine = NativeEngine(model)
         self._seed = seed
         self._same_ids = tokenizer is not None and tokenizer.get_vocab() == self._tokenizer.get_vocab()
 
