@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 from luffy.errors import UserError
-from luffy.models.load import eos_ids, eos_ids_of, gguf_file, load_model, load_tokenizer
+from luffy.models.load import eos_ids, eos_ids_in, gguf_file, load_model, load_tokenizer
 from luffy.models.threads import use_threads
 from luffy.registry import resolve
 from luffy.rollout.engine import Engine
@@ -69,15 +69,11 @@ def load_vllm(model: str, *, dtype: str, slots: int) -> LoadedModel:
         raise UserError(f"--engine vllm: {model} is a GGUF file; give a Hugging Face folder (luffy prepare model)")
     tokenizer = load_tokenizer(model)
     config = AutoConfig.from_pretrained(model)
-    try:
-        generation = GenerationConfig.from_pretrained(model)
-    except OSError:
-        generation = GenerationConfig.from_model_config(config)
     arguments = engine_arguments(
         dtype=dtype, slots=slots, max_context=None, width=1, memory_fraction=VLLM_MEMORY_FRACTION, args={}
     )
     engine = VllmEngine({"model": model, **arguments}, vocabulary=config.vocab_size)
-    return LoadedModel(engine, tokenizer, eos_ids_of(generation, tokenizer), engine.max_context)
+    return LoadedModel(engine, tokenizer, eos_ids_in(model, tokenizer), engine.max_context)
 
 
 def model_identity(model: str) -> str:

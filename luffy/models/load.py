@@ -9,7 +9,7 @@ import struct
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -160,15 +160,12 @@ def eos_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
 
 def eos_ids_in(path: str | Path, tokenizer: Any, trust_remote_code: bool = False) -> tuple[int, ...]:
     """The same as ``eos_ids`` before the weights are read: the tokenizer's own first, then those in the folder."""
-    generation: Any = None
-    if gguf_file(path) is None:
-        try:
-            generation = GenerationConfig.from_pretrained(str(path))
-        except LOAD_ERRORS:
-            try:
-                generation = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-            except LOAD_ERRORS:  # what is wrong with the folder is said when the model is loaded
-                generation = None
+    folder, generation = str(model_folder(path)), None
+    with suppress(*LOAD_ERRORS):  # what is wrong with the folder is said when the model is loaded
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        generation = GenerationConfig.from_model_config(config)
+    with suppress(*LOAD_ERRORS):
+        generation = GenerationConfig.from_pretrained(folder)
     own = tokenizer.eos_token_id
     found = eos_ids_of(generation, tokenizer)
     return found if own is None else (own, *(token for token in found if token != own))

@@ -235,6 +235,22 @@ def test_eos_ids_gathers_all_and_wants_at_least_one():
         eos_ids(model, types.SimpleNamespace(eos_token_id=None))
 
 
+def test_eos_ids_before_the_weights_are_read(folder, tmp_path, monkeypatch):
+    """From the generation config, else from the config, whichever part of it names them."""
+    tokenizer = types.SimpleNamespace(eos_token_id=7)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
+    assert load.eos_ids_in(folder, tokenizer) == (7, 9)
+    (folder / "generation_config.json").unlink()
+    assert load.eos_ids_in(folder, tokenizer) == (7, 2)
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": {"eos_token_id": [5, 6]}}))
+    assert load.eos_ids_in(folder, tokenizer) == (7, 5, 6)
+    (folder / "config.json").write_text("{}")
+    assert load.eos_ids_in(folder, tokenizer) == load.eos_ids_in(tmp_path / "nowhere", tokenizer) == (7,)
+    monkeypatch.setenv("LUFFY_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "tiny.gguf")
+    assert load.eos_ids_in(tmp_path / "tiny.gguf", tokenizer) == (7, 2)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif("LUFFY_SMOLLM2" not in os.environ, reason="LUFFY_SMOLLM2 names no folder or .gguf of SmolLM2-135M")
 def test_smollm2_loads_saves_and_loads_again(tmp_path):
