@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # a verifier process imports this file too; importing torch t
 
 Finish = Literal["stop", "length", "trace"]
 
+NO_LIMIT = 1 << 40  # tokens: a budget that nothing exceeds
+
 
 @dataclass(frozen=True)
 class Message:

@@ -20,7 +20,6 @@ from luffy.errors import ConfigError, DataError
 from luffy.types import Demonstration, Message, Problem, Task, Trace
 
 CLOCK = "strftime_now"  # what chat templates call to get the date
-NO_LIMIT = 1 << 40  # tokens: a budget that nothing exceeds
 READ_AT_ONCE = 256  # problems whose texts the tokenizer gets in one call
 
 PAPER_SYSTEM_PROMPT = (

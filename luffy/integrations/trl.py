@@ -30,10 +30,10 @@ from luffy.core.losses import LossTerms, PolicyLoss, policy_loss_terms
 from luffy.core.masked import keep
 from luffy.core.reduce import Counts, token_weights
 from luffy.core.shaping import Shape
-from luffy.data.encode import NO_LIMIT, Encoder
+from luffy.data.encode import Encoder
 from luffy.errors import ConfigError, DataError, how_to_install
 from luffy.guidance.trace_choice import choose
-from luffy.types import Message, Problem, Trace
+from luffy.types import NO_LIMIT, Message, Problem, Trace
 
 try:
     from trl import GRPOConfig, GRPOTrainer

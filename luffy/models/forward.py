@@ -11,6 +11,7 @@ from luffy.models.attention import ATTENTION_NAME, LAYOUT_KEY, Layout
 from luffy.models.fused import fused_decoder
 from luffy.models.separate import Products
 from luffy.models.summed import summed
+from luffy.types import NO_LIMIT
 
 # Config fields that change logits after the head, with the value that leaves them alone.
 LOGIT_CHANGES: dict[str, float | None] = {
@@ -43,10 +44,9 @@ def key_value_shape(config: Any) -> tuple[int, int]:
     return int(heads), int(width)
 
 
-def max_positions(config: Any) -> int | None:
-    """The model's context; None where its config has no limit."""
-    longest: int | None = getattr(config, "max_position_embeddings", None)
-    return longest
+def max_positions(config: Any) -> int:
+    """The model's context; ``NO_LIMIT`` where its config has none."""
+    return getattr(config, "max_position_embeddings", None) or NO_LIMIT
 
 
 def use_luffy_attention(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ def check_fits(named: str, model_config: Any, tokenizer: Any, longest: int, know
             "must be a model of the policy's own tokenizer"
         )
     context = max_positions(model_config)
-    if context is not None and context < longest:
+    if context < longest:
         raise UserError(
             f"{named} takes {context} tokens, but data.max_prompt_tokens + rollout.max_tokens = {longest}; lower one "
             "of them or take another model"

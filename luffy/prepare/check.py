@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from luffy.data import Encoder, ProblemDataset, load_problems
-from luffy.data.encode import NO_LIMIT, resolve_style
+from luffy.data.encode import resolve_style
 from luffy.data.repeats import prompt_hash, repeated, shared
 from luffy.data.schemas import ROW_KEY, without_traces
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.models.load import load_tokenizer
 from luffy.prepare.cards import quantiles
 from luffy.rewards import build_verifier
-from luffy.types import Problem, Trace
+from luffy.types import NO_LIMIT, Problem, Trace
 
 SHOWN_DISAGREEMENTS = 5
 SHOWN_CHARACTERS = 1500

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from luffy.data import Encoder, RowError, RowSource, open_source
-from luffy.data.encode import NO_LIMIT
 from luffy.errors import DataError
 from luffy.files import whole_file, write_atomically
 from luffy.models.load import load_tokenizer
@@ -27,6 +26,7 @@ from luffy.prepare.screen import Screener, read_problem, screen
 from luffy.prepare.select import DROPPED, HELD_OUT, TRAIN, Choice, Selection, kept_traces, select
 from luffy.progress import progress
 from luffy.rewards import build_verifier
+from luffy.types import NO_LIMIT
 
 FILES = {TRAIN: "train.parquet", HELD_OUT: "held_out.parquet"}
 

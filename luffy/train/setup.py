@@ -396,7 +396,7 @@ def check_context(cfg: Config, model_config: Any) -> None:
         budgets["eval.max_tokens"] = cfg.eval.max_tokens
     for name, budget in budgets.items():
         needed = cfg.data.max_prompt_tokens + budget
-        if longest is not None and needed > longest:
+        if needed > longest:
             raise UserError(
                 f"data.max_prompt_tokens + {name} = {needed} exceeds the model's context of {longest}; "
                 f"lower one of them"

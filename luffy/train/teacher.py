@@ -114,12 +114,12 @@ class TeacherPrompts:
 
 @dataclass(frozen=True)
 class Teacher:
-    """``log_probs`` of samples by whoever computes them; ``longest``: tokens that it takes, None for any number.
-    ``average``: the weights, where they move."""
+    """``log_probs`` of samples by whoever computes them; ``longest``: tokens that it takes. ``average``: the
+    weights, where they move."""
 
     log_probs: LogProbs
     prompts: TeacherPrompts
-    longest: int | None
+    longest: int
     average: WeightAverage | None = None
 
     def score(self, groups: Sequence[Group]) -> list[Tensor | None]:
@@ -132,7 +132,7 @@ class Teacher:
     def _samples(self, group: Group) -> list[Sample | None]:
         prompts = zip(group.rollouts, self.prompts.of(group), strict=True)
         samples = [None if ids is None else replace(uncredited(rollout), prompt_ids=ids) for rollout, ids in prompts]
-        return [None if s is None or (self.longest is not None and len(s) > self.longest) else s for s in samples]
+        return [None if s is None or len(s) > self.longest else s for s in samples]
 
     def follow(self) -> None:
         """After a step: weights that are averaged take in the policy's new ones."""
@@ -183,7 +183,7 @@ def scoring_servers(cfg: Config, tokenizer: Any, warn: Callable[[str], None]) ->
     key = key_from(v.api_key_env)
     servers = [Server(url, key, v.timeout_s, "teacher.servers") for url in cfg.teacher.servers]
     scoring = ScoringServers(servers, tokenizer, slots=cfg.rollout.slots or VLLM_SLOTS, warn=warn)
-    if scoring.longest is not None and scoring.longest < cfg.longest:
+    if scoring.longest < cfg.longest:
         raise UserError(
             f"the servers of teacher.servers score {scoring.longest} tokens at most, but data.max_prompt_tokens + "
             f"rollout.max_tokens = {cfg.longest}; start them with a longer context"

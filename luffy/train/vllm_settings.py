@@ -35,8 +35,7 @@ def context_of(cfg: Config, model_config: Any) -> int:
             f"'rollout.vllm.max_context' ({wanted}) is less than data.max_prompt_tokens + the longest response "
             f"({needed}); raise it"
         )
-    limit = max_positions(model_config) or needed
-    return min(wanted or needed, limit)
+    return min(wanted or needed, max_positions(model_config))
 
 
 def transfer_of(cfg: Config, device: str) -> str:

@@ -21,6 +21,7 @@ from toy_overrides import (
     toy_sequences,
     toy_tables,
 )
+from transformers import BloomConfig
 
 from luffy.core.override_rules import Rule
 from luffy.errors import UserError
@@ -349,6 +350,8 @@ def test_bad_settings_are_refused():
     ):
         SpeculativeEngine(draft, short, rule)
     assert SpeculativeEngine(draft, short, rule, max_context=128).policy.max_context == 128
+    short.config = BloomConfig(vocab_size=200)  # which has no limit
+    assert SpeculativeEngine(draft, short, rule).policy.max_context == 512
 
 
 @pytest.mark.parametrize(

@@ -4,26 +4,32 @@ import copy
 
 import pytest
 import torch
-from support import make_samples
+from support import make_samples, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from luffy import api
 from luffy.errors import UserError
 from luffy.models.forward import forward_hidden
 from luffy.models.load import load_model
 from luffy.models.plain import choose_path, plain_log_probs, runs_plain
+from luffy.prepare.teachers import LocalTeacher
 from luffy.rollout import NativeEngine
 from luffy.train.policy import Policy
-from luffy.types import Request, Sampling
+from luffy.types import Problem, Request, Sampling
 
-SMALL = {"vocab_size": 60, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+TOKENS = {"vocab_size": 60, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SMALL = {**TOKENS, "max_position_embeddings": 128}
 DECODER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
            "num_key_value_heads": 2, "initializer_range": 0.3}  # fmt: skip
+OLD_NAMES = {"n_layer": 2, "n_head": 4, "initializer_range": 0.3}
 KINDS = {
     # Caps both attention scores and logits, and slides.
     "gemma2": {**SMALL, **DECODER, "head_dim": 8, "sliding_window": 4, "attn_implementation": "eager"},
     # Learned positions; does not route its attention through the interface by layers we know.
-    "gpt2": {**SMALL, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3},
+    "gpt2": {**SMALL, **OLD_NAMES, "n_embd": 32},
     "cohere": {**SMALL, **DECODER, "logit_scale": 0.3},
+    # Biases instead of positions: its config names no context.
+    "bloom": {**TOKENS, **OLD_NAMES, "hidden_size": 32, "attn_implementation": "eager"},
 }
 
 
@@ -35,7 +41,7 @@ def build(kind):
     return model.eval()
 
 
-@pytest.fixture(params=["gemma2", "cohere"])
+@pytest.fixture(params=["gemma2", "cohere", "bloom"])
 def plain_model(request):
     model = build(request.param)
     with pytest.warns(UserWarning, match="its own forward pass instead"):
@@ -89,6 +95,22 @@ def test_such_a_model_is_loaded_with_a_warning_and_trained(tmp_path, make_config
     assert any(not torch.equal(before[n], v) for n, v in model.state_dict().items())
     with pytest.raises(UserError):
         forward_hidden(model, torch.tensor([5]), torch.tensor([0]), None)
+
+
+@pytest.mark.filterwarnings("ignore:.* correct, but slower")
+def test_a_model_without_a_limit_of_positions_generates_is_evaluated_and_trained(tmp_path, make_config, sums):
+    build("bloom").save_pretrained(tmp_path / "bloom")
+    make_tokenizer().save_pretrained(tmp_path / "bloom")
+    path, options = str(tmp_path / "bloom"), {"max_tokens": 4, "style": "plain", "device": "cpu"}
+    (row,) = api.generate(path, "1+2=", **options)
+    assert 1 <= len(row["token_ids"]) <= 4
+    result = api.evaluate(path, str(sums), tmp_path / "eval", reward="numeric", limit=2, workers=1, **options)
+    assert len(result.benchmarks) == 1
+    teacher = LocalTeacher(path, temperature=1.0, **options)
+    assert [len(drawn) for part in teacher.answer([Problem("0", "1+2=", "3")], 2) for _, drawn in part] == [2]
+    with api.Trainer(make_config(model={"path": path}, train={"steps": 1})) as trainer:
+        ((_, metrics),) = trainer.steps()
+    assert metrics["actor/grad_norm"] > 0
 
 
 def test_a_model_we_serve_is_not_warned_about(tiny_model, recwarn):

@@ -25,7 +25,7 @@ from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
 from luffy.train.teacher import Teacher, TeacherPrompts
 from luffy.train.training_step import roll_out
-from luffy.types import Demonstration, Group, Problem, Rollout, Score, Task
+from luffy.types import NO_LIMIT, Demonstration, Group, Problem, Rollout, Score, Task
 
 DISTILL = {"credit": "distill", "reject_extreme": False, "entropy_coef": 0.0}
 
@@ -194,7 +194,7 @@ def test_a_response_behind_too_long_a_prompt_has_no_teacher(make_config):
         seen.extend(samples)
         return [torch.full((s.token_ids.numel(),), -1.0) for s in samples]
 
-    for longest, known in ((9, True), (8, False), (None, True)):  # 1+1=17= and two tokens
+    for longest, known in ((9, True), (8, False), (NO_LIMIT, True)):  # 1+1=17= and two tokens
         scores = Teacher(log_probs, prompts, longest).score([group])
         assert [s is not None for s in scores] == [known] * 4
     assert {s.prompt_ids for s in seen} == {prompts.of(group)[0]}

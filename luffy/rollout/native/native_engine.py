@@ -21,7 +21,7 @@ from torch import nn
 
 from luffy.errors import UserError
 from luffy.metrics import Mean, Metric
-from luffy.models.forward import causal_lm
+from luffy.models.forward import causal_lm, max_positions
 from luffy.models.fp8 import Fp8Products, fp8_fault
 from luffy.models.fused import fused_decoder
 from luffy.models.merged import merged as merged_products
@@ -127,7 +127,7 @@ class NativeEngine(Engine):
             raise UserError(f"max_slots is {max_slots}: the engine needs at least 1")
         if batch_invariant and decoding == "pages":
             raise UserError("batch_invariant needs decoding in slots: over pages rounding depends on the batch")
-        longest = causal_lm(model).config.max_position_embeddings
+        longest = max_positions(causal_lm(model).config)
         if max_context is not None and not 1 <= max_context <= longest:
             raise UserError(f"max_context is {max_context}: the model takes 1 to {longest} tokens")
         self.model = model

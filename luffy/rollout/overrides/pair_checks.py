@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from luffy.errors import UserError
-from luffy.models.forward import causal_lm, head_weight_bias
+from luffy.models.forward import causal_lm, head_weight_bias, max_positions
 from luffy.types import Request
 
 
@@ -26,10 +26,11 @@ def check_pair(model: nn.Module, second_model: nn.Module, max_context: int) -> N
             f"the policy has a vocabulary of {draft.vocab_size} tokens, the second model of {second.vocab_size}:"
             " if both have the same tokenizer, cut the second model's with luffy.models.drop_padding_tokens"
         )
-    if second.max_position_embeddings < max_context:
+    longest = max_positions(second)
+    if longest < max_context:
         raise UserError(
-            f"the second model takes {second.max_position_embeddings} tokens, less than the context of"
-            f" {max_context}: set max_context to at most {second.max_position_embeddings}"
+            f"the second model takes {longest} tokens, less than the context of"
+            f" {max_context}: set max_context to at most {longest}"
         )
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from luffy.errors import TrainingStopped, UserError
 from luffy.rollout.vllm.dispatch import Dispatch, ask_all
 from luffy.rollout.vllm.http_client import Server, ServerLost
-from luffy.types import Sample
+from luffy.types import NO_LIMIT, Sample
 
 TOKENS_COMPARED = 500  # of the vocabulary
 
 
 class ScoringServers:
     """``slots`` requests are sent to each server at the same time. ``longest``: tokens of prompt and response that all
-    of them take, None where they do not say. ``warn`` hears about servers that do not answer."""
+    of them take, as far as they say. ``warn`` hears about servers that do not answer."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ScoringServers:
         except ServerLost as error:
             raise UserError(f"the teacher's vLLM server does not answer: {error}") from None
         contexts = [model["max_model_len"] for model in models.values() if model.get("max_model_len") is not None]
-        self.longest = min(contexts) - 1 if contexts else None  # it has to generate a token
+        self.longest = min(contexts, default=NO_LIMIT) - 1  # it has to generate a token
 
     def log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
         """[T] of the response tokens of each sample, at temperature 1."""
