@@ -108,7 +108,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def evaluate(model: str, suite: str, out: Path | None = None, **options: Any) -> Result:
+def evaluate(model: str, suite: str, out: Path | str | None = None, **options: Any) -> Result:
     """Evaluate a model as ``luffy eval`` does: ``suite`` is math6, ood, gsm8k or a dataset.
 
     ``options`` are those of the command: k, temperature, max_tokens, seed, reward, limit, style, device, ...
@@ -118,8 +118,9 @@ def evaluate(model: str, suite: str, out: Path | None = None, **options: Any) ->
     from luffy.evaluation.runner import Options, run_evaluation
     from luffy.train.setup import pick_device
 
+    out, data = (None if folder is None else Path(folder) for folder in (out, options.pop("data", None)))
     device = pick_device(options.pop("device", "auto"))
-    return run_evaluation(Options(model=model, suite=suite, out=out, device=device, **options))
+    return run_evaluation(Options(model=model, suite=suite, out=out, data=data, device=device, **options))
 
 
 def generate(

@@ -505,7 +505,7 @@ def eval_model(
         model=model, suite=suite, out=out, data=data, k=k, temperature=temperature, top_p=top_p, top_k=top_k,
         max_tokens=max_tokens, seed=seed, style=style, system_prompt=system_prompt,
         chat_template=chat_template, date=date, reward=reward, answer_in_thought=answer_in_thought,
-        shuffle_options=shuffle, limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
+        shuffle=shuffle, limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
         chunk=chunk, workers=workers, columns=named_columns(columns or []),
         reward_settings=load_config(reward_of).reward if reward_of else None,
     )  # fmt: skip

@@ -91,6 +91,14 @@ def test_generate_and_evaluate(tmp_path):
 
 def test_no_prompts_need_no_model():
     assert api.generate("nowhere", []) == []
+def test_evaluate_takes_the_options_of_the_command(tmp_path):
+    """Under their names, and folders as text."""
+    model = api.load_config("tiny/luffy").model.path
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "test.jsonl").write_text('{"question": "3+4=?", "answer": "#### 7"}\n')
+    short = {"max_tokens": 1, "style": "plain", "device": "cpu"}
+    result = api.evaluate(model, "gsm8k", out=str(tmp_path / "out"), data=str(tmp_path), shuffle=False, **short)
+    assert result.settings["shuffle_options"] is False and (tmp_path / "out" / "result.json").is_file()
 
 
 def test_the_page_is_generated_from_the_docstrings():

@@ -106,8 +106,8 @@ class Encoder:
         self._read: dict[str, list[int]] = {}  # while many are encoded: ids of their texts
         if self.style in TEMPLATE_STYLES and not self._has_template:
             raise ConfigError(
-                f"the tokenizer {_name(tokenizer)} has no chat template, which data.style={self.style} needs; "
-                "set data.style=plain or give data.chat_template"
+                f"the tokenizer {_name(tokenizer)} has no chat template, which style {self.style} needs; "
+                "choose style plain or give one"
             )
         self.eos_ids = _checked_eos(tokenizer, eos_ids, self._turn_end(), self.vocabulary)
 
@@ -122,10 +122,7 @@ class Encoder:
 
     def _checked_system_prompt(self, system_prompt: str | None) -> str | None:
         if system_prompt and self.style not in TEMPLATE_STYLES:
-            raise ConfigError(
-                f"data.system_prompt is set, but data.style={self.style} has no place for it; "
-                "remove it or set data.style=chat"
-            )
+            raise ConfigError(f"style {self.style} has no place for a system prompt; leave it out or choose style chat")
         return PAPER_SYSTEM_PROMPT if system_prompt is None and self.style == PromptStyle.PAPER else system_prompt
 
     def stops(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
@@ -177,7 +174,7 @@ class Encoder:
         if not self._has_template:
             raise DataError(
                 f"{_where(problem)}: the prompt is a chat, but the tokenizer {_name(self.tokenizer)} has no chat "
-                "template; give data.chat_template"
+                "template; give one"
             )
         messages = [{**asdict(message), "content": self._marked(message.content)} for message in chat]
         try:
@@ -186,7 +183,7 @@ class Encoder:
             roles = ", ".join(message.role for message in chat)
             raise DataError(
                 f"{_where(problem)}: the chat template refuses a chat of {roles} ({error}); "
-                "change data.system_prompt or give data.chat_template"
+                "change the system prompt or give another template"
             ) from error
 
     def _rendered(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
@@ -389,7 +386,7 @@ def _checked_date(date: str) -> Date:
     try:
         return Date.fromisoformat(date)
     except ValueError:
-        raise ConfigError(f"data.date={date!r} is not a date; write it as 2026-01-31") from None
+        raise ConfigError(f"date={date!r} is not a date; write it as 2026-01-31") from None
 
 
 def resolve_style(style: str, tokenizer: Any, paper: bool = False) -> str:
@@ -433,7 +430,7 @@ def _name(tokenizer: Any) -> str:
 
 def _one_of(knob: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
-        raise ConfigError(f"data.{knob}={value!r} is unknown; known: {', '.join(known)}")
+        raise ConfigError(f"{knob}={value!r} is unknown; known: {', '.join(known)}")
     return value
 
 
@@ -465,7 +462,7 @@ def _template_text(chat_template: str | None) -> str | None:
     if chat_template is None or "{" in chat_template:
         return chat_template
     if not os.path.isfile(chat_template):
-        raise ConfigError(f"data.chat_template: {chat_template!r} is neither Jinja text nor a file; check the path")
+        raise ConfigError(f"chat template {chat_template!r} is neither Jinja text nor a file; check the path")
     with open(chat_template, encoding="utf-8") as file:
         return file.read()
 

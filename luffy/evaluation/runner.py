@@ -61,7 +61,7 @@ class Options:
     date: str | None = None
     reward: str | None = None
     answer_in_thought: bool = False
-    shuffle_options: bool = True
+    shuffle: bool = True
     limit: int | None = None
     engine: str = "native"
     dtype: str | None = None
@@ -101,7 +101,7 @@ def run_evaluation(options: Options) -> Result:
         options = replace(options, reward=given.name, answer_in_thought=given.answer_in_thought)
     suite = load_suite(
         options.suite, options.data, k=options.k, reward=options.reward, seed=options.seed,
-        shuffle=options.shuffle_options, limit=options.limit, columns=options.columns,
+        shuffle=options.shuffle, limit=options.limit, columns=options.columns,
     )  # fmt: skip
     for name in suite.missing:
         logger.warning("not evaluated, because there is nothing to read: %s", name)
@@ -187,7 +187,7 @@ def plan(
         seed=options.seed,
         style=str(encoder.style),
         system_prompt=options.system_prompt,
-        shuffle_options=options.shuffle_options,
+        shuffle_options=options.shuffle,
         limit=options.limit,
         dtype=str(options.dtype),
         engine=options.engine,

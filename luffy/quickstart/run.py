@@ -22,7 +22,7 @@ from luffy.errors import StopRequested, TrainingStopped, UserError
 from luffy.files import json_object, write_atomically
 from luffy.progress import lasting
 from luffy.report.html import write_report
-from luffy.report.recorder import read_json_lines
+from luffy.report.recorder import METRICS, read_json_lines
 from luffy.report.runs import flat_config
 from luffy.report.tables import OUTSIDE_STEPS, STEP_SECONDS
 from luffy.schema import nearest, to_dict
@@ -80,6 +80,7 @@ def quickstart(
     console.print("Chains of sums, e.g. [bold]47+5-3+8=?[/] -> +5=52 -3=49 +8=57 #### 57")
     console.print("The base model knows the steps, but gets 19 of 20 wrong by one: its own samples are never right.\n")
     found = Comparison()
+    out.mkdir(parents=True, exist_ok=True)
     for method, cfg in planned:
         run_and_note(found, method, cfg, console)
         write_atomically(out / "summary.json", json.dumps(summary(found), indent=1) + "\n")
@@ -178,7 +179,7 @@ def run_one(cfg: Config, method: str) -> MethodOutcome:
     with Trainer(cfg, "sft" if method == "sft" else "rl") as trainer:
         trainer.train()
         greedy = {name: m.value for name, m in trainer.evaluate(replace(cfg.eval, temperature=0.0)).items()}
-    rows = read_json_lines(cfg.folder / "metrics.jsonl")
+    rows = read_json_lines(cfg.folder / METRICS)
     evaluated = [row for row in rows if "val-core/accuracy" in row]
     outcome = MethodOutcome(
         start=evaluated[0]["val-core/accuracy"],

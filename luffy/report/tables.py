@@ -201,7 +201,7 @@ def phase_table(methods: Sequence[Styled]) -> Markup | None:
         return None
     timed = [(style, method, _with_the_rest(seconds, phases)) for style, method, seconds in timed]
     phases = sorted({*phases, *(name for _, _, seconds in timed for name in seconds)}, key=_phase_order)
-    longest = max(sum(seconds.values()) for _, _, seconds in timed)
+    longest = max(sum(seconds.values()) for _, _, seconds in timed) or 1.0
     heads = [column_head("Method", left=True), Markup('<th scope="col" class="bars">Seconds per step</th>')]
     heads += [_phase_head(phase) for phase in phases] + [column_head("all")]
     rows = [_phase_row(i, method.label, seconds, phases, longest) for i, method, seconds in timed if seconds]

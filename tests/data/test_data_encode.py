@@ -117,11 +117,11 @@ def test_no_chat_template(make_tokenizer):
     bare = make_tokenizer(chat_template=None)
     for style in ("chat", "paper"):
         with pytest.raises(
-            ConfigError, match=f"no chat template, which data.style={style} needs; set data.style=plain or give"
+            ConfigError, match=f"no chat template, which style {style} needs; choose style plain or give one"
         ):
             Encoder(bare, style=style)
     chat = replace(PROBLEM, prompt=(Message("user", "q"),))
-    with pytest.raises(DataError, match=r"^d.jsonl:4: the prompt is a chat, but .* give data.chat_template$"):
+    with pytest.raises(DataError, match=r"^d.jsonl:4: the prompt is a chat, but .* has no chat template; give one$"):
         Encoder(bare, style="plain").encode(chat)
 
 
@@ -173,13 +173,16 @@ def test_a_tokenizer_without_eos(make_tokenizer):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"style": "alpaca"}, "data.style='alpaca' is unknown; known: chat, paper, paper_simple, plain"),
-        ({"overlong_prompt": "cut"}, "data.overlong_prompt='cut' is unknown; known: error, drop"),
-        ({"overlong_trace": "cut"}, "data.overlong_trace='cut' is unknown; known: drop, truncate, error"),
-        ({"special_tokens": "drop"}, "data.special_tokens='drop' is unknown; known: text, control"),
+        ({"style": "alpaca"}, "^style='alpaca' is unknown; known: chat, paper, paper_simple, plain"),
+        ({"overlong_prompt": "cut"}, "overlong_prompt='cut' is unknown; known: error, drop"),
+        ({"overlong_trace": "cut"}, "overlong_trace='cut' is unknown; known: drop, truncate, error"),
+        ({"special_tokens": "drop"}, "special_tokens='drop' is unknown; known: text, control"),
         ({"max_prompt_tokens": 0}, "data.max_prompt_tokens=0 leaves no room"),
         ({"max_response_tokens": 0}, "rollout.max_tokens=0 leaves no room"),
-        ({"style": "plain", "system_prompt": "x"}, "data.style=plain has no place for it"),
+        (
+            {"style": "plain", "system_prompt": "x"},
+            "^style plain has no place for a system prompt; leave it out or choose style chat$",
+        ),
     ],
 )
 def test_options_that_cannot_be_honoured(tokenizer, options, message):

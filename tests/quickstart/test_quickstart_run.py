@@ -102,6 +102,17 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(tmp_path, capsys):
     assert "luffy/seed-0 failed" in capsys.readouterr().err
 
 
+def test_a_method_that_fails_before_there_is_a_folder_is_named(tmp_path, monkeypatch):
+    def fail(*_):
+        raise UserError("not today")
+
+    monkeypatch.setattr(run, "run_one", fail)
+    with pytest.raises(TrainingStopped, match="failed: luffy/seed-0; why is above and in"):
+        quickstart(tmp_path / "new" / "folder", seeds=1, steps=1, methods="luffy")
+    summary = json.loads((tmp_path / "new" / "folder" / "summary.json").read_text())
+    assert summary == {"methods": {}, "failed": {"luffy/seed-0": "UserError: not today"}}
+
+
 def test_a_request_to_stop_ends_the_quickstart(tmp_path):
     def stop_at_the_first_step():
         records = tmp_path / "sft" / "seed-0" / "metrics.jsonl"

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 import yaml
@@ -7,7 +8,7 @@ from huggingface_hub.repocard import metadata_load
 
 from luffy.config import load_config
 from luffy.hub import hub_id
-from luffy.report.closest_recipe import PAPERS, closest_recipe
+from luffy.report.closest_recipe import PAPERS, about_recipe, closest_recipe
 from luffy.report.model_card import BenchmarkFigure, CardFacts, interval, model_card, thinned
 from luffy.report.runs import flat_config, read_config, without_samples
 
@@ -93,6 +94,12 @@ def test_settings_that_differ_from_the_recipe_are_told(write_run, make_metric_ro
     name, differences = closest_recipe(read_config(folder / "config.yaml"), sft=False)
     assert (name, differences) == ("luffy", {"guidance.gate": "trace_alone", "algorithm.kl_coef": 0.5})
     assert "recipe `luffy`, with `guidance.gate=trace_alone`, `algorithm.kl_coef=0.5`" in model_card(facts_of(folder))
+
+
+def test_a_method_is_told_without_counts_that_a_run_may_have_otherwise(write_run, make_metric_row):
+    folder = write_run("mine", [make_metric_row(1)], {"rollout": {"n": 2}})
+    assert "- Method: LUFFY: own samples and a trace in the group, " in model_card(facts_of(folder))
+    assert not [name for name in PAPERS if re.search(r"\d (own )?samples", about_recipe(name))]
 
 
 def test_settings_that_a_resume_changed_are_told_up_to_the_checkpoint(write_run, make_metric_row):

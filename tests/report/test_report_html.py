@@ -119,6 +119,11 @@ def test_seconds_agree_with_the_phases(write_run, make_metric_row, read_page):
     assert page.row("phases", "a")[2:] == ["0.001", "1.00", "0.500", "1.50", "0.500", "0.499", "4.00"]
 
 
+def test_times_that_are_all_0_are_shown(write_run, make_metric_row, read_page):
+    folder = write_run("a", [make_metric_row(1, **{f"timing_s/{name}": 0.0 for name in ("rollout", "update", "step")})])
+    assert read_page(write_report([folder])).row("phases", "a")[2:] == ["0.000", "0.000", "0.000"]
+
+
 def test_samples_open_on_a_guided_group_and_overrides_are_explained_where_they_are(
     write_run, make_metric_row, make_sample_row
 ):

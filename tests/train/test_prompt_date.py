@@ -42,7 +42,7 @@ def test_a_given_date_and_a_template_without_one():
     assert given.render(PROBLEM) == "02012025=1+1" and given.prompt_date == "2025-01-02"
     assert Encoder(make_tokenizer(), chat_template="{{ messages[0]['content'] }}").prompt_date is None
     assert Encoder(make_tokenizer(), style="plain").prompt_date is None
-    with pytest.raises(ConfigError, match=r"data\.date='tomorrow' is not a date; write it as 2026-01-31"):
+    with pytest.raises(ConfigError, match=r"date='tomorrow' is not a date; write it as 2026-01-31"):
         Encoder(make_tokenizer(), style="plain", date="tomorrow")
 
 
