@@ -40,7 +40,6 @@ def complete_or_nothing(path: Path) -> Iterator[TextIO]:
     """A text file that takes its name only when everything in it is on disk."""
     with whole_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         yield file
-        file.flush()
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -70,6 +69,28 @@ def as_object(value: Any, where: object, remedy: str, /, **kinds: type) -> dict[
 def json_object(raw: bytes, where: object, remedy: str, /, **kinds: type) -> dict[str, Any]:
     """The JSON object in a file or a line: ``as_object`` of its ``json_value``."""
     return as_object(json_value(raw, where, remedy), where, remedy, **kinds)
+
+
+def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) from ``start`` on; blank lines, and one that its writer has not ended yet, are left alone."""
+    if not path.exists():
+        return
+    offset = start
+    with path.open("rb") as file:
+        file.seek(start)
+        for line in file:
+            if line.endswith(b"\n") and line.strip():
+                yield offset, line
+            offset += len(line)
+
+
+def parse_line(line: bytes, path: Path, **kinds: type) -> dict[str, Any]:
+    """The JSON object in a line of a file; ``kinds`` as ``as_object`` takes them."""
+    return json_object(line, f"{path}: a line, {excerpt(line)}", "mend or remove it", **kinds)
+
+
+def excerpt(line: bytes) -> str:
+    return repr(line[:60].decode("utf-8", "replace"))
 
 
 def cache_folder() -> Path:

@@ -50,8 +50,6 @@ def write_report(
     ``notes`` is plain text shown under the title, paragraphs apart by blank lines; ``analysis`` is a folder
     that ``luffy analyze`` wrote, whose figures go into the page.
     """
-    if not runs:
-        raise UserError("no run was named; name at least one run folder")
     records, skipped = load_runs(find_runs(runs))
     out = default_out(runs) if out is None else Path(out)
     if out.is_dir():
@@ -64,8 +62,6 @@ def write_report(
 
 def report_json(runs: Sequence[Path | str]) -> dict[str, Any]:
     """The final table of the report for programs; ``left_out`` says which folders have nothing to show, and why."""
-    if not runs:
-        raise UserError("no run was named; name at least one run folder")
     records, skipped = load_runs(find_runs(runs))
     return {"version": __version__, "methods": final_figures(group_runs(records)), "left_out": skipped}
 

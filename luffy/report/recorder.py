@@ -20,7 +20,7 @@ from torch import Tensor
 
 from luffy.config import Config
 from luffy.errors import ConfigError, how_to_install
-from luffy.files import json_object, whole_file, write_atomically
+from luffy.files import complete_lines, json_object, parse_line, whole_file, write_atomically
 from luffy.schema import to_dict
 from luffy.types import Group, Rollout, Sample, Score, TokenView
 
@@ -86,12 +86,8 @@ class JsonLinesWriter:
 
 def read_json_lines(path: Path, **kinds: type) -> list[dict[str, Any]]:
     """The complete lines of a file that may still be growing, or whose writer was killed in mid-line; ``kinds`` as
-    ``json_object`` takes them."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    remedy = "mend or remove that line"
-    return [json_object(line, f"{path}:{n}", remedy, **kinds) for n, line in enumerate(lines, start=1)]
+    ``as_object`` takes them."""
+    return [parse_line(line, path, **kinds) for _, line in complete_lines(path)]
 
 
 class TensorBoardTracker:

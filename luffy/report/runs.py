@@ -6,7 +6,6 @@ and read when they are asked for, because a long run records more of them than f
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from luffy.config import Config, parse_yaml
 from luffy.errors import ConfigError, UserError
+from luffy.files import complete_lines, excerpt, parse_line
 from luffy.report.recorder import METRICS, SAMPLES
 from luffy.schema import build, to_dict
 
@@ -295,7 +295,7 @@ def index_samples(path: Path) -> SampleIndex:
 def sample_texts(line: bytes, path: Path) -> dict[str, Any]:
     """A sample without its token lists; whole where an older version wrote it, which did not count its tokens."""
     head = _SAMPLE_HEAD.match(line)
-    row = _parsed(head[0] + b"}", path) if head else {}
+    row = parse_line(head[0] + b"}", path) if head else {}
     return row if "length" in row else parse_line(line, path)
 
 
@@ -342,47 +342,16 @@ def natural_order(path: Path) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", str(path)) if part]
 
 
-def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) from ``start`` on; the line that its writer has not ended yet is left alone."""
-    if not path.exists():
-        return
-    offset = start
-    with path.open("rb") as file:
-        file.seek(start)
-        for line in file:
-            if line.endswith(b"\n") and line.strip():
-                yield offset, line
-            offset += len(line)
-
-
 def metric_row(line: bytes, path: Path) -> dict[str, Any]:
     row = parse_line(line, path)
     if not isinstance(row.get("step"), int) or not is_number(row["step"]):
-        raise UserError(f"{path}: a line without a whole number as 'step': {_excerpt(line)}")
+        raise UserError(f"{path}: a line without a whole number as 'step': {excerpt(line)}")
     return row
 
 
 def _read_at(file: Any, path: Path, offset: int) -> dict[str, Any]:
     file.seek(offset)
     return parse_line(file.readline(), path)
-
-
-def parse_line(line: bytes, path: Path) -> dict[str, Any]:
-    return _parsed(line, path)
-
-
-def _parsed(line: bytes, path: Path) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):  # no JSON, no UTF-8, thousands of digits, or brackets within brackets
-        raise UserError(f"{path}: a line is not JSON: {_excerpt(line)}; mend or remove it") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{path}: a line is not a JSON object: {_excerpt(line)}; mend or remove it")
-    return row
-
-
-def _excerpt(line: bytes) -> str:
-    return repr(line[:60].decode("utf-8", "replace"))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -430,7 +399,3 @@ def best(metric: str) -> Reader:
 def at_start(metric: str) -> Reader:
     """The value before training: that of step 0, where it was evaluated."""
     return lambda run: next((value for step, value in run.series(metric) if step == 0), None)
-
-
-def summed(metric: str) -> Reader:
-    return lambda run: run.total(metric)

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from luffy.errors import UserError
+from luffy.files import complete_lines
 from luffy.report.runs import (
     EXCERPT,
     GroupKey,
     GroupKeys,
     SampleHead,
-    complete_lines,
     read_samples,
     sample_head,
     sample_texts,

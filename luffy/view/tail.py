@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from luffy.report.runs import complete_lines
+from luffy.files import complete_lines
 
 
 class Tail:

@@ -7,7 +7,7 @@ import pytest
 from luffy.errors import UserError
 from luffy.report import recorder
 from luffy.report.recorder import JsonLinesWriter, read_json_lines
-from luffy.report.runs import EmptyRun, GroupKey, at_start, best, find_runs, last, load_run, summed
+from luffy.report.runs import EmptyRun, GroupKey, at_start, best, find_runs, last, load_run
 
 
 def test_a_run_reads_back(write_run, make_metric_row):
@@ -16,7 +16,6 @@ def test_a_run_reads_back(write_run, make_metric_row):
     assert (run.seed, run.steps, run.planned_steps, run.unfinished, run.kind) == (7, 2, 2, False, "train")
     assert run.series("val-core/accuracy") == [(0, 0.1), (1, 0.4), (2, 0.3)]
     assert [read("val-core/accuracy")(run) for read in (at_start, last, best)] == [0.1, 0.3, 0.4]
-    assert summed("timing_s/step")(run) == 4.0
     assert last("val-ood/accuracy")(run) is None
     assert run.config["optim.lr"] == 1e-6  # today's default, not in the file
 
@@ -34,8 +33,18 @@ def test_values_that_are_not_finite_are_no_points(write_run, make_metric_row):
 
 def test_a_line_that_is_not_json_names_the_file(write_run, make_metric_row):
     folder = write_run("a", [make_metric_row(1)], tail="garbage\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl: a line is not JSON: 'garbage"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: a line, 'garbage\\n': not JSON .*; mend or remove it"):
         load_run(folder)
+
+
+def test_blank_lines_are_no_rows(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n\n{"step": 2}\n{"st')
+    assert read_json_lines(path) == [{"step": 1}, {"step": 2}]
+    with path.open("a") as file:
+        file.write("\n")
+    with pytest.raises(UserError, match=r"""metrics\.jsonl: a line, '{"st\\n': not JSON .*; mend or remove it"""):
+        read_json_lines(path)
 
 
 def test_a_line_without_a_step_is_an_error(write_run):

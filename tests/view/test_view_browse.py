@@ -119,7 +119,11 @@ def test_growth_is_read_once_and_a_half_line_not_at_all(table, rows, monkeypatch
 
 def test_the_list_needs_no_token_lists(tmp_path, make_sample_row, monkeypatch):
     """Rows as the recorder writes them now: the numbers and texts come first."""
-    monkeypatch.setattr("luffy.report.runs.parse_line", lambda *_: pytest.fail("parsed a whole line"))
+
+    def parse(line, path):
+        return pytest.fail("parsed a whole line") if line.endswith(b"\n") else json.loads(line)
+
+    monkeypatch.setattr("luffy.report.runs.parse_line", parse)
     head = {"step": 3, "problem": 'a "quoted" \\ problem', "sample": 1, "reward": -0.5, "status": "ok", "finish": "stop",
             "length": 2, "off_policy_tokens": 1, "override_tokens": 0, "prompt": "x", "answer": None, "response": "y, [1]"}  # fmt: skip
     for separators in ((",", ":"), (", ", ": ")):
