@@ -402,22 +402,22 @@ def push(
     ] = False,
 ) -> None:
     """Upload a trained model with its model card to the Hugging Face hub, in one commit."""
-    from luffy import push as hub
+    from luffy.push import check_hub, check_repo_name, files_to_push, find_model, listing, upload, write_card
 
-    hub.check_repo_name(repo)
-    model = hub.find_model(folder, checkpoint)
+    check_repo_name(repo)
+    model = find_model(folder, checkpoint)
     if not dry_run:
-        hub.check_hub()
+        check_hub()
     given = {"license": license, "base_model": base_model}
-    hub.write_card(model, Path(repo).name, {key: value for key, value in given.items() if value}, evals or [])
-    files = hub.files_to_push(model, training_state, samples)
-    for line in hub.listing(files):
+    write_card(model, Path(repo).name, {key: value for key, value in given.items() if value}, evals or [])
+    files = files_to_push(model, training_state, samples)
+    for line in listing(files):
         typer.echo(line)
     if dry_run:
         typer.echo(f"nothing was uploaded; the card is {model.folder / 'README.md'}")
         return
     step = "" if model.checkpoint is None else f", step {model.checkpoint.step}"
-    typer.echo(f"pushed     {hub.push(repo, files, message or f'Push with luffy{step}', private, revision)}")
+    typer.echo(f"pushed     {upload(repo, files, message or f'Push with luffy{step}', private, revision)}")
 
 
 # ---- evaluation

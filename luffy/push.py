@@ -260,7 +260,9 @@ def check_hub() -> None:
         raise UserError(f"nothing was pushed: {fault}")
 
 
-def push(repo: str, files: Mapping[str, Path], message: str, private: bool = False, revision: str | None = None) -> str:
+def upload(
+    repo: str, files: Mapping[str, Path], message: str, private: bool = False, revision: str | None = None
+) -> str:
     """Upload files in one commit to a repository that is made where it is not there; returns the commit's address.
 
     Weights of an earlier model that are not overwritten are removed in the same commit: a single file would be loaded

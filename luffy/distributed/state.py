@@ -34,18 +34,11 @@ def start_saving(tensors: Mapping[str, Tensor], folder: Path, group: dist.Proces
     return future
 
 
-def read_whole(folder: Path) -> dict[str, Tensor]:
-    """Every tensor in full, for a run of one process."""
-    return _read(folder, {})
-
-
-def read_sharded(folder: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def read_tensors(folder: Path, parameters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Tensors that belong to a sharded parameter (``weight/exp_avg``) sharded as it is; each process reads no more
-    than it holds, however many processes wrote."""
-    return _read(folder, parameters)
-
-
-def _read(folder: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    than it holds, however many processes wrote. Without ``parameters`` every tensor in full, for a run of one
+    process."""
+    parameters = parameters or {}
     entries: Any = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     tensors = {}
     for name, entry in entries.items():

@@ -38,7 +38,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from luffy.config import Config
-from luffy.distributed.state import read_whole
+from luffy.distributed.state import read_tensors
 from luffy.errors import TrainingStopped, UserError
 from luffy.files import flush_path, write_atomically
 from luffy.report.changes import kept_settings
@@ -104,7 +104,7 @@ class Checkpoint:
         return self.path / SHARDS
 
     def tensors(self) -> dict[str, Tensor]:
-        return read_whole(self.shards) if self.shards.is_dir() else load_file(self.path / "optimizer.safetensors")
+        return read_tensors(self.shards) if self.shards.is_dir() else load_file(self.path / "optimizer.safetensors")
 
     def verify(self) -> list[str]:
         """Check that every file of the manifest is there with its size and hash; returns the names of other files.

@@ -16,7 +16,7 @@ from torch import nn
 
 from luffy.config import Config
 from luffy.distributed.replica import on_host
-from luffy.distributed.state import read_sharded, shard_whole
+from luffy.distributed.state import read_tensors, shard_whole
 from luffy.distributed.world import World
 from luffy.errors import UserError
 from luffy.files import write_atomically
@@ -228,7 +228,7 @@ def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
     """Everything but the weights, which are there: sampler, optimizer, counters. Returns whether the
     checkpoint is this run's own; the best step of another run's is not taken over."""
     state = checkpoint.state()
-    tensors = _read_tensors(run, checkpoint)
+    tensors = _load_tensors(run, checkpoint)
     same = state["data_fingerprint"] == run.tasks.problems.fingerprint and state["usable"] == len(run.tasks)
     if same:
         run.sampler.load_state_dict(state["sampler"])
@@ -284,11 +284,11 @@ def _restore_memory(run: Run, checkpoint: Checkpoint, tensors: Mapping[str, torc
         )
 
 
-def _read_tensors(run: Run, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def _load_tensors(run: Run, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     if not run.world.joined:
         return checkpoint.tensors()
     parameters = run.policy.optimizer.parameters
     parameters = parameters | {f"{SFT}{name}": p for name, p in parameters.items()}
     if checkpoint.shards.is_dir():
-        return read_sharded(checkpoint.shards, parameters)
+        return read_tensors(checkpoint.shards, parameters)
     return shard_whole(checkpoint.tensors(), parameters)
