@@ -207,7 +207,8 @@ def _show(title: str, machine: Machine, rows: list[dict[str, Any]], path: Path |
     for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*(_cell(text, row) for text in columns.values()))
+        values = _as_shown(row)
+        table.add_row(*(text.format(**values) for text in columns.values()))
     console = Console()
     if not console.is_terminal:
         console.width = WIDE  # in a file a line may be longer than a terminal's usual 80 characters
@@ -235,13 +236,12 @@ def _rate(value: float, unit: str) -> str:
     return f"{value / size:.3g} {prefix}{unit}"
 
 
-def _cell(text: str, row: dict[str, Any]) -> str:
-    known = {"peak_gib": None, "gpu_idle_share": None, **row}
-    if text == "{max_tokens_per_step}" and known["max_tokens_per_step"] is None:
-        return "null"
-    if text == "{peak_gib}":
-        return "-" if known["peak_gib"] is None else f"{known['peak_gib']:.1f}"
-    if text == "{gpu_idle_share}":
-        share = known["gpu_idle_share"]
-        return "-" if share is None else f"{share[0]:.1%} to {share[1]:.1%}"
-    return text.format(**known)
+def _as_shown(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with texts for values that may be missing."""
+    most, peak, idle = (row.get(name) for name in ("max_tokens_per_step", "peak_gib", "gpu_idle_share"))
+    return {
+        **row,
+        "max_tokens_per_step": "null" if most is None else most,
+        "peak_gib": "-" if peak is None else f"{peak:.1f}",
+        "gpu_idle_share": "-" if idle is None else f"{idle[0]:.1%} to {idle[1]:.1%}",
+    }

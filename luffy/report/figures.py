@@ -15,8 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from luffy.report.curves import Curve, Envelope
-from luffy.report.text import number, shorten_middle
-from luffy.report.text import seconds as seconds_text
+from luffy.report.text import number, shorten_middle, show_seconds
 
 WIDTH, HEIGHT = 380, 226  # about what a phone shows, so that text keeps its size there
 TOP, BOTTOM = 10, 36
@@ -293,9 +292,9 @@ def phase_bar(seconds: Mapping[str, float], longest: float, name: str) -> Markup
     for phase, value in seconds.items():
         width = 100 * value / longest
         rect = '<rect class="{}" x="{:.2f}" y="0" width="{:.2f}" height="10"><title>{}: {} s</title></rect>'
-        out.append(Markup(rect).format(phase_class(phase), at, width, phase, seconds_text(value)))
+        out.append(Markup(rect).format(phase_class(phase), at, width, phase, show_seconds(value)))
         at += width
-    said = ", ".join(f"{phase} {seconds_text(value)}" for phase, value in seconds.items())
+    said = ", ".join(f"{phase} {show_seconds(value)}" for phase, value in seconds.items())
     head = '<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" role="img" aria-label="{}: {}">'
     return Markup(head).format(f"{name}, seconds per step", said) + Markup("").join(out) + Markup("</svg>")
 

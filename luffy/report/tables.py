@@ -17,8 +17,7 @@ from luffy.report.curves import Estimate, estimate
 from luffy.report.figures import KNOWN_PHASES, crowded, phase_bar, phase_class, swatch
 from luffy.report.methods import Method, Styled, differing_keys, show_value
 from luffy.report.runs import Reader, RunRecord
-from luffy.report.text import number, shorten, show
-from luffy.report.text import seconds as show_seconds
+from luffy.report.text import number, shorten, show, show_seconds
 
 EVALUATION = re.compile(r"val-(?P<name>[^/]+)/accuracy")
 STEP_SECONDS = "timing_s/step"
@@ -36,18 +35,17 @@ class Column:
     value: Reader
     digits: int = 3
 
+    def values(self, runs: Sequence[RunRecord]) -> list[float]:
+        """Of the runs that have one."""
+        return [value for run in runs if (value := self.value(run)) is not None]
+
 
 def evaluations(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
     """(metric, name) of every accuracy that some run recorded; the run's own held-out set comes first."""
-    found = {metric for run in runs for metric in run.metrics if EVALUATION.fullmatch(metric)}
+    matches = (EVALUATION.fullmatch(metric) for run in runs for metric in run.metrics)
+    found = {match[0]: match["name"] for match in matches if match}
     order = sorted(found, key=lambda metric: (metric != "val-core/accuracy", metric))
-    return [(metric, evaluation_name(metric)) for metric in order]
-
-
-def evaluation_name(metric: str) -> str:
-    match = EVALUATION.fullmatch(metric)
-    name = match["name"] if match else metric
-    return "held-out" if name == "core" else "OOD" if name == "ood" else name
+    return [(metric, {"core": "held-out", "ood": "OOD"}.get(found[metric], found[metric])) for metric in order]
 
 
 def final_columns(runs: Sequence[RunRecord]) -> list[Column]:
@@ -82,7 +80,7 @@ def sampled(reader: Reader) -> Reader:
 
 def final_table(methods: Sequence[Styled]) -> Markup:
     runs = [run for _, method in methods for run in method.runs]
-    columns = [c for c in final_columns(runs) if any(c.value(run) is not None for run in runs)]
+    columns = [c for c in final_columns(runs) if c.values(runs)]
     columns = [c for c in columns if c.below not in ("start", "best")] if crowded(methods) else columns
     rows = [_final_row(style, method, columns) for style, method in methods]
     wide = " stacked" if len(columns) > ROOMY_COLUMNS else ""
@@ -108,7 +106,7 @@ def final_figures(methods: Sequence[Method]) -> list[dict[str, Any]]:
 
 
 def _mean_of(column: Column, runs: Sequence[RunRecord]) -> dict[str, Any] | None:
-    found = estimate([value for run in runs if (value := column.value(run)) is not None])
+    found = estimate(column.values(runs))
     return None if found is None else asdict(found)
 
 
@@ -135,8 +133,8 @@ _FIXED_HEADS = (("Method", Markup(' class="name"')), ("Seeds", ""), ("Steps", ""
 def _final_row(style: int, method: Method, columns: Sequence[Column]) -> Markup:
     cells = [method_head(style, method.label), _cell(str(len(method.runs))), _cell(steps_of(method.runs))]
     for column in columns:
-        values = [v for run in method.runs if (v := column.value(run)) is not None]
-        cells.append(Markup("<td>{}</td>").format(show_estimate(estimate(values), column.digits)))
+        found = estimate(column.values(method.runs))
+        cells.append(Markup("<td>{}</td>").format(show_estimate(found, column.digits)))
     return Markup("").join(cells)
 
 

@@ -60,7 +60,7 @@ def number(value: float, digits: int = 3) -> str:
 _SLACK = 8  # characters that may precede a token: a space, or what half-character tokens before it make up
 
 
-def seconds(value: float) -> str:
+def show_seconds(value: float) -> str:
     """Three digits that count, whether a phase takes milliseconds or minutes."""
     return number(value, 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0)
 

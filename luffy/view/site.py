@@ -151,7 +151,7 @@ class Site:
 
     def _chosen(self, query: Query) -> list[Styled]:
         styles = query.get("method")
-        return self.board.snapshot().choose(None if styles is None else [_whole("method", s) for s in styles])
+        return self.board.snapshot().choose(None if styles is None else [_parse("method", s, int) for s in styles])
 
     def _table(self, query: Query) -> tuple[SampleTable, float]:
         run = self.board.run(_text(query, "run"))
@@ -221,11 +221,11 @@ def _text(query: Query, name: str) -> str:
 
 def _number(query: Query, name: str, kind: Callable[[str], Any], default: Any) -> Any:
     value = _text(query, name)
+    return _parse(name, value, kind) if value else default
+
+
+def _parse(name: str, value: str, kind: Callable[[str], Any]) -> Any:
     try:
-        return kind(value) if value else default
+        return kind(value)
     except ValueError:
         raise UserError(f"{name} is {value[:40]!r}; it is a number") from None
-
-
-def _whole(name: str, value: str) -> int:
-    return int(_number({name: [value]}, name, int, -1))

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from luffy.bench import step
-from luffy.bench.bench_cli import _cell
+from luffy.bench.bench_cli import _as_shown
 from luffy.bench.kernels import top_kernels
 from luffy.bench.lengths import Lognormal, waiting_seconds
 from luffy.bench.limits import Response, roofline_seconds, update_flops
@@ -164,7 +164,7 @@ def test_the_share_without_a_kernel_from_below_and_from_above(monkeypatch):
     assert share == (pytest.approx(0.25), pytest.approx(0.4))
     lowest, highest = (step._idle_share(lambda: 10.0, seconds, torch.device("cpu")) for seconds in (5.0, 14.0))
     assert lowest[0] == 0 and highest[0] == highest[1]
-    assert _cell("{gpu_idle_share}", {"gpu_idle_share": share}) == "25.0% to 40.0%"
+    assert _as_shown({"gpu_idle_share": share})["gpu_idle_share"] == "25.0% to 40.0%"
 
 
 def test_bad_input_is_named():

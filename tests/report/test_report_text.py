@@ -2,7 +2,7 @@
 
 import pytest
 
-from luffy.report.text import aligned, legible, number, seconds, shorten, shorten_middle, show
+from luffy.report.text import aligned, legible, number, shorten, shorten_middle, show, show_seconds
 
 
 def test_markup_and_hidden_characters_are_inert():
@@ -50,7 +50,7 @@ def test_numbers():
 
 
 def test_seconds_keep_three_digits():
-    assert [seconds(v) for v in (0.0123, 1.5, 61.04, 105.4)] == ["0.012", "1.50", "61.0", "105"]
+    assert [show_seconds(v) for v in (0.0123, 1.5, 61.04, 105.4)] == ["0.012", "1.50", "61.0", "105"]
 
 
 def test_shortening():
