@@ -44,7 +44,8 @@ def _lines_to_keep(path: Path, through_step: int, by_head: bool) -> Iterator[tup
         return
     with path.open("rb") as file:
         for n, line in enumerate(file, start=1):
-            yield line, line.endswith(b"\n") and _step_of(line, f"{path}:{n}", by_head) <= through_step
+            whole = line.endswith(b"\n") and not line.isspace()
+            yield line, whole and _step_of(line, f"{path}:{n}", by_head) <= through_step
 
 
 def _step_of(line: bytes, where: str, by_head: bool) -> int:
@@ -55,8 +56,8 @@ def _step_of(line: bytes, where: str, by_head: bool) -> int:
 
 class JsonLinesWriter:
     """An append-only file of JSON lines; each line is on the disk when ``write`` returns. Of what the file has already,
-    rows beyond a step and a line that was torn by a kill are dropped. ``by_head``: the step is the first entry of a
-    line, and the rest, which may be millions of tokens in all, is not parsed."""
+    rows beyond a step, blank lines and one that was torn by a kill are dropped. ``by_head``: the step is the first
+    entry of a line, and the rest, which may be millions of tokens in all, is not parsed."""
 
     def __init__(
         self,

@@ -45,6 +45,9 @@ def test_blank_lines_are_no_rows(tmp_path):
         file.write("\n")
     with pytest.raises(UserError, match=r"""metrics\.jsonl: a line, '{"st\\n': not JSON .*; mend or remove it"""):
         read_json_lines(path)
+    path.write_text('{"step": 1}\n\n{"step": 2}\n')
+    JsonLinesWriter(path, keep_through_step=2).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_a_line_without_a_step_is_an_error(write_run):
