@@ -91,6 +91,8 @@ def test_generate_and_evaluate(tmp_path):
 
 def test_no_prompts_need_no_model():
     assert api.generate("nowhere", []) == []
+
+
 def test_evaluate_takes_the_options_of_the_command(tmp_path):
     """Under their names, and folders as text."""
     model = api.load_config("tiny/luffy").model.path

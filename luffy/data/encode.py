@@ -107,7 +107,7 @@ class Encoder:
         if self.style in TEMPLATE_STYLES and not self._has_template:
             raise ConfigError(
                 f"the tokenizer {_name(tokenizer)} has no chat template, which style {self.style} needs; "
-                "choose style plain or give one"
+                "choose style plain or give a chat template"
             )
         self.eos_ids = _checked_eos(tokenizer, eos_ids, self._turn_end(), self.vocabulary)
 
@@ -174,7 +174,7 @@ class Encoder:
         if not self._has_template:
             raise DataError(
                 f"{_where(problem)}: the prompt is a chat, but the tokenizer {_name(self.tokenizer)} has no chat "
-                "template; give one"
+                "template; give it one (data.chat_template)"
             )
         messages = [{**asdict(message), "content": self._marked(message.content)} for message in chat]
         try:
