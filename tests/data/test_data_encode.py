@@ -117,11 +117,12 @@ def test_no_chat_template(make_tokenizer):
     bare = make_tokenizer(chat_template=None)
     for style in ("chat", "paper"):
         with pytest.raises(
-            ConfigError, match=f"no chat template, which style {style} needs; choose style plain or give one"
+            ConfigError,
+            match=f"no chat template, which style {style} needs; choose style plain or give a chat template",
         ):
             Encoder(bare, style=style)
     chat = replace(PROBLEM, prompt=(Message("user", "q"),))
-    with pytest.raises(DataError, match=r"^d.jsonl:4: the prompt is a chat, but .* has no chat template; give one$"):
+    with pytest.raises(DataError, match=r"^d.jsonl:4: the prompt is a chat, but .* has no chat template; give it one"):
         Encoder(bare, style="plain").encode(chat)
 
 

@@ -18,7 +18,7 @@ from ranks import (
 from safetensors import safe_open
 
 from luffy.errors import UserError
-from luffy.train import background
+from luffy.train import background, saving
 from luffy.train.checkpoint import Checkpoint, CheckpointStore
 from luffy.train.loop import Trainer
 
@@ -102,12 +102,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(make_config):
 
 
 def train_with_a_held_up_checkpoint(cfg, world):
-    step_three_is_over, complete = threading.Event(), CheckpointStore.complete
+    step_three_is_over, write_model = threading.Event(), saving.write_model
 
-    def hold_up(self, aside, state):
-        if state["progress"]["step"] == 2:
-            assert step_three_is_over.wait(60), "training waited for the checkpoint"
-        return complete(self, aside, state)
+    def hold_up(*args):
+        assert step_three_is_over.wait(60), "training waited for the checkpoint"
+        write_model(*args)
 
     def on_step(step, values):
         if step == 3:
@@ -115,7 +114,7 @@ def train_with_a_held_up_checkpoint(cfg, world):
             step_three_is_over.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointStore, "complete", hold_up)
+        patch.setattr(saving, "write_model", hold_up)
         train(cfg, world, on_step=on_step)
 
 
