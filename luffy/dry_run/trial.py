@@ -32,7 +32,8 @@ SMALL = {
 }  # fmt: skip
 NARROW = {
     "hidden_size": 64, "n_embd": 64, "d_model": 64, "word_embed_proj_dim": 64, "attention_hidden_size": 64,
-    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "lru_width": 64,
+    "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_heads": 8,
+    "lru_width": 64,
 }  # fmt: skip
 
 
