@@ -253,7 +253,10 @@ def test_a_server_that_fails_for_ever_ends_the_run_and_loses_nothing(serve, sums
 
 
 def test_samples_that_were_not_scored_are_scored_by_the_next_call(serve, sums_file, tmp_path, monkeypatch, caplog):
-    server, score = serve(lambda body, number: solved(body)), Verifier.score
+    server, score, answer = serve(lambda body, number: solved(body)), Verifier.score, EndpointTeacher.answer
+
+    def one_by_one(self, problems, n):
+        return ([pair] for answered in answer(self, problems, n) for pair in answered)
 
     def failing(self, items):
         scores = zip(items, score(self, items), strict=True)
@@ -262,7 +265,8 @@ def test_samples_that_were_not_scored_are_scored_by_the_next_call(serve, sums_fi
     out = tmp_path / "out.parquet"
     with monkeypatch.context() as broken:
         broken.setattr(Verifier, "score", failing)
-        with pytest.raises(UserError, match="the reward failed on all 3 samples"):  # problems come one by one here
+        broken.setattr(EndpointTeacher, "answer", one_by_one)
+        with pytest.raises(UserError, match="the reward failed on all 3 samples"):
             run(sums_file, out, teacher_of(server))
         for _ in range(2):  # what was not scored is kept
             counts = run(sums_file, out, teacher_of(server))["counts"]
