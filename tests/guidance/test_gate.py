@@ -97,6 +97,16 @@ def test_a_gate_may_redo_the_group_hint_in_the_prompt_or_keep_the_trace_alone():
         second(Gate(lambda first: SecondRound(())), first)
 
 
+def test_a_score_raised_to_the_least_keeps_why_it_was_low():
+    first = first_round([0.0] * 2)
+    rounds = SecondRounds.of(Gate(lambda first: SecondRound((0,), (first.sample(1),), least=0.5)), {0: first})
+    rollouts = rounds.plan.assemble(completions(rounds.plan.requests), version=3)[0]
+    for value, raised in ((0.0, 0.5), (0.75, 0.75)):
+        added = Group(first.group.task, rollouts, (Score(value, "timeout", "took 5 s"),))
+        (kept, new) = rounds.merge([first.group], [added])[0].scores
+        assert kept.value == 0.0 and (new.value, new.status, new.reason) == (raised, "timeout", "took 5 s")
+
+
 def test_gates_are_found_by_name_or_path():
     assert find_gate("none") is None and find_gate("trace_on_failure") is trace_on_failure
     assert find_gate(f"{__name__}:hint").function is hint

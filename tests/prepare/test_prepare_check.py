@@ -91,6 +91,15 @@ def test_problems_that_are_there_twice_are_said(tmp_path, tokenizer_folder):
     )
 
 
+def test_repeats_are_counted_as_the_model_sees_them(tmp_path, tokenizer_folder):
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in ("1+1", chat)))
+    for tokenizer, count in ((None, 0), (str(tokenizer_folder), 1)):
+        report = check_file(str(path), CheckOptions(verify=0, tokenizer=tokenizer, system_prompt="Add."))
+        assert report["repeated"]["count"] == count
+
+
 def test_long_traces_are_shown_from_both_ends_unless_full(tmp_path):
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps({"prompt": "q", "answer": "1", "traces": ["a" * 3000 + "end"]}) + "\n")

@@ -43,3 +43,12 @@ def test_gradients_are_clipped_to_their_bound(clip, left):
     optimizer = Optimizer(two_weights(), OptimConfig(grad_clip=clip))
     optimizer.step(1e-3, optimizer.grad_norm())
     assert float(optimizer.grad_norm()) == pytest.approx(left, rel=1e-4)
+
+
+def test_loading_replaces_all_that_the_optimizer_knew():
+    fresh, used = Optimizer(two_weights(), OptimConfig()), Optimizer(two_weights(), OptimConfig())
+    saved = dict(fresh.tensors())
+    used.step(1e-3, used.grad_norm())
+    assert not saved and dict(used.tensors())
+    used.load_tensors(saved)
+    assert not dict(used.tensors())
