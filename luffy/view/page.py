@@ -110,6 +110,7 @@ def _differences() -> Markup:
             '<option value="run">single runs</option></select></label></div>'
             '<p class="intro">Every setting that is not the same in all of them. Methods that are switched off under '
             'Curves are left out.</p><div id="knobs"></div>'
+            '<div id="changes" hidden><h2>Settings changed at a resume</h2><div id="change-table"></div></div>'
         ),
     )
 

@@ -21,7 +21,7 @@ from luffy.report.figures import crowded, swatch
 from luffy.report.methods import Method, Styled
 from luffy.report.runs import RunRecord, whole
 from luffy.report.samples import CLOSE, problem_html, sample_cards
-from luffy.report.tables import difference_table, final_table, phase_table, run_table, steps_of
+from luffy.report.tables import change_table, difference_table, final_table, phase_table, run_table, steps_of
 from luffy.report.text import legible
 from luffy.view.browse import PAGE, Filter, SampleTable
 from luffy.view.live import Board, Snapshot
@@ -143,11 +143,18 @@ class Site:
         )
 
     def _knobs(self, query: Query) -> PageReply:
-        """Settings that differ between the methods, or with ``by=run`` between single runs, seeds and names too."""
+        """Settings that differ between the methods, or with ``by=run`` between single runs, seeds and names too; and
+        those that a resume changed."""
         methods = self._chosen(query)
         if _text(query, "by") == "run":
             methods = [(style, single) for style, method in methods for single in _singles(method)]
-        return as_json({"html": difference_table(methods) or "", "columns": len(methods)})
+        return as_json(
+            {
+                "html": difference_table(methods) or "",
+                "columns": len(methods),
+                "changes": change_table(methods) or "",
+            }
+        )
 
     def _chosen(self, query: Query) -> list[Styled]:
         styles = query.get("method")

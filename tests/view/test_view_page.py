@@ -113,6 +113,11 @@ def test_curves_are_drawn_smoothed_and_chosen(serving, two_methods, open_page):
         page.keyboard.press("d")
         page.wait_for_selector("#knobs table")
         assert "guidance.n_prefix" in page.locator("#knobs").inner_text()
+        assert page.locator("#changes").is_hidden()
+        (two_methods / "luffy" / "seed-1" / "config-step-000001.yaml").write_text("optim: {lr: 0.5}")
+        page.locator("#by").select_option("run")
+        page.wait_for_selector("#changes table")
+        assert "optim.lr" in page.locator("#change-table").inner_text()
 
 
 def test_the_page_follows_a_run(serving, two_methods, open_page, make_metric_row, make_sample_row):

@@ -142,6 +142,11 @@ def test_state_curves_tables_and_differences(serving, runs):
         assert "guidance.n_prefix" in knobs["html"] and "<code>seed</code>" not in knobs["html"]
         single = client.get("/api/knobs", by="run")
         assert single["columns"] == 4 and "<code>seed</code>" in single["html"]
+        assert knobs["changes"] == single["changes"] == ""
+        resumed = runs / "luffy" / "seed-1"
+        (resumed / "config-step-000001.yaml").write_text("seed: 1\nguidance: {n_prefix: 1}\noptim: {lr: 0.5}")
+        assert "<code>optim.lr</code>" in client.get("/api/knobs")["changes"]
+        assert client.get("/api/knobs", method=0)["changes"] == ""
         assert client.get("/api/curves", method=-1)["html"] == '<div class="charts"></div>'
 
 

@@ -107,6 +107,8 @@
     const none = knobs.columns > 1 ? "They have the same settings." : "There is only one; nothing to compare.";
     if (knobs.html) at("knobs").innerHTML = knobs.html;
     else at("knobs").replaceChildren(Object.assign(document.createElement("p"), { className: "note", textContent: none }));
+    at("changes").hidden = !knobs.changes;
+    at("change-table").innerHTML = knobs.changes;
   }
 
   const draw = { curves: drawCurves, differences: drawDifferences };
