@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -11,7 +12,7 @@ from luffy.data.encode import resolve_style
 from luffy.data.sources import DATA_SUFFIXES
 from luffy.errors import UserError
 from luffy.evaluation.engines import load_native
-from luffy.evaluation.runner import room_for
+from luffy.evaluation.runner import prompt_ids_of, room_for
 from luffy.guidance.plan import seed_of
 from luffy.train.setup import pick_device
 from luffy.types import Problem, Request, Sampling
@@ -61,17 +62,17 @@ def generate_texts(
         return
     loaded = load_native(path, dtype=dtype, device=pick_device(device))
     tokenizer, context = loaded.tokenizer, loaded.context
-    encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt, max_prompt_tokens=context - 1)
-    tasks = list(encoder.encode_all(problems))
-    longest = max(len(task.prompt_ids) for task in tasks if task is not None)
-    room_for(max_tokens, MAX_TOKENS, context, longest)  # an error names the longest prompt
+    limits: dict[str, Any] = {"max_prompt_tokens": context - 1, "overlong_prompt": "drop"}
+    encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt, **limits)
+    problems = [replace(problem, traces=()) for problem in problems]
+    all_ids = list(prompt_ids_of(encoder, problems))
+    room_for(max_tokens, MAX_TOKENS, context, max(map(len, all_ids)))  # an error names the longest prompt
     stops = encoder.stops(loaded.eos_ids)
     requests, owners = [], []
-    for problem, task in zip(problems, tasks, strict=True):
-        assert task is not None, "overlong prompts are errors here"
-        budget = room_for(max_tokens, MAX_TOKENS, context, len(task.prompt_ids))
+    for problem, prompt_ids in zip(problems, all_ids, strict=True):
+        budget = room_for(max_tokens, MAX_TOKENS, context, len(prompt_ids))
         sampling = Sampling(budget, temperature, top_p, top_k, stops)
-        requests += [Request(task.prompt_ids, seed_of(f"{seed}:{problem.id}:{k}"), sampling) for k in range(n)]
+        requests += [Request(prompt_ids, seed_of(f"{seed}:{problem.id}:{k}"), sampling) for k in range(n)]
         owners += [problem] * n
     completions = loaded.engine.generate(requests)
     for k, (problem, completion) in enumerate(zip(owners, completions, strict=True)):

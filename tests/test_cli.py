@@ -288,6 +288,10 @@ def test_generate_takes_what_the_context_leaves(tiny_model, tmp_path):
     both = luffy("generate", tiny_model, "--file", tmp_path / "prompts.txt", *options).stdout.splitlines()
     assert json.loads(both[0])["token_ids"] == row["token_ids"]  # a long prompt takes nothing from the others
     assert len(json.loads(both[1])["token_ids"]) <= 128 - 121
+    full = luffy("generate", tiny_model, "1+" * 64, *options)
+    assert (
+        full.returncode == 2 and "problem '0': the prompt leaves no room in the model's context of 128" in full.stderr
+    )
 
 
 def test_verify_reads_standard_input():

@@ -173,7 +173,7 @@ class Encoder:
     def _apply_template(self, problem: Problem, chat: tuple[Message, ...]) -> str:
         if not self._has_template:
             raise DataError(
-                f"{_where(problem)}: the prompt is a chat, but the tokenizer {_name(self.tokenizer)} has no chat "
+                f"{where(problem)}: the prompt is a chat, but the tokenizer {_name(self.tokenizer)} has no chat "
                 "template; give it one (data.chat_template)"
             )
         messages = [{**asdict(message), "content": self._marked(message.content)} for message in chat]
@@ -182,7 +182,7 @@ class Encoder:
         except TemplateError as error:
             roles = ", ".join(message.role for message in chat)
             raise DataError(
-                f"{_where(problem)}: the chat template refuses a chat of {roles} ({error}); "
+                f"{where(problem)}: the chat template refuses a chat of {roles} ({error}); "
                 "change the system prompt or give another template"
             ) from error
 
@@ -231,7 +231,7 @@ class Encoder:
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"])
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise DataError(
-                f"{_where(problem)}: the tokenizer {_name(self.tokenizer)} cannot read {text[:60]!r} ({error}); "
+                f"{where(problem)}: the tokenizer {_name(self.tokenizer)} cannot read {text[:60]!r} ({error}); "
                 "is it the model's own, and the text in its alphabet?"
             ) from error
 
@@ -271,7 +271,7 @@ class Encoder:
     def _task(self, problem: Problem, text: str, bos: tuple[int, ...]) -> Task | None:
         prompt_ids = (*bos, *self._tokenize(problem, text))
         if not prompt_ids:
-            raise DataError(f"{_where(problem)}: the prompt has no tokens; fix the row")
+            raise DataError(f"{where(problem)}: the prompt has no tokens; fix the row")
         if len(prompt_ids) > self.max_prompt_tokens:
             if self.overlong_prompt == "error":
                 raise self._too_long(
@@ -345,7 +345,7 @@ class Encoder:
         for token in ids:
             if not 0 <= token < self.vocabulary:
                 raise DataError(
-                    f"{_where(problem)}: a recorded trace has token id {token}, but the tokenizer "
+                    f"{where(problem)}: a recorded trace has token id {token}, but the tokenizer "
                     f"{_name(self.tokenizer)} has {self.vocabulary} ids; record the trace with this tokenizer"
                 )
 
@@ -361,20 +361,20 @@ class Encoder:
         if trace.log_probs is None:
             return None
         if trace.token_ids is None:
-            raise DataError(f"{_where(problem)}: a text trace has log-probs; record its token ids or drop them")
+            raise DataError(f"{where(problem)}: a text trace has log-probs; record its token ids or drop them")
         wrong = log_prob_fault(trace.log_probs)
         body, whole = len(ids) - 1, self._body_length(trace.token_ids)
         lengths = {whole, whole + 1, len(trace.token_ids)}
         if wrong is None and len(trace.log_probs) not in lengths:
             wrong = f"found {len(trace.log_probs)} log-probs for {len(trace.token_ids)} token ids"
         if wrong is not None:
-            raise DataError(f"{_where(problem)}: column 'log_probs': {wrong}; fix the row")
+            raise DataError(f"{where(problem)}: column 'log_probs': {wrong}; fix the row")
         known = trace.log_probs[: body + 1]
         return known if len(known) == body + 1 else (*known, 0.0)
 
     def _too_long(self, problem: Problem, what: str, length: int, limit: str, way_out: str) -> DataError:
         return DataError(
-            f"{_where(problem)}: {what} has {length} tokens, more than {limit}; raise it or set data.{way_out}"
+            f"{where(problem)}: {what} has {length} tokens, more than {limit}; raise it or set data.{way_out}"
         )
 
 
@@ -420,7 +420,8 @@ def trace_text(trace: Trace, prompt: str) -> str:
     return without_marks(without_open_think(trace.text or "", prompt))
 
 
-def _where(problem: Problem) -> str:
+def where(problem: Problem) -> str:
+    """Its file and row, for messages."""
     return str(problem.meta.get(ROW_KEY, f"problem {problem.id!r}"))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from luffy.config import RewardConfig
 from luffy.data import Encoder
-from luffy.data.encode import resolve_style
+from luffy.data.encode import resolve_style, where
 from luffy.errors import UserError
 from luffy.evaluation.accuracy import SUCCESS, is_right
 from luffy.evaluation.background_work import BackgroundWork
@@ -152,15 +152,24 @@ def default_out(model: str, suite: str) -> Path:
 
 def encoder_of(options: Options, suite: Suite, loaded: LoadedModel) -> Encoder:
     style = resolve_style(options.style, loaded.tokenizer, paper=suite.is_builtin)
-    room = loaded.context - 1
     return Encoder(
         loaded.tokenizer,
         style,
         options.system_prompt,
         chat_template=options.chat_template,
-        max_prompt_tokens=room,
+        max_prompt_tokens=loaded.context - 1,
+        overlong_prompt="drop",
         date=options.date,
     )
+
+
+def prompt_ids_of(encoder: Encoder, problems: Sequence[Problem]) -> Iterator[tuple[int, ...]]:
+    """Token ids of each prompt; one that fills the context is an error."""
+    for problem, task in zip(problems, encoder.encode_all(problems), strict=True):
+        if task is None:
+            context = encoder.max_prompt_tokens + 1
+            raise UserError(f"{where(problem)}: the prompt leaves no room in the model's context of {context} tokens")
+        yield task.prompt_ids
 
 
 def plan(
@@ -169,9 +178,8 @@ def plan(
     """Every response to make, in order, and what decides them."""
     jobs = []
     for benchmark in suite.benchmarks:
-        for problem, task in zip(benchmark.problems, encoder.encode_all(benchmark.problems), strict=True):
-            assert task is not None, "overlong prompts are errors here"
-            jobs += [PlannedResponse(benchmark.name, problem, sample, task.prompt_ids) for sample in range(benchmark.k)]
+        for problem, prompt_ids in zip(benchmark.problems, prompt_ids_of(encoder, benchmark.problems), strict=True):
+            jobs += [PlannedResponse(benchmark.name, problem, sample, prompt_ids) for sample in range(benchmark.k)]
     longest = max(len(job.prompt_ids) for job in jobs)
     settings = Settings(
         model=options.model,

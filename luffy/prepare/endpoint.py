@@ -7,6 +7,7 @@ carry the header to another host, are refused.
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import threading
 import urllib.error
@@ -20,11 +21,16 @@ from luffy.errors import UserError
 from luffy.types import Message
 from luffy.web import NoRedirect, body_of, pause, retry_after, shown
 
-TOO_MANY_REQUESTS = 429
+BAD_REQUEST, TOO_MANY_REQUESTS = 400, 429
+TOO_LONG = re.compile(rb"context[ _](length|size|window)", re.IGNORECASE)  # how servers refuse a prompt for its length
 
 
 class EndpointError(UserError):
     """A server that does not answer as asked; names the URL and the status."""
+
+
+class PromptTooLong(Exception):
+    """For the server's model, with the response that it was asked for."""
 
 
 class Aborted(Exception):
@@ -120,6 +126,8 @@ class Endpoint:
         what = f"HTTP {error.code} {error.reason}: {self._cleaned(body)}"
         if error.code == TOO_MANY_REQUESTS or error.code >= 500:
             return _Retry(what, retry_after(error))
+        if error.code == BAD_REQUEST and TOO_LONG.search(body):
+            return PromptTooLong(what)
         hint = "; give --no-logprobs" if self.log_probs and b"logprob" in body.lower() else ""
         return self._error(what + hint)
 

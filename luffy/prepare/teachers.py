@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from luffy.data import Encoder
-from luffy.data.encode import resolve_style, with_system_prompt
+from luffy.data.encode import resolve_style, where, with_system_prompt
 from luffy.errors import UserError
 from luffy.guidance.plan import seed_of
-from luffy.prepare.endpoint import Aborted, Endpoint, Reply
+from luffy.prepare.endpoint import Aborted, Endpoint, PromptTooLong, Reply
 from luffy.types import Completion, Message, Problem, Request, Sampling
+
+logger = logging.getLogger(__name__)
 
 SAVED_AT_ONCE = 256  # samples of a model in this process
 TOKEN_ID = "token_id:"
@@ -40,7 +43,8 @@ class Teacher(Protocol):
     """Somebody to ask."""
 
     def answer(self, problems: Iterable[Problem], n: int) -> Iterator[Answered]:
-        """Problems with their n responses, as they are finished, in any order."""
+        """Problems with their n responses, as they are finished, in any order; with none where the prompt is too
+        long."""
 
 
 # ---- a server
@@ -57,6 +61,7 @@ class EndpointTeacher:
     system_prompt: str | None = None
     tokenizer: Any = None
     encoder: Encoder | None = None
+    has_refused: bool = False
 
     def answer(self, problems: Iterable[Problem], n: int) -> Iterator[Answered]:
         """After a failure no request is added, those under way are still used, and then the failure is raised."""
@@ -101,6 +106,13 @@ class EndpointTeacher:
                 self.endpoint.abort()
                 continue
             except Aborted:
+                continue
+            except PromptTooLong as error:
+                if not self.has_refused:
+                    logger.warning("%s is too long for the teacher: %s", where(problem), error)
+                self.has_refused = True
+                if place == 0:  # its other samples are refused too
+                    answered.append((problem, []))
                 continue
             samples = drawn.setdefault(problem.id, {})
             samples[place] = self._drawn(reply)
@@ -204,7 +216,8 @@ class LocalTeacher:
         if room < 1:
             raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt in the context of {loaded.context}")
         style = resolve_style(style, self._tokenizer)
-        self._encoder = Encoder(self._tokenizer, style, system_prompt, max_prompt_tokens=room)
+        limits: dict[str, Any] = {"max_prompt_tokens": room, "overlong_prompt": "drop"}
+        self._encoder = Encoder(self._tokenizer, style, system_prompt, **limits)
         stops = self._encoder.stops(loaded.eos_ids)
         self._sampling = Sampling(max_tokens, temperature, eos_ids=stops)
         self._seed = seed
@@ -213,12 +226,18 @@ class LocalTeacher:
     def answer(self, problems: Iterable[Problem], n: int) -> Iterator[Answered]:
         """Some hundred samples at a time; the engine gets the next problems meanwhile."""
         open_problems: dict[int, tuple[Problem, list[TeacherResponse | None]]] = {}
+        numbers = count()
         answered: Answered = []
 
         def requests() -> Iterator[Request]:
-            for number, problem in enumerate(problems):
-                open_problems[number] = (problem, [None] * n)
-                yield from self._requests(problem, n)
+            for problem in problems:
+                task = self._encoder.encode(replace(problem, traces=()))
+                if task is None:
+                    answered.append((problem, []))
+                    continue
+                open_problems[next(numbers)] = (problem, [None] * n)
+                for place in range(n):
+                    yield Request(task.prompt_ids, seed_of(f"{self._seed}:{problem.id}:{place}"), self._sampling)
 
         for index, completion in self._engine.stream(requests()):
             number, place = divmod(index, n)
@@ -233,12 +252,6 @@ class LocalTeacher:
                 answered = []
         if answered:
             yield answered
-
-    def _requests(self, problem: Problem, n: int) -> list[Request]:
-        task = self._encoder.encode(problem)
-        assert task is not None, "overlong prompts are errors here"
-        seeds = [seed_of(f"{self._seed}:{problem.id}:{place}") for place in range(n)]
-        return [Request(task.prompt_ids, seed, self._sampling) for seed in seeds]
 
     def _drawn(self, completion: Completion) -> TeacherResponse:
         ids = tuple(completion.token_ids.tolist())

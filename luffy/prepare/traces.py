@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from luffy.data import ProblemDataset, load_problems
+from luffy.data.encode import where
 from luffy.data.schemas import ROW_KEY, TRACE_COLUMNS
 from luffy.errors import DataError, UserError
 from luffy.evaluation.accuracy import SUCCESS
@@ -81,20 +82,27 @@ def prepare_traces(
 
 def ask(problems: ProblemDataset, n: int, teacher: Teacher, verifier: Verifier, journal: Journal) -> None:
     """Put every problem that the journal does not have yet to the teacher, and to the reward once more those samples
-    whose call of it failed."""
+    whose call of it failed. A prompt that is too long for the teacher is not on record: the next call asks again."""
     score_again(problems, verifier, journal)
     done = {record["id"] for record in journal}
+    too_long: list[Problem] = []
     with progress("answered problems", len(problems), len(done)) as advance, BackgroundWork() as background:
 
         def save(answered: Answered) -> None:
-            records, failure = scored(answered, verifier)
+            records, failure = scored([(problem, samples) for problem, samples in answered if samples], verifier)
             journal.append(records)
             advance(len(answered))
             if failure is not None:
                 raise UserError(failure)
 
         for answered in teacher.answer((problem for problem in problems if problem.id not in done), n):
+            too_long += [problem for problem, samples in answered if not samples]
             background.submit(save, answered)
+    if too_long:
+        shown = f"{len(too_long)} of {len(problems)} prompts are too long for the teacher, first: {where(too_long[0])}"
+        if not len(journal):
+            raise UserError(f"{shown}; lower --max-tokens, or serve the teacher with a longer context")
+        logger.warning("%s; they get no trace", shown)
 
 
 def score_again(problems: ProblemDataset, verifier: Verifier, journal: Journal) -> None:
@@ -200,7 +208,10 @@ def _write(
     with whole_file(out) as temporary, ProblemWriter(temporary, schema) as writer:
         for problem in problems:
             before = problem.traces if keep_traces else ()
-            row = _output_row(problem, before, journal[places[problem.id]]["samples"], name, keep_wrong, counts)
+            place = places.get(problem.id)
+            counts["problems_too_long"] += place is None
+            samples = [] if place is None else journal[place]["samples"]
+            row = _output_row(problem, before, samples, name, keep_wrong, counts)
             writer.add({column: problem.meta.get(column) for column in schema.names} | row)
             if problem.traces:
                 counts[f"traces_of_the_file_{'kept' if keep_traces else 'left_out'}"] += len(problem.traces)

@@ -280,6 +280,11 @@ def test_two_evaluations_cannot_share_a_folder(options, tmp_path):
 def test_too_long_for_the_context(options, tmp_path):
     with pytest.raises(UserError, match=r"--max-tokens 100000 and the longest prompt of 6 tokens exceed .* at most"):
         run_evaluation(replace(options, out=tmp_path, max_tokens=100_000))
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1+" * 10_000, "answer": "1"}) + "\n")
+    with pytest.raises(
+        UserError, match=r"long\.jsonl:1: the prompt leaves no room in the model's context of \d+ tokens"
+    ):
+        run_evaluation(replace(options, out=tmp_path, suite=str(tmp_path / "long.jsonl")))
 
 
 def own_engine(model, *, dtype, device, slots):

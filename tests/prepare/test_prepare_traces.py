@@ -302,6 +302,37 @@ def test_what_cannot_get_better_is_not_retried(serve, sums_file, tmp_path, answe
     assert len(server.requests) <= 8
 
 
+VLLM_REFUSES = "This model's maximum context length is 64 tokens. However, your request has 90 input tokens."
+LLAMA_REFUSES = "the request exceeds the available context size, try increasing it"
+
+
+@pytest.mark.parametrize("refusal", [VLLM_REFUSES, LLAMA_REFUSES, {"error": {"code": "context_length_exceeded"}}])
+def test_problems_that_are_too_long_for_the_teacher_get_no_trace(serve, sums_file, tmp_path, caplog, refusal):
+    long = {"2+2", "5+5"}
+
+    def reply(body, number):
+        too_long = body["messages"][-1]["content"] in long
+        return (400, refusal, {}) if too_long else solved({**body, "seed": 0})
+
+    card = run(sums_file, out := tmp_path / "out.parquet", teacher_of(serve(reply)))
+    assert card["counts"]["problems_too_long"] == 2 and card["counts"]["problems_with_a_trace"] == 6
+    assert [problem.id for problem in load_problems(out) if not problem.traces] == ["s2", "s5"]
+    refused, told = caplog.messages
+    assert "is too long for the teacher: HTTP 400 Bad Request: " in refused
+    assert told.startswith(f"2 of 8 prompts are too long for the teacher, first: {sums_file}:")
+    long.clear()  # the server has more room now
+    again = serve(reply)
+    assert run(sums_file, out, teacher_of(again))["counts"]["problems_with_a_trace"] == 8
+    assert len(again.requests) == 2 * 3
+
+
+def test_a_teacher_for_whom_every_prompt_is_too_long_ends_the_run(serve, sums_file, tmp_path):
+    server = serve(lambda body, number: (400, VLLM_REFUSES, {}))
+    with pytest.raises(UserError, match="8 of 8 prompts are too long .*; lower --max-tokens, or serve"):
+        run(sums_file, tmp_path / "out.parquet", teacher_of(server))
+    assert not (tmp_path / "out.parquet").exists()
+
+
 def test_cut_off_responses_are_no_traces_and_thoughts_are_joined(serve, sums_file, tmp_path, caplog):
     server = serve(lambda body, number: solved(body, finish=("length", "content_filter")[number % 2]))
     card = run(sums_file, tmp_path / "cut.parquet", teacher_of(server), keep_wrong=True)
@@ -400,6 +431,17 @@ def test_a_local_model_records_exact_ids_and_log_probs(tmp_path):
     )
     assert again["counts"] == counts
     assert load_problems(tmp_path / "again.parquet")[3].traces == load_problems(out)[3].traces
+
+
+def test_a_local_model_skips_prompts_without_room_and_does_not_read_traces(tmp_path, caplog):
+    rows = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+    rows[1]["prompt"] *= 1000
+    rows[2]["traces"] = [{"token_ids": [10**6], "teacher": "another"}]  # no id of this model's
+    path = tmp_path / "rows.jsonl"
+    write_rows(path, rows)
+    card = prepare_traces(str(path), tmp_path / "out.parquet", local(), "base", {}, n=2, reward="gsm8k")
+    assert card["counts"]["samples"] == 6 and card["counts"]["problems_too_long"] == 1
+    assert f"1 of 4 prompts are too long for the teacher, first: {path}:2; they get no trace" in caplog.text
 
 
 def test_a_local_run_that_was_stopped_makes_only_the_rest(tmp_path, monkeypatch):
