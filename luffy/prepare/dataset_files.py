@@ -19,6 +19,7 @@ from luffy.files import json_object, try_lock
 Record = dict[str, Any]
 
 ROWS_PER_GROUP = 512
+MAY_CHANGE = {"endpoint"}  # where the work is done, not what it is
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 
 
@@ -93,7 +94,7 @@ class Journal:
         remedy = "it is no record of earlier work; move it away or choose another --out"
         before = json_object(self._file.readline(), f"{self.path}:1", remedy, settings=dict)["settings"]
         now = json.loads(json.dumps(dict(settings)))
-        for name in sorted(before.keys() | now.keys()):
+        for name in sorted((before.keys() | now.keys()) - MAY_CHANGE):
             if before.get(name) != now.get(name):
                 raise DataError(
                     f"{self.path}: was made with {name}={shown(before.get(name))}, now it is {shown(now.get(name))}; "

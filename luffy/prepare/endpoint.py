@@ -7,7 +7,7 @@ carry the header to another host, are refused.
 from __future__ import annotations
 
 import json
-import re
+import math
 import ssl
 import threading
 import urllib.error
@@ -21,16 +21,16 @@ from luffy.errors import UserError
 from luffy.types import Message
 from luffy.web import NoRedirect, body_of, pause, retry_after, shown
 
-BAD_REQUEST, TOO_MANY_REQUESTS = 400, 429
-TOO_LONG = re.compile(rb"context[ _](length|size|window)", re.IGNORECASE)  # how servers refuse a prompt for its length
+REFUSED = (400, 413, 422)  # a prompt that is too long, or against the server's rules
+FOR_THE_MOMENT = (408, 409, 425, 429)
 
 
 class EndpointError(UserError):
     """A server that does not answer as asked; names the URL and the status."""
 
 
-class PromptTooLong(Exception):
-    """For the server's model, with the response that it was asked for."""
+class Refused(Exception):
+    """The server does not take this request; others it may."""
 
 
 class Aborted(Exception):
@@ -73,6 +73,7 @@ class Endpoint:
         self.address = f"{self.url.rstrip('/')}/{path}"
         self._opener = urllib.request.build_opener(NoRedirect)
         self._stop = threading.Event()
+        self._has_answered = False
 
     def abort(self) -> None:
         """End every waiting retry now."""
@@ -87,21 +88,24 @@ class Endpoint:
             body["messages"] = [asdict(message) for message in prompt]
         if self.log_probs:
             body["logprobs"] = True if self.api == "chat" else 0
-        return self._reply(self._post(body))
+        return self._post(body)
 
     # ---- HTTP
 
-    def _post(self, body: dict[str, Any]) -> Any:
+    def _post(self, body: dict[str, Any]) -> Reply:
         content = json.dumps(body).encode()
         for attempt in range(self.retries + 1):
             if self._stop.is_set():
                 raise Aborted
             try:
-                return self._send(content)
+                reply = self._reply(self._send(content))
             except _Retry as retry:
                 if attempt == self.retries:
                     raise self._error(f"{retry.what} after {attempt + 1} attempts") from retry
                 self._stop.wait(pause(self.first_wait_s, attempt, retry.after_s))
+            else:
+                self._has_answered = True
+                return reply
         raise AssertionError("the last attempt returns or raises")
 
     def _send(self, content: bytes) -> Any:
@@ -119,22 +123,25 @@ class Endpoint:
         try:
             return json.loads(raw)
         except ValueError:
-            raise self._error(f"HTTP 200 with something that is not JSON: {self._cleaned(raw)}") from None
+            raise self._no_reply(f"HTTP 200 with something that is not JSON: {self._cleaned(raw)}") from None
 
     def _status_error(self, error: urllib.error.HTTPError) -> Exception:
         body = body_of(error)
         what = f"HTTP {error.code} {error.reason}: {self._cleaned(body)}"
-        if error.code == TOO_MANY_REQUESTS or error.code >= 500:
+        if error.code in FOR_THE_MOMENT or error.code >= 500:
             return _Retry(what, retry_after(error))
-        if error.code == BAD_REQUEST and TOO_LONG.search(body):
-            return PromptTooLong(what)
         hint = "; give --no-logprobs" if self.log_probs and b"logprob" in body.lower() else ""
-        return self._error(what + hint)
+        failure = self._error(what + hint)
+        return Refused(str(failure)) if error.code in REFUSED else failure
 
     def _connection_error(self, error: OSError | HTTPException) -> Exception:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         what = f"no connection ({type(reason).__name__}: {reason})"
         return self._error(what) if isinstance(reason, ssl.SSLCertVerificationError) else _Retry(what)
+
+    def _no_reply(self, what: str) -> Exception:
+        """A server that has answered before may do so again; another is none of its kind."""
+        return _Retry(what) if self._has_answered else self._error(what)
 
     def _error(self, what: str) -> EndpointError:
         return EndpointError(f"{self.address}: {what}")
@@ -147,11 +154,11 @@ class Endpoint:
     def _reply(self, answer: Any) -> Reply:
         try:
             choice = answer["choices"][0]
-            text = _chat_text(choice["message"]) if self.api == "chat" else str(choice["text"])
+            text = whole_text(_chat_text(choice["message"]) if self.api == "chat" else choice["text"])
             tokens, log_probs = _log_probs(choice.get("logprobs"))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             found = self._cleaned(json.dumps(answer).encode())
-            raise self._error(f"unexpected answer ({type(error).__name__} {error}): {found}") from None
+            raise self._no_reply(f"unexpected answer ({type(error).__name__} {error}): {found}") from None
         ids = choice.get("token_ids")
         return Reply(text, str(choice.get("finish_reason")), tokens, tuple(ids) if ids else None, log_probs)
 
@@ -168,6 +175,8 @@ class _Retry(Exception):
 def _chat_text(message: Any) -> str:
     """Reasoning servers give the thoughts apart from the answer; a trace has both, as the model wrote them."""
     content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part.get("type", "text") == "text")
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     return f"<think>\n{thoughts.strip()}\n</think>\n\n{content.lstrip()}" if thoughts else content
 
@@ -178,7 +187,17 @@ def _log_probs(given: Any) -> tuple[tuple[str, ...] | None, tuple[float, ...] | 
         return None, None
     if given.get("content"):
         entries = given["content"]
-        return tuple(entry["token"] for entry in entries), tuple(float(entry["logprob"]) for entry in entries)
+        return tuple(entry["token"] for entry in entries), tuple(_number(entry["logprob"]) for entry in entries)
     if given.get("tokens"):
-        return tuple(given["tokens"]), tuple(float(value) for value in given["token_logprobs"])
+        return tuple(given["tokens"]), tuple(_number(value) for value in given["token_logprobs"])
     return None, None
+
+
+def _number(value: Any) -> float:
+    """NaN for what is no number."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def whole_text(text: str) -> str:
+    """Half of a surrogate pair, which no file can hold, becomes a replacement character."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

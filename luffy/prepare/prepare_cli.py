@@ -181,6 +181,7 @@ def traces(
     workers: Workers = 2,
     concurrency: Annotated[int, typer.Option(min=1, help="requests under way (endpoint)")] = 16,
     retries: Annotated[int, typer.Option(min=0, help="after 429, 5xx or a lost connection (endpoint)")] = 6,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds for one response (endpoint)")] = 600,
     keep_wrong: Annotated[bool, typer.Option("--keep-wrong", help="keep finished but wrong samples too")] = False,
     keep_traces: Annotated[
         bool, typer.Option("--keep-traces", help="traces that FILE has stay, in front of the new ones")
@@ -202,7 +203,7 @@ def traces(
     else:
         asked, settings = ask_endpoint(
             str(endpoint), model, api, _api_key(api_key_env), logprobs, sampling | _fields(extra_body), seed, style,
-            system_prompt, tokenizer, concurrency, retries,
+            system_prompt, tokenizer, concurrency, retries, timeout,
         )  # fmt: skip
     card = prepare_traces(
         file, out, asked, teacher or default_name(model, local), settings,

@@ -69,7 +69,9 @@ def read_problem(row: dict[str, Any], where: str) -> Problem:
     if isinstance(unlabelled.get("answer"), str) and not unlabelled["answer"].strip():
         unlabelled["answer"] = None
     problem = READERS["openr1"](RowView(unlabelled, where, where, ReadOptions(require_answer=False)))
-    return replace(problem, id=ID_PREFIX + question_key(question_text(problem.prompt)))
+    if not isinstance(problem.prompt, str):
+        raise RowError(where, "column 'problem' holds a chat, where OpenR1 has a question", "problem")
+    return replace(problem, id=ID_PREFIX + question_key(problem.prompt))
 
 
 def is_unverifiable(answer: str, question_type: Any = None) -> bool:

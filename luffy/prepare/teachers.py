@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from luffy.data import Encoder
-from luffy.data.encode import resolve_style, where, with_system_prompt
-from luffy.errors import UserError
+from luffy.data.encode import resolve_style, with_system_prompt
+from luffy.errors import DataError, UserError
 from luffy.guidance.plan import seed_of
-from luffy.prepare.endpoint import Aborted, Endpoint, PromptTooLong, Reply
+from luffy.prepare.endpoint import Aborted, Endpoint, Refused, Reply
 from luffy.types import Completion, Message, Problem, Request, Sampling
-
-logger = logging.getLogger(__name__)
 
 SAVED_AT_ONCE = 256  # samples of a model in this process
 TOKEN_ID = "token_id:"
@@ -36,15 +33,19 @@ class TeacherResponse:
     log_prob_status: str = "no_log_probs"
 
 
-Answered = list[tuple[Problem, list[TeacherResponse]]]
+class Answer(NamedTuple):
+    """A problem's n responses, or none and why the teacher refuses it."""
+
+    problem: Problem
+    samples: list[TeacherResponse]
+    refusal: str = ""
 
 
 class Teacher(Protocol):
     """Somebody to ask."""
 
-    def answer(self, problems: Iterable[Problem], n: int) -> Iterator[Answered]:
-        """Problems with their n responses, as they are finished, in any order; with none where the prompt is too
-        long."""
+    def answer(self, problems: Iterable[Problem], n: int) -> Iterator[list[Answer]]:
+        """As they are finished, in any order."""
 
 
 # ---- a server
@@ -61,9 +62,8 @@ class EndpointTeacher:
     system_prompt: str | None = None
     tokenizer: Any = None
     encoder: Encoder | None = None
-    has_refused: bool = False
 
-    def answer(self, problems: Iterable[Problem], n: int) -> Iterator[Answered]:
+    def answer(self, problems: Iterable[Problem], n: int) -> Iterator[list[Answer]]:
         """After a failure no request is added, those under way are still used, and then the failure is raised."""
         wanted = ((problem, place) for problem in problems for place in range(n))
         running: dict[Future[Reply], tuple[Problem, int]] = {}
@@ -94,30 +94,27 @@ class EndpointTeacher:
         running: dict[Future[Reply], tuple[Problem, int]],
         drawn: dict[str, dict[int, TeacherResponse]],
         n: int,
-    ) -> tuple[Answered, Exception | None]:
-        answered: Answered = []
+    ) -> tuple[list[Answer], Exception | None]:
+        answered: list[Answer] = []
         failure: Exception | None = None
         for future in ended:
             problem, place = running.pop(future)
             try:
                 reply = future.result()
+            except (Refused, DataError) as error:
+                if place == 0:  # its other samples are refused too
+                    answered.append(Answer(problem, [], str(error)))
+                continue
             except UserError as error:
                 failure = failure or error
                 self.endpoint.abort()
                 continue
             except Aborted:
                 continue
-            except PromptTooLong as error:
-                if not self.has_refused:
-                    logger.warning("%s is too long for the teacher: %s", where(problem), error)
-                self.has_refused = True
-                if place == 0:  # its other samples are refused too
-                    answered.append((problem, []))
-                continue
             samples = drawn.setdefault(problem.id, {})
             samples[place] = self._drawn(reply)
             if len(samples) == n:
-                answered.append((problem, [samples[k] for k in range(n)]))
+                answered.append(Answer(problem, [samples[k] for k in range(n)]))
                 del drawn[problem.id]
         return answered, failure
 
@@ -213,8 +210,9 @@ class LocalTeacher:
         loaded = load_native(path, dtype=dtype, device=pick_device(device))
         self._tokenizer, self._engine = loaded.tokenizer, loaded.engine
         room = loaded.context - max_tokens
+        self._no_room = f"--max-tokens {max_tokens} leaves no room for the prompt in the context of {loaded.context}"
         if room < 1:
-            raise UserError(f"--max-tokens {max_tokens} leaves no room for a prompt in the context of {loaded.context}")
+            raise UserError(self._no_room)
         style = resolve_style(style, self._tokenizer)
         limits: dict[str, Any] = {"max_prompt_tokens": room, "overlong_prompt": "drop"}
         self._encoder = Encoder(self._tokenizer, style, system_prompt, **limits)
@@ -223,17 +221,21 @@ class LocalTeacher:
         self._seed = seed
         self._same_ids = tokenizer is not None and tokenizer.get_vocab() == self._tokenizer.get_vocab()
 
-    def answer(self, problems: Iterable[Problem], n: int) -> Iterator[Answered]:
+    def answer(self, problems: Iterable[Problem], n: int) -> Iterator[list[Answer]]:
         """Some hundred samples at a time; the engine gets the next problems meanwhile."""
         open_problems: dict[int, tuple[Problem, list[TeacherResponse | None]]] = {}
         numbers = count()
-        answered: Answered = []
+        answered: list[Answer] = []
 
         def requests() -> Iterator[Request]:
             for problem in problems:
-                task = self._encoder.encode(replace(problem, traces=()))
+                try:
+                    task = self._encoder.encode(replace(problem, traces=()))
+                    refusal = self._no_room
+                except DataError as error:
+                    task, refusal = None, str(error)
                 if task is None:
-                    answered.append((problem, []))
+                    answered.append(Answer(problem, [], refusal))
                     continue
                 open_problems[next(numbers)] = (problem, [None] * n)
                 for place in range(n):
@@ -246,7 +248,7 @@ class LocalTeacher:
             drawn = [sample for sample in samples if sample is not None]
             if len(drawn) == n:
                 del open_problems[number]
-                answered.append((problem, drawn))
+                answered.append(Answer(problem, drawn))
             if len(answered) * n >= SAVED_AT_ONCE:
                 yield answered
                 answered = []
@@ -278,11 +280,12 @@ def ask_endpoint(
     tokenizer_path: str | None,
     concurrency: int,
     retries: int,
+    timeout_s: float,
 ) -> tuple[Teacher, dict[str, Any]]:
     """A teacher and the settings its samples depend on (no key among them)."""
     if not model:
         raise UserError("--endpoint needs --model, the model's name at the server")
-    endpoint = Endpoint(url, model, api, api_key, log_probs, retries)
+    endpoint = Endpoint(url, model, api, api_key, log_probs, retries, timeout_s=timeout_s)
     tokenizer = None if tokenizer_path is None else _loaded(tokenizer_path)
     encoder = None
     if api == "completions" and tokenizer is not None:

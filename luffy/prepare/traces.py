@@ -23,7 +23,8 @@ from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.background_work import BackgroundWork
 from luffy.files import whole_file, write_atomically
 from luffy.prepare.dataset_files import Journal, ProblemWriter, Record, column_types, problem_schema
-from luffy.prepare.teachers import Answered, Teacher, TeacherResponse
+from luffy.prepare.endpoint import whole_text
+from luffy.prepare.teachers import Answer, Teacher, TeacherResponse
 from luffy.progress import progress
 from luffy.rewards import Verifier, build_verifier
 from luffy.rewards.custom import CALL_FAILED
@@ -32,6 +33,7 @@ from luffy.types import Problem, Score, Trace
 
 logger = logging.getLogger(__name__)
 
+REFUSED_AT_FIRST = 64  # problems; a teacher that has answered none by then will answer none
 TRACE_FIELDS = {
     "token_ids": pa.list_(pa.int32()),
     "log_probs": pa.list_(pa.float32()),
@@ -82,27 +84,31 @@ def prepare_traces(
 
 def ask(problems: ProblemDataset, n: int, teacher: Teacher, verifier: Verifier, journal: Journal) -> None:
     """Put every problem that the journal does not have yet to the teacher, and to the reward once more those samples
-    whose call of it failed. A prompt that is too long for the teacher is not on record: the next call asks again."""
+    whose call of it failed. A refusal is not put on record: the next call asks again."""
     score_again(problems, verifier, journal)
     done = {record["id"] for record in journal}
-    too_long: list[Problem] = []
+    any_answer = bool(done)
+    refused: list[Answer] = []
     with progress("answered problems", len(problems), len(done)) as advance, BackgroundWork() as background:
 
-        def save(answered: Answered) -> None:
-            records, failure = scored([(problem, samples) for problem, samples in answered if samples], verifier)
+        def save(answered: Sequence[Answer]) -> None:
+            records, failure = scored(answered, verifier)
             journal.append(records)
             advance(len(answered))
             if failure is not None:
                 raise UserError(failure)
 
         for answered in teacher.answer((problem for problem in problems if problem.id not in done), n):
-            too_long += [problem for problem, samples in answered if not samples]
+            refused += [answer for answer in answered if not answer.samples]
+            any_answer = any_answer or any(answer.samples for answer in answered)
+            if len(refused) >= REFUSED_AT_FIRST and not any_answer:
+                break
             background.submit(save, answered)
-    if too_long:
-        shown = f"{len(too_long)} of {len(problems)} prompts are too long for the teacher, first: {where(too_long[0])}"
-        if not len(journal):
-            raise UserError(f"{shown}; lower --max-tokens, or serve the teacher with a longer context")
-        logger.warning("%s; they get no trace", shown)
+    if refused:
+        first = f"first: {where(refused[0].problem)}: {refused[0].refusal}"
+        if not any_answer:
+            raise UserError(f"the teacher refuses every problem, {first}")
+        logger.warning("the teacher refuses %d problems, which get no trace, %s", len(refused), first)
 
 
 def score_again(problems: ProblemDataset, verifier: Verifier, journal: Journal) -> None:
@@ -147,16 +153,17 @@ def _other_values(problem: Problem) -> Record:
     return {name: value for name, value in problem.meta.items() if name != ROW_KEY}
 
 
-def scored(answered: Answered, verifier: Verifier) -> tuple[list[Record], str | None]:
-    """A journal record for each problem."""
-    items = [(problem, sample.text) for problem, samples in answered for sample in samples]
+def scored(answered: Iterable[Answer], verifier: Verifier) -> tuple[list[Record], str | None]:
+    """A journal record for each problem that was not refused, and why it ends the run if the reward does not work."""
+    answered = [answer for answer in answered if answer.samples]
+    items = [(answer.problem, sample.text) for answer in answered for sample in answer.samples]
     found = verifier.score(items)
     reason = why_every_call_failed(found)
     failure = reason and f"the reward failed on all {len(found)} samples, first: {reason}; {GO_ON}"
     scores = iter(found)
     records = [
-        {"id": problem.id, "samples": [_record(sample, next(scores)) for sample in samples]}
-        for problem, samples in answered
+        {"id": answer.problem.id, "samples": [_record(sample, next(scores)) for sample in answer.samples]}
+        for answer in answered
     ]
     return records, failure
 
@@ -209,7 +216,7 @@ def _write(
         for problem in problems:
             before = problem.traces if keep_traces else ()
             place = places.get(problem.id)
-            counts["problems_too_long"] += place is None
+            counts["problems_refused"] += place is None
             samples = [] if place is None else journal[place]["samples"]
             row = _output_row(problem, before, samples, name, keep_wrong, counts)
             writer.add({column: problem.meta.get(column) for column in schema.names} | row)
@@ -242,7 +249,7 @@ def _trace(sample: Record, name: str) -> Record:
     """Either text or token ids, as the reader wants it: ids say more, and text would be a second truth."""
     ids = sample.get("token_ids")
     return {
-        "text": sample["text"] if ids is None else None,
+        "text": whole_text(sample["text"]) if ids is None else None,
         "token_ids": ids,
         "log_probs": sample.get("log_probs"),
         "score": sample["score"],

@@ -88,6 +88,13 @@ def prepared(tmp_path_factory, tokenizer_folder, evaluation):
     return folder / "out", prepare(source, tokenizer_folder, folder / "out", [evaluation], workers=2), source
 
 
+def test_a_row_with_a_chat_is_no_row_of_openr1(tmp_path, tokenizer_folder, one_verifier):
+    rows = [openr1_row(problem, "2", [trace("2")]) for problem in ("1+1", [{"role": "user", "content": "0+2"}])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    card = prepare(str(tmp_path / "rows.jsonl"), tokenizer_folder, tmp_path / "out")
+    assert card["rows"]["dropped"] == {"bad_row": 1} and card["rows"]["kept"] == 1
+
+
 def test_every_row_and_trace_is_counted_once(prepared):
     _, card, _ = prepared
     assert card["rows"] == {

@@ -108,7 +108,8 @@ def teacher_of(server, tokenizer=None, **changes):
 
 
 def run(file, out, teacher, **options):
-    return prepare_traces(file, out, teacher, "big", {"model": "big"}, reward="gsm8k", **{"n": 3, **options})
+    settings = {"model": "big", "endpoint": teacher.endpoint.url}
+    return prepare_traces(file, out, teacher, "big", settings, reward="gsm8k", **{"n": 3, **options})
 
 
 def everything_written(folder):
@@ -296,41 +297,69 @@ def test_a_sample_that_was_cut_off_does_not_make_the_next_one_a_repetition():
 )
 def test_what_cannot_get_better_is_not_retried(serve, sums_file, tmp_path, answer, message):
     server = serve(lambda body, number: answer)
-    with pytest.raises(EndpointError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         run(sums_file, tmp_path / "out.parquet", teacher_of(server), n=1)
     assert KEY not in str(error.value) and server.url in str(error.value)
     assert len(server.requests) <= 8
 
 
-VLLM_REFUSES = "This model's maximum context length is 64 tokens. However, your request has 90 input tokens."
-LLAMA_REFUSES = "the request exceeds the available context size, try increasing it"
+TOO_LONG = {"error": {"code": "context_length_exceeded"}}
 
 
-@pytest.mark.parametrize("refusal", [VLLM_REFUSES, LLAMA_REFUSES, {"error": {"code": "context_length_exceeded"}}])
-def test_problems_that_are_too_long_for_the_teacher_get_no_trace(serve, sums_file, tmp_path, caplog, refusal):
-    long = {"2+2", "5+5"}
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_problems_that_the_teacher_refuses_get_no_trace(serve, sums_file, tmp_path, caplog, status):
+    refused = {"2+2", "5+5"}
 
     def reply(body, number):
-        too_long = body["messages"][-1]["content"] in long
-        return (400, refusal, {}) if too_long else solved({**body, "seed": 0})
+        is_refused = body["messages"][-1]["content"] in refused
+        return (status, TOO_LONG, {}) if is_refused else solved({**body, "seed": 0})
 
     card = run(sums_file, out := tmp_path / "out.parquet", teacher_of(serve(reply)))
-    assert card["counts"]["problems_too_long"] == 2 and card["counts"]["problems_with_a_trace"] == 6
+    assert card["counts"]["problems_refused"] == 2 and card["counts"]["problems_with_a_trace"] == 6
     assert [problem.id for problem in load_problems(out) if not problem.traces] == ["s2", "s5"]
-    refused, told = caplog.messages
-    assert "is too long for the teacher: HTTP 400 Bad Request: " in refused
-    assert told.startswith(f"2 of 8 prompts are too long for the teacher, first: {sums_file}:")
-    long.clear()  # the server has more room now
+    [told] = caplog.messages
+    assert told.startswith(f"the teacher refuses 2 problems, which get no trace, first: {sums_file}:")
+    assert f"HTTP {status} " in told and "context_length_exceeded" in told
+    refused.clear()  # the server has more room now, at another address
     again = serve(reply)
     assert run(sums_file, out, teacher_of(again))["counts"]["problems_with_a_trace"] == 8
     assert len(again.requests) == 2 * 3
 
 
-def test_a_teacher_for_whom_every_prompt_is_too_long_ends_the_run(serve, sums_file, tmp_path):
-    server = serve(lambda body, number: (400, VLLM_REFUSES, {}))
-    with pytest.raises(UserError, match="8 of 8 prompts are too long .*; lower --max-tokens, or serve"):
-        run(sums_file, tmp_path / "out.parquet", teacher_of(server))
-    assert not (tmp_path / "out.parquet").exists()
+def test_a_teacher_that_refuses_everything_is_not_asked_for_ever(serve, tmp_path, monkeypatch):
+    file = write_rows(tmp_path / "many.jsonl", [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(400)])
+    server = serve(lambda body, number: (400, TOO_LONG, {}))
+    with pytest.raises(UserError, match=r"the teacher refuses every problem, first: .*many.jsonl:\d+: .*HTTP 400"):
+        run(file, tmp_path / "out.parquet", teacher_of(server))
+    assert len(server.requests) < 100 * 3 and not (tmp_path / "out.parquet").exists()
+
+
+def test_an_answer_that_is_none_is_asked_for_again_if_there_were_others(serve, sums_file, tmp_path):
+    odd = {4: {"error": {"code": 502}}, 6: "<html>", 8: {"choices": []}, 10: {"choices": [{"message": {"content": 3}}]}}
+    server = serve(lambda body, number: (200, odd[number], {}) if number in odd else solved(body))
+    card = run(sums_file, tmp_path / "out.parquet", teacher_of(server, retries=3), n=1)
+    assert card["counts"]["samples"] == 8 and len(server.requests) == 8 + len(odd)
+
+
+def test_odd_texts_and_log_probs_of_a_server(serve, tmp_path):
+    """Half of a surrogate pair, text in parts, log-probs that are no numbers."""
+    texts = {"1+1": "\ud83d#### 2", "2+2": [{"type": "text", "text": "#### "}, {"text": "4"}], "3+3": "#### 6"}
+
+    def reply(body, number):
+        question = body["messages"][-1]["content"]
+        logprobs = {"content": [{"token": "#", "logprob": value} for value in (None, "-inf")]}
+        choice = {"message": {"content": texts[question]}, "finish_reason": "stop", "logprobs": logprobs}
+        return 200, {"choices": [choice]}, {}
+
+    rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in (1, 2, 3)]
+    file, out = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out.parquet"
+    card = run(file, out, teacher_of(serve(reply), byte_tokenizer()), n=1)
+    assert [problem.traces[0].text for problem in load_problems(out)] == ["\ufffd#### 2", "#### 4", "#### 6"]
+    assert card["counts"]["samples_log_probs_not_finite"] == 3
+    journal = tmp_path / "out.progress.jsonl"  # one that holds such a text already
+    journal.write_bytes(journal.read_bytes().replace("\ufffd".encode(), "\ud83d".encode("utf-8", "surrogatepass")))
+    run(file, out, teacher_of(serve(reply)), n=1)
+    assert load_problems(out)[0].traces[0].text == "\ufffd#### 2"
 
 
 def test_cut_off_responses_are_no_traces_and_thoughts_are_joined(serve, sums_file, tmp_path, caplog):
@@ -364,7 +393,19 @@ def test_completions_take_the_rendered_text(serve, tmp_path, sums_file, tokenize
     }
     server = serve(lambda body, number: (200, {"choices": [choice]}, {}))
     teacher, settings = ask_endpoint(
-        server.url, "big", "completions", None, True, {"max_tokens": 5}, 0, "paper", None, str(tokenizer_folder), 2, 0
+        server.url,
+        "big",
+        "completions",
+        None,
+        True,
+        {"max_tokens": 5},
+        0,
+        "paper",
+        None,
+        str(tokenizer_folder),
+        2,
+        0,
+        60,
     )
     prepare_traces(sums_file, tmp_path / "out.parquet", teacher, "big", settings, n=1, reward="gsm8k")
     path, headers, body = server.requests[0]
@@ -440,8 +481,8 @@ def test_a_local_model_skips_prompts_without_room_and_does_not_read_traces(tmp_p
     path = tmp_path / "rows.jsonl"
     write_rows(path, rows)
     card = prepare_traces(str(path), tmp_path / "out.parquet", local(), "base", {}, n=2, reward="gsm8k")
-    assert card["counts"]["samples"] == 6 and card["counts"]["problems_too_long"] == 1
-    assert f"1 of 4 prompts are too long for the teacher, first: {path}:2; they get no trace" in caplog.text
+    assert card["counts"]["samples"] == 6 and card["counts"]["problems_refused"] == 1
+    assert f"the teacher refuses 1 problems, which get no trace, first: {path}:2: --max-tokens 20 leaves" in caplog.text
 
 
 def test_a_local_run_that_was_stopped_makes_only_the_rest(tmp_path, monkeypatch):
@@ -477,7 +518,7 @@ def test_a_local_run_that_was_stopped_makes_only_the_rest(tmp_path, monkeypatch)
 def test_local_log_probs_are_at_the_sampling_temperature_and_ids_need_the_same_vocabulary(tmp_path):
     chains = write_dataset(tmp_path / "data", seed=0, train=2, heldout=1, ood=1, terms=2)["train"]
     [problem, _] = load_problems(str(chains))
-    [(_, [drawn])] = next(local(temperature=0.5).answer([problem], 1))
+    [(_, [drawn], _)] = next(local(temperature=0.5).answer([problem], 1))
     tokenizer = load_tokenizer(str(BASE))
     prompt = tokenizer(problem.prompt, add_special_tokens=False).input_ids
     model = AutoModelForCausalLM.from_pretrained(BASE)
@@ -486,7 +527,7 @@ def test_local_log_probs_are_at_the_sampling_temperature_and_ids_need_the_same_v
     expected = torch.log_softmax(logits / 0.5, dim=-1).gather(-1, torch.tensor(drawn.token_ids)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(drawn.log_probs), expected, atol=1e-4, rtol=0)
     for other in (byte_tokenizer(), None):  # without one, nobody knows who will read the ids
-        [(_, [foreign])] = next(local(tokenizer=other).answer([problem], 1))
+        [(_, [foreign], _)] = next(local(tokenizer=other).answer([problem], 1))
         assert foreign.token_ids is foreign.log_probs is None
         assert foreign.log_prob_status == "log_probs_without_matching_ids"
         assert foreign.text.startswith(("+", "-"))

@@ -107,7 +107,7 @@ def test_a_model_without_a_limit_of_positions_generates_is_evaluated_and_trained
     result = api.evaluate(path, str(sums), tmp_path / "eval", reward="numeric", limit=2, workers=1, **options)
     assert len(result.benchmarks) == 1
     teacher = LocalTeacher(path, temperature=1.0, **options)
-    assert [len(drawn) for part in teacher.answer([Problem("0", "1+2=", "3")], 2) for _, drawn in part] == [2]
+    assert [len(drawn) for part in teacher.answer([Problem("0", "1+2=", "3")], 2) for _, drawn, _ in part] == [2]
     with api.Trainer(make_config(model={"path": path}, train={"steps": 1})) as trainer:
         ((_, metrics),) = trainer.steps()
     assert metrics["actor/grad_norm"] > 0
