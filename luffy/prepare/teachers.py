@@ -34,11 +34,17 @@ class TeacherResponse:
 
 
 class Answer(NamedTuple):
-    """A problem's n responses, or none and why the teacher refuses it."""
+    """A problem's responses, as far as the teacher does not refuse them, and why it does."""
 
     problem: Problem
     samples: list[TeacherResponse]
     refusal: str = ""
+
+    @staticmethod
+    def of(problem: Problem, samples: Sequence[TeacherResponse | str]) -> Answer:
+        """A string is a refusal."""
+        made = [sample for sample in samples if not isinstance(sample, str)]
+        return Answer(problem, made, next((sample for sample in samples if isinstance(sample, str)), ""))
 
 
 class Teacher(Protocol):
@@ -67,7 +73,7 @@ class EndpointTeacher:
         """After a failure no request is added, those under way are still used, and then the failure is raised."""
         wanted = ((problem, place) for problem in problems for place in range(n))
         running: dict[Future[Reply], tuple[Problem, int]] = {}
-        drawn: dict[str, dict[int, TeacherResponse]] = {}
+        drawn: dict[str, dict[int, TeacherResponse | str]] = {}
         failure: Exception | None = None
         pool = ThreadPoolExecutor(self.concurrency)
         try:
@@ -92,29 +98,26 @@ class EndpointTeacher:
         self,
         ended: Iterable[Future[Reply]],
         running: dict[Future[Reply], tuple[Problem, int]],
-        drawn: dict[str, dict[int, TeacherResponse]],
+        drawn: dict[str, dict[int, TeacherResponse | str]],
         n: int,
     ) -> tuple[list[Answer], Exception | None]:
         answered: list[Answer] = []
         failure: Exception | None = None
         for future in ended:
             problem, place = running.pop(future)
+            samples = drawn.setdefault(problem.id, {})
             try:
-                reply = future.result()
+                samples[place] = self._drawn(future.result())
             except (Refused, DataError) as error:
-                if place == 0:  # its other samples are refused too
-                    answered.append(Answer(problem, [], str(error)))
-                continue
+                samples[place] = str(error)
             except UserError as error:
                 failure = failure or error
                 self.endpoint.abort()
                 continue
             except Aborted:
                 continue
-            samples = drawn.setdefault(problem.id, {})
-            samples[place] = self._drawn(reply)
             if len(samples) == n:
-                answered.append(Answer(problem, [samples[k] for k in range(n)]))
+                answered.append(Answer.of(problem, [samples[k] for k in range(n)]))
                 del drawn[problem.id]
         return answered, failure
 

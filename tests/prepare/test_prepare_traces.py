@@ -326,6 +326,17 @@ def test_problems_that_the_teacher_refuses_get_no_trace(serve, sums_file, tmp_pa
     assert len(again.requests) == 2 * 3
 
 
+def test_samples_beside_a_refused_one_are_kept(serve, sums_file, tmp_path, caplog):
+    first = {teachers.seed_of(f"0:s{i}:0") & 0x7FFFFFFF for i in range(8)}
+
+    def reply(body, number):
+        return (400, TOO_LONG, {}) if body["seed"] in first else solved({**body, "seed": 0})
+
+    card = run(sums_file, tmp_path / "out.parquet", teacher_of(serve(reply)))
+    assert card["counts"]["samples"] == 8 * 2 and card["counts"]["problems_with_a_trace"] == 8
+    assert card["counts"]["problems_refused"] == 0 and not caplog.messages
+
+
 def test_a_teacher_that_refuses_everything_is_not_asked_for_ever(serve, tmp_path, monkeypatch):
     file = write_rows(tmp_path / "many.jsonl", [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(400)])
     server = serve(lambda body, number: (400, TOO_LONG, {}))
