@@ -229,6 +229,7 @@ class ArrowRows(RowSource):
             rows: list[Row] = batch.to_pylist()
         except UnicodeDecodeError as error:
             raise DataError(f"{self.path}: a text is not UTF-8 ({error.reason}); the file is damaged") from error
+        _shorten_floats(rows, batch.schema)
         return rows
 
     def _row(self, index: int) -> Row:
@@ -386,6 +387,19 @@ def _open_file(path: str) -> RowSource:
     if os.path.getsize(path) == 0:
         raise DataError(f"{path}: the file is empty; give a file with data")
     return ParquetRows(path) if suffix == ".parquet" else ArrowRows(path)
+
+
+def _shorten_floats(rows: Sequence[Row], fields: Iterable[pa.Field]) -> None:
+    """Floats of fewer than 64 bits become the shortest decimals that name them: 0.1, not 0.10000000149011612. Those in
+    lists, which are log-probs, stay as they are."""
+    for field in fields:
+        name, kind = field.name, field.type
+        if pa.types.is_struct(kind):
+            _shorten_floats([row[name] for row in rows if row[name] is not None], kind)
+        elif pa.types.is_float32(kind) or pa.types.is_float16(kind):
+            narrow = kind.to_pandas_dtype()
+            for row in rows:
+                row[name] = None if row[name] is None else float(str(narrow(row[name])))
 
 
 def _running_ends(lengths: Iterable[int]) -> array[int]:

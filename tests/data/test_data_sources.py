@@ -183,6 +183,25 @@ def test_arrow_stream_and_file_formats(tmp_path, stream):
     assert pickle.loads(pickle.dumps(source))[7] == ROWS[7]
 
 
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])
+def test_a_float_of_few_bits_is_the_shortest_decimal_that_names_it(tmp_path, kind):
+    narrow = kind.to_pandas_dtype()
+    numbers = [narrow(0.1), None, narrow(2048), narrow(1 / 3)]
+    expected = [0.1, None, 2048.0, {16: 0.3333, 32: 0.33333334, 64: 1 / 3}[kind.bit_width]]
+    nested = [{"gold": number} for number in numbers[:3]] + [None]
+    columns = {
+        "answer": pa.array(numbers, kind),
+        "meta": pa.array(nested, pa.struct([("gold", kind)])),
+        "log_probs": pa.array([numbers[:1]] * 4, pa.list_(kind)),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "data.parquet")
+    source = open_source(tmp_path / "data.parquet")
+    rows = list(source)
+    assert [row["answer"] for row in rows] == expected and rows == [source[i] for i in range(4)]
+    assert [row["meta"] and row["meta"]["gold"] for row in rows] == [0.1, None, 2048.0, None]
+    assert rows[0]["log_probs"] == [float(narrow(0.1))]
+
+
 def test_saved_dataset_folders_of_one_and_of_several_splits(tmp_path):
     one = tmp_path / "one"
     write_arrow(one / "data-00000-of-00002.arrow", ROWS[:6])
