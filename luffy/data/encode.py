@@ -183,7 +183,7 @@ class Encoder:
             roles = ", ".join(message.role for message in chat)
             raise DataError(
                 f"{where(problem)}: the chat template refuses a chat of {roles} ({error}); "
-                "change the system prompt or give another template"
+                "change the system prompt, give another template or fix the row"
             ) from error
 
     def _rendered(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:

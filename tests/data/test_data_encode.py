@@ -129,7 +129,8 @@ def test_no_chat_template(make_tokenizer):
 def test_a_template_that_refuses_the_chat_is_one_clear_line(make_tokenizer):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}x"
     encoder = Encoder(make_tokenizer(chat_template=template), system_prompt="s")
-    with pytest.raises(DataError, match=r"^d.jsonl:4: the chat template refuses a chat of system, user \(System role"):
+    told = r"^d.jsonl:4: the chat template refuses a chat of system, user \(System role.*template or fix the row$"
+    with pytest.raises(DataError, match=told):
         encoder.encode(PROBLEM)
 
 
