@@ -32,9 +32,10 @@ def read_prompts(prompt: str | None, file: Path | None, stdin: TextIO) -> list[P
         texts = [prompt]
     elif file is not None:
         try:
-            texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines = file.read_bytes().decode("utf-8").split("\n")
         except UnicodeDecodeError as error:
             raise UserError(f"--file {file}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        texts = [line.removesuffix("\r") for line in lines if line.strip()]
     else:
         texts = [stdin.read().strip()]
     if not any(texts):

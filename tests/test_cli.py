@@ -206,6 +206,10 @@ def test_generate_from_argument_file_and_stdin(tiny_model, tmp_path):
         (tmp_path / name).write_text('{"prompt": "1+2", "id": "a"}\n')
         [problem] = read_prompts(None, tmp_path / name, io.StringIO())
         assert (problem.id, problem.prompt) == ("a", "1+2")
+    (tmp_path / "odd.txt").write_bytes("a\fb\u2028c\x85d\r\n \r\n e\rf".encode())
+    assert [problem.prompt for problem in read_prompts(None, tmp_path / "odd.txt", io.StringIO())] == [
+        "a\fb\u2028c\x85d", " e\rf",
+    ]  # fmt: skip
     result = luffy("generate", tiny_model, stdin="")
     assert result.returncode == 2 and "no prompt" in result.stderr
 
