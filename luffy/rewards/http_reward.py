@@ -1,13 +1,14 @@
 """A reward that is a server: samples are posted as JSON, scores come back (docs/rewards.md has the format).
 
-A request that fails is sent again a few times; then its samples score 0, and one line says so. The values of headers
-come from environment variables and stand in no message.
+A request that fails is sent again a few times; then its samples score 0, and one line says so. Of one that the server
+refuses the samples are sent one by one. The values of headers come from environment variables and stand in no message.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import ssl
 import threading
@@ -34,11 +35,12 @@ WORTH_ANOTHER_TRY = (408, 425, 429)  # and what is the server's fault: 500 and a
 
 
 class RequestFailed(Exception):
-    """Why a request has no scores. ``again``: whether to send it again; ``after_s``: when, if the server said so."""
+    """Why a request has no scores. ``again``: whether to send it again; ``after_s``: when, if the server said so;
+    ``refused``: the server found fault with what was sent."""
 
-    def __init__(self, why: str, again: bool = True, after_s: float | None = None) -> None:
+    def __init__(self, why: str, again: bool = True, after_s: float | None = None, refused: bool = False) -> None:
         super().__init__(why)
-        self.again, self.after_s = again, after_s
+        self.again, self.after_s, self.refused = again, after_s, refused
 
 
 def is_address(kind: str) -> bool:
@@ -60,14 +62,14 @@ class HttpReward:
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
         size = self._settings.batch_size
         batches = [items[start : start + size] for start in range(0, len(items), size)]
-        answers = self._ask_all(batches)
-        failed = [o[0].message for o in answers if o[0].status == CALL_FAILED]
+        outcomes = [outcome for of_batch in self._ask_all(batches) for outcome in of_batch]
+        failed = [outcome.message for outcome in outcomes if outcome.status == CALL_FAILED]
         if failed:
             logger.warning(
-                "%d of %d requests to the reward's server failed; their samples score 0 (the last: %s)",
-                len(failed), len(batches), failed[-1],
+                "requests to the reward's server failed; %d of %d samples score 0 (the last: %s)",
+                len(failed), len(items), failed[-1],
             )  # fmt: skip
-        return [outcome for of_batch in answers for outcome in of_batch]
+        return outcomes
 
     def self_check(self) -> None:
         """A request without samples must be answered by no scores."""
@@ -113,6 +115,8 @@ class HttpReward:
         try:
             return [self._outcome(score) for score in self._ask_again(batch)]
         except RequestFailed as error:
+            if error.refused and len(batch) > 1:  # one sample may be at fault for all of them
+                return [outcome for item in batch for outcome in self._outcomes_of([item])]
             return [Outcome(CALL_FAILED, message=str(error))] * len(batch)
 
     def _outcome(self, score: Any) -> Outcome:
@@ -127,7 +131,8 @@ class HttpReward:
 
     def _ask_again(self, batch: Sequence[Answered]) -> list[Any]:
         """The scores of a batch, after as many tries as it takes and the settings allow."""
-        content = json.dumps({"samples": [as_json(item) for item in batch]}, default=str).encode()
+        samples = [as_json(item) for item in batch]
+        content = json.dumps({"samples": samples}, default=str, allow_nan=False).encode()
         for attempt in range(self._settings.retries + 1):
             if self._closed.is_set():
                 raise RuntimeError("this reward is closed")
@@ -136,7 +141,8 @@ class HttpReward:
             except RequestFailed as error:
                 if not error.again or attempt == self._settings.retries:
                     tries = f" (tried {attempt + 1} times)" if attempt else ""
-                    raise RequestFailed(f"{self._address}: {error}{tries}", again=False) from None
+                    why = f"{self._address}: {error}{tries}"
+                    raise RequestFailed(why, again=False, refused=error.refused) from None
                 self._closed.wait(pause(self._settings.wait_s, attempt, error.after_s))
         raise AssertionError("the last attempt returns or raises")
 
@@ -157,7 +163,8 @@ class HttpReward:
 
     def _status_failure(self, error: urllib.error.HTTPError) -> RequestFailed:
         again = error.code in WORTH_ANOTHER_TRY or error.code >= 500
-        return RequestFailed(f"HTTP {error.code}: {self._cleaned(body_of(error))}", again, retry_after(error))
+        refused = error.code >= 400 and not again
+        return RequestFailed(f"HTTP {error.code}: {self._cleaned(body_of(error))}", again, retry_after(error), refused)
 
     def _scores_in(self, answer: bytes, count: int) -> list[Any]:
         try:
@@ -200,7 +207,16 @@ def headers_from(variables: dict[str, str]) -> dict[str, str]:
 def as_json(item: Answered) -> dict[str, Any]:
     row = row_of(item)
     own = {name: row.pop(name) for name in ("id", "answer")}
-    return {**own, "prompt": prompt_of(item), "response": item.response, "columns": row}
+    return {**own, "prompt": prompt_of(item), "response": item.response, "columns": without_nan(row)}
+
+
+def without_nan(value: Any) -> Any:
+    """The same with None for every float that JSON has no name for."""
+    if isinstance(value, dict):
+        return {name: without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_all(response: Any, deadline: float) -> bytes:

@@ -69,6 +69,7 @@ def test_what_the_server_is_told(server):
         "__row__": "file:1",
         "tests": ["assert f(1)"],
         "level": 3,
+        "odd": [{"a": float("nan"), "b": 0.5}, float("-inf")],
         "id": 7,
         "answer": "of a column that is not read",
     }
@@ -82,7 +83,7 @@ def test_what_the_server_is_told(server):
             "answer": "5",
             "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+3?"}],
             "response": "5",
-            "columns": {"tests": ["assert f(1)"], "level": 3},
+            "columns": {"tests": ["assert f(1)"], "level": 3, "odd": [{"a": None, "b": 0.5}, None]},
         }
     ]
 
@@ -94,14 +95,12 @@ def test_what_passes_is_sent_again_and_what_does_not_costs_its_batch_alone(ask, 
     assert scores == [FAILED, FAILED, Score(1.0)] and len(requests) == 3
     assert "HTTP 500: not now, *** (tried 2 times)" in failure and SECRET not in caplog.text + failure
     line = next(r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
-    assert "1 of 2 requests to the reward's server failed; their samples score 0 (the last:" in line
+    assert "requests to the reward's server failed; 2 of 3 samples score 0 (the last:" in line
 
 
 @pytest.mark.parametrize(
     ("action", "reason"),
     [
-        (400, "HTTP 400: not now"),
-        (401, "HTTP 401: not now"),
         (307, "HTTP 307"),
         ({"scores": [1.0]}, 'expected {"scores": [...]} with 2 entries, found {"scores": [1.0]}'),
         ({"score": 1.0}, 'expected {"scores": [...]} with 2 entries'),
@@ -112,6 +111,15 @@ def test_what_passes_is_sent_again_and_what_does_not_costs_its_batch_alone(ask, 
 def test_an_answer_that_will_not_change_is_not_asked_for_again(ask, action, reason):
     scores, requests, failure = ask([action], ["a", "b"])
     assert scores == [FAILED] * 2 and len(requests) == 1 and reason in failure
+
+
+@pytest.mark.parametrize("status", [400, 401, 413, 422])
+def test_a_refused_batch_is_asked_about_sample_by_sample(ask, status, caplog):
+    script = [status, "score", status, 503, "score", status]  # of the second batch the one sample is refused
+    scores, requests, failure = ask(script, ["a", "b", "c", "d"], batch_size=3)
+    assert scores == [Score(1.0), FAILED, Score(1.0), FAILED] and f"HTTP {status}: not now, ***" in failure
+    assert [len(request["samples"]) for request in requests] == [3, 1, 1, 1, 1, 1]
+    assert "2 of 4 samples score 0" in caplog.text
 
 
 @pytest.mark.parametrize("action", ["hang", "trickle"])
