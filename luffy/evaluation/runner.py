@@ -263,10 +263,12 @@ def run_jobs(
     items = JsonLinesWriter(path, keep_through_step=0)
 
     def save(responses: Sequence[Response]) -> None:
-        rows = scored(responses, loaded.tokenizer, verifier, settings, is_first=not done)
+        rows, failure = scored(responses, loaded.tokenizer, verifier, settings, is_first=not done)
         items.write(rows)
         done.update(map(key_of, rows))
         view.saved(len(rows), sum(r["tokens"] for r in rows), sum(map(is_right, rows)), rows[-1]["benchmark"])
+        if failure is not None:
+            raise UserError(failure)
 
     try:
         with BackgroundWork() as background:
@@ -294,17 +296,20 @@ def finished_in_parts(
 
 def scored(
     responses: Sequence[Response], tokenizer: Any, verifier: Verifier, settings: Settings, is_first: bool
-) -> list[dict[str, Any]]:
-    """A line of items.jsonl for each response; it has the token ids where the reward must be asked again. A UserError
-    where every call of the reward failed, and in the first part where every verification did."""
+) -> tuple[list[dict[str, Any]], str | None]:
+    """A line of items.jsonl for each response; it has the token ids where the reward must be asked again. And why to
+    stop when they are saved: every call of the reward failed. Where nothing in the first part was scored for other
+    reasons, which nobody asks about again, a UserError."""
     ids = [completion.token_ids.tolist() for _, completion in responses]
     texts = decode(tokenizer, ids)
     scores = verifier.score([(r[0].problem, text, own) for r, text, own in zip(responses, texts, ids, strict=True)])
     several = len({job.problem.id for job, _ in responses}) > 1  # a single one may be at fault itself
-    reason = why_nothing_was_scored(scores) if is_first and several else why_every_call_failed(scores)
-    if reason is not None:
-        raise UserError(f"the reward failed on all {len(scores)} responses, first: {reason}; {GO_ON}")
-    return [
+    no_call = why_every_call_failed(scores)
+    reason = no_call or (why_nothing_was_scored(scores) if is_first and several else None)
+    failure = reason and f"the reward failed on all {len(scores)} responses, first: {reason}; {GO_ON}"
+    if failure is not None and no_call is None:
+        raise UserError(failure)
+    rows = [
         {
             "benchmark": job.benchmark,
             "id": job.problem.id,
@@ -321,3 +326,4 @@ def scored(
         }
         for (job, completion), text, own, score in zip(responses, texts, ids, scores, strict=True)
     ]
+    return rows, failure

@@ -128,6 +128,30 @@ def test_verify_and_eval_ask_the_same_server(make_config, sums, server, tmp_path
     shutil.rmtree(tmp_path / "eval")
 
 
+@pytest.mark.parametrize("before", [[], ["score"]])
+def test_eval_keeps_a_part_whose_requests_all_failed(make_config, sums, server, tmp_path, tiny_model, caplog, before):
+    """Also the first part. The next call does not make it again, and ends also if the server refuses it again."""
+    url, folder = server
+    settings = make_config(reward={"kind": "http", "http": {"url": url}}).reward
+    options = Options(str(tiny_model), str(sums), tmp_path / "eval", limit=2 * len(before) + 2, max_tokens=8,
+                      style="plain", chunk=2, reward_settings=settings)  # fmt: skip
+
+    def evaluate(script):
+        (folder / "script.json").write_text(json.dumps(script))
+        return run_evaluation(options).benchmarks["train"].statuses
+
+    with pytest.raises(UserError, match="the reward failed on all 2 responses.*HTTP 400.*goes on from here"):
+        evaluate([*before, 400, 400, 400])  # a batch, then its two samples
+    saved = read_json_lines(tmp_path / "eval" / "items.jsonl")
+    assert [item["status"] for item in saved] == ["ok"] * 2 * len(before) + ["call_failed"] * 2
+    ok = {"ok": 2 * len(before)} if before else {}
+    assert evaluate([400, 400, 400]) == {**ok, "call_failed": 2} and "2 responses have no score" in caplog.text
+    assert evaluate([400, "score", 400]) == {"ok": 2 * len(before) + 1, "call_failed": 1}
+    assert evaluate([]) == {"ok": 2 * len(before) + 2}
+    items = read_json_lines(tmp_path / "eval" / "items.jsonl")
+    assert [item["response"] for item in items] == [item["response"] for item in saved]
+
+
 def test_eval_asks_again_for_scores_of_requests_that_failed(make_config, sums, server, tmp_path, tiny_model, caplog):
     """With the responses of the first time: none is made anew, and those that have a score are not asked about."""
     url, folder = server
