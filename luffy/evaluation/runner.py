@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def run_evaluation(options: Options) -> Result:
         )
         encoder = encoder_of(options, suite, loaded)
         loaded = replace(loaded, eos_ids=encoder.stops(loaded.eos_ids))
-        jobs, settings = plan(options, suite, loaded, encoder)
+        jobs, settings = plan(options, suite, loaded, encoder, recorded(out, "max_tokens", int) or PAPER_MAX_TOKENS)
         claim(out, settings)
         warn_of_another_prompt(settings)
         ask_again(jobs, verifier, settings, out)
@@ -141,9 +142,9 @@ def verifier_of(options: Options, kind: str) -> Verifier:
 
 def with_defaults(options: Options, out: Path) -> Options:
     """What is left open: as an evaluation in ``out`` has it, else what the device does best."""
-    dtype = options.dtype or recorded(out, "dtype") or ("bfloat16" if options.device == "cuda" else "float32")
+    dtype = options.dtype or recorded(out, "dtype", str) or ("bfloat16" if options.device == "cuda" else "float32")
     slots = options.slots or default_slots(options.engine, options.device)
-    return replace(options, dtype=dtype, slots=slots, date=options.date or recorded(out, "date"))
+    return replace(options, dtype=dtype, slots=slots, date=options.date or recorded(out, "date", str))
 
 
 def default_out(model: str, suite: str) -> Path:
@@ -173,14 +174,14 @@ def prompt_ids_of(encoder: Encoder, problems: Sequence[Problem]) -> Iterator[tup
 
 
 def plan(
-    options: Options, suite: Suite, loaded: LoadedModel, encoder: Encoder
+    options: Options, suite: Suite, loaded: LoadedModel, encoder: Encoder, default_max_tokens: int
 ) -> tuple[list[PlannedResponse], Settings]:
     """Every response to make, in order, and what decides them."""
     jobs = []
     for benchmark in suite.benchmarks:
         for problem, prompt_ids in zip(benchmark.problems, prompt_ids_of(encoder, benchmark.problems), strict=True):
             jobs += [PlannedResponse(benchmark.name, problem, sample, prompt_ids) for sample in range(benchmark.k)]
-    longest = max(len(job.prompt_ids) for job in jobs)
+    lengths = [len(job.prompt_ids) for job in jobs if job.sample == 0]
     settings = Settings(
         model=options.model,
         model_identity=model_identity(options.model),
@@ -191,7 +192,7 @@ def plan(
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
-        max_tokens=room_for(options.max_tokens, PAPER_MAX_TOKENS, loaded.context, longest),
+        max_tokens=longest_response(options.max_tokens, default_max_tokens, loaded.context, lengths),
         seed=options.seed,
         style=str(encoder.style),
         system_prompt=options.system_prompt,
@@ -223,12 +224,27 @@ def warn_of_another_prompt(settings: Settings) -> None:
             logger.warning("the run trained with %s %r, this evaluation has %r", flag, before, now)
 
 
-def room_for(given: int | None, default: int, context: int, longest_prompt: int) -> int:
-    """Tokens of the longest response: as ``given``, else ``default`` or what the context leaves of it."""
-    room = context - longest_prompt
+def longest_response(given: int | None, default: int, context: int, prompts: Sequence[int]) -> int:
+    """Tokens of the longest response to prompts of these lengths. A prompt that leaves less gets less; a warning says
+    so, unless the context is the only limit."""
+    shortest = min(prompts)
+    longest = room_for(given, default, context, shortest, "shortest")
+    tight = sum(context - length < longest for length in prompts)
+    if tight and (given is not None or longest < context - shortest):
+        logger.warning(
+            "%d of %d prompts leave less than %d tokens of the model's context: their responses may be cut off sooner",
+            tight, len(prompts), longest,
+        )  # fmt: skip
+    return longest
+
+
+def room_for(given: int | None, default: int, context: int, prompt: int, which: str = "longest") -> int:
+    """Tokens of the longest response: as ``given``, else ``default`` or what the context leaves of it. ``which`` prompt
+    is the one of ``prompt`` tokens, for the error."""
+    room = context - prompt
     if given is not None and given > room:
         raise UserError(
-            f"--max-tokens {given} and the longest prompt of {longest_prompt} tokens exceed the model's context of "
+            f"--max-tokens {given} and the {which} prompt of {prompt} tokens exceed the model's context of "
             f"{context}; give at most {room}"
         )
     return given or min(default, room)
@@ -283,8 +299,13 @@ def finished_in_parts(
     jobs: Sequence[PlannedResponse], loaded: LoadedModel, settings: Settings, chunk: int, view: EvalView
 ) -> Iterator[list[Response]]:
     """Responses in the order in which they finish; ``chunk`` of them at a time."""
-    sampling = Sampling(settings.max_tokens, settings.temperature, settings.top_p, settings.top_k, loaded.eos_ids)
-    requests = (Request(job.prompt_ids, job.seed(settings.seed), sampling) for job in jobs)
+
+    @cache  # an engine checks requests with the same tokens and sampling once
+    def sampling(prompt: int) -> Sampling:
+        most = min(settings.max_tokens, loaded.context - prompt)
+        return Sampling(most, settings.temperature, settings.top_p, settings.top_k, loaded.eos_ids)
+
+    requests = (Request(job.prompt_ids, job.seed(settings.seed), sampling(len(job.prompt_ids))) for job in jobs)
     part: list[Response] = []
     for count, (index, completion) in enumerate(loaded.engine.stream(requests), start=1):
         part.append((jobs[index], completion))

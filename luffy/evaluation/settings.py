@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from luffy.errors import UserError
 from luffy.evaluation.accuracy import SUCCESS
@@ -16,6 +16,8 @@ from luffy.evaluation.benchmarks import Suite
 from luffy.files import json_object, try_lock, write_atomically
 
 SETTINGS = "settings.json"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,11 @@ def problems_hash(suite: Suite) -> str:
     return digest.hexdigest()
 
 
-def recorded(folder: Path, setting: str) -> str | None:
-    """A setting of the evaluation that this folder already holds."""
+def recorded(folder: Path, setting: str, kind: type[T]) -> T | None:
+    """A setting of the evaluation that this folder already holds; None where it holds none of this kind."""
     path = folder / SETTINGS
-    return _read(path).get(setting) if path.exists() else None
+    value = _read(path).get(setting) if path.exists() else None
+    return value if isinstance(value, kind) else None
 
 
 def _read(path: Path) -> dict[str, Any]:

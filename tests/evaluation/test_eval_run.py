@@ -278,13 +278,51 @@ def test_two_evaluations_cannot_share_a_folder(options, tmp_path):
 
 
 def test_too_long_for_the_context(options, tmp_path):
-    with pytest.raises(UserError, match=r"--max-tokens 100000 and the longest prompt of 6 tokens exceed .* at most"):
+    with pytest.raises(UserError, match=r"--max-tokens 100000 and the shortest prompt of 6 tokens exceed .* at most"):
         run_evaluation(replace(options, out=tmp_path, max_tokens=100_000))
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1+" * 10_000, "answer": "1"}) + "\n")
     with pytest.raises(
         UserError, match=r"long\.jsonl:1: the prompt leaves no room in the model's context of \d+ tokens"
     ):
         run_evaluation(replace(options, out=tmp_path, suite=str(tmp_path / "long.jsonl")))
+
+
+def test_a_long_prompt_costs_the_others_nothing(options, tmp_path, monkeypatch, caplog):
+    suite = tmp_path / "unequal.jsonl"
+    prompts = ["1+2", "1+" * 20 + "2", "1+" * 49 + "2"]  # of 3, 41 and 99 tokens
+    suite.write_text("".join(json.dumps({"prompt": prompt, "answer": "3"}) + "\n" for prompt in prompts))
+    options = replace(options, suite=str(suite), k=2, max_tokens=None, engine="test_eval_run:narrow_engine")
+    asked, stream = [], NativeEngine.stream
+
+    def noted(engine, requests):
+        requests = list(requests)
+        asked.append([request.sampling.max_tokens for request in requests])
+        return stream(engine, requests)
+
+    monkeypatch.setattr(NativeEngine, "stream", noted)
+
+    def limit(out, **changes):
+        caplog.clear()
+        return run_evaluation(replace(options, out=tmp_path / out, **changes)).settings["max_tokens"]
+
+    assert limit("default") == 125 and asked.pop() == [125] * 2 + [87] * 2 + [29] * 2 and not caplog.text
+    assert limit("given", max_tokens=80) == 80 and asked.pop() == [80] * 4 + [29] * 2
+    told = "prompts leave less than 80 tokens of the model's context: their responses may be cut off sooner"
+    assert f"1 of 3 {told}" in caplog.text
+    monkeypatch.setattr(runner, "PAPER_MAX_TOKENS", 80)
+    assert limit("paper") == 80 and f"1 of 3 {told}" in caplog.text
+    assert limit("default") == 125 and not caplog.text  # as it began
+    settings = tmp_path / "given" / "settings.json"
+    settings.write_text(settings.read_text().replace('"max_tokens": 80', '"max_tokens": "80"'))
+    with pytest.raises(UserError, match='holds an evaluation with max_tokens="80", this one has max_tokens=80'):
+        limit("given")
+    assert limit("fits", max_tokens=29) == 29 and asked.pop() == [29] * 6 and not caplog.text
+    with pytest.raises(UserError, match=r"126 and the shortest prompt of 3 tokens exceed .* of 128; give at most 125"):
+        limit("more", max_tokens=126)
+
+
+def narrow_engine(model, **settings):
+    return replace(load_native(model, **settings), context=128)
 
 
 def own_engine(model, *, dtype, device, slots):
