@@ -34,8 +34,8 @@ DEEPEST = 8  # trainings one after the other
 LOCAL = re.compile(r"[/~]|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\")  # how a path begins that is of one machine
 SETTINGS = (
     "seed", "optim.lr", "batch.problems", "batch.mini_batch", "rollout.n", "rollout.temperature", "rollout.max_tokens",
-    "reward.kind", "algorithm.entropy_coef", "algorithm.kl_coef", "data.style", "data.system_prompt", "model.dtype",
-    "model.lora.rank", "model.lora.alpha",
+    "reward.kind", "algorithm.entropy_coef", "algorithm.kl_coef", "data.style", "data.system_prompt",
+    "data.chat_template", "model.dtype", "model.lora.rank", "model.lora.alpha",
 )  # fmt: skip
 NOT_OF_SFT = ("rollout.n", "rollout.temperature", "reward.", "algorithm.")
 OF_THE_MACHINE = ("launch", "parallel.", "plugins", "prepare.", "ray.", "record.", "reward.http.", "rollout.vllm.")

@@ -136,8 +136,18 @@ def write_model(
     if weights is None and next(model.parameters()).is_cuda:
         weights = on_host(model)
     model.save_pretrained(folder / "model", state_dict=weights)
-    run.tokenizer.save_pretrained(folder / "model")
+    _tokenizer_as_trained(run).save_pretrained(folder / "model")
     write_cards(folder, cards)
+
+
+def _tokenizer_as_trained(run: Run) -> Any:
+    """With the chat template of the run's prompts: whoever loads the model asks it as the training did."""
+    template = run.tasks.encoder.chat_template
+    if template is None:
+        return run.tokenizer
+    tokenizer = copy.copy(run.tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def make_cards(run: Run) -> dict[str, str]:

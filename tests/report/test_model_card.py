@@ -62,7 +62,10 @@ def test_nothing_of_this_machine_is_told(write_run, make_metric_row, tmp_path):
     config = {
         "name": f"{secret}/run",
         "model": {"path": str(first / "checkpoints" / "latest" / "model"), "tokenizer": secret, "reference": secret},
-        "data": {"train": [f"{secret}/train.jsonl", "C:\\alice\\b.jsonl", "~alice/c.jsonl"], "chat_template": secret},
+        "data": {
+            "train": [f"{secret}/train.jsonl", "C:\\alice\\b.jsonl", "~alice/c.jsonl"],
+            "chat_template": f"{secret}/turns.jinja",
+        },
         "reward": {"kind": "choice"},
         "teacher": {"path": f"{secret}/teacher", "servers": ["http://alice-box:8000"]},
         "rollout": {"vllm": {"servers": ["http://alice-box:8001"]}},
@@ -72,6 +75,7 @@ def test_nothing_of_this_machine_is_told(write_run, make_metric_row, tmp_path):
     folder = write_run("mine", [make_metric_row(1, 0.5)], config)
     text = model_card(facts_of(folder))
     assert not [word for word in ("alice", "secret", "home", str(tmp_path)) if word in text]
+    assert "| `data.chat_template` | `turns.jinja` |" in text
     assert "`train.jsonl`, `b.jsonl`, `c.jsonl`" in text and "`teacher.path=teacher`" in text
     assert "a local model, after 7 steps of `luffy sft`" in text and text.count("# run\n") == 1
 
