@@ -154,16 +154,25 @@ class Trainer:
         observe = ignore if records is None else lambda batch: rows.extend(records.rows_of(batch))
         try:
             batch = (rl_step if run.method == "rl" else sft_step)(run, step, observe)
-        except TrainingStopped as stop:
+        except Exception as error:
             if run.progress.step == step:  # no update was made: the run can go on from the step before
                 run.rewind()
-                if run.world.size == 1 or isinstance(stop, AllStopped):  # a checkpoint needs all processes
-                    saving.save_if_new(run)
+                self._save_steps_before(error)
             raise
         if records is not None:
             records.recorder.write_samples(rows)
             records.lasting.set_aside()
         return batch
+
+    def _save_steps_before(self, error: Exception) -> None:
+        """What ended a step must not cost those before it. Where saving fails too, ``error`` is still what is told."""
+        run = self.run
+        if run.world.size > 1 and not isinstance(error, AllStopped):  # a checkpoint needs all processes
+            return
+        try:
+            saving.save_if_new(run)
+        except Exception as second:
+            run.messages.warn(f"no checkpoint of step {run.progress.step}: {type(second).__name__}: {second}")
 
     def _make_up_for_evaluation(self, records: Records) -> None:
         run = self.run

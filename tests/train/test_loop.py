@@ -15,11 +15,12 @@ from luffy.config.knobs import BatchConfig
 from luffy.errors import TrainingStopped, UserError
 from luffy.report.console import was_idle
 from luffy.report.recorder import read_json_lines
-from luffy.train import loop, recording, training_step
+from luffy.train import loop, recording, saving, training_step
 from luffy.train.activations import out_of_memory_advice
 from luffy.train.batch import mini_batches, needed_log_probs
 from luffy.train.changes import changed_settings, in_words
 from luffy.train.checkpoint import MANIFEST, Checkpoint, file_entries, files_below, is_card, manifest_text
+from luffy.train.credit import credit_function, group_baseline
 from luffy.train.job import Job
 from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
@@ -307,6 +308,75 @@ def test_a_stop_keeps_what_was_learnt_and_can_be_resumed(make_config, monkeypatc
     resumed = run(cfg)
     losses = [[r.get("actor/loss") for r in rows] for rows in (resumed, undisturbed)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+FAILS_AT: list[int] = []  # steps, counted from 0
+
+
+@credit_function("test_fails_at_times")
+def fails_at_times(group, cfg):
+    if group.step in FAILS_AT:
+        raise ZeroDivisionError("a rare group")
+    return group_baseline(group, cfg)
+
+
+def saved_steps(cfg):
+    return sorted(path.name for path in (cfg.folder / "checkpoints").glob("step-*"))
+
+
+def failing_run(make_config, monkeypatch):
+    """A run whose credit function raises in its third step."""
+    monkeypatch.setattr(sys.modules[__name__], "FAILS_AT", [2])
+    return make_config(algorithm={"credit": "test_fails_at_times"}, train={"save_every": 50})
+
+
+def test_an_error_in_a_step_costs_no_step_before_it(make_config, monkeypatch, undisturbed):
+    cfg = failing_run(make_config, monkeypatch)
+    with pytest.raises(ZeroDivisionError, match="a rare group"):
+        run(cfg)
+    assert saved_steps(cfg) == ["step-000002"]
+    monkeypatch.undo()
+    assert [row.get("actor/loss") for row in run(cfg)] == [row.get("actor/loss") for row in undisturbed]
+
+
+def test_an_error_is_told_also_where_no_checkpoint_can_be_saved_after_it(make_config, monkeypatch, capsys):
+    cfg = failing_run(make_config, monkeypatch)
+
+    def broken(run):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(saving, "save", broken)
+    with pytest.raises(ZeroDivisionError, match="a rare group"):
+        run(cfg)
+    assert "no checkpoint of step 2: RuntimeError: CUDA error" in capsys.readouterr().err
+
+
+def test_one_of_several_processes_saves_nothing_by_itself_after_an_error(make_config, monkeypatch):
+    cfg = make_config(train={"save_every": 50})
+    with Trainer(cfg) as trainer:
+        trainer.step()
+        trainer.step()
+        trainer.run.world = replace(trainer.run.world, size=2)
+        monkeypatch.setattr(training_step, "collect", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError, match="division"):
+            trainer.step()
+    assert saved_steps(cfg) == []
+
+
+def test_a_step_that_fails_between_its_updates_is_not_saved(make_config, monkeypatch):
+    cfg = make_config(batch={"mini_batch": 3}, train={"save_every": 50}, algorithm={"reject_extreme": False})
+    with Trainer(cfg) as trainer:
+        update, done = trainer.run.policy.update, []
+
+        def fails_the_fourth_time(samples, lr):
+            done.append(lr)
+            return update(samples, lr) if len(done) < 4 else 1 / 0
+
+        monkeypatch.setattr(trainer.run.policy, "update", fails_the_fourth_time)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+        assert trainer.progress.step == 2
+    assert saved_steps(cfg) == []
 
 
 OUT_OF_MEMORY = (
