@@ -192,6 +192,15 @@ def test_the_reference_page_is_generated_from_the_code():
         (["algorithm.credit=srft"], r"'algorithm\.credit' \(srft\) .*; set algorithm\.reject_extreme=false"),
         (["algorithm.mix={start: 0.5}"], r"'algorithm\.mix' .* \(group_baseline\) has no token; set .*trace_term=sft"),
         (
+            [
+                "algorithm.credit=distill",
+                "algorithm.reject_extreme=false",
+                "algorithm.kl_coef=1",
+                "algorithm.kl_in=reward",
+            ],
+            r"takes the KL term \('algorithm\.kl_coef' 1\.0\) off rewards, .*; set algorithm\.kl_in=loss",
+        ),
+        (
             ["algorithm.off_policy_reshape_gamma=0.5"],
             r"\(0\.5\) is read by exgrpo and trapo, .* is p_div_p_0\.1; leave",
         ),
@@ -252,6 +261,28 @@ def test_a_score_that_solves_a_problem_can_be_reached_and_not_by_the_format_alon
 )
 def test_weights_whose_sum_says_who_solved_a_problem(weights, success):
     assert load_config(None, {"reward.weights": weights, "reward.success": success}).reward.weights == weights
+
+
+OF_TEACHER_TOKENS = ["trace_ratio=ppo", "trace_advantage=constant", "trace_entropy_share=0.2", "prefix_alpha=0.1"]
+
+
+@pytest.mark.parametrize("credit", ["group_baseline", "lone_trace_sft", "distill", "srft"])
+@pytest.mark.parametrize("setting", OF_TEACHER_TOKENS)
+def test_teacher_tokens_in_the_sft_term_have_no_settings_of_the_rl_term(setting, credit):
+    overrides = [f"algorithm.{part}" for part in (setting, f"credit={credit}", "reject_extreme=false")]
+    load_config(None, overrides)
+    with pytest.raises(ConfigError, match=rf"algorithm\.{setting.split('=')[0]} .* would change nothing; leave it out"):
+        load_config(None, [*overrides, "algorithm.trace_term=sft"])
+
+
+def test_a_credit_function_of_one_s_own_may_read_any_setting():
+    settings = [f"algorithm.{setting}" for setting in OF_TEACHER_TOKENS]
+    load_config(None, [*settings, "algorithm.trace_term=sft", "algorithm.credit=mine:credit"])
+
+
+def test_a_kl_term_in_the_reward_of_distillation_needs_the_reward():
+    overrides = ["algorithm.credit=distill", "teacher.path=self", "algorithm.kl_coef=1", "algorithm.kl_in=reward"]
+    assert load_config(None, [*overrides, "algorithm.distill_reward=1"]).algorithm.kl_in == "reward"
 
 
 def test_bounds_that_meet_are_fine():

@@ -16,6 +16,8 @@ from luffy.schema import check_known
 ENGINE_NAMES = {"native", "vllm"}  # and those that plugins register
 WITHOUT_CONTRAST = {"distill", "srft"}  # credit functions that learn from groups with equal rewards too
 WITHOUT_SFT = {"group_baseline", "distill"}  # credit functions whose SFT term is that of algorithm.trace_term
+BUILT_IN_CREDIT = {"group_baseline", "lone_trace_sft", "distill", "srft"}
+OF_TRACES_IN_RL = ("trace_ratio", "trace_advantage", "trace_entropy_share", "prefix_alpha")
 SHAPES_WITHOUT_GAMMA = {"no_reshape", "logp", "p_logp", "square_root", "pow", "chord_phi", "rl_plus"}
 # Gates that leave a group no larger than it is.
 FIXED_SIZE = {"none", "trace_on_failure", "trace_alone", "likeliest_traces", "hinted_group", "lowest_hint"}
@@ -171,6 +173,11 @@ def _check_credit(c: Knobs) -> None:
             f"'algorithm.mix' weighs the RL term against the SFT term, in which 'algorithm.credit' ({a.credit}) has no "
             f"token; set algorithm.trace_term=sft, algorithm.credit=lone_trace_sft or algorithm.mix=null"
         )
+    if a.credit == "distill" and not a.distill_reward and a.kl_coef and a.kl_in == "reward":
+        raise ConfigError(
+            f"'algorithm.kl_in' reward takes the KL term ('algorithm.kl_coef' {a.kl_coef}) off rewards, which "
+            f"'algorithm.credit' distill leaves out with 'algorithm.distill_reward' 0; set algorithm.kl_in=loss"
+        )
 
 
 def _check_teacher(c: Knobs) -> None:
@@ -234,6 +241,13 @@ def _check_shapes(c: Knobs) -> None:
             f"'algorithm.trace_ratio' ppo gives teacher tokens the ratio and clip of own tokens, and algorithm."
             f"{given[0]} would change nothing; leave it out or set algorithm.trace_ratio=shaped"
         )
+    if a.trace_term == "sft" and a.credit in BUILT_IN_CREDIT:
+        given = [name for name in OF_TRACES_IN_RL if getattr(a, name) != getattr(AlgorithmConfig, name)]
+        if given:
+            raise ConfigError(
+                f"'algorithm.trace_term' sft takes teacher tokens out of the RL term, and algorithm.{given[0]} "
+                f"({getattr(a, given[0])}) would change nothing; leave it out or set algorithm.trace_term=rl"
+            )
 
 
 def _has_no_gamma(shape: str) -> bool:
