@@ -25,6 +25,7 @@ from torch import Tensor
 from luffy.config import AlgorithmConfig
 from luffy.core.advantages import group_advantages
 from luffy.core.kl import kl_penalty
+from luffy.errors import UserError
 from luffy.metrics import Mean, Metric, spread
 from luffy.registry import Registry
 from luffy.types import Group, Rollout, Sample
@@ -82,7 +83,7 @@ class CreditFunction:
         """Of every group of a step."""
         if self.function is group_baseline.function:
             return group_baselines(groups, cfg)
-        return [self.function(group, cfg) for group in groups]
+        return [list(self.function(group, cfg)) for group in groups]
 
 
 CREDIT: Registry[CreditFunction] = Registry("credit function")
@@ -257,8 +258,21 @@ def credit(
             _sample(rollout, _mixed(given, mu), own.old, own.ref if cfg.kl_in == "loss" else None)
             for rollout, own, given in zip(group.group.rollouts, group.tokens, credited, strict=True)
         ]
-        for group, credited in zip(seen, function.of_all(seen, cfg), strict=True)
+        for group, credited in zip(seen, _one_each(seen, function.of_all(seen, cfg), cfg.credit), strict=True)
     ]
+
+
+def _one_each(
+    groups: Sequence[ScoredGroup], credited: Sequence[Sequence[TokenCredit]], name: str
+) -> Sequence[Sequence[TokenCredit]]:
+    """``credited``, which a function of the user's own may have made too short or too long."""
+    for group, given in zip(groups, credited, strict=True):
+        if len(given) != len(group.group.rollouts):
+            raise UserError(
+                f"'algorithm.credit' ({name}) gave {len(given)} credits for the {len(group.group.rollouts)} responses "
+                f"of problem {group.group.task.problem.id!r}; it must return one for each"
+            )
+    return credited
 
 
 def _mixed(credit: TokenCredit, mu: float | None) -> TokenCredit:

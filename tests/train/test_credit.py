@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from luffy.config import AlgorithmConfig, RewardConfig
+from luffy.config.checks import BUILT_IN_CREDIT
 from luffy.config.knobs import MixConfig
 from luffy.errors import ConfigError, UserError
 from luffy.report.recorder import read_json_lines
 from luffy.train.credit import (
+    CREDIT,
     ScoredTokens,
     TokenCredit,
     credit,
@@ -256,6 +258,22 @@ def test_a_credit_function_is_chosen_by_name_and_sees_entropies():
     assert all(s.rl_weights.count_nonzero() == s.sft_weights.count_nonzero() == 0 for s in nothing)
     with pytest.raises(UserError, match=r"'algorithm\.credit': unknown credit function 'x'; known: group_baseline"):
         find_credit_function("x")
+
+
+def test_settings_are_checked_against_every_built_in_credit_function():
+    own = [name for name in CREDIT if CREDIT[name].function.__module__ == "luffy.train.credit"]
+    assert set(own) == BUILT_IN_CREDIT
+
+
+def one_credit(group, cfg):
+    return no_credit(group, cfg)[:1]
+
+
+def test_a_credit_function_that_leaves_responses_out_is_named():
+    name = f"{__name__}:one_credit"
+    message = rf"'algorithm\.credit' \({name}\) gave 1 credits for the 4 responses of problem 'p'; it must return one"
+    with pytest.raises(UserError, match=message):
+        credit([GUIDED], [[ScoredTokens()] * 4], AlgorithmConfig(credit=name))
 
 
 def test_a_run_computes_what_its_credit_function_needs_and_counts_tokens_in_both_terms(make_config):
