@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from support import LETTERS, make_tokenizer
+from transformers import GenerationConfig
 
 from luffy.report.recorder import read_json_lines
 from luffy.train.loop import Trainer
@@ -48,7 +49,8 @@ def test_the_engine_stops_where_the_template_ends_a_turn(make_config, tmp_path):
     assert build_encoder(cfg, make_tokenizer()).eos_ids == (PAD, EOS)
     with Trainer(cfg) as trainer:
         assert trainer.run.eos_ids == (PAD, EOS)
-        trainer.train()
+        model = trainer.train()
+    assert GenerationConfig.from_pretrained(model).eos_token_id == [PAD, EOS]
     rows = read_json_lines(cfg.folder / "samples.jsonl")
     assert {row["token_ids"][-1] for row in rows if row["finish"] == "trace"} == {PAD}
     own = [row["token_ids"] for row in rows if row["finish"] == "stop"]
