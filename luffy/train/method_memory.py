@@ -87,6 +87,16 @@ class MethodMemory:
             self.lessons = [(row, trace) for row, trace in state["lessons"].tolist()]
         self.under_way = problems_of(part(state, "under_way/"))
 
+    def unused(self, state: Mapping[str, Tensor]) -> dict[str, str]:
+        """What of ``state`` has no place here, in words, and the knob that turns it off."""
+        known = [state[key] for key in ("replay/problems", "replay/retired") if key in state]
+        found = {}
+        if known and self.replay is None:
+            found[f"{sum(map(len, known))} problems in the replay"] = "replay.share"
+        if "lessons" in state and not self._buffer:
+            found[f"{len(state['lessons'])} traces that waited for an SFT step"] = "sft_steps.buffer"
+        return found
+
 
 def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Those whose names begin so, without that."""

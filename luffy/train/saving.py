@@ -276,6 +276,8 @@ def trace_numbering(run: Run) -> dict[str, Any]:
 def _restore_memory(run: Run, checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> None:
     memory = run.memory
     memory.load_state_dict(tensors)
+    for unused, knob in memory.unused(tensors).items():
+        run.messages.warn(f"{unused} of {checkpoint.path} are left out ({knob}=0)")
     now = trace_numbering(run)
     saved = checkpoint.state().get("traces", now)  # older checkpoints do not have it
     if saved != now and (saved["left_out"] or now["left_out"]):

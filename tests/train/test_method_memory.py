@@ -10,6 +10,7 @@ from ranks import assert_same_figures, assert_same_weights, figures, final_weigh
 from support import stop_before_update
 
 from luffy.errors import TrainingStopped
+from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
 
 STEPS = 6
@@ -36,6 +37,23 @@ def config(make_config, name, **changes):
         "record": {"samples": 8, "samples_every": 1},
     }
     return make_config(name=name, **(settings | changes))
+
+
+def test_a_resume_that_turns_a_memory_off_says_what_is_left_out(make_config):
+    cfg = config(make_config, "off", sft_steps={"buffer": 50})
+    with Trainer(cfg) as trainer:
+        trainer.train()
+        replay, lessons = trainer.run.memory.replay, len(trainer.run.memory.lessons)
+    known = len(replay.problems) + len(replay.retired)
+    path = cfg.folder / "checkpoints" / f"step-{STEPS:06d}"
+    assert known and lessons
+    with Trainer(cfg) as trainer:
+        assert "left out" not in " ".join(trainer.notices)
+    with Trainer(config(make_config, "off", replay={"share": 0.0}, sft_steps={"buffer": 0})) as trainer:
+        assert [n for n in trainer.notices if "left out" in n] == [
+            f"{known} problems in the replay of {path} are left out (replay.share=0)",
+            f"{lessons} traces that waited for an SFT step of {path} are left out (sft_steps.buffer=0)",
+        ]
 
 
 @pytest.fixture(scope="module")
