@@ -31,7 +31,7 @@ from luffy.train.lock import lock_folder
 from luffy.train.method_memory import MethodMemory
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
-from luffy.train.run_state import Messages, Method, RolloutBatch, Run
+from luffy.train.run_state import Messages, Method, Progress, RolloutBatch, Run
 from luffy.train.scorer import TokenScorer
 from luffy.train.teacher import build_teacher
 
@@ -91,7 +91,7 @@ def _assemble(
     tasks = setup.load_training_tasks(cfg, setup.build_encoder(cfg, tokenizer), sft=method == "sft")
     encoder = setup.build_encoder(cfg, tokenizer)  # its counts begin anew
     eval_tasks = setup.load_eval_tasks(cfg, encoder)
-    steps = total_steps(cfg, len(tasks))
+    steps = total_steps(cfg, len(tasks), saving.progress_of(cfg, saved))
     device = setup.pick_device(cfg.model.device)
     verifier = _verifier(cfg, device, world, closing) if method == "rl" or eval_tasks else None
     torch.manual_seed(cfg.seed)
@@ -171,9 +171,11 @@ def _reference(cfg: Config, method: Method, policy: Policy, tokenizer: Any, devi
     return policy.scorer_of(model.requires_grad_(False).eval())
 
 
-def total_steps(cfg: Config, problems: int) -> int:
+def total_steps(cfg: Config, problems: int, done: Progress | None = None) -> int:
+    """Steps of the whole training over so many problems; those that are ``done`` may have had another batch size."""
     if cfg.train.steps is not None:
         return cfg.train.steps
     if cfg.train.epochs is None:
         raise UserError("say how long to train: set train.steps or train.epochs")
-    return max(math.ceil(cfg.train.epochs * problems / cfg.batch.problems), 1)
+    done = done or Progress()
+    return max(done.step + math.ceil((cfg.train.epochs * problems - done.problems) / cfg.batch.problems), 1)

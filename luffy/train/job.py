@@ -55,8 +55,8 @@ class Job:
         with Trainer(*arguments) as trainer:
             lacks = trainer.lacks_evaluation()  # all processes ask
             if trainer.is_finished and world.is_main:
-                step = trainer.progress.step
-                rest = "its last evaluation is missing" if lacks else "raise train.steps or choose another name="
+                step, longer = trainer.progress.step, trainer.run.length_knob
+                rest = "its last evaluation is missing" if lacks else f"raise {longer} or choose another name="
                 print(f"already finished at step {step}; {rest}", file=out)
                 if trainer.run.changes:
                     other = in_words(trainer.run.changes, self.cfg, self.method)

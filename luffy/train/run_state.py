@@ -39,9 +39,11 @@ Method = Literal["rl", "sft"]
 
 @dataclass
 class Progress:
-    """Counters that a checkpoint keeps, in its state.json. ``step`` is the number of finished steps."""
+    """Counters that a checkpoint keeps, in its state.json. ``step`` is the number of finished steps, ``problems`` the
+    sum of their ``batch.problems``: what ``train.epochs`` counts, whatever replay or oversampling draw."""
 
     step: int = 0
+    problems: int = 0
     bad_in_a_row: int = 0
     bad_updates: int = 0
     best_step: int | None = None
@@ -142,6 +144,11 @@ class Run:
     @property
     def is_finished(self) -> bool:
         return self.progress.step >= self.total_steps
+
+    @property
+    def length_knob(self) -> str:
+        """The setting that says how long the training is."""
+        return "train.epochs" if self.cfg.train.steps is None else "train.steps"
 
     def data_report(self) -> dict[str, dict[str, int]]:
         """What is in data.json: rows that are used and left out, and problems of each held-out set."""

@@ -95,7 +95,9 @@ def newest_model(run: Run) -> Path:
     """The model folder of the newest checkpoint."""
     newest = next(iter(run.store), None)
     if newest is None:
-        raise UserError(f"{run.cfg.folder} has no checkpoint of its own; raise train.steps to go on from the other run")
+        raise UserError(
+            f"{run.cfg.folder} has no checkpoint of its own; raise {run.length_knob} to go on from the other run"
+        )
     return newest.model
 
 
@@ -256,12 +258,18 @@ def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
     average = None if run.teacher is None else run.teacher.average
     if average is not None and not average.load_tensors(tensors):
         run.messages.warn(f"{checkpoint.path} has no averaged teacher: it begins with the policy's weights")
-    run.progress = Progress(**state["progress"])
+    run.progress = progress_of(run.cfg, state)
     run.messages.facts.append(f"resumed at step {run.progress.step} from {checkpoint.path}")
     own = checkpoint.path.parent.resolve() == run.store.folder.resolve()
     if not own:
         run.progress.best_step, run.progress.best_accuracy = None, -1.0
     return own
+
+
+def progress_of(cfg: Config, state: Mapping[str, Any]) -> Progress:
+    """The counters in the state of a checkpoint, or of none; older ones do not count problems."""
+    saved = state.get("progress", {})
+    return Progress(**{"problems": saved.get("step", 0) * cfg.batch.problems, **saved})
 
 
 def trace_numbering(run: Run) -> dict[str, Any]:

@@ -72,6 +72,7 @@ def update(run: Run, step: int, batch: StepBatch, observe: Observer = ignore) ->
     From here on the step counts: a stop before leaves position and memory where it began."""
     lr = lr_at(step, run.total_steps, run.cfg.optim)
     run.progress.step, run.data_position, run.memory.under_way = step + 1, batch.sampler, batch.under_way
+    run.progress.problems += run.cfg.batch.problems
     run.memory.remember(batch.attempts)
     batch.lessons = lessons(run)
     observe(batch)

@@ -261,6 +261,24 @@ def test_sft_shares_everything_and_learns(make_config, sums):
     assert kept == {60, best["step"]}
 
 
+def test_epochs_go_on_counting_problems_where_a_resume_changes_the_batch(make_config, capsys):
+    def of(problems, epochs):  # of 24 problems
+        train = {"steps": None, "epochs": epochs, "save_every": 50}
+        reward, more = {"kind": "loop_rewards:length_parity"}, {"oversample_rounds": 4}  # draws, which do not count
+        settings = {"reward": reward, "algorithm": more, "guidance": {"n_prefix": 0}}
+        return make_config(batch={"problems": problems}, rollout={"max_tokens": 4}, train=train, **settings)
+
+    assert len(run(of(6, 0.75))) == 3
+    Job(of(6, 0.75), "rl").alone()
+    assert "already finished at step 3; raise train.epochs or choose another name=" in capsys.readouterr().out
+    with Trainer(of(6, 2)) as trainer:
+        assert trainer.run.total_steps == 8 and trainer.run.sampler.epoch == 1  # as if undisturbed
+    assert [row["step"] for row in run(of(12, 2))] == [1, 2, 3, 4, 5, 6]  # 18 problems, then 12 in each of 3
+    for problems, total in ((12, 8), (6, 9), (24, 7)):
+        with Trainer(of(problems, 3)) as trainer:
+            assert trainer.progress.problems == 54 and trainer.run.total_steps == total
+
+
 def test_epochs_instead_of_steps(make_config):
     cfg = make_config(train={"steps": None, "epochs": 0.5})
     assert run(cfg)[-1]["step"] == 2  # 24 problems / 6 a step / 2
