@@ -26,6 +26,7 @@ from luffy.rewards import Verifier
 from luffy.train import held_out, recording, saving, setup
 from luffy.train.background import BackgroundSaver
 from luffy.train.build_engines import Engines
+from luffy.train.changes import measures_otherwise
 from luffy.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint, set_records_aside
 from luffy.train.lock import lock_folder
 from luffy.train.method_memory import MethodMemory
@@ -52,8 +53,11 @@ def build_run(cfg: Config, method: Method, world: World, resume: str, allow_chan
             messages.notices += [earlier] if earlier else []
         run.evaluated = world.on_main(lambda: held_out.read_evaluated(cfg.folder, step))
         if own:
-            held_out.note_best(run)  # an evaluation that was made up for after the checkpoint was taken
             recording.note_changes(run)
+        if not own or measures_otherwise(run.changes, cfg):
+            held_out.forget_best(run)
+        else:
+            held_out.note_best(run)  # an evaluation that was made up for after the checkpoint was taken
         if run.engines.replica is not None:  # made before the masters of a checkpoint were there
             run.sync(step)
         messages.notices += setup.left_out(run.tasks.report, run.eval_report)

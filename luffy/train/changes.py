@@ -11,6 +11,13 @@ from luffy.errors import UserError
 from luffy.report.changes import LENGTH, Changes, changed, settings_at
 from luffy.report.runs import flat_config, read_config
 
+# Sections that decide what a held-out accuracy means, each with its knobs that do not.
+MEASURE = {
+    "data": {"train", "split", "limit", "eval_also", "overlong_trace"},
+    "eval": {"every"},
+    "reward": {"workers", "concurrency", "failure"},
+}
+
 
 def changed_settings(folder: Path, step: int, cfg: Config) -> Changes:
     """Settings that the steps up to ``step`` were made with otherwise: {key: (before, now)}."""
@@ -24,7 +31,21 @@ def in_words(changes: Changes, cfg: Config, method: str) -> str:
     shown = ", ".join(f"{key} {_short(before)} -> {_short(now)}" for key, (before, now) in changes.items())
     notes = [_of_other_path(cfg, method)] * ("model.path" in changes)
     notes += ["schedules follow the length of the run"] * bool(LENGTH & changes.keys())
+    anew = cfg.train.keep_best and measures_otherwise(changes, cfg)
+    notes += ["held-out accuracies do not compare with those before: the best step is found anew"] * anew
     return "; ".join([shown, *notes])
+
+
+def measures_otherwise(changes: Changes, cfg: Config) -> bool:
+    """Whether a held-out accuracy of the run of ``cfg`` is another figure than those before the changes."""
+
+    def counts(key: str) -> bool:
+        if key == "rollout.max_tokens":
+            return cfg.eval.max_tokens is None
+        section, *knob = key.split(".")
+        return section in MEASURE and knob[0] not in MEASURE[section]
+
+    return cfg.data.eval is not None and any(map(counts, changes))
 
 
 def _of_other_path(cfg: Config, method: str) -> str:

@@ -107,6 +107,11 @@ def note_best(run: Run) -> bool:
     return True
 
 
+def forget_best(run: Run) -> None:
+    """The next evaluation gives the best step so far: those before are of another run, or measured something else."""
+    run.progress.best_step, run.progress.best_accuracy = None, -1.0
+
+
 def write_evaluated(run: Run) -> None:
     if run.world.is_main and run.eval_tasks:
         write_atomically(run.cfg.folder / EVALUATED, json.dumps(run.evaluated))

@@ -19,7 +19,7 @@ from luffy.distributed.replica import on_host
 from luffy.distributed.state import read_tensors, shard_whole
 from luffy.distributed.world import World
 from luffy.errors import UserError
-from luffy.files import write_atomically
+from luffy.files import json_object, write_atomically
 from luffy.report.model_card import CARD, CardFacts, lines_of_table, model_card
 from luffy.report.runs import flat_config, without_samples
 from luffy.schema import to_dict
@@ -84,11 +84,14 @@ def tidy(run: Run, progress: Progress | None = None) -> None:
     """Bring ``latest``, ``best.json`` and the checkpoints that are kept in line with those that exist. After a save,
     and at the start, since a kill may have come in between. ``progress``: as it was when the newest checkpoint was
     taken; by default as it is now."""
-    now = progress or run.progress
-    run.store.tidy(now.best_step)
+    now, record = progress or run.progress, run.cfg.folder / BEST
     if now.best_step is not None:
-        best = {"step": now.best_step, "accuracy": now.best_accuracy}
-        write_atomically(run.cfg.folder / BEST, json.dumps(best))
+        run.store.tidy(now.best_step)
+        write_atomically(record, json.dumps({"step": now.best_step, "accuracy": now.best_accuracy}))
+    elif record.exists():  # of before a change of what is measured: kept until another is found
+        run.store.tidy(json_object(record.read_bytes(), record, "delete it", step=int)["step"])
+    else:
+        run.store.tidy(None)
 
 
 def newest_model(run: Run) -> Path:
@@ -238,8 +241,8 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
-    """Everything but the weights, which are there: sampler, optimizer, counters. Returns whether the
-    checkpoint is this run's own; the best step of another run's is not taken over."""
+    """Everything but the weights, which are there: sampler, optimizer, counters. Returns whether the checkpoint is this
+    run's own."""
     state = checkpoint.state()
     tensors = _load_tensors(run, checkpoint)
     same = state["data_fingerprint"] == run.tasks.problems.fingerprint and state["usable"] == len(run.tasks)
@@ -260,10 +263,7 @@ def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
         run.messages.warn(f"{checkpoint.path} has no averaged teacher: it begins with the policy's weights")
     run.progress = progress_of(run.cfg, state)
     run.messages.facts.append(f"resumed at step {run.progress.step} from {checkpoint.path}")
-    own = checkpoint.path.parent.resolve() == run.store.folder.resolve()
-    if not own:
-        run.progress.best_step, run.progress.best_accuracy = None, -1.0
-    return own
+    return checkpoint.path.parent.resolve() == run.store.folder.resolve()
 
 
 def progress_of(cfg: Config, state: Mapping[str, Any]) -> Progress:

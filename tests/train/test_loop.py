@@ -18,7 +18,7 @@ from luffy.report.recorder import read_json_lines
 from luffy.train import loop, recording, saving, training_step
 from luffy.train.activations import out_of_memory_advice
 from luffy.train.batch import mini_batches, needed_log_probs
-from luffy.train.changes import changed_settings, in_words
+from luffy.train.changes import changed_settings, in_words, measures_otherwise
 from luffy.train.checkpoint import MANIFEST, Checkpoint, file_entries, files_below, is_card, manifest_text
 from luffy.train.credit import credit_function, group_baseline
 from luffy.train.job import Job
@@ -830,6 +830,23 @@ def test_the_length_of_a_run_counts_where_a_schedule_follows_it(make_config, sch
     found = changed_settings(now.folder, 2, now)
     assert found == ({"train.steps": (2, 4)} if counts else {})
     assert ("follow the length of the run" in in_words(found, now, "rl")) == counts
+
+
+def test_what_makes_held_out_accuracy_another_figure(make_config):
+    cfg = make_config(data={"eval": "x"})
+    for key in (
+        "data.eval",
+        "data.system_prompt",
+        "eval.n",
+        "reward.weights.math",
+        "reward.success",
+        "rollout.max_tokens",
+    ):
+        assert measures_otherwise({"seed": (0, 1), key: (1, 2)}, cfg), key
+    others = ("seed", "optim.lr", "data.eval_also.ood", "eval.every", "reward.workers", "rollout.n", "train.keep_best")
+    assert not measures_otherwise({key: (1, 2) for key in others}, cfg)
+    assert not measures_otherwise({"rollout.max_tokens": (1, 2)}, replace(cfg, eval=replace(cfg.eval, max_tokens=9)))
+    assert not measures_otherwise({"data.eval": ("x", None)}, make_config())  # nothing is measured
 
 
 def test_a_finished_run_asked_for_with_other_settings_says_so(make_config, capsys):

@@ -332,6 +332,33 @@ def test_a_folder_of_before_evaluated_json_is_asked_by_its_metrics(make_config, 
     assert json.loads(path.read_text())["6"] == found[6]
 
 
+def test_the_best_step_is_found_anew_where_a_resume_changes_what_is_measured(make_config, sums, monkeypatch):
+    def bests_of(steps, **changed):
+        """By step: the best on record, and the checkpoints that are there."""
+        cfg = of_steps(steps, config(make_config, sums, "changed"))
+        cfg = replace(cfg, train=replace(cfg.train, save_every=1, keep=1), eval=replace(cfg.eval, **changed))
+        found = {}
+
+        def look(step, _):
+            record = cfg.folder / "best.json"
+            best = json.loads(record.read_text())["step"] if record.exists() else None
+            found[step] = best, [c.step for c in CheckpointStore(cfg.folder / "checkpoints", 1)]
+
+        with Trainer(cfg, on_step=look) as trainer:
+            trainer.train()
+        return found, " ".join(n for n in trainer.notices if "settings changed" in n)
+
+    accuracies = {0: 0.0, 2: 1.0, 4: 0.5, 6: 0.1, 8: 0.2, 10: 0.15}
+    figure = lambda run, *_: ({"val-core/accuracy": Mean(accuracies[run.progress.step])}, [])  # noqa: E731
+    monkeypatch.setattr(held_out, "evaluate_set", figure)
+    assert bests_of(4)[0][4] == (2, [4, 2])
+    found, said = bests_of(8, limit=3)
+    assert found == {5: (2, [5, 2]), 6: (6, [6]), 7: (6, [7, 6]), 8: (8, [8])}  # the old one until there is another
+    assert "eval.limit 6 -> 3" in said and "do not compare with those before: the best step is found anew" in said
+    found, said = bests_of(10, limit=3)
+    assert found[10] == (8, [10, 8]) and "train.steps 8 -> 10" in said and "anew" not in said
+
+
 @pytest.mark.slow
 def test_an_evaluation_after_the_checkpoint_is_forgotten_with_its_rows(make_config, sums):
     """A kill came between an evaluation and its checkpoint. The resumed run is stopped in that step's evaluation."""
