@@ -52,12 +52,13 @@ def build_run(cfg: Config, method: Method, world: World, resume: str, allow_chan
             earlier = world.on_main(lambda: set_records_aside(cfg.folder, step))
             messages.notices += [earlier] if earlier else []
         run.evaluated = world.on_main(lambda: held_out.read_evaluated(cfg.folder, step))
-        if own:
+        if checkpoint is not None:
+            run.origin = cfg.folder if own else checkpoint.run_folder
             recording.note_changes(run)
-        if not own or measures_otherwise(run.changes, cfg):
-            held_out.forget_best(run)
-        else:
-            held_out.note_best(run)  # an evaluation that was made up for after the checkpoint was taken
+            if not own or measures_otherwise(run.changes, cfg):
+                held_out.forget_best(run)
+            else:
+                held_out.note_best(run)  # an evaluation that was made up for after the checkpoint was taken
         if run.engines.replica is not None:  # made before the masters of a checkpoint were there
             run.sync(step)
         messages.notices += setup.left_out(run.tasks.report, run.eval_report)

@@ -95,6 +95,11 @@ class Checkpoint:
     def adapter(self) -> Path:
         return self.path / "adapter"
 
+    @property
+    def run_folder(self) -> Path | None:
+        """Of the run that made it; None where it lies by itself."""
+        return self.path.parent.parent if self.path.parent.name == "checkpoints" else None
+
     def state(self) -> dict[str, Any]:
         return dict(json.loads((self.path / "state.json").read_text(encoding="utf-8")))
 

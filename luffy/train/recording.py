@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.console import Console
@@ -96,11 +98,15 @@ class Records:
 
 
 def write_settings(run: Run) -> None:
-    """config.yaml and data.json; settings that were changed at a resume keep those before under another name."""
-    folder, step = run.cfg.folder, run.progress.step
+    """config.yaml and data.json; settings that were changed at a resume keep those before under another name. A branch
+    takes those of the run it came from."""
+    folder, step, origin = run.cfg.folder, run.progress.step, run.origin
+    if origin not in (None, folder):
+        take_over_settings(origin, folder, step)
     kept = settings_before(folder, step)
     if run.changes and not kept.exists():  # an earlier resume at this step kept the ones that its steps were made with
-        write_atomically(kept, settings_at(folder, step).read_text(encoding="utf-8"))
+        assert origin is not None
+        write_atomically(kept, settings_at(origin, step).read_text(encoding="utf-8"))
     write_atomically(folder / CONFIG, to_yaml(run.cfg))
     for later in (path for last, path in kept_settings(folder).items() if last > step):
         later.unlink()  # of steps that are made anew
@@ -108,26 +114,60 @@ def write_settings(run: Run) -> None:
     keep_plugins(run)
 
 
+def take_over_settings(origin: Path, folder: Path, step: int) -> None:
+    """The files of settings that a run in ``origin`` had before those of ``step``, instead of any in ``folder``."""
+    for path in kept_settings(folder).values():
+        path.unlink()
+    for last, path in kept_settings(origin).items():
+        if last < step:
+            shutil.copyfile(path, folder / path.name)
+
+
 def keep_plugins(run: Run) -> None:
     """A copy of each plugin's source; one that was changed at a resume keeps the one before under another name."""
     folder = run.cfg.folder / "plugins"
+    changed = changed_plugins(run)
     for module in load_plugins(run.cfg.plugins):
-        source = Path(str(module.__file__)).read_text(encoding="utf-8")
-        record = folder / f"{module.__name__}.py"
-        if record.exists() and (before := record.read_text(encoding="utf-8")) != source:
-            write_atomically(folder / f"{module.__name__}-step-{run.progress.step:06d}.py", before)
         folder.mkdir(exist_ok=True)
-        write_atomically(record, source)
+        if module.__name__ in changed:
+            write_atomically(_kept_plugin(folder, module.__name__, run.progress.step), changed[module.__name__])
+        write_atomically(folder / f"{module.__name__}.py", _source_of(module))
+
+
+def changed_plugins(run: Run) -> dict[str, str]:
+    """The sources before of plugins that were changed since the last finished step, by name."""
+    folder = (run.origin or run.cfg.folder) / "plugins"
+    found = {}
+    for module in load_plugins(run.cfg.plugins):
+        kept = _kept_plugin(folder, module.__name__, run.progress.step)  # by an earlier resume at this step
+        record = kept if kept.exists() else folder / f"{module.__name__}.py"
+        if record.exists() and (before := record.read_text(encoding="utf-8")) != _source_of(module):
+            found[module.__name__] = before
+    return found
+
+
+def _kept_plugin(folder: Path, name: str, step: int) -> Path:
+    return folder / f"{name}-step-{step:06d}.py"
+
+
+def _source_of(module: ModuleType) -> str:
+    return Path(str(module.__file__)).read_text(encoding="utf-8")
 
 
 def note_changes(run: Run) -> None:
-    """Compare the settings of a resumed run with those on record."""
-    step, folder = run.progress.step, run.cfg.folder
-    run.changes = run.world.on_main(lambda: changed_settings(folder, step, run.cfg))
+    """Compare settings and plugins with those that the steps so far were made with, where they are known."""
+    step, origin = run.progress.step, run.origin
+    if origin is None:
+        return
+    run.changes = run.world.on_main(lambda: changed_settings(origin, step, run.cfg))
+    since = f"since step {step}" + (f" of {origin}" if origin != run.cfg.folder else "")
     if run.changes:
         said = in_words(run.changes, run.cfg, run.method)
-        kept = f"those before are in {settings_before(folder, step).name}"
-        run.messages.notices.append(f"settings changed since step {step}: {said} ({kept})")
+        kept = f"those before are in {settings_before(origin, step).name}"
+        run.messages.notices.append(f"settings changed {since}: {said} ({kept})")
+    for name in run.world.on_main(lambda: changed_plugins(run)):
+        kept = _kept_plugin(Path("plugins"), name, step).as_posix()
+        run.messages.notices.append(f"plugin {name} changed {since} (its source before is in {kept})")
 
 
 def write_bad_step(run: Run, batch: StepBatch) -> Path:

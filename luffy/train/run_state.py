@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from luffy.config import Config
@@ -135,6 +136,7 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     data_position: dict[str, int] = field(default_factory=dict)  # the sampler's state where the next step begins
     evaluated: dict[int, float] = field(default_factory=dict)  # held-out accuracy by step, of those on record
+    origin: Path | None = None  # the run folder of the checkpoint it goes on from, its own or another run's; if known
     changes: Changes = field(default_factory=dict)  # settings that differ from those before the resume
     _trace_rewards: dict[str, list[float]] = field(default_factory=dict)
 

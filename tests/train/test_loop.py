@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from luffy.config import to_yaml
 from luffy.config.knobs import BatchConfig
 from luffy.errors import TrainingStopped, UserError
+from luffy.report.changes import changes_of
 from luffy.report.console import was_idle
 from luffy.report.recorder import read_json_lines
 from luffy.train import loop, recording, saving, training_step
@@ -768,6 +769,55 @@ def test_settings_are_compared_with_those_that_made_the_checkpoint(make_config):
         assert (cfg.folder / "config-step-000002.yaml").read_text() == made_with
     with Trainer(make_config(train={"steps": 4, "save_every": 2})) as trainer:
         assert trainer.run.changes == {}
+
+
+def test_a_branch_says_and_keeps_the_settings_of_the_run_it_came_from(make_config):
+    def of(name, lr, steps=2):
+        return make_config(name=name, optim={"lr": lr}, train={"steps": steps, "save_every": 1, "keep": 9})
+
+    def branch(name, lr, start):
+        with Trainer(of(name, lr, 6), resume=str(start)) as trainer:
+            recording.write_settings(trainer.run)
+        said = [n for n in trainer.notices if "settings changed" in n]
+        return said, {step: c["optim.lr"] for step, c in changes_of(trainer.cfg.folder)}
+
+    first = of("a", 0.1)
+    run(first)
+    run(of("a", 0.2, 4))
+    steps = first.folder / "checkpoints"
+    (said,), changes = branch("b", 0.3, steps / "step-000001")
+    assert f"since step 1 of {first.folder}: optim.lr 0.1 -> 0.3 (those before are in config-step-000001.yaml)" in said
+    assert changes == {1: (0.1, 0.3)}
+    assert (of("b", 0.3).folder / "config-step-000001.yaml").read_text() == to_yaml(first)
+    assert branch("b", 0.1, steps / "step-000002") == ([], {})  # the settings of step 2, and nothing of the try before
+    (said,), changes = branch("b", 0.3, steps / "step-000003")
+    assert "optim.lr 0.2 -> 0.3" in said and changes == {2: (0.1, 0.2), 3: (0.2, 0.3)}
+    alone = shutil.copytree(steps / "step-000003", first.folder.parent / "copied" / "step-000003")
+    assert branch("c", 0.3, alone) == ([], {})  # nothing to compare with
+    alone = shutil.copytree(alone, alone.parent / "checkpoints" / "step-000003")
+    assert branch("d", 0.3, alone) == ([], {})
+
+
+def test_a_plugin_changed_at_a_resume_is_said_and_the_one_before_is_kept(make_config, tmp_path, monkeypatch):
+    plugin = tmp_path / "plugin_of_a_resume.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def resume(source, steps=2, **changes):
+        plugin.write_text(source)
+        cfg = make_config(plugins=[str(plugin)], train={"steps": steps, "save_every": 2}, **changes)
+        with Trainer(cfg) as trainer:
+            recording.write_settings(trainer.run)
+            if source == "first = 1\n":
+                trainer.train()
+        return [n for n in trainer.notices if "plugin" in n]
+
+    assert resume("first = 1\n") == resume("first = 1\n", steps=4) == []
+    kept = "plugins/plugin_of_a_resume-step-000004.py"
+    for source in ("second = 2\n", "third = 3\n"):  # neither comes to a checkpoint
+        assert resume(source, steps=6) == [
+            f"plugin plugin_of_a_resume changed since step 4 (its source before is in {kept})"
+        ]
+        assert (make_config().folder / kept).read_text() == "first = 1\n"
 
 
 def test_steps_that_are_made_anew_leave_no_settings(make_config):
