@@ -153,7 +153,7 @@ def _notes(evaluations: Mapping[str, Evaluation]) -> tuple[str, ...]:
 def as_markdown(c: Comparison) -> str:
     columns = [*c.titles, AVERAGE]
     titles = [*c.titles.values(), "Avg."]
-    marks = {b: _marks({model: own[b] for model, own in c.accuracies.items()}) for b in columns}
+    marks = {b: marks({model: own[b] for model, own in c.accuracies.items()}) for b in columns}
     rows = [[model, *(marks[b][model] for b in columns)] for model in c.accuracies]
     legend = "Best in **bold**, second best <u>underlined</u>."
     lines = ["# Comparison", "", *table(["model", *titles], rows), "", legend, ""]
@@ -175,11 +175,12 @@ def _test_table(test: PairedTest, columns: Sequence[str], titles: Sequence[str])
     return table(["benchmark", "difference", "95 % interval", "p"], rows)
 
 
-def _marks(values: Mapping[str, float]) -> dict[str, str]:
+def marks(values: Mapping[str, float]) -> dict[str, str]:
     """Equal values share a mark; when all are equal nothing is best."""
-    ranked = sorted(set(values.values()), reverse=True)
+    exact = {model: round(value, 9) for model, value in values.items()}  # sums in another order differ in a last bit
+    ranked = sorted(set(exact.values()), reverse=True)
     marked = {}
-    for model, value in values.items():
+    for model, value in exact.items():
         text = percent(value)
         if len(ranked) > 1 and value == ranked[0]:
             text = f"**{text}**"

@@ -179,9 +179,14 @@ def _figure(chart: Chart, methods: Sequence[Styled], remarks: list[str], smoothi
 def _lines(chart: Chart, methods: Sequence[Styled], remarks: list[str], smoothing: float) -> list[Line]:
     """A line for each method that has values; ``remarks`` gets one where curves are thinned out."""
     raw = [[chart.points(run) for run in method.runs] for _, method in methods]
-    thinned, width = thin_out([curve for curves in raw for curve in curves if curve])
+    present = [curve for curves in raw for curve in curves if curve]
+    if chart.axis is STEPS:
+        thinned, width = thin_out(present)
+    else:  # a place on a cost axis is one run's alone
+        each = [thin_out([curve]) for curve in present]
+        thinned, width = [curve for (curve,), _ in each], max((width for _, width in each), default=1)
     if width > 1:
-        points = "steps" if chart.axis is STEPS else "points"
+        points = "steps" if chart.axis is STEPS else "points of a run"
         remarks.append(
             f"{chart.title}: more than {MOST_POINTS} {points}, so each point is a mean over {width} of them."
         )

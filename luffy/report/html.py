@@ -196,6 +196,8 @@ def _time_section(methods: Sequence[Styled]) -> Markup | None:
         "Mean seconds per training step, by what they were spent on, over all steps of all seeds; evaluations and "
         "checkpoints are spread over all steps."
     )
+    if any(run.config.get("async.max_staleness") for _, method in methods for run in method.runs):
+        intro += " With async.max_staleness rollouts run beside updates: the phases sum to more than the whole."
     return None if content is None else _section("time", "Time per phase", intro, content)
 
 

@@ -19,7 +19,7 @@ from luffy._version import __version__
 from luffy.hub import hub_id
 from luffy.report.changes import changes_of
 from luffy.report.closest_recipe import PAPERS, about_recipe, closest_recipe
-from luffy.report.runs import RunRecord, first_stage, last
+from luffy.report.runs import RunRecord, first_stage
 from luffy.report.tables import evaluations
 from luffy.report.text import legible, shorten
 
@@ -268,11 +268,12 @@ def _evaluation(facts: CardFacts) -> str:
     sizes = facts.data.get("held_out", {})
     rows = []
     for metric, name in evaluations([facts.run]):
-        value = last(metric)(facts.run)
-        assert value is not None, "the metric is on record"
+        step, value = facts.run.series(metric)[-1]
         set_name = metric.removeprefix("val-").removesuffix("/accuracy")
         n = sizes.get(set_name)
-        rows.append([f"{_text(name)}, during training", *_share(value, n), ""])
+        if step == facts.step or step > 0:  # at step 0 it is the base's
+            when = "during training" if step == facts.step else f"during training, at step {step:.0f}"
+            rows.append([f"{_text(name)}, {when}", *_share(value, n), ""])
     for b in facts.benchmarks:
         title = _text(f"{b.title} (avg@{b.k})")
         rows.append([title, *_share(b.accuracy, b.items), f"{100 * b.pass_at_k:.1f}" if b.k > 1 else ""])

@@ -179,16 +179,23 @@ def column_head(text: str, left: bool = False) -> Markup:
 def phase_seconds(method: Method) -> dict[str, float]:
     """Mean seconds of a step by phase, over all steps of all seeds; ``other`` is what no phase claims. Evaluations and
     checkpoints count too, spread over all steps."""
-    steps = sum(len(run.series(STEP_SECONDS)) for run in method.runs)
-    if not steps:
-        return {}
     names = dict.fromkeys(k for run in method.runs for row in run.rows for k in row if k.startswith("timing_s/"))
-    totals = {name: sum(run.total(name) or 0.0 for run in method.runs) / steps for name in names}
-    outside = sum(totals.get(name, 0.0) for name in OUTSIDE_STEPS)
-    whole = totals.pop(STEP_SECONDS, 0.0) + outside
-    phases = {name.removeprefix("timing_s/"): seconds for name, seconds in totals.items()}
-    other = max(whole - sum(phases.values()), 0.0)
+    if STEP_SECONDS not in names:
+        return {}
+    phases = {name.removeprefix("timing_s/"): _a_step(method, name) for name in names if name != STEP_SECONDS}
+    other = max(whole_seconds(method) - sum(phases.values()), 0.0)
     return phases | ({"other": other} if other > 0 else {})
+
+
+def whole_seconds(method: Method) -> float:
+    """Mean seconds of a step, with its share of evaluations and checkpoints. Less than the sum of the phases where
+    rollouts are made ahead, during updates."""
+    return sum(_a_step(method, name) for name in (STEP_SECONDS, *OUTSIDE_STEPS))
+
+
+def _a_step(method: Method, name: str) -> float:
+    steps = sum(len(run.series(STEP_SECONDS)) for run in method.runs)
+    return sum(run.total(name) or 0.0 for run in method.runs) / steps if steps else 0.0
 
 
 def phase_table(methods: Sequence[Styled]) -> Markup | None:
@@ -202,7 +209,7 @@ def phase_table(methods: Sequence[Styled]) -> Markup | None:
     longest = max(sum(seconds.values()) for _, _, seconds in timed) or 1.0
     heads = [column_head("Method", left=True), Markup('<th scope="col" class="bars">Seconds per step</th>')]
     heads += [_phase_head(phase) for phase in phases] + [column_head("all")]
-    rows = [_phase_row(i, method.label, seconds, phases, longest) for i, method, seconds in timed if seconds]
+    rows = [_phase_row(i, method, seconds, phases, longest) for i, method, seconds in timed if seconds]
     return table(Markup("").join(heads), rows, "phases")
 
 
@@ -234,11 +241,12 @@ def _phase_head(phase: str) -> Markup:
     return Markup('<th scope="col">' + square + "</svg> {}</th>").format(phase_class(phase), phase.replace("_", " "))
 
 
-def _phase_row(style: int, label: str, seconds: dict[str, float], phases: Sequence[str], longest: float) -> Markup:
+def _phase_row(style: int, method: Method, seconds: dict[str, float], phases: Sequence[str], longest: float) -> Markup:
     ordered = {phase: seconds[phase] for phase in phases if phase in seconds}
-    cells = [method_head(style, label), Markup('<td class="bars">{}</td>').format(phase_bar(ordered, longest, label))]
+    bar = phase_bar(ordered, longest, method.label)
+    cells = [method_head(style, method.label), Markup('<td class="bars">{}</td>').format(bar)]
     cells += [_cell(show_seconds(seconds[phase]) if phase in seconds else "\u2013") for phase in phases]
-    cells.append(_cell(show_seconds(sum(seconds.values()))))
+    cells.append(_cell(show_seconds(whole_seconds(method))))
     return Markup("").join(cells)
 
 

@@ -21,7 +21,7 @@ from luffy.data import encode
 from luffy.errors import UserError
 from luffy.evaluation.accuracy import pass_at_k
 from luffy.evaluation.background_work import BackgroundWork
-from luffy.evaluation.compare import as_markdown, compare
+from luffy.evaluation.compare import as_markdown, compare, marks
 from luffy.evaluation.engines import LoadedModel, load_native, model_identity
 from luffy.evaluation.results import as_markdown as result_markdown
 from luffy.evaluation.results import model_label
@@ -381,6 +381,11 @@ def test_one_problem_has_no_standard_error(options, tmp_path):
 
 
 # ---- compare
+
+
+def test_accuracies_that_differ_in_the_last_bit_are_equal():
+    assert marks({"a": 0.1 + 0.2 + 0.3, "b": 0.3 + 0.2 + 0.1}) == {"a": "60.0", "b": "60.0"}
+    assert marks({"a": 0.6, "b": 0.5, "c": 0.4}) == {"a": "**60.0**", "b": "<u>50.0</u>", "c": "40.0"}
 
 
 @pytest.fixture(scope="module")

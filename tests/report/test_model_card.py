@@ -48,6 +48,21 @@ def test_the_hub_reads_the_front_matter(write_run, make_metric_row, tmp_path):
     assert "| `data.system_prompt` | `a ¦ b 'c'` |" in text
 
 
+def test_an_evaluation_of_another_step_is_said_to_be(write_run, make_metric_row):
+    start = {"step": 0, "time": 1.0, "val-core/accuracy": 0.5}
+    rows = [
+        start,
+        make_metric_row(1, **{"val-core/accuracy": None}),
+        make_metric_row(2, 0.25),
+        make_metric_row(3, None),
+    ]
+    rows = [{key: value for key, value in row.items() if value is not None} for row in rows]
+    folder = write_run("mine", rows)
+    assert "## Evaluation" not in model_card(facts_of(folder, 1))
+    assert "| held-out, during training |  | 25.0 |" in model_card(facts_of(folder, 2))
+    assert "| held-out, during training, at step 2 |  | 25.0 |" in model_card(facts_of(folder, 3))
+
+
 def test_what_is_not_known_is_left_out(write_run, make_metric_row):
     text = model_card(facts_of(write_run("mine", [make_metric_row(1)], {"model": {"path": "here"}})))
     card = ModelCard(text).data.to_dict()

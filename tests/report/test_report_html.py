@@ -188,6 +188,32 @@ def test_accuracy_against_what_it_cost(write_run, make_metric_row):
     assert "sft-rl goes from 0.100 at 4.000 GPU seconds to 0.700 at 12.000 GPU seconds" in both
 
 
+def test_many_runs_are_drawn_where_each_of_them_was(write_run, make_metric_row):
+    """Together they have more points than a chart; none of them alone has."""
+    for seed in range(12):
+        seconds = {"timing_s/step": 10.0 + seed}
+        rows = [make_metric_row(i, 0.1, **seconds) for i in range(1, 21)]
+        slow = write_run(f"rl/seed-{seed}", rows, {"seed": seed})
+    quick = write_run(
+        "sft", [make_metric_row(i, 0.01 * i, **{"timing_s/step": 0.5}) for i in range(1, 21)], {"optim": {"lr": 0.5}}
+    )
+    page = write_report([slow.parent, quick]).read_text()
+    figure = re.search(
+        r'<figure data-chart="val-core/accuracy by GPU seconds">.*?json">(.*?)</script>', page, re.DOTALL
+    )
+    drawn = {line["label"]: line for line in json.loads(figure[1])}["sft"]
+    assert drawn["x"] == [0.5 * i for i in range(1, 21)] and drawn["y"][-1] == pytest.approx(0.2)
+    assert "more than 200 points" not in page
+
+
+def test_the_whole_of_a_step_is_less_than_its_phases_where_they_overlap(write_run, make_metric_row, read_page):
+    times = {"timing_s/rollout": 1.5, "timing_s/update": 1.0, "timing_s/step": 1.75}
+    folder = write_run("a", [make_metric_row(1, **times)], {"async": {"max_staleness": 1}})
+    out = write_report([folder])
+    assert read_page(out).row("phases", "a")[2:] == ["1.50", "1.00", "1.75"]
+    assert "the phases sum to more than the whole" in out.read_text()
+
+
 def test_a_run_from_an_earlier_checkpoint_has_the_cost_up_to_it(write_run, make_metric_row):
     """A step is 2 seconds. The run went on from step 2 of 3, named by its folder or by a link."""
     sft = write_run("step-000009", [make_metric_row(i, **{"perf/update_tokens": 100.0}) for i in (1, 2, 3)])
