@@ -8,6 +8,7 @@ import urllib.request
 from http.client import HTTPException
 from typing import Any
 
+REFUSED = (400, 413, 422)  # statuses of a request that is at fault itself: too long, or against the server's rules
 SHOWN_BODY = 300
 LONGEST_WAIT_S = 60.0
 

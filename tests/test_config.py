@@ -198,7 +198,7 @@ def test_the_reference_page_is_generated_from_the_code():
                 "algorithm.kl_coef=1",
                 "algorithm.kl_in=reward",
             ],
-            r"takes the KL term \('algorithm\.kl_coef' 1\.0\) off rewards, .*; set algorithm\.kl_in=loss",
+            r"subtracts the KL term \('algorithm\.kl_coef' 1\.0\) from the rewards, .*; set algorithm\.kl_in=loss",
         ),
         (
             ["algorithm.off_policy_reshape_gamma=0.5"],

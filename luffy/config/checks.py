@@ -175,8 +175,8 @@ def _check_credit(c: Knobs) -> None:
         )
     if a.credit == "distill" and not a.distill_reward and a.kl_coef and a.kl_in == "reward":
         raise ConfigError(
-            f"'algorithm.kl_in' reward takes the KL term ('algorithm.kl_coef' {a.kl_coef}) off rewards, which "
-            f"'algorithm.credit' distill leaves out with 'algorithm.distill_reward' 0; set algorithm.kl_in=loss"
+            f"'algorithm.kl_in' reward subtracts the KL term ('algorithm.kl_coef' {a.kl_coef}) from the rewards, but "
+            f"'algorithm.credit' distill with 'algorithm.distill_reward' 0 uses no reward; set algorithm.kl_in=loss"
         )
 
 

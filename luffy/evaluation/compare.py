@@ -153,8 +153,8 @@ def _notes(evaluations: Mapping[str, Evaluation]) -> tuple[str, ...]:
 def as_markdown(c: Comparison) -> str:
     columns = [*c.titles, AVERAGE]
     titles = [*c.titles.values(), "Avg."]
-    marks = {b: marks({model: own[b] for model, own in c.accuracies.items()}) for b in columns}
-    rows = [[model, *(marks[b][model] for b in columns)] for model in c.accuracies]
+    marked = {b: marks({model: own[b] for model, own in c.accuracies.items()}) for b in columns}
+    rows = [[model, *(marked[b][model] for b in columns)] for model in c.accuracies]
     legend = "Best in **bold**, second best <u>underlined</u>."
     lines = ["# Comparison", "", *table(["model", *titles], rows), "", legend, ""]
     for test in c.tests:

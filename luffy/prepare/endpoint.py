@@ -19,9 +19,8 @@ from typing import Any
 
 from luffy.errors import UserError
 from luffy.types import Message
-from luffy.web import NoRedirect, body_of, pause, retry_after, shown
+from luffy.web import REFUSED, NoRedirect, body_of, pause, retry_after, shown
 
-REFUSED = (400, 413, 422)  # a prompt that is too long, or against the server's rules
 FOR_THE_MOMENT = (408, 409, 425, 429)
 
 

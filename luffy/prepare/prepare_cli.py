@@ -180,7 +180,7 @@ def traces(
     answer_in_thought: AnswerInThought = False,
     workers: Workers = 2,
     concurrency: Annotated[int, typer.Option(min=1, help="requests under way (endpoint)")] = 16,
-    retries: Annotated[int, typer.Option(min=0, help="after 429, 5xx or a lost connection (endpoint)")] = 6,
+    retries: Annotated[int, typer.Option(min=0, help="after 429, 5xx, a lost or malformed reply (endpoint)")] = 6,
     timeout: Annotated[float, typer.Option(min=1, help="seconds for one response (endpoint)")] = 600,
     keep_wrong: Annotated[bool, typer.Option("--keep-wrong", help="keep finished but wrong samples too")] = False,
     keep_traces: Annotated[

@@ -33,7 +33,7 @@ from luffy.types import Problem, Score, Trace
 
 logger = logging.getLogger(__name__)
 
-REFUSED_AT_FIRST = 64  # problems; a teacher that has answered none by then will answer none
+REFUSED_IN_A_ROW = 64  # problems after which nothing more is asked
 TRACE_FIELDS = {
     "token_ids": pa.list_(pa.int32()),
     "log_probs": pa.list_(pa.float32()),
@@ -72,7 +72,7 @@ def prepare_traces(
     with Journal(out.with_suffix(".progress.jsonl"), asked, id=str, samples=list) as journal:
         with build_verifier(reward, workers=workers, answer_in_thought=answer_in_thought) as verifier:
             ask(problems, n, teacher, verifier, journal)
-        counts = _write(problems, schema, journal, out, name, keep_wrong, keep_traces)
+        counts = _write(problems, schema, journal, out, name, keep_wrong, keep_traces, n)
     if not counts["problems_with_a_trace"]:
         logger.warning("no problem has a trace; if samples were cut off, raise --max-tokens")
     if counts["samples_unscored"]:
@@ -84,11 +84,11 @@ def prepare_traces(
 
 def ask(problems: ProblemDataset, n: int, teacher: Teacher, verifier: Verifier, journal: Journal) -> None:
     """Put every problem that the journal does not have yet to the teacher, and to the reward once more those samples
-    whose call of it failed. A refusal is not put on record: the next call asks again."""
+    whose call of it failed. A problem that the teacher refuses is not put on record: the next call asks again."""
     score_again(problems, verifier, journal)
     done = {record["id"] for record in journal}
-    any_answer = bool(done)
     refused: list[Answer] = []
+    in_a_row = 0
     with progress("answered problems", len(problems), len(done)) as advance, BackgroundWork() as background:
 
         def save(answered: Sequence[Answer]) -> None:
@@ -99,16 +99,17 @@ def ask(problems: ProblemDataset, n: int, teacher: Teacher, verifier: Verifier, 
                 raise UserError(failure)
 
         for answered in teacher.answer((problem for problem in problems if problem.id not in done), n):
+            for answer in answered:
+                in_a_row = 0 if answer.samples else in_a_row + 1
             refused += [answer for answer in answered if not answer.samples]
-            any_answer = any_answer or any(answer.samples for answer in answered)
-            if len(refused) >= REFUSED_AT_FIRST and not any_answer:
-                break
             background.submit(save, answered)
+            if in_a_row >= REFUSED_IN_A_ROW:
+                break
     if refused:
         first = f"first: {where(refused[0].problem)}: {refused[0].refusal}"
-        if not any_answer:
-            raise UserError(f"the teacher refuses every problem, {first}")
-        logger.warning("the teacher refuses %d problems, which get no trace, %s", len(refused), first)
+        if in_a_row >= REFUSED_IN_A_ROW or not len(journal):
+            raise UserError(f"{in_a_row} problems in a row were refused by the teacher, {first}")
+        logger.warning("%d problems get no trace: the teacher refuses them, %s", len(refused), first)
 
 
 def score_again(problems: ProblemDataset, verifier: Verifier, journal: Journal) -> None:
@@ -209,6 +210,7 @@ def _write(
     name: str,
     keep_wrong: bool,
     keep_traces: bool,
+    n: int,
 ) -> Counter[str]:
     places = {record["id"]: place for place, record in enumerate(journal)}
     counts: Counter[str] = Counter()
@@ -218,7 +220,7 @@ def _write(
             place = places.get(problem.id)
             counts["problems_refused"] += place is None
             samples = [] if place is None else journal[place]["samples"]
-            row = _output_row(problem, before, samples, name, keep_wrong, counts)
+            row = _output_row(problem, before, samples, name, keep_wrong, n, counts)
             writer.add({column: problem.meta.get(column) for column in schema.names} | row)
             if problem.traces:
                 counts[f"traces_of_the_file_{'kept' if keep_traces else 'left_out'}"] += len(problem.traces)
@@ -231,12 +233,14 @@ def _output_row(
     samples: Sequence[Record],
     name: str,
     keep_wrong: bool,
+    n: int,
     counts: Counter[str],
 ) -> Record:
     found = list(verdicts(samples, keep_wrong, (trace.text for trace in before if trace.text is not None)))
     traces = [_trace(sample, name) for sample, what in zip(samples, found, strict=True) if what == "kept"]
     counts.update({"problems": 1, "samples": len(samples), "problems_with_a_trace": int(bool(before or traces))})
     counts.update({f"samples_{what}": number for what, number in Counter(found).items()})
+    counts["samples_refused"] += n - len(samples)
     counts.update(f"samples_{sample['log_prob_status']}" for sample in samples)
     counts["samples_right"] += sum(sample["score"] >= SUCCESS for sample in samples)
     counts["traces_with_log_probs"] += sum(trace["log_probs"] is not None for trace in traces)

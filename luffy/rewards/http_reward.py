@@ -1,7 +1,7 @@
 """A reward that is a server: samples are posted as JSON, scores come back (docs/rewards.md has the format).
 
-A request that fails is sent again a few times; then its samples score 0, and one line says so. Of one that the server
-refuses the samples are sent one by one. The values of headers come from environment variables and stand in no message.
+A request that fails is sent again a few times; then its samples score 0, and one line says so. If the server refuses a
+request, its samples are sent one by one. The values of headers come from environment variables and stand in no message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from luffy.rewards.http_settings import HttpRewardConfig
 from luffy.rewards.kinds import Answered
 from luffy.rewards.pool import Outcome
 from luffy.rewards.worker import describe
-from luffy.web import NoRedirect, body_of, pause, retry_after, shown
+from luffy.web import REFUSED, NoRedirect, body_of, pause, retry_after, shown
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class HttpReward:
 
     def _status_failure(self, error: urllib.error.HTTPError) -> RequestFailed:
         again = error.code in WORTH_ANOTHER_TRY or error.code >= 500
-        refused = error.code >= 400 and not again
+        refused = error.code in REFUSED
         return RequestFailed(f"HTTP {error.code}: {self._cleaned(body_of(error))}", again, retry_after(error), refused)
 
     def _scores_in(self, answer: bytes, count: int) -> list[Any]:

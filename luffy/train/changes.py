@@ -11,12 +11,12 @@ from luffy.errors import UserError
 from luffy.report.changes import LENGTH, Changes, changed, settings_at
 from luffy.report.runs import flat_config, read_config
 
-# Sections that decide what a held-out accuracy means, each with its knobs that do not.
-MEASURE = {
-    "data": {"train", "split", "limit", "eval_also", "overlong_trace"},
-    "eval": {"every"},
-    "reward": {"workers", "concurrency", "failure"},
-}
+# What decides the meaning of a held-out accuracy: these knobs, and those below them.
+MEASURE = (
+    "data.eval", "data.eval_split", "data.format", "data.columns", "data.style", "data.system_prompt",
+    "data.chat_template", "data.special_tokens", "eval.limit", "eval.n", "eval.temperature", "eval.top_p",
+    "eval.max_tokens", "reward.kind", "reward.weights", "reward.http.url", "reward.answer_in_thought", "reward.success",
+)  # fmt: skip
 
 
 def changed_settings(folder: Path, step: int, cfg: Config) -> Changes:
@@ -32,7 +32,7 @@ def in_words(changes: Changes, cfg: Config, method: str) -> str:
     notes = [_of_other_path(cfg, method)] * ("model.path" in changes)
     notes += ["schedules follow the length of the run"] * bool(LENGTH & changes.keys())
     anew = cfg.train.keep_best and measures_otherwise(changes, cfg)
-    notes += ["held-out accuracies do not compare with those before: the best step is found anew"] * anew
+    notes += ["held-out accuracies are measured otherwise than before: the best step is found anew"] * anew
     return "; ".join([shown, *notes])
 
 
@@ -42,8 +42,7 @@ def measures_otherwise(changes: Changes, cfg: Config) -> bool:
     def counts(key: str) -> bool:
         if key == "rollout.max_tokens":
             return cfg.eval.max_tokens is None
-        section, *knob = key.split(".")
-        return section in MEASURE and knob[0] not in MEASURE[section]
+        return any(key == knob or key.startswith(f"{knob}.") for knob in MEASURE)
 
     return cfg.data.eval is not None and any(map(counts, changes))
 

@@ -133,8 +133,13 @@ class Trainer:
 
     def _step_and_after(self, records: Records) -> dict[str, float]:
         """A step, its evaluation, its record and its checkpoint, where they are due."""
-        run, started = self.run, time.perf_counter()
-        metrics = self.step(records).metrics
+        run, started, before = self.run, time.perf_counter(), self.run.progress.step
+        try:
+            metrics = self.step(records).metrics
+        except Exception as error:
+            if run.progress.step == before and self._is_everywhere(error):  # else the weights may be half-way
+                self._save_finished_steps()
+            raise
         speed = recording.throughput(metrics, time.perf_counter() - started)
         step = run.progress.step
         if run.eval_tasks and run.is_due(step, run.cfg.eval.every):
@@ -154,21 +159,22 @@ class Trainer:
         observe = ignore if records is None else lambda batch: rows.extend(records.rows_of(batch))
         try:
             batch = (rl_step if run.method == "rl" else sft_step)(run, step, observe)
-        except Exception as error:
+        except Exception:
             if run.progress.step == step:  # no update was made: the run can go on from the step before
                 run.rewind()
-                self._save_steps_before(error)
             raise
         if records is not None:
             records.recorder.write_samples(rows)
             records.lasting.set_aside()
         return batch
 
-    def _save_steps_before(self, error: Exception) -> None:
-        """What ended a step must not cost those before it. Where saving fails too, ``error`` is still what is told."""
+    def _is_everywhere(self, error: Exception) -> bool:
+        """Whether all processes have this error: a record and a checkpoint need all."""
+        return self.run.world.size == 1 or isinstance(error, AllStopped)
+
+    def _save_finished_steps(self) -> None:
+        """An error must not cost the steps before it. Where saving fails too, the error is still what is told."""
         run = self.run
-        if run.world.size > 1 and not isinstance(error, AllStopped):  # a checkpoint needs all processes
-            return
         try:
             saving.save_if_new(run)
         except Exception as second:
@@ -187,16 +193,15 @@ class Trainer:
     def _evaluate_or_save(
         self, records: Records, metrics: Mapping[str, Metric], speed: Mapping[str, float]
     ) -> dict[str, Metric]:
-        """An evaluation that fails must not cost the steps before it. (Of several processes it mostly fails on one,
-        and a checkpoint needs all.)"""
+        """The metrics of an evaluation; where it fails, its step is recorded and saved."""
         try:
             return self.evaluate(records=records)
         except held_out.EvaluationInterrupted:
             return {}
         except Exception as error:
-            if self.run.world.size == 1 or isinstance(error, AllStopped):
+            if self._is_everywhere(error):
                 records.log(metrics, speed)
-                saving.save_if_new(self.run)
+                self._save_finished_steps()
             raise
 
     def evaluate(self, cfg: EvalConfig | None = None, records: Records | None = None) -> dict[str, Metric]:

@@ -129,6 +129,9 @@ def keep_plugins(run: Run) -> None:
     changed = changed_plugins(run)
     for module in load_plugins(run.cfg.plugins):
         folder.mkdir(exist_ok=True)
+        for last, path in _kept_plugins(folder, module.__name__).items():
+            if last > run.progress.step:
+                path.unlink()  # of steps that are made anew
         if module.__name__ in changed:
             write_atomically(_kept_plugin(folder, module.__name__, run.progress.step), changed[module.__name__])
         write_atomically(folder / f"{module.__name__}.py", _source_of(module))
@@ -139,8 +142,9 @@ def changed_plugins(run: Run) -> dict[str, str]:
     folder = (run.origin or run.cfg.folder) / "plugins"
     found = {}
     for module in load_plugins(run.cfg.plugins):
-        kept = _kept_plugin(folder, module.__name__, run.progress.step)  # by an earlier resume at this step
-        record = kept if kept.exists() else folder / f"{module.__name__}.py"
+        kept = _kept_plugins(folder, module.__name__)
+        record = next((path for last, path in kept.items() if last >= run.progress.step), None)
+        record = record or folder / f"{module.__name__}.py"
         if record.exists() and (before := record.read_text(encoding="utf-8")) != _source_of(module):
             found[module.__name__] = before
     return found
@@ -148,6 +152,12 @@ def changed_plugins(run: Run) -> dict[str, str]:
 
 def _kept_plugin(folder: Path, name: str, step: int) -> Path:
     return folder / f"{name}-step-{step:06d}.py"
+
+
+def _kept_plugins(folder: Path, name: str) -> dict[int, Path]:
+    """Sources that are no longer those of the run, by the last step that was made with them; in order."""
+    found = {path.stem.removeprefix(f"{name}-step-"): path for path in folder.glob(f"{name}-step-*.py")}
+    return dict(sorted((int(last), path) for last, path in found.items() if last.isdecimal()))
 
 
 def _source_of(module: ModuleType) -> str:
@@ -163,11 +173,11 @@ def note_changes(run: Run) -> None:
     since = f"since step {step}" + (f" of {origin}" if origin != run.cfg.folder else "")
     if run.changes:
         said = in_words(run.changes, run.cfg, run.method)
-        kept = f"those before are in {settings_before(origin, step).name}"
+        kept = f"the settings before are in {settings_before(run.cfg.folder, step)}"
         run.messages.notices.append(f"settings changed {since}: {said} ({kept})")
     for name in run.world.on_main(lambda: changed_plugins(run)):
-        kept = _kept_plugin(Path("plugins"), name, step).as_posix()
-        run.messages.notices.append(f"plugin {name} changed {since} (its source before is in {kept})")
+        source = _kept_plugin(run.cfg.folder / "plugins", name, step)
+        run.messages.notices.append(f"plugin {name} changed {since} (its source before is in {source})")
 
 
 def write_bad_step(run: Run, batch: StepBatch) -> Path:

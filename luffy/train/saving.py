@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,15 @@ def tidy(run: Run, progress: Progress | None = None) -> None:
     if now.best_step is not None:
         run.store.tidy(now.best_step)
         write_atomically(record, json.dumps({"step": now.best_step, "accuracy": now.best_accuracy}))
-    elif record.exists():  # of before a change of what is measured: kept until another is found
-        run.store.tidy(json_object(record.read_bytes(), record, "delete it", step=int)["step"])
     else:
-        run.store.tidy(None)
+        run.store.tidy(_recorded_best(record))
+
+
+def _recorded_best(record: Path) -> int | None:
+    """Of before a change of what is measured: kept until another is found. None where no readable file names one."""
+    with suppress(OSError, UserError):
+        return int(json_object(record.read_bytes(), record, "", step=int)["step"])
+    return None
 
 
 def newest_model(run: Run) -> Path:

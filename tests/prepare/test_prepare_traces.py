@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -209,7 +210,7 @@ def test_traces_of_the_file_are_replaced_or_kept_in_front(serve, tmp_path):
 def test_a_limited_server_is_asked_again(serve, sums_file, tmp_path):
     def reply(body, number):
         if number < 3:
-            return 429, {"error": "slow down"}, {"Retry-After": "0.01"}
+            return (429, 409, 408)[number], {"error": "slow down"}, {"Retry-After": "0.01"}
         return (503, "busy", {}) if number == 3 else (None, None, {}) if number == 4 else solved(body)
 
     server = serve(reply)
@@ -318,7 +319,7 @@ def test_problems_that_the_teacher_refuses_get_no_trace(serve, sums_file, tmp_pa
     assert card["counts"]["problems_refused"] == 2 and card["counts"]["problems_with_a_trace"] == 6
     assert [problem.id for problem in load_problems(out) if not problem.traces] == ["s2", "s5"]
     [told] = caplog.messages
-    assert told.startswith(f"the teacher refuses 2 problems, which get no trace, first: {sums_file}:")
+    assert told.startswith(f"2 problems get no trace: the teacher refuses them, first: {sums_file}:")
     assert f"HTTP {status} " in told and "context_length_exceeded" in told
     refused.clear()  # the server has more room now, at another address
     again = serve(reply)
@@ -334,15 +335,34 @@ def test_samples_beside_a_refused_one_are_kept(serve, sums_file, tmp_path, caplo
 
     card = run(sums_file, tmp_path / "out.parquet", teacher_of(serve(reply)))
     assert card["counts"]["samples"] == 8 * 2 and card["counts"]["problems_with_a_trace"] == 8
-    assert card["counts"]["problems_refused"] == 0 and not caplog.messages
+    assert card["counts"]["problems_refused"] == 0 and card["counts"]["samples_refused"] == 8 and not caplog.messages
 
 
-def test_a_teacher_that_refuses_everything_is_not_asked_for_ever(serve, tmp_path, monkeypatch):
+@pytest.mark.parametrize("answered", [0, 30])
+def test_a_teacher_that_refuses_everything_is_not_asked_for_ever(serve, tmp_path, answered):
     file = write_rows(tmp_path / "many.jsonl", [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(400)])
-    server = serve(lambda body, number: (400, TOO_LONG, {}))
-    with pytest.raises(UserError, match=r"the teacher refuses every problem, first: .*many.jsonl:\d+: .*HTTP 400"):
-        run(file, tmp_path / "out.parquet", teacher_of(server))
-    assert len(server.requests) < 100 * 3 and not (tmp_path / "out.parquet").exists()
+    server = serve(lambda body, number: solved(body) if number < answered else (400, "credit balance too low", {}))
+    for calls in (1, 2):
+        with pytest.raises(
+            UserError, match=r"\d+ problems in a row were refused by the teacher, first: .*credit balance"
+        ):
+            run(file, tmp_path / "out.parquet", teacher_of(server), n=1)
+        assert answered + 64 * calls <= len(server.requests) <= answered + 80 * calls
+    assert not (tmp_path / "out.parquet").exists()
+    done = (tmp_path / "out.progress.jsonl").read_text().splitlines()[1:]
+    assert len(done) == answered
+
+
+def test_a_chat_that_the_template_refuses_is_a_refused_problem(serve, tmp_path):
+    tokenizer = byte_tokenizer("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
+    encoder = Encoder(tokenizer, "chat")
+    system = {"role": "system", "content": "Add."}
+    chats = [[{"role": "user", "content": "1+1"}], [system, {"role": "user", "content": "2+2"}]]
+    file = write_rows(tmp_path / "chats.jsonl", [{"prompt": chat, "answer": "2"} for chat in chats])
+    reply = 200, {"choices": [{"text": "#### 2", "finish_reason": "stop"}]}, {}
+    teacher = replace(teacher_of(serve(lambda body, number: reply), api="completions"), encoder=encoder)
+    counts = run(file, tmp_path / "out.parquet", teacher)["counts"]
+    assert counts["problems_refused"] == 1 and counts["problems_with_a_trace"] == 1
 
 
 def test_an_answer_that_is_none_is_asked_for_again_if_there_were_others(serve, sums_file, tmp_path):
@@ -354,7 +374,8 @@ def test_an_answer_that_is_none_is_asked_for_again_if_there_were_others(serve, s
 
 def test_odd_texts_and_log_probs_of_a_server(serve, tmp_path):
     """Half of a surrogate pair, text in parts, log-probs that are no numbers."""
-    texts = {"1+1": "\ud83d#### 2", "2+2": [{"type": "text", "text": "#### "}, {"text": "4"}], "3+3": "#### 6"}
+    parts = [{"type": "text", "text": "#### "}, {"type": "refusal", "text": "no"}, {"text": "4"}]
+    texts = {"1+1": "\ud83d#### 2", "2+2": parts, "3+3": "#### 6"}
 
     def reply(body, number):
         question = body["messages"][-1]["content"]
@@ -420,7 +441,7 @@ def test_completions_take_the_rendered_text(serve, tmp_path, sums_file, tokenize
     )
     prepare_traces(sums_file, tmp_path / "out.parquet", teacher, "big", settings, n=1, reward="gsm8k")
     path, headers, body = server.requests[0]
-    assert path == "/v1/completions" and "Authorization" not in headers
+    assert path == "/v1/completions" and "Authorization" not in headers and teacher.endpoint.timeout_s == 60
     assert body["prompt"].endswith("<|im_start|>assistant\n<think>\n")
     assert load_problems(tmp_path / "out.parquet")[1].traces[0].log_probs == (-1.0,) * 6
 
@@ -493,7 +514,7 @@ def test_a_local_model_skips_prompts_without_room_and_does_not_read_traces(tmp_p
     write_rows(path, rows)
     card = prepare_traces(str(path), tmp_path / "out.parquet", local(), "base", {}, n=2, reward="gsm8k")
     assert card["counts"]["samples"] == 6 and card["counts"]["problems_refused"] == 1
-    assert f"the teacher refuses 1 problems, which get no trace, first: {path}:2: --max-tokens 20 leaves" in caplog.text
+    assert f"1 problems get no trace: the teacher refuses them, first: {path}:2: --max-tokens 20 leaves" in caplog.text
 
 
 def test_a_local_run_that_was_stopped_makes_only_the_rest(tmp_path, monkeypatch):

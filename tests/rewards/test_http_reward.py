@@ -113,7 +113,7 @@ def test_an_answer_that_will_not_change_is_not_asked_for_again(ask, action, reas
     assert scores == [FAILED] * 2 and len(requests) == 1 and reason in failure
 
 
-@pytest.mark.parametrize("status", [400, 401, 413, 422])
+@pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_refused_batch_is_asked_about_sample_by_sample(ask, status, caplog):
     script = [status, "score", status, 503, "score", status]  # of the second batch the one sample is refused
     scores, requests, failure = ask(script, ["a", "b", "c", "d"], batch_size=3)

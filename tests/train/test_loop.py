@@ -376,11 +376,12 @@ def test_one_of_several_processes_does_not_wait_for_the_others_after_an_error(ma
         trainer.step()
         monkeypatch.setattr(saving, "save_if_new", asked.append)
         monkeypatch.setattr(training_step, "collect", lambda *_: 1 / 0)
-        for size, calls in ((2, 0), (1, 1)):
-            trainer.run.world = replace(trainer.run.world, size=size)
-            with pytest.raises(ZeroDivisionError):
-                trainer.step()
-            assert len(asked) == calls
+        with trainer.recording() as records:
+            for size, calls in ((2, 0), (1, 1)):
+                trainer.run.world = replace(trainer.run.world, size=size)
+                with pytest.raises(ZeroDivisionError):
+                    trainer._step_and_after(records)
+                assert len(asked) == calls
 
 
 def test_a_step_that_fails_between_its_updates_is_not_saved(make_config, monkeypatch):
@@ -752,7 +753,7 @@ def test_settings_changed_at_a_resume_are_said_and_kept(make_config, capsys):
         }
         trainer.train()
     said = " ".join(capsys.readouterr().err.split())
-    assert f"since step 3: guidance.n_prefix 1 -> 0, optim.lr {cfg.optim.lr} -> 0.5 (those before are in" in said
+    assert f"since step 3: guidance.n_prefix 1 -> 0, optim.lr {cfg.optim.lr} -> 0.5 (the settings before are in" in said
     kept = cfg.folder / "config-step-000003.yaml"
     assert kept.read_text().replace("\n  steps: 3", "\n  steps: 2") == before
     assert "lr: 0.5" in (cfg.folder / "config.yaml").read_text()
@@ -786,7 +787,7 @@ def test_a_branch_says_and_keeps_the_settings_of_the_run_it_came_from(make_confi
     run(of("a", 0.2, 4))
     steps = first.folder / "checkpoints"
     (said,), changes = branch("b", 0.3, steps / "step-000001")
-    assert f"since step 1 of {first.folder}: optim.lr 0.1 -> 0.3 (those before are in config-step-000001.yaml)" in said
+    assert f"since step 1 of {first.folder}: optim.lr 0.1 -> 0.3 (the settings before are in" in said
     assert changes == {1: (0.1, 0.3)}
     assert (of("b", 0.3).folder / "config-step-000001.yaml").read_text() == to_yaml(first)
     assert branch("b", 0.1, steps / "step-000002") == ([], {})  # the settings of step 2, and nothing of the try before
@@ -812,12 +813,20 @@ def test_a_plugin_changed_at_a_resume_is_said_and_the_one_before_is_kept(make_co
         return [n for n in trainer.notices if "plugin" in n]
 
     assert resume("first = 1\n") == resume("first = 1\n", steps=4) == []
-    kept = "plugins/plugin_of_a_resume-step-000004.py"
+    plugins = make_config().folder / "plugins"
+    kept = plugins / "plugin_of_a_resume-step-000004.py"
     for source in ("second = 2\n", "third = 3\n"):  # neither comes to a checkpoint
         assert resume(source, steps=6) == [
             f"plugin plugin_of_a_resume changed since step 4 (its source before is in {kept})"
         ]
-        assert (make_config().folder / kept).read_text() == "first = 1\n"
+        assert kept.read_text() == "first = 1\n"
+    for source, changed in (("first = 1\n", []), ("third = 3\n", ["first = 1\n"])):
+        plugin.write_text(source)
+        cfg = make_config(name=f"branch-{len(changed)}", plugins=[str(plugin)], train={"steps": 6})
+        with Trainer(cfg, resume=str(make_config().folder / "checkpoints" / "step-000002")) as trainer:
+            recording.write_settings(trainer.run)
+        assert len([n for n in trainer.notices if "plugin" in n]) == len(changed)
+        assert [path.read_text() for path in (cfg.folder / "plugins").glob("*-step-000002.py")] == changed
 
 
 def test_steps_that_are_made_anew_leave_no_settings(make_config):
@@ -893,7 +902,7 @@ def test_what_makes_held_out_accuracy_another_figure(make_config):
         "rollout.max_tokens",
     ):
         assert measures_otherwise({"seed": (0, 1), key: (1, 2)}, cfg), key
-    others = ("seed", "optim.lr", "data.eval_also.ood", "eval.every", "reward.workers", "rollout.n", "train.keep_best")
+    others = ("seed", "optim.lr", "data.eval_also.ood", "eval.every", "reward.http.retries", "rollout.n", "data.bad_rows")
     assert not measures_otherwise({key: (1, 2) for key in others}, cfg)
     assert not measures_otherwise({"rollout.max_tokens": (1, 2)}, replace(cfg, eval=replace(cfg.eval, max_tokens=9)))
     assert not measures_otherwise({"data.eval": ("x", None)}, make_config())  # nothing is measured

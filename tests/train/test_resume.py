@@ -354,7 +354,7 @@ def test_the_best_step_is_found_anew_where_a_resume_changes_what_is_measured(mak
     assert bests_of(4)[0][4] == (2, [4, 2])
     found, said = bests_of(8, limit=3)
     assert found == {5: (2, [5, 2]), 6: (6, [6]), 7: (6, [7, 6]), 8: (8, [8])}  # the old one until there is another
-    assert "eval.limit 6 -> 3" in said and "do not compare with those before: the best step is found anew" in said
+    assert "eval.limit 6 -> 3" in said and "are measured otherwise than before: the best step is found anew" in said
     found, said = bests_of(10, limit=3)
     assert found[10] == (8, [10, 8]) and "train.steps 8 -> 10" in said and "anew" not in said
 
