@@ -902,7 +902,15 @@ def test_what_makes_held_out_accuracy_another_figure(make_config):
         "rollout.max_tokens",
     ):
         assert measures_otherwise({"seed": (0, 1), key: (1, 2)}, cfg), key
-    others = ("seed", "optim.lr", "data.eval_also.ood", "eval.every", "reward.http.retries", "rollout.n", "data.bad_rows")
+    others = (
+        "seed",
+        "optim.lr",
+        "data.eval_also.ood",
+        "eval.every",
+        "reward.http.retries",
+        "rollout.n",
+        "data.bad_rows",
+    )
     assert not measures_otherwise({key: (1, 2) for key in others}, cfg)
     assert not measures_otherwise({"rollout.max_tokens": (1, 2)}, replace(cfg, eval=replace(cfg.eval, max_tokens=9)))
     assert not measures_otherwise({"data.eval": ("x", None)}, make_config())  # nothing is measured
