@@ -11,12 +11,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from luffy.config import Config, parse_yaml
 from luffy.errors import ConfigError, UserError
-from luffy.files import complete_lines, excerpt, parse_line
+from luffy.files import complete_lines, excerpt, json_object, parse_line
 from luffy.report.recorder import METRICS, SAMPLES
 from luffy.schema import build, to_dict
 
@@ -143,9 +144,12 @@ class RunRecord:
     def unfinished(self) -> bool:
         return self.planned_steps is not None and self.steps < self.planned_steps
 
-    @property
+    @cached_property
     def processes(self) -> int:
-        """One a GPU."""
+        """One a GPU. After a resume with another number that one counts for all steps. Where the run does not say, as
+        older ones do not: those that its settings ask for."""
+        if said := _processes_said(self.folder):
+            return said
         return 1 if self.config.get("launch") == "local" else max(whole(self.config.get("parallel.workers")), 1)
 
     @property
@@ -181,6 +185,15 @@ def is_number(value: Any) -> bool:
 def whole(value: Any) -> int:
     """The value where it is a whole number, else 0: files of others may say anything."""
     return value if isinstance(value, int) and is_number(value) else 0
+
+
+def _processes_said(folder: Path) -> int:
+    """By data.json; 0 where it does not say, or cannot be read."""
+    try:
+        run = json_object((folder / DATA).read_bytes(), folder / DATA, "").get("run")
+    except (OSError, UserError):
+        return 0
+    return max(whole(run.get("processes")), 0) if isinstance(run, dict) else 0
 
 
 def load_run(folder: Path | str) -> RunRecord:

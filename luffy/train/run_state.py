@@ -153,9 +153,11 @@ class Run:
         return "train.epochs" if self.cfg.train.steps is None else "train.steps"
 
     def data_report(self) -> dict[str, dict[str, int]]:
-        """What is in data.json: rows that are used and left out, and problems of each held-out set."""
+        """What is in data.json: rows that are used and left out, problems of each held-out set, and how many processes
+        train."""
         sizes = {name: len(tasks) for name, tasks in self.eval_tasks.items()}
-        return {"train": self.tasks.report, "eval": self.eval_report, "held_out": sizes}
+        run = {"processes": self.world.size}
+        return {"train": self.tasks.report, "eval": self.eval_report, "held_out": sizes, "run": run}
 
     def is_due(self, step: int, every: int) -> bool:
         """Whether what happens every so many steps (0: never), and always at the last one, happens at ``step``."""

@@ -16,6 +16,7 @@ from ranks import (
     train_sft_and_keep_gradients,
 )
 
+from luffy.report.runs import load_run
 from luffy.schema import to_dict
 from luffy.train.checkpoint import Checkpoint
 from luffy.train.loop import Trainer
@@ -82,6 +83,8 @@ def test_ranks_agree_with_one_process(make_config, sums, kind, count):
     results = run_ranks(count, train_and_keep_gradients, many)
     for gradients in results:
         assert_same_run(many, alone, gradients, expected)
+    assert load_run(alone.folder).processes == 1
+    assert load_run(many.folder).processes == count  # as with torchrun by hand, parallel.workers does not say
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,17 @@ def test_a_run_from_an_earlier_checkpoint_has_the_cost_up_to_it(write_run, make_
         assert f"after {steps} steps of `luffy train`" in model_card(CardFacts(run, 1))
 
 
+def test_the_run_itself_says_how_many_processes_it_had(write_run, make_metric_row):
+    """A step is 2 seconds. ``torchrun`` by hand leaves ``parallel.workers`` alone; older runs, and a damaged file, do
+    not say."""
+    folder = write_run("a", [make_metric_row(1)], {"launch": "torchrun", "parallel": {"workers": 3}})
+    assert gpu_seconds(load_run(folder)) == {0: 0.0, 1: 6.0}
+    for said, processes in (('{"run": {"processes": 64}}', 64), ('{"run": {"processes": 1}}', 1), ('{"train": {}}', 3),
+                            ('{"run": {"processes": -2}}', 3), ('{"run": 64}', 3), ("[]", 3), ("{", 3)):  # fmt: skip
+        (folder / "data.json").write_text(said)
+        assert gpu_seconds(load_run(folder)) == {0: 0.0, 1: 2.0 * processes}
+
+
 def test_sft_alone(write_run, read_page):
     rows = [
         {
