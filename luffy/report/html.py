@@ -156,7 +156,7 @@ def _final_section(methods: Sequence[Styled]) -> Markup:
         else "One seed per method, so no intervals."
     )
     best = "Best is the highest of a run; chosen on the problems it is measured on, it flatters. "
-    timed = "Seconds include evaluations and checkpoints."
+    timed = "Seconds include evaluations and checkpoints, but not the checkpoint at which a training ends or stops."
     intro = f"{seeds} Final is the last recorded value. {'' if crowded(methods) else best}{timed}"
     if crowded(methods):
         methods = by_accuracy(methods)

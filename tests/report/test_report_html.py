@@ -114,6 +114,7 @@ def test_seconds_agree_with_the_phases(write_run, make_metric_row, read_page):
     folders.append(write_run("b", [make_metric_row(1, **{"timing_s/plan": 0.5})], {"seed": 5, "optim": {"lr": 0.1}}))
     page = read_page(write_report(folders))
     assert page.row("final", "a")[-1] == "8.0" and page.row("runs", "a")[-2] == "8.0"
+    assert "but not the checkpoint at which a training ends or stops" in page.text  # no row of a step follows it
     heads = ["Method", "Seconds per step", "plan", "rollout", "update", "eval", "save", "other", "all"]
     assert page.tables["phases"][0] == heads
     assert page.row("phases", "a")[2:] == ["0.001", "1.00", "0.500", "1.50", "0.500", "0.499", "4.00"]
