@@ -133,7 +133,7 @@ class Policy:
         metrics = self.update(traces, self.sft_optimizer.cfg.lr, self.sft_optimizer)
         return {
             "method/sft_steps": Sum(1),
-            "method/sft_step_loss": metrics["actor/loss"],
+            "method/sft_step_loss": metrics["actor/sft_loss"],
             "method/sft_step_grad_norm": metrics["actor/grad_norm"],
             **{name: metrics[name] for name in ("perf/update_tokens", "perf/computed_tokens")},
         }

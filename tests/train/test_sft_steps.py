@@ -18,8 +18,9 @@ def config(make_config, **changes):
 
 
 def test_failed_problems_with_a_trace_make_an_sft_step(make_config):
-    """The first Adam step is lr * g / (|g| + eps) with the gradient of the traces' mean negative log-likelihood."""
-    with Trainer(config(make_config)) as trainer:
+    """The first Adam step is lr * g / (|g| + eps) with the gradient of the traces' mean negative log-likelihood. That
+    is what is recorded, whatever factor the loss has."""
+    with Trainer(config(make_config, algorithm={"sft_coef": 0.5})) as trainer:
         run, policy = trainer.run, trainer.run.policy
         before = {name: p.detach().clone() for name, p in policy.optimizer.parameters.items()}
         batch = trainer.step()
