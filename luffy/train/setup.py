@@ -21,6 +21,7 @@ from luffy.guidance.gate import find_gate
 from luffy.guidance.ratios import SCHEDULES
 from luffy.guidance.row_hints import hints_of
 from luffy.models.forward import max_positions
+from luffy.models.generation_config import make_savable
 from luffy.models.load import eos_ids_in, load_model, load_tokenizer, model_folder, token_count, vocabulary_in
 from luffy.models.same_tokens import check_fits, check_same_ids
 from luffy.train.build_engines import ENGINES
@@ -41,6 +42,7 @@ def load_policy(cfg: ModelConfig, device: str) -> nn.Module:
     if not cfg.path:
         raise ConfigError("'model.path' is empty; give a Hugging Face folder or hub id")
     model: nn.Module = load_model(cfg.path, cfg.dtype, device, cfg.trust_remote_code)
+    make_savable(model, cfg.path)
     return model if cfg.lora is None else add_adapters(model, cfg)
 
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from support import LETTERS, make_tokenizer
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from luffy.report.recorder import read_json_lines
 from luffy.train.loop import Trainer
@@ -55,3 +55,30 @@ def test_the_engine_stops_where_the_template_ends_a_turn(make_config, tmp_path):
     assert {row["token_ids"][-1] for row in rows if row["finish"] == "trace"} == {PAD}
     own = [row["token_ids"] for row in rows if row["finish"] == "stop"]
     assert PAD in {ids[-1] for ids in own} and all(PAD not in ids[:-1] and EOS not in ids[:-1] for ids in own)
+
+
+@pytest.mark.parametrize(
+    ("odd", "saved", "told"),
+    [
+        (
+            {"temperature": 0.9, "top_p": 0.6},
+            {"do_sample": True, "temperature": 0.9, "top_p": 0.6},
+            "do_sample is true",
+        ),
+        ({"do_sample": False, "temperature": 0.6}, {"do_sample": False}, "temperature 0.6 is left out"),
+        ({"early_stopping": True, "length_penalty": 2.0}, {}, "early_stopping True is left out, length_penalty 2.0 is"),
+        ({"pad_token_id": -1, "top_k": 20}, {"do_sample": True, "top_k": 20}, "is true, pad_token_id -1 is left out"),
+    ],
+)
+def test_a_generation_config_that_transformers_does_not_save_costs_no_run(
+    make_config, tiny_model, tmp_path, caplog, odd, saved, told
+):
+    folder = shutil.copytree(tiny_model, tmp_path / "odd")
+    written = {"eos_token_id": [HASH, EOS], "repetition_penalty": 1.1}
+    (folder / "generation_config.json").write_text(json.dumps({**written, **odd}))
+    with Trainer(make_config(model={"path": str(folder)}, train={"steps": 1})) as trainer:
+        model = trainer.train()
+    read = AutoModelForCausalLM.from_pretrained(model).generation_config.to_diff_dict()
+    assert set(read.pop("eos_token_id")) == {EOS, HASH} and read.pop("transformers_version")
+    assert read == {"repetition_penalty": 1.1, **saved}
+    assert [told in record.message for record in caplog.records if "generation config" in record.message] == [True]
