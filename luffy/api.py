@@ -137,6 +137,7 @@ def generate(
     system_prompt: str | None = None,
     dtype: str = "float32",
     device: str = "auto",
+    trust_remote_code: bool = False,
 ) -> list[dict[str, Any]]:
     """``n`` responses to each prompt by the training engine, as ``luffy generate`` does.
 
@@ -150,6 +151,6 @@ def generate(
     problems = [Problem(id=str(i), prompt=text, answer="") for i, text in enumerate(texts)]
     rows = generate_texts(
         model, problems, n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
-        style=style, system_prompt=system_prompt, dtype=dtype, device=device,
+        style=style, system_prompt=system_prompt, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     return list(rows)

@@ -21,7 +21,7 @@ import typer.core
 
 from luffy._version import __version__
 from luffy.bench.bench_cli import bench_app
-from luffy.cli_help import AnswerInThought, Columns, FullHelp
+from luffy.cli_help import AnswerInThought, Columns, FullHelp, TrustRemoteCode
 from luffy.config import (
     Config,
     built_in_recipes,
@@ -294,6 +294,7 @@ def generate(
     system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="one JSON line per response, with tokens and log-probs")
     ] = False,
@@ -304,7 +305,7 @@ def generate(
     prompts = read_prompts(prompt, file, sys.stdin)
     rows = generate_texts(
         model, prompts, n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
-        style=style, system_prompt=system_prompt, dtype=dtype, device=device,
+        style=style, system_prompt=system_prompt, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     for row in rows:
         typer.echo(json.dumps(row, ensure_ascii=False) if as_json else row["response"])
@@ -485,6 +486,7 @@ def eval_model(
         typer.Option(help="float32 or bfloat16; default: as the results folder has it, else bfloat16 on a GPU"),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     slots: Annotated[
         int | None, typer.Option(min=1, help="responses generated at the same time; default: 64, on a GPU up to 1024")
     ] = None,
@@ -506,7 +508,7 @@ def eval_model(
         max_tokens=max_tokens, seed=seed, style=style, system_prompt=system_prompt,
         chat_template=chat_template, date=date, reward=reward, answer_in_thought=answer_in_thought,
         shuffle=shuffle, limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
-        chunk=chunk, workers=workers, columns=named_columns(columns or []),
+        trust_remote_code=trust_remote_code, chunk=chunk, workers=workers, columns=named_columns(columns or []),
         reward_settings=load_config(reward_of).reward if reward_of else None,
     )  # fmt: skip
     show = results.as_json if as_json else results.as_markdown

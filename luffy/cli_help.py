@@ -14,6 +14,10 @@ Columns = Annotated[
     list[str] | None,
     typer.Option("--column", help="own column name, as in data.columns: --column prompt=question; repeatable"),
 ]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="run Python code that comes with the model; off unless you read it"),
+]
 
 
 class FullHelp(typer.core.TyperGroup):

@@ -57,11 +57,12 @@ def generate_texts(
     system_prompt: str | None,
     dtype: str,
     device: str,
+    trust_remote_code: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """One row a response, prompts in order, the ``n`` samples of each together."""
     if not problems:
         return
-    loaded = load_native(path, dtype=dtype, device=pick_device(device))
+    loaded = load_native(path, dtype=dtype, device=pick_device(device), trust_remote_code=trust_remote_code)
     tokenizer, context = loaded.tokenizer, loaded.context
     limits: dict[str, Any] = {"max_prompt_tokens": context - 1, "overlong_prompt": "drop"}
     encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt, **limits)

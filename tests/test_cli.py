@@ -6,6 +6,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -280,6 +281,60 @@ def test_data_without_answers_points_to_sft_and_the_column_map(recipe, tmp_path)
     assert result.returncode == 2 and "no_answers.jsonl:1" in result.stderr
     assert "data.columns={prompt: prompt, answer: ..., traces: traces}" in result.stderr
     assert "luffy sft" in result.stderr
+
+
+@pytest.fixture
+def own_code(tiny_model, tmp_path, monkeypatch):
+    """A model of a class that only its own folder has."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = shutil.copytree(tiny_model, tmp_path / "own-code")
+    (folder / "modeling_own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own-code'\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    config |= {"model_type": "own-code", "architectures": ["OwnForCausalLM"], "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_model_trained_with_code_of_its_own_is_used_if_that_is_trusted(recipe, own_code, sums, tmp_path):
+    trained = luffy("train", recipe, "name=own", f"model.path={own_code}", "train.steps=1", "rollout.n=2")
+    told = "read it, then set model.trust_remote_code=true, or give --trust-remote-code"
+    assert trained.returncode == 2 and told in trained.stderr and not (tmp_path / "modules").exists()
+    trust = "model.trust_remote_code=true"
+    trained = luffy("train", recipe, "name=own", f"model.path={own_code}", "train.steps=1", "rollout.n=2", trust)
+    assert trained.returncode == 0, trained.stderr
+    model = tmp_path / "runs" / "own" / "checkpoints" / "latest" / "model"
+    made = {"evaluated": tmp_path / "eval" / "result.json", "traces": tmp_path / "traces.parquet"}
+    short = ["--style", "plain", "--max-tokens", "5", "--device", "cpu"]
+    commands = [
+        ["generate", model, "1+2", *short],
+        ["eval", model, "--suite", sums, "--limit", "2", "--out", made["evaluated"].parent, *short],
+        [
+            "prepare",
+            "traces",
+            sums,
+            "--local",
+            model,
+            "--tokenizer",
+            model,
+            "--limit",
+            "2",
+            "--out",
+            made["traces"],
+            *short,
+        ],
+    ]
+    for command in commands:
+        refused = luffy(*command)
+        assert refused.returncode == 2 and told in refused.stderr, refused.stderr
+        result = luffy(*command, "--trust-remote-code")
+        assert result.returncode == 0, result.stderr
+    assert all(path.exists() for path in made.values())
 
 
 def test_generate_takes_what_the_context_leaves(tiny_model, tmp_path):

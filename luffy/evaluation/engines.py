@@ -41,39 +41,46 @@ def default_slots(engine: str, device: str) -> int:
     return GPU_SLOTS if device == "cuda" else CPU_SLOTS
 
 
-def load_engine(name: str, model: str, *, dtype: str, device: str, slots: int) -> LoadedModel:
-    """``native``, ``vllm``, or ``module:function`` called as ``function(model, dtype=, device=, slots=)``."""
+def load_engine(
+    name: str, model: str, *, dtype: str, device: str, slots: int, trust_remote_code: bool = False
+) -> LoadedModel:
+    """``native``, ``vllm``, or ``module:function`` called as ``function(model, dtype=, device=, slots=)``, with
+    ``trust_remote_code=True`` too where that is set."""
     if name == "native":
-        return load_native(model, dtype=dtype, device=device, slots=slots)
+        return load_native(model, dtype=dtype, device=device, slots=slots, trust_remote_code=trust_remote_code)
     if name == "vllm":
-        return load_vllm(model, dtype=dtype, slots=slots)
+        return load_vllm(model, dtype=dtype, slots=slots, trust_remote_code=trust_remote_code)
     if ":" not in name:
         raise UserError(f"--engine {name} is unknown: use native, vllm, or module:function that returns a LoadedModel")
-    loaded = resolve(name)(model, dtype=dtype, device=device, slots=slots)
+    trust = {"trust_remote_code": trust_remote_code} if trust_remote_code else {}
+    loaded = resolve(name)(model, dtype=dtype, device=device, slots=slots, **trust)
     if not isinstance(loaded, LoadedModel):
         raise UserError(f"--engine {name} must return a luffy.evaluation.engines.LoadedModel, found {type(loaded)}")
     return loaded
 
 
-def load_native(model: str, *, dtype: str, device: str, slots: int | None = None) -> LoadedModel:
-    tokenizer = load_tokenizer(model)
+def load_native(
+    model: str, *, dtype: str, device: str, slots: int | None = None, trust_remote_code: bool = False
+) -> LoadedModel:
+    tokenizer = load_tokenizer(model, trust_remote_code)
     use_threads(None)
-    policy = load_model(model, cast(Any, dtype), device)
+    policy = load_model(model, cast(Any, dtype), device, trust_remote_code)
     engine = NativeEngine(policy, max_slots=slots)
     return LoadedModel(engine, tokenizer, eos_ids(policy, tokenizer), engine.max_context)
 
 
-def load_vllm(model: str, *, dtype: str, slots: int) -> LoadedModel:
+def load_vllm(model: str, *, dtype: str, slots: int, trust_remote_code: bool = False) -> LoadedModel:
     """vLLM with the weights of a folder or hub id, which it reads itself, and the GPU to itself."""
     if gguf_file(model) is not None:
         raise UserError(f"--engine vllm: {model} is a GGUF file; give a Hugging Face folder (luffy prepare model)")
-    tokenizer = load_tokenizer(model)
-    config = AutoConfig.from_pretrained(model)
+    tokenizer = load_tokenizer(model, trust_remote_code)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     arguments = engine_arguments(
-        dtype=dtype, slots=slots, max_context=None, width=1, memory_fraction=VLLM_MEMORY_FRACTION, args={}
-    )
+        dtype=dtype, slots=slots, max_context=None, width=1, memory_fraction=VLLM_MEMORY_FRACTION,
+        args={"trust_remote_code": trust_remote_code},
+    )  # fmt: skip
     engine = VllmEngine({"model": model, **arguments}, vocabulary=config.vocab_size)
-    return LoadedModel(engine, tokenizer, eos_ids_in(model, tokenizer), engine.max_context)
+    return LoadedModel(engine, tokenizer, eos_ids_in(model, tokenizer, trust_remote_code), engine.max_context)
 
 
 def model_identity(model: str) -> str:

@@ -68,6 +68,7 @@ class Options:
     dtype: str | None = None
     device: str = "cpu"
     slots: int | None = None
+    trust_remote_code: bool = False
     chunk: int = 256
     workers: int | None = None
     columns: Mapping[str, str] | None = None
@@ -115,8 +116,9 @@ def run_evaluation(options: Options) -> Result:
         options = with_defaults(options, out)
         assert options.dtype is not None and options.slots is not None
         loaded = load_engine(
-            options.engine, options.model, dtype=options.dtype, device=options.device, slots=options.slots
-        )
+            options.engine, options.model, dtype=options.dtype, device=options.device, slots=options.slots,
+            trust_remote_code=options.trust_remote_code,
+        )  # fmt: skip
         encoder = encoder_of(options, suite, loaded)
         loaded = replace(loaded, eos_ids=encoder.stops(loaded.eos_ids))
         jobs, settings = plan(options, suite, loaded, encoder, recorded(out, "max_tokens", int) or PAPER_MAX_TOKENS)

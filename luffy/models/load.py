@@ -144,7 +144,7 @@ def read_model_config(path: str, knob: str, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except LOAD_ERRORS as error:
-        raise UserError(f"'{knob}' {path}: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(f"'{knob}' {path}: {_asks_for_trust(error) or ' '.join(str(error).split())[:300]}") from None
 
 
 def drop_padding_tokens(model: PreTrainedModel, tokens: int) -> None:
@@ -337,7 +337,17 @@ def _guarded(loader: Any, named: str | Path, *args: Any, **kwargs: Any) -> Any:
         return loader(*args, **kwargs)
     except LOAD_ERRORS as error:
         lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
+        reason = _asks_for_trust(error) or (lines[0] if lines else type(error).__name__)
         if not Path(named).exists() and (fault := hub_fault()):
             reason = f"no such folder, not in the hub's cache, and {fault}"
         raise UserError(f"cannot load {named}: {reason}") from error
+
+
+def _asks_for_trust(error: Exception) -> str:
+    """What to set where a model was refused for the code that comes with it, else ''."""
+    if "`trust_remote_code=True`" not in str(error):
+        return ""
+    return (
+        "it comes with Python code, which is not run by default: read it, then set model.trust_remote_code=true, or "
+        "give --trust-remote-code (eval, generate, prepare traces)"
+    )

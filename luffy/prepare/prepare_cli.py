@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from luffy.cli_help import AnswerInThought, Columns, FullHelp
+from luffy.cli_help import AnswerInThought, Columns, FullHelp, TrustRemoteCode
 from luffy.errors import UserError
 
 prepare_app = typer.Typer(
@@ -190,6 +190,7 @@ def traces(
     seed: Annotated[int, typer.Option(min=0, help="of the samples")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 (local)")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda (local)")] = "auto",
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Verified traces from an OpenAI-compatible server or a local model."""
     from luffy.prepare.teachers import ask_endpoint, ask_local, default_name
@@ -199,11 +200,13 @@ def traces(
     if (endpoint is None) == (local is None):
         raise UserError("give --endpoint with --model, or --local")
     if local is not None:
-        asked, settings = ask_local(local, sampling, seed, style, system_prompt, tokenizer, dtype, device)
+        asked, settings = ask_local(
+            local, sampling, seed, style, system_prompt, tokenizer, dtype, device, trust_remote_code
+        )
     else:
         asked, settings = ask_endpoint(
             str(endpoint), model, api, _api_key(api_key_env), logprobs, sampling | _fields(extra_body), seed, style,
-            system_prompt, tokenizer, concurrency, retries, timeout,
+            system_prompt, tokenizer, concurrency, retries, timeout, trust_remote_code,
         )  # fmt: skip
     card = prepare_traces(
         file, out, asked, teacher or default_name(model, local), settings,

@@ -206,11 +206,12 @@ class LocalTeacher:
         tokenizer: Any = None,
         dtype: str = "float32",
         device: str = "auto",
+        trust_remote_code: bool = False,
     ) -> None:
         from luffy.evaluation.engines import load_native
         from luffy.train.setup import pick_device
 
-        loaded = load_native(path, dtype=dtype, device=pick_device(device))
+        loaded = load_native(path, dtype=dtype, device=pick_device(device), trust_remote_code=trust_remote_code)
         self._tokenizer, self._engine = loaded.tokenizer, loaded.engine
         room = loaded.context - max_tokens
         self._no_room = f"--max-tokens {max_tokens} leaves no room for the prompt in the context of {loaded.context}"
@@ -284,12 +285,13 @@ def ask_endpoint(
     concurrency: int,
     retries: int,
     timeout_s: float,
+    trust_remote_code: bool = False,
 ) -> tuple[Teacher, dict[str, Any]]:
     """A teacher and the settings its samples depend on (no key among them)."""
     if not model:
         raise UserError("--endpoint needs --model, the model's name at the server")
     endpoint = Endpoint(url, model, api, api_key, log_probs, retries, timeout_s=timeout_s)
-    tokenizer = None if tokenizer_path is None else _loaded(tokenizer_path)
+    tokenizer = None if tokenizer_path is None else _loaded(tokenizer_path, trust_remote_code)
     encoder = None
     if api == "completions" and tokenizer is not None:
         encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt)
@@ -309,18 +311,20 @@ def ask_local(
     tokenizer_path: str | None,
     dtype: str,
     device: str,
+    trust_remote_code: bool = False,
 ) -> tuple[Teacher, dict[str, Any]]:
     """The same for a model in this process."""
-    tokenizer = None if tokenizer_path is None else _loaded(tokenizer_path)
+    tokenizer = None if tokenizer_path is None else _loaded(tokenizer_path, trust_remote_code)
     options: dict[str, Any] = {"seed": seed, "style": style, "system_prompt": system_prompt, "dtype": dtype}
-    teacher = LocalTeacher(path, **sampling, **options, tokenizer=tokenizer, device=device)
+    here: dict[str, Any] = {"tokenizer": tokenizer, "device": device, "trust_remote_code": trust_remote_code}
+    teacher = LocalTeacher(path, **sampling, **options, **here)
     return teacher, {"local": path, "sampling": sampling, "tokenizer": tokenizer_path, **options}
 
 
-def _loaded(path: str) -> Any:
+def _loaded(path: str, trust_remote_code: bool) -> Any:
     from luffy.models.load import load_tokenizer
 
-    return load_tokenizer(path)
+    return load_tokenizer(path, trust_remote_code)
 
 
 def default_name(endpoint_model: str | None, local: str | None) -> str:
