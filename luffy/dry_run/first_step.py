@@ -18,6 +18,7 @@ from luffy.dry_run.trial import try_model
 from luffy.errors import UserError
 from luffy.guidance import Planner
 from luffy.guidance.plan import Plan, Planned
+from luffy.models.forward import text_config
 from luffy.models.load import slow_dtype
 from luffy.report.recorder import check_trackers
 from luffy.rewards import Verifier
@@ -201,7 +202,7 @@ def update_line(cfg: Config, method: Method, steps: int) -> str:
 def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]], scored: float, on_gpu: bool) -> Work:
     parts = mini_batches(planned, cfg.batch.updates * cfg.parallel.workers)  # of one process, at least one problem
     return Work(
-        config=model.config,
+        config=text_config(model.config),
         parameters=model.parameters,
         trained=model.trained,
         itemsize=SIZES[cfg.model.dtype],

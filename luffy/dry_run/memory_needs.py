@@ -12,6 +12,7 @@ from luffy.dry_run.cost import Gpu
 from luffy.dry_run.estimate import ALLOCATOR, Parts, Work, rollout_parts, update_parts
 from luffy.dry_run.gpu_cost import TIMED_ENGINES
 from luffy.dry_run.place import Place
+from luffy.models.forward import text_config
 from luffy.models.load import DTYPES
 from luffy.models.memory import resident_bytes
 from luffy.rollout.native import default_slots
@@ -86,7 +87,8 @@ def memory_needs(
     rollout = rollout_parts(work, slots, prompts, longest, len(requests) // len(prompts))
     if others.second is not None and cfg.rollout.overrides is not None:
         size = SIZES[cfg.rollout.overrides.dtype or cfg.model.dtype]
-        beside = rollout_parts(replace(work, config=others.second.config, itemsize=size), slots, prompts, longest, 1)
+        second = replace(work, config=text_config(others.second.config), itemsize=size)
+        beside = rollout_parts(second, slots, prompts, longest, 1)
         rollout["second KV cache"] = beside["KV cache"]
     if cfg.async_.max_staleness > 0:
         return {"update beside rollouts": kept | update | rollout}

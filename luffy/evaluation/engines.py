@@ -10,6 +10,7 @@ from typing import Any, cast
 from transformers import AutoConfig
 
 from luffy.errors import UserError
+from luffy.models.forward import text_config
 from luffy.models.load import eos_ids, eos_ids_in, gguf_file, load_model, load_tokenizer
 from luffy.models.threads import use_threads
 from luffy.registry import resolve
@@ -79,7 +80,7 @@ def load_vllm(model: str, *, dtype: str, slots: int, trust_remote_code: bool = F
         dtype=dtype, slots=slots, max_context=None, width=1, memory_fraction=VLLM_MEMORY_FRACTION,
         args={"trust_remote_code": trust_remote_code},
     )  # fmt: skip
-    engine = VllmEngine({"model": model, **arguments}, vocabulary=config.vocab_size)
+    engine = VllmEngine({"model": model, **arguments}, vocabulary=text_config(config).vocab_size)
     return LoadedModel(engine, tokenizer, eos_ids_in(model, tokenizer, trust_remote_code), engine.max_context)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,16 +39,32 @@ def causal_lm(model: nn.Module) -> Any:
     return wrapper.get_base_model()
 
 
+def text_config(config: Any) -> Any:
+    """The part of a config that speaks of tokens and layers; of a model for images and text it is an inner one."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def key_value_shape(config: Any) -> tuple[int, int]:
     """Heads of keys and values, and how wide one is."""
+    config = text_config(config)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(heads), int(width)
 
 
 def max_positions(config: Any) -> int:
-    """The model's context; ``NO_LIMIT`` where its config has none."""
-    return getattr(config, "max_position_embeddings", None) or NO_LIMIT
+    """The model's context; ``NO_LIMIT`` where its config has none. With longrope it ends where the frequencies change:
+    beyond, a sequence's numbers would depend on its neighbours. Those of a dynamic rope change after the context."""
+    config = text_config(config)
+    longest: int = getattr(config, "max_position_embeddings", None) or NO_LIMIT
+    fixed = [rope.get("original_max_position_embeddings") for rope in ropes(config) if rope["rope_type"] == "longrope"]
+    return min([longest, *filter(None, fixed)])
+
+
+def ropes(config: Any) -> list[dict[str, Any]]:
+    """Parameters of the rotary embedding: one set, or one for each kind of layer."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return [rope for rope in (found, *found.values()) if isinstance(rope, dict) and "rope_type" in rope]
 
 
 def use_luffy_attention(model: nn.Module) -> None:
@@ -62,14 +80,14 @@ def use_luffy_attention(model: nn.Module) -> None:
 
 def check_supported(causal: Any) -> None:
     """Errors for architectures whose attention or logits we would get wrong."""
-    name, config = type(causal).__name__, causal.config
+    name, config = type(causal).__name__, text_config(causal.config)
     for field, neutral in LOGIT_CHANGES.items():
         value = getattr(config, field, neutral)
         if value not in (neutral, None):
             raise UserError(f"{name} changes its logits after the head ({field}={value}), which luffy does not support")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in MOVING_ROPES:
-        raise UserError(f"{name} uses rope_type '{rope['rope_type']}', whose frequencies depend on the batch")
+    for rope in ropes(config):
+        if rope["rope_type"] in MOVING_ROPES:
+            raise UserError(f"{name} uses rope_type '{rope['rope_type']}', whose frequencies depend on the batch")
     strange = set(getattr(config, "layer_types", None) or ()) - LAYER_KINDS
     if strange:
         raise UserError(f"{name} has layers of kind {', '.join(sorted(strange))}; luffy supports only full and sliding")
@@ -88,7 +106,7 @@ def forward_hidden(
     backbone = getattr(causal, causal.base_model_prefix)
     extra = {LAYOUT_KEY: layout}
     output = backbone(input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, **extra)
-    layers = causal.config.num_hidden_layers
+    layers = text_config(causal.config).num_hidden_layers
     if layout.calls != layers:
         raise UserError(
             f"{type(causal).__name__} called luffy's attention {layout.calls} times for {layers} layers:"
@@ -105,3 +123,15 @@ def head_weight_bias(model: nn.Module) -> tuple[Tensor, Tensor | None]:
         kind = type(head).__module__ + "." + type(head).__name__
         raise UserError(f"the vocabulary head is a {kind}, not a plain linear layer: leave lm_head out of the adapters")
     return head.weight, head.bias
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode (no dropout, no gradient checkpointing), then every module as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 from luffy.errors import UserError
 from luffy.files import alone, cache_folder, json_object
 from luffy.hub import hub_fault
-from luffy.models.forward import causal_lm
+from luffy.models.forward import causal_lm, text_config
 from luffy.models.plain import choose_path
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def vocabulary_in(path: str | Path, trust_remote_code: bool = False) -> int | No
         config = AutoConfig.from_pretrained(str(model_folder(path)), trust_remote_code=trust_remote_code)
     except LOAD_ERRORS:  # what is wrong with the folder is said when the model is loaded
         return None
-    size: int | None = getattr(config.get_text_config(), "vocab_size", None)
+    size: int | None = getattr(text_config(config), "vocab_size", None)
     return size
 
 
@@ -149,7 +149,7 @@ def read_model_config(path: str, knob: str, trust_remote_code: bool) -> Any:
 
 def drop_padding_tokens(model: PreTrainedModel, tokens: int) -> None:
     """Cut embeddings and head to the first ``tokens`` rows: a distribution over them alone, renormalised."""
-    if model.config.vocab_size > tokens:
+    if text_config(model.config).vocab_size > tokens:
         model.resize_token_embeddings(tokens)
 
 

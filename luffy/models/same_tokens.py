@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.models.forward import max_positions
+from luffy.models.forward import max_positions, text_config
 from luffy.models.load import token_count
 
 
@@ -13,9 +13,10 @@ def check_fits(named: str, model_config: Any, tokenizer: Any, longest: int, know
     """A model beside the policy must know every token (``known``: the first ones that the policy knows) and take
     ``longest`` of them; ``named`` is its knob and path."""
     tokens = min(token_count(tokenizer), known or token_count(tokenizer))
-    if model_config.vocab_size < tokens:
+    vocabulary = text_config(model_config).vocab_size
+    if vocabulary < tokens:
         raise UserError(
-            f"{named} has {model_config.vocab_size} tokens, fewer than the tokenizer's {tokens}; it "
+            f"{named} has {vocabulary} tokens, fewer than the tokenizer's {tokens}; it "
             "must be a model of the policy's own tokenizer"
         )
     context = max_positions(model_config)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from luffy.config import Config
-from luffy.models.forward import causal_lm, key_value_shape
+from luffy.models.forward import causal_lm, key_value_shape, text_config
 from luffy.models.memory import unused_bytes
 
 # Left for the head's chunk of logits, the gradients of the layer at hand, and what the allocator wastes.
@@ -75,5 +75,5 @@ class Checkpointing:
     def _is_tight(self, tokens: int, attended: int, device: torch.device) -> bool:
         causal = causal_lm(self._model)
         itemsize = causal.get_input_embeddings().weight.itemsize
-        needed = CAUTION * activation_bytes(causal.config, tokens, attended, itemsize)
+        needed = CAUTION * activation_bytes(text_config(causal.config), tokens, attended, itemsize)
         return needed + MARGIN_BYTES > unused_bytes(device)

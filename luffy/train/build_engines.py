@@ -16,7 +16,7 @@ from luffy.config.checks import ENGINE_NAMES
 from luffy.distributed.group_engine import GroupEngine, leads
 from luffy.distributed.replica import Replica, StaleReplica
 from luffy.distributed.world import World
-from luffy.models.forward import causal_lm
+from luffy.models.forward import causal_lm, text_config
 from luffy.registry import Registry
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
@@ -115,7 +115,7 @@ def with_overrides(
         sizes: dict[str, Any] = {"max_slots": slots, "max_context": cfg.longest, "memory_share": share}
         pair = SpeculativeEngine(policy.model, second, rule, k=knobs.k, **limits, **sizes)
     else:
-        vocabulary = second.config.vocab_size
+        vocabulary = text_config(second.config).vocab_size
         pair = TurnsEngine(policy, NativeEngine(second, max_slots=slots), rule, second_vocabulary=vocabulary, **limits)
 
     def before_step(step: int) -> None:

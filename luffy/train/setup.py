@@ -20,7 +20,7 @@ from luffy.errors import ConfigError, DataError, UserError, how_to_install
 from luffy.guidance.gate import find_gate
 from luffy.guidance.ratios import SCHEDULES
 from luffy.guidance.row_hints import hints_of
-from luffy.models.forward import max_positions
+from luffy.models.forward import max_positions, text_config
 from luffy.models.generation_config import make_savable
 from luffy.models.load import eos_ids_in, load_model, load_tokenizer, model_folder, token_count, vocabulary_in
 from luffy.models.same_tokens import check_fits, check_same_ids
@@ -393,6 +393,8 @@ def equal_prompts(tasks: TaskSet, eval_tasks: Mapping[str, Sequence[Task]]) -> l
 def check_context(cfg: Config, model_config: Any) -> None:
     """Prompt and response fit into the model's context."""
     longest = max_positions(model_config)
+    fixed = longest >= (getattr(text_config(model_config), "max_position_embeddings", None) or longest)
+    beyond = "" if fixed else ", beyond which its rotary frequencies (longrope) depend on the longest of a batch"
     budgets = {"rollout.max_tokens": cfg.rollout.max_tokens}
     if cfg.data.eval is not None and cfg.eval.max_tokens is not None:
         budgets["eval.max_tokens"] = cfg.eval.max_tokens
@@ -400,6 +402,6 @@ def check_context(cfg: Config, model_config: Any) -> None:
         needed = cfg.data.max_prompt_tokens + budget
         if needed > longest:
             raise UserError(
-                f"data.max_prompt_tokens + {name} = {needed} exceeds the model's context of {longest}; "
+                f"data.max_prompt_tokens + {name} = {needed} exceeds the model's context of {longest}{beyond}; "
                 f"lower one of them"
             )

@@ -11,10 +11,11 @@ from luffy import api
 from luffy.errors import UserError
 from luffy.models.forward import forward_hidden
 from luffy.models.load import load_model
-from luffy.models.plain import choose_path, plain_log_probs, runs_plain
+from luffy.models.plain import choose_path, differ, plain_log_probs, runs_plain
 from luffy.prepare.teachers import LocalTeacher
 from luffy.rollout import NativeEngine
 from luffy.train.policy import Policy
+from luffy.train.setup import check_context
 from luffy.types import Problem, Request, Sampling
 
 TOKENS = {"vocab_size": 60, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -30,6 +31,27 @@ KINDS = {
     "cohere": {**SMALL, **DECODER, "logit_scale": 0.3},
     # Biases instead of positions: its config names no context.
     "bloom": {**TOKENS, **OLD_NAMES, "hidden_size": 32, "attn_implementation": "eager"},
+    # Layers between the last hidden state and the head.
+    "modernbert-decoder": {**SMALL, **DECODER, "global_attn_every_n_layers": 2},
+    # Runs its layers several times.
+    "hrm_text": {**SMALL, **DECODER, "head_dim": 8},
+    # Values are narrower than keys.
+    "deepseek_v3": {
+        **SMALL,
+        **DECODER,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
 }
 
 
@@ -41,7 +63,7 @@ def build(kind):
     return model.eval()
 
 
-@pytest.fixture(params=["gemma2", "cohere", "bloom"])
+@pytest.fixture(params=["gemma2", "cohere", "bloom", "modernbert-decoder", "hrm_text", "deepseek_v3"])
 def plain_model(request):
     model = build(request.param)
     with pytest.warns(UserWarning, match="its own forward pass instead"):
@@ -111,6 +133,78 @@ def test_a_model_without_a_limit_of_positions_generates_is_evaluated_and_trained
     with api.Trainer(make_config(model={"path": path}, train={"steps": 1})) as trainer:
         ((_, metrics),) = trainer.steps()
     assert metrics["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("bert", {"is_decoder": False}, "BertLMHeadModel lets tokens see later ones"),
+        ("roberta", {"is_decoder": True}, "RobertaForCausalLM does not count its positions from 0"),
+    ],
+)
+def test_a_model_whose_own_forward_pass_would_be_used_wrongly_is_refused(kind, changes, message):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL, **DECODER, **changes}))
+    with pytest.raises(UserError, match=message):
+        choose_path(model)
+    assert model.training
+
+
+def test_logits_are_compared_up_to_rounding_and_a_constant():
+    rows = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    assert not differ(rows + 5.0, rows) and not differ(1e-6 * rows, 1e-6 * rows)
+    assert not differ((rows + 100).bfloat16(), rows.bfloat16() + 100)
+    assert differ(rows.roll(1, dims=0), rows) and differ(rows[:, 1:], rows) and differ(rows * float("nan"), rows)
+    assert not differ(rows, rows * float("nan")) and not differ(rows, torch.zeros_like(rows))
+
+
+def test_a_trial_leaves_the_model_as_it_was(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model).train()
+    model.model.layers[1].eval()
+    modes, state = [m.training for m in model.modules()], torch.random.get_rng_state()
+    choose_path(model)
+    assert not runs_plain(model) and modes == [m.training for m in model.modules()]
+    assert torch.equal(state, torch.random.get_rng_state()) and all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_for_images_and_text_trains_on_text(tmp_path, make_config):
+    text = {**SMALL, **DECODER, "head_dim": 8, "sliding_window": 4}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    (ours,) = NativeEngine(model).generate([ask((5, 6, 7), 8, temperature=0.0)])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    expected = theirs.generate(torch.tensor([(5, 6, 7)]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert ours.token_ids.tolist() == expected[0, 3:].tolist()
+    assert Policy(model, make_config()).update(make_samples(), 1e-2)["actor/grad_norm"].value > 0
+
+
+def longrope():
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 8.0,
+            "original_max_position_embeddings": 16, "rope_theta": 1e4}  # fmt: skip
+    torch.manual_seed(0)
+    shape = {**SMALL, **DECODER, "original_max_position_embeddings": 16, "rope_parameters": rope}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("phi3", **shape)).eval()
+
+
+@pytest.mark.filterwarnings("ignore:.* correct, but slower")
+def test_longrope_ends_where_its_frequencies_change(make_config):
+    model = longrope()
+    choose_path(model)
+    engine = NativeEngine(model)
+    with pytest.raises(UserError, match="exceed the context of 16"):
+        engine.generate([ask((5, 6, 7), 14)])
+    # The longer prompt has ended when the other comes to its last token.
+    short, _ = engine.generate([ask((5, 6), 14, seed=1), ask(range(5, 17), 4)])
+    ids = torch.cat((torch.tensor([5, 6]), short.token_ids))
+    expected = plain_log_probs(model, ids, [16], torch.arange(1, 15), short.token_ids, 1.0)[0]
+    torch.testing.assert_close(short.log_probs, expected.detach(), rtol=1e-4, atol=1e-4)
+    check_context(make_config(data={"max_prompt_tokens": 8}, rollout={"max_tokens": 8}), model.config)
+    with pytest.raises(UserError, match=r"rollout\.max_tokens = 17 exceeds the model's context of 16, .* \(longrope\)"):
+        check_context(make_config(data={"max_prompt_tokens": 9}, rollout={"max_tokens": 8}), model.config)
 
 
 def test_a_model_we_serve_is_not_warned_about(tiny_model, recwarn):

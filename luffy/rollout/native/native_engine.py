@@ -21,14 +21,13 @@ from torch import nn
 
 from luffy.errors import UserError
 from luffy.metrics import Mean, Metric
-from luffy.models.forward import causal_lm, max_positions
+from luffy.models.forward import causal_lm, evaluating, max_positions, text_config
 from luffy.models.fp8 import Fp8Products, fp8_fault
 from luffy.models.fused import fused_decoder
 from luffy.models.merged import merged as merged_products
 from luffy.models.plain import runs_plain
 from luffy.models.separate import Products, separate
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
-from luffy.rollout.native.model_runner import evaluating
 from luffy.rollout.native.scheduler import SequenceState
 from luffy.rollout.native.slot_generation import PolicyDecoder, SlotGeneration, SlotPlan
 from luffy.rollout.native.static_batch import StaticBatchGeneration
@@ -169,7 +168,7 @@ class NativeEngine(Engine):
 
     @torch.no_grad()
     def _finished(self, requests: Sequence[Request]) -> Iterator[Finished]:
-        vocabulary = causal_lm(self.model).config.vocab_size
+        vocabulary = text_config(causal_lm(self.model).config).vocab_size
         # Samples of a problem have the very same tokens; comparing them would take longer than the check.
         alike = {(id(r.prompt_ids), id(r.prefix_ids), id(r.sampling)): r for r in requests}
         for request in alike.values():

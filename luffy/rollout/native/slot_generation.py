@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from luffy.models.forward import causal_lm
+from luffy.models.forward import causal_lm, text_config
 from luffy.rollout.engine import EngineStats
 from luffy.rollout.native.model_runner import ModelRunner
 from luffy.rollout.native.scheduler import Admission, Scheduler, SequenceState
@@ -58,7 +58,7 @@ class SlotPlan:
         return self.slots - live if self.exact else 0
 
     def cache_for(self, model: nn.Module) -> SlotCache:
-        return SlotCache(causal_lm(model).config.num_hidden_layers, self.slots, self.capacity)
+        return SlotCache(text_config(causal_lm(model).config).num_hidden_layers, self.slots, self.capacity)
 
 
 def _whole_blocks(tokens: int, exact: bool) -> int:

@@ -43,6 +43,8 @@ class StaticBatchGeneration:
         tokens, mask = self._padded(batch)
         rows = SamplingRows.of([sequence.request for sequence in batch], self._device)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        last = [sequence.request.start + sequence.request.sampling.max_tokens - 1 for sequence in batch]
+        last_places = torch.tensor(last, device=self._device)[:, None]
         cache = None
         self.stats.prefill_tokens += int(mask.sum())
         self.stats.prefilled_prompts += len(batch)
@@ -53,7 +55,8 @@ class StaticBatchGeneration:
                 input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
             cache = output.past_key_values
-            positions = positions[:, -1:] + 1
+            # Those that have ended run on beside the others, but not beyond their last place, perhaps the context's.
+            positions = (positions[:, -1:] + 1).minimum(last_places)
             drawn, log_probs = sample(output.logits[:, -1], rows, positions[:, 0])
             self._record(batch, drawn, log_probs)
             tokens = drawn[:, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from luffy.errors import UserError
-from luffy.models.forward import causal_lm, head_weight_bias, max_positions
+from luffy.models.forward import causal_lm, head_weight_bias, max_positions, text_config
 from luffy.types import Request
 
 
@@ -20,7 +20,7 @@ def check_settings(k: int, max_overrides: int | None, second_temperature: float 
 
 def check_pair(model: nn.Module, second_model: nn.Module, max_context: int) -> None:
     """Refuse models whose tokens or contexts do not fit each other."""
-    draft, second = causal_lm(model).config, causal_lm(second_model).config
+    draft, second = (text_config(causal_lm(each).config) for each in (model, second_model))
     if draft.vocab_size < second.vocab_size:
         raise UserError(
             f"the policy has a vocabulary of {draft.vocab_size} tokens, the second model of {second.vocab_size}:"

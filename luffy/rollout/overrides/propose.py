@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from luffy.models.attention import Layout
-from luffy.models.forward import causal_lm
+from luffy.models.forward import causal_lm, text_config
 from luffy.rollout.native.model_runner import ModelRunner
 from luffy.rollout.native.slot_cache import Slots
 from luffy.rollout.sampling import tempered
@@ -44,7 +44,7 @@ class SecondModelRunner(ModelRunner):
 
     def __init__(self, model: nn.Module, cache: Slots, vocabulary: int) -> None:
         super().__init__(model, cache)
-        self._own = causal_lm(model).config.vocab_size
+        self._own = text_config(causal_lm(model).config).vocab_size
         self._missing = vocabulary - self._own
 
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
@@ -66,7 +66,7 @@ class Round:
     ) -> None:
         self.caches = caches
         self._draft_cache, self._second_cache = caches
-        self.vocabulary: int = causal_lm(draft).config.vocab_size
+        self.vocabulary: int = text_config(causal_lm(draft).config).vocab_size
         self.draft = ModelRunner(draft, self._draft_cache)
         self.second = SecondModelRunner(second, self._second_cache, self.vocabulary)
         self.draw = draw

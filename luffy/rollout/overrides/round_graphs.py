@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from luffy.errors import UserError
 from luffy.kernels.draw import draw_tokens
-from luffy.models.forward import causal_lm, head_weight_bias
+from luffy.models.forward import causal_lm, head_weight_bias, text_config
 from luffy.rollout.native.decode_graphs import bucket_for, capturing, weight_addresses
 from luffy.rollout.native.paged_cache import PagedSlots, cache_shape, pages_for
 from luffy.rollout.native.paged_generation import affordable
@@ -29,7 +29,7 @@ ROUND_COPIES = 10
 def slots_available(wanted: int, models: tuple[nn.Module, nn.Module], capacity: int, k: int, share: float) -> int:
     """Of ``wanted`` slots, as many as a share of the unused memory holds with all that a round needs."""
     keys = sum(cache_shape(model).page_bytes * pages_for(capacity) for model in models)
-    scores = ROUND_COPIES * k * causal_lm(models[0]).config.vocab_size * torch.float32.itemsize
+    scores = ROUND_COPIES * k * text_config(causal_lm(models[0]).config).vocab_size * torch.float32.itemsize
     slots = affordable(wanted, keys + scores, head_weight_bias(models[0])[0].device, share)
     if slots < 1:
         raise UserError(

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from luffy.core.override_rules import Rule
-from luffy.models.forward import causal_lm
+from luffy.models.forward import causal_lm, evaluating, text_config
 from luffy.rollout.engine import Engine, Progress, check_request
-from luffy.rollout.native.model_runner import evaluating
 from luffy.rollout.native.native_engine import NativeEngine, finished_of, in_order, uses_pages
 from luffy.rollout.native.slot_generation import SlotGeneration, SlotPlan
 from luffy.rollout.overrides.overriding_decoder import OverrideSettings, OverridingDecoder, SpeculativeStats
@@ -80,7 +79,7 @@ class SpeculativeEngine(Engine):
 
     def _check(self, requests: Sequence[Request]) -> None:
         for model in self._models:
-            vocabulary = causal_lm(model).config.vocab_size
+            vocabulary = text_config(causal_lm(model).config).vocab_size
             for request in requests:
                 check_request(request, self.policy.max_context, vocabulary)
         for request in requests:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from luffy.errors import UserError, how_to_install
-from luffy.models.forward import causal_lm
+from luffy.models.forward import causal_lm, text_config
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
 from luffy.rollout.policy_weights import PushCheck, tensors_of
 from luffy.rollout.vllm.requests import completion, sampling_arguments
@@ -75,7 +75,7 @@ class VllmEngine(Engine):
             plain = type(config).from_dict({**config.to_dict(), "architectures": [type(causal_lm(policy)).__name__]})
             plain.save_pretrained(folder)
             blank = {"model": folder, "load_format": "dummy", **arguments}
-            engine = cls(blank, vocabulary=config.vocab_size, policy=policy, **settings)
+            engine = cls(blank, vocabulary=text_config(config).vocab_size, policy=policy, **settings)
         engine._asleep = True  # a dummy must never answer
         return engine
 

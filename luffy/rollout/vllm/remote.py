@@ -14,7 +14,7 @@ from torch import nn
 
 from luffy.errors import TrainingStopped, UserError
 from luffy.metrics import Mean, Metric, Sum
-from luffy.models.forward import causal_lm
+from luffy.models.forward import causal_lm, text_config
 from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
 from luffy.rollout.policy_weights import PushCheck
 from luffy.rollout.vllm.dispatch import Dispatch, ask_all
@@ -58,7 +58,7 @@ class RemoteEngine(Engine):
     def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
         if not requests:
             return []
-        vocabulary = causal_lm(self.model).config.vocab_size
+        vocabulary = text_config(causal_lm(self.model).config).vocab_size
         for request in requests:
             check_request(request, self.max_context, vocabulary)
         started = time.perf_counter()
