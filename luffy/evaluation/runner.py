@@ -226,27 +226,27 @@ def warn_of_another_prompt(settings: Settings) -> None:
             logger.warning("the run trained with %s %r, this evaluation has %r", flag, before, now)
 
 
-def longest_response(given: int | None, default: int, context: int, prompts: Sequence[int]) -> int:
+def longest_response(given: int | None, default: int, context: int, prompt_lengths: Sequence[int]) -> int:
     """Tokens of the longest response to prompts of these lengths. A prompt that leaves less gets less; a warning says
     so, unless the context is the only limit."""
-    shortest = min(prompts)
+    shortest = min(prompt_lengths)
     longest = room_for(given, default, context, shortest, "shortest")
-    tight = sum(context - length < longest for length in prompts)
+    tight = sum(context - length < longest for length in prompt_lengths)
     if tight and (given is not None or longest < context - shortest):
         logger.warning(
             "%d of %d prompts leave less than %d tokens of the model's context: their responses may be cut off sooner",
-            tight, len(prompts), longest,
+            tight, len(prompt_lengths), longest,
         )  # fmt: skip
     return longest
 
 
-def room_for(given: int | None, default: int, context: int, prompt: int, which: str = "longest") -> int:
+def room_for(given: int | None, default: int, context: int, prompt_length: int, which: str = "longest") -> int:
     """Tokens of the longest response: as ``given``, else ``default`` or what the context leaves of it. ``which`` prompt
-    is the one of ``prompt`` tokens, for the error."""
-    room = context - prompt
+    has this length, for the error."""
+    room = context - prompt_length
     if given is not None and given > room:
         raise UserError(
-            f"--max-tokens {given} and the {which} prompt of {prompt} tokens exceed the model's context of "
+            f"--max-tokens {given} and the {which} prompt of {prompt_length} tokens exceed the model's context of "
             f"{context}; give at most {room}"
         )
     return given or min(default, room)
@@ -303,8 +303,8 @@ def finished_in_parts(
     """Responses in the order in which they finish; ``chunk`` of them at a time."""
 
     @cache  # an engine checks requests with the same tokens and sampling once
-    def sampling(prompt: int) -> Sampling:
-        most = min(settings.max_tokens, loaded.context - prompt)
+    def sampling(prompt_length: int) -> Sampling:
+        most = min(settings.max_tokens, loaded.context - prompt_length)
         return Sampling(most, settings.temperature, settings.top_p, settings.top_k, loaded.eos_ids)
 
     requests = (Request(job.prompt_ids, job.seed(settings.seed), sampling(len(job.prompt_ids))) for job in jobs)

@@ -107,7 +107,7 @@ CHARTS = (
     Chart("response_length/mean", "Response length", "tokens; of the traces in SFT"),
     Chart("actor/off_policy_prob", "Off-policy probability", "of teacher tokens in the RL term, under the policy", True,
           True),
-    Chart("actor/pg_clipfrac", "Clip fraction", "share of tokens whose ratio is clipped", True, of=samples_rollouts),
+    Chart("actor/pg_clipfrac", "Clip fraction", "share of ratios beyond the clip range", True, of=samples_rollouts),
     Chart("actor/sft_loss", "SFT loss", "negative log-likelihood per trace token, in nats", True, True),
     Chart("actor/grad_norm", "Gradient norm", "before clipping", True),
     Chart("perf/throughput", "Throughput", "tokens trained on per second of a step", True),

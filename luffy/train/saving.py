@@ -146,7 +146,8 @@ def write_model(
     # Parameters that are views of one memory would be copied on the GPU first, all at once.
     if weights is None and next(model.parameters()).is_cuda:
         weights = on_host(model)
-    model.generation_config.eos_token_id = list(run.eos_ids)  # the end of a turn too: who loads it must stop there
+    if model.generation_config is not None:  # a class of one's own may have none
+        model.generation_config.eos_token_id = list(run.eos_ids)  # the end of a turn too: who loads it must stop there
     model.save_pretrained(folder / "model", state_dict=weights)
     _tokenizer_as_trained(run).save_pretrained(folder / "model")
     write_cards(folder, cards)

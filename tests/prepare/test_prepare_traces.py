@@ -4,6 +4,7 @@ import json
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -353,6 +354,16 @@ def test_a_teacher_that_refuses_everything_is_not_asked_for_ever(serve, tmp_path
     assert len(done) == answered
 
 
+def test_many_refused_problems_between_others_do_not_end_the_run(serve, tmp_path):
+    file = write_rows(tmp_path / "many.jsonl", [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(140)])
+
+    def reply(body, number):
+        odd = int(body["messages"][-1]["content"].split("+")[0]) % 2
+        return (400, TOO_LONG, {}) if odd else solved({**body, "seed": 0})
+
+    assert run(file, tmp_path / "out.parquet", teacher_of(serve(reply)), n=1)["counts"]["problems_refused"] == 70
+
+
 def test_a_chat_that_the_template_refuses_is_a_refused_problem(serve, tmp_path):
     tokenizer = byte_tokenizer("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
     encoder = Encoder(tokenizer, "chat")
@@ -421,7 +432,7 @@ def test_completions_take_the_rendered_text(serve, tmp_path, sums_file, tokenize
     choice = {
         "text": "#### 2",
         "finish_reason": "stop",
-        "logprobs": {"tokens": list("#### 2"), "token_logprobs": [-1.0] * 6},
+        "logprobs": {"tokens": list("#### 2"), "token_logprobs": [-1] * 6},
     }
     server = serve(lambda body, number: (200, {"choices": [choice]}, {}))
     teacher, settings = ask_endpoint(
@@ -515,6 +526,21 @@ def test_a_local_model_skips_prompts_without_room_and_does_not_read_traces(tmp_p
     card = prepare_traces(str(path), tmp_path / "out.parquet", local(), "base", {}, n=2, reward="gsm8k")
     assert card["counts"]["samples"] == 6 and card["counts"]["problems_refused"] == 1
     assert f"1 problems get no trace: the teacher refuses them, first: {path}:2: --max-tokens 20 leaves" in caplog.text
+
+
+def test_local_samples_belong_to_their_problems_where_some_end_before_others_begin(tmp_path, monkeypatch):
+    rows = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+    problems = load_problems(write_rows(tmp_path / "rows.jsonl", rows))
+    whole = {problem.id: samples for part in local().answer(problems, 2) for problem, samples, _ in part}
+
+    def by_threes(engine, requests):
+        rest, begun = iter(requests), 0
+        while some := list(islice(rest, 3)):
+            yield from enumerate(engine.generate(some), begun)
+            begun += len(some)
+
+    monkeypatch.setattr(NativeEngine, "stream", by_threes)
+    assert {problem.id: samples for part in local().answer(problems, 2) for problem, samples, _ in part} == whole
 
 
 def test_a_local_run_that_was_stopped_makes_only_the_rest(tmp_path, monkeypatch):

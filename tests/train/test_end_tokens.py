@@ -82,3 +82,11 @@ def test_a_generation_config_that_transformers_does_not_save_costs_no_run(
     assert set(read.pop("eos_token_id")) == {EOS, HASH} and read.pop("transformers_version")
     assert read == {"repetition_penalty": 1.1, **saved}
     assert [told in record.message for record in caplog.records if "generation config" in record.message] == [True]
+
+
+def test_a_model_without_a_generation_config_is_saved(make_config):
+    """A class of one's own need not be one that generates."""
+    cfg = make_config(train={"steps": 1})
+    with Trainer(cfg) as trainer:
+        trainer.model.generation_config, trainer.model.can_generate = None, lambda: False
+        assert (trainer.train() / "model.safetensors").exists()
