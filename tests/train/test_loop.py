@@ -827,6 +827,9 @@ def test_a_plugin_changed_at_a_resume_is_said_and_the_one_before_is_kept(make_co
             recording.write_settings(trainer.run)
         assert len([n for n in trainer.notices if "plugin" in n]) == len(changed)
         assert [path.read_text() for path in (cfg.folder / "plugins").glob("*-step-000002.py")] == changed
+    shutil.rmtree(make_config().folder / "checkpoints" / "step-000004")  # steps 3 and 4 are made anew
+    resume("third = 3\n", steps=6)
+    assert [path.name for path in plugins.glob("*-step-*")] == ["plugin_of_a_resume-step-000002.py"]
 
 
 def test_steps_that_are_made_anew_leave_no_settings(make_config):
