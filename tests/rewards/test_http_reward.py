@@ -122,6 +122,11 @@ def test_a_refused_batch_is_asked_about_sample_by_sample(ask, status, caplog):
     assert "2 of 4 samples score 0" in caplog.text
 
 
+def test_a_key_that_is_refused_is_no_fault_of_a_sample(ask):
+    scores, requests, failure = ask([401, "score"], ["a", "b"], batch_size=3)
+    assert scores == [FAILED] * 2 and len(requests) == 1 and "HTTP 401" in failure
+
+
 @pytest.mark.parametrize("action", ["hang", "trickle"])
 def test_a_server_that_does_not_come_to_an_end(ask, action):
     scores, requests, failure = ask([action, action, "score"], ["a", "b", "c"], timeout_s=0.5, retries=1)

@@ -25,6 +25,7 @@ from luffy.train.credit import credit_function, group_baseline
 from luffy.train.job import Job
 from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
+from luffy.train.run_state import Progress
 from luffy.types import Score
 
 
@@ -1048,3 +1049,10 @@ def test_prefixes_end_at_given_texts(make_config):
         plan = trainer.run.planner.plan(guided, 0, [0] * len(guided))
         texts = [trainer.run.tokenizer.decode(request.prefix_ids) for request in plan.requests if request.prefix_ids]
     assert len(texts) == len(guided) and all(text.endswith(("=", "\n")) for text in texts)
+
+
+def test_checkpoints_that_do_not_count_problems_have_as_many_as_their_steps(make_config):
+    cfg = make_config(batch={"problems": 5})
+    assert saving.progress_of(cfg, {"progress": {"step": 3}}).problems == 15
+    assert saving.progress_of(cfg, {"progress": {"step": 3, "problems": 12}}).problems == 12
+    assert saving.progress_of(cfg, {}) == Progress()
