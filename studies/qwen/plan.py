@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 RATES = (3e-6, 1e-6, 1e-5)
 SFT_RATES = (1e-5, 3e-5, 3e-6)
 SEEDS = (0, 1, 2)
-STEPS, SFT_STEPS, HARD_STEPS, FP8_STEPS = 200, 240, 100, 75
+STEPS, SFT_STEPS, HARD_STEPS, SHORT_STEPS, FP8_STEPS = 200, 240, 100, 100, 75
 RUNGS = {25: 2}  # step: how many runs of a contest go on from there
 STEP_S = {"rl": 1.7, "sft": 0.3}  # GPU seconds of a step on an H200
 HARD_TRAIN = "train-hard.parquet"
@@ -161,6 +161,7 @@ def plan(chosen: Mapping[str, float]) -> Iterator[Unit]:
     yield from _fp8(chosen)
     yield from _hard(chosen)
     yield from _contests(("rl_sft_loss", "luffy_clip"), chosen)
+    yield from _short(chosen)
     yield from _variants(chosen)
 
 
@@ -195,9 +196,17 @@ def _hard(chosen: Mapping[str, float]) -> Iterator[Run]:
                 yield Run(method, chosen[method], seed, (2,), "hard", sets, HARD_STEPS)
 
 
+def _short(chosen: Mapping[str, float]) -> Iterator[Run]:
+    """Question 6: the newer methods, and three older ones, with as many steps each at LUFFY's rate."""
+    if "luffy" in chosen:
+        for method in (*NEWER, "luffy", "on_policy", "mixed", "opd"):
+            sets = {"algorithm": {"mix": {"steps": SHORT_STEPS}}} if method == "chord" else {}  # its schedule ends then
+            yield Run(method, chosen["luffy"], 0, (6,), "short", sets, SHORT_STEPS)
+
+
 def _variants(chosen: Mapping[str, float]) -> Iterator[Run]:
-    """Questions 1 (SFT, then LUFFY; more seeds of LUFFY with clip), 4 and 6: no contests, rates of SFT, then RL and
-    of LUFFY."""
+    """Questions 1 (SFT, then LUFFY; more seeds of LUFFY with clip) and 4: no contests, rates of SFT, then RL and of
+    LUFFY."""
     if "sft_rl" in chosen:
         yield Run("sft_luffy", chosen["sft_rl"], start=_start("sft_luffy", 0, chosen))
     if "luffy_clip" in chosen:
@@ -208,8 +217,6 @@ def _variants(chosen: Mapping[str, float]) -> Iterator[Run]:
     lr = chosen["luffy"]
     for note, (_, sets) in VARIANTS.items():
         yield Run("luffy", lr, 0, (4,), note, sets)
-    for name in (*NEWER, "opd"):
-        yield Run(name, lr, 0, (6,))
 
 
 # Question 5 evaluates models of the others (evaluations.py) and trains none.

@@ -617,10 +617,10 @@ def luffy_is_decided(tmp_path):
 def test_distillation_is_left_out_with_a_word_where_there_is_no_teacher(tmp_path, capsys):
     more = ("--runs", "opd-*", "--known", luffy_is_decided(tmp_path), "--teacher", tmp_path / "1.5b")
     assert drive(tmp_path, 0.0, *more) == {}
-    assert f"left out: opd-lr3e-06-s0, which needs {tmp_path / '1.5b'}" in capsys.readouterr().out
+    assert f"left out: opd-short-lr3e-06-s0, which needs {tmp_path / '1.5b'}" in capsys.readouterr().out
     (tmp_path / "1.5b").mkdir()
-    assert drive(tmp_path, 0.0, *more)["opd-lr3e-06-s0"]["status"] == "finished"
-    recipe = yaml.safe_load((tmp_path / "runs" / "opd-lr3e-06-s0" / "recipe.yaml").read_text())
+    assert drive(tmp_path, 0.0, *more)["opd-short-lr3e-06-s0"]["status"] == "finished"
+    recipe = yaml.safe_load((tmp_path / "runs" / "opd-short-lr3e-06-s0" / "recipe.yaml").read_text())
     assert recipe["teacher"] == {"path": str(tmp_path / "1.5b")}
 
 
