@@ -16,7 +16,7 @@ from typing import Any
 
 from luffy.evaluation.benchmarks import SUITES
 from studies.common import fill_marks, half_width, legend_below, panels, plt, smooth, table
-from studies.qwen.plan import HERE, METHODS, VARIANTS
+from studies.qwen.plan import HERE, METHODS, NEWER, SHORT_STEPS, VARIANTS
 from studies.qwen.records import Row, best_rates, got_far, last, read_rows, validation
 
 PAGE = HERE.parents[1] / "docs" / "results" / "qwen-gsm8k.md"
@@ -292,10 +292,11 @@ def unsolved(row: Row, base: Row) -> Row:
 def variants(rows: Sequence[Row]) -> str:
     """Question 4: LUFFY with one thing changed, below LUFFY with the same learning rate and seed."""
     runs = [row for note in VARIANTS for row in rows if row.get("note") == note and has_result(row)]
-    plain = [row for row in trained(rows) if has_result(row) and any(are_twins(row, run) for run in runs)]
+    plain = [row for row in rows if row.get("note") in ("", "short") and has_result(row)]
+    plain = [row for row in plain if any(are_twins(row, run) and row["steps"] == run["steps"] for run in runs)]
     body = []
-    for run in [*plain, *runs]:
-        title = VARIANTS[run["note"]][0] if run["note"] else "as it is"
+    for run in sorted([*plain, *runs], key=lambda row: -row["steps"]):
+        title = VARIANTS[run["note"]][0] if run["note"] in VARIANTS else "as it is"
         some, cut = f"{100 * statistics.fmean(solved(run)):.1f}", f"{100 * run['test']['truncated']:.1f}"
         probability, entropy = (
             cell(present(run, metric)[part], 1)
@@ -307,6 +308,41 @@ def variants(rows: Sequence[Row]) -> str:
         f"probability of trace tokens, first {LATE} steps", f"entropy, last {LATE} steps, nats a token",
     ]  # fmt: skip
     return "\n".join(["## What matters in LUFFY", "", table(head, body)]) if body else ""
+
+
+def short_runs(rows: Sequence[Row]) -> list[Row]:
+    """Question 6: runs of ``SHORT_STEPS``; of an older method without one, the same steps of its run with that learning
+    rate and seed, which has no test there."""
+    runs = [row for row in rows if row.get("note") == "short" and has_result(row)]
+    older = [row for row in trained(rows) if any(row["lr"] == run["lr"] and row["seed"] == run["seed"] for run in runs)]
+    older = [up_to(row, SHORT_STEPS) for row in older if row["method"] not in {run["method"] for run in runs}]
+    return sorted([*runs, *(row for row in older if METHODS[row["method"]].kind == "rl")], key=order)
+
+
+def up_to(row: Row, step: int) -> Row:
+    """The row as it was after that step."""
+    count = sum(at <= step for at in row["curves"]["step"])
+    cut = {name: values[:count] for name, values in row["curves"].items()}
+    return {name: value for name, value in row.items() if name != "test"} | {"curves": cut}
+
+
+def newer_methods(rows: Sequence[Row]) -> str:
+    """Question 6."""
+    runs, body = short_runs(rows), []
+    steps = sorted({step for run in runs for step, _ in points(run, VALIDATION) if step})
+    for run in runs:
+        at = dict(points(run, VALIDATION))
+        values = [f"{100 * at[step]:.1f}" if step in at else "" for step in steps]
+        late = [cell(present(run, metric)[-LATE:], times) for metric, times in
+                (("batch/on_solved", 100), ("actor/entropy_loss", 1), ("actor/grad_norm", 1))]  # fmt: skip
+        seconds, tokens = cost(run, rows)
+        scores = [accuracy([run]), f"{100 * statistics.fmean(solved(run)):.1f}"] if "test" in run else ["", ""]
+        body.append([label(run), steps_of([run]), *values, *scores, *late, f"{seconds:.0f}", f"{tokens / 1e6:.1f}"])
+    head = ["", "steps", *(f"validation, step {step:g}, %" for step in steps), "test accuracy, %", "pass@4, %",
+            f"last {LATE} steps: own samples right, %", "entropy, nats a token", "gradient norm", "GPU seconds",
+            "tokens in updates, millions"]  # fmt: skip
+    image = "![Validation accuracy and entropy of all methods at one learning rate](../images/qwen-newer.png)"
+    return "\n".join(["## The newer methods", "", image, "", table(head, body)]) if body else ""
 
 
 def are_twins(one: Row, other: Row) -> bool:
@@ -392,7 +428,7 @@ def fp8_rollouts(rows: Sequence[Row]) -> str:
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "main": main_table, "rates": rates_table, "differences": difference_table, "validation": validation_table,
     "dynamics": dynamics_table, "cost": cost_table, "hard": hard_problems,
-    "variants": variants, "generalisation": generalisation, "fp8": fp8_rollouts,
+    "newer": newer_methods, "variants": variants, "generalisation": generalisation, "fp8": fp8_rollouts,
 }  # fmt: skip
 
 
@@ -493,6 +529,28 @@ def hard_figure(rows: Sequence[Row]) -> None:
     save(figure, "hard")
 
 
+def newer_figure(rows: Sequence[Row]) -> None:
+    """Question 6: the older methods are dashed."""
+    runs = short_runs(rows)
+    if not runs:
+        return
+    figure, axes = panels(2, 3.6)
+    for ax, metric, title, times, shown, marker in (
+        (axes[0], VALIDATION, "validation accuracy, %", 100, list, "o"),
+        (axes[1], "actor/entropy_loss", "entropy, nats a token", 1, smooth, ""),
+    ):
+        for run in runs:
+            steps, values = zip(*points(run, metric), strict=True)
+            ax.plot(steps, [times * value for value in shown(values)], "-" if run["method"] in NEWER else "--",
+                    color=COLORS[run["method"]], lw=1.5, marker=marker, ms=3, label=label(run))  # fmt: skip
+        tidy(ax)
+        ax.set(title=title)
+    axes[0].set(xlabel="step")
+    axes[1].set(xlabel="step, mean of 5")
+    legend_below(figure, axes[0])
+    save(figure, "newer")
+
+
 def temperature_figure(rows: Sequence[Row]) -> None:
     """The first 250 test problems, 8 samples each, with 95 % intervals."""
     models = evaluated(rows, "temperatures")
@@ -530,6 +588,6 @@ def fill(text: str, rows: Sequence[Row]) -> str:
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     collected = read()
-    for draw in (accuracy_figure, dynamics_figure, hard_figure, temperature_figure):
+    for draw in (accuracy_figure, dynamics_figure, hard_figure, newer_figure, temperature_figure):
         draw(collected)
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), collected), encoding="utf-8")

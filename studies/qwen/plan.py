@@ -216,7 +216,7 @@ def _variants(chosen: Mapping[str, float]) -> Iterator[Run]:
         return
     lr = chosen["luffy"]
     for note, (_, sets) in VARIANTS.items():
-        yield Run("luffy", lr, 0, (4,), note, sets)
+        yield Run("luffy", lr, 0, (4,), note, sets, SHORT_STEPS)
 
 
 # Question 5 evaluates models of the others (evaluations.py) and trains none.
