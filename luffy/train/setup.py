@@ -306,7 +306,7 @@ def dropout_notice(model_config: Any) -> list[str]:
     """One line when the model's config asks for dropout or router noise, which an RL update would run with."""
     found = [
         f"{name}={value}"
-        for name, value in sorted(model_config.to_dict().items())
+        for name, value in sorted(text_config(model_config).to_dict().items())
         if ("drop" in name or "jitter" in name)
         and not name.startswith(("classifier", "summary"))  # of heads that a causal LM does not have
         and isinstance(value, float)

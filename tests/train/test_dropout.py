@@ -3,12 +3,13 @@
 import pytest
 import torch
 from support import LETTERS, make_samples, make_tokenizer
-from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config, OPTConfig, OPTForCausalLM
 
 from luffy.models.load import load_model
 from luffy.report.recorder import read_json_lines
 from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
+from luffy.train.setup import dropout_notice
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +84,9 @@ def test_the_run_says_that_its_model_has_dropout(make_config, opt, tiny_model):
     assert [line for line in said if "dropout=0.1" in line]
     _, said = train(make_config(model={"path": str(tiny_model)}, train={"steps": 1}, name="llama"))
     assert not [line for line in said if "dropout" in line]
+
+
+def test_the_dropout_of_a_model_for_images_and_text_is_that_of_its_text_part():
+    config = Gemma3Config(text_config={"attention_dropout": 0.25}, vision_config={"attention_dropout": 0.125})
+    (said,) = dropout_notice(config)
+    assert "attention_dropout=0.25:" in said
