@@ -311,12 +311,13 @@ def variants(rows: Sequence[Row]) -> str:
 
 
 def short_runs(rows: Sequence[Row]) -> list[Row]:
-    """Question 6: runs of ``SHORT_STEPS``; of an older method without one, the same steps of its run with that learning
-    rate and seed, which has no test there."""
+    """Question 6: runs of ``SHORT_STEPS``; of an older method without one, the same steps of its run with the learning
+    rate and seed of the newer ones, which has no test there."""
     runs = [row for row in rows if row.get("note") == "short" and has_result(row)]
-    older = [row for row in trained(rows) if any(row["lr"] == run["lr"] and row["seed"] == run["seed"] for run in runs)]
+    newer = {(run["lr"], run["seed"]) for run in runs if run["method"] in NEWER}
+    older = [row for row in trained(rows) if METHODS[row["method"]].kind == "rl" and (row["lr"], row["seed"]) in newer]
     older = [up_to(row, SHORT_STEPS) for row in older if row["method"] not in {run["method"] for run in runs}]
-    return sorted([*runs, *(row for row in older if METHODS[row["method"]].kind == "rl")], key=order)
+    return sorted([*runs, *older], key=order)
 
 
 def up_to(row: Row, step: int) -> Row:
@@ -337,10 +338,11 @@ def newer_methods(rows: Sequence[Row]) -> str:
                 (("batch/on_solved", 100), ("actor/entropy_loss", 1), ("actor/grad_norm", 1))]  # fmt: skip
         seconds, tokens = cost(run, rows)
         scores = [accuracy([run]), f"{100 * statistics.fmean(solved(run)):.1f}"] if "test" in run else ["", ""]
-        body.append([label(run), steps_of([run]), *values, *scores, *late, f"{seconds:.0f}", f"{tokens / 1e6:.1f}"])
-    head = ["", "steps", *(f"validation, step {step:g}, %" for step in steps), "test accuracy, %", "pass@4, %",
-            f"last {LATE} steps: own samples right, %", "entropy, nats a token", "gradient norm", "GPU seconds",
-            "tokens in updates, millions"]  # fmt: skip
+        begin = [label(run), f"{run['lr']:g}", steps_of([run])]
+        body.append([*begin, *values, *scores, *late, f"{seconds:.0f}", f"{tokens / 1e6:.1f}"])
+    head = ["", "learning rate", "steps", *(f"validation, step {step:g}, %" for step in steps),
+            "test accuracy, %", "pass@4, %", f"last {LATE} steps: own samples right, %", "entropy, nats a token",
+            "gradient norm", "GPU seconds", "tokens in updates, millions"]  # fmt: skip
     image = "![Validation accuracy and entropy of all methods at one learning rate](../images/qwen-newer.png)"
     return "\n".join(["## The newer methods", "", image, "", table(head, body)]) if body else ""
 
@@ -351,11 +353,12 @@ def are_twins(one: Row, other: Row) -> bool:
 
 
 def evaluated(rows: Sequence[Row], key: str) -> dict[str, dict[str, list[Row]]]:
-    """By method, by benchmark (``key`` is suites) or temperature (temperatures): its runs, with what they scored there
-    as their test."""
+    """By method, by benchmark (``key`` is suites) or temperature (temperatures): its runs, or without such its short
+    one, with what they scored there as their test."""
     found: dict[str, dict[str, list[Row]]] = {}
+    short = {row["method"]: row for row in rows if row.get("note") == "short" and has_result(row)}
     for method, runs in tested(rows).items():
-        for run in runs:
+        for run in [run for run in runs if key in run] or [short.get(method, {})]:
             for name, made in run.get(key, {}).items():
                 found.setdefault(method, {}).setdefault(name, []).append({**run, "test": made})
     return found
@@ -375,10 +378,11 @@ def generalisation(rows: Sequence[Row]) -> str:
     above = {name for made in models.values() for name, runs in made.items() if is_above_chance(runs, name)}
     names, others = ([name for name in BENCHMARKS if name in group] for group in (above, seen - above))
     body = [
-        [label(next(iter(made.values()))[0]), *(accuracy(made[name]) if name in made else "" for name in names)]
+        [label(runs[0]), steps_of(runs), *(accuracy(made[name]) if name in made else "" for name in names)]
         for made in models.values()
+        for runs in [next(iter(made.values()))]
     ]
-    head = ["", *(f"{BENCHMARKS[name]}, %" for name in names)]
+    head = ["", "steps", *(f"{BENCHMARKS[name]}, %" for name in names)]
     lines = ["## Generalisation", "", "4 samples a problem at temperature 0.6."]
     if others:
         lines[-1] += f" No model is above chance on {', '.join(BENCHMARKS[name] for name in others)}."

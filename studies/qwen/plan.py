@@ -197,11 +197,14 @@ def _hard(chosen: Mapping[str, float]) -> Iterator[Run]:
 
 
 def _short(chosen: Mapping[str, float]) -> Iterator[Run]:
-    """Question 6: the newer methods, and three older ones, with as many steps each at LUFFY's rate."""
+    """Question 6: the newer methods, and three older ones, with as many steps each at LUFFY's rate; SFT, then RL at its
+    own. Their models can be evaluated for question 5 too."""
     if "luffy" in chosen:
         for method in (*NEWER, "luffy", "on_policy", "mixed", "opd"):
             sets = {"algorithm": {"mix": {"steps": SHORT_STEPS}}} if method == "chord" else {}  # its schedule ends then
             yield Run(method, chosen["luffy"], 0, (6,), "short", sets, SHORT_STEPS)
+    if "sft_rl" in chosen:
+        yield Run("sft_rl", chosen["sft_rl"], 0, (6,), "short", {}, SHORT_STEPS, _start("sft_rl", 0, chosen))
 
 
 def _variants(chosen: Mapping[str, float]) -> Iterator[Run]:

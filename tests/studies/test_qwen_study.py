@@ -358,11 +358,15 @@ def test_generalisation_is_a_section_once_there_are_data(figures):
         "",
         "4 samples a problem at temperature 0.6. No model is above chance on AIME24, ARC-c.",
         "",
-        "|  | MATH-500, % |",
-        "|---|---|",
-        "| the base | 25.0 (5.0 to 45.0) |",
-        "| LUFFY | 75.0 (46.7 to 103.3) |",
+        "|  | steps | MATH-500, % |",
+        "|---|---|---|",
+        "| the base |  | 25.0 (5.0 to 45.0) |",
+        "| LUFFY | 200 | 75.0 (46.7 to 103.3) |",
     ]
+    short = row("luffy", 3e-6, "finished", note="short", step=100) | {"steps": 100, "suites": rows[0].pop("suites")}
+    short["test"] = rows[0]["test"]
+    assert figures.generalisation([*rows, short]).splitlines()[-1] == "| LUFFY | 100 | 75.0 (46.7 to 103.3) |"
+    rows[0]["suites"] = short["suites"]
     rows[0]["temperatures"] = {"0.6": {"k": 8, "right": "0880"}, "1": {"k": 8, "right": "1240"}}
     assert figures.generalisation(rows).endswith("(../images/qwen-temperature.png)")
 
@@ -430,14 +434,15 @@ def test_newer_methods_stand_beside_as_many_steps_of_the_older_ones(figures, tmp
     rows = [*older, run("hpt", 3e-6, (50, 100), "short")]
     late = "50 | 0.125 | 0.125 | 100 | 2.0 |"
     assert figures.newer_methods(rows).splitlines()[-2:] == [
-        f"| LUFFY | 100 | 5.0 | 10.0 |  |  | {late}",
-        f"| HPT | 100 | 5.0 | 10.0 | 50.0 (-6.6 to 106.6) | 50.0 | {late}",
+        f"| LUFFY | 3e-06 | 100 | 5.0 | 10.0 |  |  | {late}",
+        f"| HPT | 3e-06 | 100 | 5.0 | 10.0 | 50.0 (-6.6 to 106.6) | 50.0 | {late}",
     ]
-    rows.append(run("luffy", 3e-6, (50, 100), "short"))
-    assert (
-        figures.newer_methods(rows).splitlines()[-2]
-        == f"| LUFFY | 100 | 5.0 | 10.0 | 50.0 (-6.6 to 106.6) | 50.0 | {late}"
-    )
+    rows += [run("luffy", 3e-6, (50, 100), "short"), run("mixed", 1e-6, (50, 100), "short")]
+    tested = f"50.0 (-6.6 to 106.6) | 50.0 | {late}"
+    assert figures.newer_methods(rows).splitlines()[-3:-1] == [
+        f"| LUFFY | 3e-06 | 100 | 5.0 | 10.0 | {tested}",
+        f"| Mixed-Policy | 1e-06 | 100 | 5.0 | 10.0 | {tested}",
+    ]
     figures.newer_figure(rows)
     assert [path.name for path in tmp_path.iterdir()] == ["qwen-newer.png"]
 
