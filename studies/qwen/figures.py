@@ -16,7 +16,7 @@ from typing import Any
 
 from luffy.evaluation.benchmarks import SUITES
 from studies.common import fill_marks, half_width, legend_below, panels, plt, smooth, table
-from studies.qwen.plan import HERE, METHODS, NEWER, SHORT_STEPS, VARIANTS
+from studies.qwen.plan import HERE, METHODS, SHORT_STEPS, VARIANTS
 from studies.qwen.records import Row, best_rates, got_far, last, read_rows, validation
 
 PAGE = HERE.parents[1] / "docs" / "results" / "qwen-gsm8k.md"
@@ -24,7 +24,7 @@ IMAGES = HERE.parents[1] / "docs" / "images"
 COLORS = {
     "luffy": "#c8373a", "on_policy": "#8c8c8c", "sft": "#d08a1d", "mixed": "#3b7dd8", "sft_rl": "#5b8a3c",
     "luffy_clip": "#e58f91", "rl_sft_loss": "#7a5195", "rl_plus": "#17859b", "hpt": "#8a5a2b", "exgrpo": "#4a4a9c",
-    "sft_luffy": "#8a1538", "chord": "#c2569b", "srft": "#e07b39", "relift": "#b3a125",
+    "hpt_light": "#c9a27a", "sft_luffy": "#8a1538", "chord": "#c2569b", "srft": "#e07b39", "relift": "#b3a125",
     "opd": "#1f5f3a", "base": "#000000",
 }  # fmt: skip
 LATE = 10  # steps at the start and at the end of a run that tables average
@@ -329,7 +329,7 @@ def short_runs(rows: Sequence[Row]) -> list[Row]:
     """Question 6: runs of ``SHORT_STEPS``; of an older method without one, the same steps of its run with the learning
     rate and seed of the newer ones, which has no test there."""
     runs = [row for row in rows if row.get("note") == "short" and has_result(row)]
-    newer = {(run["lr"], run["seed"]) for run in runs if run["method"] in NEWER}
+    newer = {(run["lr"], run["seed"]) for run in runs if run["method"] not in PAPER}
     older = [row for row in trained(rows) if METHODS[row["method"]].kind == "rl" and (row["lr"], row["seed"]) in newer]
     older = [up_to(row, SHORT_STEPS) for row in older if row["method"] not in {run["method"] for run in runs}]
     return sorted([*runs, *older], key=order)
@@ -560,7 +560,7 @@ def newer_figure(rows: Sequence[Row]) -> None:
     ):
         for run in runs:
             steps, values = zip(*points(run, metric), strict=True)
-            ax.plot(steps, [times * value for value in shown(values)], "-" if run["method"] in NEWER else "--",
+            ax.plot(steps, [times * value for value in shown(values)], "--" if run["method"] in PAPER else "-",
                     color=COLORS[run["method"]], lw=1.5, marker=marker, ms=3, label=label(run))  # fmt: skip
         tidy(ax)
         ax.set(title=title)
