@@ -85,9 +85,9 @@ def test_who_takes_the_finished_ones_takes_them_together_while_the_next_run():
     engine = NativeEngine(model, decoding="pages", max_slots=3)
     with torch.no_grad():
         generation = engine._generation(requests)
-        seen = []
+        prompts, seen = list(generation._waiting), []
         for part in generation.run():
-            assert all(sequence.group.first_logits is None for sequence in generation._rows.sequences)
+            assert all(prompt.waiting or prompt.first_logits is None for prompt in prompts)
             seen += [([s.index for s in part], generation.stats.prefilled_prompts)] if part else []
         generation.close()
     assert seen == [([0, 1, 2], 6), ([3, 4, 5], 6)]

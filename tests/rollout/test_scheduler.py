@@ -72,7 +72,7 @@ def test_random_runs_prefill_every_prompt_once_and_leave_no_slot_idle():
                 held[move.target] = held[move.source]
             assert len(scheduler.live) == slots or waiting == 0
             for slot, sequence in enumerate(scheduler.live):
-                assert held[slot] == sequence.group.token_ids
+                assert held[slot] == sequence.request.given_ids
                 sequence.append(0, 0.0)
             done += scheduler.release_finished()
         assert sorted(s.index for s in done) == list(range(len(requests)))

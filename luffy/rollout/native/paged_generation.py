@@ -53,10 +53,6 @@ class PagedSequence(SequenceState):
     pages: list[int] = field(default_factory=list)
 
     @property
-    def length(self) -> int:
-        return self.request.start + len(self.token_ids)
-
-    @property
     def limit(self) -> int:
         """The last position whose keys anybody reads: the last token is never fed back."""
         return max(self.request.start + self.request.sampling.max_tokens - 2, 0)
@@ -543,7 +539,7 @@ def _prompts(requests: Sequence[Request]) -> deque[Prompt]:
     prompts: dict[tuple[int, ...], Prompt] = {}
     for index, request in enumerate(requests):
         prompt = prompts.setdefault(request.given_ids, Prompt(request.given_ids))
-        prompt.waiting.append(PagedSequence(index, request, prompt))
+        prompt.waiting.append(PagedSequence(index, request))
     return deque(prompts.values())
 
 

@@ -29,7 +29,6 @@ class SequenceState:
 
     index: int
     request: Request
-    group: PromptGroup
     token_ids: array[int] = field(default_factory=lambda: array("q"))
     log_probs: array[float] = field(default_factory=lambda: array("f"))
     finish: Finish | None = None
@@ -37,7 +36,7 @@ class SequenceState:
     @property
     def length(self) -> int:
         """Tokens so far, those of the prompt included: where the next one will stand."""
-        return len(self.group.token_ids) + len(self.token_ids)
+        return self.request.start + len(self.token_ids)
 
     def append(self, token: int, log_prob: float) -> None:
         if log_prob != log_prob:
@@ -94,7 +93,7 @@ class Scheduler:
         groups: dict[tuple[int, ...], PromptGroup] = {}
         for index, request in enumerate(requests):
             group = groups.setdefault(request.given_ids, PromptGroup(request.given_ids))
-            group.waiting.append(state(index, request, group))
+            group.waiting.append(state(index, request))
         self._queue = deque(groups.values())
         self._slots: list[SequenceState | None] = [None] * slots
         # Whose prompt a slot's cache begins with; outlives the sequence until the slot is reused.

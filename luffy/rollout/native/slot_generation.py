@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from luffy.models.forward import causal_lm, text_config
 from luffy.rollout.engine import EngineStats
 from luffy.rollout.native.model_runner import ModelRunner
-from luffy.rollout.native.scheduler import Admission, Scheduler, SequenceState
+from luffy.rollout.native.scheduler import Admission, PromptGroup, Scheduler, SequenceState
 from luffy.rollout.native.slot_cache import SlotCache, Slots
 from luffy.rollout.sampling import SamplingRows, sample
 from luffy.types import Request
@@ -208,7 +208,7 @@ class SlotGeneration:
 
     def _draw_first_tokens(self, admissions: Sequence[Admission]) -> None:
         started = [sequence for admission in admissions for sequence in admission.sequences]
-        logits = torch.stack([_first_logits(sequence) for sequence in started])
+        logits = torch.stack([_first_logits(admission.group) for admission in admissions for _ in admission.sequences])
         rows = SamplingRows.of([sequence.request for sequence in started], self._decoder.device)
         positions = torch.tensor([sequence.length for sequence in started], device=self._decoder.device)
         self._decoder.start(started, logits, rows, positions)
@@ -217,6 +217,6 @@ class SlotGeneration:
                 admission.group.first_logits = None
 
 
-def _first_logits(sequence: SequenceState) -> Tensor:
-    assert sequence.group.first_logits is not None
-    return sequence.group.first_logits
+def _first_logits(group: PromptGroup) -> Tensor:
+    assert group.first_logits is not None
+    return group.first_logits

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from luffy.rollout.engine import EngineStats
-from luffy.rollout.native.scheduler import PromptGroup, SequenceState
+from luffy.rollout.native.scheduler import SequenceState
 from luffy.rollout.sampling import SamplingRows, sample
 from luffy.types import Request
 
@@ -24,9 +24,7 @@ class StaticBatchGeneration:
         self.stats = EngineStats()
         self._model, self._slots = model, max_slots
         self._device = next(model.parameters()).device
-        self._waiting = [
-            SequenceState(index, request, PromptGroup(request.given_ids)) for index, request in enumerate(requests)
-        ]
+        self._waiting = [SequenceState(index, request) for index, request in enumerate(requests)]
 
     def close(self) -> None:
         """Nothing outlives the call."""
@@ -64,7 +62,7 @@ class StaticBatchGeneration:
 
     def _padded(self, batch: Sequence[SequenceState]) -> tuple[Tensor, Tensor]:
         longest = max(sequence.length for sequence in batch)
-        tokens = [[0] * (longest - s.length) + list(s.group.token_ids) for s in batch]
+        tokens = [[0] * (longest - s.length) + list(s.request.given_ids) for s in batch]
         mask = [[0] * (longest - s.length) + [1] * s.length for s in batch]
         return torch.tensor(tokens, device=self._device), torch.tensor(mask, device=self._device)
 
