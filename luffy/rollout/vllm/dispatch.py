@@ -23,7 +23,8 @@ A = TypeVar("A")  # an answer
 
 
 class Dispatch(Generic[S]):
-    """``keys[i]`` is the prompt of request i. Every method may be called from any thread."""
+    """``keys[i]`` is the prompt of request i. Every method may be called from any thread. ``share``: the requests that
+    fall to each server when they are dealt out evenly."""
 
     def __init__(self, keys: Sequence[Hashable], servers: Sequence[S]) -> None:
         groups: dict[Hashable, deque[int]] = defaultdict(deque)
@@ -31,6 +32,7 @@ class Dispatch(Generic[S]):
             groups[key].append(index)
         self._waiting = deque(groups.values())
         self._taken: dict[S, deque[int]] = {server: deque() for server in servers}
+        self.servers, self.count = servers, len(keys)
         self._unfinished = len(keys)
         self._tries = [0] * len(keys)
         self._changed = threading.Condition()
@@ -96,14 +98,12 @@ class Dispatch(Generic[S]):
 
 def ask_all(
     dispatch: Dispatch[S],
-    servers: Sequence[S],
-    count: int,
     ask: Callable[[S, int], A],
     is_well: Callable[[S], bool],
     slots: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[A]:
-    """``ask(server, index)`` for each of the ``count`` requests, ``slots`` of them at once on each server.
+    """``ask(server, index)`` for every request of the dispatch, ``slots`` of them at once on each server.
 
     A request that a server failed at goes to it again where ``is_well`` says so, else to another one; so it does when
     the server let the time for an answer pass, because asked again it would take as long again. Raises what made the
@@ -112,7 +112,7 @@ def ask_all(
 
     def report() -> None:
         if progress is not None:
-            progress(len(answers), count)
+            progress(len(answers), dispatch.count)
 
     def serve(server: S) -> None:
         """One thread: ask, answer, next. Whatever goes wrong is carried to the thread that waits for all."""
@@ -131,7 +131,7 @@ def ask_all(
     threads = [
         threading.Thread(target=serve, args=(server,), daemon=True)
         for _ in range(min(slots, dispatch.share))
-        for server in servers  # in turns, so that the first server does not take everything
+        for server in dispatch.servers  # in turns, so that the first server does not take everything
     ]
     for thread in threads:
         thread.start()
@@ -139,4 +139,4 @@ def ask_all(
         thread.join()
     if dispatch.failure is not None:
         raise dispatch.failure
-    return [answers[index] for index in range(count)]
+    return [answers[index] for index in range(dispatch.count)]

@@ -56,7 +56,7 @@ class ScoringServers:
             return self._ask(server, samples[index])
 
         try:
-            scores = ask_all(dispatch, alive, len(samples), ask, self._is_well, self.slots)
+            scores = ask_all(dispatch, ask, self._is_well, self.slots)
         except ServerLost as error:
             raise TrainingStopped(f"no vLLM server of the teacher could answer, the last: {error}") from None
         for server, why in dispatch.lost.items():

@@ -62,9 +62,8 @@ class RemoteEngine(Engine):
         for request in requests:
             check_request(request, self.max_context, vocabulary)
         started = time.perf_counter()
-        alive = self._ready()
-        dispatch = Dispatch([r.prompt_ids for r in requests], alive)
-        answers = self._run(alive, dispatch, requests, progress)
+        dispatch = Dispatch([r.prompt_ids for r in requests], self._ready())
+        answers = self._run(dispatch, requests, progress)
         for server, why in dispatch.lost.items():
             self._lose(server, why)
         self._resent += dispatch.resent
@@ -159,17 +158,13 @@ class RemoteEngine(Engine):
     # ---- requests
 
     def _run(
-        self,
-        servers: Sequence[Server],
-        dispatch: Dispatch[Server],
-        requests: Sequence[Request],
-        progress: Progress | None,
+        self, dispatch: Dispatch[Server], requests: Sequence[Request], progress: Progress | None
     ) -> list[Completion]:
         def ask(server: Server, index: int) -> Completion:
             return self._ask(server, requests[index])
 
         try:
-            return ask_all(dispatch, servers, len(requests), ask, self._is_ours, self.slots, progress)
+            return ask_all(dispatch, ask, self._is_ours, self.slots, progress)
         except ServerLost as error:
             for server, why in dispatch.lost.items():
                 self._lose(server, why)
