@@ -48,14 +48,18 @@ class ScoredTokens:
 
 @dataclass(frozen=True, eq=False)
 class ScoredGroup:
-    """What a credit function sees of one problem: n responses (``group.rollouts``) with scores, rewards and tokens.
-    ``step`` counts from 0."""
+    """What a credit function sees of one problem: n responses (``rollouts``) with scores, rewards and tokens. ``step``
+    counts from 0."""
 
     group: Group
     rewards: Tensor  # [n] float32: the scores, less the KL of the whole response when it goes in the reward
     tokens: Sequence[ScoredTokens]  # n
     step: int = 0
     total_steps: int = 1
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        return self.group.rollouts
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,30 +130,26 @@ def group_baselines(groups: Sequence[ScoredGroup], cfg: AlgorithmConfig) -> list
     a large one."""
     if not groups:
         return []
-    rollouts = [rollout for group in groups for rollout in group.group.rollouts]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     advantages = _advantages(groups, cfg).float()
     lengths = [rollout.token_ids.numel() for rollout in rollouts]
     own = torch.from_numpy(np.repeat(advantages.numpy(), lengths))  # many times as fast as torch's
     tokens = [tokens for group in groups for tokens in group.tokens]
     if all(rollout.is_on_policy for rollout in rollouts):
-        streams = _own_alone(own, cfg)
+        streams = own * cfg.prefix_beta, torch.ones_like(own), torch.zeros_like(own)
     else:
         off = torch.cat([rollout.off_policy for rollout in rollouts])
         streams = _with_traces(own, off, lengths, tokens, cfg)
     credit = (TokenCredit(*parts) for parts in zip(*(stream.split(lengths) for stream in streams), strict=True))
-    return [[next(credit) for _ in group.group.rollouts] for group in groups]
+    return [[next(credit) for _ in group.rollouts] for group in groups]
 
 
 def _advantages(groups: Sequence[ScoredGroup], cfg: AlgorithmConfig) -> Tensor:
     """Of the responses of all groups."""
     rewards = torch.cat([group.rewards for group in groups])
-    counted = _in_baseline([group.group.rollouts for group in groups], cfg)
-    index = [i for i, group in enumerate(groups) for _ in group.group.rollouts]
+    counted = _in_baseline([group.rollouts for group in groups], cfg)
+    index = [i for i, group in enumerate(groups) for _ in group.rollouts]
     return group_advantages(rewards, index, counted, use_std=cfg.normalize_std)
-
-
-def _own_alone(own: Tensor, cfg: AlgorithmConfig) -> tuple[Tensor, Tensor, Tensor]:
-    return own * cfg.prefix_beta, torch.ones_like(own), torch.zeros_like(own)
 
 
 def _with_traces(
@@ -178,15 +178,15 @@ def _with_own_tokens(rollouts: Sequence[Rollout]) -> Tensor:
 
 
 def _counted(off: Tensor, lengths: list[int], tokens: Sequence[ScoredTokens], cfg: AlgorithmConfig) -> Tensor:
-    """[T] float of a group's tokens: 1 on the policy's own and, in each response, on the ``trace_entropy_share`` of the
-    teacher's with the highest entropy (of equal ones the first), else 0."""
+    """[T] float of the tokens of all groups: 1 on the policy's own and, in each response, on the
+    ``trace_entropy_share`` of the teacher's with the highest entropy (of equal ones the first), else 0."""
     if cfg.trace_entropy_share == 1:
         return torch.ones(off.numel())
     counted = (~off).float()
-    for teacher, ones, own in zip(off.split(lengths), counted.split(lengths), tokens, strict=True):
-        assert own.entropy is not None
-        order = own.entropy.masked_fill(~teacher, -torch.inf).argsort(descending=True, stable=True)
-        ones[order[: math.ceil(cfg.trace_entropy_share * int(teacher.sum()))]] = 1.0
+    for teachers, view, scored in zip(off.split(lengths), counted.split(lengths), tokens, strict=True):
+        assert scored.entropy is not None
+        order = scored.entropy.masked_fill(~teachers, -torch.inf).argsort(descending=True, stable=True)
+        view[order[: math.ceil(cfg.trace_entropy_share * int(teachers.sum()))]] = 1.0
     return counted
 
 
@@ -196,7 +196,7 @@ def lone_trace_sft(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit
     any other group is credited by ``group_baseline``."""
     if not group.group.has_traces_alone:
         return group_baseline(group, cfg)
-    nothing = [torch.zeros(r.token_ids.numel()) for r in group.group.rollouts]
+    nothing = [torch.zeros(r.token_ids.numel()) for r in group.rollouts]
     return [TokenCredit(none, rl_weights=none, sft_weights=torch.ones_like(none)) for none in nothing]
 
 
@@ -206,7 +206,7 @@ def distill(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit]:
     update, plus ``distill_reward`` times the advantage of ``group_baseline``. A token with neither is not in the
     policy-gradient term."""
     credit = []
-    for given, rollout, tokens in zip(group_baseline(group, cfg), group.group.rollouts, group.tokens, strict=True):
+    for given, rollout, tokens in zip(group_baseline(group, cfg), group.rollouts, group.tokens, strict=True):
         taught = torch.zeros_like(rollout.off_policy) if tokens.teacher is None else ~rollout.off_policy
         gap = teacher_gap(tokens) if tokens.teacher is not None else torch.zeros(taught.numel())
         advantages = torch.where(taught, gap, 0.0) + cfg.distill_reward * given.advantages
@@ -227,7 +227,7 @@ def srft(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit]:
     response scores above 0, else -1; a teacher's keep that of ``group_baseline`` and count in the SFT term too, with
     weight 0.5 exp(-H)."""
     credit = []
-    rows = zip(group_baseline(group, cfg), group.group.rollouts, group.group.scores, group.tokens, strict=True)
+    rows = zip(group_baseline(group, cfg), group.rollouts, group.group.scores, group.tokens, strict=True)
     for given, rollout, score, tokens in rows:
         assert tokens.entropy is not None
         entropy, off = tokens.entropy.mean(), rollout.off_policy
@@ -246,33 +246,30 @@ def credit(
 ) -> list[list[Sample]]:
     """Samples of each group with their credit, by the function that ``algorithm.credit`` names; ``algorithm.mix``
     multiplies the weights of both terms."""
-    function = find_credit_function(cfg.credit)
     mu = None if cfg.mix is None else cfg.mix.at(step, total_steps)
-    rewards = rewards_of(groups, scored, cfg)
-    seen = [
-        ScoredGroup(group, own, tokens, step, total_steps)
-        for group, own, tokens in zip(groups, rewards, scored, strict=True)
+    scored_groups = [
+        ScoredGroup(group, rewards, tokens, step, total_steps)
+        for group, rewards, tokens in zip(groups, rewards_of(groups, scored, cfg), scored, strict=True)
     ]
+    credits = find_credit_function(cfg.credit).of_all(scored_groups, cfg)
+    _check_one_each(scored_groups, credits, cfg.credit)
     return [
         [
-            _sample(rollout, _mixed(given, mu), own.old, own.ref if cfg.kl_in == "loss" else None)
-            for rollout, own, given in zip(group.group.rollouts, group.tokens, credited, strict=True)
+            _sample(rollout, _mixed(given, mu), tokens.old, tokens.ref if cfg.kl_in == "loss" else None)
+            for rollout, tokens, given in zip(group.rollouts, group.tokens, of_group, strict=True)
         ]
-        for group, credited in zip(seen, _one_each(seen, function.of_all(seen, cfg), cfg.credit), strict=True)
+        for group, of_group in zip(scored_groups, credits, strict=True)
     ]
 
 
-def _one_each(
-    groups: Sequence[ScoredGroup], credited: Sequence[Sequence[TokenCredit]], name: str
-) -> Sequence[Sequence[TokenCredit]]:
-    """``credited``, which a function of the user's own may have made too short or too long."""
-    for group, given in zip(groups, credited, strict=True):
-        if len(given) != len(group.group.rollouts):
+def _check_one_each(groups: Sequence[ScoredGroup], credits: Sequence[Sequence[TokenCredit]], name: str) -> None:
+    """A function of the user's own may give too few credits or too many."""
+    for group, given in zip(groups, credits, strict=True):
+        if len(given) != len(group.rollouts):
             raise UserError(
-                f"'algorithm.credit' ({name}) gave {len(given)} credits for the {len(group.group.rollouts)} responses "
+                f"'algorithm.credit' ({name}) gave {len(given)} credits for the {len(group.rollouts)} responses "
                 f"of problem {group.group.task.problem.id!r}; it must return one for each"
             )
-    return credited
 
 
 def _mixed(credit: TokenCredit, mu: float | None) -> TokenCredit:
