@@ -34,7 +34,7 @@ def respond(run: Run, plan: Plan, at: BatchRequest) -> list[Group]:
     """Generate what a plan asks for, join it with the teacher's part and verify all of it."""
     assert run.verifier is not None
     if type(run.engine) is NativeEngine and run.verifier.may_score_early:  # others do not tell of each that ends
-        return respond_and_score(run, run.engine, run.verifier, plan, at)
+        return respond_scoring_early(run, run.engine, run.verifier, plan, at)
     with at.watch("rollout"):
         completions = run.engine.generate(plan.requests, at.progress)
         rollouts = plan.assemble(completions, version=at.version)
@@ -42,24 +42,26 @@ def respond(run: Run, plan: Plan, at: BatchRequest) -> list[Group]:
         return score(rollouts, run.verifier, run.tokenizer)
 
 
-def respond_and_score(run: Run, engine: NativeEngine, verifier: Verifier, plan: Plan, at: BatchRequest) -> list[Group]:
-    """The same, where each response is joined and verified as soon as it ends."""
+def respond_scoring_early(
+    run: Run, engine: NativeEngine, verifier: Verifier, plan: Plan, at: BatchRequest
+) -> list[Group]:
+    """`respond`, where each response is joined and verified as soon as it ends."""
     planned = [sample for group in plan.groups for sample in group]
     asked = [i for i, sample in enumerate(planned) if sample.request is not None]
-    made: dict[int, Rollout] = {}
+    rollouts: dict[int, Rollout] = {}
     with EarlyScores(verifier, run.tokenizer) as early:
 
         def add(finished: Mapping[int, Completion | None]) -> None:
             new = {i: rollout_of(planned[i], completion, at.version) for i, completion in finished.items()}
-            made.update(new)
+            rollouts.update(new)
             early.add([(i, rollout.task.problem, rollout.token_ids) for i, rollout in new.items()])
 
         with at.watch("rollout"):
-            add(dict.fromkeys(set(range(len(planned))).difference(asked)))  # whole traces
-            engine.generate(plan.requests, at.progress, lambda part: add({asked[i]: made for i, made in part}))
+            add({i: None for i, sample in enumerate(planned) if sample.request is None})  # whole traces
+            engine.generate(plan.requests, at.progress, lambda part: add({asked[i]: done for i, done in part}))
         with at.watch("reward"):
-            rollouts = iter([made[i] for i in range(len(planned))])
-            return grouped([tuple(next(rollouts) for _ in group) for group in plan.groups], early.in_order())
+            in_order = (rollouts[i] for i in range(len(planned)))
+            return grouped([tuple(next(in_order) for _ in group) for group in plan.groups], early.in_order())
 
 
 def further_rounds(
@@ -88,11 +90,19 @@ def first_round(
     """What the gate sees of one group; ``counts`` counts the hints that do not fit."""
     reward = run.cfg.reward
     return FirstRound(
-        group, at.step, drawn.visits[i], drawn.positions[i], run.planner, reward.solved, reward.failed,
-        partial(run.trace_rewards, group.task), number, run.cfg.guidance.gate_settings(),
-        lambda ids: decode(run.tokenizer, [list(ids)])[0],
-        partial(hinted_task, run, group.task, counts),
-    )  # fmt: skip
+        group,
+        step=at.step,
+        visit=drawn.visits[i],
+        position=drawn.positions[i],
+        planner=run.planner,
+        solved=reward.solved,
+        failed=reward.failed,
+        score_traces=partial(run.trace_rewards, group.task),
+        round=number,
+        settings=run.cfg.guidance.gate_settings(),
+        text_of=lambda ids: decode(run.tokenizer, [list(ids)])[0],
+        with_hint=partial(hinted_task, run, group.task, counts),
+    )
 
 
 def with_answer_probs(run: Run, gate: Gate, firsts: Mapping[int, FirstRound]) -> dict[int, FirstRound]:
