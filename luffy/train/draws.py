@@ -42,8 +42,8 @@ class Planning(Protocol):
 
 @dataclass(frozen=True)
 class Drawn:
-    """This rank's problems of a batch: where each comes from, its place in the step, and by place the earlier success
-    that is replayed."""
+    """This rank's problems of a batch: where each comes from, its position in the step, and by position the earlier
+    success that is replayed."""
 
     draws: list[Draw]
     tasks: list[Task]
@@ -54,35 +54,27 @@ class Drawn:
     def visits(self) -> list[int]:
         return [draw.visit for draw in self.draws]
 
-    @property
-    def sources(self) -> dict[int, Draw]:
-        """By place in the step."""
-        return dict(zip(self.positions, self.draws, strict=True))
-
     def plan(self, run: Planning, step: int) -> Plan:
         """``rollout.n`` samples a problem; of a replayed one the last is the earlier success, of an expert's a trace is
         all there is."""
         plan = run.planner.plan(self.tasks, step, self.visits, run.trace_rewards, self.positions)
         groups = list(plan.groups)
-        for i, (draw, at, task) in enumerate(zip(self.draws, self.positions, self.tasks, strict=True)):
+        for i, (draw, position, task) in enumerate(zip(self.draws, self.positions, self.tasks, strict=True)):
             if draw.source == "replay":
-                groups[i] = (*groups[i][:-1], as_planned(task, self.replayed[at].as_trace))
+                groups[i] = (*groups[i][:-1], as_planned(task, self.replayed[position].as_trace))
             elif draw.source == "experts":
-                groups[i] = (as_planned(task, chosen_trace(run, task, draw.visit, f"{step}:{at}")),)
+                groups[i] = (as_planned(task, chosen_trace(run, task, draw.visit, f"{step}:{position}")),)
         return Plan(tuple(groups))
 
     def metrics(self, run: Run, step: int) -> dict[str, Metric]:
-        lessons: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
         if run.cfg.sft_steps.buffer:
-            lessons["method/sft_buffer"] = Max(len(run.memory.lessons))
-        replay = run.memory.replay
-        if replay is None:
-            return lessons
-        return lessons | {
-            "method/replay_size": Max(len(replay)),
-            "method/replay_share": Mean.of(at in self.replayed for at in self.positions),
-            "method/replay_age": Mean.of(step - success.step for success in self.replayed.values()),
-        }
+            metrics["method/sft_buffer"] = Max(len(run.memory.lessons))
+        if run.memory.replay is not None:
+            metrics["method/replay_size"] = Max(len(run.memory.replay))
+            metrics["method/replay_share"] = Mean.of(position in self.replayed for position in self.positions)
+            metrics["method/replay_age"] = Mean.of(step - success.step for success in self.replayed.values())
+        return metrics
 
 
 def as_planned(task: Task, trace: Demonstration) -> Planned:
@@ -101,8 +93,8 @@ def chosen_trace(run: Planning, task: Task, visit: int, key: str) -> Demonstrati
 
 
 def draw_share(run: Run, step: int, first: int) -> Drawn:
-    """This rank's share of the next ``batch.problems`` problems; every rank draws all of them. ``first``: the place in
-    the step of the first one."""
+    """This rank's share of the next ``batch.problems`` problems; every rank draws all of them. ``first``: the
+    position in the step of the first one."""
     r = run.cfg.rollout
     draws = draw_batch(run, step, first)
     tasks = run.tasks.at([draw.row for draw in draws])
@@ -162,12 +154,12 @@ def choose_successes(
     assert run.memory.replay is not None
     problems = run.memory.replay.problems
     known = {
-        at: (task, problems[draw.row].successes)
-        for at, task, draw in zip(positions, tasks, draws, strict=True)
+        position: (task, problems[draw.row].successes)
+        for position, task, draw in zip(positions, tasks, draws, strict=True)
         if draw.source == "replay"
     }
     scored = iter(run.policy.score([trace_sample(task, s.token_ids) for task, all_ in known.values() for s in all_]))
-    return {at: least_entropy(all_, [next(scored)[1] for _ in all_]) for at, (_, all_) in known.items()}
+    return {position: least_entropy(all_, [next(scored)[1] for _ in all_]) for position, (_, all_) in known.items()}
 
 
 def trace_sample(task: Task, token_ids: Sequence[int] | torch.Tensor) -> Sample:
@@ -179,8 +171,8 @@ def trace_sample(task: Task, token_ids: Sequence[int] | torch.Tensor) -> Sample:
 
 def attempts(run: Run, step: int, groups: Mapping[int, Group], draws: Mapping[int, Draw]) -> list[Attempt]:
     """What the memory takes in of a step: the groups of all ranks as first sampled, in the order of its problems."""
-    every = run.world.union({at: _attempt(run, step, draws[at], group) for at, group in groups.items()})
-    return [every[at] for at in sorted(every)]
+    every = run.world.union({i: _attempt(run, step, draws[i], group) for i, group in groups.items()})
+    return [every[position] for position in sorted(every)]
 
 
 def _attempt(run: Run, step: int, draw: Draw, group: Group) -> Attempt:

@@ -40,8 +40,13 @@ def roll_out(run: Run, at: BatchRequest) -> RolloutBatch:
     if run.gate is not None:
         groups, more = further_rounds(run, run.gate, drawn, first, at)
         metrics |= more
-    by_position = dict(zip(drawn.positions, groups, strict=True))
-    return RolloutBatch(by_position, drawn.sources, run.sampler.state_dict(), first, metrics)
+    return RolloutBatch(
+        groups=dict(zip(drawn.positions, groups, strict=True)),
+        draws=dict(zip(drawn.positions, drawn.draws, strict=True)),
+        sampler=run.sampler.state_dict(),
+        first=first,
+        metrics=metrics,
+    )
 
 
 def rl_step(run: Run, step: int, observe: Observer = ignore) -> StepBatch:
