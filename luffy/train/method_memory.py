@@ -23,7 +23,7 @@ from luffy.train.under_way import UnderWay, problems_of, state_of
 
 
 class MethodMemory:
-    """``problems``: how many there are in the training data. A part that the config does not use is None."""
+    """``problems``: how many there are in the training data. Parts that the config does not use are None or empty."""
 
     def __init__(self, cfg: Config, problems: int) -> None:
         self.replay = Replay(cfg.replay, cfg.rollout.n) if cfg.replay.share else None
@@ -78,14 +78,14 @@ class MethodMemory:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """``state`` of a checkpoint; what it lacks stays as it is at the start of a run."""
         if self.replay is not None:
-            self.replay.load_state_dict(part(state, "replay/"))
+            self.replay.load_state_dict(under_prefix(state, "replay/"))
         if self.experts is not None and "experts" in state:
             epoch, position = state["experts"].tolist()
             self._position = epoch, position
             self.rewind()
         if self._buffer and "lessons" in state:
             self.lessons = [(row, trace) for row, trace in state["lessons"].tolist()]
-        self.under_way = problems_of(part(state, "under_way/"))
+        self.under_way = problems_of(under_prefix(state, "under_way/"))
 
     def unused(self, state: Mapping[str, Tensor]) -> dict[str, str]:
         """What of ``state`` has no place here, in words, and the knob that turns it off."""
@@ -98,6 +98,6 @@ class MethodMemory:
         return found
 
 
-def part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Those whose names begin so, without that."""
+def under_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose names begin with the prefix, by the rest of their names."""
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

@@ -26,7 +26,7 @@ from luffy.report.runs import flat_config, without_samples
 from luffy.schema import to_dict
 from luffy.train import setup
 from luffy.train.checkpoint import BEST, DISK_ERRORS, Checkpoint, cannot_be_written
-from luffy.train.method_memory import part
+from luffy.train.method_memory import under_prefix
 from luffy.train.run_state import Progress, Run
 
 FINGERPRINT_VALUES = 64  # of each tensor
@@ -49,13 +49,13 @@ def save(run: Run) -> None:
     tensors = {**dict(run.policy.optimizer.tensors()), **_teacher_tensors(run)}
     if run.policy.sft_optimizer is not None:  # its masters are the policy's
         tensors |= {f"{SFT}{n}": t for n, t in run.policy.sft_optimizer.tensors() if not n.endswith("/master")}
-    same = {f"memory/{name}": t for name, t in run.memory.state_dict().items()}  # on every process
+    memory = {f"memory/{name}": t for name, t in run.memory.state_dict().items()}  # the same on every process
     if run.saver is not None:
-        tensors |= _sharded_masters(run) | same
+        tensors |= _sharded_masters(run) | memory
         taken = replace(run.progress)
         run.saver.start(step, tensors, _model_writer(run), state, lambda: tidy(run, taken))
         return
-    tensors = {name: t.contiguous().cpu() for name, t in tensors.items()} | same
+    tensors = {name: t.contiguous().cpu() for name, t in tensors.items()} | memory
     try:
         cards = make_cards(run)
         run.store.save(step, lambda folder: write_model(run, folder, run.model, cards), tensors, state)
@@ -256,7 +256,7 @@ def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
     if same:
         run.sampler.load_state_dict(state["sampler"])
         run.data_position = run.sampler.state_dict()
-        _restore_memory(run, checkpoint, part(tensors, "memory/"))
+        _restore_memory(run, checkpoint, under_prefix(tensors, "memory/"))
     elif not allow_changed_data:
         raise UserError(
             f"the training data changed since {checkpoint.path} was saved; restore the old file, or pass "
@@ -264,7 +264,7 @@ def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:
         )
     run.policy.optimizer.load_tensors(tensors)
     if run.policy.sft_optimizer is not None:
-        run.policy.sft_optimizer.load_tensors(part(tensors, SFT))
+        run.policy.sft_optimizer.load_tensors(under_prefix(tensors, SFT))
     average = None if run.teacher is None else run.teacher.average
     if average is not None and not average.load_tensors(tensors):
         run.messages.warn(f"{checkpoint.path} has no averaged teacher: it begins with the policy's weights")
