@@ -211,11 +211,11 @@ def _check_known(task: Task, vocabulary: int, guided: bool) -> None:
 
 def uses_traces(cfg: Config) -> bool:
     """Whether RL has a use for traces."""
-    return bool(_without_traces(cfg))
+    return bool(_trace_users(cfg))
 
 
-def _without_traces(cfg: Config) -> list[str]:
-    """Settings with which RL would have no use for traces, of those that differ."""
+def _trace_users(cfg: Config) -> list[str]:
+    """What in the config makes RL use traces, each as the setting that turns it off."""
     gate = find_gate(cfg.guidance.gate)
     used = {
         "guidance.n_prefix=0": cfg.guidance.n_prefix > 0,
@@ -224,7 +224,7 @@ def _without_traces(cfg: Config) -> list[str]:
         "sft_steps.buffer=0": cfg.sft_steps.buffer > 0,
         "teacher.shown=sibling": cfg.teacher.shown == "solution",
     }
-    return [setting for setting, is_used in used.items() if is_used]
+    return [off for off, is_used in used.items() if is_used]
 
 
 def _no_trace_message(cfg: Config, problems: ProblemDataset, encoder: Encoder, sft: bool) -> str:
@@ -234,7 +234,7 @@ def _no_trace_message(cfg: Config, problems: ProblemDataset, encoder: Encoder, s
             f"all {dropped} traces of {cfg.data.train} are longer than rollout.max_tokens={cfg.rollout.max_tokens}; "
             f"raise it or set data.overlong_trace=truncate"
         )
-    without = "" if sft else f", or set {' and '.join(_without_traces(cfg))} to train without traces"
+    without = "" if sft else f", or set {' and '.join(_trace_users(cfg))} to train without traces"
     return (
         f"no problem of {cfg.data.train} (read as {', '.join(problems.schemas)}) has a trace; name the column with "
         f"data.columns={{traces: ...}}{without}"
