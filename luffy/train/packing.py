@@ -86,10 +86,10 @@ def pack(
     """Micro-batches of one mini-batch. Denominators are counted over all of it, so that the sum of the
     micro-batch losses is the mini-batch loss however it was cut; ``whole`` are those over all processes. Without a
     ``reduction`` the weights stay the samples' own."""
-    return packed(samples, cut(samples, budget, share), reduction, max_response_tokens, whole)
+    return pack_bins(samples, cut(samples, budget, share), reduction, max_response_tokens, whole)
 
 
-def packed(
+def pack_bins(
     samples: Sequence[Sample],
     bins: list[Bin],
     reduction: str | None,

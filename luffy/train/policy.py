@@ -33,7 +33,7 @@ from luffy.train.packing import (
     denominators,
     idle_batch,
     pack,
-    packed,
+    pack_bins,
 )
 from luffy.train.scorer import TokenScorer
 from luffy.types import MicroBatch, Sample, TokenView
@@ -91,7 +91,8 @@ class Policy:
     def score(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[tuple[Tensor, Tensor]]:
         """Log-probs and entropies of each sample's response tokens, [T] each, on the CPU, without gradients."""
         scored = self._scored(self._packed(samples, self._cut(samples, scorer)), scorer)
-        return _by_sample(len(samples), [(Places.of(batch), log_prob, entropy) for batch, log_prob, entropy in scored])
+        found = [(b.order, b.response_lengths, log_prob, entropy) for b, log_prob, entropy in scored]  # not the batches
+        return _by_sample(len(samples), found)
 
     def log_probs(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[Tensor]:
         """Log-probs of each sample's response tokens, [T], on the CPU, without gradients."""
@@ -103,7 +104,8 @@ class Policy:
             samples = [replace(sample, old_log_probs=None) for sample in samples]
         unreduced = pack(samples, self.cfg.batch.tokens, None, 1, share=self.scorer.shares_prompts)
         weigh = self.objective.gradient_weights
-        found = [(Places.of(batch), log_prob, weigh(batch, log_prob)) for batch, log_prob, _ in self._scored(unreduced)]
+        scored = self._scored(unreduced)
+        found = [(b.order, b.response_lengths, log_prob, weigh(b, log_prob)) for b, log_prob, _ in scored]
         return [TokenView(log_prob, weight) for log_prob, weight in _by_sample(len(samples), found)]
 
     def _scored(
@@ -144,9 +146,9 @@ class Policy:
         optimizer = optimizer or self.optimizer
         samples = self._drop_confident_tokens(samples)
         bins = self._cut(samples)
-        whole = self._totals(samples, bins)
-        batches = self._packed(samples, bins, whole.denominators)
-        idle = [idle_batch()] * (whole.passes - len(batches))
+        totals = self._totals(samples, bins)
+        batches = self._packed(samples, bins, totals.denominators)
+        idle = [idle_batch()] * (totals.passes - len(batches))
         off_ratio_mean = self._off_ratio_mean([*batches, *idle]) if self.objective.policy_loss.off_normalize else None
         self.model.train()
         try:
@@ -169,8 +171,8 @@ class Policy:
             | {
                 "actor/grad_norm": Mean(norm),
                 "actor/lr": Mean(lr),
-                "perf/update_tokens": Sum(whole.tokens),
-                "perf/computed_tokens": Sum(whole.computed),
+                "perf/update_tokens": Sum(totals.tokens),
+                "perf/computed_tokens": Sum(totals.computed),
             }
         )
 
@@ -197,7 +199,7 @@ class Policy:
     def _packed(self, samples: Sequence[Sample], bins: list[Bin], whole: Denominators | None = None) -> MicroBatches:
         reduction, longest = self.cfg.algorithm.loss_reduction, self.cfg.rollout.max_tokens
         with self.watch("pack", on_host=True):
-            return packed(samples, bins, reduction, longest, whole)
+            return pack_bins(samples, bins, reduction, longest, whole)
 
     def _accumulate(self, batch: MicroBatch, off_ratio_mean: Tensor | None) -> Stats:
         self.checkpointing.prepare(len(batch.input_ids), sum(batch.lengths), self.device)
@@ -239,23 +241,15 @@ def _sft_optimizer(model: nn.Module, cfg: Config, other: AnyOptimizer) -> Optimi
     return Optimizer(model, settings, masters=other.masters)
 
 
-class Places(NamedTuple):
-    """Whose the tokens of a micro-batch are, without the batch itself."""
-
-    order: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-    @staticmethod
-    def of(batch: MicroBatch) -> Places:
-        return Places(batch.order, batch.response_lengths)
-
-
-def _by_sample(count: int, found: Sequence[tuple[Places, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Two streams of every sample, on the CPU. They are fetched when all passes are under way: waiting for each would
-    leave the GPU idle while the next one is laid out."""
+def _by_sample(
+    count: int, found: Sequence[tuple[tuple[int, ...], tuple[int, ...], Tensor, Tensor]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Two streams of every sample, on the CPU, from those of every micro-batch with the numbers of its samples and
+    their lengths. They are fetched when all passes are under way: waiting for each would leave the GPU idle while the
+    next one is laid out."""
     out: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * count
-    for places, *streams in found:
-        first, second = (stream.cpu().split(places.lengths) for stream in streams)
-        for i, pair in zip(places.order, zip(first, second, strict=True), strict=True):
+    for order, lengths, *streams in found:
+        first, second = (stream.cpu().split(lengths) for stream in streams)
+        for i, pair in zip(order, zip(first, second, strict=True), strict=True):
             out[i] = pair
     return out
