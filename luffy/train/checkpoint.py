@@ -356,28 +356,30 @@ def _named_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Ca
     foreign = checkpoint.verify()
     if foreign:
         warn(f"checkpoint {path}: ignored {', '.join(foreign)}, not saved with it")
-    elsewhere = own is None and path.parent != store.folder.resolve()
-    if elsewhere and checkpoint.step >= (cfg.train.steps or math.inf):
-        raise UserError(
-            f"--resume {resume}: that run ended at step {checkpoint.step}; raise train.steps to go on from it"
-        )
-    later = [c.path.name for c in store if elsewhere or c.step > checkpoint.step]
-    if later and elsewhere:
-        raise UserError(
-            f"--resume {resume}: {store.folder} already holds checkpoints of its own ({', '.join(later)}); go on from "
-            f"them with --resume auto, or choose another name= to branch off"
-        )
-    if later:
+    if own is None and path.parent != store.folder.resolve():
+        _check_branch(cfg, store, resume, checkpoint.step)
+    elif later := [c.path.name for c in store if c.step > checkpoint.step]:
         raise UserError(
             f"--resume {resume}: {store.folder} already holds later checkpoints ({', '.join(later)}); "
             f"choose another name= to branch off"
         )
-    if elsewhere and _saved_step(cfg) and (cfg.folder / METRICS).exists():
+    return checkpoint
+
+
+def _check_branch(cfg: Config, store: CheckpointStore, resume: str, step: int) -> None:
+    """A run that goes on from another run's checkpoint of ``step`` has steps left, and no steps of its own yet."""
+    if step >= (cfg.train.steps or math.inf):
+        raise UserError(f"--resume {resume}: that run ended at step {step}; raise train.steps to go on from it")
+    if there := [c.path.name for c in store]:
+        raise UserError(
+            f"--resume {resume}: {store.folder} already holds checkpoints of its own ({', '.join(there)}); go on from "
+            f"them with --resume auto, or choose another name= to branch off"
+        )
+    if _saved_step(cfg) and (cfg.folder / METRICS).exists():
         raise UserError(
             f"--resume {resume}: {cfg.folder} has records of its own, up to a checkpoint of step {_saved_step(cfg)}; "
             f"choose another name= to branch off"
         )
-    return checkpoint
 
 
 def _saved_step(cfg: Config) -> int:
