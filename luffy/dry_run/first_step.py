@@ -31,6 +31,15 @@ from luffy.train.groups import verified
 from luffy.train.method_memory import MethodMemory
 from luffy.train.optim import lr_at
 from luffy.train.run_state import Method
+from luffy.train.tasks import (
+    TaskSet,
+    build_encoder,
+    equal_prompts,
+    load_eval_tasks,
+    load_training_tasks,
+    repeated_problems,
+    uses_traces,
+)
 from luffy.train.vllm_settings import VLLM_SLOTS, context_of
 from luffy.types import Sample, Task
 
@@ -48,9 +57,9 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     setup.check_names(cfg, method)
     notices = check_trackers(cfg)
     tokenizer = setup.load_policy_tokenizer(cfg.model)
-    encoder = setup.build_encoder(cfg, tokenizer)
-    tasks = setup.load_training_tasks(cfg, encoder, sft=method == "sft")
-    eval_tasks = setup.load_eval_tasks(cfg, encoder)
+    encoder = build_encoder(cfg, tokenizer)
+    tasks = load_training_tasks(cfg, encoder, sft=method == "sft")
+    eval_tasks = load_eval_tasks(cfg, encoder)
     model = model_shape(cfg)
     setup.check_context(cfg, model.config)
     try_model(model.config, cfg)
@@ -67,7 +76,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
                 planner = build_planner(cfg, steps, encoder.stops(()), tokenizer)
                 plan = FirstStep(cfg, tasks, planner, verifier, tokenizer).plan()
     batch = [group[0].task for group in plan.groups] if plan else first_problems(cfg, tasks)
-    notices += setup.repeated_problems(cfg, len(tasks)) + setup.equal_prompts(tasks, eval_tasks)
+    notices += repeated_problems(cfg, len(tasks)) + equal_prompts(tasks, eval_tasks)
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
     old, reference = needed_log_probs(cfg, len(batch)) if method == "rl" else (range(0), False)
     scored = len(old) / len(batch) + reference + teacher_passes(cfg, method, model, others.teacher)
@@ -94,11 +103,11 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     return lines
 
 
-def check_reward(cfg: Config, method: Method, tasks: setup.TaskSet, tokenizer: Any, verifier: Verifier) -> str:
+def check_reward(cfg: Config, method: Method, tasks: TaskSet, tokenizer: Any, verifier: Verifier) -> str:
     """What the reward of the run says of the first traces, as the update would see them."""
     if method == "sft":
         return "not verified: SFT learns from all of them"
-    if not setup.uses_traces(cfg):
+    if not uses_traces(cfg):
         return "not used"
     looked_at = (tasks[i] for i in range(min(len(tasks), PROBLEMS_LOOKED_AT)))
     some = list(islice(((t.problem, d.token_ids) for t in looked_at for d in t.demonstrations), TRACES_VERIFIED))
@@ -125,7 +134,7 @@ def dtypes_of(cfg: Config, method: Method) -> set[str]:
 class FirstStep:
     """What a run plans its first step with."""
 
-    def __init__(self, cfg: Config, tasks: setup.TaskSet, planner: Planner, verifier: Verifier, tokenizer: Any) -> None:
+    def __init__(self, cfg: Config, tasks: TaskSet, planner: Planner, verifier: Verifier, tokenizer: Any) -> None:
         self.cfg, self.tasks, self.planner = cfg, tasks, planner
         self.sampler, self.memory = ProblemSampler(len(tasks), cfg.seed), MethodMemory(cfg, len(tasks))
         self._verifier, self._tokenizer = verifier, tokenizer
@@ -141,7 +150,7 @@ class FirstStep:
         return Drawn(draws, tasks, list(range(len(draws))), {}).plan(self, 0)
 
 
-def first_problems(cfg: Config, tasks: setup.TaskSet) -> list[Task]:
+def first_problems(cfg: Config, tasks: TaskSet) -> list[Task]:
     """Of SFT."""
     return tasks.at(ProblemSampler(len(tasks), cfg.seed).next(cfg.batch.problems))
 

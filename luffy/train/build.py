@@ -34,6 +34,15 @@ from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
 from luffy.train.run_state import Messages, Method, Progress, RolloutBatch, Run
 from luffy.train.scorer import TokenScorer
+from luffy.train.tasks import (
+    build_encoder,
+    equal_prompts,
+    left_out,
+    load_eval_tasks,
+    load_training_tasks,
+    repeated_problems,
+    with_date,
+)
 from luffy.train.teacher import build_teacher
 
 
@@ -61,9 +70,9 @@ def build_run(cfg: Config, method: Method, world: World, resume: str, allow_chan
                 held_out.note_best(run)  # an evaluation that was made up for after the checkpoint was taken
         if run.engines.replica is not None:  # made before the masters of a checkpoint were there
             run.sync(step)
-        messages.notices += setup.left_out(run.tasks.report, run.eval_report)
-        messages.notices += setup.repeated_problems(cfg, len(run.tasks))
-        messages.notices += setup.equal_prompts(run.tasks, run.eval_tasks)
+        messages.notices += left_out(run.tasks.report, run.eval_report)
+        messages.notices += repeated_problems(cfg, len(run.tasks))
+        messages.notices += equal_prompts(run.tasks, run.eval_tasks)
         if method == "rl":
             messages.notices += setup.dropout_notice(run.model.config)
         world.on_main(lambda: remove_unfinished(cfg.folder))
@@ -90,12 +99,12 @@ def _assemble(
     setup.check_names(cfg, method)
     tokenizer = setup.load_policy_tokenizer(cfg.model)
     saved = {} if checkpoint is None else checkpoint.state()
-    cfg = world.from_main(setup.with_date(cfg, tokenizer, saved))
+    cfg = world.from_main(with_date(cfg, tokenizer, saved))
     if cfg.data.date is not None:
         messages.facts.append(f"prompts are dated {cfg.data.date} (data.date)")
-    tasks = setup.load_training_tasks(cfg, setup.build_encoder(cfg, tokenizer), sft=method == "sft")
-    encoder = setup.build_encoder(cfg, tokenizer)  # its counts begin anew
-    eval_tasks = setup.load_eval_tasks(cfg, encoder)
+    tasks = load_training_tasks(cfg, build_encoder(cfg, tokenizer), sft=method == "sft")
+    encoder = build_encoder(cfg, tokenizer)  # its counts begin anew
+    eval_tasks = load_eval_tasks(cfg, encoder)
     steps = total_steps(cfg, len(tasks), saving.progress_of(cfg, saved))
     device = setup.pick_device(cfg.model.device)
     verifier = _verifier(cfg, device, world, closing) if method == "rl" or eval_tasks else None

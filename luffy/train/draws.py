@@ -24,7 +24,7 @@ from luffy.metrics import Max, Mean, Metric
 from luffy.train.method_memory import MethodMemory
 from luffy.train.replay import Attempt, Success, least_entropy
 from luffy.train.run_state import Draw, Run
-from luffy.train.setup import TaskSet
+from luffy.train.tasks import TaskSet
 from luffy.types import Demonstration, Group, Sample, Task
 
 

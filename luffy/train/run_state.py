@@ -30,7 +30,7 @@ from luffy.train.method_memory import MethodMemory
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
 from luffy.train.scorer import TokenScorer
-from luffy.train.setup import TaskSet
+from luffy.train.tasks import TaskSet
 from luffy.train.teacher import Teacher
 from luffy.train.under_way import UnderWay
 from luffy.types import Group, Task

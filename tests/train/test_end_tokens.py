@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from luffy.report.recorder import read_json_lines
 from luffy.train.loop import Trainer
-from luffy.train.setup import build_encoder
+from luffy.train.tasks import build_encoder
 
 EOS, HASH = 1, LETTERS.index("#") + 3
 TURNS = "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
