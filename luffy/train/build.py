@@ -24,8 +24,8 @@ from luffy.report.recorder import check_trackers
 from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier
 from luffy.train import held_out, recording, saving, setup
-from luffy.train.background import BackgroundSaver
-from luffy.train.build_engines import Engines
+from luffy.train.background_saver import BackgroundSaver
+from luffy.train.build_engines import Engines, no_schedule
 from luffy.train.changes import measures_otherwise
 from luffy.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint, set_records_aside
 from luffy.train.lock import lock_folder
@@ -122,14 +122,14 @@ def _assemble(
     if saver is not None:
         closing.callback(saver.close)
     has_teacher = method == "rl" and cfg.teacher.is_there
-    rollouts = engines.for_rollouts(tokenizer, steps) if method == "rl" else (engines.current, lambda step: None)
+    engine, before_step = engines.for_rollouts(tokenizer, steps) if method == "rl" else (engines.current, no_schedule)
     return Run(
         cfg=cfg, method=method, world=world, device=device, messages=messages, watch=watch, closing=closing,
         tokenizer=tokenizer, eos_ids=end_of_text, tasks=tasks, eval_tasks=eval_tasks,
         eval_report=dict(encoder.counts), total_steps=steps, model=model, policy=policy,
         reference=_reference(cfg, method, policy, tokenizer, device),
         teacher=build_teacher(cfg, policy, tokenizer, tasks.encoder, device, messages.warn) if has_teacher else None,
-        engines=engines, engine=rollouts[0], before_step=rollouts[1],
+        engines=engines, engine=engine, before_step=before_step,
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
         sampler=ProblemSampler(len(tasks), cfg.seed), planner=build_planner(cfg, steps, end_of_text, tokenizer),
         gate=find_gate(cfg.guidance.gate), memory=MethodMemory(cfg, len(tasks)),

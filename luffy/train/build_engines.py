@@ -88,6 +88,10 @@ def build_vllm(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine
     )
 
 
+def no_schedule(step: int) -> None:
+    """Where no rule of overriding tokens changes with the step."""
+
+
 def with_overrides(
     cfg: Config, policy: Engine, tokenizer: Any, device: str, total_steps: int
 ) -> tuple[Engine, BeforeStep]:
@@ -99,14 +103,14 @@ def with_overrides(
     """
     knobs = cfg.rollout.overrides
     if knobs is None:
-        return policy, lambda step: None
+        return policy, no_schedule
     if not isinstance(policy, NativeEngine):
         check_takes_turns(knobs.rule, type(policy).__name__)
         check_log_probs(policy, cfg.sampling)
     second = load_second_model(cfg, knobs, tokenizer, device)
     slots = cfg.rollout.slots
     if knobs.rule == "aligned":
-        return AlignedEngine(policy, NativeEngine(second, max_slots=slots), knobs.temperature), lambda step: None
+        return AlignedEngine(policy, NativeEngine(second, max_slots=slots), knobs.temperature), no_schedule
     rule = rule_at(knobs, 0, total_steps)
     limits: dict[str, Any] = {"max_overrides": knobs.max_overrides, "second_temperature": knobs.temperature}
     pair: SpeculativeEngine | TurnsEngine
@@ -156,7 +160,7 @@ class Engines:
     def for_rollouts(self, tokenizer: Any, total_steps: int) -> tuple[Engine, BeforeStep]:
         """The engine that rolls out, and what to call before each step (`with_overrides`)."""
         if self._own is None:
-            return self._shared(None), lambda step: None
+            return self._shared(None), no_schedule
         own, slots = self._own, self.cfg.rollout.slots
         if self.stale_replica is not None:
             own = NativeEngine(

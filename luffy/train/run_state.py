@@ -22,7 +22,7 @@ from luffy.report.console import RunView
 from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
-from luffy.train.background import BackgroundSaver
+from luffy.train.background_saver import BackgroundSaver
 from luffy.train.build_engines import Engines
 from luffy.train.checkpoint import CheckpointStore
 from luffy.train.groups import verified

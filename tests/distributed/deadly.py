@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from luffy.rollout.native import NativeEngine
-from luffy.train import background
+from luffy.train import background_saver
 from luffy.train.job import Job
 from luffy.train.policy import Policy
 
@@ -58,7 +58,7 @@ def in_update(die):
 
 def in_checkpoint(die):
     """While the files of the second checkpoint are being written in the background."""
-    start, folders = background.start_saving, []
+    start, folders = background_saver.start_saving, []
 
     def deadly(tensors, folder, group):
         future = start(tensors, folder, group)
@@ -68,7 +68,7 @@ def in_checkpoint(die):
             time.sleep(5)
         return future
 
-    background.start_saving = deadly
+    background_saver.start_saving = deadly
 
 
 def _until_there(folder):

@@ -18,7 +18,7 @@ from ranks import (
 from safetensors import safe_open
 
 from luffy.errors import UserError
-from luffy.train import background, saving
+from luffy.train import background_saver, saving
 from luffy.train.checkpoint import Checkpoint, CheckpointStore
 from luffy.train.loop import Trainer
 
@@ -134,7 +134,7 @@ def test_killed_while_a_checkpoint_is_written(make_config, victim):
 
 
 def train_and_die_in_second_save(cfg, victim, world):
-    start, saves = background.start_saving, []
+    start, saves = background_saver.start_saving, []
 
     def deadly(tensors, folder, group):
         saves.append(folder)
@@ -142,7 +142,7 @@ def train_and_die_in_second_save(cfg, victim, world):
             os.kill(os.getpid(), signal.SIGKILL)
         return start(tensors, folder, group)
 
-    background.start_saving = deadly
+    background_saver.start_saving = deadly
     train(cfg, world)
 
 

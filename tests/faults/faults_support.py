@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from support import untimed_metrics
 
 from luffy.report.recorder import read_json_lines
-from luffy.train import background
+from luffy.train import background_saver
 from luffy.train.checkpoint import CheckpointStore
 from luffy.train.loop import Trainer
 
@@ -105,7 +105,7 @@ def filling(disk, owner, name, call):
 def sharded_writes():
     """What a sharded run writes behind the training, and the call before which the disk fills."""
     return {
-        "shards": (background, "start_saving", 2),
-        "weights": (background.BackgroundSaver, "_complete", 2),
+        "shards": (background_saver, "start_saving", 2),
+        "weights": (background_saver.BackgroundSaver, "_complete", 2),
         "state.json": (CheckpointStore, "complete", 2),
     }

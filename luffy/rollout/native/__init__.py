@@ -1,11 +1,5 @@
 """The native engine: continuous batching on the policy's own weights, in the policy's own process."""
 
-from luffy.rollout.native.native_engine import (
-    CPU_SLOTS,
-    GPU_SLOTS,
-    NativeEngine,
-    default_prefill_tokens,
-    default_slots,
-)
+from luffy.rollout.native.native_engine import NativeEngine, default_prefill_tokens, default_slots
 
-__all__ = ["CPU_SLOTS", "GPU_SLOTS", "NativeEngine", "default_prefill_tokens", "default_slots"]
+__all__ = ["NativeEngine", "default_prefill_tokens", "default_slots"]
