@@ -21,7 +21,7 @@ from luffy.guidance import Planner
 from luffy.guidance.plan import Planned
 from luffy.metrics import Metric
 from luffy.models.load import DTYPES, DtypeName
-from luffy.rollout.engine import Engine, Progress
+from luffy.rollout.engine import Engine, OnProgress
 from luffy.rollout.native.native_engine import default_slots
 from luffy.train.draws import draw_batch
 from luffy.train.loop import Trainer
@@ -67,7 +67,7 @@ class WatchedEngine(Engine):
         self.engine = engine
         self.ended: list[float] = []  # seconds since the call, in order
 
-    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], progress: OnProgress | None = None) -> list[Completion]:
         started, self.ended = time.perf_counter(), []
 
         def note(done: int, total: int) -> None:

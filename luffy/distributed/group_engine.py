@@ -15,7 +15,7 @@ import torch.distributed as dist
 from luffy.distributed.world import World
 from luffy.errors import ConfigError
 from luffy.metrics import Metric
-from luffy.rollout.engine import Engine, Progress
+from luffy.rollout.engine import Engine, OnProgress
 from luffy.types import Completion, Request
 
 
@@ -44,7 +44,7 @@ class GroupEngine(Engine):
         }
         return groups[self.leader]
 
-    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], progress: OnProgress | None = None) -> list[Completion]:
         asked: list[Any] = [None] * self.size
         dist.gather_object(list(requests), asked if self.engine is not None else None, self.leader, self._group)
         answers: list[Any] = [None] * self.size

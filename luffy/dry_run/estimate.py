@@ -157,7 +157,7 @@ def logits_bytes(work: Work, one: Pass) -> float:
 
 
 def recomputes(work: Work, one: Pass) -> bool:
-    """As ``Checkpointing`` decides."""
+    """As ``GradientCheckpointing`` decides."""
     if work.checkpointing != "auto" or work.unused is None:
         return work.checkpointing is True
     return CAUTION * work.config.num_hidden_layers * layer_bytes(work, one) + MARGIN_BYTES > work.unused

@@ -11,7 +11,7 @@ from luffy.errors import UserError
 from luffy.metrics import Metric
 from luffy.types import Completion, Request
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 STREAM_PART = 1024  # requests of a stream that an engine without a better way answers at once
 
 
@@ -39,7 +39,7 @@ class Engine(Protocol):
     weights.
     """
 
-    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]: ...
+    def generate(self, requests: Sequence[Request], progress: OnProgress | None = None) -> list[Completion]: ...
 
     def stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Completion]]:
         """For bulk work: (number of the request, completion) as they finish, in any order."""

@@ -48,7 +48,7 @@ def out_of_memory_advice(error: torch.OutOfMemoryError, cfg: Config) -> str:
     return f"{found}; try {', '.join(left)}" if left else f"{found}; no knob is left but shorter responses"
 
 
-class Checkpointing:
+class GradientCheckpointing:
     """Switches activation checkpointing of a model: always, never, or (auto) when memory asks for it."""
 
     def __init__(self, model: nn.Module, wanted: bool | str) -> None:

@@ -20,7 +20,7 @@ from luffy.distributed.world import World
 from luffy.metrics import Mean, Metric, OnDevice, Sum, fetch
 from luffy.models.load import DtypeName
 from luffy.report.timing import Stopwatch
-from luffy.train.activations import Checkpointing
+from luffy.train.activations import GradientCheckpointing
 from luffy.train.objective import Objective, Stats
 from luffy.train.offload import OffloadedOptimizer
 from luffy.train.optim import Optimizer
@@ -73,7 +73,7 @@ class Policy:
         self.scorer = self.scorer_of(model)
         self.optimizer = (OffloadedOptimizer if cfg.optim.offload else Optimizer)(model, cfg.optim)
         self.sft_optimizer = _sft_optimizer(model, cfg, self.optimizer)
-        self.checkpointing = Checkpointing(model, cfg.model.gradient_checkpointing)
+        self.checkpointing = GradientCheckpointing(model, cfg.model.gradient_checkpointing)
         self.objective = Objective.of(cfg)
 
     def scorer_of(self, model: nn.Module, dtype: DtypeName | None = None) -> TokenScorer:

@@ -5,7 +5,7 @@ import torch
 from support import make_samples
 
 from luffy.models.load import load_model
-from luffy.train.activations import Checkpointing, activation_bytes, layer_values
+from luffy.train.activations import GradientCheckpointing, activation_bytes, layer_values
 from luffy.train.offload import OffloadedOptimizer
 from luffy.train.optim import Optimizer
 from luffy.train.policy import Policy
@@ -65,7 +65,7 @@ def test_auto_checkpoints_only_what_would_not_fit(make_config, monkeypatch):
     config = model.config
     assert layer_values(config) == (4 * 32 + 2 * 32 + 3 * 64, 2 * 16)
     assert activation_bytes(config, 10, 30, 4) == 2 * 4 * (10 * 384 + 30 * 32)
-    auto = Checkpointing(model, "auto")
+    auto = GradientCheckpointing(model, "auto")
     assert not auto.prepare(10**9, 10**9, torch.device("cpu"))  # the host has no such limit
     needed = 1.25 * activation_bytes(config, 1000, 2000, 4) + (6 << 30)
     monkeypatch.setattr("luffy.train.activations.unused_bytes", lambda device: needed)
@@ -73,5 +73,5 @@ def test_auto_checkpoints_only_what_would_not_fit(make_config, monkeypatch):
     for tokens, attended in ((1001, 2000), (1000, 2001)):  # copies of a shared prompt's keys count as well
         assert auto.prepare(tokens, attended, torch.device("cuda")) and model.is_gradient_checkpointing
     assert not auto.prepare(999, 2000, torch.device("cuda")) and not model.is_gradient_checkpointing
-    assert Checkpointing(model, True).prepare(1, 1, torch.device("cpu"))
-    assert not Checkpointing(model, False).prepare(10**9, 10**9, torch.device("cuda"))
+    assert GradientCheckpointing(model, True).prepare(1, 1, torch.device("cpu"))
+    assert not GradientCheckpointing(model, False).prepare(10**9, 10**9, torch.device("cuda"))

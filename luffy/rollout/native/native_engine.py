@@ -27,7 +27,7 @@ from luffy.models.fused import fused_decoder
 from luffy.models.merged import merged as merged_products
 from luffy.models.plain import runs_plain
 from luffy.models.separate import Products, separate
-from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
+from luffy.rollout.engine import Engine, EngineStats, OnProgress, check_request
 from luffy.rollout.native.scheduler import SequenceState
 from luffy.rollout.native.slot_generation import PolicyDecoder, SlotGeneration, SlotPlan
 from luffy.rollout.native.static_batch import StaticBatchGeneration
@@ -81,7 +81,7 @@ def finished_of(generation: Generation) -> Iterator[Finished]:
 
 
 def in_order(
-    finished: Iterator[Finished], count: int, progress: Progress | None, on_finished: OnFinished | None = None
+    finished: Iterator[Finished], count: int, progress: OnProgress | None, on_finished: OnFinished | None = None
 ) -> list[Completion]:
     """The ``count`` completions of ``finished`` in the order of their requests."""
     completions: dict[int, Completion] = {}
@@ -151,7 +151,7 @@ class NativeEngine(Engine):
         self.version = version
 
     def generate(
-        self, requests: Sequence[Request], progress: Progress | None = None, on_finished: OnFinished | None = None
+        self, requests: Sequence[Request], progress: OnProgress | None = None, on_finished: OnFinished | None = None
     ) -> list[Completion]:
         """Completions in the order of ``requests``; ``progress`` hears (finished, all), ``on_finished`` the
         completions that finished since it heard of the last ones."""

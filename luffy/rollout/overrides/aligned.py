@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from luffy.rollout.engine import Engine, Progress
+from luffy.rollout.engine import Engine, OnProgress
 from luffy.rollout.overrides.pair import OverridingPair
 from luffy.types import Completion, Request
 
@@ -24,7 +24,7 @@ class AlignedEngine(OverridingPair):
         super().__init__(draft, second)
         self.second_temperature = second_temperature
 
-    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], progress: OnProgress | None = None) -> list[Completion]:
         drafts = self.draft.generate(requests, progress)
         texts = self.second.generate([self._for_second(request) for request in requests])
         return [align(draft, second) for draft, second in zip(drafts, texts, strict=True)]

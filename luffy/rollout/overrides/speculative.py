@@ -14,7 +14,7 @@ from torch import nn
 
 from luffy.core.override_rules import Rule
 from luffy.models.forward import causal_lm, evaluating, text_config
-from luffy.rollout.engine import Engine, Progress, check_request
+from luffy.rollout.engine import Engine, OnProgress, check_request
 from luffy.rollout.native.native_engine import NativeEngine, finished_of, in_order, uses_pages
 from luffy.rollout.native.slot_generation import SlotGeneration, SlotPlan
 from luffy.rollout.overrides.overriding_decoder import OverrideSettings, OverridingDecoder, SpeculativeStats
@@ -63,7 +63,7 @@ class SpeculativeEngine(Engine):
     def sync(self, version: int) -> None:
         self.policy.sync(version)
 
-    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], progress: OnProgress | None = None) -> list[Completion]:
         """Completions in the order of ``requests``; ``progress`` hears (finished, all)."""
         if not requests:
             return []

@@ -18,7 +18,7 @@ import torch
 
 from luffy.core.override_rules import Rule
 from luffy.errors import UserError
-from luffy.rollout.engine import Engine, Progress
+from luffy.rollout.engine import Engine, OnProgress
 from luffy.rollout.overrides.pair import OverridingPair
 from luffy.rollout.overrides.pair_checks import check_exact
 from luffy.rollout.overrides.verify import ACCEPT_STREAM, uniforms
@@ -120,7 +120,7 @@ class TurnsEngine(OverridingPair):
         self.second_temperature = second_temperature
         self.second_vocabulary = second_vocabulary
 
-    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], progress: OnProgress | None = None) -> list[Completion]:
         if not requests:
             return []
         for request in requests:

@@ -27,7 +27,7 @@ from torch import nn
 
 from luffy.errors import UserError, how_to_install
 from luffy.models.forward import causal_lm, text_config
-from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
+from luffy.rollout.engine import Engine, EngineStats, OnProgress, check_request
 from luffy.rollout.policy_weights import PushCheck, tensors_of
 from luffy.rollout.vllm.requests import completion, sampling_arguments
 from luffy.rollout.vllm.transfer import write_weights
@@ -105,7 +105,7 @@ class VllmEngine(Engine):
                 self._llm.sleep(level=SLEEP_LEVEL)
         self._asleep = True
 
-    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], progress: OnProgress | None = None) -> list[Completion]:
         if not requests:
             return []
         if self._asleep:
@@ -126,7 +126,7 @@ class VllmEngine(Engine):
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _run(self, requests: Sequence[Request], progress: Progress | None) -> list[Any]:
+    def _run(self, requests: Sequence[Request], progress: OnProgress | None) -> list[Any]:
         """Samples of one prompt are requests of their own, for their own seeds; the prompt's KV blocks are shared by
         the prefix cache."""
         from vllm import SamplingParams
@@ -177,7 +177,7 @@ class VllmEngine(Engine):
         self.seconds[what] += time.perf_counter() - started
 
 
-def bar_for(progress: Progress) -> Callable[..., Any]:
+def bar_for(progress: OnProgress) -> Callable[..., Any]:
     """In the place of ``tqdm``. vLLM also wraps the list of prompts in it, which is nobody's progress."""
 
     def bar(items: Any = None, total: int = 0, **_: Any) -> Any:
@@ -189,7 +189,7 @@ def bar_for(progress: Progress) -> Callable[..., Any]:
 class Bar:
     """Stands in for vLLM's progress bar and passes the count on."""
 
-    def __init__(self, progress: Progress, total: int) -> None:
+    def __init__(self, progress: OnProgress, total: int) -> None:
         self._progress, self._total, self._started = progress, total, time.perf_counter()
         self.n = 0
         self.postfix = ""

@@ -15,7 +15,7 @@ from torch import nn
 from luffy.errors import TrainingStopped, UserError
 from luffy.metrics import Mean, Metric, Sum
 from luffy.models.forward import causal_lm, text_config
-from luffy.rollout.engine import Engine, EngineStats, Progress, check_request
+from luffy.rollout.engine import Engine, EngineStats, OnProgress, check_request
 from luffy.rollout.policy_weights import PushCheck
 from luffy.rollout.vllm.dispatch import Dispatch, ask_all
 from luffy.rollout.vllm.http_client import Server, ServerLost, ServerTimeout
@@ -55,7 +55,7 @@ class RemoteEngine(Engine):
         self._push(version, self.servers)
         self.version = version
 
-    def generate(self, requests: Sequence[Request], progress: Progress | None = None) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], progress: OnProgress | None = None) -> list[Completion]:
         if not requests:
             return []
         vocabulary = text_config(causal_lm(self.model).config).vocab_size
@@ -158,7 +158,7 @@ class RemoteEngine(Engine):
     # ---- requests
 
     def _run(
-        self, dispatch: Dispatch[Server], requests: Sequence[Request], progress: Progress | None
+        self, dispatch: Dispatch[Server], requests: Sequence[Request], progress: OnProgress | None
     ) -> list[Completion]:
         def ask(server: Server, index: int) -> Completion:
             return self._ask(server, requests[index])
