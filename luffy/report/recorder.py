@@ -230,44 +230,36 @@ class SilentRecorder(Recorder):
 
 
 def sample_rows(
-    step: int,
-    groups: Sequence[Group],
-    credit: Sequence[Sequence[Sample]],
-    tokenizer: Any,
-    views: Sequence[Sequence[TokenView]] = (),
+    step: int, group: Group, samples: Sequence[Sample] | None, tokenizer: Any, views: Sequence[TokenView]
 ) -> list[dict[str, Any]]:
-    """One row a sample: tokens with their text, source and log-prob, reward, advantage.
+    """One row a sample of the group: tokens with their text, source and log-prob, reward, advantage.
 
-    ``credit`` is empty for a group that was rejected: its advantages are null, and so are its gradient weights.
+    ``samples`` is None for a group that was rejected: its advantages are null, and so are its gradient weights.
     """
-    rows = []
-    for g, group in enumerate(groups):
-        samples = credit[g] if g < len(credit) else []
-        for k, (rollout, verdict) in enumerate(zip(group.rollouts, group.scores, strict=True)):
-            view = views[g][k] if views else None
-            advantages = _rounded(samples[k].advantages, 6) if samples else None
-            rows.append(
-                _head(step, group.task.problem.id, k, rollout, verdict)
-                | _texts(group, rollout, tokenizer)
-                | {"advantages": advantages, "policy_version": rollout.policy_version}
-                | {"versions": rollout.versions.tolist()}
-                | _viewed(view, counted=bool(samples))
-            )
-    return rows
+    return [
+        _head(step, group.task.problem.id, k, rollout, verdict)
+        | _texts(group, rollout, tokenizer)
+        | {
+            "advantages": _rounded(samples[k].advantages, 6) if samples else None,
+            "policy_version": rollout.policy_version,
+            "versions": rollout.versions.tolist(),
+        }
+        | _viewed(views[k] if views else None, counted=bool(samples))
+        for k, (rollout, verdict) in enumerate(zip(group.rollouts, group.scores, strict=True))
+    ]
 
 
-def evaluation_rows(step: int, name: str, groups: Sequence[Group], tokenizer: Any) -> list[dict[str, Any]]:
-    """Rows of held-out problems: the policy's own tokens, nothing is learned from them. Two sets may count their
+def evaluation_rows(step: int, set_name: str, group: Group, tokenizer: Any) -> list[dict[str, Any]]:
+    """Rows of a held-out problem: the policy's own tokens, nothing is learned from them. Two sets may count their
     problems alike, so a problem goes by the name of its set too."""
     return [
-        _head(step, f"{name}/{group.task.problem.id}", k, rollout, verdict) | _texts(group, rollout, tokenizer)
-        for group in groups
+        _head(step, f"{set_name}/{group.task.problem.id}", k, rollout, verdict) | _texts(group, rollout, tokenizer)
         for k, (rollout, verdict) in enumerate(zip(group.rollouts, group.scores, strict=True))
     ]
 
 
 def trace_rows(
-    step: int, samples: Sequence[Sample], tokenizer: Any, views: Sequence[TokenView] = (), first: int = 0
+    step: int, samples: Sequence[Sample], tokenizer: Any, views: Sequence[TokenView], first: int
 ) -> list[dict[str, Any]]:
     """Rows of an SFT step, numbered from ``first``: every token is a teacher's, and nobody gave a reward."""
     rows = []

@@ -93,7 +93,7 @@ class Records:
         numbers = range(run.world.rank, run.cfg.record.samples, run.world.size)
         shown = zip(numbers, groups, strict=False)  # the first few of all
         return _in_order(
-            run, [(i, evaluation_rows(run.progress.step, name, [group], run.tokenizer)) for i, group in shown]
+            run, [(i, evaluation_rows(run.progress.step, name, group, run.tokenizer)) for i, group in shown]
         )
 
 
@@ -208,7 +208,7 @@ def _group_rows(run: Run, batch: StepBatch, i: int, views: Sequence[TokenView]) 
     if run.method == "sft":
         return trace_rows(step, samples or [], run.tokenizer, views, i)
     group = batch.rejected[i] if samples is None else batch.groups[i]
-    return sample_rows(step, [group], [] if samples is None else [samples], run.tokenizer, [views] if views else ())
+    return sample_rows(step, group, samples, run.tokenizer, views)
 
 
 def _in_order(run: Run, rows: list[tuple[int, Rows]]) -> Rows:
