@@ -9,7 +9,6 @@ again and applies the closed form. With p = softmax(z), z the logits over the te
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,48 +56,34 @@ def entropy_of(log_p: Tensor) -> Tensor:
     return -torch.where(p > 0, p * log_p, torch.zeros_like(p)).sum(dim=-1)
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """What is kept of a row of logits, [R] each."""
-
-    log_prob: Tensor
-    entropy: Tensor
-    log_total: Tensor  # log of the sum of exponentials
-
-    @classmethod
-    def empty(cls, rows: int, device: torch.device) -> _Scores:
-        return cls(*torch.empty(3, rows, dtype=torch.float32, device=device))
-
-    def __getitem__(self, part: slice) -> _Scores:
-        return _Scores(self.log_prob[part], self.entropy[part], self.log_total[part])
-
-
-def _score(logits: Tensor, targets: Tensor, temperature: float, out: _Scores) -> None:
+def _score(logits: Tensor, targets: Tensor, temperature: float, out: Tensor) -> None:
+    """``out`` [3, R]: log-prob, entropy and, where kernels serve, the log of the sum of exponentials."""
+    log_prob, entropy, log_total = out
     if kernels_serve(logits.device):
         from luffy.kernels.head import score_rows
 
-        score_rows(logits, targets, temperature, out.log_prob, out.entropy, out.log_total)
+        score_rows(logits, targets, temperature, log_prob, entropy, log_total)
         return
     log_p = _log_softmax(logits, temperature)
-    out.log_prob.copy_(log_p.gather(1, targets[:, None]).squeeze(1))
-    out.entropy.copy_(entropy_of(log_p))
+    log_prob.copy_(log_p.gather(1, targets[:, None]).squeeze(1))
+    entropy.copy_(entropy_of(log_p))
 
 
 def _grad_logits(
-    logits: Tensor, targets: Tensor, temperature: float, scores: _Scores, grad_logp: Tensor, grad_entropy: Tensor
+    logits: Tensor, targets: Tensor, temperature: float, scores: Tensor, grad_logp: Tensor, grad_entropy: Tensor
 ) -> Tensor:
-    """[R, V] in the dtype of the logits, which are used up."""
+    """[R, V] in the dtype of the logits, which are used up; ``scores`` [3, R] as `_score` left them."""
+    entropy, log_total = scores[1], scores[2]
     if kernels_serve(logits.device):
         from luffy.kernels.head import grad_logits_
 
         return grad_logits_(
-            logits, targets, temperature, scores.entropy, scores.log_total, grad_logp.contiguous(),
-            grad_entropy.contiguous(),
+            logits, targets, temperature, entropy, log_total, grad_logp.contiguous(), grad_entropy.contiguous()
         )  # fmt: skip
     log_p = _log_softmax(logits, temperature)
     p = torch.exp(log_p)
     # p * -inf would be NaN
-    centred = (log_p + scores.entropy[:, None]).clamp(min=-math.log(torch.finfo(torch.float32).max))
+    centred = (log_p + entropy[:, None]).clamp(min=-math.log(torch.finfo(torch.float32).max))
     grad = -p * (grad_logp[:, None] + grad_entropy[:, None] * centred)
     grad.scatter_add_(1, targets[:, None], grad_logp[:, None])
     return (grad / temperature).to(logits.dtype)
@@ -115,17 +100,16 @@ class _SelectedLogProbs(torch.autograd.Function):
         temperature: float,
         chunk_rows: int,
     ) -> tuple[Tensor, Tensor]:
-        scores = _Scores.empty(hidden.shape[0], hidden.device)
+        scores = torch.empty(3, hidden.shape[0], dtype=torch.float32, device=hidden.device)
         for part in _parts(hidden.shape[0], chunk_rows):
-            _score(_chunk_logits(hidden[part], weight, bias), targets[part], temperature, scores[part])
-        ctx.save_for_backward(hidden, weight, bias, targets, scores.entropy, scores.log_total)
+            _score(_chunk_logits(hidden[part], weight, bias), targets[part], temperature, scores[:, part])
+        ctx.save_for_backward(hidden, weight, bias, targets, scores)
         ctx.temperature, ctx.chunk_rows, ctx.sum = temperature, chunk_rows, gradient_sum_of(weight)
-        return scores.log_prob, scores.entropy
+        return scores[0], scores[1]
 
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, entropy, log_total = ctx.saved_tensors
-        scores = _Scores(entropy, entropy, log_total)
+        hidden, weight, bias, targets, scores = ctx.saved_tensors
         want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         # Sums over many chunks: accumulate in fp32 whatever the model's dtype.
@@ -136,7 +120,7 @@ class _SelectedLogProbs(torch.autograd.Function):
         for part in _parts(hidden.shape[0], ctx.chunk_rows):
             logits = _chunk_logits(hidden[part], weight, bias)
             grad = _grad_logits(
-                logits, targets[part], ctx.temperature, scores[part], grad_logp[part], grad_entropy[part]
+                logits, targets[part], ctx.temperature, scores[:, part], grad_logp[part], grad_entropy[part]
             )
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
