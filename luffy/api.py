@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from luffy.config import Config, built_in_recipes, load_config, to_yaml
-    from luffy.core.shaping import compared_shape, shape
-    from luffy.core.weights import trace_weight
+    from luffy.core.shaping import compared_shape, shape, trace_weight
     from luffy.evaluation.results import Result
     from luffy.guidance.gate import FirstRound, SecondRound, gate_function
     from luffy.guidance.ratios import prefix_schedule
@@ -52,7 +51,7 @@ _HOMES = {
     "Problem": "luffy.types",
     "shape": "luffy.core.shaping",
     "compared_shape": "luffy.core.shaping",
-    "trace_weight": "luffy.core.weights",
+    "trace_weight": "luffy.core.shaping",
     "prefix_schedule": "luffy.guidance.ratios",
     "gate_function": "luffy.guidance.gate",
     "FirstRound": "luffy.guidance.gate",

@@ -9,8 +9,7 @@ from support import make_samples
 
 from luffy.core.kl import kl_penalty
 from luffy.core.losses import PolicyLoss
-from luffy.core.shaping import Shape
-from luffy.core.weights import trace_weight
+from luffy.core.shaping import Shape, trace_weight
 from luffy.metrics import fetch
 from luffy.train.objective import Objective
 from luffy.train.packing import pack

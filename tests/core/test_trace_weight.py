@@ -5,8 +5,7 @@ import torch
 
 from luffy.config import AlgorithmConfig
 from luffy.core.losses import PolicyLoss, policy_loss_terms
-from luffy.core.shaping import Shape, compared_shape
-from luffy.core.weights import shape_of_method, trace_weight
+from luffy.core.shaping import Shape, compared_shape, shape_of_method, trace_weight
 
 D = torch.float64
 P = torch.tensor([0.001, 0.05, 0.1, 0.3, 0.7, 0.999], dtype=D)
