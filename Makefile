@@ -192,8 +192,8 @@ quickstart: $(READY)
 	$(BIN)/luffy quickstart
 
 docs: $(READY)
-	$(BIN)/python -m luffy.reference > docs/configuration.md
-	$(BIN)/python -m luffy.reference api > docs/api.md
+	$(BIN)/python -m luffy.docs_pages > docs/configuration.md
+	$(BIN)/python -m luffy.docs_pages api > docs/api.md
 
 # The docs site in build/site. MkDocs needs none of luffy's packages, so it has a small environment of its own.
 DOCS_VENV ?= .venv-docs

@@ -175,11 +175,10 @@ def test_every_knob_is_documented():
 
 
 def test_the_reference_page_is_generated_from_the_code():
-
-    from luffy.reference import reference
+    from luffy.docs_pages import configuration_page
 
     page = Path(__file__).parents[1] / "docs" / "configuration.md"
-    assert page.read_text() == reference(), "run `make docs`"
+    assert page.read_text() == configuration_page(), "run `make docs`"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def reference() -> str:
+def configuration_page() -> str:
     parts = [HEAD]
     every = list(describe(Config))
     sections = list(dict.fromkeys(map(section_of, every)))
@@ -133,4 +133,4 @@ def api_page() -> str:
 
 
 if __name__ == "__main__":
-    print(api_page() if sys.argv[1:] == ["api"] else reference(), end="")
+    print(api_page() if sys.argv[1:] == ["api"] else configuration_page(), end="")
