@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from luffy.report import runs as read
 from luffy.report.curves import estimate
 from luffy.report.methods import Method, Styled
 from luffy.report.tables import evaluations
@@ -51,5 +50,4 @@ def final_mean(method: Method, metric: str) -> float:
 
 def final_values(method: Method, metric: str) -> list[float]:
     """The last value of each run that recorded the metric."""
-    values = [read.last(metric)(run) for run in method.runs]
-    return [value for value in values if value is not None]
+    return [value for run in method.runs if (value := run.last(metric)) is not None]

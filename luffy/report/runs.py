@@ -170,6 +170,16 @@ class RunRecord:
         """(step, value) where the metric was recorded and is finite."""
         return [(int(row["step"]), float(row[metric])) for row in self.rows if is_number(row.get(metric))]
 
+    def at_start(self, metric: str) -> float | None:
+        """The value before training: that of step 0, where it was evaluated."""
+        return next((value for step, value in self.series(metric) if step == 0), None)
+
+    def last(self, metric: str) -> float | None:
+        return next((value for _, value in reversed(self.series(metric))), None)
+
+    def best(self, metric: str) -> float | None:
+        return max((value for _, value in self.series(metric)), default=None)
+
     def total(self, metric: str) -> float | None:
         values = [value for _, value in self.series(metric)]
         return math.fsum(values) if values else None
@@ -396,19 +406,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-Reader = Callable[[RunRecord], float | None]
-
-
-def last(metric: str) -> Reader:
-    return lambda run: next((value for _, value in reversed(run.series(metric))), None)
-
-
-def best(metric: str) -> Reader:
-    return lambda run: max((value for _, value in run.series(metric)), default=None)
-
-
-def at_start(metric: str) -> Reader:
-    """The value before training: that of step 0, where it was evaluated."""
-    return lambda run: next((value for step, value in run.series(metric) if step == 0), None)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
 from markupsafe import Markup
 
-from luffy.report import runs as read
 from luffy.report.changes import changes_of
 from luffy.report.curves import Estimate, estimate
 from luffy.report.figures import KNOWN_PHASES, crowded, phase_bar, phase_class, swatch
 from luffy.report.methods import Method, Styled, differing_keys, show_value
-from luffy.report.runs import Reader, RunRecord
+from luffy.report.runs import RunRecord
 from luffy.report.text import number, shorten, show, show_seconds
 
 EVALUATION = re.compile(r"val-(?P<name>[^/]+)/accuracy")
@@ -32,8 +31,11 @@ class Column:
     head: str  # neighbours of the same head share it
     below: str
     metric: str  # its name in JSON
-    value: Reader
+    read: Callable[[RunRecord, str], float | None]  # of a run and the metric
     digits: int = 3
+
+    def value(self, run: RunRecord) -> float | None:
+        return self.read(run, self.metric)
 
     def values(self, runs: Sequence[RunRecord]) -> list[float]:
         """Of the runs that have one."""
@@ -53,17 +55,17 @@ def final_columns(runs: Sequence[RunRecord]) -> list[Column]:
     for metric, name in evaluations(runs):
         accuracy = f"{name[0].upper()}{name[1:]} accuracy"
         columns += [
-            Column(accuracy, "start", metric, read.at_start(metric)),
-            Column(accuracy, "final", metric, read.last(metric)),
-            Column(accuracy, "best", metric, read.best(metric)),
+            Column(accuracy, "start", metric, RunRecord.at_start),
+            Column(accuracy, "final", metric, RunRecord.last),
+            Column(accuracy, "best", metric, RunRecord.best),
         ]
     reward, entropy, length = "critic/rewards/mean", "actor/entropy_loss", "response_length/mean"
     return [
         *columns,
-        Column("Reward", "final", reward, sampled(read.last(reward))),
-        Column("Entropy", "final", entropy, sampled(read.last(entropy))),
-        Column("Length", "final", length, read.last(length), 1),
-        Column("Seconds", "in all", "seconds", all_seconds, 1),
+        Column("Reward", "final", reward, last_if_sampled),
+        Column("Entropy", "final", entropy, last_if_sampled),
+        Column("Length", "final", length, RunRecord.last, 1),
+        Column("Seconds", "in all", "seconds", lambda run, _: all_seconds(run), 1),
     ]
 
 
@@ -73,9 +75,9 @@ def all_seconds(run: RunRecord) -> float | None:
     return None if parts[0] is None else sum(part or 0.0 for part in parts)
 
 
-def sampled(reader: Reader) -> Reader:
+def last_if_sampled(run: RunRecord, metric: str) -> float | None:
     """SFT draws no samples: its zeros under these names mean nothing."""
-    return lambda run: reader(run) if run.kind == "train" else None
+    return run.last(metric) if run.kind == "train" else None
 
 
 def final_table(methods: Sequence[Styled]) -> Markup:
@@ -325,7 +327,7 @@ def run_table(methods: Sequence[Styled]) -> Markup:
 
 
 def _run_row(style: int, label: str, run: RunRecord, metrics: Sequence[str]) -> Markup:
-    values = [read.last(metric)(run) for metric in metrics]
+    values = [run.last(metric) for metric in metrics]
     cells = [method_head(style, label), _cell(seed_of(run)), _cell(steps_of([run]))]
     cells += [_cell("\u2013" if value is None else number(value)) for value in values]
     seconds = all_seconds(run)

@@ -7,7 +7,7 @@ import pytest
 from luffy.errors import UserError
 from luffy.report import recorder
 from luffy.report.recorder import JsonLinesWriter, read_json_lines
-from luffy.report.runs import EmptyRun, GroupKey, at_start, best, find_runs, last, load_run
+from luffy.report.runs import EmptyRun, GroupKey, find_runs, load_run
 
 
 def test_a_run_reads_back(write_run, make_metric_row):
@@ -15,8 +15,8 @@ def test_a_run_reads_back(write_run, make_metric_row):
     run = load_run(write_run("luffy/seed-7", rows, {"train": {"steps": 2}}))
     assert (run.seed, run.steps, run.planned_steps, run.unfinished, run.kind) == (7, 2, 2, False, "train")
     assert run.series("val-core/accuracy") == [(0, 0.1), (1, 0.4), (2, 0.3)]
-    assert [read("val-core/accuracy")(run) for read in (at_start, last, best)] == [0.1, 0.3, 0.4]
-    assert last("val-ood/accuracy")(run) is None
+    assert [read("val-core/accuracy") for read in (run.at_start, run.last, run.best)] == [0.1, 0.3, 0.4]
+    assert run.last("val-ood/accuracy") is None
     assert run.config["optim.lr"] == 1e-6  # today's default, not in the file
 
 
