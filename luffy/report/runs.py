@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from luffy.config import Config, parse_yaml
 from luffy.errors import ConfigError, UserError
@@ -122,7 +122,7 @@ class RunRecord:
     def success(self) -> float:
         """``reward.success``: from which reward on a problem is solved."""
         value = self.config.get("reward.success")
-        return float(value) if is_number(value) else 1.0  # type: ignore[arg-type]
+        return float(value) if is_number(value) else 1.0
 
     @property
     def kind(self) -> Kind:
@@ -185,7 +185,7 @@ class RunRecord:
         return math.fsum(values) if values else None
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """A finite number, and not one of so many digits that no float holds it."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
@@ -194,7 +194,7 @@ def is_number(value: Any) -> bool:
 
 def whole(value: Any) -> int:
     """The value where it is a whole number, else 0: files of others may say anything."""
-    return value if isinstance(value, int) and is_number(value) else 0
+    return value if is_number(value) and isinstance(value, int) else 0
 
 
 def _processes_said(folder: Path) -> int:
@@ -329,7 +329,7 @@ def sample_head(offset: int, row: Mapping[str, Any]) -> SampleHead:
         step=whole(row.get("step")),
         problem=str(row.get("problem", "")),
         sample=whole(row.get("sample")),
-        reward=float(reward) if is_number(reward) else None,  # type: ignore[arg-type]
+        reward=float(reward) if is_number(reward) else None,
         finish=str(row.get("finish", "?")),
         length=_count(row, "length", "tokens", len),
         off_policy_tokens=_count(row, "off_policy_tokens", "off_policy", _flagged),

@@ -143,8 +143,8 @@ def colour_key() -> Markup:
 def _chips(row: Mapping[str, Any], success: float) -> Iterator[Markup]:
     reward = row.get("reward")
     if is_number(reward):
-        solved = reward is not None and reward >= success
-        said = ("\u2713" if solved else "\u2717", number(float(reward), 2).removesuffix(".00"))  # type: ignore[arg-type]
+        solved = reward >= success
+        said = ("\u2713" if solved else "\u2717", number(reward, 2).removesuffix(".00"))
         yield Markup('<span class="chip {}">{} reward {}</span>').format("good" if solved else "bad", *said)
     off = listed(row, "off_policy")
     if any(off):
