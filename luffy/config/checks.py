@@ -38,11 +38,12 @@ def check(config: Knobs) -> None:
         _check_shapes,
         _check_overrides,
         _check_batch,
-        _check_memory,
+        _check_eval_sets,
+        _check_method_memory,
         _check_experts,
         _check_sft_steps,
         _check_async,
-        _check_parts,
+        _check_partial_rollouts,
         _check_mismatch,
         _check_launch,
     ):
@@ -76,7 +77,7 @@ def _check_reward(c: Knobs) -> None:
             f"'reward.failure' ({c.reward.failure}) exceeds 'reward.success' ({c.reward.success}): a response would "
             f"have solved its problem and failed; lower reward.failure"
         )
-    asks_server = "http" in (c.reward.weights or {c.reward.kind: 1.0})
+    asks_server = "http" in c.reward.weight_of
     if asks_server and c.reward.http.url is None:
         raise ConfigError("'reward.kind' http needs 'reward.http.url', such as http://127.0.0.1:9000/score")
     if c.reward.http.url is not None and not asks_server:
@@ -86,7 +87,7 @@ def _check_reward(c: Knobs) -> None:
 
 def _check_success(reward: RewardConfig) -> None:
     """Built-in rewards give 0 to 1, so what a sum of them can reach is known."""
-    weights = reward.weights or {reward.kind: 1.0}
+    weights = reward.weight_of
     if not set(weights) <= set(built_in()):
         return
     best = math.fsum(weight for weight in weights.values() if weight > 0)
@@ -288,15 +289,19 @@ def _check_batch(c: Knobs) -> None:
             f"'batch.tokens' ({c.batch.tokens}) cannot hold one sequence of data.max_prompt_tokens + "
             f"rollout.max_tokens = {c.longest} tokens; raise it or lower those"
         )
-    if c.data.eval_also and c.data.eval is None:
-        raise ConfigError("'data.eval_also' names further sets, but 'data.eval', the first one, is empty")
-    if "core" in c.data.eval_also:
-        raise ConfigError("'data.eval_also.core' is the name of 'data.eval' itself (val-core/*); choose another")
     if c.batch.mini_batch is not None and c.batch.mini_batch > c.batch.problems:
         raise ConfigError(f"'batch.mini_batch' ({c.batch.mini_batch}) exceeds 'batch.problems' ({c.batch.problems})")
 
 
-def _check_memory(c: Knobs) -> None:
+def _check_eval_sets(c: Knobs) -> None:
+    if c.data.eval_also and c.data.eval is None:
+        raise ConfigError("'data.eval_also' names further sets, but 'data.eval', the first one, is empty")
+    if "core" in c.data.eval_also:
+        raise ConfigError("'data.eval_also.core' is the name of 'data.eval' itself (val-core/*); choose another")
+
+
+def _check_method_memory(c: Knobs) -> None:
+    """What a method remembers between steps: replay, experts, the buffer of SFT steps."""
     parts = {
         "replay.share": c.replay.share,
         "batch.expert_share": c.batch.expert_share,
@@ -369,7 +374,7 @@ def _check_async(c: Knobs) -> None:
         )
 
 
-def _check_parts(c: Knobs) -> None:
+def _check_partial_rollouts(c: Knobs) -> None:
     r = c.rollout
     if r.max_tokens_per_step is None:
         return
@@ -465,7 +470,7 @@ def _check_groups_of_one(c: Knobs) -> None:
 
 def _scores_are_extreme(reward: RewardConfig) -> bool:
     """Whether every score is a success or a failure: built-in rewards give 0 or 1."""
-    weights = reward.weights or {reward.kind: 1.0}
+    weights = reward.weight_of
     if not set(weights) <= set(built_in()):
         return reward.success == reward.failure
     sums = (math.fsum(given) for given in product(*((0.0, weight) for weight in weights.values())))

@@ -125,6 +125,11 @@ class RewardConfig:
             return " + ".join(f"{weight:g} {kind}" for kind, weight in self.weights.items())
         return self.http.url or self.kind if self.kind == "http" else self.kind
 
+    @property
+    def weight_of(self) -> dict[str, float]:
+        """The weight of each kind in the sum; one kind alone has 1."""
+        return self.weights or {self.kind: 1.0}
+
     def verifier(self, workers: int | None = None) -> Verifier:
         """What scores responses by these settings; ``workers`` instead of as many as they say (2 if they do not)."""
         return build_verifier(
