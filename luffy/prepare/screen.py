@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from luffy.data import READERS, Encoder, RowError, RowSource
 from luffy.data.schemas import LABELS, ReadOptions, RowView, as_verdict
 from luffy.evaluation.accuracy import SUCCESS
+from luffy.evaluation.background_work import BackgroundWork
 from luffy.prepare.dataset_files import Journal, Record
 from luffy.prepare.overlap import EvaluationIndex, question_key, question_text
 from luffy.progress import Advance
@@ -158,24 +158,17 @@ def screen(source: RowSource, journal: Journal, screener: Screener, verifier: Ve
     first = len(journal)
     rows = enumerate(islice(source.scan(), first, None), start=first)
     looks = (screener.look(number, source.name(number), row) for number, row in rows)
-    running: tuple[list[ScreenedRow], Future[list[Score]]] | None = None
-    with ThreadPoolExecutor(1) as thread:
+
+    def verify(batch: list[ScreenedRow]) -> None:
+        scores = iter(verifier.score([item for look in batch for item in look.items()]))
+        for look in batch:
+            look.settle(list(islice(scores, len(look.pending))))
+        journal.append([look.record for look in batch])
+        advance(len(batch))
+
+    with BackgroundWork() as background:
         for batch in _batches(looks, TRACES_AT_ONCE):
-            items = [item for look in batch for item in look.items()]
-            following = (batch, thread.submit(verifier.score, items))
-            if running is not None:
-                _record(journal, *running, advance)
-            running = following
-        if running is not None:
-            _record(journal, *running, advance)
-
-
-def _record(journal: Journal, batch: list[ScreenedRow], scores: Future[list[Score]], advance: Advance) -> None:
-    remaining = iter(scores.result())
-    for look in batch:
-        look.settle(list(islice(remaining, len(look.pending))))
-    journal.append([look.record for look in batch])
-    advance(len(batch))
+            background.submit(verify, batch)
 
 
 def _batches(looks: Iterable[ScreenedRow], traces: int) -> Iterator[list[ScreenedRow]]:
