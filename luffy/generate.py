@@ -13,7 +13,7 @@ from luffy.data.sources import DATA_SUFFIXES
 from luffy.errors import UserError
 from luffy.evaluation.engines import load_native
 from luffy.evaluation.runner import prompt_ids_of, room_for
-from luffy.guidance.plan import seed_of
+from luffy.seeds import seed_of
 from luffy.train.setup import pick_device
 from luffy.types import Problem, Request, Sampling
 

@@ -12,7 +12,9 @@ import pytest
 import luffy
 
 ROOT = Path(luffy.__file__).parent
-BASE = {"types", "errors", "files", "hub", "metrics", "plugins", "progress", "registry", "web", "cli_help", "_version"}
+BASE = {
+    "types", "errors", "files", "hub", "metrics", "plugins", "progress", "registry", "seeds", "web", "cli_help", "_version",
+}  # fmt: skip
 MAY_IMPORT = {
     "types": set(),
     "errors": set(),
@@ -24,6 +26,7 @@ MAY_IMPORT = {
     "_version": set(),
     "metrics": set(),
     "progress": set(),
+    "seeds": set(),
     "web": set(),
     "schema": {"errors"},
     "kernels": {"kernels"},
@@ -36,12 +39,12 @@ MAY_IMPORT = {
     "rollout": {"rollout", "models", "core", "kernels", *BASE},
     "report": {"report", "config", "schema", "core", *BASE},
     "distributed": {"distributed", "rollout", "config", "models", "core", *BASE},
-    "evaluation": {"evaluation", "report", "config", "guidance", "rewards", "rollout", "models", "data", "core", *BASE},
+    "evaluation": {"evaluation", "report", "config", "rewards", "rollout", "models", "data", "core", *BASE},
     "train": {"train", "distributed", "evaluation", "report", "rollout", "models", "guidance", "rewards", "data", "core", "config", "schema", *BASE},
     "dry_run": {"dry_run", "train", "distributed", "report", "rollout", "models", "guidance", "rewards", "data", "core", "config", *BASE},
     "bench": {"bench", "guidance", "train", "rollout", "models", "report", "config", "schema", *BASE},
     "view": {"view", "report", *BASE},
-    "prepare": {"prepare", "train", "evaluation", "rollout", "models", "guidance", "rewards", "data", *BASE},
+    "prepare": {"prepare", "train", "evaluation", "rollout", "models", "rewards", "data", *BASE},
     "integrations": {"integrations", "core", "data", "guidance", *BASE},
     "quickstart": {"quickstart", "train", "report", "config", "schema", "data", "rewards", "evaluation", "rollout", "models", *BASE},
 }  # fmt: skip

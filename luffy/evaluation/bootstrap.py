@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from luffy.guidance.plan import seed_of
+from luffy.seeds import seed_of
 
 Array = NDArray[np.float64]
 ITEMS_TO_TELL = 6  # the fewest with 2 / 2^items < 0.05

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from luffy.errors import DataError
-from luffy.guidance.plan import seed_of
+from luffy.seeds import seed_of
 from luffy.types import Problem
 
 LETTERS = "ABCDEFGHIJ"

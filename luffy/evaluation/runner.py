@@ -27,7 +27,6 @@ from luffy.evaluation.eval_view import EvalView
 from luffy.evaluation.results import ITEMS, Result, build_result, model_label, read_items, write_result
 from luffy.evaluation.settings import Settings, alone_in, claim, problems_hash, recorded
 from luffy.files import write_atomically
-from luffy.guidance.plan import seed_of
 from luffy.models.load import decode
 from luffy.models.threads import default_workers
 from luffy.report.recorder import JsonLinesWriter
@@ -35,6 +34,7 @@ from luffy.report.runs import CONFIG, read_config
 from luffy.rewards import Verifier, build_verifier
 from luffy.rewards.custom import CALL_FAILED
 from luffy.rewards.verifier import GO_ON, why_every_call_failed, why_nothing_was_scored
+from luffy.seeds import seed_of
 from luffy.types import Completion, Problem, Request, Sampling
 
 PAPER_MAX_TOKENS = 8192

@@ -22,10 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from luffy.errors import UserError
-from luffy.guidance.plan import Plan, Planned, Planner, seed_of
+from luffy.guidance.plan import Plan, Planned, Planner
 from luffy.guidance.row_hints import hints_of
 from luffy.guidance.trace_choice import choose
 from luffy.registry import Registry
+from luffy.seeds import seed_of
 from luffy.types import Demonstration, Group, Score, Task
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from luffy.guidance.ratios import RatioSchedule
 from luffy.guidance.trace_choice import TraceChoice, choose
+from luffy.seeds import seed_of
 from luffy.types import Completion, Demonstration, Finish, Request, Rollout, Sampling, Task
 
 
@@ -124,11 +124,6 @@ class Planner:
         sampling = replace(self.sampling, max_tokens=self.sampling.max_tokens - prefix)
         request = Request(task.prompt_ids, seed, sampling, demonstration.token_ids[:prefix])
         return Planned(task, request, demonstration, prefix)
-
-
-def seed_of(key: str) -> int:
-    """A 63-bit seed from a name, the same in every process."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
 
 
 def rollout_of(planned: Planned, completion: Completion | None, version: int) -> Rollout:

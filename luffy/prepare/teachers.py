@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from luffy.data import Encoder
 from luffy.data.encode import resolve_style, with_system_prompt
 from luffy.errors import DataError, UserError
-from luffy.guidance.plan import seed_of
 from luffy.prepare.endpoint import Aborted, Endpoint, Refused, Reply
+from luffy.seeds import seed_of
 from luffy.types import Completion, Message, Problem, Request, Sampling
 
 SAVED_AT_ONCE = 256  # samples of a model in this process

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from luffy.config import EvalConfig
 from luffy.files import json_object, write_atomically
-from luffy.guidance.plan import Plan, Planned, seed_of
+from luffy.guidance.plan import Plan, Planned
 from luffy.metrics import Mean, Metric
 from luffy.report.recorder import EVALUATED, METRICS, read_json_lines
+from luffy.seeds import seed_of
 from luffy.train.groups import failure_metrics, score, stop_if_nothing_was_scored
 from luffy.train.run_state import Run
 from luffy.types import Group, Request, Sampling, Task

@@ -17,10 +17,10 @@ from rich.console import Console
 from luffy.config import Config, EvalConfig, check_made_for
 from luffy.distributed.world import World
 from luffy.errors import AllStopped, TrainingStopped
-from luffy.guidance.plan import seed_of
 from luffy.metrics import Metric
 from luffy.models.threads import use_threads
 from luffy.report.console import was_idle
+from luffy.seeds import seed_of
 from luffy.train import held_out, recording, saving
 from luffy.train.activations import out_of_memory_advice
 from luffy.train.batch import StepBatch

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from luffy.config import Config
 from luffy.data import ProblemSampler
-from luffy.guidance.plan import seed_of
+from luffy.seeds import seed_of
 from luffy.train.replay import Attempt, Replay
 from luffy.train.under_way import UnderWay, problems_of, state_of
 

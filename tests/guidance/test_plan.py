@@ -3,9 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from luffy.guidance.plan import Planner, seed_of
+from luffy.guidance.plan import Planner
 from luffy.guidance.ratios import RatioSchedule
 from luffy.guidance.trace_choice import choose
+from luffy.seeds import seed_of
 from luffy.types import Completion, Demonstration, Problem, Sampling, Task
 
 LONG = Demonstration((10, 11, 12, 13, 14, 15, 16, 17, 18, 1), log_probs=tuple(-0.1 * i for i in range(10)))
