@@ -29,7 +29,7 @@ from luffy.progress import progress
 from luffy.rewards import Verifier, build_verifier
 from luffy.rewards.custom import CALL_FAILED
 from luffy.rewards.verifier import GO_ON, why_every_call_failed
-from luffy.types import Problem, Score, Trace
+from luffy.types import Problem, Score
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +66,10 @@ def prepare_traces(
     out.parent.mkdir(parents=True, exist_ok=True)
     problems = load_problems(file, limit=limit, columns=columns)
     schema = with_other_columns(problem_schema(TRACE_FIELDS, chats=are_chats(problems)), problems)
-    asked = {**settings, "n": n, "reward": reward, "problems_sha256": problems.fingerprint}
+    decisive = {**settings, "n": n, "reward": reward, "problems_sha256": problems.fingerprint}
     if answer_in_thought:  # only then, so that files of before this option go on
-        asked["answer_in_thought"] = True
-    with Journal(out.with_suffix(".progress.jsonl"), asked, id=str, samples=list) as journal:
+        decisive["answer_in_thought"] = True
+    with Journal(out.with_suffix(".progress.jsonl"), decisive, id=str, samples=list) as journal:
         with build_verifier(reward, workers=workers, answer_in_thought=answer_in_thought) as verifier:
             ask(problems, n, teacher, verifier, journal)
         counts = _write(problems, schema, journal, out, name, keep_wrong, keep_traces, n)
@@ -77,7 +77,7 @@ def prepare_traces(
         logger.warning("no problem has a trace; if samples were cut off, raise --max-tokens")
     if counts["samples_unscored"]:
         logger.warning("%d samples have no score; the same command asks for it again", counts["samples_unscored"])
-    card = {"counts": dict(counts), "teacher": name, "settings": asked}
+    card = {"counts": dict(counts), "teacher": name, "settings": decisive}
     write_atomically(out.with_suffix(".card.json"), json.dumps(card, indent=2) + "\n")
     return card
 
@@ -114,15 +114,22 @@ def ask(problems: ProblemDataset, n: int, teacher: Teacher, verifier: Verifier, 
 
 def score_again(problems: ProblemDataset, verifier: Verifier, journal: Journal) -> None:
     """A record with samples that were not scored is written once more when they are; a problem's last record counts."""
-    unscored = {record["id"]: (place, is_unscored(record)) for place, record in enumerate(journal)}
-    again = {name: journal[place] for name, (place, is_open) in unscored.items() if is_open}
+    again: dict[str, Record] = {}
+    for record in journal:
+        again.pop(record["id"], None)
+        if is_unscored(record):
+            again[record["id"]] = record
     if not again:
         return
-    asked = [problem for problem in problems if problem.id in again]
-    items = [(problem, sample) for problem in asked for sample in again[problem.id]["samples"]]
-    open_items = [(problem, sample) for problem, sample in items if sample["status"] == CALL_FAILED]
-    scores = verifier.score([(problem, sample["text"]) for problem, sample in open_items])
-    for (_, sample), score in zip(open_items, scores, strict=True):
+    unscored = [
+        (problem, sample)
+        for problem in problems
+        if problem.id in again
+        for sample in again[problem.id]["samples"]
+        if sample["status"] == CALL_FAILED
+    ]
+    scores = verifier.score([(problem, sample["text"]) for problem, sample in unscored])
+    for (_, sample), score in zip(unscored, scores, strict=True):
         sample |= {"score": score.value, "status": score.status}
     journal.append([record for record in again.values() if not is_unscored(record)])
 
@@ -182,9 +189,9 @@ def _record(sample: TeacherResponse, score: Score) -> Record:
     return record
 
 
-def verdicts(samples: Sequence[Record], keep_wrong: bool, there: Iterable[str] = ()) -> Iterator[str]:
-    """ "kept" for the samples that become traces, and why the others do not; ``there`` are the texts of traces beside
-    them."""
+def verdicts(samples: Sequence[Record], keep_wrong: bool, there: Iterable[str | None] = ()) -> Iterator[str]:
+    """What becomes of each sample: "kept" if it becomes a trace, else why it does not. ``there``: texts of the traces
+    that the problem has already."""
     seen = set(there)
     for sample in samples:
         if not sample["finished"]:
@@ -216,36 +223,27 @@ def _write(
     counts: Counter[str] = Counter()
     with whole_file(out) as temporary, ProblemWriter(temporary, schema) as writer:
         for problem in problems:
-            before = problem.traces if keep_traces else ()
             place = places.get(problem.id)
-            counts["problems_refused"] += place is None
             samples = [] if place is None else journal[place]["samples"]
-            row = _output_row(problem, before, samples, name, keep_wrong, n, counts)
-            writer.add({column: problem.meta.get(column) for column in schema.names} | row)
+            before = [{**asdict(trace), "score": None} for trace in problem.traces] if keep_traces else []
+            found = list(verdicts(samples, keep_wrong, [trace["text"] for trace in before]))
+            new = [_trace(sample, name) for sample, what in zip(samples, found, strict=True) if what == "kept"]
+            others = {column: problem.meta.get(column) for column in schema.names}
+            writer.add(others | _output_row(problem, [*before, *new]))
+            counts["problems_refused"] += place is None
+            counts.update({"problems": 1, "samples": len(samples), "problems_with_a_trace": int(bool(before or new))})
+            counts.update(f"samples_{what}" for what in found)
+            counts["samples_refused"] += n - len(samples)
+            counts.update(f"samples_{sample['log_prob_status']}" for sample in samples)
+            counts["samples_right"] += sum(sample["score"] >= SUCCESS for sample in samples)
+            counts["traces_with_log_probs"] += sum(trace["log_probs"] is not None for trace in new)
             if problem.traces:
                 counts[f"traces_of_the_file_{'kept' if keep_traces else 'left_out'}"] += len(problem.traces)
     return counts
 
 
-def _output_row(
-    problem: Problem,
-    before: Sequence[Trace],
-    samples: Sequence[Record],
-    name: str,
-    keep_wrong: bool,
-    n: int,
-    counts: Counter[str],
-) -> Record:
-    found = list(verdicts(samples, keep_wrong, (trace.text for trace in before if trace.text is not None)))
-    traces = [_trace(sample, name) for sample, what in zip(samples, found, strict=True) if what == "kept"]
-    counts.update({"problems": 1, "samples": len(samples), "problems_with_a_trace": int(bool(before or traces))})
-    counts.update({f"samples_{what}": number for what, number in Counter(found).items()})
-    counts["samples_refused"] += n - len(samples)
-    counts.update(f"samples_{sample['log_prob_status']}" for sample in samples)
-    counts["samples_right"] += sum(sample["score"] >= SUCCESS for sample in samples)
-    counts["traces_with_log_probs"] += sum(trace["log_probs"] is not None for trace in traces)
+def _output_row(problem: Problem, traces: Sequence[Record]) -> Record:
     prompt = problem.prompt if isinstance(problem.prompt, str) else [asdict(message) for message in problem.prompt]
-    traces = [*({**asdict(trace), "score": None} for trace in before), *traces]
     return {"id": problem.id, "prompt": prompt, "answer": problem.answer, "traces": traces, "source": problem.source}
 
 
