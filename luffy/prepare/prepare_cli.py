@@ -193,23 +193,23 @@ def traces(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Verified traces from an OpenAI-compatible server or a local model."""
-    from luffy.prepare.teachers import ask_endpoint, ask_local, default_name
+    from luffy.prepare.teachers import endpoint_teacher, local_teacher
     from luffy.prepare.traces import prepare_traces
 
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     if (endpoint is None) == (local is None):
         raise UserError("give --endpoint with --model, or --local")
     if local is not None:
-        asked, settings = ask_local(
+        asked, settings = local_teacher(
             local, sampling, seed, style, system_prompt, tokenizer, dtype, device, trust_remote_code
         )
     else:
-        asked, settings = ask_endpoint(
+        asked, settings = endpoint_teacher(
             str(endpoint), model, api, _api_key(api_key_env), logprobs, sampling | _fields(extra_body), seed, style,
             system_prompt, tokenizer, concurrency, retries, timeout, trust_remote_code,
         )  # fmt: skip
     card = prepare_traces(
-        file, out, asked, teacher or default_name(model, local), settings,
+        file, out, asked, teacher or model or Path(str(local)).name, settings,
         n=n, reward=reward, workers=workers, keep_wrong=keep_wrong, keep_traces=keep_traces,
         limit=limit or None, answer_in_thought=answer_in_thought, columns=named_columns(columns or []),
     )  # fmt: skip

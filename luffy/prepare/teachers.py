@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from luffy.data import Encoder
@@ -271,7 +270,7 @@ class LocalTeacher:
 # ---- from the command line
 
 
-def ask_endpoint(
+def endpoint_teacher(
     url: str,
     model: str | None,
     api: str,
@@ -291,7 +290,7 @@ def ask_endpoint(
     if not model:
         raise UserError("--endpoint needs --model, the model's name at the server")
     endpoint = Endpoint(url, model, api, api_key, log_probs, retries, timeout_s=timeout_s)
-    tokenizer = None if tokenizer_path is None else _loaded(tokenizer_path, trust_remote_code)
+    tokenizer = _tokenizer(tokenizer_path, trust_remote_code)
     encoder = None
     if api == "completions" and tokenizer is not None:
         encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt)
@@ -302,7 +301,7 @@ def ask_endpoint(
     return teacher, settings | {"sampling": sampling, "seed": seed, "style": style, "system_prompt": system_prompt}
 
 
-def ask_local(
+def local_teacher(
     path: str,
     sampling: dict[str, Any],
     seed: int,
@@ -314,19 +313,14 @@ def ask_local(
     trust_remote_code: bool = False,
 ) -> tuple[Teacher, dict[str, Any]]:
     """The same for a model in this process."""
-    tokenizer = None if tokenizer_path is None else _loaded(tokenizer_path, trust_remote_code)
+    tokenizer = _tokenizer(tokenizer_path, trust_remote_code)
     options: dict[str, Any] = {"seed": seed, "style": style, "system_prompt": system_prompt, "dtype": dtype}
     here: dict[str, Any] = {"tokenizer": tokenizer, "device": device, "trust_remote_code": trust_remote_code}
     teacher = LocalTeacher(path, **sampling, **options, **here)
     return teacher, {"local": path, "sampling": sampling, "tokenizer": tokenizer_path, **options}
 
 
-def _loaded(path: str, trust_remote_code: bool) -> Any:
+def _tokenizer(path: str | None, trust_remote_code: bool) -> Any:
     from luffy.models.load import load_tokenizer
 
-    return load_tokenizer(path, trust_remote_code)
-
-
-def default_name(endpoint_model: str | None, local: str | None) -> str:
-    """A teacher's name in the traces: the model's, without the folders around it."""
-    return endpoint_model or Path(local or "teacher").name
+    return None if path is None else load_tokenizer(path, trust_remote_code)

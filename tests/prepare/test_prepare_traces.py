@@ -21,7 +21,7 @@ from luffy.models import load_tokenizer
 from luffy.prepare import teachers
 from luffy.prepare.dataset_files import ROWS_PER_GROUP, column_types
 from luffy.prepare.endpoint import Endpoint, EndpointError, Reply
-from luffy.prepare.teachers import EndpointTeacher, LocalTeacher, ask_endpoint, recorded_ids
+from luffy.prepare.teachers import EndpointTeacher, LocalTeacher, endpoint_teacher, recorded_ids
 from luffy.prepare.traces import prepare_traces, verdicts
 from luffy.quickstart.task import write_dataset
 from luffy.rewards import Verifier
@@ -435,7 +435,7 @@ def test_completions_take_the_rendered_text(serve, tmp_path, sums_file, tokenize
         "logprobs": {"tokens": list("#### 2"), "token_logprobs": [-1] * 6},
     }
     server = serve(lambda body, number: (200, {"choices": [choice]}, {}))
-    teacher, settings = ask_endpoint(
+    teacher, settings = endpoint_teacher(
         server.url,
         "big",
         "completions",
