@@ -20,7 +20,8 @@ from luffy.errors import DataError
 from luffy.files import whole_file, write_atomically
 from luffy.models.load import load_tokenizer
 from luffy.prepare.cards import card_markdown, make_card
-from luffy.prepare.dataset_files import Journal, ProblemWriter, Record, problem_schema
+from luffy.prepare.dataset_files import ProblemWriter, problem_schema
+from luffy.prepare.journal import Journal, Record
 from luffy.prepare.overlap import index_evaluation
 from luffy.prepare.screen import Screener, read_problem, screen
 from luffy.prepare.select import DROPPED, HELD_OUT, TRAIN, Choice, Selection, kept_traces, select

@@ -18,7 +18,7 @@ from luffy.data import READERS, Encoder, RowError, RowSource
 from luffy.data.schemas import LABELS, ReadOptions, RowView, as_verdict
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.background_work import BackgroundWork
-from luffy.prepare.dataset_files import Journal, Record
+from luffy.prepare.journal import Journal, Record
 from luffy.prepare.overlap import EvaluationIndex, question_key, question_text
 from luffy.progress import Advance
 from luffy.rewards import Verifier

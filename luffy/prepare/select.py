@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from luffy.errors import ConfigError
-from luffy.prepare.dataset_files import Record
+from luffy.prepare.journal import Record
 
 # LUFFY paper, appendix C.1: what the teacher solves within 2k tokens is Easy, within 4k Hard (Easy included).
 SPLITS: dict[str, int | None] = {"all": None, "easy": 2048, "hard": 4096}

@@ -22,8 +22,9 @@ from luffy.errors import DataError, UserError
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.background_work import BackgroundWork
 from luffy.files import whole_file, write_atomically
-from luffy.prepare.dataset_files import Journal, ProblemWriter, Record, column_types, problem_schema
+from luffy.prepare.dataset_files import ProblemWriter, column_types, problem_schema
 from luffy.prepare.endpoint import whole_text
+from luffy.prepare.journal import Journal, Record
 from luffy.prepare.teachers import Answer, Teacher, TeacherResponse
 from luffy.progress import progress
 from luffy.rewards import Verifier, build_verifier

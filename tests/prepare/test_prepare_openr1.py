@@ -17,7 +17,7 @@ from luffy.data import Encoder, load_problems
 from luffy.errors import ConfigError, DataError, UserError
 from luffy.models.load import load_tokenizer
 from luffy.prepare import openr1, screen, select
-from luffy.prepare.dataset_files import Journal
+from luffy.prepare.journal import Journal
 from luffy.prepare.openr1 import ScreenOptions, prepare_openr1
 from luffy.prepare.select import Choice, held_out_count, why_none
 from luffy.rewards import build_verifier
