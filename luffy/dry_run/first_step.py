@@ -10,7 +10,7 @@ from typing import Any
 from luffy.config import Config
 from luffy.data import ProblemSampler
 from luffy.dry_run.bare_models import ModelShape, check_other_models, model_shape, parameters_of
-from luffy.dry_run.estimate import Work, passes_of, planned_sample
+from luffy.dry_run.memory_model import Work, passes_of, planned_sample
 from luffy.dry_run.memory_needs import SIZES, kept_parts, memory_line, memory_needs, shards_of
 from luffy.dry_run.place import Place, Renting
 from luffy.dry_run.times import time_line
@@ -78,9 +78,8 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     batch = [group[0].task for group in plan.groups] if plan else first_problems(cfg, tasks)
     notices += repeated_problems(cfg, len(tasks)) + equal_prompts(tasks, eval_tasks)
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
-    old, reference = needed_log_probs(cfg, len(batch)) if method == "rl" else (range(0), False)
-    scored = len(old) / len(batch) + reference + teacher_passes(cfg, method, model, others.teacher)
-    work = work_of(cfg, model, planned_samples(cfg, batch, plan), scored, place.on_gpu)
+    scored = scoring_passes(cfg, model, others.teacher, len(batch)) if method == "rl" else 0.0
+    work = work_of(cfg, model, planned_samples(batch, plan), scored, place.on_gpu)
     requests = plan.requests if plan else []
     kept = kept_parts(cfg, method, work, others)
     if place.on_gpu:
@@ -155,7 +154,7 @@ def first_problems(cfg: Config, tasks: TaskSet) -> list[Task]:
     return tasks.at(ProblemSampler(len(tasks), cfg.seed).next(cfg.batch.problems))
 
 
-def planned_samples(cfg: Config, batch: list[Task], plan: Plan | None) -> list[list[Sample]]:
+def planned_samples(batch: list[Task], plan: Plan | None) -> list[list[Sample]]:
     """By problem, every response of the engine as long as it may become."""
     if plan is None:
         return [[planned_sample(t.prompt_ids, max(len(d.token_ids) for d in t.demonstrations))] for t in batch]
@@ -223,8 +222,11 @@ def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]],
     )
 
 
-def teacher_passes(cfg: Config, method: Method, model: ModelShape, teacher: Any) -> float:
-    """Forward passes of the policy that take as long as those of a teacher in this process."""
-    if method == "sft" or cfg.teacher.path is None:
-        return 0.0
-    return 1.0 if teacher is None else parameters_of(teacher) / model.parameters
+def scoring_passes(cfg: Config, model: ModelShape, teacher: Any, problems: int) -> float:
+    """How often the tokens of a batch are scored before the update, in forward passes of the policy: for old log-probs,
+    by the reference, and by a teacher in this process (``teacher`` is None where it is the policy itself)."""
+    old, reference = needed_log_probs(cfg, problems)
+    passes = len(old) / problems + reference
+    if cfg.teacher.path is not None:
+        passes += 1.0 if teacher is None else parameters_of(teacher) / model.parameters
+    return passes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from luffy.config import Config
 from luffy.dry_run import cost
-from luffy.dry_run.estimate import Work
+from luffy.dry_run.memory_model import Work
 from luffy.errors import UserError
 from luffy.models.forward import key_value_shape
 from luffy.types import Request

@@ -1,4 +1,4 @@
-"""The memory that a step will need, phase by phase and part by part."""
+"""The memory that a step of this run will need, by the memory model (`luffy.dry_run.memory_model`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from luffy.config import Config
 from luffy.dry_run.bare_models import OtherModels, parameters_of
 from luffy.dry_run.cost import Gpu
-from luffy.dry_run.estimate import ALLOCATOR, Parts, Work, rollout_parts, update_parts
 from luffy.dry_run.gpu_cost import TIMED_ENGINES
+from luffy.dry_run.memory_model import ALLOCATOR, Parts, Work, rollout_parts, update_parts
 from luffy.dry_run.place import Place
 from luffy.models.forward import text_config
 from luffy.models.load import DTYPES
@@ -48,13 +48,18 @@ def kept_parts(cfg: Config, method: Method, work: Work, others: OtherModels) -> 
         parts["reference"] = work.parameters * size / shards
     if not local or lags:
         parts["copies for rollouts"] = float(work.parameters * size * (2 if lags else 1))
-    if others.second is not None and cfg.rollout.overrides is not None:
-        dtype = cfg.rollout.overrides.dtype or cfg.model.dtype
-        parts["second model"] = float(parameters_of(others.second) * SIZES[dtype])
+    if others.second is not None:
+        parts["second model"] = float(parameters_of(others.second) * second_itemsize(cfg))
     if method == "rl":
         parts["teacher"] = teacher_bytes(cfg, work, others.teacher) / shards
         parts["fp8 copy"] = float(work.parameters) if cfg.rollout.precision == "fp8" else 0.0
     return {name: size for name, size in parts.items() if size}
+
+
+def second_itemsize(cfg: Config) -> int:
+    """Bytes of a weight of the model that overrides tokens."""
+    knobs = cfg.rollout.overrides
+    return SIZES[(knobs and knobs.dtype) or cfg.model.dtype]
 
 
 def teacher_bytes(cfg: Config, work: Work, model: Any) -> float:
@@ -85,9 +90,8 @@ def memory_needs(
     longest = max(len(r.given_ids) + r.sampling.max_tokens for r in requests)
     prompts = [len(ids) for ids in {r.given_ids for r in requests}]
     rollout = rollout_parts(work, slots, prompts, longest, len(requests) // len(prompts))
-    if others.second is not None and cfg.rollout.overrides is not None:
-        size = SIZES[cfg.rollout.overrides.dtype or cfg.model.dtype]
-        second = replace(work, config=text_config(others.second.config), itemsize=size)
+    if others.second is not None:
+        second = replace(work, config=text_config(others.second.config), itemsize=second_itemsize(cfg))
         beside = rollout_parts(second, slots, prompts, longest, 1)
         rollout["second KV cache"] = beside["KV cache"]
     if cfg.async_.max_staleness > 0:

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from luffy.config import Config
 from luffy.dry_run import cost
-from luffy.dry_run.estimate import Work
 from luffy.dry_run.gpu_cost import StepTime, step_plan
+from luffy.dry_run.memory_model import Work
 from luffy.models.load import DTYPES
 from luffy.models.memory import memory_of_machine
 from luffy.models.plain import choose_path

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from luffy.config import Config
-from luffy.dry_run.estimate import Work
 from luffy.dry_run.gpu_cost import TIMED_ENGINES, StepTime, gpu_named, times_on_gpus
+from luffy.dry_run.memory_model import Work
 from luffy.dry_run.memory_needs import slots_of
 from luffy.dry_run.place import Place
 from luffy.dry_run.probe import this_gpu, time_on_cpu

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from luffy.dry_run import Renting, dry_run, first_step, probe, times
 from luffy.dry_run.bare_models import OtherModels, model_shape
-from luffy.dry_run.estimate import Work
+from luffy.dry_run.memory_model import Work
 from luffy.dry_run.memory_needs import kept_parts
 from luffy.errors import UserError
 from luffy.rollout.native import NativeEngine

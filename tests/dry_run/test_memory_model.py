@@ -13,8 +13,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from luffy.bench.shapes import SHAPES
 from luffy.config import load_config
-from luffy.dry_run.estimate import ALLOCATOR, Work, layer_bytes, passes_of, planned_sample, rollout_parts, update_parts
 from luffy.dry_run.gpu_cost import step_plan
+from luffy.dry_run.memory_model import (
+    ALLOCATOR,
+    Work,
+    layer_bytes,
+    passes_of,
+    planned_sample,
+    rollout_parts,
+    update_parts,
+)
 from luffy.dry_run.probe import Rates, shortened
 from luffy.models.families import layout_of
 from luffy.models.forward import forward_hidden, use_luffy_attention
