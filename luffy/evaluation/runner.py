@@ -121,10 +121,14 @@ def run_evaluation(options: Options) -> Result:
         )  # fmt: skip
         encoder = encoder_of(options, suite, loaded)
         loaded = replace(loaded, eos_ids=encoder.stops(loaded.eos_ids))
-        jobs, settings = plan(options, suite, loaded, encoder, recorded(out, "max_tokens", int) or PAPER_MAX_TOKENS)
+        jobs = planned_responses(suite, encoder)
+        lengths = [len(job.prompt_ids) for job in jobs if job.sample == 0]
+        default = recorded(out, "max_tokens", int) or PAPER_MAX_TOKENS
+        max_tokens = longest_response(options.max_tokens, default, loaded.context, lengths)
+        settings = settings_of(options, suite, encoder, max_tokens)
         claim(out, settings)
         warn_of_another_prompt(settings)
-        ask_again(jobs, verifier, settings, out)
+        score_again(jobs, verifier, settings, out)
         run_jobs(jobs, loaded, verifier, settings, out, options.chunk)
         rows = read_items(out)
         if failed := sum(row["status"] == CALL_FAILED for row in rows):
@@ -175,16 +179,17 @@ def prompt_ids_of(encoder: Encoder, problems: Sequence[Problem]) -> Iterator[tup
         yield task.prompt_ids
 
 
-def plan(
-    options: Options, suite: Suite, loaded: LoadedModel, encoder: Encoder, default_max_tokens: int
-) -> tuple[list[PlannedResponse], Settings]:
-    """Every response to make, in order, and what decides them."""
+def planned_responses(suite: Suite, encoder: Encoder) -> list[PlannedResponse]:
+    """Every response to make, in order."""
     jobs = []
     for benchmark in suite.benchmarks:
         for problem, prompt_ids in zip(benchmark.problems, prompt_ids_of(encoder, benchmark.problems), strict=True):
             jobs += [PlannedResponse(benchmark.name, problem, sample, prompt_ids) for sample in range(benchmark.k)]
-    lengths = [len(job.prompt_ids) for job in jobs if job.sample == 0]
-    settings = Settings(
+    return jobs
+
+
+def settings_of(options: Options, suite: Suite, encoder: Encoder, max_tokens: int) -> Settings:
+    return Settings(
         model=options.model,
         model_identity=model_identity(options.model),
         suite=suite.name,
@@ -194,7 +199,7 @@ def plan(
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
-        max_tokens=longest_response(options.max_tokens, default_max_tokens, loaded.context, lengths),
+        max_tokens=max_tokens,
         seed=options.seed,
         style=str(encoder.style),
         system_prompt=options.system_prompt,
@@ -207,7 +212,6 @@ def plan(
         answer_in_thought=options.answer_in_thought,
         success=options.reward_settings.success if options.reward_settings else SUCCESS,
     )
-    return jobs, settings
 
 
 def warn_of_another_prompt(settings: Settings) -> None:
@@ -252,7 +256,7 @@ def room_for(given: int | None, default: int, context: int, prompt_length: int, 
     return given or min(default, room)
 
 
-def ask_again(jobs: Sequence[PlannedResponse], verifier: Verifier, settings: Settings, out: Path) -> None:
+def score_again(jobs: Sequence[PlannedResponse], verifier: Verifier, settings: Settings, out: Path) -> None:
     """Score anew the saved responses whose call of the reward failed. One may fail again, and is saved as before."""
     rows, problems = read_items(out), {job.key: job.problem for job in jobs}
     failed = [row for row in rows if row["status"] == CALL_FAILED]
