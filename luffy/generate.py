@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from luffy.data import Encoder, load_problems
+from luffy.data.data_files import DATA_SUFFIXES
 from luffy.data.encode import resolve_style
-from luffy.data.sources import DATA_SUFFIXES
 from luffy.errors import UserError
 from luffy.evaluation.engines import load_native
 from luffy.evaluation.runner import prompt_ids_of, room_for

@@ -9,7 +9,8 @@ from pathlib import Path
 
 PATIENCE_S = 5.0
 
-_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(/[\w./-]+)?")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_PATH = re.compile(rf"({HUB_ID.pattern})(/[\w./-]+)?")  # and perhaps a folder in it
 _CACHED = re.compile(r"(?:models|datasets)--([\w.-]+?)--([\w.-]+)")  # a folder of the hub's cache
 _FILES = (".json", ".jsonl", ".parquet", ".arrow", ".gguf")
 
@@ -41,7 +42,7 @@ def hub_id(path: str, inside: bool = False) -> str | None:
     cached = next(filter(None, map(_CACHED.fullmatch, Path(path).parts)), None)
     if cached:
         return f"{cached[1]}/{cached[2]}"
-    found = _ID.fullmatch(path)
+    found = HUB_PATH.fullmatch(path)
     if found is None or (found[2] and not inside) or path.endswith(_FILES) or Path(path).exists():
         return None
     return found[1]

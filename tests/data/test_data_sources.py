@@ -288,7 +288,7 @@ def test_a_hub_id_is_fetched_and_failures_are_one_line(monkeypatch, write_jsonl,
         return str(tmp_path / "snapshot")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    monkeypatch.setattr("luffy.data.sources.hub_fault", lambda: None)  # as where the hub answers
+    monkeypatch.setattr("luffy.data.data_files.hub_fault", lambda: None)  # as where the hub answers
     assert list(open_source("openai/gsm8k/main")) == ROWS
     assert asked["repo"] == "openai/gsm8k" and asked["repo_type"] == "dataset"
     assert "main/*.parquet" in asked["allow_patterns"]
