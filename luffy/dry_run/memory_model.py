@@ -1,8 +1,8 @@
 """The memory model: bytes that an update and a rollout take beside the weights, part by part.
 
-What a layer keeps for its backward pass is counted value by value for both ways it can run: the
-modules of `transformers` (on a CPU; exact) and the fused layers (on a GPU). The micro-batches are those that packing
-makes of the first batch when every response takes all the tokens it may have.
+What a layer keeps for its backward pass is counted value by value for both ways it can run: the modules of
+`transformers` (on a CPU; exact) and the fused layers (on a GPU). The micro-batches are those that packing makes of the
+first batch when every response takes all the tokens it may have.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Work beside an engine: what it has finished is scored and saved while it makes the next responses."""
+"""Work beside other work: what an engine or a tokenizer has finished is scored and saved while it makes the next."""
 
 from __future__ import annotations
 

@@ -160,6 +160,8 @@ def screen(source: RowSource, journal: Journal, screener: Screener, verifier: Ve
     looks = (screener.look(number, source.name(number), row) for number, row in rows)
 
     def verify(batch: list[ScreenedRow]) -> None:
+        if batch[0].record["row"] != len(journal):  # the batch before failed, and record i is that of row i
+            return
         scores = iter(verifier.score([item for look in batch for item in look.items()]))
         for look in batch:
             look.settle(list(islice(scores, len(look.pending))))

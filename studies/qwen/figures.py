@@ -372,8 +372,9 @@ def evaluated(rows: Sequence[Row], key: str) -> dict[str, dict[str, list[Row]]]:
     one, with what they scored there as their test."""
     found: dict[str, dict[str, list[Row]]] = {}
     short = {row["method"]: row for row in rows if row.get("note") == "short" and has_result(row)}
-    for method, runs in tested(rows).items():
-        for run in [run for run in runs if key in run] or [short.get(method, {})]:
+    runs = tested(rows)
+    for method in dict.fromkeys([*runs, *short]):
+        for run in [run for run in runs.get(method, []) if key in run] or [short.get(method, {})]:
             for name, made in run.get(key, {}).items():
                 found.setdefault(method, {}).setdefault(name, []).append({**run, "test": made})
     return found

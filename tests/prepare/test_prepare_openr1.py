@@ -258,6 +258,42 @@ def test_a_damaged_line_of_the_journal_is_named(tmp_path, damaged):
                 read(journal)
 
 
+def test_nothing_is_recorded_after_a_batch_that_failed(tmp_path, monkeypatch):
+    """Record i of the journal is that of row i."""
+    monkeypatch.setattr(screen, "TRACES_AT_ONCE", 2)
+
+    class Rows:
+        def scan(self):
+            return iter([{}] * 10)
+
+        def name(self, number):
+            return f"row {number}"
+
+        def look(self, number, where, row):
+            return screen.ScreenedRow({"row": number, "generations": 0})
+
+    class Verifier:
+        def __init__(self, failing_call):
+            self.calls, self.failing_call = 0, failing_call
+
+        def score(self, items):
+            self.calls += 1
+            if self.calls == 1:
+                time.sleep(0.2)  # so that a batch waits behind the one that fails
+            if self.calls == self.failing_call:
+                raise OSError("no process could be started")
+            return []
+
+    def rows_after(failing_call):
+        with Journal(tmp_path / "journal.jsonl", {}, row=int, generations=int) as journal:
+            with contextlib.suppress(OSError):
+                screen.screen(Rows(), journal, Rows(), Verifier(failing_call), lambda count: None)
+            return [record["row"] for record in journal]
+
+    assert rows_after(failing_call=2) == [0, 1]
+    assert rows_after(failing_call=None) == list(range(10))
+
+
 def test_nothing_left_is_an_error(one_verifier, tmp_path, tokenizer_folder):
     source = write_openr1(tmp_path / "train.parquet", [openr1_row("One", "1", [trace("2")])])
     with pytest.raises(DataError, match="no problem is left to train on; dropped: not_confirmed 1"):

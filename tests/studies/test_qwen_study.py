@@ -262,6 +262,9 @@ def test_the_prose_about_luffy_and_on_policy_rl(figures):
     assert all(ours[step] > theirs[step] for step in (25, 50, 75, 100)) and ours[150] < theirs[150] - 3
     assert [f"{ours[step]:.1f}" for step in (50, 100, 150)] == ["41.6", "45.2", "42.6"]
     assert [f"{theirs[step]:.1f}" for step in (50, 100, 150)] == ["36.5", "44.0", "45.7"]
+    for lr in ("1e-06", "3e-06"):  # at equal rates neither leads
+        one, other = (records.validations(by_name[f"{m}-lr{lr}-s0"]["curves"]) for m in ("luffy", "on_policy"))
+        assert {one[step] > other[step] for step in (25, 50, 75, 100)} == {True, False}
     own, traces = (figures.present(luffy[0], f"actor/{kind}_policy_prob")[: figures.LATE] for kind in ("on", "off"))
     assert (f"{statistics.mean(own):.3f}", f"{statistics.mean(traces):.3f}") == ("0.871", "0.897")
     at_1e6 = [by_name[f"{method}-lr1e-06-s0"] for method in ("luffy", "on_policy")]
@@ -410,6 +413,8 @@ def test_generalisation_is_a_section_once_there_are_data(figures):
     short = row("luffy", 3e-6, "finished", note="short", step=100) | {"steps": 100, "suites": rows[0].pop("suites")}
     short["test"] = rows[0]["test"]
     assert figures.generalisation([*rows, short]).splitlines()[-1] == "| LUFFY | 100 | 75.0 (46.7 to 103.3) |"
+    newer = short | {"method": "hpt"}
+    assert figures.generalisation([*rows, short, newer]).splitlines()[-1] == "| HPT | 100 | 75.0 (46.7 to 103.3) |"
     rows[0]["suites"] = short["suites"]
     rows[0]["temperatures"] = {"0.6": {"k": 8, "right": "0880"}, "1": {"k": 8, "right": "1240"}}
     assert figures.generalisation(rows).endswith("(../images/qwen-temperature.png)")
