@@ -107,6 +107,11 @@ def solved(row: Row) -> list[float]:
     return [float(count != "0") for count in row["test"]["right"]]
 
 
+def pass_at_4(runs: Sequence[Row]) -> str:
+    """In percent, the mean over seeds."""
+    return f"{100 * statistics.fmean(statistics.fmean(solved(run)) for run in runs):.1f}"
+
+
 def difference(ones: Sequence[Row], others: Sequence[Row], score: Callable[[Row], list[float]]) -> str:
     """Paired problem by problem: seed by seed where both have the same seeds, else the means over the seeds of each,
     whose spread is added in squares. Not paired, which is wider, where the order of the problems is not known."""
@@ -134,9 +139,8 @@ def main_table(rows: Sequence[Row]) -> str:
     body = []
     for method, runs in tested(rows).items():
         tests = [run["test"] for run in runs]
-        some = [statistics.fmean(solved(run)) for run in runs]
         cells = [label(runs[0]), "" if method == "base" else f"{runs[0]['lr']:g}", str(len(runs)), steps_of(runs)]
-        cells += [accuracy(runs), f"{100 * statistics.fmean(some):.1f}"]
+        cells += [accuracy(runs), pass_at_4(runs)]
         cells += [f"{mean(tests, 'tokens'):.0f}", f"{100 * mean(tests, 'truncated'):.1f}"]
         if method != "base":
             costs = [cost(run, rows) for run in runs]
@@ -211,10 +215,13 @@ def validation_table(rows: Sequence[Row]) -> str:
     steps = sorted({step for run in runs for step, _ in points(run, VALIDATION)})
     body = []
     for run in runs:
-        at = dict(points(run, VALIDATION))
-        values = [f"{100 * at[step]:.1f}" if step in at else "" for step in steps]
-        body.append([label(run), f"{run['lr']:g}", str(run["seed"]), *values])
+        body.append([label(run), f"{run['lr']:g}", str(run["seed"]), *validation_cells(run, steps)])
     return table(["", "rate", "seed", *(f"{step:g}" for step in steps)], body)
+
+
+def validation_cells(run: Row, steps: Iterable[float]) -> list[str]:
+    at = dict(points(run, VALIDATION))
+    return [f"{100 * at[step]:.1f}" if step in at else "" for step in steps]
 
 
 def order(row: Row) -> tuple[int, float, int]:
@@ -285,10 +292,9 @@ def hard_problems(rows: Sequence[Row]) -> str:
     for found in runs.values():
         own = [[value for row in found for value in present(row, "batch/on_solved")[part]] for part in FIRST_AND_LAST]
         cells = [f"{100 * statistics.fmean(values):.3g}" if values else "" for values in own]
-        some = 100 * statistics.fmean(statistics.fmean(solved(row)) for row in found)
         seconds = statistics.fmean(last(row, "gpu_seconds") for row in found)
         begin = [label(found[0]), f"{found[0]['lr']:g}", str(len(found)), steps_of(found)]
-        body.append([*begin, *cells, accuracy(found), f"{some:.1f}",
+        body.append([*begin, *cells, accuracy(found), pass_at_4(found),
                      accuracy([unsolved(row, base) for row in found]), f"{seconds:.0f}"])  # fmt: skip
     head = ["", "learning rate", "seeds", "steps", f"own samples right, first {LATE} steps, %", f"last {LATE}, %",
             "test accuracy, %", "pass@4, %", "on test problems that the base never solved, %",
@@ -312,12 +318,12 @@ def variants(rows: Sequence[Row]) -> str:
     body = []
     for run in sorted([*plain, *runs], key=lambda row: -row["steps"]):
         title = VARIANTS[run["note"]][0] if run["note"] in VARIANTS else "as it is"
-        some, cut = f"{100 * statistics.fmean(solved(run)):.1f}", f"{100 * run['test']['truncated']:.1f}"
+        cut = f"{100 * run['test']['truncated']:.1f}"
         probability, entropy = (
             cell(present(run, metric)[part], 1)
             for metric, part in zip(("actor/off_policy_prob", "actor/entropy_loss"), FIRST_AND_LAST, strict=True)
         )
-        body.append([title, steps_of([run]), accuracy([run]), some, cut, probability, entropy])
+        body.append([title, steps_of([run]), accuracy([run]), pass_at_4([run]), cut, probability, entropy])
     head = [
         "LUFFY", "steps", "test accuracy, %", "pass@4, %", "at the limit, %",
         f"probability of trace tokens, first {LATE} steps", f"entropy, last {LATE} steps, nats a token",
@@ -347,14 +353,12 @@ def newer_methods(rows: Sequence[Row]) -> str:
     runs, body = short_runs(rows), []
     steps = sorted({step for run in runs for step, _ in points(run, VALIDATION) if step})
     for run in runs:
-        at = dict(points(run, VALIDATION))
-        values = [f"{100 * at[step]:.1f}" if step in at else "" for step in steps]
         late = [cell(present(run, metric)[-LATE:], times) for metric, times in
                 (("batch/on_solved", 100), ("actor/entropy_loss", 1), ("actor/grad_norm", 1))]  # fmt: skip
         seconds, tokens = cost(run, rows)
-        scores = [accuracy([run]), f"{100 * statistics.fmean(solved(run)):.1f}"] if "test" in run else ["", ""]
+        scores = [accuracy([run]), pass_at_4([run])] if "test" in run else ["", ""]
         begin = [label(run), f"{run['lr']:g}", steps_of([run])]
-        body.append([*begin, *values, *scores, *late, f"{seconds:.0f}", f"{tokens / 1e6:.1f}"])
+        body.append([*begin, *validation_cells(run, steps), *scores, *late, f"{seconds:.0f}", f"{tokens / 1e6:.1f}"])
     head = ["", "learning rate", "steps", *(f"validation, step {step:g}, %" for step in steps),
             "test accuracy, %", "pass@4, %", f"last {LATE} steps: own samples right, %", "entropy, nats a token",
             "gradient norm", "GPU seconds", "tokens in updates, millions"]  # fmt: skip
