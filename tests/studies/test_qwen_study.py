@@ -56,6 +56,19 @@ def test_methods_differ_in_what_they_are(tmp_path):
     assert seen["on_policy"][0] == seen["sft_rl"][0] == 0 and seen["rl_sft_loss"][3] == "sft"
 
 
+def test_what_short_runs_change_of_their_methods(tmp_path):
+    algorithm = {}
+    for run in plan.runs_of(plan.plan(CHOSEN)):
+        if run.note == "short":
+            path = tmp_path / f"{run.method}.yaml"
+            path.write_text(yaml.safe_dump(run.recipe(tmp_path, tmp_path, tmp_path, tmp_path)))
+            algorithm[run.method] = load_config(path).algorithm
+    mix = algorithm["chord"].mix
+    assert (mix.start, mix.end, mix.steps) == (0.9, 0.05, plan.SHORT_STEPS)
+    assert (algorithm["hpt"].sft_coef, algorithm["hpt_light"].sft_coef) == (1.0, 0.05)
+    assert algorithm["hpt_light"].credit == algorithm["hpt"].credit
+
+
 def test_what_depends_on_a_choice_waits_for_it():
     early = [unit.method for unit in plan.plan({}) if isinstance(unit, plan.Contest)]
     assert early == ["luffy", "on_policy", "sft", "mixed", "rl_sft_loss", "luffy_clip"]
