@@ -48,6 +48,11 @@ def label(row: Row) -> str:
     return "the base" if row["method"] == "base" else METHODS[row["method"]].label
 
 
+def rate(row: Row) -> str:
+    """The learning rate; the base has none."""
+    return f"{row['lr']:g}" if "lr" in row else ""
+
+
 def trained(rows: Iterable[Row]) -> list[Row]:
     """Runs of the main comparison that did a step."""
     runs = [row for row in rows if row["method"] != "base" and not row["note"]]
@@ -139,7 +144,7 @@ def main_table(rows: Sequence[Row]) -> str:
     body = []
     for method, runs in tested(rows).items():
         tests = [run["test"] for run in runs]
-        cells = [label(runs[0]), "" if method == "base" else f"{runs[0]['lr']:g}", str(len(runs)), steps_of(runs)]
+        cells = [label(runs[0]), rate(runs[0]), str(len(runs)), steps_of(runs)]
         cells += [accuracy(runs), pass_at_4(runs)]
         cells += [f"{mean(tests, 'tokens'):.0f}", f"{100 * mean(tests, 'truncated'):.1f}"]
         if method != "base":
@@ -177,10 +182,7 @@ def steps_of(runs: Sequence[Row]) -> str:
 def rates_table(rows: Sequence[Row]) -> str:
     """Every trained run with a result, also those whose rate lost."""
     runs = sorted(filter(has_result, trained(rows)), key=order)
-    body = [
-        [label(run), f"{run['lr']:g}", str(run["seed"]), f"{100 * validation(run):.1f}", accuracy([run])]
-        for run in runs
-    ]
+    body = [[label(run), rate(run), str(run["seed"]), f"{100 * validation(run):.1f}", accuracy([run])] for run in runs]
     return table(
         ["", "learning rate", "seed", "validation accuracy, mean of the last four, %", "test accuracy, %"], body
     )
@@ -215,7 +217,7 @@ def validation_table(rows: Sequence[Row]) -> str:
     steps = sorted({step for run in runs for step, _ in points(run, VALIDATION)})
     body = []
     for run in runs:
-        body.append([label(run), f"{run['lr']:g}", str(run["seed"]), *validation_cells(run, steps)])
+        body.append([label(run), rate(run), str(run["seed"]), *validation_cells(run, steps)])
     return table(["", "rate", "seed", *(f"{step:g}" for step in steps)], body)
 
 
@@ -242,7 +244,7 @@ def dynamics_table(rows: Sequence[Row]) -> str:
     for run in sorted((row for row in trained(rows) if METHODS[row["method"]].kind == "rl"), key=order):
         for part, name in zip(FIRST_AND_LAST, ("first", "last"), strict=True):
             cells = [cell([value for _, value in values(run)][part], 1) for values in SERIES.values()]
-            body.append([label(run), f"{run['lr']:g}", str(run["seed"]), name, *cells])
+            body.append([label(run), rate(run), str(run["seed"]), name, *cells])
     return table(["", "rate", "seed", f"{LATE} steps", *SERIES], body)
 
 
@@ -293,7 +295,7 @@ def hard_problems(rows: Sequence[Row]) -> str:
         own = [[value for row in found for value in present(row, "batch/on_solved")[part]] for part in FIRST_AND_LAST]
         cells = [f"{100 * statistics.fmean(values):.3g}" if values else "" for values in own]
         seconds = statistics.fmean(last(row, "gpu_seconds") for row in found)
-        begin = [label(found[0]), f"{found[0]['lr']:g}", str(len(found)), steps_of(found)]
+        begin = [label(found[0]), rate(found[0]), str(len(found)), steps_of(found)]
         body.append([*begin, *cells, accuracy(found), pass_at_4(found),
                      accuracy([unsolved(row, base) for row in found]), f"{seconds:.0f}"])  # fmt: skip
     head = ["", "learning rate", "seeds", "steps", f"own samples right, first {LATE} steps, %", f"last {LATE}, %",
@@ -351,18 +353,20 @@ def up_to(row: Row, step: int) -> Row:
 def newer_methods(rows: Sequence[Row]) -> str:
     """Question 6."""
     runs, body = short_runs(rows), []
+    luffy = [run for run in runs if run["method"] == "luffy" and "test" in run]
     steps = sorted({step for run in runs for step, _ in points(run, VALIDATION) if step})
     for run in runs:
         late = [cell(present(run, metric)[-LATE:], times) for metric, times in
                 (("batch/on_solved", 100), ("actor/entropy_loss", 1), ("actor/grad_norm", 1))]  # fmt: skip
         seconds, tokens = cost(run, rows)
         scores = [accuracy([run]), pass_at_4([run])] if "test" in run else ["", ""]
-        begin = [label(run), f"{run['lr']:g}", steps_of([run])]
+        scores += [difference([run], luffy, shares)] if "test" in run and luffy and run not in luffy else [""]
+        begin = [label(run), rate(run), steps_of([run])]
         body.append([*begin, *validation_cells(run, steps), *scores, *late, f"{seconds:.0f}", f"{tokens / 1e6:.1f}"])
     head = ["", "learning rate", "steps", *(f"validation, step {step:g}, %" for step in steps),
-            "test accuracy, %", "pass@4, %", f"last {LATE} steps: own samples right, %", "entropy, nats a token",
-            "gradient norm", "GPU seconds", "tokens in updates, millions"]  # fmt: skip
-    image = "![Validation accuracy and entropy of all methods at one learning rate](../images/qwen-newer.png)"
+            "test accuracy, %", "pass@4, %", "test less LUFFY's, points", f"last {LATE} steps: own samples right, %",
+            "entropy, nats a token", "gradient norm", "GPU seconds", "tokens in updates, millions"]  # fmt: skip
+    image = "![Validation accuracy and entropy of all methods in 100 steps](../images/qwen-newer.png)"
     return "\n".join(["## The newer methods", "", image, "", table(head, body)]) if body else ""
 
 
@@ -398,11 +402,16 @@ def generalisation(rows: Sequence[Row]) -> str:
     above = {name for made in models.values() for name, runs in made.items() if is_above_chance(runs, name)}
     names, others = ([name for name in BENCHMARKS if name in group] for group in (above, seen - above))
     body = [
-        [label(runs[0]), steps_of(runs), *(accuracy(made[name]) if name in made else "" for name in names)]
+        [
+            label(runs[0]),
+            rate(runs[0]),
+            steps_of(runs),
+            *(accuracy(made[name]) if name in made else "" for name in names),
+        ]
         for made in models.values()
         for runs in [next(iter(made.values()))]
     ]
-    head = ["", "steps", *(f"{BENCHMARKS[name]}, %" for name in names)]
+    head = ["", "learning rate", "steps", *(f"{BENCHMARKS[name]}, %" for name in names)]
     lines = ["## Generalisation", "", "4 samples a problem at temperature 0.6."]
     if others:
         lines[-1] += f" No model is above chance on {', '.join(BENCHMARKS[name] for name in others)}."
@@ -487,7 +496,7 @@ def accuracy_figure(rows: Sequence[Row]) -> None:
         means = [[statistics.fmean(x) for x in zip(*at_step, strict=True)] for at_step in zip(*of_seeds, strict=False)]
         for i, ax in enumerate(axes):
             ax.plot([at[i] for at in means], [at[-1] for at in means], marker="o", ms=3, color=COLORS[method], lw=1.8,
-                    label=f"{label(runs[0])}, {runs[0]['lr']:g}")  # fmt: skip
+                    label=f"{label(runs[0])}, {rate(runs[0])}")  # fmt: skip
     for ax, name in zip(axes, ("step", "GPU seconds", "tokens in updates, millions"), strict=True):
         tidy(ax)
         ax.set(xlabel=name, ylim=(20, None))  # below: runs at 1e-5
@@ -515,7 +524,7 @@ def dynamics_figure(rows: Sequence[Row]) -> None:
             if any(value for _, value in found):
                 steps, values = zip(*found, strict=True)
                 ax.plot(steps, smooth(values, LATE), color=COLORS[row["method"]], lw=1.2,
-                        label=f"{label(row)}, {row['lr']:g}")  # fmt: skip
+                        label=f"{label(row)}, {rate(row)}")  # fmt: skip
         tidy(ax)
         ax.set(title=title)
         if title == "gradient norm":
@@ -536,7 +545,7 @@ def hard_figure(rows: Sequence[Row]) -> None:
     figure, axes = panels(2, 3.6)
     named: set[str] = set()
     for row in sorted(runs, key=order):
-        title = f"_{label(row)}" if row["method"] in named else f"{label(row)}, {row['lr']:g}"
+        title = f"_{label(row)}" if row["method"] in named else f"{label(row)}, {rate(row)}"
         named.add(row["method"])
         for ax, metric, shown, marker in zip(
             axes, ("batch/on_solved", VALIDATION), (smooth, list), ("", "o"), strict=True
@@ -584,10 +593,11 @@ def temperature_figure(rows: Sequence[Row]) -> None:
     for ax, score, title in zip(
         axes, (shares, solved), ("right samples, %", "problems with a right one of 8, %"), strict=True
     ):
-        for method, made in models.items():
+        for place, (method, made) in enumerate(models.items()):
             at = sorted(made, key=float)
             middles, halves = zip(*(interval([score(run) for run in made[t]]) for t in at), strict=True)
-            ax.errorbar([float(t) for t in at], middles, halves, marker="o", ms=3, capsize=2, lw=1.5,
+            beside = 0.015 * (place - (len(models) - 1) / 2)  # bars of several models do not hide each other
+            ax.errorbar([float(t) + beside for t in at], middles, halves, marker="o", ms=3, capsize=2, lw=1.5,
                         color=COLORS[method], label=label(made[at[0]][0]))  # fmt: skip
         tidy(ax)
         ax.set(xlabel="temperature", ylabel=title)

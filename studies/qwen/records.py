@@ -30,22 +30,18 @@ def read_lines(path: Path) -> list[Row]:
 
 
 def read_rows(files: Iterable[Path]) -> dict[str, Row]:
-    """Runs by name. Of a run in several files the one that got further counts, then the one with more evaluations, then
-    the later one. What is known of the base is gathered from all of them: it is one model."""
+    """Runs by name. Of a run in several files the one that got further counts, then the one with a test, then the later
+    one. Of two that finished, the one that counts takes the evaluations that it lacks from the other."""
     found: dict[str, Row] = {}
     for file in files:
         for row in read_lines(file):
-            before = found.get(row["name"])
-            if before is not None and row["method"] == "base":
-                before.update(row)
-            elif before is None or _progress(row) >= _progress(before):
-                found[row["name"]] = row
+            less, more = sorted((found.get(row["name"], row), row), key=_progress)
+            found[row["name"]] = {**less, **more} if less["status"] == "finished" else more
     return found
 
 
-def _progress(row: Row) -> tuple[bool, int, int]:
-    step = max(row["curves"].get("step", [0]), default=0)
-    return row["status"] == "finished", step, ("test" in row) + ("suites" in row)
+def _progress(row: Row) -> tuple[bool, int, bool]:
+    return row["status"] == "finished", max(row["curves"].get("step", [0]), default=0), "test" in row
 
 
 def curves(metrics: Sequence[Row]) -> dict[str, list[Any]]:
