@@ -309,7 +309,8 @@ def test_a_model_trained_with_code_of_its_own_is_used_if_that_is_trusted(recipe,
     trained = luffy("train", recipe, "name=own", f"model.path={own_code}", "train.steps=1", "rollout.n=2", trust)
     assert trained.returncode == 0, trained.stderr
     model = tmp_path / "runs" / "own" / "checkpoints" / "latest" / "model"
-    made = {"evaluated": tmp_path / "eval" / "result.json", "traces": tmp_path / "traces.parquet"}
+    made = {"evaluated": tmp_path / "eval" / "result.json", "traces": tmp_path / "traces.parquet",
+            "longer": tmp_path / "longer" / "chat_template.jinja"}  # fmt: skip
     short = ["--style", "plain", "--max-tokens", "5", "--device", "cpu"]
     commands = [
         ["generate", model, "1+2", *short],
@@ -328,6 +329,7 @@ def test_a_model_trained_with_code_of_its_own_is_used_if_that_is_trusted(recipe,
             made["traces"],
             *short,
         ],
+        ["prepare", "model", model, "--out", made["longer"].parent, "--rope-theta", "0"],
     ]
     for command in commands:
         refused = luffy(*command)

@@ -100,6 +100,11 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
     return _guarded(AutoTokenizer.from_pretrained, path, str(path), trust_remote_code=trust_remote_code)
 
 
+def load_model_config(path: str | Path, trust_remote_code: bool = False) -> Any:
+    """The config that lies beside the weights."""
+    return _guarded(AutoConfig.from_pretrained, path, str(path), trust_remote_code=trust_remote_code)
+
+
 def decode(tokenizer: Any, responses: Sequence[Any]) -> list[str]:
     """The text of each response's token ids, without special tokens."""
     lists = [
@@ -349,5 +354,5 @@ def _asks_for_trust(error: Exception) -> str:
         return ""
     return (
         "it comes with Python code, which is not run by default: read it, then set model.trust_remote_code=true, or "
-        "give --trust-remote-code (eval, generate, prepare traces)"
+        "give --trust-remote-code (eval, generate, prepare)"
     )

@@ -22,7 +22,7 @@ from luffy.data.special_tokens import THINK
 from luffy.errors import UserError
 from luffy.files import json_object, write_atomically
 from luffy.hub import HUB_ID
-from luffy.models.load import load_tokenizer
+from luffy.models.load import load_model_config, load_tokenizer
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 
@@ -65,11 +65,13 @@ def prepare_model(
     rope_theta: float | None = 40000.0,
     max_position: int | None = 16384,
     chat_template: str | None = "paper",
+    trust_remote_code: bool = False,
 ) -> list[str]:
     """Make ``out`` from the model folder ``source``; None leaves a thing as it is. Returns what changed, in words."""
     folder = _model_folder(source)
     _check_out(out)
-    tokenizer = load_tokenizer(folder)
+    load_model_config(folder, trust_remote_code)  # an error names this folder, and nothing is written
+    tokenizer = load_tokenizer(folder, trust_remote_code)
     config, changes = extended_config(_read_json(folder / "config.json"), rope_theta, max_position, folder)
     template = None if chat_template is None else _template(tokenizer, chat_template)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +85,7 @@ def prepare_model(
         if template is not None:
             _write_template(building, template)
             changes.append(f"chat template: {chat_template}")
-        _check_loads(building, rope_theta, max_position)
+        _check_loads(building, rope_theta, max_position, trust_remote_code)
         os.rename(building, out)  # takes the place of an empty folder too
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
@@ -161,11 +163,9 @@ def _mend_window(config: dict[str, Any], positions: int) -> list[str]:
     return [f"attention window of {window}: left as it is, the model was trained with it"] if window else []
 
 
-def _check_loads(folder: Path, rope_theta: float | None, max_position: int | None) -> None:
+def _check_loads(folder: Path, rope_theta: float | None, max_position: int | None, trust_remote_code: bool) -> None:
     """What transformers reads back is what was meant: a key it ignores would change nothing, silently."""
-    from transformers import AutoConfig
-
-    read = AutoConfig.from_pretrained(str(folder))
+    read = load_model_config(folder, trust_remote_code)
     rope = getattr(read, "rope_parameters", None) or {}
     theta = rope.get("rope_theta", getattr(read, "rope_theta", None))
     if rope_theta is not None and theta != rope_theta:

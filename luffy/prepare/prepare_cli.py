@@ -126,12 +126,13 @@ def model(
     rope_theta: Annotated[float, typer.Option(min=0, help="rotary base; 0: leave it")] = 40000.0,
     max_position: Annotated[int, typer.Option(min=0, help="context in tokens; 0: leave it")] = 16384,
     chat_template: Annotated[str, typer.Option(help="paper, a Jinja file, or keep")] = "paper",
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """A copy of a model with a longer context and the paper's chat template."""
     from luffy.prepare.model import prepare_model
 
     template = None if chat_template == "keep" else chat_template
-    for line in prepare_model(source, out, rope_theta or None, max_position or None, template):
+    for line in prepare_model(source, out, rope_theta or None, max_position or None, template, trust_remote_code):
         typer.echo(line)
     typer.echo(f"model     {out}")
 

@@ -225,8 +225,8 @@ def _samples_section(methods: Sequence[Styled], remarks: list[str]) -> Markup | 
     if hidden:
         remarks.append(f"{len(shown)} of {len(shown) + hidden} recorded groups of samples are shown.")
     intro = (
-        "The first problem recorded at the first, a middle and the last recorded step of one run per method, with all "
-        f"its samples; not chosen by outcome. Responses beyond {BRIEF.head + BRIEF.tail} tokens lack their middle."
+        "The first problem or two recorded at the first, a middle and the last recorded step of one run per method, "
+        f"with all samples; not chosen by outcome. Responses beyond {BRIEF.head + BRIEF.tail} tokens lack their middle."
     )
     tools = Markup(
         '<div class="tools" hidden><label>Method <select id="pick-method"></select></label> '

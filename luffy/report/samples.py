@@ -48,7 +48,7 @@ class Shown:
 
 
 def choose_groups(methods: Sequence[Styled]) -> tuple[list[Shown], int]:
-    """The first problem recorded at the first, a middle and the last recorded step of each method, and how
+    """The first problem or two recorded at the first, a middle and the last recorded step of each method, and how
     many recorded groups are left out. Never chosen by outcome: what is seen is what was recorded."""
     shown: list[Shown] = []
     recorded = 0
