@@ -414,7 +414,7 @@ def generalisation(rows: Sequence[Row]) -> str:
     head = ["", "learning rate", "steps", *(f"{BENCHMARKS[name]}, %" for name in names)]
     lines = ["## Generalisation", "", "4 samples a problem at temperature 0.6."]
     if others:
-        lines[-1] += f" No model is above chance on {', '.join(BENCHMARKS[name] for name in others)}."
+        lines[-1] += f" Within the noise of chance for all models: {', '.join(BENCHMARKS[name] for name in others)}."
     lines += ["", table(head, body)]
     if evaluated(rows, "temperatures"):
         lines += ["", "![Right samples, and problems with a right sample, against the temperature of sampling]"

@@ -30,14 +30,20 @@ def read_lines(path: Path) -> list[Row]:
 
 
 def read_rows(files: Iterable[Path]) -> dict[str, Row]:
-    """Runs by name. Of a run in several files the one that got further counts, then the one with a test, then the later
-    one. Of two that finished, the one that counts takes the evaluations that it lacks from the other."""
+    """Runs by name. Of a run in several files the one that got further counts, then the one with a test, then that of
+    the later file. Of two that finished, the one that counts takes the evaluations that it lacks from the other, which
+    may be another training with the same recipe and seed."""
     found: dict[str, Row] = {}
     for file in files:
         for row in read_lines(file):
             less, more = sorted((found.get(row["name"], row), row), key=_progress)
-            found[row["name"]] = {**less, **more} if less["status"] == "finished" else more
+            found[row["name"]] = _joined(less, more) if less["status"] == "finished" else more
     return found
+
+
+def _joined(less: Row, more: Row) -> Row:
+    parts = {key: {**less.get(key, {}), **more.get(key, {})} for key in ("suites", "temperatures")}
+    return less | more | {key: found for key, found in parts.items() if found}
 
 
 def _progress(row: Row) -> tuple[bool, int, bool]:
