@@ -324,6 +324,27 @@ def test_the_page_in_short(figures, prose, by_name):
     rows = figures.read()
     short = prose.partition("## Results")[0]
     assert f"{len(by_name) - 1} runs, three seeds" in short and "base" in by_name
+    tested = figures.tested(rows)
+    mean = {name: figures.accuracy(found).split()[0] for name, found in tested.items()}
+    assert (
+        f"The base has {mean['base']} %. With three seeds each, SFT on the traces, then RL has {mean['sft_rl']} %, "
+        f"on-policy RL {mean['on_policy']} %, Mixed-Policy {mean['mixed']} %, SFT {mean['sft']} % and **LUFFY "
+        f"{mean['luffy']} %**" in short
+    )
+    behind = {name: points_ahead(figures, tested[name], tested["luffy"]) for name in ("on_policy", "sft_rl")}
+    then = behind["sft_rl"].replace(" points", "")
+    assert (
+        f"LUFFY is behind on-policy RL by {behind['on_policy']}, behind SFT, then RL by {then}, and level with SFT"
+        in short
+    )
+    at_3e6 = {name: by_name[f"{name}-lr3e-06-s0"] for name in ("on_policy", "mixed", "sft_rl")}
+    assert f"LUFFY is ahead of on-policy RL by {points_ahead(figures, tested['luffy'], [at_3e6['on_policy']])}" in short
+    higher = [float(mean[name]) - float(figures.accuracy([run]).split()[0]) for name, run in at_3e6.items()]
+    assert f"with 1e-6 these three end {min(higher):.0f} to {max(higher):.0f} points higher" in short
+    hard = {name: [row for row in rows if row.get("note") == "hard" and row["method"] == name and figures.has_result(row)]
+            for name in ("luffy", "on_policy")}  # fmt: skip
+    luffy, on_policy = (figures.accuracy(found).split()[0] for found in hard.values())
+    assert f"LUFFY has {luffy} % on the whole test and on-policy RL {on_policy} %: within the noise" in short
     runs = {
         name: found[0]
         for name in plan.METHODS
@@ -349,8 +370,7 @@ def test_the_page_in_short(figures, prose, by_name):
     )
     bonus = figures.accuracy([by_name["luffy-entropy0.01-lr3e-06-s0"]]).split()[0]
     assert f"at 3e-6: {bonus} % after 100 steps, {score['luffy']} % without" in short
-    luffy = figures.tested(rows)["luffy"]
-    ahead = points_ahead(figures, luffy, [by_name["on_policy-lr3e-06-s0"]], figures.solved)
+    ahead = points_ahead(figures, tested["luffy"], [at_3e6["on_policy"]], figures.solved)
     assert f"With 3e-6 for all LUFFY is ahead of on-policy RL in pass@4 by {ahead}" in short
 
 
