@@ -362,9 +362,9 @@ def newer_methods(rows: Sequence[Row]) -> str:
         scores = [accuracy([run]), pass_at_4([run])] if "test" in run else ["", ""]
         scores += [difference([run], luffy, shares)] if "test" in run and luffy and run not in luffy else [""]
         begin = [label(run), rate(run), steps_of([run])]
-        body.append([*begin, *validation_cells(run, steps), *scores, *late, f"{seconds:.0f}", f"{tokens / 1e6:.1f}"])
-    head = ["", "learning rate", "steps", *(f"validation, step {step:g}, %" for step in steps),
-            "test accuracy, %", "pass@4, %", "test less LUFFY's, points", f"last {LATE} steps: own samples right, %",
+        body.append([*begin, *scores, *validation_cells(run, steps), *late, f"{seconds:.0f}", f"{tokens / 1e6:.1f}"])
+    head = ["", "learning rate", "steps", "test accuracy, %", "pass@4, %", "test less LUFFY's, points",
+            *(f"validation, step {step:g}, %" for step in steps), f"last {LATE} steps: own samples right, %",
             "entropy, nats a token", "gradient norm", "GPU seconds", "tokens in updates, millions"]  # fmt: skip
     image = "![Validation accuracy and entropy of all methods in 100 steps](../images/qwen-newer.png)"
     return "\n".join(["## The newer methods", "", image, "", table(head, body)]) if body else ""

@@ -690,14 +690,14 @@ def test_newer_methods_stand_beside_as_many_steps_of_the_older_ones(figures, tmp
     rows = [*older, run("hpt", 3e-6, (50, 100), "short")]
     late = "50 | 0.125 | 0.125 | 100 | 2.0 |"
     assert figures.newer_methods(rows).splitlines()[-2:] == [
-        f"| LUFFY | 3e-06 | 100 | 5.0 | 10.0 |  |  |  | {late}",
-        f"| HPT | 3e-06 | 100 | 5.0 | 10.0 | 50.0 (-6.6 to 106.6) | 50.0 |  | {late}",
+        f"| LUFFY | 3e-06 | 100 |  |  |  | 5.0 | 10.0 | {late}",
+        f"| HPT | 3e-06 | 100 | 50.0 (-6.6 to 106.6) | 50.0 |  | 5.0 | 10.0 | {late}",
     ]
     rows += [run("luffy", 3e-6, (50, 100), "short"), run("mixed", 1e-6, (50, 100), "short")]
     rows[-1]["test"]["right"] = "0220"
     assert figures.newer_methods(rows).splitlines()[-3:-1] == [
-        f"| LUFFY | 3e-06 | 100 | 5.0 | 10.0 | 50.0 (-6.6 to 106.6) | 50.0 |  | {late}",
-        f"| Mixed-Policy | 1e-06 | 100 | 5.0 | 10.0 | 25.0 (-3.3 to 53.3) | 50.0 | -25.0 (-53.3 to +3.3) | {late}",
+        f"| LUFFY | 3e-06 | 100 | 50.0 (-6.6 to 106.6) | 50.0 |  | 5.0 | 10.0 | {late}",
+        f"| Mixed-Policy | 1e-06 | 100 | 25.0 (-3.3 to 53.3) | 50.0 | -25.0 (-53.3 to +3.3) | 5.0 | 10.0 | {late}",
     ]
     figures.newer_figure(rows)
     assert [path.name for path in tmp_path.iterdir()] == ["qwen-newer.png"]
