@@ -32,7 +32,7 @@ from luffy.models.threads import default_workers
 from luffy.report.recorder import JsonLinesWriter
 from luffy.report.runs import CONFIG, read_config
 from luffy.rewards import Verifier, build_verifier
-from luffy.rewards.custom import CALL_FAILED
+from luffy.rewards.own_function import CALL_FAILED
 from luffy.rewards.verifier import GO_ON, why_every_call_failed, why_nothing_was_scored
 from luffy.seeds import seed_of
 from luffy.types import Completion, Problem, Request, Sampling

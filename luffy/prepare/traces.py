@@ -28,7 +28,7 @@ from luffy.prepare.journal import Journal, Record
 from luffy.prepare.teachers import Answer, Teacher, TeacherResponse
 from luffy.progress import progress
 from luffy.rewards import Verifier, build_verifier
-from luffy.rewards.custom import CALL_FAILED
+from luffy.rewards.own_function import CALL_FAILED
 from luffy.rewards.verifier import GO_ON, why_every_call_failed
 from luffy.types import Problem, Score
 

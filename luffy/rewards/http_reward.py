@@ -21,9 +21,9 @@ from http.client import HTTPException
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.rewards.custom import CALL_FAILED, NOT_SCORED, finite_number, prompt_of, row_of
 from luffy.rewards.http_settings import HttpRewardConfig
 from luffy.rewards.kinds import Answered
+from luffy.rewards.own_function import CALL_FAILED, NOT_SCORED, finite_number, prompt_of, row_of
 from luffy.rewards.pool import Outcome
 from luffy.rewards.worker import describe
 from luffy.web import REFUSED, NoRedirect, body_of, pause, retry_after, shown

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from luffy.types import Problem
 
 TextReward = Callable[[str, str], tuple[float, str]]
-OwnReward = Callable[..., Any]  # in one of the forms of custom.py
+RewardFunction = Callable[..., Any]  # in one of the forms of own_function.py
 
 TEXT_REWARDS: Registry[TextReward] = Registry("reward")
-OWN_REWARDS: Registry[OwnReward] = Registry("reward")
+OWN_REWARDS: Registry[RewardFunction] = Registry("reward")
 READS_THOUGHTS: set[str] = set()  # of the text rewards
 
 
@@ -44,7 +44,7 @@ def text_reward(name: str, reads_thoughts: bool = False) -> Callable[[TextReward
     return TEXT_REWARDS.register(name)
 
 
-def reward(name: str) -> Callable[[OwnReward], OwnReward]:
+def reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
     """A decorator for a reward of your own: ``function(response, answer, problem) -> number``, or for a whole batch
     ``function(prompts, completions, **columns) -> list of numbers``; either may be ``async``.
 

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 from luffy.errors import UserError
 from luffy.rewards import math as math_reward
-from luffy.rewards.custom import CALL_FAILED, NOT_SCORED, Form, OwnFunction
 from luffy.rewards.extract import after_thought, tail
 from luffy.rewards.http_reward import HttpReward, is_address
 from luffy.rewards.http_settings import HttpRewardConfig
 from luffy.rewards.kinds import OWN_REWARDS, READS_THOUGHTS, TEXT_REWARDS, Answered, TextReward, built_in
+from luffy.rewards.own_function import CALL_FAILED, NOT_SCORED, Form, OwnFunction
 from luffy.rewards.pool import Outcome, WorkerPool
 from luffy.rewards.worker import describe
 from luffy.rewards.worker_process import START_TIMEOUT_S
@@ -114,14 +114,18 @@ class MathReward:
         self._pool.close()
 
 
-class CustomReward:
+class OwnReward:
     """A function of the user's in worker processes, where it is safe to hang or crash."""
 
     def __init__(self, path: str, workers: int, timeout_s: float, concurrency: int) -> None:
         self._timeout_s, self._concurrency = timeout_s, concurrency
         self._form = Form(batch=False, is_async=False)
         self._pool = WorkerPool(
-            "luffy.rewards.custom:load", workers, timeout_s, preload=("luffy.types",), factory_args=(path, timeout_s)
+            "luffy.rewards.own_function:load",
+            workers,
+            timeout_s,
+            preload=("luffy.types",),
+            factory_args=(path, timeout_s),
         )
 
     @property
@@ -317,9 +321,9 @@ def _build_reward(kind: str, workers: int, timeout_s: float, concurrency: int, h
     if kind in TEXT_REWARDS:
         return InProcessReward(TEXT_REWARDS[kind])
     if kind not in OWN_REWARDS:
-        return CustomReward(kind, workers, timeout_s, concurrency)
+        return OwnReward(kind, workers, timeout_s, concurrency)
     own = OWN_REWARDS[kind]
     module, name = own.__module__, getattr(own, "__qualname__", "")  # an object that is called has no name
     if getattr(sys.modules.get(module), name, None) is own and module != "__main__":
-        return CustomReward(f"{module}:{name}", workers, timeout_s, concurrency)
+        return OwnReward(f"{module}:{name}", workers, timeout_s, concurrency)
     return OwnInThisProcess(kind, own, timeout_s, concurrency)

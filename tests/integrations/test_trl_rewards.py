@@ -4,8 +4,8 @@ import pytest
 
 trl_rewards = pytest.importorskip("trl.rewards", reason="TRL is not installed: make test-integrations")
 
-from luffy.rewards.custom import OwnFunction  # noqa: E402
 from luffy.rewards.kinds import Answered  # noqa: E402
+from luffy.rewards.own_function import OwnFunction  # noqa: E402
 from luffy.types import Message, Problem  # noqa: E402
 
 

@@ -25,7 +25,7 @@ from luffy.prepare.teachers import EndpointTeacher, LocalTeacher, endpoint_teach
 from luffy.prepare.traces import prepare_traces, verdicts
 from luffy.quickstart.task import write_dataset
 from luffy.rewards import Verifier
-from luffy.rewards.custom import CALL_FAILED
+from luffy.rewards.own_function import CALL_FAILED
 from luffy.rollout.native import NativeEngine
 from luffy.types import Score
 

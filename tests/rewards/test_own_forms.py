@@ -8,8 +8,8 @@ import pytest
 
 from luffy.errors import UserError
 from luffy.rewards import build_verifier
-from luffy.rewards.custom import form_of
 from luffy.rewards.kinds import TEXT_REWARDS, built_in, reward
+from luffy.rewards.own_function import form_of
 from luffy.rewards.verifier import (
     InProcessReward,
     OwnInThisProcess,

@@ -52,7 +52,7 @@ def test_counts_accumulate_over_calls():
         assert verifier.counts == {"ok": 2, "no_answer": 1}
 
 
-def test_custom_function_in_all_its_moods(caplog):
+def test_an_own_function_in_all_its_moods(caplog):
     with build_verifier("reward_functions:length_reward", timeout_s=2.0) as verifier:
         responses = ["four", "nan", "text", "raise", "hang", "abcdefgh"]
         scores = verifier.score([(problem("x"), response) for response in responses])
@@ -70,7 +70,7 @@ def test_custom_function_in_all_its_moods(caplog):
     assert "must return a finite number, found nan" in caplog.text
 
 
-def test_a_custom_bool_is_a_number():
+def test_the_bool_of_an_own_function_is_a_number():
     with build_verifier("reward_functions:true_reward", workers=1) as verifier:
         assert verifier.score([(problem("a"), "a"), (problem("a"), "b")]) == [Score(1.0), Score(0.0)]
 

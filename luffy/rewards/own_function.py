@@ -19,7 +19,7 @@ from typing import Any
 
 from luffy.errors import UserError
 from luffy.registry import resolve
-from luffy.rewards.kinds import Answered, OwnReward
+from luffy.rewards.kinds import Answered, RewardFunction
 from luffy.rewards.pool import Outcome
 from luffy.rewards.worker import describe
 
@@ -47,7 +47,7 @@ class Form:
 class OwnFunction:
     """A user's function under one interface. An async sample may take ``timeout_s``; the caller ends the rest."""
 
-    def __init__(self, path: str, function: OwnReward, timeout_s: float) -> None:
+    def __init__(self, path: str, function: RewardFunction, timeout_s: float) -> None:
         self.form = form_of(path, function)
         self._path, self._function, self._timeout_s = path, function, timeout_s
 
@@ -144,7 +144,7 @@ def load(path: str, timeout_s: float) -> Callable[[Sequence[Answered] | None], F
     return lambda items: own.form if items is None else list(map(tuple, own.outcomes(items)))
 
 
-def form_of(path: str, function: OwnReward) -> Form:
+def form_of(path: str, function: RewardFunction) -> Form:
     """By the names of its parameters; a UserError where they fit no form or two."""
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     try:
