@@ -401,16 +401,11 @@ def generalisation(rows: Sequence[Row]) -> str:
     seen = {name for made in models.values() for name in made}
     above = {name for made in models.values() for name, runs in made.items() if is_above_chance(runs, name)}
     names, others = ([name for name in BENCHMARKS if name in group] for group in (above, seen - above))
-    body = [
-        [
-            label(runs[0]),
-            rate(runs[0]),
-            steps_of(runs),
-            *(accuracy(made[name]) if name in made else "" for name in names),
-        ]
-        for made in models.values()
-        for runs in [next(iter(made.values()))]
-    ]
+    body = []
+    for made in models.values():
+        runs = next(iter(made.values()))
+        scores = [accuracy(made[name]) if name in made else "" for name in names]
+        body.append([label(runs[0]), rate(runs[0]), steps_of(runs), *scores])
     head = ["", "learning rate", "steps", *(f"{BENCHMARKS[name]}, %" for name in names)]
     lines = ["## Generalisation", "", "4 samples a problem at temperature 0.6."]
     if others:
