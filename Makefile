@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test suite test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu lint quickstart docs docs-site test-docs test-notebook test-examples test-wandb clean
+.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test suite test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu lint quickstart study-qwen docs docs-site test-docs test-notebook test-examples test-wandb clean
 
 # Linux without an NVIDIA GPU: the CPU build of torch, so that 0.6 GB are downloaded instead of 3 GB. It comes from where
 # pip looks anyway (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else from PyTorch's own index, else PyPI's build with CUDA must do.
@@ -194,6 +194,17 @@ quickstart: $(READY)
 docs: $(READY)
 	$(BIN)/python -m luffy.docs_pages > docs/configuration.md
 	$(BIN)/python -m luffy.docs_pages api > docs/api.md
+
+# The whole study of docs/results/qwen-gsm8k.md on one GPU: traces, problem sets, runs, tables and figures. After a stop the
+# same command goes on. Needs MODEL and TEACHER (model folders), GSM8K (its train.jsonl and test.jsonl), BENCHMARKS.
+STUDY ?= study-qwen
+study-qwen: $(READY)
+	$(BIN)/luffy prepare traces $(GSM8K)/train.jsonl --local $(TEACHER) --tokenizer $(MODEL) --n 4 --temperature 0.8 \
+		--max-tokens 512 --reward gsm8k --out $(STUDY)/traces.parquet
+	$(BIN)/python -m studies.qwen.data --gsm8k $(GSM8K) --traces $(STUDY)/traces.parquet --benchmarks $(BENCHMARKS) --out $(STUDY)
+	$(BIN)/python -m studies.qwen.run --model $(MODEL) --teacher $(TEACHER) --data $(STUDY) --out $(STUDY)/runs \
+		--collect $(STUDY)/collected --screen 2500 --suites base '*-s[012]' --minutes 100000
+	$(BIN)/python -m studies.qwen.figures --results $(STUDY)/collected/runs.jsonl
 
 # The docs site in build/site. MkDocs needs none of luffy's packages, so it has a small environment of its own.
 DOCS_VENV ?= .venv-docs

@@ -40,8 +40,11 @@ PAPER = {
 LAST_STEPS = 25  # of a run with rollouts in fp8 and its twin without, averaged
 
 
-def read(folder: Path = HERE / "results") -> list[Row]:
-    return list(read_rows(sorted(folder.glob("*.jsonl"))).values())
+RESULTS = sorted((HERE / "results").glob("*.jsonl"))
+
+
+def read(files: Iterable[Path] = RESULTS) -> list[Row]:
+    return list(read_rows(files).values())
 
 
 def label(row: Row) -> str:
@@ -615,8 +618,9 @@ def fill(text: str, rows: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    collected = read()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, nargs="+", default=RESULTS, help="runs.jsonl of run.py")
+    collected = read(parser.parse_args().results)
     for draw in (accuracy_figure, dynamics_figure, hard_figure, newer_figure, temperature_figure):
         draw(collected)
     PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), collected), encoding="utf-8")
