@@ -41,7 +41,7 @@ def shard(root: nn.Module, cfg: ParallelConfig, dtype: DtypeName, device: str) -
 
     The weights become float32 masters, a unit at a time; layers compute in ``dtype``, gradients are reduced in
     float32. Only a call of ``root`` itself gathers the last unit, so whatever reads the head's weight must run
-    inside that call.
+    inside that call. What ``root`` returns are copies: see `copies`.
     """
     compute = DTYPES[dtype]
     offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.cpu_offload else OffloadPolicy()
@@ -58,6 +58,17 @@ def shard(root: nn.Module, cfg: ParallelConfig, dtype: DtypeName, device: str) -
             # Loss weights hold the denominator of the whole mini-batch already: gradients add, never average.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+    root.register_forward_hook(lambda module, args, outputs: copies(outputs))  # after the hooks of FSDP2
+
+
+def copies(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copies that a caller may differentiate with respect to.
+
+    FSDP2 takes a gradient that reaches a tensor its root returned for the start of a backward pass. It gathers the
+    last layer ahead and frees the root, whose second gather may then get the memory that the first is still writing
+    to: the gradients are wrong, without an error. A gradient that ends at a copy does not reach the tensor.
+    """
+    return tuple(output.clone() for output in outputs)
 
 
 def let_go_of_gathered(root: nn.Module) -> None:
