@@ -649,6 +649,9 @@ class ParallelConfig:
         1, "processes that share one engine and its copy of the model, where one does not fit on each GPU", ge=1
     )
     timeout_s: float = knob(1800.0, "the run ends if a process keeps the others waiting this long", gt=0)
+    check_gradients: bool = knob(
+        True, "before the first step, compare the gradient of all processes with that of one on small batches"
+    )
 
 
 @dataclass(frozen=True)

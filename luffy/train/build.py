@@ -28,6 +28,7 @@ from luffy.train.background_saver import BackgroundSaver
 from luffy.train.build_engines import Engines, no_schedule
 from luffy.train.changes import measures_otherwise
 from luffy.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint, set_records_aside
+from luffy.train.gradient_check import check_gradients
 from luffy.train.lock import lock_folder
 from luffy.train.method_memory import MethodMemory
 from luffy.train.policy import Policy
@@ -70,6 +71,8 @@ def build_run(cfg: Config, method: Method, world: World, resume: str, allow_chan
                 held_out.note_best(run)  # an evaluation that was made up for after the checkpoint was taken
         if run.engines.replica is not None:  # made before the masters of a checkpoint were there
             run.sync(step)
+            if world.joined and cfg.parallel.check_gradients:
+                check_gradients(run.policy, run.engines.replica.model)
         messages.notices += left_out(run.tasks.report, run.eval_report)
         messages.notices += repeated_problems(cfg, len(run.tasks))
         messages.notices += equal_prompts(run.tasks, run.eval_tasks)

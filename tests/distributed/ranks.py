@@ -1,4 +1,5 @@
-"""Several processes on the CPU, connected by gloo, each running the same function in a fresh interpreter."""
+"""Several processes that each run the same function in a fresh interpreter: on the CPU, connected by gloo, or on one GPU,
+connected by NCCL."""
 
 from __future__ import annotations
 
@@ -24,26 +25,27 @@ def meeting_place():
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def run_ranks(count, act, *args):
+def run_ranks(count, act, *args, device="cpu"):
     """What ``act(*args, world)`` returns on each of ``count`` processes. It must undo what it patches."""
     store = meeting_place()
-    return in_children(_as_rank, [(rank, count, store.port, act, args) for rank in range(count)])
+    return in_children(_as_rank, [(rank, count, store.port, device, act, args) for rank in range(count)])
 
 
-def exit_codes_of_ranks(count, act, *args):
+def exit_codes_of_ranks(count, act, *args, device="cpu"):
     """The same for an ``act`` that ends its process: how each process ended."""
     store = meeting_place()
     children = [Child() for _ in range(count)]
     for rank, child in enumerate(children):
-        child.start(_as_rank, rank, count, store.port, act, args)
+        child.start(_as_rank, rank, count, store.port, device, act, args)
     return [child.exit_code() for child in children]
 
 
-def _as_rank(rank, count, port, act, args):
+def _as_rank(rank, count, port, device, act, args):
+    """NCCL refuses two ranks on one GPU unless it takes them for ranks of different machines."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank),
                    "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                   "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
-    result = act(*args, join_world("cpu", LIMIT_S))  # a rank whose interpreter starts late is waited for
+                   "TORCHELASTIC_USE_AGENT_STORE": "True", "NCCL_HOSTID": f"host{rank}"}  # fmt: skip
+    result = act(*args, join_world(device, LIMIT_S))  # a rank whose interpreter starts late is waited for
     leave_world()
     return result
 
@@ -53,16 +55,12 @@ def train(cfg, world=None, method="rl", **options):
         trainer.train()
 
 
-def train_sft_and_keep_gradients(cfg, world=None):
-    return train_and_keep_gradients(cfg, world, "sft")
-
-
-def train_and_keep_gradients(cfg, world=None, method="rl"):
+def train_and_keep_gradients(cfg, method, world=None):
     """The whole gradients of every optimizer step, as the optimizer gets them."""
     kept, step = [], Optimizer.step
 
     def keep(self, lr, norm):
-        kept.append({name: whole(m.grad).clone() for name, m in self.masters.items() if m.grad is not None})
+        kept.append({name: whole(m.grad).to("cpu", copy=True) for name, m in self.masters.items() if m.grad is not None})
         step(self, lr, norm)
 
     Optimizer.step = keep
@@ -94,6 +92,20 @@ def assert_same_figures(ours, theirs, tolerance=1e-5):
         assert a.keys() == b.keys()
         far = {k: (a[k], b[k]) for k in a if abs(a[k] - b[k]) > tolerance * max(1.0, abs(b[k]))}
         assert far == {}, f"step {a['step']}"
+
+
+def assert_same_run(ours, theirs, gradients, expected, tolerance=1e-5):
+    """The metrics, samples, gradients and weights of two runs."""
+    assert_same_figures(figures(ours), figures(theirs), tolerance)
+    for file in ("samples.jsonl", "eval_samples.jsonl"):
+        for a, b in zip(samples(ours, file), samples(theirs, file), strict=True):
+            assert [a.get(key) for key in ("problem", "prompt", "token_ids", "reward")] == [
+                b.get(key) for key in ("problem", "prompt", "token_ids", "reward")
+            ]
+    assert len(gradients) == len(expected) >= 3
+    for a, b in zip(gradients, expected, strict=True):
+        assert_same_weights(a, b, tolerance)
+    assert_same_weights(final_weights(ours), final_weights(theirs), tolerance)
 
 
 def assert_same_weights(ours, theirs, tolerance=1e-5):

@@ -1,9 +1,10 @@
-"""However many processes: the same samples, losses, gradients and weights."""
+"""Several processes: versions of tokens, fewer traces than processes, bfloat16 (test_features.py has the features)."""
 
 import threading
 
 import pytest
 import torch
+from features import base_config
 from ranks import (
     assert_same_figures,
     assert_same_weights,
@@ -13,102 +14,19 @@ from ranks import (
     samples,
     train,
     train_and_keep_gradients,
-    train_sft_and_keep_gradients,
 )
 
-from luffy.report.runs import load_run
 from luffy.schema import to_dict
 from luffy.train.checkpoint import Checkpoint
 from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
 
-# Adam divides by the root of the second moment: with its usual epsilon a gradient of 1e-9 that is rounded
-# otherwise moves a weight by a whole learning rate. A larger one lets the comparison see the gradients.
-SMOOTH = {"lr": 1e-2, "eps": 1e-3}
-RUNS = {
-    "luffy": {},
-    "several updates a step, KL, partial prefixes": {
-        "batch": {"mini_batch": 2},
-        "algorithm": {"kl_coef": 0.05, "remove_clip": False},
-        "guidance": {"n_prefix": 2, "strategy": "random", "min_ratio": 0.2},
-    },
-    "token mean, sure tokens dropped, off-policy ratio normalised": {
-        "algorithm": {"loss_reduction": "token-mean", "all_max_clip": 0.9, "off_normalize": True},
-    },
-    "RL with an SFT term, more problems until the batch is full": {
-        "algorithm": {"trace_term": "sft", "oversample_rounds": 3, "loss_reduction": "seq-mean-token-mean"},
-        "reward": {"kind": "ranks_rewards:length_parity"},
-    },
-    "recomputed activations": {"model": {"gradient_checkpointing": True}},
-    "adapters": {"model": {"lora": {"rank": 4}}},
-    "rollouts one version behind": {"async": {"max_staleness": 1}},
-    "responses that take several steps": {"rollout": {"max_tokens_per_step": 6, "n": 3}, "train": {"steps": 7}},
-}
-
-
-def config(make_config, sums, name, **changes):
-    base = {
-        "optim": SMOOTH,
-        "train": {"steps": 3, "save_every": 3},
-        "record": {"samples": 6, "samples_every": 1},
-        "data": {"eval": str(sums)},
-        "eval": {"limit": 5},
-    }
-    for section, entries in changes.items():
-        base[section] = {**base.get(section, {}), **entries}
-    return make_config(name=name, **base)
-
-
-def assert_same_run(ours, theirs, gradients, expected):
-    assert_same_figures(figures(ours), figures(theirs))
-    for file in ("samples.jsonl", "eval_samples.jsonl"):
-        for a, b in zip(samples(ours, file), samples(theirs, file), strict=True):
-            assert (a["problem"], a["token_ids"], a["reward"]) == (b["problem"], b["token_ids"], b["reward"])
-    assert len(gradients) == len(expected) >= 3
-    for a, b in zip(gradients, expected, strict=True):
-        assert_same_weights(a, b)
-    assert_same_weights(final_weights(ours), final_weights(theirs))
-
-
-FAST = [("luffy", 2), ("responses that take several steps", 2), ("several updates a step, KL, partial prefixes", 2)]
-SLOW = [(kind, count) for kind in RUNS for count in (1, 2, 4) if (kind, count) not in FAST]
-
-
-@pytest.mark.parametrize(("kind", "count"), FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW])
-def test_ranks_agree_with_one_process(make_config, sums, kind, count):
-    torch.set_num_threads(1)
-    alone, many = (config(make_config, sums, name, **RUNS[kind]) for name in ("alone", "many"))
-    expected = train_and_keep_gradients(alone)
-    results = run_ranks(count, train_and_keep_gradients, many)
-    for gradients in results:
-        assert_same_run(many, alone, gradients, expected)
-    assert load_run(alone.folder).processes == 1
-    assert load_run(many.folder).processes == count  # as with torchrun by hand, parallel.workers does not say
-
-
-@pytest.mark.parametrize(
-    ("parallel", "staleness"),
-    [
-        ({"shard": "hybrid", "shard_size": 2, "rollout_group": 2, "workers": 4}, 0),
-        pytest.param({"cpu_offload": True, "workers": 2}, 0, marks=pytest.mark.slow),
-        pytest.param({"rollout_group": 2, "workers": 4}, 1, marks=pytest.mark.slow),
-    ],
-)
-def test_hybrid_sharding_rollout_groups_and_offload_change_nothing(make_config, sums, parallel, staleness):
-    torch.set_num_threads(1)
-    alone = config(make_config, sums, "alone", **{"async": {"max_staleness": staleness}})
-    many = make_config(**to_dict(alone) | {"name": "many", "launch": "torchrun", "parallel": parallel})
-    expected = train_and_keep_gradients(alone)
-    for gradients in run_ranks(many.parallel.workers, train_and_keep_gradients, many):
-        assert_same_run(many, alone, gradients, expected)
-
-
 def test_tokens_of_a_group_carry_the_version_of_the_process_that_made_them(make_config, sums):
     """Of two processes with one engine, the follower begins its part of step 3 with version 0 as its newest, the
     leader with version 1: both parts are the leader's work."""
     changes = {"async": {"max_staleness": 2}, "train": {"steps": 4, "save_every": 4}}
-    base = config(make_config, sums, "lagging", **changes)
+    base = base_config(make_config, sums, "lagging", **changes)
     cfg = make_config(
         **to_dict(base) | {"launch": "torchrun", "parallel": {"workers": 2, "rollout_group": 2, "timeout_s": 60}}
     )
@@ -146,9 +64,9 @@ def versions_begun(cfg, world):
 
 def test_sft_with_fewer_traces_than_ranks(make_config, sums):
     torch.set_num_threads(1)
-    alone, many = (config(make_config, sums, name, batch={"problems": 2}) for name in ("alone", "many"))
-    expected = train_sft_and_keep_gradients(alone)
-    for gradients in run_ranks(3, train_sft_and_keep_gradients, many):
+    alone, many = (base_config(make_config, sums, name, batch={"problems": 2}) for name in ("alone", "many"))
+    expected = train_and_keep_gradients(alone, "sft")
+    for gradients in run_ranks(3, train_and_keep_gradients, many, "sft"):
         for a, b in zip(gradients, expected, strict=True):
             assert_same_weights(a, b)
     assert_same_figures(figures(many), figures(alone))
@@ -160,7 +78,7 @@ def test_bfloat16_computes_low_and_keeps_float32_masters(make_config, sums):
     """Rounding differs with the number of rows of a matrix product, so this is close, not equal."""
     torch.set_num_threads(1)
     low = {"model": {"dtype": "bfloat16"}, "train": {"steps": 2, "save_every": 2}, "optim": {"lr": 1e-4, "eps": 1e-3}}
-    alone, many = (config(make_config, sums, name, **low) for name in ("alone", "many"))
+    alone, many = (base_config(make_config, sums, name, **low) for name in ("alone", "many"))
     train(alone)
     types = run_ranks(2, types_of_a_run, many)
     assert types == [({torch.float32}, {torch.bfloat16})] * 2
@@ -170,7 +88,7 @@ def test_bfloat16_computes_low_and_keeps_float32_masters(make_config, sums):
     assert saved == {torch.bfloat16}
     masters = Checkpoint(max((many.folder / "checkpoints").glob("step-*"))).tensors()
     assert masters["lm_head.weight/master"].dtype == torch.float32
-    resumed = config(make_config, sums, "many", **(low | {"train": {"steps": 3}}))
+    resumed = base_config(make_config, sums, "many", **(low | {"train": {"steps": 3}}))
     train(resumed)  # one process takes up what two left
     assert [row["step"] for row in figures(resumed)] == [1, 2, 3]
 
