@@ -150,7 +150,7 @@ $(RAY_READY): pyproject.toml constraints.txt constraints-ray.txt
 	touch $@
 
 test-ray: $(RAY_READY)
-	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -m slow tests/distributed/test_ray.py
+	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -m slow tests/distributed/test_ray.py tests/distributed/test_shared_gpus.py
 
 # luffy inside TRL. TRL brings packages along that luffy does not want beside it, so it has an environment of its own.
 TRL_VENV ?= .venv-trl

@@ -660,6 +660,12 @@ class RayConfig:
     max_failures: int = knob(3, "restarts from the last checkpoint after lost workers or machines; -1: no limit", ge=-1)
     spread: bool = knob(False, "put workers on as many machines as there are, instead of as few")
     cpus_per_worker: float = knob(1.0, "CPU cores that Ray sets aside for a worker", gt=0)
+    gpus_per_worker: float = knob(
+        1.0,
+        "part of a GPU that Ray sets aside for a worker; up to 0.5 several workers share one, for tests",
+        gt=0,
+        le=1,
+    )
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,10 @@ def run_on_ray(job: Launchable) -> None:
     if started_here:
         connect(ray, job.cfg)
     try:
-        mailbox = start_mailbox(ray)
-        trainer = build_trainer(job, mailbox, uses_gpus(ray, job.cfg))
+        mailbox, on_gpus = start_mailbox(ray), uses_gpus(ray, job.cfg)
+        if on_gpus and job.cfg.ray.gpus_per_worker <= 0.5:
+            print_lines(["warning: ray.gpus_per_worker lets workers share a GPU, which is for tests; set it to 1"])
+        trainer = build_trainer(job, mailbox, on_gpus)
         fit = in_background(trainer.fit)
         mistaken_since = None
         while not fit.done():
@@ -93,7 +95,10 @@ def build_trainer(job: Launchable, mailbox: Any, on_gpus: bool) -> Any:
         scaling_config=ScalingConfig(
             num_workers=cfg.parallel.workers,
             use_gpu=on_gpus,
-            resources_per_worker={"CPU": cfg.ray.cpus_per_worker, **({"GPU": 1} if on_gpus else {})},
+            resources_per_worker={
+                "CPU": cfg.ray.cpus_per_worker,
+                **({"GPU": cfg.ray.gpus_per_worker} if on_gpus else {}),
+            },
             placement_strategy="SPREAD" if cfg.ray.spread else "PACK",
         ),
         run_config=RunConfig(
@@ -146,10 +151,16 @@ def connect(ray: Any, cfg: Config) -> None:
 
 
 def uses_gpus(ray: Any, cfg: Config) -> bool:
-    gpus = ray.cluster_resources().get("GPU", 0)
-    if cfg.model.device == "cuda" and gpus < cfg.parallel.workers and cfg.ray.address is None:
-        raise ConfigError(f"'parallel.workers' is {cfg.parallel.workers}, but this machine has {gpus:.0f} GPUs")
-    return cfg.model.device == "cuda" or (cfg.model.device == "auto" and gpus >= cfg.parallel.workers)
+    """Whether the workers compute on GPUs: ``model.device`` says so, or is auto and there are enough."""
+    gpus, workers, part = ray.cluster_resources().get("GPU", 0), cfg.parallel.workers, cfg.ray.gpus_per_worker
+    enough = gpus * math.floor(1 / part) >= workers
+    if cfg.model.device == "cuda" and not enough and cfg.ray.address is None:
+        each = "" if part == 1 else f" of {part:g} GPU each"
+        raise ConfigError(
+            f"'parallel.workers' is {workers}{each}, but this machine has {gpus:.0f} GPUs; lower it, or set "
+            f"ray.gpus_per_worker below 1 to let workers share a GPU (for tests)"
+        )
+    return cfg.model.device == "cuda" or (cfg.model.device == "auto" and enough)
 
 
 def work(settings: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ process has a world of one, where every exchange gives back what was put in.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from luffy.distributed.follow import LAUNCHER_VARIABLE
 from luffy.errors import UserError
 from luffy.metrics import Metric, merge_metrics
+
+logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -99,7 +102,26 @@ def join_world(device: str, timeout_s: float) -> World:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timeout)
-    return World(dist.get_rank(), dist.get_world_size(), joined=True, device=here, timeout=timeout)
+    world = World(dist.get_rank(), dist.get_world_size(), joined=True, device=here, timeout=timeout)
+    if device == "cuda":
+        let_devices_be_shared(world, str(torch.cuda.get_device_properties(here).uuid))
+    return world
+
+
+def let_devices_be_shared(world: World, uuid: str) -> None:
+    """Give each rank whose GPU (``uuid``) another rank uses too a NCCL_HOSTID of its own, unless it has one. NCCL
+    refuses two ranks of one machine on one GPU; taken for ranks of different machines, they talk over sockets.
+    Must come before NCCL's first message."""
+    uuids = world.gather(uuid)
+    if uuids.count(uuid) > 1:
+        os.environ.setdefault("NCCL_HOSTID", f"{uuid}-{world.rank}")
+    if world.is_main and len(set(uuids)) < world.size:
+        logger.warning(
+            "%d processes share %d GPUs: for tests only, because NCCL exchanges their data over sockets; use one "
+            "process a GPU for training",
+            world.size,
+            len(set(uuids)),
+        )
 
 
 def leave_world() -> None:
