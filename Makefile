@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test suite test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu lint quickstart study-qwen docs docs-site test-docs test-notebook test-examples test-wandb clean
+.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test suite test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu test-nccl lint quickstart study-qwen docs docs-site test-docs test-notebook test-examples test-wandb clean
 
 # Linux without an NVIDIA GPU: the CPU build of torch, so that 0.6 GB are downloaded instead of 3 GB. It comes from where
 # pip looks anyway (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else from PyTorch's own index, else PyPI's build with CUDA must do.
@@ -187,6 +187,10 @@ test-verl: $(VERL_READY)
 # must be installed; luffy itself need not be. LUFFY_SMOLLM2 adds the checks on real weights.
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu tests/models tests/kernels tests/rollout
+
+# Several ranks on one GPU over real NCCL, as test-gpu. SEEN=FILE collects what the table of docs/scaling.md is made of.
+test-nccl:
+	OMP_NUM_THREADS=1 LUFFY_SEEN=$(SEEN) $(PYTHON) -m pytest -m nccl tests/nccl
 
 quickstart: $(READY)
 	$(BIN)/luffy quickstart

@@ -103,4 +103,6 @@ def _loss(scorer: TokenScorer, batch: MicroBatch, temperature: float) -> Tensor:
 def _relative_errors(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """||ours - expected|| / ||expected|| of every parameter; the largest norm of all in place of one that is 0."""
     largest = max(float(value.norm()) for value in expected.values())
-    return {n: float((ours[n] - value).norm()) / (float(value.norm()) or largest or 1.0) for n, value in expected.items()}
+    return {
+        n: float((ours[n] - value).norm()) / (float(value.norm()) or largest or 1.0) for n, value in expected.items()
+    }

@@ -63,8 +63,12 @@ FEATURES = {
     ),
     "cpu_offload": Feature(parallel={"cpu_offload": True}),
     "a gate with further rounds": Feature(
-        {"guidance": {"n_prefix": 0, "gate": "lowest_hint", "hint_text": " {solution}"}, "data": {"max_prompt_tokens": 24},
-         "rollout": {"max_tokens": 18}, "algorithm": {"reject_extreme": False}}
+        {
+            "guidance": {"n_prefix": 0, "gate": "lowest_hint", "hint_text": " {solution}"},
+            "data": {"max_prompt_tokens": 24},
+            "rollout": {"max_tokens": 18},
+            "algorithm": {"reject_extreme": False},
+        }
     ),  # fmt: skip
     "replay, expert batch, SFT steps between": Feature(
         {

@@ -4,18 +4,23 @@ connected by NCCL."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 from children import LIMIT_S, Child, in_children
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
+from luffy.config import to_yaml
 from luffy.distributed.shard import whole
 from luffy.distributed.world import join_world, leave_world
 from luffy.report.recorder import read_json_lines
 from luffy.train.loop import Trainer
 from luffy.train.optim import Optimizer
 
+TESTS = Path(__file__).parent.parent
 UNTIMED = ("timing_s/", "perf/throughput")
 
 
@@ -60,7 +65,9 @@ def train_and_keep_gradients(cfg, method, world=None):
     kept, step = [], Optimizer.step
 
     def keep(self, lr, norm):
-        kept.append({name: whole(m.grad).to("cpu", copy=True) for name, m in self.masters.items() if m.grad is not None})
+        kept.append(
+            {name: whole(m.grad).to("cpu", copy=True) for name, m in self.masters.items() if m.grad is not None}
+        )
         step(self, lr, norm)
 
     Optimizer.step = keep
@@ -112,3 +119,15 @@ def assert_same_weights(ours, theirs, tolerance=1e-5):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def luffy_train(cfg, desk, **fault):
+    """``luffy train`` in processes of its own, with a fault in one worker (faults/injected); (exit code, standard error)."""
+    recipe = desk / "recipe.yaml"
+    recipe.write_text(to_yaml(cfg))
+    paths = [TESTS / "faults" / "injected", TESTS / "faults", TESTS / "distributed", TESTS, TESTS.parent]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    env |= {f"LUFFY_FAULT_{key}": str(value) for key, value in fault.items()}
+    command = [sys.executable, "-m", "luffy", "train", str(recipe)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    return done.returncode, done.stderr

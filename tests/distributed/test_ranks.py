@@ -22,6 +22,7 @@ from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
 
+
 def test_tokens_of_a_group_carry_the_version_of_the_process_that_made_them(make_config, sums):
     """Of two processes with one engine, the follower begins its part of step 3 with version 0 as its newest, the
     leader with version 1: both parts are the leader's work."""

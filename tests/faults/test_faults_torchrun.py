@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults_support import mounting
-from ranks import figures, final_weights, run_ranks, samples, train
+from ranks import figures, final_weights, luffy_train, run_ranks, samples, train
 
 from luffy.config import to_yaml
 from luffy.train.checkpoint import CheckpointStore
@@ -32,18 +32,6 @@ def sharded(make_config, name, **more):
         train={"steps": 6, "save_every": 2, "keep": 5},
         **more,
     )
-
-
-def luffy_train(cfg, desk, **fault):
-    """``luffy train`` with its two workers; (exit code, standard error)."""
-    recipe = desk / "recipe.yaml"
-    recipe.write_text(to_yaml(cfg))
-    paths = [TESTS / "faults" / "injected", TESTS / "faults", TESTS / "distributed", TESTS, TESTS.parent]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    env |= {f"LUFFY_FAULT_{key}": str(value) for key, value in fault.items()}
-    command = [sys.executable, "-m", "luffy", "train", str(recipe)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
-    return done.returncode, done.stderr
 
 
 @pytest.fixture(scope="module")

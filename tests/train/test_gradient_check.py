@@ -39,7 +39,10 @@ def test_wrong_gradients_end_the_run_before_its_first_step_on_every_rank(make_co
     cfg = make_config(train={"steps": 1})
     said = run_ranks(2, start_with_a_fault, cfg)
     assert said[0] == said[1]
-    assert "on 2 processes the gradient of " in said[0] and " differs from that of one process by 0.5 of its norm" in said[0]
+    assert (
+        "on 2 processes the gradient of " in said[0]
+        and " differs from that of one process by 0.5 of its norm" in said[0]
+    )
     assert not (cfg.folder / "metrics.jsonl").exists()
 
 
@@ -51,7 +54,9 @@ def test_the_check_can_be_turned_off(make_config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3, 5])
-@pytest.mark.parametrize("model", [{}, {"dtype": "bfloat16"}, {"lora": {"rank": 4}}], ids=["float32", "bfloat16", "lora"])
+@pytest.mark.parametrize(
+    "model", [{}, {"dtype": "bfloat16"}, {"lora": {"rank": 4}}], ids=["float32", "bfloat16", "lora"]
+)
 def test_right_gradients_pass_on_any_number_of_ranks(make_config, count, model):
     """With five ranks two of them have the same batches."""
     torch.set_num_threads(1)
