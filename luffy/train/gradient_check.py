@@ -1,8 +1,8 @@
 """A sharded run starts only if its gradients are those of one process.
 
-Every process computes small fixed batches with the sharded model, and the main process computes all of them with its
-whole copy of the model. The gradients of the last decoder layer and of the head must agree. A fault of a stream, a
-collective or a driver shows here, and not as a model that does not learn.
+Every process computes the run's own loss of small fixed batches with the sharded model, and the main process computes
+all of them with its whole copy of the model. The gradients of the last decoder layer and of the head must agree. A
+fault of a stream, a collective or a driver shows here, and not as a model that does not learn.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _compared(sharded: nn.Module, copy: nn.Module) -> list[str]:
 def _sharded_gradients(policy: Policy, names: Sequence[str]) -> dict[str, Tensor]:
     """The sum of the gradients of all processes, whole, on the CPU."""
     for batch in _batches(policy, policy.world.rank):
-        _loss(policy.scorer, batch.to(policy.device), policy.temperature).backward()
-    parameters = dict(policy.model.named_parameters())
-    found = {name: whole(parameters[name].grad).float().cpu() for name in names}
+        _loss(policy, policy.scorer, batch.to(policy.device)).backward()
+    grads = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+    found = {name: whole(grads[name]).float().cpu() for name in names}
     policy.optimizer.zero_grad()
     return found
 
@@ -73,7 +73,7 @@ def _whole_gradients(policy: Policy, copy: nn.Module, names: Sequence[str]) -> d
     for rank in range(min(size, DIFFERENT)):
         times = len(range(rank, size, DIFFERENT))
         for batch in _batches(policy, rank):
-            loss = _loss(scorer, batch.to(chosen[0].device), policy.temperature)
+            loss = _loss(policy, scorer, batch.to(chosen[0].device))
             for total, grad in zip(sums, torch.autograd.grad(loss, chosen, materialize_grads=True), strict=True):
                 total += times * grad.float().cpu()
     copy.requires_grad_(False)
@@ -81,23 +81,25 @@ def _whole_gradients(policy: Policy, copy: nn.Module, names: Sequence[str]) -> d
 
 
 def _batches(policy: Policy, rank: int) -> Iterator[MicroBatch]:
+    """Two responses to one prompt: the policy's, and a teacher's that counts in both terms of the loss."""
     vocabulary = text_config(policy.model.config).vocab_size
     generator = torch.Generator().manual_seed(rank % DIFFERENT)
     for _ in range(PASSES):
         ids = torch.randint(vocabulary, (PROMPT + 2 * RESPONSE,), generator=generator)
         prompt, *responses = ids.split([PROMPT, RESPONSE, RESPONSE])
-        samples = [_sample(tuple(prompt.tolist()), response) for response in responses]
+        samples = [_sample(tuple(prompt.tolist()), response, off_policy=i) for i, response in enumerate(responses)]
         yield from pack(samples, ids.numel() + PROMPT, None, RESPONSE, share=policy.scorer.shares_prompts)
 
 
-def _sample(prompt_ids: tuple[int, ...], token_ids: Tensor) -> Sample:
-    ones = torch.ones(RESPONSE)
-    return Sample(prompt_ids, token_ids, ones.bool(), ones, ones, ones, ones, ones)
+def _sample(prompt_ids: tuple[int, ...], token_ids: Tensor, off_policy: int) -> Sample:
+    ones, off = torch.ones(RESPONSE), torch.full((RESPONSE,), float(off_policy))
+    log_probs = -ones
+    return Sample(prompt_ids, token_ids, off.bool(), ones, off, ones, log_probs, log_probs)
 
 
-def _loss(scorer: TokenScorer, batch: MicroBatch, temperature: float) -> Tensor:
-    log_prob, entropy = scorer(batch, temperature)
-    return (log_prob + entropy).mean()
+def _loss(policy: Policy, scorer: TokenScorer, batch: MicroBatch) -> Tensor:
+    loss, _ = policy.objective(batch, *scorer(batch, policy.temperature))
+    return loss
 
 
 def _relative_errors(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
