@@ -23,7 +23,7 @@ from luffy.rollout.native import NativeEngine
 from luffy.rollout.overrides.aligned import AlignedEngine
 from luffy.rollout.overrides.speculative import SpeculativeEngine
 from luffy.rollout.overrides.turns import TurnsEngine, check_log_probs, check_takes_turns
-from luffy.rollout.vllm.colocated import VllmEngine
+from luffy.rollout.vllm.colocated import VllmEngine, executor_argument
 from luffy.rollout.vllm.http_client import Server, key_from
 from luffy.rollout.vllm.remote import RemoteEngine
 from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer, Transfer
@@ -72,7 +72,7 @@ def build_vllm(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine
     transfer_kind = transfer_of(cfg, device)
     if not v.servers:
         folder = weight_folder(cfg) if transfer_kind == "folder" else None
-        arguments = vllm_arguments(cfg, causal_lm(model).config)
+        arguments = executor_argument(cfg.parallel.rollout_group) | vllm_arguments(cfg, causal_lm(model).config)
         return VllmEngine.of_policy(model, arguments, push_folder=folder, seeded=v.request_seeds)
     key = key_from(v.api_key_env)
     nccl = transfer_kind == "nccl"

@@ -45,7 +45,7 @@ def transfer_of(cfg: Config, device: str) -> str:
     if v.transfer != "auto":
         return v.transfer
     spread = v.tensor_parallel_size > 1 or v.args.get("pipeline_parallel_size", 1) > 1
-    return "folder" if spread else "memory"
+    return "folder" if spread or cfg.parallel.rollout_group > 1 else "memory"
 
 
 def transfer_to_servers(cfg: Config, device: str) -> str:

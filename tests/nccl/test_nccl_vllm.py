@@ -27,7 +27,8 @@ from luffy.train.loop import Trainer
 pytest.importorskip("vllm")
 
 KEY = "LUFFY_VLLM_KEY"
-VLLM = {"api_key_env": KEY, "args": {"enforce_eager": True}, "memory_fraction": 0.1}
+# The memory of the cache is given: vLLM would take what other processes of this GPU hold for its own.
+VLLM = {"api_key_env": KEY, "args": {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}, "memory_fraction": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -136,13 +137,14 @@ def make_with(make_config, cfg, **changes):
     return make_config(**to_dict(cfg) | changes)
 
 
-def test_an_engine_in_each_of_two_ranks(make_config, sums, model, monkeypatch):
+@pytest.mark.parametrize("group", [1, 2], ids=["each_has_one", "one_for_both"])
+def test_engines_of_two_ranks(make_config, sums, model, monkeypatch, group):
     monkeypatch.setenv(KEY, "unused")
     cfg = config(make_config, sums, model, "colocated")
-    many = make_with(make_config, cfg, launch="torchrun", parallel={"workers": 2})
+    many = make_with(make_config, cfg, launch="torchrun", parallel={"workers": 2, "rollout_group": group})
     run_ranks(2, train, many, device="cuda")
     check(many)
-    note_seen("vLLM in the trainer's process", "torchrun, NCCL", "2")
+    note_seen({1: "vLLM in every process", 2: "one vLLM for a rollout group"}[group], "torchrun, NCCL", "2")
 
 
 GATED = {"guidance": {"n_prefix": 0, "gate": "lowest_hint", "hint_text": " {solution}"}}

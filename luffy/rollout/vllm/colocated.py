@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from luffy.errors import UserError, how_to_install
@@ -37,6 +38,9 @@ WORKER = "luffy.rollout.vllm.worker_extension.LuffyWorker"
 SLEEP_LEVEL = 2
 # Defaults for what the user's environment leaves open: quiet, nothing sent home, nothing listening beyond this host.
 ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
+
+# What torchrun and Ray tell a process of its place among the others.
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class VllmEngine(Engine):
@@ -247,9 +251,40 @@ def start(arguments: Mapping[str, Any]) -> Any:
         "worker_extension_cls": WORKER,
     }
     try:
-        return LLM(**ours, **arguments)
+        with launched_as(arguments.get("distributed_executor_backend")):
+            return LLM(**ours, **arguments)
     except (ValueError, TypeError, VLLMValidationError) as error:
         raise UserError(f"vLLM refused its arguments: {' '.join(str(error).split())[:500]}") from error
+
+
+def executor_argument(group_size: int) -> dict[str, str]:
+    """vLLM's executor in a trainer of several processes, ``group_size`` of which share an engine.
+
+    By default vLLM computes on the first GPU, whichever is this process's. As a worker of an external launcher it takes
+    the one that it is told, and makes its groups with all other processes; an engine that only the leaders of rollout
+    groups have must not wait for those, so it computes in processes of its own.
+    """
+    if not dist.is_initialized():
+        return {}
+    return {"distributed_executor_backend": "external_launcher" if group_size == 1 else "mp"}
+
+
+@contextmanager
+def launched_as(executor: str | None) -> Iterator[None]:
+    """The environment in which vLLM's workers start: as torchrun would set it for this process, or, for workers of
+    vLLM's own, without a trace of our launcher."""
+    before = dict(os.environ)
+    if executor == "external_launcher":
+        device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(device))
+    elif executor == "mp":
+        for name in (*LAUNCHER_VARIABLES, *(name for name in before if name.startswith("TORCHELASTIC_"))):
+            os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager
