@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from deadly import DeadlyJob
-from ranks import figures, final_weights, run_ranks, samples, train
+from features import FEATURES, configs, make_guide, note_seen
+from ranks import assert_same_figures, assert_same_weights, figures, final_weights, run_ranks, samples, train
 
 import luffy
 from luffy.config import Config, build
@@ -125,6 +127,7 @@ def test_a_killed_worker_costs_nothing_but_time(cluster, make, undisturbed, tmp_
     assert len(started) == 4  # two workers, twice
     assert "resumed at step" in capfd.readouterr().err
     assert_same_run(cfg, undisturbed)
+    note_seen("one process killed, then resumed", "ray, gloo", "2")
 
 
 def test_a_killed_worker_of_a_run_that_was_not_to_resume_costs_nothing_either(cluster, make, undisturbed, tmp_path):
@@ -151,6 +154,26 @@ def test_a_lost_node_costs_nothing_but_time(cluster, make, undisturbed, tmp_path
     thread.join()
     assert len(started) == 4 and len(set(started)) == 3
     assert_same_run(cfg, undisturbed)
+
+
+@pytest.fixture(scope="module")
+def guide(tiny_model, tmp_path_factory):
+    return make_guide(tiny_model, tmp_path_factory.mktemp("guide"))
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_feature_has_the_metrics_and_weights_of_one_process(cluster, make_config, sums, guide, name):
+    from luffy.distributed.ray_launch import run_on_ray
+
+    torch.set_num_threads(1)
+    feature = FEATURES[name]
+    alone, many = configs(feature, make_config, sums, guide, launch="ray")
+    many = replace(many, ray=replace(many.ray, address="auto", cpus_per_worker=2 / feature.ranks))
+    train(alone, None, feature.method)
+    run_on_ray(Job(many, feature.method))
+    assert_same_figures(figures(many), figures(alone))
+    assert_same_weights(final_weights(many), final_weights(alone))
+    note_seen(name, "ray, gloo", str(feature.ranks))
 
 
 def test_mistakes_are_not_tried_again(cluster, make, tmp_path):

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from features import note_seen
 from ranks import (
     assert_same_figures,
     assert_same_weights,
@@ -56,6 +57,7 @@ def test_a_run_goes_on_with_another_number_of_processes(make_config, counts, rol
     assert_same_weights(final_weights(cfg), final_weights(whole))
     ours, theirs = (Checkpoint(c.folder / "checkpoints" / "step-000006").tensors() for c in (cfg, whole))
     assert_same_weights(ours, theirs)
+    note_seen("resume with another number of processes", "torchrun, gloo", ", ".join(map(str, counts)))
 
 
 @pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4, "dropout": 0.3}}], ids=["plain", "dropout"])

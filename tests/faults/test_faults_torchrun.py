@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults_support import mounting
+from features import note_seen
 from ranks import figures, final_weights, luffy_train, run_ranks, samples, train
 
 from luffy.config import to_yaml
@@ -72,6 +73,7 @@ def test_a_killed_worker_ends_the_command_with_one_line_and_it_resumes(
     code, said = luffy_train(cfg, tmp_path)
     assert code == 0 and "resumed at step" in said, said
     assert_as_expected(cfg, truth)
+    note_seen("one process killed, then resumed", "torchrun, gloo", "2")
 
 
 @pytest.mark.parametrize(("write", "rank"), [("shards", 1), ("weights", 0), ("state.json", 0)])

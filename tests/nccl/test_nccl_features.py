@@ -52,7 +52,11 @@ def test_bfloat16_shares_prompts_merges_products_and_rolls_out_in_fp8(make_confi
         assert a["actor/loss"] == pytest.approx(b["actor/loss"], abs=0.05)
         assert a["perf/computed_tokens"] < a["perf/update_tokens"]
     assert figures(many)[0]["actor/grad_norm"] == pytest.approx(figures(alone)[0]["actor/grad_norm"], rel=0.1)
-    note_seen({"model": "bfloat16: shared prompts, merged products", "fp8": "fp8 rollouts"}[precision], NCCL, "2")
+    note_seen(
+        {"model": "bfloat16: shared prompts in updates, merged products in rollouts", "fp8": "fp8 rollouts"}[precision],
+        NCCL,
+        "2",
+    )
 
 
 def train_and_look(cfg, world):

@@ -186,6 +186,17 @@ def group_joiner() -> Callable[[str, int, int], Any]:
 
     def join(host: str, port: int, world: int) -> Any:
         group = StatelessProcessGroup.create(host=host, port=port, rank=0, world_size=world)
-        return PyNcclCommunicator(group, device=torch.device("cuda", torch.cuda.current_device()))
+        device = torch.device("cuda", torch.cuda.current_device())
+        return TensorsOnDevice(PyNcclCommunicator(group, device=device), device)
 
     return join
+
+
+class TensorsOnDevice:
+    """A communicator that takes tensors from wherever they are: the copy of a rollout group waits in host memory."""
+
+    def __init__(self, communicator: Any, device: torch.device) -> None:
+        self._communicator, self._device = communicator, device
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        self._communicator.broadcast(tensor.to(self._device), src=src)
