@@ -586,7 +586,6 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if LAUNCHER_VARIABLE in os.environ:
         follow_launcher()
-    sys.path.insert(0, os.getcwd())  # reward.kind=module:function finds a module beside the recipe, as python -m would
     try:
         app()
     except UserError as error:

@@ -11,10 +11,10 @@ A recipe names a registered function, or one of a user's own module as ``module:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 from luffy.errors import UserError
+from luffy.plugins import import_named, missing_neighbour
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -72,9 +72,11 @@ def resolve(path: str) -> Callable[..., Any]:
     if not module_name or not function_name:
         raise UserError(f"{path!r} is no import path; write it as module:function")
     try:
-        module = import_module(module_name)
+        module = import_named(module_name)
     except Exception as error:
-        where = "; modules are found from the folder you are in" if isinstance(error, ModuleNotFoundError) else ""
+        where = missing_neighbour(error)
+        if isinstance(error, ModuleNotFoundError) and not where:
+            where = "; modules are found from the folder you are in"
         cause = " ".join(str(error).split()) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         raise UserError(f"cannot import {module_name!r} for {path!r}: {cause[:500]}{where}") from error
     function = getattr(module, function_name, None)

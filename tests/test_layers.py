@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "hub": set(),
     "cli_help": set(),
     "plugins": {"errors"},
-    "registry": {"errors"},
+    "registry": {"errors", "plugins"},
     "_version": set(),
     "metrics": set(),
     "progress": set(),

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TextIO
 from luffy.config import Config
 from luffy.distributed.world import is_launched
 from luffy.errors import ConfigError, TrainingStopped
+from luffy.plugins import python_flags
 
 OnStep = Callable[[int, dict[str, float]], None]
 GO_ON = "the same command goes on from the last complete checkpoint"
@@ -65,7 +66,7 @@ def start_processes(workers: int, arguments: Sequence[str]) -> None:
     )
     command: Any = elastic_launch(config, sys.executable)
     try:
-        command("-m", "luffy", *arguments)
+        command(*python_flags(), "-m", "luffy", *arguments)
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None

@@ -23,7 +23,7 @@ from typing import Any
 from luffy.config import Config
 from luffy.distributed.launch import Launchable
 from luffy.errors import ConfigError, TrainingStopped, UserError, how_to_install
-from luffy.plugins import load_plugins
+from luffy.plugins import leave_current_folder, load_plugins
 from luffy.progress import lasting
 
 MISTAKES = {"user": UserError, "stopped": TrainingStopped}
@@ -169,7 +169,7 @@ def work(settings: dict[str, Any]) -> None:
     from ray import train
 
     os.chdir(settings["cwd"])  # paths of a recipe are relative to where the command was given
-    sys.path.insert(0, settings["cwd"])
+    leave_current_folder()  # Ray puts it first on the path of its workers
     job, mailbox = settings["job"], settings["mailbox"]
     lines = LineSender(lambda line: ray.get(mailbox.say.remote(line)))
 

@@ -22,6 +22,7 @@ from operator import length_hint
 from typing import Any, NamedTuple
 
 from luffy.errors import UserError
+from luffy.plugins import NAMED
 from luffy.rewards.worker import READ, Setup
 from luffy.rewards.worker_process import START_TIMEOUT_S, Item, WorkerProcess
 
@@ -129,7 +130,7 @@ class WorkerPool:
         if not timeout_s > 0:
             raise UserError(f"a worker pool needs a positive timeout_s, found timeout_s={timeout_s}")
         self.timeout_s = timeout_s
-        self._setup = Setup(function_path, factory_args, tuple(preload), memory_bytes)
+        self._setup = Setup(function_path, factory_args, tuple(preload), memory_bytes, dict(NAMED.folders))
         self._owner = os.getpid()
         self._lock = threading.RLock()
         self._closing = False

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from luffy.errors import UserError
+from luffy.plugins import NAMED
 from luffy.registry import resolve
 
 
@@ -31,6 +32,7 @@ class Setup:
     factory_args: tuple[Any, ...] | None
     preload: tuple[str, ...]
     memory_bytes: int
+    named: dict[str, str]  # folders of modules that the user named
 
 
 Answer = tuple[str, Any, str]  # status, value, message
@@ -121,6 +123,7 @@ def describe(error: BaseException) -> str:
 
 
 def _load(setup: Setup) -> Callable[..., Any]:
+    NAMED.add(setup.named)
     for name in setup.preload:
         import_module(name)
     function = resolve(setup.function_path)

@@ -115,7 +115,7 @@ class WorkerProcess:
 def _start_process(connection_fd: int, lifeline_fd: int) -> subprocess.Popen[bytes]:
     path = json.dumps([os.path.abspath(entry) for entry in sys.path])
     return subprocess.Popen(
-        [sys.executable, "-c", _BOOT, str(connection_fd), str(lifeline_fd), path],
+        [sys.executable, "-P", "-c", _BOOT, str(connection_fd), str(lifeline_fd), path],
         pass_fds=(connection_fd, lifeline_fd),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -1,11 +1,15 @@
 """Servers that luffy starts: what their command says, and who may speak to them."""
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
 
 from luffy.config import Config, build
 from luffy.errors import UserError
+from luffy.rollout.vllm.colocated import safe_path
 from luffy.rollout.vllm.guard import RequireKey
 from luffy.rollout.vllm.server_process import flags, server_command, server_environment
 from luffy.train.serve import serve
@@ -59,6 +63,18 @@ def test_nccl_servers_are_started_for_it():
     assert "weight-transfer-config" not in " ".join(server_command("m", {}, "127.0.0.1", 1, "folder"))
     assert '--weight-transfer-config {"backend": "nccl"}' in " ".join(server_command("m", {}, "127.0.0.1", 1, "nccl"))
     assert server_environment(KEY)["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_vllm_takes_no_module_of_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secrets.py").write_text("print('mine')")
+    command = server_command("m", {}, "127.0.0.1", 1, "folder")
+    command[command.index("-m") :] = ["-m", "secrets"]
+    spawned = [sys.executable, "-c", "import secrets"]  # as vLLM starts its workers
+    assert subprocess.check_output(command) == b""
+    with safe_path():
+        assert subprocess.check_output(spawned) == b""
+    assert subprocess.check_output(spawned) == b"mine\n" and "PYTHONSAFEPATH" not in os.environ
 
 
 def ask(path, header=None, kind="http"):

@@ -251,7 +251,7 @@ def start(arguments: Mapping[str, Any]) -> Any:
         "worker_extension_cls": WORKER,
     }
     try:
-        with launched_as(arguments.get("distributed_executor_backend")):
+        with environment(**worker_environment(arguments.get("distributed_executor_backend"))):
             return LLM(**ours, **arguments)
     except (ValueError, TypeError, VLLMValidationError) as error:
         raise UserError(f"vLLM refused its arguments: {' '.join(str(error).split())[:500]}") from error
@@ -269,22 +269,38 @@ def executor_argument(group_size: int) -> dict[str, str]:
     return {"distributed_executor_backend": "external_launcher" if group_size == 1 else "mp"}
 
 
-@contextmanager
-def launched_as(executor: str | None) -> Iterator[None]:
-    """The environment in which vLLM's workers start: as torchrun would set it for this process, or, for workers of
-    vLLM's own, without a trace of our launcher."""
-    before = dict(os.environ)
+def worker_environment(executor: str | None) -> dict[str, str | None]:
+    """The variables with which vLLM's workers start; None: without. They do not look for modules in the current folder
+    first. As workers of an external launcher they are told their place as torchrun would tell it; in processes of
+    vLLM's own nothing is left of our launcher."""
+    names: dict[str, str | None] = {"PYTHONSAFEPATH": "1"}
     if executor == "external_launcher":
         device = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(device))
+        names |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(device)}
     elif executor == "mp":
-        for name in (*LAUNCHER_VARIABLES, *(name for name in before if name.startswith("TORCHELASTIC_"))):
-            os.environ.pop(name, None)
+        names |= dict.fromkeys(LAUNCHER_VARIABLES) | dict.fromkeys(
+            n for n in os.environ if n.startswith("TORCHELASTIC_")
+        )
+    return names
+
+
+@contextmanager
+def environment(**changes: str | None) -> Iterator[None]:
+    """Environment variables that are set, or with None removed, for as long as the block runs."""
+    before = {name: os.environ.get(name) for name in changes}
+    _set(changes)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextmanager

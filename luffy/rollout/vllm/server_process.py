@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from luffy.errors import UserError, how_to_install
+from luffy.plugins import python_flags
 from luffy.rollout.vllm.colocated import ENVIRONMENT, WORKER
 
 
@@ -26,7 +27,7 @@ def server_command(model: str, arguments: Mapping[str, Any], host: str, port: in
     }
     if transfer == "nccl":
         settings["weight_transfer_config"] = {"backend": "nccl"}
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags(settings)]
+    return [sys.executable, *python_flags(), "-m", "vllm.entrypoints.openai.api_server", *flags(settings)]
 
 
 def flags(settings: Mapping[str, Any]) -> Iterator[str]:
