@@ -12,6 +12,14 @@ time, memory (not enforced by macOS), file size and open files, and it may start
 namespaces of its own (unshare): no network, and nothing that it started outlives it; on macOS sandbox-exec takes the
 network away. Where neither works the server does not start without --allow-network.
 
+Whoever may send a request runs code here. Web pages may not: a request that a browser sends for another site, that goes
+by a foreign host name, or that is not application/json is refused. On another address than loopback (in a container) it
+needs a token:
+
+    CODE_REWARD_TOKEN=$(openssl rand -hex 16) python examples/code_reward_server.py --host 0.0.0.0
+    export JUDGE="Bearer THE_TOKEN"
+    luffy train mine.yaml reward.kind=http://HOST:9000/ 'reward.http.header_env={Authorization: JUDGE}'
+
 What it does NOT protect against: code can read every file that you can read, and write where you can write. It shares
 the kernel. It runs in one interpreter with its tests, so code that is made to cheat can pass them. Root is not bound by
 the limit on processes. For code that you do not trust run this server in a container or a virtual machine, as a user
@@ -21,6 +29,7 @@ with nothing to lose.
 from __future__ import annotations
 
 import argparse
+import hmac
 import json
 import os
 import re
@@ -35,11 +44,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 LONGEST_REQUEST = 64 << 20
+IDLE_S = 60.0  # a connection that sends nothing for so long is closed
+TOKEN_VARIABLE = "CODE_REWARD_TOKEN"
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 # The sandboxed interpreter's program. The word that says "all passed" is read and removed before foreign code runs.
@@ -151,19 +164,46 @@ def score(sandbox: Sandbox, sample: dict[str, Any]) -> float | dict[str, str]:
         return {"error": f"the sandbox did not start: {error}"}
 
 
-def make_server(host: str, port: int, sandbox: Sandbox, workers: int) -> ThreadingHTTPServer:
+def refusal(headers: Message, port: int, token: str | None) -> tuple[int, str] | None:
+    """Status and reason for a request that must not run anything; None for one that may. Without a token only names of
+    loopback lead here: a foreign name that points to this machine (DNS rebinding) belongs to another site."""
+    names = headers.get_all("Host", [])
+    own = [f"{name}:{port}" for name in LOOPBACK_NAMES] + (list(LOOPBACK_NAMES) if port == 80 else [])
+    if token is None and (len(names) != 1 or names[0] not in own):
+        return 421, f"this server does not go by the name {str(names)[:80]}; use the address it printed"
+    if headers.get("Sec-Fetch-Site", "none") != "none" or "Origin" in headers:
+        return 403, "sent by a browser for a web page"
+    given = headers.get("Authorization", "").encode()
+    if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+        return 401, f"needs the header Authorization: Bearer, with the token of {TOKEN_VARIABLE}"
+    if headers.get_content_type() != "application/json" or "Content-Type" not in headers:
+        return 415, "the request must be application/json"
+    return None
+
+
+def samples_in(headers: Message, body: Any) -> Any:
+    """The samples of a request; a ValueError, KeyError, TypeError or RecursionError where it has none."""
+    length = int(headers["Content-Length"])
+    if not 0 <= length <= LONGEST_REQUEST:
+        raise ValueError(f"Content-Length must be from 0 to {LONGEST_REQUEST}, found {length}")
+    return json.loads(body.read(length))["samples"]
+
+
+def make_server(host: str, port: int, sandbox: Sandbox, workers: int, token: str | None = None) -> ThreadingHTTPServer:
     """A server that runs at most ``workers`` responses at once, over all requests."""
     pool = ThreadPoolExecutor(workers)
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = IDLE_S
+
         def do_POST(self) -> None:
+            refused = refusal(self.headers, self.server.server_address[1], token)
+            if refused is not None:
+                self.reply(refused[0], {"error": refused[1]})
+                return
             try:
-                length = int(self.headers["Content-Length"])
-                if length > LONGEST_REQUEST:
-                    raise ValueError("the request is too long")
-                samples = json.loads(self.rfile.read(length))["samples"]
-                scores = list(pool.map(lambda sample: score(sandbox, sample), samples))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                scores = list(pool.map(lambda sample: score(sandbox, sample), samples_in(self.headers, self.rfile)))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 self.reply(400, {"error": f"{type(error).__name__}: {error}"})
             else:
                 self.reply(200, {"scores": scores})
@@ -185,7 +225,7 @@ def make_server(host: str, port: int, sandbox: Sandbox, workers: int) -> Threadi
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Scores code by unit tests, for luffy's HTTP reward.")
-    parser.add_argument("--host", default="127.0.0.1", help="whoever can reach it can run code here")
+    parser.add_argument("--host", default="127.0.0.1", help=f"another than loopback needs {TOKEN_VARIABLE}")
     parser.add_argument("--port", type=int, default=9000, help="0: any that is free")
     parser.add_argument("--port-file", type=Path, help="where to write the port, for scripts")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="responses that run at once")
@@ -196,8 +236,11 @@ def main() -> None:
     prefix = without_network()
     if prefix is None and not options.allow_network:
         sys.exit("neither unshare nor sandbox-exec works here, so code could use the network; give --allow-network")
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    if token is None and options.host not in ("127.0.0.1", "localhost"):
+        sys.exit(f"--host {options.host} can be reached by others: export {TOKEN_VARIABLE}=$(openssl rand -hex 16)")
     sandbox = Sandbox(prefix or (), options.time_s, options.memory_mb)
-    server = make_server(options.host, options.port, sandbox, options.workers)
+    server = make_server(options.host, options.port, sandbox, options.workers, token)
     if options.port_file:
         options.port_file.write_text(str(server.server_port))
     how = " ".join(prefix) if prefix else "no isolation of the network"

@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import os
 import runpy
 import socket
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -112,14 +115,75 @@ def test_there_is_no_network_and_nothing_is_left_running(tmp_path):
     assert silent() and silent()
 
 
-def test_what_is_no_request_is_refused(sandbox):
-    import urllib.error
-    import urllib.request
+def status_of(address, headers, body):
+    """The status that a raw POST is answered with."""
+    host, port = address.removeprefix("http://").split(":")
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(f"POST / HTTP/1.1\r\n{lines}\r\n".encode() + body)
+        return int(connection.makefile("rb").readline().split()[1])
 
-    for body in (b"{", b"[]", b'{"samples": [3]}'):
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(urllib.request.Request(sandbox, body, method="POST"))
-        assert caught.value.code == 400
+
+def asked_with(address, body=b'{"samples": []}', **changed):
+    """The status of a request of luffy's own with other headers; None leaves one out."""
+    headers = {"Host": address.removeprefix("http://"), "Content-Type": "application/json", "Content-Length": len(body)}
+    headers |= {name.replace("_", "-"): value for name, value in changed.items()}
+    return status_of(address, [(name, value) for name, value in headers.items() if value is not None], body)
+
+
+def test_what_is_no_request_is_refused(sandbox):
+    assert asked_with(sandbox) == 200
+    for body in (b"{", b"[]", b'{"samples": [3]}', b"[" * 200_000, b'{"samples": 1' + b"0" * 5000 + b"}"):
+        assert asked_with(sandbox, body) == 400
+    for length in ("-1", "x", "", str(1 << 40), None):
+        assert asked_with(sandbox, Content_Length=length) == 400
+
+
+def test_a_web_page_cannot_run_code(sandbox, tmp_path):
+    """What a browser may send without asking the server first, and a foreign name that points to this machine."""
+    mark = tmp_path / "ran"
+    sample = {"response": f"open({str(mark)!r}, 'w')", "columns": {"tests": "pass"}}
+    body = json.dumps({"samples": [sample]}).encode()
+    port = sandbox.rpartition(":")[2]
+    for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", None):
+        assert asked_with(sandbox, body, Content_Type=content_type) == 415
+    for host in (f"evil.example:{port}", f"127.0.0.1.evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "", None):
+        assert asked_with(sandbox, body, Host=host) == 421
+    for origin in ("http://evil.example", "null", f"http://127.0.0.1:{port}"):
+        assert asked_with(sandbox, body, Origin=origin) == 403
+    assert asked_with(sandbox, body, Sec_Fetch_Site="cross-site") == 403
+    assert not mark.exists()
+    assert asked_with(sandbox, body, Host=f"localhost:{port}", Content_Type="application/json; charset=utf-8") == 200
+    assert mark.exists()
+
+
+def test_another_address_needs_a_token():
+    command = [
+        sys.executable,
+        str(EXAMPLES / "code_reward_server.py"),
+        "--allow-network",
+        "--port",
+        "0",
+        "--host",
+        "0.0.0.0",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "CODE_REWARD_TOKEN"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "export CODE_REWARD_TOKEN=" in done.stderr
+    server = code_reward_server.make_server(
+        "127.0.0.1", 0, code_reward_server.Sandbox((), 10.0, 256), 1, token="a" * 32
+    )
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        address = f"http://127.0.0.1:{server.server_port}"
+        for wrong in (None, "a" * 32, f"Bearer {'b' * 32}", "Bearer é"):
+            assert asked_with(address, Authorization=wrong) == 401
+        own = f"Bearer {'a' * 32}"
+        assert asked_with(address, Authorization=own, Host="reward:9000") == 200
+        assert asked_with(address, Authorization=own, Origin="http://evil.example") == 403
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def train(cfg):
