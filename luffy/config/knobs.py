@@ -279,8 +279,24 @@ VLLM_OWN_ARGUMENTS = {
     "gpu_memory_utilization": "rollout.vllm.memory_fraction",
     "api_key": "rollout.vllm.api_key_env",
     "weight_transfer_config": "rollout.vllm.transfer",
+    "config": "rollout.vllm.args",  # a file of arguments
     **dict.fromkeys(("logprobs_mode", "enable_sleep_mode", "load_format", "worker_extension_cls"), ""),
 }
+
+
+def _check_vllm_argument(name: str, value: Any) -> None:
+    """`luffy serve` makes a flag of it, so other spellings of the same flag count: with dashes, negated, cut short."""
+    if not re.fullmatch(r"[a-zA-Z][\w.-]*", name, re.ASCII):
+        raise ConfigError(f"'rollout.vllm.args': {name!r} is no argument of vLLM; use a name such as enforce_eager")
+    flag = name.lower().replace("-", "_").removeprefix("no_").partition(".")[0]
+    own = next((own for own in VLLM_OWN_ARGUMENTS if own.startswith(flag)), None)
+    if own is not None:
+        instead = VLLM_OWN_ARGUMENTS[own]
+        advice = f"set {instead} instead" if instead else "luffy depends on its own value"
+        raise ConfigError(f"'rollout.vllm.args.{name}' cannot be set there: {advice}")
+    for text in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(text, str) and text.startswith("-"):
+            raise ConfigError(f"'rollout.vllm.args.{name}': {text!r} would be read as a flag; do not begin it with '-'")
 
 
 @dataclass(frozen=True)
@@ -313,11 +329,8 @@ class VllmConfig:
     args: dict[str, Any] = knob(factory=dict, help="any other engine argument of vLLM, e.g. {enforce_eager: true}")
 
     def __post_init__(self) -> None:
-        for name in self.args:
-            if name in VLLM_OWN_ARGUMENTS:
-                instead = VLLM_OWN_ARGUMENTS[name]
-                advice = f"set {instead} instead" if instead else "luffy depends on its own value"
-                raise ConfigError(f"'rollout.vllm.args.{name}' cannot be set there: {advice}")
+        for name, value in self.args.items():
+            _check_vllm_argument(name, value)
         wrong = {"memory": bool(self.servers), "nccl": not self.servers}
         if wrong.get(self.transfer, False) or (self.transfer == "memory" and self.tensor_parallel_size > 1):
             raise ConfigError(

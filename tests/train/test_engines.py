@@ -166,6 +166,18 @@ def test_how_weights_travel(make_config):
         (["rollout.vllm.args={max_model_len: 5}"], "set rollout.vllm.max_context instead"),
         (["rollout.vllm.args={logprobs_mode: raw_logprobs}"], "luffy depends on its own value"),
         (["rollout.vllm.args={api_key: abc}"], "set rollout.vllm.api_key_env instead"),
+        (["rollout.vllm.args={api-key: abc}"], "set rollout.vllm.api_key_env instead"),
+        (["rollout.vllm.args={api-key=abc: true}"], "no argument of vLLM"),
+        (["rollout.vllm.args={trust-remote-code: true}"], "set model.trust_remote_code instead"),
+        (["rollout.vllm.args={trust-remote_code: true}"], "set model.trust_remote_code instead"),
+        (["rollout.vllm.args={Trust-Remote-Code: true}"], "set model.trust_remote_code instead"),
+        (["rollout.vllm.args={trust-remote: true}"], "set model.trust_remote_code instead"),
+        (["rollout.vllm.args={no-trust-remote-code: false}"], "set model.trust_remote_code instead"),
+        (["rollout.vllm.args={-trust-remote-code: true}"], "no argument of vLLM"),
+        (["rollout.vllm.args={weight-transfer-config.backend: nccl}"], "set rollout.vllm.transfer instead"),
+        (["rollout.vllm.args={config: flags.yaml}"], "set rollout.vllm.args instead"),
+        (["rollout.vllm.args={middleware: [--trust-remote-code]}"], "would be read as a flag"),
+        (["rollout.vllm.args={seed: --trust-remote-code}"], "would be read as a flag"),
         (["rollout.vllm.transfer=nccl"], "nccl is for servers"),
         (["rollout.vllm.transfer=memory", "rollout.vllm.tensor_parallel_size=2"], "one GPU without servers"),
         (["rollout.engine=vlm"], "did you mean 'vllm'"),
@@ -178,6 +190,17 @@ def test_how_weights_travel(make_config):
 def test_what_cannot_be_is_refused_when_it_is_read(overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_config(None, overrides)
+
+
+def test_other_arguments_of_vllm_pass():
+    given = {
+        "enforce-eager": True,
+        "kv_cache_dtype": "fp8",
+        "compilation-config.level": 3,
+        "model_impl": "vllm",
+        "seed": -1,
+    }
+    assert load_config(None, {"rollout.vllm.args": given}).rollout.vllm.args == given
 
 
 def test_without_vllm_the_error_says_what_to_install(make_config, monkeypatch):
