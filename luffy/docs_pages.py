@@ -23,6 +23,12 @@ it, or built-in ones); a later one overrides an earlier one, and `section.key=va
 `package:...` in a recipe names a file that is installed with luffy. `luffy train RECIPE --print-config` prints the
 resolved config, which every run saves as `config.yaml`, a recipe itself. In brackets: what a knob accepts, where its
 default does not show it.
+
+**A recipe can run code**, like a script: read a stranger's before you use it, also with `--dry-run` and
+`--print-config`. It imports what `plugins` names and what `reward`, `guidance`, `algorithm` or `rollout.engine` name as
+`module:function`; `model.trust_remote_code` runs the model's own code; `rollout.vllm.args` reaches all of vLLM. It can
+send the environment variables that `reward.http.header_env` and `rollout.vllm.api_key_env` name to the servers that it
+names. `luffy report` and `luffy view` read the config of a run as text and run nothing.
 """
 SHOWN_BY_DEFAULT = ("bool", "int", "float", "str")
 

@@ -165,3 +165,11 @@ def test_every_key_of_the_json_tables_is_documented():
     page = (ROOT / "docs" / "share.md").read_text(encoding="utf-8").partition("## Tables for scripts")[2]
     tables = (Summary, Comparison, PairedTest, Difference, MethodOutcome, Estimate)
     assert [f.name for table in tables for f in fields(table) if f"`{f.name}`" not in page] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/configuration.md", "docs/results/reliability.md"])
+def test_a_user_is_told_that_recipes_run_code(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (about,) = [part for part in text.split("\n\n") if "can run code" in part]
+    assert all(word in about for word in ("plugins", "module:function", "trust_remote_code")), about
+    assert "dry run" in about or "--dry-run" in about
