@@ -18,6 +18,12 @@ class Handler(ScriptedHandler):
             self.connection.close()
         elif action == "trickle":
             self.trickle(50)
+        elif action == "slow headers":
+            self.drip(b"HTTP/1.1 200 OK\r\nContent-Length: 18\r\nX: ", b"x" * 20, b'\r\n\r\n{"scores": [1, 1]}')
+        elif action == "slow error":
+            self.drip(b"HTTP/1.1 503 Busy\r\nContent-Length: 20\r\n\r\n", b"x" * 20, b"")
+        elif action == "much later":
+            self.reply(429, b"not now", Retry_After="1e9")
         elif action == "nested":
             self.reply(200, b"[" * 100_000)
         elif isinstance(action, int):
@@ -26,6 +32,14 @@ class Handler(ScriptedHandler):
         else:
             scores = [float(len(sample["response"]) % 2) for sample in samples]
             self.reply(200, json.dumps({"scores": scores} if action == "score" else action).encode())
+
+    def drip(self, before, slow, after):
+        self.close_connection = True
+        self.wfile.write(before)
+        for byte in slow:
+            self.wfile.write(bytes([byte]))
+            time.sleep(0.1)
+        self.wfile.write(after)
 
     def trickle(self, count):
         self.send_response(200)

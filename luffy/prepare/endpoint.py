@@ -19,7 +19,7 @@ from typing import Any
 
 from luffy.errors import UserError
 from luffy.types import Message
-from luffy.web import REFUSED, NoRedirect, body_of, pause, retry_after, shown
+from luffy.web import REFUSED, body_of, pause, retry_after, shown, timed_opener
 
 FOR_THE_MOMENT = (408, 409, 425, 429)
 
@@ -70,7 +70,7 @@ class Endpoint:
             raise UserError(f"--api {self.api} is unknown; known: chat, completions")
         path = "chat/completions" if self.api == "chat" else "completions"
         self.address = f"{self.url.rstrip('/')}/{path}"
-        self._opener = urllib.request.build_opener(NoRedirect)
+        self._opener = timed_opener()
         self._stop = threading.Event()
         self._has_answered = False
 

@@ -12,7 +12,6 @@ import math
 import os
 import ssl
 import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -26,7 +25,7 @@ from luffy.rewards.kinds import Answered
 from luffy.rewards.own_function import CALL_FAILED, NOT_SCORED, finite_number, prompt_of, row_of
 from luffy.rewards.pool import Outcome
 from luffy.rewards.worker import describe
-from luffy.web import REFUSED, NoRedirect, body_of, pause, retry_after, shown
+from luffy.web import REFUSED, body_of, pause, retry_after, shown, timed_opener
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class HttpReward:
         self._address, self._settings = checked_address(address), settings
         self._headers = headers_from(settings.header_env)
         # No redirect and no proxy of the environment: either would be given the headers.
-        self._opener = urllib.request.build_opener(NoRedirect, urllib.request.ProxyHandler({}))
+        self._opener = timed_opener(urllib.request.ProxyHandler({}))
         self._closed = threading.Event()
 
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
@@ -151,7 +150,7 @@ class HttpReward:
         limit = self._settings.timeout_s
         try:
             with self._opener.open(request, timeout=limit) as response:
-                return read_all(response, time.monotonic() + limit)
+                return read_all(response)
         except urllib.error.HTTPError as error:
             raise self._status_failure(error) from None  # its traceback would hold the headers
         except (OSError, HTTPException) as error:
@@ -219,14 +218,12 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_all(response: Any, deadline: float) -> bytes:
-    """The whole answer; a server that sends it byte by byte has the same time as one that sends nothing."""
+def read_all(response: Any) -> bytes:
+    """The whole answer."""
     parts, length = [], 0
     while part := response.read1(1 << 16):
         parts.append(part)
         length += len(part)
         if length > LONGEST_ANSWER:
             raise RequestFailed(f"an answer of more than {LONGEST_ANSWER} bytes", again=False)
-        if time.monotonic() > deadline:
-            raise TimeoutError
     return b"".join(parts)

@@ -1,7 +1,9 @@
 """A reward that is a server: a real one, in a process of its own, that fails in all the ways servers fail."""
 
+import email.message
 import json
 import logging
+import urllib.error
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from luffy.errors import ConfigError, UserError
 from luffy.rewards import build_verifier
 from luffy.rewards.http_settings import HttpRewardConfig
 from luffy.types import Message, Problem, Score
+from luffy.web import retry_after
 
 SERVER = Path(__file__).parents[1] / "reward_server.py"
 FAILED = Score(0.0, "call_failed")
@@ -127,11 +130,33 @@ def test_a_key_that_is_refused_is_no_fault_of_a_sample(ask):
     assert scores == [FAILED] * 2 and len(requests) == 1 and "HTTP 401" in failure
 
 
-@pytest.mark.parametrize("action", ["hang", "trickle"])
+@pytest.mark.parametrize("action", ["hang", "trickle", "slow headers"])
 def test_a_server_that_does_not_come_to_an_end(ask, action):
     scores, requests, failure = ask([action, action, "score"], ["a", "b", "c"], timeout_s=0.5, retries=1)
     assert scores == [FAILED, FAILED, Score(1.0)] and len(requests) == 3
     assert "no answer in 0.5 s (tried 2 times)" in failure
+
+
+def test_an_error_has_no_more_time_than_an_answer(ask):
+    scores, requests, failure = ask(["slow error", "slow error", "score"], ["a", "b", "c"], timeout_s=0.5, retries=1)
+    assert scores == [FAILED, FAILED, Score(1.0)] and len(requests) == 3
+    assert "HTTP 503: (empty) (tried 2 times)" in failure
+
+
+def test_a_server_that_asks_to_wait_for_years_is_asked_again_soon(ask, monkeypatch):
+    monkeypatch.setattr("luffy.web.LONGEST_WAIT_S", 1e4)  # so that a wish that is heeded would outlast the test
+    scores, requests, _ = ask(["much later", "score"], ["a", "b"])
+    assert scores == [Score(1.0)] * 2 and len(requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("3", 3.0), ("-1", 0.0), ("3600", 3600.0), ("1e9", None), ("nan", None), ("inf", None), ("tomorrow", None)],
+)
+def test_what_a_server_asks_to_wait(header, seconds):
+    headers = email.message.Message()
+    headers["Retry-After"] = header
+    assert retry_after(urllib.error.HTTPError("http://x/", 429, "", headers, None)) == seconds
 
 
 def test_single_samples_may_fail_or_have_no_score(ask):

@@ -11,7 +11,7 @@ from http.client import HTTPException
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.web import NoRedirect, body_of, shown
+from luffy.web import body_of, shown, timed_opener
 
 HEALTH_TIMEOUT_S = 10.0
 SERVER_ERRORS = 500
@@ -48,7 +48,7 @@ class Server:
         self.timeout_s = timeout_s
         self._key = key
         # No proxy of the environment: it would be given the key.
-        self._opener = urllib.request.build_opener(NoRedirect, urllib.request.ProxyHandler({}))
+        self._opener = timed_opener(urllib.request.ProxyHandler({}))
 
     def __repr__(self) -> str:
         return f"Server({self.url})"
