@@ -36,6 +36,7 @@ from luffy.errors import Interrupted, TrainingStopped, UserError
 from luffy.prepare.prepare_cli import named_columns, prepare_app
 from luffy.schema import describe
 
+LONGEST_ERROR = 4_000  # characters
 PATIENCE_S = 30.0  # of a process whose error another one explains: the launcher ends it meanwhile
 
 
@@ -609,5 +610,7 @@ def _fail(message: str, code: int) -> NoReturn:
     rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
         time.sleep(PATIENCE_S)  # a mistake that every process finds is said by the first
+    if len(message) > LONGEST_ERROR:  # it quotes a value of the user's
+        message = f"{message[: LONGEST_ERROR // 2]} [...] {message[-LONGEST_ERROR // 2 :]}"
     print(f"luffy: error: {message}" + (f" (process {rank})" if rank else ""), file=sys.stderr)
     sys.exit(code)

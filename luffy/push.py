@@ -14,8 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from luffy.config import YAML_ERRORS, read_yaml
 from luffy.errors import UserError
 from luffy.evaluation.paper_figures import Figure, Panel, Series, draw
 from luffy.evaluation.results import RESULT, read_result
@@ -117,8 +116,8 @@ def _front_matter(text: str, path: Path) -> dict[str, Any]:
     """What luffy's earlier card says of things that may not be known here: hub ids are told from folders where a run
     trained, so it decides also by naming none; and a license is known to people alone."""
     try:
-        matter = yaml.safe_load(text.split("---\n")[1]) if text.startswith("---\n") else None
-    except yaml.YAMLError as error:
+        matter = read_yaml(text.split("---\n")[1], str(path)) if text.startswith("---\n") else None
+    except YAML_ERRORS as error:
         raise UserError(f"{path}: its front matter is not YAML ({' '.join(str(error).split())}); mend it") from None
     if not isinstance(matter or {}, dict):
         raise UserError(f"{path}: its front matter has no names with values; mend it")

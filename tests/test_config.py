@@ -5,7 +5,9 @@ import yaml
 
 from luffy.config import Config, build, built_in_recipes, check_made_for, load_config, to_yaml
 from luffy.config.recipes import PACKAGE, parse_yaml
-from luffy.errors import ConfigError
+from luffy.errors import ConfigError, UserError
+from luffy.push import _front_matter
+from luffy.report.runs import read_config
 from luffy.schema import describe
 
 
@@ -136,6 +138,60 @@ def test_a_key_that_a_merge_brings_may_be_named_again(tmp_path):
     # the anchored mapping is merged before it is read itself
     chain = "{a: &a {x: 1}, m: {deep: &b {<<: *a, x: 2}}, c: {<<: *b, x: 3}}"
     assert parse_yaml(write(tmp_path, "chain.yaml", chain)) == {"a": {"x": 1}, "m": {"deep": {"x": 2}}, "c": {"x": 3}}
+
+
+def merges(levels):
+    """362 bytes at 7 levels; each has nine times the values of the one before."""
+    lines = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, levels)]
+    return "".join(["a0: &a0 {x: 1}\n", *lines])
+
+
+def pairs(levels):
+    lines = [f"a{i}: &a{i} !!pairs [{', '.join(f'k{k}: *a{i - 1}' for k in range(9))}]\n" for i in range(1, levels)]
+    return "".join(["a0: &a0 !!pairs [x: 1]\n", *lines])
+
+
+ENDLESS = {
+    "merges": (merges(12), "merges .<<. bring more than 10,000 values"),
+    "a wide merge": (f"a: &a {{{', '.join(f'k{i}: 1' for i in range(99))}}}\nb: {{<<: [{', '.join(['*a'] * 999)}]}}", "merges"),
+    "a merge of itself": ("a: &a {<<: *a}", "recursion"),
+    "pairs": (pairs(12), "more than 10,000 values; an alias"),
+    "base 60": ("name: 1" + ":59" * 20_000, "the number in line 1 has more than 1,000 characters"),
+    "base 60, tagged": ("name: !!int '1" + ":59" * 20_000 + "'", "the number in line 1 has more than 1,000 characters"),
+    "a float to base 60": ("name: 1" + ":59" * 300 + ".0", "too large"),
+    "a comment": ("#" + "x" * (1 << 20), "characters of YAML, at most 1,048,576 are read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_short_text_of_endless_values_is_refused(kind, tmp_path):
+    text, message = ENDLESS[kind]
+    recipe = write(tmp_path, "r.yaml", text)
+    with pytest.raises(ConfigError, match=rf"{recipe}: .*{message}"):
+        load_config(recipe)
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, [f"data.columns={text}"])
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=message):  # of a run that someone else made
+        read_config(tmp_path / "config.yaml")
+    with pytest.raises(UserError, match=message):
+        _front_matter(f"---\n{text}\n---\n", tmp_path / "README.md")
+
+
+def test_a_text_of_too_many_values_is_not_read_to_its_end(tmp_path):
+    endless = "- 1\n" * 30_000 + "] no YAML"
+    with pytest.raises(ConfigError, match="more than 10,000 values"):
+        load_config(write(tmp_path, "r.yaml", endless))
+
+
+def test_bases_that_name_each_other_many_times_are_read_once(tmp_path):
+    write(tmp_path, "l0.yaml", "optim: {lr: 0.25, warmup: 3}\n")
+    for level in range(1, 12):
+        write(
+            tmp_path, f"l{level}.yaml", f"base: [{', '.join([f'l{level - 1}.yaml'] * 9)}]\ntrain: {{steps: {level}}}\n"
+        )
+    cfg = load_config(tmp_path / "l11.yaml", ["optim.warmup=4"])
+    assert (cfg.optim.lr, cfg.optim.warmup, cfg.train.steps, cfg.name) == (0.25, 4, 11, "l11")
 
 
 def test_files_of_the_package_may_be_named_in_a_list(tmp_path):

@@ -38,16 +38,17 @@ from luffy.config.recipes import (
     load_config,
     merge,
     parse_override,
-    parse_yaml,
     read_recipe,
     set_at,
     to_yaml,
 )
+from luffy.config.yaml_text import YAML_ERRORS, parse_yaml, read_yaml
 from luffy.schema import build
 
 __all__ = [
     "BUILT_IN_RECIPES",
     "PACKAGE",
+    "YAML_ERRORS",
     "AlgorithmConfig",
     "AsyncConfig",
     "BatchConfig",
@@ -80,6 +81,7 @@ __all__ = [
     "parse_override",
     "parse_yaml",
     "read_recipe",
+    "read_yaml",
     "set_at",
     "to_yaml",
 ]

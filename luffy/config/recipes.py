@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,17 +11,13 @@ from typing import Any, Literal
 import yaml
 
 from luffy.config.checks import Config, check_learns
+from luffy.config.yaml_text import YAML_ERRORS, parse_yaml, read_yaml
 from luffy.errors import ConfigError
 from luffy.plugins import load_plugins
 from luffy.schema import build, nearest, to_dict
 
 PACKAGE = Path(__file__).parent.parent
 BUILT_IN_RECIPES = PACKAGE / "recipes"
-MOST_VALUES = 10_000  # of a recipe
-DEEPEST = 200  # brackets within brackets
-MERGE_TAG = "tag:yaml.org,2002:merge"
-# The parser's own, and what escapes it: a 13th month, 5,000 digits, bytes that are no text, deep nesting, `!!bool x`.
-YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError)
 
 
 def load_config(
@@ -89,17 +84,23 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def read_recipe(recipe: str | Path, _seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The recipe's values over those of the recipes it names as ``base``; without a ``name`` the file's own."""
+def read_recipe(
+    recipe: str | Path, _seen: tuple[Path, ...] = (), _known: dict[Path, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """The recipe's values over those of the recipes it names as ``base``; without a ``name`` the file's own. Each file
+    is read once, however many recipes name it."""
+    known = {} if _known is None else _known
     paths = _find(recipe, _seen[-1].parent if _seen else None)
     if len(paths) > 1:
-        values = _merged(paths, _seen)
+        values = _merged(paths, _seen, known)
         return {**values, "name": "-".join(path.stem for path in paths).replace("_", "-")}
     (path,) = paths
     if path in _seen:
         raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in _seen)}")
-    values = {"name": path.stem, **_with_package_paths(_parse_recipe(path))}
-    return merge(_merged(_bases(values.pop("base", []), path), (*_seen, path)), values)
+    if path not in known:
+        values = {"name": path.stem, **_with_package_paths(_parse_recipe(path))}
+        known[path] = merge(_merged(_bases(values.pop("base", []), path), (*_seen, path), known), values)
+    return copy.deepcopy(known[path])
 
 
 def inherited_for_rl(recipe: str | Path, overrides: Sequence[str], key: str) -> str | None:
@@ -118,11 +119,13 @@ def inherited_for_rl(recipe: str | Path, overrides: Sequence[str], key: str) -> 
     return f"base {', '.join(bases)}" if bases else "the default"
 
 
-def _merged(recipes: Sequence[str | Path], seen: tuple[Path, ...]) -> dict[str, Any]:
+def _merged(
+    recipes: Sequence[str | Path], seen: tuple[Path, ...], known: dict[Path, dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """The values of all of them; a later recipe wins."""
     values: dict[str, Any] = {}
     for recipe in recipes:
-        merge(values, read_recipe(recipe, seen))
+        merge(values, read_recipe(recipe, seen, known))
     return values
 
 
@@ -186,33 +189,6 @@ def _with_package_paths(value: Any) -> Any:
     return value
 
 
-class _Loader(yaml.SafeLoader):
-    """A SafeLoader that raises a ValueError where a mapping names a key twice, of which the parser would keep the last.
-    It looks before merges (``<<``) are carried out: what they bring may be named again."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE_TAG:
-                continue
-            line, name = key.start_mark.line + 1, (key.tag, key.value)
-            if name in lines:
-                raise ValueError(f"key {key.value!r} in line {line} is there already, in line {lines[name]}; keep one")
-            lines[name] = line
-        return node
-
-
-def parse_yaml(path: Path) -> Any:
-    """What a YAML file says; a ConfigError where it cannot be read, or is endless through its aliases."""
-    try:
-        values = _read_yaml(path.read_text(encoding="utf-8"))
-    except YAML_ERRORS as error:
-        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    _check_size(values, str(path))
-    return values
-
-
 def _parse_recipe(path: Path) -> dict[str, Any]:
     values = parse_yaml(path)
     if values is None:
@@ -222,39 +198,18 @@ def _parse_recipe(path: Path) -> dict[str, Any]:
     return values
 
 
-def _read_yaml(text: str) -> Any:
-    """The parser takes seconds for two kilobytes of brackets within brackets: its time is their depth squared."""
-    depth = deepest = 0
-    for mark in re.findall(r"[\[\]{}]", text):
-        depth = max(depth + (1 if mark in "[{" else -1), 0)
-        deepest = max(deepest, depth)
-    if deepest > DEEPEST:
-        raise ValueError(f"brackets lie {deepest} deep in each other, at most {DEEPEST} are read")
-    return yaml.load(text, _Loader)
-
-
 def parse_override(text: str) -> tuple[list[str], Any]:
     """``"optim.lr=1e-5"`` -> ``(["optim", "lr"], "1e-5")``, the value read as YAML."""
     key, sign, raw = text.partition("=")
     if not sign or not key.strip():
         raise ConfigError(f"override {text!r} must look like section.key=value")
     try:
-        value = _read_yaml(raw) if raw.strip() else None
+        value = read_yaml(raw, f"override {key.strip()}") if raw.strip() else None
+    except ConfigError:
+        raise
     except YAML_ERRORS as error:
         raise ConfigError(f"override {text!r}: not a YAML value: {' '.join(str(error).split())}") from None
-    _check_size(value, f"override {key.strip()}")
     return key.strip().split("."), value
-
-
-def _check_size(value: Any, where: str) -> None:
-    """Aliases (``*name``) make a short text endless, or so large that nobody sees the end of it."""
-    waiting, seen = [value], 0
-    while waiting:
-        seen += 1
-        if seen > MOST_VALUES:
-            raise ConfigError(f"{where}: more than {MOST_VALUES:,} values; an alias (*name) must not repeat itself")
-        inner = waiting.pop()
-        waiting.extend(inner.values() if isinstance(inner, Mapping) else inner if isinstance(inner, list) else ())
 
 
 def set_at(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from luffy.config import parse_yaml
 from studies.qwen.evaluations import Evaluation, scores_of
 from studies.qwen.plan import METHODS
 from studies.qwen.records import Row, curves, gpu_seconds, read_lines, validations
@@ -87,7 +88,7 @@ class Folders:
         return [*found, *([{"name": BASE, "method": BASE, "status": "finished", "curves": {}} | base] if base else [])]
 
     def row(self, name: str, jobs: Sequence[Row] = ()) -> Row:
-        recipe = yaml.safe_load((self.out / name / "recipe.yaml").read_text(encoding="utf-8"))
+        recipe = parse_yaml(self.out / name / "recipe.yaml")
         metrics = self._metrics(name)
         found = {"name": name, **_about(recipe), **self.status(name), "curves": curves(metrics)}
         found["curves"]["gpu_seconds"] = gpu_seconds(jobs, name, [m["time"] for m in metrics])
