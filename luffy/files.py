@@ -8,12 +8,14 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 from luffy.errors import UserError
 
 UNFINISHED = ".tmp"
+LONGEST_LINE = 1 << 28
 KINDS = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number"}
 
 
@@ -71,22 +73,55 @@ def json_object(raw: bytes, where: object, remedy: str, /, **kinds: type) -> dic
     return as_object(json_value(raw, where, remedy), where, remedy, **kinds)
 
 
+def check_regular(path: Path) -> None:
+    """A UserError where something else than a file has the name: reading a pipe or a device may never end."""
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "a pipe or a device"
+        raise UserError(f"{path}: is {what}, not a file; remove it, or put the file in its place")
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file that others may have put there."""
+    check_regular(path)
+    return path.read_bytes()
+
+
+def leads_away(path: Path) -> bool:
+    """Whether a path is a link to a file outside of its folder. A stranger's folder may link to any file of this
+    machine, and reports are passed on: what stands in such a file is not quoted."""
+    return path.is_symlink() and path.parent.resolve() not in path.resolve().parents
+
+
 def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
     """(offset, line) from ``start`` on; blank lines, and one that its writer has not ended yet, are left alone."""
     if not path.exists():
         return
+    check_regular(path)
     offset = start
     with path.open("rb") as file:
         file.seek(start)
-        for line in file:
+        while line := file.readline(LONGEST_LINE):
+            if len(line) == LONGEST_LINE:
+                raise UserError(f"{path}: a line of {LONGEST_LINE >> 20} MiB or more; remove it")
             if line.endswith(b"\n") and line.strip():
                 yield offset, line
             offset += len(line)
 
 
+@dataclass(frozen=True)
+class LineOf:
+    """A line in the words of an error; they are made when one is."""
+
+    path: Path
+    line: bytes
+
+    def __str__(self) -> str:
+        return f"{self.path}: a line" + ("" if leads_away(self.path) else f", {excerpt(self.line)}")
+
+
 def parse_line(line: bytes, path: Path, **kinds: type) -> dict[str, Any]:
     """The JSON object in a line of a file; ``kinds`` as ``as_object`` takes them."""
-    return json_object(line, f"{path}: a line, {excerpt(line)}", "mend or remove it", **kinds)
+    return json_object(line, LineOf(path, line), "mend or remove it", **kinds)
 
 
 def excerpt(line: bytes) -> str:

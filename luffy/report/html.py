@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from luffy._version import __version__
 from luffy.errors import UserError
-from luffy.files import as_object, json_value, write_atomically
+from luffy.files import as_object, json_value, read_file, write_atomically
 from luffy.report.charts import chart_grid, charts_of, family_charts, legend
 from luffy.report.dots import accuracy_dots
 from luffy.report.figures import crowded
@@ -29,6 +29,7 @@ from luffy.report.samples import BRIEF, choose_groups, colour_choice, colour_key
 from luffy.report.tables import change_table, difference_table, final_figures, final_table, phase_table, run_table
 from luffy.report.text import show
 
+PNG = b"\x89PNG\r\n"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 NOTHING = Markup("")
 
@@ -114,7 +115,11 @@ def analysis_section(folder: Path) -> Markup:
 
 
 def _analysis_figure(folder: Path, entry: dict[str, Any]) -> Markup:
-    image = base64.b64encode((folder / Path(entry["png"]).name).read_bytes()).decode()
+    path = folder / Path(entry["png"]).name
+    content = read_file(path)
+    if not content.startswith(PNG):
+        raise UserError(f"{path}: not a PNG; make it again with: luffy analyze RUN... --out {folder}")
+    image = base64.b64encode(content).decode()
     return Markup(
         '<figure class="analysis"><figcaption><strong>{}</strong><span class="sub">{}</span></figcaption>'
         '<img src="data:image/png;base64,{}" alt="{}"></figure>'

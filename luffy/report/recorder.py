@@ -20,7 +20,7 @@ from torch import Tensor
 
 from luffy.config import Config
 from luffy.errors import ConfigError, how_to_install
-from luffy.files import complete_lines, json_object, parse_line, whole_file, write_atomically
+from luffy.files import check_regular, complete_lines, json_object, parse_line, whole_file, write_atomically
 from luffy.schema import to_dict
 from luffy.types import Group, Rollout, Sample, Score, TokenView
 
@@ -42,6 +42,7 @@ def _lines_to_keep(path: Path, through_step: int, by_head: bool) -> Iterator[tup
     """Every line, one at a time, and whether it is whole and of a step that counts."""
     if not path.exists():
         return
+    check_regular(path)
     with path.open("rb") as file:
         for n, line in enumerate(file, start=1):
             whole = line.endswith(b"\n") and not line.isspace()

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 from luffy.config import Config, parse_yaml
 from luffy.errors import ConfigError, UserError
-from luffy.files import complete_lines, excerpt, json_object, parse_line
+from luffy.files import LineOf, check_regular, complete_lines, json_object, leads_away, parse_line, read_file
 from luffy.report.recorder import METRICS, SAMPLES
 from luffy.schema import build, to_dict
 
@@ -200,7 +200,7 @@ def whole(value: Any) -> int:
 def _processes_said(folder: Path) -> int:
     """By data.json; 0 where it does not say, or cannot be read."""
     try:
-        run = json_object((folder / DATA).read_bytes(), folder / DATA, "").get("run")
+        run = json_object(read_file(folder / DATA), folder / DATA, "").get("run")
     except (OSError, UserError):
         return 0
     return max(whole(run.get("processes")), 0) if isinstance(run, dict) else 0
@@ -211,6 +211,7 @@ def load_run(folder: Path | str) -> RunRecord:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"no run folder {folder}; name a folder with {METRICS} in it, or one above such folders")
+    check_regular(folder / METRICS)
     if not (folder / METRICS).is_file():
         raise UserError(f"{folder} holds no {METRICS}; name the folder of a run (out/name of its recipe)")
     rows = [metric_row(line, folder / METRICS) for _, line in complete_lines(folder / METRICS)]
@@ -319,7 +320,10 @@ def sample_texts(line: bytes, path: Path) -> dict[str, Any]:
     """A sample without its token lists; whole where an older version wrote it, which did not count its tokens."""
     head = _SAMPLE_HEAD.match(line)
     row = parse_line(head[0] + b"}", path) if head else {}
-    return row if "length" in row else parse_line(line, path)
+    row = row if "length" in row else parse_line(line, path)
+    if not row.keys() >= {"step", "problem", "response"} and leads_away(path):
+        raise UserError(f"{path}: a link to a file that holds no samples; put the file of the run in its place")
+    return row
 
 
 def sample_head(offset: int, row: Mapping[str, Any]) -> SampleHead:
@@ -368,7 +372,7 @@ def natural_order(path: Path) -> list[tuple[int, int | str]]:
 def metric_row(line: bytes, path: Path) -> dict[str, Any]:
     row = parse_line(line, path)
     if not isinstance(row.get("step"), int) or not is_number(row["step"]):
-        raise UserError(f"{path}: a line without a whole number as 'step': {excerpt(line)}")
+        raise UserError(f"{LineOf(path, line)}: without a whole number as 'step'; mend or remove it")
     return row
 
 
@@ -381,13 +385,24 @@ def read_config(path: Path) -> dict[str, Any]:
     """The flat config with today's defaults filled in, so that a run of an older version still compares."""
     if not path.is_file():
         return {}
-    values = parse_yaml(path)
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: a run's config is a mapping, got {type(values).__name__}")
+    try:
+        values = parse_yaml(path)
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: a run's config is a mapping, got {type(values).__name__}")
+        return _current(values, path)
+    except ConfigError:
+        if leads_away(path):
+            raise UserError(f"{path}: a link to a file that is no config; put that of the run in its place") from None
+        raise
+
+
+def _current(values: Mapping[str, Any], path: Path) -> dict[str, Any]:
     try:
         return flat_config(build(Config, values))
-    except ConfigError:  # written by a version whose keys are gone: shown as it is
-        return flatten(values)
+    except ConfigError:
+        if leads_away(path):
+            raise
+        return flatten(values)  # written by a version whose keys are gone: shown as it is
 
 
 def flat_config(cfg: Config) -> dict[str, Any]:

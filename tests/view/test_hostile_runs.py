@@ -1,12 +1,13 @@
 """Run folders of others may hold anything: a bad one is shown as bad, and the others go on."""
 
 import json
+import os
 
 import pytest
 from run_folders import metric_row, sample_row
 
 from luffy.errors import UserError
-from luffy.report.html import write_report
+from luffy.report.html import analysis_section, write_report
 from luffy.report.runs import load_run
 from luffy.view.live import Board
 from luffy.view.site import Site
@@ -103,3 +104,87 @@ def test_a_sample_of_wrong_types(runs, tmp_path, name):
     for at in range(len(WRONG)):
         assert shown(site, "/api/group", run=ids[str(bad)], at=at)[0] == 200
         assert shown(site, "/api/text", run=ids[str(bad)], at=at)[0] == 200
+
+
+def put(kind, path):
+    path.unlink(missing_ok=True)
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
+def test_what_is_no_file_is_not_read(runs, tmp_path, kind):
+    good, bad = runs
+    said = "is a folder" if kind == "a folder" else "is a pipe or a device"
+    for name in ("config.yaml", "data.json"):
+        put(kind, bad / name)
+    assert load_run(bad).config == {} and load_run(bad).processes == 1
+    put(kind, bad / "samples.jsonl")
+    with pytest.raises(UserError, match=rf"samples.jsonl: {said}, not a file; remove it"):
+        load_run(bad)
+    site, ids, _ = state(good.parent)
+    status, answer = shown(site, "/api/samples", run=ids[str(bad)])
+    assert status == 400 and said in answer["error"]
+    put(kind, bad / "metrics.jsonl")
+    with pytest.raises(UserError, match=rf"metrics.jsonl: {said}, not a file; remove it"):
+        load_run(bad)
+    assert "p1" in report([good.parent], tmp_path)  # the other run is shown
+    _, ids, remarks = state(good.parent)
+    assert list(ids) == [str(good)] and (kind == "a folder" or said in " ".join(remarks))
+
+
+SECRET = "sesame-opens"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.yaml"])
+@pytest.mark.parametrize(
+    "text", [f"{SECRET}\n", f'{{"token": "{SECRET}"}}\n', f"token: {SECRET}\n", f'{{"{SECRET}": 1}}\n{{"{SECRET}": [']
+)
+def test_a_link_to_a_foreign_file_is_not_quoted(runs, tmp_path, name, text):
+    good, bad = runs
+    (tmp_path / "secret").write_text(text)
+    (bad / name).unlink()
+    (bad / name).symlink_to("../../secret")
+    (bad / "data.json").symlink_to("../../secret")
+    page = report([good.parent], tmp_path)
+    site, ids, remarks = state(good.parent)
+    answers = [shown(site, "/api/samples", run=run) for run in ids.values()]
+    assert SECRET not in page + json.dumps([remarks, answers]) + read_error(bad)
+
+
+def read_error(folder):
+    with pytest.raises(UserError) as caught:
+        load_run(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_run_of_links_is_read(runs, tmp_path):
+    """As the hub's cache keeps it: every file is a link to one outside of the folder."""
+    bad = runs[1]
+    before = load_run(bad)
+    for name in ("metrics.jsonl", "samples.jsonl", "config.yaml"):
+        (bad / name).rename(tmp_path / name)
+        (bad / name).symlink_to(tmp_path / name)
+    after = load_run(bad)
+    assert (after.rows, after.config, after.samples.places) == (before.rows, before.config, before.samples.places)
+
+
+def test_a_line_that_does_not_end(runs, tmp_path, monkeypatch):
+    """A file of a terabyte of zeros takes no room on a disk."""
+    monkeypatch.setattr("luffy.files.LONGEST_LINE", 1 << 20)
+    with (runs[1] / "metrics.jsonl").open("r+b") as file:
+        file.truncate(1 << 40)
+    assert "a line of 1 MiB or more" in read_error(runs[1])
+
+
+def test_a_figure_that_is_none_is_not_taken_into_the_report(tmp_path):
+    (tmp_path / "analysis.json").write_text('[{"png": "a.png", "title": "t", "caption": "c"}]')
+    (tmp_path / "secret").write_text(SECRET)
+    (tmp_path / "a.png").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"a.png: not a PNG; make it again with: luffy analyze"):
+        analysis_section(tmp_path)
