@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,10 @@ from luffy.types import NO_LIMIT, Problem, Trace
 
 SHOWN_DISAGREEMENTS = 5
 SHOWN_CHARACTERS = 1500
+SHOWN_ON_A_LINE = 200
+SHOWN_TEACHERS = 20
 RULE = "-" * 100
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal obeys them
 
 
 @dataclass(frozen=True)
@@ -200,7 +204,7 @@ def _example(problem: Problem, encoder: Encoder | None) -> dict[str, Any]:
 
 
 def report_lines(report: dict[str, Any], full: bool = False) -> Iterator[str]:
-    """The report for people; long traces are shown from both ends unless ``full``."""
+    """The report for people; long prompts and traces are shown from both ends unless ``full``."""
     yield f"file        {report['file']}"
     yield f"schema      {', '.join(report['schema'])}"
     yield f"problems    {report['rows']:,} usable, {sum(report['skipped'].values()):,} skipped"
@@ -214,7 +218,10 @@ def report_lines(report: dict[str, Any], full: bool = False) -> Iterator[str]:
         f"traces      {report['traces']:,}; {100 * report['share_with_traces']:.1f}% of the problems have one; "
         f"{report['traces_with_log_probs']:,} with log-probs"
     )
-    yield from (f"  teacher   {name}: {count:,}" for name, count in report["teachers"].items())
+    teachers = list(report["teachers"].items())
+    yield from (f"  teacher   {_cut(name)}: {count:,}" for name, count in teachers[:SHOWN_TEACHERS])
+    if len(teachers) > SHOWN_TEACHERS:
+        yield f"  teacher   and {len(teachers) - SHOWN_TEACHERS:,} more: --json names them"
     yield from _token_lines(report)
     yield from _verifier_lines(report["verifier"])
     for number, example in enumerate(report["examples"], start=1):
@@ -249,18 +256,33 @@ def _verifier_lines(verifier: dict[str, Any]) -> Iterator[str]:
     share, checked = 100 * verifier["share"], verifier["checked"]
     yield f"verifier    {verifier['reward']} agrees with {verifier['agree']} of {checked} traces ({share:.1f}%)"
     for one in verifier["disagreements"]:
-        yield f"  disagrees {one['id']} ({one['status']}): gold {one['answer']!r}, trace ends {one['end'][-80:]!r}"
+        gold = _cut(repr(one["answer"]))
+        yield f"  disagrees {_cut(one['id'])} ({one['status']}): gold {gold}, trace ends {one['end'][-80:]!r}"
 
 
 def _example_lines(number: int, example: dict[str, Any], rendered: bool, full: bool) -> Iterator[str]:
     how = "as the model will see it" if rendered else "as the file has it (give --tokenizer to see it rendered)"
-    yield f"{RULE}\nexample {number}: {example['id']}, {how}; gold {example['answer']!r}"
+    gold = _cut(repr(example["answer"]))
+    yield f"{RULE}\nexample {number}: {_cut(example['id'])}, {how}; gold {gold}"
     between = "" if rendered else "\n[first trace] "
-    yield f"{RULE}\n{example['prompt']}" + (between + _elided(example["trace"], full) if example["trace"] else "")
+    prompt = _elided(example["prompt"], full)
+    yield f"{RULE}\n{prompt}" + (between + _elided(example["trace"], full) if example["trace"] else "")
+
+
+def _cut(text: str) -> str:
+    """A field of a line: its beginning, on one line."""
+    text = text[: SHOWN_ON_A_LINE + 1]
+    text = text if len(text) <= SHOWN_ON_A_LINE else f"{text[:SHOWN_ON_A_LINE]}..."
+    return _printable(" ".join(text.split()))
+
+
+def _printable(text: str) -> str:
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def _elided(text: str, full: bool) -> str:
     if full or len(text) <= SHOWN_CHARACTERS:
-        return text
+        return _printable(text)
     half = SHOWN_CHARACTERS // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters not shown ...]\n{text[-half:]}"
+    hidden = f"[... {len(text) - 2 * half:,} characters not shown ...]"
+    return f"{_printable(text[:half])}\n{hidden}\n{_printable(text[-half:])}"

@@ -100,7 +100,7 @@ def check(
     verify: Annotated[int, typer.Option(min=0, help="how many problems' traces to verify; 0: none")] = 200,
     examples: Annotated[int, typer.Option(min=0, help="how many problems to show")] = 10,
     workers: Workers = 2,
-    full: Annotated[bool, typer.Option("--full", help="show long traces whole")] = False,
+    full: Annotated[bool, typer.Option("--full", help="show long prompts and traces whole")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="the whole report as one JSON object")] = False,
 ) -> None:
     """What a run would make of a data file: schema, lengths, traces, verifier agreement, rendered examples."""

@@ -109,6 +109,31 @@ def test_long_traces_are_shown_from_both_ends_unless_full(tmp_path):
     assert "give --tokenizer" in "\n".join(report_lines(report))
 
 
+def test_rows_of_megabytes_do_not_flood_the_terminal(tmp_path):
+    row = {
+        "id": "i" * 10**6,
+        "prompt": "p" * 10**6,
+        "answer": "g" * 10**6,
+        "traces": [{"text": "t" * 10**6, "teacher": "n" * 10**6}],
+    }
+    many = [{"prompt": f"q{n}", "answer": "1", "traces": [{"text": "1", "teacher": f"teacher {n}"}]} for n in range(50)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in [row, *many]))
+    report = check_file(str(path), CheckOptions(verify=1, reward="gsm8k", examples=1))
+    text = "\n".join(report_lines(report))
+    assert len(text) < 12_000 and "998,500 characters not shown" in text and "and 31 more: --json names them" in text
+    assert row["prompt"] in "\n".join(report_lines(report, full=True))
+    assert report["examples"][0]["prompt"] == row["prompt"]  # --json has all of it
+
+
+def test_a_terminal_is_not_told_what_to_do(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"id": "\x1b[2J", "prompt": "a\x1b]0;title\x07b\n\tc", "answer": "1\r2"}) + "\n")
+    text = "\n".join(report_lines(check_file(str(path), CheckOptions(verify=0))))
+    assert r"a\x1b]0;title\x07b" + "\n\tc" in text and r"\x1b[2J" in text
+    assert not {"\x1b", "\x07", "\r"} & set(text)
+
+
 def test_traces_that_cannot_be_read_without_a_tokenizer_are_said_to_be(tmp_path):
     path = tmp_path / "ids.jsonl"
     path.write_text(json.dumps({"prompt": "1+1", "answer": "2", "traces": [{"token_ids": [3, 4]}]}) + "\n")
