@@ -53,7 +53,7 @@ def _added_up(run: RunRecord, metric: str, times: Callable[[RunRecord], int], st
     places = {0: total}
     for row in run.rows:
         value = row.get(metric)
-        total += times(run) * float(value) if is_number(value) else 0.0
+        total += times(run) * max(float(value), 0.0) if is_number(value) else 0.0
         places[int(row["step"])] = total
     return places
 

@@ -15,7 +15,7 @@ from typing import Any
 from markupsafe import Markup
 
 from luffy.report.curves import Curve, Envelope
-from luffy.report.text import number, shorten_middle, show_seconds
+from luffy.report.text import LARGE, number, shorten_middle, show_seconds
 
 WIDTH, HEIGHT = 380, 226  # about what a phone shows, so that text keeps its size there
 TOP, BOTTOM = 10, 36
@@ -77,15 +77,16 @@ def nice_ticks(low: float, high: float, wanted: int = 5, whole: bool = False) ->
 
 
 def tick_labels(ticks: Sequence[float]) -> list[str]:
-    """All with the decimals that their distance needs; thousands as k, millions as M. Where more than six decimals
-    would be needed, all have the same power of ten."""
+    """All with the decimals that their distance needs; thousands as k, millions as M. If more than six decimals or nine
+    digits of millions would be needed, all have the same power of ten."""
     largest = max(abs(t) for t in ticks)
     unit, suffix = next(((u, s) for u, s in ((1e6, "M"), (1e3, "k")) if largest >= 10 * u), (1.0, ""))
     gap = (ticks[1] - ticks[0]) / unit if len(ticks) > 1 else 1.0
     digits = max(-math.floor(math.log10(gap) + 1e-9), 0)
-    if digits > 6:
+    if digits > 6 or largest >= LARGE:
         power = math.floor(math.log10(largest) + 1e-9)
-        unit, suffix, digits = 10.0**power, f"e{power}", digits + power
+        gap *= unit / 10.0**power
+        unit, suffix, digits = 10.0**power, f"e{power}", max(-math.floor(math.log10(gap) + 1e-9), 0)
     return [f"{t / unit:,.{digits}f}{suffix if t else ''}".replace("-", "\u2212") for t in ticks]
 
 

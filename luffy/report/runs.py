@@ -23,6 +23,8 @@ from luffy.schema import build, to_dict
 
 CONFIG, DATA = "config.yaml", "data.json"
 MOST = 1 << 53  # of whole numbers: beyond, a float skips some
+LARGEST = 1e100  # of other numbers: sums and squares of larger ones leave the range of a float
+LAST_TIME = 253402300800  # 10000-01-01 in seconds: no calendar goes beyond
 EXCERPT = 40  # characters of a response in a list: how it ends
 NOT_RUNS = {"checkpoints", "tensorboard", "wandb"}  # may hold thousands of files; W&B has a config.yaml of its own
 Points = list[tuple[int, float]]
@@ -159,15 +161,19 @@ class RunRecord:
     @property
     def first_time(self) -> float:
         """When its first row was written; 0 where rows have no time."""
-        return next((float(row["time"]) for row in self.rows if is_number(row.get("time"))), 0.0)
+        return self._times[0] if self._times else 0.0
 
     @property
     def last_time(self) -> float | None:
-        times = [row["time"] for row in self.rows if is_number(row.get("time"))]
-        return max(times, default=None)
+        return max(self._times, default=None)
+
+    @property
+    def _times(self) -> list[float]:
+        times = (row.get("time") for row in self.rows)
+        return [float(time) for time in times if is_number(time) and 0 <= time < LAST_TIME]
 
     def series(self, metric: str) -> Points:
-        """(step, value) where the metric was recorded and is finite."""
+        """(step, value) where the metric was recorded and is a number to compute with."""
         return [(int(row["step"]), float(row[metric])) for row in self.rows if is_number(row.get(metric))]
 
     def at_start(self, metric: str) -> float | None:
@@ -186,10 +192,10 @@ class RunRecord:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """A finite number, and not one of so many digits that no float holds it."""
+    """A number to compute with: not NaN, and of a size whose sums and squares a float holds."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value) if isinstance(value, float) else abs(value) < MOST
+    return abs(value) < (LARGEST if isinstance(value, float) else MOST)
 
 
 def whole(value: Any) -> int:

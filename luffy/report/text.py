@@ -49,8 +49,14 @@ def shorten_middle(text: str, limit: int) -> str:
     return f"{text[: limit - 1 - tail]}\u2026{text[-tail:]}"
 
 
+LARGE = 1e15  # too many digits to read
+
+
 def number(value: float, digits: int = 3) -> str:
-    """Thousands apart from 1,000 on, where decimals say nothing; never a minus before zero."""
+    """Thousands apart from 1,000 on, where decimals say nothing; a power of ten from ``LARGE`` on; never a minus before
+    zero."""
+    if abs(value) >= LARGE:
+        return f"{value:.3g}".replace("-", "\u2212")
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     written = f"{value:.{digits}f}"

@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 
 import pytest
 from run_folders import metric_row, sample_row
 
 from luffy.errors import UserError
-from luffy.report.html import analysis_section, write_report
+from luffy.report.html import analysis_section, report_json, write_report
 from luffy.report.runs import load_run
 from luffy.view.live import Board
 from luffy.view.site import Site
@@ -188,3 +189,43 @@ def test_a_figure_that_is_none_is_not_taken_into_the_report(tmp_path):
     (tmp_path / "a.png").symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match=r"a.png: not a PNG; make it again with: luffy analyze"):
         analysis_section(tmp_path)
+
+
+LARGE = [1e308, -1e308, 1.7e308, 1e200, -1e120, 1e99, 5e-324, 10**15]
+TIMES = [1e300, -1e300, 253402300800, -62135596801, 1e18, 1e99]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("value", LARGE)
+def test_metrics_too_large_to_compute_with(write_run, tmp_path, value, alone):
+    names = [name for name in metric_row(1, 0.5) if name not in ("step", "time")]
+    for seed, sign in enumerate([1] if alone else [1, -1, 0.5]):
+        rows = [metric_row(step, **{name: sign * value * (-1) ** step for name in names}) for step in range(1, 5)]
+        write_run(f"method/seed-{seed}", rows)
+    folder = tmp_path / "runs"
+    page = report([folder], tmp_path)
+    assert "NaN" not in page and "Infinity" not in page and "inf" not in re.sub(r"<script>.*</script>", "", page)
+    json.dumps(report_json([folder]), allow_nan=False)
+    site, _, remarks = state(folder)
+    assert not remarks
+    curves = shown(site, "/api/curves", smoothing=0.9)[1]["html"]
+    assert "nan" not in curves and "inf" not in curves
+
+
+@pytest.mark.parametrize("time", TIMES)
+def test_times_that_no_calendar_has(write_run, tmp_path, time):
+    write_run("a", [metric_row(1, 0.5, time=time), metric_row(2, 0.6, time=1002.0)])
+    assert "last step recorded 1970-01-01 00:16 UTC" in report([tmp_path / "runs"], tmp_path)
+    site, _, _ = state(tmp_path / "runs")
+    (method,) = shown(site, "/api/state")[1]["methods"]
+    assert method["runs"][0]["time"] == 1002.0
+
+
+@pytest.mark.parametrize("value", LARGE)
+def test_samples_with_numbers_too_large(write_run, tmp_path, value):
+    changes = {name: [value, -value, value] for name in ("advantages", "log_probs", "policy_probs", "gradient_weights")}
+    folder = write_run("a", [metric_row(1, 0.5)], samples=[sample_row(1, k, reward=value, **changes) for k in (0, 1)])
+    report([folder], tmp_path)
+    site, ids, _ = state(folder)
+    assert shown(site, "/api/group", run=ids[str(folder)], at=0)[0] == 200
+    assert shown(site, "/api/samples", run=ids[str(folder)])[0] == 200
