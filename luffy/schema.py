@@ -20,6 +20,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 from luffy.errors import ConfigError
 
 T = TypeVar("T")
+MOST = 2**63 - 1  # of whole numbers: what 64 bits hold
+LARGEST = 10**308  # of whole numbers that are read as floats
 SWITCH = {False: "off", True: "on"}  # YAML reads these words as truth values
 
 
@@ -150,13 +152,15 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
     if hint is float and isinstance(value, str):
         value = _number_in(value)  # YAML reads 1e-6 (no dot) as a string
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) < LARGEST else math.inf
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)
     if hint is str and isinstance(value, datetime.date):  # YAML reads 2026-01-31 as one
         value = value.isoformat()
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ConfigError(f"'{where}' must be {_spoken(hint)}, got {value!r}")
+    if hint is int and abs(value) > MOST:
+        raise ConfigError(f"'{where}' must be {'<= ' if value > 0 else '>= -'}{MOST}, got {value}")
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"'{where}' must be a finite number, got {value!r}")
     return value

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -417,3 +418,37 @@ def test_what_could_never_learn_is_refused_for_rl(overrides, advice):
 )
 def test_what_learns_with_few_samples_is_not_refused(overrides):
     check_made_for(load_config(None, overrides), "rl")
+
+
+LONG_NUMBERS = {"hexadecimal": "0x" + "F" * 5000, "decimal": "9" * 6000, "in a list": "[1, 0x" + "F" * 5000 + "]"}
+
+
+@pytest.mark.parametrize("kind", LONG_NUMBERS)
+def test_a_number_of_6000_digits_is_one_line_in_every_knob(kind):
+    """Python writes no int of more than 4,300 digits: the error that quotes it would be a traceback."""
+    for path in (doc.path for doc in describe(Config)):
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, [f"{path}={LONG_NUMBERS[kind]}"])
+        assert path in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
+        if kind == "hexadecimal":
+            with pytest.raises(ConfigError, match="digits"):
+                load_config(None, {path: int(LONG_NUMBERS[kind], 16)})
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**18 * 10**300, -(10**400), 10**900])
+def test_a_number_that_no_machine_word_or_float_holds_is_refused(value):
+    for doc in describe(Config):
+        if doc.kind in ("int", "int | null") or (doc.kind in ("float", "float | null") and abs(value) > 10**309):
+            with pytest.raises(ConfigError, match=re.escape(doc.path)):
+                load_config(None, {doc.path: value})
+
+
+def test_a_long_number_as_a_key_of_a_recipe_is_one_line(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"optim: {{lr: 1.0e-6}}\n? 0x{'F' * 5000}\n: 1\n")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: not valid YAML: the number in line 2 has more than 1,000 characters"):
+        load_config(recipe)
+
+
+def test_a_name_may_be_a_number_of_many_digits():
+    assert load_config(None, ["name=20260131120000123456"]).name == "20260131120000123456"

@@ -11,13 +11,14 @@ from typing import Any, Literal
 import yaml
 
 from luffy.config.checks import Config, check_learns
-from luffy.config.yaml_text import YAML_ERRORS, parse_yaml, read_yaml
+from luffy.config.yaml_text import YAML_ERRORS, check_size, parse_yaml, read_yaml
 from luffy.errors import ConfigError
 from luffy.plugins import load_plugins
 from luffy.schema import build, nearest, to_dict
 
 PACKAGE = Path(__file__).parent.parent
 BUILT_IN_RECIPES = PACKAGE / "recipes"
+SHOWN = 60  # characters of a long override in an error
 
 
 def load_config(
@@ -34,12 +35,14 @@ def load_config(
     else:
         pairs = [parse_override(override) for override in overrides]
     for keys, value in pairs:
+        check_size(value, ".".join(keys))
         set_at(values, keys, value)
     return config_of(values)
 
 
 def read_mapping(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a recipe that is given as nested dictionaries."""
+    check_size(recipe, "the recipe")
     values = _with_package_paths(copy.deepcopy(dict(recipe)))
     return merge(_merged(_bases(values.pop("base", []), "the recipe"), ()), values)
 
@@ -208,7 +211,8 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     except ConfigError:
         raise
     except YAML_ERRORS as error:
-        raise ConfigError(f"override {text!r}: not a YAML value: {' '.join(str(error).split())}") from None
+        shown = text if len(text) <= SHOWN else text[:SHOWN] + "..."
+        raise ConfigError(f"override {shown!r}: not a YAML value: {' '.join(str(error).split())}") from None
     return key.strip().split("."), value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -85,7 +86,7 @@ def read_yaml(text: str, where: str) -> Any:
     if deepest > DEEPEST:
         raise ValueError(f"brackets lie {deepest} deep in each other, at most {DEEPEST} are read")
     value = yaml.load(text, _Loader)
-    _check_size(value, where)
+    check_size(value, where)
     return value
 
 
@@ -101,13 +102,24 @@ def parse_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _check_size(value: Any, where: str) -> None:
-    """Aliases (``*name``) make a short text endless, or so large that nobody sees the end of it."""
+def check_size(value: Any, where: str) -> None:
+    """Refuse what is too large to read: more values than a recipe has (aliases, ``*name``, can make a short text
+    endless), and numbers of more digits than Python writes, which no later error could quote."""
     waiting, seen = [value], 0
     while waiting:
         seen += 1
         if seen > MOST_VALUES:
             raise ConfigError(f"{where}: more than {MOST_VALUES:,} values; an alias (*name) must not repeat itself")
         inner = waiting.pop()
-        inner = inner.values() if isinstance(inner, Mapping) else inner
+        if isinstance(inner, Mapping):
+            for key in inner:
+                _check_digits(key, where)
+            inner = inner.values()
+        _check_digits(inner, where)
         waiting.extend(() if isinstance(inner, str | bytes) or not hasattr(inner, "__iter__") else inner)
+
+
+def _check_digits(value: Any, where: str) -> None:
+    if isinstance(value, int) and abs(value) >= 10**LONGEST_NUMBER:
+        digits = int(value.bit_length() * math.log10(2))
+        raise ConfigError(f"{where}: a number of about {digits:,} digits; write one of at most {LONGEST_NUMBER:,}")
