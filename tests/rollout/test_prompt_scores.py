@@ -1,5 +1,7 @@
 """Scores of a teacher on vLLM servers, against servers of our own making that compute them with a small model."""
 
+import json
+
 import pytest
 import torch
 from fake_servers import KEY, FakeScorer
@@ -85,7 +87,7 @@ def test_what_is_no_teacher_is_refused(model, start, monkeypatch):
     server = start()
     scores = scoring(server)
     monkeypatch.setattr(server, "complete", lambda body: (200, {"choices": [{"text": ""}]}))
-    with pytest.raises(UserError, match="gives no log-probs of prompts"):
+    with pytest.raises(UserError, match="needs a list as 'prompt_logprobs'; name a vLLM server in rollout"):
         scores.log_probs(samples_of(1))
     server.dead = True
     with pytest.raises(UserError, match="the teacher's vLLM server does not answer"):
@@ -111,6 +113,82 @@ def test_a_tokenizer_that_ends_sooner_or_later_is_refused_where_one_has_ended(st
     server.reply = changed
     with pytest.raises(UserError, match=rf"the tokenizers differ: .*\({place}\)"):
         scoring(server)
+
+
+class Raw(str):
+    """The text of an answer, as it is."""
+
+
+ANSWERS = {
+    "a web page": Raw("<html>hello</html>"), "nothing": Raw(""), "null": None, "a number": 7, "a text": "ok", "a list": [1],
+    "half of JSON": Raw('{"data": ['), "deep": Raw("[" * 100_000), "many digits": Raw("9" * 6000), "no text": Raw("\udcff"),
+    "another object": {"models": []}, "an error": {"error": {"message": "no"}}, "NaN": Raw("NaN"),
+}  # fmt: skip
+MODELS = {
+    "no list": {"data": {"id": "m"}}, "empty": {"data": []}, "names alone": {"data": ["m"]}, "no id": {"data": [{}]},
+    "odd id": {"data": [{"id": 7}]}, "odd context": {"data": [{"id": "m", "max_model_len": "long"}]},
+    "no context": {"data": [{"id": "m", "max_model_len": 0}]},
+    "huge context": {"data": [{"id": "m", "max_model_len": 10**400}]},
+}  # fmt: skip
+TOKENS = {"no list": {"tokens": 7}, "null": {"tokens": None}, "texts": {"tokens": ["a"]}, "lists": {"tokens": [[1]]}}
+SCORES = {
+    "no choices": {"choices": []}, "choices of text": {"choices": ["a"]}, "no scores": {"choices": [{"text": ""}]},
+    "null": {"choices": [{"prompt_logprobs": None}]}, "too few": {"choices": [{"prompt_logprobs": [None]}]},
+    "all null": [None] * 5, "lists": [[0.5]] * 5, "no entry": [{}] * 5, "a text": [{"3": "x"}] * 5,
+}  # fmt: skip
+FAULTS = [5, 5.0, "-1", None, True, float("-inf"), float("inf"), float("nan"), 10**400, -(10**400), 0.01]
+
+
+def answering(server, path, answer):
+    """Let a server give one answer at one path, and its own elsewhere."""
+    own = server.answer
+
+    def changed(handler, body):
+        if handler.path.strip("/") != path:
+            return own(handler, body)
+        raw = (answer if isinstance(answer, Raw) else json.dumps(answer)).encode("utf-8", "surrogateescape")
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(raw)))
+        handler.end_headers()
+        handler.wfile.write(raw)
+
+    server.answer = changed
+    return server
+
+
+def refused(act):
+    with pytest.raises(
+        UserError, match=r"^http://127\.0\.0\.1:\d+/.*; name a vLLM server in rollout\.vllm\.servers$"
+    ) as caught:
+        act()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        *((path, answer) for path in ("v1/models", "tokenize", "v1/completions") for answer in ANSWERS.values()),
+        *(("v1/models", answer) for answer in MODELS.values()),
+        *(("tokenize", answer) for answer in TOKENS.values()),
+        *(("v1/completions", answer) for answer in SCORES.values()),
+    ],
+)
+def test_a_server_that_is_no_vllm_server_is_refused_in_one_line(start, path, answer):
+    if isinstance(answer, list) and len(answer) == 5:
+        answer = {"choices": [{"prompt_logprobs": answer}]}
+    server = answering(start(), path, answer)
+    refused(lambda: scoring(server).log_probs(samples_of(1)))
+
+
+@pytest.mark.parametrize("value", FAULTS, ids=lambda value: str(value)[:8])
+def test_a_log_prob_that_no_probability_has_is_refused(start, value):
+    (sample,) = samples_of(1)
+    ids = [*sample.prompt_ids, *sample.token_ids.tolist()]
+    places = [None, *({str(token): {"logprob": -1.0}} for token in ids[1:-1]), {str(ids[-1]): {"logprob": value}}]
+    server = answering(start(), "v1/completions", {"choices": [{"prompt_logprobs": places}]})
+    refused(lambda: scoring(server).log_probs([sample]))
+    places[-1] = {str(ids[-1]): {"logprob": 1e-6}}
+    assert scoring(server).log_probs([sample])[0][-1] == pytest.approx(1e-6)
 
 
 class FlippedTokenizer:

@@ -11,6 +11,8 @@ from http.client import HTTPException
 from typing import Any
 
 from luffy.errors import UserError
+from luffy.files import as_object, json_value
+from luffy.types import NO_LIMIT
 from luffy.web import body_of, shown, timed_opener
 
 HEALTH_TIMEOUT_S = 10.0
@@ -46,6 +48,7 @@ class Server:
             raise UserError(f"{knob}: {url} is not an address such as http://127.0.0.1:8000")
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
+        self._remedy = f"name a vLLM server in {knob}"
         self._key = key
         # No proxy of the environment: it would be given the key.
         self._opener = timed_opener(urllib.request.ProxyHandler({}))
@@ -53,27 +56,47 @@ class Server:
     def __repr__(self) -> str:
         return f"Server({self.url})"
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        return self._send("POST", path, body, self.timeout_s)
+    def post(self, path: str, body: dict[str, Any], **kinds: type) -> dict[str, Any]:
+        """The answer; with ``kinds`` it must be an object that has values of these kinds under these keys."""
+        return self._checked(path, self._send("POST", path, body, self.timeout_s), kinds)
 
-    def get(self, path: str, timeout_s: float | None = None) -> Any:
-        return self._send("GET", path, None, timeout_s or self.timeout_s)
+    def get(self, path: str, **kinds: type) -> dict[str, Any]:
+        """As ``post``, without a body."""
+        return self._checked(path, self._send("GET", path, None, self.timeout_s), kinds)
+
+    def first(self, path: str, entries: list[Any], **kinds: type) -> dict[str, Any]:
+        """The first entry of a list in the answer from ``path``, checked as ``post`` checks answers."""
+        if not entries:
+            raise self.foreign(path, "an empty list")
+        return self._checked(path, entries[0], kinds)
+
+    def foreign(self, path: str, what: str) -> UserError:
+        """The error for an answer that no vLLM server would give."""
+        return UserError(f"{self.url}/{path}: {what}; {self._remedy}")
+
+    def _checked(self, path: str, answer: Any, kinds: dict[str, type]) -> Any:
+        return as_object(answer, f"{self.url}/{path}", self._remedy, **kinds) if kinds else answer
 
     def check_health(self) -> None:
-        self.get("health", HEALTH_TIMEOUT_S)
+        self._send("GET", "health", None, HEALTH_TIMEOUT_S)
 
     def rpc(self, method: str, **kwargs: Any) -> dict[str, Any]:
         """Call a method of the worker extension on every worker; the first one's answer, after all were looked at."""
-        answers = self.post("collective_rpc", {"method": method, "kwargs": kwargs})["results"]
+        answers = self.post("collective_rpc", {"method": method, "kwargs": kwargs}, results=list)["results"]
         for answer in answers:
             if not isinstance(answer, dict) or "error" in answer:
                 found = answer["error"] if isinstance(answer, dict) else answer
                 raise UserError(f"{self.url}: {method} failed: {found}")
-        first: dict[str, Any] = answers[0]
-        return first
+        return self.first("collective_rpc", answers)
 
-    def model_name(self) -> str:
-        return str(self.get("v1/models")["data"][0]["id"])
+    def model_entry(self) -> dict[str, Any]:
+        """What the server says of its model: ``id``, and where it says so ``max_model_len``, a whole number."""
+        path = "v1/models"
+        entry = self.first(path, self.get(path, data=list)["data"], id=str)
+        longest = entry.get("max_model_len")
+        if longest is not None and not (isinstance(longest, int) and 0 < longest <= NO_LIMIT):
+            raise self.foreign(path, f"needs a whole number as 'max_model_len', got {str(longest)[:40]!r}")
+        return entry
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
         content = None if body is None else json.dumps(body).encode()
@@ -89,7 +112,7 @@ class Server:
             if isinstance(reason, TimeoutError):
                 raise ServerTimeout(f"{self.url}/{path}: no answer in {timeout_s:g} s") from None
             raise ServerLost(f"{self.url}/{path}: no answer ({type(reason).__name__}: {reason})") from None
-        return json.loads(raw) if raw else None
+        return json_value(raw, f"{self.url}/{path}", self._remedy) if raw and path != "health" else None
 
     def _status_error(self, path: str, error: urllib.error.HTTPError) -> Exception:
         what = f"{self.url}/{path}: HTTP {error.code}: {shown(body_of(error), self._key)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -16,6 +15,9 @@ from luffy.rollout.vllm.http_client import Server, ServerLost
 from luffy.types import NO_LIMIT, Sample
 
 TOKENS_COMPARED = 500  # of the vocabulary
+COMPLETIONS = "v1/completions"
+LOWEST = -1e30  # log-prob: beyond lie -inf and numbers that no float32 holds
+ROUNDING = 1e-3  # by which a log-prob of half-precision logits may exceed 0
 
 
 class ScoringServers:
@@ -32,8 +34,8 @@ class ScoringServers:
     ) -> None:
         self.servers, self.slots, self.warn = list(servers), slots, warn
         try:
-            models = {server: server.get("v1/models")["data"][0] for server in self.servers}
-            self._names = {server: str(model["id"]) for server, model in models.items()}
+            models = {server: server.model_entry() for server in self.servers}
+            self._names = {server: model["id"] for server, model in models.items()}
             for server in self.servers:
                 self._check_tokenizer(server, tokenizer)
         except ServerLost as error:
@@ -73,15 +75,13 @@ class ScoringServers:
     def _ask(self, server: Server, sample: Sample) -> Tensor:
         ids = [*sample.prompt_ids, *sample.token_ids.tolist()]
         body = {"model": self._names[server], "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        places = server.post("v1/completions", body)["choices"][0].get("prompt_logprobs")
-        if places is None or len(places) != len(ids):
-            raise UserError(f"{server.url} gives no log-probs of prompts: is it a vLLM server?")
+        answer = server.post(COMPLETIONS, body, choices=list)
+        places = server.first(COMPLETIONS, answer["choices"], prompt_logprobs=list)["prompt_logprobs"]
+        if len(places) != len(ids):
+            raise server.foreign(COMPLETIONS, f"{len(places)} log-probs of a prompt of {len(ids)} tokens")
         start = len(sample.prompt_ids)
-        found = [places[i].get(str(ids[i]), {}).get("logprob", math.nan) for i in range(start, len(ids))]
-        scores = torch.tensor(found, dtype=torch.float32)
-        if scores.isnan().any():
-            raise FloatingPointError(f"{server.url} gave no log-prob, or NaN, of a token of a prompt")
-        return scores
+        found = [_log_prob(server, places[i], ids[i]) for i in range(start, len(ids))]
+        return torch.tensor(found, dtype=torch.float32)
 
     def _check_tokenizer(self, server: Server, tokenizer: Any) -> None:
         """It reads a text that is made of tokens from all over the vocabulary as our tokenizer does."""
@@ -89,7 +89,9 @@ class ScoringServers:
         text = tokenizer.decode(plain[:: max(len(plain) // TOKENS_COMPARED, 1)])
         ours = tokenizer(text, add_special_tokens=False)["input_ids"]
         body = {"model": self._names[server], "prompt": text, "add_special_tokens": False}
-        theirs = server.post("tokenize", body)["tokens"]
+        theirs = server.post("tokenize", body, tokens=list)["tokens"]
+        if not all(isinstance(token, int) for token in theirs):
+            raise server.foreign("tokenize", "tokens that are no whole numbers")
         if theirs != ours:
             pairs = enumerate(zip_longest(ours, theirs, fillvalue="nothing"))
             place, (our, their) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
@@ -97,3 +99,15 @@ class ScoringServers:
                 f"the tokenizers differ: {server.url} reads a text otherwise than the policy (token {place}: "
                 f"{our} for the policy, {their} for the teacher); both must have the same tokenizer"
             )
+
+
+def _log_prob(server: Server, place: Any, token: int) -> float:
+    """The log-prob of a token in the answer of a server; a UserError unless it is that of a probability above 0."""
+    found = place.get(str(token)) if isinstance(place, dict) else None
+    value = found.get("logprob") if isinstance(found, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise server.foreign(COMPLETIONS, f"no log-prob of token {token}")
+    if not LOWEST < value <= ROUNDING:
+        shown = str(value)[:40]
+        raise server.foreign(COMPLETIONS, f"a log-prob of {shown} for token {token}, which no probability has")
+    return float(value)

@@ -48,7 +48,7 @@ class RemoteEngine(Engine):
         self._resent = self._lost = 0  # since `metrics` was asked last
         for server in self.servers:
             self._check_fit(server)
-        self._names = {server: server.model_name() for server in self.servers}
+        self._names = {server: server.model_entry()["id"] for server in self.servers}
 
     def sync(self, version: int) -> None:
         self._check(self.model, version)
