@@ -28,11 +28,17 @@ def test_what_can_be_trained_passes(kind):
         ("seed_oss", r"attention dropout 0\.1: set attention_dropout to 0"),
         ("gpt_bigcode", r"attention dropout 0\.1: set attn_pdrop to 0"),
         ("biogpt", r"attention dropout 0\.1: set attention_probs_dropout_prob to 0"),
-        ("mamba", r"\(MambaForCausalLM\) is not supported: a trial"),
-        ("mamba2", r"\(Mamba2ForCausalLM\) is not supported: a trial"),
-        ("falcon_mamba", r"\(FalconMambaForCausalLM\) is not supported: a trial"),
-        ("rwkv", r"\(RwkvForCausalLM\) is not supported: a trial"),
-        ("recurrent_gemma", r"\(RecurrentGemmaForCausalLM\) is not supported: a trial"),
+        ("mamba", r"\(MambaForCausalLM\) cannot be trained: MambaForCausalLM keeps no keys and values"),
+        ("mamba2", r"\(Mamba2ForCausalLM\) cannot be trained: Mamba2ForCausalLM keeps no keys and values"),
+        (
+            "falcon_mamba",
+            r"\(FalconMambaForCausalLM\) cannot be trained: FalconMambaForCausalLM keeps no keys and values",
+        ),
+        ("rwkv", r"\(RwkvForCausalLM\) cannot be trained: RwkvForCausalLM keeps no keys and values"),
+        (
+            "recurrent_gemma",
+            r"\(RecurrentGemmaForCausalLM\) cannot be trained: RecurrentGemmaForCausalLM keeps no keys and values",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_said_in_one_line(kind, message):

@@ -14,6 +14,7 @@ from luffy.models.load import load_model
 from luffy.models.plain import choose_path, differ, plain_log_probs, runs_plain
 from luffy.prepare.teachers import LocalTeacher
 from luffy.rollout import NativeEngine
+from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
 from luffy.train.setup import check_context
 from luffy.types import Problem, Request, Sampling
@@ -219,3 +220,18 @@ def test_learned_positions_are_served_too():
     model.set_attn_implementation("sdpa")
     theirs = model.generate(torch.tensor([(5, 6, 7)]), max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert ours.token_ids.tolist() == theirs[0, 3:].tolist()
+
+
+def test_a_training_with_a_recurrent_model_is_refused_in_one_line(make_config, tmp_path):
+    """The dry run tries the class; the run itself must say the same before its first step."""
+    tokenizer = make_tokenizer()
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": len(tokenizer)}
+    config = AutoConfig.for_model("mamba", **shape, bos_token_id=1, eos_token_id=1, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mamba")
+    tokenizer.save_pretrained(tmp_path / "mamba")
+    with Trainer(make_config(model={"path": str(tmp_path / "mamba")})) as trainer:
+        with pytest.raises(
+            UserError, match=r"^MambaForCausalLM keeps no keys and values .*; choose a transformer model$"
+        ):
+            trainer.train()
+        assert trainer.progress.step == 0

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from luffy.errors import UserError
+from luffy.models.forward import causal_lm
 from luffy.rollout.engine import EngineStats
 from luffy.rollout.native.scheduler import SequenceState
 from luffy.rollout.sampling import SamplingRows, sample
@@ -52,7 +54,7 @@ class StaticBatchGeneration:
             output = model(
                 input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
-            cache = output.past_key_values
+            cache = _cache_of(output, model)
             # Those that have ended run on beside the others, but not beyond their last place, perhaps the context's.
             positions = (positions[:, -1:] + 1).minimum(last_places)
             drawn, log_probs = sample(output.logits[:, -1], rows, positions[:, 0])
@@ -71,3 +73,14 @@ class StaticBatchGeneration:
             if sequence.finish is None:
                 sequence.append(token, log_prob)
                 self.stats.generated_tokens += 1
+
+
+def _cache_of(output: Any, model: Any) -> Any:
+    """What the model keeps of earlier tokens; Mamba and other recurrent models keep a state instead, by other names."""
+    cache = getattr(output, "past_key_values", None)
+    if cache is None:
+        raise UserError(
+            f"{type(causal_lm(model)).__name__} keeps no keys and values between tokens (past_key_values), without "
+            "which luffy cannot sample from it; choose a transformer model"
+        )
+    return cache
