@@ -33,7 +33,8 @@ from luffy.train.lock import lock_folder
 from luffy.train.method_memory import MethodMemory
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
-from luffy.train.run_state import Messages, Method, Progress, RolloutBatch, Run
+from luffy.train.run_state import Messages, Method, RolloutBatch, Run
+from luffy.train.saved_state import Progress
 from luffy.train.scorer import TokenScorer
 from luffy.train.tasks import (
     build_encoder,

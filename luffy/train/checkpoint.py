@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from luffy.config import Config
@@ -45,6 +45,7 @@ from luffy.report.changes import kept_settings
 from luffy.report.model_card import CARD, CURVES
 from luffy.report.recorder import EVAL_SAMPLES, EVALUATED, METRICS, SAMPLES, WANDB
 from luffy.report.runs import CONFIG
+from luffy.train.saved_state import read_safetensors, read_state
 
 MANIFEST = "manifest.json"
 SAVED = "saved.json"
@@ -101,7 +102,7 @@ class Checkpoint:
         return self.path.parent.parent if self.path.parent.name == "checkpoints" else None
 
     def state(self) -> dict[str, Any]:
-        return dict(json.loads((self.path / "state.json").read_text(encoding="utf-8")))
+        return read_state(self.path / "state.json", self.step if self.step >= 0 else None)
 
     @property
     def shards(self) -> Path:
@@ -109,7 +110,9 @@ class Checkpoint:
         return self.path / SHARDS
 
     def tensors(self) -> dict[str, Tensor]:
-        return read_tensors(self.shards) if self.shards.is_dir() else load_file(self.path / "optimizer.safetensors")
+        if self.shards.is_dir():
+            return read_tensors(self.shards)
+        return read_safetensors(self.path / "optimizer.safetensors")
 
     def verify(self) -> list[str]:
         """Check that every file of the manifest is there with its size and hash; returns the names of other files.

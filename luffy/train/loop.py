@@ -26,7 +26,8 @@ from luffy.train.activations import out_of_memory_advice
 from luffy.train.batch import StepBatch
 from luffy.train.build import build_run
 from luffy.train.recording import Records
-from luffy.train.run_state import Method, Progress
+from luffy.train.run_state import Method
+from luffy.train.saved_state import Progress
 from luffy.train.stopping import StopRequest
 from luffy.train.training_step import ignore, rl_step, sft_step
 

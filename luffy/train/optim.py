@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from luffy.config import OptimConfig
 from luffy.core.gradient_sums import GradientSum
 from luffy.distributed.shard import whole
+from luffy.errors import UserError
 
 
 def lr_at(step: int, total_steps: int, cfg: OptimConfig) -> float:
@@ -86,6 +87,7 @@ class Optimizer:
             if keys:
                 self.adam.state[master] = {k: _like(tensors[f"{name}/{k}"], master, k) for k in keys}
             if f"{name}/master" in tensors:
+                _check_shape(tensors[f"{name}/master"], master, "master")
                 master.data.copy_(tensors[f"{name}/master"])
                 self.parameters[name].data.copy_(master.data)
 
@@ -99,5 +101,15 @@ def _master_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _like(tensor: Tensor, master: Tensor, key: str) -> Tensor:
-    """Adam keeps its step count on the CPU unless it is fused."""
+    """A saved tensor where ``master`` is. Adam keeps its step count on the CPU unless it is fused."""
+    _check_shape(tensor, master, key)
     return tensor.clone() if key == "step" and not master.is_cuda else tensor.to(master.device).clone()
+
+
+def _check_shape(tensor: Tensor, master: Tensor, key: str) -> None:
+    shape = torch.Size() if key == "step" else master.shape
+    if tensor.shape != shape or not tensor.is_floating_point():
+        raise UserError(
+            f"the checkpoint's optimizer state ({key}) has the shape {tuple(tensor.shape)}, this model needs "
+            f"{tuple(shape)}; start a new run with model.path= the checkpoint's model folder"
+        )

@@ -84,7 +84,8 @@ class Replay:
         drawn: list[int] = []
         while buckets and len(drawn) < count:
             solved = sorted(buckets)
-            (k,) = chance.choices(solved, [bucket_weight(k, self.n) for k in solved])
+            weights = [bucket_weight(k, self.n) for k in solved]
+            (k,) = chance.choices(solved, weights if any(weights) else None)  # far from n/2 all round to 0
             drawn.append(buckets[k].pop(chance.randrange(len(buckets[k]))))
             if not buckets[k]:
                 del buckets[k]
@@ -140,6 +141,7 @@ class Replay:
             streams = (state[name].split(lengths) for name in ("token_ids", "log_probs"))
             for (row, step, _), ids, log_probs in zip(responses, *streams, strict=True):
                 self.problems[row].successes.append(Success(ids.clone(), log_probs.clone(), step))
+        self.problems = {row: remembered for row, remembered in self.problems.items() if remembered.successes}
 
 
 def _rows(state: Mapping[str, Tensor], name: str) -> list[Any]:

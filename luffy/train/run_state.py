@@ -29,6 +29,7 @@ from luffy.train.groups import verified
 from luffy.train.method_memory import MethodMemory
 from luffy.train.policy import Policy
 from luffy.train.prefetch import Prefetcher
+from luffy.train.saved_state import Progress
 from luffy.train.scorer import TokenScorer
 from luffy.train.tasks import TaskSet
 from luffy.train.teacher import Teacher
@@ -36,19 +37,6 @@ from luffy.train.under_way import UnderWay
 from luffy.types import Group, Task
 
 Method = Literal["rl", "sft"]
-
-
-@dataclass
-class Progress:
-    """Counters that a checkpoint keeps, in its state.json. ``step`` is the number of finished steps, ``problems`` the
-    sum of their ``batch.problems``: what ``train.epochs`` counts, whatever replay or oversampling draw."""
-
-    step: int = 0
-    problems: int = 0
-    bad_in_a_row: int = 0
-    bad_updates: int = 0
-    best_step: int | None = None
-    best_accuracy: float = -1.0
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from luffy.config import Config
@@ -21,13 +20,15 @@ from luffy.distributed.state import read_tensors, shard_whole
 from luffy.distributed.world import World
 from luffy.errors import UserError
 from luffy.files import json_object, write_atomically
+from luffy.models.forward import causal_lm, text_config
 from luffy.report.model_card import CARD, CardFacts, lines_of_table, model_card
 from luffy.report.runs import flat_config, without_samples
 from luffy.schema import to_dict
 from luffy.train import setup
 from luffy.train.checkpoint import BEST, DISK_ERRORS, Checkpoint, cannot_be_written
 from luffy.train.method_memory import under_prefix
-from luffy.train.run_state import Progress, Run
+from luffy.train.run_state import Run
+from luffy.train.saved_state import MemoryCheck, Progress, read_safetensors
 
 FINGERPRINT_VALUES = 64  # of each tensor
 SFT = "sft/"  # begins the names of what belongs to the optimizer of sft_steps
@@ -242,7 +243,7 @@ def fingerprint(weights: Iterable[torch.Tensor]) -> str:
 def load_adapter(model: nn.Module, folder: Path) -> None:
     from peft import set_peft_model_state_dict
 
-    result: Any = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    result: Any = set_peft_model_state_dict(model, read_safetensors(folder / "adapter_model.safetensors"))
     if result.unexpected_keys:
         raise UserError(f"adapter {folder} does not fit model.lora: unexpected {result.unexpected_keys[:3]}")
 
@@ -289,13 +290,20 @@ def trace_numbering(run: Run) -> dict[str, Any]:
 
 
 def _restore_memory(run: Run, checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> None:
-    memory = run.memory
+    memory, vocabulary = run.memory, text_config(causal_lm(run.model).config).vocab_size
+    now = trace_numbering(run)
+    saved = checkpoint.state().get("traces", now)  # older checkpoints do not have it
+    renumbered = saved != now and (saved["left_out"] or now["left_out"])
+
+    def trace_lengths(row: int) -> list[int]:
+        return [len(trace.token_ids) for trace in run.tasks[row].demonstrations]
+
+    lengths = None if renumbered else trace_lengths
+    MemoryCheck(tensors, checkpoint.path, len(run.tasks), vocabulary, lengths).run()
     memory.load_state_dict(tensors)
     for unused, knob in memory.unused(tensors).items():
         run.messages.warn(f"{unused} of {checkpoint.path} are left out ({knob}=0)")
-    now = trace_numbering(run)
-    saved = checkpoint.state().get("traces", now)  # older checkpoints do not have it
-    if saved != now and (saved["left_out"] or now["left_out"]):
+    if renumbered:
         problems, lessons = memory.forget_traces()
         changed = ", ".join(f"{key} {saved[key]} -> {now[key]}" for key in now if saved[key] != now[key])
         forgotten = [f"{problems} problems with unfinished responses"] * bool(problems)

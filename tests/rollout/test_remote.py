@@ -249,7 +249,7 @@ def test_the_key_is_asked_for_and_never_shown(model, start, monkeypatch, tmp_pat
     server = start()
     wrong = Server(server.url, "not-the-key-of-it")
     with pytest.raises(UserError, match="HTTP 401.*api_key_env") as caught:
-        wrong.model_name()
+        wrong.model_entry()
     assert "not-the-key-of-it" not in str(caught.value) and "***" in str(caught.value)
     assert "not-the-key-of-it" not in repr(wrong)
     monkeypatch.setenv("SOME_KEY", "  ")

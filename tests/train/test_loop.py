@@ -25,7 +25,7 @@ from luffy.train.credit import credit_function, group_baseline
 from luffy.train.job import Job
 from luffy.train.loop import Trainer
 from luffy.train.policy import Policy
-from luffy.train.run_state import Progress
+from luffy.train.saved_state import Progress
 from luffy.types import Score
 
 
