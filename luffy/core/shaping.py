@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ class Shape:
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
+        _check_gamma(self.gamma)
         known = self.name in SHAPES or self.name in COMPARED_SHAPES
         if not known and ":" not in self.name:  # a user's module is imported on first use, not here
             gamma_of(self.name)
@@ -157,6 +159,11 @@ def _exgrpo(log_p: Tensor, log_p_old: Tensor, log_q: Tensor, shape: Shape) -> Te
     return torch.sigmoid(log_p - log_q - math.log(shape.gamma))
 
 
+def _check_gamma(gamma: float) -> None:
+    if not isinstance(gamma, int | float) or not 0 < gamma <= sys.float_info.max:
+        raise UserError(f"gamma of a shape must be a number above 0, got {gamma!r:.40}")
+
+
 def gamma_of(name: str) -> float:
     """The A of ``p_div_p_A``; any other name is unknown."""
     match = _P_DIV_P.fullmatch(name)
@@ -201,5 +208,7 @@ def trace_weight(
 def shape_of_method(name: str, **knobs: float) -> Shape:
     """The shape that a method of this name has on trace tokens; any other name is that of a shape."""
     if name == "luffy":
-        return Shape(f"p_div_p_{knobs.pop('gamma', 0.1)!r}", **knobs)
+        gamma = knobs.pop("gamma", 0.1)
+        _check_gamma(gamma)
+        return Shape(f"p_div_p_{float(gamma)!r}", **knobs)
     return Shape({"mixed": "no_reshape", "sft": "logp"}.get(name, name), **knobs)

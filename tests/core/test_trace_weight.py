@@ -6,6 +6,7 @@ import torch
 from luffy.config import AlgorithmConfig
 from luffy.core.losses import PolicyLoss, policy_loss_terms
 from luffy.core.shaping import Shape, compared_shape, shape_of_method, trace_weight
+from luffy.errors import UserError
 
 D = torch.float64
 P = torch.tensor([0.001, 0.05, 0.1, 0.3, 0.7, 0.999], dtype=D)
@@ -100,3 +101,10 @@ def test_a_shape_of_ones_own_may_compare():
     shape = config.policy_loss().off_shape
     torch.testing.assert_close(shape.off_policy(P.log(), OLD.log()), 2 * P / OLD)
     torch.testing.assert_close(trace_weight("test_old_ratio", P.log(), OLD.log()), P / OLD)
+
+
+@pytest.mark.parametrize("gamma", [0, 0.0, -0.1, float("nan"), float("inf"), 10**400, "0.1", None])
+@pytest.mark.parametrize("name", ["luffy", "trapo", "exgrpo", "p_div_p_0.1"])
+def test_a_gamma_that_is_no_number_above_0_is_refused_in_one_line(name, gamma):
+    with pytest.raises(UserError, match=r"^gamma of a shape must be a number above 0, got [^\n]{1,40}$"):
+        trace_weight(name, P.log(), gamma=gamma)
