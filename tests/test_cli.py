@@ -17,6 +17,7 @@ import pytest
 import yaml
 from support import stop_before_update
 
+import luffy as luffy_package
 from luffy.cli import main
 from luffy.config import load_config
 from luffy.errors import ConfigError
@@ -411,3 +412,17 @@ def test_a_recipe_of_sft_is_not_trained_by_rl_in_silence(tmp_path):
     with pytest.raises(ConfigError, match=message):
         Trainer(load_config("tiny/sft", {"out": str(tmp_path)}))
     assert luffy("sft", "tiny/sft", f"out={tmp_path}", "--dry-run").returncode == 0
+
+
+def test_a_current_folder_that_was_deleted_is_one_line(tmp_path):
+    """Importing torch there would end the process with an error of MKL."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    into = f"import os, sys; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); os.execv(sys.executable, sys.argv[1:])"
+    command = [sys.executable, "-c", into, sys.executable, "-m", "luffy", "recipes"]
+    environment = os.environ | {"PYTHONPATH": str(Path(luffy_package.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == (
+        "luffy: error: the current folder does not exist any more; change to another one and run it again\n"
+    )
