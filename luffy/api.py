@@ -21,6 +21,7 @@ Everything is found on first use: importing this module loads neither torch nor 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -112,14 +113,21 @@ def evaluate(model: str, suite: str, out: Path | str | None = None, **options: A
 
     ``options`` are those of the command: k, temperature, max_tokens, seed, reward, limit, style, device, ...
     The responses go to the folder ``out`` (default: evals/MODEL-SUITE), from which a killed evaluation goes on.
-    Returns a ``Result``; its ``benchmarks`` have avg@k, pass@k and lengths.
+    Reward, style and system prompt that are not given are those of the model's training where they are known; a
+    warning of the logger says so. Returns a ``Result``; its ``benchmarks`` have avg@k, pass@k and lengths.
     """
     from luffy.evaluation.runner import Options, run_evaluation
+    from luffy.evaluation.trained_with import as_trained
+    from luffy.train.checkpoint import model_of
     from luffy.train.setup import pick_device
 
     out, data = (None if folder is None else Path(folder) for folder in (out, options.pop("data", None)))
     device = pick_device(options.pop("device", "auto"))
-    return run_evaluation(Options(model=model, suite=suite, out=out, data=data, device=device, **options))
+    chosen = Options(model=model_of(model)[0], suite=suite, out=out, data=data, device=device, **options)
+    chosen, taken = as_trained(chosen, options)
+    if taken:
+        logging.getLogger(__name__).warning(taken)
+    return run_evaluation(chosen)
 
 
 def generate(

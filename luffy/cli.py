@@ -103,6 +103,13 @@ Seeds = Annotated[
     int | None,
     typer.Option(min=1, help="train so many times, one after the other: NAME/seed-0, NAME/seed-1, ... (see seed)"),
 ]
+SystemPrompt = Annotated[
+    str | None, typer.Option(help="system message (styles chat and paper); default: as its run or model card says")
+]
+ModelOrRun = Annotated[
+    str,
+    typer.Argument(help="Hugging Face folder, hub id, .gguf file, or a run folder: its best, else newest checkpoint"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print the table as JSON, and nothing else")]
 ChangedData = Annotated[bool, typer.Option("--allow-changed-data", help="resume although the training data changed")]
 
@@ -276,7 +283,7 @@ def quickstart(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="Hugging Face folder, hub id, or .gguf file")],
+    model: ModelOrRun,
     prompt: Annotated[str | None, typer.Argument(help="the prompt; without it, --file or standard input")] = None,
     file: Annotated[
         Path | None, typer.Option(help="read prompts from a file: one a line, or the data formats of train")
@@ -290,9 +297,13 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="0 is off")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="the same seed gives the same responses")] = 0,
     style: Annotated[
-        str, typer.Option(help="chat, paper, paper_simple or plain; auto: chat where the tokenizer has a template")
-    ] = "auto",
-    system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
+        str | None,
+        typer.Option(
+            help="chat, paper, paper_simple or plain; auto: chat if the tokenizer has a template; default: as its run "
+            "or model card says, else auto"
+        ),
+    ] = None,
+    system_prompt: SystemPrompt = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -301,15 +312,29 @@ def generate(
     ] = False,
 ) -> None:
     """Sample from a model with the training engine."""
-    from luffy.generate import generate_texts, read_prompts
+    from luffy.generate import as_trained, generate_texts, read_prompts
 
     prompts = read_prompts(prompt, file, sys.stdin)
+    model = _chosen_model(model)
+    style, system_prompt, taken = as_trained(model, style, system_prompt)
+    if taken:
+        typer.echo(taken, err=True)
     rows = generate_texts(
         model, prompts, n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
         style=style, system_prompt=system_prompt, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     for row in rows:
         typer.echo(json.dumps(row, ensure_ascii=False) if as_json else row["response"])
+
+
+def _chosen_model(path: str) -> str:
+    """The model that a path stands for; which checkpoint of a run it is, is said."""
+    from luffy.train.checkpoint import model_of
+
+    model, which = model_of(path)
+    if which is not None:
+        typer.echo(f"model      {model} ({which})", err=True)
+    return model
 
 
 RewardOf = Annotated[
@@ -445,7 +470,7 @@ app.add_typer(
 
 @eval_app.command("model")
 def eval_model(
-    model: Annotated[str, typer.Argument(help="Hugging Face folder, hub id, or .gguf file")],
+    model: ModelOrRun,
     suite: Annotated[str, typer.Option(help="math6, ood, gsm8k, or a dataset in one of train's formats")],
     k: Annotated[
         int | None, typer.Option(min=1, help="samples per problem; default: 32 on AIME and AMC, 1 elsewhere")
@@ -458,13 +483,13 @@ def eval_model(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="decides every response and the order of options")] = 0,
     style: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="chat, paper, paper_simple or plain; auto: paper (paper_simple without a chat template) for the "
-            "suites, chat (plain) for a FILE"
+            "suites, chat (plain) for a FILE; default: as its run or model card says, else auto"
         ),
-    ] = "auto",
-    system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
+    ] = None,
+    system_prompt: SystemPrompt = None,
     chat_template: Annotated[
         str | None, typer.Option(help="Jinja file in place of the tokenizer's template (styles chat and paper)")
     ] = None,
@@ -472,7 +497,11 @@ def eval_model(
         str | None, typer.Option(help="the date that chat templates print which ask for it; default: today")
     ] = None,
     reward: Annotated[
-        str | None, typer.Option(help="default: math for math6 and a FILE, choice for ood, gsm8k for gsm8k")
+        str | None,
+        typer.Option(
+            help="default: math for math6, choice for ood, gsm8k for gsm8k; for a FILE as the model's run or model "
+            "card says, else math"
+        ),
     ] = None,
     reward_of: RewardOf = None,
     answer_in_thought: AnswerInThought = False,
@@ -501,17 +530,23 @@ def eval_model(
     """Evaluate a model: avg@k, pass@k, lengths and truncation per benchmark. Killed, it goes on where it was."""
     from luffy.evaluation import results
     from luffy.evaluation.runner import Options, default_out, run_evaluation
+    from luffy.evaluation.trained_with import as_trained
     from luffy.train.setup import pick_device
 
+    model = _chosen_model(model)
     out = out or default_out(model, suite)
     options = Options(
         model=model, suite=suite, out=out, data=data, k=k, temperature=temperature, top_p=top_p, top_k=top_k,
-        max_tokens=max_tokens, seed=seed, style=style, system_prompt=system_prompt,
+        max_tokens=max_tokens, seed=seed, style=style or "auto", system_prompt=system_prompt,
         chat_template=chat_template, date=date, reward=reward, answer_in_thought=answer_in_thought,
         shuffle=shuffle, limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
         trust_remote_code=trust_remote_code, chunk=chunk, workers=workers, columns=named_columns(columns or []),
         reward_settings=load_config(reward_of).reward if reward_of else None,
     )  # fmt: skip
+    chosen = {"style": style, "system_prompt": system_prompt, "reward": reward, "reward_settings": reward_of}
+    options, taken = as_trained(options, [name for name, value in chosen.items() if value is not None])
+    if taken:
+        typer.echo(taken, err=True)
     show = results.as_json if as_json else results.as_markdown
     typer.echo(show(run_evaluation(options)), nl=False)
     typer.echo(f"results    {out}", err=True)

@@ -10,9 +10,10 @@ from typing import Any, TextIO
 from luffy.data import Encoder, load_problems
 from luffy.data.data_files import DATA_SUFFIXES
 from luffy.data.encode import resolve_style
-from luffy.errors import UserError
+from luffy.errors import ConfigError, UserError
 from luffy.evaluation.engines import load_native
 from luffy.evaluation.runner import prompt_ids_of, room_for
+from luffy.evaluation.trained_with import prompt_as_trained, said_of, training_of
 from luffy.seeds import seed_of
 from luffy.train.setup import pick_device
 from luffy.types import Problem, Request, Sampling
@@ -41,6 +42,18 @@ def read_prompts(prompt: str | None, file: Path | None, stdin: TextIO) -> list[P
     if not any(texts):
         raise UserError("no prompt: give one as an argument, with --file, or on standard input")
     return [Problem(id=str(i), prompt=text, answer="") for i, text in enumerate(texts)]
+
+
+def as_trained(model: str, style: str | None, system_prompt: str | None) -> tuple[str, str | None, str | None]:
+    """Style and system prompt as given, else as the model's training has them; and a line on what was taken from it."""
+    given = {name for name, value in (("style", style), ("system_prompt", system_prompt)) if value is not None}
+    try:
+        training = training_of(model)
+        taken = {} if training is None else prompt_as_trained(training, given)
+    except ConfigError as error:  # another tool's file, or another version's
+        return style or "auto", system_prompt, f"not as trained: {error}"
+    said = None if training is None else said_of({n.replace("_", " "): repr(v) for n, v in taken.items()}, training)
+    return taken.get("style", style or "auto"), taken.get("system_prompt", system_prompt), said
 
 
 def generate_texts(

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 CARD, CURVES = "README.md", "curves.png"
 MARK = "<!-- Made by luffy, and made anew by `luffy push`. Remove this line to keep your own text. -->"
+TRAINED_WITH = re.compile(rb"^<!-- Trained with: (\{.*\}) -->$", re.MULTILINE)
 REWARD = "critic/rewards/mean"
 LONGEST_VALUE = 120
 TABLE_ROWS = 10
@@ -37,6 +38,7 @@ SETTINGS = (
     "reward.kind", "algorithm.entropy_coef", "algorithm.kl_coef", "data.style", "data.system_prompt",
     "data.chat_template", "model.dtype", "model.lora.rank", "model.lora.alpha",
 )  # fmt: skip
+WEIGHTS = "reward.weights."
 NOT_OF_SFT = ("rollout.n", "rollout.temperature", "reward.", "algorithm.")
 OF_THE_MACHINE = ("launch", "parallel.", "plugins", "prepare.", "ray.", "record.", "reward.http.", "rollout.vllm.")
 
@@ -110,7 +112,7 @@ def model_card(facts: CardFacts) -> str:
     if not facts.benchmarks:
         matter.pop("model_name")  # it belongs to the results
     parts = [
-        f"---\n{matter.to_yaml()}\n---\n{MARK}",
+        f"---\n{matter.to_yaml()}\n---\n{MARK}\n{_trained_with(facts.run)}",
         f"# {facts.name}",
         _training(facts, recipe, differences),
         _settings(facts.run),
@@ -208,6 +210,27 @@ def _settings(run: RunRecord) -> str:
     return f"## Settings\n\n{_table(['knob', 'value'], rows)}" if rows else ""
 
 
+def _trained_with(run: RunRecord) -> str:
+    """A line for programs, which `luffy eval` takes the prompt and the reward from. Rewards that are not built in are
+    code or an address, which a card does not pass on."""
+    prompt = {key: run.config.get(f"data.{key}") for key in ("style", "system_prompt")}
+    values: dict[str, Any] = {"data": {key: value for key, value in prompt.items() if isinstance(value, str)}}
+    keys = ("kind", "answer_in_thought", "success", "failure")
+    reward = {key: run.config[f"reward.{key}"] for key in keys if f"reward.{key}" in run.config}
+    weights = {key.removeprefix(WEIGHTS): v for key, v in run.config.items() if key.startswith(WEIGHTS)}
+    shared = all(":" not in str(kind) and kind != "http" for kind in weights or [reward.get("kind")])
+    if run.kind == "train" and shared and not run.config.get("plugins"):
+        values["reward"] = {**reward, "weights": weights}
+    written = json.dumps(values).replace("<", "\\u003c").replace(">", "\\u003e")
+    return f"<!-- Trained with: {written} -->"
+
+
+def trained_with_line(card: bytes) -> bytes | None:
+    """The JSON of that line in a card; None where it has none."""
+    found = TRAINED_WITH.search(card)
+    return found[1] if found else None
+
+
 def _changes(facts: CardFacts) -> str:
     """What the settings were before a resume changed them."""
     hidden = (*OF_THE_MACHINE, *(NOT_OF_SFT if facts.run.kind == "sft" else ()))
@@ -290,8 +313,8 @@ def _evaluation(facts: CardFacts) -> str:
 
 def reward_name(config: Mapping[str, Any]) -> str | None:
     """Of a flat config: the kind, or several with their weights, as a card may show them."""
-    weights = {key: value for key, value in config.items() if key.startswith("reward.weights.")}
-    parts = [f"{value} {public(key.removeprefix('reward.weights.'))}" for key, value in weights.items()]
+    weights = {key: value for key, value in config.items() if key.startswith(WEIGHTS)}
+    parts = [f"{value} {public(key.removeprefix(WEIGHTS))}" for key, value in weights.items()]
     return " + ".join(parts) or ((kind := config.get("reward.kind")) and public(kind))
 
 

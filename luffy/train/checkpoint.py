@@ -40,7 +40,7 @@ from torch import Tensor
 from luffy.config import Config
 from luffy.distributed.state import read_tensors
 from luffy.errors import TrainingStopped, UserError
-from luffy.files import flush_path, write_atomically
+from luffy.files import flush_path, json_object, write_atomically
 from luffy.report.changes import kept_settings
 from luffy.report.model_card import CARD, CURVES
 from luffy.report.recorder import EVAL_SAMPLES, EVALUATED, METRICS, SAMPLES, WANDB
@@ -298,6 +298,34 @@ def flush_tree(folder: Path) -> None:
             path.chmod(0o644)  # transformers writes its weights 0600
         flush_path(path)
     flush_path(folder)
+
+
+def best_or_newest(run: Path) -> tuple[Checkpoint, str]:
+    """The checkpoint of a run folder to use: the best by held-out accuracy if there is one, else the newest; and which
+    of the two it is."""
+    found = {checkpoint.step: checkpoint for checkpoint in CheckpointStore(run / "checkpoints", keep=1)}
+    if not found:
+        raise UserError(f"{run} has no checkpoint yet; train it first")
+    record = run / BEST
+    if record.is_file():
+        best = json_object(record.read_bytes(), record, "remove it, and the newest checkpoint is taken", step=int)
+        if best["step"] in found:
+            return found[best["step"]], "best by held-out accuracy"
+    return found[max(found)], "newest"
+
+
+def model_of(path: str) -> tuple[str, str | None]:
+    """The model that ``path`` stands for: of a run folder that of a checkpoint, of a checkpoint its model. And which
+    checkpoint of a run it is, in words; None where ``path`` is the model itself."""
+    folder = Path(path)
+    if (folder / "config.json").exists():
+        return path, None
+    if (folder / MANIFEST).is_file():
+        return str(folder / "model"), None
+    if not (folder / "checkpoints").is_dir():
+        return path, None
+    checkpoint, which = best_or_newest(folder)
+    return str(checkpoint.model), f"step {checkpoint.step}, {which}"
 
 
 def find_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Callable[[str], None]) -> Checkpoint | None:

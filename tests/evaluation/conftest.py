@@ -1,0 +1,3 @@
+"""Run folders written by hand."""
+
+from run_folders import make_metric_row, make_sample_row, write_run  # noqa: F401
