@@ -191,11 +191,13 @@ class Rollout:
 @dataclass(frozen=True)
 class Score:
     """A verifier's verdict. ``status`` is "ok", "no_answer" where there was nothing to compare, or why the verification
-    failed: "timeout", "crashed", "error", "not_scored", "call_failed". ``reason`` says more of a failure."""
+    failed: "timeout", "crashed", "error", "not_scored", "call_failed". ``reason`` says more of a failure.
+    ``components``: of a weighted sum the score of each reward that gave one, before its weight."""
 
     value: float
     status: str = "ok"
     reason: str = field(default="", compare=False)
+    components: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def is_verdict(self) -> bool:

@@ -13,7 +13,7 @@ from luffy.report.figures import Line, hover_data, line_chart, swatch
 from luffy.report.method_families import families
 from luffy.report.methods import Styled
 from luffy.report.runs import RunRecord, first_stage, is_number
-from luffy.report.tables import STEP_SECONDS, evaluations
+from luffy.report.tables import STEP_SECONDS, components, evaluations
 from luffy.report.text import show
 
 
@@ -131,7 +131,9 @@ def charts_of(methods: Sequence[Styled]) -> list[Chart]:
         for axis, about in COMPUTE.items()
         if any(axis.places(run) for run in runs)
     ]
-    return [*first[:1], *spent, *first[1:], *CHARTS]
+    about = "mean score of the policy's own samples, before its weight in the sum"
+    terms = [Chart(metric, f"Reward {name}, on-policy", about, True) for metric, name in components(runs)]
+    return [*first[:1], *spent, *first[1:], *CHARTS[:1], *terms, *CHARTS[1:]]
 
 
 def chart_grid(

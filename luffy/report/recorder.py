@@ -240,6 +240,7 @@ def sample_rows(
     return [
         _head(step, group.task.problem.id, k, rollout, verdict)
         | _texts(group, rollout, tokenizer)
+        | _components(verdict)
         | {
             "advantages": _rounded(samples[k].advantages, 6) if samples else None,
             "policy_version": rollout.policy_version,
@@ -254,7 +255,9 @@ def evaluation_rows(step: int, set_name: str, group: Group, tokenizer: Any) -> l
     """Rows of a held-out problem: the policy's own tokens, nothing is learned from them. Two sets may count their
     problems alike, so a problem goes by the name of its set too."""
     return [
-        _head(step, f"{set_name}/{group.task.problem.id}", k, rollout, verdict) | _texts(group, rollout, tokenizer)
+        _head(step, f"{set_name}/{group.task.problem.id}", k, rollout, verdict)
+        | _texts(group, rollout, tokenizer)
+        | _components(verdict)
         for k, (rollout, verdict) in enumerate(zip(group.rollouts, group.scores, strict=True))
     ]
 
@@ -314,6 +317,11 @@ def _texts(group: Group, rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
         "overrides": rollout.overrides.int().tolist(),
         "log_probs": _rounded(rollout.behavior_log_probs, 5),
     }
+
+
+def _components(verdict: Score) -> dict[str, Any]:
+    """Of a weighted sum. Behind the texts of a row: its head has numbers and texts alone."""
+    return {"components": dict(verdict.components)} if verdict.components else {}
 
 
 def _viewed(view: TokenView | None, counted: bool) -> dict[str, Any]:

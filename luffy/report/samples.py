@@ -17,6 +17,7 @@ from luffy.report.text import aligned, number, shorten, show
 
 MOST_GROUPS = 12  # in a report
 MOST_SAMPLES = 16  # of a group
+MOST_COMPONENTS = 12  # rewards of a weighted sum
 STEPS_PER_METHOD = 3
 LONGEST_PROMPT = 2000  # characters
 LONGEST_SPAN = 20_000  # characters: tokens are a few of them, but nothing keeps one from being a book
@@ -146,6 +147,7 @@ def _chips(row: Mapping[str, Any], success: float) -> Iterator[Markup]:
         solved = reward >= success
         said = ("\u2713" if solved else "\u2717", number(reward, 2).removesuffix(".00"))
         yield Markup('<span class="chip {}">{} reward {}</span>').format("good" if solved else "bad", *said)
+    yield from _component_chips(row.get("components"))
     off = listed(row, "off_policy")
     if any(off):
         yield Markup('<span class="chip teacher">{}</span>').format("teacher" if all(off) else "teacher prefix")
@@ -161,6 +163,16 @@ def _chips(row: Mapping[str, Any], success: float) -> Iterator[Markup]:
     yield Markup("<span>{} tokens, finish: {}</span>").format(len(listed(row, "tokens")), ends)
     if row.get("status", "ok") != "ok":
         yield Markup('<span class="chip bad">{}</span>').format(show(str(row["status"])))
+
+
+def _component_chips(components: Any) -> Iterator[Markup]:
+    """The rewards of a weighted sum, each before its weight."""
+    if not isinstance(components, Mapping):
+        return
+    for name, score in list(components.items())[:MOST_COMPONENTS]:
+        if is_number(score):
+            said = show(shorten(str(name), 40)), number(score, 2).removesuffix(".00")
+            yield Markup('<span class="chip" title="before its weight">{} {}</span>').format(*said)
 
 
 def advantage_of(given: Sequence[Any]) -> str:

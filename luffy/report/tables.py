@@ -16,9 +16,10 @@ from luffy.report.curves import Estimate, estimate
 from luffy.report.figures import KNOWN_PHASES, crowded, phase_bar, phase_class, swatch
 from luffy.report.methods import Method, Styled, differing_keys, show_value
 from luffy.report.runs import RunRecord
-from luffy.report.text import number, shorten, show, show_seconds
+from luffy.report.text import legible, number, shorten, show, show_seconds
 
 EVALUATION = re.compile(r"val-(?P<name>[^/]+)/accuracy")
+COMPONENT = "critic/component/"
 STEP_SECONDS = "timing_s/step"
 OUTSIDE_STEPS = ("timing_s/eval", "timing_s/save")  # which the seconds of a step leave out
 NEGLIGIBLE = 0.005  # share of a step below which a phase has no column of its own
@@ -50,6 +51,12 @@ def evaluations(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
     return [(metric, {"core": "held-out", "ood": "OOD"}.get(found[metric], found[metric])) for metric in order]
 
 
+def components(runs: Sequence[RunRecord]) -> list[tuple[str, str]]:
+    """(metric, name) of every reward of a weighted sum, in the order of their names."""
+    found = sorted({metric for run in runs for metric in run.metrics if metric.startswith(COMPONENT)})
+    return [(metric, legible(metric.removeprefix(COMPONENT))) for metric in found]
+
+
 def final_columns(runs: Sequence[RunRecord]) -> list[Column]:
     columns = []
     for metric, name in evaluations(runs):
@@ -63,6 +70,7 @@ def final_columns(runs: Sequence[RunRecord]) -> list[Column]:
     return [
         *columns,
         Column("Reward", "final", reward, last_if_sampled),
+        *(Column(f"Reward {name}", "final", metric, last_if_sampled) for metric, name in components(runs)),
         Column("Entropy", "final", entropy, last_if_sampled),
         Column("Length", "final", length, RunRecord.last, 1),
         Column("Seconds", "in all", "seconds", lambda run, _: all_seconds(run), 1),

@@ -241,7 +241,8 @@ class Verifier:
         told = [part for part in parts if part.status != NOT_SCORED.status] or parts
         failed = (part for part in told if not part.is_verdict)
         shown = next(failed, next((part for part in told if part.status != "ok"), told[0]))
-        return replace(shown, value=value)
+        scored = (pair for pair in zip(self._weights, parts, strict=True) if pair[1].status != NOT_SCORED.status)
+        return replace(shown, value=value, components={name: part.value for name, part in scored})
 
     def _failure(self, name: str, problem: Problem, outcome: Outcome) -> Score:
         """The score of a failed verification; the first of its kind is warned about."""

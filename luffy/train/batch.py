@@ -26,6 +26,7 @@ from luffy.train.groups import (
     own_metrics,
     staleness_metrics,
     stop_if_nothing_was_scored,
+    why_none_is_solved,
 )
 from luffy.train.replay import Attempt
 from luffy.train.run_state import Draw, RolloutBatch, Run
@@ -125,6 +126,7 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
         if len(kept) >= wanted:
             break
     stop_if_nothing_was_scored(own.values(), run.world, f"step {step + 1}")
+    _judge_reward(run, step, own)
     if rounds and len(kept) < wanted:
         raise AllStopped(
             f"stopped at step {step + 1}: after {rounds} extra batches only {len(kept)} of {wanted} groups "
@@ -144,6 +146,15 @@ def collect(run: Run, step: int, roll_out: RollOut) -> StepBatch:
         under_way=[problem for _, problem in under_way],
         attempts=attempts(run, step, first, draws) if run.memory.is_used else [],
     )
+
+
+def _judge_reward(run: Run, step: int, groups: Mapping[int, Group]) -> None:
+    """Warn at the first step with scores if the reward seems unable to reach ``reward.success``."""
+    if run.has_judged_reward:
+        return
+    run.has_judged_reward = any(run.world.gather(bool(groups)))  # a step of unfinished responses has none
+    if warning := why_none_is_solved(groups.values(), run.cfg.reward, run.world):
+        run.messages.warn(f"step {step + 1}: {warning}")
 
 
 def _next_batch(run: Run, step: int, first: int, roll_out: RollOut) -> RolloutBatch:

@@ -13,6 +13,7 @@ from luffy.errors import AllStopped
 from luffy.metrics import Max, Mean, Metric, Sum, spread
 from luffy.models.load import decode
 from luffy.rewards import Verifier
+from luffy.rewards.kinds import built_in
 from luffy.rewards.verifier import GO_ON, why_every_call_failed, why_nothing_was_scored
 from luffy.types import Group, Problem, Rollout, Score
 
@@ -48,6 +49,24 @@ def stop_if_nothing_was_scored(groups: Iterable[Group], world: World, where: str
             f"stopped at {where}: the reward failed on all {sum(samples)} samples, first: "
             f"{next(filter(None, reasons))}; {GO_ON}"
         )
+
+
+def why_none_is_solved(groups: Iterable[Group], cfg: RewardConfig, world: World) -> str | None:
+    """A warning for a custom reward that solves nothing although it tells samples apart or passes ``reward.failure``:
+    its best value may lie below ``reward.success``. Built-in rewards reach it, which the config is checked for. All
+    ranks must call this."""
+    values = [s.value for group in groups for s in group.scores if s.is_verdict]
+    found = [value for part in world.gather((min(values), max(values)) if values else ()) for value in part]
+    if not found or all(kind in built_in() for kind in cfg.weight_of):
+        return None
+    low, best = min(found), max(found)
+    if cfg.solved(best) or low == best <= cfg.failure:
+        return None
+    nothing = f", and reward.failure={cfg.failure:g} is not passed: every group is rejected" if cfg.failed(best) else ""
+    return (
+        f"no sample counts as solved: the best one scores {best:g}, below reward.success={cfg.success:g}{nothing}; set "
+        f"reward.success to the best value of reward {cfg.name}, and reward.failure to its worst"
+    )
 
 
 def is_extreme(group: Group, cfg: RewardConfig) -> bool:
@@ -91,12 +110,22 @@ def failure_metrics(prefix: str, scores: Sequence[Score]) -> dict[str, Metric]:
     return {f"{prefix}/verifier_failures": Sum(failed.total(), len(scores))} | by_status
 
 
+def component_metrics(prefix: str, scores: Sequence[Score]) -> dict[str, Metric]:
+    """Of a weighted sum the mean score of each reward in it, before its weight."""
+    names = dict.fromkeys(name for score in scores for name in score.components)
+    return {
+        f"{prefix}/component/{name}": Mean.of(s.components[name] for s in scores if name in s.components)
+        for name in names
+    }
+
+
 def own_metrics(groups: Sequence[Group], cfg: RewardConfig) -> dict[str, Metric]:
     """What the policy can do by itself: of the groups as they were first sampled, before a gate changed any."""
     own = [(r, s) for r, s in _pairs(groups) if r.is_own]
     return {
         **spread("critic/rewards", (s.value for _, s in own)),
         "batch/on_solved": Mean.of(cfg.solved(s.value) for _, s in own),
+        **component_metrics("critic", [s for _, s in own]),
         **spread("response_length", [r.token_ids.numel() for r, _ in own]),
         "response_length/clip_ratio": Mean.of(r.finish == "length" for r, _ in own),
     }

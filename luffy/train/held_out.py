@@ -16,7 +16,7 @@ from luffy.guidance.plan import Plan, Planned
 from luffy.metrics import Mean, Metric
 from luffy.report.recorder import EVALUATED, METRICS, read_json_lines
 from luffy.seeds import seed_of
-from luffy.train.groups import failure_metrics, score, stop_if_nothing_was_scored
+from luffy.train.groups import component_metrics, failure_metrics, score, stop_if_nothing_was_scored
 from luffy.train.run_state import Run
 from luffy.types import Group, Request, Sampling, Task
 
@@ -86,6 +86,7 @@ def evaluate_set(
         f"val-{name}/score": Mean.of(s.value for s in scores),
         f"val-{name}/response_length": Mean.of(c.token_ids.numel() for c in completions),
         f"val-{name}/truncated": Mean.of(c.finish == "length" for c in completions),
+        **component_metrics(f"val-{name}", scores),
         **failure_metrics(f"val-{name}", scores),
     }
     return metrics, groups

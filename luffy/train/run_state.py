@@ -125,6 +125,7 @@ class Run:
     data_position: dict[str, int] = field(default_factory=dict)  # the sampler's state where the next step begins
     evaluated: dict[int, float] = field(default_factory=dict)  # held-out accuracy by step, of those on record
     origin: Path | None = None  # the run folder of the checkpoint it goes on from, its own or another run's; if known
+    has_judged_reward: bool = False  # whether the scores of this process's first step were compared with reward.success
     changes: Changes = field(default_factory=dict)  # settings that differ from those before the resume
     _trace_rewards: dict[str, list[float]] = field(default_factory=dict)
 

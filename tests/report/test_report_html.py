@@ -167,6 +167,19 @@ def test_further_evaluations_are_charted_and_tabled(write_run, make_metric_row, 
     assert "Accuracy, OOD over training steps. a goes from 0.250" in out.read_text()
 
 
+def test_rewards_of_a_weighted_sum_are_shown_where_rewards_are(write_run, make_metric_row, make_sample_row, read_page):
+    parts = {"critic/component/math": 0.25, "critic/component/own:<b>f</b>": 0.5}
+    samples = [make_sample_row(1, components={"math": 1.0, "<b>own</b>": 0.25, "odd": "x"})]
+    folder = write_run("weighted", [make_metric_row(1, 0.5, **parts)], samples=samples)
+    path = write_report([folder])
+    page, text = read_page(path), path.read_text()
+    assert page.tables["final"][0][4:7] == ["Reward", "Reward math", "Reward own:<b>f</b>"]
+    assert page.row("final", "weighted")[6:8] == ["0.250", "0.500"]
+    assert "Reward math, on-policy" in text and "before its weight in the sum" in text
+    assert '<span class="chip" title="before its weight">math 1</span>' in text and "own&lt;/b&gt; 0.25" in text
+    assert "<b>own" not in text and "odd x" not in text
+
+
 def test_accuracy_against_what_it_cost(write_run, make_metric_row):
     """A step is 2 seconds. SFT: 2 steps on one GPU. RL from its model: 2 steps on two GPUs, after those of SFT."""
     start = {"step": 0, "time": 1.0, "val-core/accuracy": 0.1}

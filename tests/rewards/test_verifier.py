@@ -33,6 +33,7 @@ def test_weighted_sum_and_first_status_that_is_not_ok():
             ]
         )
         assert scores == [Score(1.1, "ok"), Score(0.1, "no_answer"), Score(1.0, "ok")]
+        assert [(s.components["format"], s.components["gsm8k"]) for s in scores] == [(1, 1), (1, 0), (0, 1)]
         assert verifier.counts == {"ok": 2, "no_answer": 1}
 
 

@@ -85,3 +85,74 @@ def test_a_run_whose_reward_fails_altogether_stops_and_goes_on_as_if_it_had_not(
     for row in train(cfg):
         found[row["step"]] = found.get(row["step"], {}) | row
     assert list(found.values()) == undisturbed
+
+
+@reward("half_of_parity")
+def half_of_parity(response, answer, problem):
+    return 0.5 * (len(response) % 2)
+
+
+@reward("loss_of_parity")
+def loss_of_parity(response, answer, problem):
+    return len(response) % 2 - 1.0
+
+
+BELOW = (
+    "no sample counts as solved: the best one scores {}, below reward.success=1{}; set reward.success to the best value"
+)
+REJECTED = ", and reward.failure=0 is not passed: every group is rejected"
+
+
+@pytest.mark.parametrize(
+    ("settings", "best"),
+    [
+        ({"kind": "half_of_parity"}, BELOW.format("0.5", "")),
+        ({"kind": "loss_of_parity"}, BELOW.format("0", REJECTED)),
+        ({"weights": {"half_of_parity": 1.0, "format": 0.1}}, BELOW.format("0.5", "")),
+        ({"kind": "half_of_parity", "success": 0.5}, None),
+        ({"kind": "loss_of_parity", "success": 0.0, "failure": -1.0}, None),
+        ({"kind": "loop_rewards:always_wrong"}, None),  # all alike: the policy may simply be wrong
+        ({"kind": "loop_rewards:length_parity"}, None),
+        ({"kind": "numeric"}, None),  # a built-in one reaches its best, whatever a weak policy does
+    ],
+)
+def test_a_reward_below_its_success_is_warned_about_once_at_the_first_step(make_config, settings, best):
+    with Trainer(make_config(reward=settings)) as trainer:
+        before = len(trainer.notices)
+        trainer.step()
+        warnings = [w for w in trainer.notices[before:] if "counts as solved" in w]
+        trainer.step()
+    assert len(warnings) == (best is not None) == len([w for w in trainer.notices if "counts as solved" in w])
+    assert all(w.startswith(f"step 1: {best}") for w in warnings)
+
+
+def test_every_reward_of_a_weighted_sum_is_in_metrics_and_samples(make_config, sums):
+    parity = "loop_rewards:length_parity"
+    cfg = make_config(
+        reward={"weights": {"numeric": 1.0, parity: 0.5}},
+        data={"eval": str(sums)},
+        eval={"every": 1, "limit": 3},
+        train={"steps": 1},
+        record={"samples": 6, "samples_every": 1},
+    )
+    row = train(cfg)[-1]
+    samples = read_json_lines(cfg.folder / "samples.jsonl")
+    assert len(samples) == 24
+    for sample in samples:
+        assert sample["components"][parity] == len(sample["response"]) % 2
+        assert sample["reward"] == sample["components"]["numeric"] + 0.5 * sample["components"][parity]
+    own = [sample["components"] for sample in samples if not sample["off_policy_tokens"]]
+    for name in ("numeric", parity):
+        assert row[f"critic/component/{name}"] == pytest.approx(sum(c[name] for c in own) / len(own))
+    total = row["critic/component/numeric"] + 0.5 * row[f"critic/component/{parity}"]
+    assert total == pytest.approx(row["critic/rewards/mean"])
+    held_out = row["val-core/component/numeric"] + 0.5 * row[f"val-core/component/{parity}"]
+    assert held_out == pytest.approx(row["val-core/score"])
+    assert all(sample["components"] for sample in read_json_lines(cfg.folder / "eval_samples.jsonl"))
+
+
+def test_one_reward_alone_has_no_components(make_config):
+    cfg = make_config(train={"steps": 1})
+    row = train(cfg)[-1]
+    assert not any("component" in key for key in row)
+    assert not any("components" in sample for sample in read_json_lines(cfg.folder / "samples.jsonl"))

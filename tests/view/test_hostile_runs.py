@@ -91,7 +91,7 @@ def test_a_line_that_cannot_be_read(runs, tmp_path, file, kind):
 
 
 @pytest.mark.parametrize(
-    "name", [*sample_row(1), "overrides", "policy_probs", "gradient_weights", "length", "versions"]
+    "name", [*sample_row(1), "overrides", "policy_probs", "gradient_weights", "length", "versions", "components"]
 )
 def test_a_sample_of_wrong_types(runs, tmp_path, name):
     good, bad = runs
