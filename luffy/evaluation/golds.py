@@ -41,6 +41,6 @@ def check_golds(suite: Suite) -> Iterator[GoldCheck]:
 def _read_as_text(problems: Sequence[Problem]) -> tuple[tuple[str, str], ...]:
     # words such as "even" are meant as text
     math = [problem for problem in problems if not _WORDS.fullmatch(problem.answer)]
-    with WorkerPool("luffy.rewards.math:is_read_as_text") as pool:
+    with WorkerPool("luffy.rewards.math:load_reader", factory_args=()) as pool:
         outcomes = pool.map((problem.answer,) for problem in math)
     return tuple((p.id, p.answer) for p, o in zip(math, outcomes, strict=True) if o.status != "ok" or o.value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from luffy.rewards.extract import last_boxed, tail
+from luffy.rewards.extract import boxed_answer, tail
 from luffy.rewards.kinds import text_reward
 
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathsf|boldsymbol|bf|rm)(?![a-zA-Z])")
@@ -44,9 +44,9 @@ def score(answer: str, response: str) -> tuple[float, str]:
 
 
 def find_choice(text: str) -> str | None:
-    box = last_boxed(text)
-    if box is not None:
-        return letter_of(box.content)
+    boxed = boxed_answer(text)
+    if boxed is not None:
+        return letter_of(boxed)
     announced = [match[1] for match in _ANSWER_IS.finditer(text)]
     if announced:
         return _stated(announced[-1])

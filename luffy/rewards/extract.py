@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from typing import NamedTuple
 
 # Answers stand at the end. Reading only the tail bounds every later step, whatever the model wrote.
@@ -10,9 +11,14 @@ TAIL_CHARACTERS = 4096
 
 _SPECIAL = re.compile(r"[\\{}]")
 _BOX_OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BOX_JOINER = re.compile(r"[\s$;]*(?:,|and|or|\\text\{\s*(?:and|or)\s*\})[\s$;,]*(?:and|or)?\s*\$?(?:[a-zA-Z]\s*=\s*)?")
-_LONGEST_JOINER = 40
+_GAP = r"(?:[\s$~]|\\[,;:! ]|\\q?quad(?![a-zA-Z])|\\[()\[\]])*"
+_AND = r"(?:and|or|\\(?:text|textrm|mathrm)\{\s*,?\s*(?:and|or)\s*\})"
+_NAME = r"(?P<name>[a-zA-Z](?:_(?:\w|\{\w+\}))?)\s*=\s*"
+_BOX_JOINER = re.compile(rf"{_GAP}(?:[,;]{_GAP}{_AND}?|{_AND}){_GAP}(?:{_NAME})?{_GAP}")
+_LONGEST_JOINER = 60
+_NAME_BEFORE = re.compile(rf"(?<![a-zA-Z\d_}}^]){_NAME}[$(\[\\\s]*$")
 
+_FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
 
 THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
 
@@ -34,6 +40,13 @@ def after_thought(response: str) -> str:
 
 def tail(response: str) -> str:
     return response[-TAIL_CHARACTERS:]
+
+
+def plain(text: str) -> str:
+    """ASCII in place of full-width forms and of decimal digits of other scripts; the length stays."""
+    if text.isascii():
+        return text
+    return "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text.translate(_FULL_WIDTH))
 
 
 def boxes(text: str) -> list[Box]:
@@ -79,17 +92,29 @@ def last_boxed(text: str) -> Box | None:
 
 def boxed_answer(text: str) -> str | None:
     """Content of the last box, joined with the boxes right before it when the text lists them:
-    ``\\boxed{1} or \\boxed{2}`` answers ``1, 2``."""
+    ``\\boxed{1} or \\boxed{2}`` answers ``1, 2``. Different names before the boxes belong to the answer:
+    ``x = \\boxed{1}, y = \\boxed{2}`` answers ``x = 1, y = 2``."""
     found = boxes(text)
     if not found:
         return None
-    box = found.pop()
-    contents = [box.content]
-    while found and _is_joiner(text[found[-1].end : box.start]):
-        box = found.pop()
-        contents.append(box.content)
-    return ", ".join(dict.fromkeys(reversed(contents)))
+    listed = [found.pop()]
+    while found and _is_listed(text, found[-1], listed[-1]):
+        listed.append(found.pop())
+    listed.reverse()
+    contents = [box.content for box in listed]
+    names = [_name_before(text, box) for box in listed] if len(listed) > 1 else []
+    if names and all(names) and len(set(names)) == len(names):
+        return ", ".join(f"{name} = {content}" for name, content in zip(names, contents, strict=True))
+    return ", ".join(dict.fromkeys(contents))
 
 
-def _is_joiner(gap: str) -> bool:
+def _is_listed(text: str, box: Box, next_box: Box) -> bool:
+    gap = text[box.end : next_box.start]
+    if box.end >= next_box.start:  # one right behind the other, or one in the other
+        return box.end == next_box.start
     return len(gap) <= _LONGEST_JOINER and _BOX_JOINER.fullmatch(gap) is not None
+
+
+def _name_before(text: str, box: Box) -> str | None:
+    name = _NAME_BEFORE.search(text[max(0, box.start - _LONGEST_JOINER) : box.start])
+    return name["name"] if name and "=" not in box.content else None

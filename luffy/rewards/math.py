@@ -17,7 +17,9 @@ from itertools import product
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.rewards.extract import boxed_answer, tail
+from luffy.rewards.extract import boxed_answer, plain, tail
+from luffy.rewards.notation import all_letters, brackets_disagree, names_disagree, same_solutions
+from luffy.rewards.numeric import announced_alternatives
 
 LIMIT_S = 2.0  # of CPU time, so that a busy machine changes no score
 INSTALL_HINT = 'pip install "math-verify[antlr4_13_2]==0.9.0"'
@@ -31,6 +33,9 @@ SELF_CHECKS = (
     (r"\left(3, \frac{\pi}{2}\right)", r"\boxed{(3, \pi/2)}", 1.0),
     ("x^2+2x+1", r"\boxed{(x+1)^2}", 1.0),
     ("A", r"\boxed{A, B}", 0.0),
+    (r"(-\infty,2)\cup(2,\infty)", r"\boxed{x < 2 \text{ or } x > 2}", 1.0),
+    ("k = 45, n = 2", r"\boxed{n = 2, k = 45}", 1.0),
+    ("y = 2x + 1", r"\boxed{2x - y + 1 = 0}", 1.0),
 )
 
 _SPACING = re.compile(r"\\[,;:! ]|~")
@@ -40,7 +45,7 @@ _LOOSE_SPACE = re.compile(r"(?<![a-zA-Z0-9]) | (?![a-zA-Z0-9])")
 _MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 _SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]\+?(-?\d{1,4})", re.ASCII)
 _WORD = re.compile(r"[A-Za-z]{4,}")
-_SHORT_WORD = re.compile(r"(?=.*o)[a-z]{2,3}|(?=.*[ei])[a-z]{3}|all|any")
+_WORD_OF_TWO = re.compile(r"o[a-z]|[a-z]o")
 _ONE_CHARACTER_GROUP = re.compile(r"([_^])\{(\w)\}")
 
 # Spellings Math-Verify reads as text, or not at all, and the ones it reads as mathematics.
@@ -49,7 +54,7 @@ _OTHER_CURRENCY = re.compile(r"\\(?:text|mathrm)\{\s*[€£¥₹]\s*\}|\\(?:euro
 _BARE_POINT = re.compile(r"(?<=\d)\.(?=[-+*/)\\ ]|$)", re.ASCII)
 _NUMPY_NAME = re.compile(r"\bnp\.(?=[a-z])")
 _EMPTY_SET = re.compile(r"\\varnothing(?![a-zA-Z])")
-_SUBSCRIPTED_NAME = re.compile(r"[A-Za-z]_(?:\{[^{}=]*\}|\w)\s*=(?=[^=<>]+$)")
+_SUBSCRIPTED_NAME = re.compile(r"^[A-Za-z]_(?:\{[^{}=]*\}|\w)\s*=(?=[^=<>]+$)")
 # "t(0,4]" has lost its \in: brackets of two kinds are an interval, never a function's
 _LOST_MEMBERSHIP = re.compile(r"[A-Za-z]\s*(?=(?:\([^()\[\]]*,[^()\[\]]*\]|\[[^()\[\]]*,[^()\[\]]*\))$)")
 
@@ -70,7 +75,9 @@ def load() -> Callable[[str, str], tuple[float, str]]:
     # It would log one line per timeout; the status of the score says the same.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     for gold, response, _ in SELF_CHECKS:
-        verify(parse(as_boxed(gold), parsing_timeout=None), parse(response, parsing_timeout=None), timeout_seconds=None)
+        known, read = parse(as_boxed(gold), parsing_timeout=None), parse(response, parsing_timeout=None)
+        verify(known, read, timeout_seconds=None)
+        same_solutions(known[0], gold, read[0], response)
     return score
 
 
@@ -78,18 +85,23 @@ def score(answer: str, response: str) -> tuple[float, str]:
     """(1 or 0, status). The last box is the answer; without one, what Math-Verify finds in the text."""
     from math_verify.errors import TimeoutException
 
-    text = tail(response)
+    text = plain(tail(response))
     boxed = boxed_answer(text)
+    if boxed is None:
+        boxed = announced_alternatives(text)
     if boxed is not None and same_text(boxed, answer):
         return 1.0, "ok"
-    if boxed is not None and is_anagram(boxed, answer):
+    if boxed is not None and (
+        is_anagram(boxed, answer) or brackets_disagree(*map(normalise, (boxed, _gold_text(answer))))
+    ):
         return 0.0, "ok"
     try:
         gold = parse_gold(answer)
         guess = _parse(as_boxed(boxed) if boxed is not None else text)
         if not guess:
             return 0.0, "no_answer"
-        return float(_any_equal(gold, guess)), "ok"
+        equal = _any_equal(gold, guess) or (boxed is not None and _same_solutions(gold, answer, guess, boxed))
+        return float(equal), "ok"
     except TimeoutException:
         return 0.0, "timeout"
 
@@ -101,10 +113,12 @@ def same_text(boxed: str, answer: str) -> bool:
 
 
 def is_anagram(boxed: str, answer: str) -> bool:
-    """Whether the gold is a short word and the answer the same letters in another order, which Math-Verify would take
-    for the same product. Letters that are rarely variables tell a word from a product such as ``xyz`` or ``bi``."""
-    word, gold = normalise(boxed).lower(), normalise(_gold_text(answer)).lower()
-    return _SHORT_WORD.fullmatch(gold) is not None and word != gold and sorted(word) == sorted(gold)
+    """Whether both are letters alone, the same ones in another order. Math-Verify would take them for the same product;
+    three letters or more may be a word or an arrangement, and two are a product unless an ``o`` makes them a word."""
+    said, gold = all_letters(normalise(boxed)), all_letters(normalise(_gold_text(answer)))
+    if said is None or gold is None or said == gold or sorted(said) != sorted(gold):
+        return False
+    return len(gold) > 2 or _WORD_OF_TWO.fullmatch(gold) is not None
 
 
 def normalise(latex: str) -> str:
@@ -155,12 +169,19 @@ def parse_gold(answer: str) -> list[Any]:
     return gold
 
 
+def load_reader() -> Callable[[str], bool]:
+    """``is_read_as_text`` for a worker process, with Math-Verify imported as ``load`` does."""
+    load()
+    return is_read_as_text
+
+
 def is_read_as_text(answer: str) -> bool:
     """Whether Math-Verify finds no mathematics in a gold: only an answer written the same way can be right."""
     return all(isinstance(reading, str) for reading in parse_gold(answer))
 
 
 def _gold_text(answer: str) -> str:
+    answer = plain(answer)
     boxed = boxed_answer(answer)
     return answer if boxed is None else boxed
 
@@ -204,13 +225,24 @@ def _any_equal(gold: list[Any], guess: list[Any]) -> bool:
         try:
             with _cpu_limit():
                 equal = verify(one_gold, one_guess, timeout_seconds=None, raise_on_error=True)
-            if equal and not _rounded_away(one_gold, one_guess):
-                return True
+                if equal and not _rounded_away(one_gold, one_guess) and not names_disagree(one_gold, one_guess):
+                    return True
         except (MemoryError, OSError):
             raise
         except Exception:
             continue
     return False
+
+
+def _same_solutions(gold: list[Any], answer: str, guess: list[Any], boxed: str) -> bool:
+    """``same_solutions`` of what Math-Verify has read as mathematics."""
+    if isinstance(gold[0], str) or isinstance(guess[0], str):
+        return False
+    try:
+        with _cpu_limit():
+            return same_solutions(gold[0], _gold_text(answer), guess[0], boxed)
+    except (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError):
+        return False  # sympy cannot solve it
 
 
 def _rounded_away(gold: Any, guess: Any) -> bool:

@@ -4,6 +4,7 @@ Two kinds. ``gsm8k`` is strict: the answer must be marked, by ``#### 42`` or ``\
 counts). ``numeric`` is lenient: without a mark it takes what follows the last "answer is" / "answer:",
 and without that the last number of the text, so it can reward a response that never concludes.
 
+Two numbers in one answer (``42 or 43``, ``42, 43``) are no answer.
 A percent sign and units are not read: ``50%`` is 50, ``5 apples`` is 5. A ``####`` that opens a heading
 (``#### 2. Compute``, ``#### Step 3``) is no mark. Text such as ``1,2`` or ``10^3`` is no number.
 """
@@ -14,21 +15,18 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import pairwise
 
-from luffy.rewards.extract import last_boxed, tail
+from luffy.rewards.extract import boxed_answer, last_boxed, plain, tail
 from luffy.rewards.kinds import text_reward
 
 _CHARACTERS = str.maketrans(
     {
-        **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"),
+        **dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\ufe63", "-"),
         **dict.fromkeys("\u00a0\u2009\u202f", " "),
-        "\uff0b": "+",
-        "\uff0c": ",",
         "\u066c": ",",
-        "\uff0e": ".",
         "\u066b": ".",
         "\u2044": "/",
-        "\uff0f": "/",
     }
 )
 _DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})")
@@ -55,6 +53,9 @@ NUMBER = re.compile(
 # What follows a marker is captured by looking ahead, so that a later marker on the same line is found too.
 _HASHES = re.compile(r"####(?!#)\s*(?:(?:final\s+)?answer\s*(?:is)?\s*:?\s*)?(?=([^\n]{0,200}))", re.IGNORECASE)
 _HEADING = re.compile(r"\s*\d+\s*[.):]\s+[^\W\d]")
+_SECOND_HASHES = re.compile(r"(?<=[\s,])(or|and)\s*####(?!#)\s*", re.IGNORECASE)
+_ALTERNATIVE = re.compile(r"\s*[,;]\s*|\W*(?:[A-Za-z]+\W+){0,3}?(?:or|and)\s+(?:[A-Za-z]\w*\s*=\s*)?", re.IGNORECASE)
+_LONGEST_ALTERNATIVE = 40
 _ANSWER_IS = re.compile(r"\banswer\W{0,8}?(?:is\b|:|=)[\s:*]*(?=([^\n]{0,200}))", re.IGNORECASE)
 
 
@@ -85,33 +86,63 @@ def has_mark(text: str) -> bool:
 
 def find_marked(text: str) -> Fraction | None:
     """What the last ``####`` or box says, whichever comes later."""
+    text = _SECOND_HASHES.sub(r"\1 ", text)
     box = last_boxed(text)
     hashes = _last_hash_mark(text)
     if box is not None and (hashes is None or hashes.start() < box.start):
-        return read_number(box.content)
+        return read_number(boxed_answer(text) or "")
     return read_number(hashes[1]) if hashes is not None else None
 
 
 def find_unmarked(text: str) -> Fraction | None:
-    announced = [match[1] for match in _ANSWER_IS.finditer(text)]
-    if announced and (number := read_number(announced[-1])) is not None:
-        return number
+    announced = _announced(text)
+    if announced is not None:
+        if alternatives(announced):
+            return None
+        if (number := read_number(announced)) is not None:
+            return number
     numbers = list(_numbers(clean(text)))
     return numbers[-1] if numbers else None
 
 
 def read_number(region: str) -> Fraction | None:
-    """The number a short answer states: the first one, after the last equals sign if there is one."""
-    region = region.rpartition("=")[2]
-    if _NOT_A_PLAIN_NUMBER.search(_DEGREES.sub("", region)):
+    """The number a short answer states: the first one, after the last equals sign if there is one. None if it offers
+    another number instead of it."""
+    stated = region.rpartition("=")[2]
+    if _NOT_A_PLAIN_NUMBER.search(_DEGREES.sub("", stated)):
         return None
-    return next(_numbers(_LEADING_SIGN.sub(r"\1", clean(region))), None)
+    number = next(_numbers(_LEADING_SIGN.sub(r"\1", clean(stated))), None)
+    return None if number in map(_value, alternatives(region)) else number
+
+
+def alternatives(region: str) -> list[re.Match[str]]:
+    """The first two different numbers between which an answer leaves the choice, or which it lists; else none."""
+    text = clean(region)
+    for one, other in pairwise(NUMBER.finditer(text)):
+        between = text[one.end() : other.start()]
+        if len(between) <= _LONGEST_ALTERNATIVE and _ALTERNATIVE.fullmatch(between) and _value(one) != _value(other):
+            return [one, other]
+    return []
+
+
+def announced_alternatives(text: str) -> str | None:
+    """``42, 43`` if the last "answer is" of the text is followed by ``42 or 43``; else None."""
+    found = alternatives(_announced(text) or "")
+    if not found or found[0].string[: found[0].start()].strip():
+        return None
+    between = found[0].string[found[0].end() : found[1].start()]
+    return f"{found[0][0]}, {found[1][0]}" if "or" in between.lower().split() else None
+
+
+def _announced(text: str) -> str | None:
+    """What follows the last "answer is"."""
+    return next((match[1] for match in reversed(list(_ANSWER_IS.finditer(text)))), None)
 
 
 def clean(text: str) -> str:
     """ASCII digits and signs, LaTeX fractions as ``a/b``, no currency signs, no markup."""
     if not text.isascii():
-        text = "".join(map(_plain_character, text.translate(_CHARACTERS)))
+        text = "".join(map(_plain_character, plain(text.translate(_CHARACTERS))))
     text = _DEGREES.sub("", text).replace("{,}", ",")
     text = _FRAC.sub(_slashed, text)
     text = _LATEX_SPACE.sub("", text).replace("\\$", "").replace("\\%", "%")
@@ -155,8 +186,6 @@ def _value(match: re.Match[str]) -> Fraction | None:
 def _plain_character(character: str) -> str:
     if character.isascii():
         return character
-    if character.isdecimal():
-        return str(unicodedata.decimal(character))
     if "VULGAR FRACTION" in unicodedata.name(character, ""):
         return " " + unicodedata.normalize("NFKC", character).replace("\u2044", "/")
     return character

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from luffy.rewards.extract import boxed_answer, last_boxed, tail
+from luffy.rewards.extract import boxed_answer, last_boxed, plain, tail
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,13 @@ def test_last_boxed(text, content):
         (r"\boxed{5}, \boxed{5}", "5"),
         (r"\boxed{1} is wrong, it is \boxed{2}", "2"),
         ("\\boxed{1}\n\n\\boxed{2}", "2"),
+        (r"\boxed{1}\boxed{2}", "1, 2"),
+        (r"\boxed{1} \quad \text{and} \quad \boxed{2}", "1, 2"),
+        (r"\(\boxed{1}\); \(\boxed{2}\)", "1, 2"),
+        (r"$x=\boxed{1}$ and $y_2=\boxed{2}$", "x = 1, y_2 = 2"),
+        (r"$x=\boxed{1}$ and \boxed{2}", "1, 2"),
+        (r"$f(x)=\boxed{1}$ and $y=\boxed{2}$", "1, 2"),
+        (r"$x=\boxed{a=1}$ and $y=\boxed{2}$", "a=1, 2"),
     ],
 )
 def test_listed_boxes_are_one_answer(text, answer):
@@ -47,6 +54,11 @@ def test_finding_boxes_is_linear():
     for text in ["\\boxed{" * 585, "\\boxed{1}, " * 370, "{" * 4096, "\\" * 4096]:
         boxed_answer(text)
     assert time.process_time() - started < 2  # of work, however busy the machine is
+
+
+def test_plain_characters():
+    assert plain("\uff14\uff12\u3000\uff08\uff21\uff0c\uff1d\uff09 \u0664 \u4e8c \u00b2") == "42 (A,=) 4 \u4e8c \u00b2"
+    assert plain("42") == "42"
 
 
 def test_tail_keeps_the_last_4096_characters():

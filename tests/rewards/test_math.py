@@ -72,6 +72,11 @@ RIGHT = [
     ("Evelyn", r"\boxed{\text{evelyn}}"),
     (r"6\frac{1}{2}", r"\boxed{6.5}"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{bmatrix}1\\2\end{bmatrix}}"),
+    (r"(-\infty,2]", r"\boxed{x \le 2}"),
+    (r"(-\infty,-1]\cup[2,\infty)", r"\boxed{x \le -1 \text{ or } x \ge 2}"),
+    (r"(-\infty,0)\cup(0,\infty)", r"\boxed{x \neq 0}"),
+    ("k = 45, n = 2", r"\boxed{45, 2}"),
+    ("V_1:V_2 = 11:21", r"\boxed{11:21}"),
     ("12", "The final answer is $12$."),
     ("12", "So the answer is 12"),
     ("5", "x" * 10_000 + r" \boxed{5}"),
@@ -142,10 +147,10 @@ def test_text_shortcut_is_exact():
     ("gold", "answer", "expected"),
     [
         ("yes", "eys", 0.0), ("yes", "yes", 1.0), ("odd", "ddo", 0.0), ("two", "tow", 0.0), ("no", "on", 0.0),
-        ("all", "lla", 0.0), ("xyz", "zyx", 1.0), ("abc", "cab", 1.0), ("bi", "ib", 1.0), ("even", "neve", 0.0),
+        ("all", "lla", 0.0), ("even", "neve", 0.0),
     ],
 )  # fmt: skip
-def test_an_anagram_of_a_short_word_is_wrong_and_a_product_may_be_turned_round(math_verifier, gold, answer, expected):
+def test_an_anagram_of_a_short_word_is_wrong(math_verifier, gold, answer, expected):
     (score,) = math_verifier.score([(Problem("p", "?", gold), rf"\boxed{{{answer}}}")])
     assert (score.value, score.status) == (expected, "ok")
 

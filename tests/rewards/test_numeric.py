@@ -60,10 +60,44 @@ def test_read_number(text, number):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "none", "1,2", "(3,4)", "1,2345", "10^3", "\\sqrt{2}", "2\\pi", "1/0", "x5", "1e9999", "1/2/3"]
+    "text",
+    [
+        "",
+        "none",
+        "42 or 43",
+        "42 and 43",
+        "42, 43",
+        "x = 5 or x = 6",
+        "42\\text{ or }43",
+        "42 apples or 43",
+        "1,2",
+        "(3,4)",
+        "1,2345",
+        "10^3",
+        "\\sqrt{2}",
+        "2\\pi",
+        "1/0",
+        "x5",
+        "1e9999",
+        "1/2/3",
+    ],
 )
 def test_what_is_no_plain_number(text):
     assert read_number(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "lenient"),
+    [
+        ("#### 42 or 43", 0, 0), ("#### 43 or 42", 0, 0), ("#### 43 or #### 42", 0, 0), ("#### 42, or 43 if rounded", 0, 0),
+        (r"\boxed{43} or \boxed{42}", 0, 0), (r"\boxed{42 \text{ or } 43}", 0, 0), ("The answer is 42 or 43.", 0, 0),
+        ("The answer is 43 or 42.", 0, 0),
+        ("#### 42 or so", 1, 1), ("#### 42 (6 and 7 multiplied)", 1, 1), ("#### 42 days, not 43", 1, 1),
+        ("#### 42.0 or 42", 1, 1), ("#### 42 dollars, 5 more than before", 1, 1), ("#### 43\n\n#### 42", 1, 1),
+    ],
+)  # fmt: skip
+def test_two_numbers_are_no_answer(text, strict, lenient):
+    assert (score_strict("42", text)[0], score_lenient("42", text)[0]) == (strict, lenient)
 
 
 def test_no_float_is_involved():
