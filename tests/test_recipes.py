@@ -53,6 +53,16 @@ def test_every_baseline_has_a_recipe_at_every_size():
         assert {f"{size}/{name}" for name in BASELINES} <= set(built_in_recipes())
 
 
+def test_all_runs_of_the_paper_validate_alike():
+    """SFT takes longer traces than RL makes responses, but its curve is compared with theirs."""
+    recipes = [load_config(name) for name in RECIPES if name.startswith("paper/")]
+    assert len(recipes) > 20
+    assert {(c.eval.max_tokens or c.rollout.max_tokens, c.eval.n, c.eval.temperature) for c in recipes} == {
+        (8192, 1, 0.6)
+    }
+    assert load_config("paper/sft").rollout.max_tokens == 15360
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_name_stands_for_what_it_always_did(recipe):
     assert load_config(recipe) == build(Config, RESOLVED[recipe])
