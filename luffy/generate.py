@@ -12,7 +12,7 @@ from luffy.data.data_files import DATA_SUFFIXES
 from luffy.data.encode import resolve_style
 from luffy.errors import ConfigError, UserError
 from luffy.evaluation.engines import load_native
-from luffy.evaluation.runner import prompt_ids_of, room_for
+from luffy.evaluation.runner import room_for, tasks_of
 from luffy.evaluation.trained_with import prompt_as_trained, said_of, training_of
 from luffy.seeds import seed_of
 from luffy.train.setup import pick_device
@@ -80,7 +80,7 @@ def generate_texts(
     limits: dict[str, Any] = {"max_prompt_tokens": context - 1, "overlong_prompt": "drop"}
     encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt, **limits)
     problems = [replace(problem, traces=()) for problem in problems]
-    all_ids = list(prompt_ids_of(encoder, problems))
+    all_ids = [task.prompt_ids for task in tasks_of(encoder, problems)]
     room_for(max_tokens, MAX_TOKENS, context, max(map(len, all_ids)))  # an error names the longest prompt
     stops = encoder.stops(loaded.eos_ids)
     requests, owners = [], []

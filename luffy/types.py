@@ -25,6 +25,12 @@ if TYPE_CHECKING:  # a verifier process imports this file too; importing torch t
 Finish = Literal["stop", "length", "trace"]
 
 NO_LIMIT = 1 << 40  # tokens: a budget that nothing exceeds
+THINK, END_THINK = "<think>", "</think>"
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt, as the model sees it, ends with ``<think>``: the response begins inside a thought."""
+    return prompt.rstrip().endswith(THINK)
 
 
 @dataclass(frozen=True)
@@ -71,12 +77,14 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Task:
-    """A problem as the model sees it. ``hint``: the level of the hint in its prompt; 0: none."""
+    """A problem as the model sees it. ``hint``: the level of the hint in its prompt; 0: none. ``in_thought``: its
+    prompt ends with ``<think>``, so the response begins inside a thought."""
 
     problem: Problem
     prompt_ids: tuple[int, ...]
     demonstrations: tuple[Demonstration, ...] = ()
     hint: int = 0
+    in_thought: bool = False
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,9 @@ class RewardConfig:
     answer_in_thought: bool = knob(
         False, "read answers inside <think>...</think> too; false: only after the last closed thought"
     )
+    prompt_opens_thought: bool = knob(
+        True, "a prompt that ends with <think> opens a thought: no answer before </think>; false: ignore the prompt"
+    )
     success: float = knob(1.0, "a response that scores this or more has solved its problem")
     failure: float = knob(0.0, "a response that scores this or less has failed")
 
@@ -134,7 +137,7 @@ class RewardConfig:
         """What scores responses by these settings; ``workers`` instead of as many as they say (2 if they do not)."""
         return build_verifier(
             self.kind, self.weights or None, workers or self.workers or 2, self.timeout_s, self.answer_in_thought,
-            self.concurrency, self.http,
+            self.concurrency, self.http, self.prompt_opens_thought,
         )  # fmt: skip
 
     def solved(self, score: float) -> bool:

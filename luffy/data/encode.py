@@ -15,9 +15,9 @@ from jinja2 import TemplateError
 
 from luffy.data.repeats import prompt_hash
 from luffy.data.schemas import ROW_KEY, log_prob_fault
-from luffy.data.special_tokens import MARK, OPEN, THINK, SpecialTokens, without_marks
+from luffy.data.special_tokens import MARK, OPEN, SpecialTokens, without_marks
 from luffy.errors import ConfigError, DataError
-from luffy.types import Demonstration, Message, Problem, Task, Trace
+from luffy.types import THINK, Demonstration, Message, Problem, Task, Trace, opens_thought
 
 CLOCK = "strftime_now"  # what chat templates call to get the date
 READ_AT_ONCE = 256  # problems whose texts the tokenizer gets in one call
@@ -68,7 +68,9 @@ class Encoder:
     EOS that ends the trace, which then gets log-prob 0 (probability 1), the value of every token without a record.
 
     ``counts`` says what was dropped, cut or read otherwise: ``prompts_dropped``, ``traces_dropped``,
-    ``traces_truncated``, ``traces_cut_at_end``, ``special_as_text``, ``special_as_control``.
+    ``traces_truncated``, ``traces_cut_at_end``, ``special_as_text``, ``special_as_control``; and
+    ``traces_open_thought``, the text traces that begin with ``<think>`` where neither the prompt ends with it nor the
+    tokenizer has a token for it.
 
     ``date`` (``2026-01-31``; default: today) is what a chat template gets that asks for the date with
     ``strftime_now``; all prompts of an encoder have the same. ``prompt_date`` is that date, or None where no template
@@ -141,6 +143,10 @@ class Encoder:
         """Token ids of the prompt, however long it is."""
         text, bos = self._prompt_text(problem)
         return (*bos, *self._tokenize(problem, text))
+
+    def in_thought(self, problem: Problem) -> bool:
+        """Whether the prompt ends with ``<think>``, so that a response begins inside a thought."""
+        return self._in_thought(self._prompt_text(problem)[0])
 
     def prompt_hash(self, problem: Problem) -> int:
         """The same for problems whose prompts differ in whitespace alone, as the model sees them."""
@@ -285,7 +291,12 @@ class Encoder:
             return None
         self._count_special(OPEN in text, bool(self.special_tokens == "control" and self._in_prompt(problem)))
         traces = (self._demonstration(problem, trace, text) for trace in problem.traces)
-        return Task(problem, prompt_ids, tuple(trace for trace in traces if trace is not None))
+        shown = tuple(trace for trace in traces if trace is not None)
+        return Task(problem, prompt_ids, shown, in_thought=self._in_thought(text))
+
+    def _in_thought(self, prompt: str) -> bool:
+        """Whether a response to the prompt begins inside a thought, and shows where it ends."""
+        return opens_thought(prompt) and not self._special.hides_thoughts
 
     def _in_prompt(self, problem: Problem) -> bool:
         """Whether special tokens are spelled out in what the user wrote."""
@@ -320,7 +331,10 @@ class Encoder:
     def _trace_ids(self, problem: Problem, trace: Trace, prompt: str) -> tuple[int, ...]:
         """Token ids with one end token, their last: a response ends at the first it has."""
         if trace.token_ids is None:
-            ids = self._text_ids(problem, trace_text(trace, prompt))
+            text = trace_text(trace, prompt)
+            if text.startswith(THINK) and not self._special.knows_thoughts:
+                self.counts["traces_open_thought"] += 1
+            ids = self._text_ids(problem, text)
         else:
             ids = list(trace.token_ids)
             self._check_recorded(problem, ids)

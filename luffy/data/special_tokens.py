@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-THINK, END_THINK = "<think>", "</think>"
+from luffy.types import END_THINK, THINK
+
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # code points that no text has: around the id of a token that is to be read as text
 MARK = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 
@@ -15,13 +16,16 @@ MARK = re.compile(f"{OPEN}([0-9]+){CLOSE}")
 class SpecialTokens:
     """The special tokens of a tokenizer: ``texts`` by id and ``ids`` by text.
 
-    Those that mark a thought are left out: traces spell them out.
+    Those that mark a thought are left out: traces spell them out. ``knows_thoughts``: the tokenizer has tokens for
+    them; ``hides_thoughts``: they are special, so that a decoded response does not show them.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         known = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
         found = {token: text for token, text in (known | dict(named)).items() if token is not None and text}
+        self.knows_thoughts = THINK in map(str, tokenizer.added_tokens_decoder.values())
+        self.hides_thoughts = END_THINK in found.values()
         self.texts = {token: text for token, text in found.items() if text not in (THINK, END_THINK)}
         self.ids = {text: token for token, text in self.texts.items()}
         self._first_letters = {text[0] for text in self.ids}

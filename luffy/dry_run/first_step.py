@@ -109,7 +109,7 @@ def check_reward(cfg: Config, method: Method, tasks: TaskSet, tokenizer: Any, ve
     if not uses_traces(cfg):
         return "not used"
     looked_at = (tasks[i] for i in range(min(len(tasks), PROBLEMS_LOOKED_AT)))
-    some = list(islice(((t.problem, d.token_ids) for t in looked_at for d in t.demonstrations), TRACES_VERIFIED))
+    some = list(islice(((t, d.token_ids) for t in looked_at for d in t.demonstrations), TRACES_VERIFIED))
     if not some:
         return f"none with the first {min(len(tasks), PROBLEMS_LOOKED_AT)} problems"
     scores = verified(some, verifier, tokenizer)
@@ -139,7 +139,7 @@ class FirstStep:
         self._verifier, self._tokenizer = verifier, tokenizer
 
     def trace_rewards(self, task: Task) -> list[float]:
-        traces = [(task.problem, demo.token_ids) for demo in task.demonstrations]
+        traces = [(task, demo.token_ids) for demo in task.demonstrations]
         return [score.value for score in verified(traces, self._verifier, self._tokenizer)]
 
     def plan(self) -> Plan:

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from luffy.rewards import Verifier, build_verifier
 from luffy.rewards.own_function import CALL_FAILED
 from luffy.rewards.verifier import GO_ON, why_every_call_failed, why_nothing_was_scored
 from luffy.seeds import seed_of
-from luffy.types import Completion, Problem, Request, Sampling
+from luffy.types import Completion, Problem, Request, Sampling, Task
 
 PAPER_MAX_TOKENS = 8192
 
@@ -62,6 +62,7 @@ class Options:
     date: str | None = None
     reward: str | None = None
     answer_in_thought: bool = False
+    prompt_opens_thought: bool = True
     shuffle: bool = True
     limit: int | None = None
     engine: str = "native"
@@ -83,6 +84,7 @@ class PlannedResponse:
     problem: Problem
     sample: int
     prompt_ids: tuple[int, ...]
+    in_thought: bool = False
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -100,7 +102,10 @@ def run_evaluation(options: Options) -> Result:
     """Everything that can be wrong with the data is found before the model is loaded."""
     given = options.reward_settings
     if given is not None:
-        options = replace(options, reward=given.name, answer_in_thought=given.answer_in_thought)
+        options = replace(
+            options, reward=given.name, answer_in_thought=given.answer_in_thought,
+            prompt_opens_thought=given.prompt_opens_thought,
+        )  # fmt: skip
     suite = load_suite(
         options.suite, options.data, k=options.k, reward=options.reward, seed=options.seed,
         shuffle=options.shuffle, limit=options.limit, columns=options.columns,
@@ -125,7 +130,7 @@ def run_evaluation(options: Options) -> Result:
         lengths = [len(job.prompt_ids) for job in jobs if job.sample == 0]
         default = recorded(out, "max_tokens", int) or PAPER_MAX_TOKENS
         max_tokens = longest_response(options.max_tokens, default, loaded.context, lengths)
-        settings = settings_of(options, suite, encoder, max_tokens)
+        settings = settings_of(options, suite, encoder, max_tokens, any(job.in_thought for job in jobs))
         claim(out, settings)
         warn_of_another_prompt(settings)
         score_again(jobs, verifier, settings, out)
@@ -170,25 +175,26 @@ def encoder_of(options: Options, suite: Suite, loaded: LoadedModel) -> Encoder:
     )
 
 
-def prompt_ids_of(encoder: Encoder, problems: Sequence[Problem]) -> Iterator[tuple[int, ...]]:
-    """Token ids of each prompt; one that fills the context is an error."""
+def tasks_of(encoder: Encoder, problems: Sequence[Problem]) -> Iterator[Task]:
+    """Each problem as the model sees it; a prompt that fills the context is an error."""
     for problem, task in zip(problems, encoder.encode_all(problems), strict=True):
         if task is None:
             context = encoder.max_prompt_tokens + 1
             raise UserError(f"{where(problem)}: the prompt leaves no room in the model's context of {context} tokens")
-        yield task.prompt_ids
+        yield task
 
 
 def planned_responses(suite: Suite, encoder: Encoder) -> list[PlannedResponse]:
     """Every response to make, in order."""
     jobs = []
     for benchmark in suite.benchmarks:
-        for problem, prompt_ids in zip(benchmark.problems, prompt_ids_of(encoder, benchmark.problems), strict=True):
-            jobs += [PlannedResponse(benchmark.name, problem, sample, prompt_ids) for sample in range(benchmark.k)]
+        for task in tasks_of(encoder, benchmark.problems):
+            planned = partial(PlannedResponse, benchmark.name, task.problem)
+            jobs += [planned(sample, task.prompt_ids, task.in_thought) for sample in range(benchmark.k)]
     return jobs
 
 
-def settings_of(options: Options, suite: Suite, encoder: Encoder, max_tokens: int) -> Settings:
+def settings_of(options: Options, suite: Suite, encoder: Encoder, max_tokens: int, in_thought: bool) -> Settings:
     return Settings(
         model=options.model,
         model_identity=model_identity(options.model),
@@ -211,6 +217,7 @@ def settings_of(options: Options, suite: Suite, encoder: Encoder, max_tokens: in
         date=encoder.prompt_date,
         answer_in_thought=options.answer_in_thought,
         success=options.reward_settings.success if options.reward_settings else SUCCESS,
+        prompt_opens_thought=in_thought and not options.answer_in_thought and options.prompt_opens_thought,
     )
 
 
@@ -258,11 +265,17 @@ def room_for(given: int | None, default: int, context: int, prompt_length: int, 
 
 def score_again(jobs: Sequence[PlannedResponse], verifier: Verifier, settings: Settings, out: Path) -> None:
     """Score anew the saved responses whose call of the reward failed. One may fail again, and is saved as before."""
-    rows, problems = read_items(out), {job.key: job.problem for job in jobs}
+    rows, by_key = read_items(out), {job.key: job for job in jobs}
     failed = [row for row in rows if row["status"] == CALL_FAILED]
     if not failed:
         return
-    scores = verifier.score([(problems[key_of(row)], row["response"], row.get("token_ids")) for row in failed])
+    asked = [by_key[key_of(row)] for row in failed]
+    scores = verifier.score(
+        [
+            (job.problem, row["response"], row.get("token_ids"), job.in_thought)
+            for job, row in zip(asked, failed, strict=True)
+        ]
+    )
     for row, score in zip(failed, scores, strict=True):
         row.update(score=score.value, right=score.value >= settings.success, status=score.status)
         if score.status != CALL_FAILED:
@@ -329,7 +342,9 @@ def scored(
     reasons, which nobody asks about again, a UserError."""
     ids = [completion.token_ids.tolist() for _, completion in responses]
     texts = decode(tokenizer, ids)
-    scores = verifier.score([(r[0].problem, text, own) for r, text, own in zip(responses, texts, ids, strict=True)])
+    scores = verifier.score(
+        [(job.problem, text, own, job.in_thought) for (job, _), text, own in zip(responses, texts, ids, strict=True)]
+    )
     several = len({job.problem.id for job, _ in responses}) > 1  # a single one may be at fault itself
     no_call = why_every_call_failed(scores)
     reason = no_call or (why_nothing_was_scored(scores) if is_first and several else None)

@@ -45,6 +45,7 @@ class Settings:
     chat_template: str | None = None  # in place of the tokenizer's
     date: str | None = None  # that the prompts print, where the chat template asks for it
     success: float = SUCCESS  # a response that scores this or more is right
+    prompt_opens_thought: bool = False  # a prompt does, and the reward reads no answer before that thought is closed
 
 
 def problems_hash(suite: Suite) -> str:
@@ -78,6 +79,7 @@ def claim(folder: Path, settings: Settings) -> None:
     before = _read(path)
     # a model that was only moved is the same model: its identity decides
     # last the hash of the problems, which other settings decide
+    before.setdefault("prompt_opens_thought", False)  # so older ones read all responses
     for key in [*(key for key in now if key not in ("model", "problems")), "problems"]:
         if before.get(key, now[key]) != now[key]:  # a folder may be older than a setting
             raise UserError(

@@ -129,6 +129,7 @@ def _token_report(problems: ProblemDataset, encoder: Encoder, options: CheckOpti
         "max_trace_tokens": options.max_trace_tokens,
         "prompts_over_budget": sum(length > options.max_prompt_tokens for length in prompts),
         "traces_over_budget": sum(length > options.max_trace_tokens for length in traces),
+        "traces_open_thought": encoder.counts["traces_open_thought"],
     }
 
 
@@ -145,7 +146,7 @@ def _agreement(problems: ProblemDataset, encoder: Encoder | None, options: Check
         scores = verifier.score(items)
     wrong = [
         {"id": problem.id, "answer": problem.answer, "status": score.status, "end": text[-200:]}
-        for (problem, text), score in zip(items, scores, strict=True)
+        for (problem, text, *_), score in zip(items, scores, strict=True)
         if score.value < SUCCESS
     ]
     return {
@@ -158,14 +159,14 @@ def _agreement(problems: ProblemDataset, encoder: Encoder | None, options: Check
     }
 
 
-def _items(problems: ProblemDataset, encoder: Encoder | None, most: int) -> Iterator[tuple[Problem, str]]:
+def _items(problems: ProblemDataset, encoder: Encoder | None, most: int) -> Iterator[tuple[Problem, str, None, bool]]:
     """The first readable trace of problems all over the file."""
     for place in _spread(len(problems), most):
         problem = problems[place]
         texts = [_text(trace, encoder) for trace in problem.traces] if problem.answer.strip() else []
         text = next((text for text in texts if text is not None), None)
         if text is not None:
-            yield problem, text
+            yield problem, text, None, encoder is not None and encoder.in_thought(problem)
 
 
 def _text(trace: Trace, encoder: Encoder | None) -> str | None:
@@ -246,6 +247,9 @@ def _token_lines(report: dict[str, Any]) -> Iterator[str]:
         figures = "  ".join(f"{name} {value:,}" for name, value in tokens[what].items()) or "none"
         over, budget = tokens[f"{what}s_over_budget"], tokens[f"max_{what}_tokens"]
         yield f"{what + ' tokens':<13} {figures}; {over:,} over {budget:,}"
+    if opened := tokens["traces_open_thought"]:
+        why = "which the prompt does not open: the policy learns to write it"
+        yield f"thoughts    {opened:,} traces begin with <think>, {why}"
 
 
 def _verifier_lines(verifier: dict[str, Any]) -> Iterator[str]:

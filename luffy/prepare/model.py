@@ -18,11 +18,11 @@ from jinja2 import TemplateError
 
 from luffy.data import PAPER_SYSTEM_PROMPT
 from luffy.data.encode import QUESTION_LINE
-from luffy.data.special_tokens import THINK
 from luffy.errors import UserError
 from luffy.files import json_object, write_atomically
 from luffy.hub import HUB_ID
 from luffy.models.load import load_model_config, load_tokenizer
+from luffy.types import THINK
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
 

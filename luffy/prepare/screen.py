@@ -42,11 +42,13 @@ class ScreenedRow:
     record: Record
     problem: Problem | None = None
     pending: tuple[int, ...] = ()
+    in_thought: bool = False
 
-    def items(self) -> list[tuple[Problem, str]]:
+    def items(self) -> list[tuple[Problem, str, None, bool]]:
         if self.problem is None:
             return []
-        return [(self.problem, self.problem.traces[place].text or "") for place in self.pending]
+        texts = [self.problem.traces[place].text or "" for place in self.pending]
+        return [(self.problem, text, None, self.in_thought) for text in texts]
 
     def settle(self, scores: Sequence[Score]) -> None:
         for place, score in zip(self.pending, scores, strict=True):
@@ -124,7 +126,8 @@ class Screener:
         verdicts = self._first_verdicts(problem, lengths, _labels(row, len(lengths)))
         pending = tuple(place for place, verdict in enumerate(verdicts) if verdict == PENDING)
         traces = [list(pair) for pair in zip(lengths, verdicts, strict=True)]
-        return ScreenedRow({**head, "prompt": len(task.prompt_ids), "traces": traces}, problem, pending)
+        record = {**head, "prompt": len(task.prompt_ids), "traces": traces}
+        return ScreenedRow(record, problem, pending, task.in_thought)
 
     def _first_verdicts(self, problem: Problem, lengths: Sequence[int], labels: Sequence[Any]) -> list[str]:
         verdicts: list[str] = []

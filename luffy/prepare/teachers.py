@@ -14,7 +14,7 @@ from luffy.data.encode import resolve_style, with_system_prompt
 from luffy.errors import DataError, UserError
 from luffy.prepare.endpoint import Aborted, Endpoint, Refused, Reply
 from luffy.seeds import seed_of
-from luffy.types import Completion, Message, Problem, Request, Sampling
+from luffy.types import THINK, Completion, Message, Problem, Request, Sampling, Task
 
 SAVED_AT_ONCE = 256  # samples of a model in this process
 TOKEN_ID = "token_id:"
@@ -23,7 +23,8 @@ CUT_OFF = ("length", "content_filter", "abort")  # reasons why a response is not
 
 @dataclass(frozen=True)
 class TeacherResponse:
-    """One response of a teacher; token ids only where they are those of the tokenizer that will be trained."""
+    """One response of a teacher, its text with the ``<think>`` that the prompt may have opened for it; token ids only
+    where they are those of the tokenizer that will be trained."""
 
     text: str
     finished: bool
@@ -106,7 +107,7 @@ class EndpointTeacher:
             problem, place = running.pop(future)
             samples = drawn.setdefault(problem.id, {})
             try:
-                samples[place] = self._drawn(future.result())
+                samples[place] = self._drawn(problem, future.result())
             except (Refused, DataError) as error:
                 samples[place] = str(error)
             except UserError as error:
@@ -134,8 +135,15 @@ class EndpointTeacher:
         chat = problem.prompt if isinstance(problem.prompt, tuple) else (Message("user", problem.prompt),)
         return with_system_prompt(chat, self.system_prompt)
 
-    def _drawn(self, reply: Reply) -> TeacherResponse:
-        return TeacherResponse(reply.text, reply.finish not in CUT_OFF, *recorded_ids(reply, self.tokenizer))
+    def _drawn(self, problem: Problem, reply: Reply) -> TeacherResponse:
+        encoder = self.encoder if self.endpoint.api == "completions" else None  # else the server writes the prompt
+        text = whole_response(reply.text, encoder is not None and encoder.in_thought(problem))
+        return TeacherResponse(text, reply.finish not in CUT_OFF, *recorded_ids(reply, self.tokenizer))
+
+
+def whole_response(text: str, in_thought: bool) -> str:
+    """A response with the tag of the thought that its prompt opened."""
+    return f"{THINK}\n{text}" if in_thought else text
 
 
 def recorded_ids(reply: Reply, tokenizer: Any) -> tuple[tuple[int, ...] | None, tuple[float, ...] | None, str]:
@@ -226,7 +234,7 @@ class LocalTeacher:
 
     def answer(self, problems: Iterable[Problem], n: int) -> Iterator[list[Answer]]:
         """Some hundred samples at a time; the engine gets the next problems meanwhile."""
-        open_problems: dict[int, tuple[Problem, list[TeacherResponse | None]]] = {}
+        open_problems: dict[int, tuple[Task, list[TeacherResponse | None]]] = {}
         numbers = count()
         answered: list[Answer] = []
 
@@ -240,27 +248,27 @@ class LocalTeacher:
                 if task is None:
                     answered.append(Answer(problem, [], refusal))
                     continue
-                open_problems[next(numbers)] = (problem, [None] * n)
+                open_problems[next(numbers)] = (replace(task, problem=problem), [None] * n)
                 for place in range(n):
                     yield Request(task.prompt_ids, seed_of(f"{self._seed}:{problem.id}:{place}"), self._sampling)
 
         for index, completion in self._engine.stream(requests()):
             number, place = divmod(index, n)
-            problem, samples = open_problems[number]
-            samples[place] = self._drawn(completion)
+            task, samples = open_problems[number]
+            samples[place] = self._drawn(task, completion)
             drawn = [sample for sample in samples if sample is not None]
             if len(drawn) == n:
                 del open_problems[number]
-                answered.append(Answer(problem, drawn))
+                answered.append(Answer(task.problem, drawn))
             if len(answered) * n >= SAVED_AT_ONCE:
                 yield answered
                 answered = []
         if answered:
             yield answered
 
-    def _drawn(self, completion: Completion) -> TeacherResponse:
+    def _drawn(self, task: Task, completion: Completion) -> TeacherResponse:
         ids = tuple(completion.token_ids.tolist())
-        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        text = whole_response(self._tokenizer.decode(ids, skip_special_tokens=True), task.in_thought)
         finished = completion.finish == "stop"
         if not self._same_ids:
             return TeacherResponse(text, finished, log_prob_status="log_probs_without_matching_ids")

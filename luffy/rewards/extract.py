@@ -6,6 +6,8 @@ import re
 import unicodedata
 from typing import NamedTuple
 
+from luffy.types import END_THINK, THINK
+
 # Answers stand at the end. Reading only the tail bounds every later step, whatever the model wrote.
 TAIL_CHARACTERS = 4096
 
@@ -20,7 +22,7 @@ _NAME_BEFORE = re.compile(rf"(?<![a-zA-Z\d_}}^]){_NAME}[$(\[\\\s]*$")
 
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x3000: 0x20}
 
-THOUGHT_BEGINS, THOUGHT_ENDS = "<think>", "</think>"
+THOUGHT_BEGINS, THOUGHT_ENDS = THINK, END_THINK
 
 
 class Box(NamedTuple):
@@ -31,11 +33,12 @@ class Box(NamedTuple):
     end: int
 
 
-def after_thought(response: str) -> str:
+def after_thought(response: str, in_thought: bool = False) -> str:
     """What stands after the last closed thought; nothing when a thought is still open, and all of a response without
-    tags. The tag that opens the first thought may be missing, where the prompt ended with it."""
-    rest = response.rpartition(THOUGHT_ENDS)[2]
-    return "" if THOUGHT_BEGINS in rest else rest
+    tags. ``in_thought``: the prompt ended with the tag that opens the first thought."""
+    _, closed, rest = response.rpartition(THOUGHT_ENDS)
+    is_open = THOUGHT_BEGINS in rest or (in_thought and not closed)
+    return "" if is_open else rest
 
 
 def tail(response: str) -> str:

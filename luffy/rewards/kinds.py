@@ -28,11 +28,13 @@ READS_THOUGHTS: set[str] = set()  # of the text rewards
 
 
 class Answered(NamedTuple):
-    """A response to be scored. ``token_ids`` are known where luffy generated it."""
+    """A response to be scored. ``token_ids`` are known where luffy generated it; ``in_thought``: its prompt opened a
+    thought with ``<think>``."""
 
     problem: Problem
     response: str
     token_ids: Sequence[int] | None = None
+    in_thought: bool = False
 
 
 def text_reward(name: str, reads_thoughts: bool = False) -> Callable[[TextReward], TextReward]:

@@ -17,7 +17,7 @@ from luffy.errors import DataError
 from luffy.files import complete_or_nothing, json_object
 from luffy.progress import progress as progress_bar
 from luffy.rewards.verifier import Verifier
-from luffy.types import Message, Problem
+from luffy.types import Message, Problem, opens_thought
 
 # Few enough to keep memory flat and the bar moving, many enough that one slow row seldom idles a worker.
 _ROWS_AT_ONCE = 128
@@ -51,12 +51,16 @@ class _Row:
     def problem(self) -> Problem:
         return Problem(str(self.copied.get("id", self.line)), self.prompt, self.answer, meta=self.meta)
 
+    @property
+    def in_thought(self) -> bool:
+        return isinstance(self.prompt, str) and opens_thought(self.prompt)
+
 
 def score_file(
     rows_path: str | Path, out_path: str | Path | None, verifier: Verifier, progress: bool = True
 ) -> ScoreSummary:
     """Score each row ``{"answer", "response"}`` and write one line ``{"score", "status"}`` for it, in order. Further
-    columns are for rewards that ask for them.
+    columns are for rewards that ask for them; a ``prompt`` that ends with ``<think>`` opened a thought.
 
     ``-`` is standard input. All rows are checked before the first is scored. A file appears only when it is
     complete; without ``out_path`` the lines go to standard output as they come.
@@ -71,7 +75,7 @@ def score_file(
     with target as out, bar as advance:
         rows = read_rows(name, lines)
         while batch := list(islice(rows, _ROWS_AT_ONCE)):
-            scores = verifier.score([(row.problem(), row.response) for row in batch])
+            scores = verifier.score([(row.problem(), row.response, None, row.in_thought) for row in batch])
             for row, score in zip(batch, scores, strict=True):
                 out.write(json.dumps({**row.copied, "score": score.value, "status": score.status}) + "\n")
                 sum_of_scores += score.value

@@ -32,7 +32,9 @@ from luffy.types import Problem, Score
 
 logger = logging.getLogger(__name__)
 
-Item = tuple[Problem, str] | tuple[Problem, str, Sequence[int] | None]  # problem, response, its token ids
+Ids = Sequence[int] | None
+# problem, response, its token ids, whether its prompt opened a thought
+Item = tuple[Problem, str] | tuple[Problem, str, Ids] | tuple[Problem, str, Ids, bool]
 
 GO_ON = "when it works again, the same command goes on from here"
 ASYNC_GRACE_S = 2.0  # a worker's async samples end themselves; one that blocks its loop is killed this much later
@@ -78,14 +80,18 @@ class InProcessReward:
 
 
 class AfterThought:
-    """A reward that sees of each response what stands after its last thought."""
+    """A reward that sees of each response what stands after its last thought. ``prompt_opens_thought``: also one that
+    the prompt opened."""
 
-    def __init__(self, reward: Reward) -> None:
-        self._reward = reward
+    def __init__(self, reward: Reward, prompt_opens_thought: bool) -> None:
+        self._reward, self._prompt_opens_thought = reward, prompt_opens_thought
         self.self_check, self.close, self.one_by_one = reward.self_check, reward.close, reward.one_by_one
 
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
-        return self._reward.outcomes([item._replace(response=after_thought(item.response)) for item in items])
+        return self._reward.outcomes([item._replace(response=self._answer(item)) for item in items])
+
+    def _answer(self, item: Answered) -> str:
+        return after_thought(item.response, self._prompt_opens_thought and item.in_thought)
 
 
 class MathReward:
@@ -202,8 +208,8 @@ class Verifier:
         self.close()
 
     def score(self, items: Sequence[Item]) -> list[Score]:
-        """One score per (problem, response) or (problem, response, token ids), in order: the weighted sum, with the
-        status of a term that failed, else the first that is not "ok"."""
+        """One score per (problem, response), in order; optionally with its token ids and whether its prompt opened a
+        thought. The weighted sum, with the status of a term that failed, else the first that is not "ok"."""
         answered = [Answered(*item) for item in items]
         terms = [self._term(name, answered) for name in self._rewards]
         scores = [self._combine(parts) for parts in zip(*terms, strict=True)]
@@ -274,10 +280,12 @@ def build_verifier(
     answer_in_thought: bool = False,
     concurrency: int = 16,
     http: HttpRewardConfig | None = None,
+    prompt_opens_thought: bool = True,
 ) -> Verifier:
     """A verifier that has passed its self-check. ``weights`` such as ``{"math": 1.0, "format": 0.1}``
     make a weighted sum of those kinds and replace ``kind``. With ``answer_in_thought`` an answer inside
-    ``<think>...</think>`` counts too. ``concurrency``: samples that an async function has under way at once, in each
+    ``<think>...</think>`` counts too; without ``prompt_opens_thought``, one in a thought that the prompt opened and the
+    response never closed. ``concurrency``: samples that an async function has under way at once, in each
     worker; ``http``: how a server is asked."""
     chosen = {kind: 1.0} if weights is None else dict(weights)
     _check_weights(chosen)
@@ -287,7 +295,8 @@ def build_verifier(
         for name in chosen:
             reward = _build_reward(name, workers, timeout_s, concurrency, http or HttpRewardConfig())
             reads_answers = name == "math" or (name in TEXT_REWARDS and name not in READS_THOUGHTS)
-            rewards[name] = AfterThought(reward) if reads_answers and not answer_in_thought else reward
+            hides_thoughts = reads_answers and not answer_in_thought
+            rewards[name] = AfterThought(reward, prompt_opens_thought) if hides_thoughts else reward
         verifier.self_check()
     except BaseException:
         verifier.close()

@@ -15,7 +15,8 @@ from luffy.report.runs import flat_config, read_config
 MEASURE = (
     "data.eval", "data.eval_split", "data.format", "data.columns", "data.style", "data.system_prompt",
     "data.chat_template", "data.special_tokens", "eval.limit", "eval.n", "eval.temperature", "eval.top_p",
-    "eval.max_tokens", "reward.kind", "reward.weights", "reward.http.url", "reward.answer_in_thought", "reward.success",
+    "eval.max_tokens", "reward.kind", "reward.weights", "reward.http.url", "reward.answer_in_thought",
+    "reward.prompt_opens_thought", "reward.success",
 )  # fmt: skip
 
 

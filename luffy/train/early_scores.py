@@ -11,9 +11,9 @@ from torch import Tensor
 
 from luffy.models.load import decode
 from luffy.rewards import Verifier
-from luffy.types import Problem, Score
+from luffy.types import Score, Task
 
-Response = tuple[int, Problem, Tensor | list[int]]  # its number, the problem, its token ids
+Response = tuple[int, Task, Tensor | list[int]]  # its number, the task, its token ids
 DECODED_AT_ONCE = 64
 
 
@@ -23,7 +23,7 @@ class EarlyScores:
     def __init__(self, verifier: Verifier, tokenizer: Any) -> None:
         self._verifier, self._tokenizer = verifier, tokenizer
         self._threads = ThreadPoolExecutor(1, "decoding"), ThreadPoolExecutor(1, "rewards")
-        self._decoded: deque[tuple[int, Problem, str]] = deque()
+        self._decoded: deque[tuple[int, Task, str]] = deque()
         self._calls: list[Future[None]] = []
         self._scores: dict[int, Score] = {}
 
@@ -48,11 +48,11 @@ class EarlyScores:
 
     def _decode(self, part: Sequence[Response]) -> None:
         texts = decode(self._tokenizer, [ids for _, _, ids in part])
-        self._decoded.extend((number, problem, text) for (number, problem, _), text in zip(part, texts, strict=True))
+        self._decoded.extend((number, task, text) for (number, task, _), text in zip(part, texts, strict=True))
         self._calls.append(self._threads[1].submit(self._score_decoded))
 
     def _score_decoded(self) -> None:
         decoded = [self._decoded.popleft() for _ in range(len(self._decoded))]
         if decoded:
-            scores = self._verifier.score([(problem, text) for _, problem, text in decoded])
+            scores = self._verifier.score([(task.problem, text, None, task.in_thought) for _, task, text in decoded])
             self._scores |= zip((number for number, _, _ in decoded), scores, strict=True)

@@ -15,19 +15,21 @@ from luffy.models.load import decode
 from luffy.rewards import Verifier
 from luffy.rewards.kinds import built_in
 from luffy.rewards.verifier import GO_ON, why_every_call_failed, why_nothing_was_scored
-from luffy.types import Group, Problem, Rollout, Score
+from luffy.types import Group, Rollout, Score, Task
 
 
 def score(rollouts: Sequence[tuple[Rollout, ...]], verifier: Verifier, tokenizer: Any) -> list[Group]:
     """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
-    responses = [(rollout.task.problem, rollout.token_ids.tolist()) for group in rollouts for rollout in group]
+    responses = [(rollout.task, rollout.token_ids.tolist()) for group in rollouts for rollout in group]
     return grouped(rollouts, verified(responses, verifier, tokenizer))
 
 
-def verified(responses: Sequence[tuple[Problem, Sequence[int]]], verifier: Verifier, tokenizer: Any) -> list[Score]:
-    """The scores of responses, each with its problem and its token ids."""
+def verified(responses: Sequence[tuple[Task, Sequence[int]]], verifier: Verifier, tokenizer: Any) -> list[Score]:
+    """The scores of responses, each with its task and its token ids."""
     texts = decode(tokenizer, [list(ids) for _, ids in responses])
-    return verifier.score([(problem, text, ids) for (problem, ids), text in zip(responses, texts, strict=True)])
+    return verifier.score(
+        [(task.problem, text, ids, task.in_thought) for (task, ids), text in zip(responses, texts, strict=True)]
+    )
 
 
 def grouped(rollouts: Sequence[tuple[Rollout, ...]], scores: Iterable[Score]) -> list[Group]:

@@ -54,7 +54,7 @@ def respond_scoring_early(
         def add(finished: Mapping[int, Completion | None]) -> None:
             new = {i: rollout_of(planned[i], completion, at.version) for i, completion in finished.items()}
             rollouts.update(new)
-            early.add([(i, rollout.task.problem, rollout.token_ids) for i, rollout in new.items()])
+            early.add([(i, rollout.task, rollout.token_ids) for i, rollout in new.items()])
 
         with at.watch("rollout"):
             add({i: None for i, sample in enumerate(planned) if sample.request is None})  # whole traces

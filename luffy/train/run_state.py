@@ -168,7 +168,7 @@ class Run:
         known = self._trace_rewards.get(task.problem.id)
         if known is None:
             assert self.verifier is not None
-            traces = [(task.problem, demo.token_ids) for demo in task.demonstrations]
+            traces = [(task, demo.token_ids) for demo in task.demonstrations]
             scores = verified(traces, self.verifier, self.tokenizer)
             known = [s.value for s in scores]
             if all(s.is_verdict for s in scores):  # else it may succeed next time

@@ -204,6 +204,7 @@ def left_out(train: dict[str, int], held_out: dict[str, int]) -> list[str]:
         "traces_dropped": "trace(s) dropped as longer than rollout.max_tokens",
         "traces_truncated": "trace(s) cut at rollout.max_tokens",
         "traces_cut_at_end": "trace(s) cut at an end token inside them",
+        "traces_open_thought": "trace(s) with a <think> that the prompt does not open: the policy learns to write it",
         "special_as_text": "prompt(s) or trace(s) that spell out special tokens, read as text (data.special_tokens)",
         "special_as_control": "prompt(s) or trace(s) with special tokens in them (data.special_tokens=control)",
     }

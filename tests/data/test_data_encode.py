@@ -7,6 +7,7 @@ import pytest
 from luffy.data import PAPER_SYSTEM_PROMPT, Encoder, PromptStyle
 from luffy.data.encode import without_open_think
 from luffy.errors import ConfigError, DataError
+from luffy.train.tasks import left_out
 from luffy.types import Message, Problem, Trace
 
 PROBLEM = Problem(id="p1", prompt="1+1?", answer="2", meta={"__row__": "d.jsonl:4"})
@@ -192,7 +193,39 @@ def test_options_that_cannot_be_honoured(tokenizer, options, message):
         Encoder(tokenizer, **options)
 
 
+def test_a_task_knows_whether_its_prompt_opens_a_thought(tokenizer, make_tokenizer):
+    opened = {style: Encoder(tokenizer, style=style).encode(PROBLEM).in_thought for style in PromptStyle}
+    assert opened == {"chat": False, "paper": True, "paper_simple": False, "plain": False}
+    plain = Encoder(tokenizer, style="plain")
+    prompts = {"1+1?<think>": True, "1+1? <think> \n": True, "Use <think> tags: 1+1?": False, "<think></think>": False}
+    for prompt, expected in prompts.items():
+        problem = replace(PROBLEM, prompt=prompt)
+        assert plain.encode(problem).in_thought is plain.in_thought(problem) is expected
+    hiding = make_tokenizer()
+    hiding.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    assert not Encoder(hiding, style="paper").in_thought(PROBLEM)  # a decoded response would not show its end
+
+
 # ---- traces
+
+
+def test_traces_with_a_think_tag_that_no_prompt_opens_are_counted(make_tokenizer):
+    problem = with_traces(Trace(text="<think>\na\n</think>\nb"), Trace(text="b"))
+    found = {}
+    for style in PromptStyle:
+        encoder = Encoder(make_tokenizer(), style=style)
+        encoder.encode(problem)
+        found[style] = dict(encoder.counts)
+    said = {"traces_open_thought": 1}
+    assert found == {"chat": said, "paper": {}, "paper_simple": said, "plain": said}
+    knowing = make_tokenizer()
+    knowing.add_tokens(["<think>", "</think>"])  # as Qwen3's: such a model writes them by itself
+    encoder = Encoder(knowing)
+    encoder.encode(problem)
+    assert encoder.counts == {}
+    assert left_out(said, {}) == [
+        "training data: 1 trace(s) with a <think> that the prompt does not open: the policy learns to write it"
+    ]
 
 
 @pytest.mark.parametrize("text", ["two", "two<eos>", "two<eos><eos>"])

@@ -140,6 +140,35 @@ def test_another_chat_template_is_used_and_kept(options, tmp_path):
         run_evaluation(replace(asked, chat_template="{{ messages[-1].content }}"))
 
 
+def test_a_prompt_that_opens_a_thought_leaves_no_answer_without_its_end(options, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(BASE, model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    number = tokenizer["model"]["vocab"].pop("-")
+    tokenizer["model"]["vocab"]["<think>"] = number
+    tokenizer["added_tokens"].append(
+        {**tokenizer["added_tokens"][0], "id": number, "content": "<think>", "special": False}
+    )
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    sums = tmp_path / "sums.jsonl"
+    sums.write_text("".join(json.dumps({"prompt": f"{i}+2=?", "answer": str(i + 2)}) + "\n" for i in range(8)))
+    given = {"model": str(model), "suite": str(sums), "chat_template": "{{ messages[-1].content }}<think>"}
+    asked = replace(options, **given, style="chat", k=1, reward="numeric", out=tmp_path / "new")
+    run_evaluation(asked)
+    assert {row["status"] for row in read_items(tmp_path / "new")} == {"no_answer"}
+    old = RewardConfig(kind="numeric", prompt_opens_thought=False)
+    run_evaluation(replace(asked, reward_settings=old, out=tmp_path / "old"))
+    assert "ok" in {row["status"] for row in read_items(tmp_path / "old")}
+    settings = [json.loads((tmp_path / name / "settings.json").read_text()) for name in ("new", "old")]
+    assert [one["prompt_opens_thought"] for one in settings] == [True, False]
+    with pytest.raises(UserError, match="with prompt_opens_thought=false, this one has prompt_opens_thought=true"):
+        run_evaluation(replace(asked, out=tmp_path / "old"))
+    del settings[1]["prompt_opens_thought"]  # as luffy wrote it before it knew
+    (tmp_path / "old" / "settings.json").write_text(json.dumps(settings[1]))
+    with pytest.raises(UserError, match="with prompt_opens_thought=false, this one has"):
+        run_evaluation(replace(asked, out=tmp_path / "old"))
+
+
 def test_seeds_differ_between_items_and_samples(whole):
     items = read_items(whole[0])
     assert len({row["seed"] for row in items}) == len(items)

@@ -68,6 +68,18 @@ def test_answers_inside_thoughts_count_where_they_do_in_training(tmp_path):
         assert report["verifier"]["agree"] == inside
 
 
+def test_a_trace_without_tags_never_closes_the_thought_that_the_prompt_opens(tmp_path, tokenizer_folder):
+    path = tmp_path / "plain.jsonl"
+    traces = ["1 and 1 #### 2", "1 and 1</think> #### 2", "<think>\n1 and 1</think> #### 2"]
+    path.write_text("".join(json.dumps({"prompt": f"{t}?", "answer": "2", "traces": [t]}) + "\n" for t in traces))
+    agree, opened = {}, {}
+    for style in ("paper", "plain"):
+        report = check_file(str(path), CheckOptions(reward="gsm8k", tokenizer=str(tokenizer_folder), style=style))
+        agree[style], opened[style] = report["verifier"]["agree"], report["tokens"]["traces_open_thought"]
+        assert ("1 traces begin with <think>, which" in "\n".join(report_lines(report))) == (style == "plain")
+    assert agree == {"paper": 2, "plain": 3} and opened == {"paper": 0, "plain": 1}
+
+
 def test_problems_that_are_there_twice_are_said(tmp_path, tokenizer_folder):
     chat = [{"role": "user", "content": "2+2"}]
     rows = [{"q": "1+1", "traces": "2"}, {"q": "2+2", "traces": "4"}, {"q": "2\t+2", "traces": ""}]

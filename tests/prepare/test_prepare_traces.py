@@ -429,32 +429,28 @@ def test_answers_inside_thoughts_count_on_request(serve, sums_file, tmp_path):
 
 
 def test_completions_take_the_rendered_text(serve, tmp_path, sums_file, tokenizer_folder):
-    choice = {
-        "text": "#### 2",
-        "finish_reason": "stop",
-        "logprobs": {"tokens": list("#### 2"), "token_logprobs": [-1] * 6},
-    }
-    server = serve(lambda body, number: (200, {"choices": [choice]}, {}))
-    teacher, settings = endpoint_teacher(
-        server.url,
-        "big",
-        "completions",
-        None,
-        True,
-        {"max_tokens": 5},
-        0,
-        "paper",
-        None,
-        str(tokenizer_folder),
-        2,
-        0,
-        60,
-    )
-    prepare_traces(sums_file, tmp_path / "out.parquet", teacher, "big", settings, n=1, reward="gsm8k")
-    path, headers, body = server.requests[0]
-    assert path == "/v1/completions" and "Authorization" not in headers and teacher.endpoint.timeout_s == 60
+    def asked(name, text):
+        """The request that a server got, and the traces of the second problem."""
+        logprobs = {"tokens": list(text), "token_logprobs": [-1] * len(text)} if name == "ids" else None
+        choice = {"text": text, "finish_reason": "stop", "logprobs": logprobs}
+        server = serve(lambda body, number: (200, {"choices": [choice]}, {}))
+        sampling, tokenizer = {"max_tokens": 5}, str(tokenizer_folder)
+        teacher, settings = endpoint_teacher(
+            server.url, "big", "completions", None, name == "ids", sampling, 0, "paper", None, tokenizer, 2, 0, 60
+        )
+        out = tmp_path / f"{name}.parquet"
+        prepare_traces(sums_file, out, teacher, "big", settings, n=1, reward="gsm8k")
+        assert teacher.endpoint.timeout_s == 60
+        return server.requests[0], load_problems(out)[1].traces
+
+    said = "1</think>\n#### 2"
+    (path, headers, body), [trace] = asked("ids", said)
+    assert path == "/v1/completions" and "Authorization" not in headers
     assert body["prompt"].endswith("<|im_start|>assistant\n<think>\n")
-    assert load_problems(tmp_path / "out.parquet")[1].traces[0].log_probs == (-1.0,) * 6
+    assert trace.log_probs == (-1.0,) * len(said)
+    _, [trace] = asked("text", said)
+    assert trace.text == f"<think>\n{said}"  # whole, whatever prompt it will follow
+    assert asked("unfinished", "#### 2")[1] == ()  # the thought that the prompt opened never ends
 
 
 def test_ids_are_recorded_only_where_they_are_the_tokenizers():

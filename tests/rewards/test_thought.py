@@ -43,6 +43,25 @@ def test_what_stands_after_the_last_closed_thought_counts(request, kind):
     assert {score.status for score in scores} == {"ok", "no_answer"}
 
 
+# the same where the prompt ended with <think>
+OPENED = CASES | {"R": 0, "first W, no: R": 0}
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_thought_that_the_prompt_opened_must_be_closed(request, kind):
+    gold, right, wrong = ANSWERS[kind]
+    texts = [case.replace("R", right).replace("W", wrong) for case in OPENED]
+    items = [(Problem("p", "?", gold), text, None, True) for text in texts]
+    with contextlib.ExitStack() as stack:
+        if kind == "math":
+            verifier = request.getfixturevalue("math_verifier")
+        else:
+            verifier = stack.enter_context(build_verifier(kind))
+            ignoring = stack.enter_context(build_verifier(kind, prompt_opens_thought=False))
+            assert [score.value for score in ignoring.score(items)] == [float(value) for value in CASES.values()]
+        assert [score.value for score in verifier.score(items)] == [float(value) for value in OPENED.values()]
+
+
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_a_model_may_answer_inside(kind):
     gold, right, wrong = ANSWERS[kind]
@@ -74,6 +93,8 @@ def test_the_part_that_counts():
     assert after_thought("no tags at all ") == "no tags at all "
     assert after_thought("a</think> b") == " b"
     assert after_thought("<think>a") == after_thought("a</think> b <think> c") == ""
+    assert after_thought("no tags at all", in_thought=True) == ""
+    assert after_thought("a</think> b", in_thought=True) == " b"
 
 
 def test_the_setting_reaches_the_run_and_the_shell(tmp_path, monkeypatch, capsys):
@@ -88,3 +109,18 @@ def test_the_setting_reaches_the_run_and_the_shell(tmp_path, monkeypatch, capsys
         assert not ended.value.code
         found.append(json.loads(capsys.readouterr().out)["score"])
     assert found == [0.0, 1.0]
+
+
+def test_rows_of_luffy_verify_say_what_the_prompt_opened(tmp_path, monkeypatch, capsys):
+    rows = tmp_path / "rows.jsonl"
+    prompts = ["2+3=?", "2+3=? <think>\n", "Write <think> first."]
+    lines = [{"prompt": prompt, "answer": "42", "response": "#### 42"} for prompt in prompts]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = tmp_path / "old.yaml"
+    recipe.write_text("reward: {kind: gsm8k, prompt_opens_thought: false}\n")
+    for options, expected in ((["--reward", "gsm8k"], [1.0, 0.0, 1.0]), (["--reward-of", str(recipe)], [1.0] * 3)):
+        monkeypatch.setattr(sys, "argv", ["luffy", "verify", str(rows), *options])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        assert [json.loads(line)["score"] for line in capsys.readouterr().out.splitlines()] == expected

@@ -1,18 +1,21 @@
 """Responses are verified while others are still being made, with the scores they would have had afterwards."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 from support import make_tokenizer
 
+from luffy.config.knobs import RewardConfig
 from luffy.rewards import build_verifier
 from luffy.rewards.kinds import reward
 from luffy.rollout.native import NativeEngine
 from luffy.train.early_scores import EarlyScores
+from luffy.train.groups import verified
 from luffy.train.loop import Trainer
-from luffy.types import Problem
+from luffy.types import Problem, Task
 
-PROBLEM = Problem(id="1", prompt="?", answer="5")
+TASK = Task(Problem(id="1", prompt="?", answer="5"), (1,))
 
 
 def test_scores_are_those_of_the_responses_whatever_came_first():
@@ -23,8 +26,20 @@ def test_scores_are_those_of_the_responses_whatever_came_first():
         EarlyScores(verifier, tokenizer) as early,
     ):
         for number in (3, 0, 5, 1, 4, 2):
-            early.add([(number, PROBLEM, tokenizer(texts[number])["input_ids"])])
+            early.add([(number, TASK, tokenizer(texts[number])["input_ids"])])
         assert [score.value for score in early.in_order()] == [1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_response_inside_a_thought_that_the_prompt_opened_has_no_answer():
+    tokenizer = make_tokenizer()
+    ids = tokenizer("2+3\n#### 5")["input_ids"]
+    tasks = [TASK, replace(TASK, in_thought=True)]
+    with build_verifier("gsm8k") as verifier, EarlyScores(verifier, tokenizer) as early:
+        early.add([(number, task, ids) for number, task in enumerate(tasks)])
+        assert [score.value for score in early.in_order()] == [1.0, 0.0]
+        assert [score.value for score in verified([(task, ids) for task in tasks], verifier, tokenizer)] == [1.0, 0.0]
+    with RewardConfig(kind="gsm8k", prompt_opens_thought=False).verifier() as verifier:
+        assert [score.value for score in verified([(task, ids) for task in tasks], verifier, tokenizer)] == [1.0, 1.0]
 
 
 def test_a_verifier_that_breaks_is_noticed():
@@ -33,7 +48,7 @@ def test_a_verifier_that_breaks_is_noticed():
         EarlyScores(verifier, make_tokenizer()) as early,
     ):
         verifier.close()
-        early.add([(0, PROBLEM, [3])])
+        early.add([(0, TASK, [3])])
         with pytest.raises(RuntimeError, match="closed"):
             early.in_order()
 
