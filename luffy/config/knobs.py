@@ -544,9 +544,15 @@ class OptimConfig:
     betas: tuple[float, ...] = knob((0.9, 0.999), "AdamW's decay rates")
     eps: float = knob(1e-8, "AdamW's epsilon", gt=0)
     weight_decay: float = knob(0.0, "decoupled weight decay on matrices (not on biases and norms)", ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = knob("constant", "learning rate after the warm-up")
+    schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "inverse"] = knob(
+        "constant",
+        "learning rate after the warm-up; inverse_sqrt and inverse: lr / sqrt(k) and lr / k in the k-th step after it "
+        "(appendix B of the paper), whatever the number of steps",
+    )
     warmup: float = knob(0.0, "warm-up: below 1 a share of all training steps, else their number", ge=0)
-    min_lr_ratio: float = knob(0.0, "where linear and cosine end, as a share of lr", ge=0, le=1)
+    min_lr_ratio: float = knob(
+        0.0, "where linear and cosine end, and what the inverse ones approach, as a share of lr", ge=0, le=1
+    )
     grad_clip: float = knob(1.0, "largest gradient norm; 0 is off", ge=0)
     offload: bool = knob(
         False, "master weights and moments in host memory: 12 bytes a weight less on the GPU, slower steps"

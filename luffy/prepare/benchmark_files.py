@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from luffy.data import load_problems
 from luffy.errors import UserError
 from luffy.evaluation.benchmarks import Benchmark, load_suite
 from luffy.files import whole_file
@@ -26,15 +27,15 @@ def prepare_benchmarks(source: Path, out: Path) -> tuple[list[Benchmark], list[s
     ``validation.parquet`` there, as a plain question. Returns the math benchmarks and the files that were not there."""
     if not (source / SOURCES["math6.parquet"]).is_file():
         raise UserError(f"{source}: has no {SOURCES['math6.parquet']}; give the folder data of the authors' repository")
+    there = {name: source / theirs for name, theirs in SOURCES.items() if (source / theirs).is_file()}
+    missing = [theirs for name, theirs in SOURCES.items() if name not in there]
+    for path in there.values():
+        load_problems(str(path))  # raises before anything is written if the file cannot be read
     folder = out / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
-    missing = []
-    for name, theirs in SOURCES.items():
-        if not (source / theirs).is_file():
-            missing.append(theirs)
-            continue
+    for name, path in there.items():
         with whole_file(folder / name) as file:
-            shutil.copyfile(source / theirs, file)
+            shutil.copyfile(path, file)
     suite = load_suite("math6", out)
     with whole_file(folder / VALIDATION) as file, ProblemWriter(file, problem_schema({})) as writer:
         for benchmark in suite.benchmarks:

@@ -77,7 +77,7 @@ def _follows_length(settings: Mapping[str, Any]) -> bool:
     guided = number("guidance.n_prefix") > 0 and settings.get("guidance.strategy") not in ("fixed", "random")
     second = "rollout.offpolicy_guidance."
     return (
-        settings.get("optim.schedule") != "constant"
+        settings.get("optim.schedule") in ("linear", "cosine")
         or 0 < number("optim.warmup") < 1
         or (guided and number("guidance.prefix_steps") < 1)
         or ends("algorithm.mix.end")

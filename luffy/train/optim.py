@@ -21,8 +21,14 @@ def lr_at(step: int, total_steps: int, cfg: OptimConfig) -> float:
         return cfg.lr * (step + 1) / math.ceil(warmup)
     if cfg.schedule == "constant":
         return cfg.lr
+    k = step - math.ceil(warmup) + 1  # counts the steps after the warm-up from 1
     done = min((step - warmup) / max(total_steps - warmup, 1), 1.0)
-    share = 1 - done if cfg.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    share = {
+        "linear": 1 - done,
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "inverse_sqrt": 1 / math.sqrt(k),
+        "inverse": 1 / k,
+    }[cfg.schedule]
     return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * share)
 
 

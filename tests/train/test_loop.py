@@ -871,6 +871,8 @@ def test_what_counts_as_a_changed_setting(make_config, tmp_path):
         ({"optim": {"schedule": "constant"}}, False),
         ({"optim": {"schedule": "cosine"}}, True),
         ({"optim": {"schedule": "linear"}}, True),
+        ({"optim": {"schedule": "inverse_sqrt"}}, False),
+        ({"optim": {"schedule": "inverse", "warmup": 0.1}}, True),
         ({"optim": {"warmup": 0.1}}, True),
         ({"optim": {"warmup": 5}}, False),
         ({"guidance": {"strategy": "random"}}, False),

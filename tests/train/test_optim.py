@@ -27,6 +27,16 @@ def test_linear_and_cosine_fall_to_their_floor():
     assert cosine[5] == pytest.approx(0.5) and cosine == sorted(cosine, reverse=True)
 
 
+def test_the_time_decayed_rates_of_appendix_b():
+    """alpha_k in proportion to 1 / sqrt(k) and to 1 / k, k from 1, without knowing how long the run is."""
+    assert lrs(schedule="inverse_sqrt") == pytest.approx([k**-0.5 for k in range(1, 11)])
+    assert lrs(schedule="inverse") == pytest.approx([1 / k for k in range(1, 11)])
+    assert lrs(total=20, schedule="inverse_sqrt")[:10] == lrs(schedule="inverse_sqrt")
+    warmed = lrs(schedule="inverse", warmup=0.25)  # 2.5 steps: the third is the last of the warm-up
+    assert warmed[:6] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0, 1 / 2, 1 / 3])
+    assert lrs(schedule="inverse", min_lr_ratio=0.5)[3] == pytest.approx(0.5 + 0.5 / 4)
+
+
 def two_weights():
     """Gradients of 3 and 4, and a weight that no loss reached."""
     model = nn.ParameterList([nn.Parameter(torch.ones(1, 1)), nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))])
