@@ -216,6 +216,7 @@ def files_to_push(model: PushedModel, training_state: bool = False, samples: boo
     saved = {name: path for name, path in saved.items() if name not in model.foreign}
     files = {name.removeprefix("model/"): path for name, path in saved.items() if name.startswith("model/")}
     if training_state:
+        model.checkpoint.check_resumable()
         rest = {name: path for name, path in saved.items() if not name.startswith("model/") and not is_card(name)}
         files |= {f"training/{name}": path for name, path in rest.items()}
     if samples and model.run is not None:

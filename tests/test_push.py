@@ -162,6 +162,15 @@ def test_a_branch_and_what_is_uploaded_only_on_request(pushed, trained):
     assert hub.commits[1] == ("ann/mine", "first", "Of step 1") and len(hub.commits) == 3
 
 
+def test_no_training_state_of_a_checkpoint_that_lost_its_own(trained, tmp_path):
+    step = shutil.copytree(trained / "checkpoints" / "step-000001", tmp_path / "step-000001")
+    Checkpoint(step).remove_optimizer()
+    model = find_model(step)
+    assert "model.safetensors" in files_to_push(model)
+    with pytest.raises(UserError, match=r"has no optimizer state .*; start a new run with model\.path="):
+        files_to_push(model, training_state=True)
+
+
 def test_a_dry_run_lists_files_and_sizes_and_uploads_nothing(pushed, trained):
     _, said = pushed
     code, out, _ = said["dry"]

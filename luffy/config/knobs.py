@@ -625,6 +625,12 @@ class TrainConfig:
     save_every: int = knob(50, "steps between checkpoints; the last step is always saved", ge=1)
     keep: int = knob(2, "checkpoints kept besides the best one", ge=1)
     keep_best: bool = knob(True, "save and keep the step that was best on data.eval; false: less to write")
+    keep_optimizer: int | None = knob(
+        None,
+        "newest checkpoints that keep optimizer state, 6/7 of a checkpoint in bfloat16; a run cannot resume from older "
+        "ones; null: all that are kept",
+        ge=1,
+    )
     max_bad_steps: int = knob(3, "stop after this many non-finite updates in a row; each is skipped", ge=1)
     threads: int | None = knob(
         None, "CPU threads of torch; null: OMP_NUM_THREADS, or one a core of the process at most", ge=1

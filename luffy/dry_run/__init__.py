@@ -1,6 +1,7 @@
 """`--dry-run`: what a run will do and need, before any weight is loaded.
 
-``first_step`` checks everything and builds the first batch. ``memory_needs`` counts bytes by ``memory_model``.
+``first_step`` checks everything and builds the first batch. ``memory_needs`` counts bytes by ``memory_model``, ``disk``
+those of checkpoints.
 ``times`` gives seconds: on GPUs by the cost model (``gpu_cost``, ``cost``), on a CPU by a trial (``probe``). ``place``
 is where the run is meant to be made, ``bare_models`` are models without weights, ``trial`` is one update of a small
 model of the same class.

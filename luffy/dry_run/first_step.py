@@ -10,6 +10,7 @@ from typing import Any
 from luffy.config import Config
 from luffy.data import ProblemSampler
 from luffy.dry_run.bare_models import ModelShape, check_other_models, model_shape, parameters_of
+from luffy.dry_run.disk import checkpoint_parts, disk_line
 from luffy.dry_run.memory_model import Work, passes_of, planned_sample
 from luffy.dry_run.memory_needs import SIZES, kept_parts, memory_line, memory_needs, shards_of
 from luffy.dry_run.place import Place, Renting
@@ -95,6 +96,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
         f"update     {update_line(cfg, method, steps)}",
         f"memory     {memory_line(cfg, work, requests, needs, place)}",
         time_line(cfg, work, requests, steps * trainings, place, renting.price),
+        f"disk       {disk_line(cfg, work, checkpoint_parts(cfg, method, work), steps, trainings, place)}",
         *(f"warning    {notice}" for notice in notices),
         "first prompt, as the model sees it:",
         encoder.render(batch[0].problem),

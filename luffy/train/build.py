@@ -54,7 +54,7 @@ def build_run(cfg: Config, method: Method, world: World, resume: str, allow_chan
     with ExitStack() as closing:
         world.on_main(lambda: _lock(cfg, world, closing))
         messages = Messages(notices=world.on_main(lambda: check_trackers(cfg)))
-        store = CheckpointStore(cfg.folder / "checkpoints", cfg.train.keep)
+        store = CheckpointStore(cfg.folder / "checkpoints", cfg.train.keep, cfg.train.keep_optimizer)
         checkpoint = world.on_main(lambda: find_checkpoint(cfg, store, resume, messages.notices.append))
         run = _assemble(cfg, method, world, store, checkpoint, messages, closing)
         own = checkpoint is not None and saving.restore(run, checkpoint, allow_changed_data)

@@ -6,14 +6,15 @@
         adapter/                LoRA only: the adapters by themselves
         optimizer.safetensors   moments, master weights, what the method remembers
         optimizer/              the same of a sharded run, a file from each process (luffy/distributed/state.py)
+                                neither in checkpoints older than the newest ``train.keep_optimizer``
         state.json              step, sampler, counters, fingerprints
         manifest.json           size and sha256 of every other file, less the model card
 
 A checkpoint is written aside, every file is flushed to the disk, then the folder is renamed: its name
-is the proof that it is whole, its manifest that it still is. Nothing is overwritten, nothing is
-unpickled. Reading checks every hash before the first tensor is used. Files that were not saved with a
-checkpoint (``.DS_Store``, leftovers of a copy) are named and not read. A model card is text that anybody may change or
-remove: it is never damage.
+is the proof that it is whole, its manifest that it still is. Nothing is overwritten (except the manifest, when
+optimizer state is removed), nothing is unpickled. Reading checks every hash before the first tensor is used. Files that
+were not saved with a checkpoint (``.DS_Store``, leftovers of a copy) are named and not read. A model card is text that
+anybody may change or remove: it is never damage.
 
 ``saved.json`` beside ``checkpoints/`` has the step of the newest checkpoint: a run folder whose checkpoints are lost
 is told from one that had none yet.
@@ -29,6 +30,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,7 @@ RECORDS = (
     METRICS,
 )  # of one training; the metrics say that it was there
 SHARDS = "optimizer"
+OPTIMIZER = "optimizer.safetensors"
 WRITING = ".writing-"
 DISK_ERRORS = (OSError, SafetensorError)  # a full disk is either, by whoever was writing
 _NAME = re.compile(r"step-(\d{6,})")
@@ -112,7 +115,26 @@ class Checkpoint:
     def tensors(self) -> dict[str, Tensor]:
         if self.shards.is_dir():
             return read_tensors(self.shards)
-        return read_safetensors(self.path / "optimizer.safetensors")
+        return read_safetensors(self.path / OPTIMIZER)
+
+    def check_resumable(self) -> None:
+        """Raise a DamagedCheckpoint if the manifest lists no optimizer state."""
+        if not any(is_optimizer(name) for name in _read_manifest(self.path)):
+            raise DamagedCheckpoint(
+                f"checkpoint {self.path} has no optimizer state (train.keep_optimizer removes it), so no run resumes "
+                f"from it; start a new run with model.path={self.model}"
+            )
+
+    def remove_optimizer(self) -> None:
+        """Remove the optimizer state; safe to repeat after a kill. The manifest changes first: files that it does not
+        list are not read."""
+        manifest = _read_manifest(self.path)
+        kept = {name: entry for name, entry in manifest.items() if not is_optimizer(name)}
+        if kept != manifest:
+            write_atomically(self.path / MANIFEST, manifest_text(kept))
+        (self.path / OPTIMIZER).unlink(missing_ok=True)
+        if self.shards.is_dir():
+            remove_tree(self.shards)
 
     def verify(self) -> list[str]:
         """Check that every file of the manifest is there with its size and hash; returns the names of other files.
@@ -129,8 +151,9 @@ class Checkpoint:
             if entry != manifest[name]:
                 raise DamagedCheckpoint(f"checkpoint {self.path}: {name} is not what was saved (its hash differs)")
         foreign = sorted(n for n in present.keys() - manifest.keys() - {MANIFEST} if not is_card(n))
+        unread = not any(map(is_optimizer, manifest))  # a kill while the optimizer state was removed leaves some of it
         for name in foreign:
-            if _is_loaded(Path(name)):
+            if _is_loaded(Path(name)) and not (unread and is_optimizer(name)):
                 raise DamagedCheckpoint(
                     f"checkpoint {self.path} holds {name}, which was not saved with it and would be loaded; remove it"
                 )
@@ -140,6 +163,11 @@ class Checkpoint:
 def is_card(name: str) -> bool:
     """Whether a file of a checkpoint, by its relative name, is a model card or the figure of one."""
     return name in {f"{folder}/{file}" for folder in ("model", "adapter") for file in (CARD, CURVES)}
+
+
+def is_optimizer(name: str) -> bool:
+    """Whether a file of a checkpoint, by its relative name, holds optimizer state."""
+    return name == OPTIMIZER or Path(name).parts[0] == SHARDS
 
 
 def _is_loaded(name: Path) -> bool:
@@ -192,8 +220,10 @@ def remove_tree(path: Path) -> None:
 class CheckpointStore:
     """The checkpoints of one run: save, rotate, find the newest that is whole."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, keep_optimizer: int | None = None) -> None:
+        """``keep`` checkpoints besides the best one; the newest ``keep_optimizer`` of them (None: all) keep optimizer
+        state."""
+        self.folder, self.keep, self.keep_optimizer = folder, keep, keep_optimizer
 
     def __iter__(self) -> Iterator[Checkpoint]:
         """Complete checkpoints, newest first."""
@@ -207,7 +237,7 @@ class CheckpointStore:
     ) -> Checkpoint:
         aside = self.begin(step)
         write_model(aside)
-        save_file(tensors, aside / "optimizer.safetensors")
+        save_file(tensors, aside / OPTIMIZER)
         return self.complete(aside, state)
 
     def begin(self, step: int) -> Path:
@@ -240,6 +270,7 @@ class CheckpointStore:
             self._sweep()
             self._point_latest()
             self.rotate(best_step)
+            self._remove_optimizers()
 
     def _point_latest(self) -> None:
         """``latest`` links to the newest checkpoint, for whoever wants the model and not the step; ``saved.json``
@@ -260,13 +291,22 @@ class CheckpointStore:
                 checkpoint.path.rename(doomed)
                 remove_tree(doomed)
 
+    def _remove_optimizers(self) -> None:
+        """Remove optimizer state from all but the newest ``keep_optimizer``; a link belongs to another disk."""
+        for checkpoint in [] if self.keep_optimizer is None else list(self)[self.keep_optimizer :]:
+            if not checkpoint.path.is_symlink():
+                with suppress(DamagedCheckpoint):  # named when a resume reads it; no reason to end a training
+                    checkpoint.remove_optimizer()
+
     def newest_whole(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that passes its manifest, None if there is no checkpoint. Damaged ones that are newer
-        are named and set aside, so that the resumed run can save under their names; DamagedCheckpoint if all are."""
+        """The newest checkpoint that passes its manifest and has optimizer state, None if there is no checkpoint.
+        Damaged ones that are newer are named and set aside, so that the resumed run can save under their names;
+        DamagedCheckpoint if all are."""
         damaged: list[tuple[Checkpoint, DamagedCheckpoint]] = []
         for checkpoint in self:
             try:
                 foreign = checkpoint.verify()
+                checkpoint.check_resumable()
             except DamagedCheckpoint as error:
                 damaged.append((checkpoint, error))
                 continue
@@ -344,7 +384,7 @@ def find_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Call
     try:
         found = store.newest_whole(warn)
     except DamagedCheckpoint as error:
-        raise UserError(f"no checkpoint of {cfg.folder} is whole: {error}; mend that, {otherwise}") from None
+        raise UserError(f"no checkpoint of {cfg.folder} can be resumed: {error}; mend that, {otherwise}") from None
     saved = _saved_step(cfg)
     if found is None and saved and (cfg.folder / METRICS).exists():
         raise UserError(
@@ -385,6 +425,7 @@ def _named_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Ca
     own = next((c for c in store if c.path.resolve() == path), None)  # it may be a link to another disk
     checkpoint = own or Checkpoint(path)
     foreign = checkpoint.verify()
+    checkpoint.check_resumable()
     if foreign:
         warn(f"checkpoint {path}: ignored {', '.join(foreign)}, not saved with it")
     if own is None and path.parent != store.folder.resolve():

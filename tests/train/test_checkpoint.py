@@ -13,8 +13,8 @@ def write_model(folder):
     (folder / "model" / "weights").write_bytes(b"w" * 1000)
 
 
-def store(tmp_path, keep=2):
-    return CheckpointStore(tmp_path / "checkpoints", keep)
+def store(tmp_path, keep=2, keep_optimizer=None):
+    return CheckpointStore(tmp_path / "checkpoints", keep, keep_optimizer)
 
 
 def save(s, step):
@@ -131,3 +131,61 @@ def test_manifest_without_files_is_damage(tmp_path):
     (checkpoint.path / "manifest.json").write_text(json.dumps([]))
     with pytest.raises(DamagedCheckpoint, match=r"manifest\.json"):
         checkpoint.verify()
+
+
+def three_of_which_the_newest_resumes(tmp_path):
+    s = store(tmp_path, keep=2, keep_optimizer=1)
+    for step in (1, 2, 3):
+        save(s, step)
+        s.tidy(best_step=1)
+    return s
+
+
+def test_optimizer_state_stays_in_the_newest_checkpoints_only(tmp_path):
+    s = three_of_which_the_newest_resumes(tmp_path)
+    assert [(c.step, (c.path / "optimizer.safetensors").exists()) for c in s] == [(3, True), (2, False), (1, False)]
+    for checkpoint in s:
+        assert checkpoint.verify() == [] and (checkpoint.model / "weights").exists()
+    assert s.newest_whole(pytest.fail).step == 3
+    s.keep_optimizer = 2  # what is gone stays gone, and nothing breaks
+    save(s, 4)
+    s.tidy(best_step=1)
+    assert [(c.path / "optimizer.safetensors").exists() for c in s] == [True, True, False]
+
+
+def test_a_checkpoint_without_optimizer_state_is_not_resumed(tmp_path):
+    s = three_of_which_the_newest_resumes(tmp_path)
+    (s.folder / "step-000003" / "model" / "weights").write_bytes(b"other")
+    with pytest.raises(DamagedCheckpoint) as raised:
+        s.newest_whole(pytest.fail)
+    assert "step-000003: model/weights is not what was saved" in str(raised.value)
+    model = s.folder / "step-000002" / "model"
+    assert f"step-000002 has no optimizer state (train.keep_optimizer removes it), so no run resumes from it; start a new run with model.path={model}" in str(raised.value)  # fmt: skip
+
+
+def test_a_kill_while_optimizer_state_is_removed_is_mended(tmp_path):
+    s = store(tmp_path)
+    checkpoint = save(s, 1)
+    for name in ("shard-1.safetensors", "shard-2.safetensors"):
+        (checkpoint.shards / name).parent.mkdir(exist_ok=True)
+        (checkpoint.shards / name).write_bytes(b"x")
+    manifest = json.loads((checkpoint.path / "manifest.json").read_text())["files"]
+    kept = {name: entry for name, entry in manifest.items() if name != "optimizer.safetensors"}
+    (checkpoint.path / "manifest.json").write_text(json.dumps({"files": kept}, indent=1))
+    # As the kill left it: nothing of the leftover is read, so it is not damage.
+    assert checkpoint.verify() == ["optimizer.safetensors", "optimizer/shard-1.safetensors", "optimizer/shard-2.safetensors"]  # fmt: skip
+    save(s, 2)
+    s.keep_optimizer = 1
+    s.tidy(best_step=None)
+    assert checkpoint.verify() == [] and not checkpoint.shards.exists()
+
+
+def test_a_damaged_or_linked_checkpoint_keeps_its_optimizer_state(tmp_path):
+    s = store(tmp_path, keep=3, keep_optimizer=1)
+    damaged, moved = save(s, 1).path, save(s, 2).path
+    (damaged / "manifest.json").write_text("{")
+    moved.rename(tmp_path / "other-disk")
+    moved.symlink_to(tmp_path / "other-disk")
+    save(s, 3)
+    s.tidy(best_step=None)
+    assert (damaged / "optimizer.safetensors").exists() and (moved / "optimizer.safetensors").exists()

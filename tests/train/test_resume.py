@@ -110,6 +110,20 @@ def test_killed_and_resumed_equals_undisturbed(make_config, sums, undisturbed, m
     resumed_equals(killed, undisturbed)
 
 
+def test_with_optimizer_state_in_the_newest_checkpoint_only_a_run_resumes_to_the_bit(make_config, sums, undisturbed):
+    cfg = config(make_config, sums, "little")
+    little = replace(cfg, train=replace(cfg.train, keep_optimizer=1))
+    checkpoints = little.folder / "checkpoints"
+    with Trainer(little) as trainer:
+        assert next(step for step, _ in trainer.steps() if step == 5)  # leaves the loop: step 5 is lost
+    assert [p.name for p in sorted(checkpoints.glob("step-*"))] == ["step-000002", "step-000004"]
+    assert [p.parent.name for p in checkpoints.glob("step-*/optimizer.safetensors")] == ["step-000004"]
+    with pytest.raises(UserError, match=r"step-000002 has no optimizer state .*; start a new run with model\.path="):
+        Trainer(replace(little, name="branch"), resume=str(checkpoints / "step-000002"))
+    resumed_equals(little, undisturbed)
+    assert [p.parent.name for p in checkpoints.glob("step-*/optimizer.safetensors")] == ["step-000006"]
+
+
 def test_what_a_kill_in_a_save_leaves_is_resumed_and_equals_undisturbed(make_config, sums, undisturbed):
     killed = config(make_config, sums, "killed")
     shutil.copytree(undisturbed.folder.parent / "copied", killed.folder, symlinks=True)
