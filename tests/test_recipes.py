@@ -200,7 +200,8 @@ def test_the_command_lists_sizes_and_methods_one_line_each():
     assert groups["sizes"] == ["paper", "small", "smollm2", "tiny"] and set(groups["methods"]) == {*BASELINES, "guided"}
     models = ("1.5b", "instruct_7b", "llama_8b", "llama_8b_hard")
     rows = {f"paper/{method}_{model}" for method in ("luffy", "on_policy", "sft") for model in models}
-    assert set(groups["others"]) == rows - {"paper/sft_llama_8b_hard"} | {"paper/luffy_860"}
+    released = {f"paper/{method}_released" for method in ("luffy", "on_policy", "rl_sft_loss", "sft_rl")}
+    assert set(groups["others"]) == rows - {"paper/sft_llama_8b_hard"} | {"paper/luffy_860"} | released
 
 
 def test_the_paper_runs_on_eight_gpus_and_is_evaluated():

@@ -16,7 +16,7 @@ from typing import Any
 
 from luffy.evaluation.benchmarks import SUITES
 from studies.common import fill_marks, half_width, legend_below, panels, plt, smooth, table
-from studies.qwen.plan import HERE, METHODS, SHORT_STEPS, VARIANTS
+from studies.qwen.plan import HERE, METHODS, RELEASED, RELEASED_RATE, SHORT_STEPS, VARIANTS
 from studies.qwen.records import Row, best_rates, got_far, last, read_rows, validation
 
 PAGE = HERE.parents[1] / "docs" / "results" / "qwen-gsm8k.md"
@@ -336,6 +336,23 @@ def variants(rows: Sequence[Row]) -> str:
     return "\n".join(["## What matters in LUFFY", "", table(head, body)]) if body else ""
 
 
+def released(rows: Sequence[Row]) -> str:
+    """Question 8: the coefficients of the authors' scripts, each below the same run with the study's own."""
+    runs = [row for row in rows if row.get("note") == "released" and has_result(row)]
+    body = []
+    for run in runs:
+        for row in [*(row for row in trained(rows) if are_twins(row, run) and has_result(row)), run]:
+            changed = RELEASED[run["method"]][0] if row is run else "as in the study"
+            entropy = cell(present(row, "actor/entropy_loss")[FIRST_AND_LAST[1]], 1)
+            body.append([label(row), changed, steps_of([row]), accuracy([row]), pass_at_4([row]), entropy])
+    head = ["", "coefficient", "steps", "test accuracy, %", "pass@4, %", f"entropy, last {LATE} steps, nats a token"]
+    text = (
+        f"One run each at learning rate {RELEASED_RATE:g} (`luffy/recipes/paper/*_released.yaml` has the arithmetic)."
+    )
+    lines = ["## Coefficients of the released scripts", "", text, "", table(head, body)]
+    return "\n".join(lines) if body else ""
+
+
 def short_runs(rows: Sequence[Row]) -> list[Row]:
     """Question 6: runs of ``SHORT_STEPS``; of an older method without one, the same steps of its run with the learning
     rate and seed of the newer ones, which has no test there."""
@@ -460,6 +477,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "main": main_table, "paper": paper_table, "rates": rates_table, "differences": difference_table,
     "validation": validation_table, "dynamics": dynamics_table, "cost": cost_table, "hard": hard_problems,
     "newer": newer_methods, "variants": variants, "generalisation": generalisation, "fp8": fp8_rollouts,
+    "released": released,
 }  # fmt: skip
 
 

@@ -80,6 +80,13 @@ VARIANTS: dict[str, tuple[str, Sets]] = {  # of LUFFY: what a table calls it, an
     "human": ("human solutions as traces", {"data": {"train": "train-human.jsonl"}}),
 }
 
+# The coefficients of the authors' scripts in our terms, by method (luffy/recipes/paper/*_released.yaml).
+RELEASED_RATE = 1e-6  # the paper's
+RELEASED: dict[str, tuple[str, Sets]] = {
+    "rl_sft_loss": ("SFT coefficient 0.09", {"algorithm": {"sft_coef": 0.09}}),
+    "luffy": ("entropy bonus 0.00025", {"algorithm": {"entropy_coef": 0.00025}}),
+}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -168,6 +175,7 @@ def plan(chosen: Mapping[str, float]) -> Iterator[Unit]:
     yield from _contests(("rl_sft_loss", "luffy_clip"), chosen)
     yield from _short(chosen)
     yield from _variants(chosen)
+    yield from _released()
 
 
 def _contests(methods: Sequence[str], chosen: Mapping[str, float]) -> Iterator[Contest]:
@@ -224,6 +232,12 @@ def _variants(chosen: Mapping[str, float]) -> Iterator[Run]:
     lr = chosen["luffy"]
     for note, (_, sets) in VARIANTS.items():
         yield Run("luffy", lr, 0, (4,), note, sets, SHORT_STEPS)
+
+
+def _released() -> Iterator[Run]:
+    """Question 8: the coefficients of the authors' scripts."""
+    for method, (_, sets) in RELEASED.items():
+        yield Run(method, RELEASED_RATE, 0, (8,), "released", sets)
 
 
 # Question 5 evaluates models of the others (evaluations.py) and trains none.

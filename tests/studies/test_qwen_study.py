@@ -70,10 +70,34 @@ def test_what_short_runs_change_of_their_methods(tmp_path):
     assert algorithm["hpt_light"].credit == algorithm["hpt"].credit
 
 
+def test_the_runs_with_the_released_coefficients_have_those_of_the_papers_recipes(tmp_path):
+    runs = [run for run in plan.runs_of(plan.plan({})) if run.note == "released"]
+    assert [(run.name, run.steps) for run in runs] == [
+        ("rl_sft_loss-released-lr1e-06-s0", 200), ("luffy-released-lr1e-06-s0", 200)
+    ]  # fmt: skip
+    released = {}
+    for run in runs:
+        path = tmp_path / f"{run.method}.yaml"
+        path.write_text(yaml.safe_dump(run.recipe(tmp_path, tmp_path, tmp_path)))
+        released[run.method] = load_config(path).algorithm
+    paper = {method: load_config(f"paper/{method}_released").algorithm for method in released}
+    assert released["rl_sft_loss"].sft_coef == paper["rl_sft_loss"].sft_coef
+    assert released["luffy"].entropy_coef == paper["luffy"].entropy_coef
+
+
+def test_the_table_of_released_coefficients_has_the_run_without_them_above(figures, by_name):
+    rows = figures.read()
+    assert figures.released(rows) == "" or any(row["note"] == "released" for row in rows)
+    plain = by_name["rl_sft_loss-lr1e-06-s0"]
+    rows = [row for row in rows if row.get("note") != "released"]
+    table = figures.released([*rows, {**plain, "note": "released", "name": "rl_sft_loss-released-lr1e-06-s0"}])
+    assert [line.split(" | ")[1] for line in table.splitlines()[-2:]] == ["as in the study", "SFT coefficient 0.09"]
+
+
 def test_what_depends_on_a_choice_waits_for_it():
     early = [unit.method for unit in plan.plan({}) if isinstance(unit, plan.Contest)]
     assert early == ["luffy", "on_policy", "sft", "mixed", "rl_sft_loss", "luffy_clip"]
-    assert len(plan.runs_of(plan.plan({}))) == 18
+    assert len(plan.runs_of(plan.plan({}))) == 20  # 18 of contests, 2 with the released coefficients
     later = plan.runs_of(plan.plan({"sft": 3e-5}))
     assert {run.start for run in later if run.method == "sft_rl" and run.seed == 0} == {"sft-lr3e-05-s0"}
 
