@@ -109,7 +109,7 @@ def __dir__() -> list[str]:
 
 
 def evaluate(model: str, suite: str, out: Path | str | None = None, **options: Any) -> Result:
-    """Evaluate a model as ``luffy eval`` does: ``suite`` is math6, ood, gsm8k or a dataset.
+    """Evaluate a model as ``luffy eval`` does: ``suite`` is math6, ood, gsm8k, aime_amc or a dataset.
 
     ``options`` are those of the command: k, temperature, max_tokens, seed, reward, limit, style, device, ...
     The responses go to the folder ``out`` (default: evals/MODEL-SUITE), from which a killed evaluation goes on.

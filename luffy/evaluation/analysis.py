@@ -1,8 +1,11 @@
 """``luffy analyze``: the paper's figures for one's own runs and evaluations.
 
 always              shaping function and gradient weight               Figure 2, middle and right
-training runs       reward, length, entropy; ratio of clipped tokens   Figures 2 (left), 5 and 8
+training runs       reward, length, entropy; ratio of clipped tokens   Figures 2 (left), 5, 8 and 11
+                    GPU hours and data                                 Table 2
 evaluations         lengths of right and wrong answers                 Figure 10
+                    mean accuracies                                    Figure 3; Tables 1, 3 and 4
+of 2 gammas         accuracy over gamma                                Figure 9
 at 2 temperatures   pass@k over temperatures                           Figure 12
 a data set          BLEU of responses against its traces               appendix F.1
 """
@@ -23,6 +26,7 @@ from luffy.core.shaping import Shape, gradient_weight
 from luffy.errors import UserError
 from luffy.evaluation.accuracy import is_right, mean_pass_at_k
 from luffy.evaluation.bleu import bleu_figure, load_traces
+from luffy.evaluation.comparisons import accuracy_figures, gamma_figures, resource_figures, settings_of
 from luffy.evaluation.paper_figures import Figure, Panel, Series, save
 from luffy.evaluation.results import Evaluation, is_evaluation, model_label, read_evaluation
 from luffy.files import write_atomically
@@ -99,8 +103,12 @@ def _figures(
 ) -> Iterator[Figure]:
     yield shaping_figure(gammas)
     if runs:
-        yield from dynamics_figures({name: without_samples(path, {}) for name, path in runs.items()})
+        records = {name: without_samples(path, settings_of(path)) for name, path in runs.items()}
+        yield from dynamics_figures(records)
+        yield from resource_figures(records)
     if evaluations:
+        yield from accuracy_figures(evaluations)
+        yield from gamma_figures(evaluations)
         yield length_figure(evaluations)
         yield from temperature_figures(evaluations, k, left_out)
     if data is not None:
@@ -153,7 +161,7 @@ def dynamics_figures(runs: Mapping[str, RunRecord]) -> Iterator[Figure]:
         "dynamics",
         "Training dynamics",
         "Reward and length of the policy's own samples, and the entropy of its tokens, over steps.",
-        "Figures 2 (left) and 5",
+        "Figures 2 (left), 5 and 11",
         drawn,
     )
     clipped = _over_steps("ratio of clipped tokens", CLIPPED, "share of tokens", runs)

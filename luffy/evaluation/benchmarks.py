@@ -52,6 +52,7 @@ SUITES: dict[str, tuple[Spec, ...]] = {
     ),
     "gsm8k": (Spec("gsm8k", "GSM8K", ("gsm8k/test.jsonl",), "gsm8k"),),
 }
+SUITES["aime_amc"] = tuple(spec for spec in SUITES["math6"] if spec.name in ("aime24", "amc"))  # Figure 12
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,11 @@ def test_math6_is_in_the_papers_order_with_its_numbers_of_samples(folder):
     assert [b.k for b in load_suite("math6", folder, k=4).benchmarks] == [4] * 6
 
 
+def test_the_suite_of_figure_12_is_two_of_the_six(folder):
+    suite = load_suite("aime_amc", folder, k=8)
+    assert [(b.title, b.k) for b in suite.benchmarks] == [("AIME24", 8), ("AMC", 8)]
+
+
 def test_rows_repeated_for_avg_at_32_are_one_problem(folder):
     aime = load_suite("math6", folder).benchmarks[0]
     assert (len(aime.problems), aime.repeats) == (3, 32)
@@ -108,7 +113,7 @@ def test_no_data_folder(monkeypatch, tmp_path):
 
 
 def test_unknown_suite():
-    with pytest.raises(UserError, match=r"--suite maths6: neither a suite \(math6, ood, gsm8k\) nor a file"):
+    with pytest.raises(UserError, match=r"--suite maths6: neither a suite \(math6, ood, gsm8k, aime_amc\) nor a file"):
         load_suite("maths6")
 
 

@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
+import yaml
 
 import luffy.evaluation.runner as runner
 from luffy.cli import main
@@ -660,7 +661,7 @@ def test_analyze_draws_what_the_folders_allow(whole, options, problems, tmp_path
     (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
     code, out, err = luffy("analyze", run, whole[0], cooler, "--out", tmp_path / "figures", "--data", problems)
     assert code == 0, err
-    names = ["shaping", "dynamics", "clipping", "lengths", "temperatures", "bleu"]
+    names = ["shaping", "dynamics", "clipping", "accuracy", "lengths", "temperatures", "bleu"]
     assert [Path(line.split("  ")[0]).stem for line in out.splitlines()[:-1]] == names
     for name in names:
         assert (tmp_path / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
@@ -672,6 +673,60 @@ def test_analyze_draws_what_the_folders_allow(whole, options, problems, tmp_path
     assert float(curve[1]["y"]) == pytest.approx(whole[1].benchmarks["heldout"].pass_at[8])
     bleu = {r["x"]: float(r["y"]) for r in read_csv(tmp_path / "figures" / "bleu.csv") if r["series"] == "run"}
     assert bleu["1.0"] < 5 < 50 < bleu["2.0"]  # the trace itself in step 1 is the teacher's and does not count
+
+
+def stand_in_run(folder, steps, **settings):
+    """The records of a run: two seconds a step on four GPUs."""
+    folder.mkdir(parents=True)
+    rows = [{"step": s, "timing_s/step": 2.0, "actor/entropy_loss": 1.0} for s in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = {"launch": "torchrun", "parallel": {"workers": 4}, "batch": {"problems": 1000}, "rollout": {"n": 8}}
+    (folder / "config.yaml").write_text(yaml.safe_dump({**shared, "name": folder.name, **settings}))
+    return folder
+
+
+def test_analyze_counts_hours_and_data_of_runs_as_table_2(tmp_path):
+    pytest.importorskip("matplotlib")
+    luffy_run, sft = tmp_path / "runs" / "luffy", tmp_path / "runs" / "sft"
+    stand_in_run(luffy_run, 9, data={"train": "x"}, model={"path": "base"})
+    rows = [json.loads(line) | {"critic/rewards/mean": 0.5} for line in (luffy_run / "metrics.jsonl").open()]
+    (luffy_run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stand_in_run(sft, 18, data={"train": "x"}, model={"path": "base"})
+    after = stand_in_run(tmp_path / "runs" / "sft-rl", 9, data={"train": "x"}, guidance={"n_prefix": 0},
+                         model={"path": str(sft / "checkpoints" / "step-000018" / "model")})  # fmt: skip
+    (after / "metrics.jsonl").write_text((luffy_run / "metrics.jsonl").read_text())
+    assert luffy("analyze", luffy_run, sft, after, "--out", tmp_path / "a")[0] == 0
+    found = {}
+    for row in read_csv(tmp_path / "a" / "resources.csv"):
+        found.setdefault(row["series"], {})[row["panel"]] = float(row["y"])
+    hours = 9 * 2 * 4 / 3600
+    assert found["luffy"] == {"time": pytest.approx(hours), "on-policy responses": 63, "traces": 9}
+    assert found["sft"] == {"time": pytest.approx(2 * hours), "on-policy responses": 0, "traces": 18}
+    assert found["sft-rl"] == {"time": pytest.approx(3 * hours), "on-policy responses": 72, "traces": 18}
+
+
+def test_analyze_sets_evaluations_side_by_side_and_over_gamma(whole, tmp_path):
+    pytest.importorskip("matplotlib")
+    shapes = {"a": "p_div_p_0.5", "b": "p_div_p_0.05", "other": "no_reshape"}
+    for name, shape in shapes.items():
+        run = stand_in_run(tmp_path / "runs" / name, 1, algorithm={"off_policy_reshape": shape}, model={"path": "base"})
+        folder = shutil.copytree(whole[0], tmp_path / "evals" / name)
+        result = json.loads((folder / "result.json").read_text())
+        result["settings"]["model"] = str(run / "checkpoints" / "latest" / "model")
+        result["benchmarks"]["heldout"]["accuracy"] = len(name) / 10
+        (folder / "result.json").write_text(json.dumps(result))
+    (tmp_path / "runs" / "a" / "config.yaml").write_text("{broken")
+    assert luffy("analyze", tmp_path / "evals", "--out", tmp_path / "x")[0] == 0
+    assert not (tmp_path / "x" / "gamma.csv").exists()  # one gamma is no curve
+    stand_in_run(tmp_path / "c", 1, algorithm={"off_policy_reshape": "p_div_p_0.5"}, model={"path": "base"})
+    shutil.copy(tmp_path / "c" / "config.yaml", tmp_path / "runs" / "a" / "config.yaml")
+    assert luffy("analyze", tmp_path / "evals", "--out", tmp_path / "y")[0] == 0
+    bars = {row["series"]: float(row["y"]) for row in read_csv(tmp_path / "y" / "accuracy.csv")}
+    assert bars == {"a": 10.0, "b": 10.0, "other": 50.0}
+    assert [(float(r["x"]), float(r["y"])) for r in read_csv(tmp_path / "y" / "gamma.csv")] == [
+        (0.05, 10.0),
+        (0.5, 10.0),
+    ]
 
 
 def test_analyze_lengths_are_shares(whole, tmp_path):
