@@ -40,13 +40,13 @@ def mean_accuracy(evaluation: Evaluation) -> float:
 
 
 def accuracy_figures(evaluations: Mapping[str, Evaluation]) -> Iterator[Figure]:
-    """A panel for each suite with two evaluations or more."""
+    """A panel for each suite that two models or more were evaluated on, each once."""
     panels = [
         Panel(
             title, "evaluation", "accuracy (%)", _bars({n: mean_accuracy(e) for n, e in members.items()}), "bar", True
         )
         for title, members in by_suite(evaluations).items()
-        if len(members) > 1
+        if len({e.settings["model_identity"] for e in members.values()}) == len(members) > 1
     ]
     if panels:
         caption = "Mean accuracy (avg@k); benchmarks weigh the same."

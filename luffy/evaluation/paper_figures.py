@@ -104,7 +104,7 @@ def _draw_lines(ax: Any, panel: Panel, colours: dict[str, str]) -> None:
 
 
 def _draw_bars(ax: Any, panel: Panel, colours: dict[str, str]) -> None:
-    """The series of a histogram stand side by side within a bin; single bars carry their value instead of ticks."""
+    """The series of a histogram stand side by side within a bin; single bars have values above, names below."""
     single = all(len(series.x) == 1 for series in panel.series)
     for place, series in enumerate(panel.series):
         bin_width = series.x[1] - series.x[0] if len(series.x) > 1 else 1.0
@@ -114,12 +114,14 @@ def _draw_bars(ax: Any, panel: Panel, colours: dict[str, str]) -> None:
         if single:
             ax.bar_label(bars, fmt="%.1f", fontsize=9)
     if single:
-        ax.set_xticks([])
+        names = [series.name for series in panel.series]
+        ax.set_xticks([series.x[0] + 0.35 for series in panel.series], names, rotation=30, ha="right", fontsize=8)
 
 
 def _legend(canvas: Any, axes: Sequence[Any], panels: Sequence[Panel], names: Sequence[str]) -> None:
-    """Below the figure where panels share their series; in the axes of a single panel."""
-    if len(names) == 1 and len(panels) > 1:
+    """Below the figure where panels share their series; in the axes of a single panel; none for single bars."""
+    named_below = all(panel.kind == "bar" and all(len(s.x) == 1 for s in panel.series) for panel in panels)
+    if named_below or (len(names) == 1 and len(panels) > 1):
         return
     if len(panels) == 1:
         axes[0].legend(fontsize=9, frameon=False)

@@ -661,7 +661,7 @@ def test_analyze_draws_what_the_folders_allow(whole, options, problems, tmp_path
     (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
     code, out, err = luffy("analyze", run, whole[0], cooler, "--out", tmp_path / "figures", "--data", problems)
     assert code == 0, err
-    names = ["shaping", "dynamics", "clipping", "accuracy", "lengths", "temperatures", "bleu"]
+    names = ["shaping", "dynamics", "clipping", "lengths", "temperatures", "bleu"]
     assert [Path(line.split("  ")[0]).stem for line in out.splitlines()[:-1]] == names
     for name in names:
         assert (tmp_path / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
@@ -712,7 +712,8 @@ def test_analyze_sets_evaluations_side_by_side_and_over_gamma(whole, tmp_path):
         run = stand_in_run(tmp_path / "runs" / name, 1, algorithm={"off_policy_reshape": shape}, model={"path": "base"})
         folder = shutil.copytree(whole[0], tmp_path / "evals" / name)
         result = json.loads((folder / "result.json").read_text())
-        result["settings"]["model"] = str(run / "checkpoints" / "latest" / "model")
+        model = str(run / "checkpoints" / "latest" / "model")
+        result["settings"] |= {"model": model, "model_identity": model}
         result["benchmarks"]["heldout"]["accuracy"] = len(name) / 10
         (folder / "result.json").write_text(json.dumps(result))
     (tmp_path / "runs" / "a" / "config.yaml").write_text("{broken")

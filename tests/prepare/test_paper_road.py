@@ -1,14 +1,20 @@
-"""The commands of docs/paper.md, word for word and in their order, with a toy model and made-up rows."""
+"""Every command of docs/paper.md, word for word and in its order, with a toy model and made-up rows.
+
+What would take hours even so is made once for real and then copied: of trainings the recipe is read, of evaluations one
+for each suite and set of options is run. So a command that names a folder which no command before it makes fails.
+"""
 
 import json
 import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from prepare_support import byte_tokenizer
 from tiny_models import tiny_model
 from typer.testing import CliRunner
@@ -17,8 +23,15 @@ from luffy.cli import app
 from luffy.report.recorder import read_json_lines
 
 PAGE = (Path(__file__).parents[2] / "docs" / "paper.md").read_text(encoding="utf-8")
-TRAINED = ("paper/sft", "paper/sft_rl", "paper/luffy")  # the other recipes are only read
-EVALUATED = ("evals/paper-sft-math6", "evals/paper-luffy-math6", "evals/paper-luffy-ood")
+TRAINED = ("paper/on_policy", "paper/sft", "paper/sft_rl", "paper/luffy")  # the other recipes are only read
+# In place of each program of the page: its words, one a line, and an empty line. A command's own output may go to a file.
+RECORD = """
+exec 3>&1
+record() { printf '%s\\n' "$@" '' >&3; }
+luffy() { record luffy "$@"; }
+git() { record git "$@"; }
+cp() { record cp "$@"; }
+"""
 SMALL = [
     "launch=local",
     "parallel.workers=1",
@@ -28,6 +41,7 @@ SMALL = [
     "rollout.n=2",
     "rollout.max_tokens=64",
     "rollout.slots=8",
+    "algorithm.reject_extreme=false",
     "batch.problems=2",
     "batch.tokens=4096",
     "train.steps=1",
@@ -38,28 +52,22 @@ SMALL = [
     "reward.workers=1",
     "record.tensorboard=false",
 ]
-QUICK = ["--k", "1", "--limit", "1", "--max-tokens", "4", "--dtype", "float32", "--device", "cpu", "--workers", "1"]
+QUICK = ["--limit", "1", "--max-tokens", "4", "--dtype", "float32", "--device", "cpu", "--workers", "1"]
 
 
-def commands():
-    """Of all blocks of the page; a loop is written out."""
-    for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL):
-        names, body = [""], []
-        for line in block.splitlines():
-            if line.startswith("for run in "):
-                names, body = line.removeprefix("for run in ").removesuffix("; do").split(), []
-            elif line == "done":
-                yield from (shlex.split(inner.replace("$run", name)) for name in names for inner in body)
-                names = [""]
-            elif line.startswith("  "):
-                body.append(line)
-            else:
-                yield shlex.split(line)
+@pytest.fixture
+def commands(tmp_path):
+    """The words of every command in the blocks of the page, as bash reads them: loops and braces are written out."""
+    script = RECORD + "".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL))
+    folder = tmp_path / "shell"
+    folder.mkdir()
+    run = subprocess.run(["bash", "-euc", script], cwd=folder, capture_output=True, text=True, check=True)
+    return [command.split("\n") for command in run.stdout.removesuffix("\n\n").split("\n\n")]
 
 
 def luffy(*arguments):
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0, (arguments, result.output)
     return result.output
 
 
@@ -69,24 +77,27 @@ def write(path, rows):
 
 
 def make_sources(folder):
-    """A base model, rows in OpenR1's layout (every third without a right trace), and the authors' benchmark files."""
+    """A base model, rows in OpenR1's layout (every third without a right trace), and the authors' benchmark files; the
+    chat template that the page has."""
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder / "base")
     eos = tokenizer.eos_token_id
     tiny_model("qwen2", vocab_size=len(tokenizer), eos_token_id=eos).save_pretrained(folder / "base")
-    rows = [
-        {
-            "problem": f"What is {i}+{i}?", "answer": str(2 * i), "source": "made up", "uuid": str(i),
-            "generations": [f"<think>\nadd\n</think>\nSo \\boxed{{{2 * i + (i % 3 == 0)}}}"] * 2,
-            "correctness_math_verify": [i % 3 != 0] * 2, "question_type": "math-word-problem",
-        }
-        for i in range(1, 10)
-    ]  # fmt: skip
-    write(folder / "openr1.parquet", rows)
+    write(folder / "openr1.parquet", [openr1_row(i) for i in range(1, 10)])
+    write(folder / "extended.parquet", [openr1_row(i) for i in range(101, 107)])
+    (folder / "conversation.jinja").write_text(re.search(r"```jinja\n(.*?)```", PAGE, re.DOTALL)[1])
     names = ("aime", "aime25", "amc", "math", "minerva", "olympiad_bench")
     write(folder / "LUFFY" / "data" / "valid.all.parquet", [bench(name, "1+1?", "2") for name in names for _ in "ab"])
     choice = "Which?\n\nA. one\nB. two"
     write(folder / "LUFFY" / "data" / "valid.arc_c.parquet", [bench("arc_c", choice, "B")])
+
+
+def openr1_row(i):
+    return {
+        "problem": f"What is {i}+{i}?", "answer": str(2 * i), "source": "made up", "uuid": str(i),
+        "generations": [f"<think>\nadd\n</think>\nSo \\boxed{{{2 * i + (i % 3 == 0)}}}"] * 2,
+        "correctness_math_verify": [i % 3 != 0] * 2, "question_type": "math-word-problem",
+    }  # fmt: skip
 
 
 def bench(source, question, answer):
@@ -94,55 +105,102 @@ def bench(source, question, answer):
     return {"data_source": source, "prompt": chat, "reward_model": {"style": "rule", "ground_truth": answer}}
 
 
-def there(arguments):
-    """Without the folders of runs that this test does not make."""
-    return [a for a in arguments if not a.startswith(("runs/", "evals/")) or Path(a).is_dir()]
+class Road:
+    """Carries out one command of the page after the other, as small as it goes."""
 
+    def __init__(self):
+        self.evaluated = {}  # by suite and names of options: the folder of the evaluation that was run
 
-def carry_out(name, *rest):
-    """One command of the page, as small as it goes."""
-    if name == "git":
-        return
-    if name == "cp":
-        shutil.copytree(*rest[1:])
-        return
-    command, what = rest[0], rest[1]
-    if command in ("train", "sft"):
+    def carry_out(self, name, *rest):
+        if name == "luffy":
+            command = rest[0] if rest[0] != "eval" or rest[1] != "compare" else "compare"
+            getattr(self, command)(*rest)
+        elif name == "cp":
+            shutil.copytree(*rest[1:])
+
+    def train(self, command, recipe, *rest):
         mini = [] if command == "sft" else ["batch.mini_batch=1"]
-        mini += [] if what == "paper/luffy" else ["reward.kind=gsm8k"]  # that needs no process which imports SymPy
-        read_only = [] if what in TRAINED and not rest[2:] else ["--print-config"]
-        luffy(*rest, *SMALL, *mini, *read_only)
-    elif (command, what) == ("prepare", "model"):
-        luffy("prepare", "model", "base", *rest[3:])
-    elif (command, what) == ("prepare", "openr1"):
-        luffy("prepare", "openr1", "openr1.parquet", "--workers", 1, *rest[2:])
-    elif command == "eval" and what != "compare":
-        if rest[-1] in EVALUATED:
-            luffy(*rest, *QUICK)
-    elif sum(Path(a).is_dir() for a in rest) > (command == "eval"):  # it takes two to compare
-        luffy(*there(rest))
+        mini += [] if recipe == "paper/luffy" else ["reward.kind=gsm8k"]  # that needs no process which imports SymPy
+        if "--dry-run" in rest:
+            assert "\ndisk       up to " in luffy(command, recipe, *rest, *SMALL, *mini)
+        elif recipe in TRAINED and not rest:
+            luffy(command, recipe, *SMALL, *mini)
+        else:
+            config = luffy(command, recipe, *rest, *SMALL, *mini, "--print-config")
+            folder = Path("runs", yaml.safe_load(config)["name"])
+            if not folder.exists():
+                shutil.copytree("runs/paper-sft" if command == "sft" else "runs/paper-on-policy", folder, symlinks=True)
+                (folder / "config.yaml").write_text(config)
+
+    sft = train
+
+    def prepare(self, _, what, *rest):
+        if what == "model":
+            luffy("prepare", "model", "base", *rest[1:])
+        elif what == "openr1":
+            source, options = ("openr1.parquet", rest) if rest[0].startswith("--") else ("extended.parquet", rest[1:])
+            options = ["2" if word == "1000" else word for word in options]
+            luffy("prepare", "openr1", source, "--workers", 1, *options)
+        else:
+            luffy("prepare", what, *rest)
+
+    def eval(self, _, model, *rest):
+        options = dict(zip(rest[::2], rest[1::2], strict=True))
+        out = Path(options.pop("--out"))
+        assert not out.exists(), f"{out} is written twice"
+        assert Path(model).is_dir() or model.count("/") == 1, f"{model} is no hub id, and no command makes it"
+        like = (options["--suite"], *sorted(options))
+        if like not in self.evaluated:
+            here = model if Path(model).is_dir() else "models/Qwen2.5-Math-7B-16k"
+            fewer = [] if "--k" in options else ["--k", "1"]
+            luffy("eval", here, *rest, *QUICK, *fewer)
+            self.evaluated[like] = out
+            return
+        shutil.copytree(self.evaluated[like], out)
+        result = json.loads((out / "result.json").read_text())
+        result["settings"] |= {"model": model, "model_identity": model}
+        result["settings"] |= {"temperature": float(options.get("--temperature", 0.6))}
+        (out / "result.json").write_text(json.dumps(result))
+
+    def compare(self, *rest):
+        luffy(*rest)
+
+    def report(self, *rest):
+        luffy(*rest)
+
+    def generate(self, _, model, prompt, *rest):
+        assert luffy("generate", model, prompt, *rest, "--dtype", "float32", "--max-tokens", "4")
+
+    def analyze(self, *rest):
+        out = Path(rest[rest.index("--out") + 1])
+        assert not out.exists(), f"{out} is written twice"
+        assert "left out" not in luffy(*rest)
 
 
 @pytest.mark.slow
-def test_the_whole_road(tmp_path, monkeypatch):
+@pytest.mark.timeout(1200)  # 70 seconds of one core, more where others compute too
+def test_the_whole_road(tmp_path, monkeypatch, commands):
     monkeypatch.chdir(tmp_path)
     make_sources(tmp_path)
-    for words in commands():
-        carry_out(*words)
+    road = Road()
+    for words in commands:
+        road.carry_out(*words)
     card = json.loads(Path("data/openr1/card.json").read_text())
     assert (card["rows"]["read"], card["rows"]["train"], card["rows"]["held_out"]) == (9, 6, 3)
     assert pq.read_table("data/openr1-easy/train.parquet").num_rows == 6
     assert pq.read_table("data/benchmarks/validation.parquet").num_rows == 6  # the repeated rows once
     assert pq.read_table("data/benchmarks/validation.parquet")["prompt"][0].as_py() == "1+1?"
-    for run in ("paper-sft", "paper-sft-rl", "paper-luffy"):
+    for run in ("paper-on-policy", "paper-sft", "paper-sft-rl", "paper-luffy"):
         (*_, row) = read_json_lines(Path("runs", run, "metrics.jsonl"))
         assert row["step"] == 1 and "val-core/accuracy" in row
-    columns = [len(json.loads(Path(folder, "result.json").read_text())["benchmarks"]) for folder in EVALUATED]
-    assert columns == [6, 6, 1]
-    assert Path("analysis/dynamics.png").is_file() and Path("figure6.html").is_file()
+    shapes = [len(json.loads((out / "result.json").read_text())["benchmarks"]) for out in road.evaluated.values()]
+    assert sorted(shapes) == [1, 1, 1, 1, 2, 6, 6, 6]  # ood and math6 with three kinds of prompts, BLEU, Figure 12
+    for file in re.findall(r"`((?:analysis/)?figure[\w/]+\.(?:png|html))`", PAGE):
+        assert Path(file).is_file(), f"{file} is on the page, and no command makes it"
+    assert Path("analysis/table2/resources.png").is_file() and Path("analysis/bleu/bleu.png").is_file()
 
 
-def test_an_empty_folder_is_told_what_to_prepare(tmp_path, monkeypatch, capsys):
+def test_an_empty_folder_is_told_what_to_prepare(tmp_path, monkeypatch, capsys, commands):
     from luffy.cli import main
 
     monkeypatch.chdir(tmp_path)
@@ -152,6 +210,5 @@ def test_an_empty_folder_is_told_what_to_prepare(tmp_path, monkeypatch, capsys):
     assert end.value.code == 2
     said = capsys.readouterr().err
     asked = [shlex.split(line) for line in said.splitlines()[1:]]
-    on_page = list(commands())
-    assert asked[0] in on_page and asked[1] in on_page and asked[2][-6:] in on_page
+    assert asked[0] in commands and asked[1] in commands and asked[2][-6:] in commands
     assert "data/benchmarks/validation.parquet" in said and "held_out" not in said
