@@ -70,7 +70,7 @@ class DataConfig:
     )
     split: str = knob("train", "split to take from a dataset folder or hub id for training")
     eval_split: str = knob("test", "split to take from a dataset folder or hub id for evaluation")
-    format: Literal["auto", "luffy", "verl", "openr1", "gsm8k", "completion", "messages"] = knob(
+    format: Literal["auto", "luffy", "verl", "openr1", "gsm8k", "completion", "messages", "sharegpt", "alpaca"] = knob(
         "auto", "schema of the rows; auto recognises it by the columns"
     )
     columns: dict[str, str] = knob(

@@ -10,7 +10,9 @@ from luffy.errors import DataError
 from luffy.hub import HUB_PATH, hub_fault
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-DATA_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow")
+CSV_SUFFIX = ".csv"
+FIRST_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".arrow")
+DATA_SUFFIXES = (*FIRST_SUFFIXES, CSV_SUFFIX)
 METADATA_FILES = {"state.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "config.json"}
 SPLIT_WORDS = {
     "train": {"train", "training"},
@@ -31,33 +33,41 @@ def files_of(path: str, split: str) -> list[str]:
 
 
 def _folder_files(folder: Path, split: str) -> list[Path]:
-    """Files of the split in the folder itself, else in its subfolder for the split, ``data``, or the only one."""
-    direct = sorted(file for file in folder.iterdir() if _is_data_file(file))
+    """Files of the split in the folder itself, else in its subfolder for the split, ``data``, or the only one. Tables
+    lie beside many datasets: CSV files count only where there is no data file of another type."""
+    for suffixes in (FIRST_SUFFIXES, DATA_SUFFIXES):
+        if _has_data(folder, suffixes):
+            return _files_below(folder, split, suffixes)
+    raise DataError(f"{folder}: no data file in this folder; known types: {', '.join(DATA_SUFFIXES)}")
+
+
+def _files_below(folder: Path, split: str, suffixes: tuple[str, ...]) -> list[Path]:
+    direct = sorted(file for file in folder.iterdir() if _is_data_file(file, suffixes))
     if direct:
         return _of_one_type(folder, _of_split(folder, direct, split))
-    subfolders = sorted(sub for sub in folder.iterdir() if sub.is_dir() and _has_data(sub))
-    if not subfolders:
-        raise DataError(f"{folder}: no data file in this folder; known types: {', '.join(DATA_SUFFIXES)}")
+    shown = (sub for sub in folder.iterdir() if sub.is_dir() and not sub.name.startswith("."))
+    subfolders = sorted(sub for sub in shown if _has_data(sub, suffixes))
     for wanted in (_words(split), {"data"}):
         chosen = [sub for sub in subfolders if sub.name.lower() in wanted]
         if chosen:
-            return _folder_files(chosen[0], split)
+            return _files_below(chosen[0], split, suffixes)
     if len(subfolders) > 1 or any(subfolders[0].name.lower() in words for words in SPLIT_WORDS.values()):
         names = ", ".join(sub.name for sub in subfolders)
         raise DataError(
             f"{folder}: no file of split {split!r} here, only the subfolders {names}; name one, e.g. {subfolders[0]}"
         )
-    return _folder_files(subfolders[0], split)
+    return _files_below(subfolders[0], split, suffixes)
 
 
-def _is_data_file(file: Path) -> bool:
+def _is_data_file(file: Path, suffixes: tuple[str, ...]) -> bool:
     ignored = file.name in METADATA_FILES or file.name.startswith((".", "_", "cache-"))
-    return file.is_file() and file.suffix.lower() in DATA_SUFFIXES and not ignored
+    return file.is_file() and file.suffix.lower() in suffixes and not ignored
 
 
-def _has_data(folder: Path) -> bool:
-    hidden = folder.name.startswith(".")
-    return not hidden and any(_is_data_file(file) for file in folder.rglob("*"))
+def _has_data(folder: Path, suffixes: tuple[str, ...]) -> bool:
+    """Whether a data file lies in the folder or below it, hidden subfolders aside."""
+    files = (file.relative_to(folder) for file in folder.rglob("*") if _is_data_file(file, suffixes))
+    return any(not any(part.startswith(".") for part in file.parts) for file in files)
 
 
 def _words(split: str) -> set[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from luffy.data.repeats import repeated, text_hash
 from luffy.data.schemas import (
     ABSENT,
+    CHATS,
     READERS,
     ReadOptions,
     RowView,
@@ -56,6 +57,7 @@ class ProblemDataset:
         self.skipped: Counter[str] = Counter()
         self.messages: list[str] = []
         self._good = array("q")
+        self._several_turns = array("q")
         self._check_rows()
 
     def __len__(self) -> int:
@@ -72,6 +74,16 @@ class ProblemDataset:
     def schemas(self) -> tuple[str, ...]:
         """The layouts that were recognised, one per file."""
         return tuple(self._schema_of_part[part] for part in sorted(self._schema_of_part))
+
+    @property
+    def turns_notices(self) -> list[str]:
+        """A line if chats have assistant turns before the last: nothing is learned from those."""
+        rows = self._several_turns
+        if not rows:
+            return []
+        counted = f"{len(rows)} of {len(self)} problems are chats with several assistant turns"
+        what = "only the last turn is the trace, the earlier ones are prompt: split such rows to train on every turn"
+        return [f"{counted}, first: {self.source.name(rows[0])}; {what}"]
 
     @property
     def fingerprint(self) -> str:
@@ -113,6 +125,8 @@ class ProblemDataset:
                 self._reject(error)
                 continue
             self._good.append(index)
+            if self._schema_of_part[self.source.part(index)] in CHATS and _has_earlier_turns(problem):
+                self._several_turns.append(index)
             hashes.append(text_hash(problem.id))
             if len(self._good) == self._limit:
                 break
@@ -153,6 +167,7 @@ class ProblemDataset:
             first.setdefault(problem_id, row)
         if dropped:
             self._good = array("q", (row for row in self._good if row not in dropped))
+            self._several_turns = array("q", (row for row in self._several_turns if row not in dropped))
 
 
 def load_problems(
@@ -160,6 +175,11 @@ def load_problems(
 ) -> ProblemDataset:
     """Open a file, folder or hub dataset and read its problems; ``options`` are those of ``ProblemDataset``."""
     return ProblemDataset(open_source(path, split), **options)
+
+
+def _has_earlier_turns(problem: Problem) -> bool:
+    chat = problem.prompt
+    return bool(problem.traces) and not isinstance(chat, str) and any(turn.role == "assistant" for turn in chat)
 
 
 def _absent(columns: Mapping[str, str], row: Row) -> dict[str, str]:

@@ -25,6 +25,7 @@ ROW_KEY = "__row__"
 ABSENT = object()
 LONGEST_NAMES = 300
 LOWEST = -sys.float_info.max  # a whole number may be lower, and no float holds it
+SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 LABELS = ("correctness_math_verify", "correctness_llama")
 """Columns of OpenR1 that judge its generations: Math-Verify's verdicts, a language model's."""
 
@@ -144,18 +145,77 @@ def read_completion(row: RowView) -> Problem:
 def read_chat(row: RowView) -> Problem:
     """``{"messages", "answer"?}``: an assistant turn at the end of the chat is the trace, what comes before it the
     prompt; without one the whole chat is the prompt."""
-    chat = row.get("messages")
+    return _read_chat(row, "messages", row.get("messages"))
+
+
+def read_sharegpt(row: RowView) -> Problem:
+    """``{"conversations", "system"?, "answer"?}``: a chat whose turns are called ``from`` and ``value``."""
+    turns = row.get("conversations")
+    chat = turns
+    if _is_full_list(turns):
+        chat = [*_system_turn(row), *(_sharegpt_turn(row, place, turn) for place, turn in enumerate(turns))]
+    return _read_chat(row, "conversations", chat)
+
+
+def _read_chat(row: RowView, column: str, chat: Any) -> Problem:
     if not _is_chat(chat):
-        raise row.unexpected("messages", "a non-empty list of chat messages", chat)
+        raise row.unexpected(column, "a non-empty list of chat messages", chat)
     ends = len(chat) - 1 if chat[-1].get("role") == "assistant" else len(chat)
-    traces = read_traces(row, f"messages[{ends}]", chat[ends]) if ends < len(chat) else ()
-    opened = replace(row, values={**row.values, "messages": chat[:ends]})
+    traces = read_traces(row, f"{column}[{ends}]", chat[ends]) if ends < len(chat) else ()
     return build(
-        opened,
-        used=("id", "messages", "answer", "source"),
-        prompt_column="messages",
+        replace(row, values={**row.values, column: chat[:ends]}),
+        used=("id", column, "answer", "source", *(("system",) if column == "conversations" else ())),
+        prompt_column=column,
         traces=traces,
-        trace_column="messages",
+        trace_column=column,
+    )
+
+
+def _sharegpt_turn(row: RowView, place: int, turn: Any) -> dict[str, Any]:
+    """As a chat message. Some files already have ``role`` and ``content`` there."""
+    where = f"conversations[{place}]"
+    if not isinstance(turn, Mapping):
+        raise row.fault(where, f"expected a turn with 'from' and 'value', found {shown(turn)}")
+    if "role" in turn:
+        return dict(turn)
+    role = SHAREGPT_ROLES.get(str(turn.get("from")))
+    if role is None:
+        raise row.fault(
+            f"{where}.from", f"expected one of {', '.join(SHAREGPT_ROLES)}, found {shown(turn.get('from'))}"
+        )
+    return {"role": role, "content": turn.get("value")}
+
+
+def _system_turn(row: RowView) -> list[dict[str, str]]:
+    """The column ``system`` as the first message of a chat; none where it is blank."""
+    text = none_if_blank(row.get("system"))
+    if text is None:
+        return []
+    if not isinstance(text, str):
+        raise row.unexpected("system", "a string", text)
+    return [{"role": "system", "content": text}]
+
+
+def read_alpaca(row: RowView) -> Problem:
+    """``{"instruction", "input"?, "output", "system"?, "answer"?}``: the output is the trace; the input stands behind
+    the instruction."""
+    if row.get("history"):
+        raise row.fault("history", "earlier turns are not read here", "write such rows as messages or leave them out")
+    question = row.get("instruction")
+    if not isinstance(question, str) or not question.strip():
+        raise row.unexpected("instruction", "a non-empty string", question)
+    given = none_if_blank(row.get("input"))
+    if given is not None and not isinstance(given, str):
+        raise row.unexpected("input", "a string", given)
+    question = question if given is None else f"{question}\n\n{given}"
+    system = _system_turn(row)
+    prompt = [*system, {"role": "user", "content": question}] if system else question
+    return build(
+        replace(row, values={**row.values, "instruction": prompt}),
+        used=("id", "instruction", "input", "output", "system", "history", "answer", "source"),
+        prompt_column="instruction",
+        traces=read_traces(row, "output", none_if_blank(row.get("output"))),
+        trace_column="output",
     )
 
 
@@ -185,6 +245,8 @@ READERS: dict[str, Reader] = {
     "gsm8k": read_gsm8k,
     "completion": read_completion,
     "messages": read_chat,
+    "sharegpt": read_sharegpt,
+    "alpaca": read_alpaca,
     "columns": read_columns,
 }
 LAYOUTS = {
@@ -194,7 +256,11 @@ LAYOUTS = {
     "gsm8k": "question, answer with ####",
     "completion": "prompt, completion, answer?",
     "messages": "messages, answer?",
+    "sharegpt": "conversations, answer?",
+    "alpaca": "instruction, input?, output, answer?",
 }
+CHATS = ("messages", "sharegpt")
+"""Layouts in which a chat is prompt and trace in one."""
 
 
 TRACE_COLUMNS = {
@@ -217,7 +283,11 @@ def detect(row: Mapping[str, Any]) -> str | None:
         return "completion"
     if "prompt" in row:
         return "luffy"
-    return "messages" if "messages" in row else None
+    if "messages" in row:
+        return "messages"
+    if "conversations" in row:
+        return "sharegpt"
+    return "alpaca" if "instruction" in row and "output" in row else None
 
 
 def overlooked_trace(row: RowView, layout: str) -> RowError | None:

@@ -1,15 +1,18 @@
 """Random access to the raw rows of a dataset, in memory that does not grow with the data.
 
-JSON lines keep only byte offsets; Arrow files are memory-mapped; a Parquet file small enough is decoded
+JSON and CSV files keep only byte offsets; Arrow files are memory-mapped; a Parquet file small enough is decoded
 once, a larger one is copied once to an Arrow file on disk (shuffled access to a Parquet file would decode a
 whole row group per row). A row that cannot be read is a ``RowError``, so that the caller may skip it.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
+import mmap
 import os
+import sys
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
@@ -23,7 +26,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from luffy.data.data_files import DATA_SUFFIXES, JSON_SUFFIXES, files_of
+from luffy.data.data_files import CSV_SUFFIX, DATA_SUFFIXES, JSON_SUFFIXES, files_of
+from luffy.data.json_list import NotOneList, element_spans
 from luffy.errors import DataError
 from luffy.files import cache_folder, whole_file
 
@@ -104,52 +108,41 @@ class RowSource(ABC):
         return 0
 
 
-class JsonLines(RowSource):
-    """One JSON object per line; blank lines are ignored."""
+class TextRows(RowSource):
+    """Rows that are stretches of a text file. A subclass finds them and parses one."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._starts = array("q")
-        self._lines = array("q")
+        self._ends = array("q")
+        self._numbers = array("q")
         self._index()
-        if not self._lines:
-            raise DataError(f"{path}: the file is empty; give a file with one JSON object per line")
+        if not self._numbers:
+            raise DataError(f"{path}: the file is empty; give a file with data")
 
+    @abstractmethod
     def _index(self) -> None:
-        """One pass gives the rows' places and the fingerprint, so that the file is read once less."""
-        digest, position = hashlib.sha256(), 0
-        with open(self.path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                digest.update(line)
-                skipped = len(BOM) if position == 0 and line.startswith(BOM) else 0
-                text = line[skipped:].strip()
-                if text:
-                    if not self._lines and text.startswith(b"["):
-                        raise self._list_error()
-                    self._starts.append(position + skipped)
-                    self._lines.append(number)
-                position += len(line)
-            self._state = _file_state(file)
-        self._starts.append(position)
-        self.fingerprint = digest.hexdigest()
+        """Call ``_add`` for each row in order, then set the fingerprint and ``_state``."""
 
-    def _list_error(self) -> DataError:
-        return DataError(
-            f"{self.path}: holds one JSON list instead of one object per line; convert it with "
-            f"jq -c '.[]' {self.path} > {Path(self.path).with_suffix('.jsonl').name}"
-        )
+    @abstractmethod
+    def _parse(self, index: int, text: bytes) -> Row: ...
+
+    def _add(self, start: int, end: int, number: int) -> None:
+        self._starts.append(start)
+        self._ends.append(end)
+        self._numbers.append(number)
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._numbers)
 
     def number(self, index: int) -> int:
-        return self._lines[index]
+        return self._numbers[index]
 
     def scan(self) -> Iterator[Row | RowError]:
         with open(self.path, "rb") as file:
             for index in range(len(self)):
                 try:
-                    row: Row | RowError = self._parse(index, self._line(file, index))
+                    row: Row | RowError = self._parse(index, self._text(file, index))
                 except RowError as error:
                     row = error
                 yield row
@@ -157,12 +150,12 @@ class JsonLines(RowSource):
     def _row(self, index: int) -> Row:
         # A file opened per row, not held: safe across threads, forks and pickling.
         with open(self.path, "rb") as file:
-            return self._parse(index, self._line(file, index))
+            return self._parse(index, self._text(file, index))
 
-    def _line(self, file: BinaryIO, index: int) -> bytes:
+    def _text(self, file: BinaryIO, index: int) -> bytes:
         self._check_unchanged(file)
         file.seek(self._starts[index])
-        return file.read(self._starts[index + 1] - self._starts[index])
+        return file.read(self._ends[index] - self._starts[index])
 
     def _check_unchanged(self, file: BinaryIO) -> None:
         """A file that was only touched or copied anew is read once more, and goes on."""
@@ -173,19 +166,103 @@ class JsonLines(RowSource):
             raise DataError(f"{self.path}: the file changed while it was in use; start again")
         self._state = state
 
-    def _parse(self, index: int, line: bytes) -> Row:
+    def _parse_json(self, index: int, text: bytes) -> Row:
         try:
-            row = json.loads(line.decode("utf-8"), parse_float=JsonFloat)
+            row = json.loads(text.decode("utf-8"), parse_float=JsonFloat)
         except UnicodeDecodeError as error:
             raise RowError(self.name(index), f"not UTF-8 text ({error.reason})", "json") from error
         except (ValueError, RecursionError) as error:
             reason = str(error).partition(": line")[0]
-            raise RowError(self.name(index), f"not valid JSON ({reason}), found {shown(line)}", "json") from error
+            raise RowError(self.name(index), f"not valid JSON ({reason}), found {shown(text)}", "json") from error
         if not isinstance(row, dict):
             raise RowError(self.name(index), f"expected a JSON object, found {shown(row)}", "json")
-        if b"\\ud" in line.lower() and _has_lone_surrogate(row):
+        if b"\\ud" in text.lower() and _has_lone_surrogate(row):
             raise RowError(self.name(index), "half of a surrogate pair (\\ud...) is no text", "json")
         return row
+
+
+class JsonLines(TextRows):
+    """One JSON object per line; blank lines are ignored."""
+
+    def _index(self) -> None:
+        """One pass gives the rows' places and the fingerprint, so that the file is read once less."""
+        digest, position = hashlib.sha256(), 0
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                digest.update(line)
+                skipped = len(BOM) if position == 0 and line.startswith(BOM) else 0
+                if line[skipped:].strip():
+                    self._add(position + skipped, position + len(line), number)
+                position += len(line)
+            self._state = _file_state(file)
+        self.fingerprint = digest.hexdigest()
+
+    def _parse(self, index: int, text: bytes) -> Row:
+        return self._parse_json(index, text)
+
+
+class JsonList(TextRows):
+    """One JSON list of objects. A row's number is its place in the list: a list may be one long line."""
+
+    def _index(self) -> None:
+        with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            self._state = _file_state(file)
+            self.fingerprint = hashlib.sha256(data).hexdigest()
+            try:
+                for number, (start, end) in enumerate(element_spans(data), start=1):
+                    self._add(start, end, number)
+            except NotOneList as error:
+                raise DataError(
+                    f"{self.path}: begins with a JSON list, but {error}; give one list or one object per line"
+                ) from error
+
+    def _parse(self, index: int, text: bytes) -> Row:
+        return self._parse_json(index, text)
+
+
+class CsvRows(TextRows):
+    """Comma-separated values under a line of column names. All values are texts; an empty one is null."""
+
+    def _index(self) -> None:
+        csv.field_size_limit(sys.maxsize)  # a trace may be long
+        self._columns: list[str] = []
+        with open(self.path, "rb") as file:
+            self._state = _file_state(file)
+            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            file.seek(len(BOM) if file.read(len(BOM)) == BOM else 0)
+            for start, end, number in _csv_records(file):
+                if self._columns:
+                    self._add(start, end, number)
+                    continue
+                here = file.tell()
+                file.seek(start)
+                self._columns = self._header(file.read(end - start))
+                file.seek(here)
+
+    def _header(self, text: bytes) -> list[str]:
+        try:
+            names = self._values(text)
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise DataError(f"{self.path}: its first line is no list of column names ({error}); fix it") from error
+        if len(set(names)) < len(names) or not all(name.strip() for name in names):
+            raise DataError(f"{self.path}: the first line must name every column once, found {shown(names)}; fix it")
+        return names
+
+    def _values(self, text: bytes) -> list[str]:
+        return next(csv.reader([text.decode("utf-8")], strict=True))
+
+    def _parse(self, index: int, text: bytes) -> Row:
+        try:
+            values = self._values(text)
+        except UnicodeDecodeError as error:
+            raise RowError(self.name(index), f"not UTF-8 text ({error.reason})", "csv") from error
+        except csv.Error as error:
+            raise RowError(self.name(index), f"not valid CSV ({error}), found {shown(text)}", "csv") from error
+        if len(values) != len(self._columns):
+            what = f"expected {len(self._columns)} values, one per column, found {len(values)}"
+            raise RowError(self.name(index), what, "csv")
+        return {name: value or None for name, value in zip(self._columns, values, strict=True)}
 
 
 class ArrowRows(RowSource):
@@ -345,6 +422,23 @@ def _digest_of(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _csv_records(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+    """First byte, end and first line of each record from here on; a quoted value may have line breaks. A record that is
+    no valid CSV is among them."""
+    reader = csv.reader((line.decode("latin-1") for line in iter(file.readline, b"")), strict=True)
+    while True:
+        start, number = file.tell(), reader.line_num + 1
+        try:
+            if next(reader) == []:  # a blank line
+                continue
+        except StopIteration:
+            return
+        except csv.Error:
+            if file.tell() == start:
+                return
+        yield start, file.tell(), number
+
+
 def _file_state(file: BinaryIO) -> tuple[int, int, int]:
     """Changes whenever the bytes do."""
     now = os.fstat(file.fileno())
@@ -368,13 +462,25 @@ def _has_lone_surrogate(row: Row) -> bool:
 
 def _open_file(path: str) -> RowSource:
     suffix = Path(path).suffix.lower()
-    if suffix in JSON_SUFFIXES:
-        return JsonLines(path)
     if suffix not in DATA_SUFFIXES:
         raise DataError(f"{path}: unknown file type {suffix!r}; give one of {', '.join(DATA_SUFFIXES)}")
     if os.path.getsize(path) == 0:
         raise DataError(f"{path}: the file is empty; give a file with data")
+    if suffix in JSON_SUFFIXES:
+        return JsonList(path) if _begins_a_list(path) else JsonLines(path)
+    if suffix == CSV_SUFFIX:
+        return CsvRows(path)
     return ParquetRows(path) if suffix == ".parquet" else ArrowRows(path)
+
+
+def _begins_a_list(path: str) -> bool:
+    """Whether the first character other than white space is a bracket."""
+    with open(path, "rb") as file:
+        file.seek(len(BOM) if file.read(len(BOM)) == BOM else 0)
+        text = b""
+        while (block := file.read(1 << 16)) and not (text := block.strip()):
+            pass
+    return text.startswith(b"[")
 
 
 def _shorten_floats(rows: Sequence[Row], fields: Iterable[pa.Field]) -> None:

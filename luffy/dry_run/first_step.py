@@ -56,7 +56,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     if renting.price is not None and not place.on_gpu:
         raise UserError("--gpu-price is for GPUs, and this run is meant for the CPU: name one with --gpu")
     setup.check_names(cfg, method)
-    notices = check_trackers(cfg)
+    notices = check_trackers(cfg) + ([place.notice] if place.notice else [])
     tokenizer = setup.load_policy_tokenizer(cfg.model)
     encoder = build_encoder(cfg, tokenizer)
     tasks = load_training_tasks(cfg, encoder, sft=method == "sft")
@@ -77,6 +77,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
                 planner = build_planner(cfg, steps, encoder.stops(()), tokenizer)
                 plan = FirstStep(cfg, tasks, planner, verifier, tokenizer).plan()
     batch = [group[0].task for group in plan.groups] if plan else first_problems(cfg, tasks)
+    notices += tasks.problems.turns_notices
     notices += repeated_problems(cfg, len(tasks)) + equal_prompts(tasks, eval_tasks)
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
     scored = scoring_passes(cfg, model, others.teacher, len(batch)) if method == "rl" else 0.0

@@ -31,15 +31,32 @@ class Place:
     total: float
     name: str
     rented: str | None = None
+    notice: str | None = None
 
     @classmethod
     def of(cls, cfg: Config, renting: Renting) -> Place:
         """A GPU that is named is meant. Several processes that ask for no CPU are meant for GPUs, H200s where this
         machine has none."""
         several = cfg.model.device != "cpu" and cfg.launch != "local"
-        rented = renting.gpu or ("h200" if several and not torch.cuda.is_available() else None)
+        absent = renting.gpu is None and several and not torch.cuda.is_available()
+        rented = "h200" if absent else renting.gpu
         if rented is None:
             on_gpu = setup.pick_device(cfg.model.device) == "cuda"
             return cls(on_gpu, *memory_of_machine(on_gpu))
         memory = gpu_named(rented).memory
-        return cls(True, memory, memory, f"a rented {rented.upper()}", rented)
+        notice = no_gpu_notice(cfg) if absent else None
+        return cls(True, memory, memory, f"a rented {rented.upper()}", rented, notice)
+
+
+def no_gpu_notice(cfg: Config) -> str:
+    """What a run of several processes meets on a machine without a GPU."""
+    workers = cfg.parallel.workers
+    here = f"a run started here would train on the CPU in {workers} processes"
+    if cfg.model.device == "cuda":
+        here = "a run started here would end with an error"
+    elif cfg.launch == "ray":
+        here = "Ray needs nodes that have one"
+    return (
+        f"this machine has no GPU: memory and cost are for {workers} x H200, and {here}; name other GPUs with "
+        "--gpu, or set model.device=cpu to estimate for this CPU"
+    )

@@ -35,6 +35,15 @@ class Spec:
     k: int = ONE
 
 
+# How to make the files of a suite, for the error that says that they are not there.
+GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/test.jsonl"
+MAKE_BENCHMARKS = "make them: luffy prepare benchmarks LUFFY/data --out {folder} (docs/paper.md, Model and data)"
+HOW_TO_MAKE = {
+    "math6": MAKE_BENCHMARKS,
+    "ood": MAKE_BENCHMARKS,
+    "gsm8k": f"fetch it: curl --create-dirs --output {{folder}}/gsm8k/test.jsonl {GSM8K_URL}",
+}
+
 _MATH6 = ("benchmarks/math6.parquet",)
 SUITES: dict[str, tuple[Spec, ...]] = {
     "math6": (
@@ -94,7 +103,7 @@ def load_suite(
     if name in SUITES:
         if columns:
             raise UserError(f"--column names columns of a file, and {name} is a suite; drop it")
-        suite = _builtin(name, data_folder(data))
+        suite = _builtin(name, data_folder(data, name))
     elif Path(name).exists():
         suite = _from_file(Path(name), reward or "math", columns or {})
     else:
@@ -109,10 +118,11 @@ def load_suite(
     return replace(suite, benchmarks=readable, missing=suite.missing + unreadable, left_out=tuple(left_out))
 
 
-def data_folder(given: Path | None) -> Path:
+def data_folder(given: Path | None, suite: str) -> Path:
     named = given or (Path(os.environ[DATA_VARIABLE]) if os.environ.get(DATA_VARIABLE) else None)
     if named is None:
-        raise UserError(f"no data folder: give --data FOLDER or set {DATA_VARIABLE} to the folder with the benchmarks")
+        how = HOW_TO_MAKE[suite].format(folder="FOLDER")
+        raise UserError(f"no data folder: give --data FOLDER or set {DATA_VARIABLE}; if you have no data, {how}")
     if not named.is_dir():
         raise UserError(f"the data folder {named} does not exist; correct --data or {DATA_VARIABLE}")
     return named
@@ -127,7 +137,8 @@ def _builtin(name: str, folder: Path) -> Suite:
         else:
             found.append(_read(spec, file))
     if not found:
-        raise UserError(f"suite {name}: none of its files is there: {', '.join(missing)}")
+        how = HOW_TO_MAKE[name].format(folder=folder)
+        raise UserError(f"suite {name}: none of its files is there: {', '.join(missing)}; {how}")
     return Suite(name, tuple(found), tuple(missing))
 
 

@@ -37,7 +37,7 @@ class CheckOptions:
     max_trace_tokens: int = 8192
     reward: str = "math"
     verify: int = 200
-    examples: int = 10
+    examples: int = 3
     workers: int = 2
     columns: Mapping[str, str] | None = None
     answer_in_thought: bool = False
@@ -55,6 +55,7 @@ def check_file(path: str, options: CheckOptions) -> dict[str, Any]:
         "rows": len(problems),
         "skipped": dict(problems.skipped),
         "skipped_examples": problems.messages,
+        "turns_notices": problems.turns_notices,
         **contents,
         "repeated": _pairs(repeated(hashes), problems, problems),
     }
@@ -214,6 +215,7 @@ def report_lines(report: dict[str, Any], full: bool = False) -> Iterator[str]:
     if report["without_answer"]:
         taken = "luffy sft takes them, luffy train stops at them or, with data.bad_rows=skip, leaves them out"
         yield f"no answer   {report['without_answer']:,} problems: {taken}"
+    yield from (f"warning     {line}" for line in report["turns_notices"])
     yield from _equal_prompt_lines(report)
     yield (
         f"traces      {report['traces']:,}; {100 * report['share_with_traces']:.1f}% of the problems have one; "

@@ -98,7 +98,7 @@ def check(
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="budget to compare with")] = 1024,
     max_trace_tokens: Annotated[int, typer.Option(min=1, help="budget to compare with")] = 8192,
     verify: Annotated[int, typer.Option(min=0, help="how many problems' traces to verify; 0: none")] = 200,
-    examples: Annotated[int, typer.Option(min=0, help="how many problems to show")] = 10,
+    examples: Annotated[int, typer.Option(min=0, help="how many problems to show")] = 3,
     workers: Workers = 2,
     full: Annotated[bool, typer.Option("--full", help="show long prompts and traces whole")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="the whole report as one JSON object")] = False,

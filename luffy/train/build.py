@@ -75,6 +75,7 @@ def build_run(cfg: Config, method: Method, world: World, resume: str, allow_chan
             if world.joined and cfg.parallel.check_gradients:
                 check_gradients(run.policy, run.engines.replica.model)
         messages.notices += left_out(run.tasks.report, run.eval_report)
+        messages.notices += run.tasks.problems.turns_notices
         messages.notices += repeated_problems(cfg, len(run.tasks))
         messages.notices += equal_prompts(run.tasks, run.eval_tasks)
         if method == "rl":

@@ -87,7 +87,7 @@ def test_a_column_that_only_rows_beyond_the_limit_have_is_not_mistyped(write_jso
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schema": "alpaca"}, "data.format='alpaca' is unknown; known: auto, luffy, verl"),
+        ({"schema": "jeopardy"}, "data.format='jeopardy' is unknown; known: auto, luffy, verl"),
         ({"schema": "columns"}, "names no prompt column"),
         ({"columns": {"answer": "a"}}, "names no prompt column"),
         ({"columns": {"prompt": "p", "reply": "a"}}, "unknown field 'reply'; known: prompt, answer"),
@@ -224,3 +224,23 @@ def test_a_row_without_a_trace_and_one_with_its_own_are_fine(write_jsonl):
     assert [len(p.traces) for p in load_problems(write_jsonl(rows))] == [1, 0, 1]
     own = load_problems(write_jsonl([PLAIN, PLAIN | {"completion": "b"}], "own.jsonl"), schema="luffy")
     assert [p.traces for p in own] == [(), ()]  # the user said how to read it
+
+
+def test_assistant_turns_before_the_last_are_reported(write_jsonl):
+    def chat(*contents):
+        return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+
+    rows = [
+        {"messages": chat("q", "a")},
+        {"messages": chat("q", "a", "more?", "b")},
+        {"messages": chat("q", "a", "why?")},
+    ]
+    path = write_jsonl([*rows, {"messages": chat("q", "a", "b?", "b", "c?", "c")}])
+    (notice,) = load_problems(path, require_answer=False).turns_notices
+    assert notice.startswith(f"2 of 4 problems are chats with several assistant turns, first: {path}:2; only the last")
+    assert load_problems(write_jsonl(rows[:1]), require_answer=False).turns_notices == []
+    # a prompt that is a chat with turns of its own loses nothing: its trace is a column of its own
+    verl = {"prompt": chat("q", "a", "more?"), "reward_model": {"ground_truth": "1"}, "target": "b"}
+    assert load_problems(write_jsonl([verl])).turns_notices == []
+    shared = [{"from": ("human", "gpt")[i % 2], "value": str(i)} for i in range(4)]
+    assert load_problems(write_jsonl([{"conversations": shared}]), require_answer=False).turns_notices

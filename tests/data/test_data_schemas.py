@@ -40,6 +40,9 @@ def fault(row: dict[str, Any], schema: str | None = None, **options: Any) -> str
         ({"prompt": "q", "completion": "c"}, "completion"),
         ({"messages": [{"role": "user", "content": "q"}]}, "messages"),
         ({"prompt": "q", "messages": []}, "luffy"),
+        ({"conversations": [{"from": "human", "value": "q"}]}, "sharegpt"),
+        ({"instruction": "q", "output": "a"}, "alpaca"),
+        ({"instruction": "q", "output": "a", "messages": []}, "messages"),
         ({"prompt": "q", "completion": "c", "answer": "1"}, "completion"),
         ({"question": "q", "answer": "3"}, None),
         ({"instruction": "q", "label": "3"}, None),
@@ -318,6 +321,47 @@ def test_faults_of_a_chat():
     assert "column 'messages[1]'" in fault({"messages": turns("q", ""), "answer": "1"})
     assert "data.columns={prompt: messages, answer: ..., traces: messages}" not in fault({"messages": turns("q", "a")})
     assert "luffy sft" in fault({"messages": turns("q", "a")})
+
+
+def test_sharegpt():
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    problem = read({"conversations": turns, "answer": "3", "id": "x", "level": 2})
+    assert problem.prompt == (Message("user", "q"),) and problem.traces == (Trace(text="a"),)
+    assert (problem.answer, problem.id, problem.meta) == ("3", "x", {ROW_KEY: "d.jsonl:7", "level": 2})
+    named = [{"from": "system", "value": "Be brief."}, *turns]
+    for row in ({"conversations": named}, {"conversations": turns, "system": "Be brief."}):
+        prompt = read(row, require_answer=False).prompt
+        assert prompt == (Message("system", "Be brief."), Message("user", "q"))
+    written = {"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    assert read(written, require_answer=False).traces == (Trace(text="a"),)
+
+
+def test_faults_of_sharegpt():
+    for chat in ([], "q", None):
+        assert "column 'conversations': expected a non-empty list" in fault({"conversations": chat})
+    assert "column 'conversations[0]': expected a turn" in fault({"conversations": ["q"]})
+    tool = [{"from": "human", "value": "q"}, {"from": "function_call", "value": "f()"}]
+    assert "column 'conversations[1].from': expected one of system, human" in fault({"conversations": tool})
+    silent = [{"from": "human", "value": "q"}, {"from": "gpt", "value": None}]
+    assert "column 'conversations[1]'" in fault({"conversations": silent})
+
+
+def test_alpaca():
+    problem = read({"instruction": "Add.", "input": "2+3", "output": "So 5", "answer": "5", "text": "t"})
+    assert (problem.prompt, problem.answer, problem.traces) == ("Add.\n\n2+3", "5", (Trace(text="So 5"),))
+    assert problem.meta == {ROW_KEY: "d.jsonl:7", "text": "t"}
+    for blank in ("", " ", None):
+        assert read({"instruction": "q", "input": blank, "output": "a"}, require_answer=False).prompt == "q"
+    told = read({"instruction": "q", "output": "", "system": "Be brief.", "answer": "5"})
+    assert told.prompt == (Message("system", "Be brief."), Message("user", "q")) and told.traces == ()
+
+
+def test_faults_of_alpaca():
+    row = {"instruction": "q", "output": "a", "answer": "1"}
+    assert "column 'instruction': expected a non-empty string" in fault({**row, "instruction": " "})
+    assert "column 'input': expected a string, found 3" in fault({**row, "input": 3})
+    assert "column 'history': earlier turns are not read" in fault({**row, "history": [["q", "a"]]})
+    assert "column 'output'" in fault({**row, "output": ""}, require_traces=True)
 
 
 # ---- column map

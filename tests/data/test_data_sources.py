@@ -87,11 +87,97 @@ def test_escaped_surrogate_pairs_are_text(tmp_path):
     assert open_source(path)[0] == {"a": "\N{GRINNING FACE}"}
 
 
-def test_a_json_list_says_how_to_convert(tmp_path):
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_list_gives_its_objects(tmp_path, indent):
+    rows = [{"a": "b\\"}, {"a": '"}, ["', "c": [{"d": [1, 2]}]}, {"a": "é\n", "e": {}}]
     path = tmp_path / "data.json"
-    path.write_text('\n [{"a": 1}]')
-    with pytest.raises(DataError, match=r"holds one JSON list .* jq -c '\.\[\]' .*data.json > data.jsonl"):
+    path.write_bytes(b"\xef\xbb\xbf\n " + json.dumps(rows, indent=indent, ensure_ascii=False).encode() + b"\n")
+    source = open_source(path)
+    assert list(source) == rows and len(source) == 3
+    assert [source[i] for i in (2, 0, 1)] == [rows[2], rows[0], rows[1]]
+    assert (source.name(2), source.default_id(2)) == (f"{path}:3", "data:3")
+    assert source.fingerprint == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_bad_element_of_a_json_list_is_named_and_the_others_stay_readable(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text('[{"a": 0.50}, {"a": }, 7, {"a": 3},]')
+    source = open_source(path)
+    assert source[0]["a"].text == "0.50" and source[3] == {"a": 3}
+    faults = {
+        1: "data.json:2: not valid JSON",
+        2: "data.json:3: expected a JSON object, found 7",
+        4: "data.json:5: not",
+    }
+    for index, fault in faults.items():
+        with pytest.raises(RowError, match=fault):
+            source[index]
+    assert [isinstance(row, RowError) for row in source.scan()] == [False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('[{"a": 1}', "it is not closed"),
+        ('[{"a": 1}]\n[{"a": 2}]', "more follows after its closing bracket"),
+        ('[{"a": "1}]', "a string in it is not closed"),
+        ('[{"a": 1}}', "it is not closed"),
+    ],
+)
+def test_what_begins_as_a_json_list_and_is_none(tmp_path, text, why):
+    path = tmp_path / "data.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=f"begins with a JSON list, but {why}; give one list or one object per line"):
         open_source(path)
+
+
+def test_csv_values_stay_texts_and_empty_ones_are_null(tmp_path):
+    path = tmp_path / "rows.csv"
+    text = (
+        '\ufeffprompt,answer,traces\r\n"1,5 + ""2""\nis?",007,\r\n\r\né\u2028x,0.50,"a\n\nb"\n'
+        + f"long,1,{'x' * 200_000}"
+    )
+    path.write_bytes(text.encode())
+    source = open_source(path)
+    rows = [
+        {"prompt": '1,5 + "2"\nis?', "answer": "007", "traces": None},
+        {"prompt": "é\u2028x", "answer": "0.50", "traces": "a\n\nb"},
+        {"prompt": "long", "answer": "1", "traces": "x" * 200_000},
+    ]
+    assert list(source) == rows and [source[i] for i in (2, 0, 1)] == [rows[2], rows[0], rows[1]]
+    assert [source.number(i) for i in range(3)] == [2, 5, 8]  # lines, as an editor shows them
+    assert source.fingerprint == hashlib.sha256(path.read_bytes()).hexdigest()
+    path.write_bytes(text.encode() + b"y")
+    with pytest.raises(DataError, match="the file changed while it was in use"):
+        source[0]
+
+
+def test_a_bad_csv_row_is_named_and_the_others_stay_readable(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b'prompt,answer\na,1\nb\nc,\xff\n"d"e,4\nf,5\n"g,6\n')
+    source = open_source(path)
+    assert source[0] == {"prompt": "a", "answer": "1"} and source[4] == {"prompt": "f", "answer": "5"}
+    faults = {
+        1: r"rows.csv:3: expected 2 values, one per column, found 1",
+        2: r"rows.csv:4: not UTF-8 text",
+        3: r"rows.csv:5: not valid CSV",
+        5: r"rows.csv:7: not valid CSV \(unexpected end of data\)",
+    }
+    for index, fault in faults.items():
+        with pytest.raises(RowError, match=fault):
+            source[index]
+    assert [isinstance(row, RowError) for row in source.scan()] == [False, True, True, True, False, True]
+
+
+def test_csv_files_of_a_folder_count_only_where_there_is_no_other_data(write_jsonl, tmp_path):
+    write_jsonl(ROWS, "repo/data/train.jsonl")
+    (tmp_path / "repo" / "scores.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "repo" / "data" / "train.csv").write_text("a,b\n1,2\n")
+    assert list(open_source(tmp_path / "repo")) == ROWS
+    (tmp_path / "tables" / ".git").mkdir(parents=True)
+    (tmp_path / "tables" / ".git" / "a.json").write_text("{}")
+    (tmp_path / "tables" / "train.csv").write_text("prompt,answer\nq,1\n")
+    assert list(open_source(tmp_path / "tables")) == [{"prompt": "q", "answer": "1"}]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +188,11 @@ def test_a_json_list_says_how_to_convert(tmp_path):
         ("empty.parquet", b"", "the file is empty"),
         ("text.parquet", b"not parquet at all", "not a Parquet file"),
         ("text.arrow", b"not arrow at all, whatever one reads", "not an Arrow file"),
-        ("table.csv", b"a,b\n1,2\n", r"unknown file type '.csv'; give one of .jsonl"),
+        ("table.tsv", b"a\tb\n1\t2\n", r"unknown file type '.tsv'; give one of .jsonl"),
+        ("empty.json", b"[ ]", "the file is empty"),
+        ("empty.csv", b"prompt,answer\n", "the file is empty"),
+        ("twice.csv", b"a,a\n1,2\n", "the first line must name every column once, found"),
+        ("unnamed.csv", b"a,\n1,2\n", "the first line must name every column once, found"),
     ],
 )
 def test_unusable_files(tmp_path, name, content, message):

@@ -278,6 +278,25 @@ def test_problems_that_are_there_twice_are_said(make_config, sums, tmp_path):
         assert trainer.notices == said
 
 
+def test_chats_with_several_assistant_turns_are_said(make_config, sums, tmp_path):
+    rows = [json.loads(line) for line in sums.read_text().splitlines()]
+    chats = [
+        {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["traces"][0]}]}
+        | {"answer": row["answer"]}
+        for row in rows
+        if row["traces"]
+    ]
+    chats[2]["messages"] += chats[3]["messages"]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    cfg = make_config(data={"train": str(path), "style": "chat", "chat_template": template, "max_prompt_tokens": 64})
+    said = f"1 of {len(chats)} problems are chats with several assistant turns, first: {path}:3; only the last turn"
+    assert any(line.startswith(f"warning    {said}") for line in dry_run(cfg, "rl"))
+    with Trainer(cfg) as trainer:
+        assert any(line.startswith(said) for line in trainer.notices)
+
+
 def test_traces_are_verified_without_the_token_that_ends_them(make_config):
     cfg = make_config(reward={"kind": "loop_rewards:ends_in_a_digit"})
     assert any(line.startswith("traces     16 of the first 16 are right") for line in dry_run(cfg, "rl"))
@@ -406,5 +425,23 @@ def test_several_gpus_are_estimated_where_there_is_none(make_config):
     assert said.startswith(f"cost       on 8 x {gpu}: ")
     assert "cost" not in [line.split()[0] for line in dry_run(make_config(), "rl") if line]
     assert any("a rented H200 has 139.7 GiB" in line for line in lines) or torch.cuda.is_available()
+    warned = [line for line in lines if line.startswith("warning    this machine has no GPU")]
+    assert len(warned) == (0 if torch.cuda.is_available() else 1)
     with pytest.raises(UserError, match="--gpu b9: the cost model knows h200, h100, a100"):
         dry_run(make_config(), "sft", renting=Renting("b9"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU says so")
+@pytest.mark.parametrize(
+    ("launch", "device", "said"),
+    [
+        ("torchrun", "auto", "8 x H200, and a run started here would train on the CPU in 8 processes"),
+        ("torchrun", "cuda", "8 x H200, and a run started here would end with an error"),
+        ("ray", "auto", "8 x H200, and Ray needs nodes that have one"),
+    ],
+)
+def test_several_processes_without_a_gpu_are_told_that_there_is_none(make_config, launch, device, said):
+    cfg = make_config(launch=launch, parallel={"workers": 8}, model={"device": device})
+    (warned,) = (line for line in dry_run(cfg, "rl") if line.startswith("warning    this machine has no GPU"))
+    assert said in warned and "--gpu" in warned
+    assert not any("has no GPU" in line for line in dry_run(cfg, "rl", renting=Renting("h100")))

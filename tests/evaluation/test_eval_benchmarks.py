@@ -63,7 +63,8 @@ def test_missing_benchmarks_are_named(folder):
     suite = load_suite("ood", folder)
     assert [b.title for b in suite.benchmarks] == ["ARC-c"]
     assert [name.split(" ")[0] for name in suite.missing] == ["GPQA*", "MMLU-Pro"]
-    with pytest.raises(UserError, match=r"suite gsm8k: none of its files is there: GSM8K .*gsm8k/test.jsonl"):
+    fetch = rf"GSM8K .*gsm8k/test.jsonl\); fetch it: curl --create-dirs --output {folder}/gsm8k/test.jsonl https://"
+    with pytest.raises(UserError, match=rf"suite gsm8k: none of its files is there: {fetch}"):
         load_suite("gsm8k", folder)
 
 

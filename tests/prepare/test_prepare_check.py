@@ -47,12 +47,12 @@ def test_the_report_in_figures(sums_file, tokenizer_folder):
     verifier = report["verifier"]
     assert (verifier["checked"], verifier["agree"], verifier["share"]) == (19, 18, 18 / 19)
     assert [one["id"] for one in verifier["disagreements"]] == ["s4"]
-    assert [example["id"] for example in report["examples"]] == [f"s{i}" for i in range(0, 20, 2)]
+    assert [example["id"] for example in report["examples"]] == ["s0", "s6", "s13"]  # three, all over the file
     assert report["examples"][0]["prompt"] == chat.format("0+1")
     assert report["examples"][0]["trace"] == "so #### 1<|im_end|>"
     text = "\n".join(report_lines(report))
     assert (
-        chat.format("2+1") + "so #### 3<|im_end|>" in text
+        chat.format("13+1") + "so #### 14<|im_end|>" in text
     )  # the trace continues the prompt and ends as the chat does
     assert "gsm8k agrees with 18 of 19 traces (94.7%)" in text
     assert "2 skipped" in text and "sums.jsonl:21" in text
@@ -110,6 +110,16 @@ def test_repeats_are_counted_as_the_model_sees_them(tmp_path, tokenizer_folder):
     for tokenizer, count in ((None, 0), (str(tokenizer_folder), 1)):
         report = check_file(str(path), CheckOptions(verify=0, tokenizer=tokenizer, system_prompt="Add."))
         assert report["repeated"]["count"] == count
+
+
+def test_chats_with_several_assistant_turns_are_counted(tmp_path):
+    roles = ("user", "assistant")
+    chats = [[{"role": roles[i % 2], "content": str(i)} for i in range(turns)] for turns in (2, 4, 6, 3)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    lines = list(report_lines(check_file(str(path), CheckOptions(verify=0))))
+    said = f"warning     2 of 4 problems are chats with several assistant turns, first: {path}:2; only the last turn"
+    assert sum(line.startswith(said) for line in lines) == 1
 
 
 def test_long_traces_are_shown_from_both_ends_unless_full(tmp_path):
@@ -198,7 +208,7 @@ def test_evaluation_items_match_by_ngram_and_short_ones_as_a_whole():
 def test_check_on_the_command_line(sums_file, tokenizer_folder, tmp_path):
     result = luffy("prepare", "check", sums_file, "--tokenizer", tokenizer_folder, "--reward", "gsm8k")
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("as the model will see it") == 10
+    assert result.stdout.count("as the model will see it") == 3
     result = luffy("prepare", "check", sums_file, "--reward", "gsm8k", "--json", "--examples", "2", "--eval", sums_file)
     report = json.loads(result.stdout)
     assert len(report["examples"]) == 2 and report["repeated"]["count"] == 0
