@@ -222,6 +222,7 @@ $(DOCS_READY): pyproject.toml constraints.txt
 
 docs-site: $(DOCS_READY)
 	$(DOCS_VENV)/bin/mkdocs build --strict
+	@echo "to read it: python3 -m http.server --bind 127.0.0.1 --directory build/site, then open http://127.0.0.1:8000"
 
 test-docs: $(DOCS_READY)
 	$(DOCS_VENV)/bin/python -m pytest --noconftest tests/test_site.py

@@ -126,6 +126,18 @@ def test_search_knows_every_page_and_names_of_the_api(site):
     assert {"api/#load_config", "api/#trainer", "configuration/#optim"} <= places
 
 
+def test_search_puts_guides_before_results_and_the_log(site):
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    weights: dict[str, set[float]] = {}
+    for entry in entries:
+        weights.setdefault(entry["location"].partition("#")[0], set()).add(entry.get("boost", 1.0))
+    assert all(len(found) == 1 for found in weights.values())
+    weight = {page: found.pop() for page, found in weights.items()}
+    # a title of the log weighs less than a word of a guide's text
+    assert 1000 * weight["log/"] < weight["troubleshooting/"] and 1000 * weight["changelog/"] < weight["methods/"]
+    assert weight["log/"] < weight["results/performance/"] < weight["performance/"] == weight["overview/"] == 1.0
+
+
 SMALL = """
 site_name: small
 theme: {name: material, font: false}

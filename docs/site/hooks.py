@@ -17,6 +17,8 @@ from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\]\(([^)\s#]+)")
+# Weights in the search. A match in a title weighs 1,000 times one in the text; the log comes behind the guides even then.
+SEARCH_WEIGHTS = {"docs/log.md": 1e-5, "CHANGELOG.md": 1e-5, "docs/results/": 1e-2, "studies/": 1e-4}
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.*?)\\[)\]]\s*</\1>', re.DOTALL)
 
 
@@ -54,9 +56,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    page.meta["search"] = {"boost": search_weight(page.file.src_uri)}
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
     return markdown
+
+
+def search_weight(path: str) -> float:
+    """Weight of a page in the search, by its path from the root of the repository; a guide has 1."""
+    return next((weight for start, weight in SEARCH_WEIGHTS.items() if path.startswith(start)), 1.0)
 
 
 def formula(match: re.Match[str]) -> str:
