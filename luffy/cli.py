@@ -32,7 +32,7 @@ from luffy.config import (
     to_yaml,
 )
 from luffy.distributed.follow import LAUNCHER_VARIABLE, follow_launcher
-from luffy.errors import Interrupted, TrainingStopped, UserError
+from luffy.errors import Interrupted, StopRequested, TrainingStopped, UserError
 from luffy.prepare.prepare_cli import named_columns, prepare_app
 from luffy.schema import describe
 
@@ -222,7 +222,7 @@ def _train(
     except TrainingStopped as stop:
         raise type(stop)(f"{stop}{instead()}") from stop
     except KeyboardInterrupt:
-        _fail(f"interrupted; run the same command again{instead()} to go on from the last checkpoint", 130)
+        _end(f"interrupted; run the same command again{instead()} to go on from the last checkpoint", 130)
 
 
 @app.command(cls=KnobHelp)
@@ -626,8 +626,10 @@ def main() -> None:
         app()
     except UserError as error:
         _fail(str(error), 2)
+    except StopRequested as stop:
+        _end(str(stop), 130 if isinstance(stop, Interrupted) else 1)
     except (TrainingStopped, FloatingPointError) as error:
-        _fail(str(error), 130 if isinstance(error, Interrupted) else 1)
+        _fail(str(error), 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -642,10 +644,15 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
+    _end(f"error: {message}", code)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    """Say why the command ends; what was asked for, as by Ctrl-C, is no error."""
     rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
         time.sleep(PATIENCE_S)  # a mistake that every process finds is said by the first
     if len(message) > LONGEST_ERROR:  # it quotes a value of the user's
         message = f"{message[: LONGEST_ERROR // 2]} [...] {message[-LONGEST_ERROR // 2 :]}"
-    print(f"luffy: error: {message}" + (f" (process {rank})" if rank else ""), file=sys.stderr)
+    print(f"luffy: {message}" + (f" (process {rank})" if rank else ""), file=sys.stderr)
     sys.exit(code)

@@ -17,7 +17,7 @@ from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\]\(([^)\s#]+)")
-# Weights in the search. A match in a title weighs 1,000 times one in the text; the log comes behind the guides even then.
+# Weights in the search. A match in a title weighs 1,000 times one in the text: the log comes behind the guides even so.
 SEARCH_WEIGHTS = {"docs/log.md": 1e-5, "CHANGELOG.md": 1e-5, "docs/results/": 1e-2, "studies/": 1e-4}
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.*?)\\[)\]]\s*</\1>', re.DOTALL)
 

@@ -30,8 +30,10 @@ from luffy.evaluation.comparisons import accuracy_figures, gamma_figures, resour
 from luffy.evaluation.paper_figures import Figure, Panel, Series, save
 from luffy.evaluation.results import Evaluation, is_evaluation, model_label, read_evaluation
 from luffy.files import write_atomically
+from luffy.report.method_colours import with_styles
+from luffy.report.methods import group_runs
 from luffy.report.recorder import METRICS, SAMPLES, read_json_lines
-from luffy.report.runs import RunRecord, without_samples
+from luffy.report.runs import CONFIG, RunRecord, read_config, without_samples
 
 DYNAMICS = (
     ("reward", "critic/rewards/mean", "mean reward of the policy's own samples"),
@@ -57,10 +59,19 @@ def analyse(
     runs, evaluations = _sorted_out(paths)
     remarks: list[str] = [] if left_out is None else left_out
     figures = list(_figures(runs, evaluations, data, gammas, k, remarks))
+    styles = run_styles(runs)
     for figure in figures:
-        save(figure, out)
+        save(figure, out, styles)
     _write_overview(figures, remarks, out)
     return figures
+
+
+def run_styles(runs: Mapping[str, Path]) -> dict[str, int]:
+    """The style of each run by its name here: that of its method in a report of the same runs."""
+    records = [without_samples(path, read_config(path / CONFIG)) for path in runs.values()]
+    styled = with_styles(group_runs([record for record in records if record.rows]))
+    by_folder = {run.folder: style for style, method in styled for run in method.runs}
+    return {name: by_folder[path] for name, path in runs.items() if path in by_folder}
 
 
 def _below(path: Path) -> list[Path]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from luffy.errors import UserError, how_to_install
 from luffy.files import complete_or_nothing
+from luffy.report.method_colours import COLOURS, free_style
 
-# Okabe and Ito's palette: told apart by colour-blind readers too.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C00")
 DASHES = ("-", "--", "-.", ":")
 MARK_UP_TO = 30
 INSTALL_HINT = how_to_install("analysis")
@@ -48,8 +47,8 @@ class Figure:
     panels: tuple[Panel, ...]
 
 
-def save(figure: Figure, folder: Path) -> None:
-    """``NAME.csv`` and ``NAME.png``."""
+def save(figure: Figure, folder: Path, styles: Mapping[str, int] | None = None) -> None:
+    """``NAME.csv`` and ``NAME.png``. ``styles``: those that the report gives to series of these names."""
     folder.mkdir(parents=True, exist_ok=True)
     with complete_or_nothing(folder / f"{figure.name}.csv") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -57,10 +56,10 @@ def save(figure: Figure, folder: Path) -> None:
         for panel in figure.panels:
             for series in panel.series:
                 writer.writerows([panel.title, series.name, x, y] for x, y in zip(series.x, series.y, strict=True))
-    draw(figure, folder / f"{figure.name}.png")
+    draw(figure, folder / f"{figure.name}.png", styles or {})
 
 
-def draw(figure: Figure, path: Path) -> None:
+def draw(figure: Figure, path: Path, styles: Mapping[str, int]) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Canvas
@@ -72,12 +71,21 @@ def draw(figure: Figure, path: Path) -> None:
     FigureCanvasAgg(canvas)
     canvas.suptitle(figure.title, fontsize=12)
     names = list(dict.fromkeys(series.name for panel in figure.panels for series in panel.series))
-    colours = {name: COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
+    colours = _colours(names, styles)
     axes = [canvas.add_subplot(rows, columns, place + 1) for place in range(len(figure.panels))]
     for ax, panel in zip(axes, figure.panels, strict=True):
         _draw_panel(ax, panel, colours)
     _legend(canvas, axes, figure.panels, names)
     canvas.savefig(path, dpi=150)
+
+
+def _colours(names: Sequence[str], styles: Mapping[str, int]) -> dict[str, str]:
+    """The colour of each series: of a method that of the report, else one that is not in use."""
+    given = {name: styles[name] for name in names if name in styles}
+    for name in names:
+        if name not in given:
+            given[name] = free_style(list(given.values()))
+    return {name: COLOURS[style % len(COLOURS)] for name, style in given.items()}
 
 
 def _draw_panel(ax: Any, panel: Panel, colours: dict[str, str]) -> None:

@@ -34,7 +34,7 @@ def by_step(run: RunRecord) -> dict[int, float]:
     return {int(row["step"]): int(row["step"]) for row in run.rows}
 
 
-def gpu_seconds(run: RunRecord) -> dict[int, float]:
+def process_seconds(run: RunRecord) -> dict[int, float]:
     return _added_up(run, STEP_SECONDS, lambda stage: stage.processes)
 
 
@@ -67,10 +67,14 @@ class Axis:
 
 
 STEPS = Axis("step", by_step)
-COMPUTE = {  # what the first chart is drawn against besides, and what that is
-    Axis("GPU seconds", gpu_seconds): "each process is a GPU, or a CPU run; earlier stages included",
-    Axis("tokens", update_tokens): "in updates, earlier stages included",
-}
+
+
+def compute_axes(runs: Sequence[RunRecord]) -> dict[Axis, str]:
+    """What the first chart is drawn against besides, and what that is."""
+    seconds = {Axis("GPU seconds", process_seconds): "each process is a GPU, or a CPU run; earlier stages included"}
+    if runs and all(run.on_cpu for run in runs):
+        seconds = {Axis("seconds", process_seconds): "of all processes together, earlier stages included"}
+    return seconds | {Axis("tokens", update_tokens): "in updates, earlier stages included"}
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ def charts_of(methods: Sequence[Styled]) -> list[Chart]:
     spent = [
         Chart(m, f"Accuracy, {name}, by {axis.name}", about, True, axis=axis)
         for m, name in found[:1]
-        for axis, about in COMPUTE.items()
+        for axis, about in compute_axes(runs).items()
         if any(axis.places(run) for run in runs)
     ]
     about = "mean score of the policy's own samples, before its weight in the sum"

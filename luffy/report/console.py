@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -12,6 +14,7 @@ from rich.text import Text
 
 from luffy.progress import lasting
 
+NEWS_EVERY_S = 20.0  # without a bar, until the first step is done
 FIELDS = (
     ("reward", "critic/rewards/mean", "{:.3f}"),
     ("trace", "batch/off_solved", "{:.2f}"),
@@ -50,6 +53,47 @@ def clock(seconds: float) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
 
 
+class Pulse:
+    """Says now and then what a run is doing where no live bar shows it: a plain line, from a thread of its own."""
+
+    def __init__(self, say: Callable[[str], None], doing: Callable[[], str]) -> None:
+        self._say, self._doing, self._started = say, doing, time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._speak, name="progress", daemon=True)
+        self._thread.start()
+
+    def _speak(self) -> None:
+        while not self._ended.wait(NEWS_EVERY_S):
+            self._say(f"{self._doing()}, {clock(time.monotonic() - self._started)}")
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+@contextmanager
+def setting_up(name: str, console: Console | None, speaks: bool = True) -> Iterator[Callable[[str], None]]:
+    """Shows what is done before the first step: a live line on a terminal, a plain one now and then in a file. Gives
+    the function that takes what is being done."""
+    console = console or Console(file=lasting(sys.stderr))
+    doing = ["setting up"]
+
+    def line() -> str:
+        return f"{name}  {doing[0]}"
+
+    if not speaks:
+        yield lambda text: None
+    elif console.is_terminal:
+        with console.status(Text(line())) as status:
+            yield lambda text: status.update(Text(f"{name}  {text}"))
+    else:
+        pulse = Pulse(lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True), line)
+        try:
+            yield lambda text: doing.__setitem__(0, text)
+        finally:
+            pulse.end()
+
+
 class StepProgress(Progress):
     """A bar with the figures of the last step below it, where a narrow terminal has room for them."""
 
@@ -69,7 +113,8 @@ class RunView:
         self.name, self.total, self.first = name, total, done
         self.started = time.monotonic()
         self._progress: StepProgress | None = None
-        self._phase = "starting"
+        self._phase = self._doing = "starting"
+        self._pulse: Pulse | None = None
         if self.console.is_terminal:
             columns = (
                 TextColumn("[bold]{task.fields[name]}"), BarColumn(bar_width=24), MofNCompleteColumn(),
@@ -78,16 +123,19 @@ class RunView:
             self._progress = StepProgress(*columns, console=self.console)
             self._task = self._progress.add_task("", total=total, completed=done, name=name, phase="starting")
             self._progress.start()
+        elif not self.console.quiet:
+            self._pulse = Pulse(self.say, lambda: f"{name}  step {done + 1}/{total}  {self._doing}")
 
     def phase(self, text: str) -> None:
-        self._phase = text
+        self._phase = self._doing = text
         if self._progress is not None:
             self._progress.update(self._task, phase=text)
 
     def count(self, done: int, total: int) -> None:
         """How far the current phase is, e.g. ``rollout 57/112``."""
+        self._doing = f"{self._phase} {done}/{total}"
         if self._progress is not None:
-            self._progress.update(self._task, phase=f"{self._phase} {done}/{total}")
+            self._progress.update(self._task, phase=self._doing)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         spent = time.monotonic() - self.started
@@ -97,6 +145,7 @@ class RunView:
             self._progress.figures = line
             self._progress.update(self._task, completed=step)
         else:
+            self._end_pulse()
             self.say(f"{self.name}  step {step}/{self.total}  {line}")
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
@@ -109,6 +158,13 @@ class RunView:
     def warn(self, text: str) -> None:
         self.console.print(f"warning: {text}", style="yellow", highlight=False, markup=False, soft_wrap=True)
 
+    def _end_pulse(self) -> None:
+        """The first step shows how long one takes."""
+        if self._pulse is not None:
+            self._pulse.end()
+            self._pulse = None
+
     def close(self) -> None:
+        self._end_pulse()
         if self._progress is not None:
             self._progress.stop()

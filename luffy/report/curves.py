@@ -12,6 +12,7 @@ Curve = Sequence[tuple[float, float]]
 
 MOST_POINTS = 200  # of a curve: a chart is some 270 pixels wide, and more would be a smear
 
+FEW_SEEDS = 5  # below: Student's t needs 2.8 standard errors and more, and nothing says that seeds are normal
 # two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom
 _T95 = (
     12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
@@ -32,11 +33,19 @@ def t_quantile_95(freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over ``n`` seeds and the half width of its 95 % interval; one seed has no interval."""
+    """A mean over ``n`` seeds, the half width of its 95 % interval, and the lowest and highest seed; one seed has no
+    interval. Of few seeds the interval is wider than the range of what is measured."""
 
     mean: float
     half_width: float | None
     n: int
+    low: float
+    high: float
+
+    @property
+    def few(self) -> bool:
+        """Whether the seeds themselves tell more than an interval."""
+        return self.n < FEW_SEEDS
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
@@ -44,7 +53,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
         return None
     n = len(values)
     half = t_quantile_95(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else None
-    return Estimate(fmean(values), half, n)
+    return Estimate(fmean(values), half, n, min(values), max(values))
 
 
 def thin_out(curves: Sequence[Curve], limit: int = MOST_POINTS) -> tuple[list[Curve], int]:

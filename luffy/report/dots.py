@@ -1,4 +1,4 @@
-"""A row of dots for each method: where its seeds ended, their mean and its interval."""
+"""A row of dots for each method: where its seeds ended, their mean and its interval, of few seeds their range."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from luffy.report.curves import estimate
+from luffy.report.curves import FEW_SEEDS, estimate
 from luffy.report.figures import LETTER, WIDTH, Scale, colour_class, nice_ticks, tick_labels
 from luffy.report.method_families import final_values
 from luffy.report.methods import Styled
@@ -38,7 +38,8 @@ def accuracy_dots(methods: Sequence[Styled]) -> Markup:
         caption = '<figure class="dots"><figcaption><b>{}</b> <span class="sub">{}</span></figcaption>{}</figure>'
         about = "share of problems answered right"
         if any(len(row.values) > 1 for row in rows):
-            about += "; large: mean, small: seeds, line: 95 % interval"
+            few = all(len(row.values) < FEW_SEEDS for row in rows)
+            about += f"; large: mean, small: seeds, line: {'their range' if few else '95 % interval'}"
         figures.append(Markup(caption).format(title, about, dot_plot(rows, title)))
     return Markup('<div class="charts">{}</div>').format(Markup("").join(figures)) if figures else Markup("")
 
@@ -52,7 +53,8 @@ def dot_plot(rows: Sequence[DotRow], name: str) -> Markup:
     said = "; ".join(f"{row.label} {number(sum(row.values) / len(row.values))}" for row in rows)
     head = '<svg class="chart" viewBox="0 0 {} {:.0f}" role="img" tabindex="0" aria-label="{}">'
     parts = [Markup(head).format(WIDTH, height, f"{name}: {said}."), _axis(x, ticks, height)]
-    parts += [_row(row, x, TOP + ROW * (i + 0.5)) for i, row in enumerate(rows)]
+    few = all(len(row.values) < FEW_SEEDS for row in rows)
+    parts += [_row(row, x, TOP + ROW * (i + 0.5), few) for i, row in enumerate(rows)]
     return Markup("").join(parts) + Markup("</svg>")
 
 
@@ -63,11 +65,12 @@ def _axis(x: Scale, ticks: Sequence[float], height: float) -> Markup:
     return Markup("").join(Markup(mark).format(x(tick), TOP, base, base + 15, label) for tick, label in labels)
 
 
-def _row(row: DotRow, x: Scale, y: float) -> Markup:
+def _row(row: DotRow, x: Scale, y: float, few: bool) -> Markup:
     found = estimate(row.values)
     assert found is not None, "a row has values"
     half = found.half_width or 0.0
-    low, high = max(found.mean - half, x.low), min(found.mean + half, x.high)
+    low, high = (found.low, found.high) if few else (found.mean - half, found.mean + half)
+    low, high = max(low, x.low), min(high, x.high)
     text = '<text class="label end" x="{:.1f}" y="{:.1f}" dy="3.8"><title>{}</title>{}</text>'
     parts = [Markup(text).format(x.start - 8, y, row.label, shorten_middle(row.label, LONGEST_NAME))]
     parts.append(Markup('<path class="grid" d="M{:.1f} {:.1f}H{:.1f}"/>').format(x.start, y, x.end))

@@ -1,8 +1,8 @@
 """Charts as SVG text: no library, no script, readable on paper.
 
-Colours come from the style sheet by class (``m0`` ... ``m7`` for methods, ``ph-NAME`` for phases), so that a
-chart follows the page from light to dark. A method has the same colour and dash in every chart; dashes
-tell methods apart where colours cannot (grey print, colour blindness).
+Colours (``method_colours.py`` says whose) come from the style sheet by class (``m0`` ... ``m7`` for methods,
+``ph-NAME`` for phases), so that a chart follows the page from light to dark. A method has the same colour and dash in
+every chart; dashes tell methods apart where colours cannot (grey print, colour blindness).
 """
 
 from __future__ import annotations

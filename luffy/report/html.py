@@ -20,10 +20,12 @@ from luffy._version import __version__
 from luffy.errors import UserError
 from luffy.files import as_object, json_value, read_file, write_atomically
 from luffy.report.charts import chart_grid, charts_of, family_charts, legend
+from luffy.report.curves import FEW_SEEDS
 from luffy.report.dots import accuracy_dots
 from luffy.report.figures import crowded
+from luffy.report.method_colours import with_styles
 from luffy.report.method_families import by_accuracy, families
-from luffy.report.methods import Method, Styled, group_runs, with_styles
+from luffy.report.methods import Method, Styled, group_runs
 from luffy.report.runs import find_runs, load_runs
 from luffy.report.samples import BRIEF, choose_groups, colour_choice, colour_key, group_html
 from luffy.report.tables import change_table, difference_table, final_figures, final_table, phase_table, run_table
@@ -154,12 +156,14 @@ def _section(name: str, heading: str, intro: str, *content: Markup) -> Markup:
 
 
 def _final_section(methods: Sequence[Styled]) -> Markup:
-    several = any(len(method.runs) > 1 for _, method in methods)
-    seeds = (
-        "Means over seeds; \u00b1 is the half width of the 95 % interval (Student's t over seeds)."
-        if several
-        else "One seed per method, so no intervals."
+    counts = [len(method.runs) for _, method in methods]
+    seeds = "One seed per method, so no ranges." if max(counts) == 1 else "Means over seeds"
+    seeds += (
+        f"; of fewer than {FEW_SEEDS}, their range and each value" if any(1 < n < FEW_SEEDS for n in counts) else ""
     )
+    interval = "\u00b1 is the half width of the 95 % interval (Student's t over seeds)"
+    seeds += f"; {interval}" if max(counts) >= FEW_SEEDS else ""
+    seeds += "." if max(counts) > 1 else ""
     best = "Best is the highest of a run; chosen on the problems it is measured on, it flatters. "
     timed = "Seconds include evaluations and checkpoints, but not the checkpoint at which a training ends or stops."
     intro = f"{seeds} Final is the last recorded value. {'' if crowded(methods) else best}{timed}"

@@ -57,13 +57,6 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Method]:
     return _distinct(methods)
 
 
-def with_styles(methods: Sequence[Method]) -> list[Styled]:
-    """In the order given; colours go by when a method began, so that a page that watches it grow and a report made
-    afterwards agree."""
-    ranks = {id(method): style for style, method in enumerate(by_beginning(methods))}
-    return [(ranks[id(method)], method) for method in methods]
-
-
 def by_beginning(methods: Sequence[Method]) -> list[Method]:
     return sorted(methods, key=lambda method: min((run.first_time for run in method.runs), default=0.0))
 

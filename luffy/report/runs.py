@@ -150,9 +150,14 @@ class RunRecord:
     def processes(self) -> int:
         """One a GPU. After a resume with another number that one counts for all steps. Where the run does not say, as
         older ones do not: those that its settings ask for."""
-        if said := _processes_said(self.folder):
+        if said := max(whole(_said(self.folder).get("processes")), 0):
             return said
         return 1 if self.config.get("launch") == "local" else max(whole(self.config.get("parallel.workers")), 1)
+
+    @cached_property
+    def on_cpu(self) -> bool:
+        """Whether the run says that it has no GPU; older ones do not say."""
+        return _said(self.folder).get("gpus") == 0
 
     @property
     def metrics(self) -> set[str]:
@@ -203,13 +208,13 @@ def whole(value: Any) -> int:
     return value if is_number(value) and isinstance(value, int) else 0
 
 
-def _processes_said(folder: Path) -> int:
-    """By data.json; 0 where it does not say, or cannot be read."""
+def _said(folder: Path) -> dict[str, Any]:
+    """How the run is made, by its data.json; empty where that does not say, or cannot be read."""
     try:
         run = json_object(read_file(folder / DATA), folder / DATA, "").get("run")
     except (OSError, UserError):
-        return 0
-    return max(whole(run.get("processes")), 0) if isinstance(run, dict) else 0
+        return {}
+    return run if isinstance(run, dict) else {}
 
 
 def load_run(folder: Path | str) -> RunRecord:

@@ -12,7 +12,7 @@ from typing import Any
 from markupsafe import Markup
 
 from luffy.report.changes import changes_of
-from luffy.report.curves import Estimate, estimate
+from luffy.report.curves import estimate
 from luffy.report.figures import KNOWN_PHASES, crowded, phase_bar, phase_class, swatch
 from luffy.report.methods import Method, Styled, differing_keys, show_value
 from luffy.report.runs import RunRecord
@@ -99,7 +99,7 @@ def final_table(methods: Sequence[Styled]) -> Markup:
 
 def final_figures(methods: Sequence[Method]) -> list[dict[str, Any]]:
     """The final figures for programs: of each method its runs with their values, and for every metric that was
-    recorded the mean over runs and half the width of its 95 % interval (None of one run)."""
+    recorded the mean over runs, half the width of its 95 % interval (None of one run), and the lowest and highest."""
     columns = final_columns([run for method in methods for run in method.runs])
     return [
         {
@@ -143,20 +143,29 @@ _FIXED_HEADS = (("Method", Markup(' class="name"')), ("Seeds", ""), ("Steps", ""
 def _final_row(style: int, method: Method, columns: Sequence[Column]) -> Markup:
     cells = [method_head(style, method.label), _cell(str(len(method.runs))), _cell(steps_of(method.runs))]
     for column in columns:
-        found = estimate(column.values(method.runs))
-        cells.append(Markup("<td>{}</td>").format(show_estimate(found, column.digits)))
+        cells.append(Markup("<td>{}</td>").format(show_seeds(column.values(method.runs), column.digits)))
     return Markup("").join(cells)
 
 
-def show_estimate(value: Estimate | None, digits: int = 3) -> Markup:
-    """``0.940 ± 0.012``; one seed has no interval."""
-    if value is None:
+def show_seeds(values: Sequence[float], digits: int = 3) -> Markup:
+    """The mean over seeds: ``0.940 ± 0.012``, of few seeds ``0.940 0.931 to 0.949`` and each value in order of size."""
+    found = estimate(values)
+    if found is None:
         return Markup('<span class="none" title="not recorded">\u2013</span>')
-    mean = Markup("<b>{}</b>").format(number(value.mean, digits))
-    if value.half_width is None:
+    mean = Markup("<b>{}</b>").format(number(found.mean, digits))
+    if found.half_width is None:
         return mean
-    digits = 0 if abs(value.mean) >= 1000 else digits  # as exact as the mean beside it
-    return mean + Markup(' <span class="pm">\u00b1 {}</span>').format(number(value.half_width, digits))
+    digits = 0 if abs(found.mean) >= 1000 else digits  # as exact as the mean beside it
+    if not found.few:
+        return mean + Markup(' <span class="pm">\u00b1 {}</span>').format(number(found.half_width, digits))
+    low, high = number(found.low, digits), number(found.high, digits)
+    if low == high:
+        return mean  # every seed has it
+    spread = mean + Markup(' <span class="pm">{} to {}</span>').format(low, high)
+    if found.n == 2:
+        return spread  # the range is each value
+    each = " \u00b7 ".join(number(value, digits) for value in sorted(values))
+    return spread + Markup(' <span class="each">{}</span>').format(each)
 
 
 def steps_of(runs: Sequence[RunRecord]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -48,15 +49,23 @@ from luffy.train.tasks import (
 from luffy.train.teacher import build_teacher
 
 
-def build_run(cfg: Config, method: Method, world: World, resume: str, allow_changed_data: bool) -> Run:
+def build_run(
+    cfg: Config,
+    method: Method,
+    world: World,
+    resume: str,
+    allow_changed_data: bool,
+    announce: Callable[[str], None] = lambda doing: None,
+) -> Run:
     """A run ready for its next step: a new one, or restored from the checkpoint that ``resume`` (auto, never or a path)
-    names. Holds the lock of the run folder until ``run.closing.close()``."""
+    names. Holds the lock of the run folder until ``run.closing.close()``. ``announce`` hears what is being done."""
     with ExitStack() as closing:
         world.on_main(lambda: _lock(cfg, world, closing))
         messages = Messages(notices=world.on_main(lambda: check_trackers(cfg)))
         store = CheckpointStore(cfg.folder / "checkpoints", cfg.train.keep, cfg.train.keep_optimizer)
         checkpoint = world.on_main(lambda: find_checkpoint(cfg, store, resume, messages.notices.append))
-        run = _assemble(cfg, method, world, store, checkpoint, messages, closing)
+        run = _assemble(cfg, method, world, store, checkpoint, messages, closing, announce)
+        announce("restoring the state of the run" if checkpoint is not None else "beginning")
         own = checkpoint is not None and saving.restore(run, checkpoint, allow_changed_data)
         step = run.progress.step
         if step and not own:
@@ -100,8 +109,10 @@ def _assemble(
     checkpoint: Checkpoint | None,
     messages: Messages,
     closing: ExitStack,
+    announce: Callable[[str], None],
 ) -> Run:
     setup.check_names(cfg, method)
+    announce(f"reading the data with the tokenizer of {cfg.model.path}")
     tokenizer = setup.load_policy_tokenizer(cfg.model)
     saved = {} if checkpoint is None else checkpoint.state()
     cfg = world.from_main(with_date(cfg, tokenizer, saved))
@@ -114,10 +125,12 @@ def _assemble(
     device = setup.pick_device(cfg.model.device)
     verifier = _verifier(cfg, device, world, closing) if method == "rl" or eval_tasks else None
     torch.manual_seed(cfg.seed)
+    announce(f"loading the model {cfg.model.path if checkpoint is None else checkpoint.path}")
     model = saving.load_weights(cfg, method, world, device, checkpoint)
     base = saving.base_of(cfg, model, checkpoint)
     setup.check_context(cfg, model.config)
     end_of_text = encoder.stops(eos_ids(model, tokenizer))
+    announce(f"starting the rollout engine ({cfg.rollout.engine})")
     engines = Engines(cfg, method, model, device, world, messages.warn)
     closing.callback(engines.current.close)
     engines.current.sync(0 if checkpoint is None else checkpoint.step)

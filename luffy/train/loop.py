@@ -19,7 +19,7 @@ from luffy.distributed.world import World
 from luffy.errors import AllStopped, TrainingStopped
 from luffy.metrics import Metric
 from luffy.models.threads import use_threads
-from luffy.report.console import was_idle
+from luffy.report.console import setting_up, was_idle
 from luffy.seeds import seed_of
 from luffy.train import held_out, recording, saving
 from luffy.train.activations import out_of_memory_advice
@@ -56,8 +56,10 @@ class Trainer:
         check_made_for(cfg, method)
         use_threads(cfg.train.threads)
         self.on_step, self.console = on_step, console
-        self._stop = StopRequest(world or World())
-        self.run = build_run(cfg, method, world or World(), resume, allow_changed_data)
+        world = world or World()
+        with setting_up(cfg.name, console, world.is_main) as announce:
+            self.run = build_run(cfg, method, world, resume, allow_changed_data, announce)
+        self._stop = StopRequest(world)
 
     @property
     def cfg(self) -> Config:

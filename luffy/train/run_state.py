@@ -143,9 +143,9 @@ class Run:
 
     def data_report(self) -> dict[str, dict[str, int]]:
         """What is in data.json: rows that are used and left out, problems of each held-out set, and how many processes
-        train."""
+        and GPUs train."""
         sizes = {name: len(tasks) for name, tasks in self.eval_tasks.items()}
-        run = {"processes": self.world.size}
+        run = {"processes": self.world.size, "gpus": self.world.size if self.model.device.type == "cuda" else 0}
         return {"train": self.tasks.report, "eval": self.eval_report, "held_out": sizes, "run": run}
 
     def is_due(self, step: int, every: int) -> bool:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.report.methods import Method, Styled, by_beginning, group_runs
+from luffy.report.method_colours import with_styles
+from luffy.report.methods import Method, Styled, group_runs
 from luffy.report.recorder import EVAL_SAMPLES, METRICS, SAMPLES
 from luffy.report.runs import (
     CONFIG,
@@ -139,17 +140,17 @@ class Board:
     def _take(self, version: str) -> Snapshot:
         started = [run for run in self.runs.values() if run.rows]
         methods = group_runs([run.record for run in started])
-        styles: dict[str, int] = {}
-        for method in by_beginning(methods):
-            styles[method.label] = self._style_of(method, set(styles.values()))
-        styled = [(styles[method.label], method) for method in methods]
+        styled = with_styles(methods, self._known_styles(methods))
+        self._styles |= {run.folder: style for style, method in styled for run in method.runs}
         waiting = [legible(str(run.folder)) for run in self.runs.values() if not run.rows]
         troubles = [legible(run.trouble) for run in self.runs.values() if run.trouble]
         return Snapshot(version, styled, {run.folder: run.id for run in started}, waiting, troubles)
 
-    def _style_of(self, method: Method, taken: set[int]) -> int:
-        """That of its runs, whatever the method is called by now; else the next."""
-        known = {self._styles[run.folder] for run in method.runs if run.folder in self._styles} - taken
-        style = min(known, default=max(self._styles.values(), default=-1) + 1)
-        self._styles.update({run.folder: style for run in method.runs})
-        return style
+    def _known_styles(self, methods: Sequence[Method]) -> dict[int, int]:
+        """By the place of a method the style of its runs, whatever the method is called by now."""
+        known: dict[int, int] = {}
+        for place, method in enumerate(methods):
+            own = {self._styles[run.folder] for run in method.runs if run.folder in self._styles}
+            if own - set(known.values()):
+                known[place] = min(own - set(known.values()))
+        return known

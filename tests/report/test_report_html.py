@@ -10,7 +10,7 @@ import yaml
 
 from luffy.cli import main
 from luffy.errors import UserError
-from luffy.report.charts import gpu_seconds, update_tokens
+from luffy.report.charts import process_seconds, update_tokens
 from luffy.report.html import POLICY, default_out, write_report
 from luffy.report.model_card import CardFacts, model_card
 from luffy.report.runs import load_run
@@ -49,12 +49,21 @@ def test_table_of_final_figures(two_methods, read_page):
         "Seconds",
     ]
     assert page.tables["final"][1] == ["start", "final", "best", "final", "final", "final", "in all"]
-    # half widths: t(2) = 4.3027 times 0.1 / sqrt(3), and times 0.17321 / sqrt(3)
+    each = "0.500 \u00b7 0.600 \u00b7 0.700"
     assert page.row("final", "luffy") == [
-        "luffy", "3", "2", "0.100 \u00b1 0.000", "0.600 \u00b1 0.248", "0.800 \u00b1 0.000", "0.200 \u00b1 0.000",
-        "0.500 \u00b1 0.000", "20.0 \u00b1 0.0", "4.0 \u00b1 0.0",
+        "luffy", "3", "2", "0.100", f"0.600 0.500 to 0.700 {each}", "0.800", "0.200", "0.500", "20.0", "4.0",
     ]  # fmt: skip
-    assert page.row("final", "grpo")[4] == "0.300 \u00b1 0.430"
+    assert page.row("final", "grpo")[4] == "0.300 0.200 to 0.500 0.200 \u00b7 0.200 \u00b7 0.500"
+    assert "Means over seeds; of fewer than 5, their range and each value." in page.text and "\u00b1" not in page.text
+
+
+def test_an_interval_is_shown_of_many_seeds_alone(write_run, make_metric_row, read_page):
+    for k, accuracy in enumerate((0.1, 0.2, 0.3, 0.4, 0.5)):
+        write_run(f"many/seed-{k}", [make_metric_row(1, accuracy)])
+    two = [write_run(f"two/seed-{k}", [make_metric_row(1, 0.167 + 0.25 * k)], {"seed": k}) for k in (0, 1)]
+    page = read_page(write_report([two[0].parents[1]]))
+    assert page.row("final", "many")[3] == "0.300 \u00b1 0.196"  # t(4) = 2.7764 times 0.15811 / sqrt(5)
+    assert page.row("final", "two")[3] == "0.292 0.167 to 0.417"  # and not "0.292 ± 1.588"
 
 
 def test_the_final_table_for_programs(two_methods, monkeypatch, capsys):
@@ -69,7 +78,8 @@ def test_the_final_table_for_programs(two_methods, monkeypatch, capsys):
     assert grpo["method"] == "grpo" and luffy["method"] == "luffy"
     accuracy = luffy["figures"]["val-core/accuracy"]
     assert accuracy.keys() == {"start", "final", "best"} and accuracy["best"]["mean"] == pytest.approx(0.8)
-    assert accuracy["final"] == {"mean": pytest.approx(0.6), "half_width": pytest.approx(0.2484, abs=1e-4), "n": 3}
+    half = pytest.approx(0.2484, abs=1e-4)  # t(2) = 4.3027 times 0.1 / sqrt(3)
+    assert accuracy["final"] == {"mean": pytest.approx(0.6), "half_width": half, "n": 3, "low": 0.5, "high": 0.7}
     assert luffy["figures"]["seconds"]["in_all"]["mean"] == pytest.approx(4.0)
     assert [run["figures"]["val-core/accuracy"]["final"] for run in luffy["runs"]] == [0.5, 0.6, 0.7]
     assert luffy["runs"][1].items() >= {"seed": 1, "steps": 2, "folder": str(two_methods / "luffy" / "seed-1")}.items()
@@ -202,6 +212,16 @@ def test_accuracy_against_what_it_cost(write_run, make_metric_row):
     assert "sft-rl goes from 0.100 at 4.000 GPU seconds to 0.700 at 12.000 GPU seconds" in both
 
 
+@pytest.mark.parametrize(("gpus", "axis"), [(0, "seconds"), (1, "GPU seconds"), (None, "GPU seconds")])
+def test_seconds_are_those_of_a_gpu_where_there_was_one(write_run, make_metric_row, gpus, axis):
+    folder = write_run("a", [make_metric_row(i, 0.1 * i) for i in (1, 2)])
+    if gpus is not None:
+        (folder / "data.json").write_text(json.dumps({"run": {"processes": 1, "gpus": gpus}}))
+    page = write_report([folder]).read_text()
+    assert re.findall(r'data-chart="val-core/accuracy by (.*?)"', page)[:1] == [axis]
+    assert f"Accuracy, held-out, by {axis}" in page and ("GPU" in page) == (axis == "GPU seconds")
+
+
 def test_many_runs_are_drawn_where_each_of_them_was(write_run, make_metric_row):
     """Together they have more points than a chart; none of them alone has."""
     for seed in range(12):
@@ -237,7 +257,7 @@ def test_a_run_from_an_earlier_checkpoint_has_the_cost_up_to_it(write_run, make_
     for place, steps in (("checkpoints/step-000002/model", 2), ("checkpoints/latest/model", 2), ("final/model", 3)):
         second = {"model": {"path": str(sft / place)}}
         run = load_run(write_run(f"rl-{place}", [make_metric_row(1, **{"perf/update_tokens": 50.0})], second))
-        assert gpu_seconds(run) == {0: 2.0 * steps, 1: 2.0 * steps + 2}
+        assert process_seconds(run) == {0: 2.0 * steps, 1: 2.0 * steps + 2}
         assert update_tokens(run) == {0: 100.0 * steps, 1: 100.0 * steps + 50}
         assert f"after {steps} steps of `luffy train`" in model_card(CardFacts(run, 1))
 
@@ -246,11 +266,11 @@ def test_the_run_itself_says_how_many_processes_it_had(write_run, make_metric_ro
     """A step is 2 seconds. ``torchrun`` by hand leaves ``parallel.workers`` alone; older runs, and a damaged file, do
     not say."""
     folder = write_run("a", [make_metric_row(1)], {"launch": "torchrun", "parallel": {"workers": 3}})
-    assert gpu_seconds(load_run(folder)) == {0: 0.0, 1: 6.0}
+    assert process_seconds(load_run(folder)) == {0: 0.0, 1: 6.0}
     for said, processes in (('{"run": {"processes": 64}}', 64), ('{"run": {"processes": 1}}', 1), ('{"train": {}}', 3),
                             ('{"run": {"processes": -2}}', 3), ('{"run": 64}', 3), ("[]", 3), ("{", 3)):  # fmt: skip
         (folder / "data.json").write_text(said)
-        assert gpu_seconds(load_run(folder)) == {0: 0.0, 1: 2.0 * processes}
+        assert process_seconds(load_run(folder)) == {0: 0.0, 1: 2.0 * processes}
 
 
 def test_sft_alone(write_run, read_page):
@@ -281,7 +301,7 @@ def test_a_run_in_progress_is_said_to_be_one(write_run, make_metric_row, read_pa
     write_run("m/seed-2", [], tail='{"st')
     page = read_page(write_report([late.parent]))
     assert page.row("final", "m")[:3] == ["m", "2", "1 to 3"]
-    assert page.row("final", "m")[3] == "0.300 \u00b1 2.541"  # t(1) = 12.706 times 0.28284 / sqrt(2)
+    assert page.row("final", "m")[3] == "0.300 0.100 to 0.500"
     assert f"Not at its last step, or stopped early: {late}." in page.text
     assert "seed-2/metrics.jsonl has no complete line yet" in page.text
     assert page.tables["runs"][2][2] == "1 of 3"

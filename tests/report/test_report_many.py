@@ -25,7 +25,7 @@ def test_the_best_method_comes_first_in_a_short_table(many, read_page):
     rows = read_page(write_report([many])).tables["final"]
     assert rows[0][3:] == ["Held-out accuracy", "Reward", "Entropy", "Length", "Seconds"]  # no start, no best
     assert [row[0] for row in rows[2:]] == [f"method-{i}x" for i in range(8, -1, -1)]
-    assert rows[2][1:4] == ["2", "2", "0.800 ± 0.127"]  # 12.706 * 0.01
+    assert rows[2][1:4] == ["2", "2", "0.800 0.790 to 0.810"]
 
 
 def test_every_method_has_a_row_of_dots_and_a_label_that_no_other_covers(many):
@@ -64,14 +64,17 @@ def test_eight_methods_share_their_charts(many, read_page):
 
 
 def test_dots_lie_on_the_axis_and_intervals_are_cut_off_at_its_ends():
-    plot = dot_plot([DotRow("a", 0, [0.9, 1.0]), DotRow("b", 1, [0.0])], "accuracy")
+    plot = dot_plot([DotRow("a", 0, [0.9, 1.0]), DotRow("b", 1, [0.0] * 5)], "accuracy")
     axis = [float(x) for x in re.findall(r'<path class="grid" d="M([\d.]+) 6\.0V', plot)]
     low, high = min(axis), max(axis)
     dots = [float(x) for x in re.findall(r'<circle class="dot m\d" cx="([\d.]+)"', plot)]
-    assert dots == pytest.approx([low + share * (high - low) for share in (0.9, 1.0, 0.95, 0.0)], abs=0.06)
+    assert dots == pytest.approx([low + share * (high - low) for share in (0.9, 1.0, 0.95, *(0.0,) * 6)], abs=0.06)
     ((begin, end),) = re.findall(r'<path class="mean m0" d="M([\d.]+) [\d.]+H([\d.]+)"', plot)
     assert float(begin) == pytest.approx(low + (0.95 - 0.6353) * (high - low), abs=0.1)  # 12.706 * 0.0707 / sqrt(2)
     assert float(end) == high
+    few = dot_plot([DotRow("a", 0, [0.9, 1.0]), DotRow("b", 1, [0.0])], "accuracy")  # of few seeds: their range
+    ((begin, end),) = re.findall(r'<path class="mean m0" d="M([\d.]+) [\d.]+H([\d.]+)"', few)
+    assert float(begin) == pytest.approx(low + 0.9 * (high - low), abs=0.1) and float(end) == high
 
 
 def test_families_of_settings():

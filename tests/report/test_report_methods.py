@@ -1,7 +1,12 @@
 """Which runs are seeds of one method, and what the method is called."""
 
-from luffy.report.methods import differing_keys, group_runs, with_styles
+from importlib.resources import files
+
+from luffy.config import built_in_recipes, load_config
+from luffy.report.method_colours import COLOURS, METHODS, colour_of, with_styles
+from luffy.report.methods import differing_keys, group_runs
 from luffy.report.runs import load_run
+from luffy.schema import to_dict
 
 
 def groups(folders):
@@ -58,6 +63,31 @@ def test_colours_go_by_when_a_method_began(write_run, make_metric_row):
     folders = [write_run(n, [{**make_metric_row(1), "time": t}]) for n, t in begun.items()]
     methods = group_runs([load_run(f) for f in folders])
     assert [(style, m.label) for style, m in with_styles(methods)] == [(2, "a"), (1, "b"), (0, "c")]
+
+
+def test_every_built_in_method_has_a_colour_and_the_style_sheet_has_the_same_ones():
+    recipes = [name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")]
+    assert sorted(METHODS) == sorted(recipes)
+    assert len({colour_of(name) for name in METHODS[: len(COLOURS)]}) == len(COLOURS)
+    light = (files("luffy.report") / "assets" / "components.css").read_text().partition("}")[0]
+    assert all(f"--m{i}: {colour};" in light for i, colour in enumerate(COLOURS))
+
+
+def test_a_method_has_its_colour_whatever_is_beside_it(write_run, make_metric_row):
+    def run(recipe, name, begun, **changes):
+        config = {**to_dict(load_config(f"methods/{recipe}")), "name": name, "seed": 0, **changes}
+        return write_run(name, [{**make_metric_row(1), "time": begun}], config)
+
+    def styles(*folders):
+        return {m.label: s for s, m in with_styles(group_runs([load_run(f) for f in folders]))}
+
+    on_policy, luffy = run("on_policy", "on-policy", 10.0), run("luffy", "luffy", 20.0)
+    faster = run("luffy", "faster", 30.0, optim={"lr": 0.5})
+    assert styles(luffy) == {"luffy": 0} and styles(on_policy) == {"on-policy": 1}
+    assert styles(on_policy, luffy) == {"luffy": 0, "on-policy": 1}
+    # the second of a kind takes a colour that no other method here has as its own
+    assert styles(faster, on_policy, luffy) == {"luffy": 0, "on-policy": 1, "faster": 2}
+    assert styles(faster) == {"faster": 0}
 
 
 def test_named_folders_stay_apart_though_their_config_is_the_same(write_run, make_metric_row):

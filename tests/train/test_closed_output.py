@@ -43,5 +43,7 @@ def test_a_terminal_that_is_gone(unread):
 def test_what_is_written_before_is_there(tmp_path):
     file = tmp_path / "log"
     with file.open("w") as stream:
-        RunView("run", 3, 0, Console(file=lasting(stream))).say("a fact")
+        view = RunView("run", 3, 0, Console(file=lasting(stream)))
+        view.say("a fact")
+        view.close()
     assert file.read_text() == "a fact\n"
