@@ -137,7 +137,7 @@ test-vllm: $(VLLM_READY) $(SMOLLM2)
 
 # Several processes on the CPU, connected by gloo: all of the tests, the slow ones too.
 test-distributed: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/distributed tests/train/test_prefetch.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/distributed tests/doctor tests/train/test_prefetch.py
 
 # Ray brings some forty packages of its own, so it has an environment of its own.
 RAY_VENV ?= .venv-ray
@@ -150,7 +150,7 @@ $(RAY_READY): pyproject.toml constraints.txt constraints-ray.txt
 	touch $@
 
 test-ray: $(RAY_READY)
-	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -m slow tests/distributed/test_ray.py tests/distributed/test_shared_gpus.py
+	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest -m slow tests/distributed/test_ray.py tests/distributed/test_shared_gpus.py tests/doctor/test_doctor_ray.py
 
 # luffy inside TRL. TRL brings packages along that luffy does not want beside it, so it has an environment of its own.
 TRL_VENV ?= .venv-trl
@@ -198,6 +198,7 @@ quickstart: $(READY)
 docs: $(READY)
 	$(BIN)/python -m luffy.docs_pages > docs/configuration.md
 	$(BIN)/python -m luffy.docs_pages api > docs/api.md
+	$(BIN)/python -m luffy.doctor.tested constraints.txt constraints-ray.txt > luffy/doctor/tested.txt
 
 # The whole study of docs/results/qwen-gsm8k.md on one GPU: traces, problem sets, runs, tables and figures. After a stop the
 # same command goes on. Needs MODEL and TEACHER (model folders), GSM8K (its train.jsonl and test.jsonl), BENCHMARKS.

@@ -240,6 +240,34 @@ def serve(
     start(load_config(recipe, overrides or ()), host, port)
 
 
+@app.command(cls=KnobHelp)
+def doctor(
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="a recipe, if any, and section.key=value ... as for luffy train")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="seconds a check may take; a rank that hangs is named after them")
+    ] = 60.0,
+    anonymous: Annotated[
+        bool, typer.Option("--anonymous", help="leave out host names, user names, addresses and paths, for bug reports")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the report as JSON, with all that was measured")
+    ] = False,
+) -> None:
+    """Check this machine or cluster before a long run, in about half a minute. Exit code 1 if a check fails.
+
+    It looks at versions, devices, memory, disk and network, compares gradients and log-probs of a tiny model, and
+    measures bandwidth. Give it the launch of the run: `luffy doctor launch=torchrun parallel.workers=8`.
+    """
+    given = settings or []
+    recipe = given[0] if given and "=" not in given[0] else None
+    from luffy.doctor.examination import Examination, examine
+
+    cfg = load_config(recipe, given[recipe is not None :])
+    examine(Examination(cfg, timeout, as_json, anonymous), sys.argv[1:])
+
+
 @app.command()
 def recipes() -> None:
     """List sizes and methods: `luffy train SIZE/METHOD` (`luffy sft SIZE/sft`), or in your own recipe

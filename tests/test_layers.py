@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "train": {"train", "distributed", "evaluation", "report", "rollout", "models", "guidance", "rewards", "data", "core", "config", "schema", *BASE},
     "dry_run": {"dry_run", "train", "distributed", "report", "rollout", "models", "guidance", "rewards", "data", "core", "config", *BASE},
     "bench": {"bench", "guidance", "train", "rollout", "models", "report", "config", "schema", *BASE},
+    "doctor": {"doctor", "bench", "train", "distributed", "rollout", "models", "config", *BASE},
     "view": {"view", "report", *BASE},
     "prepare": {"prepare", "train", "evaluation", "rollout", "models", "rewards", "data", *BASE},
     "integrations": {"integrations", "core", "data", "guidance", *BASE},

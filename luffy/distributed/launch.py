@@ -30,8 +30,9 @@ class Launchable(Protocol):
     def again(self) -> Launchable: ...
 
 
-def launch(job: Launchable, arguments: Sequence[str]) -> None:
-    """Run the job as its config says. ``arguments`` of this command line start it again in every worker."""
+def launch(job: Launchable, arguments: Sequence[str], after_loss: str = GO_ON) -> None:
+    """Run the job as its config says. ``arguments`` of this command line start it again in every worker;
+    ``after_loss``: what to do when a process was killed."""
     how = job.cfg.launch
     if is_launched():
         if how != "torchrun":
@@ -40,14 +41,14 @@ def launch(job: Launchable, arguments: Sequence[str]) -> None:
     elif how == "local":
         job.alone()
     elif how == "torchrun":
-        start_processes(job.cfg.parallel.workers, arguments)
+        start_processes(job.cfg.parallel.workers, arguments, after_loss)
     else:
         from luffy.distributed.ray_launch import run_on_ray
 
         run_on_ray(job)
 
 
-def start_processes(workers: int, arguments: Sequence[str]) -> None:
+def start_processes(workers: int, arguments: Sequence[str], after_loss: str = GO_ON) -> None:
     """``workers`` processes of this machine, as torchrun would start them; ends with the code of the first to fail.
     One that was killed could say nothing itself."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -71,17 +72,17 @@ def start_processes(workers: int, arguments: Sequence[str]) -> None:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         name = signal.Signals(error.sigval).name
-        raise TrainingStopped(f"ended by {name}, and its {workers} processes with it; {GO_ON}") from None
+        raise TrainingStopped(f"ended by {name}, and its {workers} processes with it; {after_loss}") from None
     except ChildFailedError as error:
         # Whom the launcher ended with SIGTERM is in the list too: after who was killed, and after who failed.
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         rank = min(codes, key=lambda rank: (codes[rank] == -signal.SIGTERM, codes[rank]))
         if codes[rank] < 0:
-            raise TrainingStopped(killed_message(rank, workers, -codes[rank])) from None
+            raise TrainingStopped(killed_message(rank, workers, -codes[rank], after_loss)) from None
         sys.exit(codes[rank])
 
 
-def killed_message(rank: int, workers: int, number: int) -> str:
+def killed_message(rank: int, workers: int, number: int, after_loss: str) -> str:
     name = signal.Signals(number).name
     hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return f"process {rank} of {workers} was ended by {name}{hint}, and the others with it; {GO_ON}"
+    return f"process {rank} of {workers} was ended by {name}{hint}, and the others with it; {after_loss}"

@@ -31,8 +31,12 @@ POLL_S = 0.5
 GRACE_S = 10.0  # after a worker's mistake, for the others to end by themselves
 
 
-def run_on_ray(job: Launchable) -> None:
-    """Run the job on a cluster and wait for its end; a mistake that a worker found is raised here."""
+def run_on_ray(job: Launchable, show: Callable[[list[str]], bool] | None = None) -> None:
+    """Run the job on a cluster and wait for its end; a mistake that a worker found is raised here.
+
+    ``show`` gets the lines of the workers twice a second, in place of standard error; True: no more is needed of them.
+    """
+    show = show or print_lines
     secure(job.cfg.ray.address)
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")  # machines that autoscale need minutes
     ray = import_ray()
@@ -48,7 +52,8 @@ def run_on_ray(job: Launchable) -> None:
         mistaken_since = None
         while not fit.done():
             wait([fit], timeout=POLL_S)
-            print_lines(ray.get(mailbox.take_lines.remote()))
+            if show(ray.get(mailbox.take_lines.remote())):
+                return
             if mistaken_since is None and ray.get(mailbox.mistake.remote()) is not None:
                 mistaken_since = time.monotonic()
             if mistaken_since is not None and time.monotonic() - mistaken_since > GRACE_S:
@@ -231,9 +236,10 @@ class Mailbox:
         return self.first_mistake
 
 
-def print_lines(lines: list[str]) -> None:
+def print_lines(lines: list[str]) -> bool:
     for line in lines:
         print(line, file=lasting(sys.stderr), flush=True)
+    return False
 
 
 def raise_mistake(mistake: tuple[str, str] | None) -> None:

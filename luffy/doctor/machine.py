@@ -1,0 +1,367 @@
+"""Checks of one machine: packages, devices, driver, memory. Over several machines they name the one that differs."""
+
+from __future__ import annotations
+
+import ctypes
+import getpass
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from luffy._version import __version__
+from luffy.bench.machine import Machine
+from luffy.doctor.context import Context
+from luffy.doctor.findings import Cluster, Facts, Line, who_differs
+from luffy.doctor.tested import EXACT, tested_versions
+from luffy.models.memory import memory_of_machine
+from luffy.models.threads import available_cores
+
+GIB = 2**30
+SHM = Path("/dev/shm")
+SMALL_SHM = GIB  # NCCL passes data between GPUs of a machine through it; a container gets 64 MiB unless told
+FREE_OF_GPU = 0.9  # below it another process uses the GPU
+FREE_HOST = 4 * GIB
+SLOW = 0.7  # of the ranks' median speed
+MUST_AGREE = ("luffy", "torch", "transformers", "CUDA", "NCCL", "GPU", "GPU driver")
+
+
+# ---- ranks
+
+
+def measure_identity(context: Context) -> dict[str, Any]:
+    """Publishes this rank's host name, and learns the others'."""
+    host = socket.gethostname()
+    context.board.put(f"host/{context.rank}", host)
+    context.watch.meet()
+    context.hosts[:] = [context.board.wait(f"host/{rank}") for rank in range(context.size)]
+    return {"host": host, "private": _private_words(context)}
+
+
+def _private_words(context: Context) -> list[str]:
+    """What the anonymous report must not contain."""
+    folder = context.cfg.folder
+    words = {socket.gethostname(), socket.getfqdn(), str(Path.home()), os.getcwd(), str(folder), str(folder.resolve())}
+    with suppress(OSError, KeyError):  # a container's user may have no name
+        words.add(getpass.getuser())
+    words |= {os.environ[name] for name in ("MASTER_ADDR", "USER", "LOGNAME") if os.environ.get(name)}
+    return sorted(words - {"", "/", "localhost", "runs"})
+
+
+def judge_identity(cluster: Cluster, facts: Facts) -> list[Line]:
+    counts = [f"{len(cluster.ranks_of(host))} on {host}" for host in cluster.machines]
+    return [Line("processes", "ok", ", ".join(counts))]
+
+
+# ---- versions
+
+
+def measure_versions(context: Context) -> dict[str, Any]:
+    packages = {name: _installed(name) for name in tested_versions()}
+    return {
+        "luffy": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "packages": {name: version for name, version in packages.items() if version},
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def judge_versions(cluster: Cluster, facts: Facts) -> list[Line]:
+    mine = facts[min(facts)]
+    found = f"luffy {mine['luffy']}, Python {mine['python']}, {mine['system']}"
+    lines = [Line("versions", "ok", f"{found}, torch {mine['packages'].get('torch')}")]
+    tested = tested_versions()
+    other = {
+        name: version
+        for name, version in mine["packages"].items()
+        if name in tested and version.partition("+")[0] != tested[name]
+    }
+    wrong = {name: version for name, version in other.items() if name in EXACT}
+    if wrong:
+        text = f"{_named(wrong)}, which gives other verdicts than {_named({name: tested[name] for name in wrong})}"
+        fix = "pip install " + " ".join(f"'{name}=={tested[name]}'" for name in wrong)
+        lines.append(Line("versions", "failed", text, fix))
+    rest = {name: version for name, version in other.items() if name not in wrong}
+    if rest:
+        text = "tested with others: " + ", ".join(f"{name} {v} (tested: {tested[name]})" for name, v in rest.items())
+        fix = "if something fails, install the tested versions: pip install --constraint constraints.txt ."
+        lines.append(Line("versions", "warning", text, fix))
+    return lines + _differences(cluster, facts, "versions", _flat_versions)
+
+
+def _named(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _flat_versions(fact: Any) -> dict[str, Any]:
+    return {"luffy": fact["luffy"], "python": fact["python"], **fact["packages"]}
+
+
+def _differences(cluster: Cluster, facts: Facts, check: str, values: Callable[[Any], dict[str, Any]]) -> list[Line]:
+    """A line for each value that is not the same on all ranks."""
+    of_ranks = {rank: values(fact) for rank, fact in facts.items()}
+    names = dict.fromkeys(name for mine in of_ranks.values() for name in mine)
+    lines = []
+    for name in names:
+        differs = who_differs(cluster, {rank: mine.get(name) for rank, mine in of_ranks.items()})
+        if differs:
+            status: Any = "failed" if name in MUST_AGREE else "warning"
+            fix = f"use the same {name} on every machine"
+            lines.append(Line(check, status, f"{name} is not the same everywhere: {differs}", fix))
+    return lines
+
+
+# ---- devices, driver, NCCL
+
+
+def measure_devices(context: Context) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "wanted": context.cfg.model.device,
+        "device": context.device,
+        "cpu": _cpu_name(),
+        "cores": available_cores(),
+        "threads": torch.get_num_threads(),
+        "has_driver": Path("/proc/driver/nvidia").exists(),
+        "driver": _driver_version(),
+        "driver_cuda": _cuda_of_driver(),
+        "torch_cuda": torch.version.cuda,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "nccl": None,
+        "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))},
+    }
+    facts["settings"].pop("NCCL_HOSTID", None)  # one of a rank's own, where ranks share a GPU
+    if context.device == "cuda":
+        index = device_index()
+        properties = torch.cuda.get_device_properties(index)
+        facts |= {
+            "gpu": properties.name,
+            "index": index,
+            "uuid": gpu_uuid(),
+            "gib": round(properties.total_memory / GIB, 1),
+            "capability": f"{properties.major}.{properties.minor}",
+            "gpus": torch.cuda.device_count(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
+        }
+    return facts
+
+
+def device_index() -> int:
+    """The GPU that `join_world` takes."""
+    return int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+
+
+def gpu_uuid() -> str:
+    return str(torch.cuda.get_device_properties(device_index()).uuid)
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _driver_version() -> str | None:
+    """Version of NVIDIA's kernel driver, as it says itself or by its tool."""
+    file = Path("/proc/driver/nvidia/version")
+    if file.exists() and (found := re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", file.read_text())):
+        return found[0]
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return shown[0] if shown and re.fullmatch(r"[\d.]+", shown[0]) else None
+
+
+def _cuda_of_driver() -> str | None:
+    """The newest CUDA that the driver knows."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int(0)
+    if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def judge_devices(cluster: Cluster, facts: Facts) -> list[Line]:
+    lines = [line for rank, fact in facts.items() if (line := _unused_gpu(cluster, rank, fact))]
+    gpus = {rank: fact for rank, fact in facts.items() if fact["device"] == "cuda"}
+    if not gpus:
+        mine = facts[min(facts)]
+        found = f"no GPU is used; {mine['cpu']}, {mine['cores']} cores, {mine['threads']} threads a process"
+        lines.append(Line("devices", "ok", found))
+        return _merged(lines) + _differences(cluster, facts, "devices", _device_values)
+    mine = gpus[min(gpus)]
+    here = f"{len({fact['uuid'] for fact in gpus.values()})} x {mine['gpu']}, {mine['gib']} GiB"
+    lines.append(Line("devices", "ok", f"{here}, compute capability {mine['capability']}"))
+    lines += _driver_lines(mine)
+    shared = sharing_ranks(gpus)
+    if shared:
+        text = f"{cluster.name(shared)} share a GPU: NCCL exchanges their data over sockets"
+        lines.append(Line("devices", "warning", text, "use one process a GPU for training; this is for tests"))
+    return _merged(lines) + _differences(cluster, facts, "devices", _device_values)
+
+
+def sharing_ranks(facts: Facts) -> list[int]:
+    """Ranks whose GPU another rank uses too."""
+    uuids = [fact.get("uuid") for fact in facts.values()]
+    return [rank for rank, fact in facts.items() if fact.get("uuid") and uuids.count(fact["uuid"]) > 1]
+
+
+def _unused_gpu(cluster: Cluster, rank: int, fact: Any) -> Line | None:
+    """A line where a GPU is there, or was asked for, and torch cannot use it."""
+    if fact["device"] == "cuda" or fact["wanted"] == "cpu" or not (fact["has_driver"] or fact["wanted"] == "cuda"):
+        return None
+    where = "" if len(cluster.hosts) == 1 else f" on {cluster.hosts[rank]}"
+    if not fact["has_driver"] and fact["driver"] is None:
+        return Line(
+            "devices", "failed", f"model.device=cuda, but there is no NVIDIA driver{where}",
+            "install the driver, give the container its GPUs (docker run --gpus all), or set model.device=cpu",
+        )  # fmt: skip
+    if fact["torch_cuda"] is None:
+        return Line(
+            "devices", "failed", f"there is an NVIDIA driver{where}, but this torch was built without CUDA",
+            "install torch with CUDA (pip install torch from PyPI), or set model.device=cpu",
+        )  # fmt: skip
+    if fact["visible"] in ("", "-1"):
+        return Line("devices", "failed", f"CUDA_VISIBLE_DEVICES hides every GPU{where}", "unset CUDA_VISIBLE_DEVICES")
+    text = (
+        f"torch for CUDA {fact['torch_cuda']} sees no GPU{where}; driver {fact['driver']}, CUDA {fact['driver_cuda']}"
+    )
+    return Line("devices", "failed", text, "update the NVIDIA driver or install a torch for its CUDA; see nvidia-smi")
+
+
+def _driver_lines(fact: Any) -> list[Line]:
+    lines = []
+    driver = f"driver {fact['driver'] or 'of unknown version'}, CUDA up to {fact['driver_cuda'] or '?'}"
+    old = fact["driver_cuda"] and fact["torch_cuda"] and _major(fact["driver_cuda"]) < _major(fact["torch_cuda"])
+    if old:
+        fix = f"update the NVIDIA driver, or install a torch for CUDA {fact['driver_cuda']}"
+        lines.append(Line("driver", "failed", f"{driver}; torch was built for CUDA {fact['torch_cuda']}", fix))
+    else:
+        lines.append(Line("driver", "ok", f"{driver}; torch was built for CUDA {fact['torch_cuda']}"))
+    if fact["nccl"] is None:
+        fix = "install a torch with NCCL (the Linux builds of PyPI have it), or run one process (launch=local)"
+        lines.append(Line("NCCL", "failed", "this torch has no NCCL", fix))
+    else:
+        settings = "".join(f", {name}={value}" for name, value in fact["settings"].items())
+        lines.append(Line("NCCL", "ok", f"{fact['nccl']}{settings}"))
+    return lines
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
+
+
+def _device_values(fact: Any) -> dict[str, Any]:
+    values = {"GPU": f"{fact['gpu']}, {fact['gib']:.0f} GiB" if "gpu" in fact else "none"}
+    values |= {"GPU driver": fact["driver"], "CUDA": fact["torch_cuda"], "NCCL": fact["nccl"], "CPU": fact["cpu"]}
+    return values | {f"the variable {name}": value for name, value in fact["settings"].items()}
+
+
+def _merged(lines: Iterable[Line]) -> list[Line]:
+    return list(dict.fromkeys(lines))
+
+
+# ---- memory and shared memory
+
+
+def measure_memory(context: Context) -> dict[str, Any]:
+    free, total, owner = memory_of_machine(False)
+    facts: dict[str, Any] = {"host_free": free, "host_total": total, "owner": owner, "shm": None, "gpu_free": None}
+    if SHM.is_dir():
+        size = os.statvfs(SHM)
+        facts["shm"] = size.f_frsize * size.f_blocks
+        facts["shm_free"] = size.f_frsize * size.f_bavail
+    if context.device == "cuda":
+        facts["gpu_free"], facts["gpu_total"] = torch.cuda.mem_get_info(device_index())
+        facts["uuid"] = gpu_uuid()
+    return facts
+
+
+def judge_memory(cluster: Cluster, facts: Facts) -> list[Line]:
+    lines = []
+    least = min(facts, key=lambda rank: facts[rank]["host_free"])
+    host = facts[least]
+    found = f"{host['host_free'] / GIB:.1f} of {host['host_total'] / GIB:.1f} GiB of {host['owner']} free"
+    found += f" (least: {cluster.hosts[least]})" if len(cluster.machines) > 1 else ""
+    if host["host_free"] < FREE_HOST:
+        fix = "end other processes, or give the container more memory: each process reads the whole model at the start"
+        lines.append(Line("memory", "warning", found, fix))
+    else:
+        lines.append(Line("memory", "ok", found))
+    gpus = {rank: fact for rank, fact in facts.items() if fact["gpu_free"] is not None}
+    if gpus:
+        lines += _gpu_memory(cluster, gpus)
+    return lines + _shared_memory(cluster, facts)
+
+
+def _gpu_memory(cluster: Cluster, gpus: Facts) -> list[Line]:
+    shared = sharing_ranks(gpus)  # whose other processes are ranks too
+    used = [r for r, fact in gpus.items() if fact["gpu_free"] < FREE_OF_GPU * fact["gpu_total"] and r not in shared]
+    worst = gpus[min(gpus, key=lambda rank: gpus[rank]["gpu_free"])]
+    found = f"{worst['gpu_free'] / GIB:.1f} of {worst['gpu_total'] / GIB:.1f} GiB free"
+    if not used:
+        return [Line("GPU memory", "ok", found)]
+    fix = "end the other processes on these GPUs (nvidia-smi lists them)"
+    return [Line("GPU memory", "warning", f"{found}; other processes use the GPUs of {cluster.name(used)}", fix)]
+
+
+def _shared_memory(cluster: Cluster, facts: Facts) -> list[Line]:
+    known = {rank: fact["shm"] for rank, fact in facts.items() if fact["shm"] is not None}
+    if not known:
+        return [Line("shared memory", "skipped", "this system has no /dev/shm")]
+    least = min(known, key=lambda rank: known[rank])
+    found = f"{known[least] / GIB:.2f} GiB in /dev/shm"
+    needed = any(len(cluster.ranks_of(host)) > 1 for host in cluster.machines)
+    if needed and known[least] < SMALL_SHM:
+        fix = "enlarge it: docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory"
+        return [Line("shared memory", "failed", f"{found} on {cluster.hosts[least]}, where processes need 1 GiB", fix)]
+    return [Line("shared memory", "ok", found)]
+
+
+# ---- speed
+
+
+def measure_speed(context: Context) -> dict[str, Any]:
+    on_gpu = context.device == "cuda"
+    device = torch.device("cuda", device_index()) if on_gpu else torch.device("cpu")
+    machine = Machine.measure(device, torch.bfloat16 if on_gpu else torch.float32)
+    if on_gpu:
+        torch.cuda.empty_cache()  # ranks may share the GPU
+    uuid = gpu_uuid() if on_gpu else None
+    return {"flops": machine.flops, "bandwidth": machine.bandwidth, "on_gpu": on_gpu, "uuid": uuid}
+
+
+def judge_speed(cluster: Cluster, facts: Facts) -> list[Line]:
+    """A slow GPU holds up all others. Ranks on CPUs share them, so their speeds say nothing."""
+    rates = sorted(fact["flops"] / 1e12 for fact in facts.values())
+    median = rates[len(rates) // 2]
+    found = f"{rates[0]:.3g}{f' to {rates[-1]:.3g}' if len(rates) > 1 else ''} TFLOP/s in matrix products, "
+    found += f"{min(fact['bandwidth'] for fact in facts.values()) / 1e9:.3g} GB/s in copies"
+    slow = [rank for rank, fact in facts.items() if fact["on_gpu"] and fact["flops"] / 1e12 < SLOW * median]
+    if slow and not sharing_ranks(facts):
+        text = f"{found}; slow: {cluster.name(slow)} ({rates[0] / median:.0%} of the median)"
+        fix = "look for heat, a power limit or other jobs there (nvidia-smi -q -d PERFORMANCE)"
+        return [Line("speed", "warning", text, fix)]
+    return [Line("speed", "ok", found)]

@@ -1,0 +1,158 @@
+"""Names the rank that hangs.
+
+Every rank publishes how far it is. A thread of it renews that value, so that a stopped process shows by a value that
+no longer changes. The first rank that lives speaks: when a rank has not moved for the time limit, it reports who is
+behind the others, with the results so far, and ends the examination.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from luffy.doctor.board import Board
+
+GRACE_S = 5.0  # for the other ranks to end too, after one has failed
+PACKAGE = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank is: the number of its check, and of the meeting with other ranks that it waits for in it."""
+
+    check: int = -1
+    meeting: int = 0
+    ended: bool = False
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Hang:
+    """``ranks`` hold the others up at check number ``check``; all of them when none is behind. ``where``: the line of
+    luffy that each is at. ``stopped``: they no longer answer at all. ``failed``: an error ended them, others wait.
+    ``no_store``: the store does not answer, so nothing is known of other ranks."""
+
+    check: int
+    ranks: tuple[int, ...]
+    where: dict[int, str]
+    stopped: bool = False
+    failed: bool = False
+    no_store: bool = False
+
+
+class Seen:
+    """What one rank knows of another: its last values, and when they changed, by this rank's clock."""
+
+    def __init__(self, now: float) -> None:
+        self.progress, self.where = Progress(), ""
+        self.moved = self.renewed = now
+        self._beat: Any = None
+
+    def look(self, state: dict[str, Any] | None, now: float) -> None:
+        if state is None:
+            return
+        if state["beat"] != self._beat:
+            self._beat, self.renewed, self.where = state["beat"], now, state["where"]
+        progress = Progress(**state["progress"])
+        if progress != self.progress:
+            self.progress, self.moved = progress, now
+
+
+class Watch:
+    """``speak(hang)`` is called in the watching thread of one rank; ``end(code)`` then on all."""
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        size: int,
+        limit_s: float,
+        speak: Callable[[Hang], None],
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._board, self._rank, self._size, self._limit = board, rank, size, limit_s
+        self._speak, self._end = speak, end
+        self._progress = Progress()
+        self._main = threading.get_ident()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def enter(self, check: int) -> None:
+        """This rank begins with a check."""
+        self._progress = Progress(check)
+
+    def meet(self) -> None:
+        """This rank is about to wait for the others."""
+        self._progress = replace(self._progress, meeting=self._progress.meeting + 1)
+
+    def leave(self, failed: bool = False) -> None:
+        """This rank has nothing more to measure."""
+        self._progress = replace(self._progress, ended=True, failed=failed)
+
+    def _run(self) -> None:
+        now, beat = time.monotonic(), 0
+        seen = [Seen(now) for _ in range(self._size)]
+        while not self._stop.wait(min(0.5, self._limit / 20)):
+            beat += 1
+            try:
+                hang = self._look(seen, beat)
+            except dist.DistError:  # rank 0 keeps the store, except under torchrun, with whose end this process ends
+                hang = Hang(self._progress.check, (0,), {}, stopped=True, no_store=True)
+            if hang is not None:
+                self._speak(hang)
+                self._end(1)
+                return
+
+    def _look(self, seen: list[Seen], beat: int) -> Hang | None:
+        """Publish this rank's state, read the others'; a Hang where this rank has to speak of one."""
+        state = {"beat": beat, "progress": vars(self._progress), "where": self._line()}
+        self._board.put(f"state/{self._rank}", state)
+        if self._board.get("verdict") is not None:
+            if not self._progress.ended:
+                self._end(1)
+            return None
+        for rank in range(self._rank):
+            seen[rank].look(self._board.get(f"state/{rank}"), time.monotonic())
+            if time.monotonic() - seen[rank].renewed < self._limit:
+                return None  # a rank before this one lives, and speaks
+        for rank in range(self._rank, self._size):
+            seen[rank].look(self._board.get(f"state/{rank}"), time.monotonic())
+        return self._hang(seen, time.monotonic())
+
+    def _hang(self, seen: list[Seen], now: float) -> Hang | None:
+        waiting = {rank: one for rank, one in enumerate(seen) if not one.progress.ended}
+        failed = {rank: one for rank, one in enumerate(seen) if one.progress.failed}
+        if waiting and failed and now - min(one.moved for one in failed.values()) > GRACE_S:
+            return Hang(min(one.progress.check for one in failed.values()), tuple(failed), {}, failed=True)
+        if all(now - one.moved < self._limit for one in waiting.values()):
+            return None
+        stopped = {rank: one for rank, one in enumerate(seen) if now - one.renewed > self._limit / 2}
+        order = {rank: (one.progress.check, one.progress.meeting) for rank, one in (stopped or waiting).items()}
+        behind = [rank for rank in order if order[rank] == min(order.values())]
+        where = {rank: seen[rank].where for rank in behind if seen[rank].where}
+        return Hang(min(order.values())[0], tuple(stopped or behind), where, stopped=bool(stopped))
+
+    def _line(self) -> str:
+        """The line of luffy, outside of this file, that the main thread is at."""
+        frame = sys._current_frames().get(self._main)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith(PACKAGE) and file != __file__:
+                return f"{Path(file).relative_to(Path(PACKAGE).parent)}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
