@@ -83,6 +83,19 @@ def test_a_rank_that_hangs_is_named_with_the_results_so_far(tmp_path, how, rank,
     assert lines["all-gather"]["status"] == "ok" and lines["engine"]["found"] == "not reached"
 
 
+@pytest.mark.slow
+def test_an_error_of_one_rank_is_named_and_ends_the_others_that_wait_for_it(tmp_path):
+    error = "raise RuntimeError('CUDA error: an illegal memory access')"
+    (tmp_path / "failing.py").write_text(HANGING.format(how=error, rank=1))
+    result = doctor("launch=torchrun", "parallel.workers=2", "plugins=[failing.py]", "--json", cwd=tmp_path)
+    assert result.returncode == 1, result.stderr
+    lines = {line["check"]: line for line in json.loads(result.stdout)["checks"]}
+    assert lines["gradient"]["found"] == (
+        f"rank 1 on {socket.gethostname()}: RuntimeError: CUDA error: an illegal memory access"
+    )
+    assert lines["gradient"]["status"] == "failed" and lines["engine"]["found"] == "not reached"
+
+
 def test_mistakes_are_one_line(tmp_path):
     result = doctor("no_such_recipe", cwd=tmp_path)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and "no_such_recipe" in result.stderr
