@@ -96,7 +96,8 @@ class Examination:
             cluster = Cluster(context.hosts or ["?"] * size)
             return cluster, [_hang_line(CHECKS[hang.check], cluster, hang, self.limit_s)], {}, []
 
-        watch = Watch(boards[1], rank, size, self.limit_s, report_on)
+        end = os._exit if out is None else lambda code: None  # the command of Ray ends its workers
+        watch = Watch(boards[1], rank, size, self.limit_s, report_on, end)
         on_gpu = self.cfg.model.device != "cpu" and torch.cuda.is_available()
         context = Context(self.cfg, rank, size, "cuda" if on_gpu else "cpu", boards[0], watch, self.limit_s)
         if on_gpu:
