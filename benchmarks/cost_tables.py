@@ -30,12 +30,13 @@ def network_bound_below(gpu: Gpu) -> float:
     return (8 / gpu.network) / (6 / (gpu.flops * gpu.update_share))
 
 
-QWEN_1_5B = Model("1.5B", 1.54e9, 28, 1536, 256)
-QWEN_7B = Model("7B", 7.6e9, 28, 3584, 512)
-QWEN_32B = Model("32B", 32.8e9, 64, 5120, 1024)
-LLAMA_70B = Model("70B", 70.6e9, 80, 8192, 1024)
+QWEN_1_5B = Model("1.5B", 1.54e9, 28, 1536, 256, outside=0.23e9)
+QWEN_7B = Model("7B", 7.6e9, 28, 3584, 512, outside=1.09e9)
+QWEN_32B = Model("32B", 32.8e9, 64, 5120, 1024, outside=1.56e9)
+LLAMA_70B = Model("70B", 70.6e9, 80, 8192, 1024, outside=2.10e9)
 PLANS = (
     StepPlan(QWEN_7B, gpus=8, problems=128),
+    StepPlan(QWEN_7B, gpus=8, problems=128, gathered_once=True),
     StepPlan(QWEN_32B, gpus=64, problems=512),
     StepPlan(QWEN_32B, gpus=64, problems=512, width=2),
     StepPlan(QWEN_32B, gpus=64, problems=512, width=4, hybrid=True),
@@ -47,6 +48,7 @@ PLANS = (
 
 def row(plan: StepPlan, gpu: Gpu) -> list[str]:
     name = f"{plan.model.name} on {plan.gpus}, {'hybrid' if plan.hybrid else 'full'}, {plan.width} a copy"
+    name += ", gathered once" if plan.gathered_once else ""
     taken, held = memory(plan, gpu), places(plan, gpu)
     wanted = plan.responses / (plan.gpus / plan.width)
     room = [f"{taken / GB:,.0f} GB", f"{held:,.0f} of {wanted:,.0f}", f"{host_memory(plan, gpu) / GB:,.0f} GB"]

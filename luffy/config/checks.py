@@ -425,6 +425,13 @@ def _check_launch(c: Knobs) -> None:
             f"'parallel.shard' ({p.shard}) is for several processes, and launch=local runs one; leave it out, or set "
             f"launch=torchrun or ray"
         )
+    if c.launch == "local" and p.gather != "auto":
+        raise ConfigError(f"'parallel.gather' ({p.gather}) is for shards, and launch=local has none; leave it out")
+    if p.gather == "mini_batch" and p.cpu_offload:
+        raise ConfigError(
+            "'parallel.gather' (mini_batch) holds all weights on every GPU, and 'parallel.cpu_offload' keeps them off; "
+            "set one of them only"
+        )
     if p.workers % p.rollout_group:
         raise ConfigError(
             f"'parallel.rollout_group' ({p.rollout_group}) does not divide 'parallel.workers' ({p.workers})"

@@ -672,6 +672,11 @@ class ParallelConfig:
         "full", "weights and optimizer state over all processes, or over groups that each hold everything"
     )
     shard_size: int | None = knob(None, "processes of a group when shard is hybrid; null: those of one machine", ge=1)
+    gather: Literal["auto", "micro_batch", "mini_batch"] = knob(
+        "auto",
+        "gather weights and reduce gradients in every micro-batch, or once per mini-batch (less traffic, more memory); "
+        "auto: once if it fits on every GPU",
+    )
     cpu_offload: bool = knob(False, "weights and optimizer state wait in host memory: less GPU memory, more time")
     rollout_group: int = knob(
         1, "processes that share one engine and its copy of the model, where one does not fit on each GPU", ge=1

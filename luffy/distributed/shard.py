@@ -53,12 +53,16 @@ def shard(root: nn.Module, cfg: ParallelConfig, dtype: DtypeName, device: str) -
     for unit in [*decoder_layers(root), root]:
         become_masters(unit)
         fully_shard(unit, **options)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            # Loss weights hold the denominator of the whole mini-batch already: gradients add, never average.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+    for module in units(root):
+        # Loss weights hold the denominator of the whole mini-batch already: gradients add, never average.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
     root.register_forward_hook(lambda module, args, outputs: copies(outputs))  # after the hooks of FSDP2
+
+
+def units(root: nn.Module) -> list[FSDPModule]:
+    """The modules whose weights are gathered together; none if ``root`` is not sharded."""
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def copies(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -74,9 +78,26 @@ def copies(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def let_go_of_gathered(root: nn.Module) -> None:
     """Free the weights that a pass without gradients left gathered (the embeddings and the head stay for the backward
     pass that usually follows), so that the next pass gathers those of then."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in units(root):
+        module.reshard()
+
+
+def keep_gathered(root: nn.Module, keep: bool) -> None:
+    """Whether the passes to come leave the weights gathered and sum gradients, unreduced, on each process. Call it with
+    False before the last of these passes: that one reduces the sums and frees the weights. All processes must agree,
+    because it decides which pass communicates."""
+    for module in units(root):
+        module.set_reshard_after_forward(not keep and module is not root, recurse=False)
+        module.set_reshard_after_backward(not keep, recurse=False)
+        module.set_requires_gradient_sync(not keep, recurse=False)
+
+
+def gathered_bytes(root: nn.Module, dtype: DtypeName, *, gradients: bool) -> int:
+    """Memory of all weights in ``dtype`` and, on request, of all their gradients in float32: what a process holds of a
+    model whose units all stay gathered."""
+    parameters = list(root.parameters())
+    weights = sum(p.numel() for p in parameters) * DTYPES[dtype].itemsize
+    return weights + gradients * sum(p.numel() for p in parameters if p.requires_grad) * torch.float32.itemsize
 
 
 def become_masters(module: nn.Module) -> None:

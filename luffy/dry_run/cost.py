@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 GB = 1e9
 
@@ -46,10 +47,12 @@ class Model:
     layers: int
     hidden: int
     kv_width: int  # key-value heads times head size
+    outside: float = 0.0  # parameters outside the decoder layers: embeddings, last norm, head
+    itemsize: int = 2  # bytes of a weight when it computes
 
     @property
     def weights(self) -> float:
-        return 2 * self.parameters
+        return self.itemsize * self.parameters
 
     @property
     def kv_bytes(self) -> float:
@@ -71,6 +74,8 @@ class StepPlan:
     width: int = 1
     hybrid: bool = False  # sharded inside each machine, copied over machines
     micro_batch: int = 32768
+    updates: int = 1  # mini-batches
+    gathered_once: bool = False  # `parallel.gather`: weights and gradients travel once per mini-batch
     adapters: bool = False  # LoRA: the weights are frozen
     offloaded: bool = False  # masters and moments are in the host's memory
     recomputed: float = 0.0  # share of the tokens whose activations are computed again in the backward pass
@@ -104,6 +109,16 @@ class StepPlan:
     def machines(self) -> float:
         return self.gpus / Gpu.per_machine
 
+    @property
+    def shards(self) -> int:
+        """GPUs that share one copy of the weights."""
+        return min(self.gpus, Gpu.per_machine) if self.hybrid else self.gpus
+
+    @property
+    def micro_batches(self) -> int:
+        """Passes of one GPU in a mini-batch."""
+        return math.ceil(self.tokens / self.updates / self.gpus / self.micro_batch)
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -136,8 +151,7 @@ def rollout(plan: StepPlan, gpu: Gpu) -> Cost:
 def update(plan: StepPlan, gpu: Gpu) -> Cost:
     """Matrix products, or the weights and gradients that FSDP2 moves, whichever takes longer."""
     compute = training_flops(plan) * plan.tokens / plan.gpus / (gpu.flops * gpu.update_share)
-    passes = math.ceil(plan.tokens / plan.gpus / plan.micro_batch)
-    inside, between = (passes * b for b in fsdp_bytes(plan, gpu))
+    inside, between = fsdp_bytes(plan)
     return Cost(max(compute, inside / gpu.nvlink, between / gpu.network), inside + between)
 
 
@@ -150,20 +164,55 @@ def training_flops(plan: StepPlan) -> float:
     return of_weights * 2 * plan.model.parameters + plan.passes * attention
 
 
-def fsdp_bytes(plan: StepPlan, gpu: Gpu) -> tuple[float, float]:
-    """Bytes that a GPU receives in one pass forward and backward: weights in bf16 twice, and once more for every pass
-    that scores; gradients in fp32 once. First those that stay in a machine, then those that come from another. Sharded
-    over several machines, everything waits for the network; hybrid, only the sum of the gradients over the machines
-    does."""
-    gradients = 0.0 if plan.adapters else 4 * plan.model.parameters
-    everything = (2 + plan.scored) * plan.model.weights + gradients
-    if plan.gpus == 1:
-        return 0.0, 0.0
-    if plan.machines <= 1:
-        return everything, 0.0
-    if plan.hybrid:
-        return everything, 2 * gradients / gpu.per_machine
-    return 0.0, everything
+class Traffic(NamedTuple):
+    """Collectives of one GPU in the updates of a step, and bytes that it receives by each kind."""
+
+    gathers: float
+    gathered: float
+    reductions: float  # reduce-scatters; with several copies of the weights as many all-reduces besides
+    reduced: float
+    summed: float  # by all-reduces between the copies
+
+
+def fsdp_traffic(
+    model: Model, shards: int, copies: int = 1, *, updates: int = 1, passes: int = 1, scored: float = 0,
+    once: bool = False, adapters: bool = False,
+) -> Traffic:  # fmt: skip
+    """``passes`` forward and backward in each of ``updates`` mini-batches. ``scored``: how often the layers are
+    gathered without a backward pass, to score tokens.
+
+    A pass gathers every unit in the forward pass and the decoder layers again in the backward pass; scoring gathers the
+    layers, because embeddings and head stay for the update that follows. Gradients are reduced in float32. Gathered
+    ``once``, the passes of a mini-batch share one gather and one reduction. Of what n ranks gather or scatter, one
+    receives (n - 1) / n. Adapters are too small to count.
+    """
+    if shards * copies == 1:
+        return Traffic(0, 0.0, 0, 0.0, 0.0)
+    layers = model.itemsize * (model.parameters - model.outside)
+    gradients = 0.0 if adapters else 4 * model.parameters
+    rounds = updates * (1 if once else passes)
+    more = scored + (0 if once else rounds)  # gathers of the layers alone
+    part = (shards - 1) / shards
+    return Traffic(
+        gathers=rounds * (model.layers + 1) + more * model.layers,
+        gathered=part * (rounds * model.weights + more * layers),
+        reductions=rounds * (model.layers + (not adapters)),
+        reduced=part * rounds * gradients,
+        summed=2 * (copies - 1) / copies * rounds * gradients / shards,
+    )
+
+
+def fsdp_bytes(plan: StepPlan) -> tuple[float, float]:
+    """Bytes that a GPU receives in the updates of a step: first those that stay in a machine, then those that come from
+    another. Sharded over several machines, everything waits for the network; hybrid, only the sum of the gradients over
+    the machines does."""
+    scored = plan.scored if plan.gathered_once else plan.scored * plan.updates * plan.micro_batches
+    moved = fsdp_traffic(
+        plan.model, plan.shards, plan.gpus // plan.shards, updates=plan.updates, passes=plan.micro_batches,
+        scored=scored, once=plan.gathered_once, adapters=plan.adapters,
+    )  # fmt: skip
+    sharded = moved.gathered + moved.reduced
+    return (sharded, moved.summed) if plan.machines <= 1 or plan.hybrid else (0.0, sharded)
 
 
 def weight_sync(plan: StepPlan, gpu: Gpu) -> Cost:
@@ -171,15 +220,15 @@ def weight_sync(plan: StepPlan, gpu: Gpu) -> Cost:
     if plan.gpus == 1:
         return Cost(0.0)
     link = gpu.nvlink if plan.machines <= 1 or plan.hybrid else gpu.network
-    return Cost(plan.model.weights / link, plan.model.weights)
+    received = plan.model.weights * (plan.shards - 1) / plan.shards
+    return Cost(received / link, received)
 
 
 def checkpoint(plan: StepPlan, gpu: Gpu) -> dict[str, Cost]:
     """Masters and two moments in fp32, and the model in bf16. Training waits for the first term alone."""
     state, total = 12 * plan.model.parameters, 14 * plan.model.parameters
-    shards = min(plan.gpus, gpu.per_machine) if plan.hybrid else plan.gpus
     return {
-        "copy to the host": Cost((state / shards) / gpu.host_link + plan.model.weights / gpu.host_link, state / shards),
+        "copy to the host": Cost((state / plan.shards + plan.model.weights) / gpu.host_link, state / plan.shards),
         "write": Cost(total / plan.storage, total),
         "hash": Cost(total / (plan.hash_rate * min(plan.hash_cores, plan.gpus)), total),
     }
@@ -188,9 +237,15 @@ def checkpoint(plan: StepPlan, gpu: Gpu) -> dict[str, Cost]:
 def memory(plan: StepPlan, gpu: Gpu) -> float:
     """Bytes of a GPU that are taken before the cache is: masters, moments, gradients (offloaded, the gradients alone;
     with LoRA the masters alone, and on one GPU none: it trains beside the copy that rolls out), and that copy."""
-    shards = min(plan.gpus, gpu.per_machine) if plan.hybrid else plan.gpus
     trained = (4 if plan.gpus > 1 else 0) if plan.adapters else 4 if plan.offloaded else 16
-    return trained * plan.model.parameters / shards + plan.model.weights / plan.width
+    return trained * plan.model.parameters / plan.shards + plan.model.weights / plan.width
+
+
+def fits_gathered(plan: StepPlan, gpu: Gpu) -> bool:
+    """Whether all weights and their gradients fit on every GPU besides, if activations are recomputed."""
+    gathered = plan.model.weights + (0 if plan.adapters else 4 * plan.model.parameters)
+    activations = plan.model.itemsize * plan.model.hidden * plan.model.layers * plan.micro_batch
+    return memory(plan, gpu) + gathered + activations <= gpu.usable * gpu.memory
 
 
 def places(plan: StepPlan, gpu: Gpu) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from luffy.config import Config
 from luffy.dry_run import cost
@@ -40,6 +41,7 @@ def times_on_gpus(cfg: Config, work: Work, requests: Sequence[Request], gpu: cos
     if cost.places(step_plan(cfg, work, requests), gpu) < 1:
         return []
     plans = [step_plan(cfg, work, requests, share) for share in ((SHORT, 1.0) if requests else (1.0,))]
+    plans = [replace(plan, gathered_once=gathers_once(cfg, plan, gpu)) for plan in plans]
     return [
         StepTime(
             rollout=cost.rollout(plan, gpu).seconds if requests and cfg.rollout.engine in TIMED_ENGINES else 0.0,
@@ -47,6 +49,13 @@ def times_on_gpus(cfg: Config, work: Work, requests: Sequence[Request], gpu: cos
         )
         for plan in plans
     ]
+
+
+def gathers_once(cfg: Config, plan: cost.StepPlan, gpu: cost.Gpu) -> bool:
+    """Whether the run would gather weights once per mini-batch (`parallel.gather`)."""
+    if cfg.parallel.gather == "auto":
+        return not cfg.parallel.cpu_offload and cfg.async_.max_staleness == 0 and cost.fits_gathered(plan, gpu)
+    return cfg.parallel.gather == "mini_batch"
 
 
 def step_plan(cfg: Config, work: Work, requests: Sequence[Request], share: float = 1.0) -> cost.StepPlan:
@@ -58,7 +67,7 @@ def step_plan(cfg: Config, work: Work, requests: Sequence[Request], share: float
     kv_heads, width = key_value_shape(c)
     prompts = {request.prompt_ids for request in requests}
     return cost.StepPlan(
-        cost.Model("", work.parameters, c.num_hidden_layers, c.hidden_size, kv_heads * width),
+        cost.Model("", work.parameters, c.num_hidden_layers, c.hidden_size, kv_heads * width, outside_layers(c)),
         gpus=cfg.parallel.workers,
         problems=max(len(prompts), 1),
         samples=len(requests) // max(len(prompts), 1),
@@ -68,9 +77,15 @@ def step_plan(cfg: Config, work: Work, requests: Sequence[Request], share: float
         width=cfg.parallel.rollout_group,
         hybrid=cfg.parallel.shard == "hybrid",
         micro_batch=cfg.batch.tokens,
+        updates=cfg.batch.updates,
         adapters=work.lora_rank is not None,
         offloaded=cfg.optim.offload,
         recomputed=work.recomputed_share,
         scored=work.scored,
         trained_tokens=work.tokens - (1 - share) * sum(request.sampling.max_tokens for request in requests),
     )
+
+
+def outside_layers(config: Any) -> int:
+    """Parameters of embeddings and head; the last norm is too small to count."""
+    return int(config.vocab_size * config.hidden_size * (1 if getattr(config, "tie_word_embeddings", False) else 2))

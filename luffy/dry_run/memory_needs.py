@@ -83,7 +83,9 @@ def memory_needs(
 ) -> dict[str, Parts]:
     """Bytes of each phase by part. Where rollouts and updates take turns, each has its own beside what is ``kept``.
     What an engine of the user's own needs is not known."""
-    update = update_parts(replace(work, trained=work.trained // shards_of(cfg)))
+    gathered = cfg.parallel.gather == "mini_batch"  # auto gathers once only if there is room
+    update = update_parts(replace(work, trained=work.trained // (1 if gathered else shards_of(cfg))))
+    update |= {"gathered weights": float(work.parameters * work.itemsize)} if gathered else {}
     if not requests or cfg.rollout.engine not in TIMED_ENGINES:
         return {"update": kept | update}
     slots = slots_of(cfg, work, requests)

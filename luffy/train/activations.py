@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,13 @@ def activation_bytes(config: Any, tokens: int, attended: int, itemsize: int) -> 
     return (per_token * tokens + per_attended * attended) * int(config.num_hidden_layers) * itemsize
 
 
+def recomputed_bytes(config: Any, tokens: int, attended: int, itemsize: int) -> int:
+    """The same if layers are recomputed: the input of every layer, and all of one layer."""
+    layers = int(config.num_hidden_layers)
+    inputs = int(config.hidden_size) * tokens * layers * itemsize
+    return inputs + activation_bytes(config, tokens, attended, itemsize) // layers
+
+
 def out_of_memory_advice(error: torch.OutOfMemoryError, cfg: Config) -> str:
     """What was found, and the knobs that this run has left, the cheapest first."""
     found = str(error).partition(" If reserved but unallocated")[0].strip().rstrip(".")
@@ -41,6 +49,8 @@ def out_of_memory_advice(error: torch.OutOfMemoryError, cfg: Config) -> str:
     if cfg.launch == "local":
         left += ["optim.offload=true"] * (not cfg.optim.offload)
     else:
+        gathers_once = cfg.parallel.gather != "micro_batch" and not cfg.parallel.cpu_offload
+        left += ["parallel.gather=micro_batch"] * gathers_once
         left += ["parallel.cpu_offload=true"] * (not cfg.parallel.cpu_offload)
     left += [f"rollout.vllm.memory_fraction below {cfg.rollout.vllm.memory_fraction}"] * (cfg.rollout.engine == "vllm")
     takes_adapters = cfg.model.lora is None and (cfg.launch == "local" or cfg.model.dtype == "float32")
@@ -52,19 +62,20 @@ class GradientCheckpointing:
     """Switches activation checkpointing of a model: always, never, or (auto) when memory asks for it."""
 
     def __init__(self, model: nn.Module, wanted: bool | str) -> None:
-        self._model, self._wanted = model, wanted
+        self.model, self._wanted = model, wanted
         self._on: bool | None = None
 
     @property
     def is_on(self) -> bool:
         return bool(self._on)
 
-    def prepare(self, tokens: int, attended: int, device: torch.device) -> bool:
-        """Before the forward pass of a micro-batch: ``tokens`` of its row, ``attended`` of its samples."""
+    def prepare(self, tokens: int, attended: int, device: torch.device, reserved: int = 0) -> bool:
+        """Before the forward pass of a micro-batch: ``tokens`` of its row, ``attended`` of its samples; ``reserved``:
+        bytes that something else will take meanwhile."""
         may_choose = self._wanted == "auto" and device.type == "cuda"
-        on = self._is_tight(tokens, attended, device) if may_choose else self._wanted is True
+        on = self._is_tight(tokens, attended, device, reserved) if may_choose else self._wanted is True
         if on != self._on:
-            model: Any = self._model
+            model: Any = self.model
             if on:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             else:
@@ -72,8 +83,17 @@ class GradientCheckpointing:
             self._on = on
         return on
 
-    def _is_tight(self, tokens: int, attended: int, device: torch.device) -> bool:
-        causal = causal_lm(self._model)
+    def leaves_room(self, tokens: int, attended: int, device: torch.device, wanted: int) -> bool:
+        """Whether ``wanted`` bytes fit beside the activations of such a micro-batch, without recomputing any that would
+        not be recomputed otherwise."""
+        on = self._wanted is True or (self._wanted == "auto" and self._is_tight(tokens, attended, device))
+        size = recomputed_bytes if on else activation_bytes
+        return wanted + self._needed(size, tokens, attended) <= unused_bytes(device)
+
+    def _is_tight(self, tokens: int, attended: int, device: torch.device, reserved: int = 0) -> bool:
+        return reserved + self._needed(activation_bytes, tokens, attended) > unused_bytes(device)
+
+    def _needed(self, size: Callable[[Any, int, int, int], int], tokens: int, attended: int) -> float:
+        causal = causal_lm(self.model)
         itemsize = causal.get_input_embeddings().weight.itemsize
-        needed = CAUTION * activation_bytes(text_config(causal.config), tokens, attended, itemsize)
-        return needed + MARGIN_BYTES > unused_bytes(device)
+        return CAUTION * size(text_config(causal.config), tokens, attended, itemsize) + MARGIN_BYTES

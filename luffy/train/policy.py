@@ -15,12 +15,13 @@ from luffy.config import Config
 from luffy.core.losses import off_policy_ratio
 from luffy.core.masked import masked_mean
 from luffy.core.reduce import Counts
-from luffy.distributed.shard import shard
+from luffy.distributed.shard import keep_gathered, shard
 from luffy.distributed.world import World
 from luffy.metrics import Mean, Metric, OnDevice, Sum, fetch
 from luffy.models.load import DtypeName
 from luffy.report.timing import Stopwatch
 from luffy.train.activations import GradientCheckpointing
+from luffy.train.gathering import Gathering
 from luffy.train.objective import Objective, Stats
 from luffy.train.offload import OffloadedOptimizer
 from luffy.train.optim import Optimizer
@@ -52,6 +53,7 @@ class Totals(NamedTuple):
     passes: int
     tokens: int  # of the samples
     computed: int  # of the rows the model runs over
+    gathered: int  # bytes of weights and gradients kept until the last pass; 0: every pass gathers and reduces
 
 
 class Policy:
@@ -74,6 +76,7 @@ class Policy:
         self.optimizer = (OffloadedOptimizer if cfg.optim.offload else Optimizer)(model, cfg.optim)
         self.sft_optimizer = _sft_optimizer(model, cfg, self.optimizer)
         self.checkpointing = GradientCheckpointing(model, cfg.model.gradient_checkpointing)
+        self.gathering = Gathering(cfg, self.world, self.device, self.checkpointing)
         self.objective = Objective.of(cfg)
 
     def scorer_of(self, model: nn.Module, dtype: DtypeName | None = None) -> TokenScorer:
@@ -113,14 +116,19 @@ class Policy:
     ) -> Iterator[tuple[MicroBatch, Tensor, Tensor]]:
         """Each batch with the log-probs and entropies of its response tokens, without gradients. All processes go
         through as many passes as the one with the most."""
-        passes = self.world.most(len(batches))
-        for batch in (b.to(self.device) for b in batches):
+        scorer = scorer or self.scorer
+        counts, gathered = zip(*self.world.gather((len(batches), self.gathering.of_scoring(scorer))), strict=True)
+        passes, once = max(counts), min(gathered) > 0
+        if once:
+            keep_gathered(scorer, True)
+        for i, batch in enumerate(chain(batches, [idle_batch()] * (passes - len(batches))), 1):
+            if once and i == passes:
+                keep_gathered(scorer, False)
+            batch = batch.to(self.device)
             with torch.no_grad():
                 log_prob, entropy = self._forward(batch, scorer)
-            yield batch, log_prob, entropy
-        for _ in range(len(batches), passes):
-            with torch.no_grad():
-                self._forward(idle_batch().to(self.device), scorer)
+            if i <= len(batches):
+                yield batch, log_prob, entropy
 
     def reference_log_probs(self, samples: Sequence[Sample], reference: TokenScorer | None) -> list[Tensor]:
         """Under the reference model; with LoRA and none given, under the policy without its adapters."""
@@ -149,10 +157,15 @@ class Policy:
         totals = self._totals(samples, bins)
         batches = self._packed(samples, bins, totals.denominators)
         idle = [idle_batch()] * (totals.passes - len(batches))
+        if totals.gathered:
+            keep_gathered(self.scorer, True)
         off_ratio_mean = self._off_ratio_mean([*batches, *idle]) if self.objective.policy_loss.off_normalize else None
         self.model.train()
         try:
-            parts = [self._accumulate(batch, off_ratio_mean) for batch in chain(batches, idle)]
+            parts = [
+                self._accumulate(batch, off_ratio_mean, totals, number)
+                for number, batch in enumerate(chain(batches, idle), 1)
+            ]
         finally:
             self.model.eval()
         grad_norm = optimizer.grad_norm()  # asked for before the host waits for anything
@@ -191,21 +204,26 @@ class Policy:
     def _totals(self, samples: Sequence[Sample], bins: list[Bin]) -> Totals:
         """Denominators, passes and tokens of a mini-batch over all processes, in one exchange."""
         with self.watch("pack", on_host=True):
-            mine = (denominators(samples), len(bins), sum(map(len, samples)), computed_tokens(samples, bins))
-        counts, passes, tokens, computed = zip(*self.world.gather(mine), strict=True)
+            tokens = (sum(map(len, samples)), computed_tokens(samples, bins))
+            mine = (denominators(samples), len(bins), *tokens, self.gathering.of_update(self.scorer, samples, bins))
+        counts, passes, trained, computed, gathered = zip(*self.world.gather(mine), strict=True)
         rl, sft = (Counts.total(part) for part in zip(*counts, strict=True))
-        return Totals((rl, sft), max(passes), sum(tokens), sum(computed))
+        return Totals((rl, sft), max(passes), sum(trained), sum(computed), min(gathered))
 
     def _packed(self, samples: Sequence[Sample], bins: list[Bin], whole: Denominators | None = None) -> MicroBatches:
         reduction, longest = self.cfg.algorithm.loss_reduction, self.cfg.rollout.max_tokens
         with self.watch("pack", on_host=True):
             return pack_bins(samples, bins, reduction, longest, whole)
 
-    def _accumulate(self, batch: MicroBatch, off_ratio_mean: Tensor | None) -> Stats:
-        self.checkpointing.prepare(len(batch.input_ids), sum(batch.lengths), self.device)
+    def _accumulate(self, batch: MicroBatch, off_ratio_mean: Tensor | None, totals: Totals, number: int) -> Stats:
+        """``number`` of the pass, from 1 to that of the mini-batch's passes."""
+        reserved = totals.gathered if number == 1 else 0  # later ones find it taken
+        self.checkpointing.prepare(len(batch.input_ids), sum(batch.lengths), self.device, reserved)
         batch = batch.to(self.device)
         log_prob, entropy = self._forward(batch)
         loss, stats = self.objective(batch, log_prob, entropy, off_ratio_mean)
+        if totals.gathered and number == totals.passes:
+            keep_gathered(self.scorer, False)  # this pass reduces the gradients of all and frees the weights
         loss.backward()
         return {**stats, "actor/loss": OnDevice(Sum, (loss.detach(),))}
 

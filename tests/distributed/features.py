@@ -62,6 +62,13 @@ FEATURES = {
         ranks=4, parallel={"shard": "hybrid", "shard_size": 2, "rollout_group": 2}
     ),
     "cpu_offload": Feature(parallel={"cpu_offload": True}),
+    "gathered once per mini-batch": Feature(
+        {"batch": {"mini_batch": 3, "tokens": 48}, "algorithm": {"kl_coef": 0.05, "remove_clip": False}},
+        parallel={"gather": "mini_batch"},
+    ),
+    "gathered once per mini-batch, hybrid sharding": Feature(
+        {"batch": {"tokens": 48}}, ranks=4, parallel={"gather": "mini_batch", "shard": "hybrid", "shard_size": 2}
+    ),
     "a gate with further rounds": Feature(
         {
             "guidance": {"n_prefix": 0, "gate": "lowest_hint", "hint_text": " {solution}"},
@@ -105,6 +112,10 @@ REFUSED = {
     "LoRA in bfloat16": (
         {"model": {"lora": {"rank": 4}, "dtype": "bfloat16"}},
         "adapters learn in float32",
+    ),
+    "gathered once per mini-batch, cpu_offload": (
+        {"parallel": {"workers": 2, "gather": "mini_batch", "cpu_offload": True}},
+        "set one of them only",
     ),
     "optim.offload": ({"optim": {"offload": True}}, "set parallel.cpu_offload=true instead"),
     "vLLM servers without a common rollout group": (

@@ -10,11 +10,23 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.cost_tables import MEASURED, PLANS, comparison, network_bound_below, table  # noqa: E402
-from luffy.dry_run.cost import Gpu, checkpoint, fsdp_bytes, memory, places, rollout, update, weight_sync  # noqa: E402
+from luffy.dry_run.cost import (  # noqa: E402
+    Gpu,
+    Model,
+    checkpoint,
+    fits_gathered,
+    fsdp_bytes,
+    fsdp_traffic,
+    memory,
+    places,
+    rollout,
+    update,
+    weight_sync,
+)
 
 DOCS = ROOT / "docs"
 H200 = Gpu()
-SEVEN, FULL_32B, PAIRS_32B, HYBRID_32B, WHOLE_70B, FOURS_70B, _ = PLANS
+SEVEN, SEVEN_ONCE, FULL_32B, PAIRS_32B, HYBRID_32B, WHOLE_70B, FOURS_70B, _ = PLANS
 
 
 def test_what_one_h200_measured():
@@ -126,14 +138,41 @@ def test_short_micro_batches_wait_for_the_network():
     assert update(hybrid, H200).seconds == pytest.approx(compute)
 
 
+def test_collectives_by_hand():
+    """Of a model with 3 layers of 100 weights and 50 outside them: what benchmarks/count_collectives.py counts."""
+    model = Model("", 350, 3, 0, 0, outside=50, itemsize=2)
+    assert fsdp_traffic(model, 1) == (0, 0, 0, 0, 0)
+    two = fsdp_traffic(model, 2, updates=2, passes=5)
+    assert two == (10 * 7, 10 * 2 * (350 + 300) / 2, 10 * 4, 10 * 4 * 350 / 2, 0)
+    assert fsdp_traffic(model, 2, updates=2, passes=5, once=True) == (2 * 4, 2 * 700 / 2, 2 * 4, 2 * 1400 / 2, 0)
+    scored = fsdp_traffic(model, 2, updates=2, passes=5, scored=10)
+    assert (scored.gathers, scored.gathered) == (two.gathers + 30, two.gathered + 10 * 600 / 2)
+    hybrid = fsdp_traffic(model, 2, 4, passes=5)
+    assert (hybrid.reduced, hybrid.summed) == (5 * 1400 / 2, 5 * 2 * 3 / 4 * 1400 / 2)
+    assert fsdp_traffic(model, 2, passes=5, adapters=True)[2:] == (5 * 3, 0, 0)
+
+
 def test_bytes_by_hand():
-    n = 32.8e9
-    assert fsdp_bytes(FULL_32B, H200) == (0.0, pytest.approx(8 * n))
-    assert fsdp_bytes(HYBRID_32B, H200) == (pytest.approx(8 * n), pytest.approx(n))
-    assert fsdp_bytes(SEVEN, H200) == (pytest.approx(8 * 7.6e9), 0.0)
-    assert fsdp_bytes(replace(SEVEN, gpus=1), H200) == (0.0, 0.0)
-    assert fsdp_bytes(replace(FULL_32B, scored=2), H200) == (0.0, pytest.approx(12 * n))
-    assert fsdp_bytes(replace(HYBRID_32B, adapters=True), H200) == (pytest.approx(4 * n), 0.0)
-    assert weight_sync(FULL_32B, H200).bytes == 2 * n
+    n, m, passes = 32.8e9, 1.56e9, FULL_32B.micro_batches
+    assert passes == 9 and SEVEN.micro_batches == 17 and replace(SEVEN, updates=2).micro_batches == 9
+    one = 2 * (2 * n - m) + 4 * n
+    assert fsdp_bytes(FULL_32B) == (0.0, pytest.approx(passes * 63 / 64 * one))
+    assert fsdp_bytes(HYBRID_32B) == (pytest.approx(passes * 7 / 8 * one), pytest.approx(passes * 7 / 8 * n))
+    assert fsdp_bytes(SEVEN) == (pytest.approx(17 * 7 / 8 * (8 * 7.6e9 - 2 * 1.09e9)), 0.0)
+    assert fsdp_bytes(SEVEN_ONCE) == (pytest.approx(7 / 8 * 6 * 7.6e9), 0.0)
+    assert fsdp_bytes(replace(SEVEN, gpus=1)) == (0.0, 0.0)
+    scored = fsdp_bytes(replace(FULL_32B, scored=2))[1] - fsdp_bytes(FULL_32B)[1]
+    assert scored == pytest.approx(passes * 63 / 64 * 2 * 2 * (n - m))
+    scored = fsdp_bytes(replace(SEVEN_ONCE, scored=2))[0] - fsdp_bytes(SEVEN_ONCE)[0]
+    assert scored == pytest.approx(7 / 8 * 2 * 2 * (7.6e9 - 1.09e9))
+    assert fsdp_bytes(replace(HYBRID_32B, adapters=True)) == (pytest.approx(passes * 7 / 8 * 2 * (2 * n - m)), 0.0)
+    assert weight_sync(FULL_32B, H200).bytes == pytest.approx(63 / 64 * 2 * n)
     assert weight_sync(replace(FULL_32B, gpus=1), H200).bytes == 0
     assert checkpoint(FULL_32B, H200)["write"].bytes == 14 * n
+
+
+def test_which_models_fit_gathered():
+    """Weights and gradients take 6 bytes a parameter: 46 GB of 7B, 197 GB of 32B, whose adapters take 66 GB."""
+    assert fits_gathered(SEVEN, H200) and not fits_gathered(FULL_32B, H200)
+    assert not fits_gathered(replace(FULL_32B, adapters=True), H200)
+    assert fits_gathered(replace(PAIRS_32B, adapters=True), H200)

@@ -432,7 +432,9 @@ def test_knobs_that_are_turned_already_are_not_named(make_config):
     turned = {"model": {"gradient_checkpointing": True, "lora": {"rank": 4}}, "batch": {"problems": 2, "tokens": 32}}
     cfg = make_config(**turned, launch="torchrun", parallel={"workers": 2})
     error = torch.OutOfMemoryError("No room.")
-    assert out_of_memory_advice(error, cfg) == "No room; try rollout.slots below 24, parallel.cpu_offload=true"
+    assert out_of_memory_advice(error, cfg) == (
+        "No room; try rollout.slots below 24, parallel.gather=micro_batch, parallel.cpu_offload=true"
+    )
     cfg = make_config(**turned, optim={"offload": True}, rollout={"n": 4, "max_tokens": 16, "slots": None})
     assert out_of_memory_advice(error, cfg) == "No room; no knob is left but shorter responses"
     sharded = {"launch": "torchrun", "parallel": {"workers": 2, "cpu_offload": True}, "batch": turned["batch"]}
