@@ -9,7 +9,7 @@ import pytest
 
 from luffy.config import Config, build
 from luffy.errors import UserError
-from luffy.rollout.vllm.colocated import safe_path
+from luffy.rollout.vllm.colocated import environment, worker_environment
 from luffy.rollout.vllm.guard import RequireKey
 from luffy.rollout.vllm.server_process import flags, server_command, server_environment
 from luffy.train.serve import serve
@@ -72,7 +72,7 @@ def test_vllm_takes_no_module_of_the_current_folder(tmp_path, monkeypatch):
     command[command.index("-m") :] = ["-m", "secrets"]
     spawned = [sys.executable, "-c", "import secrets"]  # as vLLM starts its workers
     assert subprocess.check_output(command) == b""
-    with safe_path():
+    with environment(**worker_environment(None)):
         assert subprocess.check_output(spawned) == b""
     assert subprocess.check_output(spawned) == b"mine\n" and "PYTHONSAFEPATH" not in os.environ
 
