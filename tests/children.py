@@ -93,9 +93,14 @@ def in_children(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) 
                 results[number] = waiting.pop(number).result()
         return [results[number] for number in range(len(children))]
     except BaseException:
-        while _standing:
-            _standing.pop().end()
+        end_children()
         raise
+
+
+def end_children() -> None:
+    """The next call has new children: torch keeps some groups of ranks for as long as a process lives."""
+    while _standing:
+        _standing.pop().end()
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:

@@ -446,7 +446,9 @@ def test_a_number_that_no_machine_word_or_float_holds_is_refused(value):
 def test_a_long_number_as_a_key_of_a_recipe_is_one_line(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"optim: {{lr: 1.0e-6}}\n? 0x{'F' * 5000}\n: 1\n")
-    with pytest.raises(ConfigError, match=r"recipe\.yaml: not valid YAML: the number in line 2 has more than 1,000 characters"):
+    with pytest.raises(
+        ConfigError, match=r"recipe\.yaml: not valid YAML: the number in line 2 has more than 1,000 characters"
+    ):
         load_config(recipe)
 
 

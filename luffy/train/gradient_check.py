@@ -70,12 +70,15 @@ def _whole_gradients(policy: Policy, copy: nn.Module, names: Sequence[str]) -> d
     chosen = [parameters[name].requires_grad_(True) for name in names]
     sums = [torch.zeros_like(p, dtype=torch.float32, device="cpu") for p in chosen]
     scorer, size = TokenScorer(copy), policy.world.size
+    # A layer with a hook is run as the module that it is. So are sharded ones; fused kernels would round otherwise.
+    hook = decoder_layers(copy)[-1].register_forward_hook(lambda layer, args, output: None)
     for rank in range(min(size, DIFFERENT)):
         times = len(range(rank, size, DIFFERENT))
         for batch in _batches(policy, rank):
             loss = _loss(policy, scorer, batch.to(chosen[0].device))
             for total, grad in zip(sums, torch.autograd.grad(loss, chosen, materialize_grads=True), strict=True):
                 total += times * grad.float().cpu()
+    hook.remove()
     copy.requires_grad_(False)
     return dict(zip(names, sums, strict=True))
 

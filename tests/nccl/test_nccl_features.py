@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from children import end_children
 from features import FEATURES, SMOOTH, base_config, configs, make_guide, note_seen
 from ranks import (
     assert_same_figures,
@@ -31,6 +32,8 @@ def test_ranks_agree_with_one_process(make_config, sums, guide, name):
         pytest.importorskip("peft")
     feature = FEATURES[name]
     alone, many = configs(feature, make_config, sums, guide, device="cuda")
+    if feature.parallel.get("shard") == "hybrid":
+        end_children()  # torch 2.11 would look for the groups of an earlier mesh
     expected = train_and_keep_gradients(alone, feature.method)
     for gradients in run_ranks(feature.ranks, train_and_keep_gradients, many, feature.method, device="cuda"):
         assert_same_run(many, alone, gradients, expected, tolerance=2e-4)
