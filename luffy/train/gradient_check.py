@@ -54,11 +54,11 @@ def _compared(sharded: nn.Module, copy: nn.Module) -> list[str]:
 
 
 def _sharded_gradients(policy: Policy, names: Sequence[str]) -> dict[str, Tensor]:
-    """The sum of the gradients of all processes, whole, on the CPU."""
+    """The sum of the gradients of all processes, whole."""
     for batch in _batches(policy, policy.world.rank):
         _loss(policy, policy.scorer, batch.to(policy.device)).backward()
     grads = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
-    found = {name: whole(grads[name]).float().cpu() for name in names}
+    found = {name: whole(grads[name]).to(policy.device, torch.float32) for name in names}
     policy.optimizer.zero_grad()
     return found
 
@@ -68,7 +68,7 @@ def _whole_gradients(policy: Policy, copy: nn.Module, names: Sequence[str]) -> d
     once and counted as often."""
     parameters = dict(copy.named_parameters())
     chosen = [parameters[name].requires_grad_(True) for name in names]
-    sums = [torch.zeros_like(p, dtype=torch.float32, device="cpu") for p in chosen]
+    sums = [torch.zeros_like(p, dtype=torch.float32, device=policy.device) for p in chosen]
     scorer, size = TokenScorer(copy), policy.world.size
     # A layer with a hook is run as the module that it is. So are sharded ones; fused kernels would round otherwise.
     hook = decoder_layers(copy)[-1].register_forward_hook(lambda layer, args, output: None)
@@ -77,7 +77,7 @@ def _whole_gradients(policy: Policy, copy: nn.Module, names: Sequence[str]) -> d
         for batch in _batches(policy, rank):
             loss = _loss(policy, scorer, batch.to(chosen[0].device))
             for total, grad in zip(sums, torch.autograd.grad(loss, chosen, materialize_grads=True), strict=True):
-                total += times * grad.float().cpu()
+                total.add_(grad.to(total.device), alpha=times)
     hook.remove()
     copy.requires_grad_(False)
     return dict(zip(names, sums, strict=True))
