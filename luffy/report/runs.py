@@ -249,9 +249,24 @@ def first_stage(run: RunRecord) -> RunRecord | None:
 
 def _checkpoint_step(path: str, run: Path) -> float:
     """The step of a model in a run's checkpoints, also where the path goes by ``latest``; infinite without one."""
-    inside = os.path.relpath(os.path.realpath(path), os.path.realpath(run))
-    steps = [int(found[1]) for part in Path(inside).parts if (found := re.fullmatch(r"step-(\d{6,})", part))]
-    return steps[-1] if steps else math.inf
+    inside = Path(os.path.relpath(os.path.realpath(path), os.path.realpath(run))).parts
+    if inside[:1] != ("checkpoints",) or len(inside) < 2:
+        return math.inf
+    step = checkpoint_step(run / "checkpoints" / inside[1])
+    return math.inf if step is None else step
+
+
+def checkpoint_step(folder: Path) -> int | None:
+    """The step of a checkpoint: its name says it, or its state where a copy made a folder of the link ``latest``. None
+    where neither does."""
+    if named := re.fullmatch(r"step-(\d{6,})", folder.name):
+        return int(named[1])
+    try:
+        progress = json_object(read_file(folder / "state.json"), folder, "").get("progress")
+    except (OSError, UserError):
+        return None
+    step = progress.get("step") if isinstance(progress, dict) else None
+    return step if is_number(step) and isinstance(step, int) and step >= 0 else None
 
 
 def without_samples(

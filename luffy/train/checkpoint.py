@@ -46,7 +46,7 @@ from luffy.files import flush_path, json_object, write_atomically
 from luffy.report.changes import kept_settings
 from luffy.report.model_card import CARD, CURVES
 from luffy.report.recorder import EVAL_SAMPLES, EVALUATED, METRICS, SAMPLES, WANDB
-from luffy.report.runs import CONFIG
+from luffy.report.runs import CONFIG, checkpoint_step
 from luffy.train.saved_state import read_safetensors, read_state
 
 MANIFEST = "manifest.json"
@@ -65,6 +65,7 @@ RECORDS = (
 SHARDS = "optimizer"
 OPTIMIZER = "optimizer.safetensors"
 WRITING = ".writing-"
+LATEST = "latest"
 DISK_ERRORS = (OSError, SafetensorError)  # a full disk is either, by whoever was writing
 _NAME = re.compile(r"step-(\d{6,})")
 
@@ -88,8 +89,8 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        match = _NAME.fullmatch(self.path.name)
-        return int(match[1]) if match else -1
+        step = checkpoint_step(self.path)
+        return -1 if step is None else step
 
     @property
     def model(self) -> Path:
@@ -217,6 +218,17 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def _same_files(one: Path, other: Path) -> bool:
+    """Whether two whole checkpoints have the same files, model cards too."""
+    return _unhashed(one) == _unhashed(other)
+
+
+def _unhashed(folder: Path) -> dict[str, bytes]:
+    """The manifest, and the files that have no hash in it."""
+    names = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
+    return {name: path.read_bytes() for name, path in names.items() if name == MANIFEST or is_card(name)}
+
+
 class CheckpointStore:
     """The checkpoints of one run: save, rotate, find the newest that is whole."""
 
@@ -279,9 +291,51 @@ class CheckpointStore:
         if newest is None:
             return
         write_atomically(self.folder.parent / SAVED, json.dumps({"step": newest.step}))
-        link = self.folder / f"{WRITING}latest"
+        link = self.folder / f"{WRITING}{LATEST}"
         link.symlink_to(newest.path.name)
-        link.replace(self.folder / "latest")
+        if self.copied_latest() is not None:
+            names = (self.folder / f"copied-{LATEST}-{number}" for number in itertools.count(1))
+            (self.folder / LATEST).rename(next(path for path in names if not path.exists()))
+        link.replace(self.folder / LATEST)
+
+    def copied_latest(self) -> Checkpoint | None:
+        """``latest`` where it is a folder: a copy that followed the links (``cp -rL``, S3, zip) made it one."""
+        path = self.folder / LATEST
+        return Checkpoint(path) if path.is_dir() and not path.is_symlink() else None
+
+    def take_in_copy(self, warn: Callable[[str], None]) -> Checkpoint | None:
+        """Make use of a ``latest`` that is a folder, and return the checkpoint that it is a copy of. The copy takes its
+        place if it is lost or damaged; if it is whole, the copy is removed. A copy that is not whole, or that has
+        files of its own, is not used; ``tidy`` gives it another name."""
+        copy = self.copied_latest()
+        if copy is None:
+            return None
+        try:
+            foreign = copy.verify()
+        except DamagedCheckpoint as error:
+            warn(f"{error}; it is a copy and not used")
+            return None
+        own = Checkpoint(self.folder / f"step-{copy.step:06d}")
+        if copy.step < 0:
+            return None
+        if not own.path.exists() or not self._is_whole_or_set_aside(own, warn):
+            copy.path.rename(own.path)
+            warn(f"{copy.path} is a folder, not a link: taken as {own.path.name}")
+            return own
+        if foreign or not _same_files(copy.path, own.path):
+            return None
+        doomed = copy.path.with_name(f".deleting-{LATEST}")
+        copy.path.rename(doomed)
+        remove_tree(doomed)
+        return own
+
+    def _is_whole_or_set_aside(self, checkpoint: Checkpoint, warn: Callable[[str], None]) -> bool:
+        try:
+            checkpoint.verify()
+        except DamagedCheckpoint as error:
+            warn(f"{error}; kept as {self.set_aside(checkpoint).name}")
+            return False
+        return True
 
     def rotate(self, best_step: int | None) -> None:
         """Keep the newest ``keep`` and the best; a folder leaves its name before it loses its files."""
@@ -378,8 +432,11 @@ def find_checkpoint(cfg: Config, store: CheckpointStore, resume: str, warn: Call
     if resume == "never":
         _begin_again(cfg, store)
         return None
+    copy = store.copied_latest()
+    named_copy = copy is not None and Path(resume).resolve() == copy.path.resolve()
+    taken_in = store.take_in_copy(warn)
     if resume != "auto":
-        return _named_checkpoint(cfg, store, resume, warn)
+        return _named_checkpoint(cfg, store, str(taken_in.path) if taken_in and named_copy else resume, warn)
     otherwise = "or begin again with --resume never, which keeps the old records under other names"
     try:
         found = store.newest_whole(warn)

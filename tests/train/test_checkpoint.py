@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -41,6 +42,71 @@ def test_latest_names_the_newest(tmp_path):
 def test_a_checkpoint_under_another_name_has_no_step(tmp_path):
     checkpoint = save(store(tmp_path), 5)
     assert Checkpoint(checkpoint.path.rename(tmp_path / "kept")).step == -1
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """Checkpoints of the steps 1 and 2; ``latest`` is a folder, as copies that follow links leave it."""
+    s = store(tmp_path)
+    for step in (1, 2):
+        s.save(step, write_model, {"a": torch.arange(3.0)}, {"progress": {"step": step}})
+    shutil.copytree(s.folder / "step-000002", s.folder / "latest")
+    return s
+
+
+def names(s):
+    return sorted(path.name for path in s.folder.iterdir())
+
+
+def taken_in(s):
+    """The step of the checkpoint that the copy was of, and what was said; ``latest`` is a link afterwards."""
+    said = []
+    found = s.take_in_copy(said.append)
+    s.tidy(best_step=None)
+    assert os.readlink(s.folder / "latest") == next(iter(s)).path.name
+    return found and found.step, " ".join(said)
+
+
+def test_a_copy_of_a_whole_checkpoint_is_removed(copied):
+    assert Checkpoint(copied.folder / "latest").step == 2
+    assert taken_in(copied) == (2, "") and names(copied) == ["latest", "step-000001", "step-000002"]
+
+
+def test_a_copy_of_an_older_checkpoint_does_not_come_first(copied):
+    copied.save(3, write_model, {"a": torch.arange(3.0)}, {"progress": {"step": 3}})
+    assert taken_in(copied) == (2, "") and [c.step for c in copied] == [3, 2]
+
+
+def test_a_copy_stands_in_for_a_lost_checkpoint(copied):
+    shutil.rmtree(copied.folder / "step-000002")
+    step, said = taken_in(copied)
+    assert step == 2 and said.endswith("latest is a folder, not a link: taken as step-000002")
+    next(iter(copied)).verify()
+    assert names(copied) == ["latest", "step-000001", "step-000002"]
+
+
+def test_a_copy_stands_in_for_a_damaged_checkpoint(copied):
+    (copied.folder / "step-000002" / "model" / "weights").write_bytes(b"x" * 1000)
+    step, said = taken_in(copied)
+    assert step == 2 and "its hash differs); kept as damaged-step-000002" in said
+    next(iter(copied)).verify()
+    assert names(copied) == ["damaged-step-000002", "latest", "step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("lost", ["model/weights", "manifest.json", "state.json"])
+def test_a_partial_copy_is_kept_and_not_used(copied, lost):
+    (copied.folder / "latest" / lost).unlink()
+    step, said = taken_in(copied)
+    assert step is None and said.endswith("; it is a copy and not used") and [c.step for c in copied] == [2, 1]
+    assert names(copied) == ["copied-latest-1", "latest", "step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("own", ["notes.txt", "model/README.md"])
+def test_what_someone_wrote_into_a_copy_is_kept(copied, own):
+    (copied.folder / "copied-latest-1").mkdir()  # of another time
+    (copied.folder / "latest" / own).write_text("mine")
+    assert taken_in(copied) == (None, "")
+    assert (copied.folder / "copied-latest-2" / own).read_text() == "mine"
 
 
 def test_nothing_is_overwritten(tmp_path):

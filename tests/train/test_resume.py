@@ -384,3 +384,39 @@ def test_an_evaluation_after_the_checkpoint_is_forgotten_with_its_rows(make_conf
         with pytest.raises(TrainingStopped):
             trainer.train()
     assert "4" not in json.loads((cfg.folder / "evaluated.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def half_done(make_config_in, sums, tmp_path_factory):
+    """A run that was ended after its fourth step of six."""
+    cfg = config(make_config_in(tmp_path_factory.mktemp("half")), sums, "half")
+
+    def end(step, _):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with Trainer(cfg, on_step=end) as trainer, pytest.raises(TrainingStopped):
+        trainer.train()
+    return cfg
+
+
+@pytest.mark.parametrize("state", ["as it was", "as it was, by its path", "stale", "partial", "the only one"])
+def test_a_run_that_was_copied_with_its_links_followed_goes_on(half_done, undisturbed, tmp_path, state):
+    """As ``cp -rL``, S3 and zip do: ``latest`` is a folder then."""
+    copied = replace(half_done, out=str(tmp_path / "elsewhere"))
+    shutil.copytree(half_done.folder, copied.folder)
+    folder = copied.folder / "checkpoints"
+    assert (folder / "latest").is_dir() and not (folder / "latest").is_symlink()
+    if state == "stale":
+        shutil.rmtree(folder / "latest")
+        shutil.copytree(folder / "step-000002", folder / "latest")
+    elif state == "partial":
+        (folder / "latest" / "optimizer.safetensors").unlink()
+    elif state == "the only one":
+        for path in folder.glob("step-*"):
+            shutil.rmtree(path)
+    with Trainer(copied, resume=str(folder / "latest") if "path" in state else "auto") as trainer:
+        assert trainer.progress.step == 4
+        trainer.train()
+    assert figures(copied) == figures(undisturbed)
+    assert os.readlink(folder / "latest") == "step-000006"
