@@ -28,7 +28,8 @@ default does not show it.
 `--print-config`. It imports what `plugins` names and what `reward`, `guidance`, `algorithm` or `rollout.engine` name as
 `module:function`; `model.trust_remote_code` runs the model's own code; `rollout.vllm.args` reaches all of vLLM. It can
 send the environment variables that `reward.http.header_env` and `rollout.vllm.api_key_env` name to the servers that it
-names. `luffy report` and `luffy view` read the config of a run as text and run nothing.
+names. The `config.yaml` of a run is a recipe too: to resume a stranger's run, or to evaluate its model with the run's
+own reward, runs what it names. `luffy report` and `luffy view` read it as text and run nothing.
 """
 SHOWN_BY_DEFAULT = ("bool", "int", "float", "str")
 

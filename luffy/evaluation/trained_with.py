@@ -3,7 +3,6 @@ evaluation takes them where no option says otherwise."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from luffy.files import json_object
 from luffy.plugins import load_plugins
 from luffy.report.changes import settings_at
 from luffy.report.model_card import CARD, trained_with_line
+from luffy.report.runs import checkpoint_step
 from luffy.rewards.kinds import built_in
 
 LARGEST_CARD = 1 << 20  # bytes
@@ -64,9 +64,10 @@ def training_of(model: str) -> Training | None:
     """What the run folder that a model lies in, else its card, says of its training; None of other models."""
     folder = Path(model).resolve()
     checkpoint = folder.parent
-    step = re.fullmatch(r"step-(\d{6,})", checkpoint.name)
-    if folder.name == "model" and checkpoint.parent.name == "checkpoints" and step:
-        settings = settings_at(checkpoint.parent.parent, int(step[1]))
+    of_run = folder.name == "model" and checkpoint.parent.name == "checkpoints"
+    step = checkpoint_step(checkpoint) if of_run else None
+    if step is not None:
+        settings = settings_at(checkpoint.parent.parent, step)
         values = parse_yaml(settings) if settings.is_file() else None
         if isinstance(values, dict):
             return Training(f"the run {checkpoint.parent.parent}", values, is_run=True)

@@ -101,6 +101,16 @@ def test_settings_are_those_of_the_step(run):
     assert styles == ["chat", "plain"]
 
 
+def test_a_copy_of_the_newest_checkpoint_is_known_by_its_state(run):
+    """A copy that followed the links made a folder of ``latest``; it is of step 2, before a change of the style."""
+    (run / "config-step-000002.yaml").write_text("data: {style: chat}\n")
+    (run / "checkpoints" / "latest").unlink()
+    shutil.copytree(run / "checkpoints" / "step-000002", run / "checkpoints" / "latest")
+    (run / "checkpoints" / "latest" / "state.json").write_text('{"progress": {"step": 2}}')
+    options, said = as_trained(options_of(newest(run)), given=())
+    assert options.style == "chat" and f"from the run {run}" in said
+
+
 @pytest.mark.parametrize("text", ["[another tool's]\n", "data: {style: fancy}\n", "reward: {model: x}\n", "a: [\n", ""])
 def test_a_config_of_another_tool_is_not_taken_and_not_hidden(run, text):
     (run / "config.yaml").write_text(text)
