@@ -249,12 +249,16 @@ def test_the_whole_of_a_step_is_less_than_its_phases_where_they_overlap(write_ru
 
 
 def test_a_run_from_an_earlier_checkpoint_has_the_cost_up_to_it(write_run, make_metric_row):
-    """A step is 2 seconds. The run went on from step 2 of 3, named by its folder or by a link."""
+    """A step is 2 seconds. The run went on from step 2 of 3, named by its folder, by a link, or by a copy that made a
+    folder of the link."""
     sft = write_run("step-000009", [make_metric_row(i, **{"perf/update_tokens": 100.0}) for i in (1, 2, 3)])
     (sft / "checkpoints/step-000002/model").mkdir(parents=True)
     (sft / "checkpoints/latest").symlink_to("step-000002")
+    (sft / "checkpoints/copied/model").mkdir(parents=True)
+    (sft / "checkpoints/copied/state.json").write_text('{"progress": {"step": 2}}')
     (sft / "final").mkdir()
-    for place, steps in (("checkpoints/step-000002/model", 2), ("checkpoints/latest/model", 2), ("final/model", 3)):
+    folders = {"checkpoints/step-000002": 2, "checkpoints/latest": 2, "checkpoints/copied": 2, "final": 3}
+    for place, steps in {f"{folder}/model": steps for folder, steps in folders.items()}.items():
         second = {"model": {"path": str(sft / place)}}
         run = load_run(write_run(f"rl-{place}", [make_metric_row(1, **{"perf/update_tokens": 50.0})], second))
         assert process_seconds(run) == {0: 2.0 * steps, 1: 2.0 * steps + 2}
