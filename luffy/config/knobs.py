@@ -434,7 +434,9 @@ class AlgorithmConfig:
     )
     importance_clamp_min: float = knob(0.0, "smallest importance weight, under token overrides or stale rollouts", ge=0)
     importance_clamp_max: float = knob(10.0, "largest importance weight, under token overrides or stale rollouts", gt=0)
-    importance_detach: bool = knob(True, "no gradient through the importance weights")
+    importance_detach: bool = knob(
+        True, "no gradient through the importance weights; false has an effect only with one mini-batch a step"
+    )
     importance_objective: Literal["decoupled", "literal"] = knob(
         "decoupled", "decoupled: ratio p/p_old, advantage times weight; literal: corrects twice, kept for comparison"
     )

@@ -25,7 +25,7 @@ from luffy.report.recorder import check_trackers
 from luffy.rewards import Verifier
 from luffy.rollout.native import default_slots
 from luffy.train import setup
-from luffy.train.batch import mini_batches, needed_log_probs
+from luffy.train.batch import detach_notice, mini_batches, needed_log_probs
 from luffy.train.build import build_planner, total_steps
 from luffy.train.draws import Drawn, draw_batch
 from luffy.train.groups import verified
@@ -79,6 +79,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     batch = [group[0].task for group in plan.groups] if plan else first_problems(cfg, tasks)
     notices += tasks.problems.turns_notices
     notices += repeated_problems(cfg, len(tasks)) + equal_prompts(tasks, eval_tasks)
+    notices += detach_notice(cfg) if method == "rl" else []
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
     scored = scoring_passes(cfg, model, others.teacher, len(batch)) if method == "rl" else 0.0
     work = work_of(cfg, model, planned_samples(batch, plan), scored, place.on_gpu)

@@ -214,6 +214,24 @@ def needed_log_probs(cfg: Config, problems: int) -> tuple[range, bool]:
     return range(problems // mini_batches, problems), need_ref
 
 
+def detach_notice(cfg: Config) -> list[str]:
+    """A line when ``algorithm.importance_detach=false`` has no effect, else none."""
+    if cfg.algorithm.importance_detach:
+        return []
+    if cfg.rollout.overrides is None and not cfg.may_be_stale:
+        why = "there are no importance weights without token overrides or async.max_staleness"
+    elif cfg.batch.updates > 1:
+        why = (
+            f"with {cfg.batch.updates} mini-batches a step the weights are those of the policy before the step, which "
+            f"have no gradient; set batch.mini_batch={cfg.batch.problems} for one mini-batch"
+        )
+    elif needed_log_probs(cfg, cfg.batch.problems)[0]:
+        why = "the credit function and a KL in the reward take the weights of the policy before the step"
+    else:
+        return []
+    return [f"algorithm.importance_detach=false does nothing: {why}"]
+
+
 def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:
     """Log-probs before the update: those of ``needed_log_probs``, and the teacher's where the credit function needs
     them."""

@@ -26,6 +26,7 @@ from luffy.report.timing import Stopwatch
 from luffy.rewards import Verifier
 from luffy.train import held_out, recording, saving, setup
 from luffy.train.background_saver import BackgroundSaver
+from luffy.train.batch import detach_notice
 from luffy.train.build_engines import Engines, no_schedule
 from luffy.train.changes import measures_otherwise
 from luffy.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint, set_records_aside
@@ -88,7 +89,7 @@ def build_run(
         messages.notices += repeated_problems(cfg, len(run.tasks))
         messages.notices += equal_prompts(run.tasks, run.eval_tasks)
         if method == "rl":
-            messages.notices += setup.dropout_notice(run.model.config)
+            messages.notices += setup.dropout_notice(run.model.config) + detach_notice(cfg)
         world.on_main(lambda: remove_unfinished(cfg.folder))
         world.on_main(lambda: saving.tidy(run))
         run.closing = closing.pop_all()

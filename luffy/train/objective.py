@@ -193,6 +193,7 @@ def _stats(b: MicroBatch, t: LossTerms, old: Tensor, log_prob: Tensor, entropy: 
         "actor/on_pg_loss": _over(t.on_loss, on),
         "actor/off_pg_loss": _over(t.off_loss, off),
         "actor/entropy_loss": _over(entropy, in_rl),
+        "actor/own_entropy": _over(entropy, on),
         "actor/pg_clipfrac": _over(t.clipped, in_rl),
         "actor/ppo_kl": _over(-t.log_ratio, in_rl),
         "actor/off_policy_prob": _over(t.prob, off),

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from luffy.config import to_yaml
 from luffy.config.knobs import BatchConfig
+from luffy.dry_run import dry_run
 from luffy.errors import TrainingStopped, UserError
 from luffy.report.changes import changes_of
 from luffy.report.console import was_idle
@@ -177,6 +179,30 @@ def test_gradients_through_importance_weights_flow_in_all_mini_batches_or_in_non
     for size, groups in ((6, range(6, 6)), (2, range(6))):
         cfg = make_config(batch={"mini_batch": size}, algorithm={"importance_detach": False})
         assert needed_log_probs(cfg, 6) == (groups, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"batch": {"mini_batch": 2}}, "with 3 mini-batches a step .* set batch.mini_batch=6 for one mini-batch"),
+        ({"batch": {"mini_batch": 6}}, None),
+        ({}, None),
+        ({"batch": {"mini_batch": 2}, "algorithm": {}}, None),
+        ({"async": {}}, "there are no importance weights without token overrides or async.max_staleness"),
+        (
+            {"algorithm": {"importance_detach": False, "kl_coef": 0.1, "kl_in": "reward"}},
+            "the credit function and a KL in the reward take the weights of the policy before the step",
+        ),
+    ],
+)
+def test_importance_detach_that_does_nothing_is_said(make_config, changes, said):
+    cfg = make_config(**{"async": {"max_staleness": 1}, "algorithm": {"importance_detach": False}, **changes})
+    with Trainer(cfg) as trainer:
+        found = [notice for notice in trainer.notices if "importance_detach=false" in notice]
+    planned = [line for line in dry_run(cfg, "rl") if "importance_detach=false" in line]
+    assert len(found) == len(planned) == (said is not None)
+    for notice in (*found, *planned):
+        assert re.search(rf"algorithm\.importance_detach=false does nothing: {said}$", notice)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,24 @@ def test_update_is_the_public_loss_on_padded_tensors(make_config):
     assert_same_weights(ours, dict(model.named_parameters()))
 
 
+def test_the_entropy_of_own_tokens_leaves_the_traces_out(make_config):
+    samples = make_samples()
+    cfg = make_config(optim=SGD_LIKE)
+    model = AutoModelForCausalLM.from_pretrained(cfg.model.path)
+    entropies = []
+    for s in samples:
+        ids = torch.cat([torch.tensor(s.prompt_ids), s.token_ids])
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(ids[None]).logits[0].float(), -1)[len(s.prompt_ids) - 1 : -1]
+        entropies.append(-(log_p.exp() * log_p).sum(-1))
+    entropy, own = torch.cat(entropies), ~torch.cat([s.off_policy for s in samples])
+    assert own.any() and not own.all()
+    _, metrics = weights_after(cfg, samples)
+    assert metrics["actor/own_entropy"].value == pytest.approx(entropy[own].mean().item(), rel=1e-5)
+    assert metrics["actor/entropy_loss"].value == pytest.approx(entropy.mean().item(), rel=1e-5)
+    assert metrics["actor/own_entropy"].value != pytest.approx(metrics["actor/entropy_loss"].value, rel=1e-3)
+
+
 def test_all_max_clip_divides_by_the_kept_tokens_like_the_public_function(make_config):
     samples = make_samples()
     cfg = make_config(
