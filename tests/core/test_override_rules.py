@@ -68,6 +68,17 @@ def test_the_formulas_by_hand():
     assert mixture.behavior_log_probs(rows_d, rows_g, every).exp().tolist() == pytest.approx(expected)
 
 
+def test_a_rule_without_its_parameter_has_a_tenth():
+    d, g, every = torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([0.05, 0.35, 0.6]).log(), torch.arange(3)
+    rows_d, rows_g = d.expand(3, -1), g.expand(3, -1)
+    mixture = Rule("mixture")
+    assert mixture.accept_probability(rows_d, rows_g, every).tolist() == pytest.approx([0.9] * 3)
+    expected = [0.9 * 0.5 + 0.1 * 0.05, 0.9 * 0.3 + 0.1 * 0.35, 0.9 * 0.2 + 0.1 * 0.6]
+    assert mixture.behavior_log_probs(rows_d, rows_g, every).exp().tolist() == pytest.approx(expected)
+    edge = torch.tensor([0.0999, 0.1001, 0.8]).log()
+    assert Rule("threshold").accept_probability(rows_d, edge.expand(3, -1), every).tolist() == [0.0, 1.0, 1.0]
+
+
 def test_batches_of_any_shape_equal_one_by_one():
     log_d, log_g = distributions(1, rows=6)
     tokens = torch.arange(6)

@@ -93,6 +93,27 @@ def test_who_takes_the_finished_ones_takes_them_together_while_the_next_run():
     assert seen == [([0, 1, 2], 6), ([3, 4, 5], 6)]
 
 
+def test_results_are_looked_at_every_eight_steps_while_the_next_eight_run():
+    """A response that ends early costs the steps until somebody looks: its burst, and the one that runs meanwhile."""
+    model = small()
+    (drawn,) = NativeEngine(model, decoding="slots").generate([ask((3, 4), 64)])
+    ends = [int(drawn.token_ids[place]) for place in (1, 12)]
+    assert drawn.token_ids.tolist().index(ends[0]) == 1 and drawn.token_ids.tolist().index(ends[1]) == 12
+    for end, steps in zip(ends, (16, 24), strict=True):
+        slots, pages, engine = both(model, [ask((3, 4), 64, eos_ids=(end,))])
+        assert_same(slots, pages)
+        assert engine.stats.decode_steps == steps
+
+
+def test_three_gibibytes_of_a_gpu_are_left_to_activations(monkeypatch):
+    gpu, page = torch.device("cuda"), 1 << 20
+    for unused, pages in ((3 << 30, 0), (1 << 30, 0), ((3 << 30) + 10 * page, 5), (7 << 30, 2048)):
+        monkeypatch.setattr(paged_generation, "unused_bytes", lambda device, unused=unused: unused)
+        assert paged_generation.affordable(10_000, page, gpu, share=0.5) == pages
+    assert paged_generation.affordable(100, page, gpu, share=0.5) == 100
+    assert paged_generation.affordable(10_000, page, torch.device("cpu"), share=0.5) == 10_000
+
+
 def test_top_k_and_top_p_rows_beside_plain_ones():
     model = small()
     requests = [ask((3, 4), 10, seed=1, top_k=3), ask((3, 4), 10, seed=2), ask((3, 5), 10, seed=3, top_p=0.5)]
