@@ -192,7 +192,7 @@ def draw_curves(run: RunRecord, path: Path) -> bool:
     drawn = tuple(panel for panel in panels if any(series.x for series in panel.series))
     if not drawn or find_spec("matplotlib") is None:
         return False
-    draw(Figure("curves", "", "", "", drawn), path)
+    draw(Figure("curves", "", "", "", drawn), path, {})
     return True
 
 

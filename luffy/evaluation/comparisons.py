@@ -11,7 +11,7 @@ from typing import Any
 from luffy.errors import UserError
 from luffy.evaluation.paper_figures import Figure, Panel, Series
 from luffy.evaluation.results import Evaluation
-from luffy.report.charts import gpu_seconds
+from luffy.report.charts import process_seconds
 from luffy.report.recorder import METRICS
 from luffy.report.runs import CONFIG, RunRecord, first_stage, read_config, whole
 
@@ -80,7 +80,7 @@ def gamma_of(model: str) -> float | None:
 
 def resource_figures(runs: Mapping[str, RunRecord]) -> Iterator[Figure]:
     """GPU hours, and responses and traces in thousands, earlier stages included."""
-    hours = {name: max(spent.values()) / 3600 for name, run in runs.items() if (spent := gpu_seconds(run))}
+    hours = {name: max(spent.values()) / 3600 for name, run in runs.items() if (spent := process_seconds(run))}
     used = {name: data_used(run) for name, run in runs.items() if run.config}
     panels = [
         Panel("time", "run", "process hours (one a GPU)", _bars(hours), "bar", True),
