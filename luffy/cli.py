@@ -268,6 +268,27 @@ def doctor(
     examine(Examination(cfg, timeout, as_json, anonymous), sys.argv[1:])
 
 
+@app.command(cls=KnobHelp)
+def memory(
+    recipe: Annotated[
+        str | None, typer.Argument(help="a recipe; without one, a table by model size and method")
+    ] = None,
+    overrides: Overrides = None,
+    shape: Annotated[str | None, typer.Option(help="shape of the model, e.g. qwen2-7b; else told by its name")] = None,
+    gpu: Annotated[str, typer.Option(help="compare with h200, h100 or a100")] = "h100",
+) -> None:
+    """How much GPU memory a run needs, before model and data are there: nothing is downloaded."""
+    from luffy.dry_run.memory_table import estimate_lines, table_lines
+
+    if recipe is None:
+        lines = table_lines(gpu)
+    else:
+        cfg = load_config(recipe, overrides or [])
+        lines = estimate_lines(cfg, cfg.made_for, shape, gpu)
+    for line in lines:
+        typer.echo(line)
+
+
 @app.command()
 def recipes() -> None:
     """List sizes and methods: `luffy train SIZE/METHOD` (`luffy sft SIZE/sft`), or in your own recipe

@@ -28,8 +28,9 @@ class ModelShape:
     shares: bool
 
 
-def model_shape(cfg: Config) -> ModelShape:
-    model = bare_model(cfg.model.path, "model.path", cfg)
+def model_shape(cfg: Config, model: Any = None) -> ModelShape:
+    """The shape of the policy; of ``model``, without weights, where one is given."""
+    model = bare_model(cfg.model.path, "model.path", cfg) if model is None else model
     config, parameters, shares = model.config, parameters_of(model), True
     try:
         use_luffy_attention(model)
@@ -44,9 +45,12 @@ def model_shape(cfg: Config) -> ModelShape:
 def bare_model(path: str, knob: str, cfg: Config) -> Any:
     """Without memory for its weights."""
     trust = cfg.model.trust_remote_code
-    config = read_model_config(str(model_folder(path)), knob, trust)
+    return model_of_config(read_model_config(str(model_folder(path)), knob, trust), trust)
+
+
+def model_of_config(config: Any, trust_remote_code: bool = False) -> Any:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()
     return model
 

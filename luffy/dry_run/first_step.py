@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -12,7 +11,7 @@ from luffy.data import ProblemSampler
 from luffy.dry_run.bare_models import ModelShape, check_other_models, model_shape, parameters_of
 from luffy.dry_run.disk import checkpoint_parts, disk_line
 from luffy.dry_run.memory_model import Work, passes_of, planned_sample
-from luffy.dry_run.memory_needs import SIZES, kept_parts, memory_line, memory_needs, shards_of
+from luffy.dry_run.memory_needs import SIZES, memory_line, work_and_needs
 from luffy.dry_run.place import Place, Renting
 from luffy.dry_run.times import time_line
 from luffy.dry_run.trial import try_model
@@ -84,10 +83,7 @@ def dry_run(cfg: Config, method: Method, trainings: int = 1, renting: Renting | 
     scored = scoring_passes(cfg, model, others.teacher, len(batch)) if method == "rl" else 0.0
     work = work_of(cfg, model, planned_samples(batch, plan), scored, place.on_gpu)
     requests = plan.requests if plan else []
-    kept = kept_parts(cfg, method, work, others)
-    if place.on_gpu:
-        work = replace(work, unused=place.free - sum(kept.values()) - work.trained * 4 / shards_of(cfg))
-    needs = memory_needs(cfg, work, requests, others, kept)
+    work, needs = work_and_needs(cfg, method, work, requests, others, place)
     lines = [
         f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed}{several})",
         f"model      {cfg.model.path}  {model.parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",

@@ -101,10 +101,25 @@ def memory_needs(
     return {"update": kept | update, "rollout": kept | rollout}
 
 
+def work_and_needs(
+    cfg: Config, method: Method, work: Work, requests: Sequence[Request], others: OtherModels, place: Place
+) -> tuple[Work, dict[str, Parts]]:
+    """The work of an update in that place, with the memory that it leaves unused there, and the bytes of each phase."""
+    kept = kept_parts(cfg, method, work, others)
+    if place.on_gpu:
+        work = replace(work, unused=place.free - sum(kept.values()) - work.trained * 4 / shards_of(cfg))
+    return work, memory_needs(cfg, work, requests, others, kept)
+
+
+def totals_of(needs: dict[str, Parts], on_gpu: bool) -> dict[str, float]:
+    """Bytes of each phase."""
+    return {phase: (ALLOCATOR if on_gpu else 1.0) * sum(parts.values()) for phase, parts in needs.items()}
+
+
 def memory_line(cfg: Config, work: Work, requests: Sequence[Request], needs: dict[str, Parts], place: Place) -> str:
     """The phase that needs the most, part by part; the others as a sum; and what the place of the run has."""
     above = ALLOCATOR if work.on_gpu else 1.0
-    totals = {phase: above * sum(parts.values()) for phase, parts in needs.items()}
+    totals = totals_of(needs, work.on_gpu)
     phase = max(totals, key=lambda name: totals[name])
     shown = ", ".join(f"{name} {above * size / GIB:.2f}" for name, size in needs[phase].items())
     others = "".join(f"; {name} {total / GIB:.2f} GiB" for name, total in totals.items() if name != phase)

@@ -1,0 +1,161 @@
+"""How much memory a run needs, before anything of it is there: ``luffy memory``.
+
+The memory model (`luffy.dry_run.memory_model`) is asked for a model of a known shape and for prompts and responses as
+long as the recipe allows. Neither model nor data are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from luffy.config import Config, LoraConfig
+from luffy.dry_run.bare_models import OtherModels, bare_model, model_of_config, model_shape
+from luffy.dry_run.first_step import work_of
+from luffy.dry_run.gpu_cost import gpu_named
+from luffy.dry_run.memory_model import Parts, Work, planned_sample
+from luffy.dry_run.memory_needs import GIB, memory_line, totals_of, work_and_needs
+from luffy.dry_run.place import Place
+from luffy.errors import UserError
+from luffy.models.shapes import SHAPES, nearest_shape, shape_config
+from luffy.train.run_state import Method
+from luffy.types import Request, Sample, Sampling
+
+SIZES = ("qwen2-0.5b", "qwen2-1.5b", "qwen2-3b", "qwen2-7b", "qwen2-14b", "qwen2-32b", "qwen2-72b")
+PROMPT, RESPONSE, PROBLEMS, SLOTS = 1024, 2048, 64, 64  # of the table
+
+
+class Estimate(NamedTuple):
+    """What a run needs in each process: the work of its update, its requests, and bytes by phase and part."""
+
+    work: Work
+    requests: list[Request]
+    needs: dict[str, Parts]
+
+
+def estimate_memory(cfg: Config, method: Method, shape: str | None, place: Place) -> Estimate:
+    """What a recipe needs if all prompts and responses are as long as they may be; ``shape`` instead of its model's."""
+    model = model_shape(cfg, _without_weights(cfg.model.path, "model.path", cfg, shape))
+    prompts = [(number,) * cfg.data.max_prompt_tokens for number in range(cfg.batch.problems)]
+    own = cfg.rollout.n - cfg.guidance.n_prefix if method == "rl" else 0
+    sampling = Sampling(cfg.rollout.max_tokens)
+    shared = prompts[: -(-len(prompts) // cfg.parallel.workers)]  # of one process
+    requests = [Request(prompt, 0, sampling) for prompt in shared for _ in range(own)]
+    samples = cfg.rollout.n if method == "rl" else 1
+    planned: list[list[Sample]] = [[planned_sample(p, cfg.rollout.max_tokens)] * samples for p in prompts]
+    work = work_of(cfg, model, planned, 0.0, place.on_gpu)
+    work, needs = work_and_needs(cfg, method, work, requests, _others(cfg, method), place)
+    return Estimate(work, requests, needs)
+
+
+def _others(cfg: Config, method: Method) -> OtherModels:
+    if method != "rl":
+        return OtherModels()
+    second, teacher = cfg.rollout.overrides, None if cfg.teacher.is_self else cfg.teacher.path
+    return OtherModels(
+        None if second is None else _without_weights(second.model_path, "rollout.offpolicy_guidance.model_path", cfg),
+        None if teacher is None else _without_weights(teacher, "teacher.path", cfg),
+    )
+
+
+def _without_weights(path: str, knob: str, cfg: Config, shape: str | None = None) -> Any:
+    """The model of a folder of this machine, else one of the shape that its name tells."""
+    if shape is None and Path(path).is_dir():
+        return bare_model(path, knob, cfg)
+    return model_of_config(shape_config(shape or shape_of(path, knob)))
+
+
+def shape_of(path: str, knob: str = "model.path") -> str:
+    found = nearest_shape(path)
+    if found is None:
+        raise UserError(
+            f"'{knob}' {path}: its name tells no size near one of {', '.join(SHAPES)}; name a shape with --shape, or "
+            "give a folder of this machine"
+        )
+    return found
+
+
+def estimate_lines(cfg: Config, method: Method, shape: str | None, gpu: str) -> list[str]:
+    """What ``luffy memory RECIPE`` prints."""
+    place = place_on(gpu)
+    if shape is not None and shape not in SHAPES:
+        raise UserError(f"--shape {shape} is unknown: use one of {', '.join(SHAPES)}")
+    found = estimate_memory(cfg, method, shape, place)
+    local = shape is None and Path(cfg.model.path).is_dir()
+    taken = "" if local else f", taken as {shape or shape_of(cfg.model.path)}"
+    samples = (
+        f"{cfg.batch.problems} problems x {cfg.rollout.n} samples" if method == "rl" else f"{cfg.batch.problems} traces"
+    )
+    return [
+        f"model      {cfg.model.path or '(none)'}{taken}: {found.work.parameters / 1e6:,.0f} M parameters, "
+        f"{cfg.model.dtype}; nothing was downloaded",
+        f"step       {samples}, prompts of {cfg.data.max_prompt_tokens:,} and responses of {cfg.rollout.max_tokens:,} "
+        "tokens, the longest that the recipe allows",
+        f"memory     {memory_line(cfg, found.work, found.requests, found.needs, place)}",
+    ]
+
+
+def place_on(gpu: str) -> Place:
+    memory = gpu_named(gpu).memory
+    return Place(True, memory, memory, f"an {gpu.upper()}", gpu)
+
+
+# ---- the table
+
+
+@dataclass(frozen=True)
+class Column:
+    """A way to train: what it is called, by which command, and what it changes of the recipe."""
+
+    head: str
+    method: Method
+    model: dict[str, Any]
+    kl_coef: float = 0.0
+
+
+COLUMNS = (
+    Column("SFT", "sft", {}),
+    Column("RL, LUFFY", "rl", {}),
+    Column("with a reference model", "rl", {}, kl_coef=0.001),
+    Column("RL, LoRA", "rl", {"lora": LoraConfig()}),
+)
+
+
+def table_config(column: Column, gpus: int) -> Config:
+    plain = Config()
+    dtype = "float32" if column.model and gpus > 1 else "bfloat16"  # sharded layers hold weights of one dtype
+    return replace(
+        plain,
+        model=replace(plain.model, dtype=dtype, gradient_checkpointing=True, **column.model),
+        data=replace(plain.data, max_prompt_tokens=PROMPT),
+        rollout=replace(plain.rollout, max_tokens=RESPONSE, slots=SLOTS),
+        batch=replace(plain.batch, problems=PROBLEMS),
+        algorithm=replace(plain.algorithm, kl_coef=column.kl_coef),
+        launch="local" if gpus == 1 else "torchrun",
+        parallel=replace(plain.parallel, workers=gpus),
+    )
+
+
+def table_lines(gpu: str, gpus: Sequence[int] = (1, 8), sizes: Sequence[str] = SIZES) -> list[str]:
+    """A Markdown table for each number of GPUs: GiB at the peak in each, by model and way to train."""
+    place, lines = place_on(gpu), []
+    for count in gpus:
+        whose = "one GPU" if count == 1 else f"each of {count} GPUs"
+        lines += [
+            "",
+            f"GiB at the peak in {whose}; **bold**: more than an {gpu.upper()} has ({place.total / GIB:.0f}).",
+            "",
+        ]
+        lines.append("| shape | parameters | " + " | ".join(column.head for column in COLUMNS) + " |")
+        lines.append("|---|---:|" + "---:|" * len(COLUMNS))
+        for size in sizes:
+            found = [estimate_memory(table_config(c, count), c.method, size, place) for c in COLUMNS]
+            cells = [_cell(max(totals_of(one.needs, True).values()), place) for one in found]
+            lines.append(f"| {size} | {found[0].work.parameters / 1e9:.2f} B | " + " | ".join(cells) + " |")
+    return lines[1:]
+
+
+def _cell(needed: float, place: Place) -> str:
+    return f"{needed / GIB:,.0f}" if needed <= place.free else f"**{needed / GIB:,.0f}**"
