@@ -111,6 +111,8 @@ class RowSource(ABC):
 class TextRows(RowSource):
     """Rows that are stretches of a text file. A subclass finds them and parses one."""
 
+    _state: tuple[int, int, int]  # of the file when it was read
+
     def __init__(self, path: str) -> None:
         self.path = path
         self._starts = array("q")

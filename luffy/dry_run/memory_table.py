@@ -19,6 +19,7 @@ from luffy.dry_run.memory_model import Parts, Work, planned_sample
 from luffy.dry_run.memory_needs import GIB, memory_line, totals_of, work_and_needs
 from luffy.dry_run.place import Place
 from luffy.errors import UserError
+from luffy.models.load import DtypeName
 from luffy.models.shapes import SHAPES, nearest_shape, shape_config
 from luffy.train.run_state import Method
 from luffy.types import Request, Sample, Sampling
@@ -125,7 +126,7 @@ COLUMNS = (
 
 def table_config(column: Column, gpus: int) -> Config:
     plain = Config()
-    dtype = "float32" if column.model and gpus > 1 else "bfloat16"  # sharded layers hold weights of one dtype
+    dtype: DtypeName = "float32" if column.model and gpus > 1 else "bfloat16"  # sharded layers hold weights of one dtype
     return replace(
         plain,
         model=replace(plain.model, dtype=dtype, gradient_checkpointing=True, **column.model),

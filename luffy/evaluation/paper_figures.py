@@ -56,10 +56,10 @@ def save(figure: Figure, folder: Path, styles: Mapping[str, int] | None = None) 
         for panel in figure.panels:
             for series in panel.series:
                 writer.writerows([panel.title, series.name, x, y] for x, y in zip(series.x, series.y, strict=True))
-    draw(figure, folder / f"{figure.name}.png", styles or {})
+    draw(figure, folder / f"{figure.name}.png", styles)
 
 
-def draw(figure: Figure, path: Path, styles: Mapping[str, int]) -> None:
+def draw(figure: Figure, path: Path, styles: Mapping[str, int] | None = None) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Canvas
@@ -71,7 +71,7 @@ def draw(figure: Figure, path: Path, styles: Mapping[str, int]) -> None:
     FigureCanvasAgg(canvas)
     canvas.suptitle(figure.title, fontsize=12)
     names = list(dict.fromkeys(series.name for panel in figure.panels for series in panel.series))
-    colours = _colours(names, styles)
+    colours = _colours(names, styles or {})
     axes = [canvas.add_subplot(rows, columns, place + 1) for place in range(len(figure.panels))]
     for ax, panel in zip(axes, figure.panels, strict=True):
         _draw_panel(ax, panel, colours)
