@@ -36,16 +36,19 @@ CASES = {
     "hot": Case("optim.lr 30 times as high", ("train", "tiny/luffy", "optim.lr=1e-2")),
     "entropy": Case("algorithm.entropy_coef 0.3", ("train", "tiny/luffy", "algorithm.entropy_coef=0.3")),
     "no-signal": Case("on-policy, never right", ("train", "tiny/on_policy")),
-    "wrong-reward": Case("a reward that no trace passes", ("train", "tiny/luffy", "reward.kind=math")),
+    "cut-off": Case(
+        "responses and traces cut off", ("train", "tiny/luffy", "rollout.max_tokens=40", "data.overlong_trace=truncate")
+    ),
     "relift": Case("good", ("train", "tiny/relift"), well=True),
     "sft": Case("good", ("sft", "tiny/sft"), well=True),
     "sft-hot": Case("optim.lr 300 times as high", ("sft", "tiny/sft", "optim.lr=1e-1")),
 }
 FIGURES = {
-    "reward": (("luffy", "hot", "no-signal", "wrong-reward"), (
+    "reward": (("luffy", "hot", "entropy", "no-signal", "cut-off"), (
         ("critic/rewards/mean", "reward"), ("batch/off_solved", "trace"), ("val-core/accuracy", "held-out"))),
     "policy": (("luffy", "hot", "entropy"), (
-        ("actor/entropy_loss", "entropy"), ("response_length/mean", "length"), ("actor/grad_norm", "gradient norm"))),
+        ("actor/entropy_loss", "entropy"), ("response_length/mean", "length"),
+        ("actor/off_policy_prob", "probability of trace tokens"))),
     "sft": (("sft", "sft-hot"), (("actor/sft_loss", "sft loss"), ("val-core/accuracy", "held-out"))),
 }  # fmt: skip
 ALONE = {"buffer": ("relift", (("method/sft_buffer", "sft buffer"), ("critic/rewards/mean", "reward")))}
@@ -58,29 +61,28 @@ def train(name: str, out: Path) -> None:
     subprocess.run([*command, "eval.every=10", "data.eval_also={}", "record.tensorboard=false"], check=True)
 
 
+def colour(name: str) -> str:
+    """The same in every picture; what is well has the first."""
+    ill = [case for case in CASES if not CASES[case].well]
+    return COLOURS[0 if CASES[name].well else 1 + ill.index(name)]
+
+
 def draw(
     figure_name: str, names: tuple[str, ...], metrics: tuple[tuple[str, str], ...], runs: dict[str, RunRecord]
 ) -> None:
     figure, axes = panels(len(metrics))
     for ax, (metric, title) in zip(axes, metrics, strict=True):
-        for place, name in enumerate(names):
+        for name in names:
             points = runs[name].series(metric)
             rare = len(points) <= STEPS // 4
-            values = (
-                [y for _, y in points]
-                if rare or metric == "method/sft_buffer"
-                else smooth([y for _, y in points], SHOWN)
-            )
+            values = smooth([y for _, y in points], 1 if rare or metric == "method/sft_buffer" else SHOWN)
             well = CASES[name].well
-            ax.plot([x for x, _ in points], values, color=COLOURS[place], lw=2.2 if well else 1.4,
+            ax.plot([x for x, _ in points], values, color=colour(name), lw=2.2 if well else 1.4,
                     ls="-" if well else "--", marker="o" if rare else None, ms=3, label=CASES[name].label)  # fmt: skip
         ax.set(title=title, xlabel="step", xlim=(0, STEPS))
         ax.grid(alpha=0.25, linewidth=0.6)
         ax.spines[["top", "right"]].set_visible(False)
-        if metric == "actor/grad_norm":
-            ax.set_yscale("log")
-        else:
-            ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
+        ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
     if len(names) > 1:
         legend_below(figure, axes[0])
     figure.savefig(IMAGES / f"healthy-{figure_name}.png", dpi=110)
@@ -91,9 +93,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="where the runs are, or will be")
     parser.add_argument("--only-draw", action="store_true", help="train nothing")
     given = parser.parse_args()
-    for name in CASES:
-        if not given.only_draw:
-            train(name, given.out)
+    for name in () if given.only_draw else CASES:
+        train(name, given.out)
     runs = {name: load_run(given.out / name) for name in CASES if (given.out / name / METRICS).is_file()}
     for figure, (names, metrics) in FIGURES.items():
         draw(figure, names, metrics, runs)

@@ -15,6 +15,7 @@ from luffy.evaluation.accuracy import Summary
 from luffy.evaluation.bootstrap import Difference
 from luffy.evaluation.compare import Comparison, PairedTest
 from luffy.quickstart.run import MethodOutcome
+from luffy.report.console import FIELDS
 from luffy.report.curves import Estimate
 from luffy.rewards import build_verifier
 from luffy.schema import describe
@@ -159,6 +160,12 @@ def test_the_comparison_of_methods_has_a_row_for_each_recipe():
     recipes = {name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")}
     assert recipes == named
     assert {row.count("|") for row in rows} == {12}  # ten axes and the name
+
+
+def test_every_figure_of_the_console_line_has_its_healthy_range():
+    rows = [line for line in (ROOT / "docs" / "healthy.md").read_text().splitlines() if line.startswith("| `")]
+    named = {INLINE.findall(row)[0] for row in rows}
+    assert {label for label, _, _ in FIELDS} <= named and {row.count("|") for row in rows} == {5}
 
 
 def test_every_key_of_the_json_tables_is_documented():
