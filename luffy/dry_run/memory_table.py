@@ -126,7 +126,7 @@ COLUMNS = (
 
 def table_config(column: Column, gpus: int) -> Config:
     plain = Config()
-    dtype: DtypeName = "float32" if column.model and gpus > 1 else "bfloat16"  # sharded layers hold weights of one dtype
+    dtype: DtypeName = "float32" if column.model and gpus > 1 else "bfloat16"  # sharded: one dtype
     return replace(
         plain,
         model=replace(plain.model, dtype=dtype, gradient_checkpointing=True, **column.model),
