@@ -95,7 +95,7 @@ class Asked:
 
 def test_who_runs_what(monkeypatch):
     started = []
-    monkeypatch.setattr(launching, "start_processes", lambda workers, arguments: started.append((workers, arguments)))
+    monkeypatch.setattr(launching, "start_processes", lambda *given: started.append(given[:2]))
     local, many = Asked(), Asked(launch="torchrun", parallel={"workers": 3})
     launch(local, [])
     launch(many, ["train", "x"])
