@@ -88,6 +88,8 @@ def test_greedy_tokens_are_those_of_generate(plain_model):
 
 
 def test_log_probs_of_rollouts_are_the_trainers(plain_model):
+    """In float64: HRM goes through its layers many times, so that float32 is off by 7e-4 on some processors."""
+    plain_model.double()
     requests = [ask((5, 6, 7), 12, seed=1, temperature=0.7), ask((8, 9), 5, seed=2, temperature=0.7, eos_ids=(3, 4))]
     with torch.no_grad():
         for request, completion in zip(requests, NativeEngine(plain_model).generate(requests), strict=True):
