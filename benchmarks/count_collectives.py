@@ -3,8 +3,8 @@
     python benchmarks/count_collectives.py --ranks 4 parallel.gather=mini_batch
     python benchmarks/count_collectives.py --ranks 4 --device cuda --dtype bfloat16 parallel.gather=mini_batch
 
-A random model of the given shape takes two steps by the trainer, over gloo on a CPU or over NCCL on GPUs, and the second
-is counted. Several ranks may share a GPU; NCCL then talks over sockets, so no time is reported.
+A random model of the given shape takes two steps by the trainer, over gloo on a CPU or NCCL on GPUs; the second is
+counted. Several ranks may share a GPU; NCCL then talks over sockets, so no time is reported.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/simulate_scale.py [--plot docs/images/scale.png]
 
-It prints the tables of docs/results/scale.md, which names every assumption. Times of a decoding step and of an update are
-those of the cost model (`luffy.dry_run.cost`). Responses differ in length, a batch may begin up to `staleness` versions
-early, new weights travel to the servers after every update, and single GPUs fail.
+It prints the tables of docs/results/scale.md, which names every assumption. Times of a decoding step and of an update
+are those of the cost model (`luffy.dry_run.cost`). Responses differ in length, a batch may begin up to `staleness`
+versions early, new weights travel to the servers after every update, and single GPUs fail.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import math
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -31,9 +33,11 @@ MESSAGE_S = 50e-6  # a collective over machines, however small
 MTBF_H = 50_000.0  # hours between two failures of one GPU
 RESTART_S = 300.0  # until a process computes again
 CHECKPOINT_EVERY = 20  # steps
-STEPS, SKIPPED = 12, 5  # simulated; left out of the means
+MEASURED = 10  # steps, after those that the first batches fill: batches that begin together end together for a while
 SIZES = (16, 64, 256, 1024)
 STALENESS = (0, 1, 4)
+MODELS = (QWEN_7B, QWEN_32B)
+CASES = [(model, staleness) for model in MODELS for staleness in STALENESS]
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,15 @@ class Cluster:
         return self.trainers + self.servers * self.width
 
     @property
+    def skipped(self) -> int:
+        """Steps before those that are measured."""
+        return self.staleness + 1
+
+    @property
+    def steps(self) -> int:
+        return self.skipped + MEASURED
+
+    @property
     def slots(self) -> int:
         """Sequences whose cache a server holds, at the mean length."""
         left = self.server.usable * self.server.memory * self.width - self.model.weights
@@ -62,8 +75,8 @@ class Cluster:
 
     @property
     def transfer(self) -> float:
-        """Seconds until all servers have new weights: a pipelined broadcast through one network port, a message for each
-        of about 12 tensors of a layer."""
+        """Seconds until all servers have new weights: a pipelined broadcast through one network port, a message for
+        each of about 12 tensors of a layer."""
         return self.model.weights / self.trainer.network + 12 * self.model.layers * MESSAGE_S
 
 
@@ -78,11 +91,25 @@ def length(chance: random.Random, longest: int) -> int:
 
 
 @cache
+def lengths_of(batches: int, responses: int, longest: int) -> list[list[int]]:
+    chance = random.Random(0)
+    return [[length(chance, longest) for _ in range(responses)] for _ in range(batches)]
+
+
+@cache
 def update_plan(cluster: Cluster) -> StepPlan | None:
     """How the trainers share the weights: the way that takes the least time of those that fit; None if none does."""
     response = round(mean_length(cluster.longest))
     plan = StepPlan(
-        cluster.model, cluster.trainers, cluster.problems, SAMPLES, PROMPT, response, width=10**9, scored=1, recomputed=1
+        cluster.model,
+        cluster.trainers,
+        cluster.problems,
+        SAMPLES,
+        PROMPT,
+        response,
+        width=10**9,
+        scored=1,
+        recomputed=1,
     )  # no copy for rollouts, hence the width
     gpu = cluster.trainer
     ways = [replace(plan, hybrid=hybrid) for hybrid in (False, True) if not hybrid or plan.machines > 1]
@@ -155,14 +182,14 @@ class Simulation:
 
     cluster: Cluster
     lost: str = ""
-    seed: int = 0
     updated: list[float] = field(default_factory=list)  # when each update ended
     tokens: list[int] = field(default_factory=list)
     training: float = 0.0
 
     def run(self) -> Simulation:
-        c, chance = self.cluster, random.Random(self.seed)
-        batches = [[length(chance, c.longest) for _ in range(c.problems * SAMPLES)] for _ in range(STEPS + c.staleness)]
+        c = self.cluster
+        batches = lengths_of(c.steps + c.staleness, c.problems * SAMPLES, c.longest)
+        self.slots = c.slots
         self.servers = [Server(c) for _ in range(c.servers)]
         self.left = [len(batch) for batch in batches]
         self.queue: deque[tuple[int, int]] = deque()
@@ -171,7 +198,7 @@ class Simulation:
         for number in range(c.staleness + 1):
             self.queue.extend((number, tokens) for tokens in batches[number])
         self._hand_out(0.0)
-        while len(self.updated) < STEPS:
+        while len(self.updated) < c.steps:
             now, index, version, ticks = heapq.heappop(self.events)
             if index < 0:
                 self._version_made(now, batches)
@@ -184,11 +211,11 @@ class Simulation:
 
     def _maybe_train(self, now: float, batches: list[list[int]]) -> None:
         step = len(self.updated)
-        if self.training_now or step >= STEPS or self.left[step]:
+        if self.training_now or step >= self.cluster.steps or self.left[step]:
             return
         took = update_seconds(self.cluster, batches[step])
         self.training += took
-        if self.lost == "trainer" and step == STEPS // 2:  # back to the checkpoint: half an interval is computed again
+        if self.lost == "trainer" and step == self.cluster.steps // 2:  # half an interval is computed again
             took += RESTART_S + CHECKPOINT_EVERY / 2 * took
         self.training_now = True
         self.tokens.append(self.cluster.problems * PROMPT + sum(batches[step]))
@@ -205,7 +232,7 @@ class Simulation:
         for server in self.servers:
             self._bring_up_to(server, now)
             server.delay += c.transfer + server.prefill(server.context)
-        if self.lost == "server" and not self.failed and len(self.updated) == STEPS // 2:
+        if self.lost == "server" and not self.failed and len(self.updated) == c.steps // 2:
             self.failed = True
             self._lose(self.servers[0])
         self._hand_out(now)
@@ -232,7 +259,7 @@ class Simulation:
         """Every response in the queue to the server with the fewest, while there is a slot."""
         order = [(len(s.finishing), s.delay, i) for i, s in enumerate(self.servers)]
         heapq.heapify(order)
-        while self.queue and order and order[0][0] < self.cluster.slots:
+        while self.queue and order and order[0][0] < self.slots:
             rows, delay, index = heapq.heappop(order)
             server = self.servers[index]
             if not server.finishing:
@@ -244,7 +271,7 @@ class Simulation:
 
     def _fill(self, index: int) -> None:
         server = self.servers[index]
-        while self.queue and len(server.finishing) < self.cluster.slots:
+        while self.queue and len(server.finishing) < self.slots:
             server.add(*self.queue.popleft())
         self._plan(index)
 
@@ -258,16 +285,16 @@ class Simulation:
     @property
     def step(self) -> float:
         """Seconds of a step, once the run has settled."""
-        return (self.updated[-1] - self.updated[SKIPPED - 1]) / (STEPS - SKIPPED)
+        return (self.updated[-1] - self.updated[self.cluster.skipped - 1]) / MEASURED
 
     @property
     def speed(self) -> float:
         """Trained tokens a second on each GPU."""
-        return sum(self.tokens[SKIPPED:]) / (STEPS - SKIPPED) / self.step / self.cluster.gpus
+        return sum(self.tokens[self.cluster.skipped :]) / MEASURED / self.step / self.cluster.gpus
 
     @property
     def trainers_wait(self) -> float:
-        return max(0.0, 1 - self.training / STEPS / self.step)
+        return max(0.0, 1 - self.training / self.cluster.steps / self.step)
 
     @property
     def servers_idle(self) -> float:
@@ -284,7 +311,7 @@ def splits(model: Model, gpus: int, staleness: int) -> Iterator[Cluster]:
     """A few ways to share GPUs out: whole machines train, engines of 4 (7B) or 8 GPUs roll out."""
     for share in (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8):
         trainers = max(8, 8 * round(gpus * share / 8))
-        width = 4 if model is QWEN_7B else 8
+        width = 4 if model == QWEN_7B else 8
         cluster = Cluster(model, trainers, (gpus - trainers) // width, width, staleness)
         if cluster.servers > 0 and cluster.slots > 0 and update_plan(cluster) is not None:
             yield cluster
@@ -305,7 +332,9 @@ def failures(cluster: Cluster) -> float:
 
 
 def faster(gpu: Gpu) -> Gpu:
-    return replace(gpu, flops=2 * gpu.flops, memory_bandwidth=2 * gpu.memory_bandwidth, layer_seconds=gpu.layer_seconds / 2)
+    return replace(
+        gpu, flops=2 * gpu.flops, memory_bandwidth=2 * gpu.memory_bandwidth, layer_seconds=gpu.layer_seconds / 2
+    )
 
 
 WHAT_IF: dict[str, Callable[[Cluster], Cluster]] = {
@@ -325,37 +354,50 @@ def gains(cluster: Cluster) -> dict[str, float]:
 
 
 HEADER = (
-    "GPUs", "model", "staleness", "trainers + servers x width", "step", "trained tokens/s a GPU", "of that on the fewest",
-    "trainers wait", "servers empty", "lost to failures",
+    "GPUs", "model", "staleness", "trainers + servers x width", "step", "trained tokens/s a GPU",
+    "of that on the fewest", "trainers wait", "servers empty", "lost to failures",
 )  # fmt: skip
 
 
-def sizes_table(model: Model) -> list[list[str]]:
-    rows = []
-    for gpus in SIZES:
-        for staleness in STALENESS:
-            found = best(model, gpus, staleness)
-            if found is None:
-                rows.append([f"{gpus:,}", model.name, str(staleness), "does not fit", *["-"] * 6])
-                continue
-            first = next(one for size in SIZES if (one := best(model, size, staleness)) is not None)
-            c = found.cluster
-            rows.append([
-                f"{gpus:,}", model.name, str(staleness), f"{c.trainers} + {c.servers} x {c.width}", f"{found.step:.0f} s",
-                f"{found.speed:,.0f}", f"{found.speed / first.speed:.0%}", f"{found.trainers_wait:.0%}",
-                f"{found.servers_idle:.0%}", f"{failures(c):.2%}",
-            ])  # fmt: skip
-    return rows
+def size_row(model: Model, gpus: int, staleness: int) -> list[str]:
+    found = best(model, gpus, staleness)
+    if found is None:
+        return [f"{gpus:,}", model.name, str(staleness), "does not fit", *["-"] * 6]
+    first = next(one for size in SIZES if (one := best(model, size, staleness)) is not None)
+    c = found.cluster
+    return [
+        f"{gpus:,}", model.name, str(staleness), f"{c.trainers} + {c.servers} x {c.width}", f"{found.step:.0f} s",
+        f"{found.speed:,.0f}", f"{found.speed / first.speed:.0%}", f"{found.trainers_wait:.0%}",
+        f"{found.servers_idle:.0%}", f"{failures(c):.2%}",
+    ]  # fmt: skip
 
 
-def what_if_table(model: Model, staleness: int) -> list[list[str]]:
-    rows = []
-    for gpus in SIZES:
-        if (found := best(model, gpus, staleness)) is not None:
-            gained = gains(found.cluster)
-            most = max(gained, key=lambda name: gained[name])
-            rows.append([f"{gpus:,}", model.name, str(staleness), *(f"{g:+.0%}" for g in gained.values()), most])
-    return rows
+def what_if_row(model: Model, gpus: int, staleness: int) -> list[str]:
+    found = best(model, gpus, staleness)
+    if found is None:
+        return []
+    gained = gains(found.cluster)
+    most = max(gained, key=lambda name: gained[name])
+    return [f"{gpus:,}", model.name, str(staleness), *(f"{g:+.0%}" for g in gained.values()), most]
+
+
+@dataclass(frozen=True)
+class Series:
+    """What one model and one staleness give at all sizes: rows of both tables; GPUs with trained tokens a second."""
+
+    rows: list[list[str]]
+    what_if: list[list[str]]
+    speeds: list[tuple[int, float]]
+
+
+def series(case: tuple[Model, int]) -> Series:
+    model, staleness = case
+    found = [(gpus, best(model, gpus, staleness)) for gpus in SIZES]
+    return Series(
+        [size_row(model, gpus, staleness) for gpus in SIZES],
+        [row for gpus in SIZES if staleness != 1 and (row := what_if_row(model, gpus, staleness))],
+        [(gpus, gpus * one.speed) for gpus, one in found if one is not None],
+    )
 
 
 def lines(rows: Sequence[Sequence[str]]) -> str:
@@ -363,22 +405,24 @@ def lines(rows: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cells) + " |\n" for cells in (head, ["---"] * len(head), *body))
 
 
-def plot(path: Path) -> None:
+def plot(path: Path, every: Sequence[Series]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharex=True)
-    for axis, model in zip(axes, (QWEN_7B, QWEN_32B), strict=True):
-        for staleness, style in zip(STALENESS, ("o-", "s-", "^-"), strict=True):
-            found = [(n, one) for n in SIZES if (one := best(model, n, staleness)) is not None]
-            label = f"staleness {staleness}"
-            axis.plot([n for n, _ in found], [n * one.speed / 1e6 for n, one in found], style, label=label)
-        axis.set(xscale="log", yscale="log", title=f"{model.name}, 4,096 responses a step", xlabel="GPUs")
-        axis.set_xticks(SIZES, [f"{n:,}" for n in SIZES])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
+    for (model, staleness), one in zip(CASES, every, strict=True):
+        axis = axes[MODELS.index(model)]
+        gpus, speeds = zip(*one.speeds, strict=True)
+        axis.plot(gpus, [speed / 1e6 for speed in speeds], "o-", label=f"staleness {staleness}")
+        if staleness == STALENESS[-1]:
+            ideal = [speeds[0] * n / gpus[0] / 1e6 for n in gpus]
+            axis.plot(gpus, ideal, ":", color="grey", label="proportional")
+            axis.set(xscale="log", yscale="log", title=f"{model.name}, 4,096 responses a step", xlabel="GPUs")
+            axis.set_xticks(SIZES, [f"{n:,}" for n in SIZES])
+            axis.minorticks_off()
+            axis.grid(alpha=0.3)
     axes[0].set_ylabel("trained tokens/s, millions")
     axes[0].legend()
     figure.tight_layout()
@@ -389,11 +433,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    print(lines([HEADER, *sizes_table(QWEN_7B), *sizes_table(QWEN_32B)]))
-    head = ["GPUs", "model", "staleness", *WHAT_IF, "bottleneck"]
-    print(lines([head, *(row for model in (QWEN_7B, QWEN_32B) for k in (0, 4) for row in what_if_table(model, k))]), end="")
+    with ProcessPoolExecutor(len(CASES), mp_context=get_context("spawn")) as pool:
+        every = list(pool.map(series, CASES))
+    print(lines([HEADER, *by_size(one.rows for one in every)]))
+    print(lines([["GPUs", "model", "staleness", *WHAT_IF, "most"], *by_size(one.what_if for one in every)]), end="")
     if args.plot:
-        plot(args.plot)
+        plot(args.plot, every)
+
+
+def by_size(parts: Iterable[list[list[str]]]) -> list[list[str]]:
+    """Rows ordered by model, then by number of GPUs."""
+    rows = [row for part in parts for row in part]
+    return sorted(rows, key=lambda row: (float(row[1].rstrip("B")), int(row[0].replace(",", ""))))
 
 
 if __name__ == "__main__":

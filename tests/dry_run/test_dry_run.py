@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from luffy.dry_run import Renting, dry_run, first_step, probe, times
 from luffy.dry_run.bare_models import OtherModels, model_shape
+from luffy.dry_run.cost import Gpu, Model, StepPlan
+from luffy.dry_run.gpu_cost import gathers_once
 from luffy.dry_run.memory_model import Work
-from luffy.dry_run.memory_needs import kept_parts
+from luffy.dry_run.memory_needs import kept_parts, memory_needs
 from luffy.errors import UserError
 from luffy.rollout.native import NativeEngine
 from luffy.train import saving
@@ -324,9 +326,13 @@ def test_a_function_that_is_not_found_is_blamed_on_its_knob_before_weights_are_l
             begin(cfg, method)
 
 
+OUTSIDE = 2 * 18 * 32  # weights of the tiny model's embeddings and head
+
+
 def test_the_cost_on_other_gpus_by_hand(make_config):
-    """SFT has the tokens of its update alone: 6 FLOPs a weight and token. GPU hours are hours times GPUs."""
-    cfg = make_config(launch="torchrun", parallel={"workers": 2})
+    """SFT has the tokens of its update alone: 6 FLOPs a weight and token. Two GPUs gather weights twice (those outside
+    the layers once), reduce gradients and sync, and each receives half of it. GPU hours are hours times GPUs."""
+    cfg = make_config(launch="torchrun", parallel={"workers": 2, "gather": "micro_batch"})
     said = dry_run(cfg, "sft", renting=Renting("a100", 3.0))
     cost = next(line for line in said if line.startswith("cost"))
     found = re.search(
@@ -337,8 +343,8 @@ def test_the_cost_on_other_gpus_by_hand(make_config):
     weights = model_shape(cfg).parameters
     tokens = int(re.search(r"traces, up to ([\d,]+) tokens", "".join(said))[1].replace(",", ""))
     passes = math.ceil(tokens / 2 / cfg.batch.tokens)
-    computed, moved = 6 * weights * tokens / 2 / (250e12 * 0.65), passes * 8 * weights / 300e9
-    assert float(found[1]) == pytest.approx(max(computed, moved) + 2 * weights / 300e9, rel=0.06)  # two digits
+    computed, moved = 6 * weights * tokens / 2 / (250e12 * 0.65), passes * (8 * weights - 2 * OUTSIDE) / 2 / 300e9
+    assert float(found[1]) == pytest.approx(max(computed, moved) + 2 * weights / 2 / 300e9, rel=0.06)  # two digits
     assert float(found[2]) == pytest.approx(4 * float(found[1]), rel=0.12)
     hours = 2 * 4 * float(found[1]) / 3600
     assert float(found[3]) == pytest.approx(hours, rel=0.12) and float(found[4]) == pytest.approx(3 * hours, rel=0.12)
@@ -390,6 +396,29 @@ def test_a_copy_of_the_weights_is_sharded_over_all_processes_or_those_of_a_machi
     work = Work(None, 6400, 6400, 4, on_gpu=True, lora_rank=None, checkpointing="auto", passes=[])
     kept = kept_parts(make_config(launch="ray", parallel=parallel), "rl", work, OtherModels())
     assert (kept["weights"], kept["optimizer"]) == (6400 * 4 / shards, 6400 * 8 / shards)
+
+
+def test_weights_and_gradients_that_stay_gathered_are_counted(make_config):
+    """With auto they stay only if there is room."""
+    config = model_shape(make_config()).config
+    work = Work(config, 6400, 6400, 2, on_gpu=True, lora_rank=None, checkpointing="auto", passes=[])
+
+    def update(gather):
+        cfg = make_config(launch="ray", parallel={"workers": 64, "gather": gather})
+        return memory_needs(cfg, work, [], OtherModels(), {})["update"]
+
+    assert update("mini_batch")["gathered weights"] == 6400 * 2 and update("mini_batch")["gradients"] == 6400 * 4
+    assert update("auto") == update("micro_batch") and "gathered weights" not in update("auto")
+
+
+def test_which_runs_gather_once(make_config):
+    def gathers(**changes):
+        cfg = make_config(launch="torchrun", **changes)
+        return gathers_once(cfg, StepPlan(Model("", 7.6e9, 28, 3584, 512), 8, 128), Gpu())
+
+    assert gathers() and gathers(parallel={"gather": "mini_batch"})
+    assert not gathers(parallel={"gather": "micro_batch"}) and not gathers(parallel={"cpu_offload": True})
+    assert not gathers(**{"async": {"max_staleness": 1}})
 
 
 def test_a_reference_beside_adapters_is_counted_where_one_is_loaded(make_config):
