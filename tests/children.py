@@ -98,7 +98,7 @@ def in_children(function: Callable[..., Any], arguments: list[tuple[Any, ...]]) 
 
 
 def end_children() -> None:
-    """The next call has new children: torch keeps some groups of ranks for as long as a process lives."""
+    """The next call has new children."""
     while _standing:
         _standing.pop().end()
 

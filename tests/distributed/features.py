@@ -35,6 +35,10 @@ class Feature:
     parallel: dict[str, Any] = field(default_factory=dict)
     method: str = "rl"
 
+    @property
+    def is_hybrid(self) -> bool:
+        return self.parallel.get("shard") == "hybrid"
+
 
 PARITY = {"reward": {"kind": "ranks_rewards:length_parity"}}
 FEATURES = {

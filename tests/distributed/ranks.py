@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from children import LIMIT_S, Child, in_children
+from children import LIMIT_S, Child, end_children, in_children
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
@@ -30,8 +30,11 @@ def meeting_place():
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def run_ranks(count, act, *args, device="cpu"):
-    """What ``act(*args, world)`` returns on each of ``count`` processes. It must undo what it patches."""
+def run_ranks(count, act, *args, device="cpu", fresh=False):
+    """What ``act(*args, world)`` returns on each of ``count`` processes. It must undo what it patches. ``fresh``: in
+    processes that have run nothing before, as hybrid sharding needs: torch keeps the groups of an earlier mesh."""
+    if fresh:
+        end_children()
     store = meeting_place()
     return in_children(_as_rank, [(rank, count, store.port, device, act, args) for rank in range(count)])
 

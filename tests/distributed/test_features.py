@@ -25,7 +25,8 @@ def test_processes_agree_with_one(make_config, sums, guide, name):
     feature = FEATURES[name]
     alone, many = configs(feature, make_config, sums, guide)
     expected = train_and_keep_gradients(alone, feature.method)
-    for gradients in run_ranks(feature.ranks, train_and_keep_gradients, many, feature.method):
+    ranks = run_ranks(feature.ranks, train_and_keep_gradients, many, feature.method, fresh=feature.is_hybrid)
+    for gradients in ranks:
         assert_same_run(many, alone, gradients, expected)
     assert load_run(alone.folder).processes == 1
     assert load_run(many.folder).processes == feature.ranks

@@ -84,7 +84,7 @@ def test_the_same_gradients_with_fewer_collectives(make_config, name):
     count, changes, parallel = CASES[name]
     cfg = make_config(batch={"tokens": 32}, optim={"lr": 0.05, "eps": 1e-3}, **changes)
     many = build(Config, to_dict(cfg) | {"launch": "torchrun", "parallel": {**parallel, "workers": count}})
-    ranks = run_ranks(count, both_ways, many)
+    ranks = run_ranks(count, both_ways, many, fresh="shard" in parallel)
     for (gradients, scored, *_), (once, rescored, *_) in ranks:
         for ours, theirs in zip(once, gradients, strict=True):
             assert max(gradient.abs().max() for gradient in theirs.values()) > 0.01
