@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from luffy.config.knobs import AlgorithmConfig, Knobs, RewardConfig
+from luffy.config.knobs import AlgorithmConfig, Knobs, OffPolicyGuidanceConfig, RewardConfig
 from luffy.core.shaping import COMPARED_SHAPES
 from luffy.errors import ConfigError
 from luffy.rewards.kinds import built_in
@@ -260,12 +260,19 @@ def _check_overrides(c: Knobs) -> None:
     overrides = c.rollout.overrides
     if overrides is None:
         return
-    if not overrides.model_path:
-        raise ConfigError("'rollout.offpolicy_guidance.model_path' is empty; name the second model")
-    if overrides.tensor_parallel_size != 1:
+    if not overrides.model_path and not overrides.servers:
         raise ConfigError(
-            f"'rollout.offpolicy_guidance.tensor_parallel_size' is {overrides.tensor_parallel_size}, but the native "
-            f"engine runs the second model on one device; set it to 1"
+            "'rollout.offpolicy_guidance.model_path' is empty; name the second model, or its servers in "
+            "rollout.offpolicy_guidance.servers"
+        )
+    if overrides.servers:
+        _check_second_servers(c, overrides)
+    elif overrides.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"'rollout.offpolicy_guidance.tensor_parallel_size' is {overrides.tensor_parallel_size}, but a second "
+            f"model in this process runs on one device; set it to 1, or serve the model (luffy serve RECIPE "
+            f"model.path=SECOND rollout.vllm.tensor_parallel_size={overrides.tensor_parallel_size}) and name the "
+            f"address in rollout.offpolicy_guidance.servers"
         )
     if overrides.rule == "aligned" and overrides.max_overrides is not None:
         raise ConfigError(
@@ -280,6 +287,32 @@ def _check_overrides(c: Knobs) -> None:
     if c.rollout.top_p != 1.0 or c.rollout.top_k != 0:
         raise ConfigError(
             "token overrides need the exact probability of every token: set rollout.top_p=1 and rollout.top_k=0"
+        )
+
+
+def _check_second_servers(c: Knobs, overrides: OffPolicyGuidanceConfig) -> None:
+    section = "rollout.offpolicy_guidance"
+    if overrides.model_path:
+        raise ConfigError(
+            f"'{section}.model_path' is {overrides.model_path}, and '{section}.servers' have a model of their own; "
+            f"give one of them"
+        )
+    if overrides.rule == "threshold":
+        raise ConfigError(
+            f"'{section}.rule' (threshold) needs the second model's whole distribution, and a server gives the "
+            f"log-probs of its own tokens alone; set its rule to mixture or speculative, or model_path instead of "
+            f"servers"
+        )
+    if overrides.tensor_parallel_size != 1 or overrides.dtype is not None:
+        raise ConfigError(
+            f"'{section}.tensor_parallel_size' and '{section}.dtype' are for a second model in this process; leave "
+            f"them out and start the server with rollout.vllm.tensor_parallel_size and model.dtype (luffy serve)"
+        )
+    shared = sorted({url.rstrip("/") for url in overrides.servers} & {u.rstrip("/") for u in c.rollout.vllm.servers})
+    if shared:
+        raise ConfigError(
+            f"{shared[0]} is in 'rollout.vllm.servers', which get the policy's weights, and in '{section}.servers'; "
+            f"start another server for the second model"
         )
 
 

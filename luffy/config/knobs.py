@@ -204,12 +204,17 @@ class GuidanceConfig:
 class OffPolicyGuidanceConfig:
     enable: bool = knob(True, "false: as if the section were not there")
     model_path: str = knob(
-        "",
-        "the second model: a folder or hub id with the policy's tokenizer",
-        required=True,
+        "", "the second model: a folder or hub id with the policy's tokenizer; empty: the one of servers"
+    )
+    servers: tuple[str, ...] = knob(
+        (),
+        "addresses of servers that `luffy serve` started with the second model, instead of a path, for rule mixture, "
+        "speculative or aligned (key: rollout.vllm.api_key_env)",
     )
     dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
-    tensor_parallel_size: int = knob(1, "GPUs of the second model; the native engine takes 1", ge=1)
+    tensor_parallel_size: int = knob(
+        1, "GPUs of the second model: 1 with model_path; servers have their own rollout.vllm.tensor_parallel_size", ge=1
+    )
     rule: Literal["speculative", "threshold", "mixture", "aligned"] = knob(
         "speculative", "which tokens the second model overrides (docs/overrides.md); aligned is approximate"
     )

@@ -38,7 +38,8 @@ def measure_ports(context: Context) -> dict[str, Any]:
     """Each machine listens on a free port and connects to the ports of the others, as NCCL and gloo do."""
     facts: dict[str, Any] = {"unreached": [], "absent": absent_interfaces(), "servers": {}}
     if context.rank == 0:
-        servers = (*context.cfg.rollout.vllm.servers, *context.cfg.teacher.servers)
+        rollout, second = context.cfg.rollout, context.cfg.rollout.overrides
+        servers = (*rollout.vllm.servers, *(second.servers if second else ()), *context.cfg.teacher.servers)
         facts["servers"] = {url: connection_fault(*_host_and_port(url)) for url in servers}
     leaders = [context.hosts.index(host) for host in dict.fromkeys(context.hosts)]
     if len(leaders) > 1 and context.rank in leaders:

@@ -80,7 +80,7 @@ def check_other_models(cfg: Config, method: Method, tokenizer: Any) -> OtherMode
 
 def _second_model(cfg: Config, tokenizer: Any) -> Any:
     knobs = cfg.rollout.overrides
-    if knobs is None:
+    if knobs is None or knobs.servers:
         return None
     model = bare_model(knobs.model_path, "rollout.offpolicy_guidance.model_path", cfg)
     check_same_tokenizer(tokenizer, load_tokenizer(knobs.model_path, cfg.model.trust_remote_code))

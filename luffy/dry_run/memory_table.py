@@ -54,9 +54,10 @@ def estimate_memory(cfg: Config, method: Method, shape: str | None, place: Place
 def _others(cfg: Config, method: Method) -> OtherModels:
     if method != "rl":
         return OtherModels()
-    second, teacher = cfg.rollout.overrides, None if cfg.teacher.is_self else cfg.teacher.path
+    knobs, teacher = cfg.rollout.overrides, None if cfg.teacher.is_self else cfg.teacher.path
+    second = knobs.model_path if knobs is not None and not knobs.servers else None
     return OtherModels(
-        None if second is None else _without_weights(second.model_path, "rollout.offpolicy_guidance.model_path", cfg),
+        None if second is None else _without_weights(second, "rollout.offpolicy_guidance.model_path", cfg),
         None if teacher is None else _without_weights(teacher, "teacher.path", cfg),
     )
 

@@ -15,7 +15,12 @@ GATED = "Traces or hints on demand"
 MIXED = "SFT, alone or beside RL"
 TAUGHT = "A second model"
 FAMILIES = (OWN, TRACES, GATED, MIXED, TAUGHT)
-SECOND_MODELS = ("rollout.offpolicy_guidance.model_path", "teacher.path", "teacher.servers")
+SECOND_MODELS = (
+    "rollout.offpolicy_guidance.model_path",
+    "rollout.offpolicy_guidance.servers",
+    "teacher.path",
+    "teacher.servers",
+)
 
 
 def family_of(settings: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from luffy.config import Config
+from luffy.config import Config, OffPolicyGuidanceConfig
 from luffy.config.checks import ENGINE_NAMES
 from luffy.distributed.group_engine import GroupEngine, leads
 from luffy.distributed.replica import Replica, StaleReplica
@@ -21,13 +21,14 @@ from luffy.registry import Registry
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
 from luffy.rollout.overrides.aligned import AlignedEngine
+from luffy.rollout.overrides.coupled import CoupledEngine
 from luffy.rollout.overrides.speculative import SpeculativeEngine
 from luffy.rollout.overrides.turns import TurnsEngine, check_log_probs, check_takes_turns
 from luffy.rollout.vllm.colocated import VllmEngine, executor_argument
 from luffy.rollout.vllm.http_client import Server, key_from
 from luffy.rollout.vllm.remote import RemoteEngine
 from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer, Transfer
-from luffy.train.overrides import load_second_model, rule_at
+from luffy.train.overrides import load_second_model, rule_at, scores_of, second_servers
 from luffy.train.vllm_settings import VLLM_SLOTS, context_of, transfer_of, vllm_arguments, weight_folder
 
 # Of the unused GPU memory when a rollout begins that an update will run beside: gradients, moments and activations
@@ -93,13 +94,13 @@ def no_schedule(step: int) -> None:
 
 
 def with_overrides(
-    cfg: Config, policy: Engine, tokenizer: Any, device: str, total_steps: int
+    cfg: Config, policy: Engine, tokenizer: Any, device: str, total_steps: int, warn: Warn
 ) -> tuple[Engine, BeforeStep]:
     """The engine that rolls out, and what to call with each step before it so that the rule's schedule moves.
 
     ``policy`` is the policy's own engine, and the one returned where no second model overrides tokens. Beside the
-    native engine the second model decides token by token; any other engine shows only what it drew, and the two take
-    turns where the rule allows it.
+    native engine a second model in this process decides token by token; any other engine, and a server, shows only what
+    it drew, and the two take turns where the rule allows it.
     """
     knobs = cfg.rollout.overrides
     if knobs is None:
@@ -107,25 +108,38 @@ def with_overrides(
     if not isinstance(policy, NativeEngine):
         check_takes_turns(knobs.rule, type(policy).__name__)
         check_log_probs(policy, cfg.sampling)
-    second = load_second_model(cfg, knobs, tokenizer, device)
-    slots = cfg.rollout.slots
-    if knobs.rule == "aligned":
-        return AlignedEngine(policy, NativeEngine(second, max_slots=slots), knobs.temperature), no_schedule
-    rule = rule_at(knobs, 0, total_steps)
     limits: dict[str, Any] = {"max_overrides": knobs.max_overrides, "second_temperature": knobs.temperature}
+    rule = rule_at(knobs, 0, total_steps) if knobs.rule != "aligned" else None
     pair: SpeculativeEngine | TurnsEngine
-    if isinstance(policy, NativeEngine):
+    if rule is not None and isinstance(policy, NativeEngine) and not knobs.servers:
+        second = load_second_model(cfg, knobs, tokenizer, device)
         share = policy.memory_share
-        sizes: dict[str, Any] = {"max_slots": slots, "max_context": cfg.longest, "memory_share": share}
+        sizes: dict[str, Any] = {"max_slots": cfg.rollout.slots, "max_context": cfg.longest, "memory_share": share}
         pair = SpeculativeEngine(policy.model, second, rule, k=knobs.k, **limits, **sizes)
     else:
-        vocabulary = text_config(second.config).vocab_size
-        pair = TurnsEngine(policy, NativeEngine(second, max_slots=slots), rule, second_vocabulary=vocabulary, **limits)
+        other, vocabulary = _second_engine(cfg, knobs, tokenizer, device, warn)
+        if rule is None:
+            return AlignedEngine(policy, other, knobs.temperature), no_schedule
+        if rule.name == "speculative" and isinstance(policy, NativeEngine):
+            score = scores_of(policy.model, cfg.rollout.temperature, cfg.batch.tokens)
+            return CoupledEngine(policy, other, score, **limits), no_schedule
+        pair = TurnsEngine(policy, other, rule, second_vocabulary=vocabulary, **limits)
 
     def before_step(step: int) -> None:
         pair.rule = rule_at(knobs, step, total_steps)
 
     return pair, before_step
+
+
+def _second_engine(
+    cfg: Config, knobs: OffPolicyGuidanceConfig, tokenizer: Any, device: str, warn: Warn
+) -> tuple[Engine, int]:
+    """The second model as an engine of its own, and how many tokens it can read."""
+    if knobs.servers:
+        served = second_servers(cfg, knobs, tokenizer, warn)
+        return served, served.vocabulary
+    second = load_second_model(cfg, knobs, tokenizer, device)
+    return NativeEngine(second, max_slots=cfg.rollout.slots), text_config(second.config).vocab_size
 
 
 class Engines:
@@ -139,7 +153,7 @@ class Engines:
         """``model`` is still whole: replicas are made before it is sharded. SFT rolls nothing out; its evaluations run
         on the native engine."""
         stale = method == "rl" and cfg.async_.max_staleness > 0
-        self.cfg, self.device, self.world = cfg, device, world
+        self.cfg, self.device, self.world, self.warn = cfg, device, world, warn
         self.group_size = cfg.parallel.rollout_group if world.joined else 1
         self.leads = leads(world, self.group_size)
         self.replica: Replica | None = None
@@ -169,7 +183,7 @@ class Engines:
                 memory_share=SHARE_BESIDE_AN_UPDATE,
                 precision=self.cfg.rollout.precision,
             )
-        engine, before_step = with_overrides(self.cfg, own, tokenizer, self.device, total_steps)
+        engine, before_step = with_overrides(self.cfg, own, tokenizer, self.device, total_steps, self.warn)
         return self._shared(engine), before_step
 
     def _shared(self, engine: Engine | None) -> Engine:

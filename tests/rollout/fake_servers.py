@@ -11,7 +11,11 @@ from pathlib import Path
 
 import torch
 
+from luffy.models import drop_padding_tokens
+from luffy.models.load import token_count
+from luffy.rollout import NativeEngine
 from luffy.rollout.vllm.worker_extension import model_fields, tensors_in
+from luffy.types import Request, Sampling
 
 KEY = "a-key-that-must-not-be-seen"
 
@@ -130,3 +134,32 @@ class FakeScorer(FakeServer):
             best = int(rows[place].argmax())
             places.append({str(t): {"logprob": float(rows[place, t])} for t in (best, token)})
         return 200, {"choices": [{"text": "", "prompt_logprobs": places}]}
+
+
+class FakeGenerator(FakeScorer):
+    """Generates with a frozen model as `luffy serve` does: log-probs at the sampling temperature, and no token that a
+    bias of -100 forbids."""
+
+    def __init__(self, model, tokenizer, **knobs):
+        super().__init__(model, tokenizer, **knobs)
+        self.forbidden = {str(token): -100.0 for token in range(token_count(tokenizer), model.config.vocab_size)}
+        drop_padding_tokens(model, token_count(tokenizer))
+        self.engine, self.one_at_a_time = NativeEngine(model), threading.Lock()
+        self.asked = []
+
+    def complete(self, body):
+        assert body["model"] == "teacher" and body["logprobs"] == 0 and body["ignore_eos"]
+        assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
+        assert body.get("logit_bias", {}) == self.forbidden
+        self.asked.append(body)
+        if self.die_after is not None and len(self.asked) > self.die_after:
+            self.dead = True
+        if self.broken:
+            self.broken -= 1
+            return 500, {"error": "hiccup"}
+        assert len(body["prompt"]) + body["max_tokens"] <= self.max_context
+        sampling = Sampling(body["max_tokens"], body["temperature"], eos_ids=tuple(body["stop_token_ids"]))
+        with self.one_at_a_time:
+            (made,) = self.engine.generate([Request(tuple(body["prompt"]), body["seed"], sampling)])
+        choice = {"token_ids": made.token_ids.tolist(), "logprobs": {"token_logprobs": made.log_probs.tolist()}}
+        return 200, {"choices": [choice]}

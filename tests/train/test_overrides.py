@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_servers import KEY, FakeGenerator
 from support import untimed_metrics
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from luffy.config import load_config
 from luffy.dry_run import dry_run, memory_needs
-from luffy.errors import ConfigError, UserError
+from luffy.errors import ConfigError, TrainingStopped, UserError
 from luffy.report.recorder import read_json_lines
 from luffy.rollout import Engine, NativeEngine
 from luffy.rollout.overrides.aligned import AlignedEngine
@@ -291,6 +292,9 @@ def test_a_dry_run_counts_the_second_model_and_its_cache(make_config, stronger, 
     assert rollout == rollout_alone + weights + cache
 
 
+SERVED = "rollout.offpolicy_guidance.servers=[http://a:1]"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -298,15 +302,31 @@ def test_a_dry_run_counts_the_second_model_and_its_cache(make_config, stronger, 
         (["rollout.offpolicy_guidance.model_path=x", "rollout.top_p=0.9"], "rollout.top_p=1"),
         (
             ["rollout.offpolicy_guidance.model_path=x", "rollout.offpolicy_guidance.tensor_parallel_size=2"],
-            "one device",
+            r"one device; set it to 1, or serve the model \(luffy serve .*tensor_parallel_size=2\)",
+        ),
+        (
+            [SERVED, "rollout.offpolicy_guidance.rule=threshold"],
+            "needs the second model's whole.*mixture or speculative",
+        ),
+        ([SERVED, "rollout.offpolicy_guidance.model_path=x"], "'rollout.offpolicy_guidance.model_path' is x, and"),
+        (
+            [SERVED, "rollout.offpolicy_guidance.tensor_parallel_size=2"],
+            "start the server with rollout.vllm.tensor_par",
+        ),
+        ([SERVED, "rollout.offpolicy_guidance.dtype=bfloat16"], "start the server with .* model.dtype"),
+        ([SERVED, "rollout.engine=vllm"], "whole distribution.* or rollout.engine=native"),
+        (
+            [SERVED, "rollout.offpolicy_guidance.rule=mixture", "rollout.vllm.servers=[http://a:1/]"],
+            "http://a:1 is in 'rollout.vllm.servers'.*start another server",
         ),
         (["rollout.offpolicy_guidance.rule=mixtur"], "did you mean 'mixture'"),
         (["algorithm.importance_clamp_min=3", "algorithm.importance_clamp_max=2"], "exceeds"),
     ],
 )
 def test_bad_settings(overrides, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as error:
         load_config(None, overrides)
+    assert "\n" not in str(error.value)
 
 
 def test_aligned_takes_the_second_model_at_its_own_temperature():
@@ -324,3 +344,71 @@ def test_aligned_refuses_what_it_cannot_honour(make_config, stronger):
     overrides = {"model_path": str(stronger), "rule": "aligned", "max_overrides": 2}
     with pytest.raises(UserError, match="aligned"):
         Trainer(make_config(rollout={"offpolicy_guidance": overrides}))
+
+
+# ---- the second model on a server
+
+
+@pytest.fixture
+def server(stronger, monkeypatch):
+    monkeypatch.setenv("LUFFY_VLLM_KEY", KEY)
+    model = AutoModelForCausalLM.from_pretrained(stronger)
+    made = FakeGenerator(model, AutoTokenizer.from_pretrained(stronger), max_context=128)
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+@pytest.mark.parametrize(("rule", "engine"), [("mixture", FOREIGN), ("aligned", "native")])
+def test_a_run_with_a_server_is_the_run_with_its_model(make_config, stronger, server, rule, engine):
+    """Mixture: of the run in which policy and second model take turns in one process."""
+    common = {"rule": rule, "eps": 0.5, "temperature": 0.8}
+    both = {"guidance": {"n_prefix": 1}, "algorithm": {"reject_extreme": False}, "train": {"steps": 2}}
+    local = {"engine": engine, "offpolicy_guidance": common | {"model_path": str(stronger)}}
+    remote = {"offpolicy_guidance": common | {"servers": [server.url]}}
+    runs = [make_config(name=name, rollout=r, **both) for name, r in (("local", local), ("served", remote))]
+    (ours, weights), (theirs, served_weights) = map(run, runs)
+    assert len(server.asked) > 10
+    for mine, other in zip(ours, theirs, strict=True):
+        for name in ("critic/score/mean", "guidance/token_ratio", "guidance/ess", "actor/loss", "actor/grad_norm"):
+            assert mine[name] == pytest.approx(other[name], abs=1e-4), name
+    kept = [[s["token_ids"] for s in read_json_lines(cfg.folder / "samples.jsonl")] for cfg in runs]
+    assert kept[0] == kept[1]
+    assert all(torch.allclose(weights[n], served_weights[n], atol=1e-5) for n in weights)
+
+
+def test_speculative_overrides_from_a_server_train(make_config, server):
+    overrides = {"servers": [server.url], "rule": "speculative", "max_overrides": 3}
+    cfg = make_config(
+        rollout={"offpolicy_guidance": overrides, "temperature": 0.9},
+        guidance={"n_prefix": 1, "strategy": "fixed", "min_ratio": 0.5, "max_ratio": 0.5},
+        algorithm={"reject_extreme": False},
+        train={"steps": 2},
+        record={"samples": 6, "samples_every": 1},
+    )
+    rows, _ = run(cfg)
+    samples = read_json_lines(cfg.folder / "samples.jsonl")
+    assert max(sum(s["overrides"]) for s in samples) == 3
+    for row in rows:
+        assert row["rollout/logprob_diff_max"] < 1e-4  # the policy's own log-probs are those the trainer computes
+        assert 0 < row["guidance/token_ratio"] < 1 and 0 < row["guidance/ess"] < 1
+        assert row.get("guidance/missing_log_prob_ratio", 0.0) == 0.0
+
+
+def test_a_server_that_is_lost_in_a_run_ends_it_in_one_line(make_config, server):
+    cfg = make_config(rollout={"offpolicy_guidance": {"servers": [server.url]}}, train={"steps": 2})
+    with Trainer(cfg) as trainer, pytest.raises(TrainingStopped, match="no vLLM server of the second model") as error:
+        server.dead = True
+        trainer.train()
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="the second model's vLLM server does not answer") as error:
+        Trainer(make_config(name="late", rollout={"offpolicy_guidance": {"servers": [server.url]}}))
+    assert "\n" not in str(error.value)
+
+
+def test_a_dry_run_counts_no_memory_for_a_served_model(make_config):
+    def memory(**rollout):
+        (line,) = [line for line in dry_run(make_config(rollout=rollout), "rl") if line.startswith("memory")]
+        return line.partition("; rollout")[0]
+
+    assert "second model" not in memory(offpolicy_guidance={"servers": ["http://127.0.0.1:1"]})

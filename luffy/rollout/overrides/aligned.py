@@ -8,12 +8,11 @@ need only generate. See `luffy.rollout.overrides.speculative` for the exact rule
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from luffy.rollout.engine import Engine, OnProgress
-from luffy.rollout.overrides.pair import OverridingPair
+from luffy.rollout.overrides.pair import OverridingPair, at_temperature
 from luffy.types import Completion, Request
 
 
@@ -26,13 +25,8 @@ class AlignedEngine(OverridingPair):
 
     def generate(self, requests: Sequence[Request], progress: OnProgress | None = None) -> list[Completion]:
         drafts = self.draft.generate(requests, progress)
-        texts = self.second.generate([self._for_second(request) for request in requests])
+        texts = self.second.generate([at_temperature(request, self.second_temperature) for request in requests])
         return [align(draft, second) for draft, second in zip(drafts, texts, strict=True)]
-
-    def _for_second(self, request: Request) -> Request:
-        if self.second_temperature is None:
-            return request
-        return replace(request, sampling=replace(request.sampling, temperature=self.second_temperature))
 
 
 def align(draft: Completion, second: Completion) -> Completion:

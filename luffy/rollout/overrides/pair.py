@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from luffy.metrics import Metric
 from luffy.rollout.engine import Engine
+from luffy.types import Request
 
 
 class OverridingPair(Engine):
@@ -20,3 +23,10 @@ class OverridingPair(Engine):
 
     def metrics(self) -> dict[str, Metric]:
         return self.draft.metrics()
+
+
+def at_temperature(request: Request, temperature: float | None) -> Request:
+    """The request at another temperature; None: as it is."""
+    if temperature is None:
+        return request
+    return replace(request, sampling=replace(request.sampling, temperature=temperature))

@@ -4,7 +4,9 @@ colocated.py         vLLM in our process: sleep, wake, push in place
 remote.py            vLLM servers by URL (plain HTTP; vLLM need not be installed here)
 dispatch.py          which server gets which request
 http_client.py       how one server is called
-prompt_scores.py     log-probs of given tokens, from servers that keep their weights
+frozen_servers.py    servers that keep their weights
+prompt_scores.py     log-probs of given tokens, from such servers (a teacher)
+served_model.py      responses from such servers (the second model of token overrides)
 requests.py          requests and completions in vLLM's words
 transfer.py          weights to servers: a shared folder, or NCCL
 worker_extension.py  what runs inside vLLM's workers

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from luffy.errors import TrainingStopped, UserError
-from luffy.rollout.vllm.dispatch import Dispatch, ask_all
-from luffy.rollout.vllm.http_client import Server, ServerLost
-from luffy.types import NO_LIMIT, Sample
-
-TOKENS_COMPARED = 500  # of the vocabulary
-COMPLETIONS = "v1/completions"
-LOWEST = -1e30  # log-prob: beyond lie -inf and numbers that no float32 holds
-ROUNDING = 1e-3  # by which a log-prob of half-precision logits may exceed 0
+from luffy.rollout.vllm.frozen_servers import COMPLETIONS, FrozenServers, checked_log_prob
+from luffy.rollout.vllm.http_client import Server
+from luffy.types import Sample
 
 
-class ScoringServers:
-    """``slots`` requests are sent to each server at the same time. ``longest``: tokens of prompt and response that all
-    of them take, as far as they say. ``warn`` hears about servers that do not answer."""
+class ScoringServers(FrozenServers):
+    """The teacher's servers. ``longest``: tokens of prompt and response that all of them score."""
 
     def __init__(
         self,
@@ -32,49 +24,19 @@ class ScoringServers:
         slots: int = 256,
         warn: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.servers, self.slots, self.warn = list(servers), slots, warn
-        try:
-            models = {server: server.model_entry() for server in self.servers}
-            self._names = {server: model["id"] for server, model in models.items()}
-            for server in self.servers:
-                self._check_tokenizer(server, tokenizer)
-        except ServerLost as error:
-            raise UserError(f"the teacher's vLLM server does not answer: {error}") from None
-        contexts = [model["max_model_len"] for model in models.values() if model.get("max_model_len") is not None]
-        self.longest = min(contexts, default=NO_LIMIT) - 1  # it has to generate a token
+        super().__init__(servers, tokenizer, "teacher", slots=slots, warn=warn)
+        self.longest = self.context - 1  # it has to generate a token
 
     def log_probs(self, samples: Sequence[Sample]) -> list[Tensor]:
         """[T] of the response tokens of each sample, at temperature 1."""
         if not samples:
             return []
-        alive = [server for server in self.servers if self._is_well(server)]
-        if not alive:
-            raise TrainingStopped(
-                f"no vLLM server of the teacher answers, of {', '.join(s.url for s in self.servers)}; start one again"
-            )
-        dispatch = Dispatch([sample.prompt_ids for sample in samples], alive)
-
-        def ask(server: Server, index: int) -> Tensor:
-            return self._ask(server, samples[index])
-
-        try:
-            scores = ask_all(dispatch, ask, self._is_well, self.slots)
-        except ServerLost as error:
-            raise TrainingStopped(f"no vLLM server of the teacher could answer, the last: {error}") from None
-        for server, why in dispatch.lost.items():
-            self.warn(f"the teacher's vLLM server {server.url} is lost ({why}); others took its requests")
-        return scores
-
-    def _is_well(self, server: Server) -> bool:
-        try:
-            server.check_health()
-        except ServerLost:
-            return False
-        return True
+        prompts = [sample.prompt_ids for sample in samples]
+        return self.ask_each(prompts, lambda server, index: self._ask(server, samples[index]))
 
     def _ask(self, server: Server, sample: Sample) -> Tensor:
         ids = [*sample.prompt_ids, *sample.token_ids.tolist()]
-        body = {"model": self._names[server], "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body = {"model": self.names[server], "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer = server.post(COMPLETIONS, body, choices=list)
         places = server.first(COMPLETIONS, answer["choices"], prompt_logprobs=list)["prompt_logprobs"]
         if len(places) != len(ids):
@@ -83,31 +45,7 @@ class ScoringServers:
         found = [_log_prob(server, places[i], ids[i]) for i in range(start, len(ids))]
         return torch.tensor(found, dtype=torch.float32)
 
-    def _check_tokenizer(self, server: Server, tokenizer: Any) -> None:
-        """It reads a text that is made of tokens from all over the vocabulary as our tokenizer does."""
-        plain = [token for token in sorted(tokenizer.get_vocab().values()) if token not in tokenizer.all_special_ids]
-        text = tokenizer.decode(plain[:: max(len(plain) // TOKENS_COMPARED, 1)])
-        ours = tokenizer(text, add_special_tokens=False)["input_ids"]
-        body = {"model": self._names[server], "prompt": text, "add_special_tokens": False}
-        theirs = server.post("tokenize", body, tokens=list)["tokens"]
-        if not all(isinstance(token, int) for token in theirs):
-            raise server.foreign("tokenize", "tokens that are no whole numbers")
-        if theirs != ours:
-            pairs = enumerate(zip_longest(ours, theirs, fillvalue="nothing"))
-            place, (our, their) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-            raise UserError(
-                f"the tokenizers differ: {server.url} reads a text otherwise than the policy (token {place}: "
-                f"{our} for the policy, {their} for the teacher); both must have the same tokenizer"
-            )
-
 
 def _log_prob(server: Server, place: Any, token: int) -> float:
-    """The log-prob of a token in the answer of a server; a UserError unless it is that of a probability above 0."""
     found = place.get(str(token)) if isinstance(place, dict) else None
-    value = found.get("logprob") if isinstance(found, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise server.foreign(COMPLETIONS, f"no log-prob of token {token}")
-    if not LOWEST < value <= ROUNDING:
-        shown = str(value)[:40]
-        raise server.foreign(COMPLETIONS, f"a log-prob of {shown} for token {token}, which no probability has")
-    return float(value)
+    return checked_log_prob(server, found.get("logprob") if isinstance(found, dict) else None, token)
