@@ -57,6 +57,15 @@ def test_a_folder_of_this_machine_has_its_own_shape(tmp_path):
     assert estimate_memory(cfg, "rl", "30m", place_on("h100")).work.config.hidden_size == 384
 
 
+def test_a_second_model_on_a_server_takes_no_memory_here():
+    def memory(*overrides):
+        given = ["model.path=no-such/model-0.5B", *(f"rollout.offpolicy_guidance.{o}" for o in overrides)]
+        return estimate_lines(load_config("small/luffy", given), "rl", None, "h100")[-1]
+
+    assert "second model" in memory("model_path=no-such/model-7B")
+    assert "second model" not in memory("servers=[http://a:1]")
+
+
 def test_processes_share_the_requests():
     cfg = load_config("paper/luffy", ["parallel.workers=4"])
     found = estimate_memory(cfg, "rl", "tiny", place_on("h100"))

@@ -87,4 +87,5 @@ def test_families_of_settings():
     assert family_of({"algorithm.credit": "srft", "guidance.n_prefix": 1}) == MIXED
     assert family_of({"teacher.path": "self"}) == family_of({"teacher.servers": ["http://a"]}) == TAUGHT
     assert family_of({"rollout.offpolicy_guidance.model_path": "m"}) == TAUGHT
+    assert family_of({"rollout.offpolicy_guidance.servers": ["http://a"]}) == TAUGHT
     assert len(set(FAMILIES)) == 5

@@ -22,6 +22,7 @@ from toy_overrides import (
     chi_square,
     count,
     exact_distribution,
+    plain_log_probs,
     toy_models,
     toy_requests,
     toy_tables,
@@ -262,3 +263,25 @@ def test_a_request_beyond_the_context_is_refused(start):
         engine.generate([ask((4, 5), LONGEST)])
     (seeded,) = engine.generate([replace(ask((4, 5), 3), seed=2**64 - 1)])
     assert len(seeded.token_ids) == 3
+
+
+@pytest.mark.vllm
+def test_a_server_of_vllm_itself_gives_tokens_and_log_probs_of_its_model():
+    """At a temperature, and without the 30 or more rows that the tokenizer does not have."""
+    import vllm_engines
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    model, known = tiny_model("llama", hidden_size=128), 20
+    assert model.config.vocab_size > known + 30
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(known)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", unk_token="w0")
+    engine = ServedModel([vllm_engines.server_for(model, "scoring")], tokenizer, LONGEST, slots=4)
+    drop_padding_tokens(model, known)
+    requests = [ask((4, 13, 3 + s // 4), 12, seed=s, prefix=(5,) * (s % 2), temperature=0.7) for s in range(16)]
+    for request, made in zip(requests, engine.generate(requests), strict=True):
+        ids = made.token_ids
+        assert len(ids) == 12 and int(ids.max()) < known
+        log_g = plain_log_probs(model, [*request.given_ids, *ids.tolist()][:-1], request.start, 0.7)
+        torch.testing.assert_close(made.log_probs, log_g.gather(-1, ids[:, None])[:, 0], atol=1e-3, rtol=1e-3)
