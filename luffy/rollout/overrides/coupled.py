@@ -3,8 +3,8 @@
 Under the rule a token y is the policy's with probability min(d(y), g(y)) and an override with probability (g - d)+(y);
 both together are g(y). So the second model may write first: y from g, then y counts as the policy's with probability
 min(1, d(y) / g(y)) and as an override otherwise. Tokens and overrides are distributed as under the native rule, the
-behaviour is g(y), and nobody needs a whole distribution. After the last override that a response may have, the policy
-continues alone.
+behaviour is g(y), and neither whole distribution is needed. After the last override that a response may have, the
+policy continues alone.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ class FrozenServers:
         ask: Callable[[Server, int], A],
         progress: Callable[[int, int], None] | None = None,
     ) -> list[A]:
-        """``ask(server, index)`` for each of ``keys``, the prompts of the requests; lost servers are made up for."""
+        """``ask(server, index)`` for each of ``keys``, the prompts of the requests. Those of a lost server go to the
+        others."""
         alive = [server for server in self.servers if self._is_well(server)]
         if not alive:
             raise TrainingStopped(
