@@ -121,7 +121,7 @@ def test_every_route_of_a_server_asks_for_the_key():
     stranger = Server(real.url, "guessed")
     stranger.check_health()
     for call in (
-        stranger.model_name,
+        stranger.model_entry,
         lambda: stranger.rpc("luffy_state"),
         lambda: stranger.post("reset_prefix_cache", {}),
         lambda: stranger.post("sleep", {}),
