@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test suite test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu test-nccl lint quickstart study-qwen docs docs-site test-docs test-notebook test-examples test-wandb clean
+.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test suite test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu test-nccl test-nccl-vllm lint quickstart study-qwen docs docs-site test-docs test-notebook test-examples test-wandb clean
 
 # Linux without an NVIDIA GPU: the CPU build of torch, so that 0.6 GB are downloaded instead of 3 GB. It comes from where
 # pip looks anyway (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else from PyTorch's own index, else PyPI's build with CUDA must do.
@@ -190,7 +190,10 @@ test-gpu:
 
 # Several ranks on one GPU over real NCCL, as test-gpu. SEEN=FILE collects what the table of docs/scaling.md is made of.
 test-nccl:
-	OMP_NUM_THREADS=1 LUFFY_SEEN=$(SEEN) $(PYTHON) -m pytest -m nccl tests/nccl
+	OMP_NUM_THREADS=1 LUFFY_SEEN=$(SEEN) $(PYTHON) -m pytest -m nccl tests/nccl/test_nccl_gradients.py tests/nccl/test_nccl_features.py
+# The same with vLLM, where it is installed: each test starts engines or servers, so this takes longer.
+test-nccl-vllm:
+	OMP_NUM_THREADS=1 LUFFY_SEEN=$(SEEN) $(PYTHON) -m pytest -m nccl tests/nccl/test_nccl_vllm.py
 
 quickstart: $(READY)
 	$(BIN)/luffy quickstart
