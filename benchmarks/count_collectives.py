@@ -22,20 +22,20 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from bench.step import step_config, write_inputs
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from luffy.bench.step import step_config, write_inputs
 from luffy.config.recipes import parse_override, set_at
 from luffy.distributed.shard import local_world_size, units
 from luffy.distributed.world import join_world, leave_world
 from luffy.dry_run.cost import Model, Traffic, fsdp_traffic
+from luffy.learn.policy import Policy, Totals
 from luffy.models.load import DTYPES
-from luffy.report.timing import Stopwatch
+from luffy.run_folder.timing import Stopwatch
 from luffy.train.loop import Trainer
-from luffy.train.policy import Policy, Totals
 
 KINDS = {
     "_allgather_base_": "all-gather", "allgather_": "all-gather", "allgather_coalesced_": "all-gather",

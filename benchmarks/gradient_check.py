@@ -14,13 +14,13 @@ import tempfile
 import time
 
 import torch
+from bench.models import parameter_count, random_model
 
-from luffy.bench.shapes import parameter_count, random_model
 from luffy.config import Config, build
 from luffy.distributed.replica import Replica
 from luffy.distributed.world import join_world, leave_world
-from luffy.train.gradient_check import check_gradients
-from luffy.train.policy import Policy
+from luffy.learn.gradient_check import check_gradients
+from luffy.learn.policy import Policy
 
 
 def main(shape: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from luffy.bench.step import bench_step
+from bench.step import bench_step
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

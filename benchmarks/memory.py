@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.limits import reset_peak
+from bench.step import step_config, timed_steps, write_inputs
 
-from luffy.bench.machine import Machine, reset_peak
-from luffy.bench.step import step_config, timed_steps, write_inputs
 from luffy.dry_run import dry_run
 from luffy.models.load import DTYPES
+from luffy.models.machine import Machine
 from luffy.train.loop import Trainer
 
 PROMPT = 121

@@ -15,12 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bench.models import random_model
+from bench.update import random_samples, update_config
 
-from luffy.bench.machine import synchronize
-from luffy.bench.shapes import random_model
-from luffy.bench.update import random_samples, update_config
-from luffy.train.policy import Policy
-from luffy.train.scorer import TokenScorer
+from luffy.learn.policy import Policy
+from luffy.learn.scorer import TokenScorer
+from luffy.models.machine import synchronize
 
 
 class WholeScorer(TokenScorer):

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures = run_luffy(args) if args.one.startswith("luffy") else run_trl(args)
         print(MARK + json.dumps(figures), flush=True)
         return 0
-    from luffy.bench.step import write_inputs
+    from bench.step import write_inputs
 
     with tempfile.TemporaryDirectory() as name:
         problems = args.problems * (args.steps + 2)
@@ -80,10 +80,10 @@ def in_its_own_process(args: argparse.Namespace, system: str, inputs: str) -> di
 def run_luffy(args: argparse.Namespace) -> dict[str, Any]:
     """``luffy`` checkpoints all activations, as TRL does here; ``luffy-auto`` only if memory asks for it."""
     import torch
+    from bench.step import step_config, timed_steps
 
-    from luffy.bench.machine import Machine
-    from luffy.bench.step import step_config, timed_steps
     from luffy.models.load import DTYPES
+    from luffy.models.machine import Machine
     from luffy.train.loop import Trainer
 
     checkpointing = "auto" if args.one == "luffy-auto" else True
@@ -103,11 +103,10 @@ def run_luffy(args: argparse.Namespace) -> dict[str, Any]:
 def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
+    from bench.rewards import coin
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
-
-    from luffy.bench.rewards import coin
 
     rows = [json.loads(line) for line in (args.inputs / "train.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(args.inputs / "tokenizer")

@@ -13,11 +13,11 @@ import time
 from typing import Any
 
 import torch
+from bench.models import random_model
+from bench.rollout import RolloutRun
 
-from luffy.bench.machine import synchronize
-from luffy.bench.rollout import RolloutRun
-from luffy.bench.shapes import random_model
 from luffy.models.attention import ATTENTION_NAME
+from luffy.models.machine import synchronize
 from luffy.rollout import NativeEngine
 
 

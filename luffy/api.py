@@ -16,7 +16,7 @@
 
     print(api.generate(str(model), "3+4=", max_tokens=32)[0]["response"])
 
-Everything is found on first use: importing this module loads neither torch nor transformers.
+Importing this module loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from luffy.evaluation.results import Result
     from luffy.guidance.gate import FirstRound, SecondRound, gate_function
     from luffy.guidance.ratios import prefix_schedule
+    from luffy.learn.credit import ScoredGroup, ScoredTokens, TokenCredit, credit_function, group_baseline, in_baseline
     from luffy.rewards.kinds import reward
     from luffy.rewards.verifier import build_verifier
     from luffy.rollout.engine import Engine
+    from luffy.run_folder.trackers import tracker
+    from luffy.schema import knob
     from luffy.train.build_engines import engine
-    from luffy.train.credit import ScoredGroup, ScoredTokens, TokenCredit, credit_function, group_baseline
-    from luffy.train.loop import Trainer
+    from luffy.trainer import Trainer
     from luffy.types import Completion, Problem, Request
 
 _HOMES = {
@@ -46,7 +48,7 @@ _HOMES = {
     "built_in_recipes": "luffy.config",
     "to_yaml": "luffy.config",
     "Config": "luffy.config",
-    "Trainer": "luffy.train.loop",
+    "Trainer": "luffy.trainer",
     "reward": "luffy.rewards.kinds",
     "build_verifier": "luffy.rewards.verifier",
     "Problem": "luffy.types",
@@ -57,12 +59,15 @@ _HOMES = {
     "gate_function": "luffy.guidance.gate",
     "FirstRound": "luffy.guidance.gate",
     "SecondRound": "luffy.guidance.gate",
-    "credit_function": "luffy.train.credit",
-    "group_baseline": "luffy.train.credit",
-    "ScoredGroup": "luffy.train.credit",
-    "ScoredTokens": "luffy.train.credit",
-    "TokenCredit": "luffy.train.credit",
+    "credit_function": "luffy.learn.credit",
+    "group_baseline": "luffy.learn.credit",
+    "ScoredGroup": "luffy.learn.credit",
+    "ScoredTokens": "luffy.learn.credit",
+    "TokenCredit": "luffy.learn.credit",
     "engine": "luffy.train.build_engines",
+    "tracker": "luffy.run_folder.trackers",
+    "in_baseline": "luffy.learn.credit",
+    "knob": "luffy.schema",
     "Engine": "luffy.rollout.engine",
     "Request": "luffy.types",
     "Completion": "luffy.types",
@@ -89,12 +94,15 @@ __all__ = [
     "gate_function",
     "generate",
     "group_baseline",
+    "in_baseline",
+    "knob",
     "load_config",
     "prefix_schedule",
     "reward",
     "shape",
     "to_yaml",
     "trace_weight",
+    "tracker",
 ]
 
 
@@ -111,23 +119,18 @@ def __dir__() -> list[str]:
 def evaluate(model: str, suite: str, out: Path | str | None = None, **options: Any) -> Result:
     """Evaluate a model as ``luffy eval`` does: ``suite`` is math6, ood, gsm8k, aime_amc or a dataset.
 
-    ``options`` are those of the command: k, temperature, max_tokens, seed, reward, limit, style, device, ...
-    The responses go to the folder ``out`` (default: evals/MODEL-SUITE), from which a killed evaluation goes on.
-    Reward, style and system prompt that are not given are those of the model's training where they are known; a
-    warning of the logger says so. Returns a ``Result``; its ``benchmarks`` have avg@k, pass@k and lengths.
+    ``options`` are the command's: k, temperature, max_tokens, seed, reward, limit, style, device, ... The responses
+    go to the folder ``out`` (default: evals/MODEL-SUITE), from which an interrupted evaluation resumes. Reward,
+    style and system prompt default to those of the model's training, if known. Returns a ``Result``; its
+    ``benchmarks`` have avg@k, pass@k and lengths.
     """
-    from luffy.evaluation.runner import Options, run_evaluation
-    from luffy.evaluation.trained_with import as_trained
-    from luffy.train.checkpoint import model_of
-    from luffy.train.setup import pick_device
+    from luffy.evaluation.trained_with import evaluate as run
+    from luffy.models.machine import pick_device
+    from luffy.run_folder.checkpoint import model_of
 
-    out, data = (None if folder is None else Path(folder) for folder in (out, options.pop("data", None)))
-    device = pick_device(options.pop("device", "auto"))
-    chosen = Options(model=model_of(model)[0], suite=suite, out=out, data=data, device=device, **options)
-    chosen, taken = as_trained(chosen, options)
-    if taken:
-        logging.getLogger(__name__).warning(taken)
-    return run_evaluation(chosen)
+    folders = {name: Path(value) for name, value in (("out", out), ("data", options.get("data"))) if value is not None}
+    options |= {"model": model_of(model)[0], "suite": suite, "device": pick_device(options.get("device", "auto"))}
+    return run({**options, **folders}, logging.getLogger(__name__).warning)
 
 
 def generate(
@@ -146,9 +149,9 @@ def generate(
     device: str = "auto",
     trust_remote_code: bool = False,
 ) -> list[dict[str, Any]]:
-    """``n`` responses to each prompt by the training engine, as ``luffy generate`` does.
+    """``n`` responses to each prompt by the native engine, as ``luffy generate`` does.
 
-    ``model`` is a Hugging Face folder, hub id or .gguf file. Each row has id (the prompt's number), sample, response,
+    ``model`` is a Hugging Face folder, hub id or .gguf file. Each row has id (the prompt's index), sample, response,
     finish, token_ids and log_probs.
     """
     from luffy.generate import generate_texts

@@ -11,16 +11,16 @@ import os
 import sys
 import time
 import webbrowser
+from collections.abc import Iterable
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 import typer.core
 
 from luffy._version import __version__
-from luffy.bench.bench_cli import bench_app
 from luffy.cli_help import AnswerInThought, Columns, FullHelp, TrustRemoteCode
 from luffy.config import (
     Config,
@@ -34,6 +34,7 @@ from luffy.config import (
 from luffy.distributed.follow import LAUNCHER_VARIABLE, follow_launcher
 from luffy.errors import Interrupted, StopRequested, TrainingStopped, UserError
 from luffy.prepare.prepare_cli import named_columns, prepare_app
+from luffy.repository import add_repository_commands
 from luffy.schema import describe
 
 LONGEST_ERROR = 4_000  # characters
@@ -64,13 +65,13 @@ class KnobHelp(typer.core.TyperCommand):
 
 
 def _not_an_option(name: str, value: str, command: str | None) -> str:
-    """What to write instead of ``--steps 3``: the knobs of that name, with the value."""
+    """Error for ``--steps 3`` that names the settings it may mean, with the value."""
     wanted = name.removeprefix("--").replace("-", "_")
     paths = [doc.path for doc in describe(Config)]
     meant = [path for path in paths if wanted in (path, path.replace(".", "_"), path.rpartition(".")[2])]
     if not meant:
-        return f"{name} is no option; knobs are written section.key=value (luffy {command} --help lists them)"
-    return f"{name} is no option: write " + " or ".join(f"{path}={value or '...'}" for path in meant)
+        return f"{name} unknown option; settings are written section.key=value (luffy {command} --help lists them)"
+    return f"{name}: unknown option; write " + " or ".join(f"{path}={value or '...'}" for path in meant)
 
 
 app = typer.Typer(
@@ -84,31 +85,25 @@ app = typer.Typer(
 )
 
 app.add_typer(prepare_app)
-app.add_typer(bench_app)
+add_repository_commands(app)
 
 Recipe = Annotated[str, typer.Argument(help="a recipe file, or the name of a built-in one such as tiny/luffy")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value ..., laid over the recipe")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value ..., override the recipe")]
 Resume = Annotated[
-    str, typer.Option(help="auto: go on from the newest whole checkpoint; never; or a checkpoint folder")
+    str, typer.Option(help="auto: resume from the newest valid checkpoint; never; or a checkpoint folder")
 ]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="check all, build the first batch, print the plan, train nothing")
-]
-GpuName = Annotated[
-    str | None, typer.Option("--gpu", help="with --dry-run: time and cost on parallel.workers of h200, h100 or a100")
-]
-GpuPrice = Annotated[float | None, typer.Option(min=0, help="with --dry-run: what an hour of one GPU costs")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="validate the run, build one batch, print the plan, exit")]
+GpuName = Annotated[str | None, typer.Option("--gpu", help="with --dry-run: time and cost on h200, h100 or a100")]
+GpuPrice = Annotated[float | None, typer.Option(min=0, help="with --dry-run: price of one GPU hour")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="print the resolved config and exit")]
 Seeds = Annotated[
-    int | None,
-    typer.Option(min=1, help="train so many times, one after the other: NAME/seed-0, NAME/seed-1, ... (see seed)"),
+    int | None, typer.Option(min=1, help="number of runs, one after the other: NAME/seed-0, NAME/seed-1, ...")
 ]
 SystemPrompt = Annotated[
-    str | None, typer.Option(help="system message (styles chat and paper); default: as its run or model card says")
+    str | None, typer.Option(help="system message (styles chat, paper); default: from its run or model card")
 ]
 ModelOrRun = Annotated[
-    str,
-    typer.Argument(help="Hugging Face folder, hub id, .gguf file, or a run folder: its best, else newest checkpoint"),
+    str, typer.Argument(help="model folder, hub id, .gguf file, or run folder (best, else newest checkpoint)")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the table as JSON, and nothing else")]
 ChangedData = Annotated[bool, typer.Option("--allow-changed-data", help="resume although the training data changed")]
@@ -121,8 +116,10 @@ def root(version: Annotated[bool, typer.Option("--version", help="print the vers
         raise typer.Exit
 
 
-@app.command(cls=KnobHelp)
+@app.command("sft", cls=KnobHelp, help="Supervised fine-tuning on the traces of the same recipe.")
+@app.command("train", cls=KnobHelp, help="Train with reinforcement learning: on-policy samples, traces, or both.")
 def train(
+    ctx: typer.Context,
     recipe: Recipe,
     overrides: Overrides = None,
     resume: Resume = "auto",
@@ -133,34 +130,37 @@ def train(
     gpu: GpuName = None,
     gpu_price: GpuPrice = None,
 ) -> None:
-    """Train with reinforcement learning: on-policy samples, guided ones, or both."""
+    """Train, print what would be trained (--dry-run), or print the config."""
+    method: Literal["rl", "sft"] = "sft" if ctx.info_name == "sft" else "rl"
+    if method == "sft":
+        _warn_of_rate(recipe, overrides or [])
     trainings = _seeded(recipe, overrides or [], seeds, resume)
-    _train("rl", trainings, resume, dry_run, print_config, allow_changed_data, gpu, gpu_price)
+    if (gpu or gpu_price is not None) and not dry_run:
+        raise UserError("--gpu and --gpu-price estimate the cost of a run: add --dry-run")
+    cfg = trainings[0][0]
+    if print_config:
+        typer.echo(to_yaml(cfg), nl=False)
+        return
+    check_made_for(cfg, method)
+    check_prepared(cfg)
+    if dry_run:
+        from luffy.dry_run import Renting
+        from luffy.dry_run import dry_run as lines_of
+
+        _echo(lines_of(cfg, method, len(trainings), Renting(gpu, gpu_price)))
+    else:
+        _launch(method, trainings, resume, allow_changed_data)
 
 
-@app.command(cls=KnobHelp)
-def sft(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    resume: Resume = "auto",
-    dry_run: DryRun = False,
-    print_config: PrintConfig = False,
-    allow_changed_data: ChangedData = False,
-    seeds: Seeds = None,
-    gpu: GpuName = None,
-    gpu_price: GpuPrice = None,
-) -> None:
-    """Supervised fine-tuning on the traces of the same recipe."""
-    source = inherited_for_rl(recipe, overrides or [], "optim.lr")
+def _warn_of_rate(recipe: str, overrides: list[str]) -> None:
+    source = inherited_for_rl(recipe, overrides, "optim.lr")
     if source is not None and int(os.environ.get("RANK", "0")) == 0:
-        lr = load_config(recipe, overrides or []).optim.lr
+        lr = load_config(recipe, overrides).optim.lr
         typer.echo(
             f"warning: optim.lr={lr:g} comes from {source}, which is meant for RL; SFT usually takes 10 to 50 times as "
             "much: set optim.lr",
             err=True,
         )
-    trainings = _seeded(recipe, overrides or [], seeds, resume)
-    _train("sft", trainings, resume, dry_run, print_config, allow_changed_data, gpu, gpu_price)
 
 
 def _seeded(recipe: str, overrides: list[str], seeds: int | None, resume: str) -> list[tuple[Config, list[str]]]:
@@ -175,6 +175,11 @@ def _seeded(recipe: str, overrides: list[str], seeds: int | None, resume: str) -
     return [(load_config(recipe, [*overrides, *knobs]), [*rest, *knobs]) for knobs in own]
 
 
+def _echo(lines: Iterable[str]) -> None:
+    for line in lines:
+        typer.echo(line)
+
+
 def _without_option(name: str, args: list[str]) -> list[str]:
     if name in args:
         place = args.index(name)
@@ -182,33 +187,11 @@ def _without_option(name: str, args: list[str]) -> list[str]:
     return [arg for arg in args if not arg.startswith(f"{name}=")]
 
 
-def _train(
-    method: Any,
-    trainings: list[tuple[Config, list[str]]],
-    resume: str,
-    dry_run: bool,
-    print_config: bool,
-    allow_changed_data: bool,
-    gpu: str | None,
-    gpu_price: float | None,
+def _launch(
+    method: Literal["rl", "sft"], trainings: list[tuple[Config, list[str]]], resume: str, allow_changed_data: bool
 ) -> None:
-    if (gpu or gpu_price is not None) and not dry_run:
-        raise UserError("--gpu and --gpu-price say what a run would cost: add --dry-run")
-    cfg = trainings[0][0]
-    if print_config:
-        typer.echo(to_yaml(cfg), nl=False)
-        return
-    check_made_for(cfg, method)
-    check_prepared(cfg)
-    if dry_run:
-        from luffy.dry_run import Renting
-        from luffy.dry_run import dry_run as lines_of
-
-        for line in lines_of(cfg, method, len(trainings), Renting(gpu, gpu_price)):
-            typer.echo(line)
-        return
     from luffy.distributed.launch import launch
-    from luffy.train.job import Job
+    from luffy.trainer import Job
 
     jobs = [Job(cfg, method, resume, allow_changed_data) for cfg, _ in trainings]
 
@@ -230,30 +213,22 @@ def serve(
     recipe: Recipe,
     overrides: Overrides = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on")] = 8000,
-    host: Annotated[
-        str, typer.Option(help="address to listen on; beyond this machine the key travels unencrypted")
-    ] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="address to listen on; the key is sent unencrypted")] = "127.0.0.1",
 ) -> None:
     """Start a vLLM server for the training of a recipe (rollout.engine=vllm, rollout.vllm.servers=[...])."""
-    from luffy.train.serve import serve as start
+    from luffy.train.vllm_settings import serve as start
 
     start(load_config(recipe, overrides or ()), host, port)
 
 
 @app.command(cls=KnobHelp)
 def doctor(
-    settings: Annotated[
-        list[str] | None, typer.Argument(help="a recipe, if any, and section.key=value ... as for luffy train")
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(min=1, help="seconds a check may take; a rank that hangs is named after them")
-    ] = 60.0,
+    settings: Annotated[list[str] | None, typer.Argument(help="a recipe, if any, and section.key=value ...")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds until a rank that hangs is reported")] = 60.0,
     anonymous: Annotated[
-        bool, typer.Option("--anonymous", help="leave out host names, user names, addresses and paths, for bug reports")
+        bool, typer.Option("--anonymous", help="omit host and user names, addresses and paths, for bug reports")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="print the report as JSON, with all that was measured")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
 ) -> None:
     """Check this machine or cluster before a long run, in about half a minute. Exit code 1 if a check fails.
 
@@ -274,10 +249,10 @@ def memory(
         str | None, typer.Argument(help="a recipe; without one, a table by model size and method")
     ] = None,
     overrides: Overrides = None,
-    shape: Annotated[str | None, typer.Option(help="shape of the model, e.g. qwen2-7b; else told by its name")] = None,
+    shape: Annotated[str | None, typer.Option(help="shape of the model, e.g. qwen2-7b; default: from its name")] = None,
     gpu: Annotated[str, typer.Option(help="compare with h200, h100 or a100")] = "h100",
 ) -> None:
-    """How much GPU memory a run needs, before model and data are there: nothing is downloaded."""
+    """Estimate the GPU memory of a run; nothing is downloaded."""
     from luffy.dry_run.memory_table import estimate_lines, table_lines
 
     if recipe is None:
@@ -285,8 +260,7 @@ def memory(
     else:
         cfg = load_config(recipe, overrides or [])
         lines = estimate_lines(cfg, cfg.made_for, shape, gpu)
-    for line in lines:
-        typer.echo(line)
+    _echo(lines)
 
 
 @app.command()
@@ -310,19 +284,15 @@ def recipes() -> None:
 
 @app.command()
 def quickstart(
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="repeat every method with so many seeds; default: 1, with all methods 3")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="folder of the runs, the summary and the report")] = Path("runs/quickstart"),
+    seeds: Annotated[int | None, typer.Option(min=1, help="seeds per method; default: 1, with all methods 3")] = None,
+    out: Annotated[Path, typer.Option(help="output folder")] = Path("runs/quickstart"),
     steps: Annotated[int | None, typer.Option(min=1, help="training steps instead of the recipe's")] = None,
-    methods: Annotated[
-        str | None, typer.Option(help="methods by name with commas between them (luffy recipes lists them), or all")
-    ] = None,
+    methods: Annotated[str | None, typer.Option(help="comma-separated names (see luffy recipes), or all")] = None,
     as_json: AsJson = False,
 ) -> None:
     """On-policy RL, SFT and LUFFY on a small reasoning task, compared: a few minutes on a laptop, no download.
 
-    `--methods all` compares every method. The same command goes on where a killed one was.
+    `--methods all` compares every method. Rerun the same command to resume.
     """
     from luffy.quickstart.run import DEFAULT_METHODS
     from luffy.quickstart.run import quickstart as run
@@ -332,14 +302,13 @@ def quickstart(
 
 @app.command()
 def generate(
+    ctx: typer.Context,
     model: ModelOrRun,
-    prompt: Annotated[str | None, typer.Argument(help="the prompt; without it, --file or standard input")] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="read prompts from a file: one a line, or the data formats of train")
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="the prompt; default: --file or standard input")] = None,
+    file: Annotated[Path | None, typer.Option(help="file of prompts: one per line, or a data format of train")] = None,
     n: Annotated[int, typer.Option(min=1, help="samples per prompt")] = 1,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="longest response; default: 256, or what the context leaves")
+        int | None, typer.Option(min=1, help="longest response; default: 256, or the rest of the context")
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.6,
     top_p: Annotated[float, typer.Option(help="nucleus sampling; 1 is off")] = 1.0,
@@ -357,7 +326,7 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="one JSON line per response, with tokens and log-probs")
+        bool, typer.Option("--json", help="one JSON line per response, with token ids and log-probs")
     ] = False,
 ) -> None:
     """Sample from a model with the training engine."""
@@ -368,17 +337,15 @@ def generate(
     style, system_prompt, taken = as_trained(model, style, system_prompt)
     if taken:
         typer.echo(taken, err=True)
-    rows = generate_texts(
-        model, prompts, n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
-        style=style, system_prompt=system_prompt, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    for row in rows:
+    own = {"model", "prompt", "file", "as_json"}
+    options = {name: value for name, value in ctx.params.items() if name not in own}
+    for row in generate_texts(model, prompts, **options | {"style": style, "system_prompt": system_prompt}):
         typer.echo(json.dumps(row, ensure_ascii=False) if as_json else row["response"])
 
 
 def _chosen_model(path: str) -> str:
     """The model that a path stands for; which checkpoint of a run it is, is said."""
-    from luffy.train.checkpoint import model_of
+    from luffy.run_folder.checkpoint import model_of
 
     model, which = model_of(path)
     if which is not None:
@@ -386,9 +353,7 @@ def _chosen_model(path: str) -> str:
     return model
 
 
-RewardOf = Annotated[
-    str | None, typer.Option(help="a recipe whose section reward says how to score, in place of the other options")
-]
+RewardOf = Annotated[str | None, typer.Option(help="a recipe whose reward section replaces the other options")]
 
 
 @app.command()
@@ -397,9 +362,9 @@ def verify(
     reward: Annotated[
         str, typer.Option(help="math, numeric, gsm8k, choice, format, a server's address, or module:function")
     ] = "math",
-    out: Annotated[Path | None, typer.Option(help="where to write the scores; default: standard output")] = None,
+    out: Annotated[Path | None, typer.Option(help="output file; default: standard output")] = None,
     workers: Annotated[int, typer.Option(min=1, help="verifier processes")] = 2,
-    timeout_s: Annotated[float, typer.Option(help="seconds after which a verification is killed and scores 0")] = 8.0,
+    timeout_s: Annotated[float, typer.Option(help="seconds until a verification is killed and scores 0")] = 8.0,
     answer_in_thought: AnswerInThought = False,
     reward_of: RewardOf = None,
 ) -> None:
@@ -418,12 +383,10 @@ def verify(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="run folders, or folders that hold runs below them")],
-    out: Annotated[
-        Path | None, typer.Option(help="the file to write; default: report.html in the folder the runs share")
-    ] = None,
-    analysis: Annotated[Path | None, typer.Option(help="a folder that luffy analyze wrote: its figures go in")] = None,
+    out: Annotated[Path | None, typer.Option(help="output file; default: report.html in the runs' folder")] = None,
+    analysis: Annotated[Path | None, typer.Option(help="folder of luffy analyze whose figures to include")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="print the final table as JSON; the page is written only with --out")
+        bool, typer.Option("--json", help="print the table as JSON; write the page only with --out")
     ] = False,
 ) -> None:
     """Compare runs in one self-contained HTML file."""
@@ -441,9 +404,9 @@ def report(
 def view(
     runs: Annotated[list[Path], typer.Argument(help="run folders, or folders that hold runs below them")],
     host: Annotated[
-        str, typer.Option(help="address to listen on; one that others can reach needs the variable LUFFY_VIEW_TOKEN")
+        str, typer.Option(help="address to listen on; a public one needs the variable LUFFY_VIEW_TOKEN")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8181,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port")] = 8181,
     browser: Annotated[bool, typer.Option("--open", help="open the page in the browser")] = False,
 ) -> None:
     """Watch runs in the browser: live curves, every recorded sample, differences in settings."""
@@ -456,44 +419,36 @@ def view(
     serve(server, typer.echo)
 
 
-@app.command()
-def push(
+@app.command("push")
+def push_model(
     folder: Annotated[Path, typer.Argument(help="a run folder, a checkpoint, or a model folder")],
-    repo: Annotated[str, typer.Argument(help="OWNER/NAME on the hub; made where it is not there")],
-    checkpoint: Annotated[str | None, typer.Option(help="of a run: latest (default), best, or a step")] = None,
+    repo: Annotated[str, typer.Argument(help="OWNER/NAME on the hub, created if missing")],
+    checkpoint: Annotated[str | None, typer.Option(help="for a run: latest (default), best, or a step")] = None,
     private: Annotated[bool, typer.Option("--private", help="make a new repository private")] = False,
-    revision: Annotated[str | None, typer.Option(help="branch to commit to, made where it is not there")] = None,
-    message: Annotated[str | None, typer.Option(help="of the commit")] = None,
+    revision: Annotated[str | None, typer.Option(help="branch to commit to, created if missing")] = None,
+    message: Annotated[str | None, typer.Option(help="commit message")] = None,
     evals: Annotated[
-        list[Path] | None, typer.Option("--eval", help="results of luffy eval for the card; default: those in evals/")
+        list[Path] | None, typer.Option("--eval", help="results of luffy eval for the card; default: from evals/")
     ] = None,
     license: Annotated[str | None, typer.Option(help="for the card, e.g. apache-2.0")] = None,
-    base_model: Annotated[str | None, typer.Option(help="hub id for the card, where the base was a folder")] = None,
+    base_model: Annotated[str | None, typer.Option(help="hub id for the card, if the base was a folder")] = None,
     training_state: Annotated[
-        bool, typer.Option("--training-state", help="also optimizer, counters and adapters, under training/")
+        bool, typer.Option("--training-state", help="also upload optimizer, counters and adapters")
     ] = False,
-    samples: Annotated[bool, typer.Option("--samples", help="also the recorded samples, under training/")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="write the card, list files and sizes, upload nothing")
-    ] = False,
+    samples: Annotated[bool, typer.Option("--samples", help="also upload the recorded samples")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="write the card and list the files; no upload")] = False,
 ) -> None:
     """Upload a trained model with its model card to the Hugging Face hub, in one commit."""
-    from luffy.push import check_hub, check_repo_name, files_to_push, find_model, listing, upload, write_card
+    from luffy.push import push
 
-    check_repo_name(repo)
-    model = find_model(folder, checkpoint)
-    if not dry_run:
-        check_hub()
-    given = {"license": license, "base_model": base_model}
-    write_card(model, Path(repo).name, {key: value for key, value in given.items() if value}, evals or [])
-    files = files_to_push(model, training_state, samples)
-    for line in listing(files):
-        typer.echo(line)
-    if dry_run:
-        typer.echo(f"nothing was uploaded; the card is {model.folder / 'README.md'}")
-        return
-    step = "" if model.checkpoint is None else f", step {model.checkpoint.step}"
-    typer.echo(f"pushed     {upload(repo, files, message or f'Push with luffy{step}', private, revision)}")
+    card = {"license": license, "base_model": base_model}
+    commit = {"message": message, "private": private, "revision": revision}
+    lines = push(
+        folder, repo, checkpoint=checkpoint, given={key: value for key, value in card.items() if value},
+        evals=evals or (), training_state=training_state, samples=samples, dry_run=dry_run,
+        **{key: value for key, value in commit.items() if value},
+    )  # fmt: skip
+    _echo(lines)
 
 
 # ---- evaluation
@@ -517,88 +472,83 @@ app.add_typer(
 )
 
 
+add_repository_commands(eval_app, "eval")
+
+EvalStyle = Annotated[
+    str | None,
+    typer.Option(
+        help="chat, paper, paper_simple or plain; auto: paper (paper_simple without a chat template) for the "
+        "suites, chat (plain) for a FILE; default: as its run or model card says, else auto"
+    ),
+]
+EvalReward = Annotated[
+    str | None,
+    typer.Option(
+        help="default: math for math6, choice for ood, gsm8k for gsm8k; for a FILE as the model's run or model "
+        "card says, else math"
+    ),
+]
+ChatTemplate = Annotated[
+    str | None, typer.Option(help="Jinja file that replaces the chat template (styles chat, paper)")
+]
+
+
 @eval_app.command("model")
 def eval_model(
+    ctx: typer.Context,
     model: ModelOrRun,
-    suite: Annotated[str, typer.Option(help="math6, ood, gsm8k, aime_amc, or a dataset in one of train's formats")],
+    suite: Annotated[str, typer.Option(help="math6, ood, gsm8k, aime_amc, or a dataset")],
     k: Annotated[
-        int | None, typer.Option(min=1, help="samples per problem; default: 32 on AIME and AMC, 1 elsewhere")
+        int | None, typer.Option(min=1, help="samples per problem; default: 32 on AIME and AMC, else 1")
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.6,
     top_p: Annotated[float, typer.Option(help="nucleus sampling; 1 is off")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 is off")] = 0,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="longest response; default: 8192, or what the context leaves")
+        int | None, typer.Option(min=1, help="longest response; default: 8192, or the rest of the context")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="decides every response and the order of options")] = 0,
-    style: Annotated[
-        str | None,
-        typer.Option(
-            help="chat, paper, paper_simple or plain; auto: paper (paper_simple without a chat template) for the "
-            "suites, chat (plain) for a FILE; default: as its run or model card says, else auto"
-        ),
-    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="seed of responses and of the order of options")] = 0,
+    style: EvalStyle = None,
     system_prompt: SystemPrompt = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="Jinja file in place of the tokenizer's template (styles chat and paper)")
-    ] = None,
-    date: Annotated[
-        str | None, typer.Option(help="the date that chat templates print which ask for it; default: today")
-    ] = None,
-    reward: Annotated[
-        str | None,
-        typer.Option(
-            help="default: math for math6, choice for ood, gsm8k for gsm8k; for a FILE as the model's run or model "
-            "card says, else math"
-        ),
-    ] = None,
+    chat_template: ChatTemplate = None,
+    date: Annotated[str | None, typer.Option(help="date for chat templates that print one; default: today")] = None,
+    reward: EvalReward = None,
     reward_of: RewardOf = None,
     answer_in_thought: AnswerInThought = False,
-    shuffle: Annotated[bool, typer.Option(help="shuffle the options of multiple choice by the seed")] = True,
-    limit: Annotated[int | None, typer.Option(min=1, help="only the first problems of each benchmark")] = None,
+    shuffle: Annotated[bool, typer.Option(help="shuffle the options of multiple choice")] = True,
+    limit: Annotated[int | None, typer.Option(min=1, help="first problems of each benchmark only")] = None,
     data: Annotated[Path | None, typer.Option(help="folder with the benchmarks; default: $LUFFY_DATA")] = None,
     columns: Columns = None,
-    out: Annotated[Path | None, typer.Option(help="results folder, resumed; default: evals/MODEL-SUITE")] = None,
+    out: Annotated[Path | None, typer.Option(help="results folder; default: evals/MODEL-SUITE")] = None,
     engine: Annotated[str, typer.Option(help="native, vllm, or module:function that returns a LoadedModel")] = "native",
     dtype: Annotated[
-        str | None,
-        typer.Option(help="float32 or bfloat16; default: as the results folder has it, else bfloat16 on a GPU"),
+        str | None, typer.Option(help="float32 or bfloat16; default: as in the results folder, else bfloat16 on a GPU")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
     slots: Annotated[
-        int | None, typer.Option(min=1, help="responses generated at the same time; default: 64, on a GPU up to 1024")
+        int | None, typer.Option(min=1, help="concurrent responses; default: 64, on a GPU up to 1024")
     ] = None,
-    chunk: Annotated[int, typer.Option(min=1, help="responses between two saves")] = 256,
+    chunk: Annotated[int, typer.Option(min=1, help="responses per save")] = 256,
     workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="verifier processes; default: 2, beside a GPU half of the cores, at most 8"),
+        int | None, typer.Option(min=1, help="verifier processes; default: 2, with a GPU half of the cores, at most 8")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a model: avg@k, pass@k, lengths and truncation per benchmark. Killed, it goes on where it was."""
+    """Evaluate a model: avg@k, pass@k, lengths and truncation per benchmark. Resumable: rerun the same command."""
     from luffy.evaluation import results
-    from luffy.evaluation.runner import Options, default_out, run_evaluation
-    from luffy.evaluation.trained_with import as_trained
-    from luffy.train.setup import pick_device
+    from luffy.evaluation.plan import default_out
+    from luffy.evaluation.trained_with import evaluate
+    from luffy.models.machine import pick_device
 
-    model = _chosen_model(model)
-    out = out or default_out(model, suite)
-    options = Options(
-        model=model, suite=suite, out=out, data=data, k=k, temperature=temperature, top_p=top_p, top_k=top_k,
-        max_tokens=max_tokens, seed=seed, style=style or "auto", system_prompt=system_prompt,
-        chat_template=chat_template, date=date, reward=reward, answer_in_thought=answer_in_thought,
-        shuffle=shuffle, limit=limit, engine=engine, dtype=dtype, device=pick_device(device), slots=slots,
-        trust_remote_code=trust_remote_code, chunk=chunk, workers=workers, columns=named_columns(columns or []),
-        reward_settings=load_config(reward_of).reward if reward_of else None,
-    )  # fmt: skip
-    chosen = {"style": style, "system_prompt": system_prompt, "reward": reward, "reward_settings": reward_of}
-    options, taken = as_trained(options, [name for name, value in chosen.items() if value is not None])
-    if taken:
-        typer.echo(taken, err=True)
+    given = {name: value for name, value in ctx.params.items() if value is not None and name != "as_json"}
+    given |= {"model": _chosen_model(model), "device": pick_device(device), "columns": named_columns(columns or [])}
+    given["out"] = out or default_out(given["model"], suite)
+    if reward_of is not None:
+        given["reward_settings"] = load_config(given.pop("reward_of")).reward
     show = results.as_json if as_json else results.as_markdown
-    typer.echo(show(run_evaluation(options)), nl=False)
-    typer.echo(f"results    {out}", err=True)
+    typer.echo(show(evaluate(given, lambda line: typer.echo(line, err=True))), nl=False)
+    typer.echo(f"results    {given['out']}", err=True)
 
 
 @eval_app.command("compare")
@@ -619,60 +569,14 @@ def eval_compare(
     typer.echo(text, nl=False)
 
 
-@eval_app.command("golds")
-def eval_golds(
-    suites: Annotated[list[str] | None, typer.Argument(help="suites or files; default: math6 ood gsm8k")] = None,
-    data: Annotated[Path | None, typer.Option(help="folder with the benchmarks; default: $LUFFY_DATA")] = None,
-    reward: Annotated[str | None, typer.Option(help="another reward than the suite's own")] = None,
-) -> None:
-    """Judge the verifier: every gold must verify against itself in a box. Exit code 1 if one does not."""
-    from luffy.evaluation.benchmarks import load_suite
-    from luffy.evaluation.golds import check_golds
-
-    failures = 0
-    for suite in (load_suite(name, data, reward=reward) for name in suites or ("math6", "ood", "gsm8k")):
-        for check in check_golds(suite):
-            typer.echo(f"{check.title}: {check.checked - len(check.failed)} of {check.checked} ({check.reward})")
-            for item, gold, verdict in check.failed:
-                typer.echo(f"  FAILED {item}  {gold!r}  score {verdict.value:g}, {verdict.status}")
-            for item, gold in check.text_only:
-                typer.echo(f"  text only {item}  {gold!r}")
-            failures += len(check.failed)
-        for name in suite.missing:
-            typer.echo(f"{name}: not checked, the file is missing")
-        for row in suite.left_out:
-            typer.echo(f"  FAILED {row}")
-        failures += len(suite.left_out)
-    if failures:
-        raise typer.Exit(1)
-
-
-@app.command()
-def analyze(
-    paths: Annotated[list[Path] | None, typer.Argument(help="folders of luffy train and luffy eval")] = None,
-    out: Annotated[Path, typer.Option(help="where the figures go")] = Path("analysis"),
-    data: Annotated[Path | None, typer.Option(help="dataset with traces: BLEU of responses against them")] = None,
-    gamma: Annotated[list[float] | None, typer.Option(help="shaping curves; default: 0.01 0.1 0.5")] = None,
-    k: Annotated[int, typer.Option(min=1, help="pass@k over temperatures")] = 8,
-) -> None:
-    """Figures 2, 3, 5 and 8 to 12 and Table 2 of the paper for your own runs and evaluations, as PNG and CSV."""
-    from luffy.evaluation.analysis import analyse
-
-    left_out: list[str] = []
-    for figure in analyse(paths or [], out, data=data, gammas=gamma or [0.01, 0.1, 0.5], k=k, left_out=left_out):
-        typer.echo(f"{out / (figure.name + '.png')}  {figure.title}")
-    for remark in left_out:
-        typer.echo(f"left out   {remark}", err=True)
-    typer.echo(f"overview   {out / 'analysis.md'}")
-
-
-def main() -> None:
+def main(commands: typer.Typer = app) -> None:
+    """Run the command line; a mistake of the user is one line on standard error."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if LAUNCHER_VARIABLE in os.environ:
         follow_launcher()
     try:
-        app()
+        commands()
     except UserError as error:
         _fail(str(error), 2)
     except StopRequested as stop:

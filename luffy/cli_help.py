@@ -14,9 +14,10 @@ Columns = Annotated[
     list[str] | None,
     typer.Option("--column", help="own column name, as in data.columns: --column prompt=question; repeatable"),
 ]
+Workers = Annotated[int, typer.Option(min=1, help="verifier processes")]
+Style = Annotated[str, typer.Option(help="prompt style: auto, chat, paper, paper_simple or plain")]
 TrustRemoteCode = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="run Python code that comes with the model; off unless you read it"),
+    bool, typer.Option("--trust-remote-code", help="run the model's Python code: read it first")
 ]
 
 

@@ -12,17 +12,17 @@ from luffy.data.data_files import DATA_SUFFIXES
 from luffy.data.encode import resolve_style
 from luffy.errors import ConfigError, UserError
 from luffy.evaluation.engines import load_native
-from luffy.evaluation.runner import room_for, tasks_of
+from luffy.evaluation.plan import room_for, tasks_of
 from luffy.evaluation.trained_with import prompt_as_trained, said_of, training_of
+from luffy.models.machine import pick_device
 from luffy.seeds import seed_of
-from luffy.train.setup import pick_device
 from luffy.types import Problem, Request, Sampling
 
 MAX_TOKENS = 256
 
 
 def read_prompts(prompt: str | None, file: Path | None, stdin: TextIO) -> list[Problem]:
-    """From the argument, a file (text: a prompt a line; a data file: its problems), or standard input."""
+    """Prompts from the argument, a file (text: one per line; a data file: its problems), or standard input."""
     if prompt is not None and file is not None:
         raise UserError("give a prompt or --file, not both")
     if file is not None and file.suffix.lower() in DATA_SUFFIXES:

@@ -1,12 +1,13 @@
-"""``luffy push``: the model of a checkpoint, with its card, to the Hugging Face hub in one commit.
+"""``luffy push``: upload the model of a checkpoint, with its card, to the Hugging Face hub in one commit.
 
-The card is written anew first, with the curves as a figure and the results of ``luffy eval``: a checkpoint is saved
-before anybody can have evaluated it. A card without luffy's mark is somebody's own and stays as it is.
+The card is written again first, with a figure of the curves and the results of ``luffy eval``, which did not exist when
+the checkpoint was saved. A card without luffy's mark is a custom one and stays as it is.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,16 +17,15 @@ from typing import Any
 
 from luffy.config import YAML_ERRORS, read_yaml
 from luffy.errors import UserError
-from luffy.evaluation.paper_figures import Figure, Panel, Series, draw
 from luffy.evaluation.results import RESULT, read_result
 from luffy.files import as_object, json_object, write_atomically
 from luffy.hub import hub_fault
-from luffy.report.changes import settings_at
-from luffy.report.model_card import CARD, CURVES, MARK, REWARD, BenchmarkFigure, CardFacts, model_card, public
-from luffy.report.recorder import EVAL_SAMPLES, SAMPLES
-from luffy.report.runs import CONFIG, DATA, RunRecord, read_config, without_samples
+from luffy.report.model_card import MARK, REWARD, BenchmarkFigure, CardFacts, model_card, public
 from luffy.report.tables import evaluations
-from luffy.train.checkpoint import BEST, MANIFEST, Checkpoint, CheckpointStore, files_below, is_card
+from luffy.run_folder.changes import settings_at
+from luffy.run_folder.checkpoint import MANIFEST, Checkpoint, CheckpointStore, files_below, is_card
+from luffy.run_folder.layout import BEST, CARD, CONFIG, CURVES, DATA, EVAL_SAMPLES, SAMPLES
+from luffy.run_folder.runs import RunRecord, read_config, without_samples
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,39 @@ KEPT = ("base_model", "datasets", "license", "license_name", "license_link", "la
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
 
+def push(
+    folder: Path,
+    repo: str,
+    *,
+    checkpoint: str | None = None,
+    given: Mapping[str, Any] | None = None,
+    evals: Sequence[Path] = (),
+    training_state: bool = False,
+    samples: bool = False,
+    dry_run: bool = False,
+    **commit: Any,
+) -> Iterator[str]:
+    """Write the card, list the files and upload them; yields lines for the user. ``commit``: options of ``upload``."""
+    check_repo_name(repo)
+    model = find_model(folder, checkpoint)
+    if not dry_run:
+        check_hub()
+    write_card(model, Path(repo).name, given or {}, evals)
+    files = files_to_push(model, training_state, samples)
+    yield from listing(files)
+    if dry_run:
+        yield f"nothing was uploaded; the card is {model.folder / CARD}"
+        return
+    step = "" if model.checkpoint is None else f", step {model.checkpoint.step}"
+    yield f"pushed     {upload(repo, files, **{'message': f'Push with luffy{step}', **commit})}"
+
+
 @dataclass(frozen=True)
 class PushedModel:
-    """A model folder; ``checkpoint`` and ``run``: what it belongs to, None of a folder that luffy did not train;
-    ``foreign``: files that were not saved with the checkpoint."""
+    """A model folder, with the checkpoint and run that it belongs to if luffy trained it.
+
+    ``foreign``: files in the checkpoint that were not saved with it.
+    """
 
     folder: Path
     checkpoint: Checkpoint | None = None
@@ -47,7 +76,7 @@ class PushedModel:
 
 
 def find_model(folder: Path, which: str | None = None) -> PushedModel:
-    """The model of a run folder (``which``: latest, the default; best; or a step), a checkpoint, or a model folder."""
+    """Find the model in a run folder (``which``: latest, best or a step), a checkpoint or a model folder."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a run, a checkpoint or a model folder")
     folder = folder.resolve()
@@ -69,30 +98,27 @@ def _of_checkpoint(checkpoint: Checkpoint) -> PushedModel:
 
 
 def _choose(run: Path, which: str) -> Checkpoint:
-    found = {checkpoint.step: checkpoint for checkpoint in CheckpointStore(run / "checkpoints", keep=1)}
+    found = {str(checkpoint.step): checkpoint for checkpoint in CheckpointStore(run / "checkpoints", keep=1)}
     if not found:
         raise UserError(f"{run} has no checkpoint yet; train it first")
-    steps = ", ".join(map(str, sorted(found)))
+    steps = ", ".join(sorted(found, key=int))
     if which == "latest":
-        return found[max(found)]
-    if which == "best":
+        which = max(found, key=int)
+    elif which == "best":
+        remedy = f"give --checkpoint latest or one of {steps}"
         if not (run / BEST).is_file():
-            raise UserError(
-                f"{run} has no best step: nothing was evaluated; give --checkpoint latest or one of {steps}"
-            )
-        best = (run / BEST).read_bytes()
-        which = str(json_object(best, run / BEST, f"give --checkpoint latest or one of {steps}", step=int)["step"])
-    if not which.isdecimal() or int(which) not in found:
+            raise UserError(f"{run} has no best step: nothing was evaluated; {remedy}")
+        which = str(json_object((run / BEST).read_bytes(), run / BEST, remedy, step=int)["step"])
+    if which not in found:
         raise UserError(f"--checkpoint {which}: {run} has checkpoints of the steps {steps}; or give latest or best")
-    return found[int(which)]
+    return found[which]
 
 
 # ---- the card
 
 
 def write_card(model: PushedModel, name: str, given: Mapping[str, Any], evals: Sequence[Path]) -> bool:
-    """Write the card of a trained model; returns whether it is luffy's. ``given``: fields of the front matter;
-    ``evals``: folders of luffy eval, without any those of this model below ``evals/``."""
+    """Write the card of a trained model; False if it has a custom one. ``given``: fields of the front matter."""
     path = model.folder / CARD
     before = path.read_text(encoding="utf-8") if path.is_file() else None
     asked = [f"--{key.replace('_', '-')}" for key in given] + (["--eval"] if evals else [])
@@ -104,30 +130,30 @@ def write_card(model: PushedModel, name: str, given: Mapping[str, Any], evals: S
     assert model.checkpoint is not None, "a run's model is in a checkpoint"
     step = model.checkpoint.step
     record = without_samples(model.run, read_config(settings_at(model.run, step)), step)
-    benchmarks = [figure for folder in _evaluations(model.folder, evals) for figure in benchmark_figures(folder)]
+    benchmarks = [figure for result in _results(model.folder, evals) for figure in benchmark_figures(result)]
     known = {**(_front_matter(before, path) if before else {}), **given, "name": name}
     figure = draw_curves(record, model.folder / CURVES)
-    facts = CardFacts(record, step, _read_json(model.run / DATA), benchmarks, figure, known)
+    facts = CardFacts(record, step, _counts(model.run / DATA), benchmarks, figure, known)
     write_atomically(path, model_card(facts))
     return True
 
 
 def _front_matter(text: str, path: Path) -> dict[str, Any]:
-    """What luffy's earlier card says of things that may not be known here: hub ids are told from folders where a run
-    trained, so it decides also by naming none; and a license is known to people alone."""
+    """Fields to keep from luffy's earlier card: what people wrote, and hub ids as they were known where the run trained
+    (None if it named none)."""
+    matter = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
     try:
-        matter = read_yaml(text.split("---\n")[1], str(path)) if text.startswith("---\n") else None
+        said = read_yaml(matter[1], str(path)) if matter else {}  # a stranger's card may hold a YAML bomb
     except YAML_ERRORS as error:
-        raise UserError(f"{path}: its front matter is not YAML ({' '.join(str(error).split())}); mend it") from None
-    if not isinstance(matter or {}, dict):
-        raise UserError(f"{path}: its front matter has no names with values; mend it")
-    said = {key: matter[key] for key in KEPT if key in matter} if matter else {}
-    return {"base_model": None, "datasets": None, **said}
+        raise UserError(f"{path}: its front matter is not YAML ({' '.join(str(error).split())}); fix it") from None
+    if not isinstance(said, dict):
+        raise UserError(f"{path}: its front matter has no names with values; fix it")
+    return {"base_model": None, "datasets": None, **{key: said[key] for key in KEPT if key in said}}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Of counts by name, in objects by name."""
-    remedy = "remove it, and the card does without"
+def _counts(path: Path) -> dict[str, Any]:
+    """Content of the run's data.json: objects of counts by name."""
+    remedy = "remove it, and the card is made without it"
     content = json_object(path.read_bytes(), path, remedy) if path.is_file() else {}
     for part, counts in content.items():
         names = as_object(counts, f"{path}: {part}", remedy)
@@ -135,85 +161,74 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _evaluations(model: Path, folders: Sequence[Path]) -> list[Path]:
-    """The evaluations of this model among ``evals/``, where other things may lie; ``folders`` must all be of it."""
+def _results(model: Path, folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Results of luffy eval for this model: all of ``folders``, or those in ``evals/`` that belong to it."""
     found = list(folders) or [path.parent for path in sorted(EVALS.glob(f"*/{RESULT}"))]
     if not found:
-        return []
+        return
     from luffy.evaluation.engines import model_identity
 
     identity = model_identity(str(model))
-    if not folders:
-        return [folder for folder in found if _is_evaluation_of(identity, folder)]
-    others = [folder for folder in folders if _evaluated_model(folder) != identity]
-    if others:
-        raise UserError(f"--eval {others[0]} is the evaluation of another model than {model}")
-    return found
+    for folder in found:
+        try:
+            result = read_result(folder)
+        except UserError as error:
+            if folders:
+                raise
+            logger.warning("not in the card: %s", error)
+            continue
+        if result["settings"].get("model_identity") == identity:
+            yield result
+        elif folders:
+            raise UserError(f"--eval {folder} is the evaluation of another model than {model}")
 
 
-def _is_evaluation_of(identity: str, folder: Path) -> bool:
-    try:
-        return _evaluated_model(folder) == identity
-    except UserError as error:
-        logger.warning("not in the card: %s", error)
-        return False
-
-
-def _evaluated_model(folder: Path) -> Any:
-    return read_result(folder)["settings"].get("model_identity")
-
-
-def benchmark_figures(folder: Path) -> list[BenchmarkFigure]:
-    content = read_result(folder)
-    settings = {key: value for key in EVALUATED_WITH if (value := content["settings"].get(key)) is not None}
+def benchmark_figures(result: Mapping[str, Any]) -> list[BenchmarkFigure]:
+    """Figures of one result of luffy eval as the card shows them."""
+    settings = {key: value for key in EVALUATED_WITH if (value := result["settings"].get(key)) is not None}
     return [
         BenchmarkFigure(
-            name=public(name),
-            title=public(values["title"]),
-            items=values["items"],
-            k=values["k"],
-            accuracy=values["accuracy"],
-            pass_at_k=values["pass_at"][str(values["k"])],
-            settings=settings,
+            public(name), public(v["title"]), v["items"], v["k"], v["accuracy"], v["pass_at"][str(v["k"])], settings
         )
-        for name, values in content["benchmarks"].items()
+        for name, v in result["benchmarks"].items()
     ]
 
 
 def draw_curves(run: RunRecord, path: Path) -> bool:
-    """Training reward and held-out accuracies over steps; False where nothing can be drawn."""
+    """Draw held-out accuracies and training reward over steps; False without Matplotlib or without values."""
     path.unlink(missing_ok=True)
-    held_out = [_series(run, metric, name) for metric, name in evaluations([run])]
-    reward = [_series(run, REWARD, "reward")] if run.kind == "train" else []
-    panels = (
-        Panel("Held-out accuracy", "step", "share of right answers", tuple(held_out), y_from_zero=True),
-        Panel("Training reward", "step", "mean reward", tuple(reward)),
-    )
-    drawn = tuple(panel for panel in panels if any(series.x for series in panel.series))
-    if not drawn or find_spec("matplotlib") is None:
+    held_out = {name: run.series(metric) for metric, name in evaluations([run])}
+    reward = {"reward": run.series(REWARD)} if run.kind == "train" else {}
+    panels = {"held-out accuracy": held_out, "mean training reward": reward}
+    panels = {title: curves for title, curves in panels.items() if any(curves.values())}
+    if not panels or find_spec("matplotlib") is None:
         return False
-    draw(Figure("curves", "", "", "", drawn), path, {})
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(panels) + 1, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for ax, (title, curves) in zip(axes, panels.items(), strict=True):
+        for name, points in curves.items():
+            ax.plot([step for step, _ in points], [value for _, value in points], marker=".", label=name)
+        ax.set(title=title, xlabel="step")
+        ax.legend(frameon=False)
+    axes[0].set_ylim(bottom=0)
+    figure.savefig(path, dpi=150)
     return True
-
-
-def _series(run: RunRecord, metric: str, name: str) -> Series:
-    points = run.series(metric)
-    return Series(name, tuple(float(step) for step, _ in points), tuple(value for _, value in points))
 
 
 # ---- the files
 
 
 def files_to_push(model: PushedModel, training_state: bool = False, samples: bool = False) -> dict[str, Path]:
-    """Files by their names in the repository. Of a checkpoint only what was saved with it goes, and its card."""
+    """Files by their names in the repository; of a checkpoint only what was saved with it, and its card."""
     if model.checkpoint is None:
         if training_state or samples:
             raise UserError(f"{model.folder} is a model alone: it has no training state and no samples to push")
-        below = [path for path in files_below(model.folder) if not _hidden(path.relative_to(model.folder))]
-        return {path.relative_to(model.folder).as_posix(): path for path in below}
-    place = model.checkpoint.path
-    saved = {path.relative_to(place).as_posix(): path for path in files_below(place)}
-    saved = {name: path for name, path in saved.items() if name not in model.foreign}
+        return {name: path for name, path in _named(model.folder) if not any(p[0] == "." for p in Path(name).parts)}
+    saved = {name: path for name, path in _named(model.checkpoint.path) if name not in model.foreign}
     files = {name.removeprefix("model/"): path for name, path in saved.items() if name.startswith("model/")}
     if training_state:
         model.checkpoint.check_resumable()
@@ -225,8 +240,8 @@ def files_to_push(model: PushedModel, training_state: bool = False, samples: boo
     return files
 
 
-def _hidden(name: Path) -> bool:
-    return any(part.startswith(".") for part in name.parts)
+def _named(folder: Path) -> list[tuple[str, Path]]:
+    return [(path.relative_to(folder).as_posix(), path) for path in files_below(folder)]
 
 
 def listing(files: Mapping[str, Path]) -> list[str]:
@@ -239,6 +254,7 @@ def listing(files: Mapping[str, Path]) -> list[str]:
 
 
 def check_repo_name(repo: str) -> None:
+    """Raise a UserError if the hub would not accept the name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -250,7 +266,7 @@ def check_repo_name(repo: str) -> None:
 
 
 def check_hub() -> None:
-    """A UserError where nobody is logged in, or the hub does not answer."""
+    """Raise a UserError without a token, or if the hub does not answer."""
     from huggingface_hub import constants, get_token
 
     if get_token() is None:
@@ -263,10 +279,10 @@ def check_hub() -> None:
 def upload(
     repo: str, files: Mapping[str, Path], message: str, private: bool = False, revision: str | None = None
 ) -> str:
-    """Upload files in one commit to a repository that is made where it is not there; returns the commit's address.
+    """Upload files in one commit, creating the repository if needed; returns the address of the commit.
 
     Weights of an earlier model that are not overwritten are removed in the same commit: a single file would be loaded
-    instead of the shards beside it.
+    instead of the shards next to it.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 

@@ -1,8 +1,8 @@
 """Typed configuration objects from plain dictionaries, on standard dataclasses.
 
-A knob is a dataclass field with its meaning and its bounds beside its default. Reading checks names
-(an unknown key is an error that names the nearest known one), types and bounds, with the dotted path
-of the key in every message.
+A setting is a dataclass field with its meaning and its bounds beside its default. Reading checks names (an unknown key
+is an error that names the nearest known one), types and bounds, with the dotted path of the key in every message. A
+field that chooses a part by name (``knob(..., parts=REGISTRY)``) holds a ``Chosen``: the name and the part's settings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin
 
 from luffy.errors import ConfigError
 
@@ -23,6 +23,63 @@ T = TypeVar("T")
 MOST = 2**63 - 1  # of whole numbers: what 64 bits hold
 LARGEST = 10**308  # of whole numbers that are read as floats
 SWITCH = {False: "off", True: "on"}  # YAML reads these words as truth values
+
+
+class Parts(Protocol):
+    """What a field with ``parts`` asks of a registry."""
+
+    def read(self, value: Any, where: str, default: str = "") -> Chosen:
+        """A part by its name, or by a mapping of ``name`` (else ``default``) and its settings."""
+
+    def known(self, name: str) -> Any:
+        """The registered part of that name with its facts."""
+
+    def settings(self) -> Iterator[tuple[str, type]]:
+        """The built-in parts that have settings: name and dataclass of each."""
+
+
+class Chosen(str):
+    """The name of a part that a config chooses, with the part's ``settings`` (a dataclass). Compares with a plain name
+    like a string, and with another choice by its settings too."""
+
+    settings: Any
+    parts: Any
+
+    def __new__(cls, name: str, settings: Any = None, parts: Parts | None = None) -> Chosen:
+        chosen = super().__new__(cls, name)
+        chosen.settings, chosen.parts = settings, parts
+        return chosen
+
+    @property
+    def part(self) -> Any:
+        """The registered part with its facts; of a ``module:function`` the facts are those of any part."""
+        return self.parts.known(self)
+
+    def fact(self, name: str) -> Any:
+        """A fact about the part as it is set: its settings may say otherwise than the part in general."""
+        return getattr(self.settings, name, getattr(self.part, name))
+
+    @property
+    def shown(self) -> str:
+        """The name with its settings, on one line: ``p_div_p (gamma 0.1)``."""
+        given = ", ".join(f"{f.name} {getattr(self.settings, f.name)}" for f in dataclasses.fields(self.settings))
+        return f"{self} ({given})" if given else str(self)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Chosen) and self.settings != other.settings:
+            return False
+        return str.__eq__(self, other) if isinstance(other, str) else NotImplemented
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+    def __deepcopy__(self, memo: Any) -> Chosen:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.settings, self.parts)
 
 
 def knob(
@@ -34,13 +91,23 @@ def knob(
     le: float | None = None,
     factory: Any = dataclasses.MISSING,
     required: bool = False,
+    parts: Parts | None = None,
 ) -> Any:
-    """A documented field; ``ge``, ``gt`` and ``le`` bound a number. ``required``: its default only says that it was not
-    given, which whoever uses it refuses."""
-    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "required": required}
+    """A documented setting; ``ge``, ``gt`` and ``le`` bound a number. ``required``: it has no usable default.
+    ``parts``: the registry that it chooses from by name."""
+    metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "required": required, "parts": parts}
+    if parts is not None:
+        metadata["name"] = default
+        factory, default = _chosen_by_default(parts, default), dataclasses.MISSING
     if factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def _chosen_by_default(parts: Parts, default: Any) -> Any:
+    if isinstance(default, str):
+        return lambda: parts.read(default, "")
+    return lambda: tuple(parts.read(name, "") for name in default)
 
 
 def key_of(field: dataclasses.Field[Any]) -> str:
@@ -65,14 +132,35 @@ def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     hints = typing.get_type_hints(cls)
     fields = {key_of(f): f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     arguments = {}
-    for key, value in values.items():
+    for key, value in getattr(cls, "with_current_keys", dict)(values).items():
         where = _below(path, key)
         if key not in fields:
             raise ConfigError(f"unknown key '{where}'{_nearest_key(str(key), cls, path)}")
-        name = fields[key].name
+        name, about = fields[key].name, fields[key].metadata
+        if about.get("parts") is not None:
+            arguments[name] = _read_parts(value, about, where)
+            continue
         arguments[name] = _convert(value, hints[name], where)
-        _check_bounds(arguments[name], fields[key].metadata, where)
+        _check_bounds(arguments[name], about, where)
     return cls(**arguments)
+
+
+def _read_parts(value: Any, about: Mapping[str, Any], where: str) -> Any:
+    """The chosen part, or a tuple of parts where the default is one."""
+    parts: Parts = about["parts"]
+    if isinstance(about["name"], str):
+        return parts.read(value, where, about["name"])
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ConfigError(f"'{where}' must be a list, got {value!r}")
+    return tuple(parts.read(item, f"{where}[{i}]") for i, item in enumerate(value))
+
+
+def choose_parts(section: Any, path: str) -> None:
+    """Read the parts of a section that Python code made with plain names."""
+    for field in dataclasses.fields(section):
+        if field.metadata.get("parts") is not None:
+            value = _read_parts(getattr(section, field.name), field.metadata, f"{path}.{field.name}")
+            object.__setattr__(section, field.name, value)
 
 
 def _below(path: str, name: Any) -> str:
@@ -198,6 +286,7 @@ class KnobDoc:
     default: Any
     help: str
     required: bool = False
+    part: str = ""  # whose setting it is
 
     @property
     def shown_default(self) -> str:
@@ -209,6 +298,9 @@ def describe(cls: type, path: str = "") -> Iterator[KnobDoc]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         where = _below(path, key_of(field))
+        if field.metadata.get("parts") is not None:
+            yield from _describe_parts(field, where)
+            continue
         inner = _dataclass_in(hints[field.name])
         if inner is not None:
             yield from describe(inner, where)
@@ -218,6 +310,16 @@ def describe(cls: type, path: str = "") -> Iterator[KnobDoc]:
             default = field.default_factory()
         about = field.metadata
         yield KnobDoc(where, kind_of(hints[field.name]), default, about.get("help", ""), about.get("required", False))
+
+
+def _describe_parts(field: dataclasses.Field[Any], where: str) -> Iterator[KnobDoc]:
+    """The field, then the settings of each built-in part that it may name."""
+    about = field.metadata
+    one = isinstance(about["name"], str)
+    yield KnobDoc(where, "part" if one else "list of parts", about["name"], about["help"])
+    for name, settings in about["parts"].settings():
+        for doc in describe(settings, where if one else f"{where}.{name}"):
+            yield dataclasses.replace(doc, help=f"{name}: {doc.help}", part=name)
 
 
 def _dataclass_in(hint: Any) -> type | None:
@@ -242,6 +344,9 @@ def kind_of(hint: Any) -> str:
 
 def to_dict(config: Any) -> Any:
     """Plain dictionaries and lists, ready for YAML or JSON."""
+    if isinstance(config, Chosen):
+        settings = to_dict(config.settings)
+        return {"name": str(config), **settings} if settings else str(config)
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return {key_of(f): to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
     if isinstance(config, tuple | list):

@@ -2,9 +2,9 @@
 
     row of a file -> Problem (+ Trace)           text
                   -> Task (+ Demonstration)      token ids under the model's tokenizer
+                  -> Episode                     one response to a task, finished or not; each token has an Author
                   -> Request -> Completion       what an engine takes and gives
-                  -> Rollout                     one response of a task, whoever wrote its tokens
-                  -> Group                       all rollouts of one task with their rewards
+                  -> Group                       all episodes of one task with their scores
                   -> Sample                      one response with its credit as per-token streams
                   -> MicroBatch                  samples packed end to end, no padding
 
@@ -14,7 +14,8 @@ Per-token streams are 1-D CPU tensors whose length is the number of RESPONSE tok
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -56,8 +57,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Problem:
-    """A row of a dataset. A ``str`` prompt is a question and gets the prompt style of the config; a tuple of messages
-    is a chat. The gold answer stays a string."""
+    """A row of a dataset. A ``str`` prompt gets the config's prompt style; a tuple of messages is a chat. The gold
+    answer stays a string."""
 
     id: str
     prompt: str | tuple[Message, ...]
@@ -105,8 +106,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to make. ``max_tokens`` of the sampling counts generated tokens only. The same seed gives
-    the same tokens in any batch."""
+    """One response to make. ``sampling.max_tokens`` counts generated tokens only. Equal seeds give equal tokens in
+    any batch."""
 
     prompt_ids: tuple[int, ...]
     seed: int
@@ -126,10 +127,10 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """What an engine generated after the prefix; the EOS that ended it is the last token.
+    """Tokens generated after the prefix; the EOS that ended them is the last.
 
-    With a second model: ``overrides`` are the tokens that it wrote, ``behavior_log_probs`` what the tokens were drawn
-    with, ``guidance_log_probs`` those under the second model.
+    With a guide model: ``overrides`` marks its tokens, ``behavior_log_probs`` are those of the behaviour policy,
+    ``guidance_log_probs`` those of the guide model.
     """
 
     token_ids: Tensor  # [T] long
@@ -141,37 +142,93 @@ class Completion:
     versions: Tensor | None = None  # [T] long: of the policy that drew each token, where they are not all the same
 
 
-@dataclass(frozen=True, eq=False)
-class Rollout:
-    """One response to a task. A teacher wrote its first ``prefix`` tokens.
+class Author(IntEnum):
+    """Who wrote a token. Every mask that a loss needs is one comparison: see ``off_policy`` and ``is_drawn``."""
 
-    ``behavior_log_probs`` are of whoever wrote the token: the engine's for its own tokens; the
-    recorded teacher's for off-policy tokens, 0 (probability 1) where none was recorded.
-    ``engine_log_probs`` are the policy's own as the engine saw them (NaN where it did not); they differ from
-    the behaviour only where a second model had a say. ``overrides[t]`` is True where it put token t in.
+    POLICY = 0
+    GUIDE = 1  # the model that overrides tokens
+    ENVIRONMENT = 2  # in no loss and in no metric
+    TEACHER = 3
+    REPLAY = 4  # the policy, in an earlier step
+
+
+def written_by(author: Author, count: int) -> Tensor:
+    """[count] int8: the authors of tokens that one author wrote."""
+    import torch
+
+    return torch.full((count,), author, dtype=torch.int8)
+
+
+def off_policy(authors: Tensor) -> Tensor:
+    """[T] bool: the tokens of a trace, written by a teacher or by the policy in an earlier step."""
+    return authors >= Author.TEACHER
+
+
+def is_drawn(authors: Tensor) -> Tensor:
+    """[T] bool: the tokens that the engine drew, from the policy or the guide model."""
+    return authors <= Author.GUIDE
+
+
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """One response to a task, finished or not, whoever wrote its tokens.
+
+    ``behavior_log_probs`` are of whoever wrote the token: the engine's for the tokens that it drew; the recorded
+    teacher's for a trace, 0 (probability 1) if none was recorded. ``engine_log_probs`` are the policy's own as the
+    engine saw them (NaN if it did not); they differ from the behaviour only under token overrides.
     """
 
     task: Task
     token_ids: Tensor  # [T] long
-    prefix: int
+    authors: Tensor  # [T] int8, of Author
     behavior_log_probs: Tensor  # [T] float32
     engine_log_probs: Tensor  # [T] float32
-    overrides: Tensor  # [T] bool
-    finish: Finish
+    finish: Finish | None  # None: the engine has to continue it, with these:
+    seed: int = 0
+    sampling: Sampling | None = None  # max_tokens counts all tokens that the engine draws
+    trace: Demonstration | None = None  # that it begins with
     prefix_ratio: float = 0.0
     policy_version: int = 0  # of the policy that drew the last token
-    guidance_log_probs: Tensor | None = None  # [T] float32, NaN where the second model gave none
-    token_versions: Tensor | None = None  # [T] long, where several versions drew it
+    guidance_log_probs: Tensor | None = None  # [T] float32, NaN if the guide model gave none
+    token_versions: Tensor | None = None  # [T] long, if several versions drew it
+
+    @property
+    def request(self) -> Request | None:
+        """A request for the rest of it; None if it is finished."""
+        return None if self.finish is not None else self.request_for()
+
+    def request_for(self, most: int = NO_LIMIT) -> Request:
+        """A request for at most ``most`` tokens of the rest. Requires that it is not finished."""
+        assert self.sampling is not None
+        # At least one: a resumed run may have a lower rollout.max_tokens than the response has tokens.
+        left = max(min(self.sampling.max_tokens - self.drawn, most), 1)
+        sampling = self.sampling if left == self.sampling.max_tokens else replace(self.sampling, max_tokens=left)
+        return Request(self.task.prompt_ids, self.seed, sampling, tuple(self.token_ids.tolist()))
 
     @cached_property
     def off_policy(self) -> Tensor:
-        """[T] bool: where a teacher wrote the token."""
-        import torch
+        """[T] bool: the tokens of a trace."""
+        return off_policy(self.authors)
 
-        written = torch.zeros(self.token_ids.numel(), dtype=torch.bool)
-        if self.prefix:  # most have none, and a step has thousands
-            written[: self.prefix] = True
-        return written
+    @property
+    def overrides(self) -> Tensor:
+        """[T] bool: the tokens of the guide model."""
+        return self.authors == Author.GUIDE
+
+    @cached_property
+    def prefix(self) -> int:
+        """Number of tokens of a trace."""
+        return int(self.off_policy.sum())
+
+    @property
+    def drawn(self) -> int:
+        """Number of tokens that the engine drew."""
+        return self.length - self.prefix
+
+    @cached_property
+    def length(self) -> int:
+        """Number of tokens of the response, without those of an environment."""
+        return self.token_ids.numel() - int((self.authors == Author.ENVIRONMENT).sum())
 
     @property
     def is_on_policy(self) -> bool:
@@ -179,21 +236,41 @@ class Rollout:
 
     @property
     def is_trace(self) -> bool:
-        """Whether a teacher wrote every token."""
-        return self.prefix == self.token_ids.numel()
+        """Whether a trace is all of it."""
+        return self.prefix == self.length
 
     @property
     def is_own(self) -> bool:
-        """Whether the policy wrote it alone: no token of a teacher, no hint in the prompt."""
+        """Whether the policy wrote it alone: no token of a trace, no hint in the prompt."""
         return self.is_on_policy and not self.task.hint
 
     @property
     def versions(self) -> Tensor:
-        """[T] long: the version of the policy that made each token, -1 where a teacher wrote it."""
+        """[T] long: the version of the policy that drew each token, -1 if the engine did not draw it."""
         import torch
 
         made_by = self.policy_version if self.token_versions is None else self.token_versions
-        return torch.where(self.off_policy, -1, made_by)
+        return torch.where(is_drawn(self.authors), made_by, -1)
+
+
+def Rollout(
+    task: Task,
+    token_ids: Tensor,
+    prefix: int,
+    behavior_log_probs: Tensor,
+    engine_log_probs: Tensor,
+    overrides: Tensor,
+    finish: Finish,
+    prefix_ratio: float = 0.0,
+    policy_version: int = 0,
+) -> Episode:
+    """A finished episode that begins with ``prefix`` tokens of a trace; ``overrides`` [T] bool: of the guide model."""
+    import torch
+
+    authors = overrides.to(torch.int8)
+    authors[:prefix] = Author.TEACHER
+    logs = behavior_log_probs, engine_log_probs
+    return Episode(task, token_ids, authors, *logs, finish, prefix_ratio=prefix_ratio, policy_version=policy_version)
 
 
 @dataclass(frozen=True)
@@ -215,15 +292,20 @@ class Score:
 
 @dataclass(frozen=True)
 class Group:
-    """All rollouts of one task with their scores, in the order they were planned."""
+    """All episodes (``rollouts``) of one task with their scores, in the order they were planned; without scores while
+    an episode is not finished."""
 
     task: Task
-    rollouts: tuple[Rollout, ...]
+    rollouts: tuple[Episode, ...]
     scores: tuple[Score, ...]
 
     @property
+    def is_finished(self) -> bool:
+        return len(self.scores) == len(self.rollouts)
+
+    @property
     def has_traces_alone(self) -> bool:
-        """Whether a teacher wrote every token of every rollout."""
+        """Whether every episode is a whole trace."""
         return all(rollout.is_trace for rollout in self.rollouts)
 
 
@@ -238,7 +320,7 @@ class Sample:
 
     prompt_ids: tuple[int, ...]
     token_ids: Tensor  # [T] long
-    off_policy: Tensor  # [T] bool
+    authors: Tensor  # [T] int8, of Author
     rl_weights: Tensor  # [T] float32
     sft_weights: Tensor  # [T] float32
     advantages: Tensor  # [T] float32
@@ -246,6 +328,11 @@ class Sample:
     engine_log_probs: Tensor  # [T] float32
     old_log_probs: Tensor | None = None  # [T] float32; None: take the current ones
     ref_log_probs: Tensor | None = None  # [T] float32
+
+    @property
+    def off_policy(self) -> Tensor:
+        """[T] bool: the tokens of a trace."""
+        return off_policy(self.authors)
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + int(self.token_ids.numel())
@@ -294,7 +381,7 @@ class MicroBatch:
     order: tuple[int, ...]  # which of the packed samples these are
     predict_from: Tensor  # [R] long
     targets: Tensor  # [R] long
-    off_policy: Tensor  # [R] bool
+    authors: Tensor  # [R] int8, of Author
     rl_weights: Tensor  # [R] float32
     sft_weights: Tensor  # [R] float32
     advantages: Tensor  # [R] float32
@@ -302,6 +389,16 @@ class MicroBatch:
     engine_log_probs: Tensor  # [R] float32
     old_log_probs: Tensor | None
     ref_log_probs: Tensor | None
+
+    @cached_property
+    def off_policy(self) -> Tensor:
+        """[R] bool: the tokens of a trace."""
+        return off_policy(self.authors)
+
+    @cached_property
+    def is_drawn(self) -> Tensor:
+        """[R] bool: the tokens that the engine drew."""
+        return is_drawn(self.authors)
 
     @property
     def response_lengths(self) -> tuple[int, ...]:
@@ -316,8 +413,9 @@ class MicroBatch:
     def to(self, device: torch.device | str) -> MicroBatch:
         from torch import Tensor
 
-        moved = {k: to_device(v, device) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return MicroBatch(**{**vars(self), **moved})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {k: to_device(v, device) for k, v in values.items() if isinstance(v, Tensor)}
+        return MicroBatch(**{**values, **moved})
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from luffy.report.curves import t_quantile_95
+from luffy.report.method_colours import METHODS, colour_of, dash_of
 
 
 def half_width(values: Sequence[float]) -> float:
@@ -39,6 +40,17 @@ def smooth(values: Sequence[float], width: int = 5) -> list[float]:
     return [statistics.mean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
+def looks(method: str, variants: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """Colour and line of a method as in ``luffy report``; a variant (method, line) has the colour of its method."""
+    if method == "base":
+        return {"color": "#000000"}
+    if method in variants:
+        name, line = variants[method]
+        return {"color": colour_of(name), "linestyle": line}
+    dash = dash_of(METHODS.index(method))
+    return {"color": colour_of(method), "linestyle": (0, tuple(map(float, dash.split()))) if dash else "-"}
+
+
 def panels(count: int, height: float = 3.1) -> tuple[Any, list[Any]]:
     figure, axes = plt.subplots(1, count, figsize=(3.4 * count, height), layout="constrained")
     return figure, list(axes) if count > 1 else [axes]
@@ -49,7 +61,15 @@ def legend_below(figure: Any, ax: Any) -> None:
     columns = 4 if figure.get_figwidth() > 8 else 3
     lines, labels = ax.get_legend_handles_labels()
     once = dict(zip(labels, lines, strict=True))
-    figure.legend(once.values(), once.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    figure.legend(
+        once.values(),
+        once.keys(),
+        loc="outside lower center",
+        handlelength=3.2,
+        ncols=columns,
+        frameon=False,
+        fontsize=9,
+    )
 
 
 def fill_marks(text: str, tables: Mapping[str, str]) -> str:

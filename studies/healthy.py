@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from luffy.report.method_colours import COLOURS
-from luffy.report.recorder import METRICS
-from luffy.report.runs import RunRecord, load_run
+from luffy.run_folder.layout import METRICS
+from luffy.run_folder.runs import RunRecord, load_run
 from studies.common import legend_below, panels, smooth
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"

@@ -30,8 +30,16 @@ settings.register_profile("luffy", deadline=None, derandomize="CI" in os.environ
 settings.load_profile("luffy")
 
 
+STUDIES = tuple(Path(__file__).parent / folder for folder in ("studies", "benchmarks"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before the items are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take children come first: so they are one worker's, and a child that has imported torch serves many."""
+    """Mark the tests of studies and benchmarks, which are outside the package. Files that take children come first: so
+    they are one worker's, and a child that has imported torch serves many."""
+    for item in items:
+        if any(item.path.is_relative_to(folder) for folder in STUDIES):
+            item.add_marker("studies")
     taking = {"run_ranks", "in_child", "in_children", "exit_code_in_child"}
     items.sort(key=lambda item: not taking & vars(getattr(item, "module", None) or item).keys())
 
@@ -39,18 +47,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def no_full_collection_in_a_training():
     """A training looks once through all objects of the process: in this one, a third of its time."""
-    import luffy.train.lasting_objects
+    import luffy.train.recording
 
     without = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(luffy.train.lasting_objects, "gc", without)
+        patch.setattr(luffy.train.recording, "gc", without)
         yield
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
-    from support import LETTERS, make_tokenizer
+    from builders import LETTERS, make_tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("model")

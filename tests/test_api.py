@@ -104,7 +104,7 @@ def test_evaluate_takes_the_options_of_the_command(tmp_path):
 
 
 def test_the_page_is_generated_from_the_docstrings():
-    from luffy.docs_pages import API_GROUPS, api_page
+    from pages import API_GROUPS, api_page
 
     assert sorted(name for names in API_GROUPS.values() for name in names) == sorted(api.__all__)
     page = Path(__file__).parents[1] / "docs" / "api.md"

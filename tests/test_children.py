@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from children import ChildFailed, in_child
+from processes import is_running
 
 TESTS = Path(__file__).parent
 SCRIPT = """
@@ -26,14 +27,6 @@ except children.ChildFailed as failure:
     print(failure, left.process.pid, sep="\\n", flush=True)
 os._exit(1)
 """
-
-
-def is_running(pid):
-    try:
-        os.kill(pid, 0)
-        return True
-    except ProcessLookupError:
-        return False
 
 
 def test_a_job_that_hangs_ends_with_a_stack_and_nothing_outlives_the_tests():

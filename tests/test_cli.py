@@ -1,6 +1,5 @@
 """The command line as a user meets it: exit codes, one-line errors, nothing half-written."""
 
-import contextlib
 import io
 import json
 import os
@@ -10,44 +9,21 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
-from support import stop_before_update
+from builders import write_rows
+from commands import luffy
+from trainings import stop_before_update
 
 import luffy as luffy_package
-from luffy.cli import main
 from luffy.config import load_config
 from luffy.errors import ConfigError
 from luffy.generate import read_prompts
 from luffy.report.methods import group_runs
-from luffy.report.runs import load_run
+from luffy.run_folder.runs import load_run
 from luffy.train.loop import Trainer
-
-
-@dataclass
-class Result:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def luffy(*args, stdin=""):
-    """``luffy ARGS`` in this process: what it printed and its exit code."""
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        patch.setattr(sys, "argv", ["luffy", *map(str, args)])
-        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        patch.setattr("torch.cuda.is_available", lambda: False)
-        patch.setenv("COLUMNS", "200")
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-    return Result(code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture
@@ -121,7 +97,7 @@ def test_a_stopped_run_says_that_it_goes_on_without_its_resume(recipe, monkeypat
 
 def test_help_shows_every_knob_and_only_working_commands():
     text = luffy("train", "--help").stdout
-    assert "guidance.n_prefix = 1" in text and "samples of each group that start from a teacher's trace" in text
+    assert "guidance.n_prefix = 1" in text and "samples of each group that start from a trace" in text
     listed = luffy("--help").stdout.split("Commands:")[1]
     for command in [line.split()[0] for line in listed.splitlines() if line.startswith("  ") and line[2] != " "]:
         assert luffy(command, "--help").returncode == 0
@@ -222,7 +198,7 @@ def test_generate_from_argument_file_and_stdin(tiny_model, tmp_path):
 def test_verify_scores_rows_in_order(tmp_path):
     rows = [("72", "so \\boxed{72}"), ("1/2", "thus \\boxed{0.5}"), ("3", "I do not know"), ("4", "\\boxed{5}")]
     path, out = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
-    path.write_text("".join(json.dumps({"answer": a, "response": r}) + "\n" for a, r in rows))
+    write_rows(path, ({"answer": a, "response": r} for a, r in rows))
     result = luffy("verify", path, "--workers", 1, "--out", out)
     assert result.returncode == 0, result.stderr
     scores = [json.loads(line) for line in out.read_text().splitlines()]
@@ -249,13 +225,13 @@ def test_help_shows_whole_descriptions():
     for group in ([], ["prepare"], ["bench"], ["eval"]):
         listed = luffy(*group, "--help").stdout.split("Commands:")[1]
         assert not any(line.endswith("...") for line in listed.splitlines()) and len(listed.split()) > 20
-    assert "guided ones, or both." in " ".join(luffy("--help").stdout.split())
+    assert "traces, or both." in " ".join(luffy("--help").stdout.split())
 
 
 @pytest.mark.parametrize(
     ("options", "advice"),
     [
-        (["--steps", "3"], "--steps is no option: write algorithm.mix.steps=3 or train.steps=3"),
+        (["--steps", "3"], "--steps: unknown option; write algorithm.mix.steps=3 or train.steps=3"),
         (["--steps=3"], "or train.steps=3"),
         (["--optim.lr", "1e-6"], "write optim.lr=1e-6"),
         (["--max-prompt-tokens=9"], "write data.max_prompt_tokens=9"),

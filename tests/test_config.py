@@ -8,11 +8,11 @@ from luffy.config import Config, build, built_in_recipes, check_made_for, load_c
 from luffy.config.recipes import PACKAGE, parse_yaml
 from luffy.errors import ConfigError, UserError
 from luffy.push import _front_matter
-from luffy.report.runs import read_config
+from luffy.run_folder.runs import read_config
 from luffy.schema import describe
 
 
-def write(folder, name, text):
+def write_recipe(folder, name, text):
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -20,8 +20,8 @@ def write(folder, name, text):
 
 
 def test_a_recipe_inherits_shows_what_differs_and_is_overridden(tmp_path):
-    write(tmp_path, "base.yaml", "name: base\noptim: {lr: 1e-5, warmup: 5}\nreward: {weights: {math: 1.0}}\n")
-    child = write(tmp_path, "deep/child.yaml", "base: ../base.yaml\nname: child\noptim: {lr: 3e-5}\n")
+    write_recipe(tmp_path, "base.yaml", "name: base\noptim: {lr: 1e-5, warmup: 5}\nreward: {weights: {math: 1.0}}\n")
+    child = write_recipe(tmp_path, "deep/child.yaml", "base: ../base.yaml\nname: child\noptim: {lr: 3e-5}\n")
     cfg = load_config(child, ["optim.warmup=0.1", "rollout.n=4", "model.lora.rank=8", "reward.weights.format=0.5"])
     assert (cfg.name, cfg.optim.lr, cfg.optim.warmup, cfg.rollout.n) == ("child", 3e-5, 0.1, 4)
     assert cfg.model.lora.rank == 8 and cfg.reward.weights == {"math": 1.0, "format": 0.5}
@@ -31,7 +31,12 @@ def test_defaults_are_the_paper_s_choices():
     cfg = load_config(None)
     a = cfg.algorithm
     assert (a.advantage, a.normalize_std, a.loss_reduction) == ("grpo", False, "seq-mean-token-sum-norm")
-    assert (a.remove_clip, a.off_policy_reshape, a.entropy_coef, a.kl_coef) == (True, "p_div_p_0.1", 0.001, 0.0)
+    assert (a.remove_clip, a.off_policy_reshape.shown, a.entropy_coef, a.kl_coef) == (
+        True,
+        "p_div_p (gamma 0.1)",
+        0.001,
+        0.0,
+    )
     assert (cfg.rollout.n, cfg.guidance.n_prefix, cfg.guidance.max_ratio) == (8, 1, 1.0)
 
 
@@ -41,7 +46,7 @@ def test_the_resolved_config_reads_back_to_the_same_object():
 
 
 def test_off_is_a_word_also_where_yaml_reads_a_truth_value(tmp_path):
-    recipe = write(tmp_path, "r.yaml", "algorithm: {mismatch_correction: off}\n")
+    recipe = write_recipe(tmp_path, "r.yaml", "algorithm: {mismatch_correction: off}\n")
     assert load_config(recipe).algorithm.mismatch_correction == "off"
     assert load_config(None, ["algorithm.mismatch_correction=off"]).algorithm.mismatch_correction == "off"
     with pytest.raises(ConfigError, match="must be one of off, truncated, masked; got True"):
@@ -67,14 +72,14 @@ def test_off_is_a_word_also_where_yaml_reads_a_truth_value(tmp_path):
         ("algorithm.advantage=grpo_splt", "did you mean 'grpo_split'"),
         (
             "algorithm.off_policy_reshape=cube",
-            "'algorithm.off_policy_reshape': unknown reshape 'cube'; known: no_reshape",
+            "'algorithm.off_policy_reshape' must be one of no_reshape, .*; got 'cube'",
         ),
         ("guidance.min_ratio=0.9 guidance.max_ratio=0.5", "exceeds 'guidance.max_ratio'"),
         ("algorithm.advantage=grpo_split guidance.n_prefix=8", "no on-policy sample is left"),
         ("algorithm.trace_term=sft guidance.n_prefix=8", "no on-policy sample is left"),
         ("algorithm.trace_ratio=ppo algorithm.off_max_clip=2", "off_max_clip would change nothing"),
         ("algorithm.off_policy_reshape=exgrpo algorithm.teacher_probs=recorded", "set algorithm.teacher_probs=one"),
-        ("algorithm.sft_reshape=chord", "'algorithm.sft_reshape': unknown reshape 'chord'.*chord_phi"),
+        ("algorithm.sft_reshape=chord", "'algorithm.sft_reshape' must be one of .*did you mean 'chord_phi'"),
         ("batch.tokens=100", "'batch.tokens' .100. cannot hold one sequence"),
         ("batch.mini_batch=200", "exceeds 'batch.problems'"),
         ("algorithm.max_accuracy=-1", "algorithm.max_accuracy"),
@@ -94,7 +99,7 @@ def test_a_wrong_key_or_value_names_itself_and_the_remedy(override, message):
 
 
 def test_an_override_replaces_a_mapping(tmp_path):
-    recipe = write(tmp_path, "r.yaml", "reward: {weights: {math: 1.0}}\ndata: {eval_also: {ood: x}, eval: y}\n")
+    recipe = write_recipe(tmp_path, "r.yaml", "reward: {weights: {math: 1.0}}\ndata: {eval_also: {ood: x}, eval: y}\n")
     assert load_config(recipe, ["reward.weights={}"]).reward.weights == {}
     assert load_config(recipe, ["data.eval=null", "data.eval_also={}"]).data.eval is None
 
@@ -102,43 +107,47 @@ def test_an_override_replaces_a_mapping(tmp_path):
 def test_recipes_that_cannot_be_read(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no recipe 'nowhere.yaml'"):
         load_config("nowhere.yaml")
-    write(tmp_path, "mine.yaml", "")
+    write_recipe(tmp_path, "mine.yaml", "")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="did you mean 'mine.yaml'"):
         load_config("mine.yml")
     with pytest.raises(ConfigError, match="not valid YAML"):
-        load_config(write(tmp_path, "bad.yaml", "a: [1"))
+        load_config(write_recipe(tmp_path, "bad.yaml", "a: [1"))
     with pytest.raises(ConfigError, match="brackets lie 1500 deep in each other, at most 200"):
-        load_config(write(tmp_path, "deep.yaml", "a: " + "[" * 1500))
+        load_config(write_recipe(tmp_path, "deep.yaml", "a: " + "[" * 1500))
     with pytest.raises(ConfigError, match="brackets lie 201 deep"):
-        load_config(write(tmp_path, "flat.yaml", "name: a\n"), ["data.train=" + "[{a: " * 100 + "["])
-    flat = write(tmp_path, "flat.yaml", "data: {train: [" + "'}]', " * 300 + "a]}\n")
+        load_config(write_recipe(tmp_path, "flat.yaml", "name: a\n"), ["data.train=" + "[{a: " * 100 + "["])
+    flat = write_recipe(tmp_path, "flat.yaml", "data: {train: [" + "'}]', " * 300 + "a]}\n")
     assert len(load_config(flat).data.train) == 301  # many brackets, none of them deep
     with pytest.raises(ConfigError, match="mapping of sections"):
-        load_config(write(tmp_path, "list.yaml", "- 1\n"))
-    write(tmp_path, "a.yaml", "base: b.yaml\n")
+        load_config(write_recipe(tmp_path, "list.yaml", "- 1\n"))
+    write_recipe(tmp_path, "a.yaml", "base: b.yaml\n")
     with pytest.raises(ConfigError, match="inherits itself"):
-        load_config(write(tmp_path, "b.yaml", "base: a.yaml\n"))
-    assert load_config(write(tmp_path, "empty.yaml", "")) == load_config(None, ["name=empty"])
+        load_config(write_recipe(tmp_path, "b.yaml", "base: a.yaml\n"))
+    assert load_config(write_recipe(tmp_path, "empty.yaml", "")) == load_config(None, ["name=empty"])
 
 
 def test_a_key_that_a_recipe_has_twice_is_refused(tmp_path):
-    twice = write(tmp_path, "twice.yaml", "optim:\n  lr: 1e-4\ntrain: {steps: 3}\noptim:\n  warmup: 2\n")
+    twice = write_recipe(tmp_path, "twice.yaml", "optim:\n  lr: 1e-4\ntrain: {steps: 3}\noptim:\n  warmup: 2\n")
     with pytest.raises(ConfigError, match=rf"{twice}: .*key 'optim' in line 4 is there already, in line 1; keep one"):
         load_config(twice)
     with pytest.raises(ConfigError, match="key 'lr' in line 2 is there already, in line 2"):
-        load_config(write(tmp_path, "inside.yaml", "name: a\noptim: {lr: 1e-4, 'lr': 1e-5}\n"))
+        load_config(write_recipe(tmp_path, "inside.yaml", "name: a\noptim: {lr: 1e-4, 'lr': 1e-5}\n"))
     with pytest.raises(ConfigError, match="override 'reward.weights=.*key 'math' in line 1"):
         load_config(None, ["reward.weights={math: 1, math: 2}"])
 
 
 def test_a_key_that_a_merge_brings_may_be_named_again(tmp_path):
     inner = "optim:\n  <<: {lr: 1e-5, warmup: 1}\n  <<: {eps: 1e-7}\n  warmup: 2\n"
-    cfg = load_config(write(tmp_path, "merged.yaml", inner))
+    cfg = load_config(write_recipe(tmp_path, "merged.yaml", inner))
     assert (cfg.optim.lr, cfg.optim.warmup, cfg.optim.eps) == (1e-5, 2, 1e-7)
     # the anchored mapping is merged before it is read itself
     chain = "{a: &a {x: 1}, m: {deep: &b {<<: *a, x: 2}}, c: {<<: *b, x: 3}}"
-    assert parse_yaml(write(tmp_path, "chain.yaml", chain)) == {"a": {"x": 1}, "m": {"deep": {"x": 2}}, "c": {"x": 3}}
+    assert parse_yaml(write_recipe(tmp_path, "chain.yaml", chain)) == {
+        "a": {"x": 1},
+        "m": {"deep": {"x": 2}},
+        "c": {"x": 3},
+    }
 
 
 def merges(levels):
@@ -167,7 +176,7 @@ ENDLESS = {
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_a_short_text_of_endless_values_is_refused(kind, tmp_path):
     text, message = ENDLESS[kind]
-    recipe = write(tmp_path, "r.yaml", text)
+    recipe = write_recipe(tmp_path, "r.yaml", text)
     with pytest.raises(ConfigError, match=rf"{recipe}: .*{message}"):
         load_config(recipe)
     with pytest.raises(ConfigError, match=message):
@@ -182,13 +191,13 @@ def test_a_short_text_of_endless_values_is_refused(kind, tmp_path):
 def test_a_text_of_too_many_values_is_not_read_to_its_end(tmp_path):
     endless = "- 1\n" * 30_000 + "] no YAML"
     with pytest.raises(ConfigError, match="more than 10,000 values"):
-        load_config(write(tmp_path, "r.yaml", endless))
+        load_config(write_recipe(tmp_path, "r.yaml", endless))
 
 
 def test_bases_that_name_each_other_many_times_are_read_once(tmp_path):
-    write(tmp_path, "l0.yaml", "optim: {lr: 0.25, warmup: 3}\n")
+    write_recipe(tmp_path, "l0.yaml", "optim: {lr: 0.25, warmup: 3}\n")
     for level in range(1, 12):
-        write(
+        write_recipe(
             tmp_path, f"l{level}.yaml", f"base: [{', '.join([f'l{level - 1}.yaml'] * 9)}]\ntrain: {{steps: {level}}}\n"
         )
     cfg = load_config(tmp_path / "l11.yaml", ["optim.warmup=4"])
@@ -196,21 +205,21 @@ def test_bases_that_name_each_other_many_times_are_read_once(tmp_path):
 
 
 def test_files_of_the_package_may_be_named_in_a_list(tmp_path):
-    recipe = write(tmp_path, "r.yaml", "data: {train: ['package:a.jsonl', b.jsonl]}\n")
+    recipe = write_recipe(tmp_path, "r.yaml", "data: {train: ['package:a.jsonl', b.jsonl]}\n")
     expected = (str(PACKAGE / "a.jsonl"), "b.jsonl")
     assert load_config(recipe).data.train == expected
     assert load_config({"data": {"train": ("package:a.jsonl", "b.jsonl")}}).data.train == expected
 
 
 def test_a_recipe_without_a_name_has_that_of_its_file(tmp_path):
-    assert load_config(write(tmp_path, "mine.yaml", "base: tiny/luffy\n")).name == "mine"
-    assert load_config(write(tmp_path, "mine.yaml", "base: tiny/luffy\nname: other\n")).name == "other"
+    assert load_config(write_recipe(tmp_path, "mine.yaml", "base: tiny/luffy\n")).name == "mine"
+    assert load_config(write_recipe(tmp_path, "mine.yaml", "base: tiny/luffy\nname: other\n")).name == "other"
     assert load_config("tiny/luffy").name == "tiny-luffy" and load_config("tiny/luffy", ["name=x"]).name == "x"
 
 
 def test_a_missing_base_says_whose_it_is(tmp_path):
     with pytest.raises(ConfigError, match=rf"no recipe 'nothere', which a recipe in {tmp_path} names as its base"):
-        load_config(write(tmp_path, "mine.yaml", "base: nothere\n"))
+        load_config(write_recipe(tmp_path, "mine.yaml", "base: nothere\n"))
 
 
 def test_every_built_in_recipe_says_what_it_is_for():
@@ -222,7 +231,7 @@ def test_every_built_in_recipe_says_what_it_is_for():
 
 def test_yaml_cannot_run_code(tmp_path):
     with pytest.raises(ConfigError):
-        load_config(write(tmp_path, "evil.yaml", "name: !!python/object/apply:os.system ['true']\n"))
+        load_config(write_recipe(tmp_path, "evil.yaml", "name: !!python/object/apply:os.system ['true']\n"))
 
 
 def test_every_knob_is_documented():
@@ -232,7 +241,7 @@ def test_every_knob_is_documented():
 
 
 def test_the_reference_page_is_generated_from_the_code():
-    from luffy.docs_pages import configuration_page
+    from pages import configuration_page
 
     page = Path(__file__).parents[1] / "docs" / "configuration.md"
     assert page.read_text() == configuration_page(), "run `make docs`"
@@ -256,10 +265,15 @@ def test_the_reference_page_is_generated_from_the_code():
             ],
             r"subtracts the KL term \('algorithm\.kl_coef' 1\.0\) from the rewards, .*; set algorithm\.kl_in=loss",
         ),
+        (["algorithm.off_policy_reshape={name: pow, gamma: 0.5}"], r"'algorithm\.off_policy_reshape\.gamma'.*; known"),
+        (["algorithm.off_policy_reshape.gama=0.5"], r"did you mean 'algorithm\.off_policy_reshape\.gamma'"),
         (
-            ["algorithm.off_policy_reshape_gamma=0.5"],
-            r"\(0\.5\) is read by exgrpo and trapo, .* is p_div_p_0\.1; leave",
+            ["algorithm.credit.reward=0.5"],
+            r"'algorithm\.credit\.reward': group_baseline has no settings \(distill has it",
         ),
+        (["guidance.gate={name: micro_groups, sizes: [1]}"], r"'guidance\.gate\.sizes' has 1, .*give as many of each"),
+        (["guidance.gate={name: hinted_group, fractions: [0]}"], r"'guidance\.gate\.fractions' must be above 0"),
+        (["algorithm.credit=[srft]"], r"'algorithm\.credit' must be a name, or a mapping with a name and settings"),
         (
             ["guidance.shared=true", "guidance.min_ratio=0.2", "guidance.n_prefix=3"],
             r"'guidance\.shared' gives the 3 .* from 0\.2 to 1\.0; set guidance\.min_ratio=1\.0, another strategy",
@@ -351,7 +365,8 @@ def test_bounds_that_meet_are_fine():
 @pytest.mark.parametrize("shape", ["off_policy_reshape=trapo", "sft_reshape=exgrpo", "off_policy_reshape=mine:shape"])
 def test_a_gamma_is_for_the_shapes_that_read_it(shape):
     cfg = load_config(None, [f"algorithm.{shape}", "algorithm.off_policy_reshape_gamma=0.5"])
-    assert cfg.algorithm.off_policy_reshape_gamma == 0.5
+    chosen = getattr(cfg.algorithm, shape.partition("=")[0])
+    assert chosen.settings.gamma == 0.5
 
 
 @pytest.mark.parametrize("others", [["guidance.strategy=random"], ["guidance.min_ratio=1"]])

@@ -15,9 +15,9 @@ from luffy.evaluation.accuracy import Summary
 from luffy.evaluation.bootstrap import Difference
 from luffy.evaluation.compare import Comparison, PairedTest
 from luffy.quickstart.run import MethodOutcome
-from luffy.report.console import FIELDS
 from luffy.report.curves import Estimate
 from luffy.rewards import build_verifier
+from luffy.run_folder.console import FIELDS
 from luffy.schema import describe
 from luffy.types import Problem
 
@@ -73,21 +73,21 @@ def test_links_lead_somewhere(page):
     assert [target for target in local if not leads_somewhere(page, target)] == []
 
 
-def listed(nav):
+def listed_in_page(nav):
     """The paths of a navigation of MkDocs."""
     if isinstance(nav, str):
         return [nav]
-    return [path for part in (nav.values() if isinstance(nav, dict) else nav) for path in listed(part)]
+    return [path for part in (nav.values() if isinstance(nav, dict) else nav) for path in listed_in_page(part)]
 
 
 def test_the_navigation_of_the_site_names_every_page_once():
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    assert sorted(listed(nav)) == sorted(page.relative_to(ROOT).as_posix() for page in PAGES)
+    assert sorted(listed_in_page(nav)) == sorted(page.relative_to(ROOT).as_posix() for page in PAGES)
 
 
 EXAMPLES = [
     pytest.param(block, id=f"{name}-{number}")
-    for name in ("methods", "data", "rewards")
+    for name in ("methods/loss", "methods/luffy", "data", "rewards")
     for number, block in enumerate(blocks(ROOT / "docs" / f"{name}.md", "python"), start=1)
 ]
 
@@ -144,7 +144,7 @@ def cases(body):
             yield cells[0].strip("`"), cells[1].strip("`"), float(cells[2]), cells[3]
 
 
-@pytest.mark.parametrize(("kind", "body"), list(sections_of(ROOT / "docs" / "rewards.md")))
+@pytest.mark.parametrize(("kind", "body"), list(sections_of(ROOT / "docs" / "results" / "verifier.md")))
 def test_example_scores_are_the_rewards_own(kind, body):
     golds, responses, values, statuses = zip(*cases(body), strict=True)
     with build_verifier(kind, workers=1) as verifier:

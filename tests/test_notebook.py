@@ -18,19 +18,19 @@ def code_cells():
     return [(c["metadata"].get("tags", []), "".join(c["source"])) for c in cells if c["cell_type"] == "code"]
 
 
-def rows(path):
+def rows_of_file(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def check_what_it_left(out: Path, methods, steps, held_out):
     for method in methods:
-        log = rows(out / method / "metrics.jsonl")
+        log = rows_of_file(out / method / "metrics.jsonl")
         assert [row["step"] for row in log] == list(range(steps + 1))
         assert log[0]["val-core/accuracy"] == 0.0 and "val-core/accuracy" in log[-1]
         result = json.loads((out / "evals" / method / "result.json").read_text())
         (figures,) = result["benchmarks"].values()
         assert (figures["items"], figures["k"]) == (held_out, 4)
-    recorded = rows(out / "luffy" / "samples.jsonl")
+    recorded = rows_of_file(out / "luffy" / "samples.jsonl")
     group = [row for row in recorded if (row["step"], row["problem"]) == (1, recorded[0]["problem"])]
     assert [row["reward"] for row in group] == [1.0] + [0.0] * 7  # the trace, and own samples that are never right
     assert [row["off_policy_tokens"] > 0 for row in group] == [True] + [False] * 7
@@ -87,7 +87,9 @@ def test_a_kernel_runs_it(tmp_path):
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     out = tmp_path / "runs" / "notebook"
     check_what_it_left(out, **fewer)
-    reached = {method: rows(out / method / "metrics.jsonl")[-1]["val-core/accuracy"] for method in fewer["methods"]}
+    reached = {
+        method: rows_of_file(out / method / "metrics.jsonl")[-1]["val-core/accuracy"] for method in fewer["methods"]
+    }
     assert reached["on_policy"] == 0.0 and reached["luffy"] >= 0.15
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 1

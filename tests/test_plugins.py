@@ -14,9 +14,9 @@ from luffy.config import load_config, to_yaml
 from luffy.errors import ConfigError, UserError
 from luffy.plugins import NAMED, leave_current_folder, load_plugins, python_flags
 from luffy.registry import resolve
-from luffy.report.runs import read_config
 from luffy.rewards import build_verifier
-from luffy.rewards.kinds import OWN_REWARDS, built_in, reward
+from luffy.rewards.kinds import REWARDS, built_in, reward
+from luffy.run_folder.runs import read_config
 from luffy.types import Problem, Score
 
 PLUGIN = """
@@ -176,8 +176,8 @@ def test_a_reward_that_verifier_processes_cannot_import_runs_here():
         scores = verifier.score([(Problem("1", "", "a"), text) for text in ("a", "b", "raise")])
     assert scores == [Score(1.0), Score(0.0), Score(0.0, "error")]
     with pytest.raises(UserError, match="there is a reward 'gsm8k' already"):
-        reward("gsm8k")
-    assert built_in() == ("choice", "format", "gsm8k", "math", "numeric") and "local_reward" in OWN_REWARDS
+        reward("gsm8k")(local)
+    assert built_in() == ("choice", "format", "gsm8k", "math", "numeric") and "local_reward" in REWARDS
 
 
 def test_reading_a_config_imports_nothing(tmp_path, monkeypatch):

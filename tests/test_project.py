@@ -13,7 +13,7 @@ COMMAND = r"(?:`|^)make ([\w-]+)(?=`|  |$)"
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def test_the_workflow_runs_the_two_commands_and_what_a_user_installs_on_both_processors():
+def test_the_workflow_runs_both_commands_and_the_install_on_both_processors():
     job = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]["test"]
     commands = [step["run"].removeprefix("make ") for step in job["steps"] if "run" in step]
     assert commands == ["test", "quickstart", "test-wheel", "test-examples"] and set(commands) <= TARGETS

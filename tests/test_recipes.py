@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from builders import write_rows
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from luffy.config import BUILT_IN_RECIPES, PACKAGE, Config, build, built_in_recipes, load_config, merge, read_recipe
-from luffy.dry_run import dry_run, probe
+from luffy.dry_run import dry_run, times
 from luffy.errors import ConfigError
 from luffy.schema import to_dict
 
@@ -20,7 +21,7 @@ BASELINES = {"luffy", "luffy_clip", "mixed", "on_policy", "grpo", "dapo", "rl_sf
 BASELINES |= {"exgrpo", "opd", "opsd"}
 BASELINES |= {"relift", "chord", "chord_phi"}
 BASELINES |= {"rl_plus", "srft", "prefix_rft", "uft"}
-BASELINES |= {"hpt", "ghpo", "scaf", "ampo", "trapo"}
+BASELINES |= {"hpt", "ghpo", "scaf", "ampo", "trapo", "rloo"}
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
@@ -42,7 +43,7 @@ def stand_in(tmp_path_factory):
     config = Qwen2Config(vocab_size=len(tokenizer) + 7, max_position_embeddings=16384, eos_token_id=256, **shape)
     Qwen2ForCausalLM(config).save_pretrained(folder / "model")
     rows = [{"id": str(i), "prompt": f"{i}+1?", "answer": str(i + 1), "traces": [f"#### {i + 1}"]} for i in range(8)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write_rows(folder / "data.jsonl", rows)
     for file in (PACKAGE / "quickstart" / "assets" / "data").glob("*.jsonl"):
         (folder / file.name).write_text("".join(file.read_text().splitlines(keepends=True)[:16]))
     return folder
@@ -121,9 +122,9 @@ def test_loads_and_dry_runs(recipe, stand_in, monkeypatch):
     """The trial of the machine's speed is small. tiny/luffy is tried as it is, the others of its size on less data."""
     overrides = []
     if recipe != "tiny/luffy":
-        monkeypatch.setattr(probe, "PROBED_TOKENS", probe.FEWEST_TOKENS)
-        monkeypatch.setattr(probe, "FEWEST_SLOTS", 4)
-        monkeypatch.setattr(probe, "NEW_TOKENS", 2)
+        monkeypatch.setattr(times, "PROBED_TOKENS", times.FEWEST_TOKENS)
+        monkeypatch.setattr(times, "FEWEST_SLOTS", 4)
+        monkeypatch.setattr(times, "NEW_TOKENS", 2)
     if not recipe.startswith("tiny/") or recipe in ("tiny/sft_rl", "tiny/exgrpo"):
         overrides = [f"model.path={stand_in / 'model'}"]
     if not recipe.startswith("tiny/"):
@@ -160,6 +161,7 @@ def leaves(values, path=()):
 
 def at(values, path):
     for key in path:
+        values = {"name": values} if isinstance(values, str) else values  # a part without settings
         values = None if values is None else values.get(key)
     return values
 
@@ -174,11 +176,8 @@ def test_the_paper_settings():
     assert (cfg.batch.problems, cfg.batch.mini_batch, cfg.rollout.n, cfg.guidance.n_prefix) == (128, 64, 8, 1)
     assert (cfg.optim.lr, cfg.optim.schedule, cfg.train.steps) == (1e-6, "constant", 500)
     assert (cfg.data.max_prompt_tokens, cfg.rollout.max_tokens, cfg.rollout.temperature) == (1024, 8192, 1.0)
-    assert (cfg.algorithm.off_policy_reshape, cfg.algorithm.entropy_coef, cfg.algorithm.kl_coef) == (
-        "p_div_p_0.1",
-        0.01,
-        0.0,
-    )
+    assert cfg.algorithm.off_policy_reshape.shown == "p_div_p (gamma 0.1)"
+    assert (cfg.algorithm.entropy_coef, cfg.algorithm.kl_coef) == (0.01, 0.0)
     sft = load_config("paper/sft")
     assert (sft.train.epochs, sft.batch.problems, sft.optim.lr, sft.optim.warmup) == (3, 64, 5e-5, 0.1)
     assert sft.optim.schedule == "linear"

@@ -2,10 +2,10 @@
 
 import pytest
 
+from luffy.config.parts import CreditFunction
 from luffy.errors import UserError
 from luffy.guidance import Gate
 from luffy.registry import Registry
-from luffy.train.credit import CreditFunction
 
 
 def twice(x):
@@ -24,14 +24,15 @@ def thrice():
 def test_a_registered_name_a_path_and_what_is_neither():
     registry = Registry("shape")
     assert registry.register("twice")(twice) is twice
-    assert registry["twice"] is twice and registry[f"{__name__}:twice"] is twice and list(registry) == ["twice"]
+    assert registry["twice"].function is twice and list(registry) == ["twice"]
+    assert registry[f"{__name__}:twice"].function is twice and registry["twice"](3) == 6
     with pytest.raises(UserError, match="unknown shape 'four'; known: twice, or module:function"):
         registry["four"]
     with pytest.raises(UserError, match="cannot import 'no_such_module'.*from the folder you are in"):
         registry["no_such_module:f"]
     with pytest.raises(UserError, match="has no 'four'"):
         registry[f"{__name__}:four"]
-    assert registry.find("twice", "a.knob") is twice
+    assert registry.find("twice", "a.knob").function is twice
     with pytest.raises(UserError, match=r"^'a\.knob': unknown shape 'four'"):
         registry.find("four", "a.knob")
 

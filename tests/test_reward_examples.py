@@ -11,13 +11,14 @@ import threading
 from pathlib import Path
 
 import pytest
-from loopback import serving, wait_until
+from builders import write_rows
+from processes import serving, wait_until
+from trainings import train_rows
 
 from luffy.errors import UserError
-from luffy.report.recorder import read_json_lines
 from luffy.rewards import build_verifier
 from luffy.rewards.http_settings import HttpRewardConfig
-from luffy.train.loop import Trainer
+from luffy.run_folder.recorder import read_json_lines
 from luffy.types import Problem, Score
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -186,21 +187,15 @@ def test_another_address_needs_a_token():
         server.server_close()
 
 
-def train(cfg):
-    with Trainer(cfg) as trainer:
-        trainer.train()
-    return read_json_lines(cfg.folder / "metrics.jsonl")[-1]
-
-
 SMALL = {"rollout": {"n": 2, "max_tokens": 4}, "batch": {"problems": 3}, "guidance": {"n_prefix": 0}}
 
 
 def test_a_training_with_the_sandbox(make_config, sums, sandbox, tmp_path):
     rows = [{**row, "traces": [], "tests": ["pass"]} for row in read_json_lines(sums)]
     data = tmp_path / "code.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(data, rows)
     cfg = make_config(reward={"kind": sandbox}, data={"train": str(data)}, train={"steps": 1}, **SMALL)
-    values = train(cfg)
+    values = train_rows(cfg)[-1]
     assert values["batch/verifier_failures"] == 0
     for row in read_json_lines(cfg.folder / "samples.jsonl"):
         assert row["reward"] == runs(row["response"]), row
@@ -274,7 +269,7 @@ def test_a_judge_says_its_verdict_or_nothing(judge, caplog):
 def test_a_training_with_the_judge(make_config, judge):
     say(judge, "no verdict")
     cfg = make_config(reward={"kind": "judge_reward:judge", "timeout_s": 60.0}, train={"steps": 1}, **SMALL)
-    values = train(cfg)
+    values = train_rows(cfg)[-1]
     assert values["batch/verifier_failures"] == values["batch/verifier_error"] == 1
     rows = read_json_lines(cfg.folder / "samples.jsonl")
     failed = [row for row in rows if row["reward"] != len(row["response"]) % 2]

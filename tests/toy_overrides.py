@@ -7,13 +7,13 @@ from functools import cache
 
 import pytest
 import torch
+from builders import make_model, make_request
 from scipy.stats import chisquare
-from tiny_models import tiny_model
 
 from luffy.core.override_rules import Rule
 from luffy.models import drop_padding_tokens
 from luffy.rollout import SpeculativeEngine
-from luffy.types import Completion, Request, Sampling
+from luffy.types import Completion, Request
 
 RULES = {
     "speculative": Rule("speculative"),
@@ -23,10 +23,6 @@ RULES = {
 VOCABULARY, EOS, LENGTH, GIVEN = 6, 1, 3, (3, 4)
 TEMPERATURE, SECOND_TEMPERATURE = 1.6, 2.0
 SAMPLES = 4000
-
-
-def ask(ids, max_tokens=8, seed=0, prefix=(), **knobs) -> Request:
-    return Request(tuple(ids), seed, Sampling(max_tokens, **knobs), tuple(prefix))
 
 
 def plain_log_probs(model, ids, start: int, temperature: float = 1.0) -> torch.Tensor:
@@ -41,7 +37,7 @@ def plain_log_probs(model, ids, start: int, temperature: float = 1.0) -> torch.T
 def toy_models(known: int = VOCABULARY):
     """Draft and second model; of the second model's tokens only the first ``known`` are left."""
     draft, second = (
-        tiny_model(name, seed=seed, vocab_size=VOCABULARY, eos_token_id=EOS, initializer_range=0.1)
+        make_model(name, seed=seed, vocab_size=VOCABULARY, eos_token_id=EOS, initializer_range=0.1)
         for name, seed in (("qwen2", 1), ("llama", 2))
     )
     drop_padding_tokens(second, known)
@@ -130,7 +126,7 @@ def _drawn(name: str, budget: int | None, known: int) -> tuple[Completion, ...]:
 
 
 def toy_requests() -> list[Request]:
-    return [ask(GIVEN, LENGTH, seed=s, temperature=TEMPERATURE, eos_ids=(EOS,)) for s in range(SAMPLES)]
+    return [make_request(GIVEN, LENGTH, seed=s, temperature=TEMPERATURE, eos_ids=(EOS,)) for s in range(SAMPLES)]
 
 
 def count(completions) -> dict[tuple[int, ...], int]:

@@ -17,8 +17,9 @@ from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\]\(([^)\s#]+)")
-# Weights in the search. A match in a title weighs 1,000 times one in the text: the log comes behind the guides even so.
-SEARCH_WEIGHTS = {"docs/log.md": 1e-5, "CHANGELOG.md": 1e-5, "docs/results/": 1e-2, "studies/": 1e-4}
+# Weights in the search. A match in a title weighs 1,000 times one in the text: the changelog comes after the guides.
+SEARCH_WEIGHTS = {"CHANGELOG.md": 1e-5, "docs/results/": 1e-2, "studies/": 1e-4}
+NOT_SEARCHED = "docs/log.md"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.*?)\\[)\]]\s*</\1>', re.DOTALL)
 
 
@@ -56,7 +57,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    page.meta["search"] = {"boost": search_weight(page.file.src_uri)}
+    path = page.file.src_uri
+    page.meta["search"] = {"exclude": True} if path == NOT_SEARCHED else {"boost": search_weight(path)}
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
     return markdown

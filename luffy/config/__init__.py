@@ -27,6 +27,7 @@ from luffy.config.knobs import (
     TrainConfig,
     VllmConfig,
 )
+from luffy.config.legacy import set_at
 from luffy.config.recipes import (
     BUILT_IN_RECIPES,
     PACKAGE,
@@ -39,7 +40,6 @@ from luffy.config.recipes import (
     merge,
     parse_override,
     read_recipe,
-    set_at,
     to_yaml,
 )
 from luffy.config.yaml_text import YAML_ERRORS, parse_yaml, read_yaml

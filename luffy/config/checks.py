@@ -8,20 +8,11 @@ from itertools import product
 from pathlib import Path
 
 from luffy.config.knobs import AlgorithmConfig, Knobs, OffPolicyGuidanceConfig, RewardConfig
-from luffy.core.shaping import COMPARED_SHAPES
+from luffy.config.legacy import with_current_keys
 from luffy.errors import ConfigError
-from luffy.rewards.kinds import built_in
-from luffy.schema import check_known
+from luffy.rewards.kinds import REWARDS
 
-ENGINE_NAMES = {"native", "vllm"}  # and those that plugins register
-WITHOUT_CONTRAST = {"distill", "srft"}  # credit functions that learn from groups with equal rewards too
-WITHOUT_SFT = {"group_baseline", "distill"}  # credit functions whose SFT term is that of algorithm.trace_term
-BUILT_IN_CREDIT = {"group_baseline", "lone_trace_sft", "distill", "srft"}
 OF_TRACES_IN_RL = ("trace_ratio", "trace_advantage", "trace_entropy_share", "prefix_alpha")
-SHAPES_WITHOUT_GAMMA = {"no_reshape", "logp", "p_logp", "square_root", "pow", "chord_phi", "rl_plus"}
-# Gates that leave a group no larger than it is.
-FIXED_SIZE = {"none", "trace_on_failure", "trace_alone", "likeliest_traces", "hinted_group", "lowest_hint"}
-BLIND_REWARDS = {"format"}  # built-in ones that do not look at the answer
 
 
 def check(config: Knobs) -> None:
@@ -35,7 +26,7 @@ def check(config: Knobs) -> None:
         _check_credit,
         _check_teacher,
         _check_clip,
-        _check_shapes,
+        _check_trace_terms,
         _check_overrides,
         _check_batch,
         _check_eval_sets,
@@ -57,14 +48,12 @@ def _check_name(name: str) -> None:
 
 
 def _check_engine(c: Knobs) -> None:
-    name = c.rollout.engine
-    check_known("rollout.engine", name, sorted(ENGINE_NAMES))
     if c.rollout.precision != "fp8":
         return
-    if name != "native":
+    if not c.rollout.engine.part.own_weights:
         raise ConfigError(
-            f"'rollout.precision' is the native engine's and 'rollout.engine' is {name}; leave it out (vLLM: "
-            "rollout.vllm.args={quantization: fp8})"
+            f"'rollout.precision' is the native engine's and 'rollout.engine' is {c.rollout.engine}; leave it out "
+            "(vLLM: rollout.vllm.args={quantization: fp8})"
         )
     if c.model.lora is not None or c.rollout.overrides is not None:
         other = "token overrides compare exact probabilities" if c.model.lora is None else "adapters are not quantized"
@@ -86,9 +75,9 @@ def _check_reward(c: Knobs) -> None:
 
 
 def _check_success(reward: RewardConfig) -> None:
-    """Built-in rewards give 0 to 1, so what a sum of them can reach is known."""
+    """What a sum of rewards of 0 or 1 can reach is known."""
     weights = reward.weight_of
-    if not set(weights) <= set(built_in()):
+    if not all(REWARDS.known(kind).binary for kind in weights):
         return
     best = math.fsum(weight for weight in weights.values() if weight > 0)
     if best < reward.success:
@@ -96,13 +85,18 @@ def _check_success(reward: RewardConfig) -> None:
             f"the best response scores {best} ({reward.name}), below 'reward.success' ({reward.success}): none "
             f"would have solved its problem; set reward.success={best}"
         )
-    unjudged = math.fsum(weight for kind, weight in weights.items() if weight > 0 and kind in BLIND_REWARDS)
+    unjudged = math.fsum(weight for kind, weight in weights.items() if weight > 0 and _is_blind(kind))
     if unjudged and reward.success <= unjudged < best:
         raise ConfigError(
             f"a wrong answer in the right format scores {unjudged} ({reward.name}), 'reward.success' "
             f"({reward.success}) or more: it would have solved its problem; set reward.success={best}, or lower "
             f"the weight"
         )
+
+
+def _is_blind(reward: str) -> bool:
+    """Whether a wrong answer may score."""
+    return not REWARDS.known(reward).judges_answer
 
 
 def _require_likelihood(c: Knobs, who: str) -> None:
@@ -123,61 +117,51 @@ def _check_guidance(c: Knobs) -> None:
         )
     if g.min_ratio > g.max_ratio:
         raise ConfigError(f"'guidance.min_ratio' ({g.min_ratio}) exceeds 'guidance.max_ratio' ({g.max_ratio})")
-    if g.shared and g.strategy == "fixed" and g.n_prefix > 1 and g.min_ratio < g.max_ratio:
+    if g.shared and g.strategy.part.spreads and g.n_prefix > 1 and g.min_ratio < g.max_ratio:
         raise ConfigError(
             f"'guidance.shared' gives the {g.n_prefix} guided samples of a problem one ratio, and 'guidance.strategy' "
-            f"fixed spreads theirs from {g.min_ratio} to {g.max_ratio}; set guidance.min_ratio={g.max_ratio}, another "
-            f"strategy, or guidance.shared=false"
+            f"{g.strategy} spreads theirs from {g.min_ratio} to {g.max_ratio}; set guidance.min_ratio={g.max_ratio}, "
+            f"another strategy, or guidance.shared=false"
         )
     whole = (g.strategy, g.min_ratio, g.max_ratio) == ("fixed", 1.0, 1.0)
-    if g.n_prefix == n and (c.algorithm.advantage == "grpo_split" or (whole and c.algorithm.trace_term == "sft")):
+    if g.n_prefix == n and (c.algorithm.advantage.part.needs_own or (whole and c.algorithm.trace_term == "sft")):
         raise ConfigError(
             f"with guidance.n_prefix = rollout.n = {n} no on-policy sample is left, which "
-            f"advantage grpo_split and trace_term sft need; lower guidance.n_prefix"
+            f"advantage {c.algorithm.advantage} or trace_term {c.algorithm.trace_term} needs; lower guidance.n_prefix"
         )
     if c.algorithm.trace_term == "sft":
         _require_likelihood(c, "trace_term sft")
 
 
 def _check_gate(c: Knobs) -> None:
-    g = c.guidance
-    if g.gate == "micro_groups" and not len(g.gate_sizes) == len(g.gate_shares) == len(g.gate_scores):
+    gate, own = c.guidance.gate, c.rollout.n - c.guidance.n_prefix
+    if gate.part.leaves_a_trace_alone:
+        _require_likelihood(c, f"gate {gate}")
+    in_need = [f"gate {gate}"] * gate.part.needs_own
+    in_need += [f"advantage {c.algorithm.advantage}"] * c.algorithm.advantage.part.needs_own
+    if in_need and gate.fact("replaces") >= max(own, 1):
         raise ConfigError(
-            f"gate micro_groups has a size, a share and a score for every round, but 'guidance.gate_sizes' has "
-            f"{len(g.gate_sizes)}, 'guidance.gate_shares' {len(g.gate_shares)} and 'guidance.gate_scores' "
-            f"{len(g.gate_scores)}; give as many of each"
-        )
-    if g.gate == "trace_alone":
-        _require_likelihood(c, "gate trace_alone")
-    own = c.rollout.n - g.n_prefix
-    if g.gate == "likeliest_traces" and g.gate_samples >= own:
-        raise ConfigError(
-            f"'guidance.gate_samples' ({g.gate_samples}) leaves none of the {own} own samples of a group (rollout.n "
-            f"less guidance.n_prefix); lower it"
-        )
-    if g.gate == "trace_on_failure" and c.algorithm.advantage == "grpo_split" and own < 2:
-        raise ConfigError(
-            f"gate trace_on_failure replaces an own sample, of which a group has {own} (rollout.n less "
-            f"guidance.n_prefix), and advantage grpo_split needs one; raise rollout.n"
+            f"gate {gate} replaces {gate.fact('replaces')} of the {own} own samples of a group (rollout.n less "
+            f"guidance.n_prefix), and {in_need[0]} needs one that is left; raise rollout.n"
         )
 
 
 def _check_credit(c: Knobs) -> None:
     a = c.algorithm
-    if a.credit in WITHOUT_CONTRAST and a.reject_extreme and not (a.credit == "distill" and a.distill_reward):
+    if not a.credit.fact("needs_contrast") and a.reject_extreme:
         raise ConfigError(
             f"'algorithm.credit' ({a.credit}) learns from groups with equal rewards too, and "
             f"'algorithm.reject_extreme' drops them; set algorithm.reject_extreme=false"
         )
-    if a.mix is not None and a.credit in WITHOUT_SFT and a.trace_term != "sft":
+    if a.mix is not None and not a.credit.part.sft_term and a.trace_term != "sft":
         raise ConfigError(
             f"'algorithm.mix' weighs the RL term against the SFT term, in which 'algorithm.credit' ({a.credit}) has no "
             f"token; set algorithm.trace_term=sft, algorithm.credit=lone_trace_sft or algorithm.mix=null"
         )
-    if a.credit == "distill" and not a.distill_reward and a.kl_coef and a.kl_in == "reward":
+    if not a.credit.fact("uses_rewards") and a.kl_coef and a.kl_in == "reward":
         raise ConfigError(
             f"'algorithm.kl_in' reward subtracts the KL term ('algorithm.kl_coef' {a.kl_coef}) from the rewards, but "
-            f"'algorithm.credit' distill with 'algorithm.distill_reward' 0 uses no reward; set algorithm.kl_in=loss"
+            f"'algorithm.credit' {a.credit.shown} uses no reward; set algorithm.kl_in=loss"
         )
 
 
@@ -219,19 +203,12 @@ def _check_clip(c: Knobs) -> None:
         )
 
 
-def _check_shapes(c: Knobs) -> None:
+def _check_trace_terms(c: Knobs) -> None:
     a = c.algorithm
-    if a.teacher_probs == "recorded" and a.off_policy_reshape in COMPARED_SHAPES:
+    if a.teacher_probs == "recorded" and a.off_policy_reshape.part.compared:
         raise ConfigError(
             f"'algorithm.teacher_probs' recorded takes the plain ratio p / q instead of 'algorithm.off_policy_reshape' "
             f"({a.off_policy_reshape}), which compares probabilities by itself; set algorithm.teacher_probs=one"
-        )
-    names = (a.off_policy_reshape, a.sft_reshape)
-    if a.off_policy_reshape_gamma != AlgorithmConfig.off_policy_reshape_gamma and all(map(_has_no_gamma, names)):
-        raise ConfigError(
-            f"'algorithm.off_policy_reshape_gamma' ({a.off_policy_reshape_gamma}) is read by exgrpo and trapo, and "
-            f"'algorithm.off_policy_reshape' is {a.off_policy_reshape}; leave it out (the gamma of p_div_p_<gamma> "
-            f"stands in its name)"
         )
     shaped = {
         "off_max_clip": a.off_max_clip, "off_min_clip": a.off_min_clip, "off_normalize": a.off_normalize or None,
@@ -242,18 +219,13 @@ def _check_shapes(c: Knobs) -> None:
             f"'algorithm.trace_ratio' ppo gives teacher tokens the ratio and clip of own tokens, and algorithm."
             f"{given[0]} would change nothing; leave it out or set algorithm.trace_ratio=shaped"
         )
-    if a.trace_term == "sft" and a.credit in BUILT_IN_CREDIT:
+    if a.trace_term == "sft" and a.credit.part.follows_trace_term:
         given = [name for name in OF_TRACES_IN_RL if getattr(a, name) != getattr(AlgorithmConfig, name)]
         if given:
             raise ConfigError(
                 f"'algorithm.trace_term' sft takes teacher tokens out of the RL term, and algorithm.{given[0]} "
                 f"({getattr(a, given[0])}) would change nothing; leave it out or set algorithm.trace_term=rl"
             )
-
-
-def _has_no_gamma(shape: str) -> bool:
-    """False for a shape of the user's own: what it reads is not known."""
-    return shape in SHAPES_WITHOUT_GAMMA or shape.startswith("p_div_p_")
 
 
 def _check_overrides(c: Knobs) -> None:
@@ -279,7 +251,7 @@ def _check_overrides(c: Knobs) -> None:
             "'rollout.offpolicy_guidance.max_overrides' cannot be honoured by rule aligned, which takes whole texts of "
             "the second model; leave it out or choose another rule"
         )
-    if overrides.rule in ("speculative", "threshold") and c.rollout.engine == "vllm":
+    if overrides.rule in ("speculative", "threshold") and not c.rollout.engine.part.whole_distribution:
         raise ConfigError(
             f"'rollout.offpolicy_guidance.rule' ({overrides.rule}) needs the policy's whole distribution, and vLLM "
             "gives the log-probs of its own tokens alone; set its rule to mixture or aligned, or rollout.engine=native"
@@ -385,7 +357,7 @@ def _check_sft_steps(c: Knobs) -> None:
 
 
 def _check_async(c: Knobs) -> None:
-    if c.async_.max_staleness and c.rollout.engine != "native":
+    if c.async_.max_staleness and not c.rollout.engine.part.own_weights:
         raise ConfigError(
             f"'async.max_staleness' ({c.async_.max_staleness}) rolls out ahead on a second copy of the native engine; "
             f"set rollout.engine=native or async.max_staleness=0"
@@ -491,15 +463,15 @@ def check_learns(c: Knobs) -> None:
     """Raise a ConfigError where no step of RL could ever have a gradient, whatever is sampled."""
     if c.sft_steps.buffer:
         return
-    if c.rollout.n == 1 and c.guidance.gate in FIXED_SIZE:
+    if c.rollout.n == 1 and not c.guidance.gate.part.grows:
         _check_groups_of_one(c)
     _check_teacher_knows_more(c)
 
 
 def _check_groups_of_one(c: Knobs) -> None:
     a, g = c.algorithm, c.guidance
-    traces = g.n_prefix or c.batch.expert_share or g.gate in {"trace_on_failure", "trace_alone", "likeliest_traces"}
-    learns_from_one = traces and a.credit not in {"group_baseline", *WITHOUT_CONTRAST}
+    traces = g.n_prefix or c.batch.expert_share or g.gate.part.uses_traces
+    learns_from_one = traces and a.credit.part.sft_term and a.credit.fact("needs_contrast")
     if a.reject_extreme and not learns_from_one and _scores_are_extreme(c.reward):
         raise ConfigError(
             f"'rollout.n' is 1, a group of one is all success or all failure by {c.reward.name}, and "
@@ -509,9 +481,9 @@ def _check_groups_of_one(c: Knobs) -> None:
 
 
 def _scores_are_extreme(reward: RewardConfig) -> bool:
-    """Whether every score is a success or a failure: built-in rewards give 0 or 1."""
+    """Whether every score is a success or a failure, because each reward of the sum gives 0 or 1."""
     weights = reward.weight_of
-    if not set(weights) <= set(built_in()):
+    if not all(REWARDS.known(kind).binary for kind in weights):
         return reward.success == reward.failure
     sums = (math.fsum(given) for given in product(*((0.0, weight) for weight in weights.values())))
     return all(reward.solved(score) or reward.failed(score) for score in sums)
@@ -519,14 +491,14 @@ def _scores_are_extreme(reward: RewardConfig) -> bool:
 
 def _check_teacher_knows_more(c: Knobs) -> None:
     a, t = c.algorithm, c.teacher
-    if a.credit != "distill" or a.distill_reward or a.trace_term == "sft":
+    if "teacher" not in a.credit.part.needs or a.credit.fact("uses_rewards") or a.trace_term == "sft":
         return
     if t.is_self and t.shown == "nothing" and not (a.kl_coef or a.entropy_coef):
         raise ConfigError(
             "'teacher.path' self with 'teacher.shown' nothing is the policy itself, so there is nothing to learn from "
-            "it; set teacher.shown=solution or sibling, another teacher.path, or algorithm.distill_reward"
+            "it; set teacher.shown=solution or sibling, another teacher.path, or algorithm.credit.reward"
         )
-    if t.shown == "sibling" and c.rollout.n == 1 and c.guidance.gate in FIXED_SIZE:
+    if t.shown == "sibling" and c.rollout.n == 1 and not c.guidance.gate.part.grows:
         raise ConfigError(
             "'teacher.shown' sibling shows another response of the group, and 'rollout.n' is 1; raise rollout.n, or "
             "set teacher.shown=solution"
@@ -536,6 +508,8 @@ def _check_teacher_knows_more(c: Knobs) -> None:
 @dataclass(frozen=True)
 class Config(Knobs):
     """The configuration of a run; its knobs agree with each other."""
+
+    with_current_keys = staticmethod(with_current_keys)  # ``build`` reads saved configs of older runs too
 
     def __post_init__(self) -> None:
         check(self)

@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from luffy.config.parts import BASELINES, CREDIT, ENGINES, TRACKERS
 from luffy.core.kl import Estimator
 from luffy.core.losses import PolicyLoss
 from luffy.core.reduce import Reduction
-from luffy.core.shaping import Shape
+from luffy.core.shaping import SHAPES, Shape
 from luffy.errors import ConfigError
-from luffy.guidance.gate import GATES, GateSettings
-from luffy.guidance.ratios import SCHEDULES, RatioSchedule
-from luffy.guidance.trace_choice import TraceChoice
+from luffy.guidance import GATES, ORDERS, SCHEDULES, RatioSchedule
 from luffy.rewards.http_settings import HttpRewardConfig
+from luffy.rewards.kinds import REWARDS
 from luffy.rewards.verifier import Verifier, build_verifier
-from luffy.schema import check_known, knob
+from luffy.schema import Chosen, choose_parts, knob
 from luffy.types import Sampling
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    rank: int = knob(16, "rank of the adapters; without a section model.lora all weights are trained", ge=1)
+    rank: int = knob(16, "rank of the adapters; without model.lora all weights are trained", ge=1)
     alpha: float = knob(32.0, "scale of the adapters: the update is alpha / rank * B A", gt=0)
-    dropout: float = knob(0.0, "dropout on the adapters' input; 0 keeps old and new log-probs comparable", ge=0, le=1)
+    dropout: float = knob(0.0, "dropout on the adapters' input", ge=0, le=1)
     target_modules: str | tuple[str, ...] = knob(
-        "all-linear", "module names to adapt: a list, a regular expression of whole names, or 'all-linear'"
+        "all-linear", "modules: a list, a regular expression of whole names, or 'all-linear'"
     )
 
     def __post_init__(self) -> None:
@@ -44,19 +44,19 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = knob("", "Hugging Face folder or hub id of the policy (safetensors), or a .gguf file", required=True)
-    tokenizer: str | None = knob(None, "folder or hub id of the tokenizer when it is not with the model")
-    reference: str | None = knob(None, "reference model of the KL term; null: the policy as it was at the start")
+    path: str = knob("", "policy: Hugging Face folder or hub id (safetensors), or a .gguf file", required=True)
+    tokenizer: str | None = knob(None, "folder or hub id of the tokenizer; null: the model's")
+    reference: str | None = knob(None, "reference model of the KL term; null: the policy at the start")
     dtype: Literal["float32", "bfloat16"] = knob(
         "float32", "dtype of the weights; with bfloat16 the optimizer keeps float32 master weights"
     )
     device: Literal["auto", "cpu", "cuda"] = knob("auto", "auto takes the GPU when there is one")
     gradient_checkpointing: Literal["auto"] | bool = knob(
         "auto",
-        "recompute activations in the backward pass: less memory, more time; auto: where they would not fit on a GPU",
+        "recompute activations: less memory, more time; auto: if they would not fit",
     )
     lora: LoraConfig | None = knob(None, "train low-rank adapters instead of all weights (needs the peft extra)")
-    trust_remote_code: bool = knob(False, "run Python code that comes with the model; off unless you read it")
+    trust_remote_code: bool = knob(False, "run the model's Python code: read it first")
 
 
 @dataclass(frozen=True)
@@ -68,65 +68,63 @@ class DataConfig:
     eval_also: dict[str, str] = knob(
         factory=dict, help="further held-out sets by name, e.g. {ood: ood.jsonl}: metrics val-ood/*"
     )
-    split: str = knob("train", "split to take from a dataset folder or hub id for training")
-    eval_split: str = knob("test", "split to take from a dataset folder or hub id for evaluation")
+    split: str = knob("train", "split of a dataset folder or hub id for training")
+    eval_split: str = knob("test", "split for evaluation")
     format: Literal["auto", "luffy", "verl", "openr1", "gsm8k", "completion", "messages", "sharegpt", "alpaca"] = knob(
         "auto", "schema of the rows; auto recognises it by the columns"
     )
     columns: dict[str, str] = knob(
-        factory=dict, help="own column names, e.g. {prompt: instruction, answer: label}; dotted for nested"
+        factory=dict, help="column names, e.g. {prompt: instruction, answer: label}; dotted for nested"
     )
-    bad_rows: Literal["error", "skip"] = knob("error", "a malformed row stops the run, or is skipped and counted")
-    strip_calculator: bool = knob(True, "remove GSM8K's <<...>> calculator marks from its solutions")
+    bad_rows: Literal["error", "skip"] = knob("error", "malformed rows stop the run, or are skipped and counted")
+    strip_calculator: bool = knob(True, "remove GSM8K's <<...>> calculator marks")
     limit: int | None = knob(None, "use only this many training problems, the first ones", ge=1)
     style: Literal["chat", "paper", "paper_simple", "plain"] = knob(
-        "chat", "how a question becomes a prompt (docs/data.md); paper, paper_simple: appendix C.2 of the paper"
+        "chat", "how a question becomes a prompt (docs/data.md#prompt-styles)"
     )
     system_prompt: str | None = knob(None, "system message in front of the question (styles chat and paper)")
     chat_template: str | None = knob(None, "Jinja chat template, as text or a file, instead of the tokenizer's")
     date: str | None = knob(None, "date that templates print (Llama 3), e.g. 2026-01-31; null: the day the run started")
     special_tokens: Literal["text", "control"] = knob(
-        "text", "special tokens spelled out in prompts and traces are plain text, or special tokens"
+        "text", "how special tokens spelled out in prompts and traces are read"
     )
     max_prompt_tokens: int = knob(1024, "longest prompt", ge=1)
-    overlong_prompt: Literal["error", "drop"] = knob(
-        "error", "a longer prompt stops the run, or is dropped and counted"
-    )
-    overlong_trace: Literal["drop", "truncate", "error"] = knob(
-        "drop", "a trace longer than rollout.max_tokens; drops and cuts are counted"
-    )
+    overlong_prompt: Literal["error", "drop"] = knob("error", "longer prompts stop the run, or are dropped and counted")
+    overlong_trace: Literal["drop", "truncate", "error"] = knob("drop", "traces longer than rollout.max_tokens")
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    kind: str = knob(
+    kind: Chosen = knob(
         "math",
-        "math, numeric, gsm8k, choice, format; http, or a server's address; your own by name or module:function",
+        "math, numeric, gsm8k, choice, format; http or a server's address; a custom name or module:function",
+        parts=REWARDS,
     )
     weights: dict[str, float] = knob(
         factory=dict, help="weighted sum of kinds, e.g. {math: 1, format: 0.1}; overrides kind"
     )
     workers: int | None = knob(
-        None, "verifier processes; null: 2, beside a GPU half of the cores shared by its processes, 2 to 8 each", ge=1
+        None, "verifier processes; null: 2, with a GPU half of the cores shared by its processes, 2 to 8 each", ge=1
     )
-    timeout_s: float = knob(8.0, "a verification running longer is killed, scores 0 and is counted", gt=0)
-    concurrency: int = knob(16, "samples that an async function scores at once, in each worker", ge=1)
+    timeout_s: float = knob(8.0, "longer verifications are killed and get 0", gt=0)
+    concurrency: int = knob(16, "samples at once of an async function, per worker", ge=1)
     http: HttpRewardConfig = knob(factory=HttpRewardConfig, help="how a server is asked for scores (docs/rewards.md)")
     answer_in_thought: bool = knob(
         False, "read answers inside <think>...</think> too; false: only after the last closed thought"
     )
-    prompt_opens_thought: bool = knob(
-        True, "a prompt that ends with <think> opens a thought: no answer before </think>; false: ignore the prompt"
-    )
-    success: float = knob(1.0, "a response that scores this or more has solved its problem")
-    failure: float = knob(0.0, "a response that scores this or less has failed")
+    prompt_opens_thought: bool = knob(True, "after a prompt that ends with <think>, no answer before </think>")
+    success: float = knob(1.0, "smallest reward of a correct response")
+    failure: float = knob(0.0, "largest reward of a failed response")
+
+    def __post_init__(self) -> None:
+        choose_parts(self, "reward")
 
     @property
     def name(self) -> str:
         """What tells these rewards from others: a kind or an address, or several with their weights."""
         if self.weights:
             return " + ".join(f"{weight:g} {kind}" for kind, weight in self.weights.items())
-        return self.http.url or self.kind if self.kind == "http" else self.kind
+        return self.http.url or "http" if self.kind == "http" else self.kind.shown
 
     @property
     def weight_of(self) -> dict[str, float]:
@@ -149,84 +147,57 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class GuidanceConfig:
-    n_prefix: int = knob(1, "samples of each group that start from a teacher's trace (of rollout.n in all)", ge=0)
-    strategy: str = knob(
+    n_prefix: int = knob(1, "samples of each group that start from a trace (of rollout.n)", ge=0)
+    strategy: Chosen = knob(
         "fixed",
-        "how the prefix ratio is drawn: fixed, random, linear, linear_max, reverse_linear, cosine, cosine_min, "
-        "binomial, or your own (docs/methods.md#prefix-ratios)",
+        "schedule of the prefix ratio (docs/methods/prefixes.md#prefix-ratios), or a custom one",
+        parts=SCHEDULES,
     )
     min_ratio: float = knob(1.0, "smallest share of the trace", ge=0, le=1)
     max_ratio: float = knob(1.0, "largest share of the trace", ge=0, le=1)
-    prefix_steps: float | None = knob(
-        None, "steps of the schedule; below 1 a share of all training steps; null: the whole training", gt=0
+    prefix_steps: float | None = knob(None, "steps of the schedule; below 1 a fraction of all; null: all", gt=0)
+    shared: bool = knob(False, "one ratio for all prefixed samples of a problem")
+    cut_at: tuple[str, ...] = knob((), "a prefix ends at its last token with one of these texts; empty: anywhere")
+    trace_choice: Chosen = knob(
+        "random", "which of several traces: random, round_robin, shortest, best_reward", parts=ORDERS
     )
-    shared: bool = knob(False, "one ratio for all prefix samples of a problem instead of one each")
-    cut_at: tuple[str, ...] = knob(
-        (), "a prefix ends at its last token that contains one of these texts; empty: anywhere"
-    )
-    trace_choice: TraceChoice = knob("random", "which traces of a problem that has several")
-    gate: str = knob(
+    gate: Chosen = knob(
         "none",
         "further rounds for some problems: trace_on_failure, trace_alone, likeliest_traces, hinted_group, lowest_hint, "
-        "micro_groups, or your own (docs/methods.md#further-rounds)",
+        "micro_groups, or your own (docs/methods/gates.md#further-rounds)",
+        parts=GATES,
     )
     gate_from: int = knob(0, "steps before the gate begins to act", ge=0)
-    gate_solved: int = knob(0, "trace_alone: acts where at most this many own samples are right", ge=0)
-    gate_samples: int = knob(
-        1, "likeliest_traces: own samples that traces replace; lowest_hint: samples made with each hint", ge=1
-    )
-    gate_shares: tuple[float, ...] = knob(
-        (0.25, 0.5, 0.75), "shares of a trace, round by round: shown as a hint, or in micro_groups as a prefix"
-    )
-    gate_sizes: tuple[int, ...] = knob(
-        (2, 1, 1), "micro_groups: samples added in each round; the first rollout.n come first"
-    )
-    gate_scores: tuple[float, ...] = knob(
-        (0.5, 2 / 3, 1.0), "micro_groups: a round has a prefix where the mean score so far is below this"
-    )
     hint_text: str = knob("\n\nHere is a hint:\n{solution}", "how a hint follows the question; {solution} is its text")
 
-    def gate_settings(self) -> GateSettings:
-        return GateSettings(self.gate_solved, self.gate_samples, self.gate_shares, self.gate_sizes, self.gate_scores)
-
     def __post_init__(self) -> None:
-        if not all(0 < share <= 1 for share in self.gate_shares):
-            raise ConfigError(f"'guidance.gate_shares' must be above 0 and at most 1, got {list(self.gate_shares)}")
-        if not all(size >= 1 for size in self.gate_sizes):
-            raise ConfigError(f"'guidance.gate_sizes' must be 1 or more, got {list(self.gate_sizes)}")
+        choose_parts(self, "guidance")
         if "{solution}" not in self.hint_text:
             raise ConfigError(f"'guidance.hint_text' must contain {{solution}}, got {self.hint_text!r}")
-        check_known("guidance.gate", self.gate, ("none", *GATES))
-        check_known("guidance.strategy", self.strategy, ("fixed", *SCHEDULES))
 
 
 @dataclass(frozen=True)
 class OffPolicyGuidanceConfig:
     enable: bool = knob(True, "false: as if the section were not there")
-    model_path: str = knob(
-        "", "the second model: a folder or hub id with the policy's tokenizer; empty: the one of servers"
-    )
+    model_path: str = knob("", "guide model: a folder or hub id; empty: the one of servers")
     servers: tuple[str, ...] = knob(
         (),
-        "addresses of servers that `luffy serve` started with the second model, instead of a path, for rule mixture, "
-        "speculative or aligned (key: rollout.vllm.api_key_env)",
+        "addresses of `luffy serve` with the guide model, instead of model_path (docs/overrides.md#on-a-server)",
     )
     dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
-    tensor_parallel_size: int = knob(
-        1, "GPUs of the second model: 1 with model_path; servers have their own rollout.vllm.tensor_parallel_size", ge=1
-    )
+    tensor_parallel_size: int = knob(1, "GPUs of the guide model; 1 with model_path", ge=1)
     rule: Literal["speculative", "threshold", "mixture", "aligned"] = knob(
-        "speculative", "which tokens the second model overrides (docs/overrides.md); aligned is approximate"
+        "speculative", "which tokens it overrides (docs/overrides.md#the-rules)"
     )
-    k: int = knob(4, "tokens the policy proposes before the second model reads them", ge=1)
-    tau: float = knob(0.1, "threshold: override where the second model gives the proposal less than this", ge=0, le=1)
-    tau_end: float | None = knob(None, "threshold: tau at the end of tau_steps, linearly; null: constant", ge=0, le=1)
-    tau_steps: int | None = knob(None, "steps of the tau schedule; null: the whole training", ge=1)
-    eps: float = knob(0.5, "mixture: share of tokens drawn from the second model", ge=0, le=1)
-    eps_end: float | None = knob(None, "mixture: eps at the end of eps_steps, linearly; null: constant", ge=0, le=1)
-    eps_steps: int | None = knob(None, "steps of the eps schedule; null: the whole training", ge=1)
+    k: int = knob(4, "tokens the policy proposes at once", ge=1)
+    tau: float = knob(0.1, "threshold: override proposals less probable than this", ge=0, le=1)
+    tau_end: float | None = knob(None, "threshold: tau after tau_steps; null: constant", ge=0, le=1)
+    tau_steps: int | None = knob(None, "steps of the tau schedule; null: all", ge=1)
+    eps: float = knob(0.5, "mixture: fraction of the guide model's tokens", ge=0, le=1)
+    eps_end: float | None = knob(None, "mixture: eps after eps_steps; null: constant", ge=0, le=1)
+    eps_steps: int | None = knob(None, "steps of the eps schedule; null: all", ge=1)
     max_overrides: int | None = knob(None, "overrides per response, then the policy continues alone", ge=0)
-    temperature: float | None = knob(None, "temperature of the second model; null: rollout.temperature", gt=0)
+    temperature: float | None = knob(None, "temperature of the guide model; null: rollout.temperature", gt=0)
 
     def tau_at(self, step: int, total_steps: int) -> float:
         return _linear(self.tau, self.tau_end, step / (self.tau_steps or total_steps))
@@ -244,22 +215,19 @@ def _linear(start: float, end: float | None, done: float) -> float:
 class TeacherConfig:
     path: str | None = knob(
         None,
-        "model that scores own tokens for algorithm.credit=distill: a folder or hub id with the policy's tokenizer, or "
-        "self (the policy at the start); null: none, or the one of teacher.servers",
+        "teacher of algorithm.credit=distill: a folder or hub id, or self (the policy at the start)",
     )
-    servers: tuple[str, ...] = knob(
-        (), "addresses of vLLM servers with the teacher, instead of a path (key: rollout.vllm.api_key_env)"
-    )
+    servers: tuple[str, ...] = knob((), "addresses of vLLM servers with the teacher, instead of path")
     average: float = knob(
         0.0,
-        "with path self: rate of the exponential average of the policy's weights (SDFT 0.01, SDPO 0.05); 0: constant",
+        "with self: rate of the moving average of the policy's weights; 0: constant",
         ge=0,
         le=1,
     )
     dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
     shown: Literal["nothing", "solution", "sibling"] = knob(
         "nothing",
-        "what follows the question in its prompt: nothing, a trace, or another right response of the group",
+        "what its prompt shows: nothing, a trace, or another correct response of the group",
     )
     hint_text: str = knob(
         "\n\nHere is a correct solution:\n{solution}\n\nNow solve the problem yourself, step by step.",
@@ -309,14 +277,12 @@ def _check_vllm_argument(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class VllmConfig:
-    servers: tuple[str, ...] = knob(
-        (), "addresses of servers that `luffy serve` started; empty: vLLM in the trainer's own process (colocated)"
-    )
-    api_key_env: str = knob("LUFFY_VLLM_KEY", "environment variable with the servers' key; the key is written nowhere")
-    tensor_parallel_size: int = knob(1, "GPUs that one copy of the model is spread over", ge=1)
+    servers: tuple[str, ...] = knob((), "addresses of `luffy serve`; empty: vLLM in the trainer's process (colocated)")
+    api_key_env: str = knob("LUFFY_VLLM_KEY", "environment variable with the servers' key")
+    tensor_parallel_size: int = knob(1, "GPUs of one copy of the model", ge=1)
     memory_fraction: float = knob(
         0.4,
-        "share of the GPU for vLLM's weights and KV cache; if colocated, freed during the update",
+        "fraction of the GPU for vLLM; if colocated, freed during the update",
         gt=0,
         le=1,
     )
@@ -325,16 +291,16 @@ class VllmConfig:
     )
     transfer: Literal["auto", "memory", "folder", "nccl"] = knob(
         "auto",
-        "how weights get there. auto: in memory when colocated on one GPU, NCCL from a GPU to servers, else a folder",
+        "how weights get there; auto: memory when colocated on one GPU, nccl from a GPU to servers, else folder",
     )
-    shared_folder: str | None = knob(None, "where folder transfers are written, seen by all; null: in the run's folder")
-    nccl_host: str = knob("127.0.0.1", "address of the trainer as servers see it, for NCCL transfers")
+    shared_folder: str | None = knob(None, "folder of transfers, seen by all; null: in the run folder")
+    nccl_host: str = knob("127.0.0.1", "the trainer's address as servers see it, for NCCL")
     request_seeds: bool = knob(
         True,
-        "a seed for every request: the same samples in any batch; false is faster on a GPU",
+        "a seed per request: the same samples in any batch; false is faster",
     )
-    timeout_s: float = knob(600.0, "a server that takes longer for one response or one push counts as lost", gt=0)
-    args: dict[str, Any] = knob(factory=dict, help="any other engine argument of vLLM, e.g. {enforce_eager: true}")
+    timeout_s: float = knob(600.0, "a server that takes longer for a response or push is lost", gt=0)
+    args: dict[str, Any] = knob(factory=dict, help="other engine arguments of vLLM, e.g. {enforce_eager: true}")
 
     def __post_init__(self) -> None:
         for name, value in self.args.items():
@@ -349,34 +315,37 @@ class VllmConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    n: int = knob(8, "samples of each problem in all, traces included", ge=1)
+    n: int = knob(8, "samples of each problem, traces included", ge=1)
     temperature: float = knob(1.0, "sampling temperature; log-probs are taken at it", gt=0)
     top_p: float = knob(1.0, "nucleus sampling; 1 is off", gt=0, le=1)
     top_k: int = knob(0, "sample among the k most likely tokens; 0 is off", ge=0)
     max_tokens: int = knob(2048, "longest response", ge=1)
     max_tokens_per_step: int | None = knob(
         None,
-        "most tokens of a response in one step; an unfinished one continues in the next, and its group waits for it "
-        "(docs/scaling.md); null: no such limit",
+        "tokens of a response per step; then it continues in the next step (docs/scaling.md)",
         ge=1,
     )
     slots: int | None = knob(
         None,
-        "sequences decoded at once; null: 256 on a CPU and in vLLM, 1024 on a GPU (fewer when memory is short)",
+        "sequences decoded at once; null: 256 on a CPU and in vLLM, at most 1024 on a GPU",
         ge=1,
     )
-    engine: str = knob(
+    engine: Chosen = knob(
         "native",
-        "engine of luffy train: native (the policy itself), vllm (a copy of it), or your own (docs/engines.md)",
+        "native, vllm, or a custom engine (docs/engines.md)",
+        parts=ENGINES,
     )
     precision: Literal["model", "fp8"] = knob(
         "model",
-        "linear layers of the native engine: the policy's own weights, or a copy quantized before every rollout",
+        "linear layers of the native engine (docs/engines.md#fp8)",
     )
     offpolicy_guidance: OffPolicyGuidanceConfig | None = knob(
         None, "overrides of tokens by a second model during rollout (docs/overrides.md); null: none"
     )
     vllm: VllmConfig = knob(factory=VllmConfig)
+
+    def __post_init__(self) -> None:
+        choose_parts(self, "rollout")
 
     @property
     def overrides(self) -> OffPolicyGuidanceConfig | None:
@@ -387,7 +356,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class MixConfig:
-    start: float = knob(0.5, "mu at the start: the share of the SFT term in the loss", ge=0, le=1)
+    start: float = knob(0.5, "mu at the start: the SFT term's fraction of the loss", ge=0, le=1)
     end: float | None = knob(None, "mu after steps, along a cosine; null: constant", ge=0, le=1)
     steps: int | None = knob(None, "steps from start to end, after the warm-up; null: all that are left", ge=1)
     warmup: int = knob(0, "first steps, over which mu rises from 0 to start", ge=0)
@@ -404,99 +373,91 @@ class MixConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    credit: str = knob(
+    credit: Chosen = knob(
         "group_baseline",
-        "how rewards become advantages and weights of tokens: group_baseline, lone_trace_sft (the same, but a group of "
-        "traces only goes into the SFT term), srft, distill (by section teacher), or your own (docs/extend.md)",
+        "how rewards become advantages and weights of tokens: group_baseline, rloo, lone_trace_sft (a group of traces "
+        "only goes into the SFT term), srft, distill (by section teacher), or your own (docs/extend.md)",
+        parts=CREDIT,
     )
-    advantage: Literal["grpo", "grpo_split"] = knob(
-        "grpo", "baseline of a group: all samples (paper Eq. 4), or only the on-policy ones"
+    advantage: Chosen = knob(
+        "grpo",
+        "baseline: all samples (grpo, paper Eq. 4) or on-policy ones (grpo_split)",
+        parts=BASELINES,
     )
-    normalize_std: bool = knob(False, "divide advantages by the group's standard deviation (Dr. GRPO does not)")
+    normalize_std: bool = knob(False, "divide advantages by the group's standard deviation")
     loss_reduction: Reduction = knob(
         "seq-mean-token-sum-norm", "denominator of the loss; -norm divides by rollout.max_tokens (Dr. GRPO)"
     )
     remove_clip: bool = knob(True, "no clipping of the on-policy ratio (best row of the paper's Table 4)")
     clip_ratio: float = knob(0.2, "on-policy ratio clipped at 1 - this", ge=0, le=1)
     clip_ratio_high: float | None = knob(None, "and at 1 + this; null: the same (DAPO's clip-higher: 0.28)", ge=0)
-    off_policy_reshape: str = knob(
-        "p_div_p_0.1",
-        "f(p) on teacher tokens: no_reshape, logp, p_logp, square_root, pow, p_div_p_<gamma>, chord_phi, trapo, "
-        "rl_plus, exgrpo, or your own (docs/methods.md#shaping-functions)",
+    off_policy_reshape: Chosen = knob(
+        "p_div_p",
+        "f(p) on teacher tokens: p_div_p (LUFFY), no_reshape, logp, p_logp, square_root, pow, chord_phi, trapo, "
+        "rl_plus, exgrpo, or your own (docs/methods/loss.md#shaping-functions)",
+        parts=SHAPES,
     )
-    off_policy_reshape_weight: float = knob(1.0, "weight in logp and p_logp")
-    off_policy_reshape_pow_exp: float = knob(0.5, "exponent of pow and of (1 - p) in rl_plus")
-    off_policy_reshape_gamma: float = knob(0.1, "gamma of exgrpo and trapo", gt=0)
-    on_policy_reshape: str = knob("no_reshape", "the same shapes on the policy's own ratio")
-    on_policy_reshape_weight: float = knob(1.0, "weight in p_logp")
-    on_policy_reshape_pow_exp: float = knob(0.5, "exponent of pow")
+    on_policy_reshape: Chosen = knob(
+        "no_reshape",
+        "f on the policy's own ratio: no_reshape, logp, p_logp, square_root, pow, p_div_p",
+        parts=SHAPES,
+    )
     off_max_clip: float | None = knob(None, "upper bound of the off-policy ratio", gt=0)
     off_min_clip: float | None = knob(None, "lower bound of the off-policy ratio", ge=0)
     off_normalize: bool = knob(False, "divide the off-policy ratio by its mean over the mini-batch")
     all_max_clip: float | None = knob(None, "drop tokens whose probability exceeds this", gt=0, le=1)
     teacher_probs: Literal["one", "recorded"] = knob(
-        "one", "teacher's probability in the off-policy ratio: 1 (paper), or the recorded log-probs (then no reshape)"
+        "one", "teacher's probability in the off-policy ratio: 1 (paper), or recorded (no reshape)"
     )
-    importance_clamp_min: float = knob(0.0, "smallest importance weight, under token overrides or stale rollouts", ge=0)
-    importance_clamp_max: float = knob(10.0, "largest importance weight, under token overrides or stale rollouts", gt=0)
+    importance_clamp_min: float = knob(0.0, "smallest importance weight (token overrides, stale rollouts)", ge=0)
+    importance_clamp_max: float = knob(10.0, "largest importance weight", gt=0)
     importance_detach: bool = knob(
-        True, "no gradient through the importance weights; false has an effect only with one mini-batch a step"
+        True, "no gradient through importance weights; false matters only with one mini-batch"
     )
     importance_objective: Literal["decoupled", "literal"] = knob(
-        "decoupled", "decoupled: ratio p/p_old, advantage times weight; literal: corrects twice, kept for comparison"
+        "decoupled", "decoupled: ratio p/p_old, advantage times weight; literal: corrects twice"
     )
     importance_level: Literal["token", "sequence"] = knob(
-        "token", "weight of a token: its own, or the product over its response (unbiased, but of high variance)"
+        "token", "weight of a token: its own, or the product over its response"
     )
     mismatch_correction: Literal["off", "truncated", "masked"] = knob(
         "off",
-        "weights p_old / p_engine on own tokens: truncated at mismatch_cap, or masked beyond it or 1 / it",
+        "weights p_old / p_engine on on-policy tokens (docs/engines.md#training-inference-mismatch)",
     )
     mismatch_cap: float = knob(2.0, "the bound of mismatch_correction", gt=1)
-    trace_ratio: Literal["shaped", "ppo"] = knob(
-        "shaped", "teacher tokens under f(p) (off_policy_reshape), or as own tokens: p / p_old with the clip"
-    )
+    trace_ratio: Literal["shaped", "ppo"] = knob("shaped", "off-policy tokens: f(p), or p / p_old with the clip")
     trace_advantage: Literal["group", "constant", "relu"] = knob(
         "group",
-        "advantage of teacher tokens: their response's, 1, or their response's but not below 0",
+        "advantage of off-policy tokens: their response's, 1, or not below 0",
     )
     trace_entropy_share: float = knob(
         1.0,
-        "share of a response's teacher tokens in the RL term: those with the highest entropy",
+        "fraction of off-policy tokens in the RL term: the highest entropy",
         gt=0,
         le=1,
     )
     prefix_alpha: float = knob(1.0, "weight of the advantage on off-policy tokens")
     prefix_beta: float = knob(1.0, "weight of the advantage on the policy's own tokens")
     entropy_coef: float = knob(0.001, "weight of the entropy bonus (the paper's text: 0.01)", ge=0)
-    kl_coef: float = knob(0.0, "weight of the KL term against the reference model; 0 loads none", ge=0)
+    kl_coef: float = knob(0.0, "weight of the KL term; 0 loads no reference model", ge=0)
     kl_estimator: Estimator = knob("k3", "estimator of the KL term")
     kl_in: Literal["loss", "reward"] = knob("loss", "where the KL term goes")
-    trace_term: Literal["rl", "sft"] = knob(
-        "rl", "teacher tokens are in the policy-gradient term, or only in the SFT term (RL with SFT loss)"
-    )
-    distill_reward: float = knob(
-        0.0,
-        "credit distill: weight of the group's advantage, added to the teacher's log q - log p; 0: no reward",
-        ge=0,
-    )
+    trace_term: Literal["rl", "sft"] = knob("rl", "term of off-policy tokens")
     sft_coef: float = knob(1.0, "weight of the SFT term", ge=0)
-    sft_reshape: str = knob(
-        "logp",
-        "f in the SFT term: logp (plain SFT), or any shape of off_policy_reshape, with its gamma",
+    sft_reshape: Chosen = knob(
+        "logp", "f in the SFT term: logp (plain SFT), or any shape of off_policy_reshape", parts=SHAPES
     )
     mix: MixConfig | None = knob(
         None, "loss (1 - mu) RL + mu * sft_coef * SFT, with mu constant or along a schedule; null: RL + sft_coef * SFT"
     )
-    reject_extreme: bool = knob(True, "drop groups whose rewards are all success or all failure")
-    min_accuracy: float = knob(
-        0.0, "drop groups where a smaller share of the policy's own samples is right", ge=0, le=1
-    )
-    max_accuracy: float = knob(1.0, "drop groups where a larger share of them is right", ge=0, le=1)
-    oversample_rounds: int = knob(0, "extra batches to draw until the batch is full again after rejection", ge=0)
+    reject_extreme: bool = knob(True, "drop all-correct and all-incorrect groups")
+    min_accuracy: float = knob(0.0, "drop groups with a smaller fraction of correct on-policy samples", ge=0, le=1)
+    max_accuracy: float = knob(1.0, "drop groups with a larger fraction of them", ge=0, le=1)
+    oversample_rounds: int = knob(0, "extra batches to fill up after rejection", ge=0)
 
     def __post_init__(self) -> None:
-        self.policy_loss(), self.sft_shape()  # reshape names are checked here, once
+        choose_parts(self, "algorithm")
+        self.policy_loss()
         if self.importance_clamp_min > self.importance_clamp_max:
             raise ConfigError(
                 f"'algorithm.importance_clamp_min' ({self.importance_clamp_min}) exceeds "
@@ -509,7 +470,7 @@ class AlgorithmConfig:
             )
 
     def sft_shape(self) -> Shape:
-        return _shape("sft_reshape", self.sft_reshape, gamma=self.off_policy_reshape_gamma)
+        return Shape(self.sft_reshape)
 
     def policy_loss(self) -> PolicyLoss:
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
@@ -517,32 +478,14 @@ class AlgorithmConfig:
             clip_low=1.0 - self.clip_ratio,
             clip_high=1.0 + high,
             remove_clip=self.remove_clip,
-            on_shape=_shape(
-                "on_policy_reshape",
-                self.on_policy_reshape,
-                self.on_policy_reshape_weight,
-                self.on_policy_reshape_pow_exp,
-            ),
-            off_shape=_shape(
-                "off_policy_reshape",
-                self.off_policy_reshape,
-                self.off_policy_reshape_weight,
-                self.off_policy_reshape_pow_exp,
-                self.off_policy_reshape_gamma,
-            ),
+            on_shape=Shape(self.on_policy_reshape),
+            off_shape=Shape(self.off_policy_reshape),
             off_max_clip=self.off_max_clip,
             off_min_clip=self.off_min_clip,
             off_normalize=self.off_normalize,
             off_ppo=self.trace_ratio == "ppo",
             all_max_clip=self.all_max_clip,
         )
-
-
-def _shape(knob: str, name: str, weight: float = 1.0, pow_exp: float = 0.5, gamma: float = 0.1) -> Shape:
-    try:
-        return Shape(name, weight, pow_exp, gamma)
-    except ValueError as error:
-        raise ConfigError(f"'algorithm.{knob}': {error}") from None
 
 
 @dataclass(frozen=True)
@@ -553,17 +496,12 @@ class OptimConfig:
     weight_decay: float = knob(0.0, "decoupled weight decay on matrices (not on biases and norms)", ge=0)
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "inverse"] = knob(
         "constant",
-        "learning rate after the warm-up; inverse_sqrt and inverse: lr / sqrt(k) and lr / k in the k-th step after it "
-        "(appendix B of the paper), whatever the number of steps",
+        "learning rate after the warm-up; inverse_sqrt, inverse: lr / sqrt(k), lr / k in the k-th step after it",
     )
-    warmup: float = knob(0.0, "warm-up: below 1 a share of all training steps, else their number", ge=0)
-    min_lr_ratio: float = knob(
-        0.0, "where linear and cosine end, and what the inverse ones approach, as a share of lr", ge=0, le=1
-    )
+    warmup: float = knob(0.0, "warm-up: below 1 a fraction of all steps, else their number", ge=0)
+    min_lr_ratio: float = knob(0.0, "final fraction of lr (the limit of inverse ones)", ge=0, le=1)
     grad_clip: float = knob(1.0, "largest gradient norm; 0 is off", ge=0)
-    offload: bool = knob(
-        False, "master weights and moments in host memory: 12 bytes a weight less on the GPU, slower steps"
-    )
+    offload: bool = knob(False, "optimizer state in host memory: 12 bytes per weight less on the GPU, slower")
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
@@ -575,15 +513,13 @@ class BatchConfig:
     problems: int = knob(128, "problems per rollout batch (traces per batch in SFT)", ge=1)
     mini_batch: int | None = knob(
         None,
-        "problems per optimizer step; a batch takes problems / mini_batch steps (rounded up), also if groups are "
-        "rejected; null: the whole rollout batch",
+        "problems per optimizer step (docs/methods/loss.md#updates-of-a-batch); null: the whole rollout batch",
         ge=1,
     )
-    tokens: int = knob(16384, "tokens per micro-batch, packed without padding; a shared prompt counts once", ge=1)
+    tokens: int = knob(16384, "tokens per micro-batch; a shared prompt counts once", ge=1)
     expert_share: float = knob(
         0.0,
-        "share of a step's problems with one whole trace and no own samples (CHORD; needs "
-        "algorithm.credit=lone_trace_sft)",
+        "fraction of problems in the expert batch (CHORD; needs algorithm.credit=lone_trace_sft)",
         ge=0,
         le=1,
     )
@@ -603,22 +539,22 @@ class BatchConfig:
 class ReplayConfig:
     share: float = knob(
         0.0,
-        "share of a step's problems that come from replay, each with one earlier success (ExGRPO); 0: none",
+        "fraction of problems from the replay buffer (ExGRPO)",
         ge=0,
         le=1,
     )
     start: float = knob(
-        0.35, "replay starts after the step in which more than this share of own samples is right", ge=0, le=1
+        0.35, "replay starts after a step with a larger fraction of correct on-policy samples", ge=0, le=1
     )
-    problems: int = knob(4096, "most problems in the replay; the one solved longest ago is dropped first", ge=1)
-    responses: int = knob(8, "most responses of each problem in the replay: the newest right ones", ge=1)
+    problems: int = knob(4096, "most problems in the buffer; the oldest is dropped first", ge=1)
+    responses: int = knob(8, "most responses per problem: the newest correct ones", ge=1)
 
 
 @dataclass(frozen=True)
 class SftStepsConfig:
     buffer: int = knob(
         0,
-        "an SFT step after this many traces of problems that no own sample solved (ReLIFT); 0: none",
+        "traces of unsolved problems that make an SFT step (ReLIFT); 0: none",
         ge=0,
     )
     lr: float | None = knob(None, "learning rate of these steps; null: optim.lr, without its schedule", gt=0)
@@ -631,17 +567,14 @@ class TrainConfig:
     epochs: float | None = knob(None, "passes over the data, when steps is null", gt=0)
     save_every: int = knob(50, "steps between checkpoints; the last step is always saved", ge=1)
     keep: int = knob(2, "checkpoints kept besides the best one", ge=1)
-    keep_best: bool = knob(True, "save and keep the step that was best on data.eval; false: less to write")
+    keep_best: bool = knob(True, "save and keep the step that was best on data.eval")
     keep_optimizer: int | None = knob(
         None,
-        "newest checkpoints that keep optimizer state, 6/7 of a checkpoint in bfloat16; a run cannot resume from older "
-        "ones; null: all that are kept",
+        "newest checkpoints that keep optimizer state, 6/7 of one in bfloat16; older ones cannot resume; null: all",
         ge=1,
     )
-    max_bad_steps: int = knob(3, "stop after this many non-finite updates in a row; each is skipped", ge=1)
-    threads: int | None = knob(
-        None, "CPU threads of torch; null: OMP_NUM_THREADS, or one a core of the process at most", ge=1
-    )
+    max_bad_steps: int = knob(3, "non-finite updates (skipped) in a row that stop the run", ge=1)
+    threads: int | None = knob(None, "CPU threads of torch; null: OMP_NUM_THREADS, or at most one per core", ge=1)
 
 
 @dataclass(frozen=True)
@@ -659,50 +592,56 @@ class RecordConfig:
     tensorboard: bool = knob(True, "write TensorBoard events (when the package is there)")
     wandb: bool = knob(False, "log to Weights & Biases (needs the wandb extra)")
     wandb_project: str = knob("luffy", "W&B project")
+    trackers: tuple[Chosen, ...] = knob(
+        (), "further trackers by name, or {name: ..., settings}: your own (docs/extend.md)", parts=TRACKERS
+    )
     samples_every: int = knob(10, "steps between records of samples.jsonl; 0: none", ge=0)
-    samples: int = knob(4, "groups recorded at such a step, and held-out problems of each set at an evaluation", ge=1)
+    samples: int = knob(4, "groups recorded then, and held-out problems per set and evaluation", ge=1)
+
+    def __post_init__(self) -> None:
+        choose_parts(self, "record")
+
+    @property
+    def chosen_trackers(self) -> tuple[Chosen, ...]:
+        """Every tracker that is switched on, with its settings."""
+        given = ["tensorboard"] * self.tensorboard
+        wandb = [{"name": "wandb", "project": self.wandb_project}] * self.wandb
+        return (*(TRACKERS.read(value, "record") for value in (*given, *wandb)), *self.trackers)
 
 
 @dataclass(frozen=True)
 class AsyncConfig:
     max_staleness: int = knob(
         0,
-        "versions a rollout may lag behind the update: 0 takes turns, 1 or more overlaps them",
+        "versions a rollout may lag behind the update (docs/scaling.md); 0: take turns",
         ge=0,
     )
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    workers: int = knob(1, "processes in all, one a GPU (torchrun started by hand decides itself)", ge=1)
-    shard: Literal["full", "hybrid"] = knob(
-        "full", "weights and optimizer state over all processes, or over groups that each hold everything"
-    )
+    workers: int = knob(1, "processes, one per GPU (torchrun by hand decides itself)", ge=1)
+    shard: Literal["full", "hybrid"] = knob("full", "shards over all processes, or over groups")
     shard_size: int | None = knob(None, "processes of a group when shard is hybrid; null: those of one machine", ge=1)
     gather: Literal["auto", "micro_batch", "mini_batch"] = knob(
         "auto",
-        "gather weights and reduce gradients in every micro-batch, or once per mini-batch (less traffic, more memory); "
-        "auto: once if it fits on every GPU",
+        "gather weights and reduce gradients how often; auto: mini_batch if it fits (docs/scaling.md)",
     )
-    cpu_offload: bool = knob(False, "weights and optimizer state wait in host memory: less GPU memory, more time")
-    rollout_group: int = knob(
-        1, "processes that share one engine and its copy of the model, where one does not fit on each GPU", ge=1
-    )
+    cpu_offload: bool = knob(False, "shards in host memory: less GPU memory, more time")
+    rollout_group: int = knob(1, "processes that share one engine and its copy of the model", ge=1)
     timeout_s: float = knob(1800.0, "the run ends if a process keeps the others waiting this long", gt=0)
-    check_gradients: bool = knob(
-        True, "before the first step, compare the gradient of all processes with that of one on small batches"
-    )
+    check_gradients: bool = knob(True, "before the first step, compare the gradient of all processes with that of one")
 
 
 @dataclass(frozen=True)
 class RayConfig:
     address: str | None = knob(None, "a running cluster (auto or host:port); null: start one on this machine")
-    max_failures: int = knob(3, "restarts from the last checkpoint after lost workers or machines; -1: no limit", ge=-1)
-    spread: bool = knob(False, "put workers on as many machines as there are, instead of as few")
-    cpus_per_worker: float = knob(1.0, "CPU cores that Ray sets aside for a worker", gt=0)
+    max_failures: int = knob(3, "restarts after lost workers or machines; -1: no limit", ge=-1)
+    spread: bool = knob(False, "put workers on as many machines as possible, not as few")
+    cpus_per_worker: float = knob(1.0, "CPU cores per worker", gt=0)
     gpus_per_worker: float = knob(
         1.0,
-        "part of a GPU that Ray sets aside for a worker; up to 0.5 several workers share one, for tests",
+        "GPUs per worker; up to 0.5 several workers share one, for tests",
         gt=0,
         le=1,
     )
@@ -712,18 +651,16 @@ class RayConfig:
 class Knobs:
     """All knobs of a run, each checked alone; `luffy.config.Config` is this with the checks across them."""
 
-    name: str = knob("run", "folder of the run below out; a recipe file without a name takes its file name")
+    name: str = knob("run", "run folder below out; default for a recipe file: its name")
     out: str = knob("runs", "folder that holds runs")
     seed: int = knob(0, "seed of everything random", ge=0, le=2**63 - 1)
-    plugins: tuple[str, ...] = knob(
-        (), "your own modules or .py files, imported first; the recipe can name what they register (docs/extend.md)"
-    )
+    plugins: tuple[str, ...] = knob((), "custom modules or .py files, imported first (docs/extend.md)")
     launch: Literal["local", "torchrun", "ray"] = knob(
-        "local", "one process here, parallel.workers processes here, or workers that Ray places and restarts"
+        "local", "one process, parallel.workers processes on this machine, or workers of Ray"
     )
     prepare: dict[str, str] = knob(
         factory=dict,
-        help="commands that make the recipe's files, by path; a run that lacks a file stops and names its command",
+        help="commands that make the recipe's files, by path; named if a file is missing",
     )
     made_for: Literal["rl", "sft"] = knob("rl", "sft: `luffy train` refuses the recipe; `luffy sft` takes any")
     model: ModelConfig = knob(factory=ModelConfig)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from luffy.config.checks import Config, check_learns
+from luffy.config.legacy import PartValues, set_at, with_current_keys
 from luffy.config.yaml_text import YAML_ERRORS, check_size, parse_yaml, read_yaml
 from luffy.errors import ConfigError
 from luffy.plugins import load_plugins
@@ -26,7 +27,7 @@ def load_config(
 ) -> Config:
     """A checked config from a recipe with overrides.
 
-    ``recipe``: a file, the name of a built-in one, or its content as nested dictionaries (``base`` too); None: the
+    ``recipe``: a file, a built-in recipe's name, or its content as nested dictionaries (``base`` too); None: the
     defaults. ``overrides``: ``["optim.lr=1e-5"]`` as on the command line, or ``{"optim.lr": 1e-5}``.
     """
     values = read_mapping(recipe) if isinstance(recipe, Mapping) else {} if recipe is None else read_recipe(recipe)
@@ -43,7 +44,7 @@ def load_config(
 def read_mapping(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a recipe that is given as nested dictionaries."""
     check_size(recipe, "the recipe")
-    values = _with_package_paths(copy.deepcopy(dict(recipe)))
+    values = with_current_keys(_with_package_paths(copy.deepcopy(dict(recipe))))
     return merge(_merged(_bases(values.pop("base", []), "the recipe"), ()), values)
 
 
@@ -101,7 +102,7 @@ def read_recipe(
     if path in _seen:
         raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in _seen)}")
     if path not in known:
-        values = {"name": path.stem, **_with_package_paths(_parse_recipe(path))}
+        values = {"name": path.stem, **with_current_keys(_with_package_paths(_parse_recipe(path)))}
         known[path] = merge(_merged(_bases(values.pop("base", []), path), (*_seen, path), known), values)
     return copy.deepcopy(known[path])
 
@@ -167,7 +168,7 @@ def _composed(path: Path) -> tuple[Path, ...]:
 
 
 def built_in_recipes() -> dict[str, str]:
-    """What each is for, by name: the first line of its file says it. ``size/method`` has the method's line."""
+    """Purpose of each built-in recipe by name; ``size/method`` has the method's."""
     files = {
         path.relative_to(BUILT_IN_RECIPES).with_suffix("").as_posix(): path for path in BUILT_IN_RECIPES.rglob("*.yaml")
     }
@@ -216,18 +217,12 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     return key.strip().split("."), value
 
 
-def set_at(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """Replace what stands at a dotted path: ``reward.weights={}`` empties the mapping of the recipe."""
-    for key in keys[:-1]:
-        inner = values.get(key)
-        values[key] = values = dict(inner) if isinstance(inner, Mapping) else {}
-    values[keys[-1]] = value
-
-
 def merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     """``top`` laid over ``base``, section by section; changes and returns ``base``."""
     for key, value in top.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+        if isinstance(value, PartValues):
+            base[key] = value.over(base.get(key))
+        elif isinstance(value, Mapping) and isinstance(base.get(key), dict):
             merge(base[key], value)
         else:
             base[key] = dict(value) if isinstance(value, Mapping) else value
@@ -235,5 +230,5 @@ def merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved config: reading it back gives the same object."""
+    """The resolved config as YAML; reading it returns an equal config."""
     return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)

@@ -45,13 +45,18 @@ def group_advantages(
 
 
 def _over_baseline(scores: Tensor, in_baseline: Tensor, key: Hashable, use_std: bool, epsilon: float) -> Tensor:
-    """Of one group, which has the key."""
+    """Scores of one group minus the mean of those in the baseline; ``key`` names the group in errors."""
     counted = in_baseline.bool()
     baseline = scores if counted.all() else scores[counted]
     if baseline.numel() == 0:
         raise ValueError(f"group {key!r} has no on-policy sample to take a baseline from")
     mean, std = _mean_std(baseline)
     return (scores - mean) / (std + epsilon) if use_std else scores - mean
+
+
+def group_spread(scores: Tensor, in_baseline: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """The standard deviation that ``group_advantages`` divides by, of one group."""
+    return _mean_std(scores[in_baseline.bool()])[1] + epsilon
 
 
 def _over_own_baselines(scores: Tensor, use_std: bool, epsilon: float) -> Tensor:

@@ -17,12 +17,14 @@ from luffy.kernels import kernels_serve
 
 
 class HasGrad(Protocol):
+    """Object with a gradient, such as a parameter."""
+
     grad: Tensor | None
 
 
 @dataclass
 class Holder:
-    """Of a sum that no optimizer keeps."""
+    """Place for a gradient sum that no optimizer owns."""
 
     grad: Tensor | None
 

@@ -12,5 +12,6 @@ def keep(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of ``values`` where ``mask`` is not 0; 0 if it is 0 everywhere: [1, 2, 9] with [1, 1, 0] gives 1.5."""
     mask = mask.bool()
     return keep(values, mask).sum() / mask.sum().clamp(min=1)

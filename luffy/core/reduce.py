@@ -34,7 +34,7 @@ class Counts(NamedTuple):
 
 
 def counted_tokens(weights: Sequence[Tensor]) -> list[int]:
-    """Of each sequence the tokens whose weight is not 0; of all at once, because there are thousands of sequences."""
+    """Number of tokens with a weight other than 0, per sequence; counted in one call, as there are thousands."""
     if not weights:
         return []
     so_far = torch.cat([torch.zeros(1, device=weights[0].device), *weights]).ne(0).cumsum(0)

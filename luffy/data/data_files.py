@@ -33,8 +33,8 @@ def files_of(path: str, split: str) -> list[str]:
 
 
 def _folder_files(folder: Path, split: str) -> list[Path]:
-    """Files of the split in the folder itself, else in its subfolder for the split, ``data``, or the only one. Tables
-    lie beside many datasets: CSV files count only where there is no data file of another type."""
+    """Files of the split in the folder itself, else in its subfolder for the split, ``data``, or the only one. Many
+    datasets have tables next to them: CSV files count only if there is no data file of another type."""
     for suffixes in (FIRST_SUFFIXES, DATA_SUFFIXES):
         if _has_data(folder, suffixes):
             return _files_below(folder, split, suffixes)

@@ -1,11 +1,11 @@
-"""From a ``Problem`` to a ``Task``: the exact text the model sees, and traces as token ids."""
+"""Encode a ``Problem`` as a ``Task``: the exact prompt the model sees, and traces as token ids."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date as Date
 from enum import StrEnum
 from itertools import islice
@@ -19,7 +19,7 @@ from luffy.data.special_tokens import MARK, OPEN, SpecialTokens, without_marks
 from luffy.errors import ConfigError, DataError
 from luffy.types import THINK, Demonstration, Message, Problem, Task, Trace, opens_thought
 
-CLOCK = "strftime_now"  # what chat templates call to get the date
+CLOCK = "strftime_now"  # chat templates call it to get the date
 READ_AT_ONCE = 256  # problems whose texts the tokenizer gets in one call
 
 PAPER_SYSTEM_PROMPT = (
@@ -34,7 +34,10 @@ PAPER_SYSTEM_PROMPT = (
 )
 """LUFFY paper, appendix C.2. Rows that carry their own system message keep theirs."""
 QUESTION_LINE = "This is the problem: "
-"""What the paper writes before the question."""
+"""Text before the question in the paper's prompt."""
+
+SOLUTION = "{solution}"
+"""Placeholder of the solution in a hint's template."""
 
 
 class PromptStyle(StrEnum):
@@ -53,28 +56,122 @@ class PromptStyle(StrEnum):
 TEMPLATE_STYLES = (PromptStyle.CHAT, PromptStyle.PAPER)
 
 
+class PromptWriter:
+    """Writes problems as prompts for one tokenizer. Special tokens that the user's texts spell out are marked, unless
+    ``special_tokens`` is "control"."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        style: str,
+        system_prompt: str | None,
+        chat_template: str | None,
+        date: str | None,
+        special_tokens: str,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.style = PromptStyle(_one_of("style", style, tuple(PromptStyle)))
+        self.special = SpecialTokens(tokenizer)
+        self.marks = _one_of("special_tokens", special_tokens, ("text", "control")) == "text"
+        self.given_template = _template_text(chat_template)
+        self.template = self.given_template or getattr(tokenizer, "chat_template", None)
+        self.date = today() if date is None else _checked_date(date)
+        self.bos = _leading_special(tokenizer)
+        if system_prompt and self.style not in TEMPLATE_STYLES:
+            raise ConfigError(f"style {self.style} has no place for a system prompt; leave it out or choose style chat")
+        use_papers = system_prompt is None and self.style == PromptStyle.PAPER
+        self.system_prompt = PAPER_SYSTEM_PROMPT if use_papers else system_prompt
+        if self.style in TEMPLATE_STYLES and not self.template:
+            raise ConfigError(
+                f"the tokenizer {_name(tokenizer)} has no chat template, which style {self.style} needs; "
+                "choose style plain or give a chat template"
+            )
+
+    def write(self, problem: Problem) -> tuple[str, tuple[int, ...]]:
+        """Marked text to tokenise, and the ids before it. A chat template writes its own BOS, so it has none there."""
+        prompt = problem.prompt
+        if isinstance(prompt, str):
+            if self.style == PromptStyle.PLAIN:
+                return self.marked(prompt), self.bos
+            if self.style == PromptStyle.PAPER_SIMPLE:
+                return f"User: {self.marked(prompt)}\n\nAnswer: Let's think step by step.", self.bos
+        text = self._apply_template(problem, self.chat(prompt))
+        if self.style != PromptStyle.PAPER or text.endswith(f"{THINK}\n"):
+            return text, ()
+        return text + ("\n" if text.endswith(THINK) else f"{THINK}\n"), ()
+
+    def chat(self, prompt: str | tuple[Message, ...]) -> tuple[Message, ...]:
+        """Messages that the chat template gets."""
+        if isinstance(prompt, str):
+            question = QUESTION_LINE + prompt if self.style == PromptStyle.PAPER else prompt
+            prompt = (Message("user", question),)
+        return with_system_prompt(prompt, self.system_prompt)
+
+    def marked(self, text: str) -> str:
+        return self.special.mark(text) if self.marks else without_marks(text)
+
+    def opens_thought(self, prompt: str) -> bool:
+        """Whether a response to the prompt begins inside a thought and shows where it ends."""
+        return opens_thought(prompt) and not self.special.hides_thoughts
+
+    def _apply_template(self, problem: Problem, chat: tuple[Message, ...]) -> str:
+        if not self.template:
+            raise DataError(
+                f"{where(problem)}: the prompt is a chat, but the tokenizer {_name(self.tokenizer)} has no chat "
+                "template; give it one (data.chat_template)"
+            )
+        messages = [{**asdict(message), "content": self.marked(message.content)} for message in chat]
+        try:
+            return self._rendered(messages, add_generation_prompt=True)
+        except TemplateError as error:
+            roles = ", ".join(message.role for message in chat)
+            raise DataError(
+                f"{where(problem)}: the chat template refuses a chat of {roles} ({error}); "
+                "change the system prompt, give another template or fix the row"
+            ) from error
+
+    def _rendered(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, chat_template=self.given_template,
+            **{CLOCK: self.date.strftime},
+        )  # fmt: skip
+        return text
+
+    def turn_end(self) -> int | None:
+        """Special token with which the chat template ends an assistant turn, or None."""
+        if self.style not in TEMPLATE_STYLES:
+            return None
+        answer = "An answer."
+        chat = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+        try:
+            text = self._rendered(chat, add_generation_prompt=False)
+        except TemplateError:
+            return None
+        _, found, rest = text.rpartition(answer)
+        end = self.special.spelled.match(rest.lstrip()) if found else None
+        return self.special.ids[end[0]] if end else None
+
+
 class Encoder:
-    """Renders and tokenises problems for one tokenizer.
+    """Writes and tokenises problems for one tokenizer.
 
-    ``eos_ids`` are the ids that end a response (default: the tokenizer's). Where prompts go through a chat template,
-    the token with which it ends an assistant turn comes first among them. Text traces end with the first of
-    ``eos_ids``, recorded ones with the first end token they have. ``chat_template`` is Jinja text or a file with it.
+    ``eos_ids`` are the ids that end a response (default: the tokenizer's). If prompts use a chat template, the token
+    that ends its assistant turns comes first. Text traces end with the first of ``eos_ids``, recorded ones with the
+    first end token they have. ``chat_template`` is Jinja text or a file with it.
 
-    ``special_tokens``: "text" reads special tokens that are spelled out in prompts and traces (``<|im_end|>``) as plain
-    text, all but ``<think>`` and ``</think>``; "control" reads them as special tokens. End tokens that close a text
-    trace are its end either way.
+    ``special_tokens``: "text" reads special tokens that prompts and traces spell out (``<|im_end|>``) as plain text,
+    except ``<think>`` and ``</think>``; "control" reads them as special tokens. End tokens at the end of a text trace
+    end it either way.
 
-    Recorded traces (token ids) are used as they are, up to their first end token; their log-probs may leave out the
-    EOS that ends the trace, which then gets log-prob 0 (probability 1), the value of every token without a record.
+    Recorded traces (token ids) are used as they are, up to their first end token; a missing log-prob of the EOS is 0
+    (probability 1), as for every token without a record.
 
-    ``counts`` says what was dropped, cut or read otherwise: ``prompts_dropped``, ``traces_dropped``,
-    ``traces_truncated``, ``traces_cut_at_end``, ``special_as_text``, ``special_as_control``; and
-    ``traces_open_thought``, the text traces that begin with ``<think>`` where neither the prompt ends with it nor the
-    tokenizer has a token for it.
+    ``counts``: ``prompts_dropped``, ``traces_dropped``, ``traces_truncated``, ``traces_cut_at_end``,
+    ``special_as_text``, ``special_as_control``, and ``traces_open_thought``: text traces that begin with ``<think>``,
+    which neither ends the prompt nor is a token of the tokenizer.
 
-    ``date`` (``2026-01-31``; default: today) is what a chat template gets that asks for the date with
-    ``strftime_now``; all prompts of an encoder have the same. ``prompt_date`` is that date, or None where no template
-    asks for it.
+    ``date`` (``2026-01-31``; default: today) is the date for chat templates that call ``strftime_now``.
+    ``prompt_date`` is that date, or None if the template does not ask for it.
     """
 
     def __init__(
@@ -92,135 +189,74 @@ class Encoder:
         special_tokens: str = "text",
     ) -> None:
         self.tokenizer = tokenizer
-        self.style = PromptStyle(_one_of("style", style, tuple(PromptStyle)))
         self.overlong_prompt = _one_of("overlong_prompt", overlong_prompt, ("error", "drop"))
         self.overlong_trace = _one_of("overlong_trace", overlong_trace, ("drop", "truncate", "error"))
         self.max_prompt_tokens = _at_least_one("data.max_prompt_tokens", max_prompt_tokens)
         self.max_response_tokens = _at_least_one("rollout.max_tokens", max_response_tokens)
-        self.vocabulary = len(tokenizer)
-        self.special_tokens = _one_of("special_tokens", special_tokens, ("text", "control"))
-        self._special = SpecialTokens(tokenizer)
-        self.chat_template = _template_text(chat_template)
-        self._date = today() if date is None else _checked_date(date)
-        self.system_prompt = self._checked_system_prompt(system_prompt)
-        self._bos = _leading_special(tokenizer)
+        self.prompts = PromptWriter(tokenizer, style, system_prompt, chat_template, date, special_tokens)
+        self.style, self._special = self.prompts.style, self.prompts.special
+        self.chat_template = self.prompts.given_template
+        asks_date = CLOCK in str(self.prompts.template)
+        self.prompt_date = self.prompts.date.isoformat() if asks_date else None
+        self.eos_ids = _checked_eos(tokenizer, eos_ids, self.prompts.turn_end())
         self.counts: Counter[str] = Counter()
-        self._read: dict[str, list[int]] = {}  # while many are encoded: ids of their texts
-        if self.style in TEMPLATE_STYLES and not self._has_template:
-            raise ConfigError(
-                f"the tokenizer {_name(tokenizer)} has no chat template, which style {self.style} needs; "
-                "choose style plain or give a chat template"
-            )
-        self.eos_ids = _checked_eos(tokenizer, eos_ids, self._turn_end(), self.vocabulary)
-
-    @property
-    def _has_template(self) -> bool:
-        return bool(self.chat_template or getattr(self.tokenizer, "chat_template", None))
-
-    @property
-    def prompt_date(self) -> str | None:
-        template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
-        return self._date.isoformat() if self._has_template and CLOCK in str(template) else None
-
-    def _checked_system_prompt(self, system_prompt: str | None) -> str | None:
-        if system_prompt and self.style not in TEMPLATE_STYLES:
-            raise ConfigError(f"style {self.style} has no place for a system prompt; leave it out or choose style chat")
-        return PAPER_SYSTEM_PROMPT if system_prompt is None and self.style == PromptStyle.PAPER else system_prompt
+        self._read: dict[str, list[int]] = {}  # ids of texts, while ``encode_all`` runs
 
     def stops(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
-        """What an engine has to stop at: the ends that this encoder knows, and the model's."""
+        """Tokens an engine must stop at: this encoder's ends, then the model's."""
         return tuple(dict.fromkeys((*self.eos_ids, *eos_ids)))
 
-    # ---- prompts
-
     def render(self, problem: Problem) -> str:
-        """The exact text of the prompt, special tokens included."""
-        text, bos = self._prompt_text(problem)
+        """Exact text of the prompt, special tokens included."""
+        text, bos = self.prompts.write(problem)
         spelled = MARK.sub(lambda mark: self._special.texts[int(mark[1])], text)
         return (str(self.tokenizer.bos_token) if bos else "") + spelled
 
     def prompt_ids(self, problem: Problem) -> tuple[int, ...]:
-        """Token ids of the prompt, however long it is."""
-        text, bos = self._prompt_text(problem)
+        """Token ids of the prompt, of any length."""
+        text, bos = self.prompts.write(problem)
         return (*bos, *self._tokenize(problem, text))
 
     def in_thought(self, problem: Problem) -> bool:
         """Whether the prompt ends with ``<think>``, so that a response begins inside a thought."""
-        return self._in_thought(self._prompt_text(problem)[0])
+        return self.prompts.opens_thought(self.prompts.write(problem)[0])
 
     def prompt_hash(self, problem: Problem) -> int:
-        """The same for problems whose prompts differ in whitespace alone, as the model sees them."""
-        return prompt_hash(self._chat(problem.prompt))
+        """Hash of the prompt as the model sees it; equal for prompts that differ only in whitespace."""
+        return prompt_hash(self.prompts.chat(problem.prompt))
 
-    def _prompt_text(self, problem: Problem) -> tuple[str, tuple[int, ...]]:
-        """Text to tokenise, marked, and the ids before it. A chat template writes its own BOS, so none comes before
-        it."""
-        prompt = problem.prompt
-        if isinstance(prompt, str):
-            if self.style == PromptStyle.PLAIN:
-                return self._marked(prompt), self._bos
-            if self.style == PromptStyle.PAPER_SIMPLE:
-                return f"User: {self._marked(prompt)}\n\nAnswer: Let's think step by step.", self._bos
-        return self._chat_text(problem), ()
+    def encode(self, problem: Problem) -> Task | None:
+        """Tokenised problem, or None if its prompt is too long and may be dropped."""
+        return self._task(problem, *self.prompts.write(problem))
 
-    def _chat(self, prompt: str | tuple[Message, ...]) -> tuple[Message, ...]:
-        """What the chat template gets."""
-        if isinstance(prompt, str):
-            question = QUESTION_LINE + prompt if self.style == PromptStyle.PAPER else prompt
-            prompt = (Message("user", question),)
-        return with_system_prompt(prompt, self.system_prompt)
+    def encode_all(self, problems: Iterable[Problem]) -> Iterator[Task | None]:
+        """``encode`` of each problem; a fast tokenizer reads many texts at once on all cores."""
+        rest = iter(problems)
+        while some := list(islice(rest, READ_AT_ONCE)):
+            prompts = [self.prompts.write(problem) for problem in some]
+            self._read = self._read_at_once(some, [text for text, _ in prompts])
+            try:
+                tasks = [self._task(problem, *prompt) for problem, prompt in zip(some, prompts, strict=True)]
+            finally:
+                self._read = {}
+            yield from tasks
 
-    def _chat_text(self, problem: Problem) -> str:
-        text = self._apply_template(problem, self._chat(problem.prompt))
-        if self.style != PromptStyle.PAPER or text.endswith(f"{THINK}\n"):
-            return text
-        return text + ("\n" if text.endswith(THINK) else f"{THINK}\n")
-
-    def _apply_template(self, problem: Problem, chat: tuple[Message, ...]) -> str:
-        if not self._has_template:
-            raise DataError(
-                f"{where(problem)}: the prompt is a chat, but the tokenizer {_name(self.tokenizer)} has no chat "
-                "template; give it one (data.chat_template)"
-            )
-        messages = [{**asdict(message), "content": self._marked(message.content)} for message in chat]
+    def _read_at_once(self, problems: Sequence[Problem], prompts: Sequence[str]) -> dict[str, list[int]]:
+        traces = (
+            trace_text(trace, prompt)
+            for problem, prompt in zip(problems, prompts, strict=True)
+            for trace in problem.traces
+            if trace.token_ids is None
+        )
+        texts = list(dict.fromkeys(text for text in (*prompts, *traces) if OPEN not in text))
         try:
-            return self._rendered(messages, add_generation_prompt=True)
-        except TemplateError as error:
-            roles = ", ".join(message.role for message in chat)
-            raise DataError(
-                f"{where(problem)}: the chat template refuses a chat of {roles} ({error}); "
-                "change the system prompt, give another template or fix the row"
-            ) from error
-
-    def _rendered(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, chat_template=self.chat_template,
-            **{CLOCK: self._date.strftime},
-        )  # fmt: skip
-        return text
-
-    def _turn_end(self) -> int | None:
-        """The special token with which the chat template ends an assistant turn; None where it has none."""
-        if self.style not in TEMPLATE_STYLES:
-            return None
-        answer = "An answer."
-        chat = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
-        try:
-            text = self._rendered(chat, add_generation_prompt=False)
-        except TemplateError:
-            return None
-        _, found, rest = text.rpartition(answer)
-        end = self._special.spelled.match(rest.lstrip()) if found else None
-        return self._special.ids[end[0]] if end else None
-
-    # ---- special tokens in the user's texts
-
-    def _marked(self, text: str) -> str:
-        """The text with a mark in place of every special token that is spelled out in it, unless those count."""
-        return without_marks(text) if self.special_tokens == "control" else self._special.mark(text)
+            ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        except Exception:  # the tokenizers library raises nothing narrower; one by one, the error names the row
+            return {}
+        return dict(zip(texts, ids, strict=True))
 
     def _tokenize(self, problem: Problem, text: str) -> list[int]:
-        """Ids of a text; what is marked in it becomes ids of its letters."""
+        """Ids of a text; a marked special token becomes the ids of its letters."""
         if (known := self._read.get(text)) is not None:  # another thread may clear what was read
             return list(known)
         ids: list[int] = []
@@ -241,72 +277,29 @@ class Encoder:
                 "is it the model's own, and the text in its alphabet?"
             ) from error
 
-    # ---- tasks
-
-    def encode_all(self, problems: Iterable[Problem]) -> Iterator[Task | None]:
-        """``encode`` of each. A fast tokenizer reads many texts at once on all cores, which long traces need: tens of
-        thousands of them take minutes one by one."""
-        rest = iter(problems)
-        while some := list(islice(rest, READ_AT_ONCE)):
-            prompts = [self._prompt_text(problem) for problem in some]
-            self._read = self._read_at_once(some, [text for text, _ in prompts])
-            try:
-                tasks = [self._task(problem, *prompt) for problem, prompt in zip(some, prompts, strict=True)]
-            finally:
-                self._read = {}
-            yield from tasks
-
-    def _read_at_once(self, problems: Sequence[Problem], prompts: Sequence[str]) -> dict[str, list[int]]:
-        traces = (
-            trace_text(trace, prompt)
-            for problem, prompt in zip(problems, prompts, strict=True)
-            for trace in problem.traces
-            if trace.token_ids is None
-        )
-        texts = list(dict.fromkeys(text for text in (*prompts, *traces) if OPEN not in text))
-        try:
-            ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        except Exception:  # the tokenizers library raises nothing narrower; one by one it comes out whose text it was
-            return {}
-        return dict(zip(texts, ids, strict=True))
-
-    def encode(self, problem: Problem) -> Task | None:
-        """The problem as the model sees it, or None when its prompt is too long and may be dropped."""
-        return self._task(problem, *self._prompt_text(problem))
-
     def _task(self, problem: Problem, text: str, bos: tuple[int, ...]) -> Task | None:
         prompt_ids = (*bos, *self._tokenize(problem, text))
+        limit = self.max_prompt_tokens
         if not prompt_ids:
             raise DataError(f"{where(problem)}: the prompt has no tokens; fix the row")
-        if len(prompt_ids) > self.max_prompt_tokens:
+        if len(prompt_ids) > limit:
             if self.overlong_prompt == "error":
-                raise self._too_long(
-                    problem,
-                    "the prompt",
-                    len(prompt_ids),
-                    f"data.max_prompt_tokens={self.max_prompt_tokens}",
-                    "overlong_prompt=drop",
-                )
+                knob = f"data.max_prompt_tokens={limit}"
+                raise _too_long(problem, "the prompt", len(prompt_ids), knob, "overlong_prompt=drop")
             self.counts["prompts_dropped"] += 1
             return None
-        self._count_special(OPEN in text, bool(self.special_tokens == "control" and self._in_prompt(problem)))
+        if OPEN in text:
+            self.counts["special_as_text"] += 1
+        if not self.prompts.marks and self._spells_special(problem):
+            self.counts["special_as_control"] += 1
         traces = (self._demonstration(problem, trace, text) for trace in problem.traces)
         shown = tuple(trace for trace in traces if trace is not None)
-        return Task(problem, prompt_ids, shown, in_thought=self._in_thought(text))
+        return Task(problem, prompt_ids, shown, in_thought=self.prompts.opens_thought(text))
 
-    def _in_thought(self, prompt: str) -> bool:
-        """Whether a response to the prompt begins inside a thought, and shows where it ends."""
-        return opens_thought(prompt) and not self._special.hides_thoughts
-
-    def _in_prompt(self, problem: Problem) -> bool:
-        """Whether special tokens are spelled out in what the user wrote."""
+    def _spells_special(self, problem: Problem) -> bool:
+        """Whether the user's prompt spells out special tokens."""
         chat = problem.prompt if isinstance(problem.prompt, tuple) else (Message("user", problem.prompt),)
         return any(self._special.spelled.search(message.content) for message in chat)
-
-    def _count_special(self, as_text: bool, as_control: bool) -> None:
-        for kind, found in (("special_as_text", as_text), ("special_as_control", as_control)):
-            if found:
-                self.counts[kind] += 1
 
     def _demonstration(self, problem: Problem, trace: Trace, prompt: str) -> Demonstration | None:
         ids = self._trace_ids(problem, trace, prompt)
@@ -315,13 +308,8 @@ class Encoder:
         if len(ids) <= limit:
             return Demonstration(ids, log_probs)
         if self.overlong_trace == "error":
-            raise self._too_long(
-                problem,
-                "a trace with its EOS",
-                len(ids),
-                f"rollout.max_tokens={limit}",
-                "overlong_trace=drop or truncate",
-            )
+            knob, way_out = f"rollout.max_tokens={limit}", "overlong_trace=drop or truncate"
+            raise _too_long(problem, "a trace with its EOS", len(ids), knob, way_out)
         if self.overlong_trace == "drop":
             self.counts["traces_dropped"] += 1
             return None
@@ -329,7 +317,7 @@ class Encoder:
         return Demonstration(ids[:limit], log_probs and log_probs[:limit])
 
     def _trace_ids(self, problem: Problem, trace: Trace, prompt: str) -> tuple[int, ...]:
-        """Token ids with one end token, their last: a response ends at the first it has."""
+        """Token ids up to the first end token, which is their last."""
         if trace.token_ids is None:
             text = trace_text(trace, prompt)
             if text.startswith(THINK) and not self._special.knows_thoughts:
@@ -337,7 +325,7 @@ class Encoder:
             ids = self._text_ids(problem, text)
         else:
             ids = list(trace.token_ids)
-            self._check_recorded(problem, ids)
+            _check_recorded(problem, ids, self.tokenizer)
         body = next((place for place, token in enumerate(ids) if token in self.eos_ids), len(ids))
         if body < self._body_length(ids):
             self.counts["traces_cut_at_end"] += 1
@@ -345,51 +333,48 @@ class Encoder:
         return (*ids[:body], end)
 
     def _text_ids(self, problem: Problem, text: str) -> list[int]:
-        """Ids of a trace's text; an end that it spells out is an end token, or left off."""
+        """Ids of a trace's text; an end token spelled out at its end stays an end token or is left off."""
         ids = self._tokenize(problem, text)
         if self._special.texts.keys().isdisjoint(ids):
             return ids
         body = self._special.without_end(text, self.eos_ids)
-        spelled_inside = bool(self._special.spelled.search(body))
-        as_text = self.special_tokens == "text"
-        self._count_special(spelled_inside and as_text, spelled_inside and not as_text)
-        return self._tokenize(problem, self._marked(body)) if as_text else ids
-
-    def _check_recorded(self, problem: Problem, ids: Sequence[int]) -> None:
-        for token in ids:
-            if not 0 <= token < self.vocabulary:
-                raise DataError(
-                    f"{where(problem)}: a recorded trace has token id {token}, but the tokenizer "
-                    f"{_name(self.tokenizer)} has {self.vocabulary} ids; record the trace with this tokenizer"
-                )
+        if self._special.spelled.search(body):
+            self.counts["special_as_text" if self.prompts.marks else "special_as_control"] += 1
+        return self._tokenize(problem, self.prompts.marked(body)) if self.prompts.marks else ids
 
     def _body_length(self, ids: Sequence[int]) -> int:
-        """Number of tokens before the EOS (or several) at the end."""
+        """Number of tokens before the end tokens at the end."""
         length = len(ids)
         while length and ids[length - 1] in self.eos_ids:
             length -= 1
         return length
 
     def _trace_log_probs(self, problem: Problem, trace: Trace, ids: tuple[int, ...]) -> tuple[float, ...] | None:
-        """One log-prob per id of the finished trace; a missing one for the EOS is 0."""
+        """One log-prob per id of the finished trace; a missing one of the EOS is 0."""
         if trace.log_probs is None:
             return None
         if trace.token_ids is None:
             raise DataError(f"{where(problem)}: a text trace has log-probs; record its token ids or drop them")
-        wrong = log_prob_fault(trace.log_probs)
-        body, whole = len(ids) - 1, self._body_length(trace.token_ids)
-        lengths = {whole, whole + 1, len(trace.token_ids)}
-        if wrong is None and len(trace.log_probs) not in lengths:
+        wrong, whole = log_prob_fault(trace.log_probs), self._body_length(trace.token_ids)
+        if wrong is None and len(trace.log_probs) not in {whole, whole + 1, len(trace.token_ids)}:
             wrong = f"found {len(trace.log_probs)} log-probs for {len(trace.token_ids)} token ids"
         if wrong is not None:
             raise DataError(f"{where(problem)}: column 'log_probs': {wrong}; fix the row")
-        known = trace.log_probs[: body + 1]
-        return known if len(known) == body + 1 else (*known, 0.0)
+        known = trace.log_probs[: len(ids)]
+        return known if len(known) == len(ids) else (*known, 0.0)
 
-    def _too_long(self, problem: Problem, what: str, length: int, limit: str, way_out: str) -> DataError:
-        return DataError(
-            f"{where(problem)}: {what} has {length} tokens, more than {limit}; raise it or set data.{way_out}"
+
+def _check_recorded(problem: Problem, ids: Sequence[int], tokenizer: Any) -> None:
+    wrong = next((token for token in ids if not 0 <= token < len(tokenizer)), None)
+    if wrong is not None:
+        raise DataError(
+            f"{where(problem)}: a recorded trace has token id {wrong}, but the tokenizer "
+            f"{_name(tokenizer)} has {len(tokenizer)} ids; record the trace with this tokenizer"
         )
+
+
+def _too_long(problem: Problem, what: str, length: int, limit: str, way_out: str) -> DataError:
+    return DataError(f"{where(problem)}: {what} has {length} tokens, more than {limit}; raise it or set data.{way_out}")
 
 
 def today() -> Date:
@@ -404,8 +389,8 @@ def _checked_date(date: str) -> Date:
 
 
 def resolve_style(style: str, tokenizer: Any, paper: bool = False) -> str:
-    """``auto`` depends on whether the tokenizer has a chat template: ``chat`` or ``plain``, which take a question as it
-    is; with ``paper``, the paper's prompts, which ask for a boxed answer."""
+    """Resolve ``auto``: ``chat`` if the tokenizer has a chat template, else ``plain``; with ``paper`` the paper's
+    prompts, which ask for a boxed answer."""
     if style != "auto":
         return style
     has_template = bool(getattr(tokenizer, "chat_template", None))
@@ -415,14 +400,26 @@ def resolve_style(style: str, tokenizer: Any, paper: bool = False) -> str:
 
 
 def with_system_prompt(chat: tuple[Message, ...], system_prompt: str | None) -> tuple[Message, ...]:
-    """A chat with a system message of its own stays as it is."""
+    """The chat with a system message first, unless it has one."""
     if not system_prompt or any(message.role == "system" for message in chat):
         return chat
     return (Message("system", system_prompt), *chat)
 
 
+def with_hint(problem: Problem, template: str, solution: str) -> Problem:
+    """The problem with a hint after its question, or after the last user message of a chat: ``template`` with
+    ``{solution}`` replaced by ``solution``."""
+    hint = template.replace(SOLUTION, solution)
+    if isinstance(problem.prompt, str):
+        return replace(problem, prompt=problem.prompt + hint)
+    chat = list(problem.prompt)
+    last = max((i for i, message in enumerate(chat) if message.role == "user"), default=len(chat) - 1)
+    chat[last] = replace(chat[last], content=chat[last].content + hint)
+    return replace(problem, prompt=tuple(chat))
+
+
 def without_open_think(trace: str, prompt: str) -> str:
-    """The trace without the ``<think>`` that the prompt already opened; a newline goes only if the prompt has it."""
+    """The trace without the ``<think>`` (and its newline) that the prompt already wrote."""
     if not trace.startswith(THINK):
         return trace
     if prompt.endswith(f"{THINK}\n"):
@@ -435,7 +432,7 @@ def trace_text(trace: Trace, prompt: str) -> str:
 
 
 def where(problem: Problem) -> str:
-    """Its file and row, for messages."""
+    """File and row of a problem, for messages."""
     return str(problem.meta.get(ROW_KEY, f"problem {problem.id!r}"))
 
 
@@ -455,10 +452,8 @@ def _at_least_one(knob: str, value: int) -> int:
     return value
 
 
-def _checked_eos(
-    tokenizer: Any, eos_ids: Sequence[int] | None, turn_end: int | None, vocabulary: int
-) -> tuple[int, ...]:
-    """Without an EOS no response ever ends and every trace teaches to go on."""
+def _checked_eos(tokenizer: Any, eos_ids: Sequence[int] | None, turn_end: int | None) -> tuple[int, ...]:
+    """End tokens, the turn's end first; without one no response would ever end."""
     own = tokenizer.eos_token_id
     given = tuple(eos_ids) if eos_ids is not None else (() if own is None else (own,))
     ids = tuple(dict.fromkeys(given if turn_end is None else (turn_end, *given)))
@@ -466,14 +461,14 @@ def _checked_eos(
         raise ConfigError(
             f"the tokenizer {_name(tokenizer)} has no EOS token; set eos_token in its tokenizer_config.json"
         )
-    wrong = [token for token in ids if not 0 <= token < vocabulary]
+    wrong = [token for token in ids if not 0 <= token < len(tokenizer)]
     if wrong:
-        raise ConfigError(f"eos_ids: {wrong[0]} is not one of the tokenizer's {vocabulary} ids; correct it")
+        raise ConfigError(f"eos_ids: {wrong[0]} is not one of the tokenizer's {len(tokenizer)} ids; correct it")
     return ids
 
 
 def _template_text(chat_template: str | None) -> str | None:
-    """Jinja text is taken as it is; anything without a brace must be a file."""
+    """Jinja text; a string without a brace is the path of a file with it."""
     if chat_template is None or "{" in chat_template:
         return chat_template
     if not os.path.isfile(chat_template):
@@ -483,7 +478,7 @@ def _template_text(chat_template: str | None) -> str | None:
 
 
 def _leading_special(tokenizer: Any) -> tuple[int, ...]:
-    """The BOS, where the tokenizer itself puts one before plain text. (An EOS it may add after is not wanted.)"""
+    """The BOS if the tokenizer puts one before plain text, without the EOS it may add after."""
     bos = tokenizer.bos_token_id
     if bos is None:
         return ()

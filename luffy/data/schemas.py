@@ -1,7 +1,6 @@
-"""From a raw row to a ``Problem``: one small reader per known layout, and the user's own column map.
+"""Read a raw row as a ``Problem``: one reader per known layout, and one for the user's column map.
 
-A reader takes a ``RowView`` (the values, where they came from, what is required) and returns a ``Problem`` or
-raises a ``RowError`` that names file, row, column and value.
+A reader raises a ``RowError`` that names file, row, column and value.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ROW_KEY = "__row__"
 """Key of ``Problem.meta`` that holds ``file:row``, so that later errors can name the row."""
 ABSENT = object()
 LONGEST_NAMES = 300
-LOWEST = -sys.float_info.max  # a whole number may be lower, and no float holds it
+LOWEST = -sys.float_info.max  # an integer may be lower, and no float holds it
 SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 LABELS = ("correctness_math_verify", "correctness_llama")
 """Columns of OpenR1 that judge its generations: Math-Verify's verdicts, a language model's."""
@@ -40,7 +39,7 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class RowView:
-    """One row with what a reader needs to judge it."""
+    """One row, its name for messages, and the options of its reader."""
 
     values: Mapping[str, Any]
     where: str
@@ -48,9 +47,16 @@ class RowView:
     options: ReadOptions = ReadOptions()
 
     def get(self, column: str) -> Any:
-        """The value at a column or dotted path; None when it is not there."""
+        """Value at a column or dotted path; None if it is absent."""
         value = lookup(self.values, column)
         return None if value is ABSENT else value
+
+    def text(self, column: str) -> str | None:
+        """Text of an optional column; None if it is absent or blank."""
+        value = none_if_blank(self.get(column))
+        if value is not None and not isinstance(value, str):
+            raise self.unexpected(column, "a string", value)
+        return value
 
     def fault(self, column: str, what: str, advice: str = FIX_OR_SKIP) -> RowError:
         return RowError(self.where, f"column {column!r}: {what}", column, advice)
@@ -61,17 +67,17 @@ class RowView:
         return self.fault(column, f"expected {expected}, found {shown(value)}")
 
 
+Reader = Callable[[RowView], Problem]
+
+
 def column_names(row: Mapping[str, Any]) -> str:
-    """For a message: on one line, and not longer than a message may be."""
+    """Names of the row's columns for a message, on one line and shortened."""
     names = " ".join(", ".join(row).split())
     return (names if len(names) <= LONGEST_NAMES else f"{names[:LONGEST_NAMES]}...") or "(none)"
 
 
-Reader = Callable[[RowView], Problem]
-
-
 def lookup(values: Mapping[str, Any], column: str) -> Any:
-    """The value at ``column``, which may be a dotted path into nested columns; ABSENT when it is not there."""
+    """Value at ``column``, which may be a dotted path into nested columns; ABSENT if there is none."""
     if column in values:
         return values[column]
     head, dot, rest = column.partition(".")
@@ -83,40 +89,27 @@ def lookup(values: Mapping[str, Any], column: str) -> Any:
 
 
 def read_own(row: RowView) -> Problem:
-    """``{"id"?, "prompt", "answer", "traces"?, "source"?}``."""
-    traces = read_traces(row, "traces", none_if_blank(row.get("traces")))
-    return build(row, used=("id", "prompt", "answer", "traces", "source"), traces=traces)
+    """Read ``{"id"?, "prompt", "answer", "traces"?, "source"?}``."""
+    return build(row)
 
 
 def read_verl(row: RowView) -> Problem:
-    """``prompt`` is a chat, ``target`` one trace (or a list), ``target_lst`` several."""
-    column = "target_lst" if row.get("target_lst") is not None else "target"
-    return build(
-        row,
-        used=("prompt", "reward_model", "data_source", "target", "target_lst"),
-        answer_column="reward_model.ground_truth",
-        source=read_source(row, "data_source", ""),
-        traces=read_traces(row, column, none_if_blank(row.get(column))),
-        trace_column=column,
-        id_column=None,
-    )
+    """Read verl's layout: ``prompt`` is a chat, ``target`` one trace (or a list), ``target_lst`` several."""
+    column = "target" if row.get("target_lst") is None else "target_lst"
+    used = ("reward_model", "target", "target_lst")
+    return build(row, answer="reward_model.ground_truth", traces=column, id=None, source="data_source", used=used)
 
 
 def read_openr1(row: RowView) -> Problem:
-    """Only the generations judged correct become traces: Math-Verify's verdict, else the LLM judge's, else all."""
-    return build(
-        row,
-        used=("problem", "answer", "source", "generations", *LABELS),
-        prompt_column="problem",
-        source=read_source(row, "source", "openr1"),
-        traces=_correct_generations(row),
-        trace_column="generations",
-        id_column=None,
-    )
+    """Read OpenR1-Math. Traces are the generations judged correct: by Math-Verify, else by the language model, else
+    all of them."""
+    read = _correct_generations(row)
+    problem = build(row, prompt="problem", traces="generations", id=None, used=LABELS, read=read)
+    return replace(problem, source=problem.source or "openr1")
 
 
 def read_gsm8k(row: RowView) -> Problem:
-    """The worked solution is the trace; the gold answer follows its last ``####``."""
+    """Read GSM8K: the worked solution is the trace, the gold answer follows its last ``####``."""
     solution = row.get("answer")
     if not isinstance(solution, str) or "####" not in solution:
         raise row.unexpected("answer", "a solution ending in '#### <answer>'", solution)
@@ -124,118 +117,85 @@ def read_gsm8k(row: RowView) -> Problem:
     if not gold:
         raise row.unexpected("answer", "an answer after '####'", solution)
     text = CALCULATOR.sub("", solution) if row.options.strip_calculator else solution
-    return build(
-        row,
-        used=("question", "answer"),
-        prompt_column="question",
-        answer=gold,
-        source="gsm8k",
-        traces=(Trace(text=text, teacher="human"),),
-        id_column=None,
-    )
+    row = replace(row, values={**row.values, "answer": gold})
+    read = (Trace(text=text, teacher="human"),)
+    return replace(build(row, prompt="question", traces="answer", id=None, source=None, read=read), source="gsm8k")
 
 
 def read_completion(row: RowView) -> Problem:
-    """``{"prompt", "completion", "answer"?}``: the completion is the trace."""
-    traces = read_traces(row, "completion", row.get("completion"))
-    used = ("id", "prompt", "completion", "answer", "source")
-    return build(row, used=used, traces=traces, trace_column="completion")
+    """Read ``{"prompt", "completion", "answer"?}``: the completion is the trace."""
+    return build(row, traces="completion", read=read_traces(row, "completion", row.get("completion")))
 
 
-def read_chat(row: RowView) -> Problem:
-    """``{"messages", "answer"?}``: an assistant turn at the end of the chat is the trace, what comes before it the
-    prompt; without one the whole chat is the prompt."""
-    return _read_chat(row, "messages", row.get("messages"))
-
-
-def read_sharegpt(row: RowView) -> Problem:
-    """``{"conversations", "system"?, "answer"?}``: a chat whose turns are called ``from`` and ``value``."""
-    turns = row.get("conversations")
-    chat = turns
-    if _is_full_list(turns):
-        chat = [*_system_turn(row), *(_sharegpt_turn(row, place, turn) for place, turn in enumerate(turns))]
-    return _read_chat(row, "conversations", chat)
-
-
-def _read_chat(row: RowView, column: str, chat: Any) -> Problem:
+def read_chat(row: RowView, column: str = "messages") -> Problem:
+    """Read ``{"messages", "answer"?}``: an assistant turn at the end of the chat is the trace, the turns before it are
+    the prompt. A chat without one is all prompt."""
+    chat = row.get(column)
     if not _is_chat(chat):
         raise row.unexpected(column, "a non-empty list of chat messages", chat)
     ends = len(chat) - 1 if chat[-1].get("role") == "assistant" else len(chat)
-    traces = read_traces(row, f"{column}[{ends}]", chat[ends]) if ends < len(chat) else ()
-    return build(
-        replace(row, values={**row.values, column: chat[:ends]}),
-        used=("id", column, "answer", "source", *(("system",) if column == "conversations" else ())),
-        prompt_column=column,
-        traces=traces,
-        trace_column=column,
-    )
+    read = read_traces(row, f"{column}[{ends}]", chat[ends]) if ends < len(chat) else ()
+    row = replace(row, values={**row.values, column: chat[:ends]})
+    return build(row, prompt=column, traces=column, read=read)
+
+
+def read_sharegpt(row: RowView) -> Problem:
+    """Read ``{"conversations", "system"?, "answer"?}``: a chat whose turns are called ``from`` and ``value``."""
+    values, turns = dict(row.values), row.get("conversations")
+    if _is_full_list(turns):
+        chat = [_sharegpt_turn(row, place, turn) for place, turn in enumerate(turns)]
+        values["conversations"] = [*_system_turn(row), *chat]
+        values.pop("system", None)
+    return read_chat(replace(row, values=values), "conversations")
 
 
 def _sharegpt_turn(row: RowView, place: int, turn: Any) -> dict[str, Any]:
-    """As a chat message. Some files already have ``role`` and ``content`` there."""
+    """Chat message of a turn. Some files already have ``role`` and ``content`` there."""
     where = f"conversations[{place}]"
     if not isinstance(turn, Mapping):
         raise row.fault(where, f"expected a turn with 'from' and 'value', found {shown(turn)}")
     if "role" in turn:
         return dict(turn)
-    role = SHAREGPT_ROLES.get(str(turn.get("from")))
+    role, known = SHAREGPT_ROLES.get(str(turn.get("from"))), ", ".join(SHAREGPT_ROLES)
     if role is None:
-        raise row.fault(
-            f"{where}.from", f"expected one of {', '.join(SHAREGPT_ROLES)}, found {shown(turn.get('from'))}"
-        )
+        raise row.fault(f"{where}.from", f"expected one of {known}, found {shown(turn.get('from'))}")
     return {"role": role, "content": turn.get("value")}
 
 
 def _system_turn(row: RowView) -> list[dict[str, str]]:
-    """The column ``system`` as the first message of a chat; none where it is blank."""
-    text = none_if_blank(row.get("system"))
-    if text is None:
-        return []
-    if not isinstance(text, str):
-        raise row.unexpected("system", "a string", text)
-    return [{"role": "system", "content": text}]
+    text = row.text("system")
+    return [] if text is None else [{"role": "system", "content": text}]
 
 
 def read_alpaca(row: RowView) -> Problem:
-    """``{"instruction", "input"?, "output", "system"?, "answer"?}``: the output is the trace; the input stands behind
+    """Read ``{"instruction", "input"?, "output", "system"?, "answer"?}``: the output is the trace, the input follows
     the instruction."""
     if row.get("history"):
         raise row.fault("history", "earlier turns are not read here", "write such rows as messages or leave them out")
-    question = row.get("instruction")
-    if not isinstance(question, str) or not question.strip():
-        raise row.unexpected("instruction", "a non-empty string", question)
-    given = none_if_blank(row.get("input"))
-    if given is not None and not isinstance(given, str):
-        raise row.unexpected("input", "a string", given)
+    question = row.text("instruction")
+    if question is None:
+        raise row.unexpected("instruction", "a non-empty string", row.get("instruction"))
+    given, system = row.text("input"), _system_turn(row)
     question = question if given is None else f"{question}\n\n{given}"
-    system = _system_turn(row)
     prompt = [*system, {"role": "user", "content": question}] if system else question
-    return build(
-        replace(row, values={**row.values, "instruction": prompt}),
-        used=("id", "instruction", "input", "output", "system", "history", "answer", "source"),
-        prompt_column="instruction",
-        traces=read_traces(row, "output", none_if_blank(row.get("output"))),
-        trace_column="output",
-    )
+    row = replace(row, values={**row.values, "instruction": prompt})
+    return build(row, prompt="instruction", traces="output", used=("input", "system", "history"))
 
 
 def read_columns(row: RowView) -> Problem:
-    """Whatever the user's column map says."""
+    """Read the columns of the user's map. Rewards may ask for the answer's column, so it stays in ``meta``."""
     columns = row.options.columns
-    traces = _mapped_traces(row) if "traces" in columns else ()
     problem = build(
         row,
-        used=tuple(column for field, column in columns.items() if field != "answer"),  # for rewards that ask for it
-        prompt_column=columns["prompt"],
-        answer_column=columns.get("answer", "answer"),
-        source=read_source(row, columns["source"], "") if "source" in columns else "",
-        traces=traces,
-        trace_column=columns.get("traces", "traces"),
-        id_column=columns.get("id"),
+        prompt=columns["prompt"],
+        answer=columns.get("answer", "answer"),
+        traces=columns.get("traces", "traces"),
+        id=columns.get("id"),
+        source=columns.get("source"),
+        read=_mapped_traces(row) if "traces" in columns else (),
     )
-    if "hints" not in columns:
-        return problem
-    return replace(problem, meta={**problem.meta, "hints": row.get(columns["hints"])})
+    hints = {"hints": row.get(columns["hints"])} if "hints" in columns else {}
+    return replace(problem, meta=_meta(row, {columns[key] for key in columns if key != "answer"}) | hints)
 
 
 READERS: dict[str, Reader] = {
@@ -261,8 +221,6 @@ LAYOUTS = {
 }
 CHATS = ("messages", "sharegpt")
 """Layouts in which a chat is prompt and trace in one."""
-
-
 TRACE_COLUMNS = {
     "luffy": ("traces",),
     "verl": ("target", "target_lst"),
@@ -273,34 +231,30 @@ TRACE_COLUMNS = {
 
 def detect(row: Mapping[str, Any]) -> str | None:
     """Name of the layout of a row, or None."""
-    if "prompt" in row and row.keys() & {"reward_model", "target", "target_lst"}:
-        return "verl"
-    if "problem" in row and row.keys() & {"answer", "generations"}:
-        return "openr1"
-    if "question" in row and "####" in str(row.get("answer")):
-        return "gsm8k"
-    if "prompt" in row and "completion" in row and "traces" not in row:
-        return "completion"
-    if "prompt" in row:
-        return "luffy"
-    if "messages" in row:
-        return "messages"
-    if "conversations" in row:
-        return "sharegpt"
-    return "alpaca" if "instruction" in row and "output" in row else None
+    fits = {
+        "verl": "prompt" in row and row.keys() & {"reward_model", "target", "target_lst"},
+        "openr1": "problem" in row and row.keys() & {"answer", "generations"},
+        "gsm8k": "question" in row and "####" in str(row.get("answer")),
+        "completion": "prompt" in row and "completion" in row and "traces" not in row,
+        "luffy": "prompt" in row,
+        "messages": "messages" in row,
+        "sharegpt": "conversations" in row,
+        "alpaca": "instruction" in row and "output" in row,
+    }
+    return next((name for name, does in fits.items() if does), None)
 
 
 def overlooked_trace(row: RowView, layout: str) -> RowError | None:
-    """What is wrong with a row whose trace stands where the layout of its file has none."""
+    """The error for a row whose trace is in a column that the layout of its file does not have, or None."""
     own = TRACE_COLUMNS.get(layout)
     if own is None or any(_is_there(row.get(column)) for column in own):
         return None
-    for other, columns in TRACE_COLUMNS.items():
-        for column in columns:
-            if other != layout and _is_there(row.get(column)):
-                fault = f"holds a trace, but the file is read as {layout} ({LAYOUTS[layout]}), as its first row is"
-                advice = "make the rows alike, put them in files of their own, or set data.format or data.columns"
-                return RowError(row.where, f"column {column!r}: {fault}", column, advice)
+    others = (column for other, columns in TRACE_COLUMNS.items() if other != layout for column in columns)
+    for column in others:
+        if _is_there(row.get(column)):
+            fault = f"holds a trace, but the file is read as {layout} ({LAYOUTS[layout]}), as its first row is"
+            advice = "make the rows alike, put them in files of their own, or set data.format or data.columns"
+            return row.fault(column, fault, advice)
     return None
 
 
@@ -310,12 +264,8 @@ def _is_there(value: Any) -> bool:
 
 def unknown_layout(where: str, row: Mapping[str, Any]) -> RowError:
     known = "; ".join(f"{name} ({columns})" for name, columns in LAYOUTS.items())
-    return RowError(
-        where,
-        f"no known schema fits the columns {column_names(row)}; known: {known}",
-        "schema",
-        "name the columns with data.columns in a recipe, or with --column",
-    )
+    fault = f"no known schema fits the columns {column_names(row)}; known: {known}"
+    return RowError(where, fault, "schema", "name the columns with data.columns in a recipe, or with --column")
 
 
 def check_columns(columns: Mapping[str, str]) -> None:
@@ -330,7 +280,7 @@ def check_columns(columns: Mapping[str, str]) -> None:
 
 
 def without_traces(columns: Mapping[str, str]) -> dict[str, str]:
-    """The map for held-out problems: they need no traces, so a column of traces need not be there."""
+    """Column map for held-out problems, whose rows may have no traces."""
     return {key: column for key, column in columns.items() if key not in ("traces", "teacher", "log_probs", "hints")}
 
 
@@ -339,30 +289,33 @@ def without_traces(columns: Mapping[str, str]) -> dict[str, str]:
 
 def build(
     row: RowView,
-    used: tuple[str, ...],
-    traces: tuple[Trace, ...],
-    prompt_column: str = "prompt",
-    answer_column: str = "answer",
-    trace_column: str = "traces",
-    id_column: str | None = "id",
-    answer: str | None = None,
-    source: str | None = None,
+    *,
+    prompt: str = "prompt",
+    answer: str = "answer",
+    traces: str = "traces",
+    id: str | None = "id",
+    source: str | None = "source",
+    used: tuple[str, ...] = (),
+    read: tuple[Trace, ...] | None = None,
 ) -> Problem:
-    """Read the fields all layouts share, and keep the unused columns for whoever needs them."""
-    prompt = read_prompt(row, prompt_column)
-    columns = {"prompt": prompt_column, "answer": "..."} | ({"traces": trace_column} if traces else {})
-    columns = {} if trace_column == prompt_column else columns  # a chat is prompt and trace in one
-    gold = read_gold(row, answer_column, columns) if answer is None else answer
-    if row.options.require_traces and not traces:
-        raise _no_trace(row, trace_column)
-    return Problem(
-        id=read_id(row, id_column),
-        prompt=prompt,
-        answer=gold,
-        traces=traces,
-        source=read_source(row, "source", "") if source is None else source,
-        meta={ROW_KEY: row.where} | {key: value for key, value in row.values.items() if key not in used},
-    )
+    """Read the fields that all layouts share from the named columns; columns that are not used become ``meta``.
+
+    ``read``: the traces, if a layout reads them itself. ``used``: further columns to leave out of ``meta``.
+    """
+    found = read_traces(row, traces, none_if_blank(row.get(traces))) if read is None else read
+    text = read_prompt(row, prompt)
+    proposed = {"prompt": prompt, "answer": "..."} | ({"traces": traces} if found else {})
+    gold = read_gold(row, answer, {} if traces == prompt else proposed)  # a chat is prompt and trace in one
+    if row.options.require_traces and not found:
+        raise _no_trace(row, traces)
+    named = read_id(row, id)
+    origin = read_source(row, source) if source else ""
+    meta = _meta(row, {prompt, answer, traces, id, source, *used})
+    return Problem(id=named, prompt=text, answer=gold, traces=found, source=origin, meta=meta)
+
+
+def _meta(row: RowView, used: set[str | None]) -> dict[str, Any]:
+    return {ROW_KEY: row.where} | {key: value for key, value in row.values.items() if key not in used}
 
 
 def read_id(row: RowView, column: str | None) -> str:
@@ -374,13 +327,11 @@ def read_id(row: RowView, column: str | None) -> str:
     return str(value)
 
 
-def read_source(row: RowView, column: str, default: str) -> str:
+def read_source(row: RowView, column: str) -> str:
     value = row.get(column)
-    if value is None:
-        return default
-    if not isinstance(value, str):
+    if value is not None and not isinstance(value, str):
         raise row.unexpected(column, "a string", value)
-    return value
+    return value or ""
 
 
 def read_prompt(row: RowView, column: str) -> str | tuple[Message, ...]:
@@ -400,16 +351,16 @@ def read_message(row: RowView, column: str, item: Any) -> Message:
 
 
 def read_gold(row: RowView, column: str, columns: Mapping[str, str]) -> str:
-    """The gold answer exactly as written. Some verl files wrap it in a list of one. ``columns`` is the map to
-    propose where there is no such column; empty where none can help."""
+    """Gold answer exactly as written; a list of one answer is unpacked. ``columns``: the column map to propose if the
+    column is absent; empty if no map can help."""
     value = row.get(column)
     if value is None and not row.options.require_answer:
         return ""
     if value is None and lookup(row.values, column) is ABSENT:
         proposed = ", ".join(f"{key}: {name}" for key, name in columns.items())
-        named = f"name the answers with data.columns={{{proposed}}} or --column"
-        if not columns:
-            named = f"add the column {column}"
+        named = (
+            f"name the answers with data.columns={{{proposed}}} or --column" if columns else f"add the column {column}"
+        )
         what = f"expected a string, but the row has only {column_names(row.values)}"
         raise row.fault(column, what, f"{named}, or train on traces alone with luffy sft")
     only = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -430,7 +381,7 @@ def _gold_text(value: Any) -> str | None:
 
 
 def none_if_blank(value: Any) -> Any:
-    """Flat files write an absent trace as an empty text."""
+    """The value, or None if it is a blank text: flat files write an absent trace so."""
     return None if _is_blank(value) else value
 
 
@@ -438,15 +389,15 @@ def _is_blank(value: Any) -> bool:
     return isinstance(value, str) and not value.strip()
 
 
-def _of_kept(values: Any, traces: Any) -> Any:
-    """Of a list that has one value for each of the traces, those of the traces that are not blank."""
+def _without_blank(values: Any, traces: Any) -> Any:
+    """Drop the values of blank traces from a list with one value per trace."""
     if not isinstance(values, list) or not isinstance(traces, list) or len(values) != len(traces):
         return values
     return [value for value, trace in zip(values, traces, strict=True) if not _is_blank(trace)]
 
 
 def read_traces(row: RowView, column: str, value: Any) -> tuple[Trace, ...]:
-    """One trace or a list of them; None, an empty list and empty texts in a list are no trace."""
+    """Read one trace or a list of them; None, an empty list and blank texts in a list are no trace."""
     if value is None:
         return ()
     if _is_one_trace(value):
@@ -473,7 +424,7 @@ def _is_full_list(value: Any) -> bool:
 
 
 def read_trace(row: RowView, column: str, item: Any) -> Trace:
-    """Text, token ids, a chat whose one assistant turn is the trace, or an object with its parts."""
+    """Read a text, token ids, a chat whose one assistant turn is the trace, or an object with these."""
     if isinstance(item, str) and item.strip():
         return Trace(text=item)
     if _is_token_ids(item):
@@ -499,12 +450,12 @@ def _trace_parts(row: RowView, column: str, item: Mapping[str, Any]) -> Trace:
         raise row.fault(column, f"expected either 'text' or 'token_ids', found {shown(dict(item))}")
     if teacher is not None and not isinstance(teacher, str):
         raise row.fault(f"{column}.teacher", f"expected a string, found {shown(teacher)}")
-    if text is not None:
-        trace = read_trace(row, f"{column}.text", text)
-    else:
+    if ids is not None:
         trace = Trace(token_ids=_token_ids(row, f"{column}.token_ids", ids))
+    else:
+        trace = read_trace(row, f"{column}.text", text)
     trace = replace(trace, teacher=teacher or trace.teacher)
-    return trace if log_probs is None else with_log_probs(row, f"{column}.log_probs", trace, log_probs)
+    return with_log_probs(row, f"{column}.log_probs", trace, log_probs)
 
 
 def _token_ids(row: RowView, column: str, ids: Any) -> tuple[int, ...]:
@@ -514,6 +465,9 @@ def _token_ids(row: RowView, column: str, ids: Any) -> tuple[int, ...]:
 
 
 def with_log_probs(row: RowView, column: str, trace: Trace, values: Any) -> Trace:
+    """The trace with its recorded log-probs; None: it has none."""
+    if values is None:
+        return trace
     if trace.token_ids is None:
         raise row.fault(column, "recorded log-probs need the token ids they belong to, but the trace is text")
     if not isinstance(values, list):
@@ -528,7 +482,7 @@ def with_log_probs(row: RowView, column: str, trace: Trace, values: Any) -> Trac
 
 
 def log_prob_fault(values: Iterable[Any]) -> str | None:
-    """What is wrong with the first value that is no log-probability, or None."""
+    """Description of the first value that is no log-probability, or None."""
     for place, value in enumerate(values):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not LOWEST <= value <= 0:
@@ -545,10 +499,10 @@ def _no_trace(row: RowView, column: str) -> RowError:
 
 def _correct_generations(row: RowView) -> tuple[Trace, ...]:
     generations = row.get("generations")
-    traces = read_traces(row, "generations", generations)
-    traces = tuple(replace(trace, teacher="DeepSeek-R1") for trace in traces)
+    read = read_traces(row, "generations", generations)
+    traces = tuple(replace(trace, teacher="DeepSeek-R1") for trace in read)
     for column in LABELS:
-        verdicts = _of_kept(row.get(column), generations)
+        verdicts = _without_blank(row.get(column), generations)
         if verdicts is None:
             continue
         if not isinstance(verdicts, list) or len(verdicts) != len(traces):
@@ -561,7 +515,7 @@ def _correct_generations(row: RowView) -> tuple[Trace, ...]:
 
 
 def as_verdict(value: Any) -> bool | None:
-    """A verdict on a generation, written true and false or 1 and 0; None where it is neither."""
+    """Verdict on a generation, written true and false or 1 and 0; None if it is neither."""
     return bool(value) if isinstance(value, int | float) and value in (0, 1) else None
 
 
@@ -573,12 +527,9 @@ def _mapped_traces(row: RowView) -> tuple[Trace, ...]:
         names = _per_trace(row, columns["teacher"], value, len(traces), lambda value: isinstance(value, str))
         traces = tuple(replace(t, teacher=n or t.teacher) for t, n in zip(traces, names, strict=True))
     if "log_probs" in columns:
-        lists = _per_trace(row, columns["log_probs"], value, len(traces), _is_flat_list)
         column = columns["log_probs"]
-        traces = tuple(
-            trace if values is None else with_log_probs(row, column, trace, values)
-            for trace, values in zip(traces, lists, strict=True)
-        )
+        lists = _per_trace(row, column, value, len(traces), _is_flat_list)
+        traces = tuple(with_log_probs(row, column, t, values) for t, values in zip(traces, lists, strict=True))
     return traces
 
 
@@ -587,14 +538,14 @@ def _is_flat_list(value: Any) -> bool:
 
 
 def _per_trace(row: RowView, column: str, traces: Any, count: int, is_single: Callable[[Any], bool]) -> list[Any]:
-    """A column that says one thing of each trace: a single value (for all of them) or a list as long. ``count`` of the
-    ``traces`` are not blank."""
+    """Values of a column with one value for all traces or a list with one for each; ``count``: traces that are not
+    blank."""
     value = row.get(column)
     if value is None:
         return [None] * count
     if is_single(value) and not (isinstance(value, list) and count != 1):
         return [value] * count
-    value = _of_kept(value, traces)
+    value = _without_blank(value, traces)
     if not isinstance(value, list) or len(value) != count:
         raise row.unexpected(column, f"one value for each of the {count} traces", value)
     return value

@@ -1,8 +1,8 @@
-"""Random access to the raw rows of a dataset, in memory that does not grow with the data.
+"""Random access to the raw rows of a dataset; memory does not grow with the data.
 
 JSON and CSV files keep only byte offsets; Arrow files are memory-mapped; a Parquet file small enough is decoded
-once, a larger one is copied once to an Arrow file on disk (shuffled access to a Parquet file would decode a
-whole row group per row). A row that cannot be read is a ``RowError``, so that the caller may skip it.
+once, a larger one is copied once to an Arrow file on disk, because shuffled access to Parquet would decode a row group
+per row. An unreadable row is a ``RowError``, so that the caller may skip it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import mmap
 import os
+import re
 import sys
 from abc import ABC, abstractmethod
 from array import array
@@ -27,7 +28,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from luffy.data.data_files import CSV_SUFFIX, DATA_SUFFIXES, JSON_SUFFIXES, files_of
-from luffy.data.json_list import NotOneList, element_spans
 from luffy.errors import DataError
 from luffy.files import cache_folder, whole_file
 
@@ -36,12 +36,14 @@ BOM = b"\xef\xbb\xbf"
 IN_MEMORY_BYTES = 64 << 20
 """A Parquet file up to this size (as its own metadata says, uncompressed) is decoded into memory."""
 ROWS_PER_BATCH = 64
+# A string, or a character that opens, closes or separates. An unclosed string matches its opening quote alone.
+JSON_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{},"]', re.DOTALL)
 
 Row = dict[str, Any]
 
 
 class RowError(DataError):
-    """One row is unusable. ``kind`` is what skipped rows are counted under, usually the column."""
+    """One row is unusable. Skipped rows are counted by ``kind``, usually the column."""
 
     def __init__(self, where: str, fault: str, kind: str, advice: str = FIX_OR_SKIP) -> None:
         super().__init__(f"{where}: {fault}; {advice}")
@@ -92,7 +94,7 @@ class RowSource(ABC):
         return _digest_of(self.path)
 
     def number(self, index: int) -> int:
-        """The row's number in its file, from 1, as an editor shows it."""
+        """Row number in its file, from 1, as an editor shows it."""
         return index + 1
 
     def name(self, index: int) -> str:
@@ -100,39 +102,39 @@ class RowSource(ABC):
         return f"{self.path}:{self.number(index)}"
 
     def default_id(self, index: int) -> str:
-        """The id of a row that has none of its own."""
+        """Id of a row without one."""
         return f"{Path(self.path).stem}:{self.number(index)}"
 
     def part(self, index: int) -> int:
-        """Which file of several the row is in; columns may differ between files."""
+        """Index of the row's file among several; columns may differ between files."""
         return 0
 
 
 class TextRows(RowSource):
-    """Rows that are stretches of a text file. A subclass finds them and parses one."""
-
-    _state: tuple[int, int, int]  # of the file when it was read
+    """Rows that are spans of a text file; here JSON objects, one per line. Blank lines are ignored."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._starts = array("q")
-        self._ends = array("q")
-        self._numbers = array("q")
-        self._index()
+        self._starts, self._ends, self._numbers = array("q"), array("q"), array("q")
+        with open(path, "rb") as file:
+            self._state = _file_state(file)
+            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            file.seek(len(BOM) if file.read(len(BOM)) == BOM else 0)
+            for start, end, number in self._spans(file):
+                self._starts.append(start)
+                self._ends.append(end)
+                self._numbers.append(number)
         if not self._numbers:
             raise DataError(f"{path}: the file is empty; give a file with data")
 
-    @abstractmethod
-    def _index(self) -> None:
-        """Call ``_add`` for each row in order, then set the fingerprint and ``_state``."""
-
-    @abstractmethod
-    def _parse(self, index: int, text: bytes) -> Row: ...
-
-    def _add(self, start: int, end: int, number: int) -> None:
-        self._starts.append(start)
-        self._ends.append(end)
-        self._numbers.append(number)
+    def _spans(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+        """First byte, end and number of each row, from the file's position on."""
+        position = file.tell()
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield position, position + len(line), number
+            position += len(line)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -160,7 +162,7 @@ class TextRows(RowSource):
         return file.read(self._ends[index] - self._starts[index])
 
     def _check_unchanged(self, file: BinaryIO) -> None:
-        """A file that was only touched or copied anew is read once more, and goes on."""
+        """Stop if the file's bytes changed; a file that was only touched or copied again is hashed once more."""
         state = _file_state(file)
         if state == self._state:
             return
@@ -168,7 +170,7 @@ class TextRows(RowSource):
             raise DataError(f"{self.path}: the file changed while it was in use; start again")
         self._state = state
 
-    def _parse_json(self, index: int, text: bytes) -> Row:
+    def _parse(self, index: int, text: bytes) -> Row:
         try:
             row = json.loads(text.decode("utf-8"), parse_float=JsonFloat)
         except UnicodeDecodeError as error:
@@ -183,64 +185,52 @@ class TextRows(RowSource):
         return row
 
 
-class JsonLines(TextRows):
-    """One JSON object per line; blank lines are ignored."""
-
-    def _index(self) -> None:
-        """One pass gives the rows' places and the fingerprint, so that the file is read once less."""
-        digest, position = hashlib.sha256(), 0
-        with open(self.path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                digest.update(line)
-                skipped = len(BOM) if position == 0 and line.startswith(BOM) else 0
-                if line[skipped:].strip():
-                    self._add(position + skipped, position + len(line), number)
-                position += len(line)
-            self._state = _file_state(file)
-        self.fingerprint = digest.hexdigest()
-
-    def _parse(self, index: int, text: bytes) -> Row:
-        return self._parse_json(index, text)
-
-
 class JsonList(TextRows):
-    """One JSON list of objects. A row's number is its place in the list: a list may be one long line."""
+    """One JSON list of objects. A row's number is its index in the list: a list may be one long line."""
 
-    def _index(self) -> None:
-        with open(self.path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            self._state = _file_state(file)
-            self.fingerprint = hashlib.sha256(data).hexdigest()
-            try:
-                for number, (start, end) in enumerate(element_spans(data), start=1):
-                    self._add(start, end, number)
-            except NotOneList as error:
-                raise DataError(
-                    f"{self.path}: begins with a JSON list, but {error}; give one list or one object per line"
-                ) from error
+    def _spans(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+        """Spans found from strings, brackets and commas alone, without parsing: an element may be invalid JSON."""
+        depth, begin, number = 0, 0, 1
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            for token in JSON_TOKEN.finditer(data, file.tell()):
+                sign = token.group()[:1]
+                if sign == b'"' and token.end() - token.start() == 1:
+                    raise self._no_list("a string in it is not closed")
+                if sign in b"[{":
+                    depth += 1
+                    begin = token.end() if depth == 1 else begin
+                elif sign in b"]}":
+                    depth -= 1
+                if depth == 0 and sign != b'"':
+                    break
+                if sign == b"," and depth == 1:
+                    yield begin, token.start(), number
+                    begin, number = token.end(), number + 1
+            if depth or sign != b"]":
+                raise self._no_list("it is not closed")
+            if number > 1 or data[begin : token.start()].strip():
+                yield begin, token.start(), number
+            if data[token.end() :].strip():
+                raise self._no_list("more follows after its closing bracket")
 
-    def _parse(self, index: int, text: bytes) -> Row:
-        return self._parse_json(index, text)
+    def _no_list(self, why: str) -> DataError:
+        return DataError(f"{self.path}: begins with a JSON list, but {why}; give one list or one object per line")
 
 
 class CsvRows(TextRows):
     """Comma-separated values under a line of column names. All values are texts; an empty one is null."""
 
-    def _index(self) -> None:
+    def _spans(self, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
         csv.field_size_limit(sys.maxsize)  # a trace may be long
         self._columns: list[str] = []
-        with open(self.path, "rb") as file:
-            self._state = _file_state(file)
-            self.fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-            file.seek(0)
-            file.seek(len(BOM) if file.read(len(BOM)) == BOM else 0)
-            for start, end, number in _csv_records(file):
-                if self._columns:
-                    self._add(start, end, number)
-                    continue
-                here = file.tell()
-                file.seek(start)
-                self._columns = self._header(file.read(end - start))
-                file.seek(here)
+        for start, end, number in _csv_records(file):
+            if self._columns:
+                yield start, end, number
+                continue
+            here = file.tell()
+            file.seek(start)
+            self._columns = self._header(file.read(end - start))
+            file.seek(here)
 
     def _header(self, text: bytes) -> list[str]:
         try:
@@ -281,7 +271,7 @@ class ArrowRows(RowSource):
 
     @cached_property
     def _ends(self) -> array[int]:
-        return _running_ends(batch.num_rows for batch in self._batches)
+        return array("q", accumulate(batch.num_rows for batch in self._batches))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -313,7 +303,7 @@ class ParquetRows(ArrowRows):
     """A Parquet file: scanned as a stream, opened for random access only at the first index."""
 
     def __init__(self, path: str) -> None:
-        with _told_as_data_error(path, "a Parquet file"):
+        with _as_data_error(path, "a Parquet file"):
             metadata = pq.read_metadata(path)
         self._rows = metadata.num_rows
         self._bytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
@@ -329,7 +319,7 @@ class ParquetRows(ArrowRows):
     def _stream(self) -> Iterator[pa.RecordBatch]:
         # Buffered and without prefetch: a file that is one huge row group still passes page by page.
         with (
-            _told_as_data_error(self.path, "a whole Parquet file"),
+            _as_data_error(self.path, "a whole Parquet file"),
             pq.ParquetFile(self.path, buffer_size=1 << 16, pre_buffer=False) as file,
         ):
             yield from file.iter_batches(batch_size=ROWS_PER_BATCH)
@@ -371,7 +361,7 @@ class ConcatSource(RowSource):
     def __init__(self, parts: Sequence[RowSource]) -> None:
         self.parts = list(parts)
         self.path = ", ".join(part.path for part in parts)
-        self._ends = _running_ends(len(part) for part in parts)
+        self._ends = array("q", accumulate(len(part) for part in parts))
         stems = [Path(part.path).stem for part in parts]
         self._labels = stems if len(set(stems)) == len(stems) else [str(Path(p.path).with_suffix("")) for p in parts]
 
@@ -425,8 +415,7 @@ def _digest_of(path: str) -> str:
 
 
 def _csv_records(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-    """First byte, end and first line of each record from here on; a quoted value may have line breaks. A record that is
-    no valid CSV is among them."""
+    """First byte, end and first line of each record from here on, valid or not; a quoted value may have line breaks."""
     reader = csv.reader((line.decode("latin-1") for line in iter(file.readline, b"")), strict=True)
     while True:
         start, number = file.tell(), reader.line_num + 1
@@ -442,19 +431,19 @@ def _csv_records(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
 
 
 def _file_state(file: BinaryIO) -> tuple[int, int, int]:
-    """Changes whenever the bytes do."""
+    """Inode, size and time of the last change."""
     now = os.fstat(file.fileno())
     return now.st_ino, now.st_size, now.st_mtime_ns
 
 
 def shown(value: object, width: int = 60) -> str:
-    """A value for an error message, on one line and short."""
+    """Value for an error message, on one line and short."""
     text = repr(value)
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def _has_lone_surrogate(row: Row) -> bool:
-    """JSON may escape half a character; no tokenizer can read it."""
+    """Whether a text has half a surrogate pair, which JSON can escape and no tokenizer can read."""
     try:
         json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
@@ -469,7 +458,7 @@ def _open_file(path: str) -> RowSource:
     if os.path.getsize(path) == 0:
         raise DataError(f"{path}: the file is empty; give a file with data")
     if suffix in JSON_SUFFIXES:
-        return JsonList(path) if _begins_a_list(path) else JsonLines(path)
+        return JsonList(path) if _begins_a_list(path) else TextRows(path)
     if suffix == CSV_SUFFIX:
         return CsvRows(path)
     return ParquetRows(path) if suffix == ".parquet" else ArrowRows(path)
@@ -486,8 +475,8 @@ def _begins_a_list(path: str) -> bool:
 
 
 def _shorten_floats(rows: Sequence[Row], fields: Iterable[pa.Field]) -> None:
-    """Floats of fewer than 64 bits become the shortest decimals that name them: 0.1, not 0.10000000149011612. Those in
-    lists, which are log-probs, stay as they are."""
+    """Turn floats below 64 bits into their shortest decimals: 0.1, not 0.10000000149011612. Lists, which are log-probs,
+    stay as they are."""
     for field in fields:
         name, kind = field.name, field.type
         if pa.types.is_struct(kind):
@@ -498,14 +487,9 @@ def _shorten_floats(rows: Sequence[Row], fields: Iterable[pa.Field]) -> None:
                 row[name] = None if row[name] is None else float(str(narrow(row[name])))
 
 
-def _running_ends(lengths: Iterable[int]) -> array[int]:
-    """Index after the last row of each part, so that a bisection finds the part of a row."""
-    return array("q", accumulate(lengths))
-
-
 @contextmanager
-def _told_as_data_error(path: str, kind: str) -> Iterator[None]:
-    """What Arrow raises for foreign or damaged bytes, as one line."""
+def _as_data_error(path: str, kind: str) -> Iterator[None]:
+    """Raise Arrow's errors for damaged bytes as a ``DataError`` of one line."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -514,8 +498,8 @@ def _told_as_data_error(path: str, kind: str) -> Iterator[None]:
 
 
 def _mapped_batches(path: str) -> list[pa.RecordBatch]:
-    """Batches that point into the memory map, each checked: Arrow follows offsets in the file without looking."""
-    with _told_as_data_error(path, "an Arrow file"):
+    """Batches that point into the memory map, each checked because Arrow trusts the offsets in the file."""
+    with _as_data_error(path, "an Arrow file"):
         batches = _read_batches(pa.memory_map(path))
         for batch in batches:
             batch.validate(full=True)
@@ -523,7 +507,7 @@ def _mapped_batches(path: str) -> list[pa.RecordBatch]:
 
 
 def _read_batches(mapped: pa.MemoryMappedFile) -> list[pa.RecordBatch]:
-    """``datasets`` writes the stream format, others the file format."""
+    """Batches of the stream format, which ``datasets`` writes, or of the file format."""
     try:
         return list(pa.ipc.open_stream(mapped))
     except pa.ArrowInvalid:

@@ -1,6 +1,6 @@
 """One engine for several processes.
 
-A model that does not fit on one GPU beside its sharded self is rolled out by groups: the first process of a group
+A model that does not fit on one GPU next to its sharded weights is rolled out by groups: the first process of a group
 has the engine (vLLM spread over the group's GPUs, or the native one), the others hand it their requests and
 get their completions back. Tokens do not depend on who asked whom, since noise is a function of the request.
 """
@@ -25,7 +25,7 @@ def leads(world: World, group_size: int) -> bool:
 
 
 class GroupEngine(Engine):
-    """All processes of a group call ``generate`` at the same time; ``engine`` is there on the leader alone."""
+    """Engine of a group of processes, which all call ``generate`` at the same time; only the leader has ``engine``."""
 
     def __init__(self, engine: Engine | None, world: World, group_size: int) -> None:
         if world.size % group_size:

@@ -14,7 +14,7 @@ from luffy.errors import ConfigError, TrainingStopped
 from luffy.plugins import python_flags
 
 OnStep = Callable[[int, dict[str, float]], None]
-GO_ON = "the same command goes on from the last complete checkpoint"
+GO_ON = "rerun the same command to resume from the last complete checkpoint"
 
 
 class Launchable(Protocol):

@@ -1,8 +1,8 @@
 """``launch: ray``: Ray Train places the workers on machines, watches them, and starts them again when one is lost.
 
 The only file that imports Ray. A worker that dies takes its group with it; Ray starts a new group, and the trainer
-in it resumes from the newest whole checkpoint by itself, as it does after any kill. What is the user's to mend
-is not tried again.
+in it resumes from the newest valid checkpoint by itself, as it does after any kill. Errors that the user must
+fix are not tried again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def run_on_ray(job: Launchable, show: Callable[[list[str]], bool] | None = None)
 
 
 def in_background(act: Callable[[], Any]) -> Future[Any]:
-    """In a thread that an interrupt of the command does not wait for: the workers end with their driver."""
+    """Run ``act`` in a daemon thread, so that an interrupt of the command need not wait: the workers end with their
+    driver."""
     outcome: Future[Any] = Future()
 
     def run() -> None:
@@ -80,7 +81,7 @@ def in_background(act: Callable[[], Any]) -> Future[Any]:
 
 
 def start_mailbox(ray: Any) -> Any:
-    """On the machine of the command, so that it is not lost with one of the others."""
+    """Start the mailbox on the machine of the command, so that it is not lost with another one."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -124,8 +125,8 @@ def import_ray() -> Any:
 
 
 def secure(address: str | None) -> None:
-    """Ray's ports run any code for whoever reaches them, and they listen on every address: a token closes them.
-    Must come before Ray is imported. Who set RAY_AUTH_MODE has decided already."""
+    """Set a token: Ray's ports listen on every address and run any code for every caller. Must come before Ray is
+    imported; a given RAY_AUTH_MODE is respected."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ["RAY_AUTH_MODE"] != "token" or has_token():
         return
@@ -143,7 +144,7 @@ def has_token() -> bool:
 
 
 def connect(ray: Any, cfg: Config) -> None:
-    """To the cluster of ``ray.address``, or to one that lives as long as this command."""
+    """Connect to the cluster of ``ray.address``, or start one that lives as long as this command."""
     options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False}
     if cfg.ray.address is None:
         # Cores are only bookkeeping for Ray: a small machine may still run several workers.
@@ -169,7 +170,7 @@ def uses_gpus(ray: Any, cfg: Config) -> bool:
 
 
 def work(settings: dict[str, Any]) -> None:
-    """What every worker runs. Returning normally ends the run; raising asks Ray for another try."""
+    """Entry of every worker. A normal return ends the run; an exception asks Ray for another try."""
     import ray
     from ray import train
 
@@ -209,7 +210,7 @@ class LineSender(io.TextIOBase):
 
 
 class Mailbox:
-    """Lives beside the workers and outlives them: what they have to say to whoever gave the command."""
+    """Actor that outlives the workers and keeps their lines and mistakes for the command."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

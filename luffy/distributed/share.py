@@ -9,8 +9,8 @@ from luffy.types import Task
 
 
 def share_out(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Indices for each rank, so that the sums of their costs are close: the dearest first, each to
-    whoever has least. A function of its arguments alone, so every rank finds the same answer."""
+    """Indices for each rank with close sums of costs: the most expensive first, each to the rank with the least. It
+    depends on its arguments only, so every rank finds the same answer."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0.0, 0, rank) for rank in range(ranks)]  # cost, number, rank
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -21,8 +21,8 @@ def share_out(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def expected_tokens(task: Task, n: int, max_tokens: int) -> float:
-    """What a group of ``n`` responses will take: a teacher's trace is the best guess of how long a
-    solution is. It must not depend on the run so far, or a resumed run would share out otherwise."""
+    """Estimated tokens of a group of ``n`` responses; a trace's length stands for a response's. It must not depend on
+    the run so far, or a resumed run would divide its work differently."""
     lengths = [len(d.token_ids) for d in task.demonstrations]
     response = sum(lengths) / len(lengths) if lengths else max_tokens / 2
     return len(task.prompt_ids) + n * response

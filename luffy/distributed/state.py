@@ -53,7 +53,7 @@ def read_tensors(folder: Path, parameters: Mapping[str, Tensor] | None = None) -
 
 
 def shard_whole(tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a run of one process saved, sharded as the parameters are."""
+    """Tensors saved by a run of one process, sharded like the parameters."""
     out = dict(tensors)
     for name, tensor in tensors.items():
         owner = _owner(name, parameters)

@@ -63,7 +63,7 @@ class World:
         return box[0]
 
     def on_main(self, act: Callable[[], T]) -> T:
-        """What ``act`` gives on the main process, on every process; so does a user's mistake found there."""
+        """Run ``act`` on the main process and return its result, or raise its UserError, on every process."""
         outcome: tuple[T | None, UserError | None] = (None, None)
         if self.is_main:
             try:

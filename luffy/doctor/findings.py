@@ -23,12 +23,20 @@ ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b|(?<![\w:])(?:[0-9a-fA-F]{1,4}
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table. ``remedy`` says what to do when the status is warning or failed."""
+    """One row of the table. ``remedy`` is for the statuses warning and failed."""
 
     check: str
     status: Status
     found: str
     remedy: str = ""
+
+
+def judged(check: str, found: str, *problems: tuple[object, Status, str, str]) -> Line:
+    """The line of a check: with the first of its problems (holds, status, text to add, remedy) that holds, else ok."""
+    for holds, status, more, remedy in problems:
+        if holds:
+            return Line(check, status, f"{found}{more}", remedy)
+    return Line(check, "ok", found)
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Cluster:
         return list(dict.fromkeys(self.hosts))
 
     def ranks_of(self, host: str) -> list[int]:
+        """The ranks on a machine."""
         return [rank for rank, name in enumerate(self.hosts) if name == host]
 
     def name(self, ranks: Iterable[int]) -> str:
@@ -67,8 +76,8 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def who_differs(cluster: Cluster, values: Facts) -> str:
-    """'' when all ranks have one value; else the ranks that differ from the most frequent value, and both values.
-    When no value is the most frequent, all of them."""
+    """The ranks that differ from the most frequent value, with both values; all of them if no value is the most
+    frequent; '' if all ranks have one value."""
     counts = Counter(map(str, values.values())).most_common()
     if len(counts) < 2:
         return ""
@@ -99,6 +108,7 @@ class Report:
         return all(line.status != "failed" for line in self.lines)
 
     def as_json(self) -> dict[str, Any]:
+        """The report for programs, with all measurements."""
         return {
             "luffy": self.luffy,
             "launch": self.launch,
@@ -123,23 +133,21 @@ class Report:
         )
 
     def anonymous(self) -> Report:
-        """Without host names, user names, addresses and paths: machines are numbered."""
+        """The report without host names, user names, addresses and paths: machines are numbered."""
         numbers = {host: f"machine{i}" for i, host in enumerate(self.cluster.machines)}
         words = {**dict.fromkeys(self.private, "..."), **numbers}
+        lines = [replace(one, found=scrub(one.found, words), remedy=scrub(one.remedy, words)) for one in self.lines]
         return replace(
             self,
             cluster=Cluster([numbers[host] for host in self.cluster.hosts]),
-            lines=[
-                Line(line.check, line.status, scrub(line.found, words), scrub(line.remedy, words))
-                for line in self.lines
-            ],
+            lines=lines,
             facts=scrub(self.facts, words, PRIVATE),
             private=(),
         )
 
     def table(self) -> Group:
-        machines = len(self.cluster.machines)
-        ranks = len(self.cluster.hosts)
+        """The report for a terminal."""
+        machines, ranks = len(self.cluster.machines), len(self.cluster.hosts)
         where = f"{ranks} process{'es' * (ranks > 1)} on {machines} machine{'s' * (machines > 1)}"
         title = f"luffy {self.luffy} doctor, launch={self.launch}: {where}"
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))

@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,10 @@ from typing import Any
 import torch
 
 from luffy._version import __version__
-from luffy.bench.machine import Machine
-from luffy.doctor.context import Context
-from luffy.doctor.findings import Cluster, Facts, Line, who_differs
+from luffy.doctor.findings import Cluster, Facts, Line, judged, who_differs
+from luffy.doctor.ranks import Context, device_index
 from luffy.doctor.tested import EXACT, tested_versions
-from luffy.models.memory import memory_of_machine
-from luffy.models.threads import available_cores
+from luffy.models.machine import Machine, available_cores, memory_of_machine
 
 GIB = 2**30
 SHM = Path("/dev/shm")
@@ -39,7 +37,7 @@ MUST_AGREE = ("luffy", "torch", "transformers", "CUDA", "NCCL", "GPU", "GPU driv
 
 
 def measure_identity(context: Context) -> dict[str, Any]:
-    """Publishes this rank's host name, and learns the others'."""
+    """Publish this rank's host name, and read the others'."""
     host = socket.gethostname()
     context.board.put(f"host/{context.rank}", host)
     context.watch.meet()
@@ -48,7 +46,7 @@ def measure_identity(context: Context) -> dict[str, Any]:
 
 
 def _private_words(context: Context) -> list[str]:
-    """What the anonymous report must not contain."""
+    """Words that the anonymous report must not contain."""
     folder = context.cfg.folder
     words = {socket.gethostname(), socket.getfqdn(), str(Path.home()), os.getcwd(), str(folder), str(folder.resolve())}
     with suppress(OSError, KeyError):  # a container's user may have no name
@@ -66,56 +64,36 @@ def judge_identity(cluster: Cluster, facts: Facts) -> list[Line]:
 
 
 def measure_versions(context: Context) -> dict[str, Any]:
-    packages = {name: _installed(name) for name in tested_versions()}
-    return {
-        "luffy": __version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "packages": {name: version for name, version in packages.items() if version},
-    }
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """Versions of luffy, Python and the packages that it was tested with."""
+    packages = {}
+    for name in tested_versions():
+        with suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    system = f"{platform.system()} {platform.machine()}"
+    return {"luffy": __version__, "python": platform.python_version(), "system": system, "packages": packages}
 
 
 def judge_versions(cluster: Cluster, facts: Facts) -> list[Line]:
-    mine = facts[min(facts)]
+    """Fail other versions of EXACT packages, and differences between ranks; warn of versions that were not tested."""
+    mine, tested = facts[min(facts)], tested_versions()
     found = f"luffy {mine['luffy']}, Python {mine['python']}, {mine['system']}"
     lines = [Line("versions", "ok", f"{found}, torch {mine['packages'].get('torch')}")]
-    tested = tested_versions()
-    other = {
-        name: version
-        for name, version in mine["packages"].items()
-        if name in tested and version.partition("+")[0] != tested[name]
-    }
-    wrong = {name: version for name, version in other.items() if name in EXACT}
+    other = {name: v for name, v in mine["packages"].items() if v.partition("+")[0] != tested.get(name, v)}
+    wrong = [name for name in other if name in EXACT]
     if wrong:
-        text = f"{_named(wrong)}, which gives other verdicts than {_named({name: tested[name] for name in wrong})}"
+        here, there = (", ".join(f"{name} {versions[name]}" for name in wrong) for versions in (other, tested))
         fix = "pip install " + " ".join(f"'{name}=={tested[name]}'" for name in wrong)
-        lines.append(Line("versions", "failed", text, fix))
-    rest = {name: version for name, version in other.items() if name not in wrong}
+        lines.append(Line("versions", "failed", f"{here}, which gives other verdicts than {there}", fix))
+    rest = [f"{name} {v} (tested: {tested[name]})" for name, v in other.items() if name not in wrong]
     if rest:
-        text = "tested with others: " + ", ".join(f"{name} {v} (tested: {tested[name]})" for name, v in rest.items())
         fix = "if something fails, install the tested versions: pip install --constraint constraints.txt ."
-        lines.append(Line("versions", "warning", text, fix))
-    return lines + _differences(cluster, facts, "versions", _flat_versions)
+        lines.append(Line("versions", "warning", f"tested with others: {', '.join(rest)}", fix))
+    flat = {rank: {"luffy": one["luffy"], "python": one["python"], **one["packages"]} for rank, one in facts.items()}
+    return lines + _differences(cluster, "versions", flat)
 
 
-def _named(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
-def _flat_versions(fact: Any) -> dict[str, Any]:
-    return {"luffy": fact["luffy"], "python": fact["python"], **fact["packages"]}
-
-
-def _differences(cluster: Cluster, facts: Facts, check: str, values: Callable[[Any], dict[str, Any]]) -> list[Line]:
+def _differences(cluster: Cluster, check: str, of_ranks: Mapping[int, dict[str, Any]]) -> list[Line]:
     """A line for each value that is not the same on all ranks."""
-    of_ranks = {rank: values(fact) for rank, fact in facts.items()}
     names = dict.fromkeys(name for mine in of_ranks.values() for name in mine)
     lines = []
     for name in names:
@@ -131,6 +109,7 @@ def _differences(cluster: Cluster, facts: Facts, check: str, values: Callable[[A
 
 
 def measure_devices(context: Context) -> dict[str, Any]:
+    """The device in use, driver, CUDA and NCCL."""
     facts: dict[str, Any] = {
         "wanted": context.cfg.model.device,
         "device": context.device,
@@ -161,12 +140,8 @@ def measure_devices(context: Context) -> dict[str, Any]:
     return facts
 
 
-def device_index() -> int:
-    """The GPU that `join_world` takes."""
-    return int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-
-
 def gpu_uuid() -> str:
+    """The GPU's own name, by which ranks that share one are known."""
     return str(torch.cuda.get_device_properties(device_index()).uuid)
 
 
@@ -177,7 +152,7 @@ def _cpu_name() -> str:
 
 
 def _driver_version() -> str | None:
-    """Version of NVIDIA's kernel driver, as it says itself or by its tool."""
+    """Version of NVIDIA's kernel driver, by its file in /proc or by nvidia-smi."""
     file = Path("/proc/driver/nvidia/version")
     if file.exists() and (found := re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", file.read_text())):
         return found[0]
@@ -192,7 +167,7 @@ def _driver_version() -> str | None:
 
 
 def _cuda_of_driver() -> str | None:
-    """The newest CUDA that the driver knows."""
+    """The newest CUDA that the driver supports."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -204,22 +179,22 @@ def _cuda_of_driver() -> str | None:
 
 
 def judge_devices(cluster: Cluster, facts: Facts) -> list[Line]:
+    """Fail a GPU that cannot be used and devices that differ; warn of ranks that share a GPU."""
     lines = [line for rank, fact in facts.items() if (line := _unused_gpu(cluster, rank, fact))]
     gpus = {rank: fact for rank, fact in facts.items() if fact["device"] == "cuda"}
-    if not gpus:
-        mine = facts[min(facts)]
+    mine = gpus[min(gpus)] if gpus else facts[min(facts)]
+    if gpus:
+        here = f"{len({fact['uuid'] for fact in gpus.values()})} x {mine['gpu']}, {mine['gib']} GiB"
+        lines.append(Line("devices", "ok", f"{here}, compute capability {mine['capability']}"))
+        lines += _driver_lines(mine)
+    else:
         found = f"no GPU is used; {mine['cpu']}, {mine['cores']} cores, {mine['threads']} threads a process"
         lines.append(Line("devices", "ok", found))
-        return _merged(lines) + _differences(cluster, facts, "devices", _device_values)
-    mine = gpus[min(gpus)]
-    here = f"{len({fact['uuid'] for fact in gpus.values()})} x {mine['gpu']}, {mine['gib']} GiB"
-    lines.append(Line("devices", "ok", f"{here}, compute capability {mine['capability']}"))
-    lines += _driver_lines(mine)
-    shared = sharing_ranks(gpus)
-    if shared:
+    if shared := sharing_ranks(gpus):
         text = f"{cluster.name(shared)} share a GPU: NCCL exchanges their data over sockets"
         lines.append(Line("devices", "warning", text, "use one process a GPU for training; this is for tests"))
-    return _merged(lines) + _differences(cluster, facts, "devices", _device_values)
+    values = {rank: _device_values(fact) for rank, fact in facts.items()}
+    return list(dict.fromkeys(lines)) + _differences(cluster, "devices", values)
 
 
 def sharing_ranks(facts: Facts) -> list[int]:
@@ -229,7 +204,7 @@ def sharing_ranks(facts: Facts) -> list[int]:
 
 
 def _unused_gpu(cluster: Cluster, rank: int, fact: Any) -> Line | None:
-    """A line where a GPU is there, or was asked for, and torch cannot use it."""
+    """A line if a GPU is there, or was asked for, and torch cannot use it."""
     if fact["device"] == "cuda" or fact["wanted"] == "cpu" or not (fact["has_driver"] or fact["wanted"] == "cuda"):
         return None
     where = "" if len(cluster.hosts) == 1 else f" on {cluster.hosts[rank]}"
@@ -252,21 +227,16 @@ def _unused_gpu(cluster: Cluster, rank: int, fact: Any) -> Line | None:
 
 
 def _driver_lines(fact: Any) -> list[Line]:
-    lines = []
     driver = f"driver {fact['driver'] or 'of unknown version'}, CUDA up to {fact['driver_cuda'] or '?'}"
     old = fact["driver_cuda"] and fact["torch_cuda"] and _major(fact["driver_cuda"]) < _major(fact["torch_cuda"])
-    if old:
-        fix = f"update the NVIDIA driver, or install a torch for CUDA {fact['driver_cuda']}"
-        lines.append(Line("driver", "failed", f"{driver}; torch was built for CUDA {fact['torch_cuda']}", fix))
-    else:
-        lines.append(Line("driver", "ok", f"{driver}; torch was built for CUDA {fact['torch_cuda']}"))
-    if fact["nccl"] is None:
-        fix = "install a torch with NCCL (the Linux builds of PyPI have it), or run one process (launch=local)"
-        lines.append(Line("NCCL", "failed", "this torch has no NCCL", fix))
-    else:
-        settings = "".join(f", {name}={value}" for name, value in fact["settings"].items())
-        lines.append(Line("NCCL", "ok", f"{fact['nccl']}{settings}"))
-    return lines
+    update = f"update the NVIDIA driver, or install a torch for CUDA {fact['driver_cuda']}"
+    settings = "".join(f", {name}={value}" for name, value in fact["settings"].items())
+    nccl = "this torch has no NCCL" if fact["nccl"] is None else f"{fact['nccl']}{settings}"
+    install = "install a torch with NCCL (the Linux builds of PyPI have it), or run one process (launch=local)"
+    return [
+        judged("driver", f"{driver}; torch was built for CUDA {fact['torch_cuda']}", (old, "failed", "", update)),
+        judged("NCCL", nccl, (fact["nccl"] is None, "failed", "", install)),
+    ]
 
 
 def _major(version: str) -> int:
@@ -279,14 +249,11 @@ def _device_values(fact: Any) -> dict[str, Any]:
     return values | {f"the variable {name}": value for name, value in fact["settings"].items()}
 
 
-def _merged(lines: Iterable[Line]) -> list[Line]:
-    return list(dict.fromkeys(lines))
-
-
 # ---- memory and shared memory
 
 
 def measure_memory(context: Context) -> dict[str, Any]:
+    """Free memory of host and GPU, and the size of shared memory."""
     free, total, owner = memory_of_machine(False)
     facts: dict[str, Any] = {"host_free": free, "host_total": total, "owner": owner, "shm": None, "gpu_free": None}
     if SHM.is_dir():
@@ -300,50 +267,46 @@ def measure_memory(context: Context) -> dict[str, Any]:
 
 
 def judge_memory(cluster: Cluster, facts: Facts) -> list[Line]:
-    lines = []
+    """Warn of little free memory, fail too little shared memory."""
     least = min(facts, key=lambda rank: facts[rank]["host_free"])
     host = facts[least]
     found = f"{host['host_free'] / GIB:.1f} of {host['host_total'] / GIB:.1f} GiB of {host['owner']} free"
     found += f" (least: {cluster.hosts[least]})" if len(cluster.machines) > 1 else ""
-    if host["host_free"] < FREE_HOST:
-        fix = "end other processes, or give the container more memory: each process reads the whole model at the start"
-        lines.append(Line("memory", "warning", found, fix))
-    else:
-        lines.append(Line("memory", "ok", found))
+    fix = "end other processes, or give the container more memory: each process reads the whole model at the start"
+    lines = [judged("memory", found, (host["host_free"] < FREE_HOST, "warning", "", fix))]
     gpus = {rank: fact for rank, fact in facts.items() if fact["gpu_free"] is not None}
-    if gpus:
-        lines += _gpu_memory(cluster, gpus)
-    return lines + _shared_memory(cluster, facts)
+    lines += [_gpu_memory(cluster, gpus)] if gpus else []
+    return [*lines, _shared_memory(cluster, facts)]
 
 
-def _gpu_memory(cluster: Cluster, gpus: Facts) -> list[Line]:
+def _gpu_memory(cluster: Cluster, gpus: Facts) -> Line:
     shared = sharing_ranks(gpus)  # whose other processes are ranks too
     used = [r for r, fact in gpus.items() if fact["gpu_free"] < FREE_OF_GPU * fact["gpu_total"] and r not in shared]
     worst = gpus[min(gpus, key=lambda rank: gpus[rank]["gpu_free"])]
     found = f"{worst['gpu_free'] / GIB:.1f} of {worst['gpu_total'] / GIB:.1f} GiB free"
-    if not used:
-        return [Line("GPU memory", "ok", found)]
     fix = "end the other processes on these GPUs (nvidia-smi lists them)"
-    return [Line("GPU memory", "warning", f"{found}; other processes use the GPUs of {cluster.name(used)}", fix)]
+    return judged(
+        "GPU memory", found, (used, "warning", f"; other processes use the GPUs of {cluster.name(used)}", fix)
+    )
 
 
-def _shared_memory(cluster: Cluster, facts: Facts) -> list[Line]:
+def _shared_memory(cluster: Cluster, facts: Facts) -> Line:
     known = {rank: fact["shm"] for rank, fact in facts.items() if fact["shm"] is not None}
     if not known:
-        return [Line("shared memory", "skipped", "this system has no /dev/shm")]
+        return Line("shared memory", "skipped", "this system has no /dev/shm")
     least = min(known, key=lambda rank: known[rank])
     found = f"{known[least] / GIB:.2f} GiB in /dev/shm"
-    needed = any(len(cluster.ranks_of(host)) > 1 for host in cluster.machines)
-    if needed and known[least] < SMALL_SHM:
-        fix = "enlarge it: docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory"
-        return [Line("shared memory", "failed", f"{found} on {cluster.hosts[least]}, where processes need 1 GiB", fix)]
-    return [Line("shared memory", "ok", found)]
+    small = known[least] < SMALL_SHM and any(len(cluster.ranks_of(host)) > 1 for host in cluster.machines)
+    where = f" on {cluster.hosts[least]}, where processes need 1 GiB"
+    fix = "enlarge it: docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory"
+    return judged("shared memory", found, (small, "failed", where, fix))
 
 
 # ---- speed
 
 
 def measure_speed(context: Context) -> dict[str, Any]:
+    """Operations and bytes per second of matrix products and copies."""
     on_gpu = context.device == "cuda"
     device = torch.device("cuda", device_index()) if on_gpu else torch.device("cpu")
     machine = Machine.measure(device, torch.bfloat16 if on_gpu else torch.float32)
@@ -354,14 +317,12 @@ def measure_speed(context: Context) -> dict[str, Any]:
 
 
 def judge_speed(cluster: Cluster, facts: Facts) -> list[Line]:
-    """A slow GPU holds up all others. Ranks on CPUs share them, so their speeds say nothing."""
+    """Warn of a slow GPU, which holds up all others. Ranks on CPUs share them, so their speeds tell nothing."""
     rates = sorted(fact["flops"] / 1e12 for fact in facts.values())
     median = rates[len(rates) // 2]
     found = f"{rates[0]:.3g}{f' to {rates[-1]:.3g}' if len(rates) > 1 else ''} TFLOP/s in matrix products, "
     found += f"{min(fact['bandwidth'] for fact in facts.values()) / 1e9:.3g} GB/s in copies"
     slow = [rank for rank, fact in facts.items() if fact["on_gpu"] and fact["flops"] / 1e12 < SLOW * median]
-    if slow and not sharing_ranks(facts):
-        text = f"{found}; slow: {cluster.name(slow)} ({rates[0] / median:.0%} of the median)"
-        fix = "look for heat, a power limit or other jobs there (nvidia-smi -q -d PERFORMANCE)"
-        return [Line("speed", "warning", text, fix)]
-    return [Line("speed", "ok", found)]
+    named = f"; slow: {cluster.name(slow)} ({rates[0] / median:.0%} of the median)"
+    fix = "look for heat, a power limit or other jobs there (nvidia-smi -q -d PERFORMANCE)"
+    return [judged("speed", found, (slow and not sharing_ranks(facts), "warning", named, fix))]

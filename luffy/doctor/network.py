@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from luffy.bench.machine import timed
 from luffy.distributed.world import join_world
-from luffy.doctor.context import Context
-from luffy.doctor.findings import Cluster, Facts, Line
+from luffy.doctor.findings import Cluster, Facts, Line, judged
 from luffy.doctor.machine import gpu_uuid, sharing_ranks
+from luffy.doctor.ranks import Context
+from luffy.models.machine import timed
 
 CONNECT_S = 5.0
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -35,20 +35,20 @@ SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 
 
 def measure_ports(context: Context) -> dict[str, Any]:
-    """Each machine listens on a free port and connects to the ports of the others, as NCCL and gloo do."""
+    """Listen on a free port of each machine and connect to the ports of the others, as NCCL and gloo do."""
     facts: dict[str, Any] = {"unreached": [], "absent": absent_interfaces(), "servers": {}}
     if context.rank == 0:
         rollout, second = context.cfg.rollout, context.cfg.rollout.overrides
         servers = (*rollout.vllm.servers, *(second.servers if second else ()), *context.cfg.teacher.servers)
         facts["servers"] = {url: connection_fault(*_host_and_port(url)) for url in servers}
-    leaders = [context.hosts.index(host) for host in dict.fromkeys(context.hosts)]
-    if len(leaders) > 1 and context.rank in leaders:
-        facts["unreached"] = _unreached(context, leaders)
+    if len(context.leaders) > 1 and context.rank in context.leaders:
+        facts["unreached"] = _unreached(context)
     return facts
 
 
-def _unreached(context: Context, leaders: list[int]) -> list[str]:
+def _unreached(context: Context) -> list[str]:
     """Machines whose port this one cannot connect to, each with the reason."""
+    leaders = context.leaders
     with socket.create_server(("", 0)) as server:
         threading.Thread(target=_accept, args=(server,), daemon=True).start()
         context.board.put(f"port/{context.rank}", [own_address(), server.getsockname()[1]])
@@ -82,7 +82,7 @@ def own_address() -> str:
 
 
 def connection_fault(host: str, port: int) -> str:
-    """Why no connection comes about; '' where one does."""
+    """The reason why no connection is made; '' if one is."""
     try:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
     except OSError as error:
@@ -134,8 +134,8 @@ def judge_ports(cluster: Cluster, facts: Facts) -> list[Line]:
 
 
 def measure_connection(context: Context) -> dict[str, Any] | None:
-    """Connects the ranks as a training does."""
-    if not context.launched:
+    """Connect the ranks as a training does."""
+    if context.cfg.launch == "local":
         return None
     context.watch.meet()
     started = time.perf_counter()
@@ -150,16 +150,15 @@ def measure_connection(context: Context) -> dict[str, Any] | None:
 def judge_connection(cluster: Cluster, facts: Facts) -> list[Line]:
     seconds = max(fact["seconds"] for fact in facts.values())
     found = f"{len(facts)} ranks joined in {seconds:.1f} s ({facts[min(facts)]['backend']})"
-    if not all(fact["agree"] for fact in facts.values()):
-        return [Line("connection", "failed", f"{found}, but do not get the same object", "report it as a bug")]
-    return [Line("connection", "ok", found)]
+    differ = not all(fact["agree"] for fact in facts.values())
+    return [judged("connection", found, (differ, "failed", ", but do not get the same object", "report it as a bug"))]
 
 
 # ---- bandwidth
 
 
 def measure_bandwidth(context: Context) -> dict[str, Any] | None:
-    """Bytes a second that each rank sends and receives in a collective of the size that takes a moment."""
+    """Bytes per second that each rank sends and receives in a collective that takes a moment."""
     world = context.world
     if world.size < 2:
         return None
@@ -177,53 +176,46 @@ def measure_bandwidth(context: Context) -> dict[str, Any] | None:
 
 
 def _seconds(collective: Any, size: int, ranks: int, rank: int, device: torch.device) -> float:
-    act, check = collective(max(size // 4 // ranks, 1), ranks, rank, device)
+    act, found, expected = collective(max(size // 4 // ranks, 1), ranks, rank, device)
     act()
-    check()
+    wrong = int((found != expected).sum())
+    if wrong:
+        raise RuntimeError(f"{act.__name__} returned {wrong} of {found.numel()} wrong values")
     return min(timed(act, device) for _ in range(REPEATS))
 
 
-Collective = tuple[Callable[[], Any], Callable[[], None]]  # the work, and the check of its result
+Collective = tuple[Callable[[], Any], torch.Tensor, torch.Tensor]  # the work, its result, the right result
 
 
 def _all_gather(part: int, ranks: int, rank: int, device: torch.device) -> Collective:
     mine = torch.full((part,), float(rank), device=device)
     every = torch.full((part * ranks,), -1.0, device=device)
 
-    def check() -> None:
-        expected = torch.arange(ranks, device=device, dtype=every.dtype).repeat_interleave(part)
-        _expect("all-gather", every, expected)
+    def all_gather() -> None:
+        GATHER(every, mine)
 
-    return lambda: GATHER(every, mine), check
+    return all_gather, every, torch.arange(ranks, device=device, dtype=every.dtype).repeat_interleave(part)
 
 
 def _reduce_scatter(part: int, ranks: int, rank: int, device: torch.device) -> Collective:
     every = torch.full((part * ranks,), float(rank + 1), device=device)
     mine = torch.full((part,), -1.0, device=device)
 
-    def check() -> None:
-        _expect("reduce-scatter", mine, torch.full_like(mine, ranks * (ranks + 1) / 2))
+    def reduce_scatter() -> None:
+        SCATTER(mine, every)
 
-    return lambda: SCATTER(mine, every), check
-
-
-def _expect(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    wrong = int((found != expected).sum())
-    if wrong:
-        raise RuntimeError(f"{name} returned {wrong} of {found.numel()} wrong values")
+    return reduce_scatter, mine, torch.full_like(mine, ranks * (ranks + 1) / 2)
 
 
 def judge_bandwidth(cluster: Cluster, facts: Facts) -> list[Line]:
-    fact = facts[min(facts)]
+    """Warn of a slow link between GPUs."""
+    fact, sharing = facts[min(facts)], sharing_ranks(facts)
+    fix = "set NCCL_DEBUG=INFO and look for NET/Socket: NCCL should use NVLink, PCIe or InfiniBand"
     lines = []
     for name in ("all-gather", "reduce-scatter"):
         rate, size = fact[name]["rate"], fact[name]["bytes"]
         found = f"{rate / 1e9:.3g} GB/s a rank ({size / 2**20:.0f} MiB, {len(cluster.hosts)} ranks)"
-        if sharing_ranks(facts):
-            lines.append(Line(name, "ok", f"{found}; ranks share a GPU, so this is the speed of sockets"))
-        elif fact["on_gpu"] and rate < SLOW_LINK:
-            fix = "set NCCL_DEBUG=INFO and look for NET/Socket: NCCL should use NVLink, PCIe or InfiniBand"
-            lines.append(Line(name, "warning", found, fix))
-        else:
-            lines.append(Line(name, "ok", found))
+        found += "; ranks share a GPU, so this is the speed of sockets" if sharing else ""
+        slow = fact["on_gpu"] and rate < SLOW_LINK and not sharing
+        lines.append(judged(name, found, (slow, "warning", "", fix)))
     return lines

@@ -7,26 +7,26 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from luffy.bench.machine import synchronize
-from luffy.bench.shapes import SHAPES, parameter_count
 from luffy.config import BatchConfig, Config, DataConfig, ModelConfig, RolloutConfig
 from luffy.distributed.replica import Replica, copy_of
 from luffy.distributed.shard import whole
-from luffy.doctor.context import Context
-from luffy.doctor.findings import Cluster, Facts, Line
-from luffy.models.load import DTYPES, DtypeName
+from luffy.doctor.findings import Cluster, Facts, Line, judged
+from luffy.doctor.ranks import Context
+from luffy.learn.optim import Optimizer
+from luffy.learn.policy import Policy
+from luffy.models.machine import synchronize
 from luffy.models.plain import choose_path
+from luffy.models.shapes import SHAPES
 from luffy.rollout.native import NativeEngine
-from luffy.train.optim import Optimizer
-from luffy.train.policy import Policy
-from luffy.types import Request, Sample, Sampling
+from luffy.types import Author, Request, Sample, Sampling, written_by
 
+Dtype = Literal["float32", "bfloat16"]
 LARGEST_GAP = 1e-3  # of gradients, relative to the norm, in float32
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}  # mean, of log-probs
 ROUNDS = 3  # of the gradient: a race between streams is not lost every time
@@ -55,7 +55,7 @@ def tiny_policy(device: str) -> nn.Module:
     return model
 
 
-def config_for(cfg: Config, size: int, dtype: DtypeName = "float32") -> Config:
+def config_for(cfg: Config, size: int, dtype: Dtype = "float32") -> Config:
     """The losses of a default run under the sharding of ``cfg``; several micro-batches a rank."""
     parallel = replace(cfg.parallel, workers=size, rollout_group=1)
     return Config(
@@ -75,9 +75,9 @@ def fixed_samples(count: int, vocabulary: int) -> list[Sample]:
     for i in range(count):
         prompt = torch.randint(1, vocabulary, (3 + i % 4,), generator=generator)
         ids = torch.randint(1, vocabulary, (8 + 7 * i % 24,), generator=generator)
-        zeros, off_policy = torch.zeros(len(ids)), torch.full((len(ids),), i % 3 == 0)
+        zeros, authors = torch.zeros(len(ids)), written_by(Author.POLICY if i % 3 else Author.TEACHER, len(ids))
         advantages = torch.full((len(ids),), float(torch.randn((), generator=generator)))
-        samples.append(Sample(tuple(prompt.tolist()), ids, off_policy, zeros + 1, zeros, advantages, zeros, zeros))
+        samples.append(Sample(tuple(prompt.tolist()), ids, authors, zeros + 1, zeros, advantages, zeros, zeros))
     return samples
 
 
@@ -146,9 +146,8 @@ def judge_gradient(cluster: Cluster, facts: Facts) -> list[Line]:
         return [Line("gradient", "failed", text, "leave this machine or GPU out; test its memory")]
     single = "one rank" if fact["compared"] == "all ranks" else "the CPU"
     found = f"{fact['compared']} against {single}: relative difference {fact['gap']:.1e} (float32)"
-    if not fact["gap"] <= LARGEST_GAP:
-        return [Line("gradient", "failed", f"{found}, largest in {fact['parameter']}", NCCL_REMEDY)]
-    return [Line("gradient", "ok", found)]
+    wrong = not fact["gap"] <= LARGEST_GAP
+    return [judged("gradient", found, (wrong, "failed", f", largest in {fact['parameter']}", NCCL_REMEDY))]
 
 
 # ---- engine against trainer, weight sync
@@ -156,15 +155,15 @@ def judge_gradient(cluster: Cluster, facts: Facts) -> list[Line]:
 
 def measure_engine(context: Context) -> dict[str, Any]:
     """Log-probs of sampled tokens by the native engine and by the trainer, after an update and a weight sync."""
-    kinds: list[DtypeName] = ["float32", "bfloat16"] if context.device == "cuda" else ["float32"]
+    kinds: list[Dtype] = ["float32", "bfloat16"] if context.device == "cuda" else ["float32"]
     return {kind: _engine_against_trainer(context, kind) for kind in kinds}
 
 
-def _engine_against_trainer(context: Context, dtype: DtypeName) -> dict[str, Any]:
+def _engine_against_trainer(context: Context, dtype: Dtype) -> dict[str, Any]:
     world, device = context.world, context.world.device or torch.device(context.device)
     model = tiny_policy(context.device)
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(DTYPES[dtype])
+        parameter.data = parameter.data.to(getattr(torch, dtype))
     model = model if world.joined else model.to(device)
     cfg = config_for(context.cfg, world.size, dtype)
     replica = Replica(model, str(device)) if world.joined else None
@@ -183,7 +182,7 @@ def _engine_against_trainer(context: Context, dtype: DtypeName) -> dict[str, Any
         replica.refresh(model)
         synchronize(device)
         facts["sync_s"] = time.perf_counter() - started
-        facts["sync_bytes"] = parameter_count(replica.model) * DTYPES[dtype].itemsize
+        facts["sync_bytes"] = sum(p.numel() for p in replica.model.parameters()) * getattr(torch, dtype).itemsize
     engine.sync(1)
     requests = [Request((1 + i, 2 + i, 3 + i), i + REQUESTS * world.rank, Sampling(32)) for i in range(REQUESTS)]
     completions = engine.generate(requests)
@@ -196,7 +195,7 @@ def _engine_against_trainer(context: Context, dtype: DtypeName) -> dict[str, Any
 
 def _sample_of(request: Request, ids: Tensor) -> Sample:
     zeros = torch.zeros(len(ids))
-    return Sample(request.prompt_ids, ids, zeros.bool(), zeros + 1, zeros, zeros, zeros, zeros)
+    return Sample(request.prompt_ids, ids, zeros.to(torch.int8), zeros + 1, zeros, zeros, zeros, zeros)
 
 
 def judge_engine(cluster: Cluster, facts: Facts) -> list[Line]:
@@ -206,11 +205,8 @@ def judge_engine(cluster: Cluster, facts: Facts) -> list[Line]:
         far = [rank for rank, fact in of_ranks.items() if not fact["mean"] <= LARGEST_DIFFERENCE[dtype]]
         mean, most = (max(fact[key] for fact in of_ranks.values()) for key in ("mean", "max"))
         found = f"{dtype}: log-probs differ by {mean:.1e} on average, {most:.1e} at most (native engine)"
-        if far:
-            fix = "set rollout.engine to another one, or report the result of luffy doctor --anonymous --json as a bug"
-            lines.append(Line("engine", "failed", f"{found}; {cluster.name(far)}", fix))
-        else:
-            lines.append(Line("engine", "ok", found))
+        fix = "set rollout.engine to another one, or report the result of luffy doctor --anonymous --json as a bug"
+        lines.append(judged("engine", found, (far, "failed", f"; {cluster.name(far)}", fix)))
     dtype, fact = next(reversed(facts[min(facts)].items()))
     seconds = [value[dtype]["sync_s"] for value in facts.values()]
     if None in seconds:

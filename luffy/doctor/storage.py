@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from luffy.doctor.context import Context
-from luffy.doctor.findings import Cluster, Facts, Line
+from luffy.doctor.findings import Cluster, Facts, Line, judged
+from luffy.doctor.ranks import Context
 
 CHUNK = 1 << 24
 MOST_BYTES = 1 << 28
@@ -21,14 +21,14 @@ PATIENCE_S = 10.0  # until a file that another machine wrote shows: network file
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there: a doctor makes no run folder."""
+    """The folder, or the nearest one above it that exists: the doctor makes no run folder."""
     folder = folder.resolve()
     return next(place for place in (folder, *folder.parents) if place.is_dir())
 
 
 def measure_storage(context: Context) -> dict[str, Any] | None:
-    """One rank a machine measures. The main rank leaves a mark that those of other machines look for."""
-    if not context.leads_machine:
+    """Free space and speed, by one rank of each machine. The main rank leaves a mark that the others look for."""
+    if context.rank not in context.leaders:
         return None
     folder = existing(context.cfg.folder)
     mark = folder / f".luffy-doctor-{secrets.token_hex(8)}"
@@ -55,11 +55,10 @@ def write_speed(file: Path) -> float:
 
 def _sees_mark(context: Context, mark: Path) -> bool:
     """Whether this machine sees the main rank's file; the main rank waits until all have looked."""
-    leaders = [context.hosts.index(host) for host in dict.fromkeys(context.hosts)]
     if context.rank == 0:
         context.board.put("mark", mark.name)
         context.watch.meet()
-        for leader in leaders[1:]:
+        for leader in context.leaders[1:]:
             context.board.wait(f"looked/{leader}")
         return True
     context.watch.meet()
@@ -73,22 +72,21 @@ def _sees_mark(context: Context, mark: Path) -> bool:
 
 
 def judge_storage(cluster: Cluster, facts: Facts) -> list[Line]:
+    """Judge the least free space, the slowest disk, and whether all machines see one run folder."""
     least, slowest = (min(facts, key=lambda rank, key=key: facts[rank][key]) for key in ("free", "speed"))  # type: ignore[misc]
     free, speed = facts[least]["free"], facts[slowest]["speed"]
     found = f"{free / 1e9:.1f} GB free, {speed / 1e6:.0f} MB/s written in {facts[least]['folder']}"
     found += f" ({cluster.name([least])})" if len(facts) > 1 else ""
-    lines = []
-    if free < NO_SPACE:
-        lines.append(Line("disk", "failed", found, "free some space, or set out=FOLDER on another disk"))
-    elif free < LITTLE_SPACE:
-        fix = "set out=FOLDER on a larger disk: a checkpoint takes about 16 bytes a weight, and train.keep + 1 are kept"
-        lines.append(Line("disk", "warning", found, fix))
-    elif speed < SLOW_DISK:
-        lines.append(
-            Line("disk", "warning", found, "set out=FOLDER on a faster disk, or save seldom (train.save_every)")
+    larger = "set out=FOLDER on a larger disk: a checkpoint takes about 16 bytes a weight, and train.keep + 1 are kept"
+    lines = [
+        judged(
+            "disk",
+            found,
+            (free < NO_SPACE, "failed", "", "free some space, or set out=FOLDER on another disk"),
+            (free < LITTLE_SPACE, "warning", "", larger),
+            (speed < SLOW_DISK, "warning", "", "set out=FOLDER on a faster disk, or save seldom (train.save_every)"),
         )
-    else:
-        lines.append(Line("disk", "ok", found))
+    ]
     blind = [rank for rank, fact in facts.items() if fact.get("shared") is False]
     if blind:
         text = f"{cluster.name(blind)}: the run folder is not the one of {cluster.hosts[0]}"

@@ -1,4 +1,4 @@
-"""Names the rank that hangs.
+"""The store through which ranks tell each other how far they are, and the thread that names a rank that hangs.
 
 Every rank publishes how far it is. A thread of it renews that value, so that a stopped process shows by a value that
 no longer changes. The first rank that lives speaks: when a rank has not moved for the time limit, it reports who is
@@ -7,26 +7,69 @@ behind the others, with the results so far, and ends the examination.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from luffy.doctor.board import Board
-
 GRACE_S = 5.0  # for the other ranks to end too, after one has failed
 PACKAGE = str(Path(__file__).parents[1])
 
 
+class Board:
+    """JSON values that ranks publish for each other, by one connection to the store. The watching thread has another,
+    because a connection serves one thread at a time."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def put(self, key: str, value: Any) -> None:
+        """Publish a value."""
+        self._store.set(key, json.dumps(value))
+
+    def get(self, key: str) -> Any:
+        """The value, or None as long as there is none. Does not wait."""
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def wait(self, key: str) -> Any:
+        """The value once there is one. The rank's watch bounds the time."""
+        while (value := self.get(key)) is None:
+            time.sleep(0.05)
+        return value
+
+
+def own_boards() -> tuple[Board, Board]:
+    """Two connections of a process without ranks."""
+    store = dist.HashStore()
+    return Board(store), Board(store)
+
+
+def open_boards(rank: int, timeout_s: float) -> tuple[Board, Board]:
+    """Two connections to the store through which the launcher lets the ranks find each other. torchrun keeps it in its
+    own process, Ray in rank 0."""
+    elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or dist.is_initialized()
+    address, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
+
+    def connect(keeps: bool) -> Board:
+        store = dist.TCPStore(
+            address, port, is_master=keeps, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+        return Board(dist.PrefixStore("luffy-doctor", store))
+
+    return connect(rank == 0 and not elsewhere), connect(False)
+
+
 @dataclass(frozen=True)
 class Progress:
-    """How far a rank is: the number of its check, and of the meeting with other ranks that it waits for in it."""
+    """The position of a rank: the number of its check, and of the meeting with other ranks that it waits for in it."""
 
     check: int = -1
     meeting: int = 0
@@ -36,8 +79,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Hang:
-    """``ranks`` hold the others up at check number ``check``; all of them when none is behind. ``where``: the line of
-    luffy that each is at. ``stopped``: they no longer answer at all. ``failed``: an error ended them, others wait.
+    """``ranks`` hold up the others at check number ``check``; all of them if none is behind. ``where``: the line that
+    each is at. ``stopped``: they no longer answer at all. ``failed``: an error ended them, others wait.
     ``no_store``: the store does not answer, so nothing is known of other ranks."""
 
     check: int
@@ -49,7 +92,7 @@ class Hang:
 
 
 class Seen:
-    """What one rank knows of another: its last values, and when they changed, by this rank's clock."""
+    """One rank's view of another: its last values, and when they changed by this rank's clock."""
 
     def __init__(self, now: float) -> None:
         self.progress, self.where = Progress(), ""

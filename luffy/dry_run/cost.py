@@ -1,8 +1,8 @@
-"""What a training step moves and how long it takes: a model on paper, checked against what one GPU measured
+"""Cost model: bytes moved and seconds taken by a training step, checked against measurements on one GPU
 (benchmarks/cost_tables.py).
 
-Times are lower bounds with a measured share of the peak in them; what overlaps is taken as overlapping
-perfectly. The point is not the third digit but which term is the largest, and which limit is reached first.
+Times are lower bounds that contain a measured fraction of the peak; overlap is taken as perfect. The point is not the
+third digit but which term is the largest, and which limit is reached first.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-GB = 1e9
+TIMED_ENGINES = ("native", "vllm")  # whose rollouts the model stands for
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """An H200 as measured here, in a machine of eight as sold. Shares of the peak: see `docs/results/cost.md`."""
+    """Rates of a GPU; the defaults are an H200 as measured, in a machine of eight (`docs/results/cost.md`)."""
 
     flops: float = 790e12  # bf16 matrix products, measured
     memory_bandwidth: float = 4.2e12  # device copy, measured
@@ -31,7 +31,7 @@ class Gpu:
     per_machine: int = 8
 
 
-# Only the first is measured. The others have its shares of what their data sheets say: 0.80 of the bf16 rate without
+# Only the first is measured. The others have the same fractions of their data sheets: 0.80 of the bf16 rate without
 # sparsity (989, 989 and 312 TFLOP/s) and 0.875 of the memory bandwidth (4.8, 3.35 and 2.04 TB/s).
 GPUS = {
     "h200": Gpu(),
@@ -42,6 +42,8 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Model:
+    """Shape of a model."""
+
     name: str
     parameters: float
     layers: int
@@ -56,7 +58,7 @@ class Model:
 
     @property
     def kv_bytes(self) -> float:
-        """Of one token in the cache."""
+        """Bytes of one token in the cache."""
         return 2 * 2 * self.layers * self.kv_width
 
 
@@ -81,9 +83,6 @@ class StepPlan:
     recomputed: float = 0.0  # share of the tokens whose activations are computed again in the backward pass
     scored: float = 0  # forward passes over all tokens before the update: old log-probs, the reference's, a teacher's
     trained_tokens: float | None = None  # of the updates, where they are not those of the rollout
-    storage: float = 20 * GB  # bytes a second that the shared file system takes
-    hash_rate: float = 1.2 * GB  # sha256 of one core, and the main process has
-    hash_cores: int = 16
 
     @property
     def responses(self) -> int:
@@ -91,13 +90,13 @@ class StepPlan:
 
     @property
     def tokens(self) -> float:
-        """That an update computes: a group's prompt once."""
+        """Tokens that an update computes: a group's prompt once."""
         rolled_out = self.problems * self.prompt + self.responses * self.response
         return rolled_out if self.trained_tokens is None else self.trained_tokens
 
     @property
     def passes(self) -> float:
-        """Of an update, in forward passes: a backward pass takes two."""
+        """Work of an update in forward passes: a backward pass takes two."""
         return 3 + self.recomputed + self.scored
 
     @property
@@ -120,14 +119,6 @@ class StepPlan:
         return math.ceil(self.tokens / self.updates / self.gpus / self.micro_batch)
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Seconds, and bytes that each GPU receives (or, for a checkpoint, that are written in all)."""
-
-    seconds: float
-    bytes: float = 0.0
-
-
 def decode_step(model: Model, rows: float, context: float, gpu: Gpu, width: int = 1) -> float:
     """Seconds to make one token for each of ``rows`` sequences. Products either wait for the weights or multiply; the
     cache is read once, at the full bandwidth."""
@@ -137,28 +128,28 @@ def decode_step(model: Model, rows: float, context: float, gpu: Gpu, width: int 
     return (products + cache) / width + model.layers * gpu.layer_seconds + reduce
 
 
-def rollout(plan: StepPlan, gpu: Gpu) -> Cost:
-    """The prompts, each once for all its samples; then until the longest response ends, or until all have had a place
-    in the cache, whichever is later."""
+def rollout(plan: StepPlan, gpu: Gpu) -> float:
+    """Seconds for the prompts, each once for all its samples, and then until the longest response ends or all have had
+    a place in the cache, whichever is later."""
     rows = plan.responses / (plan.gpus / plan.width)
     steps = plan.response * max(plan.longest, rows / max(places(plan, gpu), 1))
     mean_rows = rows * plan.response / steps
     decode = steps * decode_step(plan.model, mean_rows, plan.context, gpu, plan.width)
     prompts = plan.problems * plan.prompt / plan.gpus
-    return Cost(decode + 2 * plan.model.parameters * prompts / (gpu.flops * gpu.update_share))
+    return decode + 2 * plan.model.parameters * prompts / (gpu.flops * gpu.update_share)
 
 
-def update(plan: StepPlan, gpu: Gpu) -> Cost:
-    """Matrix products, or the weights and gradients that FSDP2 moves, whichever takes longer."""
+def update(plan: StepPlan, gpu: Gpu) -> float:
+    """Seconds of matrix products, or of moving the weights and gradients by FSDP2, whichever takes longer."""
     compute = training_flops(plan) * plan.tokens / plan.gpus / (gpu.flops * gpu.update_share)
     inside, between = fsdp_bytes(plan)
-    return Cost(max(compute, inside / gpu.nvlink, between / gpu.network), inside + between)
+    return max(compute, inside / gpu.nvlink, between / gpu.network)
 
 
 def training_flops(plan: StepPlan) -> float:
-    """Of a token. A pass takes 2 a parameter; attention, 4 for every token of the context and every number of a hidden
-    state, in every layer. Frozen weights have no gradient, a pass less; on several GPUs, where peft multiplies,
-    that was not measured (docs/results/cost.md)."""
+    """Operations per token. A pass takes 2 per parameter; attention takes 4 for every token of the context and every
+    number of a hidden state, in every layer. Frozen weights have no gradient, which saves a pass; on several GPUs,
+    where peft multiplies, that was not measured (docs/results/cost.md)."""
     attention = 4 * plan.context * plan.model.layers * plan.model.hidden
     of_weights = plan.passes - 1 if plan.adapters and plan.gpus == 1 else plan.passes
     return of_weights * 2 * plan.model.parameters + plan.passes * attention
@@ -215,23 +206,14 @@ def fsdp_bytes(plan: StepPlan) -> tuple[float, float]:
     return (sharded, moved.summed) if plan.machines <= 1 or plan.hybrid else (0.0, sharded)
 
 
-def weight_sync(plan: StepPlan, gpu: Gpu) -> Cost:
-    """The trained weights to every copy that rolls out; one GPU has them already."""
-    if plan.gpus == 1:
-        return Cost(0.0)
-    link = gpu.nvlink if plan.machines <= 1 or plan.hybrid else gpu.network
-    received = plan.model.weights * (plan.shards - 1) / plan.shards
-    return Cost(received / link, received)
+def synced_bytes(plan: StepPlan) -> float:
+    """Bytes of trained weights that a GPU receives for its copy that rolls out; a single GPU has them already."""
+    return 0.0 if plan.gpus == 1 else plan.model.weights * (plan.shards - 1) / plan.shards
 
 
-def checkpoint(plan: StepPlan, gpu: Gpu) -> dict[str, Cost]:
-    """Masters and two moments in fp32, and the model in bf16. Training waits for the first term alone."""
-    state, total = 12 * plan.model.parameters, 14 * plan.model.parameters
-    return {
-        "copy to the host": Cost((state / plan.shards + plan.model.weights) / gpu.host_link, state / plan.shards),
-        "write": Cost(total / plan.storage, total),
-        "hash": Cost(total / (plan.hash_rate * min(plan.hash_cores, plan.gpus)), total),
-    }
+def weight_sync(plan: StepPlan, gpu: Gpu) -> float:
+    """Seconds to send the trained weights to every copy that rolls out."""
+    return synced_bytes(plan) / (gpu.nvlink if plan.machines <= 1 or plan.hybrid else gpu.network)
 
 
 def memory(plan: StepPlan, gpu: Gpu) -> float:
@@ -252,8 +234,3 @@ def places(plan: StepPlan, gpu: Gpu) -> float:
     """Sequences of mean length whose cache a group of ``width`` GPUs holds at once."""
     left = max(gpu.usable * gpu.memory - memory(plan, gpu), 0.0) * plan.width
     return left / ((plan.prompt + plan.response) * plan.model.kv_bytes)
-
-
-def host_memory(plan: StepPlan, gpu: Gpu) -> float:
-    """Bytes of a machine while it starts: every process reads the whole model before it keeps its shard."""
-    return min(plan.gpus, gpu.per_machine) * plan.model.weights

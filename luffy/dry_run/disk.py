@@ -7,29 +7,27 @@ import shutil
 from dataclasses import replace
 
 from luffy.config import Config
-from luffy.dry_run.memory_model import Parts, Work
+from luffy.dry_run.memory import Parts, Work, moment_bytes
 from luffy.dry_run.place import Place
-from luffy.train.checkpoint import files_below
-from luffy.train.run_state import Method
+from luffy.run_folder.checkpoint import files_below
 
-# What writes less, the mildest first.
+# Settings that write less, the mildest first.
 LESS = ({"keep_optimizer": 1}, {"keep_best": False}, {"keep": 1})
 
 
-def checkpoint_parts(cfg: Config, method: Method, work: Work) -> Parts:
-    """Bytes of one checkpoint: the model with its adapters merged, and what a resume needs besides."""
+def checkpoint_parts(cfg: Config, method: str, work: Work) -> Parts:
+    """Bytes of one checkpoint: the model with its adapters merged, and the state that a resume needs."""
     masters = work.itemsize == 2 and (cfg.model.lora is None or cfg.launch != "local")
-    moments = 16 if method == "rl" and cfg.sft_steps.buffer else 8  # SFT steps have an optimizer of their own
     averaged = method == "rl" and cfg.teacher.average > 0
     adapters = 0 if cfg.model.lora is None else 4 * work.trained
     return {
         "model": float(work.parameters * work.itemsize + adapters),
-        "optimizer state": float(work.trained * (moments + 4 * masters + 4 * averaged)),
+        "optimizer state": float(work.trained * (moment_bytes(cfg, method) + 4 * masters + 4 * averaged)),
     }
 
 
 def checkpoints_at_once(cfg: Config, steps: int) -> tuple[int, int]:
-    """How many checkpoints there are while one is written, and when the run is done."""
+    """The number of checkpoints while one is written, and when the run is done."""
     t, every = cfg.train, cfg.eval.every
     evaluated = t.keep_best and cfg.data.eval is not None and every > 0
     saved = min(steps, math.ceil(steps / t.save_every) + (math.ceil(steps / every) if evaluated else 0))
@@ -38,7 +36,7 @@ def checkpoints_at_once(cfg: Config, steps: int) -> tuple[int, int]:
 
 
 def bytes_of_run(cfg: Config, steps: int, parts: Parts) -> tuple[float, float]:
-    """At most, while a checkpoint is written, and when the run is done."""
+    """Bytes while a checkpoint is written, at most, and when the run is done."""
     model, state = parts["model"], parts["optimizer state"]
     writing, kept = checkpoints_at_once(cfg, steps)
     resumable = cfg.train.keep_optimizer or kept
@@ -47,7 +45,7 @@ def bytes_of_run(cfg: Config, steps: int, parts: Parts) -> tuple[float, float]:
 
 
 def disk_line(cfg: Config, work: Work, parts: Parts, steps: int, trainings: int, place: Place) -> str:
-    """What ``trainings`` like this one write, one after the other, against what is free where they are written."""
+    """The bytes that ``trainings`` like this one write, one after the other, against the free space of their disk."""
     peak, end = bytes_of_run(cfg, steps, parts)
     for_engine = _pushed_by_folder(cfg, place) * work.parameters * work.itemsize
     before = (trainings - 1) * end + for_engine

@@ -1,6 +1,6 @@
-"""How much memory a run needs, before anything of it is there: ``luffy memory``.
+"""``luffy memory``: the memory that a run needs, without its model and data.
 
-The memory model (`luffy.dry_run.memory_model`) is asked for a model of a known shape and for prompts and responses as
+The memory model (`luffy.dry_run.memory`) is asked for a model of a known shape and for prompts and responses as
 long as the recipe allows. Neither model nor data are read.
 """
 
@@ -9,49 +9,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from luffy.config import Config, LoraConfig
-from luffy.dry_run.bare_models import OtherModels, bare_model, model_of_config, model_shape
-from luffy.dry_run.first_step import work_of
-from luffy.dry_run.gpu_cost import gpu_named
-from luffy.dry_run.memory_model import Parts, Work, planned_sample
-from luffy.dry_run.memory_needs import GIB, memory_line, totals_of, work_and_needs
+from luffy.dry_run.memory import GIB, Estimate, planned_sample
+from luffy.dry_run.models import OtherModels, bare_model, model_of_config, model_shape
 from luffy.dry_run.place import Place
+from luffy.dry_run.work import work_of
 from luffy.errors import UserError
 from luffy.models.load import DtypeName
 from luffy.models.shapes import SHAPES, nearest_shape, shape_config
-from luffy.train.run_state import Method
-from luffy.types import Request, Sample, Sampling
+from luffy.types import Request, Sampling
 
 SIZES = ("qwen2-0.5b", "qwen2-1.5b", "qwen2-3b", "qwen2-7b", "qwen2-14b", "qwen2-32b", "qwen2-72b")
 PROMPT, RESPONSE, PROBLEMS, SLOTS = 1024, 2048, 64, 64  # of the table
 
 
-class Estimate(NamedTuple):
-    """What a run needs in each process: the work of its update, its requests, and bytes by phase and part."""
-
-    work: Work
-    requests: list[Request]
-    needs: dict[str, Parts]
-
-
-def estimate_memory(cfg: Config, method: Method, shape: str | None, place: Place) -> Estimate:
-    """What a recipe needs if all prompts and responses are as long as they may be; ``shape`` instead of its model's."""
+def estimate_memory(cfg: Config, method: str, shape: str | None, place: Place) -> Estimate:
+    """The bytes of a recipe if all prompts and responses are of full length; ``shape`` instead of its model's."""
     model = model_shape(cfg, _without_weights(cfg.model.path, "model.path", cfg, shape))
     prompts = [(number,) * cfg.data.max_prompt_tokens for number in range(cfg.batch.problems)]
     own = cfg.rollout.n - cfg.guidance.n_prefix if method == "rl" else 0
-    sampling = Sampling(cfg.rollout.max_tokens)
     shared = prompts[: -(-len(prompts) // cfg.parallel.workers)]  # of one process
-    requests = [Request(prompt, 0, sampling) for prompt in shared for _ in range(own)]
+    requests = [Request(prompt, 0, Sampling(cfg.rollout.max_tokens)) for prompt in shared for _ in range(own)]
     samples = cfg.rollout.n if method == "rl" else 1
-    planned: list[list[Sample]] = [[planned_sample(p, cfg.rollout.max_tokens)] * samples for p in prompts]
+    planned = [[planned_sample(p, cfg.rollout.max_tokens)] * samples for p in prompts]
     work = work_of(cfg, model, planned, 0.0, place.on_gpu)
-    work, needs = work_and_needs(cfg, method, work, requests, _others(cfg, method), place)
-    return Estimate(work, requests, needs)
+    return Estimate.of(cfg, method, work, requests, _others(cfg, method), place)
 
 
-def _others(cfg: Config, method: Method) -> OtherModels:
+def _others(cfg: Config, method: str) -> OtherModels:
     if method != "rl":
         return OtherModels()
     knobs, teacher = cfg.rollout.overrides, None if cfg.teacher.is_self else cfg.teacher.path
@@ -63,13 +50,14 @@ def _others(cfg: Config, method: Method) -> OtherModels:
 
 
 def _without_weights(path: str, knob: str, cfg: Config, shape: str | None = None) -> Any:
-    """The model of a folder of this machine, else one of the shape that its name tells."""
+    """The model of a folder on this machine, else one of the shape that its name tells."""
     if shape is None and Path(path).is_dir():
         return bare_model(path, knob, cfg)
     return model_of_config(shape_config(shape or shape_of(path, knob)))
 
 
 def shape_of(path: str, knob: str = "model.path") -> str:
+    """The known shape that is closest to the size in a model's name."""
     found = nearest_shape(path)
     if found is None:
         raise UserError(
@@ -79,8 +67,8 @@ def shape_of(path: str, knob: str = "model.path") -> str:
     return found
 
 
-def estimate_lines(cfg: Config, method: Method, shape: str | None, gpu: str) -> list[str]:
-    """What ``luffy memory RECIPE`` prints."""
+def estimate_lines(cfg: Config, method: str, shape: str | None, gpu: str) -> list[str]:
+    """The lines of ``luffy memory RECIPE``."""
     place = place_on(gpu)
     if shape is not None and shape not in SHAPES:
         raise UserError(f"--shape {shape} is unknown: use one of {', '.join(SHAPES)}")
@@ -95,13 +83,13 @@ def estimate_lines(cfg: Config, method: Method, shape: str | None, gpu: str) -> 
         f"{cfg.model.dtype}; nothing was downloaded",
         f"step       {samples}, prompts of {cfg.data.max_prompt_tokens:,} and responses of {cfg.rollout.max_tokens:,} "
         "tokens, the longest that the recipe allows",
-        f"memory     {memory_line(cfg, found.work, found.requests, found.needs, place)}",
+        f"memory     {found.line()}",
     ]
 
 
 def place_on(gpu: str) -> Place:
-    memory = gpu_named(gpu).memory
-    return Place(True, memory, memory, f"an {gpu.upper()}", gpu)
+    """A GPU to compare with."""
+    return Place.with_gpu(gpu, f"an {gpu.upper()}")
 
 
 # ---- the table
@@ -109,10 +97,10 @@ def place_on(gpu: str) -> Place:
 
 @dataclass(frozen=True)
 class Column:
-    """A way to train: what it is called, by which command, and what it changes of the recipe."""
+    """A way to train: its heading, its command, and its changes of the recipe."""
 
     head: str
-    method: Method
+    method: str
     model: dict[str, Any]
     kl_coef: float = 0.0
 
@@ -126,6 +114,7 @@ COLUMNS = (
 
 
 def table_config(column: Column, gpus: int) -> Config:
+    """The config of a cell."""
     plain = Config()
     dtype: DtypeName = "float32" if column.model and gpus > 1 else "bfloat16"  # sharded: one dtype
     return replace(
@@ -154,7 +143,7 @@ def table_lines(gpu: str, gpus: Sequence[int] = (1, 8), sizes: Sequence[str] = S
         lines.append("|---|---:|" + "---:|" * len(COLUMNS))
         for size in sizes:
             found = [estimate_memory(table_config(c, count), c.method, size, place) for c in COLUMNS]
-            cells = [_cell(max(totals_of(one.needs, True).values()), place) for one in found]
+            cells = [_cell(max(one.totals.values()), place) for one in found]
             lines.append(f"| {size} | {found[0].work.parameters / 1e9:.2f} B | " + " | ".join(cells) + " |")
     return lines[1:]
 

@@ -1,21 +1,25 @@
-"""Where a run is meant to be made."""
+"""The hardware that a run is meant for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from luffy.config import Config
-from luffy.dry_run.gpu_cost import gpu_named
-from luffy.models.memory import memory_of_machine
-from luffy.train import setup
+from luffy.dry_run.cost import GPUS, Gpu
+from luffy.errors import UserError
+from luffy.models.load import slow_dtype
+from luffy.models.machine import memory_of_machine, pick_device
+from luffy.rollout.native import default_slots
+from luffy.rollout.vllm.http_client import VLLM_SLOTS
 
 
 @dataclass(frozen=True)
 class Renting:
-    """GPUs to estimate for: ``gpu`` by name (None: this machine's, or h200 where it has none), and what an hour of one
-    costs."""
+    """GPUs to estimate for: ``gpu`` by name (None: this machine's, or h200 if it has none), and the price of an hour of
+    one."""
 
     gpu: str | None = None
     price: float | None = None
@@ -23,33 +27,58 @@ class Renting:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the run is meant to be made: on a GPU or the CPU of this machine, or on a ``rented`` GPU, which need not be
-    there. Memory in bytes."""
+    """A GPU or the CPU of this machine, or a ``rented`` GPU, which need not be there. Memory in bytes."""
 
     on_gpu: bool
     free: float
     total: float
     name: str
     rented: str | None = None
-    notice: str | None = None
+    notices: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, cfg: Config, renting: Renting) -> Place:
-        """A GPU that is named is meant. Several processes that ask for no CPU are meant for GPUs, H200s where this
-        machine has none."""
+        """The GPU that is named; else H200s for several processes that do not ask for a CPU on a machine without a GPU;
+        else this machine."""
         several = cfg.model.device != "cpu" and cfg.launch != "local"
         absent = renting.gpu is None and several and not torch.cuda.is_available()
-        rented = "h200" if absent else renting.gpu
-        if rented is None:
-            on_gpu = setup.pick_device(cfg.model.device) == "cuda"
-            return cls(on_gpu, *memory_of_machine(on_gpu))
-        memory = gpu_named(rented).memory
-        notice = no_gpu_notice(cfg) if absent else None
-        return cls(True, memory, memory, f"a rented {rented.upper()}", rented, notice)
+        if absent:
+            return cls.with_gpu("h200", "a rented H200", [no_gpu_notice(cfg)])
+        if renting.gpu is not None:
+            return cls.with_gpu(renting.gpu, f"a rented {renting.gpu.upper()}")
+        on_gpu = pick_device(cfg.model.device) == "cuda"
+        if renting.price is not None and not on_gpu:
+            raise UserError("--gpu-price is for GPUs, and this run is meant for the CPU: name one with --gpu")
+        return cls(on_gpu, *memory_of_machine(on_gpu))
+
+    @classmethod
+    def with_gpu(cls, gpu: str, name: str, notices: Sequence[str] = ()) -> Place:
+        """A GPU that the cost model knows."""
+        memory = gpu_named(gpu).memory
+        return cls(True, memory, memory, name, gpu, list(notices))
+
+    def slow_dtypes(self, cfg: Config, method: str) -> list[str]:
+        """A remark if this CPU is slow with the dtype of the policy or the second model."""
+        knobs = cfg.rollout.overrides if method == "rl" else None
+        dtypes = {cfg.model.dtype, (knobs.dtype if knobs else None) or cfg.model.dtype}
+        return [] if self.on_gpu else [remark for dtype in dtypes if (remark := slow_dtype(dtype, "cpu"))][:1]
+
+
+def gpu_named(name: str) -> Gpu:
+    """The rates of a GPU that the cost model knows."""
+    if name.lower() not in GPUS:
+        raise UserError(f"--gpu {name}: the cost model knows {', '.join(GPUS)}")
+    return GPUS[name.lower()]
+
+
+def engine_slots(cfg: Config, on_gpu: bool) -> int:
+    """Sequences that the engine decodes at once."""
+    most = VLLM_SLOTS if cfg.rollout.engine == "vllm" else default_slots("cuda" if on_gpu else "cpu")
+    return cfg.rollout.slots or most
 
 
 def no_gpu_notice(cfg: Config) -> str:
-    """What a run of several processes meets on a machine without a GPU."""
+    """What happens to a run of several processes on a machine without a GPU."""
     workers = cfg.parallel.workers
     here = f"a run started here would train on the CPU in {workers} processes"
     if cfg.model.device == "cuda":

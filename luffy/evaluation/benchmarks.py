@@ -1,8 +1,8 @@
-"""What is evaluated: suites of benchmarks in the paper's column order (Table 1), or any dataset of one's own.
+"""Suites of benchmarks in the paper's column order (Table 1), or a custom dataset.
 
 data folder/
   benchmarks/math6.parquet      AIME24, AIME25, AMC, MATH-500, Minerva, OlympiadBench by ``data_source``
-  benchmarks/arc_c.parquet      and gpqa.parquet, mmlu_pro.parquet where they are there
+  benchmarks/arc_c.parquet      and gpqa.parquet, mmlu_pro.parquet if they exist
   gsm8k/test.jsonl
 """
 
@@ -25,7 +25,7 @@ MANY, ONE = 32, 1  # samples per problem in the paper: small test sets take 32
 
 @dataclass(frozen=True)
 class Spec:
-    """Where a benchmark lies: the first of ``files`` that is there, rows of ``source`` (empty: all)."""
+    """Location of a benchmark: the first of ``files`` that exists, rows of ``source`` (empty: all)."""
 
     name: str
     title: str

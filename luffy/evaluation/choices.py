@@ -65,7 +65,7 @@ def read_choices(question: str, answer: str, where: str) -> Choices:
 
 
 def _last_run(labels: list[re.Match[str]], names: Sequence[str]) -> list[re.Match[str]]:
-    """From the last label ``names[0]`` on, as long as each of the labels in ``names`` is the next one."""
+    """Labels from the last ``names[0]`` on, as long as each is the next one of ``names``."""
     labels = [match for match in labels if match[1] in names]
     starts = [place for place, match in enumerate(labels) if match[1] == names[0]]
     run: list[re.Match[str]] = []
@@ -76,7 +76,7 @@ def _last_run(labels: list[re.Match[str]], names: Sequence[str]) -> list[re.Matc
 
 
 def shuffled(choices: Choices, seed: int) -> Choices:
-    """The same options in an order that the seed alone decides; the gold goes with its option."""
+    """Options in an order that depends on the seed alone; the gold moves with its option."""
     if not choices.movable:
         return choices
     order = list(range(len(choices.options)))

@@ -130,7 +130,7 @@ def _with_average(accuracies: dict[str, float]) -> dict[str, float]:
 
 
 def _few_items(titles: Mapping[str, str], values: Mapping[str, Array]) -> list[str]:
-    """Of benchmarks too small for their intervals to be trusted."""
+    """Note on benchmarks too small for reliable intervals."""
     few = [f"{titles[b]} {len(own)}" for b, own in values.items() if len(own) < ITEMS_TO_TELL]
     said = "no difference on them, nor on the average, can be told from chance, and their intervals are too narrow"
     return [f"fewer than {ITEMS_TO_TELL} problems ({', '.join(few)}): {said}"] if few else []

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from luffy.errors import UserError
 from luffy.models.forward import text_config
 from luffy.models.load import eos_ids, eos_ids_in, gguf_file, load_model, load_tokenizer
-from luffy.models.threads import use_threads
+from luffy.models.machine import use_threads
 from luffy.registry import resolve
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine

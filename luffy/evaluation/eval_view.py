@@ -1,4 +1,4 @@
-"""How an evaluation shows itself: a bar on a terminal, a line per save in a file or a pipe."""
+"""Progress of an evaluation: a bar on a terminal, a line per save in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from luffy.progress import lasting
-from luffy.report.console import clock
+from luffy.run_folder.console import clock
 
 
 class EvalView:
@@ -23,7 +23,7 @@ class EvalView:
         self.started = time.monotonic()
         self._bar: Progress | None = None
         if done:
-            self.say(f"{done} of {total} responses were already there; going on with the rest")
+            self.say(f"{done} of {total} responses were already there; resuming with the rest")
         if self.console.is_terminal:
             columns = (
                 TextColumn("[bold]{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(),

@@ -1,4 +1,4 @@
-"""From the lines of items.jsonl to result.json and result.md, and back."""
+"""Results of an evaluation: result.json and result.md, made from items.jsonl."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from luffy.evaluation.accuracy import Row, Summary, summarise
 from luffy.evaluation.benchmarks import Suite
 from luffy.evaluation.settings import Settings
 from luffy.files import as_object, json_object, write_atomically
-from luffy.report.recorder import read_json_lines
+from luffy.run_folder.recorder import read_json_lines
 
 REMEDY = "run the evaluation's command again, or delete it"
 ITEMS, RESULT, RESULT_MD = "items.jsonl", "result.json", "result.md"
@@ -77,7 +77,7 @@ def build_result(suite: Suite, settings: Settings, rows: Sequence[Row]) -> Resul
 
 
 def as_json(result: Result) -> str:
-    """What result.json holds."""
+    """Content of result.json."""
     content = {
         "version": __version__,
         "model": result.settings["model"],
@@ -158,7 +158,7 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a finished evaluation's folder holds."""
+    """Content of the folder of a finished evaluation."""
 
     content: Mapping[str, Any]
     rows: tuple[Row, ...]

@@ -1,9 +1,10 @@
-"""What decides the responses of an evaluation. Kept beside them, so that a folder never mixes two evaluations."""
+"""Settings that decide the responses of an evaluation, saved with them so that a folder never mixes two."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -14,8 +15,12 @@ from luffy.errors import UserError
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.benchmarks import Suite
 from luffy.files import json_object, try_lock, write_atomically
+from luffy.run_folder.layout import CONFIG
+from luffy.run_folder.runs import read_config
 
 SETTINGS = "settings.json"
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -86,6 +91,22 @@ def claim(folder: Path, settings: Settings) -> None:
                 f"{folder} holds an evaluation with {key}={_shown(before.get(key))}, this one has "
                 f"{key}={_shown(now[key])}; give another --out or delete that folder"
             )
+
+
+def warn_of_another_prompt(settings: Settings) -> None:
+    """Warn if the prompt differs from the training prompt of the checkpoint."""
+    checkpoint = Path(settings.model).resolve().parent
+    if checkpoint.parent.name != "checkpoints":
+        return
+    try:
+        trained = read_config(checkpoint.parent.parent / CONFIG)
+    except UserError:  # another tool's file
+        return
+    for option, now in {"style": settings.style, "system_prompt": settings.system_prompt}.items():
+        before = trained.get(f"data.{option}", now)
+        if before != now:
+            flag = "--" + option.replace("_", "-")
+            logger.warning("the run trained with %s %r, this evaluation has %r", flag, before, now)
 
 
 def _shown(value: Any) -> str:

@@ -3,7 +3,7 @@ evaluation takes them where no option says otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,15 @@ from typing import Any
 from luffy.config import DataConfig, RewardConfig, build, parse_yaml
 from luffy.errors import ConfigError, UserError
 from luffy.evaluation.benchmarks import SUITES
-from luffy.evaluation.runner import Options
+from luffy.evaluation.plan import Options
+from luffy.evaluation.runner import Result, run_evaluation
 from luffy.files import json_object
 from luffy.plugins import load_plugins
-from luffy.report.changes import settings_at
-from luffy.report.model_card import CARD, trained_with_line
-from luffy.report.runs import checkpoint_step
+from luffy.report.model_card import trained_with_line
 from luffy.rewards.kinds import built_in
+from luffy.run_folder.changes import settings_at
+from luffy.run_folder.layout import CARD
+from luffy.run_folder.runs import checkpoint_step
 
 LARGEST_CARD = 1 << 20  # bytes
 PROMPT = ("style", "system_prompt")
@@ -25,7 +27,7 @@ PROMPT = ("style", "system_prompt")
 
 @dataclass(frozen=True)
 class Training:
-    """What is known of a model's training. ``source``: where from. ``values``: sections of its config."""
+    """Known settings of a model's training; ``values``: sections of its config, read from ``source``."""
 
     source: str
     values: Mapping[str, Any]
@@ -61,7 +63,7 @@ class Training:
 
 
 def training_of(model: str) -> Training | None:
-    """What the run folder that a model lies in, else its card, says of its training; None of other models."""
+    """Training of a model as its run folder, else its card, records it; None for other models."""
     folder = Path(model).resolve()
     checkpoint = folder.parent
     of_run = folder.name == "model" and checkpoint.parent.name == "checkpoints"
@@ -76,6 +78,15 @@ def training_of(model: str) -> Training | None:
     if line is None:
         return None
     return Training(f"the model card {card}", json_object(line, card, "remove that line"), is_run=False)
+
+
+def evaluate(given: Mapping[str, Any], say: Callable[[str], object]) -> Result:
+    """Evaluate with the given options, and with prompt and reward of the model's training unless they are given; a line
+    for ``say`` tells what was taken from it."""
+    options, taken = as_trained(Options(**given), given)
+    if taken:
+        say(taken)
+    return run_evaluation(options)
 
 
 def as_trained(options: Options, given: Collection[str]) -> tuple[Options, str | None]:
@@ -107,7 +118,7 @@ def prompt_as_trained(training: Training, given: Collection[str]) -> dict[str, A
 
 
 def said_of(taken: Mapping[str, str], training: Training) -> str | None:
-    """A line on what was taken from a training; None where nothing was."""
+    """Line on what was taken from a training; None if nothing was."""
     if not taken:
         return None
     said = ", ".join(f"{name} {value if len(value) <= 80 else value[:77] + '...'}" for name, value in taken.items())

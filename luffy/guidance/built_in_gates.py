@@ -1,8 +1,19 @@
-"""The gates that ``guidance.gate`` knows by name (docs/methods.md)."""
+"""The gates that ``guidance.gate`` knows by name (docs/methods.md), each with its settings."""
 
 from __future__ import annotations
 
-from luffy.guidance.gate import FirstRound, SecondRound, gate_function
+from dataclasses import dataclass
+
+from luffy.errors import ConfigError
+from luffy.guidance.gate import FirstRound, SecondRound, check_fractions, gate_function
+from luffy.registry import NoSettings
+from luffy.schema import knob
+
+
+@gate_function("none", rounds=0, settings=NoSettings, grows=False)
+def no_gate(first: FirstRound) -> SecondRound | None:
+    """Leave every group as it is."""
+    return None
 
 
 def own_failed(first: FirstRound) -> bool:
@@ -10,7 +21,7 @@ def own_failed(first: FirstRound) -> bool:
     return bool(first.own) and all(first.failed(first.score(i)) for i in first.own)
 
 
-@gate_function("trace_on_failure", uses_traces=True, when=own_failed)
+@gate_function("trace_on_failure", uses_traces=True, when=own_failed, settings=NoSettings, grows=False, replaces=1)
 def trace_on_failure(first: FirstRound) -> SecondRound | None:
     """Where all own samples failed, the last of them gives way to a whole trace that the verifier accepts, unless the
     group has such a trace already."""
@@ -23,8 +34,15 @@ def trace_on_failure(first: FirstRound) -> SecondRound | None:
     return SecondRound(kept, (first.sample(0, trace),))
 
 
+@dataclass(frozen=True)
+class TraceAlone:
+    """Settings of trace_alone."""
+
+    solved: int = knob(0, "acts if at most this many on-policy samples are correct", ge=0)
+
+
 def few_solved(first: FirstRound) -> bool:
-    """At most ``guidance.gate_solved`` own samples are right, and there is at least one own sample."""
+    """At most ``solved`` own samples are correct, and there is at least one own sample."""
     return bool(first.own) and sum(first.solved(first.score(i)) for i in first.own) <= first.settings.solved
 
 
@@ -33,16 +51,32 @@ def all_failed(first: FirstRound) -> bool:
     return all(first.failed(score.value) for score in first.group.scores)
 
 
-@gate_function("trace_alone", uses_traces=True, when=few_solved)
+@gate_function(
+    "trace_alone", uses_traces=True, when=few_solved, settings=TraceAlone, grows=False, leaves_a_trace_alone=True
+)
 def trace_alone(first: FirstRound) -> SecondRound | None:
-    """HPT: where at most ``gate_solved`` own samples are right, a whole right trace takes the place of the group."""
+    """HPT: where at most ``solved`` own samples are right, a whole right trace takes the place of the group."""
     trace = first.trace()
     return None if trace is None else SecondRound((), (first.sample(0, trace),))
 
 
-@gate_function("likeliest_traces", uses_traces=True, when=own_failed, answer_probs=True)
+@dataclass(frozen=True)
+class LikeliestTraces:
+    """Settings of likeliest_traces."""
+
+    samples: int = knob(1, "on-policy samples that traces replace", ge=1)
+
+    @property
+    def replaces(self) -> int:
+        return self.samples
+
+
+@gate_function(
+    "likeliest_traces", uses_traces=True, when=own_failed, answer_probs=True, settings=LikeliestTraces, grows=False,
+    needs_own=True,
+)  # fmt: skip
 def likeliest_traces(first: FirstRound) -> SecondRound | None:
-    """AMPO: where all own samples failed, the last ``gate_samples`` of them give way to as many right traces: those
+    """AMPO: where all own samples failed, the last ``samples`` of them give way to as many right traces: those
     after which the policy finds the gold answer most likely. They score 1 or more."""
     ranked = sorted(first.right_traces(), key=lambda i: -first.answer_probs[i])[: first.settings.samples]
     if not ranked:
@@ -53,7 +87,17 @@ def likeliest_traces(first: FirstRound) -> SecondRound | None:
     return SecondRound(kept, tuple(first.sample(i, trace) for i, trace in enumerate(traces)), least=1.0)
 
 
-@gate_function("hinted_group", uses_hints=True, rounds=None, when=all_failed)
+@dataclass(frozen=True)
+class Hints:
+    """Settings of gates that show hints."""
+
+    fractions: tuple[float, ...] = knob((0.25, 0.5, 0.75), "fractions of a trace shown as a hint, level by level")
+
+    def check(self, where: str) -> None:
+        check_fractions(self.fractions, where)
+
+
+@gate_function("hinted_group", uses_hints=True, rounds=None, when=all_failed, settings=Hints, grows=False)
 def hinted_group(first: FirstRound) -> SecondRound | None:
     """GHPO: where all samples failed, the group is done again with a hint in the prompt, from level to level until a
     sample does not fail or no level is left."""
@@ -63,9 +107,16 @@ def hinted_group(first: FirstRound) -> SecondRound | None:
     return SecondRound((), tuple(first.sample(i, task=task) for i in range(first.planner.n)))
 
 
-@gate_function("lowest_hint", uses_hints=True, rounds=None, when=own_failed)
+@dataclass(frozen=True)
+class LowestHint(Hints):
+    """Settings of lowest_hint."""
+
+    samples: int = knob(1, "samples made with each hint", ge=1)
+
+
+@gate_function("lowest_hint", uses_hints=True, rounds=None, when=own_failed, settings=LowestHint, grows=False)
 def lowest_hint(first: FirstRound) -> SecondRound | None:
-    """Scaf-GRPO: where all own samples failed, ``gate_samples`` more are made with a hint in the prompt, from level to
+    """Scaf-GRPO: where all own samples failed, ``samples`` more are made with a hint in the prompt, from level to
     level until one is right: it takes the place of the last own sample. The other hinted samples are dropped."""
     unhinted = tuple(i for i in range(len(first.group.rollouts)) if i not in first.hinted)
     right = [i for i in first.hinted if first.solved(first.score(i))]
@@ -77,15 +128,35 @@ def lowest_hint(first: FirstRound) -> SecondRound | None:
     return SecondRound(unhinted, tuple(first.sample(i, task=task) for i in range(first.settings.samples)))
 
 
-@gate_function("micro_groups", uses_traces=True, rounds=None)
+@dataclass(frozen=True)
+class MicroGroups:
+    """Settings of micro_groups."""
+
+    sizes: tuple[int, ...] = knob((2, 1, 1), "samples added in each round; the first rollout.n come first")
+    fractions: tuple[float, ...] = knob((0.25, 0.5, 0.75), "fraction of a trace that a round's samples begin with")
+    scores: tuple[float, ...] = knob((0.5, 2 / 3, 1.0), "a round has a prefix if the mean score so far is below this")
+
+    def check(self, where: str) -> None:
+        check_fractions(self.fractions, where)
+        if not all(size >= 1 for size in self.sizes):
+            raise ConfigError(f"'{where}.sizes' must be 1 or more, got {list(self.sizes)}")
+        if not len(self.sizes) == len(self.fractions) == len(self.scores):
+            raise ConfigError(
+                f"gate micro_groups has a size, a fraction and a score for every round, but '{where}.sizes' has "
+                f"{len(self.sizes)}, '{where}.fractions' {len(self.fractions)} and '{where}.scores' "
+                f"{len(self.scores)}; give as many of each"
+            )
+
+
+@gate_function("micro_groups", uses_traces=True, rounds=None, settings=MicroGroups)
 def micro_groups(first: FirstRound) -> SecondRound | None:
-    """TRAPO: round r adds ``gate_sizes[r - 1]`` samples. They begin with the share ``gate_shares[r - 1]`` of a right
-    trace where the mean score so far is below ``gate_scores[r - 1]``, and are the policy's own otherwise."""
+    """TRAPO: round r adds ``sizes[r - 1]`` samples. They begin with the fraction ``fractions[r - 1]`` of a right trace
+    if the mean score so far is below ``scores[r - 1]``, and are the policy's own otherwise."""
     settings, number = first.settings, first.round - 1
     if number == len(settings.sizes):
         return None
     scores = [score.value for score in first.group.scores]
     trace = first.trace() if sum(scores) / len(scores) < settings.scores[number] else None
-    prefix = 0 if trace is None else first.planner.prefix_length(trace, settings.shares[number])
+    prefix = 0 if trace is None else first.planner.prefix_length(trace, settings.fractions[number])
     added = tuple(first.sample(i, trace, prefix) for i in range(settings.sizes[number]))
     return SecondRound(tuple(range(len(scores))), added)

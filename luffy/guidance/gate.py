@@ -20,44 +20,59 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from luffy.errors import UserError
-from luffy.guidance.plan import Plan, Planned, Planner
+from luffy.errors import ConfigError, UserError
+from luffy.guidance.plan import Planner
 from luffy.guidance.row_hints import hints_of
 from luffy.guidance.trace_choice import choose
-from luffy.registry import Registry
+from luffy.registry import Part, Registry
+from luffy.schema import knob
 from luffy.seeds import seed_of
-from luffy.types import Demonstration, Group, Score, Task
+from luffy.types import Demonstration, Episode, Group, Score, Task
 
 
 @dataclass(frozen=True)
 class SecondRound:
-    """``keep``: numbers of samples that stay. ``add``: samples to make, behind them. ``least``: an added sample that
-    scores less gets this score."""
+    """``keep``: indices of samples to retain. ``add``: samples to make, after them. ``least``: smallest reward of an
+    added sample."""
 
     keep: tuple[int, ...]
-    add: tuple[Planned, ...] = ()
+    add: tuple[Episode, ...] = ()
     least: float | None = None
 
 
 @dataclass(frozen=True)
 class GateSettings:
-    """The knobs ``guidance.gate_*``: what the built-in gates go by."""
+    """What a gate without settings of its own reads."""
 
-    solved: int = 0
-    samples: int = 1
-    shares: tuple[float, ...] = ()
-    sizes: tuple[int, ...] = ()
-    scores: tuple[float, ...] = ()
+    solved: int = knob(0, "most own samples that may be correct", ge=0)
+    samples: int = knob(1, "samples", ge=1)
+    fractions: tuple[float, ...] = knob((0.25, 0.5, 0.75), "fractions of a trace, round by round")
+    sizes: tuple[int, ...] = knob((2, 1, 1), "samples of each round")
+    scores: tuple[float, ...] = knob((0.5, 2 / 3, 1.0), "scores, round by round")
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The fractions, by their old name."""
+        return self.fractions
+
+    def check(self, where: str) -> None:
+        check_fractions(self.fractions, where)
+
+
+def check_fractions(fractions: Sequence[float], where: str) -> None:
+    """A fraction of a trace is above 0 and at most 1."""
+    if not all(0 < fraction <= 1 for fraction in fractions):
+        raise ConfigError(f"'{where}.fractions' must be above 0 and at most 1, got {list(fractions)}")
 
 
 @dataclass(frozen=True)
 class FirstRound:
-    """What a gate function sees: one problem's scored responses. ``step`` counts from 0, ``visit`` how often the
-    problem was drawn before, ``position`` is its place in the step. ``solved`` and ``failed`` judge a score. ``round``
-    is the number, from 1, of the round that the gate may ask for. ``answer_probs`` has for each trace the policy's
-    probability of the gold answer where the trace writes it, if the gate was registered with ``answer_probs``.
-    """
+    """A problem's rewarded responses, as a gate sees them. ``step`` counts from 0; ``visit``: how often the problem
+    was sampled before; ``position``: its index in the step. ``solved`` and ``failed`` judge a reward. ``round``: the
+    number, from 1, of the round to ask for. ``answer_probs``: for each trace the policy's probability of the gold
+    answer in it, if registered with ``answer_probs``."""
 
     group: Group
     step: int
@@ -68,7 +83,7 @@ class FirstRound:
     failed: Callable[[float], bool]
     score_traces: Callable[[], Sequence[float]]
     round: int = 1
-    settings: GateSettings = field(default_factory=GateSettings)
+    settings: Any = field(default_factory=GateSettings)
     text_of: Callable[[Sequence[int]], str] = lambda ids: ""
     with_hint: Callable[[str, int], Task | None] = lambda text, level: None
     answer_probs: tuple[float, ...] = ()
@@ -110,9 +125,9 @@ class FirstRound:
 
     def hint(self, level: int) -> Task | None:
         """The task with the hint of that level (from 1) in its prompt: one of the row's ``hints``, or, where it has
-        none, the beginning of ``trace()``, as long as ``guidance.gate_shares`` says. None where there is no such hint,
-        or where the prompt would be longer than ``data.max_prompt_tokens``."""
-        hints, shares = hints_of(self.group.task.problem), self.settings.shares
+        none, the beginning of ``trace()``, as long as the gate's setting ``fractions`` says. None where there is no
+        such hint, or where the prompt would be longer than ``data.max_prompt_tokens``."""
+        hints, shares = hints_of(self.group.task.problem), getattr(self.settings, "fractions", ())
         if hints:
             return self.with_hint(hints[level - 1], level) if level <= len(hints) else None
         trace = self.trace() if level <= len(shares) else None
@@ -127,7 +142,7 @@ class FirstRound:
         demonstration: Demonstration | None = None,
         prefix: int | None = None,
         task: Task | None = None,
-    ) -> Planned:
+    ) -> Episode:
         """The ``number``-th added sample: the policy's own; or the first ``prefix`` tokens of a trace (None: all of it,
         and nothing is generated), which the policy continues. ``task``: with a hint, instead of the group's."""
         length = 0 if demonstration is None else len(demonstration.token_ids) if prefix is None else prefix
@@ -140,15 +155,19 @@ def always(first: FirstRound) -> bool:
 
 
 @dataclass(frozen=True)
-class Gate:
+class Gate(Part):
     """What ``gate_function`` registers; the fields are its arguments."""
 
-    function: Callable[[FirstRound], SecondRound | None]
+    settings: type = GateSettings
     uses_traces: bool = False
     rounds: int | None = 1
     when: Callable[[FirstRound], bool] = always
     uses_hints: bool = False
     answer_probs: bool = False
+    grows: bool = True
+    leaves_a_trace_alone: bool = False
+    replaces: int = 0
+    needs_own: bool = False
 
     def __call__(self, first: FirstRound) -> SecondRound | None:
         return self.function(first) if self.when(first) else None
@@ -158,7 +177,7 @@ class Gate:
         return self.rounds is None or rounds < self.rounds
 
 
-GATES: Registry[Gate] = Registry("gate")
+GATES: Registry[Gate] = Registry("gate", Gate, home="luffy.guidance.built_in_gates")
 
 
 def gate_function(
@@ -168,23 +187,31 @@ def gate_function(
     when: Callable[[FirstRound], bool] = always,
     uses_hints: bool = False,
     answer_probs: bool = False,
+    *,
+    settings: type = GateSettings,
+    **facts: Any,
 ) -> Callable[[Callable[[FirstRound], SecondRound | None]], Gate]:
-    """A decorator that registers a gate for ``guidance.gate``: ``function(first)`` returns the next round of a problem,
-    or None.
+    """Register a gate for ``guidance.gate``: ``function(first)`` returns the next round of a problem, or None.
 
-    ``when(first)``: whether it is asked. ``rounds``: how often at most; None: until it returns None or adds nothing.
-    ``uses_traces``, ``uses_hints``: it needs traces, or traces or hints, in the data. ``answer_probs``: it reads
-    ``first.answer_probs``, which costs a forward pass over the traces.
+    ``when(first)``: whether to ask it. ``rounds``: how often at most; None: until it returns None or adds nothing.
+    ``uses_traces``, ``uses_hints``: the data must have traces, or traces or hints. ``answer_probs``: it reads
+    ``first.answer_probs``, at the cost of a forward pass over the traces. ``first.settings`` has its settings.
+
+    Facts: ``grows`` (a group may become larger, default True), ``leaves_a_trace_alone``, ``replaces`` (number of
+    on-policy samples that it replaces), ``needs_own`` (one of them must be left).
     """
-    return lambda function: GATES.register(name)(Gate(function, uses_traces, rounds, when, uses_hints, answer_probs))
+
+    def register(function: Callable[[FirstRound], SecondRound | None]) -> Gate:
+        gate = Gate(function, settings, uses_traces, rounds, when, uses_hints, answer_probs, **facts)
+        GATES.register(name)(gate)
+        return gate
+
+    return register
 
 
 def find_gate(name: str) -> Gate | None:
-    """The registered gate of that name, or a user's own by ``module:function``; of "none" there is none."""
-    if name == "none":
-        return None
-    found = GATES.find(name, "guidance.gate")
-    return found if isinstance(found, Gate) else Gate(found)
+    """The registered gate of that name, or a user's own by ``module:function``; None for "none"."""
+    return None if name == "none" else GATES.find(name, "guidance.gate")
 
 
 @dataclass(frozen=True)
@@ -203,8 +230,8 @@ class SecondRounds:
         return SecondRounds(rounds)
 
     @property
-    def plan(self) -> Plan:
-        return Plan(tuple(second.add for second in self.rounds.values() if second.add))
+    def plan(self) -> list[tuple[Episode, ...]]:
+        return [second.add for second in self.rounds.values() if second.add]
 
     @property
     def unfinished(self) -> list[int]:

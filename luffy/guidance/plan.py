@@ -1,51 +1,18 @@
-"""The plan of a step: what the engine has to generate and what a teacher already wrote."""
+"""The plan of a step: its episodes, with what a teacher already wrote and what the engine has to draw."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from math import nan
 
 import torch
 from torch import Tensor
 
 from luffy.guidance.ratios import RatioSchedule
-from luffy.guidance.trace_choice import TraceChoice, choose
+from luffy.guidance.trace_choice import ORDERS, choose
 from luffy.seeds import seed_of
-from luffy.types import Completion, Demonstration, Finish, Request, Rollout, Sampling, Task
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One sample to come: ``prefix`` teacher tokens, then the engine's (none when the trace is whole)."""
-
-    task: Task
-    request: Request | None
-    demonstration: Demonstration | None = None
-    prefix: int = 0
-
-    @property
-    def prefix_ratio(self) -> float:
-        return self.prefix / len(self.demonstration.token_ids) if self.demonstration else 0.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Planned samples per task, ``n`` each; traces first, then the policy's own."""
-
-    groups: tuple[tuple[Planned, ...], ...]
-
-    @property
-    def requests(self) -> list[Request]:
-        return [p.request for group in self.groups for p in group if p.request is not None]
-
-    def assemble(self, completions: Sequence[Completion], version: int) -> list[tuple[Rollout, ...]]:
-        """Completions, in the order of ``requests``, joined with their prefixes and the whole traces."""
-        done = iter(completions)
-        return [
-            tuple(rollout_of(p, None if p.request is None else next(done), version) for p in group)
-            for group in self.groups
-        ]
+from luffy.types import Author, Completion, Demonstration, Episode, Sampling, Task, written_by
 
 
 @dataclass(frozen=True)
@@ -57,7 +24,7 @@ class Planner:
     n_prefix: int
     sampling: Sampling
     schedule: RatioSchedule
-    trace_choice: TraceChoice
+    trace_choice: str
     seed: int
     ends_prefix: Callable[[int], bool] | None = None
 
@@ -82,104 +49,107 @@ class Planner:
         visits: Sequence[int],
         trace_rewards: Callable[[Task], Sequence[float]] | None = None,
         positions: Sequence[int] | None = None,
-    ) -> Plan:
-        """``positions`` are the places of these tasks in the step's global batch (default: from 0 on). They keep
-        seeds apart when the same problem comes twice in one step, and the same on any number of processes."""
+    ) -> list[tuple[Episode, ...]]:
+        """``group`` of each task; ``positions``: by default from 0 on."""
         places = range(len(tasks)) if positions is None else positions
-        return Plan(
-            tuple(
-                self._group(task, step, visit, place, trace_rewards)
-                for task, visit, place in zip(tasks, visits, places, strict=True)
-            )
-        )
+        return [
+            self.group(task, step, visit, place, trace_rewards)
+            for task, visit, place in zip(tasks, visits, places, strict=True)
+        ]
 
-    def _group(
+    def group(
         self,
         task: Task,
         step: int,
         visit: int,
         position: int,
-        trace_rewards: Callable[[Task], Sequence[float]] | None,
-    ) -> tuple[Planned, ...]:
+        trace_rewards: Callable[[Task], Sequence[float]] | None = None,
+    ) -> tuple[Episode, ...]:
+        """``n`` episodes of a task: traces first, then the policy's own. ``position`` of the task in the step over all
+        processes keeps seeds apart if a problem comes twice in one step, and the same on any number of processes."""
         key = self.key(step, position, task)
         guided: list[tuple[Demonstration | None, int]] = []
         if self.n_prefix and task.demonstrations:
-            rewards = trace_rewards(task) if self.trace_choice == "best_reward" and trace_rewards else None
+            asked = ORDERS.known(self.trace_choice).needs_rewards
+            rewards = trace_rewards(task) if asked and trace_rewards else None
             choice = self.trace_choice
             chosen = choose(task.demonstrations, self.n_prefix, choice, visit=visit, key=key, rewards=rewards)
             ratios = self.schedule.ratios(self.n_prefix, step, f"{self.seed}:{task.problem.id}")
             guided = [(trace, self.prefix_length(trace, ratio)) for trace, ratio in zip(chosen, ratios, strict=True)]
-        own = [(None, 0)] * (self.n - len(guided))
+        own: list[tuple[Demonstration | None, int]] = [(None, 0)] * (self.n - len(guided))
         return tuple(
             self.planned(task, trace, prefix, seed_of(f"{key}:{j}"))
             for j, (trace, prefix) in enumerate([*guided, *own])
         )
 
-    def planned(self, task: Task, demonstration: Demonstration | None, prefix: int, seed: int) -> Planned:
-        """One sample: the first ``prefix`` tokens of a trace, the rest by the engine (nothing if that is all of it)."""
+    def planned(self, task: Task, demonstration: Demonstration | None, prefix: int, seed: int) -> Episode:
+        """One episode: the first ``prefix`` tokens of a trace, then the engine's (none if that is the whole trace)."""
         if demonstration is None or prefix == 0:
-            return Planned(task, Request(task.prompt_ids, seed, self.sampling))
+            return unwritten(task, seed, self.sampling)
+        begun = given(task, demonstration, prefix)
         if prefix == len(demonstration.token_ids):
-            return Planned(task, None, demonstration, prefix)
+            return begun
         sampling = replace(self.sampling, max_tokens=self.sampling.max_tokens - prefix)
-        request = Request(task.prompt_ids, seed, sampling, demonstration.token_ids[:prefix])
-        return Planned(task, request, demonstration, prefix)
+        return replace(begun, finish=None, seed=seed, sampling=sampling)
 
 
-def rollout_of(planned: Planned, completion: Completion | None, version: int) -> Rollout:
-    """A planned sample with what the engine made of it: nothing, where the trace is whole."""
-    prefix, guided, versions = planned.prefix, None, None
-    if completion is None:
-        streams, finish = _given(planned), cast(Finish, "trace")
-    else:
-        streams, finish = _made(completion), completion.finish
-        if prefix:
-            streams = _Streams(*map(torch.cat, zip(_given(planned), streams, strict=True)))
-        if completion.versions is not None:
-            versions = torch.cat([torch.full((prefix,), -1), completion.versions])
-            version = int(versions[-1])
-        if completion.guidance_log_probs is not None:
-            unknown = torch.full((prefix,), torch.nan)
-            guided = torch.cat([unknown, completion.guidance_log_probs.float().cpu()])
-    return Rollout(
-        task=planned.task,
-        token_ids=streams.token_ids,
-        prefix=prefix,
-        behavior_log_probs=streams.behavior,
-        engine_log_probs=streams.engine,
-        overrides=streams.overrides,
-        finish=finish,
-        prefix_ratio=planned.prefix_ratio,
-        policy_version=version,
-        guidance_log_probs=guided,
+NO_IDS, NO_AUTHORS, NO_LOG_PROBS = torch.empty(0).long(), torch.empty(0, dtype=torch.int8), torch.empty(0)
+
+
+def unwritten(task: Task, seed: int, sampling: Sampling) -> Episode:
+    """An episode that the engine draws from its first token on."""
+    return Episode(task, NO_IDS, NO_AUTHORS, NO_LOG_PROBS, NO_LOG_PROBS, None, seed, sampling)
+
+
+def given(task: Task, trace: Demonstration, prefix: int | None = None, author: Author = Author.TEACHER) -> Episode:
+    """The first ``prefix`` tokens of a trace (None: all of it) as an episode."""
+    length = len(trace.token_ids) if prefix is None else prefix
+    ids, recorded = torch.tensor(trace.token_ids[:length], dtype=torch.long), trace.log_probs
+    behavior = torch.tensor(recorded[:length] if recorded else [0.0] * length, dtype=torch.float32)
+    authors = written_by(author, length)
+    ratio = length / len(trace.token_ids)
+    return Episode(task, ids, authors, behavior, torch.zeros(length), "trace", trace=trace, prefix_ratio=ratio)
+
+
+def extended(episode: Episode, more: Completion, version: int, in_parts: bool = False) -> Episode:
+    """An episode with the tokens that the engine drew, under the policy of that version. ``in_parts``: it was asked for
+    a part of the rest, so the episode may go on."""
+    before, own = episode.token_ids.numel(), more.log_probs.float().cpu()
+    drawn_with, put_in, guided = more.behavior_log_probs, more.overrides, more.guidance_log_probs
+    streams = (
+        more.token_ids.cpu(),
+        written_by(Author.POLICY, own.numel()) if put_in is None else put_in.cpu().to(torch.int8),  # Author.GUIDE
+        own if drawn_with is None else drawn_with.float().cpu(),
+        own,
+    )
+    if before:
+        begun = episode.token_ids, episode.authors, episode.behavior_log_probs, episode.engine_log_probs
+        streams = tuple(map(torch.cat, zip(begun, streams, strict=True)))  # type: ignore[assignment]
+    ids, authors, behavior, engine = streams
+    ends = not in_parts or more.finish == "stop" or episode.drawn + own.numel() >= _most(episode)
+    versions = _versions(episode, more, version) if in_parts or more.versions is not None else None
+    return replace(
+        episode,
+        token_ids=ids,
+        authors=authors,
+        behavior_log_probs=behavior,
+        engine_log_probs=engine,
+        finish=more.finish if ends else None,
+        policy_version=version if versions is None else int(versions[-1]),
+        guidance_log_probs=None if guided is None else torch.cat([torch.full((before,), nan), guided.float().cpu()]),
         token_versions=versions,
     )
 
 
-class _Streams(NamedTuple):
-    """Of a `Rollout` or a part of it."""
-
-    token_ids: Tensor
-    behavior: Tensor
-    engine: Tensor
-    overrides: Tensor
+def _most(episode: Episode) -> int:
+    """Tokens that the engine may draw in all."""
+    assert episode.sampling is not None
+    return episode.sampling.max_tokens
 
 
-def _given(planned: Planned) -> _Streams:
-    """What the teacher wrote."""
-    demonstration, prefix = planned.demonstration, planned.prefix
-    assert demonstration is not None
-    ids, recorded = torch.tensor(demonstration.token_ids[:prefix], dtype=torch.long), demonstration.log_probs
-    behavior = torch.tensor(recorded[:prefix] if recorded else [0.0] * prefix, dtype=torch.float32)
-    return _Streams(ids, behavior, torch.zeros(prefix), torch.zeros(prefix, dtype=torch.bool))
-
-
-def _made(completion: Completion) -> _Streams:
-    """What the engine made."""
-    own, drawn_with, put_in = completion.log_probs.float().cpu(), completion.behavior_log_probs, completion.overrides
-    return _Streams(
-        completion.token_ids.cpu(),
-        own if drawn_with is None else drawn_with.float().cpu(),
-        own,
-        torch.zeros(own.numel(), dtype=torch.bool) if put_in is None else put_in.cpu(),
-    )
+def _versions(episode: Episode, more: Completion, version: int) -> Tensor:
+    """[T] long: of the policies that drew the episode's tokens and those behind them."""
+    before, now = episode.token_versions, more.versions
+    if before is None:
+        before = torch.full((episode.token_ids.numel(),), -1)
+    return torch.cat([before, torch.full((more.token_ids.numel(),), version) if now is None else now])

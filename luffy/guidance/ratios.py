@@ -12,31 +12,43 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from luffy.errors import UserError
-from luffy.registry import Registry
+from luffy.registry import NoSettings, Part, Registry
+from luffy.schema import knob
 
-WINDOWS = 10
-CHUNKS = 5  # of a trace, under binomial
 TINY = 1e-9  # what rounding may add
 Interval = tuple[float, float]
 Draw = Callable[[random.Random], float]
-PrefixSchedule = Callable[[float, float, float], "Interval | float | Draw"]
-
-SCHEDULES: Registry[PrefixSchedule] = Registry("prefix schedule")
+ScheduleFunction = Callable[..., "Interval | float | Draw"]
 
 
-def prefix_schedule(name: str) -> Callable[[PrefixSchedule], PrefixSchedule]:
-    """A decorator that registers a schedule for ``guidance.strategy``.
+@dataclass(frozen=True)
+class PrefixSchedule(Part):
+    """What ``prefix_schedule`` registers. ``follows_steps``: its ratios change while the training goes on; ``spreads``:
+    the samples of a problem have different ratios, which they cannot share."""
 
-    ``schedule(done, low, high)`` returns the ratio, the interval from which one is drawn, or a function that draws one
-    (0 to 1) with the ``random.Random`` it gets, at the share ``done`` of ``guidance.prefix_steps``; ``low`` and
-    ``high`` are ``guidance.min_ratio`` and ``guidance.max_ratio``.
+    follows_steps: bool = True
+    spreads: bool = False
+
+
+SCHEDULES: Registry[PrefixSchedule] = Registry("prefix schedule", PrefixSchedule)
+
+
+def prefix_schedule(
+    name: str, settings: type = NoSettings, **facts: bool
+) -> Callable[[ScheduleFunction], ScheduleFunction]:
+    """Register a schedule for ``guidance.strategy``.
+
+    ``schedule(done, low, high)`` returns the ratio, an interval to sample it from, or a function of a
+    ``random.Random`` that samples it. ``done`` is the finished fraction (0 to 1) of ``guidance.prefix_steps``;
+    ``low`` and ``high`` are ``guidance.min_ratio`` and ``guidance.max_ratio``. Settings are a fourth argument.
     """
-    return SCHEDULES.register(name)
+    return SCHEDULES.register(name, settings=settings, **facts)
 
 
 @dataclass(frozen=True)
 class RatioSchedule:
-    """``RatioSchedule("fixed", 1.0, 1.0)`` is the paper's: every prefix sample is a whole trace."""
+    """``RatioSchedule("fixed", 1.0, 1.0)`` is the paper's: every prefix sample is a whole trace. ``strategy``: a name,
+    or the choice of a config with its settings."""
 
     strategy: str = "fixed"
     min_ratio: float = 1.0
@@ -46,7 +58,7 @@ class RatioSchedule:
 
     def ratios(self, count: int, step: int, key: str) -> list[float]:
         """One ratio for each of ``count`` prefix samples of a problem; ``key`` names problem and seed."""
-        if self.strategy == "fixed":
+        if SCHEDULES.known(self.strategy).spreads:
             return evenly_spaced(self.min_ratio, self.max_ratio, count)
         rng = random.Random(f"prefix:{key}:{step}")
         draw = self._draw(step)
@@ -56,7 +68,9 @@ class RatioSchedule:
 
     def _draw(self, step: int) -> Draw:
         """What draws a ratio at this step."""
-        found = SCHEDULES[self.strategy](min(step / self.prefix_steps, 1.0), self.min_ratio, self.max_ratio)
+        schedule = SCHEDULES[self.strategy]
+        done, own = min(step / self.prefix_steps, 1.0), schedule.settings_for(self.strategy)
+        found = schedule(done, self.min_ratio, self.max_ratio, *own)
         if callable(found):
             return lambda rng: self._checked(found(rng), step)[0]
         low, high = self._checked(found, step)
@@ -71,7 +85,13 @@ class RatioSchedule:
         return low, high
 
 
-@prefix_schedule("random")
+@prefix_schedule("fixed", follows_steps=False, spreads=True)
+def _fixed(done: float, low: float, high: float) -> Interval:
+    """Evenly spaced from low to high over the samples of a problem (``evenly_spaced``)."""
+    return low, high
+
+
+@prefix_schedule("random", follows_steps=False)
 def _random(done: float, low: float, high: float) -> Interval:
     return low, high
 
@@ -91,32 +111,46 @@ def _cosine_min(done: float, low: float, high: float) -> Interval:
     return _half_cosine(done, low, high), high
 
 
-@prefix_schedule("binomial")
-def _binomial(done: float, low: float, high: float) -> float | Draw:
+@dataclass(frozen=True)
+class Binomial:
+    """Settings of binomial."""
+
+    chunks: int = knob(5, "equal chunks of a trace, each kept with the same chance", ge=1)
+
+
+@prefix_schedule("binomial", settings=Binomial)
+def _binomial(done: float, low: float, high: float, settings: Binomial) -> float | Draw:
     """A number of chunks, each kept with a chance that falls from 0.95 to 0.05 along a cosine; then none."""
     if done >= 1:
         return low
-    chance = _half_cosine(done, 0.05, 0.95)
-    return lambda rng: low + (high - low) * sum(rng.random() < chance for _ in range(CHUNKS)) / CHUNKS
+    chance, chunks = _half_cosine(done, 0.05, 0.95), settings.chunks
+    return lambda rng: low + (high - low) * sum(rng.random() < chance for _ in range(chunks)) / chunks
 
 
-@prefix_schedule("linear_max")
-def _linear_max(done: float, low: float, high: float) -> Interval:
-    return low, high - (high - low) * _window(done) / WINDOWS
+@dataclass(frozen=True)
+class Windows:
+    """Settings of schedules in windows."""
+
+    windows: int = knob(10, "equal stretches of the training, each with its interval", ge=1)
+
+    def at(self, done: float) -> int:
+        """The number of the window, from 0."""
+        return min(int(done * self.windows), self.windows - 1)
 
 
-@prefix_schedule("reverse_linear")
-def _reverse_linear(done: float, low: float, high: float) -> Interval:
-    return low, low + (high - low) * (_window(done) + 1) / WINDOWS
+@prefix_schedule("linear_max", settings=Windows)
+def _linear_max(done: float, low: float, high: float, settings: Windows) -> Interval:
+    return low, high - (high - low) * settings.at(done) / settings.windows
+
+
+@prefix_schedule("reverse_linear", settings=Windows)
+def _reverse_linear(done: float, low: float, high: float, settings: Windows) -> Interval:
+    return low, low + (high - low) * (settings.at(done) + 1) / settings.windows
 
 
 def _half_cosine(done: float, low: float, high: float) -> float:
     """From high to low."""
     return low + (high - low) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _window(done: float) -> int:
-    return min(int(done * WINDOWS), WINDOWS - 1)
 
 
 def evenly_spaced(low: float, high: float, count: int) -> list[float]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from luffy.core.advantages import compute_grpo_outcome_advantage_split
 from luffy.core.losses import LossTerms, PolicyLoss, policy_loss_terms
 from luffy.core.masked import masked_mean
-from luffy.core.shaping import COMPARED_SHAPES, Shape
+from luffy.core.shaping import Shape
 from luffy.errors import ConfigError
 
 try:
@@ -54,12 +54,12 @@ def register_luffy_loss(name: str, off_policy_reshape: str = "p_div_p_0.1", remo
     own ratio; else ``actor.clip_ratio_low`` and ``actor.clip_ratio_high`` hold (verl's ``clip_ratio_c`` does not). The
     denominator is ``actor.loss_agg_mode``.
     """
-    if off_policy_reshape in COMPARED_SHAPES:
+    shape = Shape(off_policy_reshape)
+    if shape.compares:
         raise ConfigError(
             f"{off_policy_reshape} needs the old log-probs of trace tokens, in whose place is the mark; "
             "take a shape of p alone, such as p_div_p_0.1"
         )
-    shape = Shape(off_policy_reshape)
 
     def loss(
         old_log_prob: Tensor,
@@ -86,7 +86,7 @@ def register_luffy_loss(name: str, off_policy_reshape: str = "p_div_p_0.1", remo
 
 
 def _metrics(terms: LossTerms, own: Tensor, off_policy: Tensor) -> dict[str, float]:
-    """Of one micro-batch; verl averages them over micro-batches, so a set without tokens gives 0."""
+    """Metrics of one micro-batch; verl averages them over micro-batches, so a set without tokens gives 0."""
     return {
         "actor/pg_clipfrac": masked_mean(terms.clipped.float(), own).item(),
         "actor/ppo_kl": masked_mean(-terms.log_ratio.detach(), own).item(),

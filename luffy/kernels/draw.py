@@ -22,7 +22,7 @@ FAST = tl.constexpr(torch.version.cuda is not None and not triton.knobs.runtime.
 
 @triton.jit
 def _log2(x):
-    """To about 22 bits: absolutely where x is near 1, else relatively."""
+    """Logarithm to about 22 bits: absolute precision near x = 1, else relative."""
     return libdevice.fast_log2f(x) if FAST else tl.log2(x)
 
 

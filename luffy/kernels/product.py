@@ -71,7 +71,7 @@ def float8_product(
     (rows, depth), columns = x.values.shape, len(weight.values)
     assert columns % tiling.columns == 0 and depth % DEPTH == 0
     tiles, each = triton.cdiv(rows, tiling.rows), triton.cdiv(depth // DEPTH, tiling.stretches)
-    # Rows behind the last one hold anything, and nobody reads what they give: a tile that is partly filled takes no
+    # Rows behind the last one hold anything, and their results are never read: a tile that is partly filled takes no
     # longer than a full one.
     room = tiles * tiling.rows
     assert x.values.untyped_storage().nbytes() >= x.values.storage_offset() + room * depth

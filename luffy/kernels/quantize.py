@@ -23,7 +23,8 @@ class Float8Rows(NamedTuple):
 
     @classmethod
     def empty(cls, shape: torch.Size, device: torch.device) -> Float8Rows:
-        """With memory for a multiple of ROOM rows: products read whole tiles (`luffy.kernels.product`)."""
+        """Uninitialised rows with memory for a multiple of ROOM rows: products read whole tiles
+        (`luffy.kernels.product`)."""
         rows, width = shape
         values = torch.empty(triton.cdiv(rows, ROOM) * ROOM, width, dtype=KIND, device=device)[:rows]
         return cls(values, torch.empty(rows, dtype=torch.float32, device=device))

@@ -301,7 +301,7 @@ def luffy_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What the model's attention modules call: heads [1, H, N, D] in, [1, N, H, D] out."""
+    """Attention function that the model's modules call: heads [1, H, N, D] in, [1, N, H, D] out."""
     layout: Layout | None = kwargs.get(LAYOUT_KEY)
     _check_call(module, layout, attention_mask, dropout, sliding_window, kwargs)
     assert layout is not None
@@ -347,7 +347,7 @@ def _check_call(
 
 
 def _dropout_field(module: nn.Module, dropout: float) -> str:
-    """What the model's config calls its attention dropout: attention_dropout, attn_pdrop, ..."""
+    """Name of the attention dropout in the model's config: attention_dropout, attn_pdrop, ..."""
     values = vars(getattr(module, "config", None) or nn.Module())
     names = [name for name, value in values.items() if "att" in name and "drop" in name and value == dropout]
     return names[0] if names else "attention_dropout"

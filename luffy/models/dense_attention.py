@@ -2,7 +2,7 @@
 
 torch's packed kernel is FlashAttention 2, which does not use what that GPU added. cuDNN's takes dense batches: each
 sequence is padded to a round length, because cuDNN plans every new one in a third of a second. Padding lies to the
-right, where causality hides it, or is a query whose result nobody reads; its gradients are zeros. Short sequences stay
+right, where causality hides it, or is a query whose result is never read; its gradients are zeros. Short sequences stay
 packed.
 """
 
@@ -69,7 +69,7 @@ def attend_dense(
 
 
 def _rounded(tokens: int) -> int:
-    """Few different lengths: 33 of up to 16,384 tokens, then 32 for every doubling."""
+    """Length rounded up to one of few: 33 up to 16,384 tokens, then 32 for every doubling."""
     step = max(STEP, 1 << max(tokens.bit_length() - 6, 0))
     return -(-tokens // step) * step
 

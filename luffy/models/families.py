@@ -17,7 +17,7 @@ from luffy.types import Family, to_device
 
 
 def layout_of(families: Sequence[Family], device: torch.device | str) -> Layout:
-    """Without a shared prompt: sequences end to end, nothing copied."""
+    """Layout of families in one row; without a shared prompt nothing is copied."""
     if all(len(family.responses) == 1 for family in families):
         return PackedLayout([family.tokens for family in families], device)
     return FamilyLayout(families, device)
@@ -46,7 +46,7 @@ class FamilyLayout:
 
 
 def _sequences(families: Sequence[Family]) -> Iterator[tuple[int, Tensor]]:
-    """For each stretch of queries its length, and the rows of its whole sequence. An empty response has none."""
+    """Length of each stretch of queries, and the rows of its whole sequence; empty responses have none."""
     start = 0
     for family in families:
         prompt = torch.arange(start, start + family.prompt)

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Heads(NamedTuple):
-    """What a kernel is tried for: each of these may mean another one."""
+    """Properties for which a kernel is tried; each combination may mean another kernel."""
 
     device: torch.device
     dtype: torch.dtype
@@ -76,7 +76,8 @@ def flash_kernel(heads: Heads, trusted: Varlen) -> Varlen | None:
 
 
 def _candidates(heads: Heads, trusted: Varlen) -> Iterator[tuple[str, Callable[[], tuple[Varlen, Varlen]]]]:
-    """By name, what loads a kernel and the form of it that is tried: cuDNN's, with short sequences too."""
+    """Names of kernels with their loaders, which return the kernel and the form to try: cuDNN's also with short
+    sequences."""
     generation = gpu_generation(heads.device)
     for module, generations in PACKAGES:
         if generation in generations and os.environ.get(SWITCH) != "0":
@@ -120,8 +121,8 @@ def disagreement(kernel: Varlen, trusted: Varlen, heads: Heads) -> str | None:
 
 
 def _aside(kernel: Varlen, heads: Heads) -> dict[str, Tensor]:
-    """In a thread of its own: what the caller is in the middle of (inference, a layer that is being checkpointed and
-    counts what is saved for its backward pass) is no business of the trial."""
+    """Try a kernel in another thread, so that the caller's state (inference mode, a layer being checkpointed) does not
+    matter."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_tried, kernel, heads).result()
 

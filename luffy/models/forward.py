@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from luffy.errors import UserError
 from luffy.models.attention import ATTENTION_NAME, LAYOUT_KEY, Layout
 from luffy.models.fused import fused_decoder
-from luffy.models.separate import Products
-from luffy.models.summed import summed
+from luffy.models.products import Products, summed
 from luffy.types import NO_LIMIT
 
 # Config fields that change logits after the head, with the value that leaves them alone.

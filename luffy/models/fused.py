@@ -1,9 +1,8 @@
 """The decoder layers of the Llama family with one kernel where its modules launch several.
 
-Weights are those of the model's own modules; norms, residual sums, rotary embedding and activation are ours. The
-products of linear layers are the modules' own, with fewer kernels where that is possible (`luffy.models.summed`,
-`luffy.models.separate` for adapters); an engine may have them computed otherwise (`luffy.models.merged`). The result is
-that of the modules up to the order of sums and the rounding of adapters.
+Weights are those of the model's own modules; norms, residual sums, rotary embedding and activation are ours. Linear
+layers are computed by `luffy.models.products`. The result is that of the modules up to the order of sums and the
+rounding of adapters.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from luffy.kernels import kernels_serve
 from luffy.models.attention import Layout
-from luffy.models.fp8 import Fp8Products
-from luffy.models.merged import merge_weights, merged, merged_gates
-from luffy.models.separate import Products
-from luffy.models.summed import summed
+from luffy.models.products import Fp8Products, Products, merge_weights, merged, merged_gates, summed
 
 # Families whose layers are exactly: norm, q/k/v, rotary, attention, o, sum, norm, gated MLP, sum.
 FAMILIES = {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"}
@@ -41,7 +37,8 @@ def fused_decoder(causal: Any) -> FusedDecoder | None:
 
 
 def has_fused_form(causal: Any) -> bool:
-    """With attention dropout the modules run, whose attention refuses it in training."""
+    """Whether the model has a fused form; with attention dropout the modules run, whose attention refuses it in
+    training."""
     if type(causal).__name__ not in FAMILIES:
         return False
     config = causal.config
@@ -95,7 +92,7 @@ def _layer(
     layout: Layout,
     products: Products,
 ) -> tuple[Tensor, Tensor]:
-    """What the layer adds to the stream, and the stream it is to be added to: the sum waits for the next norm."""
+    """The layer's contribution, and the residual stream to which the next norm adds it."""
     from luffy.kernels.elementwise import swiglu, swiglu_quantized
 
     attention, mlp = layer.self_attn, layer.mlp
@@ -116,7 +113,7 @@ def _layer(
 def _attention(
     attention: Any, projected: Sequence[Tensor], angles: tuple[Tensor, Tensor], layout: Layout, products: Products
 ) -> Tensor:
-    """Of queries, keys and values."""
+    """Attention output for projected queries, keys and values."""
     from luffy.kernels.elementwise import rotate
 
     width = attention.head_dim

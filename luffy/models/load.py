@@ -52,6 +52,9 @@ LOAD_ERRORS = (
 SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DtypeName = Literal["float32", "bfloat16"]
+# Of a generation config: settings that make others valid, and settings of sampling.
+SWITCHES = ("do_sample", "num_beams", "return_dict_in_generate")  # other settings are valid only with these
+SAMPLING = {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 
 
 def load_model(
@@ -94,14 +97,14 @@ def _say_once(remark: str) -> None:
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer that lies beside the weights."""
+    """Tokenizer in the folder of the weights."""
     path = model_folder(path)
     check_local(path, "tokenizer_config.json")
     return _guarded(AutoTokenizer.from_pretrained, path, str(path), trust_remote_code=trust_remote_code)
 
 
 def load_model_config(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """The config that lies beside the weights."""
+    """Config in the folder of the weights."""
     return _guarded(AutoConfig.from_pretrained, path, str(path), trust_remote_code=trust_remote_code)
 
 
@@ -208,7 +211,7 @@ def _load_safetensors(path: str | Path, dtype: torch.dtype, trust_remote_code: b
 
 
 def model_folder(path: str | Path) -> str | Path:
-    """Where to read a model: ``path`` itself, or the folder that a GGUF file was converted to."""
+    """Folder to read a model from: ``path``, or the folder that a GGUF file was converted to."""
     gguf = gguf_file(path)
     return path if gguf is None else _converted(gguf)
 
@@ -349,10 +352,49 @@ def _guarded(loader: Any, named: str | Path, *args: Any, **kwargs: Any) -> Any:
 
 
 def _asks_for_trust(error: Exception) -> str:
-    """What to set where a model was refused for the code that comes with it, else ''."""
+    """The setting to name if a model was refused because it contains code, else ''."""
     if "`trust_remote_code=True`" not in str(error):
         return ""
     return (
         "it comes with Python code, which is not run by default: read it, then set model.trust_remote_code=true, or "
         "give --trust-remote-code (eval, generate, prepare)"
     )
+
+
+def make_savable(model: nn.Module, named: str) -> None:
+    """Make the model's generation config valid: `transformers` reads an invalid one with a warning and then refuses to
+    save it. Sampling settings turn sampling on if the file does not; others that contradict are left out, with a
+    warning."""
+    owner: Any = causal_lm(model)
+    config = owner.generation_config
+    if config is None or _is_valid(config):
+        return
+    settings = {name: value for name, value in vars(config).items() if value is not None}
+    valid, left_out = _valid_part(type(config), settings)
+    changes = []
+    if "do_sample" not in settings and SAMPLING & set(left_out):
+        valid, left_out = _valid_part(type(config), settings | {"do_sample": True})
+        changes = ["do_sample is true"]
+    owner.generation_config = valid
+    changes += [f"{name} {settings[name]!r} is left out" for name in left_out]
+    logger.warning("%s: its generation config is not valid; in saved models %s", named, ", ".join(changes))
+
+
+def _valid_part(kind: Any, settings: dict[str, Any]) -> tuple[Any, list[str]]:
+    """A config with the settings that go together, and the names of the others."""
+    config, left_out = kind(), []
+    for name in sorted(settings, key=lambda name: name not in SWITCHES):
+        before = getattr(config, name, None)
+        setattr(config, name, settings[name])
+        if not _is_valid(config):
+            setattr(config, name, before)
+            left_out.append(name)
+    return config, left_out
+
+
+def _is_valid(config: Any) -> bool:
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        return False
+    return True

@@ -121,7 +121,7 @@ def differ(ours: Tensor, theirs: Tensor) -> bool:
 
 
 class TriedLayers:
-    """What an engine's cache asks of keys and values; it keeps none."""
+    """Checks keys and values as an engine's cache would, and keeps none."""
 
     def __init__(self, model: str) -> None:
         self._model = model

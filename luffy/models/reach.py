@@ -1,4 +1,4 @@
-"""Who sees whom in a packed row, as attention kernels are told."""
+"""Attention layout of a packed row, as kernels expect it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Reach:
         return max(self.lengths[0]), max(self.lengths[1])
 
     def part(self, members: Lengths) -> Reach:
-        """Of these sequences alone, laid end to end."""
+        """Reach of the chosen sequences, laid end to end."""
         if members not in self._parts:
             asking, asked = (tuple(lengths[i] for i in members) for lengths in self.lengths)
             self._parts[members] = Reach.of(asking, asked, self.window, self.bounds[0].device)

@@ -1,4 +1,4 @@
-"""Whether a model beside the policy (its reference, a teacher, a second model) has its tokens, and room for them."""
+"""Checks that another model (the reference, a teacher, a second model) fits the policy's tokens and lengths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from luffy.models.load import token_count
 
 
 def check_fits(named: str, model_config: Any, tokenizer: Any, longest: int, known: int | None = None) -> None:
-    """A model beside the policy must know every token (``known``: the first ones that the policy knows) and take
+    """Another model than the policy must know every token (``known``: the first ones that the policy knows) and take
     ``longest`` of them; ``named`` is its knob and path."""
     tokens = min(token_count(tokenizer), known or token_count(tokenizer))
     vocabulary = text_config(model_config).vocab_size

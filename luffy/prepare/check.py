@@ -1,13 +1,15 @@
-"""``luffy prepare check``: what a training run would make of a data file, before it is started."""
+"""``luffy prepare check``: report on a data file as a training run would read it."""
 
 from __future__ import annotations
 
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.data.encode import resolve_style
@@ -15,7 +17,6 @@ from luffy.data.repeats import prompt_hash, repeated, shared
 from luffy.data.schemas import ROW_KEY, without_traces
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.models.load import load_tokenizer
-from luffy.prepare.cards import quantiles
 from luffy.rewards import build_verifier
 from luffy.types import NO_LIMIT, Problem, Trace
 
@@ -24,6 +25,17 @@ SHOWN_CHARACTERS = 1500
 SHOWN_ON_A_LINE = 200
 SHOWN_TEACHERS = 20
 RULE = "-" * 100
+QUANTILES = {"p5": 5, "p50": 50, "p95": 95, "max": 100}
+
+
+def quantiles(lengths: Sequence[int]) -> dict[str, int]:
+    """p5, p50, p95 and maximum: observed values, so that a budget can be read off."""
+    if not len(lengths):
+        return {}
+    values = np.percentile(np.asarray(lengths), list(QUANTILES.values()), method="higher")
+    return {name: int(value) for name, value in zip(QUANTILES, values, strict=True)}
+
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal obeys them
 
 
@@ -76,7 +88,7 @@ def _encoder(options: CheckOptions) -> Encoder:
 
 
 def _contents(problems: ProblemDataset, encoder: Encoder | None) -> tuple[dict[str, Any], array[int]]:
-    """What is in the rows, and the hashes of their prompts: one pass over the file."""
+    """Counts of what the rows contain, and hashes of their prompts, in one pass over the file."""
     hashes = array("Q")
     counts: Counter[str] = Counter()
     teachers: Counter[str] = Counter()
@@ -100,7 +112,7 @@ def _held_out(
     path: str,
     columns: Mapping[str, str] | None,
 ) -> dict[str, Any]:
-    """How many held-out problems are in the file too."""
+    """Number of held-out problems that are in the file too."""
     mapped = without_traces(columns or {})
     held_out = load_problems(path, "test", bad_rows="skip", require_answer=False, columns=mapped)
     own = array("Q", (_prompt_hash(problem, encoder) for problem in held_out))
@@ -112,7 +124,7 @@ def _prompt_hash(problem: Problem, encoder: Encoder | None) -> int:
 
 
 def _pairs(found: list[tuple[int, int]], problems: ProblemDataset, others: ProblemDataset) -> dict[str, Any]:
-    """How many pairs there are, and the rows of the first."""
+    """Number of pairs, and the rows of the first one."""
     first = [f"{problems[place].meta[ROW_KEY]} = {others[same].meta[ROW_KEY]}" for place, same in found[:1]]
     return {"count": len(found), "first": first[0] if first else None}
 
@@ -186,7 +198,7 @@ def _spread(count: int, wanted: int) -> list[int]:
 
 
 def _example(problem: Problem, encoder: Encoder | None) -> dict[str, Any]:
-    """With a tokenizer: the prompt and the first trace as the model will see them, special tokens included."""
+    """Prompt and first trace as the model will see them, with special tokens if there is a tokenizer."""
     example: dict[str, Any] = {"id": problem.id, "answer": problem.answer, "traces": len(problem.traces)}
     if encoder is None:
         prompt = problem.prompt

@@ -1,7 +1,8 @@
-"""Problems in a Parquet file: its schema, the types of further columns, and the writer."""
+"""Parquet files of problems: schema, types of other columns, writer."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -10,14 +11,51 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from luffy.data import ProblemDataset
+from luffy.data.schemas import ROW_KEY, TRACE_COLUMNS
+from luffy.errors import DataError
 from luffy.prepare.journal import Record
+from luffy.types import Problem
+
+logger = logging.getLogger(__name__)
 
 ROWS_PER_GROUP = 512
+TRACE_FIELDS = {
+    "token_ids": pa.list_(pa.int32()),
+    "log_probs": pa.list_(pa.float32()),
+    "score": pa.float32(),
+}
+OTHER_LAYOUTS = {"reward_model", "problem", *(column for columns in TRACE_COLUMNS.values() for column in columns)}
+"""Columns by which a reader would take the output for another layout, or look for traces there."""
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 
 
+def traces_schema(problems: ProblemDataset) -> pa.Schema:
+    """Schema of problems with traces: luffy's columns, and the others that ``problems`` have."""
+    schema = problem_schema(TRACE_FIELDS, chats=_are_chats(problems))
+    found = column_types(lambda: map(_other_values, problems))
+    others = {name: kind for name, kind in found.items() if name not in schema.names}
+    written = {name: kind for name, kind in others.items() if kind is not None and name not in OTHER_LAYOUTS}
+    if left_out := [name for name in others if name not in written]:
+        why = "values that no one type of Parquet holds, or a name that means another layout"
+        logger.warning("%s: columns left out of the output: %s (%s)", problems.source.path, ", ".join(left_out), why)
+    return pa.schema([*schema, *written.items()])
+
+
+def _are_chats(problems: ProblemDataset) -> bool:
+    """Whether prompts are chats; a Parquet column has one type, so a file with both kinds is an error."""
+    kinds = {isinstance(problem.prompt, tuple) for problem in problems}
+    if len(kinds) > 1:
+        raise DataError(f"{problems.source.path}: has both questions and chats as prompts; split the file in two")
+    return kinds.pop()
+
+
+def _other_values(problem: Problem) -> Record:
+    return {name: value for name, value in problem.meta.items() if name != ROW_KEY}
+
+
 def problem_schema(trace_fields: Mapping[str, pa.DataType], chats: bool = False) -> pa.Schema:
-    """luffy's own layout. A prompt is one type in the whole file: questions, or chats."""
+    """Schema of luffy's layout; prompts are either all questions or all chats."""
     trace = pa.struct([("text", pa.string()), *trace_fields.items(), ("teacher", pa.string())])
     prompt = pa.list_(MESSAGE) if chats else pa.string()
     columns = [("id", pa.string()), ("prompt", prompt), ("answer", pa.string())]
@@ -25,8 +63,8 @@ def problem_schema(trace_fields: Mapping[str, pa.DataType], chats: bool = False)
 
 
 def column_types(rows: Callable[[], Iterable[Mapping[str, Any]]]) -> dict[str, pa.DataType | None]:
-    """What each column of rows needs in a Parquet file, in order of appearance; None where no one type holds all its
-    values. ``rows()`` goes through the rows anew."""
+    """Parquet type of each column, in order of appearance; None if no type holds all its values. ``rows()`` is called
+    twice."""
     found: dict[str, pa.DataType | None] = {}
     for some in _groups(rows()):
         for name in dict.fromkeys(name for row in some for name in row):
@@ -72,7 +110,7 @@ def _can_be_written(kind: pa.DataType) -> bool:
 
 
 class ProblemWriter:
-    """Rows to a parquet file, a row group at a time. Use inside ``whole_file``."""
+    """Writes rows to a Parquet file, a row group at a time; use it inside ``whole_file``."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._schema = schema

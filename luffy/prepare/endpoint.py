@@ -1,44 +1,30 @@
-"""A client for OpenAI-compatible servers, on the standard library: one sample per request, bounded retries.
-
-The API key lives in the request's header and nowhere else: messages are cleaned of it, and redirects, which would
-carry the header to another host, are refused.
-"""
+"""Client for OpenAI-compatible servers: one sample per request, bounded retries."""
 
 from __future__ import annotations
 
 import json
 import math
-import ssl
 import threading
-import urllib.error
-import urllib.parse
-import urllib.request
 from dataclasses import asdict, dataclass, field
-from http.client import HTTPException
 from typing import Any
 
 from luffy.errors import UserError
+from luffy.prepare.journal import whole_text
 from luffy.types import Message
-from luffy.web import REFUSED, body_of, pause, retry_after, shown, timed_opener
-
-FOR_THE_MOMENT = (408, 409, 425, 429)
+from luffy.web import Client, RequestFailed, checked_address, with_retries
 
 
 class EndpointError(UserError):
-    """A server that does not answer as asked; names the URL and the status."""
+    """A server that does not answer as asked; names the address and the status."""
 
 
 class Refused(Exception):
-    """The server does not take this request; others it may."""
-
-
-class Aborted(Exception):
-    """Another request failed for good, so this one is not needed any more."""
+    """The server refuses this request; it may accept others."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One sampled response. ``tokens`` are the server's words for its tokens, ``token_ids`` its ids where it says."""
+    """One sampled response; ``tokens`` are strings, ``token_ids`` the server's ids if it sends them."""
 
     text: str
     finish: str
@@ -49,7 +35,7 @@ class Reply:
 
 @dataclass
 class Endpoint:
-    """``url`` is the base, such as ``http://localhost:8000/v1``."""
+    """Server at the base address ``url``, such as ``http://localhost:8000/v1``."""
 
     url: str
     model: str
@@ -61,21 +47,17 @@ class Endpoint:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        parts = urllib.parse.urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"--endpoint {self.url}: give an http(s) address such as http://localhost:8000/v1")
-        if parts.username or parts.password or parts.query:
-            raise UserError("--endpoint: credentials do not belong in the address; use --api-key-env")
+        base = checked_address(self.url, "--endpoint", "http://localhost:8000/v1", "--api-key-env")
         if self.api not in ("chat", "completions"):
             raise UserError(f"--api {self.api} is unknown; known: chat, completions")
-        path = "chat/completions" if self.api == "chat" else "completions"
-        self.address = f"{self.url.rstrip('/')}/{path}"
-        self._opener = timed_opener()
+        self.address = f"{base}/{'chat/completions' if self.api == 'chat' else 'completions'}"
+        key = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        self._client = Client(key, (self.api_key or "",), proxies=True)  # a teacher may be outside the local network
         self._stop = threading.Event()
         self._has_answered = False
 
     def abort(self) -> None:
-        """End every waiting retry now."""
+        """End all waiting retries now."""
         self._stop.set()
 
     def sample(self, prompt: str | tuple[Message, ...], sampling: dict[str, Any]) -> Reply:
@@ -87,92 +69,38 @@ class Endpoint:
             body["messages"] = [asdict(message) for message in prompt]
         if self.log_probs:
             body["logprobs"] = True if self.api == "chat" else 0
-        return self._post(body)
-
-    # ---- HTTP
-
-    def _post(self, body: dict[str, Any]) -> Reply:
         content = json.dumps(body).encode()
-        for attempt in range(self.retries + 1):
-            if self._stop.is_set():
-                raise Aborted
-            try:
-                reply = self._reply(self._send(content))
-            except _Retry as retry:
-                if attempt == self.retries:
-                    raise self._error(f"{retry.what} after {attempt + 1} attempts") from retry
-                self._stop.wait(pause(self.first_wait_s, attempt, retry.after_s))
-            else:
-                self._has_answered = True
-                return reply
-        raise AssertionError("the last attempt returns or raises")
-
-    def _send(self, content: bytes) -> Any:
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        request = urllib.request.Request(self.address, content, headers, method="POST")
         try:
-            with self._opener.open(request, timeout=self.timeout_s) as response:
-                raw = response.read()
-        except urllib.error.HTTPError as error:
-            raise self._status_error(error) from None  # its traceback would hold the header
-        except (OSError, HTTPException) as error:
-            raise self._connection_error(error) from None
+            reply = with_retries(lambda: self._reply(content), self.retries, self.first_wait_s, self._stop)
+        except RequestFailed as error:
+            raise self._final_error(error) from None
+        self._has_answered = True
+        return reply
+
+    def _final_error(self, error: RequestFailed) -> Exception:
+        hint = "; give --no-logprobs" if error.status and self.log_probs and "logprob" in str(error).lower() else ""
+        what = f"{self.address}: {error}{hint}"
+        return Refused(what) if error.refused else EndpointError(what)
+
+    def _reply(self, content: bytes) -> Reply:
+        raw = self._client.send(self.address, content, self.timeout_s)
         try:
-            return json.loads(raw)
-        except ValueError:
-            raise self._no_reply(f"HTTP 200 with something that is not JSON: {self._cleaned(raw)}") from None
+            return self._parsed(json.loads(raw))
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            why = f"unexpected answer ({type(error).__name__} {error}): {self._client.shown(raw)}"
+            # A server that has answered before may do so again; another is not an OpenAI-compatible one.
+            raise RequestFailed(why, retryable=self._has_answered) from None
 
-    def _status_error(self, error: urllib.error.HTTPError) -> Exception:
-        body = body_of(error)
-        what = f"HTTP {error.code} {error.reason}: {self._cleaned(body)}"
-        if error.code in FOR_THE_MOMENT or error.code >= 500:
-            return _Retry(what, retry_after(error))
-        hint = "; give --no-logprobs" if self.log_probs and b"logprob" in body.lower() else ""
-        failure = self._error(what + hint)
-        return Refused(str(failure)) if error.code in REFUSED else failure
-
-    def _connection_error(self, error: OSError | HTTPException) -> Exception:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        what = f"no connection ({type(reason).__name__}: {reason})"
-        return self._error(what) if isinstance(reason, ssl.SSLCertVerificationError) else _Retry(what)
-
-    def _no_reply(self, what: str) -> Exception:
-        """A server that has answered before may do so again; another is none of its kind."""
-        return _Retry(what) if self._has_answered else self._error(what)
-
-    def _error(self, what: str) -> EndpointError:
-        return EndpointError(f"{self.address}: {what}")
-
-    def _cleaned(self, body: bytes) -> str:
-        return shown(body, self.api_key)
-
-    # ---- answers
-
-    def _reply(self, answer: Any) -> Reply:
-        try:
-            choice = answer["choices"][0]
-            text = whole_text(_chat_text(choice["message"]) if self.api == "chat" else choice["text"])
-            tokens, log_probs = _log_probs(choice.get("logprobs"))
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            found = self._cleaned(json.dumps(answer).encode())
-            raise self._no_reply(f"unexpected answer ({type(error).__name__} {error}): {found}") from None
+    def _parsed(self, answer: Any) -> Reply:
+        choice = answer["choices"][0]
+        text = whole_text(_chat_text(choice["message"]) if self.api == "chat" else choice["text"])
+        tokens, log_probs = _log_probs(choice.get("logprobs"))
         ids = choice.get("token_ids")
         return Reply(text, str(choice.get("finish_reason")), tokens, tuple(ids) if ids else None, log_probs)
 
 
-class _Retry(Exception):
-    """Worth another try."""
-
-    def __init__(self, what: str, after_s: float | None = None) -> None:
-        super().__init__(what)
-        self.what = what
-        self.after_s = after_s
-
-
 def _chat_text(message: Any) -> str:
-    """Reasoning servers give the thoughts apart from the answer; a trace has both, as the model wrote them."""
+    """Thoughts and answer as the model wrote them; reasoning servers send them apart."""
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content if part.get("type", "text") == "text")
@@ -181,7 +109,7 @@ def _chat_text(message: Any) -> str:
 
 
 def _log_probs(given: Any) -> tuple[tuple[str, ...] | None, tuple[float, ...] | None]:
-    """Chat: ``{"content": [{"token", "logprob"}]}``; completions: ``{"tokens": [], "token_logprobs": []}``."""
+    """Tokens and log-probs from ``{"content": [{"token", "logprob"}]}`` (chat) or ``{"tokens", "token_logprobs"}``."""
     if not given:
         return None, None
     if given.get("content"):
@@ -193,10 +121,5 @@ def _log_probs(given: Any) -> tuple[tuple[str, ...] | None, tuple[float, ...] | 
 
 
 def _number(value: Any) -> float:
-    """NaN for what is no number."""
+    """``value`` as a float, NaN if it is no number."""
     return float(value) if isinstance(value, int | float) else math.nan
-
-
-def whole_text(text: str) -> str:
-    """Half of a surrogate pair, which no file can hold, becomes a replacement character."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,4 +1,4 @@
-"""A record of finished work, from which a killed command goes on."""
+"""Journal of finished work, from which a killed command resumes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ MAY_CHANGE = {"endpoint"}  # where the work is done, not what it is
 
 
 class Journal:
-    """An append-only JSONL of finished work. Its first line holds the settings the work was done under.
+    """Append-only JSONL file of finished work; the first line holds the settings of the work.
 
-    A line torn by a kill is cut off when the journal is opened again; other settings, or a second process at
-    work on the same file, are refused.
+    Opening it removes a line torn by a kill, and refuses other settings or a second process.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], **kinds: type) -> None:
-        """``kinds`` of a record's values, as ``json_object`` takes them."""
+        """``kinds``: types of a record's values, as for ``json_object``."""
         self.path, self._kinds = path, kinds
         self._file = _opened(path)
         try:
@@ -63,11 +62,11 @@ class Journal:
                 yield self._parsed(file.readline(), index)
 
     def _parsed(self, line: bytes, index: int) -> Record:
-        remedy = "cut off the file before that line to go on from there, or delete it to start again"
+        remedy = "cut off the file before that line to resume from there, or delete it to start again"
         return json_object(line, f"{self.path}:{index + 2}", remedy, **self._kinds)
 
     def append(self, records: Sequence[Record]) -> None:
-        """On disk when this returns."""
+        """Write records to the disk."""
         if records:
             self._write(records)
 
@@ -85,7 +84,7 @@ class Journal:
 
     def _check(self, settings: Mapping[str, Any]) -> None:
         self._file.seek(0)
-        remedy = "it is no record of earlier work; move it away or choose another --out"
+        remedy = "it is no journal of earlier work; move it away or choose another --out"
         before = json_object(self._file.readline(), f"{self.path}:1", remedy, settings=dict)["settings"]
         now = json.loads(json.dumps(dict(settings)))
         for name in sorted((before.keys() | now.keys()) - MAY_CHANGE):
@@ -102,7 +101,7 @@ def _opened(path: Path) -> Any:
 
 
 def _line_ends(file: Any) -> list[int]:
-    """Where each complete line ends."""
+    """End offsets of the complete lines."""
     ends, position = [], 0
     file.seek(0)
     for line in file:
@@ -110,3 +109,8 @@ def _line_ends(file: Any) -> list[int]:
         if line.endswith(b"\n"):
             ends.append(position)
     return ends
+
+
+def whole_text(text: str) -> str:
+    """``text`` with a replacement character for half a surrogate pair, which no file can hold."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

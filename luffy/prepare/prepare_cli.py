@@ -1,4 +1,4 @@
-"""``luffy prepare openr1 | check | model | traces | benchmarks``."""
+"""``luffy prepare check | traces``, and what the repository adds: ``openr1 | model | benchmarks``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from luffy.cli_help import AnswerInThought, Columns, FullHelp, TrustRemoteCode
+from luffy.cli_help import AnswerInThought, Columns, FullHelp, Style, TrustRemoteCode, Workers
 from luffy.errors import UserError
+from luffy.repository import add_repository_commands
 
 prepare_app = typer.Typer(
     name="prepare",
@@ -20,58 +21,7 @@ prepare_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Workers = Annotated[int, typer.Option(min=1, help="verifier processes")]
-Style = Annotated[str, typer.Option(help="prompt style: auto, chat, paper, paper_simple or plain")]
-DEFAULT_WORKERS = min(os.cpu_count() or 2, 16)
-
-
-@prepare_app.command()
-def openr1(
-    source: Annotated[
-        str, typer.Argument(help="hub dataset, folder, or parquet file in the layout of OpenR1-Math-220k")
-    ] = "open-r1/OpenR1-Math-220k/data",
-    *,
-    tokenizer: Annotated[str, typer.Option(help="folder or hub id of the tokenizer that counts tokens")],
-    out: Annotated[Path, typer.Option(help="folder for the output; an interrupted run there is gone on with")],
-    max_trace_tokens: Annotated[int, typer.Option(min=1, help="longest trace, EOS included")] = 8192,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="longest rendered prompt")] = 1024,
-    style: Style = "auto",
-    split: Annotated[str, typer.Option(help="all; easy: traces within 2,048 tokens; hard: within 4,096")] = "all",
-    decontaminate: Annotated[
-        list[str] | None, typer.Option(help="evaluation file, folder or hub dataset to keep clear of; repeatable")
-    ] = None,
-    ngram: Annotated[int, typer.Option(min=1, help="words in a row that count as the same question")] = 13,
-    held_out: Annotated[
-        str,
-        typer.Option(
-            help="a share (0.1) or number (500) of problems to set apart; rest: those without a usable trace, "
-            "written without traces (the paper's data for SFT+RL)"
-        ),
-    ] = "0",
-    max_traces_per_problem: Annotated[int, typer.Option(min=0, help="0: all that are confirmed")] = 0,
-    trust_labels: Annotated[
-        bool, typer.Option("--trust-labels", help="do not verify what the dataset itself labels wrong")
-    ] = False,
-    workers: Workers = DEFAULT_WORKERS,
-    seed: Annotated[int, typer.Option(min=0, help="of the draw for --held-out")] = 0,
-) -> None:
-    """OpenR1-Math-220k to a verified, de-duplicated, decontaminated training file and its data card.
-
-    --split, --held-out, --seed and --max-traces-per-problem may change between runs into the same folder:
-    verified traces are used again.
-    """
-    from luffy.prepare.openr1 import ScreenOptions, prepare_openr1
-    from luffy.prepare.select import Choice
-
-    options = ScreenOptions(
-        max_trace_tokens, max_prompt_tokens, style, tuple(decontaminate or ()), ngram, trust_labels
-    )  # fmt: skip
-    choice = Choice(split, max_traces_per_problem or None, held_out, seed)
-    card = prepare_openr1(source, tokenizer, out, options, choice, workers)
-    for part in ("rows", "traces"):
-        dropped = ", ".join(f"{reason} {count:,}" for reason, count in card[part]["dropped"].items()) or "none"
-        typer.echo(f"{part:<9} read {card[part]['read']:,}, kept {card[part]['kept']:,}; dropped: {dropped}")
-    typer.echo(f"written   {card['rows']['train']:,} train, {card['rows']['held_out']:,} held out: {out}")
+add_repository_commands(prepare_app, "prepare")
 
 
 def named_columns(columns: list[str]) -> dict[str, str] | None:
@@ -86,7 +36,7 @@ def named_columns(columns: list[str]) -> dict[str, str] | None:
 def check(
     file: Annotated[str, typer.Argument(help="a data file, folder or hub dataset in any layout that train reads")],
     tokenizer: Annotated[str | None, typer.Option(help="folder or hub id; without it no tokens are counted")] = None,
-    reward: Annotated[str, typer.Option(help="a kind of docs/rewards.md, an address, or module:function")] = "math",
+    reward: Annotated[str, typer.Option(help="a reward of docs/rewards.md, an address, or module:function")] = "math",
     answer_in_thought: AnswerInThought = False,
     style: Style = "auto",
     system_prompt: Annotated[str | None, typer.Option(help="system message (styles chat and paper)")] = None,
@@ -103,7 +53,7 @@ def check(
     full: Annotated[bool, typer.Option("--full", help="show long prompts and traces whole")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="the whole report as one JSON object")] = False,
 ) -> None:
-    """What a run would make of a data file: schema, lengths, traces, verifier agreement, rendered examples."""
+    """Report on a data file: schema, lengths, traces, verifier agreement, rendered examples."""
     from luffy.prepare.check import CheckOptions, check_file, report_lines
 
     options = CheckOptions(
@@ -118,47 +68,17 @@ def check(
         typer.echo(line)
 
 
-@prepare_app.command()
-def model(
-    source: Annotated[str, typer.Argument(help="model folder in Hugging Face format, or hub id")],
-    *,
-    out: Annotated[Path, typer.Option(help="new folder")],
-    rope_theta: Annotated[float, typer.Option(min=0, help="rotary base; 0: leave it")] = 40000.0,
-    max_position: Annotated[int, typer.Option(min=0, help="context in tokens; 0: leave it")] = 16384,
-    chat_template: Annotated[str, typer.Option(help="paper, a Jinja file, or keep")] = "paper",
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
-    """A copy of a model with a longer context and the paper's chat template."""
-    from luffy.prepare.model import prepare_model
-
-    template = None if chat_template == "keep" else chat_template
-    for line in prepare_model(source, out, rope_theta or None, max_position or None, template, trust_remote_code):
-        typer.echo(line)
-    typer.echo(f"model     {out}")
-
-
-@prepare_app.command()
-def benchmarks(
-    source: Annotated[Path, typer.Argument(help="the folder data of github.com/ElliottYan/LUFFY")],
-    *,
-    out: Annotated[Path, typer.Option(help="data folder; the files go to OUT/benchmarks")] = Path("data"),
-) -> None:
-    """The paper's benchmarks for luffy eval, and their math problems as a held-out set for training."""
-    from luffy.prepare.benchmark_files import VALIDATION, prepare_benchmarks
-
-    math, missing = prepare_benchmarks(source, out)
-    for benchmark in math:
-        typer.echo(f"{benchmark.title:<10} {len(benchmark.problems):,} problems")
-    for name in missing:
-        typer.echo(f"not there  {source / name}")
-    typer.echo(f"written    {out / 'benchmarks'}; {VALIDATION} has {sum(len(b.problems) for b in math):,} problems")
+TraceTokenizer = Annotated[
+    str | None,
+    typer.Option(help="of the model to be trained: token ids with log-probs where they are its own, else text"),
+]
 
 
 @prepare_app.command()
 def traces(
     file: Annotated[str, typer.Argument(help="problems with answers, in any layout that train reads")],
     *,
-    out: Annotated[Path, typer.Option(help="parquet file to write; OUT.progress.jsonl beside it lets a run go on")],
+    out: Annotated[Path, typer.Option(help="parquet file to write; OUT.progress.jsonl next to it lets a run resume")],
     columns: Columns = None,
     endpoint: Annotated[str | None, typer.Option(help="base address, such as http://localhost:8000/v1")] = None,
     model: Annotated[str | None, typer.Option(help="the model's name at the endpoint")] = None,
@@ -167,17 +87,14 @@ def traces(
     api_key_env: Annotated[str | None, typer.Option(help="environment variable that holds the API key")] = None,
     logprobs: Annotated[bool, typer.Option(help="ask the endpoint for log-probs")] = True,
     extra_body: Annotated[str, typer.Option(help='more request fields, such as {"return_token_ids": true}')] = "{}",
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="of the model to be trained: token ids with log-probs where they are its own, else text"),
-    ] = None,
+    tokenizer: TraceTokenizer = None,
     n: Annotated[int, typer.Option(min=1, help="samples per problem")] = 4,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="longest response")] = 8192,
     style: Style = "auto",
     system_prompt: Annotated[str | None, typer.Option(help="system message, where the prompt has none")] = None,
     teacher: Annotated[str | None, typer.Option(help="name recorded in the traces; default: the model's")] = None,
-    reward: Annotated[str, typer.Option(help="a kind of docs/rewards.md, an address, or module:function")] = "math",
+    reward: Annotated[str, typer.Option(help="a reward of docs/rewards.md, an address, or module:function")] = "math",
     answer_in_thought: AnswerInThought = False,
     workers: Workers = 2,
     concurrency: Annotated[int, typer.Option(min=1, help="requests under way (endpoint)")] = 16,
@@ -185,10 +102,10 @@ def traces(
     timeout: Annotated[float, typer.Option(min=1, help="seconds for one response (endpoint)")] = 600,
     keep_wrong: Annotated[bool, typer.Option("--keep-wrong", help="keep finished but wrong samples too")] = False,
     keep_traces: Annotated[
-        bool, typer.Option("--keep-traces", help="traces that FILE has stay, in front of the new ones")
+        bool, typer.Option("--keep-traces", help="keep the traces of FILE, before the new ones")
     ] = False,
     limit: Annotated[int, typer.Option(min=0, help="only the first problems; 0: all")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="of the samples")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the samples")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 (local)")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda (local)")] = "auto",
     trust_remote_code: TrustRemoteCode = False,

@@ -1,4 +1,4 @@
-"""Who writes traces: a server behind an OpenAI-compatible address, or a model in this process."""
+"""Teachers that write traces: an OpenAI-compatible server, or a model in this process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, Protocol
 from luffy.data import Encoder
 from luffy.data.encode import resolve_style, with_system_prompt
 from luffy.errors import DataError, UserError
-from luffy.prepare.endpoint import Aborted, Endpoint, Refused, Reply
+from luffy.prepare.endpoint import Endpoint, Refused, Reply
 from luffy.seeds import seed_of
 from luffy.types import THINK, Completion, Message, Problem, Request, Sampling, Task
+from luffy.web import Stopped
 
 SAVED_AT_ONCE = 256  # samples of a model in this process
 TOKEN_ID = "token_id:"
@@ -34,7 +35,7 @@ class TeacherResponse:
 
 
 class Answer(NamedTuple):
-    """A problem's responses, as far as the teacher does not refuse them, and why it does."""
+    """Responses to one problem that the teacher did not refuse, and the reason of a refusal."""
 
     problem: Problem
     samples: list[TeacherResponse]
@@ -42,16 +43,16 @@ class Answer(NamedTuple):
 
     @staticmethod
     def of(problem: Problem, samples: Sequence[TeacherResponse | str]) -> Answer:
-        """A string is a refusal."""
+        """Answer from samples, among which a string is a refusal."""
         made = [sample for sample in samples if not isinstance(sample, str)]
         return Answer(problem, made, next((sample for sample in samples if isinstance(sample, str)), ""))
 
 
 class Teacher(Protocol):
-    """Somebody to ask."""
+    """Source of responses to problems."""
 
     def answer(self, problems: Iterable[Problem], n: int) -> Iterator[list[Answer]]:
-        """As they are finished, in any order."""
+        """Yield answers as they finish, in any order."""
 
 
 # ---- a server
@@ -70,7 +71,7 @@ class EndpointTeacher:
     encoder: Encoder | None = None
 
     def answer(self, problems: Iterable[Problem], n: int) -> Iterator[list[Answer]]:
-        """After a failure no request is added, those under way are still used, and then the failure is raised."""
+        """Yield answers as they finish; after a failure use the requests in flight, then raise it."""
         wanted = ((problem, place) for problem in problems for place in range(n))
         running: dict[Future[Reply], tuple[Problem, int]] = {}
         drawn: dict[str, dict[int, TeacherResponse | str]] = {}
@@ -114,7 +115,7 @@ class EndpointTeacher:
                 failure = failure or error
                 self.endpoint.abort()
                 continue
-            except Aborted:
+            except Stopped:
                 continue
             if len(samples) == n:
                 answered.append(Answer.of(problem, [samples[k] for k in range(n)]))
@@ -142,7 +143,7 @@ class EndpointTeacher:
 
 
 def whole_response(text: str, in_thought: bool) -> str:
-    """A response with the tag of the thought that its prompt opened."""
+    """Response with the tag of the thought that its prompt opened."""
     return f"{THINK}\n{text}" if in_thought else text
 
 
@@ -216,7 +217,7 @@ class LocalTeacher:
         trust_remote_code: bool = False,
     ) -> None:
         from luffy.evaluation.engines import load_native
-        from luffy.train.setup import pick_device
+        from luffy.models.machine import pick_device
 
         loaded = load_native(path, dtype=dtype, device=pick_device(device), trust_remote_code=trust_remote_code)
         self._tokenizer, self._engine = loaded.tokenizer, loaded.engine
@@ -233,7 +234,7 @@ class LocalTeacher:
         self._same_ids = tokenizer is not None and tokenizer.get_vocab() == self._tokenizer.get_vocab()
 
     def answer(self, problems: Iterable[Problem], n: int) -> Iterator[list[Answer]]:
-        """Some hundred samples at a time; the engine gets the next problems meanwhile."""
+        """Yield answers some hundred samples at a time, while the engine works on the next problems."""
         open_problems: dict[int, tuple[Task, list[TeacherResponse | None]]] = {}
         numbers = count()
         answered: list[Answer] = []
@@ -294,7 +295,7 @@ def endpoint_teacher(
     timeout_s: float,
     trust_remote_code: bool = False,
 ) -> tuple[Teacher, dict[str, Any]]:
-    """A teacher and the settings its samples depend on (no key among them)."""
+    """Teacher that asks a server, and the settings its samples depend on (no key among them)."""
     if not model:
         raise UserError("--endpoint needs --model, the model's name at the server")
     endpoint = Endpoint(url, model, api, api_key, log_probs, retries, timeout_s=timeout_s)
@@ -320,7 +321,7 @@ def local_teacher(
     device: str,
     trust_remote_code: bool = False,
 ) -> tuple[Teacher, dict[str, Any]]:
-    """The same for a model in this process."""
+    """Teacher that samples from a model in this process, and the settings its samples depend on."""
     tokenizer = _tokenizer(tokenizer_path, trust_remote_code)
     options: dict[str, Any] = {"seed": seed, "style": style, "system_prompt": system_prompt, "dtype": dtype}
     here: dict[str, Any] = {"tokenizer": tokenizer, "device": device, "trust_remote_code": trust_remote_code}

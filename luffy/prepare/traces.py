@@ -1,6 +1,6 @@
-"""``luffy prepare traces``: n samples of a teacher for every problem, verified, the right ones kept as traces.
+"""``luffy prepare traces``: sample a teacher n times per problem and keep the correct responses as traces.
 
-Every finished problem is a line of the journal beside the output, so a stopped run asks for nothing twice.
+Every finished problem is a line of the journal next to the output, so a resumed run repeats no request.
 """
 
 from __future__ import annotations
@@ -17,31 +17,20 @@ import pyarrow as pa
 
 from luffy.data import ProblemDataset, load_problems
 from luffy.data.encode import where
-from luffy.data.schemas import ROW_KEY, TRACE_COLUMNS
-from luffy.errors import DataError, UserError
+from luffy.errors import UserError
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.background_work import BackgroundWork
 from luffy.files import whole_file, write_atomically
-from luffy.prepare.dataset_files import ProblemWriter, column_types, problem_schema
-from luffy.prepare.endpoint import whole_text
-from luffy.prepare.journal import Journal, Record
+from luffy.prepare.dataset_files import ProblemWriter, traces_schema
+from luffy.prepare.journal import Journal, Record, whole_text
 from luffy.prepare.teachers import Answer, Teacher, TeacherResponse
 from luffy.progress import progress
-from luffy.rewards import Verifier, build_verifier
-from luffy.rewards.own_function import CALL_FAILED
-from luffy.rewards.verifier import GO_ON, why_every_call_failed
+from luffy.rewards.verifier import CALL_FAILED, GO_ON, Verifier, build_verifier, why_every_call_failed
 from luffy.types import Problem, Score
 
 logger = logging.getLogger(__name__)
 
 REFUSED_IN_A_ROW = 64  # problems after which nothing more is asked
-TRACE_FIELDS = {
-    "token_ids": pa.list_(pa.int32()),
-    "log_probs": pa.list_(pa.float32()),
-    "score": pa.float32(),
-}
-OTHER_LAYOUTS = {"reward_model", "problem", *(column for columns in TRACE_COLUMNS.values() for column in columns)}
-"""Columns by which a reader would take the output for another layout, or look for traces there."""
 
 
 def prepare_traces(
@@ -60,13 +49,15 @@ def prepare_traces(
     answer_in_thought: bool = False,
     columns: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Write ``out`` (problems with the teacher's traces) and a card beside it; returns the card. Columns that luffy
-    does not use go along. The file's own traces are left out, or with ``keep_traces`` stand before the new ones."""
+    """Write ``out``, problems with the teacher's traces, and a card next to it; returns the card.
+
+    Columns that luffy does not use are kept. Traces of ``file`` are dropped, or with ``keep_traces`` come first.
+    """
     if out.suffix != ".parquet":
         raise UserError(f"--out {out}: name a .parquet file")
     out.parent.mkdir(parents=True, exist_ok=True)
     problems = load_problems(file, limit=limit, columns=columns)
-    schema = with_other_columns(problem_schema(TRACE_FIELDS, chats=are_chats(problems)), problems)
+    schema = traces_schema(problems)
     decisive = {**settings, "n": n, "reward": reward, "problems_sha256": problems.fingerprint}
     if answer_in_thought:  # only then, so that files of before this option go on
         decisive["answer_in_thought"] = True
@@ -84,8 +75,10 @@ def prepare_traces(
 
 
 def ask(problems: ProblemDataset, n: int, teacher: Teacher, verifier: Verifier, journal: Journal) -> None:
-    """Put every problem that the journal does not have yet to the teacher, and to the reward once more those samples
-    whose call of it failed. A problem that the teacher refuses is not put on record: the next call asks again."""
+    """Ask the teacher for every problem that is not in the journal; repeat reward calls that failed.
+
+    A problem that the teacher refuses is not recorded: the next run asks again.
+    """
     score_again(problems, verifier, journal)
     done = {record["id"] for record in journal}
     refused: list[Answer] = []
@@ -114,7 +107,7 @@ def ask(problems: ProblemDataset, n: int, teacher: Teacher, verifier: Verifier, 
 
 
 def score_again(problems: ProblemDataset, verifier: Verifier, journal: Journal) -> None:
-    """A record with samples that were not scored is written once more when they are; a problem's last record counts."""
+    """Score samples whose reward call failed, and append their records again; a problem's last record counts."""
     again: dict[str, Record] = {}
     for record in journal:
         again.pop(record["id"], None)
@@ -139,31 +132,8 @@ def is_unscored(record: Record) -> bool:
     return any(sample["status"] == CALL_FAILED for sample in record["samples"])
 
 
-def are_chats(problems: ProblemDataset) -> bool:
-    """Whether prompts are chats. A parquet column has one type, so a file with both kinds cannot be written back."""
-    kinds = {isinstance(problem.prompt, tuple) for problem in problems}
-    if len(kinds) > 1:
-        raise DataError(f"{problems.source.path}: has both questions and chats as prompts; split the file in two")
-    return kinds.pop()
-
-
-def with_other_columns(schema: pa.Schema, problems: ProblemDataset) -> pa.Schema:
-    """The schema with what else the problems have: rewards of one's own and hints read it."""
-    found = column_types(lambda: map(_other_values, problems))
-    others = {name: kind for name, kind in found.items() if name not in schema.names}
-    written = {name: kind for name, kind in others.items() if kind is not None and name not in OTHER_LAYOUTS}
-    if left_out := [name for name in others if name not in written]:
-        why = "values that no one type of Parquet holds, or a name that means another layout"
-        logger.warning("%s: columns left out of the output: %s (%s)", problems.source.path, ", ".join(left_out), why)
-    return pa.schema([*schema, *written.items()])
-
-
-def _other_values(problem: Problem) -> Record:
-    return {name: value for name, value in problem.meta.items() if name != ROW_KEY}
-
-
 def scored(answered: Iterable[Answer], verifier: Verifier) -> tuple[list[Record], str | None]:
-    """A journal record for each problem that was not refused, and why it ends the run if the reward does not work."""
+    """Journal records of the problems that were not refused; and an error message if every reward call failed."""
     answered = [answer for answer in answered if answer.samples]
     items = [(answer.problem, sample.text) for answer in answered for sample in answer.samples]
     found = verifier.score(items)
@@ -191,8 +161,7 @@ def _record(sample: TeacherResponse, score: Score) -> Record:
 
 
 def verdicts(samples: Sequence[Record], keep_wrong: bool, there: Iterable[str | None] = ()) -> Iterator[str]:
-    """What becomes of each sample: "kept" if it becomes a trace, else why it does not. ``there``: texts of the traces
-    that the problem has already."""
+    """Verdict on each sample: "kept" if it becomes a trace, else the reason. ``there``: texts of existing traces."""
     seen = set(there)
     for sample in samples:
         if not sample["finished"]:
@@ -249,7 +218,7 @@ def _output_row(problem: Problem, traces: Sequence[Record]) -> Record:
 
 
 def _trace(sample: Record, name: str) -> Record:
-    """Either text or token ids, as the reader wants it: ids say more, and text would be a second truth."""
+    """Trace with either text or token ids, as the reader expects it."""
     ids = sample.get("token_ids")
     return {
         "text": whole_text(sample["text"]) if ids is None else None,

@@ -22,12 +22,13 @@ from luffy.errors import StopRequested, TrainingStopped, UserError
 from luffy.files import json_object, write_atomically
 from luffy.progress import lasting
 from luffy.report.html import write_report
-from luffy.report.recorder import METRICS, read_json_lines
-from luffy.report.runs import flat_config
 from luffy.report.tables import OUTSIDE_STEPS, STEP_SECONDS
+from luffy.run_folder.checkpoint import CheckpointStore
+from luffy.run_folder.layout import METRICS
+from luffy.run_folder.recorder import read_json_lines
+from luffy.run_folder.runs import flat_config
 from luffy.schema import nearest, to_dict
-from luffy.train.checkpoint import CheckpointStore
-from luffy.train.loop import Trainer
+from luffy.trainer import Trainer
 
 DEFAULT_METHODS = "on_policy,sft,luffy"
 SFT_RUN = "runs/tiny-sft/"  # where recipes of the tiny size look for what `luffy sft tiny/sft` left
@@ -42,7 +43,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class MethodOutcome:
-    """What one method reached with one seed; accuracies are shares of right answers."""
+    """Accuracies of one method with one seed, as fractions, and its training seconds."""
 
     start: float
     heldout: float
@@ -57,7 +58,7 @@ Outcomes = dict[str, dict[int, MethodOutcome]]
 
 @dataclass
 class Comparison:
-    """Outcomes by method and seed so far, and what stopped the runs that failed, by ``METHOD/seed-N``."""
+    """Outcomes by method and seed, and errors of failed runs by ``METHOD/seed-N``."""
 
     outcomes: Outcomes = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -68,9 +69,9 @@ def quickstart(
 ) -> Outcomes:
     """Train every method with every seed below ``out``, print the table, write summary.json and report.html.
 
-    ``methods``: names of recipes with commas between them, or ``all``. ``as_json``: the summary alone goes to standard
-    output, and the table with everything else to standard error. A run that fails is named, and the others go on;
-    in the end they make a TrainingStopped. What was finished before is not trained again.
+    ``methods``: comma-separated recipe names, or ``all``. ``as_json``: print the summary to standard output and
+    everything else to standard error. If a run fails the others continue, and a TrainingStopped names it at the end.
+    Finished runs are not repeated.
     """
     chosen = choose_methods(methods)
     planned = [(method, configure(out, method, seed, steps)) for seed in range(seeds) for method in chosen]
@@ -93,21 +94,20 @@ def quickstart(
     if as_json:
         print(json.dumps(summary(found), indent=1))
     if found.failed:
-        raise TrainingStopped(f"failed: {', '.join(found.failed)}; why is above and in {out / 'summary.json'}")
+        raise TrainingStopped(f"failed: {', '.join(found.failed)}; see the errors above and in {out / 'summary.json'}")
     return found.outcomes
 
 
 NOTES = (
     "Held-out problems have 8 terms like the training problems; the OOD set has 11. Accuracies of the curves are "
     "sampled at temperature 1, as in training. All methods see the same problems in the same order; on-policy RL and "
-    "LUFFY draw 8 samples for each (LUFFY: 7 and the trace), SFT learns from the same traces. Methods that begin with "
-    "the model of SFT, or are taught by it, have that of the same seed; its steps and seconds do not count as theirs."
+    "LUFFY draw 8 samples for each (LUFFY: 7 and the trace), SFT learns from the same traces. Methods initialised "
+    "or distilled from the SFT model use the one with the same seed; its steps and seconds are not counted as theirs."
 )
 
 
 def choose_methods(methods: str) -> list[str]:
-    """Names of recipes out of ``all`` or a list with commas, in the order to run them: those that need the model of SFT
-    come last, and bring SFT with them."""
+    """Recipe names in the order to run them: those that need the SFT model come last, and add SFT."""
     known = [name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")]
     named = [name.strip().replace("-", "_") for name in methods.split(",") if name.strip()]
     listed = f"; there are {', '.join(known)}, and all"
@@ -123,7 +123,7 @@ def choose_methods(methods: str) -> list[str]:
 
 
 def sft_model_keys(cfg: Config) -> dict[str, str]:
-    """Which knobs name the model that SFT left, and the path from SFT's run folder to it."""
+    """Config keys that name the SFT model, with its path inside the run folder of SFT."""
     values = {key: value for key, value in flat_config(cfg).items() if isinstance(value, str)}
     return {key: value.removeprefix(SFT_RUN) for key, value in values.items() if value.startswith(SFT_RUN)}
 
@@ -142,7 +142,7 @@ def shown(method: str) -> str:
 
 
 def refuse_fewer_steps(cfg: Config) -> None:
-    """A run that went on further would be resumed at its end, and its results taken for those of fewer steps."""
+    """Raise a UserError if a run has more steps than asked for: its results would count as those of fewer steps."""
     done = max((checkpoint.step for checkpoint in CheckpointStore(cfg.folder / "checkpoints", keep=1)), default=0)
     if cfg.train.steps is not None and done > cfg.train.steps:
         raise UserError(
@@ -152,7 +152,7 @@ def refuse_fewer_steps(cfg: Config) -> None:
 
 
 def run_and_note(found: Comparison, method: str, cfg: Config, console: Console) -> None:
-    """Train one method with one seed. Whatever stops it is said and noted, unless it is a request to stop."""
+    """Train one method with one seed; print and record an error, unless it is a request to stop."""
     try:
         console.print(f"[bold]{cfg.name}[/]")
         outcome = finished(cfg) or run_one(cfg, method)
@@ -168,7 +168,7 @@ def run_and_note(found: Comparison, method: str, cfg: Config, console: Console) 
 
 
 def finished(cfg: Config) -> MethodOutcome | None:
-    """What an earlier quickstart left of a run with the same settings, if it came to its end."""
+    """Outcome of a finished run with the same settings, if there is one."""
     path = cfg.folder / FINISHED
     kept = json_object(path.read_bytes(), path, "delete it, and the run is made again") if path.is_file() else {}
     same = kept.get("config") == json.loads(json.dumps(to_dict(cfg)))
@@ -206,9 +206,9 @@ def summary(found: Comparison) -> dict[str, object]:
 
 
 def table(outcomes: Outcomes) -> Table:
-    """The best of the held-out problems first. 80 columns are enough."""
+    """Table of at most 80 columns, the best held-out accuracy first."""
     seeds = max(len(by_seed) for by_seed in outcomes.values())
-    title = f"Right answers after training in percent, {seeds} seed{'s' if seeds > 1 else ''}"
+    title = f"Correct answers after training in percent, {seeds} seed{'s' if seeds > 1 else ''}"
     caption = "sampled at temperature 1, or greedy; longer: 11 terms, not 8"
     made = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     made.add_column("method", no_wrap=True)
@@ -234,7 +234,7 @@ def middle(values: Sequence[float]) -> float:
 
 
 def percent(values: Sequence[float]) -> str:
-    """``95.5``, or with several seeds the middle of their range and half its width: ``96.2 ±0.3``."""
+    """``95.5``, or with several seeds midrange and half-range: ``96.2 ±0.3``."""
     if len(values) == 1:
         return f"{100 * values[0]:.1f}"
     return f"{100 * middle(values):.1f} ±{50 * (max(values) - min(values)):.1f}"

@@ -1,4 +1,4 @@
-"""Which built-in method a run's settings are those of, and in what they differ from it."""
+"""The built-in method that is closest to a run's settings, and the differences."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from luffy.config import Config, built_in_recipes, read_recipe
-from luffy.report.runs import flat_config, flatten
+from luffy.config import Config, build, built_in_recipes, read_recipe
+from luffy.config.knobs import Knobs
+from luffy.config.legacy import PARTS
+from luffy.run_folder.runs import flat_config
 
 # The knobs that make a method; the others say how large a training is, or where it runs.
 SECTIONS = ("algorithm.", "guidance.", "teacher.", "replay.", "sft_steps.", "rollout.offpolicy_guidance.")
@@ -29,6 +31,7 @@ PAPERS = {  # arXiv numbers of the methods; docs/methods.md says what is taken f
     "prefix_rft": "2507.01679",
     "relift": "2506.07527",
     "rl_plus": "2508.00222",
+    "rloo": "2402.14740",
     "rl_sft_loss": "2504.14945",
     "scaf": "2510.19807",
     "srft": "2506.19767",
@@ -38,8 +41,8 @@ PAPERS = {  # arXiv numbers of the methods; docs/methods.md says what is taken f
 
 
 def closest_recipe(config: Mapping[str, Any], sft: bool) -> tuple[str, dict[str, Any]]:
-    """The name of the method recipe with the fewest settings that a run's flat config has otherwise, and those
-    settings as the run has them. What ``luffy sft`` trained is ``sft``."""
+    """The name of the method recipe with the fewest settings that differ from a run's flat config, and the run's values
+    of those settings. Runs of ``luffy sft`` are ``sft``."""
     if sft:
         return "sft", {}
     apart = {name: _differences(config, settings) for name, settings in _recipes().items()}
@@ -49,25 +52,24 @@ def closest_recipe(config: Mapping[str, Any], sft: bool) -> tuple[str, dict[str,
 
 @cache
 def about_recipe(name: str) -> str:
-    """What a method recipe is, in the words of its first line."""
+    """The description of a method recipe: its first line."""
     return built_in_recipes()[f"methods/{name}"]
 
 
 def _differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     own = _over_defaults(config)
-    sections = {key.rpartition(".")[0] for key in settings}
-    # of a section that the recipe opens (algorithm.mix), what it leaves out is at its default, which is not known here
-    known = [key for key in own if key in settings or key.rpartition(".")[0] not in sections]
-    return {key: own.get(key) for key in dict.fromkeys((*known, *settings)) if own.get(key) != settings.get(key)}
+    apart = {key: own.get(key) for key in dict.fromkeys((*own, *settings)) if own.get(key) != settings.get(key)}
+    other_parts = tuple(f"{key}." for key in apart if key in PARTS)  # its settings are no further difference
+    return {key: value for key, value in apart.items() if not key.startswith(other_parts)}
 
 
 @cache
 def _recipes() -> dict[str, dict[str, Any]]:
-    """The method settings of every method recipe, flat. They are not built into a Config: some ask for a second model
-    that only a size or a user names."""
+    """The method settings of every method recipe, flat. They are not built into a checked Config: some ask for a second
+    model that only a size or a user names."""
     names = [name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")]
     wanted = [name for name in names if name not in ("sft", SECOND_STAGE)]
-    return {name: _over_defaults(flatten(read_recipe(f"methods/{name}"))) for name in wanted}
+    return {name: _over_defaults(flat_config(build(Knobs, read_recipe(f"methods/{name}")))) for name in wanted}
 
 
 @cache
@@ -77,7 +79,7 @@ def _defaults() -> dict[str, Any]:
 
 def _over_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """The method settings of a flat config that need not say everything."""
-    opened = {key.rpartition(".")[0] for key in given}  # sections that are None by default
+    opened = {key.rpartition(".")[0] for key in given} - set(PARTS)  # sections that are None by default
     merged = {key: value for key, value in _defaults().items() if key not in opened} | dict(given)
     return {key: _plain(value) for key, value in merged.items() if _makes_a_method(key)}
 

@@ -1,4 +1,4 @@
-"""Figures over seeds: intervals for the table, mean and range for the curves."""
+"""Statistics over seeds: intervals for the table, mean and range for the curves."""
 
 from __future__ import annotations
 
@@ -57,10 +57,8 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def thin_out(curves: Sequence[Curve], limit: int = MOST_POINTS) -> tuple[list[Curve], int]:
-    """At most ``limit`` points a curve, and over how many steps each is a mean (1: nothing was done).
-
-    All curves share the bins, so that seeds stay comparable point by point.
-    """
+    """Curves of at most ``limit`` points, and the number of steps that each point is a mean of (1: unchanged). All
+    curves share the bins, so that seeds stay comparable point by point."""
     steps = sorted({x for curve in curves for x, _ in curve})
     width = math.ceil(len(steps) / limit)
     if width <= 1:
@@ -80,8 +78,8 @@ def _binned(curve: Curve, bin_of: dict[float, int], ends: dict[int, float]) -> C
 def smooth(curve: Curve, strength: float) -> Curve:
     """The exponential moving average whose weights fall by ``strength`` a step; 0 leaves the curve as it is.
 
-    By step and not by point: what is measured every tenth step has little noise to take off, and would lag far behind
-    what is measured at each. Divided by the sum of its weights, so that it starts at the first value and not near zero.
+    By step and not by point: a metric of every tenth step has little noise to remove, and would lag far behind one of
+    every step. Divided by the sum of its weights, so that it starts at the first value and not near zero.
     """
     if not 0 <= strength < 1:
         raise ValueError(f"a smoothing strength is at least 0 and below 1, got {strength}")
@@ -105,10 +103,8 @@ class Envelope:
 
 
 def envelope(curves: Sequence[Curve]) -> Envelope:
-    """Over the steps that every curve spans, so that the mean does not jump where a shorter run ends.
-
-    A step that one seed skipped (no update, so no entropy) is interpolated there.
-    """
+    """The envelope over the steps that every curve spans, so that the mean does not jump where a shorter run ends. A
+    step that one seed skipped (no update, so no entropy) is interpolated."""
     present = [curve for curve in curves if curve]
     if not present:
         return Envelope((), (), (), ())

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone are one method."""
+"""Methods: groups of runs that differ in their seed alone, and the categories of methods."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from luffy.report.runs import RunRecord
 from luffy.report.text import legible
+from luffy.run_folder.runs import RunRecord
 
 OWN = ("seed", "name", "out", "made_for")  # what names a run rather than a method
 SHOWN_DIFFERENCES = 3  # keys in a label
@@ -41,14 +41,13 @@ Styled = tuple[int, Method]  # a method and the number of its colour and dash
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Method]:
-    """Methods in the order of their first run. Runs of equal settings are seeds of one method where their folders
-    differ by the seed alone, or say nothing of a seed while their configs have different ones. A method is called by
-    its path from the folder that all methods share."""
+    """Methods in the order of their first run. Runs of equal settings are seeds of one method if their folders differ
+    by the seed alone, or name no seed while their configs have different ones. A method's label is its path from the
+    folder that all methods share."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
-        groups.setdefault(_written([str(_seed_taken_off(run) or run.folder.resolve()), settings_of(run)]), []).append(
-            run
-        )
+        path = _seed_taken_off(run) or run.folder.resolve()
+        groups.setdefault(_written([str(path), settings_of(run)]), []).append(run)
     merged = _merged(_merged(list(groups.values()), _numbered), _unnamed)
     paths = [_method_path(members) for members in merged]
     root = os.path.commonpath([path.parent for path in paths]) if paths else ""
@@ -57,12 +56,8 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Method]:
     return _distinct(methods)
 
 
-def by_beginning(methods: Sequence[Method]) -> list[Method]:
-    return sorted(methods, key=lambda method: min((run.first_time for run in method.runs), default=0.0))
-
-
 def _seed_taken_off(run: RunRecord) -> Path | None:
-    """``luffy`` of a folder ``luffy/seed-0``, ``luffy-s0`` or ``luffy-seed0``; None of any other."""
+    """``luffy`` for a folder ``luffy/seed-0``, ``luffy-s0`` or ``luffy-seed0``; None for any other."""
     folder = run.folder.resolve()
     if _SEED_FOLDER.fullmatch(folder.name):
         return folder.parent
@@ -71,7 +66,7 @@ def _seed_taken_off(run: RunRecord) -> Path | None:
 
 
 def _number_taken_off(run: RunRecord) -> Path | None:
-    """``luffy`` of ``luffy-0`` or ``luffy/0``, where 0 is the seed of its config."""
+    """``luffy`` for ``luffy-0`` or ``luffy/0`` if 0 is the seed of its config."""
     folder = run.folder.resolve()
     match = _NUMBER.fullmatch(folder.name)
     if match is None or _seed_taken_off(run) is not None or run.seed != int(match["number"]):
@@ -80,19 +75,20 @@ def _number_taken_off(run: RunRecord) -> Path | None:
 
 
 def _numbered(members: Sequence[RunRecord]) -> str | None:
+    """The folder without its number."""
     path = _number_taken_off(members[0])
     return None if path is None else str(path)
 
 
 def _unnamed(members: Sequence[RunRecord]) -> str | None:
-    """Whatever the folder is called, as long as it does not say that it is one seed of several."""
+    """The folder above one that is named after no seed."""
     return None if len(members) > 1 or _seed_taken_off(members[0]) else str(members[0].folder.resolve().parent)
 
 
 def _merged(
     groups: Sequence[list[RunRecord]], name: Callable[[Sequence[RunRecord]], str | None]
 ) -> list[list[RunRecord]]:
-    """Groups of the same name and settings together, where each has a seed of its own."""
+    """Join groups of the same name and settings if no seed occurs twice."""
     found: dict[str, list[RunRecord]] = {}
     for place, members in enumerate(groups):
         named = name(members)
@@ -104,7 +100,7 @@ def _merged(
 
 
 def _method_path(members: Sequence[RunRecord]) -> Path:
-    """What its folders have in common when the seed is taken off; of an only run without such a sign, its folder."""
+    """The shared part of its folders without the seed; the folder itself for a single run that names no seed."""
     first = members[0]
     return _seed_taken_off(first) or (len(members) > 1 and _number_taken_off(first)) or first.folder.resolve()
 
@@ -114,19 +110,12 @@ def _label(members: Sequence[RunRecord], path: Path, root: str) -> str:
     names = [run.folder.resolve().name for run in members]
     if len(members) == 1 or path.name not in names:
         return label
-    shared = _shared_beginning(names).rstrip("-_. ")
+    shared = os.path.commonprefix(names).rstrip("-_. ")  # noqa: RUF071 - names, not paths
     return str(Path(label).with_name(shared)) if len(shared) >= SHORTEST_PREFIX else ", ".join([label, *names[1:]])
 
 
-def _shared_beginning(names: Sequence[str]) -> str:
-    """The letters with which all names begin; of sorted names, the first and the last tell."""
-    first, last = min(names), max(names)
-    same = (i for i, letter in enumerate(first) if not last.startswith(letter, i))
-    return first[: next(same, len(first))]
-
-
 def settings_of(run: RunRecord) -> dict[str, Any]:
-    """A path that carries the run's own seed (data drawn per seed) does not make another method."""
+    """The settings that make a method. The run's own seed in a path (data drawn per seed) is left out."""
     kept = {key: _without_seed(value, run.seed) for key, value in run.config.items() if key not in OWN}
     return {"command": run.kind, **kept}
 
@@ -148,7 +137,7 @@ def _written(value: Any) -> str:
 
 
 def _distinct(methods: list[Method]) -> list[Method]:
-    """Methods of the same label get what sets them apart written behind it."""
+    """Append the differing settings to labels that occur more than once."""
     counts = Counter(method.label for method in methods)
     twins = {label: [m for m in methods if m.label == label] for label, n in counts.items() if n > 1}
     seen: Counter[str] = Counter()
@@ -169,4 +158,40 @@ def _difference(method: Method, keys: Sequence[str]) -> str:
 
 
 def show_value(value: Any) -> str:
+    """A setting as text."""
     return legible(value) if isinstance(value, str) else json.dumps(value, default=str)
+
+
+# ---- categories
+
+OWN_SAMPLES = "Own samples"
+TRACES = "A trace in the group"
+GATED = "Traces or hints on demand"
+MIXED = "SFT, alone or beside RL"
+TAUGHT = "A second model"
+FAMILIES = (OWN_SAMPLES, TRACES, GATED, MIXED, TAUGHT)
+SECOND_MODELS = (
+    "rollout.offpolicy_guidance.model_path",
+    "rollout.offpolicy_guidance.servers",
+    "teacher.path",
+    "teacher.servers",
+)
+
+
+def family_of(settings: Mapping[str, Any]) -> str:
+    """The category of a method by its flat config (``Method.settings``)."""
+    if any(settings.get(model) for model in SECOND_MODELS):
+        return TAUGHT
+    if settings.get("guidance.gate", "none") != "none":
+        return GATED
+    beside = settings.get("batch.expert_share") or settings.get("sft_steps.buffer")
+    named = settings.get("algorithm.trace_term") == "sft" or settings.get("algorithm.credit") == "srft"
+    if settings.get("command") == "sft" or named or beside:
+        return MIXED
+    return TRACES if settings.get("guidance.n_prefix") else OWN_SAMPLES
+
+
+def families(methods: Sequence[Styled]) -> dict[str, list[Styled]]:
+    """The methods of each category that has any, in the order of FAMILIES."""
+    found = {family: [m for m in methods if family_of(m[1].settings) == family] for family in FAMILIES}
+    return {family: members for family, members in found.items() if members}

@@ -9,23 +9,27 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, TypeVar
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
 from luffy._version import __version__
+from luffy.files import json_object, write_atomically
 from luffy.hub import hub_id
-from luffy.report.changes import changes_of
 from luffy.report.closest_recipe import PAPERS, about_recipe, closest_recipe
-from luffy.report.runs import RunRecord, first_stage
 from luffy.report.tables import evaluations
 from luffy.report.text import legible, shorten
+from luffy.run_folder.changes import changes_of, settings_at
+from luffy.run_folder.layout import CARD, CURVES, DATA
+from luffy.run_folder.runs import RunRecord, checkpoint_step, first_stage, read_config, without_samples
 
 T = TypeVar("T")
 
-CARD, CURVES = "README.md", "curves.png"
 MARK = "<!-- Made by luffy, and made anew by `luffy push`. Remove this line to keep your own text. -->"
 TRAINED_WITH = re.compile(rb"^<!-- Trained with: (\{.*\}) -->$", re.MULTILINE)
 REWARD = "critic/rewards/mean"
@@ -45,8 +49,7 @@ OF_THE_MACHINE = ("launch", "parallel.", "plugins", "prepare.", "ray.", "record.
 
 @dataclass(frozen=True)
 class BenchmarkFigure:
-    """What ``luffy eval`` measured on one benchmark; ``accuracy`` is avg@k. ``settings`` are those of sampling
-    and reward."""
+    """Result of ``luffy eval`` on one benchmark; ``accuracy`` is avg@k, ``settings`` are of sampling and reward."""
 
     name: str
     title: str
@@ -59,8 +62,8 @@ class BenchmarkFigure:
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card tells. ``run``: the record up to the checkpoint's ``step``; ``data``: the run's data.json;
-    ``figure``: whether curves.png lies beside the card; ``known``: fields of the front matter that are known, also as
+    """Facts of a card. ``run``: the record up to the checkpoint's ``step``; ``data``: the run's data.json;
+    ``figure``: whether curves.png is next to the card; ``known``: fields of the front matter that are known, also as
     None."""
 
     run: RunRecord
@@ -93,11 +96,60 @@ class CardFacts:
 
 
 def model_card(facts: CardFacts) -> str:
-    """The whole text: front matter for the hub, then what people read."""
-    from huggingface_hub import EvalResult, ModelCardData
+    """Text of the card: front matter for the hub, then ``assets/model_card.md`` filled in."""
+    run = facts.run
+    recipe, differences = closest_recipe(run.config, run.kind == "sft")
+    curves = _curves(run)
+    first = next(iter(curves.values()), {})
+    return _template().render(
+        facts=facts,
+        front_matter=_front_matter(facts, recipe),
+        mark=MARK,
+        trained_with=_trained_with(run),
+        recipe=recipe,
+        about=about_recipe(recipe).rstrip("."),
+        papers=PAPERS,
+        differences=[f"{key}={public(value)}" for key, value in differences.items()],
+        before=first_stage(run),
+        data=_data(facts),
+        settings=[(key, run.config[key]) for key in SETTINGS if run.config.get(key) is not None and _shown(run, key)],
+        changes=list(_changes(facts)),
+        curves=curves,
+        curve_steps=thinned(sorted(first)),
+        curves_file=CURVES,
+        evaluated=[*_held_out(facts), *map(_benchmark_row, facts.benchmarks)],
+        reward=reward_name(run.config),
+        sampled=sorted({", ".join(f"{k} {_text(public(v))}" for k, v in b.settings.items()) for b in facts.benchmarks}),
+        version=__version__,
+    )
 
-    recipe, differences = closest_recipe(facts.run.config, facts.run.kind == "sft")
-    rest = {key: facts.known[key] for key in ("license_name", "license_link", "language") if key in facts.known}
+
+@cache
+def _template() -> Template:
+    loader = FileSystemLoader(Path(__file__).with_name("assets"))
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = Environment(loader=loader, undefined=StrictUndefined, **options)
+    environment.filters |= {"code": _code, "text": _text, "public": public}
+    return environment.get_template("model_card.md")
+
+
+def write_cards(checkpoint: Path) -> None:
+    """Write the cards of a checkpoint in its run's folder: of the model, and of the adapters if there are any."""
+    run, step = checkpoint.parent.parent, checkpoint_step(checkpoint) or 0
+    record = without_samples(run, read_config(settings_at(run, step)), step, lines_of_table)
+    facts = CardFacts(record, step, json_object((run / DATA).read_bytes(), run / DATA, ""))
+    for folder, library in (("model", "transformers"), ("adapter", "peft")):
+        if (checkpoint / folder).is_dir():
+            write_atomically(checkpoint / folder / CARD, model_card(replace(facts, library=library)))
+
+
+def _front_matter(facts: CardFacts, recipe: str) -> str:
+    """YAML that the hub reads; a model's name belongs to its results."""
+    from huggingface_hub import ModelCardData
+
+    known = {key: facts.known[key] for key in ("license_name", "license_link", "language") if key in facts.known}
+    if facts.benchmarks:
+        known |= {"model_name": facts.name, "eval_results": [_result(b) for b in facts.benchmarks]}
     matter = ModelCardData(
         base_model=facts.base,
         library_name=facts.library,
@@ -105,36 +157,24 @@ def model_card(facts: CardFacts) -> str:
         pipeline_tag="text-generation",
         tags=["luffy", "sft" if recipe == "sft" else "reinforcement-learning", recipe.replace("_", "-")],
         datasets=facts.datasets or None,
-        model_name=facts.name,
-        eval_results=[EvalResult(**_result(b)) for b in facts.benchmarks] or None,
-        **rest,
+        **known,
     )
-    if not facts.benchmarks:
-        matter.pop("model_name")  # it belongs to the results
-    parts = [
-        f"---\n{matter.to_yaml()}\n---\n{MARK}\n{_trained_with(facts.run)}",
-        f"# {facts.name}",
-        _training(facts, recipe, differences),
-        _settings(facts.run),
-        _changes(facts),
-        _curves(facts),
-        _evaluation(facts),
-        f"Made with luffy {__version__}.",
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    return str(matter.to_yaml())
 
 
-def _result(benchmark: BenchmarkFigure) -> dict[str, Any]:
+def _result(benchmark: BenchmarkFigure) -> Any:
+    from huggingface_hub import EvalResult
+
     low, high = interval(benchmark.accuracy, benchmark.items)
-    return {
-        "task_type": "text-generation",
-        "dataset_type": benchmark.name,
-        "dataset_name": benchmark.title,
-        "metric_type": "accuracy",
-        "metric_name": f"avg@{benchmark.k}, percent",
-        "metric_value": round(100 * benchmark.accuracy, 2),
-        "metric_args": {"interval_95": [round(100 * low, 2), round(100 * high, 2)], "problems": benchmark.items},
-    }
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=benchmark.name,
+        dataset_name=benchmark.title,
+        metric_type="accuracy",
+        metric_name=f"avg@{benchmark.k}, percent",
+        metric_value=round(100 * benchmark.accuracy, 2),
+        metric_args={"interval_95": [round(100 * low, 2), round(100 * high, 2)], "problems": benchmark.items},
+    )
 
 
 def interval(share: float, n: int) -> tuple[float, float]:
@@ -177,37 +217,17 @@ def dataset_id(path: str) -> str | None:
     return hub_id(path, inside=True)
 
 
-def _training(facts: CardFacts, recipe: str, differences: Mapping[str, Any]) -> str:
-    about = about_recipe(recipe).rstrip(".")
-    paper = f" ([arXiv {PAPERS[recipe]}](https://arxiv.org/abs/{PAPERS[recipe]}))" if recipe in PAPERS else ""
-    apart = f", with {', '.join(_code(f'{k}={public(v)}') for k, v in differences.items())}" if differences else ""
-    before = first_stage(facts.run)
-    stage = f", after {before.steps} steps of `luffy {before.kind}`" if before else ""
-    base = f"[{facts.base}](https://huggingface.co/{facts.base})" if facts.base else "a local model"
-    planned = facts.run.planned_steps
-    steps = f"{facts.step} of {planned}" if planned and planned != facts.step else str(facts.step)
-    return "\n".join([
-        f"- Base model: {base}{stage}",
-        f"- Data: {_data(facts)}",
-        f"- Method: {_text(about)}{paper}; recipe `{recipe}`{apart}",
-        f"- Steps: {steps}",
-    ])  # fmt: skip
-
-
-def _data(facts: CardFacts) -> str:
+def _data(facts: CardFacts) -> list[str]:
     links = [f"[{name}](https://huggingface.co/datasets/{name})" for name in facts.datasets]
     names = links or [_code(public(path)) for path in paths_of(facts.run)]
     counts = facts.data.get("train", {})
-    said = f"{counts['usable']:,} problems, {counts.get('with_traces', 0):,} with traces" if "usable" in counts else ""
-    return ", ".join(filter(None, [*names, said])) or "not recorded"
+    if "usable" not in counts:
+        return names
+    return [*names, f"{counts['usable']:,} problems, {counts.get('with_traces', 0):,} with traces"]
 
 
-def _settings(run: RunRecord) -> str:
-    keys = [key for key in SETTINGS if run.config.get(key) is not None]
-    if run.kind == "sft":
-        keys = [key for key in keys if not key.startswith(NOT_OF_SFT)]
-    rows = [[_code(key), _code(public(run.config[key]))] for key in keys]
-    return f"## Settings\n\n{_table(['knob', 'value'], rows)}" if rows else ""
+def _shown(run: RunRecord, key: str) -> bool:
+    return run.kind != "sft" or not key.startswith(NOT_OF_SFT)
 
 
 def _trained_with(run: RunRecord) -> str:
@@ -221,8 +241,7 @@ def _trained_with(run: RunRecord) -> str:
     shared = all(":" not in str(kind) and kind != "http" for kind in weights or [reward.get("kind")])
     if run.kind == "train" and shared and not run.config.get("plugins"):
         values["reward"] = {**reward, "weights": weights}
-    written = json.dumps(values).replace("<", "\\u003c").replace(">", "\\u003e")
-    return f"<!-- Trained with: {written} -->"
+    return json.dumps(values).replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def trained_with_line(card: bytes) -> bytes | None:
@@ -231,16 +250,12 @@ def trained_with_line(card: bytes) -> bytes | None:
     return found[1] if found else None
 
 
-def _changes(facts: CardFacts) -> str:
-    """What the settings were before a resume changed them."""
-    hidden = (*OF_THE_MACHINE, *(NOT_OF_SFT if facts.run.kind == "sft" else ()))
-    rows = [
-        [str(step), *(_code(public(value)) for value in (key, before, now))]
-        for step, changes in changes_of(facts.run.folder, facts.step)
-        for key, (before, now) in changes.items()
-        if not key.startswith(hidden)
-    ]
-    return f"Changed when the run was resumed:\n\n{_table(['after step', 'knob', 'from', 'to'], rows)}" if rows else ""
+def _changes(facts: CardFacts) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Settings that a resume changed: step, and key with old and new value."""
+    for step, changes in changes_of(facts.run.folder, facts.step):
+        for key, (before, now) in changes.items():
+            if not key.startswith(OF_THE_MACHINE) and _shown(facts.run, key):
+                yield step, (key, before, now)
 
 
 def public(value: Any) -> str:
@@ -260,18 +275,10 @@ def public(value: Any) -> str:
 # ---- what it reached
 
 
-def _curves(facts: CardFacts) -> str:
-    if facts.figure:
-        return f"## Curves\n\n![Training reward and held-out accuracy over steps]({CURVES})"
-    run = facts.run
-    columns = {name: dict(run.series(metric)) for metric, name in evaluations([run])}
-    if run.kind == "train":
-        columns["reward"] = dict(run.series(REWARD))
-    steps = thinned(sorted({step for values in list(columns.values())[:1] for step in values}))
-    if not steps:
-        return ""
-    rows = [[str(s), *(f"{v[s]:.3f}" if s in v else "" for v in columns.values())] for s in steps]
-    return f"## Curves\n\n{_table(['step', *columns], rows)}"
+def _curves(run: RunRecord) -> dict[str, dict[int, float]]:
+    """Values by step of each curve, held-out accuracies first."""
+    curves = {name: dict(run.series(metric)) for metric, name in evaluations([run])}
+    return {**curves, "reward": dict(run.series(REWARD))} if run.kind == "train" else curves
 
 
 def thinned(values: Sequence[T]) -> list[T]:
@@ -287,32 +294,24 @@ def lines_of_table(lines: Sequence[bytes]) -> list[bytes]:
     return thinned([line for line in lines if b'/accuracy"' in line]) + thinned(lines)
 
 
-def _evaluation(facts: CardFacts) -> str:
+def _held_out(facts: CardFacts) -> Iterator[list[str]]:
+    """Rows of the last evaluations during training; one at step 0 is the base model's."""
     sizes = facts.data.get("held_out", {})
-    rows = []
     for metric, name in evaluations([facts.run]):
         step, value = facts.run.series(metric)[-1]
-        set_name = metric.removeprefix("val-").removesuffix("/accuracy")
-        n = sizes.get(set_name)
-        if step == facts.step or step > 0:  # at step 0 it is the base's
+        if step == facts.step or step > 0:
             when = "during training" if step == facts.step else f"during training, at step {step:.0f}"
-            rows.append([f"{_text(name)}, {when}", *_share(value, n), ""])
-    for b in facts.benchmarks:
-        title = _text(f"{b.title} (avg@{b.k})")
-        rows.append([title, *_share(b.accuracy, b.items), f"{100 * b.pass_at_k:.1f}" if b.k > 1 else ""])
-    if not rows:
-        return ""
-    notes = ["Right answers in percent; 95 % intervals over problems (Wilson)."]
-    if len(rows) > len(facts.benchmarks) and (reward := reward_name(facts.run.config)):
-        notes.append(f"During training: reward {_text(reward)}.")
-    sampled = {", ".join(f"{k} {_text(public(v))}" for k, v in b.settings.items()) for b in facts.benchmarks}
-    notes += [f"`luffy eval`: {settings}." for settings in sorted(sampled)]
-    table = _table(["set", "problems", "right", "95 % interval", "pass@k"], rows)
-    return f"## Evaluation\n\n{table}\n\n{' '.join(notes)}"
+            size = sizes.get(metric.removeprefix("val-").removesuffix("/accuracy"))
+            yield [f"{_text(name)}, {when}", *_share(value, size), ""]
+
+
+def _benchmark_row(b: BenchmarkFigure) -> list[str]:
+    title = _text(f"{b.title} (avg@{b.k})")
+    return [title, *_share(b.accuracy, b.items), f"{100 * b.pass_at_k:.1f}" if b.k > 1 else ""]
 
 
 def reward_name(config: Mapping[str, Any]) -> str | None:
-    """Of a flat config: the kind, or several with their weights, as a card may show them."""
+    """Reward of a flat config, or several with their weights, as a card may show them."""
     weights = {key: value for key, value in config.items() if key.startswith(WEIGHTS)}
     parts = [f"{value} {public(key.removeprefix(WEIGHTS))}" for key, value in weights.items()]
     return " + ".join(parts) or ((kind := config.get("reward.kind")) and public(kind))
@@ -328,13 +327,8 @@ def _share(value: float, n: int | None) -> list[str]:
 # ---- Markdown
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _text(text: str) -> str:
-    """On one line, with nothing in it that Markdown or a table would take for its own."""
+    """Text on one line, escaped for Markdown and its tables."""
     plain = " ".join(legible(text).split())
     return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in plain)
 

@@ -23,7 +23,7 @@ def show(text: str) -> Markup:
 
 
 def legible(text: str) -> str:
-    """The same as plain text, for attributes and labels; not escaped."""
+    """Plain text with hidden characters written out, for attributes and labels; not escaped."""
     return text if text.isprintable() else "".join(f"U+{ord(c):04X}" if is_hidden(c) else c for c in text)
 
 
@@ -53,8 +53,8 @@ LARGE = 1e15  # too many digits to read
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Thousands apart from 1,000 on, where decimals say nothing; a power of ten from ``LARGE`` on; never a minus before
-    zero."""
+    """A number as text: thousands apart and no decimals from 1,000 on, a power of ten from ``LARGE`` on, never a minus
+    before zero."""
     if abs(value) >= LARGE:
         return f"{value:.3g}".replace("-", "\u2212")
     if abs(value) >= 1000:
@@ -67,7 +67,7 @@ _SLACK = 8  # characters that may precede a token: a space, or what half-charact
 
 
 def show_seconds(value: float) -> str:
-    """Three digits that count, whether a phase takes milliseconds or minutes."""
+    """Seconds with about three significant digits."""
     return number(value, 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0)
 
 

@@ -34,6 +34,7 @@ _LONE = re.compile(r"\W*([A-J])\W*")
 
 @text_reward("choice")
 def score(answer: str, response: str) -> tuple[float, str]:
+    """Score 1 if the response names the gold's letter."""
     gold = letter_of(answer)
     if gold is None:
         raise ValueError(f"the gold {answer[:80]!r} is not a letter from A to J")
@@ -44,6 +45,7 @@ def score(answer: str, response: str) -> tuple[float, str]:
 
 
 def find_choice(text: str) -> str | None:
+    """Letter that a response chooses, or None."""
     boxed = boxed_answer(text)
     if boxed is not None:
         return letter_of(boxed)

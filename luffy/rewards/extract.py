@@ -34,14 +34,19 @@ class Box(NamedTuple):
 
 
 def after_thought(response: str, in_thought: bool = False) -> str:
-    """What stands after the last closed thought; nothing when a thought is still open, and all of a response without
-    tags. ``in_thought``: the prompt ended with the tag that opens the first thought."""
+    """Text after the last closed thought: empty while a thought is open, everything if there are no tags.
+    ``in_thought``: the prompt ended with the tag that opens the first thought.
+
+        >>> after_thought("<think>2 + 3</think>It is 5.")
+        'It is 5.'
+    """
     _, closed, rest = response.rpartition(THOUGHT_ENDS)
     is_open = THOUGHT_BEGINS in rest or (in_thought and not closed)
     return "" if is_open else rest
 
 
 def tail(response: str) -> str:
+    """Last ``TAIL_CHARACTERS`` characters of a response."""
     return response[-TAIL_CHARACTERS:]
 
 
@@ -80,7 +85,7 @@ def boxes(text: str) -> list[Box]:
 
 
 def _trimmed(content: str) -> str:
-    """Without spaces around it; one at the end may be LaTeX's own, ``\\ ``."""
+    r"""Content without spaces around it; one at the end may be LaTeX's own, ``\ ``."""
     short = content.rstrip()
     while len(short) < len(content) and short.endswith("\\") and not short.endswith("\\\\"):
         content = short[:-1]

@@ -7,7 +7,7 @@ from luffy.rewards.extract import THOUGHT_ENDS as CLOSE
 from luffy.rewards.kinds import text_reward
 
 
-@text_reward("format", reads_thoughts=True)
+@text_reward("format", reads_thoughts=True, judges_answer=False)
 def score(answer: str, response: str) -> tuple[float, str]:
     """The gold plays no part. A response has the shape or not, so there is always an answer."""
     return float(has_think_block(response)), "ok"

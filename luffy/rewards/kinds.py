@@ -8,23 +8,34 @@ def score(answer, response):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from luffy.errors import UserError
-from luffy.registry import Registry
+from luffy.registry import NoSettings, Part, Registry, in_module
 
 if TYPE_CHECKING:
+    from luffy.rewards.pool import Outcome
     from luffy.types import Problem
 
 TextReward = Callable[[str, str], tuple[float, str]]
 RewardFunction = Callable[..., Any]  # in one of the forms of own_function.py
 
-TEXT_REWARDS: Registry[TextReward] = Registry("reward")
-OWN_REWARDS: Registry[RewardFunction] = Registry("reward")
-READS_THOUGHTS: set[str] = set()  # of the text rewards
+
+@dataclass(frozen=True)
+class RewardPart(Part):
+    """A reward and what is known about it. ``own``: a function of the user's, in one of the forms of own_function.py;
+    ``binary``: its score is 0 or 1; ``judges_answer``: a wrong answer scores 0; ``reads_thoughts``: it sees the whole
+    response and not only what stands after the last thought."""
+
+    own: bool = True
+    binary: bool = False
+    judges_answer: bool = True
+    reads_thoughts: bool = True
+
+
+REWARDS: Registry[RewardPart] = Registry("reward", RewardPart, home="luffy.rewards", open_to_all=True)
+REWARDS.register("math", own=False, binary=True, reads_thoughts=False)(in_module("luffy.rewards.verifier:MathReward"))
+REWARDS.register("http", own=False)(in_module("luffy.rewards.http_reward:HttpReward"))
 
 
 class Answered(NamedTuple):
@@ -37,31 +48,45 @@ class Answered(NamedTuple):
     in_thought: bool = False
 
 
-def text_reward(name: str, reads_thoughts: bool = False) -> Callable[[TextReward], TextReward]:
-    """A decorator for ``score(answer, response) -> (score, status)``: a pure function that always ends soon, because
-    it runs in the trainer's process. A ValueError says that the answer does not suit the reward. It gets what stands
-    after the last thought, or with ``reads_thoughts`` the whole response."""
-    if reads_thoughts:
-        READS_THOUGHTS.add(name)
-    return TEXT_REWARDS.register(name)
+class Reward:
+    """One term of a verifier. ``one_by_one``: each response may be scored by itself, in a thread next to generation."""
+
+    one_by_one: bool = False
+
+    def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
+        """One per item; the value of an "ok" outcome is (score, status)."""
+        raise NotImplementedError
+
+    def self_check(self) -> None:
+        """Raise a UserError if the reward cannot work."""
+
+    def close(self) -> None:
+        """Release processes and threads."""
 
 
-def reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
-    """A decorator for a reward of your own: ``function(response, answer, problem) -> number``, or for a whole batch
-    ``function(prompts, completions, **columns) -> list of numbers``; either may be ``async``.
+def text_reward(
+    name: str, reads_thoughts: bool = False, judges_answer: bool = True
+) -> Callable[[TextReward], TextReward]:
+    """A decorator for ``score(answer, response) -> (score, status)``, with a score of 0 or 1: a pure function that
+    always ends soon, because it runs in the trainer's process. A ValueError says that the answer does not suit the
+    reward. It gets what stands after the last thought, or with ``reads_thoughts`` the whole response."""
+    facts = {"reads_thoughts": reads_thoughts, "judges_answer": judges_answer}
+    return REWARDS.register(name, own=False, binary=True, **facts)
 
-    It runs in verifier processes, where it may hang or crash without harm (``reward.timeout_s``); one that is defined
-    in the script or notebook itself, which those processes cannot import, runs in the trainer's own.
+
+def reward(name: str, settings: type = NoSettings, **facts: bool) -> Callable[[RewardFunction], RewardFunction]:
+    """Register a reward: ``function(response, answer, problem) -> number``, or for a whole batch ``function(prompts,
+    completions, **columns) -> list of numbers``; either may be ``async``. Settings are a further argument,
+    ``settings``.
+
+    It runs in verifier processes; if the script or notebook itself defines it, in the trainer's process.
+
+    Facts: ``binary`` (rewards are 0 or 1, default False), ``judges_answer`` (an incorrect answer gets 0, default
+    True).
     """
-    if name in (*built_in(), "http"):
-        raise UserError(f"there is a reward {name!r} already; register yours under another name")
-    return OWN_REWARDS.register(name)
+    return REWARDS.register(name, settings=settings, **facts)
 
 
-@cache
 def built_in() -> tuple[str, ...]:
-    """Names of the rewards of this package, in alphabetical order; imports all of its files."""
-    package = import_module(__package__ or "")
-    for module in iter_modules(package.__path__):
-        import_module(f"{package.__name__}.{module.name}")
-    return tuple(sorted(["math", *TEXT_REWARDS]))
+    """Names of the rewards of this package that need no server, in alphabetical order."""
+    return tuple(sorted(name for name, part in REWARDS.entries.items() if not part.own and part.binary))

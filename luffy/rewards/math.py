@@ -122,6 +122,7 @@ def is_anagram(boxed: str, answer: str) -> bool:
 
 
 def normalise(latex: str) -> str:
+    """LaTeX without layout that never changes the meaning."""
     latex = undress(latex).rstrip(".")
     latex = _SIZING.sub("", _SPACING.sub(" ", latex))
     latex = _FRACTION.sub(r"\\frac", latex)
@@ -130,7 +131,7 @@ def normalise(latex: str) -> str:
 
 
 def undress(latex: str) -> str:
-    """Without the delimiters around the whole of it: ``$x$`` is ``x``, ``$x$ or $y$`` stays."""
+    """LaTeX without the delimiters around all of it: ``$x$`` becomes ``x``, ``$x$ or $y$`` stays."""
     latex = latex.strip()
     for opening, closing in _MATH_DELIMITERS:
         inner = latex[len(opening) : -len(closing)]

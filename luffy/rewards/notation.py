@@ -1,5 +1,5 @@
-"""Where Math-Verify reads notation too freely (brackets, the order of named values), and where it does not look: an
-inequality in place of the interval it describes. Runs beside Math-Verify, inside a worker process."""
+"""Corrections of Math-Verify: it reads brackets and the order of named values too freely, and does not compare an
+inequality with the interval it describes. Runs with Math-Verify in a worker process."""
 
 from __future__ import annotations
 

@@ -81,11 +81,12 @@ def gold_number(answer: str) -> Fraction:
 
 
 def has_mark(text: str) -> bool:
+    """Whether the text marks an answer by a box or ``####``."""
     return last_boxed(text) is not None or _last_hash_mark(text) is not None
 
 
 def find_marked(text: str) -> Fraction | None:
-    """What the last ``####`` or box says, whichever comes later."""
+    """Number in the last ``####`` or box, whichever comes later."""
     text = _SECOND_HASHES.sub(r"\1 ", text)
     box = last_boxed(text)
     hashes = _last_hash_mark(text)
@@ -95,6 +96,7 @@ def find_marked(text: str) -> Fraction | None:
 
 
 def find_unmarked(text: str) -> Fraction | None:
+    """Number after the last "answer is", else the last number of the text."""
     announced = _announced(text)
     if announced is not None:
         if alternatives(announced):
@@ -135,7 +137,7 @@ def announced_alternatives(text: str) -> str | None:
 
 
 def _announced(text: str) -> str | None:
-    """What follows the last "answer is"."""
+    """Text after the last "answer is"."""
     return next((match[1] for match in reversed(list(_ANSWER_IS.finditer(text)))), None)
 
 

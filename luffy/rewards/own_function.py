@@ -1,9 +1,9 @@
-"""A user's own reward: which form it has, and calling it, inside a worker process or in this one.
+"""Custom reward functions: detect the form and call it, in a worker process or in this one.
 
     function(response, answer, problem) -> number                           one sample
     function(prompts, completions, completion_ids, **columns) -> numbers    a batch, as TRL calls it
 
-Its parameters' names say which. Either may be ``async``. None in place of a number: it does not score that sample.
+The names of its parameters tell the form. Either may be ``async``. None in place of a number: the sample has no score.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.registry import resolve
-from luffy.rewards.kinds import Answered, RewardFunction
+from luffy.registry import NoSettings, resolve
+from luffy.rewards.kinds import REWARDS, Answered, RewardFunction
 from luffy.rewards.pool import Outcome
 from luffy.rewards.worker import describe
+from luffy.schema import build
 
 BATCH_NAMES = ("prompts", "completions", "completion_ids")
 SAMPLE_NAMES = ("response", "problem")
@@ -38,22 +39,22 @@ class Form:
     is_async: bool
 
     def calls(self, items: Sequence[Answered], concurrency: int) -> list[Sequence[Answered]]:
-        """The samples of each call of ``OwnFunction.outcomes``: all of them for a batch; for an async function as many
-        as are under way at once; else one, so that a kill costs one."""
+        """Samples of each call of ``OwnFunction.outcomes``: all of them for a batch, ``concurrency`` for an async
+        function, else one, so that a kill costs one."""
         size = max(len(items), 1) if self.batch else concurrency if self.is_async else 1
         return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 class OwnFunction:
-    """A user's function under one interface. An async sample may take ``timeout_s``; the caller ends the rest."""
+    """A custom function under one interface. An async sample may take ``timeout_s``; the caller limits the rest."""
 
     def __init__(self, path: str, function: RewardFunction, timeout_s: float) -> None:
         self.form = form_of(path, function)
         self._path, self._function, self._timeout_s = path, function, timeout_s
 
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
-        """One per sample; the value of an "ok" outcome is (score, status). What a function that takes a batch, or one
-        sample without ``async``, raises goes through."""
+        """One per sample; the value of an "ok" outcome is (score, status). Exceptions of a function that takes a batch,
+        or one sample without ``async``, are raised."""
         if self.form.batch:
             return self._scores_of_batch(items)
         if self.form.is_async:
@@ -92,7 +93,7 @@ class OwnFunction:
             return Outcome("error", message=describe(error))
 
     def _arguments(self, items: Sequence[Answered]) -> dict[str, Any]:
-        """What TRL would pass, as far as the function takes it."""
+        """The arguments of TRL that the function takes."""
         ids = [item.token_ids for item in items]
         given = columns(items) | {
             "prompts": [prompt_of(item) for item in items],
@@ -114,7 +115,7 @@ class OwnFunction:
         return self._thread.submit(self._loop.run, work).result()
 
     def close(self) -> None:
-        """End the loop of an async function. Work that was interrupted and goes on is waited for a few seconds only."""
+        """End the loop of an async function; wait a few seconds for work that does not stop."""
         if "_thread" not in vars(self):
             return
         closed = self._thread.submit(self._loop.close)
@@ -125,27 +126,37 @@ class OwnFunction:
 
     @cached_property
     def _loop(self) -> asyncio.Runner:
-        """One for all calls, because a user's client belongs to the loop that it first ran in."""
+        """One event loop for all calls: an async client belongs to the loop that it first ran in."""
         return asyncio.Runner()
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        """Of its own: a notebook's has a running loop already."""
+        """Thread of the event loop: a notebook's thread already runs one."""
         return ThreadPoolExecutor(1, "async reward")
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def load(path: str, timeout_s: float) -> Callable[[Sequence[Answered] | None], Form | list[tuple[Any, ...]]]:
-    """In a worker: what scores the samples of a call, and asked about None gives the function's form. Outcomes are
-    plain tuples, which are unpickled three times as fast."""
-    own = OwnFunction(path, resolve(path), timeout_s)
+def with_settings(function: RewardFunction, values: Mapping[str, Any]) -> RewardFunction:
+    """The function with the settings that it was registered with, if there are any."""
+    part = next((part for part in REWARDS.entries.values() if part.function is function), None)
+    if part is None or part.settings is NoSettings:
+        return function
+    return partial(function, settings=build(part.settings, values))
+
+
+def load(
+    path: str, timeout_s: float, settings: Mapping[str, Any]
+) -> Callable[[Sequence[Answered] | None], Form | list[tuple[Any, ...]]]:
+    """Scorer for a worker; called with None it returns the function's form. Outcomes are plain tuples, which are
+    unpickled three times as fast."""
+    own = OwnFunction(path, with_settings(resolve(path), settings), timeout_s)
     return lambda items: own.form if items is None else list(map(tuple, own.outcomes(items)))
 
 
 def form_of(path: str, function: RewardFunction) -> Form:
-    """By the names of its parameters; a UserError where they fit no form or two."""
+    """Form of a function by the names of its parameters; a UserError if they fit none or two."""
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     try:
         signature = inspect.signature(function)
@@ -170,7 +181,7 @@ def form_of(path: str, function: RewardFunction) -> Form:
 
 
 def finite_number(path: str, value: object) -> float:
-    """Anything that is a number (numpy and one-element tensors too), but no string and no NaN."""
+    """A float of any finite number (numpy and one-element tensors too); strings and NaN are errors."""
     if not hasattr(value, "__float__"):
         raise TypeError(f"{path} must return a number, found {type(value).__name__} {value!r:.80}")
     try:
@@ -183,25 +194,26 @@ def finite_number(path: str, value: object) -> float:
 
 
 def columns(items: Sequence[Answered]) -> dict[str, list[Any]]:
-    """The rows' columns by name, None where a row has no such column: ``id``, ``answer``, and what the data format did
-    not use."""
+    """Columns by name, None for a row without it: ``id``, ``answer`` and those that the data format did not use."""
     rows = [row_of(item) for item in items]
     return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 def row_of(item: Answered) -> dict[str, Any]:
+    """Columns of a problem's row, with ``id`` and ``answer``."""
     problem = item.problem
     own = {name: value for name, value in problem.meta.items() if not name.startswith("__")}
     return own | {"id": problem.id, "answer": problem.answer}
 
 
 def prompt_of(item: Answered) -> str | list[dict[str, str]]:
+    """Prompt as text, or as chat messages with ``role`` and ``content``."""
     prompt = item.problem.prompt
     return prompt if isinstance(prompt, str) else [{"role": m.role, "content": m.content} for m in prompt]
 
 
 def _completion(item: Answered) -> str | list[dict[str, str]]:
-    """TRL's rule: a chat is answered by messages, a text by text."""
+    """Messages for a chat, text for a text, as in TRL."""
     if isinstance(item.problem.prompt, str):
         return item.response
     return [{"role": "assistant", "content": item.response}]

@@ -1,53 +1,76 @@
-"""A fixed number of worker processes that can be killed without losing anything but one item.
+"""A fixed number of worker processes; killing one costs exactly the item it was working on.
 
-Workers are started by exec, not fork: they work from any thread, beside loaded CUDA libraries and
-from scripts without a ``__main__`` guard, and no lock of the parent can be held inside them. A worker
-takes its items one after the other and answers each when it is done. So a kill costs exactly the item it was at; what
-it had not begun goes to another.
+Workers are started by exec, not fork: they work from any thread, next to loaded CUDA libraries and from scripts without
+a ``__main__`` guard, and inherit no lock. A worker answers its items one after the other; items it had not begun when
+it was killed go to another.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import itertools
+import json
 import math
 import os
 import pickle
 import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from operator import length_hint
 from typing import Any, NamedTuple
 
 from luffy.errors import UserError
 from luffy.plugins import NAMED
-from luffy.rewards.worker import READ, Setup
-from luffy.rewards.worker_process import START_TIMEOUT_S, Item, WorkerProcess
+from luffy.rewards.worker import Answer, Setup, unpacked
 
+START_TIMEOUT_S = 180.0  # long, because an importing worker may share a busy machine with a training run
 MOST_FAILED_STARTS = 3
-# Items in one message. Messages cost more than quick items do; of slow ones each worker gets one at a time.
-MOST_AT_ONCE = 32
+MOST_AT_ONCE = 32  # items in one message: messages cost more than quick items do; slow items go one at a time
+QUICK_S, SLOW_S = 0.005, 0.02  # time for all items of a message
+READ_BYTES = 1 << 16
 LONGEST_POLL_MS = (1 << 31) - 1  # then it is asked again
-QUICK_S, SLOW_S = 0.005, 0.02  # of all items of a message
+LONGEST_BLOCK_S = 1 << 31
+UNSENDABLE = (pickle.PicklingError, TypeError, AttributeError)
+
+# One thread each: the pool is the parallelism. Plain Python integers: with gmpy2 installed, sympy
+# computes (10^9)! in one C call that no alarm can interrupt, so each such answer would cost a hard kill.
+_WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "SYMPY_GROUND_TYPES": "python",
+    "MPMATH_NOGMPY": "1",
+}
+
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from luffy.rewards.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+Item = tuple[int, bytes]  # its index, and its pickled arguments
 
 
 class Outcome(NamedTuple):
-    """What became of an item: "ok" with the function's value, or "timeout", "crashed" (the process
-    died or ran out of memory) or "error" (the function raised), with a one-line message."""
+    """Result of an item: "ok" with the function's value, or "timeout", "crashed" (the process died or ran out of
+    memory) or "error" (the function raised), with a one-line message."""
 
     status: str
     value: Any = None
     message: str = ""
 
 
-_UNSENDABLE = (pickle.PicklingError, TypeError, AttributeError)
-
-
 class _Run:
-    """The bookkeeping of one ``map``. Items are drawn as workers become free, and one ahead: after a kill,
-    the run must know that nothing is left to do, and not wait for the new worker."""
+    """State of one ``map``. Items are drawn as workers become free, and one ahead: after a kill, the run must know that
+    nothing is left to do, and not wait for the new worker."""
 
     def __init__(
         self,
@@ -59,53 +82,115 @@ class _Run:
         self.timeout_s = timeout_s
         many = 2 * workers * MOST_AT_ONCE
         self.largest_message = max(1, math.ceil(length_hint(items, many) / (2 * workers)))  # two for each worker
-        self._items = enumerate(items)
-        self._waiting = deque(itertools.islice(self._items, 1))
-        self._alone: deque[Item] = deque()  # each goes in a message of its own
-        self._on_result = on_result
         self.outcomes: dict[int, Outcome] = {}
+        self._on_result = on_result
+        self._items = enumerate(items)
+        self._waiting: deque[Item] = deque()
+        self._fill(1)
 
     @property
     def exhausted(self) -> bool:
-        return not self._waiting and not self._alone
+        """Whether every item was handed to a worker."""
+        return not self._waiting
 
-    def draw(self, at_once: int) -> tuple[list[Item], bytes]:
-        """The next items for a worker, and the message with them; one that cannot be sent is settled here."""
-        if self._alone:
-            items = [self._alone.popleft()]
-        else:
-            self._waiting.extend(itertools.islice(self._items, max(0, at_once + 1 - len(self._waiting))))
-            items = [self._waiting.popleft() for _ in range(min(at_once, len(self._waiting)))]
-        try:
-            return items, _message(items)
-        except _UNSENDABLE:
-            items = [item for item in items if self._is_sendable(item)]
-            return items, _message(items)
+    def _fill(self, count: int) -> None:
+        """Have ``count`` items waiting if there are as many; one that cannot be pickled is settled here."""
+        while len(self._waiting) < count and (item := next(self._items, None)) is not None:
+            index, arguments = item
+            try:
+                self._waiting.append((index, pickle.dumps(arguments)))
+            except UNSENDABLE as error:
+                self.settle(index, Outcome("error", message=f"item cannot be sent to a worker: {error}"))
 
-    def _is_sendable(self, item: Item) -> bool:
-        try:
-            return bool(_message([item]))
-        except _UNSENDABLE as error:
-            self.settle(item[0], Outcome("error", message=f"item cannot be sent to a worker: {error}"))
-            return False
+    def draw(self, at_once: int) -> list[Item]:
+        """Next items for a worker."""
+        self._fill(at_once + 1)
+        return [self._waiting.popleft() for _ in range(min(at_once, len(self._waiting)))]
 
     def give_back(self, items: Iterable[Item]) -> None:
-        """Items that a worker had not begun."""
+        """Take back items that a worker had not begun."""
         self._waiting.extendleft(reversed(list(items)))
 
-    def send_alone(self, items: Iterable[Item]) -> None:
-        """Items of a message that could not be read: which one is to blame shows when each comes alone."""
-        self._alone.extend(items)
-
     def settle(self, index: int, outcome: Outcome) -> None:
+        """Record the outcome of an item."""
         self.outcomes[index] = outcome
         if self._on_result is not None:
             self._on_result(len(self.outcomes), outcome)
 
 
-def _message(items: Sequence[Item]) -> bytes:
-    """All at once: what items share, such as their problem, is written once."""
-    return pickle.dumps([arguments for _, arguments in items])
+class WorkerProcess:
+    """The parent's side of one worker process."""
+
+    def __init__(self, setup: Setup, timeout_s: float) -> None:
+        self.ready = False
+        self.items: deque[Item] = deque()  # sent, not answered
+        self.size, self.sent = 0, 0.0  # number of items and time of the last message
+        self._unread = b""  # the beginning of an answer
+        self._ended = False
+        self.deadline = time.monotonic() + START_TIMEOUT_S
+        ours, theirs = (_above_stdio(end.detach()) for end in socket.socketpair())
+        lifeline_read, self._lifeline = (_above_stdio(end) for end in os.pipe())
+        self.connection = Connection(ours)
+        _bound_blocking(ours, timeout_s)
+        try:
+            self.process = _start_process(theirs, lifeline_read)
+        finally:
+            os.close(theirs)
+            os.close(lifeline_read)
+        with suppress(OSError):  # a process that died at once is reported when it is read from
+            self.connection.send(setup)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is ready and has no item."""
+        return self.ready and not self.items
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.process.poll() is None
+
+    def send(self, items: list[Item], timeout_s: float) -> None:
+        """Send items; the first must be answered within ``timeout_s``."""
+        self.items.extend(items)
+        self.size = len(items)
+        self.connection.send([arguments for _, arguments in items])
+        self.sent = time.monotonic()
+        self.deadline = self.sent + timeout_s
+
+    def answers(self) -> list[Answer]:
+        """Answers that have arrived complete, in order; "crashed" when the process is gone. One read takes many."""
+        try:
+            arrived = os.read(self.connection.fileno(), READ_BYTES)
+        except OSError:
+            arrived = b""
+        if not arrived:
+            return [("crashed", None, f"worker died with {self.exit_reason()}")]
+        answers, self._unread = unpacked(self._unread + arrived)
+        return answers
+
+    def exit_reason(self) -> str:
+        """Signal or exit code with which the process ended."""
+        try:
+            code = self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "its connection closed"
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def kill_process(self) -> None:
+        """End the process and whatever it started (it leads its own process group), also when it ended by itself."""
+        if not self._ended:
+            self._ended = True
+            with suppress(ProcessLookupError, PermissionError):  # no process is left; on macOS a zombie may be
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def release(self) -> None:
+        """End the process and close its channels."""
+        self.kill_process()
+        if not self.connection.closed:
+            self.connection.close()
+            os.close(self._lifeline)
 
 
 class WorkerPool:
@@ -113,7 +198,7 @@ class WorkerPool:
 
     ``map([(1, 2), (3, 4)])`` returns the outcomes of ``function(1, 2)`` and ``function(3, 4)``, in order.
     With ``factory_args`` the path names a factory, called once per process, that returns the function.
-    ``memory_bytes`` is what a worker may use beyond its imports; ``preload`` modules are imported first.
+    A worker may use ``memory_bytes`` beyond its imports; ``preload`` modules are imported first.
     """
 
     def __init__(
@@ -147,6 +232,7 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
+        """Process ids of the workers."""
         return [worker.process.pid for worker in self._workers]
 
     def map(
@@ -156,7 +242,7 @@ class WorkerPool:
         timeout_s: float | None = None,
     ) -> list[Outcome]:
         """Outcomes in the order of the items. ``on_result(done, outcome)`` is called as each one ends; ``timeout_s``
-        instead of the pool's own."""
+        replaces the pool's."""
         with self._lock:
             self._require_usable()
             run = _Run(items, len(self._workers), timeout_s or self.timeout_s, on_result)
@@ -201,17 +287,15 @@ class WorkerPool:
         """Give every free worker something to do; False when all items are settled."""
         for slot in range(len(self._workers)):
             if self._workers[slot].idle and not self._workers[slot].alive:
-                self._replace(slot)  # killed from outside between items: nobody's item is lost
+                self._replace(slot)  # killed from outside between items: no item is lost
             while not run.exhausted and self._workers[slot].idle:
                 self._hand_over(slot, run)
         return not run.exhausted or any(worker.items for worker in self._workers)
 
     def _hand_over(self, slot: int, run: _Run) -> None:
-        items, message = run.draw(min(self._at_once, run.largest_message))
-        if not items:
-            return
+        items = run.draw(min(self._at_once, run.largest_message))
         try:
-            self._workers[slot].send(items, message, run.timeout_s)
+            self._workers[slot].send(items, run.timeout_s)
         except OSError as error:
             self._lose(slot, run, Outcome("crashed", message=f"worker could not take the item: {error}"))
 
@@ -237,9 +321,7 @@ class WorkerPool:
         for outcome in itertools.starmap(Outcome, answers):
             if is_starting:
                 self._started(slot, outcome)
-            elif outcome.status == READ:
-                worker.has_read = True
-            elif outcome.status == "crashed" or not worker.has_read:
+            elif outcome.status == "crashed":
                 self._lose(slot, run, outcome)
             else:
                 index, _ = worker.items.popleft()
@@ -248,25 +330,19 @@ class WorkerPool:
                 run.settle(index, outcome)
 
     def _note_seconds(self, size: int, seconds: float) -> None:
-        """How long a worker took for all items of a message."""
+        """Adapt the size of messages to the time a worker took for all items of one."""
         if seconds < QUICK_S and size >= self._at_once:
             self._at_once = min(2 * self._at_once, MOST_AT_ONCE)
         elif seconds > SLOW_S:
             self._at_once = 1
 
     def _lose(self, slot: int, run: _Run, outcome: Outcome) -> None:
-        """``outcome`` is that of the item a worker was at, or of a message that it could not read. An error there
-        leaves the worker as it was; anything else ends it."""
-        worker = self._workers[slot]
-        (index, _), *others = items = list(worker.items)
-        worker.items.clear()
-        if others and not worker.has_read:
-            run.send_alone(items)
-        else:
-            run.give_back(others)
-            run.settle(index, outcome)
-        if outcome.status != "error":
-            self._replace(slot)
+        """Settle the item a worker was working on, and start another worker."""
+        (index, _), *others = self._workers[slot].items
+        self._workers[slot].items.clear()
+        run.give_back(others)
+        run.settle(index, outcome)
+        self._replace(slot)
 
     def _started(self, slot: int, outcome: Outcome) -> None:
         if outcome.status == "ready":
@@ -293,16 +369,44 @@ class WorkerPool:
         self._workers[slot] = WorkerProcess(self._setup, self.timeout_s)
 
     def _replace_busy(self) -> None:
-        """After an interrupted run: a late reply must never be taken for the answer to a later item."""
+        """Replace workers that are busy after an interrupted run: a late reply must not answer a later item."""
         for slot in range(len(self._workers)):
             if self._workers[slot].items and not self._closing:
                 self._replace(slot)
 
 
 def _readable(descriptors: Iterable[int], timeout_s: float) -> set[int]:
-    """Those from which something can be read, or whose other end is gone; waits for one. Called once an item, for
-    which `multiprocessing.connection.wait` is slow."""
+    """Wait for descriptors that can be read or whose other end is gone; `multiprocessing.connection.wait` is slower."""
     watched = select.poll()
     for descriptor in descriptors:
         watched.register(descriptor, select.POLLIN)
     return {descriptor for descriptor, _ in watched.poll(math.ceil(min(1000 * timeout_s, LONGEST_POLL_MS)))}
+
+
+def _start_process(connection_fd: int, lifeline_fd: int) -> subprocess.Popen[bytes]:
+    path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _BOOT, str(connection_fd), str(lifeline_fd), path],
+        pass_fds=(connection_fd, lifeline_fd),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, **_WORKER_ENVIRONMENT},
+        start_new_session=True,  # a Ctrl-C in the terminal is the parent's to handle
+    )
+
+
+def _above_stdio(fd: int) -> int:
+    """Descriptor above 2: with stdin closed a new one may be 0, which the child's stdin would overwrite."""
+    if fd > 2:
+        return fd
+    moved: int = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(fd)
+    return moved
+
+
+def _bound_blocking(fd: int, timeout_s: float) -> None:
+    """Limit blocking calls, so that a stopped worker cannot hold the parent in the middle of a message."""
+    limit = struct.pack("ll", int(min(timeout_s, LONGEST_BLOCK_S)) + 1, 0)
+    with socket.socket(fileno=os.dup(fd)) as shared:
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

@@ -1,8 +1,7 @@
-"""From (problem, response) pairs to scores: one reward or a weighted sum of several.
+"""Score (problem, response) pairs by one reward or a weighted sum of several.
 
-A verification that hangs, crashes or raises scores 0, keeps its reason as the status, is counted, and
-is warned about the first time, because a reward that is silently 0 ruins a training run. A sample without a score
-(None) scores 0 too.
+A verification that hangs, crashes or raises scores 0 and keeps its reason as the status; the first of each kind is
+warned about, because a reward that is silently 0 ruins a run. A sample without a score (None) scores 0 too.
 """
 
 from __future__ import annotations
@@ -15,19 +14,18 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from luffy.errors import UserError
 from luffy.rewards import math as math_reward
 from luffy.rewards.extract import after_thought, tail
 from luffy.rewards.http_reward import HttpReward, is_address
 from luffy.rewards.http_settings import HttpRewardConfig
-from luffy.rewards.kinds import OWN_REWARDS, READS_THOUGHTS, TEXT_REWARDS, Answered, TextReward, built_in
-from luffy.rewards.own_function import CALL_FAILED, NOT_SCORED, Form, OwnFunction
-from luffy.rewards.pool import Outcome, WorkerPool
+from luffy.rewards.kinds import REWARDS, Answered, Reward, TextReward
+from luffy.rewards.own_function import CALL_FAILED, NOT_SCORED, Form, OwnFunction, with_settings
+from luffy.rewards.pool import START_TIMEOUT_S, Outcome, WorkerPool
 from luffy.rewards.worker import describe
-from luffy.rewards.worker_process import START_TIMEOUT_S
-from luffy.schema import nearest
+from luffy.schema import Chosen, nearest, to_dict
 from luffy.types import Problem, Score
 
 logger = logging.getLogger(__name__)
@@ -36,26 +34,11 @@ Ids = Sequence[int] | None
 # problem, response, its token ids, whether its prompt opened a thought
 Item = tuple[Problem, str] | tuple[Problem, str, Ids] | tuple[Problem, str, Ids, bool]
 
-GO_ON = "when it works again, the same command goes on from here"
+GO_ON = "fix it and rerun the same command to resume here"
 ASYNC_GRACE_S = 2.0  # a worker's async samples end themselves; one that blocks its loop is killed this much later
 
 
-class Reward(Protocol):
-    """One term of a verifier. ``one_by_one``: each response may be scored by itself, in a thread beside the rollout."""
-
-    @property
-    def one_by_one(self) -> bool: ...
-
-    def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
-        """One per item; the value of an "ok" outcome is (score, status)."""
-
-    def self_check(self) -> None:
-        """Raise a UserError when the reward cannot do its work."""
-
-    def close(self) -> None: ...
-
-
-class InProcessReward:
+class InProcessReward(Reward):
     """``scorer(answer, response)`` in this process; an answer that does not suit it (ValueError) scores 0."""
 
     one_by_one = True
@@ -72,20 +55,14 @@ class InProcessReward:
         except ValueError as error:
             return Outcome("error", message=describe(error))
 
-    def self_check(self) -> None:
-        """Nothing outside this package can break it."""
 
-    def close(self) -> None:
-        """Holds nothing."""
-
-
-class AfterThought:
-    """A reward that sees of each response what stands after its last thought. ``prompt_opens_thought``: also one that
-    the prompt opened."""
+class AfterThought(Reward):
+    """A reward that sees only the text after the last thought. ``prompt_opens_thought``: also after one that the prompt
+    opened."""
 
     def __init__(self, reward: Reward, prompt_opens_thought: bool) -> None:
         self._reward, self._prompt_opens_thought = reward, prompt_opens_thought
-        self.self_check, self.close, self.one_by_one = reward.self_check, reward.close, reward.one_by_one
+        self.self_check, self.close, self.one_by_one = reward.self_check, reward.close, reward.one_by_one  # type: ignore[method-assign]
 
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
         return self._reward.outcomes([item._replace(response=self._answer(item)) for item in items])
@@ -94,7 +71,18 @@ class AfterThought:
         return after_thought(item.response, self._prompt_opens_thought and item.in_thought)
 
 
-class MathReward:
+class PoolReward(Reward):
+    """A reward in worker processes."""
+
+    _pool: WorkerPool
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class MathReward(PoolReward):
+    """Answers compared by Math-Verify."""
+
     one_by_one = True
 
     def __init__(self, workers: int, timeout_s: float) -> None:
@@ -106,7 +94,7 @@ class MathReward:
         return self._pool.map([(item.problem.answer, tail(item.response)) for item in items])
 
     def self_check(self) -> None:
-        """Math-Verify changes its verdicts silently under a wrong antlr runtime: ask it what we know."""
+        """Compare known verdicts: a wrong antlr runtime changes Math-Verify's verdicts silently."""
         outcomes = self._pool.map((gold, response) for gold, response, _ in math_reward.SELF_CHECKS)
         for (gold, response, expected), outcome in zip(math_reward.SELF_CHECKS, outcomes, strict=True):
             if outcome.status != "ok" or outcome.value != (expected, "ok"):
@@ -116,27 +104,17 @@ class MathReward:
                     f"another antlr runtime than Math-Verify's is the usual cause: {math_reward.INSTALL_HINT}"
                 )
 
-    def close(self) -> None:
-        self._pool.close()
 
+class OwnReward(PoolReward):
+    """A custom function in worker processes, where it may hang or crash."""
 
-class OwnReward:
-    """A function of the user's in worker processes, where it is safe to hang or crash."""
-
-    def __init__(self, path: str, workers: int, timeout_s: float, concurrency: int) -> None:
+    def __init__(
+        self, path: str, workers: int, timeout_s: float, concurrency: int, settings: Mapping[str, Any] | None = None
+    ) -> None:
         self._timeout_s, self._concurrency = timeout_s, concurrency
         self._form = Form(batch=False, is_async=False)
-        self._pool = WorkerPool(
-            "luffy.rewards.own_function:load",
-            workers,
-            timeout_s,
-            preload=("luffy.types",),
-            factory_args=(path, timeout_s),
-        )
-
-    @property
-    def one_by_one(self) -> bool:
-        return not self._form.batch and not self._form.is_async
+        factory, arguments = "luffy.rewards.own_function:load", (path, timeout_s, dict(settings or {}))
+        self._pool = WorkerPool(factory, workers, timeout_s, preload=("luffy.types",), factory_args=arguments)
 
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
         if not self._form.batch:  # functions of one sample do not take its ids, and thousands of lists are sent slowly
@@ -147,24 +125,21 @@ class OwnReward:
         return [o for call, of_call in zip(calls, returned, strict=True) for o in each(self._form, call, of_call)]
 
     def self_check(self) -> None:
-        """Waits until the workers have imported the function, so that a wrong path fails here."""
+        """Wait until the workers have imported the function, so that a wrong path fails here."""
         self._pool.wait_ready()
         [form] = self._pool.map([(None,)], timeout_s=START_TIMEOUT_S)
         if form.status != "ok":
             raise RuntimeError(f"a worker did not say how to call its function: {form.message}")
         self._form = form.value
-
-    def close(self) -> None:
-        self._pool.close()
+        self.one_by_one = not self._form.batch and not self._form.is_async
 
 
-class OwnInThisProcess:
-    """A function of the user's that worker processes cannot import: of a script or a notebook."""
-
-    one_by_one = False
+class OwnInThisProcess(Reward):
+    """A custom function that worker processes cannot import, because a script or notebook defines it."""
 
     def __init__(self, name: str, function: Callable[..., Any], timeout_s: float, concurrency: int) -> None:
         self._own, self._concurrency = OwnFunction(name, function, timeout_s), concurrency
+        self.close = self._own.close  # type: ignore[method-assign]
 
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
         return [o for call in self._own.form.calls(items, self._concurrency) for o in self._of_call(call)]
@@ -175,15 +150,9 @@ class OwnInThisProcess:
         except Exception as error:
             return each(self._own.form, call, Outcome("error", message=describe(error)))
 
-    def self_check(self) -> None:
-        """The function is here, and its form is known."""
-
-    def close(self) -> None:
-        self._own.close()
-
 
 def each(form: Form, call: Sequence[Answered], of_call: Outcome) -> list[Outcome]:
-    """The outcomes of a call's samples. Of a batch nobody knows which sample made the call fail."""
+    """Outcomes of a call's samples. If a call with a batch failed, no sample can be blamed."""
     if of_call.status == "ok":
         return [Outcome(*of_sample) for of_sample in of_call.value]
     if form.batch:
@@ -208,8 +177,14 @@ class Verifier:
         self.close()
 
     def score(self, items: Sequence[Item]) -> list[Score]:
-        """One score per (problem, response), in order; optionally with its token ids and whether its prompt opened a
-        thought. The weighted sum, with the status of a term that failed, else the first that is not "ok"."""
+        """One score per (problem, response), in order: the weighted sum, with the status of a term that failed, else
+        the first that is not "ok". An item may also have its token ids and whether its prompt opened a thought.
+
+            >>> verifier = build_verifier("numeric")
+            >>> problem = Problem(id="p", prompt="2 + 3?", answer="5")
+            >>> [score.value for score in verifier.score([(problem, "It is 5."), (problem, "It is 6.")])]
+            [1.0, 0.0]
+        """
         answered = [Answered(*item) for item in items]
         terms = [self._term(name, answered) for name in self._rewards]
         scores = [self._combine(parts) for parts in zip(*terms, strict=True)]
@@ -219,15 +194,17 @@ class Verifier:
 
     @property
     def may_score_early(self) -> bool:
-        """Whether responses may be scored while others are still being made: no term wants them all at once, and none
-        could keep this process busy for long."""
+        """Whether responses may be scored while others are generated: no term needs them all at once, and none keeps
+        this process busy for long."""
         return all(reward.one_by_one for reward in self._rewards.values())
 
     def self_check(self) -> None:
+        """Raise a UserError if a reward cannot work."""
         for reward in self._rewards.values():
             reward.self_check()
 
     def close(self) -> None:
+        """End the processes of all rewards."""
         for reward in self._rewards.values():
             reward.close()
 
@@ -251,7 +228,7 @@ class Verifier:
         return replace(shown, value=value, components={name: part.value for name, part in scored})
 
     def _failure(self, name: str, problem: Problem, outcome: Outcome) -> Score:
-        """The score of a failed verification; the first of its kind is warned about."""
+        """Score of a failed verification; the first of its kind is warned about."""
         reason = f"reward {name}: {outcome.status} on problem {problem.id} ({outcome.message})"
         with self._lock:
             if (name, outcome.status) not in self._warned and not (outcome == NOT_SCORED and len(self._rewards) > 1):
@@ -261,14 +238,14 @@ class Verifier:
 
 
 def why_nothing_was_scored(scores: Sequence[Score]) -> str | None:
-    """The first failure, where no score is a verdict; None where one is."""
+    """The first failure if no score is a verdict, else None."""
     if not scores or any(score.is_verdict for score in scores):
         return None
     return scores[0].reason or scores[0].status
 
 
 def why_every_call_failed(scores: Sequence[Score]) -> str | None:
-    """The first failure, where every score is of a failed call; None where one is not."""
+    """The first failure if every score belongs to a failed call, else None."""
     return why_nothing_was_scored(scores) if all(score.status == CALL_FAILED for score in scores) else None
 
 
@@ -282,11 +259,11 @@ def build_verifier(
     http: HttpRewardConfig | None = None,
     prompt_opens_thought: bool = True,
 ) -> Verifier:
-    """A verifier that has passed its self-check. ``weights`` such as ``{"math": 1.0, "format": 0.1}``
-    make a weighted sum of those kinds and replace ``kind``. With ``answer_in_thought`` an answer inside
-    ``<think>...</think>`` counts too; without ``prompt_opens_thought``, one in a thought that the prompt opened and the
-    response never closed. ``concurrency``: samples that an async function has under way at once, in each
-    worker; ``http``: how a server is asked."""
+    """Build a verifier and run its self-check.
+
+    ``weights``, such as ``{"math": 1.0, "format": 0.1}``, replace ``kind``. The other arguments are the settings of
+    section ``reward``.
+    """
     chosen = {kind: 1.0} if weights is None else dict(weights)
     _check_weights(chosen)
     rewards: dict[str, Reward] = {}
@@ -294,8 +271,7 @@ def build_verifier(
     try:
         for name in chosen:
             reward = _build_reward(name, workers, timeout_s, concurrency, http or HttpRewardConfig())
-            reads_answers = name == "math" or (name in TEXT_REWARDS and name not in READS_THOUGHTS)
-            hides_thoughts = reads_answers and not answer_in_thought
+            hides_thoughts = not REWARDS.known(name).reads_thoughts and not answer_in_thought
             rewards[name] = AfterThought(reward, prompt_opens_thought) if hides_thoughts else reward
         verifier.self_check()
     except BaseException:
@@ -314,7 +290,7 @@ def _check_weights(weights: Mapping[str, float]) -> None:
 
 
 def _check_kind(kind: str) -> None:
-    known = (*built_in(), "http", *OWN_REWARDS)
+    known = list(REWARDS)
     if kind in known or (":" in kind and kind != "module:function"):
         return
     raise UserError(
@@ -328,12 +304,14 @@ def _build_reward(kind: str, workers: int, timeout_s: float, concurrency: int, h
         return HttpReward(http.url if kind == "http" else kind, http)
     if kind == "math":
         return MathReward(workers, timeout_s)
-    if kind in TEXT_REWARDS:
-        return InProcessReward(TEXT_REWARDS[kind])
-    if kind not in OWN_REWARDS:
-        return OwnReward(kind, workers, timeout_s, concurrency)
-    own = OWN_REWARDS[kind]
+    if kind not in REWARDS:
+        return OwnReward(str(kind), workers, timeout_s, concurrency)
+    part = REWARDS[kind]
+    own = part.function
+    if not part.own:
+        return InProcessReward(own)
     module, name = own.__module__, getattr(own, "__qualname__", "")  # an object that is called has no name
+    settings = to_dict(kind.settings) if isinstance(kind, Chosen) else {}
     if getattr(sys.modules.get(module), name, None) is own and module != "__main__":
-        return OwnReward(f"{module}:{name}", workers, timeout_s, concurrency)
-    return OwnInThisProcess(kind, own, timeout_s, concurrency)
+        return OwnReward(f"{module}:{name}", workers, timeout_s, concurrency, settings)
+    return OwnInThisProcess(str(kind), with_settings(own, settings), timeout_s, concurrency)

@@ -1,6 +1,6 @@
-"""What runs inside a worker process: load one function, then answer one item after another.
+"""Code of a worker process: load one function, then answer one item after another.
 
-The parent kills this process when an item takes too long, so nothing here needs to be interruptible.
+The parent kills the process when an item takes too long, so nothing here needs to be interruptible.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from luffy.registry import resolve
 
 @dataclass(frozen=True)
 class Setup:
-    """How to build the function: ``function_path`` itself, or, with ``factory_args``, what it returns."""
+    """How to load the function: ``function_path``, or with ``factory_args`` the function it returns."""
 
     function_path: str
     factory_args: tuple[Any, ...] | None
@@ -36,12 +36,11 @@ class Setup:
 
 
 Answer = tuple[str, Any, str]  # status, value, message
-READ = "read"  # answered first, when a message is unpickled; an answer without it is that of the whole message
 _LENGTH = struct.Struct("!Q")
 
 
 def send(connection: Connection, answer: Answer) -> None:
-    """At once: what was answered is answered, even if this process is killed at its next item."""
+    """Write an answer at once: it counts even if this process is killed at its next item."""
     packed = pickle.dumps(answer)
     left = memoryview(_LENGTH.pack(len(packed)) + packed)
     while left:
@@ -49,7 +48,7 @@ def send(connection: Connection, answer: Answer) -> None:
 
 
 def unpacked(data: bytes) -> tuple[list[Answer], bytes]:
-    """The whole answers in what was sent, and what follows them."""
+    """Complete answers in the data, and the bytes after them."""
     answers, start = [], 0
     while start + _LENGTH.size <= len(data):
         first = start + _LENGTH.size
@@ -112,7 +111,7 @@ def limit_memory(memory_bytes: int) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """One line. Some exceptions (a truncated expression, a huge number) cannot even be printed."""
+    """One line about an error, even one that cannot be printed (a truncated expression, a huge number)."""
     try:
         text = " ".join(str(error).split())
     except Exception as again:
@@ -135,24 +134,14 @@ def _load(setup: Setup) -> Callable[..., Any]:
 def _serve(connection: Connection, function: Callable[..., Any]) -> None:
     while True:
         try:
-            message = connection.recv_bytes()
+            message: list[bytes] = connection.recv()
         except EOFError:  # the parent is gone
             os.killpg(os.getpgrp(), signal.SIGKILL)
-        try:
-            items: list[tuple[Any, ...]] = pickle.loads(message)
-        except MemoryError:
-            send(connection, ("crashed", None, "out of memory"))
-            return
-        except Exception as error:
-            send(connection, ("error", None, describe(error)))
-            continue
-        send(connection, (READ, None, ""))
-        for item in items:
+        for item in message:
             try:
-                own = pickle.loads(pickle.dumps(item))  # the function may change what items of a message share
-                send(connection, ("ok", function(*own), ""))
+                send(connection, ("ok", function(*pickle.loads(item)), ""))
             except MemoryError:
-                # Whatever was half-built stays in the heap, so this process is not fit for another item.
+                # Half-built objects stay in the heap, so this process is not fit for another item.
                 send(connection, ("crashed", None, "out of memory"))
                 return
             except Exception as error:

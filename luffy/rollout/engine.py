@@ -1,4 +1,4 @@
-"""What every engine promises, and the checks they share."""
+"""The interface of engines, and the checks they share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ STREAM_PART = 1024  # requests of a stream that an engine without a better way a
 
 @dataclass
 class EngineStats:
-    """What one call of `generate` did. The first token of a response comes from its prefill, so n
-    responses of T tokens in n slots take T - 1 decoding steps."""
+    """Counts of one call of `generate`. The first token of a response comes from its prefill, so n responses of T
+    tokens in n slots take T - 1 decoding steps."""
 
     generated_tokens: int = 0
     prefill_tokens: int = 0
@@ -29,47 +29,53 @@ class EngineStats:
 
     @property
     def tokens_per_second(self) -> float:
+        """Generated tokens per second; 0 before the first call."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
 class Engine(Protocol):
-    """Makes responses. ``generate`` answers in the order of the requests and reports (done, all).
+    """Generates responses. A training step calls ``generate``, ``sleep``, updates the policy and calls ``sync``; the
+    defaults below suit an engine that shares the policy's weights.
 
-    A training step is generate, ``sleep``, update, ``sync``. The defaults below suit an engine on the policy's own
-    weights.
+        >>> request = Request(prompt_ids=(1, 5, 7), seed=0, sampling=Sampling(max_tokens=4))
+        >>> (completion,) = engine.generate([request])
+        >>> completion.token_ids.shape, completion.log_probs.shape  # [T] each, T at most 4
+        (torch.Size([4]), torch.Size([4]))
     """
 
-    def generate(self, requests: Sequence[Request], progress: OnProgress | None = None) -> list[Completion]: ...
+    def generate(self, requests: Sequence[Request], progress: OnProgress | None = None) -> list[Completion]:
+        """Completions in the order of the requests; ``progress`` receives (done, total)."""
+        ...
 
     def stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Completion]]:
-        """For bulk work: (number of the request, completion) as they finish, in any order."""
+        """Yield (index of the request, completion) as responses finish, in any order; for bulk work."""
         source, first = iter(requests), 0
         while part := list(islice(source, STREAM_PART)):
             yield from enumerate(self.generate(part), start=first)
             first += len(part)
 
     def sync(self, version: int) -> None:
-        """The policy's weights are now those of ``version``: later completions must use them."""
+        """Use the policy's weights, now those of ``version``, for later completions."""
 
     def agree_on(self, version: int) -> int:
-        """The version that makes the next completions: ``version``, unless another process has the weights."""
+        """Weight version used for the next completions: ``version``, unless another process has the weights."""
         return version
 
     def sleep(self) -> None:
-        """No request comes before the next ``sync``: free memory for the update."""
+        """Free memory for the update: no request comes before the next ``sync``."""
         return None
 
     def metrics(self) -> dict[str, Metric]:
-        """Metrics of the run since the last call, by name."""
+        """Metrics since the last call, by name."""
         return {}
 
     def close(self) -> None:
-        """The run is over."""
+        """Release everything at the end of the run."""
         return None
 
 
 def check_request(request: Request, max_context: int, vocabulary: int) -> None:
-    """Refuse what no engine can do, naming the knob to turn."""
+    """Refuse a request that no engine can serve; the error names the setting to change."""
     sampling, given = request.sampling, request.given_ids
     if not given:
         raise UserError("a request has no prompt tokens: give at least one (e.g. the BOS token)")

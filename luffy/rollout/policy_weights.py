@@ -37,7 +37,7 @@ class Weight:
 
 
 def checkpoint_weights(model: nn.Module) -> list[Weight]:
-    """What ``save_pretrained`` of the merged model would write; tied weights once. Nothing is computed yet."""
+    """Weights that ``save_pretrained`` of the merged model would write, tied ones once; nothing is computed yet."""
     causal = causal_lm(model)
     adapted = {name: module for name, module in causal.named_modules() if hasattr(module, "get_delta_weight")}
     weights = []
@@ -57,7 +57,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class PushCheck:
-    """Holds a push against what the model's config says it must be."""
+    """Compares a push with the names and shapes of the model's config."""
 
     def __init__(self, model: nn.Module) -> None:
         causal = causal_lm(model)
@@ -67,7 +67,7 @@ class PushCheck:
         self.shapes = {name: tuple(parameter.shape) for name, parameter in blank.named_parameters()}
 
     def __call__(self, model: nn.Module, version: int) -> None:
-        """Raises, and nothing has been pushed."""
+        """Raise before any tensor is pushed if the weights are wrong."""
         found = {weight.name: tuple(weight.base.shape) for weight in checkpoint_weights(model)}
         self._names(version, missing=self.shapes.keys() - found.keys(), unknown=found.keys() - self.shapes.keys())
         wrong = [name for name, shape in found.items() if shape != self.shapes[name]]

@@ -1,7 +1,7 @@
 """Drawing tokens: noise is a pure function of (seed, position, token), the same in every batch.
 
 The noise comes from an integer hash, not from a generator with state, so a row draws the same token
-whatever stands beside it. Every token runs a race: an exponential clock with its probability as the
+in every batch. Every token runs a race: an exponential clock with its probability as the
 rate, and the first to ring is drawn, which happens exactly with that probability. Walking one uniform
 number along the cumulative distribution would be cheaper, but there a rounding error in one
 probability shifts every later token: on a vocabulary of 49k it changed 1 draw in 60 between batch

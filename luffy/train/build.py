@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from luffy.config import Config
+from luffy.config import Config, check_made_for
 from luffy.data import ProblemSampler
 from luffy.distributed.shard import local_world_size
 from luffy.distributed.world import World
@@ -19,26 +20,26 @@ from luffy.errors import UserError
 from luffy.files import remove_unfinished
 from luffy.guidance import Planner
 from luffy.guidance.gate import find_gate
+from luffy.learn.gradient_check import check_gradients
+from luffy.learn.policy import Policy
+from luffy.learn.scorer import TokenScorer
+from luffy.learn.teacher import build_teacher
 from luffy.models.load import eos_ids, load_model
-from luffy.models.threads import default_workers
-from luffy.report.recorder import check_trackers
-from luffy.report.timing import Stopwatch
+from luffy.models.machine import default_workers, pick_device, use_threads
 from luffy.rewards import Verifier
-from luffy.train import held_out, recording, saving, setup
-from luffy.train.background_saver import BackgroundSaver
-from luffy.train.batch import detach_notice
-from luffy.train.build_engines import Engines, no_schedule
-from luffy.train.changes import measures_otherwise
-from luffy.train.checkpoint import Checkpoint, CheckpointStore, find_checkpoint, set_records_aside
-from luffy.train.gradient_check import check_gradients
-from luffy.train.lock import lock_folder
-from luffy.train.method_memory import MethodMemory
-from luffy.train.policy import Policy
-from luffy.train.prefetch import Prefetcher
-from luffy.train.run_state import Messages, Method, RolloutBatch, Run
-from luffy.train.saved_state import Progress
-from luffy.train.scorer import TokenScorer
-from luffy.train.tasks import (
+from luffy.run_folder.background_saver import BackgroundSaver
+from luffy.run_folder.changes import Changes, Start, compare, measures_otherwise, set_records_aside
+from luffy.run_folder.checkpoint import Checkpoint, CheckpointStore, find_checkpoint
+from luffy.run_folder.lock import lock_folder
+from luffy.run_folder.saved_state import Progress
+from luffy.run_folder.timing import Stopwatch
+from luffy.run_folder.trackers import check_trackers
+from luffy.step.crediting import detach_notice
+from luffy.step.memory import MethodMemory
+from luffy.step.prefetch import Prefetcher
+from luffy.step.run_state import Begun, Messages, Method, Run
+from luffy.step.snapshot import progress_of, restore, state_of, tensors_of
+from luffy.step.tasks import (
     build_encoder,
     equal_prompts,
     left_out,
@@ -47,53 +48,98 @@ from luffy.train.tasks import (
     repeated_problems,
     with_date,
 )
-from luffy.train.teacher import build_teacher
+from luffy.train import setup
+from luffy.train.build_engines import Engines, no_schedule
+from luffy.train.held_out import HeldOut, read_evaluated
+from luffy.train.saving import Saver
+from luffy.train.weights import Export, base_of, load_weights, with_template
+
+Data = dict[str, dict[str, int]]
 
 
-def build_run(
+@dataclass(frozen=True)
+class Built:
+    """A training ready for its next step. ``closing`` ends its processes and threads and releases the run folder."""
+
+    run: Run
+    held_out: HeldOut
+    saver: Saver
+    start: Start
+    closing: ExitStack
+
+
+def build(
     cfg: Config,
     method: Method,
     world: World,
     resume: str,
     allow_changed_data: bool,
     announce: Callable[[str], None] = lambda doing: None,
-) -> Run:
-    """A run ready for its next step: a new one, or restored from the checkpoint that ``resume`` (auto, never or a path)
-    names. Holds the lock of the run folder until ``run.closing.close()``. ``announce`` hears what is being done."""
+    on_save: Callable[[Path], None] = lambda folder: None,
+) -> Built:
+    """Build a new run, or restore one from the checkpoint that ``resume`` (auto, never or a path) names. It holds the
+    lock of the run folder until ``closing.close()``. ``announce`` hears what is being done."""
+    check_made_for(cfg, method)
+    use_threads(cfg.train.threads)
     with ExitStack() as closing:
         world.on_main(lambda: _lock(cfg, world, closing))
         messages = Messages(notices=world.on_main(lambda: check_trackers(cfg)))
         store = CheckpointStore(cfg.folder / "checkpoints", cfg.train.keep, cfg.train.keep_optimizer)
         checkpoint = world.on_main(lambda: find_checkpoint(cfg, store, resume, messages.notices.append))
-        run = _assemble(cfg, method, world, store, checkpoint, messages, closing, announce)
+        run, held_out, data, base = _assemble(cfg, method, world, checkpoint, messages, closing, announce)
         announce("restoring the state of the run" if checkpoint is not None else "beginning")
-        own = checkpoint is not None and saving.restore(run, checkpoint, allow_changed_data)
-        step = run.progress.step
-        if step and not own:
-            earlier = world.on_main(lambda: set_records_aside(cfg.folder, step))
-            messages.notices += [earlier] if earlier else []
-        run.evaluated = world.on_main(lambda: held_out.read_evaluated(cfg.folder, step))
-        if checkpoint is not None:
-            run.origin = cfg.folder if own else checkpoint.run_folder
-            recording.note_changes(run)
-            if not own or measures_otherwise(run.changes, cfg):
-                held_out.forget_best(run)
-            else:
-                held_out.note_best(run)  # an evaluation that was made up for after the checkpoint was taken
+        own = checkpoint is not None and restore(run, checkpoint, allow_changed_data)
+        start = _start(run, held_out, data, checkpoint, own)
         if run.engines.replica is not None:  # made before the masters of a checkpoint were there
-            run.sync(step)
+            run.sync(run.progress.step)
             if world.joined and cfg.parallel.check_gradients:
                 check_gradients(run.policy, run.engines.replica.model)
-        messages.notices += left_out(run.tasks.report, run.eval_report)
-        messages.notices += run.tasks.problems.turns_notices
-        messages.notices += repeated_problems(cfg, len(run.tasks))
-        messages.notices += equal_prompts(run.tasks, run.eval_tasks)
-        if method == "rl":
-            messages.notices += setup.dropout_notice(run.model.config) + detach_notice(cfg)
+        messages.notices += _notices(run, held_out, data)
+        saver = _saver(run, store, base, closing, on_save)
         world.on_main(lambda: remove_unfinished(cfg.folder))
-        world.on_main(lambda: saving.tidy(run))
-        run.closing = closing.pop_all()
-    return run
+        world.on_main(lambda: saver.take_up(run.progress))
+        return Built(run, held_out, saver, start, closing.pop_all())
+
+
+def _start(run: Run, held_out: HeldOut, data: Data, checkpoint: Checkpoint | None, own: bool) -> Start:
+    """How the run begins, with notices of what changed since the checkpoint. ``own``: whether the checkpoint is this
+    run's. Reads the evaluations on record and settles which step is the best so far."""
+    cfg, world, step = run.cfg, run.world, run.progress.step
+    if step and not own:
+        run.messages.notices += world.on_main(lambda: set_records_aside(cfg.folder, step))
+    held_out.evaluated = world.on_main(lambda: read_evaluated(cfg.folder, step))
+    if checkpoint is None:
+        return Start(data)
+    origin = cfg.folder if own else checkpoint.run_folder
+    changes: Changes = {}
+    if origin is not None:
+        changes, notices = world.on_main(lambda: compare(cfg, run.method, step, origin))
+        run.messages.notices += notices
+    if not own or measures_otherwise(changes, cfg):
+        run.progress.forget_best()
+    elif cfg.train.keep_best:  # an evaluation may have been deferred until after the checkpoint was taken
+        run.progress.note_best(held_out.evaluated.get(step))
+    return Start(data, origin, changes)
+
+
+def _notices(run: Run, held_out: HeldOut, data: Data) -> list[str]:
+    notices = left_out(data["train"], data["eval"]) + run.tasks.problems.turns_notices
+    notices += repeated_problems(run.cfg, len(run.tasks)) + equal_prompts(run.tasks, held_out.sets)
+    return notices + (setup.dropout_notice(run.model.config) + detach_notice(run.cfg) if run.method == "rl" else [])
+
+
+def _saver(
+    run: Run, store: CheckpointStore, base: str | None, closing: ExitStack, on_save: Callable[[Path], None]
+) -> Saver:
+    background = export = None
+    if run.world.joined:
+        background = BackgroundSaver(store, run.world)
+        closing.callback(background.close)
+    if run.world.is_main:
+        model = run.model if run.engines.replica is None or not run.world.joined else run.engines.replica.model
+        tokenizer = with_template(run.tokenizer, run.tasks.encoder.chat_template)
+        export = Export(model, tokenizer, run.eos_ids, lora=run.cfg.model.lora is not None)
+    return Saver(store, export, background, lambda: (state_of(run, base), tensors_of(run)), run.messages.warn, on_save)
 
 
 def _lock(cfg: Config, world: World, closing: ExitStack) -> None:
@@ -106,12 +152,12 @@ def _assemble(
     cfg: Config,
     method: Method,
     world: World,
-    store: CheckpointStore,
     checkpoint: Checkpoint | None,
     messages: Messages,
     closing: ExitStack,
     announce: Callable[[str], None],
-) -> Run:
+) -> tuple[Run, HeldOut, Data, str | None]:
+    """The run, its held-out sets, the content of data.json, and with LoRA the fingerprint of the base model."""
     setup.check_names(cfg, method)
     announce(f"reading the data with the tokenizer of {cfg.model.path}")
     tokenizer = setup.load_policy_tokenizer(cfg.model)
@@ -122,13 +168,14 @@ def _assemble(
     tasks = load_training_tasks(cfg, build_encoder(cfg, tokenizer), sft=method == "sft")
     encoder = build_encoder(cfg, tokenizer)  # its counts begin anew
     eval_tasks = load_eval_tasks(cfg, encoder)
-    steps = total_steps(cfg, len(tasks), saving.progress_of(cfg, saved))
-    device = setup.pick_device(cfg.model.device)
+    steps = total_steps(cfg, len(tasks), progress_of(cfg, saved))
+    device = pick_device(cfg.model.device)
     verifier = _verifier(cfg, device, world, closing) if method == "rl" or eval_tasks else None
     torch.manual_seed(cfg.seed)
     announce(f"loading the model {cfg.model.path if checkpoint is None else checkpoint.path}")
-    model = saving.load_weights(cfg, method, world, device, checkpoint)
-    base = saving.base_of(cfg, model, checkpoint)
+    place = "cpu" if world.joined else device  # sharding moves the weights to the device, layer by layer
+    model = load_weights(cfg, method, place, checkpoint)
+    base = base_of(cfg, model, checkpoint)
     setup.check_context(cfg, model.config)
     end_of_text = encoder.stops(eos_ids(model, tokenizer))
     announce(f"starting the rollout engine ({cfg.rollout.engine})")
@@ -137,23 +184,23 @@ def _assemble(
     engines.current.sync(0 if checkpoint is None else checkpoint.step)
     watch = Stopwatch()
     policy = Policy(model, cfg, temperature=1.0 if method == "sft" else None, world=world, watch=watch)
-    saver = BackgroundSaver(store, world) if world.joined else None
-    if saver is not None:
-        closing.callback(saver.close)
     has_teacher = method == "rl" and cfg.teacher.is_there
     engine, before_step = engines.for_rollouts(tokenizer, steps) if method == "rl" else (engines.current, no_schedule)
-    return Run(
-        cfg=cfg, method=method, world=world, device=device, messages=messages, watch=watch, closing=closing,
-        tokenizer=tokenizer, eos_ids=end_of_text, tasks=tasks, eval_tasks=eval_tasks,
-        eval_report=dict(encoder.counts), total_steps=steps, model=model, policy=policy,
+    run = Run(
+        cfg=cfg, method=method, world=world, messages=messages, watch=watch,
+        tokenizer=tokenizer, eos_ids=end_of_text, tasks=tasks, total_steps=steps, model=model, policy=policy,
         reference=_reference(cfg, method, policy, tokenizer, device),
         teacher=build_teacher(cfg, policy, tokenizer, tasks.encoder, device, messages.warn) if has_teacher else None,
         engines=engines, engine=engine, before_step=before_step,
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
         sampler=ProblemSampler(len(tasks), cfg.seed), planner=build_planner(cfg, steps, end_of_text, tokenizer),
         gate=find_gate(cfg.guidance.gate), memory=MethodMemory(cfg, len(tasks)),
-        store=store, saver=saver, base=base,
     )  # fmt: skip
+    held_out = HeldOut(cfg, world, eval_tasks, engines.current, verifier, tokenizer, end_of_text)
+    sizes = {name: len(of_set) for name, of_set in eval_tasks.items()}
+    machine = {"processes": world.size, "gpus": world.size if device == "cuda" else 0}
+    data = {"train": tasks.report, "eval": dict(encoder.counts), "held_out": sizes, "run": machine}
+    return run, held_out, data, base
 
 
 def _verifier(cfg: Config, device: str, world: World, closing: ExitStack) -> Verifier:
@@ -184,11 +231,11 @@ def build_planner(cfg: Config, steps: int, end_of_text: tuple[int, ...], tokeniz
 
 def _prefetcher(
     cfg: Config, method: Method, engines: Engines, steps: int, policy: Policy, closing: ExitStack
-) -> Prefetcher[RolloutBatch] | None:
+) -> Prefetcher[Begun] | None:
     staleness = cfg.async_.max_staleness
     if method == "sft" or staleness == 0:
         return None
-    prefetcher = Prefetcher[RolloutBatch](engines.catch_up, staleness, steps, policy.device)
+    prefetcher = Prefetcher[Begun](engines.catch_up, staleness, steps, policy.device)
     closing.callback(prefetcher.close)
     return prefetcher
 

@@ -6,69 +6,76 @@ weights it runs, and in which process. A second model that overrides tokens is p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from luffy.config import Config, OffPolicyGuidanceConfig
-from luffy.config.checks import ENGINE_NAMES
+from luffy.config.parts import ENGINES
+from luffy.core.override_rules import Rule
 from luffy.distributed.group_engine import GroupEngine, leads
 from luffy.distributed.replica import Replica, StaleReplica
 from luffy.distributed.world import World
-from luffy.models.forward import causal_lm, text_config
-from luffy.registry import Registry
+from luffy.learn.packing import pack
+from luffy.learn.scorer import TokenScorer
+from luffy.models.forward import causal_lm, evaluating, text_config
+from luffy.models.load import drop_padding_tokens, load_model, load_tokenizer, token_count
+from luffy.models.same_tokens import check_fits, check_same_tokenizer
+from luffy.registry import NoSettings
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
 from luffy.rollout.overrides.aligned import AlignedEngine
-from luffy.rollout.overrides.coupled import CoupledEngine
+from luffy.rollout.overrides.coupled import CoupledEngine, Score
 from luffy.rollout.overrides.speculative import SpeculativeEngine
 from luffy.rollout.overrides.turns import TurnsEngine, check_log_probs, check_takes_turns
 from luffy.rollout.vllm.colocated import VllmEngine, executor_argument
-from luffy.rollout.vllm.http_client import Server, key_from
+from luffy.rollout.vllm.http_client import VLLM_SLOTS, Server, key_from
 from luffy.rollout.vllm.remote import RemoteEngine
+from luffy.rollout.vllm.served_model import ServedModel
 from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer, Transfer
-from luffy.train.overrides import load_second_model, rule_at, scores_of, second_servers
-from luffy.train.vllm_settings import VLLM_SLOTS, context_of, transfer_of, vllm_arguments, weight_folder
+from luffy.train.vllm_settings import context_of, transfer_of, vllm_arguments, weight_folder
+from luffy.types import Request, Sample
 
 # Of the unused GPU memory when a rollout begins that an update will run beside: gradients, moments and activations
 # need the rest, and at the first step none of them is there yet.
 SHARE_BESIDE_AN_UPDATE = 0.4
+SECTION = "rollout.offpolicy_guidance"
 
 Warn = Callable[[str], None]
 BeforeStep = Callable[[int], None]
-EngineBuilder = Callable[[Config, nn.Module, str, Warn], Engine]
-ENGINES: Registry[EngineBuilder] = Registry("engine")
+BuildEngine = Callable[..., Engine]
 
 
-def engine(name: str) -> Callable[[EngineBuilder], EngineBuilder]:
-    """A decorator that registers ``build(cfg, model, device, warn) -> Engine`` for ``rollout.engine``.
+def engine(name: str, settings: type = NoSettings, **facts: bool) -> Callable[[BuildEngine], BuildEngine]:
+    """Register ``build(cfg, model, device, warn) -> Engine`` for ``rollout.engine``.
 
-    ``model`` is the policy on ``device``; ``warn`` takes a line for the user. ``sync`` of the engine is called before
-    its first ``generate``.
+    ``model`` is the policy on ``device``; ``warn`` prints a line. ``sync`` is called before the first ``generate``.
+    Settings are a fifth argument.
     """
-    ENGINE_NAMES.add(name)
-    return ENGINES.register(name)
+    return ENGINES.register(name, settings=settings, **facts)
 
 
 def build_engine(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
     """The policy's engine, by its name."""
-    return ENGINES.find(cfg.rollout.engine, "rollout.engine")(cfg, model, device, warn)
+    builder = ENGINES.find(cfg.rollout.engine, "rollout.engine")
+    built: Engine = builder(cfg, model, device, warn, *builder.settings_for(cfg.rollout.engine))
+    return built
 
 
-@engine("native")
 def build_native(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
     return NativeEngine(model, max_slots=cfg.rollout.slots, precision=cfg.rollout.precision)
 
 
 def build_evaluating(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
-    """For what is never trained on."""
+    """The engine for held-out problems."""
     return NativeEngine(model, max_slots=cfg.rollout.slots)
 
 
-@engine("vllm")
 def build_vllm(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
-    """It has no weights before its first ``sync``."""
+    """vLLM in this process or on servers; it has no weights before its first ``sync``."""
     v = cfg.rollout.vllm
     transfer_kind = transfer_of(cfg, device)
     if not v.servers:
@@ -90,7 +97,7 @@ def build_vllm(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine
 
 
 def no_schedule(step: int) -> None:
-    """Where no rule of overriding tokens changes with the step."""
+    """Do nothing: no rule of token overrides changes with the step."""
 
 
 def with_overrides(
@@ -134,12 +141,55 @@ def with_overrides(
 def _second_engine(
     cfg: Config, knobs: OffPolicyGuidanceConfig, tokenizer: Any, device: str, warn: Warn
 ) -> tuple[Engine, int]:
-    """The second model as an engine of its own, and how many tokens it can read."""
+    """The second model as an engine of its own, and the size of its vocabulary. A UserError if its tokenizer,
+    vocabulary or context does not fit the policy's."""
     if knobs.servers:
-        served = second_servers(cfg, knobs, tokenizer, warn)
+        v = cfg.rollout.vllm
+        key = key_from(v.api_key_env)
+        servers = [Server(url, key, v.timeout_s, f"{SECTION}.servers") for url in knobs.servers]
+        slots = cfg.rollout.slots or VLLM_SLOTS
+        served = ServedModel(servers, tokenizer, cfg.longest, slots=slots, seeded=v.request_seeds, warn=warn)
         return served, served.vocabulary
     second = load_second_model(cfg, knobs, tokenizer, device)
     return NativeEngine(second, max_slots=cfg.rollout.slots), text_config(second.config).vocab_size
+
+
+def load_second_model(cfg: Config, knobs: OffPolicyGuidanceConfig, tokenizer: Any, device: str) -> PreTrainedModel:
+    """The second model, frozen, without rows of padding: it must not write tokens that the policy cannot read. A
+    UserError if its tokenizer, vocabulary or context does not fit the policy's."""
+    check_same_tokenizer(tokenizer, load_tokenizer(knobs.model_path, cfg.model.trust_remote_code))
+    model = load_model(knobs.model_path, knobs.dtype or cfg.model.dtype, device, cfg.model.trust_remote_code)
+    check_fits(f"{SECTION}.model_path={knobs.model_path}", model.config, tokenizer, cfg.longest)
+    drop_padding_tokens(model, token_count(tokenizer))
+    model.requires_grad_(False).eval()
+    return model
+
+
+def scores_of(model: nn.Module, temperature: float, budget: int) -> Score:
+    """Log-probs of given tokens under ``model``, from forward passes over at most ``budget`` tokens."""
+    scorer, device = TokenScorer(model), next(model.parameters()).device
+
+    def score(requests: Sequence[Request], token_ids: Sequence[Tensor]) -> list[Tensor]:
+        samples = [_unweighted(request, ids) for request, ids in zip(requests, token_ids, strict=True)]
+        found = [torch.empty(0)] * len(samples)
+        with torch.no_grad(), evaluating(model):
+            for batch in pack(samples, budget, None, 1, share=scorer.shares_prompts):
+                log_probs, _ = scorer(batch.to(device), temperature)
+                for i, part in zip(batch.order, log_probs.cpu().split(batch.response_lengths), strict=True):
+                    found[i] = part
+        return found
+
+    return score
+
+
+def _unweighted(request: Request, ids: Tensor) -> Sample:
+    nothing = torch.zeros(ids.numel())
+    return Sample(request.given_ids, ids, nothing.to(torch.int8), *[nothing] * 5)
+
+
+def rule_at(knobs: OffPolicyGuidanceConfig, step: int, total_steps: int) -> Rule:
+    """The rule of a step: tau and eps may have schedules."""
+    return Rule(knobs.rule, tau=knobs.tau_at(step, total_steps), eps=knobs.eps_at(step, total_steps))
 
 
 class Engines:
@@ -193,11 +243,11 @@ class Engines:
         return GroupEngine(engine, self.world, self.group_size)
 
     def renew(self, model: nn.Module) -> None:
-        """The replica gets the policy's weights of now."""
+        """Copy the policy's current weights to the replica."""
         if self.replica is not None:
             self.replica.refresh(model)
 
     def catch_up(self) -> None:
-        """The stale replica gets the weights of the refreshed one."""
+        """Copy the replica's weights to the stale one."""
         if self.stale_replica is not None:
             self.stale_replica.catch_up()

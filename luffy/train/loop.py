@@ -1,35 +1,41 @@
-"""The training loop: steps (training_step.py), and between them evaluations, records and checkpoints.
+"""The training loop: steps (step/training_step.py), and between them evaluations, records and checkpoints.
 
-The run's state is one value (run_state.py); what a killed run needs to go on is in its checkpoints.
+What a killed run needs to resume is in its checkpoints.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from luffy.config import Config, EvalConfig, check_made_for
+from luffy.config import Config, EvalConfig
 from luffy.distributed.world import World
-from luffy.errors import AllStopped, TrainingStopped
+from luffy.errors import AllStopped, Interrupted, StopRequested, TrainingStopped, UserError
+from luffy.learn.activations import out_of_memory_advice
 from luffy.metrics import Metric
-from luffy.models.threads import use_threads
-from luffy.report.console import setting_up, was_idle
-from luffy.seeds import seed_of
-from luffy.train import held_out, recording, saving
-from luffy.train.activations import out_of_memory_advice
-from luffy.train.batch import StepBatch
-from luffy.train.build import build_run
-from luffy.train.recording import Records
-from luffy.train.run_state import Method
-from luffy.train.saved_state import Progress
-from luffy.train.stopping import StopRequest
-from luffy.train.training_step import ignore, rl_step, sft_step
+from luffy.run_folder.console import setting_up, was_idle
+from luffy.run_folder.saved_state import Progress
+from luffy.step.batch import StepBatch
+from luffy.step.run_state import Method
+from luffy.step.training_step import ignore, take_step
+from luffy.train.build import build
+from luffy.train.recording import Records, Rows, idle_notice, throughput
+
+CTRL_C = "Ctrl-C"
+
+
+class EvaluationInterrupted(Exception):
+    """The run was asked to stop; the evaluation is deferred to its resume."""
 
 
 class Trainer:
@@ -43,6 +49,8 @@ class Trainer:
     ``world`` of several processes each has a Trainer, and all must make the same calls.
     """
 
+    on_save: Callable[[Path], None] = staticmethod(lambda folder: None)  # gets the folder of every new checkpoint
+
     def __init__(
         self,
         cfg: Config,
@@ -53,13 +61,12 @@ class Trainer:
         on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
         console: Console | None = None,
     ) -> None:
-        check_made_for(cfg, method)
-        use_threads(cfg.train.threads)
         self.on_step, self.console = on_step, console
         world = world or World()
         with setting_up(cfg.name, console, world.is_main) as announce:
-            self.run = build_run(cfg, method, world, resume, allow_changed_data, announce)
-        self._stop = StopRequest(world)
+            built = build(cfg, method, world, resume, allow_changed_data, announce, self.on_save)
+        self.run, self.held_out, self.saver, self.start = built.run, built.held_out, built.saver, built.start
+        self._closing, self._stop = built.closing, StopRequest(world)
 
     @property
     def cfg(self) -> Config:
@@ -84,7 +91,8 @@ class Trainer:
 
     def lacks_evaluation(self) -> bool:
         """Whether the evaluation due at this step is missing: before the first step, or after a stop in it."""
-        return held_out.is_missing(self.run)
+        step = self.progress.step
+        return self.held_out.lacks(step) and self.run.is_due(step, self.cfg.eval.every)
 
     def train(self) -> Path:
         """Run to the last step; ``on_step`` gets every step's number and metrics. Returns the model folder of the
@@ -92,7 +100,19 @@ class Trainer:
         with closing(self.steps()) as steps:
             for step, values in steps:
                 self.on_step(step, values)
-        return self.run.world.on_main(lambda: saving.newest_model(self.run))
+        return self.run.world.on_main(self._newest_model)
+
+    def _newest_model(self) -> Path:
+        newest = next(iter(self.saver.store), None)
+        if newest is None:
+            longer = f"raise {self.length_setting} to go on from the other run"
+            raise UserError(f"{self.cfg.folder} has no checkpoint of its own; {longer}")
+        return newest.model
+
+    @property
+    def length_setting(self) -> str:
+        """The setting that says how long the training is."""
+        return "train.epochs" if self.cfg.train.steps is None else "train.steps"
 
     def steps(self) -> Generator[tuple[int, dict[str, float]], None, None]:
         """Run the remaining steps with their evaluations and checkpoints; yields the number and metrics of each.
@@ -108,9 +128,9 @@ class Trainer:
     @contextmanager
     def recording(self) -> Iterator[Records]:
         """Open the run's record; evaluations after the last finished step are not on it any more."""
-        records = Records(self.run, self.console)
+        records = Records(self.run, self.start, self.console)
         try:
-            held_out.write_evaluated(self.run)
+            self.held_out.write()
             yield records
         finally:
             records.close()
@@ -118,21 +138,20 @@ class Trainer:
     def _steps(self, records: Records) -> Iterator[tuple[int, dict[str, float]]]:
         run = self.run
         if self.lacks_evaluation():
-            self._make_up_for_evaluation(records)
+            self._evaluate_deferred(records)
         first, idle = run.progress.step, 0
         while not run.is_finished:
             values = self._step_and_after(records)
             idle += was_idle(values)
             yield run.progress.step, values
-            if run.saver is not None:
-                run.saver.poll()
+            self.saver.poll()
             if self._stop.reason is not None and (not run.is_finished or self.lacks_evaluation()):
-                saving.save_if_new(run)
+                self.save_if_new()
                 raise self._stop.error(run.progress.step)
         self._stop.reason = None  # it came too late to end anything
-        recording.warn_if_mostly_idle(run, idle, run.progress.step - first)
-        if run.saver is not None:
-            run.saver.finish()
+        for notice in idle_notice(idle, run.progress.step - first):
+            run.messages.warn(notice)
+        self.saver.finish()
 
     def _step_and_after(self, records: Records) -> dict[str, float]:
         """A step, its evaluation, its record and its checkpoint, where they are due."""
@@ -143,55 +162,66 @@ class Trainer:
             if run.progress.step == before and self._is_everywhere(error):  # else the weights may be half-way
                 self._save_finished_steps()
             raise
-        speed = recording.throughput(metrics, time.perf_counter() - started)
+        speed = throughput(metrics, time.perf_counter() - started)
         step = run.progress.step
-        if run.eval_tasks and run.is_due(step, run.cfg.eval.every):
+        if self.held_out.sets and run.is_due(step, run.cfg.eval.every):
             metrics |= self._evaluate_or_save(records, metrics, speed)
         values = records.log(metrics, speed)
-        held_out.note(run, values)
-        if held_out.note_best(run) or run.is_due(step, run.cfg.train.save_every):
+        self.held_out.note(step, values)
+        if self._note_best() or run.is_due(step, run.cfg.train.save_every):
             with run.watch("save"):
-                saving.save(run)
+                self.saver.save(run.progress)
         return values
 
     def step(self, records: Records | None = None) -> StepBatch:
         """One rollout batch (or batch of traces) and its optimizer steps; nothing is evaluated or saved."""
         run, step = self.run, self.run.progress.step
-        torch.manual_seed(seed_of(f"{run.cfg.seed}:{step}:{run.world.rank}"))  # of dropout: the same after a resume
-        rows: recording.Rows = []
+        run.seed_dropout(step)
+        rows: Rows = []
         observe = ignore if records is None else lambda batch: rows.extend(records.rows_of(batch))
         try:
-            batch = (rl_step if run.method == "rl" else sft_step)(run, step, observe)
+            batch = take_step(run, step, observe)
         except Exception:
             if run.progress.step == step:  # no update was made: the run can go on from the step before
                 run.rewind()
             raise
         if records is not None:
-            records.recorder.write_samples(rows)
-            records.lasting.set_aside()
+            records.write_samples(rows)
+            records.garbage.freeze()
         return batch
 
     def _is_everywhere(self, error: Exception) -> bool:
         """Whether all processes have this error: a record and a checkpoint need all."""
         return self.run.world.size == 1 or isinstance(error, AllStopped)
 
-    def _save_finished_steps(self) -> None:
-        """An error must not cost the steps before it. Where saving fails too, the error is still what is told."""
-        run = self.run
-        try:
-            saving.save_if_new(run)
-        except Exception as second:
-            run.messages.warn(f"no checkpoint of step {run.progress.step}: {type(second).__name__}: {second}")
+    def save_if_new(self) -> None:
+        """Save the last finished step, unless there is a checkpoint of it."""
+        self.saver.finish()  # what is still being written counts
+        progress = self.progress
+        if progress.step > 0 and not self.run.world.on_main(lambda: self.saver.has(progress.step)):
+            self.saver.save(progress)
 
-    def _make_up_for_evaluation(self, records: Records) -> None:
-        run = self.run
+    def _save_finished_steps(self) -> None:
+        """Save the steps before an error. If saving fails too, the first error is still the one that is raised."""
+        try:
+            self.save_if_new()
+        except Exception as second:
+            self.run.messages.warn(f"no checkpoint of step {self.progress.step}: {type(second).__name__}: {second}")
+
+    def _note_best(self) -> bool:
+        """Whether the last step is the best so far (`train.keep_best`); the progress then says so."""
+        accuracy = self.held_out.evaluated.get(self.progress.step)
+        return self.cfg.train.keep_best and self.progress.note_best(accuracy)
+
+    def _evaluate_deferred(self, records: Records) -> None:
+        run, step = self.run, self.progress.step
         try:
             metrics = self.evaluate(records=records)
-        except held_out.EvaluationInterrupted:
-            raise self._stop.error(run.progress.step) from None
-        held_out.note(run, records.log_evaluation(metrics))
-        if run.world.on_main(lambda: saving.is_saved(run)) and held_out.note_best(run):
-            run.world.on_main(lambda: saving.tidy(run))
+        except EvaluationInterrupted:
+            raise self._stop.error(step) from None
+        self.held_out.note(step, records.log_evaluation(metrics))
+        if run.world.on_main(lambda: self.saver.has(step)) and self._note_best():
+            run.world.on_main(lambda: self.saver.tidy(run.progress))
 
     def _evaluate_or_save(
         self, records: Records, metrics: Mapping[str, Metric], speed: Mapping[str, float]
@@ -199,7 +229,7 @@ class Trainer:
         """The metrics of an evaluation; where it fails, its step is recorded and saved."""
         try:
             return self.evaluate(records=records)
-        except held_out.EvaluationInterrupted:
+        except EvaluationInterrupted:
             return {}
         except Exception as error:
             if self._is_everywhere(error):
@@ -209,24 +239,75 @@ class Trainer:
 
     def evaluate(self, cfg: EvalConfig | None = None, records: Records | None = None) -> dict[str, Metric]:
         """The policy as it is now on every held-out set; ``cfg`` instead of the run's own settings."""
-        rows: recording.Rows = []
+        rows: Rows = []
         seen = None if records is None else lambda name, groups: rows.extend(records.rows_of_evaluation(name, groups))
-        metrics = held_out.evaluate(self.run, cfg, check=self._stop.interrupt_evaluation, seen=seen)
+
+        def count(done: int, total: int) -> None:
+            self._stop.interrupt_evaluation()
+            self.run.messages.count(done, total)
+
+        with self.run.watch("eval"):
+            metrics = self.held_out.evaluate(self.progress.step, cfg, count, seen)
         if records is not None:
-            records.recorder.write_eval_samples(rows)
+            records.write_samples(rows, held_out=True)
         return metrics
 
     def stop_soon(self, reason: str) -> None:
-        """End after the step under way, with a checkpoint of it; an evaluation waits until the run goes on. In a world
-        of several every process must be told in the same step: a checkpoint needs all."""
+        """Finish the current step, save and stop; a due evaluation runs after resuming. Call it on every rank in the
+        same step."""
         self._stop.reason = reason
 
     def close(self) -> None:
-        """End the engine, the verifier and what is still being saved, and let go of the run folder."""
-        self.run.closing.close()
+        """Shut down engine and verifier, finish saving, release the run folder."""
+        self._closing.close()
 
     def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@dataclass
+class StopRequest:
+    """A request to stop after the current step, by a signal or by the trainer's user; ``reason`` is None before it."""
+
+    world: World
+    reason: str | None = None
+
+    def error(self, step: int) -> StopRequested:
+        kind = Interrupted if self.reason == CTRL_C else StopRequested
+        return kind(f"stopped at step {step} by {self.reason}; the same command goes on there")
+
+    def interrupt_evaluation(self) -> None:
+        """Raise EvaluationInterrupted after a request; several processes must finish an evaluation together."""
+        if self.reason is not None and not self.world.joined:
+            raise EvaluationInterrupted
+
+    @contextmanager
+    def by_signals(self) -> Iterator[None]:
+        """Take SIGTERM, which schedulers send before they kill, and Ctrl-C as requests; a second Ctrl-C ends the run at
+        once. Several processes do not see a signal at the same step: it ends them at once, and the last checkpoint
+        counts."""
+        if self.world.joined or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def terminated(*_: object) -> None:
+            self.reason = "SIGTERM"
+
+        def interrupted(*_: object) -> None:
+            self.reason = CTRL_C
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            with suppress(OSError):  # nobody reads it any more
+                os.write(2, b"\nends after this step; Ctrl-C again ends it at once\n")  # print is not safe in a handler
+
+        before = {
+            signal.SIGTERM: signal.signal(signal.SIGTERM, terminated),
+            signal.SIGINT: signal.signal(signal.SIGINT, interrupted),
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

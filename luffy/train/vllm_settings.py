@@ -1,4 +1,4 @@
-"""The knobs of `rollout.vllm` as vLLM's engine arguments, context, and way of weight transfer."""
+"""Settings of `rollout.vllm` as vLLM's engine arguments, context and weight transfer; `luffy serve`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 from luffy.config import Config
 from luffy.errors import ConfigError
 from luffy.models.forward import max_positions
+from luffy.models.load import gguf_file, read_model_config
+from luffy.models.machine import pick_device
 from luffy.rollout.vllm.colocated import engine_arguments
-
-VLLM_SLOTS = 256  # unless rollout.slots says otherwise: vLLM's own default
+from luffy.rollout.vllm.http_client import VLLM_SLOTS, key_from
+from luffy.rollout.vllm.server_process import become_server, server_command, server_environment
 
 
 def vllm_arguments(cfg: Config, model_config: Any) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def vllm_arguments(cfg: Config, model_config: Any) -> dict[str, Any]:
 
 
 def context_of(cfg: Config, model_config: Any) -> int:
-    """The longest prompt and response that the run can ask for, or what the user said."""
+    """Tokens of the longest prompt and response of the run, or `rollout.vllm.max_context`."""
     longest = max(cfg.rollout.max_tokens, cfg.eval.max_tokens or 0)
     needed = cfg.data.max_prompt_tokens + longest
     wanted = cfg.rollout.vllm.max_context
@@ -49,7 +51,7 @@ def transfer_of(cfg: Config, device: str) -> str:
 
 
 def transfer_to_servers(cfg: Config, device: str) -> str:
-    """What both ends choose, each for itself: the trainer and the server."""
+    """How weights reach a server; the trainer and the server each derive it from the config."""
     v = cfg.rollout.vllm
     if v.transfer != "auto":
         return v.transfer
@@ -58,3 +60,13 @@ def transfer_to_servers(cfg: Config, device: str) -> str:
 
 def weight_folder(cfg: Config) -> Path:
     return Path(cfg.rollout.vllm.shared_folder or cfg.folder / "weights")
+
+
+def serve(cfg: Config, host: str, port: int) -> None:
+    """Become a vLLM server for the runs of a config: same model, context and engine arguments. Does not return."""
+    if gguf_file(cfg.model.path) is not None:
+        raise ConfigError("'model.path' is a GGUF file; vLLM serves a Hugging Face folder (luffy prepare model)")
+    arguments = vllm_arguments(cfg, read_model_config(cfg.model.path, "model.path", cfg.model.trust_remote_code))
+    transfer = transfer_to_servers(cfg, pick_device("auto"))
+    command = server_command(cfg.model.path, arguments, host, port, transfer)
+    become_server(command, server_environment(key_from(cfg.rollout.vllm.api_key_env)))

@@ -1,8 +1,8 @@
-"""Who may read the page. Runs hold unpublished data, and any web site open in the same browser can send requests here.
+"""Access control. Runs hold unpublished data, and any web site open in the same browser can send requests here.
 
-- Bound to this machine alone unless asked otherwise, and to another address only with a token.
-- The Host header must be a name of this server: a foreign name that was pointed here (DNS rebinding) is turned away.
-- What a browser says about a request's origin is heeded: other sites get nothing, not even to know that it is there.
+- The server listens on this machine alone by default, and on another address only with a token.
+- The Host header must be a name of this server, which refuses DNS rebinding.
+- Requests that a browser marks as coming from another site are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Refused(Exception):
-    """A request that is turned away; the status and one line for whoever sent it."""
+    """A refused request: its status, and one line for the sender."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -32,8 +32,8 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class AccessGate:
-    """``host`` is the address that is listened on. ``session`` is what a browser gets for the token: the token itself
-    is neither stored there nor kept in the address bar."""
+    """``host`` is the address that is listened on. ``session`` is the cookie that a browser gets for the token,
+    which is neither stored there nor kept in the address bar."""
 
     host: str
     port: int
@@ -45,7 +45,7 @@ class AccessGate:
         return f"luffy_view_{self.port}"  # cookies are shared between the ports of a host
 
     def check(self, headers: Mapping[str, str], token: str | None) -> None:
-        """Raises Refused; ``token`` is the one of the query."""
+        """Raise Refused unless the request may be answered; ``token`` is the one of the query."""
         self._check_host(headers.get("Host", ""))
         if not _is_own_request(headers):
             raise Refused(403, "asked for by another site; open the address itself")
@@ -73,20 +73,21 @@ class AccessGate:
         return _equal(given, self.token) or _equal(self._session_of(headers), self.session)
 
     def _session_of(self, headers: Mapping[str, str]) -> str:
-        """By hand: ``http.cookies`` gives up at the first cookie of another application that it does not like."""
+        """The session cookie. ``http.cookies`` would stop at the first cookie of another application that it cannot
+        parse."""
         pairs = (pair.strip().partition("=") for pair in headers.get("Cookie", "").split(";"))
         return next((value for name, _, value in pairs if name == self.cookie), "")
 
 
 def _is_own_request(headers: Mapping[str, str]) -> bool:
-    """Browsers say so themselves. A link on another site may be followed, for then nobody but the user reads the
-    answer."""
+    """Whether the browser says that the request is the page's own. A link on another site may be followed, because then
+    only the user reads the answer."""
     followed = headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
     return followed or headers.get("Sec-Fetch-Site", "none") in ("same-origin", "none")
 
 
 def check_address(host: str, token: str | None) -> None:
-    """Refuses to listen where others can reach it without a token."""
+    """Refuse to listen on an address that others can reach without a token."""
     if token is not None and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
         raise UserError(
             f"the token has {len(token)} characters; use {SHORTEST_TOKEN} or more plain ones, "
@@ -100,7 +101,7 @@ def check_address(host: str, token: str | None) -> None:
 
 
 def token_of_environment() -> str | None:
-    """Not an option of the command line: those are seen by every user of the machine."""
+    """The token of the environment; every user of the machine could read one on the command line."""
     return os.environ.get(TOKEN_VARIABLE) or None
 
 
@@ -126,5 +127,5 @@ def _as_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | No
 
 
 def _equal(given: str, known: str) -> bool:
-    """Takes as long whether the first letter is wrong or the last."""
+    """Compare in constant time."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), known.encode())

@@ -17,7 +17,8 @@ from typing import Any
 
 from luffy.errors import UserError
 from luffy.files import complete_lines
-from luffy.report.runs import (
+from luffy.report.text import legible, shorten_middle
+from luffy.run_folder.runs import (
     EXCERPT,
     GroupKey,
     GroupKeys,
@@ -26,8 +27,6 @@ from luffy.report.runs import (
     sample_head,
     sample_texts,
 )
-from luffy.report.text import legible, shorten_middle
-from luffy.view.tail import Tail
 
 SEARCHED = ("problem", "prompt", "answer", "response")
 KEPT_SEARCHES = 8
@@ -58,7 +57,7 @@ class Filter:
             raise UserError(f"a search of {len(self.search):,} characters; at most {LONGEST_QUERY:,}")
 
     def matches(self, head: SampleHead) -> bool:
-        """All but the search, which needs the text."""
+        """Whether a sample passes all filters except the search, which needs the text."""
         longest = head.length if self.longest is None else self.longest
         return (
             self.shortest <= head.length <= longest
@@ -78,6 +77,30 @@ SOURCES: dict[str, Test] = {
     "override": lambda head: head.override_tokens > 0,
     "policy": lambda head: head.off_policy_tokens == 0 and head.override_tokens == 0,
 }
+
+
+class Tail:
+    """The complete lines added to a file since the last look; all of them again when the file was replaced, as a
+    resumed run does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.position = path, 0
+        self._file: int | None = None
+
+    def was_replaced(self) -> bool:
+        """Whether the file was replaced; if so, start over."""
+        stat = self.path.stat() if self.path.exists() else None
+        current = stat.st_ino if stat else None
+        replaced = current != self._file or (stat is not None and stat.st_size < self.position)
+        if replaced:
+            self._file, self.position = current, 0
+        return replaced
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """(offset, line) of each complete line that was added."""
+        for offset, line in complete_lines(self.path, self.position):
+            self.position = offset + len(line)
+            yield offset, line
 
 
 class SampleTable:
@@ -100,13 +123,13 @@ class SampleTable:
 
     @property
     def size(self) -> int:
-        """Of the file in bytes: cheap, where counting its samples is not."""
+        """Size of the file in bytes, which is cheaper than the number of its samples."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     @contextmanager
     def up_to_date(self) -> Iterator[SampleTable]:
-        """Nothing changes under the hands of the one who asks. A file of gigabytes is read in parts, one a question:
-        ``complete`` says whether this was the last."""
+        """Lock the table and read what was added. A file of gigabytes is read in parts, one per request: ``complete``
+        tells whether this was the last."""
         with self._lock:
             if self._tail.was_replaced():
                 self._forget()
@@ -128,12 +151,12 @@ class SampleTable:
         self._steps.setdefault(head.problem, {}).setdefault(head.step, number)
 
     def matching(self, wanted: Filter) -> list[int]:
-        """Numbers of the samples that a filter lets through, in the order they were recorded."""
+        """Numbers of the samples that pass a filter, in the order they were recorded."""
         numbers: Sequence[int] = self._found(wanted.search) if wanted.search else range(len(self.heads))
         return [n for n in numbers if wanted.matches(self.heads[n])]
 
     def _found(self, query: str) -> list[int]:
-        """Case does not count. A search that was made before goes on where it ended."""
+        """Numbers of the samples that contain a text in any case. A repeated search reads only new samples."""
         query = query.lower()
         done, hits = self._searches.pop(query, (0, []))
         hits = hits + list(self._hits(query, done))
@@ -161,7 +184,7 @@ class SampleTable:
         return [_entry(n, self.heads[n], success) for n in numbers[start : start + PAGE]]
 
     def group(self, number: int) -> tuple[list[int], list[dict[str, Any]]]:
-        """The numbers and rows of all samples of the group of one of them."""
+        """The numbers and rows of all samples in the group of this one."""
         self._head(number)
         numbers = self._groups[self._key_of[number]]
         return numbers, read_samples(self.path, [self.heads[n].offset for n in numbers])

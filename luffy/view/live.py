@@ -1,4 +1,4 @@
-"""Runs that may still be going: what was added since the last look is read, and nothing twice."""
+"""Runs that may still be going: each look reads only what was added since the last."""
 
 from __future__ import annotations
 
@@ -13,26 +13,17 @@ from typing import Any
 from luffy.errors import UserError
 from luffy.report.method_colours import with_styles
 from luffy.report.methods import Method, Styled, group_runs
-from luffy.report.recorder import EVAL_SAMPLES, METRICS, SAMPLES
-from luffy.report.runs import (
-    CONFIG,
-    RunRecord,
-    SampleIndex,
-    find_begun,
-    in_order,
-    metric_row,
-    read_config,
-)
 from luffy.report.text import legible
-from luffy.view.browse import SampleTable
-from luffy.view.tail import Tail
+from luffy.run_folder.layout import CONFIG, EVAL_SAMPLES, METRICS, SAMPLES
+from luffy.run_folder.runs import RunRecord, SampleIndex, find_begun, in_order, metric_row, read_config
+from luffy.view.browse import SampleTable, Tail
 
 SAMPLE_FILES = {"train": SAMPLES, "eval": EVAL_SAMPLES}
 LOOK_FOR_RUNS_S = 5.0  # between two walks over the folders
 
 
 class LiveRun:
-    """One run folder. ``id`` is all that a page knows of its place; ``trouble`` says why it cannot be read."""
+    """One run folder. A page knows its ``id`` instead of its path; ``trouble`` is the reason why it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,7 +38,7 @@ class LiveRun:
 
     @property
     def trouble(self) -> str | None:
-        """A line that is skipped stays so until the file is written anew."""
+        """The reason why the run, or a line of its metrics, cannot be read."""
         return self._unreadable or self._skipped
 
     def refresh(self) -> None:
@@ -75,12 +66,12 @@ class LiveRun:
 
     @property
     def record(self) -> RunRecord:
-        """As the report sees it, less the samples: those are read when they are asked for."""
+        """The record of the report, without samples: those are read on request."""
         return RunRecord(self.folder, self._config, in_order(self.rows), SampleIndex(self.folder / SAMPLES, {}))
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Changes when there is something new to show."""
+        """A value that changes when there is something new to show."""
         sizes = [table.size for table in self.samples.values()]
         return self.id, len(self.rows), self._config_time, self.trouble, *sizes
 

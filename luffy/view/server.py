@@ -53,11 +53,11 @@ class ViewServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Without the token: what is printed ends up in logs."""
+        """The address without the token, because printed lines end up in logs."""
         return f"http://{bracketed(self.gate.host)}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no error of ours."""
+        """Ignore a browser that closes the connection in the middle of an answer."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -91,7 +91,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send(self.server.site.answer(path, query))
 
     def _let_in(self) -> None:
-        """The token was right: a cookie in its place, and an address bar without it."""
+        """Answer a correct token with a cookie, and an address without it."""
         gate = self.server.gate
         cookie = f"{gate.cookie}={gate.session}; HttpOnly; SameSite=Strict; Path=/"
         self._send(PageReply("", status=303), {"Location": "/", "Set-Cookie": cookie})
@@ -114,11 +114,11 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A page that looks every two seconds would fill the terminal."""
+        """Print nothing: a page that asks every two seconds would fill the terminal."""
 
 
 def serve(server: ViewServer, say: Callable[[str], None]) -> None:
-    """Until Ctrl+C."""
+    """Serve until Ctrl+C."""
     say(f"viewing    {server.url}  (Ctrl+C ends)")
     if server.gate.token is not None:
         say("           add ?token=... once; the browser is remembered until the server ends")

@@ -1,4 +1,4 @@
-"""What can be asked for: the page, its assets, and the figures and samples behind it. Nothing here writes.
+"""The page, its assets, and the values and samples behind it. Nothing here writes.
 
 Charts, tables and samples come as the same HTML that ``luffy report`` puts in its file; the scripts only fetch and
 place it.
@@ -15,17 +15,18 @@ from typing import Any
 
 from markupsafe import Markup
 
+from luffy._version import __version__
 from luffy.errors import UserError
 from luffy.report.charts import Chart, chart_grid, charts_of, family_charts
-from luffy.report.figures import crowded, swatch
 from luffy.report.methods import Method, Styled
-from luffy.report.runs import RunRecord, whole
 from luffy.report.samples import CLOSE, problem_html, sample_cards
+from luffy.report.svg import crowded
 from luffy.report.tables import change_table, difference_table, final_table, phase_table, run_table, steps_of
+from luffy.report.templates import macro, page
 from luffy.report.text import legible
+from luffy.run_folder.runs import RunRecord, whole
 from luffy.view.browse import PAGE, Filter, SampleTable
 from luffy.view.live import Board, Snapshot
-from luffy.view.page import page_html
 
 ASSETS = {
     "components.css": ("luffy.report", "text/css"),
@@ -61,7 +62,7 @@ class Site:
             for name, (package, kind) in ASSETS.items()
         }
         self.pages: dict[str, Callable[[Query], PageReply]] = {
-            "/": lambda query: PageReply(page_html()),
+            "/": lambda query: PageReply(page("page.html", version=__version__)),
             "/api/state": self._state,
             "/api/curves": self._curves,
             "/api/tables": self._tables,
@@ -92,7 +93,7 @@ class Site:
                 "methods": [
                     {
                         "style": style,
-                        "swatch": swatch(style),
+                        "swatch": macro("swatch", style),
                         "label": method.label,
                         "runs": [self._run(now, run) for run in method.runs],
                     }

@@ -1,4 +1,4 @@
-"""Figures and tables of tables.md and of the appendix of docs/results/qwen-gsm8k.md, from the metrics of run.py.
+"""Figures and tables of tables.md and of the appendix of ../qwen/report.md, from the metrics of run.py.
 
 python studies/gsm8k/figures.py            reads results/*.jsonl, draws docs/images/study-*.png and fills the
                                            tables between the marks `smollm-*` of both pages
@@ -21,19 +21,18 @@ from run import read_rows
 
 sys.path.insert(0, str(HERE.parents[1]))
 
-from studies.common import fill_marks, half_width, legend_below, panels, smooth, table, wilson
+from studies.common import fill_marks, half_width, legend_below, looks, panels, smooth, table, wilson
 
-DOC = HERE.parents[1] / "docs" / "results" / "qwen-gsm8k.md"
+DOC = HERE.parent / "qwen" / "report.md"
 PAGES = (DOC, HERE / "tables.md")
-IMAGES = DOC.parents[1] / "images"
+IMAGES = HERE.parents[1] / "docs" / "images"
 LABELS = {
     "on_policy": "on-policy RL", "sft": "SFT", "rl_sft_loss": "RL with SFT loss", "sft_rl": "SFT + RL",
     "mixed": "Mixed-Policy", "luffy": "LUFFY", "mixed_shaping": "mixed + shaping",
     "on_policy_shaping": "on-policy + shaping", "on_policy_no_clip": "on-policy, no clip",
 }  # fmt: skip
-COLORS = {
-    "on_policy": "#8c8c8c", "sft": "#d08a1d", "rl_sft_loss": "#7a5195", "sft_rl": "#5b8a3c", "mixed": "#3b7dd8",
-    "luffy": "#c8373a", "mixed_shaping": "#6aa3e8", "on_policy_shaping": "#b0b0b0", "on_policy_no_clip": "#5e5e5e",
+VARIANT_LOOKS = {
+    "mixed_shaping": ("mixed", ":"), "on_policy_shaping": ("on_policy", ":"), "on_policy_no_clip": ("on_policy", "-."),
 }  # fmt: skip
 SETS = {"val-core/accuracy": "stories, easy", "val-hard/accuracy": "stories, hard", "val-words/accuracy": "other words",
         "val-longer/accuracy": "longer"}  # fmt: skip
@@ -117,8 +116,9 @@ def draw(
         per_step = 0.5 if method == "sft" else 1.0  # a step of RL has two optimizer steps, one of SFT has one
         at = [step * per_step for step in steps]
         mean, low, high = ([(100 if percent else 1) * v for v in smooth(part, smoothed)] for part in (mean, low, high))
-        ax.plot(at, mean, marker=marker, ms=4, color=COLORS[method], label=LABELS[method], lw=1.8)
-        ax.fill_between(at, low, high, color=COLORS[method], alpha=0.13, lw=0)
+        look = looks(method, VARIANT_LOOKS)
+        ax.plot(at, mean, marker=marker, ms=4, label=LABELS[method], lw=1.8, **look)
+        ax.fill_between(at, low, high, color=look["color"], alpha=0.13, lw=0)
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
 

@@ -32,10 +32,11 @@ from rich.console import Console
 
 from luffy.config import Config
 from luffy.errors import TrainingStopped
-from luffy.evaluation.runner import Options, run_evaluation
+from luffy.evaluation.plan import Options
+from luffy.evaluation.runner import run_evaluation
 from luffy.files import write_atomically
+from luffy.models.machine import pick_device
 from luffy.train.loop import Trainer
-from luffy.train.setup import pick_device
 
 CURVES = (
     "batch/on_solved", "batch/solve_none", "actor/entropy_loss", "response_length/mean", "response_length/clip_ratio",

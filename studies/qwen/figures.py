@@ -1,4 +1,4 @@
-"""Figures and tables of docs/results/qwen-gsm8k.md, from the rows that run.py collected.
+"""Figures and tables of report.md and docs/results/qwen-gsm8k.md, from the rows that run.py collected.
 
 python -m studies.qwen.figures             reads results/*.jsonl, draws docs/images/qwen-*.png and fills the tables
                                            between the marks of the page
@@ -15,18 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from luffy.evaluation.benchmarks import SUITES
-from studies.common import fill_marks, half_width, legend_below, panels, plt, smooth, table
+from studies.common import fill_marks, half_width, legend_below, looks, panels, plt, smooth, table
 from studies.qwen.plan import HERE, METHODS, RELEASED, RELEASED_RATE, SHORT_STEPS, VARIANTS
 from studies.qwen.records import Row, best_rates, got_far, last, read_rows, validation
 
-PAGE = HERE.parents[1] / "docs" / "results" / "qwen-gsm8k.md"
+PAGE = HERE / "report.md"
+SUMMARY = HERE.parents[1] / "docs" / "results" / "qwen-gsm8k.md"
 IMAGES = HERE.parents[1] / "docs" / "images"
-COLORS = {
-    "luffy": "#c8373a", "on_policy": "#8c8c8c", "sft": "#d08a1d", "mixed": "#3b7dd8", "sft_rl": "#5b8a3c",
-    "luffy_clip": "#e58f91", "rl_sft_loss": "#7a5195", "rl_plus": "#17859b", "hpt": "#8a5a2b", "exgrpo": "#4a4a9c",
-    "hpt_light": "#c9a27a", "sft_luffy": "#8a1538", "chord": "#c2569b", "srft": "#e07b39", "relift": "#b3a125",
-    "opd": "#1f5f3a", "base": "#000000",
-}  # fmt: skip
+VARIANT_LOOKS = {"hpt_light": ("hpt", ":"), "sft_luffy": ("luffy", ":")}
 LATE = 10  # steps at the start and at the end of a run that tables average
 FIRST_AND_LAST = (slice(0, LATE), slice(-LATE, None))
 PROBLEMS = 64  # groups of a step
@@ -305,7 +301,7 @@ def hard_problems(rows: Sequence[Row]) -> str:
             "test accuracy, %", "pass@4, %", "on test problems that the base never solved, %",
             "GPU seconds"]  # fmt: skip
     text = "Trained on the training problems that the base solved in none of 8 samples."
-    image = "![Own samples right and validation accuracy of the runs on hard problems](../images/qwen-hard.png)"
+    image = "![Own samples right and validation accuracy of the runs on hard problems](../../docs/images/qwen-hard.png)"
     return "\n".join(["## Hard problems", "", text, "", image, "", table(head, body), "", differences(runs)])
 
 
@@ -386,7 +382,7 @@ def newer_methods(rows: Sequence[Row]) -> str:
     head = ["", "learning rate", "steps", "test accuracy, %", "pass@4, %", "test less LUFFY's, points",
             *(f"validation, step {step:g}, %" for step in steps), f"last {LATE} steps: own samples right, %",
             "entropy, nats a token", "gradient norm", "GPU seconds", "tokens in updates, millions"]  # fmt: skip
-    image = "![Validation accuracy and entropy of all methods in 100 steps](../images/qwen-newer.png)"
+    image = "![Validation accuracy and entropy of all methods in 100 steps](../../docs/images/qwen-newer.png)"
     return "\n".join(["## The newer methods", "", image, "", table(head, body)]) if body else ""
 
 
@@ -433,7 +429,7 @@ def generalisation(rows: Sequence[Row]) -> str:
     lines += ["", table(head, body)]
     if evaluated(rows, "temperatures"):
         lines += ["", "![Right samples, and problems with a right sample, against the temperature of sampling]"
-                  "(../images/qwen-temperature.png)"]  # fmt: skip
+                  "(../../docs/images/qwen-temperature.png)"]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -484,6 +480,11 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
 # ---- figures
 
 
+def look(method: str) -> dict[str, Any]:
+    """Colour and line of a method."""
+    return looks(method, VARIANT_LOOKS)
+
+
 def points(row: Row, metric: str) -> list[tuple[float, float]]:
     pairs = zip(row["curves"]["step"], row["curves"].get(metric, ()), strict=False)
     return [(step, value) for step, value in pairs if value is not None]
@@ -503,7 +504,12 @@ def accuracy_figure(rows: Sequence[Row]) -> None:
         found = validated(row, rows)
         for i, ax in enumerate(axes):
             ax.plot(
-                [at[i] for at in found], [at[-1] for at in found], style, color=COLORS[row["method"]], lw=0.8, alpha=0.5
+                [at[i] for at in found],
+                [at[-1] for at in found],
+                style,
+                color=look(row["method"])["color"],
+                lw=0.8,
+                alpha=0.5,
             )
     for method, runs in results.items():
         if method == "base":
@@ -511,7 +517,7 @@ def accuracy_figure(rows: Sequence[Row]) -> None:
         of_seeds = [validated(run, rows) for run in runs]
         means = [[statistics.fmean(x) for x in zip(*at_step, strict=True)] for at_step in zip(*of_seeds, strict=False)]
         for i, ax in enumerate(axes):
-            ax.plot([at[i] for at in means], [at[-1] for at in means], marker="o", ms=3, color=COLORS[method], lw=1.8,
+            ax.plot([at[i] for at in means], [at[-1] for at in means], marker="o", ms=3, lw=1.8, **look(method),
                     label=f"{label(runs[0])}, {rate(runs[0])}")  # fmt: skip
     for ax, name in zip(axes, ("step", "GPU seconds", "tokens in updates, millions"), strict=True):
         tidy(ax)
@@ -539,7 +545,7 @@ def dynamics_figure(rows: Sequence[Row]) -> None:
             found = values_of(row)
             if any(value for _, value in found):
                 steps, values = zip(*found, strict=True)
-                ax.plot(steps, smooth(values, LATE), color=COLORS[row["method"]], lw=1.2,
+                ax.plot(steps, smooth(values, LATE), lw=1.2, **look(row["method"]),
                         label=f"{label(row)}, {rate(row)}")  # fmt: skip
         tidy(ax)
         ax.set(title=title)
@@ -568,7 +574,7 @@ def hard_figure(rows: Sequence[Row]) -> None:
         ):
             if found := points(row, metric):
                 steps, values = zip(*found, strict=True)
-                ax.plot(steps, [100 * value for value in shown(values)], color=COLORS[row["method"]], lw=1.5,
+                ax.plot(steps, [100 * value for value in shown(values)], lw=1.5, **look(row["method"]),
                         marker=marker, ms=3, label=title)  # fmt: skip
     axes[0].set(title="own samples right, %", xlabel="step, mean of 5")
     axes[1].set(title="validation accuracy, %", xlabel="step")
@@ -579,7 +585,7 @@ def hard_figure(rows: Sequence[Row]) -> None:
 
 
 def newer_figure(rows: Sequence[Row]) -> None:
-    """Question 6: the older methods are dashed."""
+    """Question 6."""
     runs = short_runs(rows)
     if not runs:
         return
@@ -590,8 +596,8 @@ def newer_figure(rows: Sequence[Row]) -> None:
     ):
         for run in runs:
             steps, values = zip(*points(run, metric), strict=True)
-            ax.plot(steps, [times * value for value in shown(values)], "--" if run["method"] in PAPER else "-",
-                    color=COLORS[run["method"]], lw=1.5, marker=marker, ms=3, label=label(run))  # fmt: skip
+            ax.plot(steps, [times * value for value in shown(values)], lw=1.5, marker=marker, ms=3, label=label(run),
+                    **look(run["method"]))  # fmt: skip
         tidy(ax)
         ax.set(title=title)
     axes[0].set(xlabel="step")
@@ -614,7 +620,7 @@ def temperature_figure(rows: Sequence[Row]) -> None:
             middles, halves = zip(*(interval([score(run) for run in made[t]]) for t in at), strict=True)
             beside = 0.015 * (place - (len(models) - 1) / 2)  # bars of several models do not hide each other
             ax.errorbar([float(t) + beside for t in at], middles, halves, marker="o", ms=3, capsize=2, lw=1.5,
-                        color=COLORS[method], label=label(made[at[0]][0]))  # fmt: skip
+                        label=label(made[at[0]][0]), **look(method))  # fmt: skip
         tidy(ax)
         ax.set(xlabel="temperature", ylabel=title)
     legend_below(figure, axes[0])
@@ -641,4 +647,5 @@ if __name__ == "__main__":
     collected = read(parser.parse_args().results)
     for draw in (accuracy_figure, dynamics_figure, hard_figure, newer_figure, temperature_figure):
         draw(collected)
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), collected), encoding="utf-8")
+    for page in (PAGE, SUMMARY):
+        page.write_text(fill(page.read_text(encoding="utf-8"), collected), encoding="utf-8")

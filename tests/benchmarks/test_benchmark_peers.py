@@ -19,18 +19,18 @@ def peers():
     return module
 
 
-def figures(step):
+def step_times(step):
     return {"step": step, "generate_and_score": step / 2, "peak_gib": None}
 
 
 @pytest.mark.parametrize(
     ("results", "code", "last"),
     [
-        ({"luffy": figures(2.0), "luffy-auto": figures(1.5), "trl": figures(6.0)}, 0,
+        ({"luffy": step_times(2.0), "luffy-auto": step_times(1.5), "trl": step_times(6.0)}, 0,
          "whole step: luffy-auto / luffy = 0.75, trl / luffy = 3.00"),
-        ({"luffy": figures(2.0), "trl": {"failed": "exit code 1"}, "trl-vllm": figures(5.0)}, 1,
+        ({"luffy": step_times(2.0), "trl": {"failed": "exit code 1"}, "trl-vllm": step_times(5.0)}, 1,
          "whole step: trl-vllm / luffy = 2.50"),
-        ({"luffy": {"failed": "exit code 1"}, "trl": figures(5.0)}, 1,
+        ({"luffy": {"failed": "exit code 1"}, "trl": step_times(5.0)}, 1,
          "whole step: no ratio without luffy and another system"),
     ],
 )  # fmt: skip
@@ -44,7 +44,7 @@ def test_every_system_has_a_row_and_a_failure_is_told(peers, monkeypatch, capsys
 
 
 def test_our_side_answers_in_full(peers, tmp_path, capsys):
-    from luffy.bench.step import write_inputs
+    from bench.step import write_inputs
 
     write_inputs(tmp_path, "tiny", "float32", "cpu", problems=6, prompt_tokens=4)
     assert peers.main([*SMALL, "--one", "luffy-auto", "--inputs", str(tmp_path)]) == 0

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import DEVICE, GPU_IF_THERE
+from builders import DEVICE, GPU_IF_THERE
 from torch import nn
 
 from luffy.core.gradient_sums import GradientSum, Holder, gradient_sum_of

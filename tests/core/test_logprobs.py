@@ -4,7 +4,7 @@ import torch
 from luffy.core.logprobs import selected_log_probs
 
 
-def reference(hidden, weight, bias, targets, temperature):
+def plain_log_probs_and_entropy(hidden, weight, bias, targets, temperature):
     log_p = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias).float() / temperature, -1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
@@ -27,7 +27,7 @@ def test_values_and_gradients_equal_the_full_logits(chunk, temperature, bias):
     results = []
     for f in (
         lambda *a: selected_log_probs(*a, temperature=temperature, chunk_rows=chunk),
-        lambda *a: reference(*a, temperature),
+        lambda *a: plain_log_probs_and_entropy(*a, temperature),
     ):
         hidden, weight, b, targets = inputs(bias=bias)
         logp, entropy = f(hidden, weight, b, targets)
@@ -41,7 +41,9 @@ def test_frozen_inputs_get_no_gradient():
     hidden, weight, _, targets = inputs(bias=False)
     logp, _ = selected_log_probs(hidden.detach(), weight, None, targets, chunk_rows=3)
     logp.sum().backward()
-    (expected,) = torch.autograd.grad(reference(hidden.detach(), weight, None, targets, 1.0)[0].sum(), weight)
+    (expected,) = torch.autograd.grad(
+        plain_log_probs_and_entropy(hidden.detach(), weight, None, targets, 1.0)[0].sum(), weight
+    )
     assert hidden.grad is None
     torch.testing.assert_close(weight.grad, expected, rtol=1e-5, atol=1e-5)
 

@@ -274,7 +274,7 @@ batches = st.lists(
 )
 
 
-def padded(samples, extra=0):
+def padded_streams(samples, extra=0):
     width = max(len(tokens) for tokens, _, _ in samples) + extra
     log_prob, old = torch.full((2, len(samples), width), -1.0, dtype=D)
     mask = torch.zeros(len(samples), width)
@@ -288,7 +288,7 @@ def padded(samples, extra=0):
 
 
 def mixed(samples, extra=0):
-    old, log_prob, advantages, mask, prefix = padded(samples, extra)
+    old, log_prob, advantages, mask, prefix = padded_streams(samples, extra)
     out = compute_token_on_off_policy_loss(
         old, log_prob, advantages, mask, 0.2, 1.2, prefix, 0.2, off_policy_reshape="p_div_p_0.1"
     )
@@ -370,7 +370,7 @@ def test_token_mean_weights_reproduce_the_public_function():
 
 
 def test_adding_a_group_without_traces_leaves_the_off_policy_terms():
-    extra = padded([([(-0.5, -0.7), (-1.0, -1.0)], False, 1.0)])
+    extra = padded_streams([([(-0.5, -0.7), (-1.0, -1.0)], False, 1.0)])
     args = [log(OLD)[:, :2], log(P)[:, :2], ADV[:, :2], MASK[:, :2].float(), PREFIX[:, :2]]
     joined = [torch.cat([a, b]) for a, b in zip(args, extra, strict=True)]
     run = lambda o, lp, a, m, p: compute_token_on_off_policy_loss(o, lp, a, m, 0.2, 1.2, p, 0.2)  # noqa: E731

@@ -53,7 +53,7 @@ def released_loss(log_prob, entropy, advantages, traces, with_sft):
     return total / RANKS
 
 
-def gradients(loss, *of):
+def gradients_or_none(loss, *of):
     return torch.autograd.grad(loss, of, allow_unused=True)
 
 
@@ -61,7 +61,7 @@ def gradients(loss, *of):
 def test_the_arithmetic_of_the_recipes(with_sft):
     """Gradients of their loss are those of ours times samples / GPUs, with the coefficients that the recipes derive."""
     log_prob, entropy, advantages, traces = small_batch()
-    theirs = gradients(released_loss(log_prob, entropy, advantages, traces, with_sft), log_prob, entropy)
+    theirs = gradients_or_none(released_loss(log_prob, entropy, advantages, traces, with_sft), log_prob, entropy)
     flat = [x.reshape(-1, T) for x in (log_prob, entropy, advantages, traces)]
     off = flat[3].any(-1)
     in_rl = [torch.zeros(T) if with_sft and is_trace else torch.ones(T) for is_trace in off]
@@ -78,7 +78,7 @@ def test_the_arithmetic_of_the_recipes(with_sft):
         over = sequence_denominators(in_sft, "token-mean", WIDTH, Counts.of(in_sft))
         sft_coef = SFT * RANKS * (MICRO_BATCHES - 1) / samples  # micro-batches with a trace
         ours = ours - sft_coef * (flat[0].reshape(-1) * divided(in_sft, over)).sum()
-    for a, b in zip(theirs, gradients(ours, log_prob, entropy), strict=True):
+    for a, b in zip(theirs, gradients_or_none(ours, log_prob, entropy), strict=True):
         torch.testing.assert_close(a, b * samples / RANKS)
 
 

@@ -97,7 +97,7 @@ def old_ratio(log_p, log_p_old, log_q, shape):
 
 
 def test_a_shape_of_ones_own_may_compare():
-    config = AlgorithmConfig(off_policy_reshape="test_old_ratio", off_policy_reshape_weight=2.0)
+    config = AlgorithmConfig(off_policy_reshape={"name": "test_old_ratio", "weight": 2.0})
     shape = config.policy_loss().off_shape
     torch.testing.assert_close(shape.off_policy(P.log(), OLD.log()), 2 * P / OLD)
     torch.testing.assert_close(trace_weight("test_old_ratio", P.log(), OLD.log()), P / OLD)

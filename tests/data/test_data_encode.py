@@ -7,7 +7,7 @@ import pytest
 from luffy.data import PAPER_SYSTEM_PROMPT, Encoder, PromptStyle
 from luffy.data.encode import without_open_think
 from luffy.errors import ConfigError, DataError
-from luffy.train.tasks import left_out
+from luffy.step.tasks import left_out
 from luffy.types import Message, Problem, Trace
 
 PROBLEM = Problem(id="p1", prompt="1+1?", answer="2", meta={"__row__": "d.jsonl:4"})

@@ -9,7 +9,7 @@ from luffy.data.sources import JsonFloat, RowError
 from luffy.types import Message, Problem, Trace
 
 
-def read(row: dict[str, Any], schema: str | None = None, **options: Any) -> Problem:
+def read_row(row: dict[str, Any], schema: str | None = None, **options: Any) -> Problem:
     name = schema or ("columns" if "columns" in options else detect(row))
     assert name is not None
     return READERS[name](RowView(row, "d.jsonl:7", "d:7", ReadOptions(**options)))
@@ -17,7 +17,7 @@ def read(row: dict[str, Any], schema: str | None = None, **options: Any) -> Prob
 
 def fault(row: dict[str, Any], schema: str | None = None, **options: Any) -> str:
     with pytest.raises(RowError) as caught:
-        read(row, schema, **options)
+        read_row(row, schema, **options)
     message = str(caught.value)
     assert message.startswith("d.jsonl:7: ") and "\n" not in message
     return message
@@ -61,7 +61,7 @@ def test_every_detectable_layout_is_described_and_has_a_reader():
 
 
 def test_own_schema_in_full():
-    problem = read(
+    problem = read_row(
         {
             "id": 5,
             "prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+3?"}],
@@ -90,7 +90,7 @@ def test_own_schema_in_full():
 
 
 def test_own_schema_defaults():
-    problem = read({"prompt": "2+3?", "answer": "5"})
+    problem = read_row({"prompt": "2+3?", "answer": "5"})
     assert (problem.id, problem.prompt, problem.traces, problem.source) == ("d:7", "2+3?", (), "")
 
 
@@ -107,7 +107,7 @@ def test_own_schema_defaults():
     ],
 )
 def test_gold_stays_as_written(value, text):
-    assert read({"prompt": "q", "answer": value}).answer == text
+    assert read_row({"prompt": "q", "answer": value}).answer == text
 
 
 @pytest.mark.parametrize("value", [None, True, float("nan"), "", "  ", [], ["1", "2"], {"a": 1}])
@@ -127,8 +127,8 @@ def test_the_form_of_a_row_error():
 
 
 def test_no_answer_is_fine_when_none_is_required():
-    assert read({"prompt": "q", "traces": ["t"]}, require_answer=False).answer == ""
-    assert read({"prompt": "q", "answer": "3"}, require_answer=False).answer == "3"
+    assert read_row({"prompt": "q", "traces": ["t"]}, require_answer=False).answer == ""
+    assert read_row({"prompt": "q", "answer": "3"}, require_answer=False).answer == "3"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def verl_row(**more: Any) -> dict[str, Any]:
     ],
 )
 def test_verl(target, texts):
-    problem = read(verl_row(**target, extra_info={"index": 3}))
+    problem = read_row(verl_row(**target, extra_info={"index": 3}))
     assert [trace.text for trace in problem.traces] == texts
     assert problem.prompt == (Message("system", "think"), Message("user", "1+1?"))
     assert (problem.answer, problem.source, problem.id) == ("2", "math", "d:7")
@@ -217,7 +217,7 @@ def test_verl_faults():
 # ---- OpenR1-Math
 
 
-def openr1_row(**more: Any) -> dict[str, Any]:
+def plain_openr1_row(**more: Any) -> dict[str, Any]:
     return {"problem": "p", "answer": "3", "generations": ["a", "b", "c"]} | more
 
 
@@ -233,7 +233,7 @@ def openr1_row(**more: Any) -> dict[str, Any]:
     ],
 )
 def test_openr1_keeps_only_correct_generations(verdicts, texts):
-    problem = read(openr1_row(**verdicts))
+    problem = read_row(plain_openr1_row(**verdicts))
     assert [trace.text for trace in problem.traces] == texts
     assert {trace.teacher for trace in problem.traces} <= {"DeepSeek-R1"}
     assert (problem.prompt, problem.answer, problem.source) == ("p", "3", "openr1")
@@ -243,22 +243,22 @@ def test_openr1_keeps_only_correct_generations(verdicts, texts):
 @pytest.mark.parametrize("no", [False, 0, 0.0, None])
 def test_openr1_verdicts_may_be_numbers(yes, no):
     row = {"problem": "1+1", "answer": "2", "generations": ["a", "b"], "correctness_math_verify": [no, yes]}
-    assert [trace.text for trace in read(row).traces] == ["b"]
+    assert [trace.text for trace in read_row(row).traces] == ["b"]
 
 
 @pytest.mark.parametrize("verdict", ["true", 2, -1, [1]])
 def test_openr1_verdicts_that_say_nothing_are_refused(verdict):
     row = {"problem": "1+1", "answer": "2", "generations": ["a"], "correctness_math_verify": [verdict]}
     with pytest.raises(RowError, match=r"true or false \(1 or 0\)"):
-        read(row)
+        read_row(row)
 
 
 def test_openr1_edges():
-    assert read({"problem": "p", "answer": "3", "source": "aime"}).source == "aime"
+    assert read_row({"problem": "p", "answer": "3", "source": "aime"}).source == "aime"
     assert "column 'correctness_math_verify': expected a list of 3 verdicts" in fault(
-        openr1_row(correctness_math_verify=[True])
+        plain_openr1_row(correctness_math_verify=[True])
     )
-    message = fault(openr1_row(correctness_math_verify=[False] * 3), require_traces=True)
+    message = fault(plain_openr1_row(correctness_math_verify=[False] * 3), require_traces=True)
     assert "column 'generations': traces are required, but the row has no usable one" in message
     assert message.endswith("data.bad_rows=skip")
 
@@ -269,10 +269,10 @@ WORKED = "She sold 48/2 = <<48/2=24>>24 clips.\nIn all <<48+24=72>>1,072.\n#### 
 
 
 def test_gsm8k():
-    problem = read({"question": "How many?", "answer": WORKED})
+    problem = read_row({"question": "How many?", "answer": WORKED})
     assert problem.answer == "1072" and problem.prompt == "How many?" and problem.source == "gsm8k"
     assert problem.traces == (Trace(text="She sold 48/2 = 24 clips.\nIn all 1,072.\n#### 1,072", teacher="human"),)
-    kept = read({"question": "How many?", "answer": WORKED}, strip_calculator=False)
+    kept = read_row({"question": "How many?", "answer": WORKED}, strip_calculator=False)
     assert kept.traces[0].text == WORKED
 
 
@@ -286,9 +286,9 @@ def test_gsm8k_faults(answer):
 
 def test_completion():
     row = {"prompt": "q", "completion": [{"role": "assistant", "content": "c"}], "answer": "3"}
-    assert read(row).traces == (Trace(text="c"),) and read(row).answer == "3"
+    assert read_row(row).traces == (Trace(text="c"),) and read_row(row).answer == "3"
     plain = {"prompt": "q", "completion": "c"}
-    assert read(plain, require_answer=False).answer == ""
+    assert read_row(plain, require_answer=False).answer == ""
     assert "column 'answer': expected a string, but the row has only prompt, completion" in fault(plain)
     assert "column 'completion': expected a non-empty string" in fault(
         {"prompt": "q", "completion": ""}, require_answer=False
@@ -304,12 +304,12 @@ def turns(*contents):
 
 
 def test_the_last_assistant_turn_of_a_chat_is_the_trace():
-    problem = read({"messages": turns("q", "a", "more?", "b"), "answer": "3", "id": "x", "level": 2})
+    problem = read_row({"messages": turns("q", "a", "more?", "b"), "answer": "3", "id": "x", "level": 2})
     assert problem.prompt == (Message("user", "q"), Message("assistant", "a"), Message("user", "more?"))
     assert problem.traces == (Trace(text="b"),) and (problem.answer, problem.id, problem.meta["level"]) == ("3", "x", 2)
     system = [{"role": "system", "content": "Be brief."}, *turns("q", "a")]
-    assert read({"messages": system}, require_answer=False).prompt[0] == Message("system", "Be brief.")
-    unanswered = read({"messages": turns("q"), "answer": "3"})
+    assert read_row({"messages": system}, require_answer=False).prompt[0] == Message("system", "Be brief.")
+    unanswered = read_row({"messages": turns("q"), "answer": "3"})
     assert unanswered.prompt == (Message("user", "q"),) and unanswered.traces == ()
 
 
@@ -325,15 +325,15 @@ def test_faults_of_a_chat():
 
 def test_sharegpt():
     turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    problem = read({"conversations": turns, "answer": "3", "id": "x", "level": 2})
+    problem = read_row({"conversations": turns, "answer": "3", "id": "x", "level": 2})
     assert problem.prompt == (Message("user", "q"),) and problem.traces == (Trace(text="a"),)
     assert (problem.answer, problem.id, problem.meta) == ("3", "x", {ROW_KEY: "d.jsonl:7", "level": 2})
     named = [{"from": "system", "value": "Be brief."}, *turns]
     for row in ({"conversations": named}, {"conversations": turns, "system": "Be brief."}):
-        prompt = read(row, require_answer=False).prompt
+        prompt = read_row(row, require_answer=False).prompt
         assert prompt == (Message("system", "Be brief."), Message("user", "q"))
     written = {"conversations": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    assert read(written, require_answer=False).traces == (Trace(text="a"),)
+    assert read_row(written, require_answer=False).traces == (Trace(text="a"),)
 
 
 def test_faults_of_sharegpt():
@@ -347,12 +347,12 @@ def test_faults_of_sharegpt():
 
 
 def test_alpaca():
-    problem = read({"instruction": "Add.", "input": "2+3", "output": "So 5", "answer": "5", "text": "t"})
+    problem = read_row({"instruction": "Add.", "input": "2+3", "output": "So 5", "answer": "5", "text": "t"})
     assert (problem.prompt, problem.answer, problem.traces) == ("Add.\n\n2+3", "5", (Trace(text="So 5"),))
     assert problem.meta == {ROW_KEY: "d.jsonl:7", "text": "t"}
     for blank in ("", " ", None):
-        assert read({"instruction": "q", "input": blank, "output": "a"}, require_answer=False).prompt == "q"
-    told = read({"instruction": "q", "output": "", "system": "Be brief.", "answer": "5"})
+        assert read_row({"instruction": "q", "input": blank, "output": "a"}, require_answer=False).prompt == "q"
+    told = read_row({"instruction": "q", "output": "", "system": "Be brief.", "answer": "5"})
     assert told.prompt == (Message("system", "Be brief."), Message("user", "q")) and told.traces == ()
 
 
@@ -386,7 +386,7 @@ def test_columns_with_nested_paths_teachers_and_log_probs():
         "by": ["a", "b"],
         "scores": [[-0.1, -0.2], None],
     }
-    problem = read(row, columns=columns)
+    problem = read_row(row, columns=columns)
     assert (problem.id, problem.prompt, problem.answer, problem.source) == ("k1", "q", "0.50", "lab")
     assert problem.traces == (
         Trace(token_ids=(1, 2), log_probs=(-0.1, -0.2), teacher="a"),
@@ -396,15 +396,15 @@ def test_columns_with_nested_paths_teachers_and_log_probs():
 
 def test_hints_are_kept_whatever_their_column_is_called():
     row = {"prompt": "q", "answer": "1", "hints": ["a", "b"]}
-    assert read(row).meta["hints"] == ["a", "b"]
-    mapped = read({"p": "q", "a": "1", "levels": ["a"]}, columns={"prompt": "p", "answer": "a", "hints": "levels"})
+    assert read_row(row).meta["hints"] == ["a", "b"]
+    mapped = read_row({"p": "q", "a": "1", "levels": ["a"]}, columns={"prompt": "p", "answer": "a", "hints": "levels"})
     assert mapped.meta["hints"] == ["a"] and "levels" not in mapped.meta
 
 
 def test_columns_with_one_value_for_all_traces():
     columns = {"prompt": "p", "answer": "a", "traces": "t", "teacher": "by", "log_probs": "lp"}
     row = {"p": "q", "a": "1", "t": [4, 5], "by": "x", "lp": [-1, -2]}
-    assert read(row, columns=columns).traces == (Trace(token_ids=(4, 5), log_probs=(-1.0, -2.0), teacher="x"),)
+    assert read_row(row, columns=columns).traces == (Trace(token_ids=(4, 5), log_probs=(-1.0, -2.0), teacher="x"),)
     assert "column 'by': expected one value for each of the 1 traces" in fault(
         row | {"by": ["x", "y"]}, columns=columns
     )
@@ -416,20 +416,20 @@ def test_columns_with_one_value_for_all_traces():
 @pytest.mark.parametrize("blank", [[""], ["  ", ""], "", [], None])
 def test_empty_texts_are_no_traces(blank):
     row = {"prompt": "q", "answer": "1", "traces": blank}
-    assert read(row).traces == () and "no usable one" in fault(row, require_traces=True)
-    assert read(row, columns={"prompt": "prompt", "answer": "answer", "traces": "traces"}).traces == ()
+    assert read_row(row).traces == () and "no usable one" in fault(row, require_traces=True)
+    assert read_row(row, columns={"prompt": "prompt", "answer": "answer", "traces": "traces"}).traces == ()
 
 
 def test_empty_texts_among_traces_leave_the_others_as_they_are():
     columns = {"prompt": "p", "answer": "a", "traces": "t", "teacher": "by", "log_probs": "lp"}
     row = {"p": "q", "a": "1", "t": ["", [4, 5], " "], "by": ["x", "y", "z"], "lp": [[], [-1, -2], None]}
-    assert read(row, columns=columns).traces == (Trace(token_ids=(4, 5), log_probs=(-1.0, -2.0), teacher="y"),)
+    assert read_row(row, columns=columns).traces == (Trace(token_ids=(4, 5), log_probs=(-1.0, -2.0), teacher="y"),)
 
 
 def test_a_literal_column_with_a_dot_wins_over_the_path():
-    assert read({"a.b": "literal", "a": {"b": "path"}, "y": "1"}, columns={"prompt": "a.b", "answer": "y"}).prompt == (
-        "literal"
-    )
+    assert read_row(
+        {"a.b": "literal", "a": {"b": "path"}, "y": "1"}, columns={"prompt": "a.b", "answer": "y"}
+    ).prompt == ("literal")
 
 
 def test_required_traces():
@@ -439,4 +439,4 @@ def test_required_traces():
         "add the column or map another with data.columns.traces"
     )
     assert "no usable one" in fault(row | {"traces": []}, require_traces=True)
-    assert read(row | {"traces": ["t"]}, require_traces=True).traces == (Trace(text="t"),)
+    assert read_row(row | {"traces": ["t"]}, require_traces=True).traces == (Trace(text="t"),)

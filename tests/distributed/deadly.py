@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from luffy.learn.policy import Policy
 from luffy.rollout.native import NativeEngine
-from luffy.train import background_saver
-from luffy.train.job import Job
-from luffy.train.policy import Policy
+from luffy.run_folder import background_saver
+from luffy.trainer import Job
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The table of docs/scaling.md, from where the tests saw each feature work (docs/results/scaling-seen.jsonl).
+"""The tables of docs/results/scaling.md, from where the tests saw each feature work (docs/results/scaling-seen.jsonl).
 
 LUFFY_SEEN=seen.jsonl make test-distributed              # and test-nccl SEEN=seen.jsonl, test-ray
 python tests/distributed/feature_table.py seen.jsonl     # adds what is new, writes the table again
@@ -12,21 +12,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 SEEN = ROOT / "docs" / "results" / "scaling-seen.jsonl"
-PAGE = ROOT / "docs" / "scaling.md"
+PAGE = ROOT / "docs" / "results" / "scaling.md"
 BEGIN, END = "<!-- features: begin -->", "<!-- features: end -->"
 LAUNCHES = ("torchrun, gloo", "torchrun, NCCL", "ray, gloo", "one process")
 
 
-def read(path: Path) -> list[dict[str, str]]:
+def read_notes(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def newest(rows: list[dict[str, str]]) -> dict[tuple[str, str], dict[str, str]]:
+def newest_notes(rows: list[dict[str, str]]) -> dict[tuple[str, str], dict[str, str]]:
     """By feature and launch, the row that was seen last."""
     return {(row["feature"], row["launch"]): row for row in sorted(rows, key=lambda row: row["date"])}
 
 
-def table(rows: dict[tuple[str, str], dict[str, str]]) -> str:
+def markdown_table(rows: dict[tuple[str, str], dict[str, str]]) -> str:
     """Features by launch with the number of processes; then what is refused, with a part of the error."""
     features = list(dict.fromkeys(feature for feature, launch in rows if launch != "refused"))
     lines = [f"| feature | {' | '.join(LAUNCHES)} |", "|---" * (1 + len(LAUNCHES)) + "|"]
@@ -47,9 +47,9 @@ def page_with(text: str, made: str) -> str:
 
 
 def main(*files: str) -> None:
-    rows = newest([row for path in (SEEN, *map(Path, files)) for row in read(path)])
+    rows = newest_notes([row for path in (SEEN, *map(Path, files)) for row in read_notes(path)])
     SEEN.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
-    PAGE.write_text(page_with(PAGE.read_text(), table(rows)))
+    PAGE.write_text(page_with(PAGE.read_text(), markdown_table(rows)))
 
 
 if __name__ == "__main__":

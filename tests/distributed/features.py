@@ -2,7 +2,7 @@
 
 The same features run over gloo (`make test-distributed`), over NCCL (`make test-nccl`) and under Ray (`make test-ray`). With
 ``LUFFY_SEEN=FILE`` each one that agreed with a run of one process adds a line to the file, from which
-`tests/distributed/feature_table.py` makes the table of docs/scaling.md.
+`tests/distributed/feature_table.py` makes the table of docs/results/scaling.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Feature:
         return self.parallel.get("shard") == "hybrid"
 
 
-PARITY = {"reward": {"kind": "ranks_rewards:length_parity"}}
+PARITY = {"reward": {"kind": "loop_rewards:length_parity"}}
 FEATURES = {
     "LUFFY, full sharding": Feature(),
     "several updates a step, KL, partial prefixes": Feature(

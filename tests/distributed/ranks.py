@@ -8,20 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
 from children import LIMIT_S, Child, end_children, in_children
 from torch.distributed import TCPStore
-from transformers import AutoModelForCausalLM
+from trainings import assert_same_metrics, assert_same_weights, final_weights, samples, train, untimed_metrics
 
 from luffy.config import to_yaml
 from luffy.distributed.shard import whole
 from luffy.distributed.world import join_world, leave_world
-from luffy.report.recorder import read_json_lines
-from luffy.train.loop import Trainer
-from luffy.train.optim import Optimizer
+from luffy.learn.optim import Optimizer
 
 TESTS = Path(__file__).parent.parent
-UNTIMED = ("timing_s/", "perf/throughput")
 
 
 def meeting_place():
@@ -58,11 +54,6 @@ def _as_rank(rank, count, port, device, act, args):
     return result
 
 
-def train(cfg, world=None, method="rl", **options):
-    with Trainer(cfg, method, world=world, **options) as trainer:
-        trainer.train()
-
-
 def train_and_keep_gradients(cfg, method, world=None):
     """The whole gradients of every optimizer step, as the optimizer gets them."""
     kept, step = [], Optimizer.step
@@ -81,32 +72,9 @@ def train_and_keep_gradients(cfg, method, world=None):
     return kept
 
 
-def figures(cfg):
-    """The metrics of a run, without those that tell the time."""
-    rows = read_json_lines(cfg.folder / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k != "time" and not k.startswith(UNTIMED)} for row in rows]
-
-
-def samples(cfg, file="samples.jsonl"):
-    return read_json_lines(cfg.folder / file)
-
-
-def final_weights(cfg):
-    newest = max((cfg.folder / "checkpoints").glob("step-*"))
-    return AutoModelForCausalLM.from_pretrained(newest / "model").state_dict()
-
-
-def assert_same_figures(ours, theirs, tolerance=1e-5):
-    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.keys() == b.keys()
-        far = {k: (a[k], b[k]) for k in a if abs(a[k] - b[k]) > tolerance * max(1.0, abs(b[k]))}
-        assert far == {}, f"step {a['step']}"
-
-
 def assert_same_run(ours, theirs, gradients, expected, tolerance=1e-5):
     """The metrics, samples, gradients and weights of two runs."""
-    assert_same_figures(figures(ours), figures(theirs), tolerance)
+    assert_same_metrics(untimed_metrics(ours), untimed_metrics(theirs), tolerance)
     for file in ("samples.jsonl", "eval_samples.jsonl"):
         for a, b in zip(samples(ours, file), samples(theirs, file), strict=True):
             assert [a.get(key) for key in ("problem", "prompt", "token_ids", "reward")] == [
@@ -118,17 +86,18 @@ def assert_same_run(ours, theirs, gradients, expected, tolerance=1e-5):
     assert_same_weights(final_weights(ours), final_weights(theirs), tolerance)
 
 
-def assert_same_weights(ours, theirs, tolerance=1e-5):
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
-
-
 def luffy_train(cfg, desk, **fault):
     """``luffy train`` in processes of its own, with a fault in one worker (faults/injected); (exit code, standard error)."""
     recipe = desk / "recipe.yaml"
     recipe.write_text(to_yaml(cfg))
-    paths = [TESTS / "faults" / "injected", TESTS / "faults", TESTS / "distributed", TESTS, TESTS.parent]
+    paths = [
+        TESTS / "faults" / "injected",
+        TESTS / "faults",
+        TESTS / "distributed",
+        TESTS / "train",
+        TESTS,
+        TESTS.parent,
+    ]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     env |= {f"LUFFY_FAULT_{key}": str(value) for key, value in fault.items()}
     command = [sys.executable, "-m", "luffy", "train", str(recipe)]

@@ -7,7 +7,7 @@ from ranks import assert_same_run, run_ranks, train_and_keep_gradients
 
 from luffy.config import Config, build
 from luffy.errors import ConfigError
-from luffy.report.runs import load_run
+from luffy.run_folder.runs import load_run
 from luffy.schema import to_dict
 
 FAST = {"LUFFY, full sharding", "partial rollouts", "several updates a step, KL, partial prefixes",

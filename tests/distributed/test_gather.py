@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders import make_samples
 from ranks import run_ranks
-from support import make_samples
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -14,12 +14,12 @@ from benchmarks.count_collectives import CollectiveCounter, predicted
 from luffy.config import Config
 from luffy.distributed.shard import gathered_bytes, units, whole
 from luffy.distributed.world import World
+from luffy.learn import activations
+from luffy.learn.activations import GradientCheckpointing
+from luffy.learn.optim import Optimizer
+from luffy.learn.policy import Policy
 from luffy.schema import build, to_dict
-from luffy.train import gathering
-from luffy.train.activations import GradientCheckpointing
-from luffy.train.optim import Optimizer
-from luffy.train.policy import Policy
-from luffy.train.setup import load_policy
+from luffy.train.weights import load_policy
 
 CASES = {
     "two ranks": (2, {}, {}),
@@ -124,8 +124,8 @@ def test_auto_gathers_once_if_it_fits(make_config, monkeypatch):
         cfg = make_config(launch="torchrun", **changes)
         policy = Policy(load_policy(cfg.model, "cpu"), cfg)
         checkpointing = GradientCheckpointing(policy.model, cfg.model.gradient_checkpointing)
-        found = gathering.Gathering(cfg, world, torch.device(device), checkpointing)
-        monkeypatch.setattr("luffy.train.activations.unused_bytes", lambda device: unused)
+        found = activations.Gathering(cfg, world, torch.device(device), checkpointing)
+        monkeypatch.setattr("luffy.learn.activations.unused_bytes", lambda device: unused)
         return found.of_update(policy.scorer, samples, bins), found.of_scoring(policy.scorer)
 
     plenty = 1 << 40

@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import make_tokenizer
+from builders import make_tokenizer
 
 from luffy.config import to_yaml
 from luffy.models.load import decode
-from luffy.report.recorder import read_json_lines
 from luffy.rewards import build_verifier
-from luffy.train.groups import score
-from luffy.train.held_out import evaluate_set
+from luffy.run_folder.recorder import read_json_lines
+from luffy.step.groups import score
 from luffy.train.loop import Trainer
 
 ROOT = Path(__file__).parent.parent.parent
@@ -33,9 +32,9 @@ def test_no_rollouts_make_no_groups():
 
 def test_a_rank_without_a_held_out_problem_counts_nothing(make_config, sums):
     with Trainer(make_config(data={"eval": str(sums)}, eval={"n": 2, "limit": 1})) as trainer:
-        trainer.run.world = replace(trainer.run.world, rank=1, size=2)
-        ((name, tasks),) = trainer.run.eval_tasks.items()
-        metrics, groups = evaluate_set(trainer.run, name, tasks, trainer.cfg.eval, lambda done, total: None)
+        held_out = replace(trainer.held_out, world=replace(trainer.run.world, rank=1, size=2))
+        ((name, tasks),) = held_out.sets.items()
+        metrics, groups = held_out.evaluate_set(name, tasks, 0, trainer.cfg.eval, lambda done, total: None)
     assert groups == [] and not any(metric.measured for metric in metrics.values())
 
 

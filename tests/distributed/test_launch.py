@@ -18,12 +18,12 @@ from luffy.distributed.launch import launch
 from luffy.distributed.world import World, is_launched
 from luffy.errors import ConfigError, TrainingStopped, UserError
 from luffy.metrics import Mean
-from luffy.report.recorder import read_json_lines
+from luffy.run_folder.recorder import read_json_lines
 from luffy.schema import to_dict
-from luffy.train.job import Job
+from luffy.trainer import Job
 
 
-def luffy(*arguments):
+def luffy_process(*arguments):
     return subprocess.run([sys.executable, "-m", "luffy", *arguments], capture_output=True, text=True, timeout=240)
 
 
@@ -45,7 +45,7 @@ def simple(value):
 @pytest.mark.slow
 def test_one_command_starts_the_processes_and_one_of_them_speaks(make_config):
     cfg = make_config(train={"steps": 2})
-    result = luffy("train", "tiny/luffy", *overrides(cfg, "data.eval=null", "data.eval_also={}", "launch=torchrun", "parallel.workers=2"))  # fmt: skip
+    result = luffy_process("train", "tiny/luffy", *overrides(cfg, "data.eval=null", "data.eval_also={}", "launch=torchrun", "parallel.workers=2"))  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("model ") == result.stdout.count("metrics ") == 1
     assert result.stderr.count("step 2/2") == 1
@@ -54,7 +54,9 @@ def test_one_command_starts_the_processes_and_one_of_them_speaks(make_config):
 
 @pytest.mark.slow
 def test_a_mistake_is_said_once_and_gives_its_exit_code():
-    result = luffy("train", "tiny/luffy", "data.train=/no/such/file.jsonl", "launch=torchrun", "parallel.workers=2")
+    result = luffy_process(
+        "train", "tiny/luffy", "data.train=/no/such/file.jsonl", "launch=torchrun", "parallel.workers=2"
+    )
     assert result.returncode == 2
     assert result.stderr.count("luffy: error:") == 1 and "/no/such/file.jsonl" in result.stderr
 
@@ -203,7 +205,11 @@ def test_a_world_of_one_gives_back_what_it_gets():
 @pytest.mark.parametrize(
     ("number", "raised", "said"),
     [
-        (signal.SIGTERM, TrainingStopped, "ended by SIGTERM, and its 2 processes with it; the same command goes on"),
+        (
+            signal.SIGTERM,
+            TrainingStopped,
+            "ended by SIGTERM, and its 2 processes with it; rerun the same command to resume",
+        ),
         (signal.SIGINT, KeyboardInterrupt, None),
     ],
 )

@@ -5,22 +5,14 @@ import threading
 import pytest
 import torch
 from features import base_config
-from ranks import (
-    assert_same_figures,
-    assert_same_weights,
-    figures,
-    final_weights,
-    run_ranks,
-    samples,
-    train,
-    train_and_keep_gradients,
-)
+from ranks import run_ranks, train_and_keep_gradients
+from trainings import assert_same_metrics, assert_same_weights, final_weights, samples, train, untimed_metrics
 
+from luffy.learn.policy import Policy
+from luffy.run_folder.checkpoint import Checkpoint
 from luffy.schema import to_dict
-from luffy.train.checkpoint import Checkpoint
+from luffy.step.prefetch import Prefetcher
 from luffy.train.loop import Trainer
-from luffy.train.policy import Policy
-from luffy.train.prefetch import Prefetcher
 
 
 def test_tokens_of_a_group_carry_the_version_of_the_process_that_made_them(make_config, sums):
@@ -35,7 +27,7 @@ def test_tokens_of_a_group_carry_the_version_of_the_process_that_made_them(make_
     assert begun[0][2] == 1 and begun[1][2] == 0  # by their own account
     found = {(row["step"], v) for row in samples(cfg) for v, off in zip(row["versions"], row["off_policy"], strict=True) if not off}  # fmt: skip
     assert found == {(step + 1, begun[0][step]) for step in range(4)}
-    assert [row["async/staleness/max"] for row in figures(cfg)] == [step - begun[0][step] for step in range(4)]
+    assert [row["async/staleness/max"] for row in untimed_metrics(cfg)] == [step - begun[0][step] for step in range(4)]
 
 
 def versions_begun(cfg, world):
@@ -70,7 +62,7 @@ def test_sft_with_fewer_traces_than_ranks(make_config, sums):
     for gradients in run_ranks(3, train_and_keep_gradients, many, "sft"):
         for a, b in zip(gradients, expected, strict=True):
             assert_same_weights(a, b)
-    assert_same_figures(figures(many), figures(alone))
+    assert_same_metrics(untimed_metrics(many), untimed_metrics(alone))
     seen = [[(r["step"], r["sample"], r["prompt"], r["token_ids"]) for r in samples(cfg)] for cfg in (many, alone)]
     assert seen[0] == seen[1]
 
@@ -83,7 +75,7 @@ def test_bfloat16_computes_low_and_keeps_float32_masters(make_config, sums):
     train(alone)
     types = run_ranks(2, types_of_a_run, many)
     assert types == [({torch.float32}, {torch.bfloat16})] * 2
-    for a, b in zip(figures(many), figures(alone), strict=True):
+    for a, b in zip(untimed_metrics(many), untimed_metrics(alone), strict=True):
         assert a["actor/loss"] == pytest.approx(b["actor/loss"], abs=5e-3)
     saved = {p.dtype for p in final_weights(many).values()}
     assert saved == {torch.bfloat16}
@@ -91,7 +83,7 @@ def test_bfloat16_computes_low_and_keeps_float32_masters(make_config, sums):
     assert masters["lm_head.weight/master"].dtype == torch.float32
     resumed = base_config(make_config, sums, "many", **(low | {"train": {"steps": 3}}))
     train(resumed)  # one process takes up what two left
-    assert [row["step"] for row in figures(resumed)] == [1, 2, 3]
+    assert [row["step"] for row in untimed_metrics(resumed)] == [1, 2, 3]
 
 
 def types_of_a_run(cfg, world):

@@ -14,12 +14,13 @@ import pytest
 import torch
 from deadly import DeadlyJob
 from features import FEATURES, configs, make_guide, note_seen
-from ranks import assert_same_figures, assert_same_weights, figures, final_weights, run_ranks, samples, train
+from ranks import run_ranks
+from trainings import assert_same_metrics, assert_same_weights, final_weights, samples, train, untimed_metrics
 
 import luffy
 from luffy.config import Config, build
 from luffy.errors import TrainingStopped, UserError
-from luffy.train.job import Job
+from luffy.trainer import Job
 
 # Ray reads its token settings when it is imported, so it must not be before the fixture below has made them.
 absent = importlib.util.find_spec("ray") is None
@@ -104,8 +105,8 @@ def run_killed(cfg, tmp_path, moment, victim=0, resume="auto"):
     return marker.read_text().split()
 
 
-def assert_same_run(ours, theirs):
-    assert figures(ours) == figures(theirs)
+def assert_equal_run(ours, theirs):
+    assert untimed_metrics(ours) == untimed_metrics(theirs)
     assert samples(ours) == samples(theirs)
     a, b = final_weights(ours), final_weights(theirs)
     assert all(torch.equal(a[name], b[name]) for name in b)
@@ -115,7 +116,7 @@ def test_a_training_over_two_nodes_reports_to_the_driver(cluster, make, undistur
     cfg = make("nodes")
     nodes = run_killed(cfg, tmp_path, "never")
     assert len(nodes) == len(set(nodes)) == 2
-    assert_same_run(cfg, undisturbed)
+    assert_equal_run(cfg, undisturbed)
     said = capfd.readouterr().err
     assert "2 workers started, 2 machine(s)" in said and "nodes  step 6/6" in said and "model " in said
 
@@ -126,14 +127,14 @@ def test_a_killed_worker_costs_nothing_but_time(cluster, make, undisturbed, tmp_
     started = run_killed(cfg, tmp_path, moment, victim)
     assert len(started) == 4  # two workers, twice
     assert "resumed at step" in capfd.readouterr().err
-    assert_same_run(cfg, undisturbed)
+    assert_equal_run(cfg, undisturbed)
     note_seen("one process killed, then resumed", "ray, gloo", "2")
 
 
 def test_a_killed_worker_of_a_run_that_was_not_to_resume_costs_nothing_either(cluster, make, undisturbed, tmp_path):
     cfg = make("anew")
     assert len(run_killed(cfg, tmp_path, "update", resume="never")) == 4
-    assert_same_run(cfg, undisturbed)
+    assert_equal_run(cfg, undisturbed)
 
 
 def test_a_lost_node_costs_nothing_but_time(cluster, make, undisturbed, tmp_path):
@@ -153,7 +154,7 @@ def test_a_lost_node_costs_nothing_but_time(cluster, make, undisturbed, tmp_path
     started = run_killed(cfg, tmp_path, "never")
     thread.join()
     assert len(started) == 4 and len(set(started)) == 3
-    assert_same_run(cfg, undisturbed)
+    assert_equal_run(cfg, undisturbed)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +172,7 @@ def test_every_feature_has_the_metrics_and_weights_of_one_process(cluster, make_
     many = replace(many, ray=replace(many.ray, address="auto", cpus_per_worker=2 / feature.ranks))
     train(alone, None, feature.method)
     run_on_ray(Job(many, feature.method))
-    assert_same_figures(figures(many), figures(alone))
+    assert_same_metrics(untimed_metrics(many), untimed_metrics(alone))
     assert_same_weights(final_weights(many), final_weights(alone))
     note_seen(name, "ray, gloo", str(feature.ranks))
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tiny_models import tiny_model
+from builders import make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from luffy.distributed.replica import Replica, StaleReplica, on_host
@@ -8,7 +8,7 @@ from luffy.models.plain import choose_path, runs_plain
 
 
 def test_a_replica_changes_when_it_is_refreshed_and_a_stale_one_when_it_catches_up():
-    model = tiny_model("llama")
+    model = make_model("llama")
     replica = Replica(model, "cpu")
     stale = StaleReplica(replica.model)
     name = "model.layers.0.mlp.up_proj.weight"
@@ -33,13 +33,13 @@ def test_copies_run_as_the_original_does():
         choose_path(model)
     replica = Replica(model, "cpu")
     assert runs_plain(replica.model) and runs_plain(StaleReplica(replica.model).model)
-    plain = tiny_model("llama")
+    plain = make_model("llama")
     choose_path(plain)
     assert not runs_plain(Replica(plain, "cpu").model)
 
 
 def test_a_copy_on_the_host_keeps_tied_weights_one():
-    model = tiny_model("llama")
+    model = make_model("llama")
     state = on_host(model)
     assert state["lm_head.weight"] is state["model.embed_tokens.weight"]
     with torch.no_grad():

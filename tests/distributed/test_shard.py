@@ -6,9 +6,9 @@ import torch
 from gathers import before_each_gather
 from ranks import run_ranks
 
+from luffy.learn.policy import Policy
+from luffy.learn.scorer import TokenScorer
 from luffy.train.loop import Trainer
-from luffy.train.policy import Policy
-from luffy.train.scorer import TokenScorer
 
 
 def test_an_update_is_one_backward_pass_for_each_forward_pass(make_config):

@@ -1,10 +1,11 @@
 import itertools
 
+from builders import make_task
 from hypothesis import given
 from hypothesis import strategies as st
 
 from luffy.distributed.share import expected_tokens, share_out
-from luffy.types import Demonstration, Problem, Task
+from luffy.types import Demonstration
 
 
 @given(st.lists(st.floats(0, 1000), max_size=40), st.integers(1, 9))
@@ -27,7 +28,7 @@ def test_the_dearest_problems_part_ways():
 
 def test_expected_tokens_take_the_teachers_length():
     def task(*lengths):
-        return Task(Problem("p", "", ""), (1, 2, 3), tuple(Demonstration((7,) * n) for n in lengths))
+        return make_task((1, 2, 3), [Demonstration((7,) * n) for n in lengths])
 
     assert expected_tokens(task(10, 20), n=4, max_tokens=100) == 3 + 4 * 15
     assert expected_tokens(task(), n=4, max_tokens=100) == 3 + 4 * 50

@@ -5,28 +5,16 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import comes_true, is_running
 
 from luffy.config import to_yaml
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_S = 60.0  # of this test, on a busy machine
-
-
-def is_running(pid):
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return bool(state) and not state.startswith("Z")
-
-
-def wait_until(condition, seconds=PATIENCE_S):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return condition()
 
 
 # In a mutex that nobody unlocks, as in an exchange that another process never joins: Python sees no signal there.
@@ -60,17 +48,17 @@ def test_a_worker_ends_when_its_launcher_is_killed():
     assert is_running(worker)
     launcher.kill()
     launcher.wait()
-    assert wait_until(lambda: not is_running(worker))
+    assert comes_true(lambda: not is_running(worker), PATIENCE_S)
 
 
 def test_sigint_ends_a_worker_that_waits_for_others():
     launcher, worker = start()
     os.kill(worker, signal.SIGINT)
-    assert wait_until(lambda: not is_running(worker))
+    assert comes_true(lambda: not is_running(worker), PATIENCE_S)
     launcher.wait()
 
 
-def begun(make_config, tmp_path):
+def begun_training(make_config, tmp_path):
     """``luffy train`` of two processes that has its first checkpoint, and the ids of its workers."""
     cfg = make_config(launch="torchrun", parallel={"workers": 2})
     cfg = replace(cfg, train=replace(cfg.train, steps=2000, save_every=1))
@@ -79,7 +67,7 @@ def begun(make_config, tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "luffy", "train", str(recipe)]
     running = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    assert wait_until((cfg.folder / "checkpoints" / "latest").exists, 200)
+    assert comes_true((cfg.folder / "checkpoints" / "latest").exists, 200)
     children = subprocess.run(["pgrep", "-P", str(running.pid)], capture_output=True, text=True).stdout.split()
     assert len(children) == 2
     return running, [int(pid) for pid in children]
@@ -87,7 +75,7 @@ def begun(make_config, tmp_path):
 
 @pytest.mark.slow
 def test_workers_of_a_killed_launcher_end(make_config, tmp_path):
-    running, workers = begun(make_config, tmp_path)
+    running, workers = begun_training(make_config, tmp_path)
     running.kill()
     running.communicate(timeout=PATIENCE_S)  # until the last process that holds its standard error is gone
     assert not any(map(is_running, workers))
@@ -95,7 +83,7 @@ def test_workers_of_a_killed_launcher_end(make_config, tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_needs_no_second_signal(make_config, tmp_path):
-    running, workers = begun(make_config, tmp_path)
+    running, workers = begun_training(make_config, tmp_path)
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 130 and said.splitlines()[-1].startswith("luffy: interrupted; run the same")

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from ranks import assert_same_figures, assert_same_weights, figures, final_weights, run_ranks, train
+from ranks import run_ranks
+from trainings import assert_same_metrics, assert_same_weights, final_weights, train, untimed_metrics
 
-from luffy.train.checkpoint import Checkpoint
+from luffy.run_folder.checkpoint import Checkpoint
 
 SETTINGS = {
     "algorithm": {"credit": "distill", "distill_reward": 1.0, "reject_extreme": False},
@@ -25,10 +26,10 @@ def test_ranks_agree_on_the_teacher(make_config, kind):
     train(runs[0])
     for count in (1, 2):
         run_ranks(count, train, runs[count])
-        assert_same_figures(figures(runs[count]), figures(runs[0]))
+        assert_same_metrics(untimed_metrics(runs[count]), untimed_metrics(runs[0]))
         assert_same_weights(final_weights(runs[count]), final_weights(runs[0]))
-    gaps = [row["method/teacher_gap"] for row in figures(runs[0])]
-    assert len(set(gaps)) == 3 and 0 < figures(runs[0])[0]["method/teacher_share"] < 1
+    gaps = [row["method/teacher_gap"] for row in untimed_metrics(runs[0])]
+    assert len(set(gaps)) == 3 and 0 < untimed_metrics(runs[0])[0]["method/teacher_share"] < 1
     if "average" in TEACHERS[kind]:
         alone, many = (averages(runs[count]) for count in (0, 2))
         assert len(alone) > 0

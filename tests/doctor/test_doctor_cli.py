@@ -15,7 +15,7 @@ from luffy.doctor.examination import Examination
 
 HANGING = """
 import os, signal, time
-from luffy.train.policy import Policy
+from luffy.learn.policy import Policy
 
 def hang(*_, **__):
     {how}

@@ -91,7 +91,7 @@ def test_a_cpu_alone_is_fine():
     assert [line.status for line in judge_devices(ALONE, {0: DEVICE | {"has_driver": True, "wanted": "cpu"}})] == ["ok"]
 
 
-def test_driver_and_nccl_are_judged_and_the_machine_with_another_gpu_or_driver_is_named():
+def test_a_machine_with_another_gpu_or_driver_is_named():
     fine = {rank: GPU | {"uuid": f"u{rank}"} for rank in range(3)}
     assert [(line.check, line.status) for line in judge_devices(THREE, fine)] == [
         ("devices", "ok"), ("driver", "ok"), ("NCCL", "ok"),
@@ -196,7 +196,7 @@ def test_an_engine_that_is_far_from_the_trainer_fails():
     assert [(line.check, line.status) for line in alone] == [("engine", "ok"), ("weight sync", "skipped")]
 
 
-def report():
+def make_report():
     lines = [
         Line(
             "disk", "failed", "/home/ann/runs on gpu17.lab.example", "ssh ann@10.0.3.7 and look at /data/ann/runs/x.txt"
@@ -208,10 +208,10 @@ def report():
 
 
 def test_the_anonymous_form_has_no_names_addresses_or_paths():
-    text = json.dumps(report().anonymous().as_json())
+    text = json.dumps(make_report().anonymous().as_json())
     assert not any(word in text for word in ("ann", "gpu1", "lab", "10.0", "/home", "/data", "GPU-1", "fe80"))
     assert "torch 2.11.0, NCCL 2.28.9, driver 570.86.15" in text and "H200" in text
-    assert [machine["name"] for machine in report().anonymous().as_json()["machines"]] == ["machine0", "machine1"]
+    assert [machine["name"] for machine in make_report().anonymous().as_json()["machines"]] == ["machine0", "machine1"]
 
 
 def test_a_short_name_is_replaced_as_a_word_only():
@@ -219,7 +219,7 @@ def test_a_short_name_is_replaced_as_a_word_only():
 
 
 def test_a_report_survives_json_and_fails_by_one_line():
-    there = json.loads(json.dumps(report().as_json()))
+    there = json.loads(json.dumps(make_report().as_json()))
     assert there["passed"] is False and there["machines"][1] == {"name": "gpu18", "ranks": [1]}
-    again = Report.from_json(there, report().private)
-    assert again.as_json() == there and again.private == report().private
+    again = Report.from_json(there, make_report().private)
+    assert again.as_json() == there and again.private == make_report().private

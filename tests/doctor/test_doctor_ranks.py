@@ -17,7 +17,7 @@ from luffy.doctor.examination import MARK, Examination
 NO_GPU = not Path("/proc/driver/nvidia").exists()
 
 
-def config(folder, **more):
+def doctor_config(folder, **more):
     return build(Config, {"launch": "ray", "out": str(folder / "runs"), "model": {"device": "cpu"}, **more})
 
 
@@ -62,7 +62,7 @@ def statuses(report):
 
 
 def test_equal_ranks_agree_in_everything(tmp_path):
-    (report,), *others = run_ranks(3, examined, config(tmp_path), unchanged)
+    (report,), *others = run_ranks(3, examined, doctor_config(tmp_path), unchanged)
     assert others == [[], []] and report["passed"] is True
     assert statuses(report) == dict.fromkeys(
         ("processes", "versions", "devices", "memory", "shared memory", "disk", "speed", "connection", "all-gather",
@@ -76,7 +76,7 @@ def test_equal_ranks_agree_in_everything(tmp_path):
 @pytest.mark.skipif(not NO_GPU, reason="the driver that is there is the one that is found")
 def test_the_machine_that_differs_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (report,), *_ = run_ranks(3, examined, config(tmp_path), of_another_machine)
+    (report,), *_ = run_ranks(3, examined, doctor_config(tmp_path), of_another_machine)
     here = socket.gethostname()
     assert report["machines"] == [{"name": here, "ranks": [0, 1]}, {"name": "node7", "ranks": [2]}]
     assert report["passed"] is False
@@ -118,7 +118,7 @@ def test_a_machine_that_does_not_see_the_run_folder_is_named(tmp_path, monkeypat
 
 
 def test_a_config_that_cannot_be_sharded_is_a_failed_line_on_all_ranks(tmp_path):
-    cfg = config(tmp_path, parallel={"workers": 3, "shard": "hybrid", "shard_size": 2})
+    cfg = doctor_config(tmp_path, parallel={"workers": 3, "shard": "hybrid", "shard_size": 2})
     (report,), *_ = run_ranks(3, examined, cfg, unchanged)
     by_check = {line["check"]: line for line in report["checks"]}
     assert (

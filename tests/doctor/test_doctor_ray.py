@@ -15,14 +15,14 @@ pytestmark = [
 ]
 STOPPING = """
 import os, signal
-from luffy.train.policy import Policy
+from luffy.learn.policy import Policy
 
 if os.environ.get("RANK") == "1":
     Policy.update = lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
-def doctor(*arguments, cwd):
+def doctor_on_ray(*arguments, cwd):
     command = [
         sys.executable,
         "-m",
@@ -37,7 +37,7 @@ def doctor(*arguments, cwd):
 
 
 def test_the_workers_report_to_the_command(tmp_path):
-    result = doctor("--anonymous", cwd=tmp_path)
+    result = doctor_on_ray("--anonymous", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["launch"] == "ray" and report["machines"] == [{"name": "machine0", "ranks": [0, 1]}]
@@ -48,7 +48,7 @@ def test_the_workers_report_to_the_command(tmp_path):
 
 def test_a_worker_that_stops_is_named(tmp_path):
     (tmp_path / "stopping.py").write_text(STOPPING)
-    result = doctor("plugins=[stopping.py]", "--timeout", "30", cwd=tmp_path)
+    result = doctor_on_ray("plugins=[stopping.py]", "--timeout", "30", cwd=tmp_path)
     assert result.returncode == 1, result.stderr
     lines = {line["check"]: line for line in json.loads(result.stdout)["checks"]}
     assert lines["gradient"]["found"].startswith(f"rank 1 on {socket.gethostname()} does not answer")

@@ -1,4 +1,4 @@
-"""The cost model against what one H200 measured, and the page against the model."""
+"""The cost model against what one H200 measured, and the page on scaling against the model."""
 
 import sys
 from dataclasses import replace
@@ -9,17 +9,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.cost_tables import MEASURED, PLANS, comparison, network_bound_below, table  # noqa: E402
+from benchmarks.cost_tables import MEASURED, PLANS, checkpoint, network_bound_below  # noqa: E402
 from luffy.dry_run.cost import (  # noqa: E402
     Gpu,
     Model,
-    checkpoint,
     fits_gathered,
     fsdp_bytes,
     fsdp_traffic,
     memory,
     places,
     rollout,
+    synced_bytes,
     update,
     weight_sync,
 )
@@ -57,14 +57,14 @@ def test_updates_that_recompute_and_score_by_hand():
     forward = 2 * 7.6e9 + 4 * (1024 + 2048) * 28 * 3584
     for training, passes in (({"recomputed": 0.5}, 3.5), ({"scored": 2}, 5), ({"recomputed": 1, "scored": 1}, 5)):
         seconds = SEVEN.tokens / 8 * passes * forward / (0.65 * 790e12)
-        assert update(replace(SEVEN, **training), H200).seconds == pytest.approx(seconds)
+        assert update(replace(SEVEN, **training), H200) == pytest.approx(seconds)
 
 
 def test_frozen_weights_take_a_pass_less_on_one_gpu():
     """Attention takes as many."""
     weights, attention = 2 * 7.6e9, 4 * (1024 + 2048) * 28 * 3584
     for gpus, flops in ((1, 2 * weights + 3 * attention), (8, 3 * (weights + attention))):
-        seconds = update(replace(SEVEN, adapters=True, gpus=gpus), H200).seconds
+        seconds = update(replace(SEVEN, adapters=True, gpus=gpus), H200)
         assert seconds == pytest.approx(SEVEN.tokens / gpus * flops / (0.65 * 790e12))
 
 
@@ -72,37 +72,23 @@ def test_a_step_takes_its_rollout_and_its_update():
     step, update_alone = (
         next(m for m in MEASURED if m.what.startswith(f"1.5B {what}, 256")) for what in ("step", "update")
     )
-    made = rollout(step.plan, H200).seconds
+    made = rollout(step.plan, H200)
     assert step.predicted(H200) == pytest.approx(made + update_alone.predicted(H200))
-
-
-@pytest.mark.parametrize(
-    "figure",
-    ["34,366", "80,297", "99,696", "18,919", "23,079", "2.51 s", "1.53 s", "114 s", "4.05 s", "211 s", "4.20 TB/s",
-     "2.18 s", "| 2.23 |"],
-)  # fmt: skip
-def test_the_measurements_are_those_of_the_performance_page(figure):
-    assert figure in (DOCS / "results" / "performance.md").read_text()
-
-
-def test_the_page_shows_what_the_model_says():
-    page = (DOCS / "results" / "cost.md").read_text()
-    assert table() in page and comparison() in page
 
 
 def test_the_page_on_scaling_says_the_same():
     page = " ".join((DOCS / "scaling.md").read_text().split())
     parts = (rollout, update, weight_sync)
-    seven, pairs = (sum(part(plan, H200).seconds for part in parts) for plan in (SEVEN, PAIRS_32B))
+    seven, pairs = (sum(part(plan, H200) for part in parts) for plan in (SEVEN, PAIRS_32B))
     assert f"{seven:.0f} s a step for 7B on 8 GPUs and {pairs:.0f} s for 32B on 64" in page
     assert f"room for only {places(FULL_32B, H200):.0f} of 64 sequences" in page
-    assert f"Below about {round(network_bound_below(H200), -2):,.0f} tokens" in page
+    assert f"below about {round(network_bound_below(H200), -2):,.0f} tokens" in page
 
 
 def test_more_gpus_share_the_work():
     twice = replace(SEVEN, gpus=16)
-    assert update(twice, H200).seconds == pytest.approx(update(SEVEN, H200).seconds / 2)
-    assert rollout(twice, H200).seconds < rollout(SEVEN, H200).seconds
+    assert update(twice, H200) == pytest.approx(update(SEVEN, H200) / 2)
+    assert rollout(twice, H200) < rollout(SEVEN, H200)
     assert memory(twice, H200) < memory(SEVEN, H200)
 
 
@@ -124,7 +110,7 @@ def test_where_it_breaks_first():
     assert places(WHOLE_70B, H200) == 0  # a copy of 141 GB
     assert places(FOURS_70B, H200) > 128
     assert places(FULL_32B, H200) < 64 and places(PAIRS_32B, H200) > 128
-    assert checkpoint(FOURS_70B, H200)["hash"].seconds > checkpoint(FOURS_70B, H200)["write"].seconds
+    assert checkpoint(FOURS_70B, H200)["hash"] > checkpoint(FOURS_70B, H200)["write"]
 
 
 def test_short_micro_batches_wait_for_the_network():
@@ -132,10 +118,10 @@ def test_short_micro_batches_wait_for_the_network():
     flops = 6 * 32.8e9 + 12 * (1024 + 2048) * 64 * 5120
     compute = flops * FULL_32B.tokens / 64 / (H200.flops * H200.update_share)
     above, below = (replace(FULL_32B, micro_batch=round(edge * factor)) for factor in (1.2, 0.8))
-    assert update(above, H200).seconds == pytest.approx(compute)
-    assert update(below, H200).seconds > 1.1 * compute
+    assert update(above, H200) == pytest.approx(compute)
+    assert update(below, H200) > 1.1 * compute
     hybrid = replace(below, hybrid=True)
-    assert update(hybrid, H200).seconds == pytest.approx(compute)
+    assert update(hybrid, H200) == pytest.approx(compute)
 
 
 def test_collectives_by_hand():
@@ -166,9 +152,9 @@ def test_bytes_by_hand():
     scored = fsdp_bytes(replace(SEVEN_ONCE, scored=2))[0] - fsdp_bytes(SEVEN_ONCE)[0]
     assert scored == pytest.approx(7 / 8 * 2 * 2 * (7.6e9 - 1.09e9))
     assert fsdp_bytes(replace(HYBRID_32B, adapters=True)) == (pytest.approx(passes * 7 / 8 * 2 * (2 * n - m)), 0.0)
-    assert weight_sync(FULL_32B, H200).bytes == pytest.approx(63 / 64 * 2 * n)
-    assert weight_sync(replace(FULL_32B, gpus=1), H200).bytes == 0
-    assert checkpoint(FULL_32B, H200)["write"].bytes == 14 * n
+    assert synced_bytes(FULL_32B) == pytest.approx(63 / 64 * 2 * n)
+    assert synced_bytes(replace(FULL_32B, gpus=1)) == 0
+    assert checkpoint(FULL_32B, H200)["bytes"] == 14 * n
 
 
 def test_which_models_fit_gathered():

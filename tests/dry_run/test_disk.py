@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from luffy.dry_run import disk
-from luffy.dry_run.bare_models import model_shape
 from luffy.dry_run.disk import bytes_of_run, checkpoint_parts, checkpoints_at_once, disk_line
+from luffy.dry_run.models import model_shape
 from luffy.dry_run.place import Place
-from luffy.train.checkpoint import CheckpointStore
+from luffy.run_folder.checkpoint import CheckpointStore
 from luffy.train.loop import Trainer
 
 SEVEN_B = 7_615_616_512  # Qwen2.5-Math-7B

@@ -7,18 +7,19 @@ import shutil
 
 import pytest
 import torch
+from builders import write_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from luffy.dry_run import Renting, dry_run, first_step, probe, times
-from luffy.dry_run.bare_models import OtherModels, model_shape
+from luffy.dry_run import Renting, check, dry_run, first_step, times
 from luffy.dry_run.cost import Gpu, Model, StepPlan
-from luffy.dry_run.gpu_cost import gathers_once
-from luffy.dry_run.memory_model import Work
-from luffy.dry_run.memory_needs import kept_parts, memory_needs
+from luffy.dry_run.memory import Work, kept_parts, memory_needs
+from luffy.dry_run.models import OtherModels, model_shape
+from luffy.dry_run.times import gathers_once
 from luffy.errors import UserError
 from luffy.rollout.native import NativeEngine
-from luffy.train import saving
-from luffy.train.draws import draw_share
+from luffy.step import training_step
+from luffy.step.draws import draw, plan
+from luffy.train import build
 from luffy.train.loop import Trainer
 from luffy.types import Score
 
@@ -28,15 +29,15 @@ DISTILL = {"credit": "distill", "reject_extreme": False}
 @pytest.fixture(autouse=True)
 def small_trial(monkeypatch):
     """Of the machine's speed: fewer tokens than in earnest."""
-    monkeypatch.setattr(probe, "PROBED_TOKENS", probe.FEWEST_TOKENS)
-    monkeypatch.setattr(probe, "FEWEST_SLOTS", 4)
+    monkeypatch.setattr(times, "PROBED_TOKENS", times.FEWEST_TOKENS)
+    monkeypatch.setattr(times, "FEWEST_SLOTS", 4)
 
 
 def line_of(cfg, name, method="rl"):
     return next(line for line in dry_run(cfg, method) if line.startswith(name))
 
 
-def figures(text):
+def memory_of_line(text):
     """``{"weights": 0.5, ...}`` of a line of memory, and its peak."""
     parts = re.search(r"in the [\w ]+: (.*?) GiB", text)[1]
     return {name: float(size) for name, size in re.findall(r"([a-zA-Z' ]+?) ([\d.]+)(?:, |$)", parts)}
@@ -46,7 +47,7 @@ def test_the_parts_add_up_and_the_machine_is_named(make_config):
     for method in ("rl", "sft"):
         said = line_of(make_config(), "memory", method)
         peak = float(re.search(r"about ([\d.]+) GiB at the peak, in the update:", said)[1])
-        assert sum(figures(said).values()) == pytest.approx(peak, abs=0.04), said
+        assert sum(memory_of_line(said).values()) == pytest.approx(peak, abs=0.04), said
         assert re.search(r"this (machine|container) has [\d.]+ GiB, [\d.]+ free", said)
     assert "; rollout " in line_of(make_config(), "memory")
 
@@ -67,12 +68,12 @@ def test_the_first_traces_are_verified(make_config, sums, tmp_path, monkeypatch)
     def said(wrong, method="rl", n_prefix=1):
         made = [{**row, "answer": "777"} if i < wrong else row for i, row in enumerate(reversed(rows))]
         path = tmp_path / f"wrong-{wrong}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in reversed(made)))
+        write_rows(path, reversed(made))
         cfg = make_config(data={"train": str(path), "eval": str(sums)}, guidance={"n_prefix": n_prefix})
         return next(line for line in dry_run(cfg, method) if line.startswith("traces"))
 
-    assert said(wrong=3) == "traces     13 of the first 16 are right by reward numeric"
-    assert said(wrong=4).endswith("12 of the first 16 are right by reward numeric; LOOK AT THEM: only right ones teach "
+    assert said(wrong=3) == "traces     13 of the first 16 are correct by reward numeric"
+    assert said(wrong=4).endswith("12 of the first 16 are correct by reward numeric; CHECK THEM: only correct traces help "
                                   "(luffy prepare check)")  # fmt: skip
     assert said(wrong=4, n_prefix=0) == "traces     not used"
     assert said(wrong=4, method="sft") == "traces     not verified: SFT learns from all of them"
@@ -84,17 +85,19 @@ def test_traces_that_could_not_be_scored_are_not_blamed(make_config, monkeypatch
     score = first_step.verified
     monkeypatch.setattr(first_step, "verified", lambda *args: [Score(0.0, "error"), *score(*args)[1:]])
     said = line_of(make_config(), "traces")
-    assert said.endswith("15 of the first 16 are right by reward numeric; 1 COULD NOT BE SCORED: look at the reward "
+    assert said.endswith("15 of the first 16 are correct by reward numeric; 1 COULD NOT BE SCORED: look at the reward "
                          "(luffy verify)")  # fmt: skip
     monkeypatch.setattr(first_step, "verified", lambda *args: [Score(0.5) for _ in args[0]])
     said = line_of(make_config(), "traces")
-    assert said.endswith("0 of the first 16 are right by reward numeric; THE BEST SCORE IS 0.5, below reward.success=1")
+    assert said.endswith(
+        "0 of the first 16 are correct by reward numeric; THE BEST SCORE IS 0.5, below reward.success=1"
+    )
 
 
 def test_the_update_has_the_loss_of_its_method(make_config):
     cfg = make_config(algorithm={"sft_reshape": "p_div_p_0.2", "off_policy_reshape": "p_div_p_0.3"})
-    assert line_of(cfg, "update", "sft").endswith(", p_div_p_0.2, token-mean")
-    assert "p_div_p_0.3" in line_of(cfg, "update") and "p_div_p_0.2" not in line_of(cfg, "update")
+    assert line_of(cfg, "update", "sft").endswith(", p_div_p (gamma 0.2), token-mean")
+    assert "p_div_p (gamma 0.3)" in line_of(cfg, "update") and "0.2" not in line_of(cfg, "update")
 
 
 def test_a_price_needs_a_gpu(make_config):
@@ -109,7 +112,7 @@ def test_a_price_needs_a_gpu(make_config):
     {"guidance": {"n_prefix": 0}, "algorithm": DISTILL, "teacher": {"path": "self", "shown": "solution"}},
 ])  # fmt: skip
 def test_traces_that_are_shown_are_verified(make_config, changes):
-    assert line_of(make_config(**changes), "traces") == "traces     16 of the first 16 are right by reward numeric"
+    assert line_of(make_config(**changes), "traces") == "traces     16 of the first 16 are correct by reward numeric"
 
 
 def test_a_cpu_without_bfloat16_is_told_to_use_float32(make_config, tiny_model, monkeypatch):
@@ -160,16 +163,24 @@ def test_nothing_is_tried_in_bfloat16_on_a_cpu_without_it(
 
 def planned_by(cfg, monkeypatch):
     """The plan of a dry run, the work and the requests of which it gives the time, and its line of the step."""
-    seen, plan_line = [], first_step.plan_line
+    seen, plan_line = [], check.plan_line
 
     def keep_plan(cfg, batch, plan):
         seen.append(plan)
         return plan_line(cfg, batch, plan)
 
-    monkeypatch.setattr(first_step, "plan_line", keep_plan)
+    monkeypatch.setattr(check, "plan_line", keep_plan)
     monkeypatch.setattr(times, "time_on_cpu", lambda cfg, work, requests, slots: seen.extend((work, requests)))
     line = line_of(cfg, "step")
     return *seen, line
+
+
+def first_plan(run):
+    return plan(run, draw(run, training_step.begin(run, 0)[0]), 0)
+
+
+def listed(planned):
+    return [[(p.task, p.token_ids.tolist(), p.request) for p in group] for group in planned]
 
 
 @pytest.mark.parametrize("choice", ["random", "round_robin", "shortest", "best_reward"])
@@ -179,32 +190,32 @@ def test_the_plan_is_that_of_the_runs_first_step(make_config, sums, tmp_path, mo
     rows = [json.loads(line) for line in sums.read_text().splitlines()]
     for row in rows:
         row["traces"] = [text for trace in row["traces"] for text in (f"{trace}77", trace, "1+1\n#### 77")]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     cfg = make_config(
         data={"train": str(path)},
         guidance={"n_prefix": 2, "trace_choice": choice, "strategy": "random", "min_ratio": 0.4, "cut_at": ["\n", "="]},
     )
     with Trainer(cfg) as trainer:
-        expected = draw_share(trainer.run, 0, 0).plan(trainer.run, 0)
+        expected = first_plan(trainer.run)
     found, _, requests, _ = planned_by(cfg, monkeypatch)
-    assert found == expected and requests == expected.requests
-    assert any(p.request and p.prefix for group in found.groups for p in group)
+    assert listed(found) == listed(expected) and requests == [p.request for g in expected for p in g if p.request]
+    assert any(p.request and p.prefix for group in found for p in group)
 
 
 def test_problems_with_a_trace_alone_are_counted(make_config, monkeypatch):
     changes = {"guidance": {"n_prefix": 0}, "algorithm": {"credit": "lone_trace_sft"}}
     cfg = make_config(batch={"problems": 8, "expert_share": 0.25}, **changes)
     with Trainer(cfg) as trainer:
-        expected = draw_share(trainer.run, 0, 0).plan(trainer.run, 0)
+        expected = first_plan(trainer.run)
     found, work, requests, line = planned_by(cfg, monkeypatch)
-    assert found == expected
+    assert listed(found) == listed(expected)
     tokens = sum(len(r.prompt_ids) + 16 for r in requests)
     assert line == (
         "step       6 problems x 4 samples and 2 with a trace alone: 24 on-policy, 0 from a trace prefix, 2 whole "
         f"traces; at most {tokens:,} tokens through the engine"
     )
     assert len(requests) == 24 and sum(one.sequences for one in work.every_pass) == 26
-    traces = sum(p.prefix for group in found.groups for p in group)
+    traces = sum(p.prefix for group in found for p in group)
     assert traces > 0 and sum(one.rows for one in work.every_pass) == 24 * 16 + traces
 
 
@@ -267,7 +278,7 @@ def test_problems_that_are_there_twice_are_said(make_config, sums, tmp_path):
     train, held_out, other = (tmp_path / f"{name}.jsonl" for name in ("train", "held_out", "other"))
     sets = {train: rows[:10] + copies, held_out: [rows[15], rows[7], rows[2]], other: [rows[15]]}
     for path, some in sets.items():
-        path.write_text("".join(json.dumps(row) + "\n" for row in some))
+        write_rows(path, some)
     data = {"train": str(train), "eval": str(held_out), "eval_also": {"other": str(other), "same": str(train)}}
     cfg = make_config(data=data)
     said = [
@@ -290,7 +301,7 @@ def test_chats_with_several_assistant_turns_are_said(make_config, sums, tmp_path
     ]
     chats[2]["messages"] += chats[3]["messages"]
     path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    write_rows(path, chats)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     cfg = make_config(data={"train": str(path), "style": "chat", "chat_template": template, "max_prompt_tokens": 64})
     said = f"1 of {len(chats)} problems are chats with several assistant turns, first: {path}:3; only the last turn"
@@ -301,7 +312,7 @@ def test_chats_with_several_assistant_turns_are_said(make_config, sums, tmp_path
 
 def test_traces_are_verified_without_the_token_that_ends_them(make_config):
     cfg = make_config(reward={"kind": "loop_rewards:ends_in_a_digit"})
-    assert any(line.startswith("traces     16 of the first 16 are right") for line in dry_run(cfg, "rl"))
+    assert any(line.startswith("traces     16 of the first 16 are correct") for line in dry_run(cfg, "rl"))
 
 
 def test_a_guidance_model_that_is_not_there(make_config):
@@ -315,10 +326,8 @@ def test_a_guidance_model_that_is_not_there(make_config):
     ("sft", "algorithm.off_policy_reshape"), ("sft", "algorithm.sft_reshape"), ("rl", "algorithm.credit"),
     ("rl", "guidance.gate"), ("rl", "rollout.engine"),
 ])  # fmt: skip
-def test_a_function_that_is_not_found_is_blamed_on_its_knob_before_weights_are_loaded(
-    make_config, monkeypatch, method, knob
-):
-    monkeypatch.setattr(saving, "load_weights", None)
+def test_an_unknown_function_is_an_error_of_its_key_before_weights_are_loaded(make_config, monkeypatch, method, knob):
+    monkeypatch.setattr(build, "load_weights", None)
     section, key = knob.split(".")
     cfg = make_config(**{section: {key: "nowhere:f"}})
     for begin in (Trainer, dry_run):

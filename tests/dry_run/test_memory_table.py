@@ -4,14 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
-from test_cli import luffy
+from commands import luffy
 
 from luffy.config import load_config
 from luffy.dry_run.memory_table import COLUMNS, estimate_lines, estimate_memory, place_on, table_lines
 from luffy.errors import UserError
 from luffy.models.shapes import nearest_shape, shape_config
 
-PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "memory.md"
 GIB = 2**30
 
 

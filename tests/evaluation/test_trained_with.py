@@ -1,23 +1,20 @@
 """An evaluation takes reward, style and system prompt from the run or the card of its model, and says so."""
 
-import contextlib
-import io
 import json
 import shutil
-import sys
 from importlib import resources
 
 import pytest
+from commands import luffy
 
-from luffy.cli import main
 from luffy.errors import UserError
-from luffy.evaluation.runner import Options
+from luffy.evaluation.plan import Options
 from luffy.evaluation.trained_with import as_trained, training_of
 from luffy.generate import as_trained as prompt_of
-from luffy.quickstart.task import write_dataset
 from luffy.report.model_card import CardFacts, model_card
-from luffy.report.runs import read_config, without_samples
-from luffy.train.checkpoint import model_of
+from luffy.run_folder.checkpoint import model_of
+from luffy.run_folder.runs import read_config, without_samples
+from studies.quickstart.task import write_dataset
 
 BASE = resources.files("luffy.quickstart") / "assets" / "base"
 CONFIG = """
@@ -25,19 +22,6 @@ data: {style: plain, system_prompt: null}
 reward: {kind: gsm8k, success: 0.5, answer_in_thought: true}
 train: {steps: 4}
 """
-
-
-def luffy(*args):
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        patch.setattr(sys, "argv", ["luffy", *map(str, args)])
-        patch.setattr("torch.cuda.is_available", lambda: False)
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-    return code, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture
@@ -58,7 +42,7 @@ def suite(tmp_path):
     return write_dataset(tmp_path / "sums", 0, train=8, heldout=2, ood=4, terms=2)["heldout"]
 
 
-def newest(run):
+def newest_model_path(run):
     return str(run / "checkpoints" / "latest" / "model")
 
 
@@ -70,7 +54,7 @@ def test_reward_style_and_system_prompt_are_those_of_the_run(run):
     (run / "config.yaml").write_text(
         "data: {style: chat, system_prompt: Think.}\nreward: {weights: {math: 1, format: 0.5}, timeout_s: 3}\n"
     )
-    options, said = as_trained(options_of(newest(run)), given=())
+    options, said = as_trained(options_of(newest_model_path(run)), given=())
     assert (options.style, options.system_prompt) == ("chat", "Think.")
     assert options.reward_settings.weights == {"math": 1.0, "format": 0.5} and options.reward_settings.timeout_s == 3
     assert said == (
@@ -81,16 +65,18 @@ def test_reward_style_and_system_prompt_are_those_of_the_run(run):
 
 def test_options_of_the_user_stay(run):
     (run / "config.yaml").write_text("data: {style: chat, system_prompt: Think.}\nreward: {kind: numeric}\n")
-    options, said = as_trained(options_of(newest(run), style="auto", reward="choice"), given=("style", "reward"))
+    options, said = as_trained(
+        options_of(newest_model_path(run), style="auto", reward="choice"), given=("style", "reward")
+    )
     assert (options.style, options.system_prompt, options.reward_settings, said) == ("auto", None, None, None)
-    options, said = as_trained(options_of(newest(run), system_prompt=""), given=("system_prompt",))
+    options, said = as_trained(options_of(newest_model_path(run), system_prompt=""), given=("system_prompt",))
     assert (options.style, options.system_prompt) == ("chat", "") and "system prompt" not in said
-    options, _ = as_trained(options_of(newest(run), answer_in_thought=True), given=())
+    options, _ = as_trained(options_of(newest_model_path(run), answer_in_thought=True), given=())
     assert options.reward_settings.answer_in_thought
 
 
 def test_a_suite_keeps_its_own_reward(run):
-    options, said = as_trained(options_of(newest(run), suite="ood"), given=())
+    options, said = as_trained(options_of(newest_model_path(run), suite="ood"), given=())
     assert options.reward_settings is None and options.style == "plain" and "reward" not in said
 
 
@@ -107,14 +93,14 @@ def test_a_copy_of_the_newest_checkpoint_is_known_by_its_state(run):
     (run / "checkpoints" / "latest").unlink()
     shutil.copytree(run / "checkpoints" / "step-000002", run / "checkpoints" / "latest")
     (run / "checkpoints" / "latest" / "state.json").write_text('{"progress": {"step": 2}}')
-    options, said = as_trained(options_of(newest(run)), given=())
+    options, said = as_trained(options_of(newest_model_path(run)), given=())
     assert options.style == "chat" and f"from the run {run}" in said
 
 
 @pytest.mark.parametrize("text", ["[another tool's]\n", "data: {style: fancy}\n", "reward: {model: x}\n", "a: [\n", ""])
 def test_a_config_of_another_tool_is_not_taken_and_not_hidden(run, text):
     (run / "config.yaml").write_text(text)
-    options, said = as_trained(options_of(newest(run)), given=())
+    options, said = as_trained(options_of(newest_model_path(run)), given=())
     assert (options.style, options.reward_settings) == ("auto", None)
     assert (said is None) == (text in ("[another tool's]\n", "")) and "not as trained: " in (said or "not as trained: ")
 
@@ -124,7 +110,7 @@ def test_a_reward_whose_plugin_is_not_there_is_one_line(run):
     with pytest.raises(
         UserError, match=r"^the reward of the run .* cannot be used: .*no_such_module.*; give --reward$"
     ):
-        as_trained(options_of(newest(run)), given=())
+        as_trained(options_of(newest_model_path(run)), given=())
 
 
 def card_of(write_run, make_metric_row, tmp_path, config):
@@ -197,12 +183,15 @@ def test_generate_from_a_run_from_the_shell(run):
     code, out, err = luffy("generate", run, "1+2", "--max-tokens", 4, "--temperature", 0)
     assert code == 0 and out.strip()
     assert "(step 2, best by held-out accuracy)" in err and "as trained style 'plain'; from the run" in err
-    assert luffy("generate", newest(run), "1+2", "--max-tokens", 4, "--temperature", 0, "--style", "plain")[1] == out
+    assert (
+        luffy("generate", newest_model_path(run), "1+2", "--max-tokens", 4, "--temperature", 0, "--style", "plain")[1]
+        == out
+    )
 
 
 def test_generate_takes_the_prompt_of_the_training(run):
     (run / "config.yaml").write_text("data: {style: chat, system_prompt: Think.}\n")
-    assert prompt_of(newest(run), None, None)[:2] == ("chat", "Think.")
-    assert prompt_of(newest(run), "plain", None) == ("plain", None, None)
-    assert prompt_of(newest(run), None, "Other.")[:2] == ("chat", "Other.")
+    assert prompt_of(newest_model_path(run), None, None)[:2] == ("chat", "Think.")
+    assert prompt_of(newest_model_path(run), "plain", None) == ("plain", None, None)
+    assert prompt_of(newest_model_path(run), None, "Other.")[:2] == ("chat", "Other.")
     assert prompt_of(str(BASE), None, None) == ("auto", None, None)

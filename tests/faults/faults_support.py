@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import untimed_metrics
+from trainings import untimed_metrics
 
-from luffy.report.recorder import read_json_lines
-from luffy.train import background_saver
-from luffy.train.checkpoint import CheckpointStore
-from luffy.train.loop import Trainer
+from luffy.run_folder import background_saver
+from luffy.run_folder.checkpoint import CheckpointStore
+from luffy.run_folder.recorder import read_json_lines
 
 
-def config(make_config, sums, name, **more):
+def full_config(make_config, sums, name, **more):
     """Six steps that use everything a checkpoint must carry: about a second of work."""
     return make_config(
         name=name,
@@ -33,15 +32,6 @@ def config(make_config, sums, name, **more):
     )
 
 
-def train(cfg):
-    with Trainer(cfg) as trainer:
-        trainer.train()
-
-
-def figures(folder):
-    return untimed_metrics(folder)
-
-
 def left_behind(folder):
     """Names of all that is there when a run is over, less what a kill before the first checkpoint left; where ``latest`` points, and the best."""
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if ".earlier-" not in p.name)
@@ -49,7 +39,7 @@ def left_behind(folder):
 
 
 def assert_all_equal(killed: Path, undisturbed: Path) -> None:
-    assert figures(killed) == figures(undisturbed)
+    assert untimed_metrics(killed) == untimed_metrics(undisturbed)
     for name in ("samples.jsonl", "eval_samples.jsonl"):
         assert read_json_lines(killed / name) == read_json_lines(undisturbed / name)
     assert left_behind(killed) == left_behind(undisturbed)

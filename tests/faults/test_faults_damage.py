@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from builders import write_rows
 from children import in_child
-from faults_support import train
 from hostile import TEMPLATE, pickled, poison_model_folder, script, write_poisoned
+from trainings import train
 
 import luffy
 from luffy.data import load_problems
@@ -22,9 +23,9 @@ from luffy.errors import UserError
 from luffy.generate import generate_texts
 from luffy.models.load import load_model, load_tokenizer
 from luffy.report.html import write_report
-from luffy.report.recorder import read_json_lines
-from luffy.train import saving
-from luffy.train.checkpoint import Checkpoint, DamagedCheckpoint, file_entry, manifest_text
+from luffy.run_folder.checkpoint import Checkpoint, DamagedCheckpoint, file_entry, manifest_text
+from luffy.run_folder.recorder import read_json_lines
+from luffy.train import build
 from luffy.train.loop import Trainer
 from luffy.types import Problem
 
@@ -96,7 +97,7 @@ def test_a_training_passes_over_the_damaged_checkpoint_whatever_file_it_is(half_
     names = [p.relative_to(half_way.folder) for p in files_of(half_way.folder / "checkpoints" / "step-000004")]
     untouched = shutil.copytree(half_way.folder, tmp_path / "untouched", symlinks=True)
     loaded = []
-    monkeypatch.setattr(saving, "load_weights", lambda *given: loaded.append(given[-1].step) or 1 / 0)
+    monkeypatch.setattr(build, "load_weights", lambda *given: loaded.append(given[-1].step) or 1 / 0)
     for name in names:
         damage(half_way.folder / name)
         said = []
@@ -220,7 +221,7 @@ def test_the_checkpoint_of_another_run_does_not_cut_records_either(half_way, mak
     assert records(half_way.folder) == before
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again_and_keeps_what_it_recorded(make_config):
+def test_a_run_without_a_checkpoint_begins_again_and_keeps_its_records(make_config):
     cfg = make_config(train={"steps": 6, "save_every": 4})
 
     def dies(step, values):
@@ -398,7 +399,7 @@ def test_a_hostile_dataset_folder_runs_nothing(tmp_path, monkeypatch):
         {"id": "a", "prompt": TEMPLATE, "answer": "1", "py/object": "os.system", "py/reduce": ["os.mkdir", [str(mark)]]},
         {"id": "b", "prompt": "!!python/object/apply:os.mkdir [x]", "answer": "__import__('os').mkdir('x')"},
     ]  # fmt: skip
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "train.jsonl", rows)
     monkeypatch.chdir(folder)
     assert_unpickles_nothing(read_all, folder)
     assert load_problems(str(folder))[0].prompt == TEMPLATE

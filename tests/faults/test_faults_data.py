@@ -10,9 +10,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from faults_support import train
+from builders import write_rows
 from malformed_rows import MALFORMED
 from memory_probe import MEGABYTE, peak_growth, rows_of
+from trainings import train
 
 from luffy.data import load_problems, open_source
 from luffy.errors import DataError, UserError
@@ -46,7 +47,7 @@ def test_mixed_types_in_one_column(tmp_path):
     """A gold is text, whatever the file makes of it; what is no gold is counted by its column."""
     golds = ["7", 7, 7.5, "007", "1e3", None, True, [7], ["1", "2"], {"a": 1}, "½"]
     path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"id": str(i), "prompt": "q", "answer": g}) + "\n" for i, g in enumerate(golds)))
+    write_rows(path, ({"id": str(i), "prompt": "q", "answer": g} for i, g in enumerate(golds)))
     problems = load_problems(str(path), bad_rows="skip")
     assert [p.answer for p in problems] == ["7", "7", "7.5", "007", "1e3", "7", "½"]
     assert problems.skipped == {"answer": 4}

@@ -16,35 +16,37 @@ import sys
 import pytest
 import torch
 from children import Child, in_child
-from faults_support import assert_all_equal, config, figures, fill, filling, mounting, train
+from faults_support import assert_all_equal, fill, filling, full_config, mounting
+from trainings import train, untimed_metrics
 
 from luffy import files
 from luffy.cli import main
 from luffy.config import to_yaml
 from luffy.errors import UserError
 from luffy.files import write_atomically
-from luffy.report import recorder
 from luffy.report.html import write_report
-from luffy.report.recorder import read_json_lines
-from luffy.report.runs import load_run
-from luffy.train import checkpoint, held_out, lock, recording, saving
+from luffy.run_folder import changes, checkpoint, lock, recorder, trackers
+from luffy.run_folder.recorder import read_json_lines
+from luffy.run_folder.runs import load_run
+from luffy.train import held_out, saving
 from luffy.train.loop import Trainer
+from luffy.train.weights import Export
 
 # what is written, and the call before which the disk fills; after which, where negative
 WRITES = {
     "record files at the start": (recorder.JsonLinesWriter, "__init__", 1),
-    "config.yaml": (recording, "write_atomically", 1),
-    "data.json": (recording, "write_atomically", 2),
+    "config.yaml": (changes, "write_atomically", 1),
+    "data.json": (changes, "write_atomically", 2),
     "samples.jsonl": (recorder.JsonLinesWriter, "write", 4),
     "metrics.jsonl": (recorder.Recorder, "log", 4),
-    "weights": (saving, "write_model", 2),
+    "weights": (Export, "write", 2),
     "optimizer state": (checkpoint, "save_file", 2),
     "state.json": (checkpoint, "save_file", -2),  # after the second call: the next write is state.json's
     "manifest.json": (checkpoint, "file_entry", 1),
     "evaluated.json": (held_out, "write_atomically", 2),
     "best.json": (saving, "write_atomically", 1),
 }
-TRACKER = {"TensorBoard": (recorder.TensorBoardTracker, "log", 2)}
+TRACKER = {"TensorBoard": (trackers.TensorBoardTracker, "log", 2)}
 
 
 mounted = pytest.fixture(mounting)
@@ -55,7 +57,7 @@ def small_disk(mounted):
     return mounted("size=12m")
 
 
-def luffy_train(cfg, desk, fills=None, what=None):
+def luffy_train_in_child(cfg, desk, fills=None, what=None):
     """``luffy train`` in a child; (exit code, standard error). ``desk`` is a sound folder.
 
     ``fills`` is a disk that fills when ``what`` is written.
@@ -98,7 +100,7 @@ def finished(tmp_path_factory):
 def undisturbed(finished, make_config, sums, tmp_path_factory):
     if not finished:
         out = tmp_path_factory.mktemp("undisturbed")
-        cfg = config(make_config, sums, "undisturbed", out=str(out))
+        cfg = full_config(make_config, sums, "undisturbed", out=str(out))
         in_child(train, cfg)
         finished["folder"] = cfg.folder
     return finished["folder"]
@@ -111,13 +113,13 @@ def test_a_full_disk_stops_with_one_line_and_nothing_is_lost(
 ):
     torch.set_num_threads(1)
     whole = undisturbed(finished, make_config, sums, tmp_path_factory)
-    cfg = config(make_config, sums, "run", out=str(small_disk))
-    code, said = luffy_train(cfg, tmp_path, small_disk, write)
+    cfg = full_config(make_config, sums, "run", out=str(small_disk))
+    code, said = luffy_train_in_child(cfg, tmp_path, small_disk, write)
     assert (small_disk / "ballast").exists(), f"the moment never came\n{said}"
     assert (code, said.count("luffy: error: "), "Traceback" in said) == (1, 1, False), said
     assert "No space left on device" in said.splitlines()[-1], said
     (small_disk / "ballast").unlink()
-    code, said = luffy_train(cfg, tmp_path)
+    code, said = luffy_train_in_child(cfg, tmp_path)
     assert code == 0, said
     assert_all_equal(cfg.folder, whole)
 
@@ -128,7 +130,7 @@ def test_a_tracker_on_a_full_disk_is_switched_off_and_the_run_goes_on(make_confi
     cfg = make_config(record={"tensorboard": True})
     cfg.folder.mkdir(parents=True)
     (cfg.folder / "tensorboard").symlink_to(disk)
-    code, said = luffy_train(cfg, tmp_path, disk, "TensorBoard")
+    code, said = luffy_train_in_child(cfg, tmp_path, disk, "TensorBoard")
     assert code == 0, said
     assert said.count("TensorBoard failed and is off from step") == 1
     assert [row["step"] for row in read_json_lines(cfg.folder / "metrics.jsonl")] == [1, 2, 3, 4]
@@ -147,10 +149,10 @@ def test_a_file_replaced_on_a_full_disk_keeps_its_old_text(small_disk):
 def test_a_read_only_folder_is_refused_with_one_line_and_can_still_be_read(make_config, mounted, tmp_path):
     disk = mounted("size=12m")
     cfg = make_config(out=str(disk), train={"steps": 2})
-    assert luffy_train(cfg, tmp_path)[0] == 0
+    assert luffy_train_in_child(cfg, tmp_path)[0] == 0
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     for more in (cfg, make_config(out=str(disk), name="another")):
-        code, said = luffy_train(more, tmp_path)
+        code, said = luffy_train_in_child(more, tmp_path)
         assert (code, said.count("\n")) == (2, 1), said
         assert said.startswith(f"luffy: error: cannot write the run folder {more.folder} (Read-only file system)"), said
     assert load_run(cfg.folder).steps == 2
@@ -175,7 +177,7 @@ def test_a_clock_that_goes_back_changes_nothing_but_the_times(make_config, monke
     for age, saved in enumerate(sorted((turned_back.folder / "checkpoints").glob("step-*"))):
         os.utime(saved, (1e9 - 1e6 * age,) * 2)  # the newest by step is the oldest by date
     train(turned_back)
-    assert figures(turned_back.folder) == figures(undisturbed.folder)
+    assert untimed_metrics(turned_back.folder) == untimed_metrics(undisturbed.folder)
     rows = read_json_lines(turned_back.folder / "metrics.jsonl")
     assert [row["time"] for row in rows] == sorted((row["time"] for row in rows), reverse=True)
     assert all(value >= 0 for row in rows for name, value in row.items() if name.startswith(("timing_s/", "perf/")))
@@ -185,7 +187,7 @@ def test_a_clock_that_goes_back_changes_nothing_but_the_times(make_config, monke
 def test_a_second_training_in_the_same_folder_is_refused_and_the_first_goes_on(make_config, tmp_path):
     cfg = make_config()
     with Trainer(cfg) as first:
-        code, said = luffy_train(cfg, tmp_path)
+        code, said = luffy_train_in_child(cfg, tmp_path)
         assert (code, said.count("\n")) == (2, 1)
         assert (
             said == f"luffy: error: another training is running in {cfg.folder}; wait for it or choose another name=\n"

@@ -49,7 +49,7 @@ def scratch(tmp_path):
     return write
 
 
-def one_line(error):
+def type_and_line(error):
     assert "\n" not in str(error), str(error)[:300]
     return f"{type(error).__name__} {error}"
 
@@ -60,7 +60,7 @@ def reads_config(scratch):
             config = load_config(scratch(data, ".yaml"))
             return f"read, n={config.rollout.n > 1}"
         except ConfigError as error:
-            return one_line(error)
+            return type_and_line(error)
 
     return target
 
@@ -71,7 +71,7 @@ def reads_override(scratch):
             load_config(None, data.decode("utf-8", "replace").splitlines()[:3])
             return "read"
         except ConfigError as error:
-            return one_line(error)
+            return type_and_line(error)
 
     return target
 
@@ -84,7 +84,7 @@ def reads_data(scratch):
             assert all(isinstance(p.answer, str) and p.id for p in problems)
             return f"{problems.schemas} {sorted(problems.skipped)}"
         except DataError as error:
-            return one_line(error)
+            return type_and_line(error)
 
     return target
 

@@ -22,14 +22,15 @@ import pytest
 import torch
 import yaml
 from children import Child
-from faults_support import assert_all_equal, config, figures, train
+from faults_support import assert_all_equal, full_config
 from kill_timer import kill_this_process_after
+from trainings import train, untimed_metrics
 
-from luffy.report import recorder
+from luffy.learn.policy import Policy
 from luffy.rewards.verifier import Verifier
 from luffy.rollout.native import NativeEngine
-from luffy.train.checkpoint import CheckpointStore
-from luffy.train.policy import Policy
+from luffy.run_folder import recorder
+from luffy.run_folder.checkpoint import CheckpointStore
 
 KILLS = int(os.environ.get("LUFFY_FAULT_KILLS", "100"))
 SEED = int(os.environ.get("LUFFY_FAULT_SEED", "0"))
@@ -112,7 +113,7 @@ def assert_nothing_partial(folder: Path, truth: list[dict]) -> None:
     for name, parse in {"config.yaml": yaml.safe_load, "data.json": json.loads, "best.json": json.loads}.items():
         if (folder / name).exists():
             assert parse((folder / name).read_text())
-    rows = figures(folder)
+    rows = untimed_metrics(folder)
     assert rows == truth[: len(rows)]
 
 
@@ -120,7 +121,7 @@ def assert_nothing_partial(folder: Path, truth: list[dict]) -> None:
 def test_a_training_killed_anywhere_ends_as_the_undisturbed_one(make_config, sums, tmp_path):
     torch.set_num_threads(1)
     dice = random.Random(SEED)
-    undisturbed = config(make_config, sums, "undisturbed")
+    undisturbed = full_config(make_config, sums, "undisturbed")
     phase = tmp_path / "phase"
     phase.write_bytes(b"\0")
     child = Child()
@@ -129,10 +130,10 @@ def test_a_training_killed_anywhere_ends_as_the_undisturbed_one(make_config, sum
     child.end()
     child = Child()
     moments = itertools.cycle([moment for name in NAMES for moment in (None, name)])
-    truth = figures(undisturbed.folder)
+    truth = untimed_metrics(undisturbed.folder)
     killed_in: Counter[str] = Counter()
     resumed = finished = kills_of_this_run = 0
-    cfg = config(make_config, sums, "killed-0")
+    cfg = full_config(make_config, sums, "killed-0")
     while killed_in.total() < KILLS or kills_of_this_run:
         last_try = killed_in.total() >= KILLS
         kind = None if last_try else next(moments)
@@ -151,7 +152,7 @@ def test_a_training_killed_anywhere_ends_as_the_undisturbed_one(make_config, sum
             assert code == 0, f"seed {SEED}: the attempt after {kills_of_this_run} kills of {cfg.name} failed"
             assert_all_equal(cfg.folder, undisturbed.folder)
             finished, kills_of_this_run = finished + 1, 0
-            cfg = config(make_config, sums, f"killed-{finished}")
+            cfg = full_config(make_config, sums, f"killed-{finished}")
     child.end()
     print(f"\n{killed_in.total()} kills {dict(killed_in)}, {resumed} resumes, {finished} trainings compared")
     assert set(killed_in) >= set(NAMES), f"a phase was never hit: {dict(killed_in)}"

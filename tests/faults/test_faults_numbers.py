@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from faults_support import train
+from builders import make_samples
 from safetensors.torch import load_file, save_file
-from support import make_samples
+from trainings import train
 
 from luffy.errors import ConfigError, TrainingStopped
+from luffy.learn.policy import NonFiniteUpdate, Policy
 from luffy.models.load import load_model
-from luffy.report.recorder import read_json_lines
+from luffy.run_folder.recorder import read_json_lines
 from luffy.train.loop import Trainer
-from luffy.train.policy import NonFiniteUpdate, Policy
 from luffy.types import Score
 
 NO_NUMBERS = [float("nan"), float("inf"), float("-inf")]
@@ -54,7 +54,7 @@ def test_a_stream_that_is_no_number_moves_neither_weights_nor_moments(make_confi
     before = state_of(policy)
     samples = make_samples()
     if stream == "old_log_probs":  # counts on the policy's own tokens
-        samples[1] = replace(samples[1], off_policy=torch.zeros_like(samples[1].off_policy))
+        samples[1] = replace(samples[1], authors=torch.zeros_like(samples[1].authors))
     try:
         policy.update(spoilt(samples, stream, value), 0.01)
     except NonFiniteUpdate:

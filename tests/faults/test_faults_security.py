@@ -20,17 +20,17 @@ from pathlib import Path
 
 import pytest
 from children import in_child
-from faults_support import train
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from trainings import train
 
 import luffy
 from luffy.cli import main
 from luffy.config import BUILT_IN_RECIPES, Config, to_yaml
 from luffy.data import open_source
 from luffy.errors import ConfigError, DataError
+from luffy.run_folder.checkpoint import Checkpoint, DamagedCheckpoint, file_entry, manifest_text
 from luffy.schema import build
-from luffy.train.checkpoint import Checkpoint, DamagedCheckpoint, file_entry, manifest_text
 from luffy.view.server import ViewServer
 
 ROOT = Path(luffy.__file__).parent
@@ -83,7 +83,7 @@ def test_a_manifest_cannot_name_files_outside_its_checkpoint(tmp_path, name):
 # ---- servers -----------------------------------------------------------------------------------------
 
 
-def requests():
+def hostile_requests():
     """Raw requests that try paths, hosts, methods, sizes and plain noise."""
     dice = random.Random(0)
     good = b"Host: 127.0.0.1:PORT\r\n"
@@ -110,7 +110,7 @@ def test_the_live_page_outlives_raw_bytes_and_tells_nothing(make_config, tmp_pat
     port = str(server.server_port).encode()
     try:
         asked = 0
-        for request in requests():
+        for request in hostile_requests():
             reply = answer(server.server_port, request.replace(b"PORT", port))
             assert not reply.startswith(b"HTTP/1.1 200"), request[:80]
             assert b"root:" not in reply and b"p0" not in reply

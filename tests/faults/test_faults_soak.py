@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from luffy.report.recorder import Recorder, read_json_lines
+from luffy.run_folder.recorder import Recorder, read_json_lines
 from luffy.train.loop import Trainer
 
 STEPS = int(os.environ.get("LUFFY_FAULT_SOAK_STEPS", "2000"))

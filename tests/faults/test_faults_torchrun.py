@@ -14,10 +14,11 @@ import pytest
 import torch
 from faults_support import mounting
 from features import note_seen
-from ranks import figures, final_weights, luffy_train, run_ranks, samples, train
+from ranks import luffy_train, run_ranks
+from trainings import final_weights, samples, train, untimed_metrics
 
 from luffy.config import to_yaml
-from luffy.train.checkpoint import CheckpointStore
+from luffy.run_folder.checkpoint import CheckpointStore
 
 TESTS = Path(__file__).parent.parent
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
@@ -41,16 +42,16 @@ def undisturbed():
     return {}
 
 
-def expected(undisturbed, make_config):
+def expected_run(undisturbed, make_config):
     if not undisturbed:
         cfg = sharded(make_config, "undisturbed")
         run_ranks(2, train, cfg)
-        undisturbed.update(figures=figures(cfg), samples=samples(cfg), weights=final_weights(cfg))
+        undisturbed.update(figures=untimed_metrics(cfg), samples=samples(cfg), weights=final_weights(cfg))
     return undisturbed
 
 
 def assert_as_expected(cfg, truth):
-    assert figures(cfg) == truth["figures"] and samples(cfg) == truth["samples"]
+    assert untimed_metrics(cfg) == truth["figures"] and samples(cfg) == truth["samples"]
     ours = final_weights(cfg)
     assert all(torch.equal(ours[name], tensor) for name, tensor in truth["weights"].items())
 
@@ -59,7 +60,7 @@ def assert_as_expected(cfg, truth):
 def test_a_killed_worker_ends_the_command_with_one_line_and_it_resumes(
     make_config, tmp_path, undisturbed, moment, victim
 ):
-    truth = expected(undisturbed, make_config)
+    truth = expected_run(undisturbed, make_config)
     cfg = sharded(make_config, "killed")
     folder = cfg.folder / "checkpoints"
     code, said = luffy_train(cfg, tmp_path, RANK=victim, DIES_IN=moment, CHECKPOINTS=folder)
@@ -68,7 +69,7 @@ def test_a_killed_worker_ends_the_command_with_one_line_and_it_resumes(
     assert (code, said.count("luffy: error: "), "Traceback" in said) == (1, 1, False), said
     assert said.splitlines()[-1].startswith(f"luffy: error: process {victim} of 2 was ended by SIGKILL"), said
     assert ended - (folder / "died").stat().st_mtime < 100  # nobody waited for the dead one: parallel.timeout_s is 120
-    assert figures(cfg) == truth["figures"][: len(figures(cfg))] and len(figures(cfg)) < 6
+    assert untimed_metrics(cfg) == truth["figures"][: len(untimed_metrics(cfg))] and len(untimed_metrics(cfg)) < 6
     (folder / "died").unlink()
     code, said = luffy_train(cfg, tmp_path)
     assert code == 0 and "resumed at step" in said, said
@@ -80,7 +81,7 @@ def test_a_killed_worker_ends_the_command_with_one_line_and_it_resumes(
 def test_a_disk_that_fills_behind_the_training_costs_no_checkpoint(
     make_config, mounted, tmp_path, undisturbed, write, rank
 ):
-    truth = expected(undisturbed, make_config)
+    truth = expected_run(undisturbed, make_config)
     disk = mounted("size=12m")
     cfg = sharded(make_config, "full")
     cfg.folder.mkdir(parents=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from adversarial_answers import GOLD, families
+from processes import is_running
 
 from luffy.rewards import build_verifier
 from luffy.rewards.verifier import MathReward, Verifier
@@ -32,11 +32,6 @@ def with_correct_neighbours(answers):
         ]
         items += [(Problem(id="p", prompt="?", answer=gold), said) for gold, said in pairs]
     return items
-
-
-def is_running(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 @pytest.mark.faults

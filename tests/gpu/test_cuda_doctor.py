@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
 
 
-def examined(tmp_path, *arguments):
+def examined_gpu(tmp_path, *arguments):
     """Status and text of every line, by its check."""
     command = [sys.executable, "-m", "luffy", "doctor", "model.device=cuda", f"out={tmp_path}", "--json", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
@@ -21,7 +21,7 @@ def examined(tmp_path, *arguments):
 
 
 def test_one_process_agrees_with_the_cpu(tmp_path):
-    report, lines = examined(tmp_path)
+    report, lines = examined_gpu(tmp_path)
     for check in ("driver", "NCCL", "speed", "gradient", "engine"):
         assert lines[check][0] == "ok", lines[check]
     assert report["facts"]["engine"]["0"].keys() == {"float32", "bfloat16"}
@@ -30,7 +30,7 @@ def test_one_process_agrees_with_the_cpu(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("more", [(), ("parallel.cpu_offload=true",)])
 def test_ranks_that_share_the_gpu_agree_with_one(tmp_path, ranks, more):
-    report, lines = examined(tmp_path, "launch=torchrun", f"parallel.workers={ranks}", *more)
+    report, lines = examined_gpu(tmp_path, "launch=torchrun", f"parallel.workers={ranks}", *more)
     checks = ["connection", "gradient", "engine", "weight sync", *["all-gather", "reduce-scatter"] * (ranks > 1)]
     assert {check: lines[check] for check in checks if lines[check][0] != "ok"} == {}
     if ranks > 1:

@@ -6,33 +6,28 @@ from collections import Counter
 
 import pytest
 import torch
-from support import make_samples
-from tiny_models import tiny_model
+from builders import make_model, make_request, make_sample, make_samples
 
 pytest.importorskip("triton")
 
-from luffy.bench.shapes import random_model
+from bench.models import random_model
+
 from luffy.errors import UserError
 from luffy.kernels.quantize import quantize_rows
+from luffy.learn.packing import pack
+from luffy.learn.policy import Policy
+from luffy.learn.scorer import TokenScorer
 from luffy.models import load_model, load_tokenizer
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden
-from luffy.models.fp8 import Quantized
+from luffy.models.products import Quantized
 from luffy.rollout import NativeEngine
 from luffy.rollout.native import paged_cache
-from luffy.train.packing import pack
-from luffy.train.policy import Policy
-from luffy.train.scorer import TokenScorer
-from luffy.types import Request, Sample, Sampling
 
 pytestmark = pytest.mark.gpu
 
 
-def ask(ids, max_tokens=8, seed=0, **knobs) -> Request:
-    return Request(tuple(ids), seed, Sampling(max_tokens, **knobs))
-
-
-def teacher_forced(model, completion, prompt):
+def trainer_log_probs(model, completion, prompt):
     """The trainer's own log-probs of a completion."""
     ids = torch.tensor([*prompt, *completion.token_ids.tolist()], device="cuda")
     layout = PackedLayout([len(ids)], "cuda")
@@ -44,9 +39,10 @@ def teacher_forced(model, completion, prompt):
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
 def test_graphs_draw_what_slots_draw(architecture):
-    model = tiny_model(architecture).cuda()
+    model = make_model(architecture).cuda()
     requests = [
-        ask(range(3, 4 + i % 50), 5 + i % 90, seed=i, temperature=0.0 if i % 4 == 0 else 1.0) for i in range(150)
+        make_request(range(3, 4 + i % 50), 5 + i % 90, seed=i, temperature=0.0 if i % 4 == 0 else 1.0)
+        for i in range(150)
     ]
     slots = NativeEngine(model, decoding="slots").generate(requests)
     engine = NativeEngine(model)
@@ -60,8 +56,10 @@ def test_graphs_draw_what_slots_draw(architecture):
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
 def test_merged_products_draw_what_separate_ones_draw(architecture):
-    model = tiny_model(architecture).cuda()
-    requests = [ask(range(3, 4 + i % 50), 5 + i % 90, seed=i, temperature=float(i % 4 > 0)) for i in range(150)]
+    model = make_model(architecture).cuda()
+    requests = [
+        make_request(range(3, 4 + i % 50), 5 + i % 90, seed=i, temperature=float(i % 4 > 0)) for i in range(150)
+    ]
     separate = NativeEngine(model).generate(requests)
     merged = NativeEngine(model, merged=True).generate(requests)
     assert len({p.weight.untyped_storage().data_ptr() for p in projections(model)}) == 1
@@ -77,7 +75,7 @@ def projections(model):
 def test_merged_products_are_as_near_to_the_trainer_as_separate_ones_in_bfloat16():
     model = random_model("qwen2-0.5b", "bfloat16", "cuda")
     held = bytes_of_weights(model)
-    requests = [ask(range(100 + i, 180), 200, seed=i) for i in range(24)]
+    requests = [make_request(range(100 + i, 180), 200, seed=i) for i in range(24)]
     separate = distance_to_the_trainer(model, requests)
     merged = distance_to_the_trainer(model, requests, merged=True)
     assert bytes_of_weights(model) == held  # nothing exists twice
@@ -90,9 +88,9 @@ def bytes_of_weights(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_graphs_of_merged_products_see_an_update(dtype):
-    model = tiny_model("qwen2").cuda().to(dtype)
+    model = make_model("qwen2").cuda().to(dtype)
     engine = NativeEngine(model, merged=True)
-    requests = [ask((5, 6, 7), 40, seed=i, temperature=float(i % 2)) for i in range(20)]
+    requests = [make_request((5, 6, 7), 40, seed=i, temperature=float(i % 2)) for i in range(20)]
     before = [c.token_ids.tolist() for c in engine.generate(requests)]
     decoder = engine._paged._decoder
     generator = torch.Generator("cuda").manual_seed(0)
@@ -125,7 +123,7 @@ def test_float8_products_are_those_of_the_quantized_numbers(has_fp8, rows):
 
 def test_float8_rollouts_stay_near_the_trainer_and_see_an_update(has_fp8):
     model = random_model("qwen2-0.5b", "bfloat16", "cuda")
-    requests = [ask(range(100 + i, 180), 100, seed=i) for i in range(24)]
+    requests = [make_request(range(100 + i, 180), 100, seed=i) for i in range(24)]
     difference = distance_to_the_trainer(model, requests, precision="fp8")
     assert difference.mean() < 0.2 and difference.max() < 2
     engine = NativeEngine(model, precision="fp8")
@@ -139,14 +137,14 @@ def test_float8_rollouts_stay_near_the_trainer_and_see_an_update(has_fp8):
     assert after == [c.token_ids.tolist() for c in NativeEngine(model, precision="fp8").generate(requests)]
     assert 0 < engine.metrics()["rollout/quantize_s"].value < 5
     with pytest.raises(UserError, match=r"no rollouts in fp8 .* set model.dtype=bfloat16"):
-        NativeEngine(tiny_model("llama").cuda(), precision="fp8")
+        NativeEngine(make_model("llama").cuda(), precision="fp8")
 
 
 def test_float8_sampling_passes_a_chi_square_test(has_fp8):
     """Against the logits of the quantized model itself."""
-    model = tiny_model("llama", vocab_size=30, hidden_size=128, intermediate_size=256).cuda().bfloat16()
+    model = make_model("llama", vocab_size=30, hidden_size=128, intermediate_size=256).cuda().bfloat16()
     engine = NativeEngine(model, precision="fp8")
-    completions = engine.generate([ask((5, 6, 7), 2, seed=i) for i in range(40_000)])
+    completions = engine.generate([make_request((5, 6, 7), 2, seed=i) for i in range(40_000)])
     first = modal(completions)
     counts = Counter(int(c.token_ids[1]) for c in completions if int(c.token_ids[0]) == first)
     log_p = {int(c.token_ids[1]): float(c.log_probs[1]) for c in completions if int(c.token_ids[0]) == first}
@@ -176,7 +174,7 @@ def distance_to_the_trainer(model, requests, **knobs):
     completions = NativeEngine(model, **knobs).generate(requests)
     with torch.no_grad():
         return torch.cat([
-            (teacher_forced(model, completion, request.prompt_ids) - completion.log_probs).abs()
+            (trainer_log_probs(model, completion, request.prompt_ids) - completion.log_probs).abs()
             for request, completion in zip(requests, completions, strict=True)
         ])  # fmt: skip
 
@@ -185,7 +183,7 @@ def distance_to_the_trainer(model, requests, **knobs):
 def test_log_probs_stay_with_the_trainers_in_bfloat16(prefill_tokens, pieces):
     model = random_model("qwen2-0.5b", "bfloat16", "cuda")
     prompt = tuple(range(100, 180))
-    requests = [ask(prompt, 200, seed=i) for i in range(24)] + [ask(range(500, 2000), 60, seed=7)]
+    requests = [make_request(prompt, 200, seed=i) for i in range(24)] + [make_request(range(500, 2000), 60, seed=7)]
     difference = distance_to_the_trainer(model, requests, prefill_tokens=prefill_tokens)
     assert bool(pieces) == (prefill_tokens is not None)
     # Two ways of adding in bfloat16; vLLM's log-probs of a 1.5B model are as far away (docs/engines.md).
@@ -193,18 +191,18 @@ def test_log_probs_stay_with_the_trainers_in_bfloat16(prefill_tokens, pieces):
 
 
 def test_prompts_in_pieces_see_the_models_window_in_bfloat16(pieces):
-    model = tiny_model("mistral", initializer_range=0.05, sliding_window=40).cuda().to(torch.bfloat16)
+    model = make_model("mistral", initializer_range=0.05, sliding_window=40).cuda().to(torch.bfloat16)
     prompts = [[3 + (7 * i * i) % 190 for i in range(n)] for n in (150, 90, 30)]
-    requests = [ask(prompt, 30, seed=i) for prompt in prompts for i in range(4)]
+    requests = [make_request(prompt, 30, seed=i) for prompt in prompts for i in range(4)]
     difference = distance_to_the_trainer(model, requests, prefill_tokens=32)
     assert set(pieces) == {40}
     assert difference.mean() < 0.01 and difference.max() < 0.06
 
 
 def test_sampling_passes_a_chi_square_test():
-    model = tiny_model("llama", vocab_size=30).cuda()
+    model = make_model("llama", vocab_size=30).cuda()
     draws = 40_000
-    completions = NativeEngine(model).generate([ask((5, 6, 7), 2, seed=i) for i in range(draws)])
+    completions = NativeEngine(model).generate([make_request((5, 6, 7), 2, seed=i) for i in range(draws)])
     first = modal(completions)
     counts = Counter(int(c.token_ids[1]) for c in completions if int(c.token_ids[0]) == first)
     ids = torch.tensor([5, 6, 7, first], device="cuda")
@@ -223,9 +221,9 @@ def modal(completions):
 
 
 def test_a_cache_given_back_and_taken_elsewhere_leaves_graphs_right():
-    model = tiny_model("llama").cuda()
+    model = make_model("llama").cuda()
     engine = NativeEngine(model)
-    requests = [ask((5, 6, 7), 40, seed=i) for i in range(20)]
+    requests = [make_request((5, 6, 7), 40, seed=i) for i in range(20)]
     first = [c.token_ids.tolist() for c in engine.generate(requests)]
     decoder, address = engine._paged._decoder, int(engine._paged.cache.address)
     assert address == 0  # given back
@@ -236,12 +234,12 @@ def test_a_cache_given_back_and_taken_elsewhere_leaves_graphs_right():
 
 
 def test_memory_does_not_grow_with_the_number_of_problems():
-    model = tiny_model("llama").cuda()
+    model = make_model("llama").cuda()
     engine = NativeEngine(model, max_slots=64)
     peaks = []
     for count in (64, 64, 1024):
         torch.cuda.reset_peak_memory_stats()
-        engine.generate([ask((5 + i % 90, 6, 7 + i % 60), 40, seed=i) for i in range(count)])
+        engine.generate([make_request((5 + i % 90, 6, 7 + i % 60), 40, seed=i) for i in range(count)])
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[2] < 1.3 * peaks[1]
 
@@ -265,7 +263,7 @@ def test_greedy_tokens_of_real_weights_are_those_of_transformers():
     path = os.environ["LUFFY_SMOLLM2"]
     model = load_model(path, "float32", "cuda")
     prompts = real_prompts(path)
-    ours = NativeEngine(model).generate([ask(p, 60, temperature=0.0) for p in prompts])
+    ours = NativeEngine(model).generate([make_request(p, 60, temperature=0.0) for p in prompts])
     model.set_attn_implementation("sdpa")
     for prompt, completion in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt], device="cuda")
@@ -275,12 +273,8 @@ def test_greedy_tokens_of_real_weights_are_those_of_transformers():
 
 def scored_by_the_trainer(model, requests, completions):
     """(trainer's, engine's) log-probs of all tokens, prompts shared as in an update."""
-    samples = []
-    for request, completion in zip(requests, completions, strict=True):
-        one, zero = torch.ones(len(completion.token_ids), dtype=torch.bool), torch.zeros(len(completion.token_ids))
-        samples.append(
-            Sample(request.prompt_ids, completion.token_ids, ~one, one, ~one, zero, zero, completion.log_probs)
-        )
+    pairs = zip(requests, completions, strict=True)
+    samples = [make_sample(r.prompt_ids, c.token_ids, log_probs=c.log_probs) for r, c in pairs]
     (batch,) = pack(samples, 100_000, "token-mean", 200)
     with torch.no_grad():
         ours, _ = TokenScorer(model)(batch.to("cuda"), 1.0)
@@ -295,7 +289,7 @@ def test_log_probs_of_real_weights_are_the_trainers(dtype, mean, largest, bias):
     """bfloat16 on a CPU: 0.041 in the mean, 0.34 at most; the engine from the same weights in float32: 0.033."""
     path = os.environ["LUFFY_SMOLLM2"]
     model = load_model(path, dtype, "cuda")
-    requests = [ask(prompt, 100, seed=i) for prompt in real_prompts(path) for i in range(8)]
+    requests = [make_request(prompt, 100, seed=i) for prompt in real_prompts(path) for i in range(8)]
     completions = NativeEngine(model).generate(requests)
     trainers, engines = scored_by_the_trainer(model, requests, completions)
     difference = trainers - engines
@@ -305,7 +299,7 @@ def test_log_probs_of_real_weights_are_the_trainers(dtype, mean, largest, bias):
         assert difference.abs().mean() < 2 * (trainers - exact).abs().mean()
 
 
-def gradients(cfg, model):
+def update_gradients(cfg, model):
     policy = Policy(model, cfg)
     policy.optimizer.step = lambda lr, norm: None
     policy.optimizer.zero_grad = lambda: None
@@ -316,10 +310,10 @@ def gradients(cfg, model):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fused_update_has_the_gradients_of_the_plain_one(make_config, monkeypatch, dtype):
     cfg = make_config()
-    fused = gradients(cfg, load_model(cfg.model.path, dtype, "cuda"))
+    fused = update_gradients(cfg, load_model(cfg.model.path, dtype, "cuda"))
     monkeypatch.setattr("luffy.models.forward.fused_decoder", lambda causal: None)
     monkeypatch.setattr("luffy.core.logprobs.kernels_serve", lambda device: False)
-    plain = gradients(cfg, load_model(cfg.model.path, dtype, "cuda"))
+    plain = update_gradients(cfg, load_model(cfg.model.path, dtype, "cuda"))
     for name, value in plain.items():
         error = (fused[name] - value).norm() / value.norm().clamp(min=1e-8)
         assert error < (1e-4 if dtype == "float32" else 0.05), (name, error)
@@ -331,13 +325,13 @@ def test_an_offloaded_optimizer_takes_the_same_steps(make_config, dtype):
     for offload in (False, True):
         cfg = make_config(optim={"lr": 1e-3, "offload": offload, "weight_decay": 0.1})
         policy = Policy(load_model(cfg.model.path, dtype, "cuda"), cfg)
-        start = flat(policy.model)
+        start = flat_parameters(policy.model)
         for _ in range(4):
             policy.update(make_samples(), 1e-3)
-        weights.append(flat(policy.model))
+        weights.append(flat_parameters(policy.model))
     # Adam turns the sign of a gradient near 0 into a whole step, so single weights may part; the whole does not.
     assert (weights[1] - weights[0]).norm() < 0.1 * (weights[0] - start).norm()
 
 
-def flat(model):
+def flat_parameters(model):
     return torch.cat([p.detach().float().cpu().flatten() for p in model.parameters()])

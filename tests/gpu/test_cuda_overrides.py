@@ -8,13 +8,12 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import tiny_model
-from toy_overrides import ask
+from builders import make_model, make_request
 
 from luffy.core.override_rules import Rule
 from luffy.models import drop_padding_tokens
-from luffy.report.recorder import read_json_lines
 from luffy.rollout import SpeculativeEngine
+from luffy.run_folder.recorder import read_json_lines
 from luffy.train.loop import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -26,14 +25,16 @@ RULES = {
     "mixture": Rule("mixture", eps=0.3),
 }
 REQUESTS = [
-    ask(range(5, 9 + 4 * s), 12 + 6 * s, seed=s, temperature=0.8 + 0.1 * s, eos_ids=(2, 50), prefix=(7,) * (s % 2))
+    make_request(
+        range(5, 9 + 4 * s), 12 + 6 * s, seed=s, temperature=0.8 + 0.1 * s, eos_ids=(2, 50), prefix=(7,) * (s % 2)
+    )
     for s in range(6)
 ]
 
 
 def models(device: str, dtype: torch.dtype, tokens: int = 200):
     """Two models near enough for long agreement and far enough for overrides; the second model may know fewer tokens."""
-    pair = tiny_model("llama", 1, initializer_range=0.05), tiny_model("qwen3", 2, initializer_range=0.05)
+    pair = make_model("llama", 1, initializer_range=0.05), make_model("qwen3", 2, initializer_range=0.05)
     drop_padding_tokens(pair[1], tokens)
     for model in pair:
         for parameter in model.parameters():
@@ -42,7 +43,7 @@ def models(device: str, dtype: torch.dtype, tokens: int = 200):
     return pair
 
 
-def generate(device, dtype, rule, *, k=4, budget=None, tokens=200):
+def generate_on(device, dtype, rule, *, k=4, budget=None, tokens=200):
     draft, second = models(device, dtype, tokens)
     engine = SpeculativeEngine(draft, second, rule, k=k, max_overrides=budget, max_slots=4)
     return engine.generate(REQUESTS), engine.stats
@@ -51,9 +52,9 @@ def generate(device, dtype, rule, *, k=4, budget=None, tokens=200):
 @pytest.mark.parametrize(("budget", "tokens"), [(None, 200), (3, 200), (None, 150)])
 @pytest.mark.parametrize("name", RULES)
 def test_float32_draws_what_the_cpu_draws(name, budget, tokens):
-    expected, _ = generate("cpu", torch.float32, RULES[name], budget=budget, tokens=tokens)
+    expected, _ = generate_on("cpu", torch.float32, RULES[name], budget=budget, tokens=tokens)
     for k in (1, 4):
-        got, stats = generate(DEVICE, torch.float32, RULES[name], k=k, budget=budget, tokens=tokens)
+        got, stats = generate_on(DEVICE, torch.float32, RULES[name], k=k, budget=budget, tokens=tokens)
         for a, b in zip(expected, got, strict=True):
             assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish
             assert torch.equal(a.overrides, b.overrides)
@@ -65,12 +66,12 @@ def test_float32_draws_what_the_cpu_draws(name, budget, tokens):
 needs_graphs = pytest.mark.skipif(DEVICE == "cpu", reason="only a GPU captures")
 # Ends at different times, shared prompts, and two pages (of 64 tokens) filled on the way.
 MANY = [
-    ask(range(5, 8 + 13 * (s % 6)), 5 + 17 * (s % 9), seed=s, temperature=0.8 + 0.02 * s, eos_ids=(2, 50))
+    make_request(range(5, 8 + 13 * (s % 6)), 5 + 17 * (s % 9), seed=s, temperature=0.8 + 0.02 * s, eos_ids=(2, 50))
     for s in range(40)
 ]
 
 
-def assert_same(ours, theirs, tolerance, jump=0.0, turned=0):
+def assert_same_overrides(ours, theirs, tolerance, jump=0.0, turned=0):
     """``jump`` is for behaviours under threshold: rounding may carry a token of the vocabulary across tau. ``turned``
     responses may differ: float32 sums in another order may turn one draw in thousands."""
     same = [(a, b) for a, b in zip(ours, theirs, strict=True) if a.token_ids.tolist() == b.token_ids.tolist()]
@@ -99,13 +100,13 @@ def graphed(pair, rule, **knobs):
 def test_graphs_draw_what_runs_without_them_draw(monkeypatch, name, k, budget, tokens):
     pair, knobs = models(DEVICE, torch.float32, tokens), {"k": k, "max_overrides": budget}
     graphs, engine = graphed(pair, RULES[name], **knobs)
-    assert_same(engine.generate(MANY), graphs, 1e-5)  # now every size of batch is replayed
+    assert_same_overrides(engine.generate(MANY), graphs, 1e-5)  # now every size of batch is replayed
     slots = SpeculativeEngine(*pair, RULES[name], max_slots=24, decoding="slots", **knobs)
-    assert_same(graphs, slots.generate(MANY), 2e-4, jump=0.05 if name == "threshold" else 0.0, turned=1)
+    assert_same_overrides(graphs, slots.generate(MANY), 2e-4, jump=0.05 if name == "threshold" else 0.0, turned=1)
     assert len({len(c.token_ids) for c in graphs}) > 5 and {c.finish for c in graphs} == {"stop", "length"}
     monkeypatch.setattr(type(engine._graphs), "_capture", lambda self, rows: None)
     eager = SpeculativeEngine(*pair, RULES[name], max_slots=24, **knobs)
-    assert_same(graphs, eager.generate(MANY), 1e-5)
+    assert_same_overrides(graphs, eager.generate(MANY), 1e-5)
     assert not eager._graphs._graphs
 
 
@@ -118,18 +119,18 @@ def test_graphs_outlive_sleep_new_rules_and_new_weights():
     hole = torch.empty(64 << 20, device=DEVICE)  # the next caches will lie elsewhere
     engine.sleep()
     engine.sync(1)
-    assert_same(engine.generate(MANY), first, 1e-5)
+    assert_same_overrides(engine.generate(MANY), first, 1e-5)
     engine.rule = Rule("mixture", eps=0.0)
     assert not any(c.overrides.any() for c in engine.generate(MANY))
     engine.rule = RULES["speculative"]
     with torch.no_grad():
         pair[0].model.norm.weight.mul_(0.7)
     changed = SpeculativeEngine(*pair, engine.rule, max_slots=24, decoding="slots").generate(MANY)
-    assert_same(engine.generate(MANY), changed, 2e-4, turned=1)
+    assert_same_overrides(engine.generate(MANY), changed, 2e-4, turned=1)
     assert engine._graphs is kept
-    longer = [ask(range(5, 90), 300, seed=s) for s in range(3)]  # more pages a slot, fewer slots
+    longer = [make_request(range(5, 90), 300, seed=s) for s in range(3)]  # more pages a slot, fewer slots
     expected = SpeculativeEngine(*pair, engine.rule, decoding="slots").generate(longer)
-    assert_same(engine.generate(longer), expected, 2e-4, turned=1)
+    assert_same_overrides(engine.generate(longer), expected, 2e-4, turned=1)
     assert engine._graphs is kept
     del hole
 
@@ -149,7 +150,7 @@ def teacher_forced(model, request, completion) -> torch.Tensor:
 def test_reported_log_probs_are_those_of_a_teacher_forced_pass(name, dtype, mean, largest):
     dtype, rule = getattr(torch, dtype), RULES[name]
     draft, second = models(DEVICE, dtype)
-    completions, _ = generate(DEVICE, dtype, rule)
+    completions, _ = generate_on(DEVICE, dtype, rule)
     gaps = []
     for request, completion in zip(REQUESTS, completions, strict=True):
         log_d, log_g = (teacher_forced(model, request, completion) for model in (draft, second))

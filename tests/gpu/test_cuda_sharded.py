@@ -11,12 +11,12 @@ import yaml
 
 pytest.importorskip("triton")
 
-from luffy.report.recorder import read_json_lines
-from luffy.report.timing import Stopwatch
 from luffy.rollout.native.decode_graphs import capturing
+from luffy.run_folder.recorder import read_json_lines
+from luffy.run_folder.timing import Stopwatch
 from luffy.schema import to_dict
+from luffy.step.prefetch import own_stream
 from luffy.train.loop import Trainer
-from luffy.train.prefetch import own_stream
 
 pytestmark = pytest.mark.gpu
 

@@ -4,32 +4,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from builders import make_model, make_sample
 
+from luffy.learn.packing import pack
+from luffy.learn.scorer import TokenScorer
 from luffy.models.families import Copies, layout_of
-from luffy.train.packing import pack
-from luffy.train.scorer import TokenScorer
-from luffy.types import Sample
 
 pytestmark = pytest.mark.gpu
 
 GROUP, PROMPT = 6, 90
 
 
-def samples():
+def long_samples():
     generator = torch.Generator().manual_seed(0)
     draw = lambda n: torch.randint(3, 200, (n,), generator=generator)  # noqa: E731
     prompts = [tuple(draw(PROMPT - 40 * g).tolist()) for g in range(2)]
-    rows = []
-    for i in range(2 * GROUP):
-        response = draw(20 + 13 * i)
-        one, zero = torch.ones(len(response), dtype=torch.bool), torch.zeros(len(response))
-        rows.append(Sample(prompts[i % 2], response, ~one, one, ~one, zero, zero, zero))
-    return rows
+    return [make_sample(prompts[i % 2], draw(20 + 13 * i)) for i in range(2 * GROUP)]
 
 
-def scored(model, share):
-    (batch,) = pack(samples(), 100_000, "token-mean", 300, share=share)
+def scored_on_gpu(model, share):
+    (batch,) = pack(long_samples(), 100_000, "token-mean", 300, share=share)
     log_probs, _ = TokenScorer(model)(batch.to("cuda"), 1.0)
     model.zero_grad()
     pieces = log_probs.split(batch.response_lengths)
@@ -39,7 +33,7 @@ def scored(model, share):
 
 
 def test_the_next_batch_is_laid_out_while_the_gpu_is_busy():
-    rows = [replace(s, **{k: v.repeat(40) for k, v in vars(s).items() if torch.is_tensor(v)}) for s in samples()]
+    rows = [replace(s, **{k: v.repeat(40) for k, v in vars(s).items() if torch.is_tensor(v)}) for s in long_samples()]
     (batch,) = pack(rows, 100_000, "token-mean", 12_000)
     assert batch.input_ids.nbytes > 2**17  # small copies never wait
 
@@ -58,10 +52,10 @@ def test_the_next_batch_is_laid_out_while_the_gpu_is_busy():
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
 def test_shared_bfloat16_stays_within_its_noise_of_whole_float32(architecture):
     """The noise is that of whole samples in bfloat16 against the same float32 numbers."""
-    exact, exact_grads = scored(tiny_model(architecture, initializer_range=0.05).cuda(), share=False)
-    half = tiny_model(architecture, initializer_range=0.05).cuda().to(torch.bfloat16)
-    whole, whole_grads = scored(half, share=False)
-    shared, shared_grads = scored(half, share=True)
+    exact, exact_grads = scored_on_gpu(make_model(architecture, initializer_range=0.05).cuda(), share=False)
+    half = make_model(architecture, initializer_range=0.05).cuda().to(torch.bfloat16)
+    whole, whole_grads = scored_on_gpu(half, share=False)
+    shared, shared_grads = scored_on_gpu(half, share=True)
     noise = (whole - exact).abs()
     error = (shared - exact).abs()
     assert error.mean() <= 1.5 * noise.mean() + 1e-4 and error.max() <= 3 * noise.max() + 1e-3
@@ -71,8 +65,8 @@ def test_shared_bfloat16_stays_within_its_noise_of_whole_float32(architecture):
 
 
 def test_shared_float32_equals_whole_float32():
-    model = tiny_model("qwen3", initializer_range=0.05).cuda()
-    (whole, whole_grads), (shared, shared_grads) = scored(model, share=False), scored(model, share=True)
+    model = make_model("qwen3", initializer_range=0.05).cuda()
+    (whole, whole_grads), (shared, shared_grads) = scored_on_gpu(model, share=False), scored_on_gpu(model, share=True)
     torch.testing.assert_close(shared, whole, atol=1e-4, rtol=1e-4)
     for name, gradient in whole_grads.items():
         assert (shared_grads[name] - gradient).norm() <= 1e-4 * gradient.norm(), name

@@ -3,14 +3,15 @@
 from dataclasses import replace
 
 import pytest
+from builders import make_group
 from test_gate import first_round
-from test_plan import LONG, SHORT, completions
+from test_plan import LONG, SHORT, played
 
 from luffy.errors import DataError
 from luffy.guidance.built_in_gates import hinted_group, likeliest_traces, lowest_hint, micro_groups, trace_alone
 from luffy.guidance.gate import GateSettings, SecondRounds
 from luffy.guidance.row_hints import hints_of
-from luffy.types import Demonstration, Group, Problem, Score
+from luffy.types import Demonstration, Problem
 
 
 def hinting(first, **settings):
@@ -20,7 +21,7 @@ def hinting(first, **settings):
         task = first.group.task
         return replace(task, prompt_ids=(9,) * level + task.prompt_ids, hint=level) if level < 4 else None
 
-    chosen = {"shares": (0.25, 0.5, 0.75), **settings}
+    chosen = {"fractions": (0.25, 0.5, 0.75), **settings}
     return replace(first, settings=GateSettings(**chosen), with_hint=with_hint, text_of=lambda ids: str(len(ids)))
 
 
@@ -31,8 +32,8 @@ def play(gate, first, *scores):
         second = SecondRounds.of(gate, {0: first})
         if not second.rounds:
             break
-        made = second.plan.assemble(completions(second.plan.requests), version=3)
-        added = [Group(g[0].task, g, tuple(map(Score, rest.pop(0)))) for g in made]
+        made = played(second.plan, 3)
+        added = [make_group(rest.pop(0), g, g[0].task) for g in made]
         (group,) = second.merge([first.group], added)
         groups.append(group)
         if not second.unfinished:
@@ -126,7 +127,7 @@ def test_lowest_hint_keeps_the_traces_of_a_group():
     assert group.rollouts == first.group.rollouts
 
 
-TRAPO = {"sizes": (2, 1, 1), "shares": (0.25, 0.5, 1.0), "scores": (0.5, 2 / 3, 1.0)}
+TRAPO = {"sizes": (2, 1, 1), "fractions": (0.25, 0.5, 1.0), "scores": (0.5, 2 / 3, 1.0)}
 
 
 @pytest.mark.parametrize(

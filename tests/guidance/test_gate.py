@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_plan import LONG, SHORT, completions, planner, task
+from builders import make_group
+from test_plan import LONG, SHORT, planner, played, requests_of, task
 
 from luffy.errors import UserError
 from luffy.guidance.built_in_gates import trace_on_failure
@@ -15,19 +16,15 @@ from luffy.types import Group, Score
 def first_round(scores, traces=(LONG, SHORT), trace_scores=(0.0, 1.0), n_prefix=0, **settings):
     made = planner(n=len(scores), n_prefix=n_prefix, **settings)
     plan = made.plan([task(demonstrations=traces)], 3, [0])
-    (rollouts,) = plan.assemble(completions(plan.requests), version=3)
-    group = Group(rollouts[0].task, rollouts, tuple(Score(s) for s in scores))
+    (rollouts,) = played(plan, 3)
+    group = make_group(scores, rollouts, rollouts[0].task)
     return FirstRound(group, 3, 0, 5, made, lambda s: s >= 1, lambda s: s <= 0, lambda: trace_scores)
 
 
 def second(gate, first):
     """Groups after the second round; added samples score 1."""
     rounds = SecondRounds.of(gate, {0: first})
-    plan = rounds.plan
-    added = [
-        Group(group[0].task, group, (Score(1.0),) * len(group))
-        for group in plan.assemble(completions(plan.requests), version=3)
-    ]
+    added = [make_group([1.0] * len(group), group, group[0].task) for group in played(rounds.plan, 3)]
     (merged,) = rounds.merge([first.group], added)
     return merged
 
@@ -62,12 +59,14 @@ def test_a_wrong_trace_in_the_group_stays_and_an_own_sample_goes():
 
 def test_the_decision_depends_on_seed_step_and_problem_alone():
     traces = tuple(replace(SHORT, token_ids=(i, 21, 1)) for i in range(30, 60))
-    chosen = lambda **changes: trace_on_failure(  # noqa: E731
-        replace(first_round([0.0] * 2, traces, (1.0,) * 30, choice="random"), **changes)
-    ).add[0]
+
+    def chosen(**changes):
+        first = replace(first_round([0.0] * 2, traces, (1.0,) * 30, choice="random"), **changes)
+        return trace_on_failure(first).add[0].trace
+
     assert chosen() == chosen()
-    assert len({chosen(step=step).demonstration.token_ids for step in range(8)}) > 2
-    assert chosen(step=4).demonstration != chosen(position=9).demonstration
+    assert len({chosen(step=step).token_ids for step in range(8)}) > 2
+    assert chosen(step=4) != chosen(position=9)
 
 
 def longer_prefix(first):
@@ -90,7 +89,7 @@ def test_a_gate_may_redo_the_group_hint_in_the_prompt_or_keep_the_trace_alone():
     assert torch.equal(redone.rollouts[0].token_ids[:6], torch.tensor(LONG.token_ids[:6]))
     hinted = second(Gate(hint), first)
     assert [r.task.prompt_ids for r in hinted.rollouts] == [(5, 6), (9, 5, 6), (9, 5, 6)]
-    requests = SecondRounds.of(Gate(hint), {0: first}).plan.requests
+    requests = requests_of(SecondRounds.of(Gate(hint), {0: first}).plan)
     assert requests[0].prompt_ids == (9, 5, 6) and requests[0].seed != requests[1].seed
     assert second(Gate(trace_alone), first).rollouts == first.group.rollouts[:1]
     with pytest.raises(UserError, match="no sample of problem 'p' is left"):
@@ -100,7 +99,7 @@ def test_a_gate_may_redo_the_group_hint_in_the_prompt_or_keep_the_trace_alone():
 def test_a_score_raised_to_the_least_keeps_why_it_was_low():
     first = first_round([0.0] * 2)
     rounds = SecondRounds.of(Gate(lambda first: SecondRound((0,), (first.sample(1),), least=0.5)), {0: first})
-    rollouts = rounds.plan.assemble(completions(rounds.plan.requests), version=3)[0]
+    rollouts = played(rounds.plan, 3)[0]
     for value, raised in ((0.0, 0.5), (0.75, 0.75)):
         added = Group(first.group.task, rollouts, (Score(value, "timeout", "took 5 s"),))
         (kept, new) = rounds.merge([first.group], [added])[0].scores
@@ -111,5 +110,5 @@ def test_gates_are_found_by_name_or_path():
     assert find_gate("none") is None and find_gate("trace_on_failure") is trace_on_failure
     assert find_gate(f"{__name__}:hint").function is hint
     assert gate_function("test_hint")(hint) is find_gate("test_hint")
-    with pytest.raises(UserError, match=r"'guidance\.gate': unknown gate 'x'; known: trace_on_failure"):
+    with pytest.raises(UserError, match=r"'guidance\.gate': unknown gate 'x'; known: none, trace_on_failure"):
         find_gate("x")

@@ -95,5 +95,5 @@ def test_a_schedule_of_your_own():
     prefix_schedule("test_wrong_draw")(lambda done, low, high: lambda rng: 1.5)
     with pytest.raises(UserError, match="test_wrong_draw: gave 1.5 at step 3; a ratio is between 0 and 1"):
         ratio("test_wrong_draw", 3)
-    with pytest.raises(UserError, match="unknown prefix schedule 'test_none'; known: random, linear"):
+    with pytest.raises(UserError, match="unknown prefix schedule 'test_none'; known: fixed, random, linear"):
         ratio("test_none", 3)

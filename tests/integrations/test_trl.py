@@ -10,21 +10,20 @@ import torch
 
 pytest.importorskip("trl", reason="needs TRL: make test-integrations")
 
+from builders import make_model, make_tokenizer
 from children import in_children
 from datasets import Dataset
-from support import make_tokenizer
-from tiny_models import tiny_model
 from transformers import HfArgumentParser, TrainerCallback
 from trl import GRPOConfig
 
 from luffy.config import PACKAGE, load_config
 from luffy.errors import ConfigError, DataError
 from luffy.integrations.trl import LuffyGRPOConfig, LuffyGRPOTrainer
+from luffy.learn.optim import Optimizer
+from luffy.learn.policy import Policy
 from luffy.models.load import load_model
-from luffy.quickstart.task import row_of
-from luffy.train.optim import Optimizer
-from luffy.train.policy import Policy
-from luffy.types import Sample
+from luffy.types import Author, Sample
+from studies.quickstart.task import row_of
 
 BASE = str(PACKAGE / "quickstart/assets/base")
 SHORT, LONG = row_of((47, 5, -3)), row_of((61, 7, 9, 5, -8, 7))
@@ -68,7 +67,7 @@ class Steps(TrainerCallback):
         self.gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
 
 
-def samples_of(trainer):
+def samples_of_trl(trainer):
     """What TRL trained on last, as luffy's trainer takes it."""
     samples = []
     for batch in trainer._buffered_inputs:
@@ -81,7 +80,7 @@ def samples_of(trainer):
                 Sample(
                     tuple(batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist()),
                     of_row("completion_ids"),
-                    off,
+                    off.to(torch.int8) * Author.TEACHER,
                     torch.ones(n),
                     torch.zeros(n),
                     batch["advantages"][i].expand(n),
@@ -99,7 +98,7 @@ class RecordingOptimizer(Optimizer):
         self.recorded = {name: p.grad.clone() for name, p in self.parameters.items()}
 
 
-def own_update(method, weights, samples, **algorithm):
+def own_update_of_method(method, weights, samples, **algorithm):
     """Loss, gradients and metrics of luffy's own update, in micro-batches of another size than TRL's."""
     knobs = {f"algorithm.{name}": value for name, value in algorithm.items()}
     cfg = load_config(
@@ -113,7 +112,7 @@ def own_update(method, weights, samples, **algorithm):
     return metrics["actor/loss"], optimizer.recorded, metrics
 
 
-def assert_same(trainer, steps, loss, gradients):
+def assert_same_update(trainer, steps, loss, gradients):
     assert trainer.state.log_history[len(steps.gradients) - 1]["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
     assert gradients.keys() == steps.gradients[-1].keys()
     for name, gradient in gradients.items():
@@ -134,16 +133,16 @@ def test_loss_and_gradients_are_those_of_luffys_own_trainer(tmp_path, method, lo
     trainer = make_trainer(tmp_path, **changes, **VARIANTS[method])
     trainer.add_callback(steps := Steps())
     trainer.train()
-    samples = samples_of(trainer)
+    samples = samples_of_trl(trainer)
     assert len(trainer._buffered_inputs) == 2 and len({s.token_ids.numel() for s in samples}) > 2
     assert len({len(s.prompt_ids) for s in samples}) == 2
     assert sum(bool(s.off_policy.all()) for s in samples) == 2
-    loss, gradients, metrics = own_update(
+    loss, gradients, metrics = own_update_of_method(
         method, steps.weights[1], samples, loss_reduction=reduction, kl_coef=0.02, entropy_coef=0.01
     )
     assert (metrics["actor/pg_clipfrac"] > 0) == (method != "luffy")
     assert metrics["actor/kl_loss"] > 0
-    assert_same(trainer, steps, loss, gradients)
+    assert_same_update(trainer, steps, loss, gradients)
 
 
 def test_first_step_and_more_micro_batches(tmp_path):
@@ -153,8 +152,10 @@ def test_first_step_and_more_micro_batches(tmp_path):
         trainer = make_trainer(tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=parts)
         trainer.add_callback(steps := Steps())
         trainer.train()
-        loss, gradients, _ = own_update("luffy", steps.weights[0], samples_of(trainer), entropy_coef=0.001)
-        assert_same(trainer, steps, loss, gradients)
+        loss, gradients, _ = own_update_of_method(
+            "luffy", steps.weights[0], samples_of_trl(trainer), entropy_coef=0.001
+        )
+        assert_same_update(trainer, steps, loss, gradients)
         losses.append(loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
@@ -164,8 +165,10 @@ def test_a_generation_batch_of_two_steps(tmp_path):
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=1, steps_per_generation=2, max_steps=2)
     trainer.add_callback(steps := Steps())
     trainer.train()
-    loss, gradients, _ = own_update("luffy", steps.weights[1], samples_of(trainer)[4:], entropy_coef=0.001)
-    assert_same(trainer, steps, loss, gradients)
+    loss, gradients, _ = own_update_of_method(
+        "luffy", steps.weights[1], samples_of_trl(trainer)[4:], entropy_coef=0.001
+    )
+    assert_same_update(trainer, steps, loss, gradients)
 
 
 class VllmStandIn:
@@ -194,8 +197,8 @@ def test_with_vllm_own_tokens_are_corrected_and_traces_are_not(tmp_path):
     ratios = torch.cat([b["importance_sampling_ratio"][b["off_policy"]].flatten() for b in trainer._buffered_inputs])
     assert ratios.numel() and (ratios == 1).all()
     correction = {"mismatch_correction": "truncated", "mismatch_cap": 2.0, "entropy_coef": 0.001}
-    loss, gradients, _ = own_update("luffy", steps.weights[0], samples_of(trainer), **correction)
-    assert_same(trainer, steps, loss, gradients)
+    loss, gradients, _ = own_update_of_method("luffy", steps.weights[0], samples_of_trl(trainer), **correction)
+    assert_same_update(trainer, steps, loss, gradients)
 
 
 def of_prompt(trainer, prompt):
@@ -290,7 +293,7 @@ def test_chats_with_a_completion_column(tmp_path):
         {"prompt": said("user", "20+30="), "completion": said("assistant", "20+30=50"), "gold": "=50"},
     ]
     args = settings(tmp_path, max_completion_length=12)
-    model = tiny_model("llama", vocab_size=18, eos_token_id=1)
+    model = make_model("llama", vocab_size=18, eos_token_id=1)
     model.generation_config.eos_token_id = 1
     data = Dataset.from_list(rows)
     trainer = LuffyGRPOTrainer(model, ends_with_gold, args, data, processing_class=tokenizer)
@@ -319,7 +322,7 @@ def two_processes(rank, port, folder):
     trainer = make_trainer(folder, rows, right, per_device_train_batch_size=2)
     trainer.add_callback(steps := Steps())
     trainer.train()
-    return steps.gradients[0], samples_of(trainer), dict(trainer.trace_counts), steps.weights[0]
+    return steps.gradients[0], samples_of_trl(trainer), dict(trainer.trace_counts), steps.weights[0]
 
 
 @pytest.mark.slow
@@ -334,7 +337,7 @@ def test_two_processes_make_one_update(tmp_path):
     assert counts == others_counts == {"used": 1, "wrong": 1, "too_long": 0, "missing": 0}
     assert sorted(sum(bool(s.off_policy.all()) for s in samples) for samples in (mine, yours)) == [0, 1]
     strip = lambda values: {name.removeprefix("module."): value for name, value in values.items()}  # noqa: E731
-    _, own, _ = own_update("luffy", strip(weights), mine + yours, entropy_coef=0.001)
+    _, own, _ = own_update_of_method("luffy", strip(weights), mine + yours, entropy_coef=0.001)
     for name, gradient in own.items():
         torch.testing.assert_close(strip(gradients)[name], gradient, rtol=2e-4, atol=2e-6)
         torch.testing.assert_close(strip(others)[name], gradient, rtol=2e-4, atol=2e-6)

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("verl", reason="needs verl: make test-verl")
 
 import numpy as np
-from support import make_samples
+from builders import make_samples
 from transformers import AutoModelForCausalLM
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
@@ -25,9 +25,9 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from luffy.errors import ConfigError
 from luffy.integrations.verl import OFF_POLICY, mark_off_policy, register_luffy_loss
+from luffy.learn.optim import Optimizer
+from luffy.learn.policy import Policy
 from luffy.models.load import load_model
-from luffy.train.optim import Optimizer
-from luffy.train.policy import Policy
 
 WIDTH = 12  # longer than any response
 
@@ -37,7 +37,7 @@ def padded(rows, width, left=False):
     return torch.stack([torch.nn.functional.pad(row, pad) for row, pad in zip(rows, pads, strict=True)])
 
 
-def batch_of(samples):
+def verl_batch(samples):
     """The batch of verl's trainer before the update of the actor: left-padded prompts, right-padded responses."""
     prompts = [torch.tensor(sample.prompt_ids) for sample in samples]
     longest = max(map(len, prompts))
@@ -80,7 +80,7 @@ def verl_update(path, samples, loss_mode, loss_agg_mode, weights=None, **actor):
     total, found = 0.0, []
     tokens = sum(len(sample.token_ids) for sample in samples)
     for rows in (slice(0, 4), slice(4, len(samples))):
-        batch = batch_of(samples)[rows].to_tensordict()
+        batch = verl_batch(samples)[rows].to_tensordict()
         if weights is not None:
             batch["rollout_is_weights"] = weights[rows]
         data = left_right_2_no_padding(batch)
@@ -204,7 +204,7 @@ def test_the_trainer_of_the_page_marks_the_batch(monkeypatch):
     exec(compile(source, "<example>", "exec"), names)
     monkeypatch.setattr(names["RayPPOTrainer"], "_update_actor", lambda self, batch: batch)
     samples = make_samples()
-    batch = batch_of(samples)
+    batch = verl_batch(samples)
     marked = batch.batch["old_log_probs"].clone()
     batch.batch["old_log_probs"] = padded([sample.old_log_probs for sample in samples], WIDTH)
     batch.batch["prefix_mask"] = padded([sample.off_policy for sample in samples], WIDTH)

@@ -7,7 +7,7 @@ import plain_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from support import DEVICE, GPU_IF_THERE
+from builders import DEVICE, GPU_IF_THERE
 
 pytest.importorskip("triton")
 
@@ -35,7 +35,7 @@ def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
-def gradients(outputs, grads, inputs):
+def input_gradients(outputs, grads, inputs):
     return torch.autograd.grad(outputs, inputs, grads)
 
 
@@ -63,8 +63,8 @@ def test_add_rms_norm_is_sum_and_norm(dtype, width):
     assert_equal(total, total_there)
     assert_close(normed, norm(total_there), dtype)
     upper = [randn(5, width, dtype=dtype, seed=i) for i in (8, 9)]
-    ours = gradients((normed, total), upper, (x, residual, norm.weight))
-    theirs = gradients((norm(x + residual), x + residual), upper, (x, residual, norm.weight))
+    ours = input_gradients((normed, total), upper, (x, residual, norm.weight))
+    theirs = input_gradients((norm(x + residual), x + residual), upper, (x, residual, norm.weight))
     for mine, reference in zip(ours, theirs, strict=True):
         assert_close(mine, reference, dtype)
 
@@ -74,10 +74,10 @@ def test_norm_without_a_residual_passes_its_input_on():
     weight = randn(64, seed=3).requires_grad_()
     normed, same = add_rms_norm(x, None, weight, 1e-6)
     assert torch.equal(same, x)
-    (ours,) = gradients((normed, same), [randn(3, 64, seed=1), randn(3, 64, seed=2)], [x])
+    (ours,) = input_gradients((normed, same), [randn(3, 64, seed=1), randn(3, 64, seed=2)], [x])
     norm = LlamaRMSNorm(64, eps=1e-6).to(DEVICE)
     norm.weight.data.copy_(weight.data)
-    (theirs,) = gradients((norm(x), x * 1), [randn(3, 64, seed=1), randn(3, 64, seed=2)], [x])
+    (theirs,) = input_gradients((norm(x), x * 1), [randn(3, 64, seed=1), randn(3, 64, seed=2)], [x])
     assert_close(ours, theirs, torch.float32)
     with torch.no_grad():
         assert torch.equal(add_rms_norm(x, None, weight, 1e-6)[0], normed)
@@ -87,10 +87,10 @@ def test_norm_without_a_residual_passes_its_input_on():
 def test_norm_gradient_over_more_rows_than_programs():
     x, weight = randn(1030, 16).requires_grad_(), randn(16, seed=3).requires_grad_()
     upper = randn(1030, 16, seed=5)
-    ours = gradients(add_rms_norm(x, None, weight, 1e-6)[0], upper, (x, weight))
+    ours = input_gradients(add_rms_norm(x, None, weight, 1e-6)[0], upper, (x, weight))
     norm = LlamaRMSNorm(16, eps=1e-6).to(DEVICE)
     norm.weight.data.copy_(weight.data)
-    theirs = gradients(norm(x), upper, (x, norm.weight))
+    theirs = input_gradients(norm(x), upper, (x, norm.weight))
     assert_close(ours[0], theirs[0], torch.float32)
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-3)
 
@@ -113,8 +113,8 @@ def test_swiglu(dtype):
     gate, up = (randn(7, 300, dtype=dtype, seed=i).requires_grad_() for i in range(2))
     upper = randn(7, 300, dtype=dtype, seed=4)
     assert_close(swiglu(gate, up), F.silu(gate) * up, dtype)
-    ours = gradients(swiglu(gate, up), upper, (gate, up))
-    theirs = gradients(F.silu(gate) * up, upper, (gate, up))
+    ours = input_gradients(swiglu(gate, up), upper, (gate, up))
+    theirs = input_gradients(F.silu(gate) * up, upper, (gate, up))
     for mine, reference in zip(ours, theirs, strict=True):
         assert_close(mine, reference, dtype)
 
@@ -242,7 +242,7 @@ def test_rotate(dtype, heads, width):
     ours = rotate(x, cos, sin)
     assert_close(ours, theirs, dtype)
     upper = randn(6, heads, width, dtype=dtype, seed=2)
-    assert_close(*(gradients(out, upper, [x])[0] for out in (ours, theirs)), dtype)
+    assert_close(*(input_gradients(out, upper, [x])[0] for out in (ours, theirs)), dtype)
 
 
 def paged_case(lengths, kv_heads, width, layers=2, dtype=torch.float32):
@@ -259,7 +259,7 @@ def paged_case(lengths, kv_heads, width, layers=2, dtype=torch.float32):
     return block, address, tables.to(DEVICE), dense
 
 
-def fill(case, lengths, layer):
+def fill_cache(case, lengths, layer):
     block, address, tables, dense = case
     rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(DEVICE)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(DEVICE)
@@ -275,7 +275,7 @@ def fill(case, lengths, layer):
 def test_paged_attention_is_attention(dtype, splits, kv_heads, sharing, width, window):
     lengths, layer = [1, 64, 65, 200], 1
     case = paged_case(lengths, kv_heads, width, dtype=dtype)
-    fill(case, lengths, layer)
+    fill_cache(case, lengths, layer)
     block, address, tables, dense = case
     q = randn(len(lengths), kv_heads * sharing, width, dtype=dtype, seed=3)
     positions = torch.tensor(lengths, device=DEVICE) - 1
@@ -426,7 +426,7 @@ def test_head_scores_and_gradients(dtype, temperature):
     torch.testing.assert_close(chosen.double(), chosen_there, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), entropy_there, rtol=1e-4, atol=1e-4)
     upper = randn(rows, seed=1), randn(rows, seed=2)
-    (there,) = gradients((chosen_there, entropy_there), [u.double() for u in upper], [reference])
+    (there,) = input_gradients((chosen_there, entropy_there), [u.double() for u in upper], [reference])
     ours = head.grad_logits_(logits.clone(), targets, temperature, entropy, log_total, *upper)
     scale = there.abs().max().item()
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
@@ -444,7 +444,7 @@ def test_selected_log_probs_use_the_kernels_and_agree(monkeypatch, with_bias):
     for serve in (False, True):
         monkeypatch.setattr("luffy.core.logprobs.kernels_serve", lambda device, serve=serve: serve)
         out = selected_log_probs(hidden, weight, bias, targets, temperature=0.8, chunk_rows=4)
-        results.append((out, gradients(out, [randn(9, seed=5), randn(9, seed=6)], inputs)))
+        results.append((out, input_gradients(out, [randn(9, seed=5), randn(9, seed=6)], inputs)))
     for part in (0, 1):
         for ours, theirs in zip(results[1][part], results[0][part], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, tiny_model
+from builders import ARCHITECTURES, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from luffy.errors import UserError
@@ -38,7 +38,7 @@ def separate_logits(model, sequences) -> torch.Tensor:
     return torch.cat([model(s[None]).logits[0] for s in sequences])
 
 
-def gradients(model, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+def logit_gradients(model, logits: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of a loss that treats every logit differently."""
     model.zero_grad()
     weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
@@ -49,7 +49,7 @@ def gradients(model, logits: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("lengths", [UNEVEN, EVEN, (30,)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_packed_values_equal_separate_ones(architecture, lengths):
-    model, sequences = tiny_model(architecture), tokens(lengths)
+    model, sequences = make_model(architecture), tokens(lengths)
     with torch.no_grad():
         packed = packed_logits(model, sequences)
         separate = separate_logits(model, sequences)
@@ -59,11 +59,11 @@ def test_packed_values_equal_separate_ones(architecture, lengths):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_packed_gradients_equal_separate_ones(architecture, checkpointing):
-    model, sequences = tiny_model(architecture, initializer_range=0.08).train(), tokens(UNEVEN)
-    expected = gradients(model, separate_logits(model, sequences))
+    model, sequences = make_model(architecture, initializer_range=0.08).train(), tokens(UNEVEN)
+    expected = logit_gradients(model, separate_logits(model, sequences))
     if checkpointing:
         model.gradient_checkpointing_enable()
-    got = gradients(model, packed_logits(model, sequences))
+    got = logit_gradients(model, packed_logits(model, sequences))
     assert got.keys() == expected.keys()
     for name in expected:
         error = (got[name] - expected[name]).norm() / expected[name].norm()
@@ -71,7 +71,7 @@ def test_packed_gradients_equal_separate_ones(architecture, checkpointing):
 
 
 def test_no_token_sees_another_sequence():
-    model, (a, b) = tiny_model("llama"), tokens((9, 6))
+    model, (a, b) = make_model("llama"), tokens((9, 6))
     with torch.no_grad():
         before = packed_logits(model, [a, b])
         after = packed_logits(model, [a.flip(0), b])
@@ -80,7 +80,7 @@ def test_no_token_sees_another_sequence():
 
 def test_the_window_is_seen_past_but_not_beyond():
     """Through three layers of window 8 a token reaches back 3 * 7 places and no further."""
-    model, (ids,) = tiny_model("mistral"), tokens((40,))
+    model, (ids,) = make_model("mistral"), tokens((40,))
     changed = ids.clone()
     changed[10] = ids[10] % 150 + 20
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_the_window_is_seen_past_but_not_beyond():
 
 def test_mixed_full_and_sliding_layers():
     changes = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-    model, sequences = tiny_model("qwen2", **changes), tokens(UNEVEN)
+    model, sequences = make_model("qwen2", **changes), tokens(UNEVEN)
     assert model.config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
     with torch.no_grad():
         torch.testing.assert_close(
@@ -108,7 +108,7 @@ def test_position_ids_restart_and_last_tokens_end_each_sequence():
 
 def test_adapters_take_part_in_the_forward_pass():
     peft = pytest.importorskip("peft")
-    base, sequences = tiny_model("qwen2"), tokens(UNEVEN)
+    base, sequences = make_model("qwen2"), tokens(UNEVEN)
     plain = packed_logits(base, sequences)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model = peft.get_peft_model(base, config)
@@ -124,12 +124,12 @@ def test_adapters_take_part_in_the_forward_pass():
 
 def test_an_adapted_head_and_prompt_learning_are_refused():
     peft = pytest.importorskip("peft")
-    headed = peft.get_peft_model(tiny_model("qwen3"), peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    headed = peft.get_peft_model(make_model("qwen3"), peft.LoraConfig(r=2, target_modules=["lm_head"]))
     with pytest.raises(UserError, match="leave lm_head out of the adapters"):
         head_weight_bias(headed)
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(UserError, match="prompt learning"):
-        packed_logits(peft.get_peft_model(tiny_model("qwen3"), config), tokens((3,)))
+        packed_logits(peft.get_peft_model(make_model("qwen3"), config), tokens((3,)))
 
 
 def other_model(kind: str, **changes):
@@ -157,21 +157,21 @@ def test_architectures_we_would_get_wrong_are_refused(kind, changes, message):
 
 
 def test_an_architecture_that_bypasses_the_interface_is_named(monkeypatch):
-    model = tiny_model("llama")
+    model = make_model("llama")
     monkeypatch.setattr(model.model.layers[1].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None))
     with pytest.raises(UserError, match="LlamaForCausalLM called luffy's attention 2 times for 3 layers"):
         packed_logits(model, tokens((5,)))
 
 
 def test_attention_dropout_is_refused_in_training():
-    model = tiny_model("llama", attention_dropout=0.1)
+    model = make_model("llama", attention_dropout=0.1)
     packed_logits(model, tokens((5,)))
     with pytest.raises(UserError, match=r"attention dropout 0\.1"):
         packed_logits(model.train(), tokens((5,)))
 
 
 def test_a_plain_call_after_ours_says_how_to_go_back():
-    model = tiny_model("llama")
+    model = make_model("llama")
     use_luffy_attention(model)
     with pytest.raises(UserError, match=r"set_attn_implementation\('sdpa'\)"):
         model(torch.tensor([[5, 6]]))
@@ -181,7 +181,7 @@ def test_a_plain_call_after_ours_says_how_to_go_back():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_varlen_on_the_gpu_equals_the_padded_path(architecture, monkeypatch):
     """Values and gradients in bfloat16, against the same numbers without the varlen kernel."""
-    model, sequences = tiny_model(architecture, initializer_range=0.05).cuda().to(torch.bfloat16), tokens(UNEVEN)
+    model, sequences = make_model(architecture, initializer_range=0.05).cuda().to(torch.bfloat16), tokens(UNEVEN)
     # Not the squares of the hidden states: the last norm fixes their sum, so its gradient is rounding alone.
     direction = torch.randn(sum(UNEVEN), model.config.hidden_size, generator=torch.Generator().manual_seed(0)).cuda()
 
@@ -238,7 +238,7 @@ def hidden_and_gradients(model, families):
 )
 def test_a_window_in_bfloat16_stays_within_its_noise_of_padded_float32(families, windows, monkeypatch):
     """The noise is that of the padded path in bfloat16 against the same float32 numbers."""
-    model = tiny_model("mistral", initializer_range=0.05).cuda()
+    model = make_model("mistral", initializer_range=0.05).cuda()
     exact, exact_grads = hidden_and_gradients(model, families)
     assert not windows  # float32 is padded
     model = model.to(torch.bfloat16)

@@ -28,7 +28,7 @@ LAYOUTS = {
 WINDOWS = (None, 9, 3, 1)  # the longest sequence has nine tokens
 
 
-def reference(
+def plain_flash_attention(
     query, key, value, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, deterministic,
     window_size=(None, None),
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def reference(
     return torch.cat(out), None
 
 
-torch_reference = flash._adapted(reference)
+torch_reference = flash._adapted(plain_flash_attention)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def hopper(monkeypatch):
     flash.flash_kernel.cache_clear()
 
 
-def install(monkeypatch, name, function):
+def install_flash(monkeypatch, name, function):
     module = types.ModuleType(name)
     module.flash_attn_varlen_func = function
     monkeypatch.setitem(sys.modules, name, module)
@@ -82,7 +82,7 @@ def changed(calls, change=lambda x: x, windows=None):
         calls.append(args[0].shape[0])
         if windows is not None:
             windows.append(named.get("window_size"))
-        return change(reference(*args, **named)[0])
+        return change(plain_flash_attention(*args, **named)[0])
 
     return kernel
 
@@ -107,7 +107,7 @@ def check_against_padded(hopper, layout, tensors, out, window):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_values_and_gradients_are_those_of_the_padded_path(hopper, layout, window):
     tensors, calls, windows = heads(17), [], []
-    install(hopper, "flash_attn.cute", changed(calls, windows=windows))
+    install_flash(hopper, "flash_attn.cute", changed(calls, windows=windows))
     out = layout.attend(0, *tensors, 0.3, window)
     assert calls == [*TRIED, 17]
     # Tried with a window where it is used with one; a window that holds every sequence is none.
@@ -117,9 +117,9 @@ def test_values_and_gradients_are_those_of_the_padded_path(hopper, layout, windo
 
 def test_one_that_is_wrong_with_windows_serves_without_them(hopper):
     def blind(*args, window_size=None, **named):
-        return reference(*args, **named)
+        return plain_flash_attention(*args, **named)
 
-    install(hopper, "flash_attn.cute", blind)
+    install_flash(hopper, "flash_attn.cute", blind)
     tensors = heads(9)
     with pytest.warns(UserWarning, match="flash_attn.cute is installed but not used"):
         ours = PackedLayout((9,)).attend(0, *tensors, 0.3, 4)
@@ -131,7 +131,7 @@ def test_one_that_is_wrong_with_windows_serves_without_them(hopper):
 @pytest.mark.parametrize("inference", [False, True])
 def test_it_is_tried_once_for_all_layers_and_steps(hopper, inference):
     calls = []
-    install(hopper, "flash_attn.cute", changed(calls))
+    install_flash(hopper, "flash_attn.cute", changed(calls))
     with torch.inference_mode(inference):
         for _ in range(3):
             PackedLayout((5,)).attend(0, *heads(5), 0.3, None)
@@ -140,7 +140,7 @@ def test_it_is_tried_once_for_all_layers_and_steps(hopper, inference):
 
 def test_the_trial_leaves_no_trace_in_a_layer_that_is_checkpointed(hopper):
     """Such a layer counts what it saves, and runs again without a trial."""
-    install(hopper, "flash_attn.cute", reference)
+    install_flash(hopper, "flash_attn.cute", plain_flash_attention)
     tensors, plain = heads(5), heads(5)
     out = checkpoint(lambda *qkv: PackedLayout((5,)).attend(0, *qkv, 0.3, None), *tensors, use_reentrant=False)
     got = torch.autograd.grad(out.square().sum(), tensors)
@@ -150,16 +150,16 @@ def test_the_trial_leaves_no_trace_in_a_layer_that_is_checkpointed(hopper):
 
 def test_the_newest_package_is_taken(hopper):
     third, fourth = [], []
-    install(hopper, "flash_attn_interface", changed(third))
+    install_flash(hopper, "flash_attn_interface", changed(third))
     assert flash.flash_kernel(HEADS, torch_reference) and (len(third), len(fourth)) == (3, 0)
-    install(hopper, "flash_attn.cute", changed(fourth))
+    install_flash(hopper, "flash_attn.cute", changed(fourth))
     flash.flash_kernel.cache_clear()
     assert flash.flash_kernel(HEADS, torch_reference) and (len(third), len(fourth)) == (3, 3)
 
 
 def test_without_a_package_on_an_older_gpu_or_switched_off_torch_serves(hopper):
     assert flash.flash_kernel(HEADS, torch_reference) is None
-    install(hopper, "flash_attn.cute", reference)
+    install_flash(hopper, "flash_attn.cute", plain_flash_attention)
     for block in (
         lambda patch: patch.setattr(flash, "gpu_generation", lambda device: 8),
         lambda patch: patch.setenv(flash.SWITCH, "0"),
@@ -187,7 +187,7 @@ def wrong_backward(out):
 )
 def test_one_that_fails_or_differs_is_not_used_and_says_so_once(hopper, change, said):
     calls = []
-    install(hopper, "flash_attn.cute", changed(calls, change))
+    install_flash(hopper, "flash_attn.cute", changed(calls, change))
     with pytest.warns(UserWarning, match=said):
         first = PackedLayout((5,)).attend(0, *heads(5), 0.3, None)
     with warnings.catch_warnings():
@@ -211,11 +211,11 @@ def test_one_that_cannot_be_imported_is_told_apart_from_one_that_is_not_there(ho
 @pytest.mark.parametrize("which", ["no gradient", "short"])
 def test_a_kernel_that_only_some_calls_reach_is_tried_too(hopper, which):
     def wrong(query, *args, **named):
-        right = reference(query, *args, **named)[0]
+        right = plain_flash_attention(query, *args, **named)[0]
         hit = query.shape[0] < 100 if which == "short" else query.shape[0] == 430 and not torch.is_grad_enabled()
         return right * 1.1 if hit else right
 
-    install(hopper, "flash_attn.cute", wrong)
+    install_flash(hopper, "flash_attn.cute", wrong)
     with pytest.warns(UserWarning, match="scored by 0.1" if which == "no gradient" else "short by 0.1"):
         assert flash.flash_kernel(HEADS, torch_reference) is None
 
@@ -251,7 +251,7 @@ def test_memory_that_runs_out_is_no_reason_to_leave_it(hopper):
     def full(*_, **__):
         raise torch.OutOfMemoryError("full")
 
-    install(hopper, "flash_attn.cute", full)
+    install_flash(hopper, "flash_attn.cute", full)
     with pytest.raises(torch.OutOfMemoryError):
         PackedLayout((5,)).attend(0, *heads(5), 0.3, None)
 

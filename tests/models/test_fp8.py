@@ -4,15 +4,13 @@ import math
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, REQUESTS, small_model
+from builders import ARCHITECTURES, REQUESTS, make_small_model
 
 from luffy.config import Config, build
 from luffy.errors import ConfigError, UserError
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden, head_weight_bias
-from luffy.models.fp8 import Fp8Products, fp8_fault
-from luffy.models.merged import merge_weights
-from luffy.models.separate import separate
+from luffy.models.products import Fp8Products, fp8_fault, merge_weights, separate
 from luffy.rollout import NativeEngine
 
 pytestmark = pytest.mark.usefixtures("fast_kernels")
@@ -28,7 +26,7 @@ def quantized(model):
     return products
 
 
-def scored(model, request, completion, products):
+def scored_in_float8(model, request, completion, products):
     """Log-probs of a completion by one pass over the whole sequence."""
     ids = torch.tensor([*request.prompt_ids, *completion.token_ids.tolist()])
     layout = PackedLayout([len(ids)])
@@ -41,19 +39,19 @@ def scored(model, request, completion, products):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_log_probs_are_those_of_the_quantized_model(architecture):
-    model = small_model(architecture)
+    model = make_small_model(architecture)
     completions = fp8_engine(model).generate(REQUESTS)
     products = quantized(model)
     pairs = list(zip(REQUESTS, completions, strict=True))
     for request, completion in pairs:
-        assert (completion.log_probs - scored(model, request, completion, products)).abs().max() < 1e-4
-    exact = torch.cat([scored(model, request, c, separate) - c.log_probs for request, c in pairs])
+        assert (completion.log_probs - scored_in_float8(model, request, completion, products)).abs().max() < 1e-4
+    exact = torch.cat([scored_in_float8(model, request, c, separate) - c.log_probs for request, c in pairs])
     assert 0.001 < exact.abs().mean() < 0.5  # the model itself is another one, and not far
 
 
 def test_a_quantized_product_is_near_the_exact_one():
     """Rounding to 3 bits behind the point is at most 1/16 off in each factor, and errors of many terms cancel."""
-    model = small_model(hidden_size=128, intermediate_size=256)
+    model = make_small_model(hidden_size=128, intermediate_size=256)
     group = (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj)
     x = torch.randn(50, 128, generator=torch.Generator().manual_seed(0))
     parts = quantized(model)(x, group)
@@ -65,7 +63,7 @@ def test_a_quantized_product_is_near_the_exact_one():
 
 
 def test_every_call_sees_the_weights_of_now_at_the_same_place():
-    model = small_model()
+    model = make_small_model()
     engine = fp8_engine(model)
     before = engine.generate(REQUESTS)
     places = [copy.weight.data_ptr() for copy in engine._products._copies.values()]
@@ -83,7 +81,7 @@ def test_every_call_sees_the_weights_of_now_at_the_same_place():
 
 
 def test_the_copy_is_one_byte_a_weight_and_the_model_is_left_alone():
-    model = small_model()
+    model = make_small_model()
     before = {name: p.clone() for name, p in model.named_parameters()}
     products = quantized(model)
     merge_weights(model.model.layers)
@@ -95,16 +93,18 @@ def test_the_copy_is_one_byte_a_weight_and_the_model_is_left_alone():
 
 
 def test_sizes_that_the_product_does_not_take_stay_as_they_are():
-    model = small_model("llama", intermediate_size=40)  # 80 columns of gate and up are 5 times 16; 40 of down are not
+    model = make_small_model(
+        "llama", intermediate_size=40
+    )  # 80 columns of gate and up are 5 times 16; 40 of down are not
     assert len(quantized(model)._copies) == 2 * 3 and fp8_fault(model.model.layers) is None
     assert all(math.isfinite(value) for c in fp8_engine(model).generate(REQUESTS) for value in c.log_probs.tolist())
-    odd = small_model("llama", hidden_size=40, num_attention_heads=4, num_key_value_heads=4)
+    odd = make_small_model("llama", hidden_size=40, num_attention_heads=4, num_key_value_heads=4)
     assert "no plain linear layers" in fp8_fault(odd.model.layers)
 
 
 def test_refused_where_it_cannot_be():
     with pytest.raises(UserError, match=r"no rollouts in fp8 \(rollout.precision\): that needs an NVIDIA GPU"):
-        NativeEngine(small_model(), precision="fp8")
+        NativeEngine(make_small_model(), precision="fp8")
     fp8 = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "rollout": {"precision": "fp8"}}
     assert build(Config, fp8).rollout.precision == "fp8"
     for change, message in [

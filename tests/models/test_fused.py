@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from support import DEVICE, GPU_IF_THERE
-from tiny_models import tiny_model
+from builders import DEVICE, GPU_IF_THERE, make_model
 
 from luffy.core.gradient_sums import GradientSum, Holder
 from luffy.models.families import layout_of
@@ -15,7 +14,7 @@ ALONE = (Family(3, (2,)), Family(4, (5,)))
 SHARED = (Family(3, (2, 1, 4)), Family(1, (3,)))
 
 
-def hidden_and_gradients(model, checkpointing, families=ALONE):
+def fused_hidden_and_gradients(model, checkpointing, families=ALONE):
     model.gradient_checkpointing_enable() if checkpointing else model.gradient_checkpointing_disable()
     model.zero_grad()
     layout = layout_of(families, DEVICE)
@@ -31,11 +30,11 @@ def test_recomputed_layers_drop_what_they_dropped_before():
     small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     settings = peft.LoraConfig(r=4, lora_dropout=0.5, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     torch.manual_seed(0)
-    model = peft.get_peft_model(tiny_model("llama", **small), settings).to(DEVICE).train()
+    model = peft.get_peft_model(make_model("llama", **small), settings).to(DEVICE).train()
     results = []
     for checkpointing in (False, True):
         torch.manual_seed(1)
-        results.append(hidden_and_gradients(model, checkpointing))
+        results.append(fused_hidden_and_gradients(model, checkpointing))
     (hidden, grads), (again, grads_again) = results
     torch.testing.assert_close(again, hidden)
     assert grads and grads.keys() == grads_again.keys()
@@ -49,10 +48,10 @@ def test_recomputed_layers_drop_what_they_dropped_before():
 )
 def test_the_fused_forward_has_the_gradients_of_the_modules(monkeypatch, architecture, families, layers):
     small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
-    model = tiny_model(architecture, **small).to(DEVICE).train()
-    fused = [hidden_and_gradients(model, checkpointing, families) for checkpointing in (False, True)]
+    model = make_model(architecture, **small).to(DEVICE).train()
+    fused = [fused_hidden_and_gradients(model, checkpointing, families) for checkpointing in (False, True)]
     monkeypatch.setattr("luffy.models.forward.fused_decoder", lambda causal: None)
-    plain, plain_grads = hidden_and_gradients(model, False, families)
+    plain, plain_grads = fused_hidden_and_gradients(model, False, families)
     for hidden, grads in fused:
         torch.testing.assert_close(hidden, plain, rtol=1e-4, atol=1e-4)
         assert grads.keys() == plain_grads.keys()
@@ -68,10 +67,10 @@ def test_adapters_in_the_fused_forward_have_the_gradients_of_the_modules(monkeyp
     small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     settings = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
     torch.manual_seed(0)
-    model = peft.get_peft_model(tiny_model("qwen2", **small), settings).to(DEVICE).train()
-    fused = [hidden_and_gradients(model, checkpointing, SHARED) for checkpointing in (False, True)]
+    model = peft.get_peft_model(make_model("qwen2", **small), settings).to(DEVICE).train()
+    fused = [fused_hidden_and_gradients(model, checkpointing, SHARED) for checkpointing in (False, True)]
     monkeypatch.setattr("luffy.models.forward.fused_decoder", lambda causal: None)
-    plain, plain_grads = hidden_and_gradients(model, False, SHARED)
+    plain, plain_grads = fused_hidden_and_gradients(model, False, SHARED)
     for hidden, grads in fused:
         torch.testing.assert_close(hidden, plain, rtol=1e-4, atol=1e-4)
         assert all("lora_" in name for name in grads) and grads.keys() == plain_grads.keys()
@@ -82,15 +81,15 @@ def test_adapters_in_the_fused_forward_have_the_gradients_of_the_modules(monkeyp
 def test_gradients_that_an_optimizer_takes_over_are_those_of_the_modules():
     """Over two passes, the second one recomputed. On a GPU in bfloat16: as near to float32 as the modules' own."""
     small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    model = tiny_model("qwen2", **small).to(DEVICE).train()
-    plain = exact = hidden_and_gradients(model, False)[1]
+    model = make_model("qwen2", **small).to(DEVICE).train()
+    plain = exact = fused_hidden_and_gradients(model, False)[1]
     if DEVICE.type == "cuda":
-        plain = hidden_and_gradients(model.bfloat16(), False)[1]
+        plain = fused_hidden_and_gradients(model.bfloat16(), False)[1]
     model.zero_grad()
     sums = {name: Holder(None) for name, parameter in model.named_parameters() if name in plain}
     for name, holder in sums.items():
         GradientSum.take_over(model.get_parameter(name), holder)
-    left = [hidden_and_gradients(model, checkpointing)[1] for checkpointing in (False, True)]
+    left = [fused_hidden_and_gradients(model, checkpointing)[1] for checkpointing in (False, True)]
     assert left == [{}, {}]
     for name, holder in sums.items():
         assert holder.grad.dtype == torch.float32

@@ -8,9 +8,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from builders import make_model
 from children import in_child
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -20,7 +20,7 @@ from luffy.models import PackedLayout, drop_padding_tokens, eos_ids, forward_hid
 
 @pytest.fixture
 def folder(tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path / "model")
+    make_model("llama").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -32,7 +32,7 @@ def refused(message: str, path, **kwargs) -> None:
 
 def test_a_saved_model_comes_back_in_the_asked_dtype_ready_to_run(folder):
     model = load_model(folder)
-    original = tiny_model("llama")
+    original = make_model("llama")
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), original.parameters(), strict=True))
     half = load_model(folder, dtype="bfloat16")
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
@@ -224,7 +224,7 @@ def test_a_folder_without_tokenizer(folder):
 
 
 def test_eos_ids_gathers_all_and_wants_at_least_one():
-    model = tiny_model("llama")
+    model = make_model("llama")
     tokenizer = types.SimpleNamespace(eos_token_id=7)
     assert eos_ids(model, tokenizer) == (2, 7)
     model.generation_config.eos_token_id = [9, 7]
@@ -273,7 +273,7 @@ def test_rotary_frequencies_stay_float32_and_far_positions_stay_right(tmp_path):
     from luffy.models.attention import PackedLayout
     from luffy.models.forward import forward_hidden
 
-    tiny_model("qwen2", max_position_embeddings=4096, num_hidden_layers=1).save_pretrained(tmp_path)
+    make_model("qwen2", max_position_embeddings=4096, num_hidden_layers=1).save_pretrained(tmp_path)
     ours = load_model(tmp_path, "bfloat16")
     assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
     assert {b.dtype for n, b in ours.named_buffers() if "inv_freq" in n} == {torch.float32}
@@ -296,7 +296,7 @@ def test_rotary_frequencies_stay_float32_and_far_positions_stay_right(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_without_padding_a_model_is_itself_renormalised(tied):
-    model = tiny_model("qwen2", vocab_size=50, tie_word_embeddings=tied)
+    model = make_model("qwen2", vocab_size=50, tie_word_embeddings=tied)
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         before = model(ids).logits[0]

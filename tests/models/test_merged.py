@@ -6,8 +6,8 @@ import hashlib
 import pytest
 import torch
 import torch.distributed as dist
+from builders import ARCHITECTURES, REQUESTS, make_small_model
 from safetensors.torch import load_file, save_file
-from tiny_models import ARCHITECTURES, REQUESTS, small_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -15,8 +15,7 @@ from luffy.distributed.replica import on_host
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden
 from luffy.models.fused import fused_decoder
-from luffy.models.merged import merge_weights, merged
-from luffy.models.separate import separate
+from luffy.models.products import merge_weights, merged, separate
 from luffy.rollout import NativeEngine
 from luffy.rollout.policy_weights import tensors_of
 
@@ -27,7 +26,7 @@ def layers_of(model):
     return model.model.layers
 
 
-def blocks(model):
+def merged_blocks(model):
     """How many memories the weights of each layer's attention and MLP lie in: (q, k, v), (gate, up), biases."""
     counts = []
     for layer in layers_of(model):
@@ -62,19 +61,19 @@ def assert_same_responses(ours, theirs):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_merged_products_are_the_separate_ones(architecture):
-    model = small_model(architecture)
+    model = make_small_model(architecture)
     before = bytes_held(model)
     apart, expected = hidden(model, separate), responses(model, merged=False)
-    assert set(blocks(model)) & {1} == set()
+    assert set(merged_blocks(model)) & {1} == set()
     assert_same_responses(responses(model), expected)
-    assert set(blocks(model)) == {1} and bytes_held(model) == before
+    assert set(merged_blocks(model)) == {1} and bytes_held(model) == before
     assert torch.equal(hidden(model, separate), apart)  # the modules' own products, to the bit
     # One product may add in another order than two: float32 rounding and no more.
     torch.testing.assert_close(hidden(model, merged), apart, rtol=1e-5, atol=1e-5)
 
 
 def test_one_product_for_each_group(monkeypatch):
-    model = small_model()
+    model = make_small_model()
     merge_weights(layers_of(model))
     widths = []
     linear = torch.nn.functional.linear
@@ -89,7 +88,7 @@ def test_one_product_for_each_group(monkeypatch):
 def test_few_rows_are_multiplied_and_activated_at_once(monkeypatch):
     """The same numbers; layers that are more than a product run as ever."""
     gated = pytest.importorskip("luffy.kernels.gated", exc_type=ImportError)  # Triton
-    model = small_model()
+    model = make_small_model()
     expected = hidden(model, separate)
     merge_weights(layers_of(model))
     used = []
@@ -106,7 +105,7 @@ def test_few_rows_are_multiplied_and_activated_at_once(monkeypatch):
 
 def test_gradients_and_updates_do_not_notice():
     """Bit for bit the same training, and the engine sees each update without being told."""
-    apart, model = small_model().train(), small_model().train()
+    apart, model = make_small_model().train(), make_small_model().train()
     merge_weights(layers_of(model))
     trained = []
     for each in (apart, model):
@@ -118,12 +117,12 @@ def test_gradients_and_updates_do_not_notice():
             adam.zero_grad()
         trained.append(dict(each.named_parameters()))
     assert all(torch.equal(p, trained[1][name]) for name, p in trained[0].items())
-    assert set(blocks(model)) == {1} and set(blocks(apart)) != {1}
+    assert set(merged_blocks(model)) == {1} and set(merged_blocks(apart)) != {1}
     assert_same_responses(responses(model), responses(apart, merged=False))
 
 
 def test_a_checkpoint_of_merged_weights_is_the_same_file(tmp_path):
-    model = small_model("llama")
+    model = make_small_model("llama")
     model.save_pretrained(tmp_path / "apart")
     merge_weights(layers_of(model))
     model.save_pretrained(tmp_path / "merged")
@@ -136,30 +135,30 @@ def test_a_checkpoint_of_merged_weights_is_the_same_file(tmp_path):
 
 
 def test_a_push_of_merged_weights_is_whole(tmp_path):
-    model = small_model()
+    model = make_small_model()
     save_file({name: p.detach() for name, p in model.named_parameters()}, tmp_path / "apart")
     merge_weights(layers_of(model))
     save_file(dict(tensors_of(model)), tmp_path / "merged")
     assert (tmp_path / "apart").read_bytes() == (tmp_path / "merged").read_bytes()
     others = {name: value + 1 for name, value in load_file(tmp_path / "apart").items()}
     model.load_state_dict(others, strict=False)
-    assert set(blocks(model)) == {1}
+    assert set(merged_blocks(model)) == {1}
     assert all(torch.equal(p, others[name]) for name, p in model.named_parameters())
 
 
 def test_weights_that_were_moved_are_merged_again():
-    model = small_model()
+    model = make_small_model()
     expected = responses(model, merged=False)
     engine = NativeEngine(model, decoding="pages", max_context=128, merged=True)
     for _ in range(2):
         assert_same_responses(engine.generate(REQUESTS), expected)
-        assert set(blocks(model)) == {1}
+        assert set(merged_blocks(model)) == {1}
         model.double().float()
-        assert set(blocks(model)) != {1}
+        assert set(merged_blocks(model)) != {1}
 
 
 def test_a_copy_has_weights_of_its_own():
-    model = small_model()
+    model = make_small_model()
     merge_weights(layers_of(model))
     copied = copy.deepcopy(model)
     with torch.no_grad():
@@ -167,14 +166,14 @@ def test_a_copy_has_weights_of_its_own():
             p.zero_()
     assert all(p.abs().sum() > 0 for p in layers_of(model).parameters())
     merge_weights(layers_of(copied))
-    assert set(blocks(copied)) == {1}
+    assert set(merged_blocks(copied)) == {1}
 
 
 def test_adapted_layers_keep_their_own_products():
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False)
     torch.manual_seed(0)
-    model = peft.get_peft_model(small_model("llama"), settings).eval()
+    model = peft.get_peft_model(make_small_model("llama"), settings).eval()
     expected = responses(model, merged=False)
     assert_same_responses(responses(model), expected)
     for layer in layers_of(model.get_base_model()):
@@ -185,7 +184,7 @@ def test_adapted_layers_keep_their_own_products():
 
 
 def test_a_hooked_projection_runs_itself():
-    model, calls = small_model(), []
+    model, calls = make_small_model(), []
     expected = hidden(model, separate)
     merge_weights(layers_of(model))
     handle = layers_of(model)[0].self_attn.k_proj.register_forward_hook(lambda *_: calls.append(1))
@@ -196,9 +195,9 @@ def test_a_hooked_projection_runs_itself():
 
 def test_weights_that_do_not_fit_together_stay_apart():
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 2}
-    model = small_model("qwen3", hidden_size=15, intermediate_size=45, **heads)
+    model = make_small_model("qwen3", hidden_size=15, intermediate_size=45, **heads)
     merge_weights(layers_of(model))
-    assert blocks(model) == [3, 2]  # 6 rows of 15 floats end where no 16 bytes begin
+    assert merged_blocks(model) == [3, 2]  # 6 rows of 15 floats end where no 16 bytes begin
     assert_same_responses(responses(model), responses(model, merged=False))
 
 
@@ -210,7 +209,7 @@ def one_rank():
 
 
 def test_sharded_weights_stay_apart(one_rank):
-    model = small_model()
+    model = make_small_model()
     for layer in layers_of(model):
         fully_shard(layer, mesh=one_rank)
     before = [p.to_local().data_ptr() for p in layers_of(model).parameters()]

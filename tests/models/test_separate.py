@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support import DEVICE, GPU_IF_THERE
+from builders import DEVICE, GPU_IF_THERE
 from torch import nn
 
-from luffy.models.separate import separate
+from luffy.models.products import separate
 
 peft = pytest.importorskip("peft")
 pytestmark = GPU_IF_THERE
@@ -29,7 +29,7 @@ def adapted_layers(dtype=torch.float32, **settings):
     return model
 
 
-def group_of(model):
+def separate_modules(model):
     return [getattr(model.base_model.model, name) for name in WIDTHS]
 
 
@@ -41,7 +41,7 @@ def results(products, model, dtype=torch.float32):
     """What the layers make of some rows, the gradient of the rows, those of the adapters."""
     model.zero_grad()
     rows = torch.randn(9, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype).requires_grad_()
-    outs = products(rows, group_of(model))
+    outs = products(rows, separate_modules(model))
     sum((out.float() * torch.linspace(-1, 2, out.numel(), device=DEVICE).view_as(out)).sum() for out in outs).backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return [*(out.detach() for out in outs), rows.grad], grads
@@ -105,13 +105,13 @@ def test_adapters_that_are_switched_off_merged_or_several_are_left_to_peft():
     model = adapted_layers()
     rows = torch.randn(3, 16, device=DEVICE)
     with model.disable_adapter():
-        alone = [layer.base_layer(rows) for layer in group_of(model)]
-        torch.testing.assert_close(list(separate(rows, group_of(model))), alone, rtol=0, atol=0)
-    expected = by_peft(rows, group_of(model))
+        alone = [layer.base_layer(rows) for layer in separate_modules(model)]
+        torch.testing.assert_close(list(separate(rows, separate_modules(model))), alone, rtol=0, atol=0)
+    expected = by_peft(rows, separate_modules(model))
     model.base_model.merge_adapter()
-    torch.testing.assert_close(separate(rows, group_of(model)), expected)
+    torch.testing.assert_close(separate(rows, separate_modules(model)), expected)
     model.base_model.unmerge_adapter()
     model.add_adapter("more", peft.LoraConfig(r=2, target_modules=list(WIDTHS), init_lora_weights=False))
     model.base_model.set_adapter(["default", "more"])
-    both = by_peft(rows, group_of(model))
-    torch.testing.assert_close(separate(rows, group_of(model)), both, rtol=0, atol=0)
+    both = by_peft(rows, separate_modules(model))
+    torch.testing.assert_close(separate(rows, separate_modules(model)), both, rtol=0, atol=0)

@@ -3,17 +3,8 @@
 import pytest
 import torch
 from features import FEATURES, SMOOTH, base_config, configs, make_guide, note_seen
-from ranks import (
-    assert_same_figures,
-    assert_same_run,
-    assert_same_weights,
-    figures,
-    final_weights,
-    luffy_train,
-    run_ranks,
-    train,
-    train_and_keep_gradients,
-)
+from ranks import assert_same_run, luffy_train, run_ranks, train_and_keep_gradients
+from trainings import assert_same_metrics, assert_same_weights, final_weights, train, untimed_metrics
 
 from luffy.train.loop import Trainer
 
@@ -51,10 +42,12 @@ def test_bfloat16_shares_prompts_merges_products_and_rolls_out_in_fp8(make_confi
     train(alone)
     (found, _) = run_ranks(2, train_and_look, many, device="cuda")
     assert found == {"shares_prompts": True}
-    for a, b in zip(figures(many), figures(alone), strict=True):
+    for a, b in zip(untimed_metrics(many), untimed_metrics(alone), strict=True):
         assert a["actor/loss"] == pytest.approx(b["actor/loss"], abs=0.05)
         assert a["perf/computed_tokens"] < a["perf/update_tokens"]
-    assert figures(many)[0]["actor/grad_norm"] == pytest.approx(figures(alone)[0]["actor/grad_norm"], rel=0.1)
+    assert untimed_metrics(many)[0]["actor/grad_norm"] == pytest.approx(
+        untimed_metrics(alone)[0]["actor/grad_norm"], rel=0.1
+    )
     note_seen(
         {"model": "bfloat16: shared prompts in updates, merged products in rollouts", "fp8": "fp8 rollouts"}[precision],
         NCCL,
@@ -75,7 +68,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(make_config):
     for count, steps in ((2, 2), (1, 4), (3, 6)):
         cfg = make_config(name="moved", train={"steps": steps, "save_every": 2}, **common)
         run_ranks(count, train, cfg, device="cuda")
-    assert_same_figures(figures(cfg), figures(whole), 1e-3)
+    assert_same_metrics(untimed_metrics(cfg), untimed_metrics(whole), 1e-3)
     assert_same_weights(final_weights(cfg), final_weights(whole), 1e-3)
     note_seen("resume with another number of processes", NCCL, "2, 1, 3")
 
@@ -90,9 +83,9 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(make_config, tmp_path):
     code, said = luffy_train(killed, tmp_path, RANK=1, DIES_IN="update", CHECKPOINTS=folder)
     assert (folder / "died").exists() and code == 1, said
     assert said.splitlines()[-1].startswith("luffy: error: process 1 of 2 was ended by SIGKILL"), said
-    assert len(figures(killed)) < 4
+    assert len(untimed_metrics(killed)) < 4
     (folder / "died").unlink()
     code, said = luffy_train(killed, tmp_path)
     assert code == 0 and "resumed at step 2" in said, said
-    assert_same_figures(figures(killed), figures(whole), 1e-5)
+    assert_same_metrics(untimed_metrics(killed), untimed_metrics(whole), 1e-5)
     note_seen("one process killed, then resumed", NCCL, "2")

@@ -9,15 +9,16 @@ from itertools import product
 
 import pytest
 import torch
+from builders import make_tokenizer
 from features import base_config
 from gathers import slow_gathers
-from ranks import assert_same_figures, figures, run_ranks, train
-from support import make_tokenizer
+from ranks import run_ranks
+from trainings import assert_same_metrics, train, untimed_metrics
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from luffy.learn.policy import Policy
 from luffy.train.loop import Trainer
-from luffy.train.policy import Policy
-from luffy.train.setup import load_policy
+from luffy.train.weights import load_policy
 
 RANKS = (1, 2, 3, 4, 8)
 SAMPLES = 24
@@ -56,7 +57,7 @@ def recorded(make_config_in, odd_model, tmp_path_factory):
     return cfg, kept
 
 
-def tokens_of(samples, setting):
+def tokens_under(samples, setting):
     return setting or max(sum(map(len, samples)) // 2 + 1, 34)
 
 
@@ -73,7 +74,7 @@ def of_all_cases(cfg, samples, world):
     for dtype, tokens, share, slow in product(("float32", "bfloat16"), TOKENS, SHARES, (False, True)):
         mine = [s for i, s in enumerate(samples) if SHARES[share](i, world.size) == world.rank]
         fullest = max(world.gather(mine), key=len)
-        case = with_settings(cfg, dtype, tokens_of(fullest, TOKENS[tokens]))
+        case = with_settings(cfg, dtype, tokens_under(fullest, TOKENS[tokens]))
         if slow:
             with slow_gathers():
                 found[dtype, tokens, share, slow] = loss_and_norm(case, mine, world)
@@ -88,7 +89,7 @@ def with_settings(cfg, dtype, tokens):
 
 def at_three_sizes(cfg, samples, dtype, world=None):
     """Loss and norm of all samples in one process, at three values of batch.tokens."""
-    sizes = (4096, tokens_of(samples, None), 34)
+    sizes = (4096, tokens_under(samples, None), 34)
     return [loss_and_norm(with_settings(cfg, dtype, size), samples, world) for size in sizes]
 
 
@@ -137,6 +138,6 @@ def undisturbed(make_config_in, sums, odd_model, tmp_path_factory):
 def test_ten_steps_are_those_of_one_process(make_config, sums, odd_model, undisturbed, count):
     cfg = ten_steps(make_config, sums, odd_model, "many")
     run_ranks(count, train, cfg, device="cuda")
-    ours, theirs = figures(cfg), figures(undisturbed)
-    assert_same_figures(ours, theirs, tolerance=1e-3)
+    ours, theirs = untimed_metrics(cfg), untimed_metrics(undisturbed)
+    assert_same_metrics(ours, theirs, tolerance=1e-3)
     assert ours[-1]["actor/entropy_loss"] != pytest.approx(ours[0]["actor/entropy_loss"], rel=0.02)  # it has learned

@@ -13,9 +13,10 @@ import time
 
 import pytest
 import torch
+from builders import make_tokenizer
 from features import base_config, note_seen
-from ranks import TESTS, figures, run_ranks, train
-from support import make_tokenizer
+from ranks import TESTS, run_ranks
+from trainings import train, untimed_metrics
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from luffy.config import to_yaml
@@ -46,7 +47,7 @@ def model(tmp_path_factory):
     return folder
 
 
-def config(make_config, sums, model, name, parallel=None, **vllm):
+def vllm_config(make_config, sums, model, name, parallel=None, **vllm):
     cfg = base_config(
         make_config, sums, name,
         model={"path": str(model), "device": "cuda", "dtype": "bfloat16"},
@@ -59,8 +60,8 @@ def config(make_config, sums, model, name, parallel=None, **vllm):
     return cfg
 
 
-def check(cfg):
-    rows = figures(cfg)
+def check_vllm_run(cfg):
+    rows = untimed_metrics(cfg)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["rollout/logprob_diff_mean"] < 0.03 for row in rows), [r["rollout/logprob_diff_mean"] for r in rows]
     assert abs(rows[-1]["actor/entropy_loss"] - rows[0]["actor/entropy_loss"]) > 0.1  # a missed push would show
@@ -74,7 +75,7 @@ def server(make_config, sums, model, tmp_path, monkeypatch):
     port = free_port("127.0.0.1")
     recipe, log = tmp_path / "served.yaml", tmp_path / "server.log"
     recipe.write_text(
-        to_yaml(config(make_config, sums, model, "served", transfer="nccl", servers=[f"http://127.0.0.1:{port}"]))
+        to_yaml(vllm_config(make_config, sums, model, "served", transfer="nccl", servers=[f"http://127.0.0.1:{port}"]))
     )
     env = os.environ | {
         "NCCL_HOSTID": "server",
@@ -109,12 +110,12 @@ class Counted:
 def test_a_server_gets_every_version_over_nccl(make_config, sums, model, server, monkeypatch):
     counts, join = {"messages": 0, "bytes": 0}, group_joiner()
     monkeypatch.setattr("luffy.rollout.vllm.transfer.group_joiner", lambda: lambda *at: Counted(join(*at), counts))
-    cfg = config(make_config, sums, model, "trainer", transfer="nccl", nccl_host="127.0.0.1", servers=[server.url])
+    cfg = vllm_config(make_config, sums, model, "trainer", transfer="nccl", nccl_host="127.0.0.1", servers=[server.url])
     with Trainer(cfg) as trainer:
         weights = checkpoint_weights(trainer.model)
         tensors, size = len(weights), sum(w.base.nbytes for w in weights)
         trainer.train()
-    check(cfg)
+    check_vllm_run(cfg)
     pushes = counts["messages"] // tensors
     print(f"\n{pushes} pushes of {tensors} tensors: {json.dumps(counts)}")
     assert counts == {"messages": pushes * tensors, "bytes": pushes * size} and pushes >= 5
@@ -124,10 +125,10 @@ def test_a_server_gets_every_version_over_nccl(make_config, sums, model, server,
 def test_two_trainer_ranks_share_a_server(make_config, sums, model, server):
     parallel = {"workers": 2, "rollout_group": 2}
     servers = {"transfer": "nccl", "nccl_host": "127.0.0.1", "servers": [server.url]}
-    cfg = config(make_config, sums, model, "sharing", **servers)
+    cfg = vllm_config(make_config, sums, model, "sharing", **servers)
     many = make_with(make_config, cfg, launch="torchrun", parallel=parallel)
     run_ranks(2, train, many, device="cuda")
-    check(many)
+    check_vllm_run(many)
     note_seen("vLLM server, weights over NCCL", "torchrun, NCCL", "2")
 
 
@@ -140,10 +141,10 @@ def make_with(make_config, cfg, **changes):
 @pytest.mark.parametrize("group", [1, 2], ids=["each_has_one", "one_for_both"])
 def test_engines_of_two_ranks(make_config, sums, model, monkeypatch, group):
     monkeypatch.setenv(KEY, "unused")
-    cfg = config(make_config, sums, model, "colocated")
+    cfg = vllm_config(make_config, sums, model, "colocated")
     many = make_with(make_config, cfg, launch="torchrun", parallel={"workers": 2, "rollout_group": group})
     run_ranks(2, train, many, device="cuda")
-    check(many)
+    check_vllm_run(many)
     note_seen({1: "vLLM in every process", 2: "one vLLM for a rollout group"}[group], "torchrun, NCCL", "2")
 
 
@@ -152,11 +153,11 @@ GATED = {"guidance": {"n_prefix": 0, "gate": "lowest_hint", "hint_text": " {solu
 
 def test_a_gate_asks_vllm_again(make_config, sums, model, monkeypatch):
     monkeypatch.setenv(KEY, "unused")
-    cfg = config(make_config, sums, model, "gated")
+    cfg = vllm_config(make_config, sums, model, "gated")
     gated = make_with(make_config, cfg, data={"train": str(sums), "style": "plain", "max_prompt_tokens": 24},
                       algorithm={"reject_extreme": False}, **GATED)  # fmt: skip
     train(gated)
-    rows = figures(gated)
+    rows = untimed_metrics(gated)
     assert len(rows) == 4 and all(row["rollout/logprob_diff_mean"] < 0.03 for row in rows)
     assert rows[0]["batch/gated"] > 0
     note_seen("vLLM with a gate", "one process", "1")

@@ -6,15 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from prepare_support import byte_tokenizer, openr1_row, trace, write_openr1
-from test_cli import luffy
-from tiny_models import tiny_model
+from builders import make_model, write_rows
+from commands import luffy
+from prepare_support import byte_tokenizer
 
 from luffy.data import load_problems
 from luffy.errors import DataError
 from luffy.prepare.check import CheckOptions, check_file, report_lines
-from luffy.prepare.overlap import EvaluationIndex, question_key, words_of
-from luffy.types import Message, Problem
 
 
 @pytest.fixture
@@ -71,7 +69,7 @@ def test_answers_inside_thoughts_count_where_they_do_in_training(tmp_path):
 def test_a_trace_without_tags_never_closes_the_thought_that_the_prompt_opens(tmp_path, tokenizer_folder):
     path = tmp_path / "plain.jsonl"
     traces = ["1 and 1 #### 2", "1 and 1</think> #### 2", "<think>\n1 and 1</think> #### 2"]
-    path.write_text("".join(json.dumps({"prompt": f"{t}?", "answer": "2", "traces": [t]}) + "\n" for t in traces))
+    write_rows(path, ({"prompt": f"{t}?", "answer": "2", "traces": [t]} for t in traces))
     agree, opened = {}, {}
     for style in ("paper", "plain"):
         report = check_file(str(path), CheckOptions(reward="gsm8k", tokenizer=str(tokenizer_folder), style=style))
@@ -86,7 +84,7 @@ def test_problems_that_are_there_twice_are_said(tmp_path, tokenizer_folder):
     files = {"train": [*rows, {"q": "1+1 ", "traces": "2"}], "test": [{"q": "3+3"}, {"q": chat}, {"q": "2-2"}]}
     train, held_out = (tmp_path / f"{name}.jsonl" for name in files)
     for name, some in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        write_rows(tmp_path / f"{name}.jsonl", some)
     options = CheckOptions(verify=0, eval=str(held_out), columns={"prompt": "q", "traces": "traces"})
     for tokenizer in (None, str(tokenizer_folder)):
         report = check_file(str(train), replace(options, tokenizer=tokenizer))
@@ -106,7 +104,7 @@ def test_problems_that_are_there_twice_are_said(tmp_path, tokenizer_folder):
 def test_repeats_are_counted_as_the_model_sees_them(tmp_path, tokenizer_folder):
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in ("1+1", chat)))
+    write_rows(path, ({"prompt": prompt, "answer": "2"} for prompt in ("1+1", chat)))
     for tokenizer, count in ((None, 0), (str(tokenizer_folder), 1)):
         report = check_file(str(path), CheckOptions(verify=0, tokenizer=tokenizer, system_prompt="Add."))
         assert report["repeated"]["count"] == count
@@ -116,7 +114,7 @@ def test_chats_with_several_assistant_turns_are_counted(tmp_path):
     roles = ("user", "assistant")
     chats = [[{"role": roles[i % 2], "content": str(i)} for i in range(turns)] for turns in (2, 4, 6, 3)]
     path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    write_rows(path, ({"messages": chat} for chat in chats))
     lines = list(report_lines(check_file(str(path), CheckOptions(verify=0))))
     said = f"warning     2 of 4 problems are chats with several assistant turns, first: {path}:2; only the last turn"
     assert sum(line.startswith(said) for line in lines) == 1
@@ -140,7 +138,7 @@ def test_rows_of_megabytes_do_not_flood_the_terminal(tmp_path):
     }
     many = [{"prompt": f"q{n}", "answer": "1", "traces": [{"text": "1", "teacher": f"teacher {n}"}]} for n in range(50)]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in [row, *many]))
+    write_rows(path, [row, *many])
     report = check_file(str(path), CheckOptions(verify=1, reward="gsm8k", examples=1))
     text = "\n".join(report_lines(report))
     assert len(text) < 12_000 and "998,500 characters not shown" in text and "and 31 more: --json names them" in text
@@ -182,26 +180,6 @@ def test_gsm8k(tokenizer_folder):
     assert report["tokens"]["prompts_over_budget"] == 0
 
 
-def test_question_keys_see_through_layout_but_not_signs():
-    assert question_key("What is $1+1$?") == question_key("what is  1 + 1")
-    assert question_key(r"\left( 1 \right)") == question_key("(1)")
-    assert question_key("1+1") != question_key("1-1")
-    assert words_of(r"Find $\frac{1}{2}x_1$") == ["find", "frac", "1", "2", "x", "1"]
-
-
-def test_evaluation_items_match_by_ngram_and_short_ones_as_a_whole():
-    index = EvaluationIndex(ngram=4)
-    system = Message("system", "always think step by step")
-    index.add(Problem("a", (system, Message("user", "How many apples has Ann got")), "3"), "set")
-    index.add(Problem("b", "Compute 2+3", "5"), "set")
-    assert index.find("Tell me: how MANY apples, has Bob?").ngram == "how many apples has"
-    assert index.find("How many pears has Ann got") is None
-    assert index.find("always think step by step") is None  # everybody's system prompt is nobody's question
-    assert index.find("compute $2 + 3$.").item == "set#b"
-    assert index.find("Compute 2-3") is None
-    assert index.find("Now compute 2+3 again and again") is None
-
-
 # ---- the command line
 
 
@@ -218,36 +196,15 @@ def test_check_on_the_command_line(sums_file, tokenizer_folder, tmp_path):
     assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
 
 
-def test_openr1_on_the_command_line(tmp_path, tokenizer_folder):
-    pytest.importorskip("math_verify", reason="the math reward needs Math-Verify")
-    rows = [openr1_row(f"What is {i}+{i}?", str(2 * i), [trace(str(2 * i)), trace("x")]) for i in range(5)]
-    source = write_openr1(tmp_path / "train.parquet", rows)
-    command = ["prepare", "openr1", source, "--tokenizer", tokenizer_folder, "--out", tmp_path / "out"]
-    result = luffy(*command, "--max-prompt-tokens", 2000, "--held-out", 2, "--workers", 1)
-    assert result.returncode == 0, result.stderr
-    assert "rows      read 5, kept 5; dropped: none" in result.stdout
-    assert "traces    read 10, kept 5; dropped: wrong 5" in result.stdout
-    assert "verified rows 5/5 (100%)" in result.stderr
-    assert len(load_problems(tmp_path / "out" / "train.parquet")) == 3
-    assert len(load_problems(tmp_path / "out" / "held_out.parquet")) == 2
-    result = luffy(*command)
-    assert result.returncode == 2
-    assert "was made with max_prompt_tokens=2000, now it is 1024" in result.stderr
-
-
-def test_model_and_local_traces_on_the_command_line(tmp_path):
+def test_local_traces_on_the_command_line(tmp_path):
     folder = tmp_path / "model"
-    tiny_model("qwen2", vocab_size=300).save_pretrained(folder)
+    make_model("qwen2", vocab_size=300).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    made = tmp_path / "made"
-    result = luffy("prepare", "model", folder, "--out", made)
-    assert result.returncode == 0, result.stderr
-    assert "rope_theta: 10000 -> 40000" in result.stdout
     file = tmp_path / "one.jsonl"
     file.write_text(json.dumps({"q": "1+1", "meta": {"gold": "2"}, "level": 3}) + "\n")
     out = tmp_path / "traces.parquet"
     command = ["prepare", "traces", file, "--out", out, "--max-tokens", 4, "--n", 2, "--reward", "gsm8k"]
-    local = ["--local", made, "--style", "plain"]
+    local = ["--local", folder, "--style", "plain"]
     result = luffy(*command, *local, "--column", "prompt=q", "--column", "answer=meta.gold")
     assert result.returncode == 0, result.stderr
     (problem,) = load_problems(out)
@@ -263,7 +220,7 @@ def test_model_and_local_traces_on_the_command_line(tmp_path):
 def test_own_columns_are_checked_under_their_names(tmp_path):
     path = tmp_path / "own.jsonl"
     rows = [{"q": "1+1", "gold": "2", "solution": "so #### 2"}, {"q": "2+2", "gold": "4", "solution": ""}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     named = ["--column", "prompt=q", "--column", "answer=gold", "--column", "traces=solution"]
     said = luffy("prepare", "check", path, "--reward", "gsm8k", *named)
     assert said.returncode == 0, said.stderr

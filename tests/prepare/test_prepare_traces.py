@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from builders import write_rows
 from prepare_support import byte_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -23,11 +24,11 @@ from luffy.prepare.dataset_files import ROWS_PER_GROUP, column_types
 from luffy.prepare.endpoint import Endpoint, EndpointError, Reply
 from luffy.prepare.teachers import EndpointTeacher, LocalTeacher, endpoint_teacher, recorded_ids
 from luffy.prepare.traces import prepare_traces, verdicts
-from luffy.quickstart.task import write_dataset
 from luffy.rewards import Verifier
 from luffy.rewards.own_function import CALL_FAILED
 from luffy.rollout.native import NativeEngine
 from luffy.types import Score
+from studies.quickstart.task import write_dataset
 
 BASE = Path(luffy.quickstart.__file__).parent / "assets" / "base"
 KEY = "sk-very-secret"
@@ -98,9 +99,7 @@ def solved(body, logprobs=True, finish="stop"):
 @pytest.fixture
 def sums_file(tmp_path):
     path = tmp_path / "sums.jsonl"
-    path.write_text(
-        "".join(json.dumps({"id": f"s{i}", "prompt": f"{i}+{i}", "answer": str(2 * i)}) + "\n" for i in range(8))
-    )
+    write_rows(path, ({"id": f"s{i}", "prompt": f"{i}+{i}", "answer": str(2 * i)} for i in range(8)))
     return str(path)
 
 
@@ -109,7 +108,7 @@ def teacher_of(server, tokenizer=None, **changes):
     return EndpointTeacher(endpoint, {"max_tokens": 50, "temperature": 1.0}, concurrency=4, tokenizer=tokenizer)
 
 
-def run(file, out, teacher, **options):
+def sample_traces(file, out, teacher, **options):
     settings = {"model": "big", "endpoint": teacher.endpoint.url}
     return prepare_traces(file, out, teacher, "big", settings, reward="gsm8k", **{"n": 3, **options})
 
@@ -120,7 +119,7 @@ def everything_written(folder):
 
 def test_verified_traces_with_their_log_probs(serve, sums_file, tmp_path):
     server = serve(lambda body, number: solved(body))
-    card = run(sums_file, tmp_path / "out.parquet", teacher_of(server, byte_tokenizer()))
+    card = sample_traces(sums_file, tmp_path / "out.parquet", teacher_of(server, byte_tokenizer()))
     assert len(server.requests) == 24
     path, headers, body = server.requests[0]
     assert (path, headers["Authorization"]) == ("/v1/chat/completions", f"Bearer {KEY}")
@@ -146,16 +145,11 @@ def test_verified_traces_with_their_log_probs(serve, sums_file, tmp_path):
 
 def test_without_a_tokenizer_text_stays_and_log_probs_go(serve, sums_file, tmp_path):
     server = serve(lambda body, number: solved(body))
-    card = run(sums_file, tmp_path / "out.parquet", teacher_of(server), keep_wrong=True)
+    card = sample_traces(sums_file, tmp_path / "out.parquet", teacher_of(server), keep_wrong=True)
     assert card["counts"]["samples_log_probs_without_matching_ids"] == 24
     traces = [trace for problem in load_problems(tmp_path / "out.parquet") for trace in problem.traces]
     assert all(trace.text.startswith("#### ") and trace.token_ids is None for trace in traces)
     assert card["counts"]["samples_kept"] == len(traces) > card["counts"]["problems"]
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_columns_that_luffy_does_not_use_go_along(serve, tmp_path, caplog):
@@ -163,14 +157,14 @@ def test_columns_that_luffy_does_not_use_go_along(serve, tmp_path, caplog):
     own = {"level": 3, "share": 0.50, "hints": ["think", "it is two"], "info": {"split": "train", "tests": [[1, 2]]}}
     rows = [{"id": f"s{i}", "prompt": f"{i}+{i}", "answer": str(2 * i), **own} for i in range(600)]  # of two row groups
     rows[550] |= {"level": 3.5, "info": {"split": "rest", "tests": []}, "late": "x"}
-    file, out = write_rows(tmp_path / "sums.jsonl", rows), tmp_path / "out.parquet"
-    run(file, out, teacher_of(server), n=1)
+    file, out = str(write_rows(tmp_path / "sums.jsonl", rows)), tmp_path / "out.parquet"
+    sample_traces(file, out, teacher_of(server), n=1)
     for before, after in zip(load_problems(file), load_problems(out), strict=True):
         kept = {name: value for name, value in after.meta.items() if name != "__row__"}
         assert kept == {"late": None} | {name: value for name, value in before.meta.items() if name != "__row__"}
     assert not caplog.text
     first = pq.read_table(out)
-    run(file, out, teacher_of(server), n=1)  # nothing is asked, and the same is written
+    sample_traces(file, out, teacher_of(server), n=1)  # nothing is asked, and the same is written
     assert len(server.requests) == 600 and pq.read_table(out).equals(first)
 
 
@@ -184,7 +178,7 @@ def test_columns_that_cannot_go_along_are_named(serve, tmp_path, caplog):
     rows = [{"prompt": f"{i}+{i}", "reward_model": {"ground_truth": str(2 * i)}, "problem": "x", "none": None,
              "mixed": i or "zero", "empty": {}, "huge": 10**30} for i in range(2)]  # fmt: skip
     out = tmp_path / "out.parquet"
-    run(write_rows(tmp_path / "verl.jsonl", rows), out, teacher_of(server), n=1, keep_wrong=True)
+    sample_traces(str(write_rows(tmp_path / "verl.jsonl", rows)), out, teacher_of(server), n=1, keep_wrong=True)
     assert "columns left out of the output: problem, mixed, empty, huge (values that no one type" in caplog.text
     problems = load_problems(out)
     assert problems.schemas == ("luffy",) and set(problems[0].meta) == {"__row__", "none"}
@@ -197,12 +191,12 @@ def test_traces_of_the_file_are_replaced_or_kept_in_front(serve, tmp_path):
         {"id": "a", "prompt": "1+1", "answer": "2", "traces": ["#### 2", ids]},
         {"id": "b", "prompt": "2+2", "answer": "4"},
     ]
-    file = write_rows(tmp_path / "sums.jsonl", rows)
-    counts = run(file, tmp_path / "replaced.parquet", teacher_of(server), n=4)["counts"]
+    file = str(write_rows(tmp_path / "sums.jsonl", rows))
+    counts = sample_traces(file, tmp_path / "replaced.parquet", teacher_of(server), n=4)["counts"]
     assert counts["traces_of_the_file_left_out"] == 2
     new = [problem.traces for problem in load_problems(tmp_path / "replaced.parquet")]
     assert [{trace.teacher for trace in traces} for traces in new] == [{"big"}, {"big"}]
-    counts = run(file, tmp_path / "kept.parquet", teacher_of(server), n=4, keep_traces=True)["counts"]
+    counts = sample_traces(file, tmp_path / "kept.parquet", teacher_of(server), n=4, keep_traces=True)["counts"]
     assert counts["traces_of_the_file_kept"] == 2 and "traces_of_the_file_left_out" not in counts
     kept = [problem.traces for problem in load_problems(tmp_path / "kept.parquet")]
     assert kept == [load_problems(file)[0].traces, new[1]]  # the teacher's right answer to a is there already
@@ -215,7 +209,7 @@ def test_a_limited_server_is_asked_again(serve, sums_file, tmp_path):
         return (503, "busy", {}) if number == 3 else (None, None, {}) if number == 4 else solved(body)
 
     server = serve(reply)
-    card = run(sums_file, tmp_path / "out.parquet", teacher_of(server), n=1)
+    card = sample_traces(sums_file, tmp_path / "out.parquet", teacher_of(server), n=1)
     assert card["counts"]["samples"] == 8
     assert len(server.requests) == 13
 
@@ -229,29 +223,29 @@ def test_a_server_that_fails_for_ever_ends_the_run_and_loses_nothing(serve, sums
 
     server = serve(reply)
     with pytest.raises(EndpointError) as error:
-        run(sums_file, tmp_path / "out.parquet", teacher_of(server, retries=2))
+        sample_traces(sums_file, tmp_path / "out.parquet", teacher_of(server, retries=2))
     assert f"{server.url}/chat/completions: HTTP 500" in str(error.value)
-    assert "boom *** after 3 attempts" in str(error.value)
+    assert "boom *** (tried 3 times)" in str(error.value)
     assert KEY not in str(error.value)
     assert not (tmp_path / "out.parquet").exists()
     journal = tmp_path / "out.progress.jsonl"
     done = {json.loads(line)["id"] for line in journal.read_text().splitlines()[1:]}
     assert {"s0", "s1", "s2", "s3"} <= done and "s6" not in done
     before, broken[0] = len(server.requests), False
-    run(sums_file, tmp_path / "out.parquet", teacher_of(server))
+    sample_traces(sums_file, tmp_path / "out.parquet", teacher_of(server))
     assert len(server.requests) - before == 3 * (8 - len(done))  # only what was missing
     assert len(load_problems(tmp_path / "out.parquet")) == 8
     with pytest.raises(DataError, match="was made with n=3, now it is 2"):
-        run(sums_file, tmp_path / "out.parquet", teacher_of(server), n=2)
+        sample_traces(sums_file, tmp_path / "out.parquet", teacher_of(server), n=2)
     first, *rest = journal.read_text().splitlines(keepends=True)
     for damaged, said in (
-        (["[]\n", *rest], "jsonl:1: not a JSON object; it is no record of earlier work"),
-        (['{"settings": 3}\n', *rest], "jsonl:1: needs an object as 'settings'; it is no record"),
+        (["[]\n", *rest], "jsonl:1: not a JSON object; it is no journal of earlier work"),
+        (['{"settings": 3}\n', *rest], "jsonl:1: needs an object as 'settings'; it is no journal"),
         ([first, '{"id": "s0"}\n'], "jsonl:2: needs a list as 'samples'; cut off the file before that line"),
     ):
         journal.write_text("".join(damaged))
         with pytest.raises(UserError, match=said):
-            run(sums_file, tmp_path / "out.parquet", teacher_of(server))
+            sample_traces(sums_file, tmp_path / "out.parquet", teacher_of(server))
     assert KEY.encode() not in everything_written(tmp_path)
 
 
@@ -270,15 +264,15 @@ def test_samples_that_were_not_scored_are_scored_by_the_next_call(serve, sums_fi
         broken.setattr(Verifier, "score", failing)
         broken.setattr(EndpointTeacher, "answer", one_by_one)
         with pytest.raises(UserError, match="the reward failed on all 3 samples"):
-            run(sums_file, out, teacher_of(server))
+            sample_traces(sums_file, out, teacher_of(server))
         for _ in range(2):  # what was not scored is kept
-            counts = run(sums_file, out, teacher_of(server))["counts"]
+            counts = sample_traces(sums_file, out, teacher_of(server))["counts"]
             assert counts["samples_unscored"] == 3 and "3 samples have no score" in caplog.text
             caplog.clear()
     asked = len(server.requests)
-    mended = run(sums_file, out, teacher_of(server))["counts"]
+    mended = sample_traces(sums_file, out, teacher_of(server))["counts"]
     assert len(server.requests) == asked and "samples_unscored" not in mended and not caplog.text
-    assert mended == run(sums_file, tmp_path / "other.parquet", teacher_of(server))["counts"]
+    assert mended == sample_traces(sums_file, tmp_path / "other.parquet", teacher_of(server))["counts"]
 
 
 def test_a_sample_that_was_cut_off_does_not_make_the_next_one_a_repetition():
@@ -290,17 +284,17 @@ def test_a_sample_that_was_cut_off_does_not_make_the_next_one_a_repetition():
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ((401, f"bad key {KEY}", {}), r"HTTP 401 Unauthorized: bad key \*\*\*"),
-        ((400, "logprobs are not supported", {}), "HTTP 400 .*; give --no-logprobs"),
+        ((401, f"bad key {KEY}", {}), r"HTTP 401: bad key \*\*\*"),
+        ((400, "logprobs are not supported", {}), "HTTP 400: .*; give --no-logprobs"),
         ((302, "", {"Location": "http://127.0.0.1:1/"}), "HTTP 302"),
-        ((200, "<html>", {}), "HTTP 200 with something that is not JSON: <html>"),
+        ((200, "<html>", {}), "unexpected answer .JSONDecodeError .*: <html>"),
         ((200, {"choices": []}, {}), "unexpected answer .IndexError"),
     ],
 )
 def test_what_cannot_get_better_is_not_retried(serve, sums_file, tmp_path, answer, message):
     server = serve(lambda body, number: answer)
     with pytest.raises(UserError, match=message) as error:
-        run(sums_file, tmp_path / "out.parquet", teacher_of(server), n=1)
+        sample_traces(sums_file, tmp_path / "out.parquet", teacher_of(server), n=1)
     assert KEY not in str(error.value) and server.url in str(error.value)
     assert len(server.requests) <= 8
 
@@ -316,15 +310,15 @@ def test_problems_that_the_teacher_refuses_get_no_trace(serve, sums_file, tmp_pa
         is_refused = body["messages"][-1]["content"] in refused
         return (status, TOO_LONG, {}) if is_refused else solved({**body, "seed": 0})
 
-    card = run(sums_file, out := tmp_path / "out.parquet", teacher_of(serve(reply)))
+    card = sample_traces(sums_file, out := tmp_path / "out.parquet", teacher_of(serve(reply)))
     assert card["counts"]["problems_refused"] == 2 and card["counts"]["problems_with_a_trace"] == 6
     assert [problem.id for problem in load_problems(out) if not problem.traces] == ["s2", "s5"]
     [told] = caplog.messages
     assert told.startswith(f"2 problems get no trace: the teacher refuses them, first: {sums_file}:")
-    assert f"HTTP {status} " in told and "context_length_exceeded" in told
+    assert f"HTTP {status}: " in told and "context_length_exceeded" in told
     refused.clear()  # the server has more room now, at another address
     again = serve(reply)
-    assert run(sums_file, out, teacher_of(again))["counts"]["problems_with_a_trace"] == 8
+    assert sample_traces(sums_file, out, teacher_of(again))["counts"]["problems_with_a_trace"] == 8
     assert len(again.requests) == 2 * 3
 
 
@@ -334,7 +328,7 @@ def test_samples_beside_a_refused_one_are_kept(serve, sums_file, tmp_path, caplo
     def reply(body, number):
         return (400, TOO_LONG, {}) if body["seed"] in first else solved({**body, "seed": 0})
 
-    card = run(sums_file, tmp_path / "out.parquet", teacher_of(serve(reply)))
+    card = sample_traces(sums_file, tmp_path / "out.parquet", teacher_of(serve(reply)))
     assert card["counts"]["samples"] == 8 * 2 and card["counts"]["problems_with_a_trace"] == 8
     assert card["counts"]["problems_refused"] == 0 and card["counts"]["samples_refused"] == 8 and not caplog.messages
 
@@ -347,7 +341,7 @@ def test_a_teacher_that_refuses_everything_is_not_asked_for_ever(serve, tmp_path
         with pytest.raises(
             UserError, match=r"\d+ problems in a row were refused by the teacher, first: .*credit balance"
         ):
-            run(file, tmp_path / "out.parquet", teacher_of(server), n=1)
+            sample_traces(file, tmp_path / "out.parquet", teacher_of(server), n=1)
         assert answered + 64 * calls <= len(server.requests) <= answered + 80 * calls
     assert not (tmp_path / "out.parquet").exists()
     done = (tmp_path / "out.progress.jsonl").read_text().splitlines()[1:]
@@ -361,7 +355,9 @@ def test_many_refused_problems_between_others_do_not_end_the_run(serve, tmp_path
         odd = int(body["messages"][-1]["content"].split("+")[0]) % 2
         return (400, TOO_LONG, {}) if odd else solved({**body, "seed": 0})
 
-    assert run(file, tmp_path / "out.parquet", teacher_of(serve(reply)), n=1)["counts"]["problems_refused"] == 70
+    assert (
+        sample_traces(file, tmp_path / "out.parquet", teacher_of(serve(reply)), n=1)["counts"]["problems_refused"] == 70
+    )
 
 
 def test_a_chat_that_the_template_refuses_is_a_refused_problem(serve, tmp_path):
@@ -372,14 +368,14 @@ def test_a_chat_that_the_template_refuses_is_a_refused_problem(serve, tmp_path):
     file = write_rows(tmp_path / "chats.jsonl", [{"prompt": chat, "answer": "2"} for chat in chats])
     reply = 200, {"choices": [{"text": "#### 2", "finish_reason": "stop"}]}, {}
     teacher = replace(teacher_of(serve(lambda body, number: reply), api="completions"), encoder=encoder)
-    counts = run(file, tmp_path / "out.parquet", teacher)["counts"]
+    counts = sample_traces(file, tmp_path / "out.parquet", teacher)["counts"]
     assert counts["problems_refused"] == 1 and counts["problems_with_a_trace"] == 1
 
 
 def test_an_answer_that_is_none_is_asked_for_again_if_there_were_others(serve, sums_file, tmp_path):
     odd = {4: {"error": {"code": 502}}, 6: "<html>", 8: {"choices": []}, 10: {"choices": [{"message": {"content": 3}}]}}
     server = serve(lambda body, number: (200, odd[number], {}) if number in odd else solved(body))
-    card = run(sums_file, tmp_path / "out.parquet", teacher_of(server, retries=3), n=1)
+    card = sample_traces(sums_file, tmp_path / "out.parquet", teacher_of(server, retries=3), n=1)
     assert card["counts"]["samples"] == 8 and len(server.requests) == 8 + len(odd)
 
 
@@ -395,24 +391,24 @@ def test_odd_texts_and_log_probs_of_a_server(serve, tmp_path):
         return 200, {"choices": [choice]}, {}
 
     rows = [{"prompt": f"{i}+{i}", "answer": str(2 * i)} for i in (1, 2, 3)]
-    file, out = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out.parquet"
-    card = run(file, out, teacher_of(serve(reply), byte_tokenizer()), n=1)
+    file, out = str(write_rows(tmp_path / "rows.jsonl", rows)), tmp_path / "out.parquet"
+    card = sample_traces(file, out, teacher_of(serve(reply), byte_tokenizer()), n=1)
     assert [problem.traces[0].text for problem in load_problems(out)] == ["\ufffd#### 2", "#### 4", "#### 6"]
     assert card["counts"]["samples_log_probs_not_finite"] == 3
     journal = tmp_path / "out.progress.jsonl"  # one that holds such a text already
     journal.write_bytes(journal.read_bytes().replace("\ufffd".encode(), "\ud83d".encode("utf-8", "surrogatepass")))
-    run(file, out, teacher_of(serve(reply)), n=1)
+    sample_traces(file, out, teacher_of(serve(reply)), n=1)
     assert load_problems(out)[0].traces[0].text == "\ufffd#### 2"
 
 
 def test_cut_off_responses_are_no_traces_and_thoughts_are_joined(serve, sums_file, tmp_path, caplog):
     server = serve(lambda body, number: solved(body, finish=("length", "content_filter")[number % 2]))
-    card = run(sums_file, tmp_path / "cut.parquet", teacher_of(server), keep_wrong=True)
+    card = sample_traces(sums_file, tmp_path / "cut.parquet", teacher_of(server), keep_wrong=True)
     assert card["counts"]["samples_cut_off"] == 24 and card["counts"]["problems_with_a_trace"] == 0
     assert "no problem has a trace" in caplog.text
     message = {"reasoning_content": "one and one\n", "content": "\n#### 2"}
     server = serve(lambda body, number: (200, {"choices": [{"message": message, "finish_reason": "stop"}]}, {}))
-    run(sums_file, tmp_path / "r1.parquet", teacher_of(server), n=1)
+    sample_traces(sums_file, tmp_path / "r1.parquet", teacher_of(server), n=1)
     assert load_problems(tmp_path / "r1.parquet")[1].traces[0].text == "<think>\none and one\n</think>\n\n#### 2"
 
 
@@ -422,7 +418,7 @@ def test_answers_inside_thoughts_count_on_request(serve, sums_file, tmp_path):
     kept = {}
     for inside in (False, True):
         out = tmp_path / f"{inside}.parquet"
-        card = run(sums_file, out, teacher_of(server), n=1, answer_in_thought=inside)
+        card = sample_traces(sums_file, out, teacher_of(server), n=1, answer_in_thought=inside)
         kept[inside] = card["counts"]["samples_right"]
         assert card["settings"].get("answer_in_thought", False) == inside
     assert kept == {False: 0, True: 1}
@@ -480,8 +476,8 @@ def test_ids_are_recorded_only_where_they_are_the_tokenizers():
 def test_addresses_that_carry_secrets_or_nothing():
     for url, message in [
         ("localhost:8000", "http"),
-        ("http://me:pw@host/v1", "credentials"),
-        ("http://h/?key=1", "credentials"),
+        ("http://me:pw@host/v1", "a key does not belong"),
+        ("http://h/?key=1", "a key does not belong"),
     ]:
         with pytest.raises(UserError, match=message) as error:
             Endpoint(url, "m")
@@ -526,7 +522,7 @@ def test_a_local_model_skips_prompts_without_room_and_does_not_read_traces(tmp_p
 
 def test_local_samples_belong_to_their_problems_where_some_end_before_others_begin(tmp_path, monkeypatch):
     rows = [{"id": str(i), "prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
-    problems = load_problems(write_rows(tmp_path / "rows.jsonl", rows))
+    problems = load_problems(str(write_rows(tmp_path / "rows.jsonl", rows)))
 
     def drawn():
         """The tokens of each problem's samples; their log-probs are rounded by how many are computed at once."""
@@ -574,7 +570,7 @@ def test_a_local_run_that_was_stopped_makes_only_the_rest(tmp_path, monkeypatch)
         assert [t.token_ids for t in mine.traces] == [t.token_ids for t in theirs.traces]
 
 
-def test_local_log_probs_are_at_the_sampling_temperature_and_ids_need_the_same_vocabulary(tmp_path):
+def test_local_log_probs_are_at_the_sampling_temperature(tmp_path):
     chains = write_dataset(tmp_path / "data", seed=0, train=2, heldout=1, ood=1, terms=2)["train"]
     [problem, _] = load_problems(str(chains))
     [(_, [drawn], _)] = next(local(temperature=0.5).answer([problem], 1))

@@ -16,7 +16,7 @@ from luffy.config import BUILT_IN_RECIPES
 from luffy.errors import StopRequested, TrainingStopped, UserError
 from luffy.quickstart import run
 from luffy.quickstart.run import MethodOutcome, choose_methods, configure, quickstart, table
-from luffy.quickstart.task import write_dataset
+from studies.quickstart.task import write_dataset
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def test_a_short_quickstart_leaves_summary_and_report(short):
     assert set(summary) == {"on-policy", "sft", "luffy"}
     assert all(set(m["seeds"]) == {"0"} and m["start"] == 0.0 for m in summary.values())
     assert (folder / "report.html").stat().st_size > 10_000
-    assert "Right answers after training in percent, 1 seed" in printed
+    assert "Correct answers after training in percent, 1 seed" in printed
 
 
 def test_a_finished_quickstart_is_neither_trained_nor_evaluated_again(short, capsys):
@@ -58,7 +58,7 @@ def test_a_finished_quickstart_is_neither_trained_nor_evaluated_again(short, cap
         assert quickstart(folder, seeds=1, steps=2, as_json=True) == first
     said = capsys.readouterr()
     assert json.loads(said.out) == json.loads((folder / "summary.json").read_text())  # and nothing else
-    assert "Right answers after training" in said.err
+    assert "Correct answers after training" in said.err
     assert {p: p.stat().st_mtime_ns for p in folder.glob("*/seed-0/*")} == written
 
 
@@ -94,7 +94,7 @@ def test_methods_that_need_sft_have_its_model_of_the_same_seed(tmp_path):
 
 def test_a_method_that_fails_is_named_and_the_others_go_on(tmp_path, capsys):
     (tmp_path / "luffy").write_text("where its folder should be")
-    with few_evaluated(), pytest.raises(TrainingStopped, match="failed: luffy/seed-0; why is above and in"):
+    with few_evaluated(), pytest.raises(TrainingStopped, match="failed: luffy/seed-0; see the errors above and in"):
         quickstart(tmp_path, seeds=1, steps=1, methods="luffy,sft")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert list(summary["methods"]) == ["sft"]
@@ -107,7 +107,7 @@ def test_a_method_that_fails_before_there_is_a_folder_is_named(tmp_path, monkeyp
         raise UserError("not today")
 
     monkeypatch.setattr(run, "run_one", fail)
-    with pytest.raises(TrainingStopped, match="failed: luffy/seed-0; why is above and in"):
+    with pytest.raises(TrainingStopped, match="failed: luffy/seed-0; see the errors above and in"):
         quickstart(tmp_path / "new" / "folder", seeds=1, steps=1, methods="luffy")
     summary = json.loads((tmp_path / "new" / "folder" / "summary.json").read_text())
     assert summary == {"methods": {}, "failed": {"luffy/seed-0": "UserError: not today"}}

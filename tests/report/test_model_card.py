@@ -10,7 +10,7 @@ from luffy.config import load_config
 from luffy.hub import hub_id
 from luffy.report.closest_recipe import PAPERS, about_recipe, closest_recipe
 from luffy.report.model_card import BenchmarkFigure, CardFacts, interval, model_card, thinned
-from luffy.report.runs import flat_config, read_config, without_samples
+from luffy.run_folder.runs import flat_config, read_config, without_samples
 
 
 def facts_of(folder, step=3, **more):

@@ -7,14 +7,15 @@ import subprocess
 
 import pytest
 import yaml
+from builders import write_rows
 
 from luffy.cli import main
 from luffy.errors import UserError
 from luffy.report.charts import process_seconds, update_tokens
 from luffy.report.html import POLICY, default_out, write_report
 from luffy.report.model_card import CardFacts, model_card
-from luffy.report.runs import load_run
 from luffy.report.samples import BRIEF, MOST_GROUPS, MOST_SAMPLES
+from luffy.run_folder.runs import load_run
 
 LUFFY = {"guidance": {"n_prefix": 1}, "train": {"steps": 2}}
 ON_POLICY = {"guidance": {"n_prefix": 0}, "train": {"steps": 2}}
@@ -89,7 +90,7 @@ def test_time_knobs_and_runs(two_methods, read_page):
     page = read_page(write_report([two_methods]))
     assert page.tables["phases"][0] == ["Method", "Seconds per step", "rollout", "update", "other", "all"]
     assert page.row("phases", "luffy")[2:] == ["1.00", "0.500", "0.500", "2.00"]
-    assert page.tables["knobs"] == [["Knob", "grpo", "luffy"], ["guidance.n_prefix", "0", "1"]]
+    assert page.tables["knobs"] == [["Setting", "grpo", "luffy"], ["guidance.n_prefix", "0", "1"]]
     assert [row[:4] for row in page.tables["runs"][1:4]] == [
         ["grpo", str(k), "2", v] for k, v in enumerate(("0.200", "0.200", "0.500"))
     ]
@@ -107,7 +108,7 @@ def test_settings_changed_at_a_resume_are_told(write_run, make_metric_row, read_
     (folder / "config-step-000002.earlier-1.yaml").write_text("seed: 5")  # of another training
     page = read_page(write_report([folder.parent]))
     assert page.tables["changes"] == [
-        ["Method", "Seed", "After step", "Knob", "From", "To"],
+        ["Method", "Seed", "After step", "Setting", "From", "To"],
         ["luffy", "1", "4", "optim.schedule", "cosine", "constant"],
         ["luffy", "1", "4", "rollout.n", "8", "4"],
         ["luffy", "1", "8", "optim.lr", "0.001", "0.0001"],
@@ -156,7 +157,7 @@ def test_charts_show_only_what_a_run_has(two_methods, read_page):
     )  # grpo has no traces
     assert "grpo" in described["Clip fraction"]  # always 0, and truly so
     assert "SFT loss" not in described  # an RL run's zeros are no loss
-    assert "No chart for want of values: groups without a signal, sft loss." in text
+    assert "No data for: filtered groups, sft loss." in text
 
 
 def test_traces_by_a_gate_or_a_replay_have_a_reward_too(write_run, make_metric_row):
@@ -466,7 +467,7 @@ def test_the_script_runs_in_a_browser(two_methods, make_sample_row, tmp_path):
     if browser is None:
         pytest.skip("needs chromium or google-chrome")
     rows = [make_sample_row(step) for step in (1, 2)]
-    (two_methods / "luffy" / "seed-0" / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    write_rows(two_methods / "luffy" / "seed-0" / "samples.jsonl", rows)
     out = write_report([two_methods])
     point = "document.querySelector('.chart').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}))"
     out.write_text(out.read_text().replace("</body>", f"<script>{point}</script></body>"))

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from luffy.report.dots import DotRow, dot_plot
 from luffy.report.html import write_report
-from luffy.report.method_families import FAMILIES, GATED, MIXED, OWN, TAUGHT, TRACES, family_of
+from luffy.report.methods import FAMILIES, GATED, MIXED, OWN_SAMPLES, TAUGHT, TRACES, family_of
+from luffy.report.svg import DotRow, dot_plot
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_curves_are_drawn_by_family_with_the_others_behind(many, read_page):
     charts = [
         tag["aria-label"] for name, tag in page.tags if name == "svg" and "Accuracy" in (tag.get("aria-label") or "")
     ]
-    assert [text.partition(":")[0] for text in charts] == [OWN, TRACES] * 2  # over steps and GPU seconds
+    assert [text.partition(":")[0] for text in charts] == [OWN_SAMPLES, TRACES] * 2  # over steps and GPU seconds
     assert [text.count("goes from") for text in charts] == [5, 4] * 2
     assert path.read_text(encoding="utf-8").count('<path class="behind"') == 18
     assert "all other curves" in page.text
@@ -78,7 +78,7 @@ def test_dots_lie_on_the_axis_and_intervals_are_cut_off_at_its_ends():
 
 
 def test_families_of_settings():
-    assert family_of({}) == OWN
+    assert family_of({}) == OWN_SAMPLES
     assert family_of({"guidance.n_prefix": 1, "guidance.gate": "none", "algorithm.trace_term": "rl"}) == TRACES
     assert family_of({"guidance.n_prefix": 0, "guidance.gate": "trace_on_failure"}) == GATED
     assert family_of({"command": "sft", "guidance.n_prefix": 1}) == MIXED

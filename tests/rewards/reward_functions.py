@@ -80,11 +80,11 @@ def two_arguments(response, answer):
     return 0.0
 
 
-def always_right():
+def always_right_factory():
     return lambda answer, response: (1.0, "ok")
 
 
-def recorded(path, number, what):
+def record_call(path, number, what):
     """`misbehave`, noted down in a file whenever it is begun."""
     with open(path, "a") as file:
         file.write(f"{number}\n")

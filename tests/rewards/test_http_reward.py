@@ -7,7 +7,7 @@ import urllib.error
 from pathlib import Path
 
 import pytest
-from loopback import serving
+from processes import serving
 
 from luffy.config import load_config
 from luffy.errors import ConfigError, UserError
@@ -175,9 +175,9 @@ def test_a_server_that_is_not_there_is_an_error_before_the_first_step(server, mo
     with pytest.raises(UserError, match=r"server does not work: http://127.0.0.1:9/: no connection \(Conn.*2 times"):
         build_verifier("http://127.0.0.1:9/", http=quick)
     for address, message in {
-        "http://me:secret@host/": "must not hold a key",
-        "http://host/?key=secret": "must not hold a key",
-        "http://": "is not the address",
+        "http://me:secret@host/": "a key does not belong in an address",
+        "http://host/?key=secret": "a key does not belong in an address",
+        "http://": "is not an address",
     }.items():
         with pytest.raises(UserError, match=message) as caught:
             build_verifier(address, http=quick)

@@ -184,7 +184,7 @@ def verdicts(verifier, pairs):
     return verifier.score(items)
 
 
-def check(verifier, right, wrong):
+def check_pairs(verifier, right, wrong):
     scores = verdicts(verifier, right + wrong)
     found = [score.value for score in scores]
     expected = [1.0] * len(right) + [0.0] * len(wrong)
@@ -201,9 +201,9 @@ def test_lists_of_boxes(math_verifier):
 
 @pytest.mark.parametrize("form", MATH)
 def test_forms(math_verifier, form):
-    check(math_verifier, *MATH[form])
+    check_pairs(math_verifier, *MATH[form])
 
 
 def test_multiple_choice_with_its_own_reward():
     with build_verifier("choice") as verifier:
-        check(verifier, *CHOICE)
+        check_pairs(verifier, *CHOICE)

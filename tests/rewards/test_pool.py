@@ -10,28 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import comes_true, is_running
 
 from luffy.errors import UserError
 from luffy.rewards import pool as pool_module
-from luffy.rewards import worker_process
 from luffy.rewards.pool import WorkerPool
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
-
-
-def is_running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +34,12 @@ def test_results_come_back_in_the_order_of_the_items(pool):
 
 
 def test_answers_of_any_size_and_number_arrive_whole(pool):
-    values = ["x" * size for size in (1, worker_process.READ_BYTES - 40, 10, 5 * worker_process.READ_BYTES, 0)] * 3
+    values = ["x" * size for size in (1, pool_module.READ_BYTES - 40, 10, 5 * pool_module.READ_BYTES, 0)] * 3
     assert [outcome.value for outcome in pool.map(("echo", value) for value in values)] == values
 
 
 def test_a_worker_that_does_not_start_ends_the_run_and_is_named(monkeypatch):
-    for module in (pool_module, worker_process):
-        monkeypatch.setattr(module, "START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.0)
     with (
         WorkerPool("reward_functions:misbehave", workers=1, timeout_s=1.5) as late,
         pytest.raises(RuntimeError, match=r"did not start within 0 s: reward_functions:misbehave"),
@@ -112,7 +97,7 @@ def test_every_kind_of_failure_costs_exactly_its_own_item(pool):
 
 def test_a_failure_among_quick_items_costs_its_own_item_and_no_other_runs_twice(tmp_path):
     record = tmp_path / "runs"
-    with WorkerPool("reward_functions:recorded", workers=1, timeout_s=1.0) as pool:
+    with WorkerPool("reward_functions:record_call", workers=1, timeout_s=1.0) as pool:
         pool.wait_ready()
         failures = {70: "hang", 75: "kill", 85: "raise"}  # the worker has many items at once by then
         outcomes = pool.map((str(record), i, failures.get(i, "echo")) for i in range(100))
@@ -139,7 +124,7 @@ def test_kill_9_of_a_worker_in_mid_flight(tmp_path):
     with WorkerPool("reward_functions:misbehave", workers=2, timeout_s=60) as pool:
 
         def kill_the_sleeper():
-            assert wait_until(lambda: mark.exists() and mark.read_text())
+            assert comes_true(lambda: mark.exists() and mark.read_text())
             os.kill(int(mark.read_text()), signal.SIGKILL)
 
         killer = threading.Thread(target=kill_the_sleeper)
@@ -166,7 +151,7 @@ def test_a_worker_killed_between_items_costs_nothing(pool):
     pool.wait_ready()
     for pid in pool.pids:
         os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: not any(map(is_running, pool.pids)))
+    assert comes_true(lambda: not any(map(is_running, pool.pids)))
     assert [outcome.value for outcome in pool.map([("echo", 1), ("echo", 2), ("echo", 3)])] == [1, 2, 3]
 
 
@@ -308,7 +293,7 @@ def test_a_timeout_also_ends_what_the_worker_started():
         grandchild = pool.map([("grandchild",)])[0].value
         assert is_running(grandchild)
         assert pool.map([("hang",)])[0].status == "timeout"
-        assert wait_until(lambda: not is_running(grandchild))
+        assert comes_true(lambda: not is_running(grandchild))
 
 
 @pytest.mark.parametrize("end", ["exit", "kill", "bomb"])
@@ -317,7 +302,7 @@ def test_what_a_worker_started_ends_with_it_however_it_ends(end):
         grandchild = pool.map([("grandchild",)])[0].value
         assert is_running(grandchild)
         assert pool.map([(end, 1 << 30)])[0].status == "crashed"
-        assert wait_until(lambda: not is_running(grandchild))
+        assert comes_true(lambda: not is_running(grandchild))
 
 
 def test_what_a_worker_started_ends_when_the_worker_is_killed_between_items():
@@ -325,9 +310,9 @@ def test_what_a_worker_started_ends_when_the_worker_is_killed_between_items():
         grandchild = pool.map([("grandchild",)])[0].value
         (pid,) = pool.pids
         os.kill(pid, signal.SIGKILL)
-        assert wait_until(lambda: not is_running(pid))
+        assert comes_true(lambda: not is_running(pid))
         assert pool.map([("echo", 1)])[0].value == 1
-        assert wait_until(lambda: not is_running(grandchild))
+        assert comes_true(lambda: not is_running(grandchild))
 
 
 def test_close_leaves_no_process_and_refuses_further_work():
@@ -374,7 +359,7 @@ def test_workers_end_when_the_parent_is_killed(occupation):
     assert len(pids) == 4 and all(map(is_running, pids))
     parent.kill()
     parent.wait()
-    assert wait_until(lambda: not any(map(is_running, pids)))
+    assert comes_true(lambda: not any(map(is_running, pids)))
 
 
 def test_script_without_guard_without_stdin_and_without_close():

@@ -2,6 +2,7 @@ import json
 import stat
 
 import pytest
+from builders import write_rows
 
 from luffy.errors import DataError, UserError
 from luffy.rewards import build_verifier, score_file
@@ -13,15 +14,10 @@ def verifier():
         yield verifier
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def test_scores_in_order_with_identity_copied(tmp_path, verifier, capfd):
     rows = [{"id": n, "answer": str(n), "response": f"#### {n if n % 3 else n + 1}", "extra": [1]} for n in range(300)]
     rows[7] = {"problem": "2+3?", "answer": "5", "response": "five \ud800"}
-    rows_path = write(tmp_path / "rows.jsonl", rows)
+    rows_path = write_rows(tmp_path / "rows.jsonl", rows)
     out = tmp_path / "scores.jsonl"
     summary = score_file(rows_path, out, verifier)
     scores = [json.loads(line) for line in out.read_text().splitlines()]
@@ -52,7 +48,9 @@ def test_a_reward_of_your_own_sees_the_problem_of_each_row(tmp_path):
 
 def test_progress_can_be_silent_and_files_are_world_readable(tmp_path, verifier, capfd):
     out = tmp_path / "scores.jsonl"
-    score_file(write(tmp_path / "rows.jsonl", [{"answer": "5", "response": "#### 5"}]), out, verifier, progress=False)
+    score_file(
+        write_rows(tmp_path / "rows.jsonl", [{"answer": "5", "response": "#### 5"}]), out, verifier, progress=False
+    )
     assert capfd.readouterr().err == ""
     (tmp_path / "other").touch()
     assert stat.S_IMODE(out.stat().st_mode) == stat.S_IMODE((tmp_path / "other").stat().st_mode)
@@ -95,7 +93,7 @@ def test_a_bad_row_is_found_before_anything_is_scored(tmp_path, verifier, line, 
 
 
 def test_nothing_half_written_when_scoring_stops(tmp_path, verifier, monkeypatch):
-    rows = write(tmp_path / "rows.jsonl", [{"answer": "5", "response": "#### 5"}] * 400)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"answer": "5", "response": "#### 5"}] * 400)
     calls = []
     real_score = verifier.score
 
@@ -114,7 +112,7 @@ def test_nothing_half_written_when_scoring_stops(tmp_path, verifier, monkeypatch
 def test_missing_files_and_folders(tmp_path, verifier):
     with pytest.raises(DataError, match="no such file"):
         score_file(tmp_path / "rows.jsonl", tmp_path / "out.jsonl", verifier)
-    rows = write(tmp_path / "rows.jsonl", [{"answer": "5", "response": "5"}])
+    rows = write_rows(tmp_path / "rows.jsonl", [{"answer": "5", "response": "5"}])
     with pytest.raises(UserError, match="does not exist"):
         score_file(rows, tmp_path / "nowhere" / "out.jsonl", verifier)
     with pytest.raises(UserError, match="is a folder"):

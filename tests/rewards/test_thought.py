@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+from builders import write_rows
 
 from luffy.cli import main
 from luffy.config import load_config
@@ -115,7 +116,7 @@ def test_rows_of_luffy_verify_say_what_the_prompt_opened(tmp_path, monkeypatch, 
     rows = tmp_path / "rows.jsonl"
     prompts = ["2+3=?", "2+3=? <think>\n", "Write <think> first."]
     lines = [{"prompt": prompt, "answer": "42", "response": "#### 42"} for prompt in prompts]
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(rows, lines)
     recipe = tmp_path / "old.yaml"
     recipe.write_text("reward: {kind: gsm8k, prompt_opens_thought: false}\n")
     for options, expected in ((["--reward", "gsm8k"], [1.0, 0.0, 1.0]), (["--reward-of", str(recipe)], [1.0] * 3)):

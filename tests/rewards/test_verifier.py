@@ -9,7 +9,7 @@ from luffy.rewards.kinds import Answered
 from luffy.types import Problem, Score
 
 
-def problem(answer, **meta):
+def problem_with_answer(answer, **meta):
     return Problem(id="p1", prompt="2+3?", answer=answer, meta=meta)
 
 
@@ -17,9 +17,9 @@ def test_weighted_sum_and_first_status_that_is_not_ok():
     with build_verifier(weights={"gsm8k": 1.0, "format": 0.25, "choice": -2.0}) as verifier:
         scores = verifier.score(
             [
-                (problem("#### 5"), "<think>a</think>\n#### 5"),
-                (problem("B"), "<think>a</think>\\boxed{B}"),
-                (problem("5"), "so\n#### 5"),
+                (problem_with_answer("#### 5"), "<think>a</think>\n#### 5"),
+                (problem_with_answer("B"), "<think>a</think>\\boxed{B}"),
+                (problem_with_answer("5"), "so\n#### 5"),
             ]
         )
         # 5 is no letter and B is no number: those terms are errors and add 0.
@@ -27,9 +27,9 @@ def test_weighted_sum_and_first_status_that_is_not_ok():
     with build_verifier(weights={"format": 0.1, "gsm8k": 1.0}) as verifier:
         scores = verifier.score(
             [
-                (problem("5"), "<think>a</think>#### 5"),
-                (problem("5"), "<think>a</think> five"),
-                (problem("5"), "#### 5"),
+                (problem_with_answer("5"), "<think>a</think>#### 5"),
+                (problem_with_answer("5"), "<think>a</think> five"),
+                (problem_with_answer("5"), "#### 5"),
             ]
         )
         assert scores == [Score(1.1, "ok"), Score(0.1, "no_answer"), Score(1.0, "ok")]
@@ -41,14 +41,14 @@ def test_an_error_of_a_reward_in_this_process_says_what_it_was():
     def refuses(answer, response):
         raise ValueError(f"gold {answer} is no number")
 
-    (outcome,) = verifier_module.InProcessReward(refuses).outcomes([Answered(problem("five"), "5")])
+    (outcome,) = verifier_module.InProcessReward(refuses).outcomes([Answered(problem_with_answer("five"), "5")])
     assert outcome.status == "error" and "gold five is no number" in outcome.message
 
 
 def test_counts_accumulate_over_calls():
     with build_verifier("numeric") as verifier:
-        verifier.score([(problem("5"), "5"), (problem("5"), "none")])
-        verifier.score([(problem("5"), "6")])
+        verifier.score([(problem_with_answer("5"), "5"), (problem_with_answer("5"), "none")])
+        verifier.score([(problem_with_answer("5"), "6")])
         assert verifier.score([]) == []
         assert verifier.counts == {"ok": 2, "no_answer": 1}
 
@@ -56,7 +56,7 @@ def test_counts_accumulate_over_calls():
 def test_an_own_function_in_all_its_moods(caplog):
     with build_verifier("reward_functions:length_reward", timeout_s=2.0) as verifier:
         responses = ["four", "nan", "text", "raise", "hang", "abcdefgh"]
-        scores = verifier.score([(problem("x"), response) for response in responses])
+        scores = verifier.score([(problem_with_answer("x"), response) for response in responses])
         assert scores == [
             Score(0.4),
             Score(0.0, "error"),
@@ -65,7 +65,7 @@ def test_an_own_function_in_all_its_moods(caplog):
             Score(0.0, "timeout"),
             Score(0.8),
         ]
-        assert verifier.score([(problem("bonus", bonus=2), "abcde")]) == [Score(2.5)]
+        assert verifier.score([(problem_with_answer("bonus", bonus=2), "abcde")]) == [Score(2.5)]
         assert verifier.counts == {"ok": 3, "error": 3, "timeout": 1}
     assert len(caplog.records) == 2  # one per status, not one per failure
     assert "must return a finite number, found nan" in caplog.text
@@ -73,18 +73,24 @@ def test_an_own_function_in_all_its_moods(caplog):
 
 def test_the_bool_of_an_own_function_is_a_number():
     with build_verifier("reward_functions:true_reward", workers=1) as verifier:
-        assert verifier.score([(problem("a"), "a"), (problem("a"), "b")]) == [Score(1.0), Score(0.0)]
+        assert verifier.score([(problem_with_answer("a"), "a"), (problem_with_answer("a"), "b")]) == [
+            Score(1.0),
+            Score(0.0),
+        ]
 
 
 def test_a_worker_does_not_load_torch_for_a_function_that_does_not():
     with build_verifier("reward_functions:torch_is_loaded", workers=1) as verifier:
-        assert verifier.score([(problem("a", bonus=1), "a")]) == [Score(0.0)]
+        assert verifier.score([(problem_with_answer("a", bonus=1), "a")]) == [Score(0.0)]
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("maths", r"unknown reward 'maths' \(did you mean 'math'\?\); known: choice, format, gsm8k, math, numeric"),
+        (
+            "maths",
+            r"unknown reward 'maths' \(did you mean 'math'\?\); known: math, http, gsm8k, numeric, choice, format",
+        ),
         ("zzz", r"unknown reward 'zzz'; known"),
         ("module:function", "unknown reward"),
         ("no_such_module:f", "cannot import 'no_such_module'.*No module named 'no_such_module'"),
@@ -109,7 +115,7 @@ def test_self_check_catches_a_verifier_that_is_wrong(monkeypatch):
 
     def pool_that_always_agrees(path, *args, **options):
         assert path == "luffy.rewards.math:load"
-        return real("reward_functions:always_right", *args, **options)
+        return real("reward_functions:always_right_factory", *args, **options)
 
     monkeypatch.setattr(verifier_module, "WorkerPool", pool_that_always_agrees)
     with pytest.raises(UserError, match=r"gold 1 against \\boxed\{2\} gave \(1.0, 'ok'\), expected 0.*antlr4_13_2"):
@@ -129,7 +135,12 @@ def test_math_works_off_the_main_thread():
     def work():
         with build_verifier("math", workers=1) as verifier:
             scores.extend(
-                verifier.score([(problem("1/3"), r"\boxed{\frac{2}{6}}"), (problem("1"), r"\boxed{(10^9)!}")])
+                verifier.score(
+                    [
+                        (problem_with_answer("1/3"), r"\boxed{\frac{2}{6}}"),
+                        (problem_with_answer("1"), r"\boxed{(10^9)!}"),
+                    ]
+                )
             )
 
     thread = threading.Thread(target=work)

@@ -9,9 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import vllm_engines
+from builders import ARCHITECTURES, make_model, make_request
 from scipy.stats import chisquare
-from tiny_models import ARCHITECTURES
-from tiny_models import tiny_model as smallest_model
 
 from luffy.errors import UserError
 from luffy.rollout import Engine, NativeEngine
@@ -35,22 +34,18 @@ def build(request) -> Build:
 
 @pytest.fixture(params=ARCHITECTURES)
 def model(request):
-    return tiny_model(request.param)
+    return wide_model(request.param)
 
 
-def tiny_model(architecture: str, **changes):
+def wide_model(architecture: str, **changes):
     """Heads of 32: vLLM's attention on a CPU takes no smaller ones."""
     heads = {"head_dim": 32} if architecture == "qwen3" else {}
-    return smallest_model(architecture, **{"hidden_size": 128, **heads, **changes})
+    return make_model(architecture, **{"hidden_size": 128, **heads, **changes})
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return tuple(torch.randint(3, 200, (length,), generator=generator).tolist())
-
-
-def ask(ids: tuple[int, ...], max_tokens: int = 20, seed: int = 0, prefix: tuple[int, ...] = (), **knobs) -> Request:
-    return Request(ids, seed, Sampling(max_tokens, **knobs), prefix)
 
 
 def reference_greedy(model, request: Request) -> list[int]:
@@ -90,12 +85,12 @@ def renormalised(log_probs: torch.Tensor, s: Sampling) -> torch.Tensor:
     return torch.log_softmax(log_probs.masked_fill(~kept, -torch.inf), -1)
 
 
-GREEDY = [ask(prompt(n), 16, temperature=0.0, eos_ids=(2, 3)) for n in (1, 5, 13, 30, 7)]
+GREEDY = [make_request(prompt(n), 16, temperature=0.0, eos_ids=(2, 3)) for n in (1, 5, 13, 30, 7)]
 
 
 @functools.cache
 def greedy_tokens(architecture: str) -> list[list[int]]:
-    model = tiny_model(architecture)
+    model = wide_model(architecture)
     return [reference_greedy(model, request) for request in GREEDY]
 
 
@@ -106,7 +101,7 @@ def test_greedy_equals_transformers_token_by_token(model, build):
 
 def test_log_probs_equal_a_plain_forward_pass(model, build):
     knobs = [{}, {"temperature": 0.6}, {"temperature": 1.7, "top_p": 0.8}, {"top_k": 5}, {"temperature": 0.0}]
-    requests = [ask(prompt(4 + 5 * i), 25, seed=i, **k) for i, k in enumerate(knobs)]
+    requests = [make_request(prompt(4 + 5 * i), 25, seed=i, **k) for i, k in enumerate(knobs)]
     for request, completion in zip(requests, build(model).generate(requests), strict=True):
         expected = reference_log_probs(model, request, completion)
         given = completion.log_probs if completion.behavior_log_probs is None else completion.behavior_log_probs
@@ -115,8 +110,8 @@ def test_log_probs_equal_a_plain_forward_pass(model, build):
 
 
 def test_the_same_seed_gives_the_same_tokens_in_any_company(model, build):
-    mine = [ask(prompt(6), 6, seed=s, temperature=1.2, top_p=0.95) for s in range(4)]
-    others = [ask(prompt(3 + i, seed=1), 3 + i % 4, seed=i, top_k=i) for i in range(7)]
+    mine = [make_request(prompt(6), 6, seed=s, temperature=1.2, top_p=0.95) for s in range(4)]
+    others = [make_request(prompt(3 + i, seed=1), 3 + i % 4, seed=i, top_k=i) for i in range(7)]
     alone = [build(model).generate([request])[0].token_ids.tolist() for request in mine]
     assert len({tuple(ids) for ids in alone}) == 4
     for slots in (1, 5, 32):
@@ -128,10 +123,13 @@ def test_a_prefix_continues_exactly_where_it_was_cut(model, build):
     engine = build(model)
     # An engine of vLLM draws a request's noise from its seed as it goes, so a sampled rest is another one.
     temperature = 1.1 if isinstance(engine, NativeEngine) else 0.0
-    whole = ask(prompt(9), 20, seed=3, temperature=temperature)
+    whole = make_request(prompt(9), 20, seed=3, temperature=temperature)
     full = engine.generate([whole])[0]
     ids = full.token_ids.tolist()
-    cut = [ask(whole.prompt_ids, 20 - k, seed=3, temperature=temperature, prefix=tuple(ids[:k])) for k in (1, 7, 19)]
+    cut = [
+        make_request(whole.prompt_ids, 20 - k, seed=3, temperature=temperature, prefix=tuple(ids[:k]))
+        for k in (1, 7, 19)
+    ]
     for k, rest in zip((1, 7, 19), engine.generate(cut), strict=True):
         assert rest.token_ids.tolist() == ids[k:]
         torch.testing.assert_close(rest.log_probs, full.log_probs[k:], atol=2e-5, rtol=1e-4)
@@ -139,18 +137,18 @@ def test_a_prefix_continues_exactly_where_it_was_cut(model, build):
 
 def test_a_foreign_prefix_equals_continuing_prompt_plus_prefix(model, build):
     given, prefix = prompt(8), prompt(11, seed=4)
-    split = ask(given, 15, temperature=0.0, prefix=prefix)
-    joined = ask(given + prefix, 15, temperature=0.0)
+    split = make_request(given, 15, temperature=0.0, prefix=prefix)
+    joined = make_request(given + prefix, 15, temperature=0.0)
     a, b = build(model).generate([split, joined])
     assert a.token_ids.tolist() == b.token_ids.tolist() == reference_greedy(model, split)
 
 
 def test_n_samples_of_one_prompt_prefill_it_once_and_differ(build):
     """80 tokens: several whole blocks of vLLM's cache, which shares nothing smaller."""
-    engine, given = build(tiny_model("llama")), prompt(80, seed=7)
-    (alone,) = engine.generate([ask(given, 8, seed=2)])
+    engine, given = build(wide_model("llama")), prompt(80, seed=7)
+    (alone,) = engine.generate([make_request(given, 8, seed=2)])
     engine.sync(engine.version + 1)  # nothing is cached any more
-    samples = engine.generate([ask(given, 8, seed=s) for s in range(6)])
+    samples = engine.generate([make_request(given, 8, seed=s) for s in range(6)])
     assert len({tuple(c.token_ids.tolist()) for c in samples}) == 6
     assert samples[2].token_ids.tolist() == alone.token_ids.tolist()
     if engine.stats.prefill_tokens:  # a server does not tell
@@ -158,27 +156,29 @@ def test_n_samples_of_one_prompt_prefill_it_once_and_differ(build):
 
 
 def test_it_stops_at_any_eos_keeps_it_and_otherwise_says_length(build):
-    model = tiny_model("llama")
-    free = build(model).generate([ask(prompt(5), 30, seed=1)])[0]
+    model = wide_model("llama")
+    free = build(model).generate([make_request(prompt(5), 30, seed=1)])[0]
     ids = free.token_ids.tolist()
     assert free.finish == "length" and len(ids) == 30
     first_seen = {token: ids.index(token) for token in ids}
     early, late = ids[4], ids[15]
-    stopped = build(model).generate([ask(prompt(5), 30, seed=1, eos_ids=(late, early, 199))])[0]
+    stopped = build(model).generate([make_request(prompt(5), 30, seed=1, eos_ids=(late, early, 199))])[0]
     end = min(first_seen[early], first_seen[late])
     assert stopped.finish == "stop" and stopped.token_ids.tolist() == ids[: end + 1]
-    short = build(model).generate([ask(prompt(5), 1, seed=1), ask(prompt(5), 1, seed=1, eos_ids=(ids[0],))])
+    short = build(model).generate(
+        [make_request(prompt(5), 1, seed=1), make_request(prompt(5), 1, seed=1, eos_ids=(ids[0],))]
+    )
     assert [(c.token_ids.tolist(), c.finish) for c in short] == [(ids[:1], "length"), (ids[:1], "stop")]
 
 
 def test_every_request_keeps_its_own_parameters_and_place(build):
-    model = tiny_model("qwen2")
+    model = wide_model("qwen2")
     requests = [
-        ask(prompt(5), 3, seed=0, temperature=0.0),
-        ask(prompt(5), 12, seed=0, top_k=1),
-        ask(prompt(5), 7, seed=0, temperature=2.0),
-        ask(prompt(5), 7, seed=1, temperature=2.0),
-        ask(prompt(5), 7, seed=0, top_p=1e-6),
+        make_request(prompt(5), 3, seed=0, temperature=0.0),
+        make_request(prompt(5), 12, seed=0, top_k=1),
+        make_request(prompt(5), 7, seed=0, temperature=2.0),
+        make_request(prompt(5), 7, seed=1, temperature=2.0),
+        make_request(prompt(5), 7, seed=0, top_p=1e-6),
     ]
     got = [c.token_ids.tolist() for c in build(model, slots=2).generate(requests)]
     assert [len(ids) for ids in got] == [3, 12, 7, 7, 7]
@@ -188,9 +188,9 @@ def test_every_request_keeps_its_own_parameters_and_place(build):
 
 def test_samples_follow_the_models_distribution(build):
     """Two tokens deep, so the second is drawn from the cache."""
-    model = tiny_model("qwen3", vocab_size=12, eos_token_id=1)
+    model = wide_model("qwen3", vocab_size=12, eos_token_id=1)
     given, count = (3, 4, 5), 4000
-    got = build(model, slots=64).generate([ask(given, 2, seed=s, temperature=1.5) for s in range(count)])
+    got = build(model, slots=64).generate([make_request(given, 2, seed=s, temperature=1.5) for s in range(count)])
     pairs = torch.stack([c.token_ids for c in got])
     model.set_attn_implementation("eager")
     with torch.no_grad():
@@ -207,9 +207,9 @@ def test_samples_follow_the_models_distribution(build):
 
 
 def test_new_weights_are_used_at_once(build):
-    model = tiny_model("llama")
+    model = wide_model("llama")
     engine = build(model)
-    request = ask(prompt(6), 10, temperature=0.0)
+    request = make_request(prompt(6), 10, temperature=0.0)
     before = engine.generate([request])[0].token_ids.tolist()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -221,8 +221,8 @@ def test_new_weights_are_used_at_once(build):
 
 
 def test_an_update_between_sleep_and_sync_is_in_the_very_next_sample(build):
-    model = tiny_model("qwen2")
-    engine, request = build(model), ask(prompt(40), 10, temperature=0.0)
+    model = wide_model("qwen2")
+    engine, request = build(model), make_request(prompt(40), 10, temperature=0.0)
     for step in range(1, 4):
         before = engine.generate([request])[0].token_ids.tolist()
         engine.sleep()
@@ -234,8 +234,8 @@ def test_an_update_between_sleep_and_sync_is_in_the_very_next_sample(build):
 
 
 def test_broken_weights_give_no_sample_and_leave_no_trace(build):
-    model = tiny_model("llama")
-    engine, request = build(model), ask(prompt(40), 10, temperature=0.0)
+    model = wide_model("llama")
+    engine, request = build(model), make_request(prompt(40), 10, temperature=0.0)
     weight = model.model.layers[1].mlp.up_proj.weight
     kept = weight.detach().clone()
     with torch.no_grad():
@@ -252,8 +252,10 @@ def test_broken_weights_give_no_sample_and_leave_no_trace(build):
 
 
 def test_progress_counts_to_the_end_and_nothing_asked_is_nothing_made(build):
-    engine, seen = build(tiny_model("llama")), []
-    engine.generate([ask(prompt(4), 1 + i, seed=i) for i in range(5)], lambda done, of: seen.append((done, of)))
+    engine, seen = build(wide_model("llama")), []
+    engine.generate(
+        [make_request(prompt(4), 1 + i, seed=i) for i in range(5)], lambda done, of: seen.append((done, of))
+    )
     assert seen == [(i, 5) for i in range(1, 6)]
     assert engine.generate([]) == []
 
@@ -261,22 +263,22 @@ def test_progress_counts_to_the_end_and_nothing_asked_is_nothing_made(build):
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (ask((), 5), "no prompt tokens"),
-        (ask((1, 2), 0), "max_tokens is 0"),
-        (ask((1, 2), 5, temperature=-0.5), "temperature is -0.5"),
-        (ask((1, 2), 5, top_p=0.0), "top_p is 0.0"),
-        (ask((1, 2), 5, top_k=-1), "top_k is -1"),
-        (ask((1, 200), 5), "token id 200 lies outside the model's vocabulary of 200"),
-        (ask((1,) * 300, 200, prefix=(2,) * 50), "= 550 exceed the context of 512: lower max_tokens to 162"),
-        (ask((1,) * 512, 1), "= 513 exceed the context of 512: shorten the prompt"),
+        (make_request((), 5), "no prompt tokens"),
+        (make_request((1, 2), 0), "max_tokens is 0"),
+        (make_request((1, 2), 5, temperature=-0.5), "temperature is -0.5"),
+        (make_request((1, 2), 5, top_p=0.0), "top_p is 0.0"),
+        (make_request((1, 2), 5, top_k=-1), "top_k is -1"),
+        (make_request((1, 200), 5), "token id 200 lies outside the model's vocabulary of 200"),
+        (make_request((1,) * 300, 200, prefix=(2,) * 50), "= 550 exceed the context of 512: lower max_tokens to 162"),
+        (make_request((1,) * 512, 1), "= 513 exceed the context of 512: shorten the prompt"),
     ],
 )
 def test_what_cannot_be_done_is_one_clear_line(build, request_, message):
     with pytest.raises(UserError, match=message) as caught:
-        build(tiny_model("llama")).generate([ask((1, 2), 5), request_])
+        build(wide_model("llama")).generate([make_request((1, 2), 5), request_])
     assert "\n" not in str(caught.value)
 
 
 def test_the_context_may_be_filled_to_the_last_token(build):
-    model = tiny_model("llama", max_position_embeddings=32)
-    assert len(build(model).generate([ask(prompt(20), 12)])[0].token_ids) == 12
+    model = wide_model("llama", max_position_embeddings=32)
+    assert len(build(model).generate([make_request(prompt(20), 12)])[0].token_ids) == 12

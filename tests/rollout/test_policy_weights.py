@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from builders import make_model
 
 from luffy.errors import UserError
 from luffy.rollout.policy_weights import PushCheck, checkpoint_weights, tensors_of
@@ -14,7 +14,7 @@ from luffy.rollout.vllm.worker_extension import not_filled, noting_loaded, tenso
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])  # tied and untied
 def test_names_and_tensors_are_those_of_the_saved_checkpoint(architecture, tmp_path):
-    model = tiny_model(architecture)
+    model = make_model(architecture)
     model.save_pretrained(tmp_path)
     saved = dict(tensors_in(tmp_path.glob("*.safetensors")))
     pushed = dict(tensors_of(model))
@@ -25,7 +25,7 @@ def test_names_and_tensors_are_those_of_the_saved_checkpoint(architecture, tmp_p
 def test_adapters_are_merged_without_touching_the_policy():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(tiny_model("qwen2"), config)
+    model = peft.get_peft_model(make_model("qwen2"), config)
     before = [parameter.clone() for parameter in model.parameters()]
     pushed = dict(tensors_of(model))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -34,12 +34,12 @@ def test_adapters_are_merged_without_touching_the_policy():
     for name, tensor in pushed.items():
         torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5)
     assert "model.layers.0.self_attn.q_proj.bias" in pushed
-    PushCheck(tiny_model("qwen2"))(model, 1)
+    PushCheck(make_model("qwen2"))(model, 1)
 
 
 def test_a_folder_holds_everything_in_parts_and_is_gone_afterwards(tmp_path, monkeypatch):
     monkeypatch.setattr("luffy.rollout.vllm.transfer.SHARD_BYTES", 60_000)
-    model = tiny_model("llama")
+    model = make_model("llama")
     with write_weights(model, tmp_path / "deep" / "er", 3) as folder:
         files = sorted(folder.iterdir())
         assert len(files) > 3
@@ -49,9 +49,9 @@ def test_a_folder_holds_everything_in_parts_and_is_gone_afterwards(tmp_path, mon
     assert not list(tmp_path.rglob("weights-*"))
 
 
-def test_what_a_killed_writer_left_goes_with_the_next_push_unless_another_is_writing(tmp_path):
+def test_files_of_a_killed_writer_are_removed_by_the_next_push(tmp_path):
     """Its lock died with it, so a copy of its folder stands for what it left."""
-    model = tiny_model("llama")
+    model = make_model("llama")
     with write_weights(model, tmp_path, 3) as writing:
         left, elsewhere = writing.with_name("weights-000002-killed"), tmp_path / "another-machine" / writing.name
         shutil.copytree(writing, left)
@@ -86,7 +86,7 @@ def spoil(model, kind):
     ],
 )
 def test_a_bad_push_is_refused_with_what_is_wrong(kind, error, message):
-    model = tiny_model("llama")
+    model = make_model("llama")
     check = PushCheck(model)
     check(model, 6)
     spoil(model, kind)
@@ -96,7 +96,7 @@ def test_a_bad_push_is_refused_with_what_is_wrong(kind, error, message):
 
 
 def test_nothing_is_computed_before_it_is_asked_for():
-    weights = checkpoint_weights(tiny_model("llama"))
+    weights = checkpoint_weights(make_model("llama"))
     assert len(weights) == 1 + 3 * 9 + 1 and all(weight.layer is None for weight in weights)
 
 

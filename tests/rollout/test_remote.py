@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from builders import make_model
 from fake_servers import KEY, FakeServer
-from tiny_models import tiny_model
 
 from luffy.errors import TrainingStopped, UserError
 from luffy.rollout.policy_weights import Weight, tensors_of
@@ -21,7 +21,7 @@ from luffy.types import Request, Sampling
 
 @pytest.fixture
 def model():
-    return tiny_model("llama")
+    return make_model("llama")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def engine_of(model, servers, folder, **knobs):
     return RemoteEngine(model, clients, FolderTransfer(folder), **{"max_context": 512, "slots": 4, **knobs})
 
 
-def ask(prompt, seed=0, tokens=3):
+def remote_request(prompt, seed=0, tokens=3):
     return Request(tuple(prompt), seed, Sampling(tokens, eos_ids=(4,)))
 
 
@@ -51,7 +51,7 @@ def test_answers_come_in_order_and_prompts_stay_with_their_server(model, start, 
     servers = [start(delay=0.01), start(delay=0.01)]
     engine = engine_of(model, servers, tmp_path)
     engine.sync(0)
-    requests = [ask([10 + p], seed=10 * p + s) for p in range(6) for s in range(4)]
+    requests = [remote_request([10 + p], seed=10 * p + s) for p in range(6) for s in range(4)]
     seen = []
     got = engine.generate(requests, lambda done, of: seen.append((done, of)))
     assert [c.token_ids.tolist() for c in got] == [[r.seed % 100, 3, 4] for r in requests]
@@ -89,7 +89,7 @@ def test_a_lost_servers_requests_are_made_elsewhere_and_reported(model, start, t
     said = []
     engine = engine_of(model, servers, tmp_path, warn=said.append)
     engine.sync(0)
-    requests = [ask([10 + p], seed=10 * p + s) for p in range(6) for s in range(4)]
+    requests = [remote_request([10 + p], seed=10 * p + s) for p in range(6) for s in range(4)]
     got = engine.generate(requests)
     assert [c.token_ids[0].item() for c in got] == [r.seed % 100 for r in requests]
     values = {k: m.value for k, m in engine.metrics().items()}
@@ -108,7 +108,7 @@ def test_a_restarted_server_gets_the_weights_before_it_is_asked(model, start, tm
     engine = engine_of(model, [server], tmp_path, warn=said.append)
     engine.sync(3)
     server.version, server.weights = -1, {}
-    engine.generate([ask([10])])
+    engine.generate([remote_request([10])])
     assert server.version == 3 and server.weights and "other weights" in said[0]
 
 
@@ -118,9 +118,9 @@ def test_without_any_server_left_the_run_stops_and_says_so(model, start, tmp_pat
     engine.sync(0)
     server.die_after = 1
     with pytest.raises(TrainingStopped, match="no vLLM server could answer"):
-        engine.generate([ask([10], seed=s) for s in range(6)])
+        engine.generate([remote_request([10], seed=s) for s in range(6)])
     with pytest.raises(TrainingStopped, match="no vLLM server is left"):
-        engine.generate([ask([10])])
+        engine.generate([remote_request([10])])
 
 
 def test_a_hiccup_is_tried_again_and_a_lasting_fault_is_an_error(model, start, tmp_path):
@@ -128,10 +128,10 @@ def test_a_hiccup_is_tried_again_and_a_lasting_fault_is_an_error(model, start, t
     engine = engine_of(model, [server], tmp_path)
     engine.sync(0)
     server.broken = 2
-    assert len(engine.generate([ask([10], seed=s) for s in range(4)])) == 4
+    assert len(engine.generate([remote_request([10], seed=s) for s in range(4)])) == 4
     server.broken = 100
     with pytest.raises(TrainingStopped, match="hiccup"):
-        engine.generate([ask([10])])
+        engine.generate([remote_request([10])])
 
 
 def test_a_server_that_lets_the_time_of_a_response_pass_is_lost_though_it_is_well(model, start, tmp_path):
@@ -141,7 +141,7 @@ def test_a_server_that_lets_the_time_of_a_response_pass_is_lost_though_it_is_wel
     engine = RemoteEngine(model, clients, FolderTransfer(tmp_path), max_context=512, slots=2, warn=said.append)
     engine.sync(0)
     stuck.delay = 3.0
-    requests = [ask([10 + p], seed=10 * p + s) for p in range(4) for s in range(2)]
+    requests = [remote_request([10 + p], seed=10 * p + s) for p in range(4) for s in range(2)]
     got = engine.generate(requests)
     assert [c.token_ids[0].item() for c in got] == [r.seed % 100 for r in requests]
     assert len(stuck.prompts) <= 2  # what was open there; nothing was sent a second time
@@ -157,7 +157,7 @@ def test_when_the_only_server_is_too_slow_the_run_stops_and_names_the_knob(model
     engine = RemoteEngine(model, [Server(server.url, KEY, 1.0)], FolderTransfer(tmp_path), max_context=512)
     engine.sync(0)
     with pytest.raises(TrainingStopped, match=r"no answer in 1 s; raise rollout\.vllm\.timeout_s"):
-        engine.generate([ask([10])])
+        engine.generate([remote_request([10])])
     assert len(server.prompts) == 1
 
 
@@ -171,7 +171,7 @@ def test_a_server_that_takes_too_long_for_a_push_is_lost(model, start, tmp_path)
     engine.sync(3)
     assert quick.version == 3 and len(said) == 1 and stuck.url in said[0]
     stuck.luffy_load = load
-    engine.generate([ask([10])])
+    engine.generate([remote_request([10])])
     assert stuck.version == 3 and engine.metrics()["rollout/servers"].value == 2
 
 
@@ -183,10 +183,10 @@ def test_a_server_that_answers_nothing_any_more_is_waited_for_once(model, start,
     engine.sync(0)
     plain = stuck.reply
     stuck.reply = lambda path, body: time.sleep(3.0) or plain(path, body)
-    engine.generate([ask([10])])
+    engine.generate([remote_request([10])])
     waited_for = len(stuck.calls)
     engine.sync(1)
-    engine.generate([ask([10])])
+    engine.generate([remote_request([10])])
     assert set(stuck.calls[waited_for:]) <= {"health"}
     stuck.reply = plain
     engine.sync(2)
@@ -214,14 +214,14 @@ def test_a_server_with_another_model_or_too_little_context_is_refused(model, sta
 )
 def test_a_server_whose_model_computes_something_else_is_refused(name, architecture, served, policy, start, tmp_path):
     server = start()
-    server.config = model_fields(tiny_model(architecture, **served).config)
+    server.config = model_fields(make_model(architecture, **served).config)
     with pytest.raises(UserError, match=f"serves another model: its {name} is"):
-        engine_of(tiny_model(architecture, **policy), [server], tmp_path)
+        engine_of(make_model(architecture, **policy), [server], tmp_path)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral"])
 def test_the_same_model_in_other_words_is_taken(architecture, start, tmp_path):
-    server, model = start(), tiny_model(architecture)
+    server, model = start(), make_model(architecture)
     config = model.config.to_dict()
     older = {**config, **config.pop("rope_parameters"), "head_dim": None}
     del older["rope_parameters"]
@@ -239,7 +239,7 @@ def worker_of(config, **arguments):
 
 
 def test_a_window_that_vllm_was_told_to_leave_out_is_no_other_model():
-    config = tiny_model("mistral").config
+    config = make_model("mistral").config
     assert worker_of(config, disable_sliding_window=False).luffy_state()["config"]["sliding_window"] == 8
     config.sliding_window = None  # so vLLM does
     assert "sliding_window" not in worker_of(config, disable_sliding_window=True).luffy_state()["config"]
@@ -279,7 +279,7 @@ def test_a_server_that_is_not_there(model, tmp_path, start):
 
 def test_nccl_without_vllm_is_refused_before_any_server_is_asked(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(UserError, match="transfer=nccl needs vLLM beside the trainer too"):
+    with pytest.raises(UserError, match="transfer=nccl needs vLLM installed with the trainer too"):
         NcclTransfer("127.0.0.1")
 
 
@@ -379,5 +379,5 @@ def test_nobody_answers_with_old_weights_beside_a_server_that_is_lost_in_every_p
     engine.sync(4)
     stuck.reply = lambda path, body: time.sleep(2.0 if path == "start_weight_update" else 0) or plain(path, body)
     engine.sync(5)
-    engine.generate([ask([10])])
+    engine.generate([remote_request([10])])
     assert versions == [5]

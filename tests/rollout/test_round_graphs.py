@@ -9,11 +9,9 @@ from functools import partial
 import plain_kernels
 import pytest
 import torch
-from support import DEVICE, GPU_IF_THERE
-from tiny_models import tiny_model
+from builders import DEVICE, GPU_IF_THERE, make_model, make_request
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from toy_overrides import ask
 
 pytest.importorskip("triton")
 
@@ -24,7 +22,7 @@ from luffy.models import drop_padding_tokens
 from luffy.rollout import SpeculativeEngine
 from luffy.rollout.native import paged_cache
 from luffy.rollout.native.decode_graphs import capturing
-from luffy.rollout.native.model_runner import ModelRunner
+from luffy.rollout.native.slot_cache import ModelRunner
 from luffy.rollout.overrides import round_graphs
 from luffy.rollout.overrides.round_graphs import RoundGraphs
 from luffy.types import Request
@@ -42,25 +40,31 @@ def fast_on_a_cpu(monkeypatch):
 
 def pair(first="llama", second="qwen3", tokens=40, layers=(2, 3)):
     shapes = [{**SMALL, "num_hidden_layers": count} for count in layers]
-    models = tiny_model(first, 1, **shapes[0]), tiny_model(second, 2, **shapes[1])
+    models = make_model(first, 1, **shapes[0]), make_model(second, 2, **shapes[1])
     drop_padding_tokens(models[1], tokens)
     return tuple(model.to(DEVICE) for model in models)
 
 
-def requests() -> list[Request]:
+def graph_requests() -> list[Request]:
     """Shared prompts, ends at different times, a page filled in mid-run, a prompt of more than one page."""
     several = [
-        ask(range(3, 9 + s % 2), 3 + 5 * s, seed=s, eos_ids=(5, 11, 20), temperature=0.8 + 0.1 * s) for s in range(5)
+        make_request(range(3, 9 + s % 2), 3 + 5 * s, seed=s, eos_ids=(5, 11, 20), temperature=0.8 + 0.1 * s)
+        for s in range(5)
     ]
-    return [*several, ask([3 + i % 30 for i in range(PAGE - 6)], 14, seed=7), ask([9] * (PAGE + 9), 1), ask((4,), 9)]
+    return [
+        *several,
+        make_request([3 + i % 30 for i in range(PAGE - 6)], 14, seed=7),
+        make_request([9] * (PAGE + 9), 1),
+        make_request((4,), 9),
+    ]
 
 
 def generate(models, rule, decoding, asked=None, **knobs):
     engine = SpeculativeEngine(*models, rule, decoding=decoding, **{"k": 3, "max_slots": 3, **knobs})
-    return engine.generate(asked or requests()), engine
+    return engine.generate(asked or graph_requests()), engine
 
 
-def assert_same(ours, theirs):
+def assert_same_completions(ours, theirs):
     for a, b in zip(ours, theirs, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist() and a.finish == b.finish
         assert torch.equal(a.overrides, b.overrides)
@@ -84,7 +88,7 @@ def test_pages_draw_what_slots_draw(rule, k, budget, tokens):
     knobs = {"k": k, "max_overrides": budget}
     slots, _ = generate(models, rule, "slots", **knobs)
     pages, engine = generate(models, rule, "pages", **knobs)
-    assert_same(pages, slots)
+    assert_same_completions(pages, slots)
     assert {c.finish for c in pages} == {"stop", "length"}
     assert 0 < engine.stats.overrides < engine.stats.generated_tokens
     assert engine.stats.decode_steps == k * engine.stats.second_passes
@@ -93,15 +97,15 @@ def test_pages_draw_what_slots_draw(rule, k, budget, tokens):
 @pytest.mark.parametrize("architectures", [("qwen2", "mistral"), ("mistral", "llama")])
 def test_windows_and_other_architectures(architectures):
     models = pair(*architectures)
-    assert_same(*(generate(models, RULES[2], kind, max_slots=8, k=5)[0] for kind in ("pages", "slots")))
+    assert_same_completions(*(generate(models, RULES[2], kind, max_slots=8, k=5)[0] for kind in ("pages", "slots")))
 
 
 def test_the_context_may_be_filled_to_the_last_token(monkeypatch):
     """And no table of positions is read past its end for proposals that nobody will take. What looks on is captured
     with the rest, so it reads nothing back: that would end the capture."""
-    models = tiny_model("llama", 1, max_position_embeddings=PAGE), tiny_model("qwen2", 2, max_position_embeddings=PAGE)
+    models = make_model("llama", 1, max_position_embeddings=PAGE), make_model("qwen2", 2, max_position_embeddings=PAGE)
     models = [model.to(DEVICE) for model in models]
-    asked = [ask(range(3, 23), PAGE - 20), ask((5,), PAGE - 1, seed=1)]
+    asked = [make_request(range(3, 23), PAGE - 20), make_request((5,), PAGE - 1, seed=1)]
     last, decode = torch.zeros((), dtype=torch.int64, device=DEVICE), ModelRunner.decode
 
     def watched(self, tokens, at, *rest):
@@ -111,7 +115,7 @@ def test_the_context_may_be_filled_to_the_last_token(monkeypatch):
     monkeypatch.setattr(ModelRunner, "decode", watched)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # such as: on without CUDA graphs
-        assert_same(*(generate(models, RULES[2], kind, asked, k=7)[0] for kind in ("pages", "slots")))
+        assert_same_completions(*(generate(models, RULES[2], kind, asked, k=7)[0] for kind in ("pages", "slots")))
     assert int(last) == PAGE - 1
 
 
@@ -121,12 +125,12 @@ def test_graphs_stay_and_caches_go():
     kept = engine._graphs
     assert all(cache._cache._block is None for cache in kept.caches)
     engine.rule = Rule("mixture", eps=1.0)
-    assert all(c.overrides.all() for c in engine.generate(requests()[:2]))
+    assert all(c.overrides.all() for c in engine.generate(graph_requests()[:2]))
     engine.rule = RULES[2]
-    assert_same(engine.generate(requests()), first)
+    assert_same_completions(engine.generate(graph_requests()), first)
     with torch.no_grad():
         models[0].lm_head.weight.mul_(-1.0)
-    assert_same(engine.generate(requests()), generate(models, RULES[2], "slots")[0])
+    assert_same_completions(engine.generate(graph_requests()), generate(models, RULES[2], "slots")[0])
     assert engine._graphs is kept
 
 
@@ -134,15 +138,15 @@ def test_graphs_stay_and_caches_go():
 def test_graphs_that_no_longer_fit_are_made_anew(change):
     models = pair()
     engine = SpeculativeEngine(*models, RULES[2], k=3, decoding="pages")
-    engine.generate(requests()[:4])
+    engine.generate(graph_requests()[:4])
     before = engine._graphs
     if change == "weights":
         models[1].model.norm.weight.data = models[1].model.norm.weight.data * 2
     engine.k = 2 if change == "k" else 3
-    asked = requests() if change == "rows" else requests()[:4]
+    asked = graph_requests() if change == "rows" else graph_requests()[:4]
     got = engine.generate(asked)
     assert engine._graphs is not before
-    assert_same(got, generate(models, RULES[2], "slots", asked)[0])
+    assert_same_completions(got, generate(models, RULES[2], "slots", asked)[0])
 
 
 def test_little_memory_gives_few_slots(monkeypatch):
@@ -151,14 +155,14 @@ def test_little_memory_gives_few_slots(monkeypatch):
     sizes = []
     monkeypatch.setattr(round_graphs, "affordable", lambda wanted, each, *_: sizes.append((wanted, each)) or 2)
     got, engine = generate(models, RULES[0], "pages", max_slots=8)
-    assert_same(got, expected)
+    assert_same_completions(got, expected)
     # Keys and values of 2 + 3 layers on two pages, and ten float32 [k, V].
     heads = {m: paged_cache.cache_shape(m) for m in models}
     pages = sum(2 * s.layers * 2 * s.kv_heads * PAGE * s.width * 4 for s in heads.values())
     assert sizes == [(8, pages + 10 * 3 * 40 * 4)] and engine._graphs.caches[0].slots == 2
     monkeypatch.setattr(round_graphs, "affordable", lambda *_: 0)
     with pytest.raises(UserError, match="no memory is left for one sequence with overrides"):
-        engine.generate(requests())
+        engine.generate(graph_requests())
 
 
 def test_a_smaller_cache_forgets_the_pages_of_a_larger_one():
@@ -178,7 +182,7 @@ def test_idle_rows_do_not_look_where_sequences_of_an_earlier_round_stood(monkeyp
         launch(self, rows)
 
     monkeypatch.setattr(RoundGraphs, "_launch", noted)
-    asked = [ask((3, 4, 5), 2 + 6 * (s < 2), seed=s) for s in range(4)]
+    asked = [make_request((3, 4, 5), 2 + 6 * (s < 2), seed=s) for s in range(4)]
     generate(pair(), Rule("mixture", eps=0.0), "pages", asked, k=2, max_slots=8)
     assert min(seen[0]) == 3  # four sequences begin behind three tokens
     assert len(seen) == 4 and all(min(at[:2]) > 3 and at[2:] == [0, 0] for at in seen[1:])
@@ -188,9 +192,9 @@ def test_scores_of_idle_rows_are_paid_for_too(monkeypatch):
     """Five sequences run in graphs of eight rows: where memory is for six, there are six."""
     models, wanted = pair(), []
     monkeypatch.setattr(round_graphs, "affordable", lambda count, *_: wanted.append(count) or 6)
-    got, engine = generate(models, RULES[0], "pages", requests()[:5], max_slots=32)
+    got, engine = generate(models, RULES[0], "pages", graph_requests()[:5], max_slots=32)
     assert wanted == [8] and len(engine._graphs._output.tokens) == 6 and engine._graphs.caches[0].slots == 5
-    assert_same(got, generate(models, RULES[0], "slots", requests()[:5])[0])
+    assert_same_completions(got, generate(models, RULES[0], "slots", graph_requests()[:5])[0])
 
 
 def test_a_call_that_finds_no_memory_leaves_none_taken(monkeypatch):
@@ -204,13 +208,13 @@ def test_a_call_that_finds_no_memory_leaves_none_taken(monkeypatch):
 
     caches[1].allocate = refuse
     with pytest.raises(torch.OutOfMemoryError):
-        engine.generate(requests())
+        engine.generate(graph_requests())
     caches[1].allocate = allocate
     taken, affordable = [], round_graphs.affordable
     monkeypatch.setattr(
         round_graphs, "affordable", lambda *a: taken.append([c._cache._block for c in caches]) or affordable(*a)
     )
-    assert_same(engine.generate(requests()), expected)
+    assert_same_completions(engine.generate(graph_requests()), expected)
     assert taken == [[None, None]]
 
 
@@ -238,7 +242,7 @@ def test_every_size_of_batch_is_captured_once_and_replayed(monkeypatch):
     engine = SpeculativeEngine(*models, RULES[1], k=3, max_slots=8, decoding="pages")
     engine.round_graphs(8, PAGE)._pool = "pool"
     for _ in range(2):
-        assert_same(engine.generate(requests()), expected)
+        assert_same_completions(engine.generate(graph_requests()), expected)
     assert sorted(captured) == sorted(set(captured)) and captured[0] == 8 and len(captured) >= 3
 
 
@@ -272,9 +276,9 @@ def test_without_capture_it_says_so_once_and_goes_on_where_it_was(monkeypatch):
     engine.round_graphs(8, PAGE)._pool = "pool"
     cuda = FakeCuda(monkeypatch, fails=True)
     with pytest.warns(UserWarning, match="without CUDA graphs.*not permitted") as caught:
-        got = engine.generate(requests())
+        got = engine.generate(graph_requests())
     assert len(caught) == 1 and cuda.stream == "the caller's"
-    assert_same(got, generate(models, RULES[0], "slots", max_slots=8)[0])
+    assert_same_completions(got, generate(models, RULES[0], "slots", max_slots=8)[0])
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU captures")
@@ -333,9 +337,9 @@ def test_a_round_never_leaves_the_device(monkeypatch, architecture, tokens):
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="on a GPU every test here runs the kernels themselves")
 def test_the_kernels_themselves_draw_the_same(monkeypatch, request):
     models = pair(layers=(1, 2))
-    asked = [ask((3, 4), 4, seed=1), ask((3, 4, 5), 3, seed=2)]
+    asked = [make_request((3, 4), 4, seed=1), make_request((3, 4, 5), 3, seed=2)]
     expected, _ = generate(models, RULES[0], "slots", asked)
     monkeypatch.undo()
     request.getfixturevalue("interpreted_kernels")
     got, _ = generate(models, RULES[0], "pages", asked, k=2, max_context=PAGE, max_slots=2)
-    assert_same(got, expected)
+    assert_same_completions(got, expected)

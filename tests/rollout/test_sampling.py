@@ -13,12 +13,12 @@ CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 0.5, -1.0, 1.5, 0.0, -3.0, 1.0, 0.2])
 
 
-def rows_of(samplings, seeds):
+def sampling_rows(samplings, seeds):
     return SamplingRows.of([Request((0,), seed, s) for s, seed in zip(samplings, seeds, strict=True)], CPU)
 
 
 def draws(sampling: Sampling, count: int, logits: torch.Tensor = LOGITS) -> torch.Tensor:
-    rows = rows_of([sampling] * count, range(count))
+    rows = sampling_rows([sampling] * count, range(count))
     return sample(logits.expand(count, -1), rows, torch.full((count,), 17))[0]
 
 
@@ -71,7 +71,7 @@ def test_rounding_changes_no_more_draws_than_the_probabilities_differ():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(400, 20_000, generator=generator)
     nudged = logits + 1e-4 * torch.randn(400, 20_000, generator=generator)
-    rows = rows_of([Sampling(1)] * 400, range(400))
+    rows = sampling_rows([Sampling(1)] * 400, range(400))
     before, after = (sample(x, rows, torch.zeros(400, dtype=torch.long))[0] for x in (logits, nudged))
     assert (before != after).sum() <= 1
 
@@ -119,7 +119,7 @@ def test_ties_at_the_edge_of_top_k_go_to_the_smaller_ids():
 
 
 def test_greedy_takes_the_largest_and_reports_its_log_prob_at_temperature_one():
-    rows = rows_of([Sampling(1, temperature=0.0), Sampling(1, temperature=2.0)], [5, 5])
+    rows = sampling_rows([Sampling(1, temperature=0.0), Sampling(1, temperature=2.0)], [5, 5])
     tokens, log_probs = sample(LOGITS.expand(2, -1), rows, torch.tensor([3, 3]))
     assert tokens[0] == 0
     assert log_probs[0] == torch.log_softmax(LOGITS, -1)[0]
@@ -129,11 +129,11 @@ def test_greedy_takes_the_largest_and_reports_its_log_prob_at_temperature_one():
 def test_greedy_draws_are_not_filtered():
     settings = [Sampling(1, 0.0, top_p=0.5), Sampling(1, 0.0, top_k=2), Sampling(1, 1.0), Sampling(1, 1.0, top_k=2)]
     assert [sampling.is_filtered for sampling in settings] == [False, False, False, True]
-    assert rows_of(settings, [0] * 4).filtered.tolist() == [3]
+    assert sampling_rows(settings, [0] * 4).filtered.tolist() == [3]
 
 
 def test_log_probs_ignore_the_filters():
-    rows = rows_of([Sampling(1, temperature=0.7, top_k=1, top_p=0.2)], [0])
+    rows = sampling_rows([Sampling(1, temperature=0.7, top_k=1, top_p=0.2)], [0])
     tokens, log_probs = sample(LOGITS[None], rows, torch.tensor([0]))
     assert tokens.tolist() == [0]
     torch.testing.assert_close(log_probs, torch.log_softmax(LOGITS / 0.7, -1)[:1])
@@ -144,13 +144,13 @@ def test_a_row_draws_the_same_whatever_its_neighbours_ask_for():
     plain = [Sampling(1, temperature=0.9)] * 40
     mixed = [plain[0] if i % 2 else Sampling(1, temperature=1.3, top_p=0.5, top_k=7) for i in range(40)]
     seeds, positions = list(range(40)), torch.arange(40)
-    alone = sample(logits, rows_of(plain, seeds), positions)[0]
-    together = sample(logits, rows_of(mixed, seeds), positions)[0]
+    alone = sample(logits, sampling_rows(plain, seeds), positions)[0]
+    together = sample(logits, sampling_rows(mixed, seeds), positions)[0]
     assert alone[1::2].tolist() == together[1::2].tolist()
     assert alone[0::2].tolist() != together[0::2].tolist()
 
 
-def test_impossible_tokens_are_never_drawn_and_a_vast_vocabulary_is_reached_to_its_end():
+def test_impossible_tokens_are_never_drawn_from_a_large_vocabulary():
     logits = torch.zeros(150_000)
     logits[:75_000] = -torch.inf
     tokens = draws(Sampling(1), 200, logits)

@@ -12,7 +12,7 @@ from luffy.errors import UserError
 from luffy.rollout.vllm.colocated import environment, worker_environment
 from luffy.rollout.vllm.guard import RequireKey
 from luffy.rollout.vllm.server_process import flags, server_command, server_environment
-from luffy.train.serve import serve
+from luffy.train.vllm_settings import serve
 
 KEY = "the-servers-own-key"
 
@@ -26,10 +26,10 @@ def test_arguments_become_flags():
     ]  # fmt: skip
 
 
-def test_a_server_listens_on_loopback_with_a_guard_and_its_key_only_in_the_environment(tiny_model, monkeypatch):
+def test_a_server_listens_on_loopback_and_takes_its_key_from_the_environment(tiny_model, monkeypatch):
     monkeypatch.setenv("MY_KEY", KEY)
     started = []
-    monkeypatch.setattr("luffy.train.serve.become_server", lambda *given: started.append(given))
+    monkeypatch.setattr("luffy.train.vllm_settings.become_server", lambda *given: started.append(given))
     cfg = build(
         Config,
         {
@@ -77,7 +77,7 @@ def test_vllm_takes_no_module_of_the_current_folder(tmp_path, monkeypatch):
     assert subprocess.check_output(spawned) == b"mine\n" and "PYTHONSAFEPATH" not in os.environ
 
 
-def ask(path, header=None, kind="http"):
+def ask_server(path, header=None, kind="http"):
     """The status that the guard answers with, or 200 when it lets the request through."""
     sent, passed = [], []
 
@@ -98,11 +98,11 @@ def ask(path, header=None, kind="http"):
 def test_the_guard_asks_for_the_key_on_every_route_but_health(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     for path in ("/v1/completions", "/collective_rpc", "/update_weights", "/sleep", "/metrics", "/health/x", "/docs"):
-        assert ask(path) == 401
-        assert ask(path, "Bearer wrong") == 401 and ask(path, KEY) == 401
-        assert ask(path, f"Bearer {KEY}") == 200
-    assert ask("/health") == 200
-    assert ask("/v1/realtime", kind="websocket") == 1008
+        assert ask_server(path) == 401
+        assert ask_server(path, "Bearer wrong") == 401 and ask_server(path, KEY) == 401
+        assert ask_server(path, f"Bearer {KEY}") == 200
+    assert ask_server("/health") == 200
+    assert ask_server("/v1/realtime", kind="websocket") == 1008
     monkeypatch.setenv("VLLM_API_KEY", "")
     with pytest.raises(RuntimeError, match="VLLM_API_KEY is empty"):
         RequireKey(None)

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from builders import make_model, make_request, make_tokenizer
 from fake_servers import KEY, FakeGenerator
-from support import make_tokenizer
-from tiny_models import tiny_model
 from toy_overrides import (
     EOS,
     GIVEN,
@@ -17,7 +16,6 @@ from toy_overrides import (
     SAMPLES,
     SECOND_TEMPERATURE,
     TEMPERATURE,
-    ask,
     branches,
     chi_square,
     count,
@@ -36,14 +34,14 @@ from luffy.rollout.overrides.aligned import AlignedEngine
 from luffy.rollout.overrides.coupled import CoupledEngine
 from luffy.rollout.vllm.http_client import Server
 from luffy.rollout.vllm.served_model import ServedModel
-from luffy.train.overrides import scores_of
+from luffy.train.build_engines import scores_of
 
 LONGEST, TOKENS = 64, 18
 
 
 def second_model(rows=TOKENS + 3):
     """With rows of padding that are likely tokens."""
-    return tiny_model("llama", seed=2, vocab_size=rows, initializer_range=0.2)
+    return make_model("llama", seed=2, vocab_size=rows, initializer_range=0.2)
 
 
 @pytest.fixture
@@ -78,11 +76,12 @@ def pair_of(rule, draft, second, budget):
     [("mixture", None), ("mixture", 2), ("speculative", None), ("speculative", 2), ("aligned", None)],
 )
 def test_a_server_gives_what_the_model_in_this_process_gives(start, rule, budget):
-    draft = NativeEngine(tiny_model("qwen2", seed=1, vocab_size=24, initializer_range=0.2))
+    draft = NativeEngine(make_model("qwen2", seed=1, vocab_size=24, initializer_range=0.2))
     local = second_model()
     drop_padding_tokens(local, TOKENS)
     requests = [
-        ask((4, 13, 3 + s // 4), 12, seed=s, prefix=(5,) * (s % 2), temperature=1.2, eos_ids=(1, 9)) for s in range(16)
+        make_request((4, 13, 3 + s // 4), 12, seed=s, prefix=(5,) * (s % 2), temperature=1.2, eos_ids=(1, 9))
+        for s in range(16)
     ]
     servers = served(start(), start())
     got = pair_of(rule, draft, servers, budget).generate(requests)
@@ -148,7 +147,7 @@ def test_coupled_log_probs_are_exact(coupled):
 
 def test_without_overrides_the_policy_writes_alone():
     draft, second = map(NativeEngine, toy_models())
-    requests = [ask(GIVEN, 6, seed=s) for s in range(5)]
+    requests = [make_request(GIVEN, 6, seed=s) for s in range(5)]
     got = CoupledEngine(draft, second, scores_of(draft.model, 1.0, 100), max_overrides=0).generate(requests)
     for ours, alone in zip(got, draft.generate(requests), strict=True):
         assert torch.equal(ours.token_ids, alone.token_ids) and not ours.overrides.any()
@@ -158,11 +157,11 @@ def test_without_overrides_the_policy_writes_alone():
 def test_equal_models_override_nothing():
     draft, _ = map(NativeEngine, toy_models())
     got = CoupledEngine(draft, draft, scores_of(draft.model, 1.0, 100)).generate(
-        [ask(GIVEN, 6, seed=s) for s in (1, 2)]
+        [make_request(GIVEN, 6, seed=s) for s in (1, 2)]
     )
     assert not any(c.overrides.any() for c in got)
     with pytest.raises(UserError, match="top_k"):
-        CoupledEngine(draft, draft, scores_of(draft.model, 1.0, 100)).generate([ask(GIVEN, 4, top_k=3)])
+        CoupledEngine(draft, draft, scores_of(draft.model, 1.0, 100)).generate([make_request(GIVEN, 4, top_k=3)])
 
 
 # ---- what is refused, and servers that are lost
@@ -233,14 +232,14 @@ def test_an_answer_that_no_vllm_server_would_give_is_one_line(start, choice, mes
     engine = served(server)
     server.complete = lambda body: (200, {"choices": [choice]})
     with pytest.raises(UserError, match=message) as error:
-        engine.generate([ask((4, 5), 8)])
+        engine.generate([make_request((4, 5), 8)])
     assert "name a vLLM server in rollout.offpolicy_guidance.servers" in one_line(error)
 
 
 def test_a_lost_server_is_made_up_for_and_the_last_one_ends_the_run(start):
     warnings, servers = [], (start(), start())
     engine = served(*servers, warn=warnings.append)
-    requests = [ask((4, 5, 3 + s), 6, seed=s) for s in range(8)]
+    requests = [make_request((4, 5, 3 + s), 6, seed=s) for s in range(8)]
     before = [c.token_ids.tolist() for c in engine.generate(requests)]
     servers[0].die_after = len(servers[0].asked) + 1
     assert [c.token_ids.tolist() for c in engine.generate(requests)] == before
@@ -260,8 +259,8 @@ def test_a_lost_server_is_made_up_for_and_the_last_one_ends_the_run(start):
 def test_a_request_beyond_the_context_is_refused(start):
     engine = served(start())
     with pytest.raises(UserError, match=f"exceed the context of {LONGEST}"):
-        engine.generate([ask((4, 5), LONGEST)])
-    (seeded,) = engine.generate([replace(ask((4, 5), 3), seed=2**64 - 1)])
+        engine.generate([make_request((4, 5), LONGEST)])
+    (seeded,) = engine.generate([replace(make_request((4, 5), 3), seed=2**64 - 1)])
     assert len(seeded.token_ids) == 3
 
 
@@ -273,13 +272,15 @@ def test_a_server_of_vllm_itself_gives_tokens_and_log_probs_of_its_model():
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    model, known = tiny_model("llama", hidden_size=128), 20
+    model, known = make_model("llama", hidden_size=128), 20
     assert model.config.vocab_size > known + 30
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(known)}, unk_token="w0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", unk_token="w0")
     engine = ServedModel([vllm_engines.server_for(model, "scoring")], tokenizer, LONGEST, slots=4)
     drop_padding_tokens(model, known)
-    requests = [ask((4, 13, 3 + s // 4), 12, seed=s, prefix=(5,) * (s % 2), temperature=0.7) for s in range(16)]
+    requests = [
+        make_request((4, 13, 3 + s // 4), 12, seed=s, prefix=(5,) * (s % 2), temperature=0.7) for s in range(16)
+    ]
     for request, made in zip(requests, engine.generate(requests), strict=True):
         ids = made.token_ids
         assert len(ids) == 12 and int(ids.max()) < known

@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, tiny_model
+from builders import ARCHITECTURES, make_model, make_request
 from toy_overrides import (
     DRAFT_ALONE,
     RULES,
     SAMPLES,
     VOCABULARY,
-    ask,
     chi_square,
     count,
     exact_distribution,
@@ -100,11 +99,11 @@ def test_importance_weights_bring_back_the_drafts_expectation(name, budget):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_log_probs_equal_plain_forward_passes_in_every_architecture(architecture):
-    draft, second = tiny_model("llama", seed=1), tiny_model(architecture, seed=2)
+    draft, second = make_model("llama", seed=1), make_model(architecture, seed=2)
     if architecture == "llama":  # the draft's sliding window too, and another shape on either side
-        draft = tiny_model("mistral", seed=1, hidden_size=32, num_hidden_layers=2)
+        draft = make_model("mistral", seed=1, hidden_size=32, num_hidden_layers=2)
     rule = Rule("mixture", eps=0.2)
-    requests = [ask(range(5, 9 + 4 * s), 20, seed=s, temperature=1.0 + 0.2 * s) for s in range(5)]
+    requests = [make_request(range(5, 9 + 4 * s), 20, seed=s, temperature=1.0 + 0.2 * s) for s in range(5)]
     got = SpeculativeEngine(draft, second, rule, k=3, max_slots=3).generate(requests)
     for request, completion in zip(requests, got, strict=True):
         ids, start = [*request.prompt_ids, *completion.token_ids.tolist()], len(request.prompt_ids)
@@ -123,7 +122,7 @@ def test_log_probs_equal_plain_forward_passes_in_every_architecture(architecture
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_extending_a_cache_equals_running_the_whole(architecture):
     """Uneven rows, rejected leftovers in the cache, past the sliding window."""
-    model = tiny_model(architecture)
+    model = make_model(architecture)
     lengths, ids = (3, 12, 9), torch.randint(3, 200, (3, 20), generator=torch.Generator().manual_seed(0))
     cache = SlotCache(3, 3, 32)
     spoiled = torch.arange(20).expand(3, -1)
@@ -161,14 +160,16 @@ class _Row:
 
 def mixed_requests() -> list[Request]:
     """Prompts shared by several samples, uneven lengths, prefixes, one-token responses, early ends."""
-    requests = [ask(range(10 + p, 20 + p), 1 + 3 * s, seed=s, eos_ids=(2, 50, 60)) for p in range(3) for s in range(4)]
-    requests += [ask(range(10, 20), 9, seed=s, prefix=(7, 8), temperature=1.3) for s in range(3)]
-    return [*requests, ask((5,), 16, seed=1), ask(range(3, 90), 2, seed=2)]
+    requests = [
+        make_request(range(10 + p, 20 + p), 1 + 3 * s, seed=s, eos_ids=(2, 50, 60)) for p in range(3) for s in range(4)
+    ]
+    requests += [make_request(range(10, 20), 9, seed=s, prefix=(7, 8), temperature=1.3) for s in range(3)]
+    return [*requests, make_request((5,), 16, seed=1), make_request(range(3, 90), 2, seed=2)]
 
 
 def spread_models():
     """Two models near enough for long agreement and far enough for overrides."""
-    return tiny_model("llama", seed=1, initializer_range=0.05), tiny_model("qwen3", seed=2, initializer_range=0.05)
+    return make_model("llama", seed=1, initializer_range=0.05), make_model("qwen3", seed=2, initializer_range=0.05)
 
 
 @pytest.mark.parametrize(
@@ -211,10 +212,12 @@ def test_neither_k_nor_company_changes_the_tokens(name, budget):
 
 
 def test_equal_models_agree_on_everything():
-    draft = tiny_model("llama", seed=1)
+    draft = make_model("llama", seed=1)
     engine = SpeculativeEngine(draft, draft, Rule("speculative"), k=4, max_slots=8)
-    got = engine.generate([ask((5, 6, 7), 13, seed=s) for s in range(8)])
-    assert tokens_of(got) == tokens_of(NativeEngine(draft).generate([ask((5, 6, 7), 13, seed=s) for s in range(8)]))
+    got = engine.generate([make_request((5, 6, 7), 13, seed=s) for s in range(8)])
+    assert tokens_of(got) == tokens_of(
+        NativeEngine(draft).generate([make_request((5, 6, 7), 13, seed=s) for s in range(8)])
+    )
     stats = engine.stats
     # The first token comes from the prefill, then 12 in rounds of 4.
     assert (stats.decode_steps, stats.second_passes, stats.overrides) == (12, 3, 0)
@@ -238,16 +241,16 @@ def test_one_transfer_to_the_host_per_round(monkeypatch):
     engine = SpeculativeEngine(*spread_models(), Rule("mixture", eps=0.3), max_overrides=2, max_slots=4)
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: counted.append(1) or plain(self))
     monkeypatch.setattr(torch.Tensor, "item", lambda self: pytest.fail("a scalar was read back"))
-    engine.generate([ask((5, 6), 10, seed=i) for i in range(4)])
+    engine.generate([make_request((5, 6), 10, seed=i) for i in range(4)])
     assert len(counted) == 1 + engine.stats.second_passes
 
 
 def test_a_prefix_continues_exactly_where_it_was_cut():
     draft, second = spread_models()
     engine = SpeculativeEngine(draft, second, Rule("mixture", eps=0.4), k=4)
-    full = engine.generate([ask((5, 6, 7), 20, seed=3)])[0]
+    full = engine.generate([make_request((5, 6, 7), 20, seed=3)])[0]
     ids = full.token_ids.tolist()
-    cut = [ask((5, 6, 7), 20 - n, seed=3, prefix=ids[:n]) for n in (1, 7, 19)]
+    cut = [make_request((5, 6, 7), 20 - n, seed=3, prefix=ids[:n]) for n in (1, 7, 19)]
     for n, rest in zip((1, 7, 19), engine.generate(cut), strict=True):
         assert rest.token_ids.tolist() == ids[n:] and torch.equal(rest.overrides, full.overrides[n:])
         torch.testing.assert_close(rest.behavior_log_probs, full.behavior_log_probs[n:], atol=2e-5, rtol=1e-4)
@@ -256,17 +259,17 @@ def test_a_prefix_continues_exactly_where_it_was_cut():
 def test_an_end_inside_a_round_ends_the_response():
     draft, second = spread_models()
     engine = SpeculativeEngine(draft, second, Rule("mixture", eps=0.2), k=5)
-    ids = engine.generate([ask((5, 6, 7), 20, seed=3)])[0].token_ids.tolist()
-    ends = [ask((5, 6, 7), 20, seed=3, eos_ids=(token,)) for token in ids]
+    ids = engine.generate([make_request((5, 6, 7), 20, seed=3)])[0].token_ids.tolist()
+    ends = [make_request((5, 6, 7), 20, seed=3, eos_ids=(token,)) for token in ids]
     for end, got in enumerate(engine.generate(ends)):
         assert got.finish == "stop" and got.token_ids.tolist() == ids[: ids.index(ids[end]) + 1]
         assert len(got.overrides) == len(got.guidance_log_probs) == len(got.behavior_log_probs) == len(got.token_ids)
 
 
 def test_the_context_may_be_filled_to_the_last_token():
-    draft = tiny_model("llama", max_position_embeddings=32)
-    second = tiny_model("qwen2", max_position_embeddings=32)
-    requests = [ask(range(3, 23), 12), ask((5,), 31)]
+    draft = make_model("llama", max_position_embeddings=32)
+    second = make_model("qwen2", max_position_embeddings=32)
+    requests = [make_request(range(3, 23), 12), make_request((5,), 31)]
     got = SpeculativeEngine(draft, second, Rule("mixture", eps=0.2), k=7).generate(requests)
     assert [len(c.token_ids) for c in got] == [12, 31]
     for request, completion in zip(requests, got, strict=True):
@@ -288,12 +291,12 @@ def test_padding_of_the_policy_is_never_put_in_and_never_asked_for():
         # Its probability is the policy's: mixture keeps a share of it, the others reject what the second model never says.
         assert bool(seen) is (name == "mixture")
     with pytest.raises(UserError, match=f"token id {VOCABULARY - 1} lies outside"):
-        SpeculativeEngine(draft, second, RULES["mixture"]).generate([ask((VOCABULARY - 1,), 3)])
+        SpeculativeEngine(draft, second, RULES["mixture"]).generate([make_request((VOCABULARY - 1,), 3)])
 
 
 def test_the_rule_may_change_between_calls():
     engine = SpeculativeEngine(*spread_models(), Rule("mixture", eps=0.0))
-    requests = [ask((5, 6, 7), 30, seed=s) for s in range(4)]
+    requests = [make_request((5, 6, 7), 30, seed=s) for s in range(4)]
     shares = []
     for eps in (0.0, 0.3, 1.0):
         engine.rule = Rule("mixture", eps=eps)
@@ -304,8 +307,8 @@ def test_the_rule_may_change_between_calls():
 @pytest.mark.slow
 def test_batch_invariance_is_to_the_bit():
     draft, second = (model.to(torch.bfloat16) for model in spread_models())
-    mine = [ask(range(10, 30 + s), 12, seed=s) for s in range(3)]
-    others = [ask(range(40, 60 + 20 * s), 20, seed=s) for s in range(5)]
+    mine = [make_request(range(10, 30 + s), 12, seed=s) for s in range(3)]
+    others = [make_request(range(40, 60 + 20 * s), 20, seed=s) for s in range(5)]
     engine = SpeculativeEngine(draft, second, Rule("speculative"), k=3, max_slots=6, batch_invariant=True)
     alone = [engine.generate([request])[0] for request in mine]
     crowd = engine.generate([*others[:3], *mine, *others[3:]])[3:6]
@@ -318,7 +321,7 @@ def test_training_state_of_both_comes_back():
     draft.train()
     second.model.layers[1].train()
     modes = [m.training for model in (draft, second) for m in model.modules()]
-    SpeculativeEngine(draft, second, RULES["mixture"]).generate([ask((5, 6), 5)])
+    SpeculativeEngine(draft, second, RULES["mixture"]).generate([make_request((5, 6), 5)])
     assert [m.training for model in (draft, second) for m in model.modules()] == modes
 
 
@@ -329,11 +332,11 @@ def test_broken_weights_name_the_model(broken, name):
     with torch.no_grad():
         (draft if broken == "policy" else second).model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
     with pytest.raises(FloatingPointError, match=f"the {broken} gave NaN logits for request 0 after 3 tokens"):
-        SpeculativeEngine(draft, second, RULES[name]).generate([ask((5, 6, 7), 4)])
+        SpeculativeEngine(draft, second, RULES[name]).generate([make_request((5, 6, 7), 4)])
 
 
 def test_bad_settings_are_refused():
-    draft, rule = tiny_model("llama"), RULES["speculative"]
+    draft, rule = make_model("llama"), RULES["speculative"]
     for knobs, message in (
         ({"k": 0}, "k is 0"),
         ({"max_overrides": -1}, "max_overrides is -1"),
@@ -343,8 +346,8 @@ def test_bad_settings_are_refused():
         with pytest.raises(UserError, match=message):
             SpeculativeEngine(draft, draft, rule, **knobs)
     with pytest.raises(UserError, match="vocabulary of 200 tokens, the second model of 210.*drop_padding_tokens"):
-        SpeculativeEngine(draft, tiny_model("llama", vocab_size=210), rule)
-    short = tiny_model("llama", max_position_embeddings=128)
+        SpeculativeEngine(draft, make_model("llama", vocab_size=210), rule)
+    short = make_model("llama", max_position_embeddings=128)
     with pytest.raises(
         UserError, match="takes 128 tokens, less than the context of 512: set max_context to at most 128"
     ):
@@ -359,7 +362,7 @@ def test_bad_settings_are_refused():
     [({"temperature": 0.0}, "temperature is 0"), ({"top_p": 0.9}, "top_p is 0.9"), ({"top_k": 5}, "top_k is 5")],
 )
 def test_sampling_that_would_not_be_exact_is_refused(knobs, message):
-    engine = SpeculativeEngine(tiny_model("llama"), tiny_model("llama"), RULES["speculative"])
+    engine = SpeculativeEngine(make_model("llama"), make_model("llama"), RULES["speculative"])
     with pytest.raises(UserError, match=message) as caught:
-        engine.generate([ask((5, 6), 4), ask((5, 6), 4, **knobs)])
+        engine.generate([make_request((5, 6), 4), make_request((5, 6), 4, **knobs)])
     assert "\n" not in str(caught.value)

@@ -4,20 +4,20 @@ import copy
 
 import pytest
 import torch
-from support import make_samples, make_tokenizer
+from builders import make_request, make_samples, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from luffy import api
 from luffy.errors import UserError
+from luffy.learn.policy import Policy
 from luffy.models.forward import forward_hidden
 from luffy.models.load import load_model
 from luffy.models.plain import choose_path, differ, plain_log_probs, runs_plain
 from luffy.prepare.teachers import LocalTeacher
 from luffy.rollout import NativeEngine
 from luffy.train.loop import Trainer
-from luffy.train.policy import Policy
 from luffy.train.setup import check_context
-from luffy.types import Problem, Request, Sampling
+from luffy.types import Problem
 
 TOKENS = {"vocab_size": 60, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 SMALL = {**TOKENS, "max_position_embeddings": 128}
@@ -56,7 +56,7 @@ KINDS = {
 }
 
 
-def build(kind):
+def build_engine(kind):
     torch.manual_seed(0)
     settings = dict(KINDS[kind])
     attention = settings.pop("attn_implementation", "sdpa")
@@ -66,21 +66,17 @@ def build(kind):
 
 @pytest.fixture(params=["gemma2", "cohere", "bloom", "modernbert-decoder", "hrm_text", "deepseek_v3"])
 def plain_model(request):
-    model = build(request.param)
+    model = build_engine(request.param)
     with pytest.warns(UserWarning, match="its own forward pass instead"):
         choose_path(model)
     assert runs_plain(model)
     return model
 
 
-def ask(ids, max_tokens, seed=0, **knobs):
-    return Request(tuple(ids), seed, Sampling(max_tokens, **knobs))
-
-
 def test_greedy_tokens_are_those_of_generate(plain_model):
     prompts = [(5, 6, 7, 8, 9, 10), (11, 12), (13,)]
     engine = NativeEngine(plain_model, max_slots=2)
-    ours = engine.generate([ask(p, 9, temperature=0.0) for p in prompts])
+    ours = engine.generate([make_request(p, 9, temperature=0.0) for p in prompts])
     assert engine.stats.decode_steps == 2 * 8  # two batches; the first token comes from the prefill
     for prompt, completion in zip(prompts, ours, strict=True):
         theirs = plain_model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False, eos_token_id=None)
@@ -90,7 +86,10 @@ def test_greedy_tokens_are_those_of_generate(plain_model):
 def test_log_probs_of_rollouts_are_the_trainers(plain_model):
     """HRM goes through its layers many times, so that rounding adds up to 7e-4 on some processors."""
     bound = 2e-3 if plain_model.config.model_type == "hrm_text" else 1e-4
-    requests = [ask((5, 6, 7), 12, seed=1, temperature=0.7), ask((8, 9), 5, seed=2, temperature=0.7, eos_ids=(3, 4))]
+    requests = [
+        make_request((5, 6, 7), 12, seed=1, temperature=0.7),
+        make_request((8, 9), 5, seed=2, temperature=0.7, eos_ids=(3, 4)),
+    ]
     with torch.no_grad():
         for request, completion in zip(requests, NativeEngine(plain_model).generate(requests), strict=True):
             ids = torch.cat((torch.tensor(request.prompt_ids), completion.token_ids))
@@ -111,7 +110,7 @@ def test_packed_scores_are_those_of_sequences_alone(plain_model):
 
 
 def test_such_a_model_is_loaded_with_a_warning_and_trained(tmp_path, make_config):
-    build("gemma2").save_pretrained(tmp_path)
+    build_engine("gemma2").save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="Gemma2ForCausalLM .* correct, but slower"):
         model = load_model(tmp_path)
     before = copy.deepcopy(model.state_dict())
@@ -124,7 +123,7 @@ def test_such_a_model_is_loaded_with_a_warning_and_trained(tmp_path, make_config
 
 @pytest.mark.filterwarnings("ignore:.* correct, but slower")
 def test_a_model_without_a_limit_of_positions_generates_is_evaluated_and_trained(tmp_path, make_config, sums):
-    build("bloom").save_pretrained(tmp_path / "bloom")
+    build_engine("bloom").save_pretrained(tmp_path / "bloom")
     make_tokenizer().save_pretrained(tmp_path / "bloom")
     path, options = str(tmp_path / "bloom"), {"max_tokens": 4, "style": "plain", "device": "cpu"}
     (row,) = api.generate(path, "1+2=", **options)
@@ -178,7 +177,7 @@ def test_a_model_for_images_and_text_trains_on_text(tmp_path, make_config):
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = load_model(tmp_path)
-    (ours,) = NativeEngine(model).generate([ask((5, 6, 7), 8, temperature=0.0)])
+    (ours,) = NativeEngine(model).generate([make_request((5, 6, 7), 8, temperature=0.0)])
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     expected = theirs.generate(torch.tensor([(5, 6, 7)]), max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert ours.token_ids.tolist() == expected[0, 3:].tolist()
@@ -199,9 +198,9 @@ def test_longrope_ends_where_its_frequencies_change(make_config):
     choose_path(model)
     engine = NativeEngine(model)
     with pytest.raises(UserError, match="exceed the context of 16"):
-        engine.generate([ask((5, 6, 7), 14)])
+        engine.generate([make_request((5, 6, 7), 14)])
     # The longer prompt has ended when the other comes to its last token.
-    short, _ = engine.generate([ask((5, 6), 14, seed=1), ask(range(5, 17), 4)])
+    short, _ = engine.generate([make_request((5, 6), 14, seed=1), make_request(range(5, 17), 4)])
     ids = torch.cat((torch.tensor([5, 6]), short.token_ids))
     expected = plain_log_probs(model, ids, [16], torch.arange(1, 15), short.token_ids, 1.0)[0]
     torch.testing.assert_close(short.log_probs, expected.detach(), rtol=1e-4, atol=1e-4)
@@ -216,9 +215,9 @@ def test_a_model_we_serve_is_not_warned_about(tiny_model, recwarn):
 
 
 def test_learned_positions_are_served_too():
-    model = build("gpt2")
+    model = build_engine("gpt2")
     choose_path(model)  # by whichever way
-    (ours,) = NativeEngine(model).generate([ask((5, 6, 7), 8, temperature=0.0)])
+    (ours,) = NativeEngine(model).generate([make_request((5, 6, 7), 8, temperature=0.0)])
     model.set_attn_implementation("sdpa")
     theirs = model.generate(torch.tensor([(5, 6, 7)]), max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert ours.token_ids.tolist() == theirs[0, 3:].tolist()

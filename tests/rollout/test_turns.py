@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from builders import make_model, make_request
 from toy_overrides import (
     DRAFT_ALONE,
     EOS,
@@ -15,7 +15,6 @@ from toy_overrides import (
     SAMPLES,
     TEMPERATURE,
     VOCABULARY,
-    ask,
     chi_square,
     count,
     exact_distribution,
@@ -114,7 +113,7 @@ def test_weights_given_the_coins_bring_back_the_drafts_expectation(drawn):
 
 def test_coins_are_those_of_the_native_engine_and_turns_are_as_long_as_they_last():
     draft, second = map(Plain, toy_models())
-    requests = [ask(GIVEN, 12, seed=s, prefix=(2,) * (s % 3)) for s in range(40)]
+    requests = [make_request(GIVEN, 12, seed=s, prefix=(2,) * (s % 3)) for s in range(40)]
     got = TurnsEngine(draft, second, Rule("mixture", eps=0.4), 3).generate(requests)
     native = SpeculativeEngine(*toy_models(), Rule("mixture", eps=0.4), max_overrides=3).generate(requests)
     assert [c.overrides.tolist() for c in got] == [c.overrides.tolist() for c in native]
@@ -126,7 +125,7 @@ def test_coins_are_those_of_the_native_engine_and_turns_are_as_long_as_they_last
 
 def test_an_end_in_either_hand_ends_the_response():
     draft, second = map(Plain, toy_models())
-    requests = [ask(GIVEN, 40, seed=s, eos_ids=(1, 4)) for s in range(200)]
+    requests = [make_request(GIVEN, 40, seed=s, eos_ids=(1, 4)) for s in range(200)]
     got = TurnsEngine(draft, second, Rule("mixture", eps=0.5)).generate(requests)
     ends = {bool(c.overrides[-1]) for c in got if c.finish == "stop"}
     assert ends == {True, False}
@@ -138,10 +137,10 @@ def test_an_end_in_either_hand_ends_the_response():
 def test_eps_one_is_the_second_model_and_eps_zero_the_policy():
     draft, second = map(Plain, toy_models())
     engine = TurnsEngine(draft, second, Rule("mixture", eps=1.0), second_temperature=0.7)
-    requests = [ask(GIVEN, 6, seed=s, temperature=1.3) for s in range(5)]
+    requests = [make_request(GIVEN, 6, seed=s, temperature=1.3) for s in range(5)]
     for eps, writer, temperature in ((1.0, second, 0.7), (0.0, draft, 1.3)):
         engine.rule = Rule("mixture", eps=eps)
-        alone = writer.generate([ask(GIVEN, 6, seed=s, temperature=temperature) for s in range(5)])
+        alone = writer.generate([make_request(GIVEN, 6, seed=s, temperature=temperature) for s in range(5)])
         assert [c.token_ids.tolist() for c in engine.generate(requests)] == [c.token_ids.tolist() for c in alone]
     engine.sync(7)
     assert draft.versions == [7] and second.versions == []
@@ -151,16 +150,16 @@ def test_eps_one_is_the_second_model_and_eps_zero_the_policy():
 def test_progress_counts_to_the_end():
     seen = []
     engine = TurnsEngine(*map(Plain, toy_models()), RULES["mixture"])
-    engine.generate([ask(GIVEN, 1 + s, seed=s) for s in range(5)], lambda done, of: seen.append((done, of)))
+    engine.generate([make_request(GIVEN, 1 + s, seed=s) for s in range(5)], lambda done, of: seen.append((done, of)))
     assert seen[-1] == (5, 5) and seen == sorted(seen)
 
 
 def test_a_token_the_second_model_cannot_read_is_read_as_its_last():
     """The policy's padding: it may write it, and the behaviour stays what is reported."""
-    draft, small = tiny_model("llama", seed=1, vocab_size=40), tiny_model("qwen2", seed=2, vocab_size=8)
+    draft, small = make_model("llama", seed=1, vocab_size=40), make_model("qwen2", seed=2, vocab_size=8)
     asks = Plain(small)
     engine = TurnsEngine(Plain(draft), asks, Rule("mixture", eps=0.5), second_vocabulary=8)
-    got = engine.generate([ask((3, 4), 10, seed=s) for s in range(6)])
+    got = engine.generate([make_request((3, 4), 10, seed=s) for s in range(6)])
     assert any(int(c.token_ids.max()) >= 8 for c in got)
     for c in got:
         ids = c.token_ids.tolist()
@@ -190,7 +189,7 @@ def test_missing_log_probs_are_found_by_asking_for_one_token(engine):
     with pytest.raises(UserError, match=message):
         check_log_probs(engine(draft), Sampling(LENGTH, TEMPERATURE))
     with pytest.raises(UserError, match="with 0 log-probs"):
-        TurnsEngine(Plain(draft), engine(second), RULES["mixture"]).generate([ask(GIVEN, 20)])
+        TurnsEngine(Plain(draft), engine(second), RULES["mixture"]).generate([make_request(GIVEN, 20)])
 
 
 @pytest.mark.parametrize(
@@ -207,4 +206,4 @@ def test_rules_that_need_distributions_are_refused_by_name(rule, instead):
 @pytest.mark.parametrize("knobs", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 5}])
 def test_sampling_that_would_not_be_exact_is_refused(knobs):
     with pytest.raises(UserError, match=next(iter(knobs))):
-        TurnsEngine(*map(Plain, toy_models()), RULES["mixture"]).generate([ask(GIVEN, 4, **knobs)])
+        TurnsEngine(*map(Plain, toy_models()), RULES["mixture"]).generate([make_request(GIVEN, 4, **knobs)])

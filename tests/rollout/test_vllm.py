@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import vllm_engines
-from tiny_models import tiny_model as smallest_model
+from builders import make_model
 
 from luffy.errors import UserError
 from luffy.rollout.vllm.http_client import Server
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.vllm
 
 
 def llama():
-    return smallest_model("llama", hidden_size=128)
+    return make_model("llama", hidden_size=128)
 
 
-def ask(seed=0, tokens=8, temperature=0.0, length=40):
+def vllm_request(seed=0, tokens=8, temperature=0.0, length=40):
     return Request(tuple(range(10, 10 + length)), seed, Sampling(tokens, temperature))
 
 
-def tokens_of(engine, *requests):
+def generated_tokens(engine, *requests):
     return [c.token_ids.tolist() for c in engine.generate(requests)]
 
 
@@ -38,42 +38,42 @@ def engine(request):
 
 
 def test_a_push_of_the_wrong_shape_is_refused_and_the_engine_stays_well(engine):
-    before = tokens_of(engine, ask())
+    before = generated_tokens(engine, vllm_request())
     mlp = engine.model.model.layers[0].mlp
     kept = mlp.up_proj.weight
     mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(3, 128))
     with pytest.raises(UserError, match=r"up_proj.weight is \[3, 128\] and must be \[128, 128\]"):
         engine.sync(9)
-    assert engine.version == 0 and tokens_of(engine, ask()) == before
+    assert engine.version == 0 and generated_tokens(engine, vllm_request()) == before
     mlp.up_proj.weight = kept
     engine.sync(10)
-    assert engine.version == 10 and tokens_of(engine, ask()) == before
+    assert engine.version == 10 and generated_tokens(engine, vllm_request()) == before
 
 
 def test_a_sleeping_engine_does_not_answer_with_what_it_has():
     engine = vllm_engines.colocated(llama())
-    before = tokens_of(engine, ask())
+    before = generated_tokens(engine, vllm_request())
     engine.sleep()
     with pytest.raises(RuntimeError, match="call sync first"):
-        engine.generate([ask()])
+        engine.generate([vllm_request()])
     engine.sync(1)
-    assert tokens_of(engine, ask()) == before and engine.seconds.keys() == {"sleep", "wake", "push"}
+    assert generated_tokens(engine, vllm_request()) == before and engine.seconds.keys() == {"sleep", "wake", "push"}
 
 
 def test_weights_through_a_folder_are_the_same_as_in_memory(tmp_path):
     engine = vllm_engines.colocated(llama())
-    expected = tokens_of(engine, ask())
-    other = smallest_model("llama", seed=3, hidden_size=128)
+    expected = generated_tokens(engine, vllm_request())
+    other = make_model("llama", seed=3, hidden_size=128)
     engine.model = other
     engine._push_folder = tmp_path
     try:
         engine.sync(1)
-        assert tokens_of(engine, ask()) != expected
+        assert generated_tokens(engine, vllm_request()) != expected
         engine.model = llama()
         engine.sync(2)
     finally:
         engine._push_folder = None
-    assert tokens_of(engine, ask()) == expected and not list(tmp_path.rglob("weights-*"))
+    assert generated_tokens(engine, vllm_request()) == expected and not list(tmp_path.rglob("weights-*"))
 
 
 def test_the_trainers_random_numbers_are_left_alone():
@@ -81,7 +81,7 @@ def test_the_trainers_random_numbers_are_left_alone():
     torch.manual_seed(3)
     random.seed(3)
     state, python = torch.get_rng_state(), random.getstate()
-    engine.generate([ask(temperature=0.0), ask(seed=4, temperature=1.0)])
+    engine.generate([vllm_request(temperature=0.0), vllm_request(seed=4, temperature=1.0)])
     assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python
 
 
@@ -90,7 +90,7 @@ def test_without_request_seeds_a_batch_follows_its_first():
     engine.seeded = False
     try:
         first, again, other = (
-            tokens_of(engine, *[ask(seed=s + i, temperature=1.0) for i in range(3)]) for s in (5, 5, 6)
+            generated_tokens(engine, *[vllm_request(seed=s + i, temperature=1.0) for i in range(3)]) for s in (5, 5, 6)
         )
     finally:
         engine.seeded = True
@@ -99,7 +99,7 @@ def test_without_request_seeds_a_batch_follows_its_first():
 
 def test_what_vllm_cannot_do_is_one_clear_line(engine):
     with pytest.raises(UserError, match=r"temperature must be in \[0, 2\]") as caught:
-        engine.generate([ask(temperature=3.0)])
+        engine.generate([vllm_request(temperature=3.0)])
     assert "\n" not in str(caught.value)
 
 
@@ -111,7 +111,9 @@ def test_a_folder_is_evaluated_with_the_weights_that_vllm_reads_itself(tmp_path,
     monkeypatch.setattr(engines, "engine_arguments", lambda **k: plain(**{**k, "args": vllm_engines.ARGUMENTS}))
     loaded = engines.load_engine("vllm", str(tmp_path), dtype="float32", device="cpu", slots=8)
     assert loaded.context == 512 and loaded.eos_ids == (2,)
-    assert tokens_of(loaded.engine, ask()) == tokens_of(vllm_engines.colocated(llama()), ask())
+    assert generated_tokens(loaded.engine, vllm_request()) == generated_tokens(
+        vllm_engines.colocated(llama()), vllm_request()
+    )
     with pytest.raises(RuntimeError, match="no policy"):
         loaded.engine.sync(1)
 
@@ -139,12 +141,12 @@ def test_a_server_killed_in_the_middle_costs_no_sample(tmp_path):
     said = []
     engine = RemoteEngine(model, [first, second], FolderTransfer(tmp_path), max_context=512, slots=8, warn=said.append)
     engine.sync(1)
-    requests = [ask(seed=s, tokens=150, temperature=1.0, length=8 + s % 4) for s in range(48)]
-    undisturbed = tokens_of(engine, *requests)
+    requests = [vllm_request(seed=s, tokens=150, temperature=1.0, length=8 + s % 4) for s in range(48)]
+    undisturbed = generated_tokens(engine, *requests)
     threading.Timer(0.3, lambda: os.kill(process.pid, signal.SIGKILL)).start()
     time.sleep(0.1)
-    assert tokens_of(engine, *requests) == undisturbed
+    assert generated_tokens(engine, *requests) == undisturbed
     values = {name: metric.value for name, metric in engine.metrics().items()}
     assert values["rollout/servers_lost"] == 1 and values["rollout/requests_resent"] > 0
     assert len(said) == 1 and second.url in said[0]
-    assert tokens_of(engine, *requests[:4]) == undisturbed[:4]  # the other goes on alone
+    assert generated_tokens(engine, *requests[:4]) == undisturbed[:4]  # the other goes on alone

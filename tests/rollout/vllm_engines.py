@@ -62,9 +62,9 @@ def _shape(model) -> str:
 
 
 def _llama():
-    from tiny_models import tiny_model
+    from builders import make_model
 
-    return tiny_model("llama", hidden_size=128)
+    return make_model("llama", hidden_size=128)
 
 
 def _temporary(name: str) -> str:

@@ -1,11 +1,11 @@
 """Figures and tables of the study."""
 
-import json
 import statistics
 import sys
 from pathlib import Path
 
 import pytest
+from builders import write_rows
 
 pytest.importorskip("matplotlib")
 
@@ -68,7 +68,7 @@ def test_intervals():
 def test_a_run_in_two_files_counts_once_and_an_unfinished_one_not_at_all(tmp_path):
     for name, finished in (("a", True), ("b", False)):
         rows = [{"name": "x", "finished": finished, "file": name}, {"name": "y", "finished": False}]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     assert figures.read(tmp_path) == [{"name": "x", "finished": True, "file": "a"}]
 
 

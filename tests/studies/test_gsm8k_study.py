@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from builders import write_rows
 
 FOLDER = Path(__file__).parents[2] / "studies" / "gsm8k"
 sys.path.insert(0, str(FOLDER))
@@ -191,11 +192,11 @@ def test_only_the_first_runs_on_gsm8k_show_what_was_before(data, tmp_path):
 def test_methods_differ_in_what_they_differ_in(data, tmp_path):
     cfgs = {m: plan.Run("main", "stories", m, 0, 1e-5).config(data, "base", tmp_path) for m in plan.METHODS}
     assert [cfgs[m].guidance.n_prefix for m in ("on_policy", "mixed", "luffy")] == [0, 1, 1]
-    shape = {m: (c.algorithm.off_policy_reshape, c.algorithm.remove_clip) for m, c in cfgs.items()}
-    assert shape["mixed"] == ("no_reshape", False) and shape["mixed_shaping"] == ("p_div_p_0.1", False)
-    assert shape["luffy"] == ("p_div_p_0.1", True) and shape["luffy_gamma_0.5"] == ("p_div_p_0.5", True)
+    shape = {m: (c.algorithm.off_policy_reshape.shown, c.algorithm.remove_clip) for m, c in cfgs.items()}
+    assert shape["mixed"] == ("no_reshape", False) and shape["mixed_shaping"] == ("p_div_p (gamma 0.1)", False)
+    assert shape["luffy"] == ("p_div_p (gamma 0.1)", True) and shape["luffy_gamma_0.5"] == ("p_div_p (gamma 0.5)", True)
     assert {c.algorithm.entropy_coef for c in cfgs.values()} == {0.0}
-    assert cfgs["on_policy_shaping"].algorithm.on_policy_reshape == "p_div_p_0.1"
+    assert cfgs["on_policy_shaping"].algorithm.on_policy_reshape.shown == "p_div_p (gamma 0.1)"
 
 
 class Pool:
@@ -288,7 +289,7 @@ def test_what_an_earlier_machine_finished_is_run_again_only_for_its_model(data, 
     rows = [
         {"name": name, "finished": name not in left} | (all_sampled if "on_policy" in name else {}) for name in every
     ]
-    known.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(known, rows)
     pool = Pool(finished)
     monkeypatch.setattr(driver, "ProcessPoolExecutor", pool)
     slice_of(tmp_path, data, known=[known]).go()
@@ -299,7 +300,7 @@ def test_what_an_earlier_machine_finished_is_run_again_only_for_its_model(data, 
         "main-stories-luffy-s0", "main-stories-luffy-s0 pass@8", "main-stories-sft-s0", "main-stories-sft-s0 pass@8",
     ]  # fmt: skip
     del all_sampled["pass"]["0.4"]  # all rows share it
-    known.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(known, rows)
     again = [job.name for job in slice_of(tmp_path, data, ("pass",), [known]).waiting]
     assert "main-stories-on_policy-s0 pass@8" in again
 
@@ -310,7 +311,7 @@ def test_what_is_known_stays_on_file_and_takes_part_in_the_choice(data, tmp_path
     about = {"question": "tune", "task": "stories", "seed": 0, "lr": 7e-5, "finished": True, "curves": curves}
     rows = [{"name": "tune-stories-luffy-lr7e-05-s0", "method": "luffy", **about},
             {"name": "main-stories-sft-s0", "method": "sft", "pass": {"0.2": 1}, **about, "question": "main"}]  # fmt: skip
-    known.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(known, rows)
     monkeypatch.setattr(driver, "ProcessPoolExecutor", Pool(finished))
     part = slice_of(tmp_path, data, ("tune", "pass"), [known])
     part.go()

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from builders import write_rows
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -50,9 +51,14 @@ def test_methods_differ_in_what_they_are(tmp_path):
         path = tmp_path / f"{method}.yaml"
         path.write_text(yaml.safe_dump(plan.Run(method, 1e-6).recipe(tmp_path, tmp_path, tmp_path, tmp_path)))
         recipes[method] = load_config(path)
-    seen = {m: (c.guidance.n_prefix, c.algorithm.off_policy_reshape, c.algorithm.remove_clip, c.algorithm.trace_term)
+    seen = {m: (c.guidance.n_prefix, c.algorithm.off_policy_reshape.shown, c.algorithm.remove_clip, c.algorithm.trace_term)
             for m, c in recipes.items() if m != "sft"}  # fmt: skip
-    assert seen["luffy"] == (1, "p_div_p_0.1", True, "rl") and seen["luffy_clip"] == (1, "p_div_p_0.1", False, "rl")
+    assert seen["luffy"] == (1, "p_div_p (gamma 0.1)", True, "rl") and seen["luffy_clip"] == (
+        1,
+        "p_div_p (gamma 0.1)",
+        False,
+        "rl",
+    )
     assert seen["mixed"] == (1, "no_reshape", False, "rl")
     assert seen["on_policy"][0] == seen["sft_rl"][0] == 0 and seen["rl_sft_loss"][3] == "sft"
 
@@ -116,17 +122,25 @@ def test_losers_end_at_their_rung_and_not_before_all_have_reached_it():
     assert driver.losers({}, behind) == []
 
 
-def row(method, lr, status, accuracy=0.5, seed=0, note="", step=10):
+def contest_row(method, lr, status, accuracy=0.5, seed=0, note="", step=10):
     curves = {"step": [0, step], "val-core/accuracy": [0.1, accuracy]}
     return {"name": f"{method}-lr{lr:g}-s{seed}", "method": method, "lr": lr, "status": status, "seed": seed,
             "note": note, "steps": 200, "curves": curves} | ({"test": {}} if status == "finished" else {})  # fmt: skip
 
 
 def test_a_rate_is_chosen_when_its_contest_is_decided():
-    luffy = [row("luffy", 1e-6, "dropped", 0.9), row("luffy", 3e-6, "finished"), row("luffy", 1e-5, "dropped")]
-    sft = [row("sft", lr, "finished", a) for lr, a in ((3e-6, 0.3), (1e-5, 0.5), (3e-5, 0.4))]
-    running = [row("mixed", 1e-6, "dropped"), row("mixed", 3e-6, "running"), row("mixed", 1e-5, "dropped")]
-    others = [row("on_policy", 1e-6, "finished"), row("luffy", 1e-4, "finished", 0.99, seed=1)]
+    luffy = [
+        contest_row("luffy", 1e-6, "dropped", 0.9),
+        contest_row("luffy", 3e-6, "finished"),
+        contest_row("luffy", 1e-5, "dropped"),
+    ]
+    sft = [contest_row("sft", lr, "finished", a) for lr, a in ((3e-6, 0.3), (1e-5, 0.5), (3e-5, 0.4))]
+    running = [
+        contest_row("mixed", 1e-6, "dropped"),
+        contest_row("mixed", 3e-6, "running"),
+        contest_row("mixed", 1e-5, "dropped"),
+    ]
+    others = [contest_row("on_policy", 1e-6, "finished"), contest_row("luffy", 1e-4, "finished", 0.99, seed=1)]
     assert records.best_rates([*luffy, *sft, *running, *others]) == {"luffy": 3e-6, "sft": 1e-5}
 
 
@@ -134,7 +148,7 @@ def test_what_an_earlier_machine_dropped_goes_on_if_the_rungs_of_today_let_it():
     curves = {1e-6: {25: 0.3, 100: 0.4}, 3e-6: {25: 0.4, 100: 0.5}, 1e-5: {25: 0.2}}
     known = {}
     for lr, found in curves.items():
-        one = row("luffy", lr, "dropped")
+        one = contest_row("luffy", lr, "dropped")
         one["curves"] = {"step": list(found), "val-core/accuracy": list(found.values())}
         known[one["name"]] = one
     assert driver.lost_before(known) == {"luffy-lr1e-05-s0"}
@@ -167,8 +181,8 @@ def test_curves_are_columns_and_rows_of_several_machines_are_one(tmp_path):
         "actor/grad_norm": [None, 0.1235],
         "val-core/accuracy": [0.25, None],
     }
-    cut, again = row("luffy", 1e-6, "cut", step=50), row("luffy", 1e-6, "running", step=20)
-    sft, bare = row("sft", 1e-5, "finished"), row("sft", 1e-5, "finished")
+    cut, again = contest_row("luffy", 1e-6, "cut", step=50), contest_row("luffy", 1e-6, "running", step=20)
+    sft, bare = contest_row("sft", 1e-5, "finished"), contest_row("sft", 1e-5, "finished")
     del bare["test"]
     files = [write_lines(tmp_path / "a", [cut, sft]), write_lines(tmp_path / "b", [again, bare])]
     assert records.read_rows(files) == {cut["name"]: cut, sft["name"]: sft}
@@ -177,9 +191,9 @@ def test_curves_are_columns_and_rows_of_several_machines_are_one(tmp_path):
     other = write_lines(tmp_path / "f", [bare | {"suites": {"math500": {}}}])
     both = records.read_rows([*files, evaluated, other])[sft["name"]]
     assert both == sft | {"suites": {"arc_c": {}, "math500": {}}}
-    unfinished = write_lines(tmp_path / "e", [row("sft", 1e-5, "cut") | {"suites": {}}])
+    unfinished = write_lines(tmp_path / "e", [contest_row("sft", 1e-5, "cut") | {"suites": {}}])
     assert records.read_rows([unfinished, *files])[sft["name"]] == sft
-    later = write_lines(tmp_path / "c", [row("sft", 1e-5, "finished", 0.9)])
+    later = write_lines(tmp_path / "c", [contest_row("sft", 1e-5, "finished", 0.9)])
     assert records.read_rows([*files, later])[sft["name"]]["curves"]["val-core/accuracy"] == [0.1, 0.9]
 
 
@@ -243,6 +257,11 @@ def points_ahead(figures, ones, others, score=None):
 def test_the_page_says_what_the_results_say(figures):
     text, rows = figures.PAGE.read_text(encoding="utf-8"), figures.read()
     assert figures.fill(text, rows) == text and all(f"<!-- {name} -->" in text for name in figures.TABLES)
+    summary = figures.SUMMARY.read_text(encoding="utf-8")
+    assert figures.fill(summary, rows) == summary and "<!-- main -->" in summary
+    cells = {cell for line in text.splitlines() if line.startswith("|") for cell in NUMBER.findall(line)}
+    table = summary.partition("## The newer methods")[2].partition("## Generalisation")[0].splitlines()
+    assert {n for line in table if line.startswith("|") for n in NUMBER.findall(line)} <= cells
     lines = text.partition("\n## Appendix")[0].splitlines()  # the appendix is another study's
     known = {number for line in lines if line.startswith("|") for number in NUMBER.findall(line)}
     known |= {"0.6", "2604.23747"}  # the temperature; a paper
@@ -281,7 +300,7 @@ def test_the_page_says_what_the_results_say(figures):
 def test_a_run_that_failed_before_its_first_step_changes_nothing(figures):
     text, rows = figures.PAGE.read_text(encoding="utf-8"), figures.read()
     for seed, columns in ((1, {"step": []}), (2, {"step": [0], "val-core/accuracy": [0.25]})):
-        rows.append(row("luffy", 3e-6, "failed", seed=seed) | {"curves": columns | {"gpu_seconds": []}})
+        rows.append(contest_row("luffy", 3e-6, "failed", seed=seed) | {"curves": columns | {"gpu_seconds": []}})
     assert figures.fill(text, rows) == text
 
 
@@ -621,7 +640,7 @@ def test_intervals_over_problems_and_seeds(figures):
 
 
 def test_generalisation_is_a_section_once_there_are_data(figures):
-    rows = [row("luffy", lr, "finished", a, step=200) for lr, a in ((3e-6, 0.9), (1e-6, 0.8), (1e-5, 0.1))]
+    rows = [contest_row("luffy", lr, "finished", a, step=200) for lr, a in ((3e-6, 0.9), (1e-6, 0.8), (1e-5, 0.1))]
     rows.append({"name": "base", "method": "base", "status": "finished", "curves": {}})
     for found in rows:
         found["test"] = {"k": 4, "right": "0404"}
@@ -639,7 +658,10 @@ def test_generalisation_is_a_section_once_there_are_data(figures):
         "| the base |  |  | 25.0 (5.0 to 45.0) |",
         "| LUFFY | 3e-06 | 200 | 75.0 (46.7 to 103.3) |",
     ]
-    short = row("luffy", 3e-6, "finished", note="short", step=100) | {"steps": 100, "suites": rows[0].pop("suites")}
+    short = contest_row("luffy", 3e-6, "finished", note="short", step=100) | {
+        "steps": 100,
+        "suites": rows[0].pop("suites"),
+    }
     short["test"] = rows[0]["test"]
     assert figures.generalisation([*rows, short]).splitlines()[-1] == "| LUFFY | 3e-06 | 100 | 75.0 (46.7 to 103.3) |"
     newer = short | {"method": "hpt"}
@@ -648,15 +670,15 @@ def test_generalisation_is_a_section_once_there_are_data(figures):
     )
     rows[0]["suites"] = short["suites"]
     rows[0]["temperatures"] = {"0.6": {"k": 8, "right": "0880"}, "1": {"k": 8, "right": "1240"}}
-    assert figures.generalisation(rows).endswith("(../images/qwen-temperature.png)")
+    assert figures.generalisation(rows).endswith("(../../docs/images/qwen-temperature.png)")
 
 
 def test_hard_problems_are_a_section_once_there_are_data(figures):
     base = {"name": "base", "method": "base", "status": "finished", "curves": {}, "test": {"k": 4, "right": "0040"}}
     assert figures.hard_problems([base]) == ""
-    run = row("luffy", 3e-6, "finished", note="hard", step=200) | {"test": {"k": 4, "right": "1342"}}
+    run = contest_row("luffy", 3e-6, "finished", note="hard", step=200) | {"test": {"k": 4, "right": "1342"}}
     run["curves"] = {"step": list(range(1, 201)), "batch/on_solved": [0.1] * 100 + [0.3] * 100}
-    sft = row("sft", 1e-5, "finished", note="hard", step=200) | {"test": {"k": 4, "right": "1302"}}
+    sft = contest_row("sft", 1e-5, "finished", note="hard", step=200) | {"test": {"k": 4, "right": "1302"}}
     for found in (run, sft):
         found["curves"]["gpu_seconds"] = [7.0]
     assert figures.hard_problems([base, run, sft]).splitlines()[-6:] == [
@@ -670,12 +692,12 @@ def test_hard_problems_are_a_section_once_there_are_data(figures):
 
 
 def test_what_is_changed_in_luffy_stands_below_luffy_itself(figures):
-    plain = [row("luffy", lr, "finished", step=200) for lr in (1e-6, 3e-6)]
+    plain = [contest_row("luffy", lr, "finished", step=200) for lr in (1e-6, 3e-6)]
     assert figures.variants(plain) == ""
     human, cut = (
-        row("luffy", 3e-6, "cut", note=note, step=step) for note, step in (("human", 150), ("entropy0.01", 10))
+        contest_row("luffy", 3e-6, "cut", note=note, step=step) for note, step in (("human", 150), ("entropy0.01", 10))
     )
-    hard = row("luffy", 3e-6, "finished", note="hard", step=200)
+    hard = contest_row("luffy", 3e-6, "finished", note="hard", step=200)
     for found, right in zip((*plain, human, cut, hard), ("0000", "0440", "0004", "4444", "4444"), strict=True):
         found["test"] = {"k": 4, "right": right, "truncated": 0.25}
         found["curves"] |= {"actor/entropy_loss": [None, 0.2], "actor/off_policy_prob": [None, 0.7]}
@@ -686,8 +708,11 @@ def test_what_is_changed_in_luffy_stands_below_luffy_itself(figures):
 
 
 def test_a_short_variant_stands_beside_the_short_run(figures):
-    runs = [row("luffy", 3e-6, "finished", note=note, step=100) | {"steps": 100} for note in ("entropy0.01", "short")]
-    runs.append(row("luffy", 3e-6, "finished", step=200))
+    runs = [
+        contest_row("luffy", 3e-6, "finished", note=note, step=100) | {"steps": 100}
+        for note in ("entropy0.01", "short")
+    ]
+    runs.append(contest_row("luffy", 3e-6, "finished", step=200))
     for run in runs:
         run["test"] = {"k": 4, "right": "0440", "truncated": 0.25}
     titles = [line.split(" | ")[:2] for line in figures.variants(runs).splitlines()[4:]]
@@ -698,7 +723,7 @@ def test_newer_methods_stand_beside_as_many_steps_of_the_older_ones(figures, tmp
     monkeypatch.setattr(figures, "IMAGES", tmp_path)
 
     def run(method, lr, steps, note, seed=0):
-        found = row(method, lr, "finished", note=note, step=steps[-1], seed=seed) | {"steps": steps[-1]}
+        found = contest_row(method, lr, "finished", note=note, step=steps[-1], seed=seed) | {"steps": steps[-1]}
         found["curves"] = {"step": [0, *steps], figures.VALIDATION: [0.25, *(step / 1000 for step in steps)],
                            "gpu_seconds": [0.0, *steps], "perf/update_tokens": [0, *([1_000_000] * len(steps))],
                            "batch/on_solved": [None, *([0.5] * len(steps))]}  # fmt: skip
@@ -728,9 +753,9 @@ def test_newer_methods_stand_beside_as_many_steps_of_the_older_ones(figures, tmp
 
 
 def test_fp8_stands_beside_the_run_with_its_seed_over_as_many_steps(figures):
-    plain = [row("on_policy", 1e-6, "finished", seed=seed, step=200) for seed in (0, 1)]
+    plain = [contest_row("on_policy", 1e-6, "finished", seed=seed, step=200) for seed in (0, 1)]
     assert figures.fp8_rollouts(plain) == ""
-    quantized = row("on_policy", 1e-6, "finished", note="fp8", seed=1, step=50)
+    quantized = contest_row("on_policy", 1e-6, "finished", note="fp8", seed=1, step=50)
     for found, last, right in ((plain[0], 200, 0.9), (plain[1], 200, 0.4), (quantized, 50, 0.3)):
         scores = [0.5 if step in (25, 50) else 0.7 if step == 200 else None for step in range(1, last + 1)]
         solved = [right if step > 25 else 0.1 for step in range(1, last + 1)]
@@ -748,7 +773,7 @@ def test_fp8_stands_beside_the_run_with_its_seed_over_as_many_steps(figures):
 
 
 def test_the_figure_of_accuracy_has_the_means_of_seeds_as_far_as_all_got(figures, monkeypatch):
-    runs = [row("luffy", 3e-6, "finished", seed=seed, step=200) for seed in (0, 1)]
+    runs = [contest_row("luffy", 3e-6, "finished", seed=seed, step=200) for seed in (0, 1)]
     steps = {0: ([0, 100, 200], [0.2, 0.4, 0.5]), 1: ([0, 100], [0.4, 0.5])}
     for run in runs:
         shown, accuracies = steps[run["seed"]]
@@ -756,7 +781,7 @@ def test_the_figure_of_accuracy_has_the_means_of_seeds_as_far_as_all_got(figures
                          "perf/update_tokens": [None, *[1e6] * (len(shown) - 1)]}  # fmt: skip
         run["test"] = {"k": 4, "right": "04"}
     runs[1]["steps"] = 100
-    unseen = row("luffy", 1e-5, "failed", step=3) | {"curves": {"step": [3], "gpu_seconds": [1.0]}}
+    unseen = contest_row("luffy", 1e-5, "failed", step=3) | {"curves": {"step": [3], "gpu_seconds": [1.0]}}
     unseen["curves"]["perf/update_tokens"] = [1e6]
     drawn = {}
     monkeypatch.setattr(figures, "save", lambda figure, name: drawn.update({name: figure}))
@@ -848,18 +873,18 @@ def drive(tmp_path, sleep, *more, fails="nothing"):
 
 
 def write_lines(path, rows):
-    path.write_text("".join(json.dumps(found) + "\n" for found in rows))
+    write_rows(path, rows)
     return path
 
 
 def sft_is_decided(tmp_path):
     """Known rows: SFT's contest, which 1e-5 won, and the base."""
-    sft = [row("sft", lr, "finished", a) for lr, a in ((3e-6, 0.1), (1e-5, 0.9), (3e-5, 0.8))]
+    sft = [contest_row("sft", lr, "finished", a) for lr, a in ((3e-6, 0.1), (1e-5, 0.9), (3e-5, 0.8))]
     base = {"name": "base", "method": "base", "status": "finished", "curves": {}, "test": {"k": 4, "right": "40"}}
     return write_lines(tmp_path / "known.jsonl", [*sft, base])
 
 
-def test_a_contest_ends_with_the_best_rate_tested_and_a_second_call_goes_on_with_the_seeds(tmp_path):
+def test_a_contest_ends_with_the_best_rate_and_a_second_call_adds_seeds(tmp_path):
     more = ("--runs", "luffy-lr*")
     rows = drive(tmp_path, 0.0, *more)
     tuned = {
@@ -888,15 +913,15 @@ def test_a_contest_ends_with_the_best_rate_tested_and_a_second_call_goes_on_with
 def test_at_the_end_of_its_time_a_run_is_saved_and_tested(tmp_path, monkeypatch):
     begun = tmp_path / "runs" / "luffy-lr3e-06-s0" / "metrics.jsonl"
     monkeypatch.setattr(driver.Driver, "_is_late", lambda self: begun.exists() and begun.read_text() != "")
-    lost = [row("luffy", 1e-6, "dropped", 0.1, step=25), row("luffy", 1e-5, "finished", 0.2, step=25)]
-    known = write_lines(tmp_path / "known.jsonl", [*lost, row("luffy", 3e-6, "cut", 0.3, step=25)])
+    lost = [contest_row("luffy", 1e-6, "dropped", 0.1, step=25), contest_row("luffy", 1e-5, "finished", 0.2, step=25)]
+    known = write_lines(tmp_path / "known.jsonl", [*lost, contest_row("luffy", 3e-6, "cut", 0.3, step=25)])
     rows = drive(tmp_path, 0.5, "--runs", "luffy-lr*", "--known", known)
     (cut,) = [found for found in rows.values() if found["method"] == "luffy"]
     assert cut["name"] == "luffy-lr3e-06-s0" and cut["status"] == "cut" and "test" in cut
     assert os.path.exists(tmp_path / "runs" / cut["name"] / "checkpoints" / "latest")
 
 
-def test_a_model_of_another_machine_is_trained_again_for_the_runs_that_begin_with_it(tmp_path):
+def test_a_model_of_another_machine_is_trained_again_for_its_runs(tmp_path):
     rows = drive(tmp_path, 0.0, "--runs", "sft_rl-lr*-s0", "--known", sft_is_decided(tmp_path))
     assert {name: found["status"] for name, found in rows.items()} == {
         "sft-lr1e-05-s0": "finished", "sft_rl-lr3e-06-s0": "finished", "sft_rl-lr1e-06-s0": "dropped",
@@ -904,7 +929,7 @@ def test_a_model_of_another_machine_is_trained_again_for_the_runs_that_begin_wit
     assert "test" in rows["sft_rl-lr3e-06-s0"] and "test" not in rows["sft-lr1e-05-s0"]  # it was tested there
 
 
-def test_named_models_are_evaluated_for_generalisation_too_and_the_base_is_not_tested_again(tmp_path):
+def test_named_models_are_evaluated_for_generalisation_and_the_base_once(tmp_path):
     more = ("--runs", "sft-lr1e-05-s[12]", "--suites", "base", "*-s2", "--known", sft_is_decided(tmp_path))
     rows = drive(tmp_path, 0.0, *more)
     assert rows.keys() == {"base", "sft-lr1e-05-s1", "sft-lr1e-05-s2"}
@@ -951,7 +976,7 @@ def test_screening_leads_to_the_runs_on_hard_problems_in_one_call(tmp_path):
 
 
 def luffy_is_decided(tmp_path):
-    luffy = [row("luffy", lr, "finished", a, step=200) for lr, a in ((3e-6, 0.9), (1e-6, 0.8), (1e-5, 0.1))]
+    luffy = [contest_row("luffy", lr, "finished", a, step=200) for lr, a in ((3e-6, 0.9), (1e-6, 0.8), (1e-5, 0.1))]
     base = {"name": "base", "method": "base", "status": "finished", "curves": {}, "test": {}}
     return write_lines(tmp_path / "known.jsonl", [*luffy, base])
 
@@ -989,8 +1014,8 @@ def test_time_is_kept_for_a_run_whose_model_to_begin_with_is_trained_again(tmp_p
     monkeypatch.setitem(driver.STEP_S, "rl", 29.0)
     known = luffy_is_decided(tmp_path)
     rates = ((3e-6, 0.9), (1e-6, 0.8), (1e-5, 0.1))
-    others = [row(method, lr, "finished", a, step=200) for method in ("sft", "sft_rl") for lr, a in rates]
-    write_lines(known, [*records.read_lines(known), *others, row("sft", 3e-5, "finished", 0.1)])
+    others = [contest_row(method, lr, "finished", a, step=200) for method in ("sft", "sft_rl") for lr, a in rates]
+    write_lines(known, [*records.read_lines(known), *others, contest_row("sft", 3e-5, "finished", 0.1)])
     more = ("--runs", "sft_rl-lr*-s1", "luffy-lr*-s2", "--known", known, "--whole", "--minutes", 100)
     drive(tmp_path, 0.0, *more)
     jobs = records.read_lines(tmp_path / "collected" / "jobs.jsonl")
@@ -1002,13 +1027,13 @@ def test_time_is_kept_for_a_run_whose_model_to_begin_with_is_trained_again(tmp_p
         "sft-lr3e-06-s1": "failed", "luffy-lr3e-06-s2": "finished"}  # fmt: skip
 
 
-def test_a_run_that_was_cut_late_decides_its_contest_and_is_done_again_only_by_its_name(tmp_path):
-    luffy = [row("luffy", 3e-6, "cut", 0.9, step=160), row("luffy", 1e-6, "finished", 0.8, step=200)]
-    luffy.append(row("luffy", 1e-5, "dropped", 0.1, step=25))
+def test_a_run_that_was_cut_late_decides_its_contest(tmp_path):
+    luffy = [contest_row("luffy", 3e-6, "cut", 0.9, step=160), contest_row("luffy", 1e-6, "finished", 0.8, step=200)]
+    luffy.append(contest_row("luffy", 1e-5, "dropped", 0.1, step=25))
     assert records.best_rates(luffy) == {"luffy": 3e-6}
     luffy[0]["curves"]["step"][-1] = 120
     assert records.best_rates(luffy) == {}
-    assert not records.is_done(row("luffy", 3e-6, "cut") | {"curves": {"step": []}})
+    assert not records.is_done(contest_row("luffy", 3e-6, "cut") | {"curves": {"step": []}})
     known = luffy_is_decided(tmp_path)
     write_lines(known, [found | {"status": "cut"} for found in records.read_lines(known)[:1]])
     assert drive(tmp_path, 0.0, "--runs", "luffy-lr3e*-s0", "--known", known).keys() == {"base"}
@@ -1017,9 +1042,9 @@ def test_a_run_that_was_cut_late_decides_its_contest_and_is_done_again_only_by_i
 
 def test_a_run_that_another_machine_finished_but_did_not_test_is_done_again(tmp_path):
     known = sft_is_decided(tmp_path)
-    untested = row("sft", 1e-5, "finished", seed=1)
+    untested = contest_row("sft", 1e-5, "finished", seed=1)
     del untested["test"]
-    write_lines(known, [*records.read_lines(known), untested, row("sft", 1e-5, "finished", seed=2)])
+    write_lines(known, [*records.read_lines(known), untested, contest_row("sft", 1e-5, "finished", seed=2)])
     assert drive(tmp_path, 0.0, "--runs", "sft-lr*-s[12]", "--known", known).keys() == {"sft-lr1e-05-s1"}
 
 
@@ -1031,7 +1056,7 @@ def test_a_run_that_was_dropped_stays_so_when_the_time_is_up(tmp_path, monkeypat
 
 
 def test_a_rate_that_another_machine_finished_counts_at_the_rung(tmp_path):
-    finished = row("luffy", 3e-6, "finished", step=200)
+    finished = contest_row("luffy", 3e-6, "finished", step=200)
     finished["curves"] = {"step": [25, 200], "val-core/accuracy": [0.325, 0.5]}
     rows = drive(tmp_path, 0.0, "--runs", "luffy-lr*-s0", "--known", write_lines(tmp_path / "known.jsonl", [finished]))
     assert {name: found["status"] for name, found in rows.items() if name != "base"} == {

@@ -23,3 +23,11 @@ def always_raises(response, answer, problem):
 
 def raises_on_odd_lengths(response, answer, problem):
     return 1 / (1 - len(response) % 2)
+
+
+def half_of_parity(response, answer, problem):
+    return 0.5 * (len(response) % 2)
+
+
+def loss_of_parity(response, answer, problem):
+    return len(response) % 2 - 1.0

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from luffy.progress import lasting
-from luffy.report.console import RunView
-from luffy.report.recorder import read_json_lines
-from luffy.train.job import Job
+from luffy.run_folder.console import RunView
+from luffy.run_folder.recorder import read_json_lines
+from luffy.trainer import Job
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from support import LETTERS, make_samples, make_tokenizer
+from builders import LETTERS, make_samples, make_tokenizer
 from transformers import AutoModelForCausalLM, Gemma3Config, OPTConfig, OPTForCausalLM
 
+from luffy.learn.policy import Policy
 from luffy.models.load import load_model
-from luffy.report.recorder import read_json_lines
+from luffy.run_folder.recorder import read_json_lines
 from luffy.train.loop import Trainer
-from luffy.train.policy import Policy
 from luffy.train.setup import dropout_notice
 
 
@@ -54,7 +54,7 @@ def test_an_update_applies_dropout(make_config, opt):
     assert losses[0] != losses[1]
 
 
-def train(cfg):
+def train_figures_and_notices(cfg):
     with Trainer(cfg) as trainer:
         trainer.train()
         facts = trainer.notices
@@ -72,17 +72,17 @@ def train(cfg):
 )
 def test_a_run_in_two_parts_and_one_without_samples_equal_one_in_one_go(make_config, opt, changes):
     make = lambda name, **more: make_config(name=name, model={"path": str(opt)}, **changes, **more)  # noqa: E731
-    whole, _ = train(make("whole"))
+    whole, _ = train_figures_and_notices(make("whole"))
     assert len(whole) == 4 and whole[-1]["actor/grad_norm"] > 0
-    train(make("parts", train={"steps": 2}))
-    assert train(make("parts"))[0] == whole
-    assert train(make("bare", record={"samples_every": 0}))[0] == whole
+    train_figures_and_notices(make("parts", train={"steps": 2}))
+    assert train_figures_and_notices(make("parts"))[0] == whole
+    assert train_figures_and_notices(make("bare", record={"samples_every": 0}))[0] == whole
 
 
 def test_the_run_says_that_its_model_has_dropout(make_config, opt, tiny_model):
-    _, said = train(make_config(model={"path": str(opt)}, train={"steps": 1}))
+    _, said = train_figures_and_notices(make_config(model={"path": str(opt)}, train={"steps": 1}))
     assert [line for line in said if "dropout=0.1" in line]
-    _, said = train(make_config(model={"path": str(tiny_model)}, train={"steps": 1}, name="llama"))
+    _, said = train_figures_and_notices(make_config(model={"path": str(tiny_model)}, train={"steps": 1}, name="llama"))
     assert not [line for line in said if "dropout" in line]
 
 

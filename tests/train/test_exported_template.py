@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from luffy.data import Encoder
-from luffy.train import saving
+from luffy.train import build
 from luffy.train.loop import Trainer
 
 OWN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
@@ -56,7 +56,7 @@ def test_a_template_given_instead_of_the_model_s_own_takes_its_place(make_config
 def test_a_run_whose_earlier_checkpoints_lack_the_template_has_it_in_the_next(make_config, monkeypatch):
     chat = {"style": "chat", "chat_template": GIVEN}
     with monkeypatch.context() as before:
-        before.setattr(saving, "_tokenizer_as_trained", lambda run: run.tokenizer)
+        before.setattr(build, "with_template", lambda tokenizer, template: tokenizer)
         with Trainer(make_config(data=chat, train={"steps": 1})) as trainer:
             trainer.train()
     cfg = make_config(data=chat, train={"steps": 2})

@@ -6,18 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from children import Child
-from loopback import serving, wait_until
-from support import untimed_metrics
+from processes import serving, wait_until
+from trainings import train_untimed, untimed_metrics
 from typer.testing import CliRunner
 
 from luffy.cli import app
 from luffy.config import to_yaml
 from luffy.errors import TrainingStopped, UserError
-from luffy.evaluation.runner import Options, run_evaluation
-from luffy.report.recorder import read_json_lines
+from luffy.evaluation.plan import Options
+from luffy.evaluation.runner import run_evaluation
 from luffy.rewards.kinds import reward
+from luffy.run_folder.recorder import read_json_lines
 from luffy.train.loop import Trainer
 
 SERVER = Path(__file__).parents[1] / "reward_server.py"
@@ -30,7 +30,7 @@ def server(tmp_path_factory):
         yield f"{address}/score", folder
 
 
-def config(make_config, sums, name, url=None):
+def http_config(make_config, sums, name, url=None):
     http = {"url": url, "batch_size": 5, "wait_s": 0.01, "retries": 1} if url else {}
     return make_config(
         name=name,
@@ -41,17 +41,6 @@ def config(make_config, sums, name, url=None):
     )
 
 
-def figures(cfg):
-    return untimed_metrics(cfg.folder)
-
-
-def train(cfg):
-    torch.set_num_threads(1)
-    with Trainer(cfg) as trainer:
-        trainer.train()
-    return figures(cfg)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(make_config_in, sums, tmp_path_factory):
     """The same training with what the server computes as a function of this process."""
@@ -60,34 +49,34 @@ def undisturbed(make_config_in, sums, tmp_path_factory):
     def odd_length(response, answer, problem):
         return len(response) % 2
 
-    return train(config(make_config_in(tmp_path_factory.mktemp("undisturbed")), sums, "undisturbed"))
+    return train_untimed(http_config(make_config_in(tmp_path_factory.mktemp("undisturbed")), sums, "undisturbed"))
 
 
 def test_a_server_is_as_good_as_a_function_also_after_a_few_errors(make_config, sums, server, undisturbed):
     url, folder = server
-    cfg = config(make_config, sums, "served", url)
+    cfg = http_config(make_config, sums, "served", url)
     (folder / "script.json").write_text(json.dumps([503, "score", "score", "drop"]))
-    assert train(cfg) == undisturbed
+    assert train_untimed(cfg) == undisturbed
     assert {row["critic/rewards/mean"] for row in undisturbed[1:]} - {0.0, 1.0}
 
 
 @pytest.mark.slow
 def test_killed_while_requests_are_under_way_and_resumed_equals_undisturbed(make_config, sums, server, undisturbed):
     url, folder = server
-    cfg = config(make_config, sums, "killed", url)
+    cfg = http_config(make_config, sums, "killed", url)
     (folder / "script.json").write_text(json.dumps(["score"] * 7 + ["hang"] * 5))  # in the second step
     child = Child()
-    child.start(train, cfg)
+    child.start(train_untimed, cfg)
     wait_until((folder / "hangs").exists, child.process)
     child.end()
-    assert [row["step"] for row in figures(cfg)] == [0, 1]
+    assert [row["step"] for row in untimed_metrics(cfg)] == [0, 1]
     (folder / "script.json").write_text("[]")
-    assert train(cfg) == undisturbed
+    assert train_untimed(cfg) == undisturbed
 
 
 def test_failures_are_counted_and_a_step_without_any_score_stops_the_run(make_config, sums, server, undisturbed):
     url, folder = server
-    cfg = config(make_config, sums, "failing", url)
+    cfg = http_config(make_config, sums, "failing", url)
     # the evaluation at the start takes 1 request, a step 5: of the first step the last fails, of the second all
     (folder / "script.json").write_text(json.dumps(["score"] * 5 + [307] * 6))
     with (
@@ -95,10 +84,10 @@ def test_failures_are_counted_and_a_step_without_any_score_stops_the_run(make_co
         pytest.raises(TrainingStopped, match=r"at step 2: the reward failed on all 24 samples.*HTTP 307"),
     ):
         trainer.train()
-    first = figures(cfg)[-1]
+    first = untimed_metrics(cfg)[-1]
     assert first["step"] == 1 and first["batch/verifier_failures"] == first["batch/verifier_call_failed"] > 0
     (folder / "script.json").write_text("[]")
-    assert [row["step"] for row in train(cfg)] == [0, 1, 2, 3]
+    assert [row["step"] for row in train_untimed(cfg)] == [0, 1, 2, 3]
 
 
 def test_verify_and_eval_ask_the_same_server(make_config, sums, server, tmp_path, tiny_model, monkeypatch):
@@ -140,7 +129,7 @@ def test_eval_keeps_a_part_whose_requests_all_failed(make_config, sums, server, 
         (folder / "script.json").write_text(json.dumps(script))
         return run_evaluation(options).benchmarks["train"].statuses
 
-    with pytest.raises(UserError, match="the reward failed on all 2 responses.*HTTP 400.*goes on from here"):
+    with pytest.raises(UserError, match="the reward failed on all 2 responses.*HTTP 400.*rerun the same command"):
         evaluate([*before, 400, 400, 400])  # a batch, then its two samples
     saved = read_json_lines(tmp_path / "eval" / "items.jsonl")
     assert [item["status"] for item in saved] == ["ok"] * 2 * len(before) + ["call_failed"] * 2

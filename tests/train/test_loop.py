@@ -9,41 +9,41 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from builders import write_rows
+from trainings import train_rows
 from transformers import AutoModelForCausalLM
 
 from luffy.config import to_yaml
 from luffy.config.knobs import BatchConfig
 from luffy.dry_run import dry_run
 from luffy.errors import TrainingStopped, UserError
-from luffy.report.changes import changes_of
-from luffy.report.console import was_idle
-from luffy.report.recorder import read_json_lines
-from luffy.train import loop, recording, saving, training_step
-from luffy.train.activations import out_of_memory_advice
-from luffy.train.batch import mini_batches, needed_log_probs
-from luffy.train.changes import changed_settings, in_words, measures_otherwise
-from luffy.train.checkpoint import MANIFEST, Checkpoint, file_entries, files_below, is_card, manifest_text
-from luffy.train.credit import credit_function, group_baseline
-from luffy.train.job import Job
+from luffy.learn.activations import out_of_memory_advice
+from luffy.learn.credit import credit_function, group_baseline
+from luffy.learn.policy import Policy
+from luffy.run_folder.changes import changes_of, compare, in_words, measures_otherwise, write_settings
+from luffy.run_folder.checkpoint import MANIFEST, Checkpoint, file_entries, files_below, is_card, manifest_text
+from luffy.run_folder.console import was_idle
+from luffy.run_folder.recorder import read_json_lines
+from luffy.run_folder.saved_state import Progress
+from luffy.run_folder.trackers import TensorBoardTracker
+from luffy.step import training_step
+from luffy.step.batch import mini_batches
+from luffy.step.crediting import needed_log_probs
+from luffy.step.snapshot import progress_of
+from luffy.train import loop
 from luffy.train.loop import Trainer
-from luffy.train.policy import Policy
-from luffy.train.saved_state import Progress
+from luffy.train.saving import Saver
+from luffy.trainer import Job
 from luffy.types import Score
-
-
-def run(cfg, method="rl", **options):
-    with Trainer(cfg, method, **options) as trainer:
-        trainer.train()
-    return read_json_lines(cfg.folder / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(make_config_in, tmp_path_factory):
     """The rows of four steps in one go, with nothing changed."""
-    return run(make_config_in(tmp_path_factory.mktemp("undisturbed"))())
+    return train_rows(make_config_in(tmp_path_factory.mktemp("undisturbed"))())
 
 
-def weights(folder):
+def weights_in(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
@@ -53,7 +53,7 @@ def newest_model(cfg):
 
 def test_a_run_leaves_its_record(make_config):
     cfg = make_config(record={"tensorboard": True, "samples_every": 2, "samples": 3})
-    rows = run(cfg)
+    rows = train_rows(cfg)
     assert [r["step"] for r in rows] == [1, 2, 3, 4]
     for name in ("actor/pg_loss", "actor/grad_norm", "actor/lr", "batch/solve_none", "critic/score/mean",
                  "response_length/clip_ratio", "timing_s/rollout", "perf/throughput", "rollout/logprob_diff_max"):  # fmt: skip
@@ -71,7 +71,7 @@ def test_a_run_leaves_its_record(make_config):
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(make_config):
     first, again, other = (
-        run(make_config(name=n, seed=s, train={"steps": 2})) for n, s in [("a", 1), ("b", 1), ("c", 2)]
+        train_rows(make_config(name=n, seed=s, train={"steps": 2})) for n, s in [("a", 1), ("b", 1), ("c", 2)]
     )
     losses = lambda rows: [r["actor/pg_loss"] for r in rows]  # noqa: E731
     assert losses(first) == losses(again) != losses(other)
@@ -87,7 +87,7 @@ def test_guidance_off_equals_grpo_in_twenty_lines(make_config):
         record={"samples": 6, "samples_every": 1},
         reward={"kind": "loop_rewards:length_parity"},
     )
-    run(cfg)
+    train_rows(cfg)
     model = AutoModelForCausalLM.from_pretrained(cfg.model.path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.0)
     tokenizer = __import__("transformers").AutoTokenizer.from_pretrained(cfg.model.path)
@@ -109,7 +109,7 @@ def test_guidance_off_equals_grpo_in_twenty_lines(make_config):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    ours = weights(newest_model(cfg))
+    ours = weights_in(newest_model(cfg))
     for name, value in model.state_dict().items():
         torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=2e-5)
 
@@ -118,11 +118,11 @@ def test_a_problem_without_traces_trains_as_plain_on_policy(make_config, tmp_pat
     bare = tmp_path / "bare.jsonl"
     rows = [json.loads(line) | {"traces": []} for line in sums.read_text().splitlines()]
     mixed = [rows[0] | {"traces": ["5"]}, *rows[1:]]
-    bare.write_text("".join(json.dumps(r) + "\n" for r in mixed))
+    write_rows(bare, mixed)
     common = {"algorithm": {"reject_extreme": False}, "record": {"samples": 6}, "train": {"steps": 1}}
     guided = make_config(name="guided", data={"train": str(bare)}, guidance={"n_prefix": 1}, **common)
     plain = make_config(name="plain", data={"train": str(bare)}, guidance={"n_prefix": 0}, **common)
-    run(guided), run(plain)
+    train_rows(guided), train_rows(plain)
     ours, theirs = (read_json_lines(cfg.folder / "samples.jsonl") for cfg in (guided, plain))
     touched = {r["problem"] for r in ours if any(r["off_policy"])}
     assert touched <= {"p0"}
@@ -135,7 +135,7 @@ def test_a_problem_without_traces_trains_as_plain_on_policy(make_config, tmp_pat
 def test_partial_prefixes_continue_and_are_marked(make_config):
     guidance = {"n_prefix": 2, "strategy": "random", "min_ratio": 0.3, "max_ratio": 0.8}
     cfg = make_config(guidance=guidance, train={"steps": 2})
-    run(cfg)
+    train_rows(cfg)
     rows = [r for r in read_json_lines(cfg.folder / "samples.jsonl") if any(r["off_policy"])]
     assert rows
     for r in rows:
@@ -148,12 +148,12 @@ def test_partial_prefixes_continue_and_are_marked(make_config):
 def test_trace_choices_reach_the_group(make_config, tmp_path, choice, expected):
     data = tmp_path / "two.jsonl"
     row = {"prompt": "1+1", "answer": "2", "traces": ["1", "2#### 2"]}  # the shorter one is wrong
-    data.write_text("".join(json.dumps(row | {"id": str(i)}) + "\n" for i in range(6)))
+    write_rows(data, (row | {"id": str(i)} for i in range(6)))
     cfg = make_config(
         data={"train": str(data)}, guidance={"trace_choice": choice}, train={"steps": 1},
         algorithm={"reject_extreme": False},
     )  # fmt: skip
-    run(cfg)
+    train_rows(cfg)
     rows = read_json_lines(cfg.folder / "samples.jsonl")
     assert {r["response"] for r in rows if all(r["off_policy"])} == expected
 
@@ -164,12 +164,12 @@ def test_mini_batches_after_the_first_use_old_log_probs(make_config, monkeypatch
     scored, score = [], Policy.score
     monkeypatch.setattr(Policy, "score", lambda self, samples: scored.append(len(samples)) or score(self, samples))
     cfg = make_config(train={"steps": 2}, **changes)
-    rows = run(cfg)
+    rows = train_rows(cfg)
     kept = [cfg.batch.problems - int(row["batch/rejected"]) for row in rows]
     assert min(kept) > 1 and scored == [cfg.rollout.n * (k - k // min(3, k)) for k in kept]
     assert any(abs(r["actor/ppo_kl"]) > 1e-6 for r in rows)  # later mini-batches have left the old policy
-    monkeypatch.setattr("luffy.train.batch.needed_log_probs", lambda cfg, problems: (range(problems), False))
-    again = run(make_config(name="all", train={"steps": 2}, **changes))
+    monkeypatch.setattr("luffy.step.crediting.needed_log_probs", lambda cfg, problems: (range(problems), False))
+    again = train_rows(make_config(name="all", train={"steps": 2}, **changes))
     for name in ("actor/pg_loss", "actor/ppo_kl", "actor/grad_norm", "actor/entropy_loss"):
         assert [r[name] for r in again] == pytest.approx([r[name] for r in rows], rel=1e-4, abs=1e-7), name
 
@@ -235,7 +235,7 @@ def test_the_groups_without_old_log_probs_are_the_first_mini_batch(make_config):
 def test_kl_against_the_starting_policy(make_config, where):
     kl = {"kl_coef": 0.5, "kl_in": where, "kl_estimator": "k3"}
     mean = {"loss_reduction": "token-mean", "entropy_coef": 0.0}  # then the loss is the sum of two metrics
-    rows = run(make_config(name=where, algorithm=kl | mean, optim={"lr": 0.02}, train={"steps": 2}))
+    rows = train_rows(make_config(name=where, algorithm=kl | mean, optim={"lr": 0.02}, train={"steps": 2}))
     if where == "loss":
         assert rows[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and rows[-1]["actor/kl_loss"] > 1e-4
         for row in rows:
@@ -246,12 +246,12 @@ def test_kl_against_the_starting_policy(make_config, where):
 
 
 def test_rl_with_sft_loss(make_config):
-    rows = run(make_config(algorithm={"trace_term": "sft", "reject_extreme": False}, train={"steps": 2}))
+    rows = train_rows(make_config(algorithm={"trace_term": "sft", "reject_extreme": False}, train={"steps": 2}))
     assert all(r["actor/sft_loss"] > 0 and "actor/off_pg_loss" not in r for r in rows)
 
 
 def test_sft_writes_only_what_it_measured(make_config):
-    rows = run(make_config(train={"steps": 2}), "sft")
+    rows = train_rows(make_config(train={"steps": 2}), "sft")
     measured = {"actor/loss", "actor/sft_loss", "actor/grad_norm", "actor/lr"}
     for row in rows:
         assert {k for k in row if k.startswith(("actor/", "rollout/", "critic/", "batch/"))} == measured
@@ -259,7 +259,9 @@ def test_sft_writes_only_what_it_measured(make_config):
 
 
 def test_a_run_without_traces_writes_nothing_about_traces(make_config):
-    for row in run(make_config(guidance={"n_prefix": 0}, algorithm={"reject_extreme": False}, train={"steps": 2})):
+    for row in train_rows(
+        make_config(guidance={"n_prefix": 0}, algorithm={"reject_extreme": False}, train={"steps": 2})
+    ):
         about = {
             "actor/off_policy_prob",
             "actor/off_pg_loss",
@@ -278,7 +280,7 @@ def test_sft_shares_everything_and_learns(make_config, sums):
         train={"steps": 60, "save_every": 20, "keep": 1},
         batch={"problems": 16},
     )
-    rows = run(cfg, "sft")
+    rows = train_rows(cfg, "sft")
     steps = [r for r in rows if "actor/sft_loss" in r]
     assert steps[-1]["actor/sft_loss"] < 0.3 * steps[0]["actor/sft_loss"]
     accuracy = {r["step"]: r["val-core/accuracy"] for r in rows if "val-core/accuracy" in r}
@@ -296,12 +298,12 @@ def test_epochs_go_on_counting_problems_where_a_resume_changes_the_batch(make_co
         settings = {"reward": reward, "algorithm": more, "guidance": {"n_prefix": 0}}
         return make_config(batch={"problems": problems}, rollout={"max_tokens": 4}, train=train, **settings)
 
-    assert len(run(of(6, 0.75))) == 3
+    assert len(train_rows(of(6, 0.75))) == 3
     Job(of(6, 0.75), "rl").alone()
     assert "already finished at step 3; raise train.epochs or choose another name=" in capsys.readouterr().out
     with Trainer(of(6, 2)) as trainer:
         assert trainer.run.total_steps == 8 and trainer.run.sampler.epoch == 1  # as if undisturbed
-    assert [row["step"] for row in run(of(12, 2))] == [1, 2, 3, 4, 5, 6]  # 18 problems, then 12 in each of 3
+    assert [row["step"] for row in train_rows(of(12, 2))] == [1, 2, 3, 4, 5, 6]  # 18 problems, then 12 in each of 3
     for problems, total in ((12, 8), (6, 9), (24, 7)):
         with Trainer(of(problems, 3)) as trainer:
             assert trainer.progress.problems == 54 and trainer.run.total_steps == total
@@ -309,21 +311,21 @@ def test_epochs_go_on_counting_problems_where_a_resume_changes_the_batch(make_co
 
 def test_epochs_instead_of_steps(make_config):
     cfg = make_config(train={"steps": None, "epochs": 0.5})
-    assert run(cfg)[-1]["step"] == 2  # 24 problems / 6 a step / 2
+    assert train_rows(cfg)[-1]["step"] == 2  # 24 problems / 6 a step / 2
 
 
 def test_rejection_without_signal_skips_the_update(make_config):
     cfg = make_config(guidance={"n_prefix": 0}, reward={"kind": "loop_rewards:always_wrong"}, train={"steps": 2})
-    rows = run(cfg)
+    rows = train_rows(cfg)
     assert all(r["batch/rejected"] == 6 and "actor/grad_norm" not in r for r in rows)
-    start, end = weights(cfg.model.path), weights(newest_model(cfg))
+    start, end = weights_in(cfg.model.path), weights_in(newest_model(cfg))
     assert all(torch.equal(start[n], end[n]) for n in start)
 
 
 def test_oversampling_fills_the_batch_or_stops_clearly(make_config):
     # A third of the problems has no trace and hardly ever succeeds: other problems must take their place.
     cfg = make_config(algorithm={"oversample_rounds": 3}, record={"samples": 20}, train={"steps": 2})
-    rows = run(cfg)
+    rows = train_rows(cfg)
     assert sum(r["batch/rejected"] for r in rows) > 0
     for step in (1, 2):
         credited = [r for r in read_json_lines(cfg.folder / "samples.jsonl") if r["step"] == step and r["advantages"]]
@@ -333,25 +335,25 @@ def test_oversampling_fills_the_batch_or_stops_clearly(make_config):
         reward={"kind": "loop_rewards:always_wrong"},
     )  # fmt: skip
     with pytest.raises(TrainingStopped, match="after 2 extra batches only 0 of 6 groups"):
-        run(hopeless)
+        train_rows(hopeless)
 
 
 def test_a_stop_keeps_what_was_learnt_and_can_be_resumed(make_config, monkeypatch, undisturbed):
     cfg = make_config(train={"save_every": 50})
     with Trainer(cfg) as trainer:
-        original = training_step.roll_out
+        original = training_step.play
 
-        def stops_at_step_3(run, at):
-            if at.step == 2:
+        def stops_at_step_3(run, planned, batch):
+            if batch.step == 2:
                 run.sampler.next(5)
                 raise TrainingStopped("enough")
-            return original(run, at)
+            return original(run, planned, batch)
 
-        monkeypatch.setattr(training_step, "roll_out", stops_at_step_3)
+        monkeypatch.setattr(training_step, "play", stops_at_step_3)
         with pytest.raises(TrainingStopped):
             trainer.train()
     monkeypatch.undo()
-    resumed = run(cfg)
+    resumed = train_rows(cfg)
     losses = [[r.get("actor/loss") for r in rows] for rows in (resumed, undisturbed)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
@@ -379,21 +381,21 @@ def failing_run(make_config, monkeypatch):
 def test_an_error_in_a_step_costs_no_step_before_it(make_config, monkeypatch, undisturbed):
     cfg = failing_run(make_config, monkeypatch)
     with pytest.raises(ZeroDivisionError, match="a rare group"):
-        run(cfg)
+        train_rows(cfg)
     assert saved_steps(cfg) == ["step-000002"]
     monkeypatch.undo()
-    assert [row.get("actor/loss") for row in run(cfg)] == [row.get("actor/loss") for row in undisturbed]
+    assert [row.get("actor/loss") for row in train_rows(cfg)] == [row.get("actor/loss") for row in undisturbed]
 
 
 def test_an_error_is_told_also_where_no_checkpoint_can_be_saved_after_it(make_config, monkeypatch, capsys):
     cfg = failing_run(make_config, monkeypatch)
 
-    def broken(run):
+    def broken(saver, progress):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(saving, "save", broken)
+    monkeypatch.setattr(Saver, "save", broken)
     with pytest.raises(ZeroDivisionError, match="a rare group"):
-        run(cfg)
+        train_rows(cfg)
     assert "no checkpoint of step 2: RuntimeError: CUDA error" in capsys.readouterr().err
 
 
@@ -401,8 +403,8 @@ def test_one_of_several_processes_does_not_wait_for_the_others_after_an_error(ma
     asked = []
     with Trainer(make_config(train={"save_every": 50})) as trainer:
         trainer.step()
-        monkeypatch.setattr(saving, "save_if_new", asked.append)
-        monkeypatch.setattr(training_step, "collect", lambda *_: 1 / 0)
+        monkeypatch.setattr(trainer, "save_if_new", lambda: asked.append(1))
+        monkeypatch.setattr(training_step, "draw", lambda *_: 1 / 0)
         with trainer.recording() as records:
             for size, calls in ((2, 0), (1, 1)):
                 trainer.run.world = replace(trainer.run.world, size=size)
@@ -433,7 +435,7 @@ OUT_OF_MEMORY = (
 )
 
 
-def test_out_of_memory_names_the_knobs_that_are_left_and_the_run_goes_on_from_its_checkpoint(make_config, monkeypatch):
+def test_out_of_memory_names_the_remaining_settings_and_the_run_resumes(make_config, monkeypatch):
     cfg = make_config(train={"save_every": 1})
     with Trainer(cfg) as trainer:
         update = trainer.run.policy.update
@@ -451,7 +453,7 @@ def test_out_of_memory_names_the_knobs_that_are_left_and_the_run_goes_on_from_it
         "16.56 MiB is free; try batch.tokens below 128 (not below 32), model.gradient_checkpointing=true, rollout.slots "
         'below 24, optim.offload=true, in a new run model.lora="{rank: 16}"'
     )
-    assert [row["step"] for row in run(cfg)] == [1, 2, 3, 4]
+    assert [row["step"] for row in train_rows(cfg)] == [1, 2, 3, 4]
 
 
 def test_knobs_that_are_turned_already_are_not_named(make_config):
@@ -462,7 +464,7 @@ def test_knobs_that_are_turned_already_are_not_named(make_config):
         "No room; try rollout.slots below 24, parallel.gather=micro_batch, parallel.cpu_offload=true"
     )
     cfg = make_config(**turned, optim={"offload": True}, rollout={"n": 4, "max_tokens": 16, "slots": None})
-    assert out_of_memory_advice(error, cfg) == "No room; no knob is left but shorter responses"
+    assert out_of_memory_advice(error, cfg) == "No room; only shorter responses can help"
     sharded = {"launch": "torchrun", "parallel": {"workers": 2, "cpu_offload": True}, "batch": turned["batch"]}
     half = make_config(model={"gradient_checkpointing": True, "dtype": "bfloat16"}, **sharded)
     assert out_of_memory_advice(error, half) == "No room; try rollout.slots below 24"  # no adapters in bfloat16 there
@@ -484,7 +486,7 @@ def test_kl_in_the_reward_survives_a_step_without_a_signal(make_config):
         guidance={"n_prefix": 0}, reward={"kind": "loop_rewards:always_wrong"}, train={"steps": 1},
         algorithm={"kl_coef": 0.1, "kl_in": "reward"},
     )  # fmt: skip
-    assert run(cfg)[0]["batch/rejected"] == 6
+    assert train_rows(cfg)[0]["batch/rejected"] == 6
 
 
 def test_non_finite_steps_are_skipped_counted_and_stop_the_run_with_samples_saved(make_config, monkeypatch):
@@ -534,20 +536,20 @@ def test_a_rollout_that_stops_the_run_costs_no_step_before_it(make_config, monke
 def test_lora_trains_adapters_saves_a_plain_model_and_resumes(make_config):
     common = {"model": {"lora": {"rank": 4, "alpha": 8.0}}, "optim": {"lr": 1e-2}, "algorithm": {"kl_coef": 0.1}}
     whole = make_config(name="whole", train={"steps": 2}, **common)
-    run(whole)
-    base, tuned = weights(whole.model.path), weights(newest_model(whole))
+    train_rows(whole)
+    base, tuned = weights_in(whole.model.path), weights_in(newest_model(whole))
     changed = {n for n in base if not torch.equal(base[n], tuned[n])}
     assert changed and all("proj" in n for n in changed)
-    run(make_config(name="half", train={"steps": 1}, **common))
+    train_rows(make_config(name="half", train={"steps": 1}, **common))
     resumed = make_config(name="half", train={"steps": 2}, **common)
-    run(resumed)
-    again = weights(newest_model(resumed))
+    train_rows(resumed)
+    again = weights_in(newest_model(resumed))
     assert all(torch.equal(tuned[n], again[n]) for n in tuned)
 
 
 def test_lora_reference_is_the_policy_without_its_adapters(make_config):
     changes = {"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.5}, "optim": {"lr": 5e-2}}
-    rows = run(make_config(train={"steps": 2}, **changes))
+    rows = train_rows(make_config(train={"steps": 2}, **changes))
     kl = [r["actor/kl_loss"] for r in rows if "actor/kl_loss" in r]
     assert kl[0] == pytest.approx(0.0, abs=1e-6) and kl[-1] > 1e-4
 
@@ -560,24 +562,23 @@ def test_a_run_in_two_parts_equals_one_in_one_go(make_config, dtype):
         "optim": {"lr": 1e-4, "weight_decay": 0.1},
         "batch": {"problems": 3},
     }
-    whole = run(make_config(name="whole", **common))
-    run(make_config(name="parts", train={"steps": 2}, **common))
-    parts = run(make_config(name="parts", **common))
+    whole = train_rows(make_config(name="whole", **common))
+    train_rows(make_config(name="parts", train={"steps": 2}, **common))
+    parts = train_rows(make_config(name="parts", **common))
     figure = lambda rows: [(r["actor/loss"], r["actor/grad_norm"]) for r in rows if "actor/loss" in r]  # noqa: E731
     assert figure(parts) == figure(whole)
-    tuned = [weights(newest_model(make_config(name=n))) for n in ("whole", "parts")]
+    tuned = [weights_in(newest_model(make_config(name=n))) for n in ("whole", "parts")]
     assert all(torch.equal(tuned[0][n], tuned[1][n]) for n in tuned[0])
 
 
 def test_a_failing_tracker_never_ends_a_run(make_config, monkeypatch, capsys):
-    from luffy.report import recorder
 
     def full_disk(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(recorder.TensorBoardTracker, "log", full_disk)
+    monkeypatch.setattr(TensorBoardTracker, "log", full_disk)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=full_disk))
-    rows = run(make_config(record={"tensorboard": True, "wandb": True}, train={"steps": 2}))
+    rows = train_rows(make_config(record={"tensorboard": True, "wandb": True}, train={"steps": 2}))
     assert len(rows) == 2
     said = capsys.readouterr().err
     assert said.count("TensorBoard failed and is off from step 1") == 1 and "W&B is off" in said
@@ -592,7 +593,7 @@ def test_dropped_data_is_said_and_kept(make_config, sums, tmp_path, capsys):
     cfg = make_config(
         data={"train": str(data), "eval": str(data), "overlong_prompt": "drop", "bad_rows": "skip"}, train={"steps": 1}
     )
-    run(cfg)
+    train_rows(cfg)
     said = capsys.readouterr().err
     assert "training data: 1 row(s) skipped as unusable (data.bad_rows), 1 prompt(s) dropped as longer than" in said
     assert "data.max_prompt_tokens, 1 trace(s) dropped as longer than rollout.max_tokens" in said
@@ -603,7 +604,7 @@ def test_dropped_data_is_said_and_kept(make_config, sums, tmp_path, capsys):
 def test_a_weighted_reward_above_one_still_counts_as_solved(make_config, sums):
     weights = {"numeric": 1.0, "loop_rewards:always_right": 0.1}
     cfg = make_config(reward={"weights": weights}, data={"eval": str(sums)}, train={"steps": 1})
-    rows = run(cfg)
+    rows = train_rows(cfg)
     assert rows[0]["batch/off_solved"] == 1.0 and rows[0]["critic/score/max"] == pytest.approx(1.1)
 
 
@@ -617,13 +618,13 @@ def test_sft_records_its_samples_and_saves_those_of_a_bad_step(make_config, monk
     saved = read_json_lines(cfg.folder / "bad-step-000001.jsonl")
     assert len(saved) == 6 and all(all(r["off_policy"]) for r in saved)
     good = make_config(name="good", train={"steps": 1})
-    run(good, "sft")
+    train_rows(good, "sft")
     assert len(read_json_lines(good.folder / "samples.jsonl")) == 4
 
 
 def test_sft_scores_at_temperature_one_whatever_the_rollouts_use(make_config):
     losses = [
-        run(make_config(name=str(t), rollout={"temperature": t}, train={"steps": 1}), "sft")[0]["actor/sft_loss"]
+        train_rows(make_config(name=str(t), rollout={"temperature": t}, train={"steps": 1}), "sft")[0]["actor/sft_loss"]
         for t in (1.0, 0.5)
     ]
     assert losses[0] == losses[1]
@@ -637,35 +638,35 @@ def test_two_trainings_on_one_folder(make_config):
 
 def test_resume_never_refuses_an_existing_run_and_a_finished_one_is_left_alone(make_config):
     cfg = make_config(train={"steps": 1})
-    before = run(cfg)
+    before = train_rows(cfg)
     with pytest.raises(UserError, match="already holds a run"):
         Trainer(cfg, resume="never")
-    assert run(cfg) == before
+    assert train_rows(cfg) == before
 
 
 def test_resume_from_a_path(make_config):
-    run(make_config(name="a"))
+    train_rows(make_config(name="a"))
     start = make_config(name="a").folder / "checkpoints" / "step-000002"
-    branch = run(make_config(name="b"), resume=str(start))
+    branch = train_rows(make_config(name="b"), resume=str(start))
     assert [r["step"] for r in branch] == [3, 4]
     with pytest.raises(UserError, match="later checkpoints"):
         Trainer(make_config(name="a"), resume=str(start))
     finished = make_config(name="a").folder / "checkpoints" / "latest"
     with pytest.raises(UserError, match="ended at step 4"):
         Trainer(make_config(name="d"), resume=str(finished))
-    assert run(make_config(name="a"), resume=str(finished))[-1]["step"] == 4  # by its link, into its own folder
+    assert train_rows(make_config(name="a"), resume=str(finished))[-1]["step"] == 4  # by its link, into its own folder
     disk = make_config(name="a").folder.parent / "disk"
     newest = Path(shutil.move(finished.resolve(), disk))
     finished.with_name("step-000004").symlink_to(newest)
-    assert run(make_config(name="a"), resume=str(finished))[-1]["step"] == 4
+    assert train_rows(make_config(name="a"), resume=str(finished))[-1]["step"] == 4
     with pytest.raises(UserError, match=r"no manifest\.json"):
         Trainer(make_config(name="c"), resume=str(start.parent))
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_the_checkpoint_of_another_run_is_refused_where_there_is_one(make_config, steps):
-    run(make_config(name="a", train={"steps": 3, "save_every": 2}))
-    before = run(make_config(name="b", train={"steps": steps}))
+    train_rows(make_config(name="a", train={"steps": 3, "save_every": 2}))
+    before = train_rows(make_config(name="b", train={"steps": steps}))
     start = make_config(name="a").folder / "checkpoints" / "step-000002"
     with pytest.raises(UserError, match=rf"checkpoints of its own \(step-00000{steps}\).*--resume auto, or .* name="):
         Trainer(make_config(name="b"), resume=str(start))
@@ -675,9 +676,9 @@ def test_the_checkpoint_of_another_run_is_refused_where_there_is_one(make_config
     assert read_json_lines(make_config(name="b").folder / "metrics.jsonl") == before
 
 
-def test_a_branch_that_ended_before_its_first_checkpoint_begins_again_and_keeps_what_was_recorded(make_config):
+def test_a_branch_without_a_checkpoint_begins_again_and_keeps_its_records(make_config):
     """Of the branch itself, and of a training from step 1 in its folder."""
-    run(make_config(name="a"))
+    train_rows(make_config(name="a"))
     start = make_config(name="a").folder / "checkpoints" / "step-000002"
     cfg = make_config(name="b", train={"save_every": 50})
     for resume, steps in (("auto", [1]), (str(start), [3])):
@@ -685,7 +686,7 @@ def test_a_branch_that_ended_before_its_first_checkpoint_begins_again_and_keeps_
             for _ in trainer.steps():
                 break
         assert [r["step"] for r in read_json_lines(cfg.folder / "metrics.jsonl")] == steps
-    assert [r["step"] for r in run(cfg, resume=str(start))] == [3, 4]
+    assert [r["step"] for r in train_rows(cfg, resume=str(start))] == [3, 4]
     kept = [read_json_lines(cfg.folder / f"metrics.earlier-{n}.jsonl") for n in (1, 2)]
     assert [[r["step"] for r in rows] for rows in kept] == [[1], [3]]
 
@@ -693,17 +694,17 @@ def test_a_branch_that_ended_before_its_first_checkpoint_begins_again_and_keeps_
 def test_changed_data_is_refused_unless_allowed(make_config, sums, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text(sums.read_text())
-    run(make_config(data={"train": str(data)}, train={"steps": 2}))
+    train_rows(make_config(data={"train": str(data)}, train={"steps": 2}))
     lines = sums.read_text().splitlines()
     data.write_text("\n".join(lines[:-1]) + "\n")
     cfg = make_config(data={"train": str(data)})
     with pytest.raises(UserError, match="training data changed"):
         Trainer(cfg)
-    assert run(cfg, allow_changed_data=True)[-1]["step"] == 4
+    assert train_rows(cfg, allow_changed_data=True)[-1]["step"] == 4
 
 
 def test_a_changed_model_kind_is_refused_on_resume(make_config):
-    run(make_config(model={"lora": {"rank": 4}}, train={"steps": 2}))
+    train_rows(make_config(model={"lora": {"rank": 4}}, train={"steps": 2}))
     for lora in ({"rank": 8}, None):
         with pytest.raises(
             UserError, match=r"another kind of model: model\.lora .*'rank': 4.* -> .*; set that as it was"
@@ -726,7 +727,7 @@ def test_adapters_stay_on_the_base_they_were_trained_on(make_config, tiny_model,
     def config(path, steps):
         return make_config(model={"path": str(path), "lora": {"rank": 4}}, train={"steps": steps, "save_every": 1})
 
-    run(config(tiny_model, 1))
+    train_rows(config(tiny_model, 1))
     with pytest.raises(
         UserError, match=r"LoRA adapters of another base model than model\.path=.*other; set model\.path"
     ):
@@ -737,14 +738,14 @@ def test_adapters_stay_on_the_base_they_were_trained_on(make_config, tiny_model,
         assert "the adapters stay the checkpoint's, the model below them is that of model.path" in notice
         trainer.train()
     # A checkpoint of before does not say of which base it is, and goes on.
-    checkpoint = Checkpoint(trainer.run.store.folder / "step-000002")
+    checkpoint = Checkpoint(trainer.saver.store.folder / "step-000002")
     state = checkpoint.state()
     assert len(state["model"].pop("base")) == 64
     (checkpoint.path / "state.json").write_text(json.dumps(state))
     entries = file_entries(checkpoint.path, [p for p in files_below(checkpoint.path) if p.name != MANIFEST])
     entries = {name: entry for name, entry in entries.items() if not is_card(name)}
     (checkpoint.path / MANIFEST).write_text(manifest_text(entries))
-    run(config(moved, 3))
+    train_rows(config(moved, 3))
 
 
 def test_what_follows_another_model_path_at_a_resume_is_said(make_config, other_base):
@@ -763,20 +764,20 @@ def test_what_follows_another_model_path_at_a_resume_is_said(make_config, other_
 
 
 def test_another_command_is_named_before_another_kind_of_model(make_config):
-    run(make_config(train={"steps": 1}))
+    train_rows(make_config(train={"steps": 1}))
     with pytest.raises(UserError, match="was made by `luffy train`, this is `luffy sft`"):
         Trainer(make_config(model={"lora": {"rank": 4}}), "sft")
 
 
 def test_settings_changed_at_a_resume_are_said_and_kept(make_config, capsys):
     cfg = make_config(train={"steps": 2, "save_every": 1})
-    run(cfg)
+    train_rows(cfg)
     before = (cfg.folder / "config.yaml").read_text()
-    run(make_config(train={"steps": 3, "save_every": 1}))
+    train_rows(make_config(train={"steps": 3, "save_every": 1}))
     assert "settings changed" not in capsys.readouterr().err and len(list(cfg.folder.glob("config-*"))) == 0
     changed = make_config(train={"steps": 4, "save_every": 1}, optim={"lr": 0.5}, guidance={"n_prefix": 0})
     with Trainer(changed) as trainer:
-        assert trainer.run.changes["optim.lr"][1] == 0.5 and set(trainer.run.changes) == {
+        assert trainer.start.changes["optim.lr"][1] == 0.5 and set(trainer.start.changes) == {
             "optim.lr",
             "guidance.n_prefix",
         }
@@ -790,15 +791,15 @@ def test_settings_changed_at_a_resume_are_said_and_kept(make_config, capsys):
 
 def test_settings_are_compared_with_those_that_made_the_checkpoint(make_config):
     cfg = make_config(train={"steps": 2, "save_every": 2}, data={"eval_also": {}})
-    run(cfg)
+    train_rows(cfg)
     made_with = (cfg.folder / "config.yaml").read_text()
     for lr in (0.5, 0.25):  # neither comes to a checkpoint
         with Trainer(make_config(train={"steps": 4, "save_every": 2}, optim={"lr": lr})) as trainer:
-            recording.write_settings(trainer.run)
-        assert trainer.run.changes == {"optim.lr": (cfg.optim.lr, lr)}
+            write_settings(trainer.cfg, trainer.progress.step, trainer.start)
+        assert trainer.start.changes == {"optim.lr": (cfg.optim.lr, lr)}
         assert (cfg.folder / "config-step-000002.yaml").read_text() == made_with
     with Trainer(make_config(train={"steps": 4, "save_every": 2})) as trainer:
-        assert trainer.run.changes == {}
+        assert trainer.start.changes == {}
 
 
 def test_a_branch_says_and_keeps_the_settings_of_the_run_it_came_from(make_config):
@@ -807,13 +808,13 @@ def test_a_branch_says_and_keeps_the_settings_of_the_run_it_came_from(make_confi
 
     def branch(name, lr, start):
         with Trainer(of(name, lr, 6), resume=str(start)) as trainer:
-            recording.write_settings(trainer.run)
+            write_settings(trainer.cfg, trainer.progress.step, trainer.start)
         said = [n for n in trainer.notices if "settings changed" in n]
         return said, {step: c["optim.lr"] for step, c in changes_of(trainer.cfg.folder)}
 
     first = of("a", 0.1)
-    run(first)
-    run(of("a", 0.2, 4))
+    train_rows(first)
+    train_rows(of("a", 0.2, 4))
     steps = first.folder / "checkpoints"
     (said,), changes = branch("b", 0.3, steps / "step-000001")
     assert f"since step 1 of {first.folder}: optim.lr 0.1 -> 0.3 (the settings before are in" in said
@@ -836,7 +837,7 @@ def test_a_plugin_changed_at_a_resume_is_said_and_the_one_before_is_kept(make_co
         plugin.write_text(source)
         cfg = make_config(plugins=[str(plugin)], train={"steps": steps, "save_every": 2}, **changes)
         with Trainer(cfg) as trainer:
-            recording.write_settings(trainer.run)
+            write_settings(trainer.cfg, trainer.progress.step, trainer.start)
             if source == "first = 1\n":
                 trainer.train()
         return [n for n in trainer.notices if "plugin" in n]
@@ -853,7 +854,7 @@ def test_a_plugin_changed_at_a_resume_is_said_and_the_one_before_is_kept(make_co
         plugin.write_text(source)
         cfg = make_config(name=f"branch-{len(changed)}", plugins=[str(plugin)], train={"steps": 6})
         with Trainer(cfg, resume=str(make_config().folder / "checkpoints" / "step-000002")) as trainer:
-            recording.write_settings(trainer.run)
+            write_settings(trainer.cfg, trainer.progress.step, trainer.start)
         assert len([n for n in trainer.notices if "plugin" in n]) == len(changed)
         assert [path.read_text() for path in (cfg.folder / "plugins").glob("*-step-000002.py")] == changed
     shutil.rmtree(make_config().folder / "checkpoints" / "step-000004")  # steps 3 and 4 are made anew
@@ -864,15 +865,15 @@ def test_a_plugin_changed_at_a_resume_is_said_and_the_one_before_is_kept(make_co
 def test_steps_that_are_made_anew_leave_no_settings(make_config):
     """After the change at step 4 the checkpoints from there on are lost."""
     cfg = make_config(train={"steps": 4, "save_every": 2})
-    run(cfg)
+    train_rows(cfg)
     made_with = (cfg.folder / "config.yaml").read_text()
-    run(make_config(train={"steps": 6, "save_every": 2, "keep": 9}, optim={"lr": 0.5}))
-    run(make_config(train={"steps": 8, "save_every": 2, "keep": 9}, optim={"lr": 0.25}))
+    train_rows(make_config(train={"steps": 6, "save_every": 2, "keep": 9}, optim={"lr": 0.5}))
+    train_rows(make_config(train={"steps": 8, "save_every": 2, "keep": 9}, optim={"lr": 0.25}))
     for step in (4, 6, 8):
         shutil.rmtree(cfg.folder / "checkpoints" / f"step-{step:06d}")
     with Trainer(make_config(train={"steps": 4}, optim={"lr": 0.125})) as trainer:
-        recording.write_settings(trainer.run)
-    assert trainer.run.changes == {"optim.lr": (cfg.optim.lr, 0.125)}
+        write_settings(trainer.cfg, trainer.progress.step, trainer.start)
+    assert trainer.start.changes == {"optim.lr": (cfg.optim.lr, 0.125)}
     (kept,) = cfg.folder.glob("config-step-*")
     assert kept.name == "config-step-000002.yaml" and kept.read_text() == made_with
 
@@ -881,16 +882,16 @@ def test_what_counts_as_a_changed_setting(make_config, tmp_path):
     cfg = make_config()
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    assert changed_settings(folder, 2, cfg) == {}  # nothing to compare with
+    assert compare(cfg, "rl", 2, folder)[0] == {}  # nothing to compare with
     record = folder / "config.yaml"
     record.write_text("[not a mapping")
-    assert changed_settings(folder, 2, cfg) == {}  # nor here
+    assert compare(cfg, "rl", 2, folder)[0] == {}  # nor here
     record.write_text(to_yaml(make_config(name="other", out="x", train={"steps": 9}, data={"eval_also": {}})))
-    assert changed_settings(folder, 2, cfg) == {}
+    assert compare(cfg, "rl", 2, folder)[0] == {}
     record.write_text(to_yaml(make_config(reward={"weights": {"gsm8k": 1.0}})))
-    assert changed_settings(folder, 2, cfg) == {"reward.weights.gsm8k": (1.0, None)}
+    assert compare(cfg, "rl", 2, folder)[0] == {"reward.weights.gsm8k": (1.0, None)}
     record.write_text(to_yaml(cfg) + "gone: {knob: 1}\n")
-    assert changed_settings(folder, 2, cfg) == {"gone.knob": (1, None)}
+    assert compare(cfg, "rl", 2, folder)[0] == {"gone.knob": (1, None)}
 
 
 @pytest.mark.parametrize(
@@ -920,7 +921,7 @@ def test_the_length_of_a_run_counts_where_a_schedule_follows_it(make_config, sch
     before, now = (make_config(**schedule, train={"steps": steps}) for steps in (2, 4))
     before.folder.mkdir(parents=True)
     (before.folder / "config.yaml").write_text(to_yaml(before))
-    found = changed_settings(now.folder, 2, now)
+    found = compare(now, "rl", 2, now.folder)[0]
     assert found == ({"train.steps": (2, 4)} if counts else {})
     assert ("follow the length of the run" in in_words(found, now, "rl")) == counts
 
@@ -952,7 +953,7 @@ def test_what_makes_held_out_accuracy_another_figure(make_config):
 
 def test_a_finished_run_asked_for_with_other_settings_says_so(make_config, capsys):
     cfg = make_config(train={"steps": 1})
-    run(cfg)
+    train_rows(cfg)
     elsewhere = shutil.copytree(cfg.model.path, cfg.folder.parent / "elsewhere")
     Job(make_config(train={"steps": 1}, optim={"lr": 0.5}, model={"path": str(elsewhere)}), "rl").alone()
     said = capsys.readouterr().out
@@ -961,11 +962,11 @@ def test_a_finished_run_asked_for_with_other_settings_says_so(make_config, capsy
 
 
 def test_steps_that_changed_nothing_are_told(make_config, capsys):
-    run(make_config(guidance={"n_prefix": 0}, reward={"kind": "loop_rewards:always_wrong"}, train={"steps": 2}))
+    train_rows(make_config(guidance={"n_prefix": 0}, reward={"kind": "loop_rewards:always_wrong"}, train={"steps": 2}))
     said = capsys.readouterr().err
     assert "step 2/2  reward 0.000  length" in said and "trained tok/s 0  no update, 6 groups without a signal" in said
     assert "2 of 2 steps changed nothing" in " ".join(said.split()) and "trace" not in said.partition("warning")[0]
-    run(make_config(name="learns", train={"steps": 2}))
+    train_rows(make_config(name="learns", train={"steps": 2}))
     assert "changed nothing" not in capsys.readouterr().err
 
 
@@ -987,10 +988,10 @@ def test_few_idle_steps_are_no_warning_and_only_those_of_this_start_count(make_c
     cfg = make_config(train={"steps": 3, "save_every": 1})
     monkeypatch.setattr(loop, "was_idle", lambda values: values["critic/rewards/mean"] >= 0 and next(idle))
     idle = iter([True, False, False])
-    run(cfg)
+    train_rows(cfg)
     assert "changed nothing" not in capsys.readouterr().err
     idle = iter([True, True])
-    run(make_config(train={"steps": 5, "save_every": 1}))
+    train_rows(make_config(train={"steps": 5, "save_every": 1}))
     assert "2 of 2 steps changed nothing" in " ".join(capsys.readouterr().err.split())
 
 
@@ -1025,8 +1026,8 @@ def test_as_many_updates_however_many_groups_are_kept(make_config, tmp_path, rig
     rows = [
         {"prompt": f"1+{i}", "answer": "987654", "traces": ["#### 987654" if i < right else "#### 1"]} for i in range(6)
     ]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (row,) = run(
+    write_rows(data, rows)
+    (row,) = train_rows(
         make_config(data={"train": str(data)}, batch={"mini_batch": 3}, optim={"lr": 0.02}, train={"steps": 1})
     )
     assert row["batch/rejected"] == 6 - right and row.get("train/updates") == updates
@@ -1035,7 +1036,7 @@ def test_as_many_updates_however_many_groups_are_kept(make_config, tmp_path, rig
 
 
 def test_sft_shares_traces_evenly(make_config):
-    rows = run(make_config(batch={"mini_batch": 4}, train={"steps": 2}), "sft")
+    rows = train_rows(make_config(batch={"mini_batch": 4}, train={"steps": 2}), "sft")
     assert [row["train/updates"] for row in rows] == [2, 2]
 
 
@@ -1077,12 +1078,14 @@ def test_prefixes_end_at_given_texts(make_config):
     with Trainer(make_config(guidance=guidance)) as trainer:
         guided = [task for task in trainer.run.tasks if task.demonstrations]
         plan = trainer.run.planner.plan(guided, 0, [0] * len(guided))
-        texts = [trainer.run.tokenizer.decode(request.prefix_ids) for request in plan.requests if request.prefix_ids]
+        texts = [
+            trainer.run.tokenizer.decode(p.token_ids) for group in plan for p in group if p.prefix and p.finish is None
+        ]
     assert len(texts) == len(guided) and all(text.endswith(("=", "\n")) for text in texts)
 
 
 def test_checkpoints_that_do_not_count_problems_have_as_many_as_their_steps(make_config):
     cfg = make_config(batch={"problems": 5})
-    assert saving.progress_of(cfg, {"progress": {"step": 3}}).problems == 15
-    assert saving.progress_of(cfg, {"progress": {"step": 3, "problems": 12}}).problems == 12
-    assert saving.progress_of(cfg, {}) == Progress()
+    assert progress_of(cfg, {"progress": {"step": 3}}).problems == 15
+    assert progress_of(cfg, {"progress": {"step": 3, "problems": 12}}).problems == 12
+    assert progress_of(cfg, {}) == Progress()

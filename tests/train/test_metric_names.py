@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import luffy
-from luffy.report.recorder import read_json_lines
+from luffy.run_folder.recorder import read_json_lines
 from luffy.train.loop import Trainer
 
 PAGE = (Path(luffy.__file__).parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -19,9 +19,9 @@ REMEMBERED = {
 
 
 def explained():
-    """`a/b`, `c` in one cell means a/b and a/c."""
+    """`a/b`, `c` before one colon means a/b and a/c."""
     names = set()
-    for cell in re.findall(r"^\| (`.*?) \|", PAGE, re.MULTILINE):
+    for cell in re.findall(r"^- (`[^:]*):", PAGE, re.MULTILINE):
         group = ""
         for name in re.findall(r"`([^`]+)`", cell):
             group = name.rpartition("/")[0] or group

@@ -6,27 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import make_samples, make_tokenizer
+from builders import make_group, make_rollout, make_samples, make_tokenizer, write_rows
+from trainings import samples, train_rows
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from luffy.dry_run import dry_run
 from luffy.errors import UserError
+from luffy.learn.policy import Policy
 from luffy.models.load import load_model
-from luffy.report.recorder import read_json_lines
-from luffy.train.groups import staleness_metrics
+from luffy.step.groups import staleness_metrics
 from luffy.train.loop import Trainer
-from luffy.train.policy import Policy
-from luffy.types import Group, Problem, Rollout, Score, Task
-
-
-def run(cfg, method="rl"):
-    with Trainer(cfg, method) as trainer:
-        trainer.train()
-    return read_json_lines(cfg.folder / "metrics.jsonl")
-
-
-def samples_of(cfg, name="samples.jsonl"):
-    return read_json_lines(cfg.folder / name)
 
 
 @pytest.fixture
@@ -54,10 +43,10 @@ def test_the_kl_is_taken_against_the_reference_model(make_config, other_model, w
         record={"samples": 6},
         train={"steps": 1},
     )
-    (row,) = run(cfg)
+    (row,) = train_rows(cfg)
     policy, reference = (AutoModelForCausalLM.from_pretrained(p) for p in (cfg.model.path, other_model))
     tokenizer, parts = make_tokenizer(), []
-    for sample in samples_of(cfg):
+    for sample in samples(cfg):
         prompt = tokenizer(sample["prompt"], add_special_tokens=False)["input_ids"]
         gap = log_probs(policy, prompt, sample["token_ids"]) - log_probs(reference, prompt, sample["token_ids"])
         parts.append(torch.exp(-gap) - 1 + gap)
@@ -112,7 +101,7 @@ def test_a_token_that_the_model_does_not_know_is_found_before_the_first_step(mak
     rows = [{"id": str(i), "prompt": f"{i}+1", "answer": f"{i + 1}", "traces": [f"{i + 1}"]} for i in range(8)]
 
     def config(**changes):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / "rows.jsonl", rows)
         data, model = {"train": str(tmp_path / "rows.jsonl")}, {"tokenizer": str(tmp_path / "tokenizer")}
         return make_config(data=data, model=model, train={"steps": 1}, **changes)
 
@@ -121,23 +110,18 @@ def test_a_token_that_the_model_does_not_know_is_found_before_the_first_step(mak
             with pytest.raises(UserError, match=rf"a {what} of problem '5' has token id 18, .* vocabulary of 18"):
                 begin(config(), method)
 
-    run(config(name="without"), method)
+    train_rows(config(name="without"), method)
     rows[5]["traces"] = ["6x"]
     refused("trace")
     if method == "rl":  # a trace that nobody asks for does no harm
-        run(config(name="unused", guidance={"n_prefix": 0}), method)
+        train_rows(config(name="unused", guidance={"n_prefix": 0}), method)
     rows[5] |= {"traces": ["6"], "prompt": "5+x"}
     refused("prompt")
 
 
 def test_staleness_is_the_step_less_the_version_that_made_the_token():
-    task = Task(Problem("p", "1+1", "2"), (5, 6))
-
-    def rollout(version, teacher):
-        streams = torch.zeros(4)
-        return Rollout(task, torch.arange(4), teacher, streams, streams, streams.bool(), "stop", policy_version=version)
-
-    groups = [Group(task, (rollout(5, 0), rollout(3, 2)), (Score(1.0), Score(0.0)))]
+    rollouts = [make_rollout(4, policy_version=5), make_rollout(4, prefix=2, policy_version=3)]
+    groups = [make_group([1.0, 0.0], rollouts)]
     metrics = staleness_metrics(groups, step=6)
     assert metrics["async/staleness/mean"].value == pytest.approx((4 * 1 + 2 * 3) / 6)
     assert metrics["async/staleness/max"].value == 3
@@ -148,7 +132,7 @@ def test_the_learning_rate_of_a_step_is_the_schedules(make_config):
     cfg = make_config(
         optim={"lr": 1e-3, "warmup": 2, "schedule": "linear"}, algorithm={"reject_extreme": False}, train={"steps": 4}
     )
-    assert [row["actor/lr"] for row in run(cfg)] == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.5e-3])
+    assert [row["actor/lr"] for row in train_rows(cfg)] == pytest.approx([0.5e-3, 1e-3, 1e-3, 0.5e-3])
 
 
 def test_an_update_moves_the_weights_by_its_own_learning_rate(make_config):
@@ -168,14 +152,14 @@ def test_a_problem_seen_again_is_guided_by_its_next_trace(make_config, tmp_path,
     rows = [
         {"id": f"p{i}", "prompt": f"{i}+0", "answer": str(i), "traces": [str(t) * 3 for t in range(3)]} for i in (1, 2)
     ]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(data, rows)
     cfg = make_config(
         data={"train": str(data)}, guidance={"trace_choice": "round_robin"}, batch={"problems": 2},
         record={"samples": 2}, train={"steps": 4},
     )  # fmt: skip
-    run(cfg, method)
+    train_rows(cfg, method)
     traces = defaultdict(list)
-    for sample in samples_of(cfg):
+    for sample in samples(cfg):
         if sample["finish"] == "trace":
             traces[sample["prompt"]].append(sample["response"])
     assert dict(traces) == {"1+0": ["000", "111", "222", "000"], "2+0": ["000", "111", "222", "000"]}
@@ -184,7 +168,7 @@ def test_a_problem_seen_again_is_guided_by_its_next_trace(make_config, tmp_path,
 def test_prefixes_shrink_over_prefix_steps(make_config):
     guidance = {"strategy": "linear", "prefix_steps": 2, "max_ratio": 1.0, "min_ratio": 0.0}
     cfg = make_config(guidance=guidance, train={"steps": 4}, algorithm={"reject_extreme": False})
-    ratios = [row.get("batch/avg_prefix_ratio") for row in run(cfg)]
+    ratios = [row.get("batch/avg_prefix_ratio") for row in train_rows(cfg)]
     assert ratios[0] == 1.0 and 0.4 <= ratios[1] <= 0.5 and ratios[2:] == [None, None]
     whole = make_config(guidance={**guidance, "prefix_steps": None})
     assert (cfg.schedule(4).prefix_steps, whole.schedule(4).prefix_steps) == (2, 4)
@@ -196,6 +180,6 @@ def test_held_out_samples_of_one_problem_differ(make_config, sums):
     with Trainer(cfg) as trainer:
         trainer.train()
     responses = defaultdict(set)
-    for sample in samples_of(cfg, "eval_samples.jsonl"):
+    for sample in samples(cfg, "eval_samples.jsonl"):
         responses[sample["step"], sample["problem"]].add(tuple(sample["token_ids"]))
     assert len(responses) >= 4 and all(len(drawn) > 1 for drawn in responses.values())

@@ -6,17 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from builders import make_model
 from fake_servers import KEY, FakeGenerator
-from support import untimed_metrics
-from tiny_models import tiny_model
+from trainings import final_weights, train_untimed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from luffy.config import load_config
-from luffy.dry_run import dry_run, memory_needs
+from luffy.dry_run import dry_run
+from luffy.dry_run import memory as memory_model
 from luffy.errors import ConfigError, TrainingStopped, UserError
-from luffy.report.recorder import read_json_lines
 from luffy.rollout import Engine, NativeEngine
 from luffy.rollout.overrides.aligned import AlignedEngine
+from luffy.run_folder.recorder import read_json_lines
 from luffy.train.loop import Trainer
 from luffy.types import Request, Sampling
 
@@ -35,19 +36,12 @@ def stronger(tiny_model, tmp_path_factory):
     return folder
 
 
-def run(cfg):
-    with Trainer(cfg) as trainer:
-        trainer.train()
-    return untimed_metrics(cfg.folder), AutoModelForCausalLM.from_pretrained(
-        cfg.folder / "checkpoints" / "latest" / "model"
-    ).state_dict()
-
-
 def test_absent_or_switched_off_equals_the_plain_run_bit_for_bit(make_config, stronger):
     disabled = {"offpolicy_guidance": {"model_path": str(stronger), "enable": False}}
     plain = make_config(name="plain", train={"steps": 2})
     off = make_config(name="off", train={"steps": 2}, rollout=disabled)
-    (rows, weights), (off_rows, off_weights) = run(plain), run(off)
+    rows, off_rows = train_untimed(plain), train_untimed(off)
+    weights, off_weights = final_weights(plain), final_weights(off)
     assert rows == off_rows and not [k for k in rows[0] if k.startswith("guidance/")]
     assert all(torch.equal(weights[n], off_weights[n]) for n in weights)
 
@@ -62,7 +56,7 @@ def test_every_rule_trains_beside_trace_prefixes(make_config, stronger, rule):
         train={"steps": 2},
         record={"samples": 6, "samples_every": 1},
     )
-    rows, _ = run(cfg)
+    rows = train_untimed(cfg)
     samples = read_json_lines(cfg.folder / "samples.jsonl")
     for r in rows:
         made = [s for s in samples if s["step"] == r["step"]]
@@ -77,24 +71,26 @@ def test_every_rule_trains_beside_trace_prefixes(make_config, stronger, rule):
 
 def test_mixture_without_overrides_has_weight_one(make_config, stronger):
     overrides = {"model_path": str(stronger), "rule": "mixture", "eps": 0.0}
-    rows, weights = run(make_config(name="eps0", rollout={"offpolicy_guidance": overrides}, train={"steps": 2}))
+    cfg = make_config(name="eps0", rollout={"offpolicy_guidance": overrides}, train={"steps": 2})
+    rows, weights = train_untimed(cfg), final_weights(cfg)
     assert all(r["guidance/token_ratio"] == 0.0 for r in rows)
     assert all(r["guidance/weight_mean"] == pytest.approx(1.0, abs=1e-5) for r in rows)
-    plain_rows, plain = run(make_config(name="plain", train={"steps": 2}))
+    cfg = make_config(name="plain", train={"steps": 2})
+    plain_rows, plain = train_untimed(cfg), final_weights(cfg)
     assert [r["critic/score/mean"] for r in rows] == [r["critic/score/mean"] for r in plain_rows]
     assert all(torch.allclose(weights[n], plain[n], atol=1e-5) for n in plain)
 
 
 def test_the_eps_schedule_fades_out(make_config, stronger):
     overrides = {"model_path": str(stronger), "rule": "mixture", "eps": 1.0, "eps_end": 0.0, "eps_steps": 3}
-    rows, _ = run(make_config(rollout={"offpolicy_guidance": overrides}))
+    rows = train_untimed(make_config(rollout={"offpolicy_guidance": overrides}))
     ratios = [r["guidance/token_ratio"] for r in rows]
     assert ratios[0] == 1.0 and ratios == sorted(ratios, reverse=True) and ratios[3] == 0.0
 
 
 def test_the_tau_schedule_fades_out(make_config, stronger):
     overrides = {"model_path": str(stronger), "rule": "threshold", "tau": 1.0, "tau_end": 0.0, "tau_steps": 3}
-    rows, _ = run(make_config(rollout={"offpolicy_guidance": overrides}))
+    rows = train_untimed(make_config(rollout={"offpolicy_guidance": overrides}))
     ratios = [r["guidance/token_ratio"] for r in rows]
     assert ratios[0] == 1.0 and ratios == sorted(ratios, reverse=True) and ratios[3] == 0.0
 
@@ -103,8 +99,8 @@ def test_sequence_weights_train(make_config, stronger):
     overrides = {"model_path": str(stronger), "rule": "mixture", "eps": 0.3}
     common = {"rollout": {"offpolicy_guidance": overrides}, "train": {"steps": 1}}
     whole = {"importance_level": "sequence", "reject_extreme": False}
-    rows, _ = run(make_config(name="whole", algorithm=whole, **common))
-    token, _ = run(make_config(name="token", algorithm={"reject_extreme": False}, **common))
+    rows = train_untimed(make_config(name="whole", algorithm=whole, **common))
+    token = train_untimed(make_config(name="token", algorithm={"reject_extreme": False}, **common))
     assert token[0]["guidance/weight_max"] <= 1 / 0.7 + 1e-4 < rows[0]["guidance/weight_max"]  # (1/(1-eps))^T at most
     assert rows[0]["guidance/ess"] < token[0]["guidance/ess"]
 
@@ -140,7 +136,7 @@ def test_padding_of_either_model_leaves_the_probabilities_exact(
         algorithm={"reject_extreme": False},
         train={"steps": 1},
     )
-    rows, _ = run(cfg)
+    rows = train_untimed(cfg)
     assert all(0 < r["guidance/token_ratio"] < 1 for r in rows)
     samples = read_json_lines(cfg.folder / "samples.jsonl")
     written = [(t, o) for s in samples for t, o in zip(s["token_ids"], s["overrides"], strict=True)]
@@ -186,7 +182,7 @@ def test_another_engine_and_the_second_model_take_turns(make_config, stronger):
         guidance={"n_prefix": 1, "strategy": "fixed", "min_ratio": 0.5, "max_ratio": 0.5},
         algorithm={"reject_extreme": False},
     )
-    rows, _ = run(cfg)
+    rows = train_untimed(cfg)
     ratios = [r["guidance/token_ratio"] for r in rows]
     assert ratios[0] > ratios[1] > ratios[3] == 0.0 and all(
         r.get("guidance/missing_log_prob_ratio", 0.0) == 0.0 for r in rows
@@ -198,7 +194,7 @@ def test_another_engine_and_the_second_model_take_turns(make_config, stronger):
 
 def test_another_engine_aligns(make_config, stronger):
     overrides = {"model_path": str(stronger), "rule": "aligned"}
-    rows, _ = run(make_config(rollout={"engine": FOREIGN, "offpolicy_guidance": overrides}, train={"steps": 1}))
+    rows = train_untimed(make_config(rollout={"engine": FOREIGN, "offpolicy_guidance": overrides}, train={"steps": 1}))
     assert rows[0]["guidance/token_ratio"] > 0
 
 
@@ -220,8 +216,8 @@ def test_an_engine_without_log_probs_is_refused_before_the_first_step(make_confi
 def test_several_optimizer_steps_and_the_literal_objective(make_config, stronger):
     overrides = {"model_path": str(stronger), "rule": "mixture", "eps": 0.5, "max_overrides": 2}
     common = {"rollout": {"offpolicy_guidance": overrides}, "batch": {"mini_batch": 2}, "train": {"steps": 1}}
-    decoupled, _ = run(make_config(name="decoupled", **common))
-    literal, _ = run(make_config(name="literal", algorithm={"importance_objective": "literal"}, **common))
+    decoupled = train_untimed(make_config(name="decoupled", **common))
+    literal = train_untimed(make_config(name="literal", algorithm={"importance_objective": "literal"}, **common))
     assert decoupled[0]["actor/pg_loss"] != literal[0]["actor/pg_loss"]
     samples = read_json_lines(make_config(name="decoupled").folder / "samples.jsonl")
     assert max(sum(s["overrides"]) for s in samples) == 2
@@ -229,10 +225,10 @@ def test_several_optimizer_steps_and_the_literal_objective(make_config, stronger
 
 def test_resume_is_exact_under_overrides(make_config, stronger):
     overrides = {"model_path": str(stronger), "rule": "mixture", "eps": 0.8, "eps_end": 0.2}
-    whole, _ = run(make_config(name="whole", rollout={"offpolicy_guidance": overrides}))
+    whole = train_untimed(make_config(name="whole", rollout={"offpolicy_guidance": overrides}))
     overrides = {**overrides, "eps_steps": 4}
-    run(make_config(name="halves", rollout={"offpolicy_guidance": overrides}, train={"steps": 2}))
-    halves, _ = run(make_config(name="halves", rollout={"offpolicy_guidance": overrides}))
+    train_untimed(make_config(name="halves", rollout={"offpolicy_guidance": overrides}, train={"steps": 2}))
+    halves = train_untimed(make_config(name="halves", rollout={"offpolicy_guidance": overrides}))
     assert halves == whole
 
 
@@ -270,8 +266,8 @@ def test_a_second_model_that_does_not_fit_is_refused(make_config, stronger, tmp_
 
 @pytest.mark.parametrize(("dtype", "size"), [(None, 4), ("bfloat16", 2)])
 def test_a_dry_run_counts_the_second_model_and_its_cache(make_config, stronger, monkeypatch, dtype, size):
-    monkeypatch.setattr(memory_needs, "GIB", 1)  # bytes
-    monkeypatch.setattr(memory_needs, "resident_bytes", lambda: 0)  # of this process: it grows from call to call
+    monkeypatch.setattr(memory_model, "GIB", 1)  # bytes
+    monkeypatch.setattr(memory_model, "resident_bytes", lambda: 0)  # of this process: it grows from call to call
 
     def memory(**rollout):
         (line,) = [
@@ -331,7 +327,7 @@ def test_bad_settings(overrides, message):
 
 def test_aligned_takes_the_second_model_at_its_own_temperature():
     """Its text and log-probs are those that the second model alone draws at that temperature."""
-    policy, second = (NativeEngine(tiny_model("llama", seed=seed)) for seed in (1, 2))
+    policy, second = (NativeEngine(make_model("llama", seed=seed)) for seed in (1, 2))
     requests = [Request((5, 6, 7), seed, Sampling(8, temperature=1.0)) for seed in range(3)]
     cool = [replace(r, sampling=replace(r.sampling, temperature=0.2)) for r in requests]
     made = AlignedEngine(policy, second, 0.2).generate(requests)
@@ -367,7 +363,8 @@ def test_a_run_with_a_server_is_the_run_with_its_model(make_config, stronger, se
     local = {"engine": engine, "offpolicy_guidance": common | {"model_path": str(stronger)}}
     remote = {"offpolicy_guidance": common | {"servers": [server.url]}}
     runs = [make_config(name=name, rollout=r, **both) for name, r in (("local", local), ("served", remote))]
-    (ours, weights), (theirs, served_weights) = map(run, runs)
+    ours, theirs = map(train_untimed, runs)
+    weights, served_weights = map(final_weights, runs)
     assert len(server.asked) > 10
     for mine, other in zip(ours, theirs, strict=True):
         for name in ("critic/score/mean", "guidance/token_ratio", "guidance/ess", "actor/loss", "actor/grad_norm"):
@@ -386,7 +383,7 @@ def test_speculative_overrides_from_a_server_train(make_config, server):
         train={"steps": 2},
         record={"samples": 6, "samples_every": 1},
     )
-    rows, _ = run(cfg)
+    rows = train_untimed(cfg)
     samples = read_json_lines(cfg.folder / "samples.jsonl")
     assert max(sum(s["overrides"]) for s in samples) == 3
     for row in rows:

@@ -1,34 +1,24 @@
 """A reward that takes a batch, in training and in its evaluations; and what a run does when all its calls fail."""
 
 import pytest
+from trainings import train_untimed
 
 from luffy.errors import TrainingStopped
-from luffy.report.recorder import read_json_lines
 from luffy.rewards.kinds import reward
+from luffy.run_folder.recorder import read_json_lines
 from luffy.train.loop import Trainer
-
-
-def figures(cfg):
-    untimed = lambda name: name != "time" and not name.startswith(("timing_s/", "perf/"))  # noqa: E731
-    return [{k: v for k, v in row.items() if untimed(k)} for row in read_json_lines(cfg.folder / "metrics.jsonl")]
-
-
-def train(cfg, **options):
-    with Trainer(cfg, **options) as trainer:
-        trainer.train()
-    return figures(cfg)
 
 
 def test_a_batch_function_trains_as_the_same_function_of_a_sample(make_config, sums, monkeypatch, request):
     monkeypatch.syspath_prepend(request.config.rootpath / "tests" / "rewards")
     settings = {"data": {"eval": str(sums)}, "eval": {"every": 2, "limit": 3}, "train": {"steps": 2}}
     kinds = {"sample": "loop_rewards:length_parity", "batch": "own_forms:even_length"}
-    rows = [train(make_config(name=name, reward={"kind": kind}, **settings)) for name, kind in kinds.items()]
+    rows = [train_untimed(make_config(name=name, reward={"kind": kind}, **settings)) for name, kind in kinds.items()]
     assert rows[0] == rows[1] and {row["critic/rewards/mean"] for row in rows[0][1:]} - {0.0, 1.0}
     assert all(row.get("batch/verifier_failures", 0) == 0 for row in rows[0])
 
 
-def config(make_config, sums, name):
+def breakable_config(make_config, sums, name):
     return make_config(
         name=name,
         reward={"kind": "breakable"},
@@ -47,14 +37,14 @@ def test_a_function_that_raises_on_every_sample_stops_the_step(make_config, roun
 
 
 def test_a_function_that_raises_on_some_samples_trains_on(make_config):
-    rows = train(make_config(reward={"kind": "loop_rewards:raises_on_odd_lengths"}, train={"steps": 2}))
+    rows = train_untimed(make_config(reward={"kind": "loop_rewards:raises_on_odd_lengths"}, train={"steps": 2}))
     assert [row["batch/verifier_failures"] for row in rows] == [row["batch/verifier_error"] for row in rows]
     assert all(0 < row["batch/verifier_error"] < 24 for row in rows)
 
 
 def test_a_problem_that_cannot_be_scored_stops_no_step_of_it_alone(make_config):
     alone = {"batch": {"problems": 1}, "train": {"steps": 2}}
-    rows = train(make_config(reward={"kind": "loop_rewards:always_raises"}, **alone))
+    rows = train_untimed(make_config(reward={"kind": "loop_rewards:always_raises"}, **alone))
     assert all(row["batch/verifier_error"] == row["batch/verifier_failures"] > 0 for row in rows)
 
 
@@ -69,12 +59,12 @@ def undisturbed(make_config_in, sums, tmp_path_factory):
             raise RuntimeError("the judge is out")
         return [float(len(text) % 2) for text in completions]
 
-    return train(config(make_config_in(tmp_path_factory.mktemp("undisturbed")), sums, "undisturbed"))
+    return train_untimed(breakable_config(make_config_in(tmp_path_factory.mktemp("undisturbed")), sums, "undisturbed"))
 
 
 @pytest.mark.parametrize("where", ["step 2", "the evaluation after step 2"])
 def test_a_run_whose_reward_fails_altogether_stops_and_goes_on_as_if_it_had_not(make_config, sums, undisturbed, where):
-    cfg = config(make_config, sums, "broken")
+    cfg = breakable_config(make_config, sums, "broken")
     with Trainer(cfg, on_step=lambda step, _: where == "step 2" and broken.append(step)) as trainer:
         if where != "step 2":
             trainer.run.engines.current.sync = lambda version: broken.append(version) if version == 2 else None
@@ -82,19 +72,9 @@ def test_a_run_whose_reward_fails_altogether_stops_and_goes_on_as_if_it_had_not(
             trainer.train()
     broken.clear()
     found = {}
-    for row in train(cfg):
+    for row in train_untimed(cfg):
         found[row["step"]] = found.get(row["step"], {}) | row
     assert list(found.values()) == undisturbed
-
-
-@reward("half_of_parity")
-def half_of_parity(response, answer, problem):
-    return 0.5 * (len(response) % 2)
-
-
-@reward("loss_of_parity")
-def loss_of_parity(response, answer, problem):
-    return len(response) % 2 - 1.0
 
 
 BELOW = (
@@ -106,11 +86,11 @@ REJECTED = ", and reward.failure=0 is not passed: every group is rejected"
 @pytest.mark.parametrize(
     ("settings", "best"),
     [
-        ({"kind": "half_of_parity"}, BELOW.format("0.5", "")),
-        ({"kind": "loss_of_parity"}, BELOW.format("0", REJECTED)),
-        ({"weights": {"half_of_parity": 1.0, "format": 0.1}}, BELOW.format("0.5", "")),
-        ({"kind": "half_of_parity", "success": 0.5}, None),
-        ({"kind": "loss_of_parity", "success": 0.0, "failure": -1.0}, None),
+        ({"kind": "loop_rewards:half_of_parity"}, BELOW.format("0.5", "")),
+        ({"kind": "loop_rewards:loss_of_parity"}, BELOW.format("0", REJECTED)),
+        ({"weights": {"loop_rewards:half_of_parity": 1.0, "format": 0.1}}, BELOW.format("0.5", "")),
+        ({"kind": "loop_rewards:half_of_parity", "success": 0.5}, None),
+        ({"kind": "loop_rewards:loss_of_parity", "success": 0.0, "failure": -1.0}, None),
         ({"kind": "loop_rewards:always_wrong"}, None),  # all alike: the policy may simply be wrong
         ({"kind": "loop_rewards:length_parity"}, None),
         ({"kind": "numeric"}, None),  # a built-in one reaches its best, whatever a weak policy does
@@ -135,7 +115,7 @@ def test_every_reward_of_a_weighted_sum_is_in_metrics_and_samples(make_config, s
         train={"steps": 1},
         record={"samples": 6, "samples_every": 1},
     )
-    row = train(cfg)[-1]
+    row = train_untimed(cfg)[-1]
     samples = read_json_lines(cfg.folder / "samples.jsonl")
     assert len(samples) == 24
     for sample in samples:
@@ -153,6 +133,6 @@ def test_every_reward_of_a_weighted_sum_is_in_metrics_and_samples(make_config, s
 
 def test_one_reward_alone_has_no_components(make_config):
     cfg = make_config(train={"steps": 1})
-    row = train(cfg)[-1]
+    row = train_untimed(cfg)[-1]
     assert not any("component" in key for key in row)
     assert not any("components" in sample for sample in read_json_lines(cfg.folder / "samples.jsonl"))

@@ -6,12 +6,12 @@ import json
 import pytest
 import transformers.utils.chat_template_utils as templates
 import yaml
-from support import make_tokenizer
+from builders import make_tokenizer
 
 from luffy.config import load_config
 from luffy.data import Encoder, encode
 from luffy.errors import ConfigError
-from luffy.report.recorder import read_json_lines
+from luffy.run_folder.recorder import read_json_lines
 from luffy.train.loop import Trainer
 from luffy.types import Problem
 
@@ -21,12 +21,6 @@ PROBLEM = Problem("p", "1+1", "2")
 
 def on(monkeypatch, day):
     monkeypatch.setattr(encode, "today", lambda: datetime.date.fromisoformat(day))
-
-
-def train(cfg):
-    with Trainer(cfg) as trainer:
-        trainer.train()
-        return trainer.run.messages.facts
 
 
 def test_the_clock_is_read_once(monkeypatch):
@@ -46,14 +40,20 @@ def test_a_given_date_and_a_template_without_one():
         Encoder(make_tokenizer(), style="plain", date="tomorrow")
 
 
+def train_facts(cfg):
+    with Trainer(cfg) as trainer:
+        trainer.train()
+        return trainer.run.messages.facts
+
+
 def test_a_run_keeps_its_date(make_config, monkeypatch):
     config = lambda name, **more: make_config(name=name, data={"style": "chat", "chat_template": DATED, **more})  # noqa: E731
     on(monkeypatch, "2024-07-26")
     first = make_config(name="parts", data={"style": "chat", "chat_template": DATED}, train={"steps": 2})
-    assert "prompts are dated 2024-07-26 (data.date)" in train(first)
+    assert "prompts are dated 2024-07-26 (data.date)" in train_facts(first)
     on(monkeypatch, "2024-07-27")
     parts, whole = config("parts"), config("whole", date="2024-07-26")
-    train(parts), train(whole)
+    train_facts(parts), train_facts(whole)
     prompts = lambda cfg: [row["prompt"] for row in read_json_lines(cfg.folder / "samples.jsonl")]  # noqa: E731
     assert prompts(parts) == prompts(whole) and all(p.startswith("26072024=") for p in prompts(parts))
     kept = [yaml.safe_load((cfg.folder / "config.yaml").read_text())["data"]["date"] for cfg in (parts, whole)]
@@ -64,7 +64,7 @@ def test_a_run_keeps_its_date(make_config, monkeypatch):
 
 def test_a_run_without_a_date_has_none_on_record(make_config):
     cfg = make_config(train={"steps": 1})
-    assert not [fact for fact in train(cfg) if "dated" in fact]
+    assert not [fact for fact in train_facts(cfg) if "dated" in fact]
     assert yaml.safe_load((cfg.folder / "config.yaml").read_text())["data"]["date"] is None
 
 

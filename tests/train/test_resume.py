@@ -8,21 +8,23 @@ from dataclasses import replace
 
 import pytest
 import torch
+from builders import write_rows
 from children import exit_code_in_child
 from kills import copied_at, killed_at
-from transformers import AutoModelForCausalLM
+from trainings import final_weights, train, untimed_metrics
 
 from luffy.errors import TrainingStopped, UserError
+from luffy.learn.optim import Optimizer
+from luffy.learn.policy import Policy
 from luffy.metrics import Mean
-from luffy.report import recorder
-from luffy.report.recorder import read_json_lines
-from luffy.report.runs import load_run
 from luffy.rollout.native import NativeEngine
-from luffy.train import checkpoint, held_out, saving
-from luffy.train.checkpoint import CheckpointStore
-from luffy.train.loop import Trainer
-from luffy.train.optim import Optimizer
-from luffy.train.policy import Policy
+from luffy.run_folder import checkpoint, recorder
+from luffy.run_folder.checkpoint import CheckpointStore
+from luffy.run_folder.recorder import read_json_lines
+from luffy.run_folder.runs import load_run
+from luffy.train import held_out, saving
+from luffy.train.held_out import HeldOut
+from luffy.train.loop import EvaluationInterrupted, Trainer
 
 MOMENTS = {
     "rollout": (NativeEngine, "generate", 4),
@@ -47,7 +49,7 @@ AFTER_TWO_SAVES = {
 }
 
 
-def config(make_config, sums, name):
+def resume_config(make_config, sums, name):
     return make_config(
         name=name,
         data={"eval": str(sums)},
@@ -64,20 +66,6 @@ def of_steps(steps, cfg):
     return replace(cfg, train=replace(cfg.train, steps=steps))
 
 
-def figures(cfg):
-    untimed = lambda name: name != "time" and not name.startswith(("timing_s/", "perf/"))  # noqa: E731
-    return [{k: v for k, v in row.items() if untimed(k)} for row in read_json_lines(cfg.folder / "metrics.jsonl")]
-
-
-def final_weights(cfg):
-    return AutoModelForCausalLM.from_pretrained(cfg.folder / "checkpoints" / "step-000006" / "model").state_dict()
-
-
-def train(cfg):
-    with Trainer(cfg) as trainer:
-        trainer.train()
-
-
 def train_until_killed(cfg, moment):
     """In a child: SIGKILL at the moment."""
     with killed_at(*(MOMENTS | AFTER_TWO_SAVES)[moment]):
@@ -92,7 +80,7 @@ def train_and_kill(cfg, moment):
 def undisturbed(make_config_in, sums, tmp_path_factory):
     """The run that was never killed, made once. Beside it, what a kill in the middle of a save would leave."""
     torch.set_num_threads(1)
-    cfg = config(make_config_in(tmp_path_factory.mktemp("undisturbed")), sums, "undisturbed")
+    cfg = resume_config(make_config_in(tmp_path_factory.mktemp("undisturbed")), sums, "undisturbed")
     with copied_at(*MOMENTS[IN_A_SAVE], cfg.folder, cfg.folder.parent / "copied"):
         train(cfg)
     return cfg
@@ -105,13 +93,13 @@ IN_A_SAVE = "checkpoint written but not renamed"
 
 @pytest.mark.parametrize("moment", [m if m == ALWAYS else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS])
 def test_killed_and_resumed_equals_undisturbed(make_config, sums, undisturbed, moment):
-    killed = config(make_config, sums, "killed")
+    killed = resume_config(make_config, sums, "killed")
     train_and_kill(killed, moment)
     resumed_equals(killed, undisturbed)
 
 
-def test_with_optimizer_state_in_the_newest_checkpoint_only_a_run_resumes_to_the_bit(make_config, sums, undisturbed):
-    cfg = config(make_config, sums, "little")
+def test_a_run_with_one_optimizer_state_resumes_to_the_bit(make_config, sums, undisturbed):
+    cfg = resume_config(make_config, sums, "little")
     little = replace(cfg, train=replace(cfg.train, keep_optimizer=1))
     checkpoints = little.folder / "checkpoints"
     with Trainer(little) as trainer:
@@ -125,7 +113,7 @@ def test_with_optimizer_state_in_the_newest_checkpoint_only_a_run_resumes_to_the
 
 
 def test_what_a_kill_in_a_save_leaves_is_resumed_and_equals_undisturbed(make_config, sums, undisturbed):
-    killed = config(make_config, sums, "killed")
+    killed = resume_config(make_config, sums, "killed")
     shutil.copytree(undisturbed.folder.parent / "copied", killed.folder, symlinks=True)
     assert [p.name for p in (killed.folder / "checkpoints").glob("step-*")] == ["step-000002"]
     resumed_equals(killed, undisturbed)
@@ -133,15 +121,15 @@ def test_what_a_kill_in_a_save_leaves_is_resumed_and_equals_undisturbed(make_con
 
 def resumed_equals(killed, undisturbed):
     train(killed)
-    assert figures(killed) == figures(undisturbed)
+    assert untimed_metrics(killed) == untimed_metrics(undisturbed)
     ours, theirs = final_weights(killed), final_weights(undisturbed)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     samples = [read_json_lines(cfg.folder / "samples.jsonl") for cfg in (killed, undisturbed)]
     assert samples[0] == samples[1]
-    assert left_behind(killed) == left_behind(undisturbed)
+    assert checkpoints_left(killed) == checkpoints_left(undisturbed)
 
 
-def left_behind(cfg):
+def checkpoints_left(cfg):
     """Names of all that is there when a run is over, where ``latest`` points, and the best."""
     folder = cfg.folder / "checkpoints"
     names = sorted(p.name for p in folder.iterdir())
@@ -152,19 +140,19 @@ def left_behind(cfg):
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(make_config, sums, undisturbed):
-    damaged = config(make_config, sums, "damaged")
+    damaged = resume_config(make_config, sums, "damaged")
     train_and_kill(damaged, "after two saves")
     newest = max((damaged.folder / "checkpoints").glob("step-*")) / "model" / "model.safetensors"
     data = bytearray(newest.read_bytes())
     data[-5] ^= 0x10
     newest.write_bytes(data)
     train(damaged)
-    assert figures(damaged) == figures(undisturbed)
+    assert untimed_metrics(damaged) == untimed_metrics(undisturbed)
 
 
 @pytest.mark.parametrize(("sent", "called"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
 def test_a_signal_ends_after_the_step_with_a_checkpoint_of_it(make_config, sums, undisturbed, sent, called):
-    ended = config(make_config, sums, "ended")
+    ended = resume_config(make_config, sums, "ended")
     before = signal.getsignal(sent)
 
     def end_the_third(step, _):
@@ -176,11 +164,11 @@ def test_a_signal_ends_after_the_step_with_a_checkpoint_of_it(make_config, sums,
     assert signal.getsignal(sent) is before
     assert next(c.step for c in CheckpointStore(ended.folder / "checkpoints", 2)) == 3
     train(ended)
-    assert figures(ended) == figures(undisturbed)
+    assert untimed_metrics(ended) == untimed_metrics(undisturbed)
 
 
 def test_a_second_ctrl_c_ends_at_once(make_config, sums, capfd):
-    cfg = config(make_config, sums, "hurried")
+    cfg = resume_config(make_config, sums, "hurried")
     before = signal.getsignal(signal.SIGINT)
 
     def twice(step, _):
@@ -195,19 +183,19 @@ def test_a_second_ctrl_c_ends_at_once(make_config, sums, capfd):
 
 
 def test_sigterm_in_the_last_step_ends_nothing_early(make_config, sums):
-    cfg = of_steps(1, config(make_config, sums, "whole"))
+    cfg = of_steps(1, resume_config(make_config, sums, "whole"))
     with Trainer(cfg, on_step=lambda step, _: os.kill(os.getpid(), signal.SIGTERM)) as trainer:
         assert trainer.train().parent.name == "step-000001"
 
 
 @pytest.mark.parametrize(("owner", "name", "step"), [
-    (held_out, "evaluate_set", 0), (held_out, "evaluate_set", 4), (held_out, "evaluate_set", 6),
+    (HeldOut, "evaluate_set", 0), (HeldOut, "evaluate_set", 4), (HeldOut, "evaluate_set", 6),
     (Policy, "update", 4), (Policy, "update", 6),
 ])  # fmt: skip
 def test_an_evaluation_does_not_keep_a_stop_waiting_and_is_made_up_for(
     make_config, sums, undisturbed, monkeypatch, owner, name, step
 ):
-    ended = config(make_config, sums, "ended")
+    ended = resume_config(make_config, sums, "ended")
     original = getattr(owner, name)
 
     def terminated(*args, **kwargs):
@@ -219,20 +207,20 @@ def test_an_evaluation_does_not_keep_a_stop_waiting_and_is_made_up_for(
         patch.setattr(owner, name, terminated)
         with pytest.raises(TrainingStopped, match=f"step {step} by SIGTERM"):
             trainer.train()
-    assert [row["step"] for row in figures(ended) if "val-core/accuracy" in row] == list(range(0, step, 2))
+    assert [row["step"] for row in untimed_metrics(ended) if "val-core/accuracy" in row] == list(range(0, step, 2))
     train(ended)
     by_step = [{}, {}]
     for merged, cfg in zip(by_step, (ended, undisturbed), strict=True):
-        for row in figures(cfg):
+        for row in untimed_metrics(cfg):
             merged[row["step"]] = merged.get(row["step"], {}) | row
     assert by_step[0] == by_step[1]
-    assert left_behind(ended) == left_behind(undisturbed)
+    assert checkpoints_left(ended) == checkpoints_left(undisturbed)
     samples = [read_json_lines(cfg.folder / "eval_samples.jsonl") for cfg in (ended, undisturbed)]
     assert samples[0] == samples[1] and samples[0]
 
 
 def test_a_best_step_found_when_an_evaluation_is_made_up_for_stays_the_best(make_config, sums, monkeypatch):
-    cfg = config(make_config, sums, "ended")
+    cfg = resume_config(make_config, sums, "ended")
     cfg = replace(cfg, train=replace(cfg.train, keep=1))
     accuracies = {0: 0.95, 2: 0.2, 4: 0.3, 6: 0.9}  # of the base there is no checkpoint to keep
 
@@ -244,7 +232,7 @@ def test_a_best_step_found_when_an_evaluation_is_made_up_for_stays_the_best(make
         return {"val-core/accuracy": Mean(accuracies[trainer.progress.step])}, []
 
     stopped = []
-    monkeypatch.setattr(held_out, "evaluate_set", graded)
+    monkeypatch.setattr(HeldOut, "evaluate_set", graded)
     with Trainer(cfg) as trainer, pytest.raises(TrainingStopped, match="step 6 by SIGTERM"):
         trainer.train()
     assert json.loads((cfg.folder / "best.json").read_text())["step"] == 4
@@ -254,7 +242,7 @@ def test_a_best_step_found_when_an_evaluation_is_made_up_for_stays_the_best(make
         assert json.loads((cfg.folder / "best.json").read_text()) == {"step": 6, "accuracy": 0.9}
         assert trainer.progress.best_step == 6
         assert [c.step for c in CheckpointStore(cfg.folder / "checkpoints", 1)] == [6]
-    assert [row["step"] for row in figures(cfg) if "val-core/accuracy" in row] == [0, 2, 4, 6]
+    assert [row["step"] for row in untimed_metrics(cfg) if "val-core/accuracy" in row] == [0, 2, 4, 6]
     record = load_run(cfg.folder)
     assert [step for step, _ in record.series("critic/rewards/mean")] == [1, 2, 3, 4, 5, 6]
     assert record.series("val-core/accuracy")[-1] == (6, 0.9)
@@ -262,23 +250,23 @@ def test_a_best_step_found_when_an_evaluation_is_made_up_for_stays_the_best(make
 
 def test_a_stop_between_two_sets_records_no_samples_twice(make_config, sums, monkeypatch):
     def with_two_sets(name):
-        cfg = of_steps(4, config(make_config, sums, name))
+        cfg = of_steps(4, resume_config(make_config, sums, name))
         return replace(cfg, data=replace(cfg.data, eval_also={"again": str(sums)}))
 
     undisturbed, ended = with_two_sets("undisturbed"), with_two_sets("ended")
     train(undisturbed)
-    original = held_out.evaluate_set
+    original = HeldOut.evaluate_set
 
-    def ends_after_the_first(run, name, *args):
+    def ends_after_the_first(held, name, *args):
         if name == "again" and trainer.progress.step == 2:
             raise AssertionError("the second set must not begin")
-        made = original(run, name, *args)
+        made = original(held, name, *args)
         if trainer.progress.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return made
 
     with Trainer(ended) as trainer, monkeypatch.context() as patch:
-        patch.setattr(held_out, "evaluate_set", ends_after_the_first)
+        patch.setattr(HeldOut, "evaluate_set", ends_after_the_first)
         with pytest.raises(TrainingStopped, match="step 2 by SIGTERM"):
             trainer.train()
     train(ended)
@@ -287,37 +275,37 @@ def test_a_stop_between_two_sets_records_no_samples_twice(make_config, sums, mon
 
 
 def test_a_stop_that_comes_too_late_leaves_evaluations_alone(make_config, sums):
-    cfg = of_steps(1, config(make_config, sums, "late"))
+    cfg = of_steps(1, resume_config(make_config, sums, "late"))
     with Trainer(cfg, on_step=lambda step, _: trainer.stop_soon("a wish")) as trainer:
         trainer.train()
         assert "val-core/accuracy" in trainer.evaluate()
 
 
 def test_of_several_processes_none_leaves_an_evaluation(make_config, sums):
-    with Trainer(config(make_config, sums, "joined")) as trainer:
+    with Trainer(resume_config(make_config, sums, "joined")) as trainer:
         trainer.stop_soon("a wish")
-        with pytest.raises(held_out.EvaluationInterrupted):
+        with pytest.raises(EvaluationInterrupted):
             trainer.evaluate()
         trainer._stop.world = replace(trainer._stop.world, joined=True)
         assert "val-core/accuracy" in trainer.evaluate()
 
 
 def test_a_failed_evaluation_is_made_up_for_and_its_step_is_on_record(make_config, sums, undisturbed, monkeypatch):
-    broken = config(make_config, sums, "broken")
+    broken = resume_config(make_config, sums, "broken")
     with Trainer(broken) as trainer, monkeypatch.context() as patch:
-        original = held_out.evaluate_set
-        patch.setattr(held_out, "evaluate_set", lambda *args: 1 / 0 if trainer.progress.step == 4 else original(*args))
+        original = HeldOut.evaluate_set
+        patch.setattr(HeldOut, "evaluate_set", lambda *args: 1 / 0 if trainer.progress.step == 4 else original(*args))
         with pytest.raises(ZeroDivisionError):
             trainer.train()
     train(broken)
-    assert [row["step"] for row in figures(broken)] == [0, 1, 2, 3, 4, 4, 5, 6]
-    accuracies = [[row["val-core/accuracy"] for row in figures(cfg) if "val-core/accuracy" in row]
+    assert [row["step"] for row in untimed_metrics(broken)] == [0, 1, 2, 3, 4, 4, 5, 6]
+    accuracies = [[row["val-core/accuracy"] for row in untimed_metrics(cfg) if "val-core/accuracy" in row]
                   for cfg in (broken, undisturbed)]  # fmt: skip
-    assert accuracies[0] == accuracies[1] and left_behind(broken) == left_behind(undisturbed)
+    assert accuracies[0] == accuracies[1] and checkpoints_left(broken) == checkpoints_left(undisturbed)
 
 
 def test_the_best_step_is_not_kept_when_nobody_asks(make_config, sums):
-    cfg = config(make_config, sums, "plain")
+    cfg = resume_config(make_config, sums, "plain")
     cfg = replace(cfg, train=replace(cfg.train, save_every=4, keep=1, keep_best=False))
     train(cfg)
     assert [c.step for c in CheckpointStore(cfg.folder / "checkpoints", 1)] == [6]
@@ -326,7 +314,7 @@ def test_the_best_step_is_not_kept_when_nobody_asks(make_config, sums):
 
 def test_a_folder_of_before_evaluated_json_is_asked_by_its_metrics(make_config, sums, undisturbed):
     """As runs left it that were made before: the evaluation of step 6 is missing, those of 2 and 4 are on record."""
-    cfg = config(make_config, sums, "old")
+    cfg = resume_config(make_config, sums, "old")
     shutil.copytree(undisturbed.folder, cfg.folder, symlinks=True)
     path, record = cfg.folder / "evaluated.json", cfg.folder / "metrics.jsonl"
     found = {int(step): accuracy for step, accuracy in json.loads(path.read_text()).items()}
@@ -337,9 +325,9 @@ def test_a_folder_of_before_evaluated_json_is_asked_by_its_metrics(make_config, 
         Trainer(cfg)
     path.unlink()
     with Trainer(cfg) as trainer:
-        assert trainer.run.evaluated == found and not trainer.lacks_evaluation()
+        assert trainer.held_out.evaluated == found and not trainer.lacks_evaluation()
     without = [{k: v for k, v in row.items() if row["step"] < 6 or not k.startswith("val-")} for row in rows]
-    record.write_text("".join(json.dumps(row) + "\n" for row in without))
+    write_rows(record, without)
     with Trainer(cfg) as trainer:
         assert trainer.lacks_evaluation()
         trainer.train()
@@ -349,7 +337,7 @@ def test_a_folder_of_before_evaluated_json_is_asked_by_its_metrics(make_config, 
 def test_the_best_step_is_found_anew_where_a_resume_changes_what_is_measured(make_config, sums, monkeypatch):
     def bests_of(steps, **changed):
         """By step: the best on record, and the checkpoints that are there."""
-        cfg = of_steps(steps, config(make_config, sums, "changed"))
+        cfg = of_steps(steps, resume_config(make_config, sums, "changed"))
         cfg = replace(cfg, train=replace(cfg.train, save_every=1, keep=1), eval=replace(cfg.eval, **changed))
         found = {}
 
@@ -363,8 +351,8 @@ def test_the_best_step_is_found_anew_where_a_resume_changes_what_is_measured(mak
         return found, " ".join(n for n in trainer.notices if "settings changed" in n)
 
     accuracies = {0: 0.0, 2: 1.0, 4: 0.5, 6: 0.1, 8: 0.2, 10: 0.15}
-    figure = lambda run, *_: ({"val-core/accuracy": Mean(accuracies[run.progress.step])}, [])  # noqa: E731
-    monkeypatch.setattr(held_out, "evaluate_set", figure)
+    figure = lambda held, name, tasks, step, *_: ({"val-core/accuracy": Mean(accuracies[step])}, [])  # noqa: E731
+    monkeypatch.setattr(HeldOut, "evaluate_set", figure)
     assert bests_of(4)[0][4] == (2, [4, 2])
     found, said = bests_of(8, limit=3)
     assert found == {5: (2, [5, 2]), 6: (6, [6]), 7: (6, [7, 6]), 8: (8, [8])}  # the old one until there is another
@@ -376,11 +364,11 @@ def test_the_best_step_is_found_anew_where_a_resume_changes_what_is_measured(mak
 @pytest.mark.slow
 def test_an_evaluation_after_the_checkpoint_is_forgotten_with_its_rows(make_config, sums):
     """A kill came between an evaluation and its checkpoint. The resumed run is stopped in that step's evaluation."""
-    cfg = config(make_config, sums, "killed")
+    cfg = resume_config(make_config, sums, "killed")
     train_and_kill(cfg, "evaluated but not saved")
     assert "4" in json.loads((cfg.folder / "evaluated.json").read_text())
     with Trainer(cfg, on_step=lambda step, _: step == 3 and trainer.stop_soon("a wish")) as trainer:
-        assert trainer.progress.step == 2 and 4 not in trainer.run.evaluated
+        assert trainer.progress.step == 2 and 4 not in trainer.held_out.evaluated
         with pytest.raises(TrainingStopped):
             trainer.train()
     assert "4" not in json.loads((cfg.folder / "evaluated.json").read_text())
@@ -389,7 +377,7 @@ def test_an_evaluation_after_the_checkpoint_is_forgotten_with_its_rows(make_conf
 @pytest.fixture(scope="module")
 def half_done(make_config_in, sums, tmp_path_factory):
     """A run that was ended after its fourth step of six."""
-    cfg = config(make_config_in(tmp_path_factory.mktemp("half")), sums, "half")
+    cfg = resume_config(make_config_in(tmp_path_factory.mktemp("half")), sums, "half")
 
     def end(step, _):
         if step == 4:
@@ -418,5 +406,5 @@ def test_a_run_that_was_copied_with_its_links_followed_goes_on(half_done, undist
     with Trainer(copied, resume=str(folder / "latest") if "path" in state else "auto") as trainer:
         assert trainer.progress.step == 4
         trainer.train()
-    assert figures(copied) == figures(undisturbed)
+    assert untimed_metrics(copied) == untimed_metrics(undisturbed)
     assert os.readlink(folder / "latest") == "step-000006"

@@ -8,7 +8,7 @@ import pytest
 import vllm_engines
 
 from luffy.config import Config, build
-from luffy.report.recorder import read_json_lines
+from luffy.run_folder.recorder import read_json_lines
 from luffy.train.loop import Trainer
 
 SMOLLM2, DATA = os.environ.get("LUFFY_SMOLLM2"), os.environ.get("LUFFY_DATA")
@@ -34,7 +34,7 @@ def training_rows(folder):
     return path
 
 
-def config(folder, name, **rollout):
+def colocated_config(folder, name, **rollout):
     return build(
         Config,
         {
@@ -53,14 +53,14 @@ def config(folder, name, **rollout):
     )  # fmt: skip
 
 
-def run(cfg):
+def train_five_steps(cfg):
     with Trainer(cfg) as trainer:
         trainer.train()
         assert trainer.run.engines.current.version == 5
     return read_json_lines(cfg.folder / "metrics.jsonl")
 
 
-def check(rows):
+def check_mismatch(rows):
     """Weights move at every step, so an engine that missed one push would show in the next step's difference."""
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:
@@ -71,4 +71,6 @@ def check(rows):
 
 
 def test_five_steps_of_luffy_colocated(tmp_path):
-    check(run(config(tmp_path, "colocated", engine="vllm", vllm={"args": vllm_engines.ARGUMENTS})))
+    check_mismatch(
+        train_five_steps(colocated_config(tmp_path, "colocated", engine="vllm", vllm={"args": vllm_engines.ARGUMENTS}))
+    )

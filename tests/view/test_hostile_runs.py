@@ -5,11 +5,12 @@ import os
 import re
 
 import pytest
+from builders import write_rows
 from run_folders import metric_row, sample_row
 
 from luffy.errors import UserError
-from luffy.report.html import analysis_section, report_json, write_report
-from luffy.report.runs import load_run
+from luffy.report.html import analysis_figures, report_json, write_report
+from luffy.run_folder.runs import load_run
 from luffy.view.live import Board
 from luffy.view.site import Site
 
@@ -37,7 +38,7 @@ def runs(write_run):
     return [write_run(name, rows, samples=[sample_row(1), sample_row(1, 1)]) for name in ("good", "bad")]
 
 
-def report(runs, tmp_path):
+def report_text(runs, tmp_path):
     return write_report(runs, tmp_path / "report.html").read_text()
 
 
@@ -59,10 +60,10 @@ def state(folder):
 def test_a_config_that_cannot_be_read(runs, tmp_path, kind):
     good, bad = runs
     (bad / "config.yaml").write_text(CONFIGS[kind])
-    page = report([good.parent], tmp_path)
+    page = report_text([good.parent], tmp_path)
     assert "config.yaml" in page
     with pytest.raises(UserError, match=r"config\.yaml"):
-        report([bad], tmp_path)
+        report_text([bad], tmp_path)
     _, _, remarks = state(good.parent)
     assert [remark for remark in remarks if "config.yaml" in remark]
 
@@ -71,7 +72,7 @@ def test_a_config_that_cannot_be_read(runs, tmp_path, kind):
 def test_a_config_of_odd_values_is_shown(runs, tmp_path, kind):
     good, bad = runs
     (bad / "config.yaml").write_text(ODD_CONFIGS[kind])
-    report([good.parent], tmp_path)
+    report_text([good.parent], tmp_path)
     site, ids, _ = state(good.parent)
     for run in ids.values():
         assert shown(site, "/api/group", run=run, at=0)[0] == 200
@@ -83,7 +84,7 @@ def test_a_line_that_cannot_be_read(runs, tmp_path, file, kind):
     good, bad = runs
     with (bad / file).open("a") as stream:
         stream.write(LINES[kind] + "\n")
-    report([good.parent], tmp_path)
+    report_text([good.parent], tmp_path)
     site, ids, remarks = state(good.parent)
     assert len(ids) == 2 and bool(remarks) == (file == "metrics.jsonl")
     assert shown(site, "/api/group", run=ids[str(good)], at=0)[0] == 200
@@ -96,8 +97,8 @@ def test_a_line_that_cannot_be_read(runs, tmp_path, file, kind):
 def test_a_sample_of_wrong_types(runs, tmp_path, name):
     good, bad = runs
     samples = [sample_row(1, k) | {name: value} for k, value in enumerate(WRONG)]
-    (bad / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
-    report([good.parent], tmp_path)
+    write_rows(bad / "samples.jsonl", samples)
+    report_text([good.parent], tmp_path)
     load_run(bad)
     site, ids, _ = state(good.parent)
     status, said = shown(site, "/api/samples", run=ids[str(bad)])
@@ -107,7 +108,7 @@ def test_a_sample_of_wrong_types(runs, tmp_path, name):
         assert shown(site, "/api/text", run=ids[str(bad)], at=at)[0] == 200
 
 
-def put(kind, path):
+def put_hostile(kind, path):
     path.unlink(missing_ok=True)
     if kind == "a pipe":
         os.mkfifo(path)
@@ -122,18 +123,18 @@ def test_what_is_no_file_is_not_read(runs, tmp_path, kind):
     good, bad = runs
     said = "is a folder" if kind == "a folder" else "is a pipe or a device"
     for name in ("config.yaml", "data.json"):
-        put(kind, bad / name)
+        put_hostile(kind, bad / name)
     assert load_run(bad).config == {} and load_run(bad).processes == 1
-    put(kind, bad / "samples.jsonl")
+    put_hostile(kind, bad / "samples.jsonl")
     with pytest.raises(UserError, match=rf"samples.jsonl: {said}, not a file; remove it"):
         load_run(bad)
     site, ids, _ = state(good.parent)
     status, answer = shown(site, "/api/samples", run=ids[str(bad)])
     assert status == 400 and said in answer["error"]
-    put(kind, bad / "metrics.jsonl")
+    put_hostile(kind, bad / "metrics.jsonl")
     with pytest.raises(UserError, match=rf"metrics.jsonl: {said}, not a file; remove it"):
         load_run(bad)
-    assert "p1" in report([good.parent], tmp_path)  # the other run is shown
+    assert "p1" in report_text([good.parent], tmp_path)  # the other run is shown
     _, ids, remarks = state(good.parent)
     assert list(ids) == [str(good)] and (kind == "a folder" or said in " ".join(remarks))
 
@@ -151,7 +152,7 @@ def test_a_link_to_a_foreign_file_is_not_quoted(runs, tmp_path, name, text):
     (bad / name).unlink()
     (bad / name).symlink_to("../../secret")
     (bad / "data.json").symlink_to("../../secret")
-    page = report([good.parent], tmp_path)
+    page = report_text([good.parent], tmp_path)
     site, ids, remarks = state(good.parent)
     answers = [shown(site, "/api/samples", run=run) for run in ids.values()]
     assert SECRET not in page + json.dumps([remarks, answers]) + read_error(bad)
@@ -188,7 +189,7 @@ def test_a_figure_that_is_none_is_not_taken_into_the_report(tmp_path):
     (tmp_path / "secret").write_text(SECRET)
     (tmp_path / "a.png").symlink_to(tmp_path / "secret")
     with pytest.raises(UserError, match=r"a.png: not a PNG; make it again with: luffy analyze"):
-        analysis_section(tmp_path)
+        analysis_figures(tmp_path)
 
 
 LARGE = [1e308, -1e308, 1.7e308, 1e200, -1e120, 1e99, 5e-324, 10**15]
@@ -203,7 +204,7 @@ def test_metrics_too_large_to_compute_with(write_run, tmp_path, value, alone):
         rows = [metric_row(step, **{name: sign * value * (-1) ** step for name in names}) for step in range(1, 5)]
         write_run(f"method/seed-{seed}", rows)
     folder = tmp_path / "runs"
-    page = report([folder], tmp_path)
+    page = report_text([folder], tmp_path)
     assert "NaN" not in page and "Infinity" not in page and "inf" not in re.sub(r"<script>.*</script>", "", page)
     json.dumps(report_json([folder]), allow_nan=False)
     site, _, remarks = state(folder)
@@ -215,7 +216,7 @@ def test_metrics_too_large_to_compute_with(write_run, tmp_path, value, alone):
 @pytest.mark.parametrize("time", TIMES)
 def test_times_that_no_calendar_has(write_run, tmp_path, time):
     write_run("a", [metric_row(1, 0.5, time=time), metric_row(2, 0.6, time=1002.0)])
-    assert "last step recorded 1970-01-01 00:16 UTC" in report([tmp_path / "runs"], tmp_path)
+    assert "last step recorded 1970-01-01 00:16 UTC" in report_text([tmp_path / "runs"], tmp_path)
     site, _, _ = state(tmp_path / "runs")
     (method,) = shown(site, "/api/state")[1]["methods"]
     assert method["runs"][0]["time"] == 1002.0
@@ -225,7 +226,7 @@ def test_times_that_no_calendar_has(write_run, tmp_path, time):
 def test_samples_with_numbers_too_large(write_run, tmp_path, value):
     changes = {name: [value, -value, value] for name in ("advantages", "log_probs", "policy_probs", "gradient_weights")}
     folder = write_run("a", [metric_row(1, 0.5)], samples=[sample_row(1, k, reward=value, **changes) for k in (0, 1)])
-    report([folder], tmp_path)
+    report_text([folder], tmp_path)
     site, ids, _ = state(folder)
     assert shown(site, "/api/group", run=ids[str(folder)], at=0)[0] == 200
     assert shown(site, "/api/samples", run=ids[str(folder)])[0] == 200

@@ -3,13 +3,14 @@
 import json
 
 import pytest
+from builders import write_rows
 
 from luffy.errors import UserError
-from luffy.report import runs
+from luffy.run_folder import runs
 from luffy.view.browse import Filter, SampleTable
 
 
-def write(path, rows):
+def append_rows(path, rows):
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
@@ -28,7 +29,7 @@ def rows(make_sample_row):
 
 @pytest.fixture
 def table(tmp_path, rows):
-    write(tmp_path / "samples.jsonl", rows)
+    append_rows(tmp_path / "samples.jsonl", rows)
     return SampleTable(tmp_path / "samples.jsonl")
 
 
@@ -63,7 +64,7 @@ def test_filters(table, wanted, numbers):
 
 def test_files_with_escaped_letters_are_searched_too(tmp_path, rows):
     path = tmp_path / "ascii.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, rows)
     with SampleTable(path).up_to_date() as table:
         assert table.matching(Filter(search="\u00e9t\u00e9")) == [2]
 
@@ -71,7 +72,7 @@ def test_files_with_escaped_letters_are_searched_too(tmp_path, rows):
 def test_a_damaged_line_shifts_no_hit(tmp_path, rows):
     path = tmp_path / "samples.jsonl"
     for row in rows:
-        write(path, [row])
+        append_rows(path, [row])
         with path.open("a") as file:
             file.write('{"step": 1, "problem": "boxed{42}\n')
     table = SampleTable(path)
@@ -123,7 +124,7 @@ def test_the_list_needs_no_token_lists(tmp_path, make_sample_row, monkeypatch):
     def parse(line, path):
         return pytest.fail("parsed a whole line") if line.endswith(b"\n") else json.loads(line)
 
-    monkeypatch.setattr("luffy.report.runs.parse_line", parse)
+    monkeypatch.setattr("luffy.run_folder.runs.parse_line", parse)
     head = {"step": 3, "problem": 'a "quoted" \\ problem', "sample": 1, "reward": -0.5, "status": "ok", "finish": "stop",
             "length": 2, "off_policy_tokens": 1, "override_tokens": 0, "prompt": "x", "answer": None, "response": "y, [1]"}  # fmt: skip
     for separators in ((",", ":"), (", ", ": ")):
@@ -147,6 +148,6 @@ def test_a_long_file_is_read_in_parts(table, monkeypatch):
 
 def test_a_problem_drawn_twice_in_a_step_is_two_groups(tmp_path, make_sample_row):
     rows = [make_sample_row(1, k, reward=reward) for reward in (0.0, 1.0) for k in range(2)]
-    write(tmp_path / "samples.jsonl", rows)
+    append_rows(tmp_path / "samples.jsonl", rows)
     with SampleTable(tmp_path / "samples.jsonl").up_to_date() as table:
         assert [table.group(n) for n in (0, 3)] == [([0, 1], rows[:2]), ([2, 3], rows[2:])]

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from builders import write_rows
 
 from luffy.cli import main
 from luffy.errors import UserError
@@ -287,7 +288,7 @@ def test_a_resumed_run_that_lost_steps_is_read_anew(serving, write_run, make_met
         assert client.get("/api/samples", run=run)["steps"] == [1, 2, 3]
         for name, kept in (("metrics.jsonl", rows[:1]), ("samples.jsonl", samples[:1])):
             aside = folder / f".{name}.writing"
-            aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            write_rows(aside, kept)
             os.replace(aside, folder / name)
         assert client.get("/api/state")["methods"][0]["runs"][0]["steps"] == "1"
         assert client.get("/api/samples", run=run)["steps"] == [1]

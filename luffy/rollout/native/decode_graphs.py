@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from luffy.kernels.draw import sample_and_advance
 from luffy.models.forward import forward_hidden, head_weight_bias
-from luffy.models.separate import Products, separate
+from luffy.models.products import Products, separate
 from luffy.rollout.native.paged_cache import PagedCache, PagedDecodeLayout
 
 # Batches run with the next larger of these many rows; the idle ones write to the scratch page.
@@ -31,7 +31,7 @@ def bucket_for(rows: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class DecodeState:
-    """What a step reads and moves on, one row per live sequence."""
+    """State that a decoding step reads and updates, one row per live sequence."""
 
     tokens: Tensor  # [S] int64, the newest token
     positions: Tensor  # [S] int64, where it stands
@@ -113,9 +113,9 @@ class Decoder:
 
 @contextmanager
 def capturing(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """What the block launches becomes a graph. Torch captures on one stream for the whole process, and two threads may
-    come to it together (prefetched rollouts, an evaluation): the second waits. A capture that breaks off
-    leaves that stream the current one, where the next thread's capture would record this one's work."""
+    """Capture the launches of the block as a graph. Torch captures on one stream for the whole process, so a second
+    thread (prefetched rollouts, an evaluation) waits. A capture that fails leaves that stream the current one, where
+    the next capture would record this thread's work; hence the reset."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     with _one_at_a_time:
         torch.cuda.synchronize()
@@ -128,5 +128,5 @@ def capturing(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
 
 
 def weight_addresses(model: nn.Module) -> tuple[int, ...]:
-    """Graphs read the weights where they lay when they were captured."""
+    """Addresses of the weights: graphs read them where they were at capture."""
     return tuple(parameter.data_ptr() for parameter in model.parameters())

@@ -22,11 +22,10 @@ from torch import nn
 from luffy.errors import UserError
 from luffy.metrics import Mean, Metric
 from luffy.models.forward import causal_lm, evaluating, max_positions, text_config
-from luffy.models.fp8 import Fp8Products, fp8_fault
 from luffy.models.fused import fused_decoder
-from luffy.models.merged import merged as merged_products
 from luffy.models.plain import runs_plain
-from luffy.models.separate import Products, separate
+from luffy.models.products import Fp8Products, Products, fp8_fault, separate
+from luffy.models.products import merged as merged_products
 from luffy.rollout.engine import Engine, EngineStats, OnProgress, check_request
 from luffy.rollout.native.scheduler import SequenceState
 from luffy.rollout.native.slot_generation import PolicyDecoder, SlotGeneration, SlotPlan
@@ -104,8 +103,8 @@ class NativeEngine(Engine):
     every prompt alone; it costs speed when few slots are live or prompts are short.
 
     With ``merged``, over pages, queries, keys and values come from one product, and so do gate and up
-    (`luffy.models.merged`). With ``precision="fp8"`` every call begins with a quantized copy of the layers' linear
-    weights and computes with that (`luffy.models.fp8`); its log-probs are those of the copy.
+    (`luffy.models.products`). With ``precision="fp8"`` every call begins with a quantized copy of the layers' linear
+    weights and computes with that (`luffy.models.products`); its log-probs are those of the copy.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class NativeEngine(Engine):
         self.stats = EngineStats()
 
     def sync(self, version: int) -> None:
-        """Nothing to copy: the weights are the policy's own."""
+        """Note the version; there is nothing to copy, because the weights are the policy's own."""
         self.version = version
 
     def generate(

@@ -15,7 +15,7 @@ from luffy.models.forward import causal_lm, head_weight_bias, key_value_shape
 from luffy.types import to_device
 
 COPIED_AT_ONCE = 64  # pages
-SCRATCH = 0  # rows that only fill up a batch write here; nobody reads it
+SCRATCH = 0  # rows that only fill up a batch write here; it is never read
 
 
 class PagePool:

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from luffy.errors import UserError
 from luffy.kernels.paged import PAGE
 from luffy.models.forward import forward_hidden, head_weight_bias
-from luffy.models.memory import unused_bytes
-from luffy.models.separate import Products, separate
+from luffy.models.machine import unused_bytes
+from luffy.models.products import Products, separate
 from luffy.rollout.engine import EngineStats
 from luffy.rollout.native.decode_graphs import Decoder
 from luffy.rollout.native.paged_cache import (
@@ -54,7 +54,7 @@ class PagedSequence(SequenceState):
 
     @property
     def limit(self) -> int:
-        """The last position whose keys anybody reads: the last token is never fed back."""
+        """Last position whose keys are read: the last token is never fed back."""
         return max(self.request.start + self.request.sampling.max_tokens - 2, 0)
 
     @property
@@ -92,13 +92,13 @@ class Prompt(PromptGroup):
 
     @property
     def shared_pages(self) -> int:
-        """Full pages: nobody writes to them any more."""
+        """Number of full pages, which are never written again."""
         return len(self.token_ids) // PAGE
 
 
 @dataclass(frozen=True)
 class Burst:
-    """Tokens on their way to the host: column i of [K, B] is those of ``sequences[i]``."""
+    """Tokens on their way to the host: column i of [K, B] belongs to ``sequences[i]``."""
 
     sequences: tuple[PagedSequence, ...]
     tokens: Tensor
@@ -106,7 +106,7 @@ class Burst:
     arrived: Any  # torch.cuda.Event, or None where copies are immediate
 
     def received(self) -> int:
-        """Wait for them and give each sequence that has not ended its own; how many were taken."""
+        """Wait for the tokens and give them to the sequences that have not ended; how many were taken."""
         if self.arrived is not None:
             self.arrived.synchronize()
         tokens, log_probs = (part.T.contiguous().numpy() for part in (self.tokens, self.log_probs))  # [B, K]
@@ -129,17 +129,15 @@ class Burst:
 
 
 class Rows:
-    """The host's copy of what is in the decoder's rows. All rows step together, so one clock counts for all.
-
-    What every burst needs is an array over the rows, so that a thousand rows cost about as much as one.
-    """
+    """The host's copy of the decoder's rows. All rows step together, so one clock counts for all; values that every
+    burst needs are arrays over the rows, so that a thousand rows cost about as much as one."""
 
     def __init__(self, most: int, widest: int) -> None:
         self.sequences: list[PagedSequence] = []
         self.clock = 0  # steps launched in all
         self.table = np.full((most, widest), SCRATCH, dtype=np.int32)
         self._ends = np.zeros(most, dtype=np.int64)  # clock at which a row has drawn all it may
-        self._newest = np.zeros(most, dtype=np.int64)  # position of its newest token, less the clock
+        self._newest = np.zeros(most, dtype=np.int64)  # position of its newest token, minus the clock
         self._limits = np.zeros(most, dtype=np.int64)
         self._held = np.zeros(most, dtype=np.int64)  # pages
         self._arrays = (self.table, self._ends, self._newest, self._limits, self._held)
@@ -190,7 +188,7 @@ class Rows:
 
 
 class PagedMemory:
-    """What an engine keeps between calls: graphs and their state, not the pages."""
+    """Graphs and their state, which an engine keeps between calls; pages are allocated for each."""
 
     def __init__(self, model: nn.Module, rows: int, context: int, share: float, products: Products = separate) -> None:
         self._model, self._rows, self._context, self._share = model, rows, context, share
@@ -213,6 +211,137 @@ class PagedMemory:
         return PagePool(count)
 
 
+class Results:
+    """Tokens on their way to the host, and the sequences that they finished."""
+
+    def __init__(self, device: torch.device, stats: EngineStats) -> None:
+        self._device, self._stats = device, stats
+        self._pending: deque[Burst] = deque()
+        self._finished: list[PagedSequence] = []  # known to be finished, not yet handed out
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def send(self, sequences: Sequence[PagedSequence], tokens: Tensor, log_probs: Tensor) -> None:
+        """Start the copy of results to the host."""
+        if self._device.type != "cuda":
+            self._pending.append(Burst(tuple(sequences), tokens.clone(), log_probs.clone(), None))
+            return
+        host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (tokens, log_probs)]
+        for target, source in zip(host, (tokens, log_probs), strict=True):
+            target.copy_(source, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._pending.append(Burst(tuple(sequences), host[0], host[1], arrived))
+
+    def read(self, keep: int) -> None:
+        """Wait for the bursts, except the newest ``keep``, and give the sequences their tokens."""
+        while len(self._pending) > keep:
+            burst = self._pending.popleft()
+            unfinished = [sequence for sequence in burst.sequences if sequence.finish is None]
+            self._stats.generated_tokens += burst.received()
+            self._finished += [sequence for sequence in unfinished if sequence.finish is not None]
+
+    def take_finished(self) -> list[PagedSequence]:
+        finished, self._finished = self._finished, []
+        return finished
+
+
+class PromptQueue:
+    """Prompts to prefill, first come first served, and the pages they hold until their sequences start."""
+
+    def __init__(self, waiting: deque[Prompt], cache: PagedCache, pool: PagePool) -> None:
+        self._waiting, self._cache, self._pool = waiting, cache, pool
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def next_chunks(self, budget: int, rows: int, soon: int, idle: bool) -> list[tuple[Prompt, Chunk]]:
+        """Up to ``budget`` tokens of prompts for ``rows`` free rows. The running rows need ``soon`` pages; ``idle``:
+        there are none."""
+        chunks: list[tuple[Prompt, Chunk]] = []
+        for prompt in self._waiting:
+            if prompt.is_filled:
+                rows -= len(prompt.waiting)
+                continue
+            alone = idle and prompt is self._waiting[0]
+            if budget <= 0 or rows <= 0 or not self._allocate(prompt, soon, alone):
+                break
+            end = min(prompt.filled + budget, len(prompt.token_ids))
+            chunks.append((prompt, Chunk(tuple(prompt.pages), prompt.filled, end)))
+            budget -= end - prompt.filled
+            rows -= len(prompt.waiting)
+        return chunks
+
+    def _allocate(self, prompt: Prompt, soon: int, alone: bool) -> bool:
+        """Pages for the whole prompt, if enough are left for the running rows; whether it got them."""
+        missing = pages_for(len(prompt.token_ids)) - len(prompt.pages)
+        if alone and missing > self._pool.free:
+            self.evict(besides=prompt)
+        if missing > self._pool.free - (0 if alone else soon):
+            if alone:
+                raise UserError(
+                    f"a prompt of {len(prompt.token_ids)} tokens does not fit the memory left for the cache"
+                    f" ({self._pool.free} pages of {PAGE} tokens): free memory or use a smaller model"
+                )
+            return False
+        prompt.pages += self._pool.allocate(missing)
+        return True
+
+    def evict(self, besides: Prompt | None = None) -> None:
+        """Release the pages of waiting prompts; they will be prefilled again."""
+        for prompt in self._waiting:
+            if prompt is not besides and prompt.pages:
+                self._pool.release(prompt.pages)
+                prompt.pages, prompt.filled, prompt.first_logits = [], 0, None
+
+    def start(self, rows: int) -> list[tuple[PagedSequence, Tensor]]:
+        """Up to ``rows`` sequences of filled prompts, with the logits of their first token."""
+        started: list[tuple[PagedSequence, Tensor]] = []
+        copies: tuple[list[int], list[int]] = [], []
+        while self._waiting and self._waiting[0].is_filled:
+            prompt = self._waiting[0]
+            assert prompt.first_logits is not None
+            # The last sequence takes the prompt's own page, every other needs one more.
+            while prompt.waiting and len(started) < rows and (self._pool.free > 0 or len(prompt.waiting) == 1):
+                started.append((self._start_sequence(prompt, copies), prompt.first_logits))
+            if prompt.waiting:
+                break
+            prompt.first_logits = None
+            self._waiting.popleft()
+        self._cache.copy(*copies)
+        return started
+
+    def _start_sequence(self, prompt: Prompt, copies: tuple[list[int], list[int]]) -> PagedSequence:
+        """The next sequence of a prompt: it shares the full pages and has its own copy of the last one."""
+        sequence = prompt.waiting.popleft()
+        if not prompt.waiting:
+            sequence.pages, prompt.pages = prompt.pages, []
+            return sequence
+        sequence.pages = self._pool.share(prompt.pages[: prompt.shared_pages])
+        if len(prompt.pages) > prompt.shared_pages:
+            (own,) = self._pool.allocate(1)
+            copies[0].append(prompt.pages[-1])
+            copies[1].append(own)
+            sequence.pages.append(own)
+        return sequence
+
+    def split_first(self) -> None:
+        """Separate the first sequence of the first prompt, when no page is left to start a second one next to it: it
+        takes the prompt's pages, the others wait for another prefill."""
+        prompt = self._waiting[0]
+        assert prompt.is_filled and len(prompt.waiting) > 1, "another sequence could have run"
+        again = Prompt(prompt.token_ids, deque(list(prompt.waiting)[1:]))
+        prompt.waiting = deque([prompt.waiting[0]])
+        self._waiting.insert(1, again)
+
+    def put_back(self, sequence: PagedSequence) -> None:
+        """Queue a preempted sequence first, to be prefilled again with its tokens so far."""
+        resumed = Prompt(sequence.request.given_ids + tuple(sequence.token_ids))
+        resumed.waiting.append(sequence)
+        self._waiting.appendleft(resumed)
+
+
 class PagedGeneration:
     """One call of `generate`: up to ``max_rows`` sequences at once, prefill in chunks of ``prefill_tokens``."""
 
@@ -223,51 +352,43 @@ class PagedGeneration:
         self._model, self._prefill_tokens, self._products = model, prefill_tokens, memory.products
         self._head = head_weight_bias(model)
         self.device = memory.cache.device
-        self._waiting = _prompts(requests)
+        waiting = _prompts(requests)
         self._most = min(max_rows, len(requests))
         self._cache = memory.cache
         self._decoder = memory.decoder()
         pages = sorted(map(_pages_of, requests), reverse=True)
-        # Enough for as many of the longest as there are rows, each with a prompt of its own waiting.
-        prompts = sum(pages_for(len(prompt.token_ids)) for prompt in islice(self._waiting, self._most))
+        # Enough for as many of the longest as there are rows, and for a waiting prompt for each.
+        prompts = sum(pages_for(len(prompt.token_ids)) for prompt in islice(waiting, self._most))
         wanted = sum(pages[: self._most]) + prompts + 1
         self._pool = memory.allocate(wanted)
-        self._has_all_pages = self._pool.free == wanted - 1  # less the scratch page
+        self._has_all_pages = self._pool.free == wanted - 1  # minus the scratch page
+        self._prompts = PromptQueue(waiting, self._cache, self._pool)
         self._rows = Rows(self._most, pages[0])
-        self._pending: deque[Burst] = deque()
-        self._finished: list[PagedSequence] = []  # known to be finished, not yet handed out
+        self._results = Results(self.device, self.stats)
         self._filters: list[SamplingRows] = []  # of the rows, part by part, when some want top-k or top-p
         self._rows_changed = True  # the rows on the device are not those of the host
 
     def run(self) -> Iterator[list[PagedSequence]]:
-        """Finished sequences, as they are known to be finished. Whoever takes them works while a burst runs; so do the
+        """Finished sequences, as they are known to be finished. Their consumer works while a burst runs; so do the
         prompts' rounds, because rows that have drawn all they may are free before their tokens arrive."""
-        while self._waiting or len(self._rows) or self._pending:
+        while self._prompts or len(self._rows) or self._results:
             self._compact()
             worked = self._prefill_rounds()
             launched = self._launch()
-            if not (worked or launched or self._pending):
-                self._start_alone()
-            yield self._collect(keep=1 if launched else 0)
+            if not (worked or launched or self._results):
+                self._prompts.split_first()
+            self._results.read(keep=1 if launched else 0)
+            yield self._results.take_finished()
 
     def close(self) -> None:
         self._cache.release()
-
-    def _start_alone(self) -> None:
-        """No page is left to start a second sample of the prompt beside the first: start one alone, with the
-        prompt's own pages; the others wait for a prefill of their own."""
-        prompt = self._waiting[0]
-        assert prompt.is_filled and len(prompt.waiting) > 1, "another sequence could have run"
-        again = Prompt(prompt.token_ids, deque(list(prompt.waiting)[1:]))
-        prompt.waiting = deque([prompt.waiting[0]])
-        self._waiting.insert(1, again)
 
     # --- prompts ---
 
     def _prefill_rounds(self) -> bool:
         """Prefill before the next burst; returns whether there was anything to do. All rows that can start do so, since
-        a step costs hardly more with all of them than with some. But there is one round alone where pages are short
-        (further young rows would be preempted), and where responses end with their first token."""
+        a step costs hardly more with all of them than with some. There is only one round if pages are short (further
+        young rows would be preempted) or if responses end with their first token."""
         worked = more = self._prefill_round()
         while more and self._has_all_pages and len(self._rows):
             more = self._prefill_round()
@@ -276,56 +397,20 @@ class PagedGeneration:
     def _prefill_round(self) -> bool:
         """Prefill up to ``prefill_tokens`` tokens of waiting prompts, and start the sequences that can; returns
         whether there was anything to do."""
-        started = self._started()
+        started = self._prompts.start(self._free_rows)
         self._start_rows(started)
-        chunks = self._next_chunks()
+        # Pages that the running rows need in the next burst or two.
+        soon = int(self._rows.missing_pages(2 * BURST).sum()) if self._prompts else 0
+        idle = not len(self._rows) and not self._results
+        chunks = self._prompts.next_chunks(self._prefill_tokens, self._free_rows, soon, idle)
         if chunks:
             self._prefill_chunks(chunks)
-            self._start_rows(self._started())
+            self._start_rows(self._prompts.start(self._free_rows))
         return bool(started or chunks)
 
-    def _next_chunks(self) -> list[tuple[Prompt, Chunk]]:
-        budget, rows = self._prefill_tokens, self._most - len(self._rows)
-        soon = self._pages_soon() if self._waiting else 0
-        chunks: list[tuple[Prompt, Chunk]] = []
-        for prompt in self._waiting:
-            if prompt.is_filled:
-                rows -= len(prompt.waiting)
-                continue
-            if budget <= 0 or rows <= 0 or not self._allocate_prompt(prompt, soon, first=prompt is self._waiting[0]):
-                break
-            end = min(prompt.filled + budget, len(prompt.token_ids))
-            chunks.append((prompt, Chunk(tuple(prompt.pages), prompt.filled, end)))
-            budget -= end - prompt.filled
-            rows -= len(prompt.waiting)
-        return chunks
-
-    def _allocate_prompt(self, prompt: Prompt, soon: int, first: bool) -> bool:
-        """Pages for the whole prompt, if those are left that the running rows need ``soon``; whether it got them."""
-        missing = pages_for(len(prompt.token_ids)) - len(prompt.pages)
-        nobody_else = first and not len(self._rows) and not self._pending
-        if nobody_else and missing > self._pool.free:
-            self._evict_prompts(besides=prompt)
-        if missing > self._pool.free - (0 if nobody_else else soon):
-            if nobody_else:
-                raise UserError(
-                    f"a prompt of {len(prompt.token_ids)} tokens does not fit the memory left for the cache"
-                    f" ({self._pool.free} pages of {PAGE} tokens): free memory or use a smaller model"
-                )
-            return False
-        prompt.pages += self._pool.allocate(missing)
-        return True
-
-    def _evict_prompts(self, besides: Prompt | None = None) -> None:
-        """Release the pages of waiting prompts; they will be prefilled again."""
-        for prompt in self._waiting:
-            if prompt is not besides and prompt.pages:
-                self._pool.release(prompt.pages)
-                prompt.pages, prompt.filled, prompt.first_logits = [], 0, None
-
-    def _pages_soon(self) -> int:
-        """Pages the running rows need in the next burst or two."""
-        return int(self._rows.missing_pages(2 * BURST).sum())
+    @property
+    def _free_rows(self) -> int:
+        return self._most - len(self._rows)
 
     def _prefill_chunks(self, chunks: Sequence[tuple[Prompt, Chunk]]) -> None:
         layout = ChunksLayout(self._cache, [chunk for _, chunk in chunks])
@@ -340,40 +425,6 @@ class PagedGeneration:
                 self.stats.prefilled_prompts += 1
         self.stats.prefill_tokens += len(tokens)
 
-    def _started(self) -> list[tuple[PagedSequence, Tensor]]:
-        """Sequences of filled prompts that get a row now, with the logits of their first token."""
-        started: list[tuple[PagedSequence, Tensor]] = []
-        copies: tuple[list[int], list[int]] = [], []
-        while self._waiting and self._waiting[0].is_filled:
-            prompt = self._waiting[0]
-            assert prompt.first_logits is not None
-            while prompt.waiting and len(self._rows) + len(started) < self._most and self._has_start_page(prompt):
-                started.append((self._start_sequence(prompt, copies), prompt.first_logits))
-            if prompt.waiting:
-                break
-            prompt.first_logits = None
-            self._waiting.popleft()
-        self._cache.copy(*copies)
-        return started
-
-    def _has_start_page(self, prompt: Prompt) -> bool:
-        return self._pool.free > 0 or len(prompt.waiting) == 1
-
-    def _start_sequence(self, prompt: Prompt, copies: tuple[list[int], list[int]]) -> PagedSequence:
-        """The next sequence of a prompt: shares its full pages, has a page of its own for what is left over.
-        The last one takes the prompt's own."""
-        sequence = prompt.waiting.popleft()
-        if not prompt.waiting:
-            sequence.pages, prompt.pages = prompt.pages, []
-            return sequence
-        sequence.pages = self._pool.share(prompt.pages[: prompt.shared_pages])
-        if len(prompt.pages) > prompt.shared_pages:
-            (own,) = self._pool.allocate(1)
-            copies[0].append(prompt.pages[-1])
-            copies[1].append(own)
-            sequence.pages.append(own)
-        return sequence
-
     def _start_rows(self, started: Sequence[tuple[PagedSequence, Tensor]]) -> None:
         """Draw first tokens; a sequence of more than one token gets a row."""
         if not started:
@@ -381,7 +432,7 @@ class PagedGeneration:
         drawn = [self._draw_first(started[i : i + SAMPLER_ROWS]) for i in range(0, len(started), SAMPLER_ROWS)]
         tokens, log_probs = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         sequences = [sequence for sequence, _ in started]
-        self._send(sequences, tokens[None], log_probs[None])
+        self._results.send(sequences, tokens[None], log_probs[None])
         first_row, running = len(self._rows), []
         for i, sequence in enumerate(sequences):
             drawn_so_far = len(sequence.token_ids) + 1
@@ -417,7 +468,7 @@ class PagedGeneration:
         self._rows_changed = True
 
     def _free_pages(self, sequence: PagedSequence) -> None:
-        """Work queued on the device before still uses the pages; whatever comes later is queued behind it."""
+        """Release pages that work queued on the device may still use: later work is queued behind it."""
         self._pool.release(sequence.pages)
         sequence.pages = []
 
@@ -446,7 +497,7 @@ class PagedGeneration:
         tables[count:, 0] = SCRATCH  # idle rows stand at position 0
 
     def _grow(self, steps: int) -> None:
-        """Pages for the next burst; where there are too few, the youngest rows are preempted."""
+        """Allocate pages for the next burst; if there are too few, preempt the youngest rows."""
         while (missing := self._rows.missing_pages(steps)).sum() > self._pool.free:
             self._preempt()
         for row in np.flatnonzero(missing):
@@ -456,12 +507,12 @@ class PagedGeneration:
 
     def _preempt(self) -> None:
         """Free pages: of rows that have finished, else of prompts that wait, else of the youngest row, which goes back
-        to the queue with its tokens so far."""
+        to the queue."""
         free = self._pool.free
-        self._finished = self._collect(keep=0)
+        self._results.read(keep=0)
         self._compact()
         if self._pool.free == free:
-            self._evict_prompts()
+            self._prompts.evict()
         if self._pool.free > free or not len(self._rows):
             return
         if len(self._rows) == 1:
@@ -472,9 +523,7 @@ class PagedGeneration:
         (sequence,) = self._rows.keep(np.arange(len(self._rows) - 1))
         self._free_pages(sequence)
         self._rows_changed = True
-        resumed = Prompt(sequence.request.given_ids + tuple(sequence.token_ids))
-        resumed.waiting.append(sequence)
-        self._waiting.appendleft(resumed)
+        self._prompts.put_back(sequence)
         self.stats.preemptions += 1
 
     # --- steps ---
@@ -492,7 +541,7 @@ class PagedGeneration:
         for step in range(steps):
             self._one_step(step, count)
         self._rows.clock += steps
-        self._send(self._rows.sequences, state.drawn[:steps, :count], state.log_probs[:steps, :count])
+        self._results.send(self._rows.sequences, state.drawn[:steps, :count], state.log_probs[:steps, :count])
         self.stats.decode_steps += steps
         return True
 
@@ -511,28 +560,6 @@ class PagedGeneration:
             state.drawn[step, part] = tokens
             state.log_probs[step, part] = log_probs
 
-    def _send(self, sequences: Sequence[PagedSequence], tokens: Tensor, log_probs: Tensor) -> None:
-        """Start the copy of results to the host."""
-        if self.device.type != "cuda":
-            self._pending.append(Burst(tuple(sequences), tokens.clone(), log_probs.clone(), None))
-            return
-        host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (tokens, log_probs)]
-        for target, source in zip(host, (tokens, log_probs), strict=True):
-            target.copy_(source, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._pending.append(Burst(tuple(sequences), host[0], host[1], arrived))
-
-    def _collect(self, keep: int) -> list[PagedSequence]:
-        """Read what has arrived, but for the newest ``keep`` bursts; the sequences that finished."""
-        finished, self._finished = self._finished, []
-        while len(self._pending) > keep:
-            burst = self._pending.popleft()
-            unfinished = [sequence for sequence in burst.sequences if sequence.finish is None]
-            self.stats.generated_tokens += burst.received()
-            finished += [sequence for sequence in unfinished if sequence.finish is not None]
-        return finished
-
 
 def _prompts(requests: Sequence[Request]) -> deque[Prompt]:
     """Requests with the same tokens share one prompt."""
@@ -549,7 +576,7 @@ def _pages_of(request: Request) -> int:
 
 
 def pages_available(wanted: int, shape: CacheShape, device: torch.device, share: float = 1.0) -> int:
-    """Of ``wanted`` pages, what a share of the memory that nobody uses can hold."""
+    """Number of pages, at most ``wanted``, that a share of the unused memory holds."""
     return affordable(wanted, shape.page_bytes, device, share)
 
 

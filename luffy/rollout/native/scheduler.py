@@ -56,7 +56,7 @@ class SequenceState:
         )
 
     def completion(self) -> Completion:
-        """Of a sequence that has ended; the tensors lie where its numbers do."""
+        """Completion of a finished sequence; its tensors share the arrays' memory."""
         assert self.finish is not None
         ids = torch.frombuffer(self.token_ids, dtype=torch.long)
         return Completion(ids, torch.frombuffer(self.log_probs, dtype=torch.float32), self.finish)

@@ -1,4 +1,4 @@
-"""Keys and values of the sequences being generated: one block, a fixed stretch of it per slot."""
+"""A model over KV slots: keys and values in one block with a fixed range per slot, and the runner that fills it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from luffy.errors import UserError
-from luffy.models.attention import DecodeLayout, ExtendLayout, KVSink, Layout
+from luffy.models.attention import DecodeLayout, ExtendLayout, KVSink, Layout, PackedLayout
+from luffy.models.forward import forward_hidden, head_weight_bias
 
 
 class Slots(KVSink, Protocol):
-    """What a generation asks of a cache. A layout looks at the first ``span`` positions of every slot, at least."""
+    """A cache of slots. A layout looks at the first ``span`` positions of every slot, at least."""
 
     slots: int
     capacity: int
@@ -72,3 +74,27 @@ class SlotCache:
         if (heads, dim, keys.dtype) != (self._block.shape[3], self._block.shape[5], self._block.dtype):
             raise UserError("attention layers differ in KV heads, head size or dtype: unsupported model")
         return self._block
+
+
+class ModelRunner:
+    """Runs ``model`` and stores keys and values in ``cache``."""
+
+    def __init__(self, model: nn.Module, cache: Slots) -> None:
+        self._model = model
+        self._cache = cache
+        self._weight, self._bias = head_weight_bias(model)
+        self.device = self._weight.device
+
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
+        """Logits [S, V] after each prompt; its keys and values stay in its slot."""
+        layout = PackedLayout([len(ids) for ids in prompts], self.device, self._cache, slots)
+        tokens = torch.tensor([token for ids in prompts for token in ids], device=self.device)
+        hidden = forward_hidden(self._model, tokens, layout.position_ids, layout)
+        return self._logits(hidden[layout.last_tokens])
+
+    def decode(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """Logits [N, V] after each of the N new tokens of the first slots."""
+        return self._logits(forward_hidden(self._model, tokens, positions, layout))
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self._weight, self._bias)

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from luffy.models.forward import causal_lm, text_config
 from luffy.rollout.engine import EngineStats
-from luffy.rollout.native.model_runner import ModelRunner
 from luffy.rollout.native.scheduler import Admission, PromptGroup, Scheduler, SequenceState
-from luffy.rollout.native.slot_cache import SlotCache, Slots
+from luffy.rollout.native.slot_cache import ModelRunner, SlotCache, Slots
 from luffy.rollout.sampling import SamplingRows, sample
 from luffy.types import Request
 
@@ -100,7 +99,7 @@ class SlotDecoder(Protocol):
 
     @property
     def sequence_type(self) -> type[SequenceState]:
-        """What the scheduler makes of a request."""
+        """Class of the scheduler's sequences."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
         """Run each prompt into its slot. Returns [S, ...]: what `start` needs of each prompt."""

@@ -29,7 +29,7 @@ class StaticBatchGeneration:
         self._waiting = [SequenceState(index, request) for index, request in enumerate(requests)]
 
     def close(self) -> None:
-        """Nothing outlives the call."""
+        """Release nothing: no state outlives the call."""
 
     def run(self) -> Iterator[list[SequenceState]]:
         # Like lengths together: less padding.
@@ -55,7 +55,7 @@ class StaticBatchGeneration:
                 input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
             )
             cache = _cache_of(output, model)
-            # Those that have ended run on beside the others, but not beyond their last place, perhaps the context's.
+            # Finished sequences run on with the others, but not beyond their last position, which may be the context's.
             positions = (positions[:, -1:] + 1).minimum(last_places)
             drawn, log_probs = sample(output.logits[:, -1], rows, positions[:, 0])
             self._record(batch, drawn, log_probs)
@@ -76,7 +76,7 @@ class StaticBatchGeneration:
 
 
 def _cache_of(output: Any, model: Any) -> Any:
-    """What the model keeps of earlier tokens; Mamba and other recurrent models keep a state instead, by other names."""
+    """The model's KV cache; an error for Mamba and other recurrent models, which have none."""
     cache = getattr(output, "past_key_values", None)
     if cache is None:
         raise UserError(

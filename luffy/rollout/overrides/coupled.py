@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from luffy.rollout.engine import Engine, OnProgress
-from luffy.rollout.overrides.pair import OverridingPair, at_temperature
-from luffy.rollout.overrides.pair_checks import check_exact
+from luffy.rollout.overrides.pair import OverridingPair, at_temperature, check_exact
 from luffy.rollout.overrides.verify import ACCEPT_STREAM, uniforms
 from luffy.rollout.sampling import SamplingRows
 from luffy.types import Completion, Request

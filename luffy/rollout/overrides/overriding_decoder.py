@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpeculativeStats(EngineStats):
-    """What one call of `generate` did; ``decode_steps`` are the draft's.
+    """Counts of one call of `generate`; ``decode_steps`` are the draft's.
 
     The first token of a response is proposed and verified at the prefill, outside any round: it counts in
-    ``proposals``, ``accepted`` and ``overrides``, and not in the counts per round. Proposals beyond a rejected one or
-    beyond an end are dropped and count in ``proposals`` alone.
+    ``proposals``, ``accepted`` and ``overrides``, not in the counts per round. Proposals after a rejected one or after
+    an end are dropped and count only in ``proposals``.
     """
 
     second_passes: int = 0
@@ -196,5 +196,5 @@ class OverridingDecoder:
 
 
 def _overridden(sequences: Sequence[SequenceState]) -> Sequence[OverriddenSequence]:
-    """What the scheduler makes here, said to the type checker."""
+    """The sequences with their actual type, for the type checker."""
     return cast(Sequence[OverriddenSequence], sequences)

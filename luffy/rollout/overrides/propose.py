@@ -16,15 +16,14 @@ from torch import Tensor, nn
 
 from luffy.models.attention import Layout
 from luffy.models.forward import causal_lm, text_config
-from luffy.rollout.native.model_runner import ModelRunner
-from luffy.rollout.native.slot_cache import Slots
+from luffy.rollout.native.slot_cache import ModelRunner, Slots
 from luffy.rollout.sampling import tempered
 
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # log-probs [B, V], seeds [B], positions [B] -> tokens [B]
 
 
 class RoundRows(NamedTuple):
-    """Where the sequences stand, one row each."""
+    """Position of each sequence, one row each."""
 
     tokens: Tensor  # [B] the newest token
     positions: Tensor  # [B] where it stands
@@ -73,7 +72,7 @@ class Round:
         self._last_place = max_context - 1
 
     def __call__(self, rows: RoundRows, spans: Sequence[int]) -> Proposals:
-        """As many proposals as ``spans``, which say how far into the cache each step has to look."""
+        """One proposal per span; ``spans`` are the cached positions that each step looks at."""
         fed, proposed, log_probs = self._propose(rows, spans)
         places = rows.positions[:, None] + torch.arange(len(spans), device=fed.device)
         layout = self._second_cache.extend_layout(places, spans[-1])

@@ -27,7 +27,7 @@ ROUND_COPIES = 10
 
 
 def slots_available(wanted: int, models: tuple[nn.Module, nn.Module], capacity: int, k: int, share: float) -> int:
-    """Of ``wanted`` slots, as many as a share of the unused memory holds with all that a round needs."""
+    """Number of slots, at most ``wanted``, for which a share of the unused memory holds all that a round needs."""
     keys = sum(cache_shape(model).page_bytes * pages_for(capacity) for model in models)
     scores = ROUND_COPIES * k * text_config(causal_lm(models[0]).config).vocab_size * torch.float32.itemsize
     slots = affordable(wanted, keys + scores, head_weight_bias(models[0])[0].device, share)

@@ -1,4 +1,4 @@
-"""The native engine with a second model beside the policy, which may override the policy token by token.
+"""The native engine with a second model that may override the policy token by token.
 
 How a round runs is `luffy.rollout.overrides.overriding_decoder`.
 """
@@ -18,7 +18,7 @@ from luffy.rollout.engine import Engine, OnProgress, check_request
 from luffy.rollout.native.native_engine import NativeEngine, finished_of, in_order, uses_pages
 from luffy.rollout.native.slot_generation import SlotGeneration, SlotPlan
 from luffy.rollout.overrides.overriding_decoder import OverrideSettings, OverridingDecoder, SpeculativeStats
-from luffy.rollout.overrides.pair_checks import check_exact, check_pair, check_same_device, check_settings
+from luffy.rollout.overrides.pair import check_exact, check_pair, check_same_device, check_settings
 from luffy.rollout.overrides.propose import Round
 from luffy.rollout.sampling import draw_tokens
 from luffy.types import Completion, Request
@@ -103,7 +103,7 @@ class SpeculativeEngine(Engine):
         return OverridingDecoder(round_, plan, settings, graphs)
 
     def round_graphs(self, slots: int, capacity: int) -> RoundGraphs | None:
-        """With caches for up to ``slots`` sequences, as memory allows; None where decoding runs without graphs."""
+        """Graphs with caches for up to ``slots`` sequences, as memory allows; None if decoding runs without graphs."""
         policy = self.policy
         if not uses_pages(self._models, policy.decoding, policy.batch_invariant):
             return None

@@ -19,8 +19,7 @@ import torch
 from luffy.core.override_rules import Rule
 from luffy.errors import UserError
 from luffy.rollout.engine import Engine, OnProgress
-from luffy.rollout.overrides.pair import OverridingPair
-from luffy.rollout.overrides.pair_checks import check_exact
+from luffy.rollout.overrides.pair import OverridingPair, check_exact
 from luffy.rollout.overrides.verify import ACCEPT_STREAM, uniforms
 from luffy.rollout.sampling import GOLDEN, SamplingRows
 from luffy.types import Completion, Finish, Request, Sampling
@@ -134,7 +133,7 @@ class TurnsEngine(OverridingPair):
         return [r.completion() for r in responses]
 
     def _coins(self, requests: Sequence[Request]) -> list[list[bool]]:
-        """Those of the native engine: a function of seed and position."""
+        """Coins of each response, the native engine's: a function of seed and position."""
         rows = SamplingRows.of(requests, torch.device("cpu"))
         first = torch.tensor([request.start for request in requests])
         longest = max(r.sampling.max_tokens for r in requests)

@@ -44,7 +44,7 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 
 class VllmEngine(Engine):
-    """``policy`` is whose weights it runs; None: those that vLLM loaded itself, for ever.
+    """vLLM in this process with the weights of ``policy``; None: those that vLLM loaded itself, unchanged.
 
     ``arguments`` are vLLM's own engine arguments. Without ``seeded`` a batch has one seed, that of its first request:
     a request of its own seed costs vLLM a kernel of its own in every step.
@@ -182,7 +182,8 @@ class VllmEngine(Engine):
 
 
 def bar_for(progress: OnProgress) -> Callable[..., Any]:
-    """In the place of ``tqdm``. vLLM also wraps the list of prompts in it, which is nobody's progress."""
+    """Stand-in for ``tqdm`` that reports to ``progress``; vLLM also wraps the list of prompts in it, which is
+    ignored."""
 
     def bar(items: Any = None, total: int = 0, **_: Any) -> Any:
         return Bar(progress, total) if items is None else items
@@ -214,7 +215,7 @@ class Bar:
 
 
 def can_sleep() -> bool:
-    """On a CPU vLLM has no sleep: there is nothing that the update would get."""
+    """Whether vLLM can sleep: not on a CPU, where the update would gain nothing."""
     return torch.cuda.is_available()
 
 

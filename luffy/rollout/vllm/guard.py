@@ -1,4 +1,4 @@
-"""Who may speak to a vLLM server that luffy started.
+"""Access control of a vLLM server that luffy started.
 
 vLLM's own key guards ``/v1`` only. The routes for weights, sleep and remote calls, which luffy needs, would stay open
 to everybody who reaches the port, and one of them calls any method of a worker. This middleware asks for the key

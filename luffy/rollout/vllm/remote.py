@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -19,7 +18,7 @@ from luffy.rollout.engine import Engine, EngineStats, OnProgress, check_request
 from luffy.rollout.policy_weights import PushCheck
 from luffy.rollout.vllm.dispatch import Dispatch, ask_all
 from luffy.rollout.vllm.http_client import Server, ServerLost, ServerTimeout
-from luffy.rollout.vllm.requests import completion, sampling_arguments
+from luffy.rollout.vllm.requests import completion, completion_body
 from luffy.rollout.vllm.transfer import Transfer, on_all_servers
 from luffy.rollout.vllm.worker_extension import model_fields
 from luffy.types import Completion, Request
@@ -181,12 +180,6 @@ class RemoteEngine(Engine):
             return False
 
     def _ask(self, server: Server, request: Request) -> Completion:
-        body: dict[str, Any] = {
-            **sampling_arguments(request, self.seeded),
-            "model": self._names[server],
-            "prompt": list(request.given_ids),
-            "return_token_ids": True,
-            "skip_special_tokens": False,
-        }
+        body = completion_body(request, self._names[server], self.seeded)
         choice = server.post("v1/completions", body)["choices"][0]
         return completion(request, choice["token_ids"], choice["logprobs"]["token_logprobs"])

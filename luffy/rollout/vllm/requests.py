@@ -1,4 +1,4 @@
-"""Requests and completions in vLLM's words, the same for an engine in our process and for a server."""
+"""Requests and completions in vLLM's terms, the same for an engine in our process and for a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INT64 = 1 << 63
 
 
 def sampling_arguments(request: Request, seeded: bool = True) -> dict[str, Any]:
-    """What both ``SamplingParams`` and a server's ``/v1/completions`` understand.
+    """Arguments that both ``SamplingParams`` and a server's ``/v1/completions`` take.
 
     ``ignore_eos`` leaves the ends of a response to ``stop_token_ids``: vLLM would otherwise stop at its own idea of
     the model's EOS. ``logprobs=0`` is the sampled token's alone. Everything is said, because a server fills what is
@@ -34,6 +34,12 @@ def sampling_arguments(request: Request, seeded: bool = True) -> dict[str, Any]:
         "ignore_eos": True,
         "logprobs": 0,
     }
+
+
+def completion_body(request: Request, model: str, seeded: bool) -> dict[str, Any]:
+    """Body of a request to ``/v1/completions`` that asks for token ids."""
+    asked = {"model": model, "prompt": list(request.given_ids)}
+    return {**sampling_arguments(request, seeded), **asked, "return_token_ids": True, "skip_special_tokens": False}
 
 
 def completion(request: Request, token_ids: Sequence[int], log_probs: Sequence[float]) -> Completion:

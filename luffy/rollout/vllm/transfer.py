@@ -39,9 +39,9 @@ class Transfer(Protocol):
 
 @contextmanager
 def write_weights(model: nn.Module, parent: Path, version: int) -> Iterator[Path]:
-    """The policy's weights as safetensors in a folder of their own, for as long as the block runs. Each user
-    of each machine has a part of ``parent``, with a lock that the writers share: whoever gets it alone removes what
-    killed ones left."""
+    """Write the policy's weights as safetensors in a folder that exists as long as the block runs. Each user of each
+    machine has a subfolder of ``parent`` with a lock that writers share; a writer that gets it alone removes the
+    leftovers of killed ones."""
     own = parent / f"{socket.gethostname()}-{os.getuid()}"
     own.mkdir(parents=True, exist_ok=True)
     with (own / ".lock").open("a+") as lock:  # readable: NFS asks for it where a lock is shared
@@ -180,7 +180,7 @@ def group_joiner() -> Callable[[str, int, int], Any]:
         from vllm.distributed.utils import StatelessProcessGroup
     except ImportError:
         raise UserError(
-            "rollout.vllm.transfer=nccl needs vLLM beside the trainer too; install it, or set "
+            "rollout.vllm.transfer=nccl needs vLLM installed with the trainer too; install it, or set "
             "rollout.vllm.transfer=folder"
         ) from None
 

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: loading a whole set of weights in place, and telling what the worker has.
+"""Code inside vLLM's workers: load a complete set of weights in place, and report the version and model.
 
 vLLM mixes this class into its worker (``worker_extension_cls``), in our process or in a server's. It imports nothing
 of vLLM, and over HTTP only strings and numbers reach it.
@@ -32,7 +32,8 @@ MODEL_FIELDS = (
 
 
 def model_fields(config: Any) -> dict[str, Any]:
-    """Where a config has None or nothing, another may write the default: no field. No window, however, is None."""
+    """Fields that two configs of the same model agree on. A field that is None is left out, because another config may
+    write the default; only a missing window stays None."""
     rope = {"rope_theta": getattr(config, "rope_theta", None), **(getattr(config, "rope_parameters", None) or {})}
     found = {**{name: getattr(config, name, None) for name in MODEL_FIELDS}, **rope}
     fields = {name: _rounded(value) for name, value in found.items() if value is not None}
@@ -124,8 +125,8 @@ def not_filled(model: Any, loaded: set[str]) -> list[str]:
 
 
 def repack_tied_heads(model: Any) -> None:
-    """On a CPU vLLM multiplies with a packed copy of a matrix. Reloading packs a layer again when its weights come, but
-    a head that is tied to the embedding never gets any, and would go on with its first copy for ever."""
+    """Pack tied heads again. On a CPU vLLM multiplies with a packed copy of a matrix; reloading packs layers whose
+    weights come, but a head tied to the embedding gets none and would keep its first copy."""
     for module in model.modules():
         if hasattr(module, "cpu_linear") and getattr(module, "weight", torch.empty(0)).numel():
             module.quant_method.process_weights_after_loading(module)

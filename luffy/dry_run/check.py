@@ -1,0 +1,64 @@
+"""Validate a run, build its first batch, and write what a step will do and need."""
+
+from __future__ import annotations
+
+from luffy.config import Config
+from luffy.dry_run.first_step import FirstStep, check_reward, first_traces
+from luffy.dry_run.lines import engine_line, need_lines, plan_line, update_line
+from luffy.dry_run.memory import Estimate
+from luffy.dry_run.models import check_other_models, model_shape, try_model
+from luffy.dry_run.place import Place, Renting
+from luffy.dry_run.work import planned_samples, scoring_passes, work_of
+from luffy.run_folder.trackers import check_trackers
+from luffy.step.crediting import detach_notice
+from luffy.step.tasks import build_encoder, equal_prompts, load_eval_tasks, load_training_tasks, repeated_problems
+from luffy.train import setup
+from luffy.train.build import build_planner, total_steps
+
+
+def dry_run(cfg: Config, method: str, trainings: int = 1, renting: Renting | None = None) -> list[str]:
+    """Lines to print; ``trainings`` like this one are made one after the other. Weights are not loaded: the model is
+    built without memory to count its parameters."""
+    renting = renting or Renting()
+    place = Place.of(cfg, renting)
+    setup.check_names(cfg, method)
+    notices = check_trackers(cfg) + place.notices
+    tokenizer = setup.load_policy_tokenizer(cfg.model)
+    encoder = build_encoder(cfg, tokenizer)
+    tasks = load_training_tasks(cfg, encoder, sft=method == "sft")
+    eval_tasks = load_eval_tasks(cfg, encoder)
+    model = model_shape(cfg)
+    setup.check_context(cfg, model.config)
+    try_model(model.config, cfg)
+    notices += place.slow_dtypes(cfg, method)
+    others = check_other_models(cfg, method, tokenizer)
+    steps = total_steps(cfg, len(tasks))
+    traces, plan = "not verified: no reward is needed", None
+    if method == "rl" or eval_tasks:
+        with cfg.reward.verifier(workers=1) as verifier:
+            traces = check_reward(cfg, method, tasks, tokenizer, verifier)
+            if method == "rl":
+                planner = build_planner(cfg, steps, encoder.stops(()), tokenizer)
+                plan = FirstStep(cfg, tasks, planner, verifier, tokenizer).plan()
+    batch = [group[0].task for group in plan] if plan else first_traces(cfg, tasks)
+    notices += tasks.problems.turns_notices
+    notices += repeated_problems(cfg, len(tasks)) + equal_prompts(tasks, eval_tasks)
+    notices += detach_notice(cfg) if method == "rl" else []
+    scored = scoring_passes(cfg, model, others.teacher, len(batch)) if method == "rl" else 0.0
+    requests = [request for group in plan or [] for p in group if (request := p.request) is not None]
+    work = work_of(cfg, model, planned_samples(batch, plan), scored, place.on_gpu)
+    several = "" if trainings == 1 else f", the first of {trainings} seeds"
+    held_out = ", ".join(f"{name} {len(items)}" for name, items in eval_tasks.items()) or "none"
+    return [
+        f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed}{several})",
+        f"model      {cfg.model.path}  {model.parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
+        f"data       {', '.join(f'{k} {v}' for k, v in tasks.report.items())}; held out {held_out}",
+        f"traces     {traces}",
+        f"engine     {engine_line(cfg, method, model.config, place.on_gpu)}",
+        f"step       {plan_line(cfg, batch, plan)}",
+        f"update     {update_line(cfg, method, steps)}",
+        *need_lines(Estimate.of(cfg, method, work, requests, others, place), method, steps, trainings, renting.price),
+        *(f"warning    {notice}" for notice in notices),
+        "first prompt, as the model sees it:",
+        encoder.render(batch[0].problem),
+    ]

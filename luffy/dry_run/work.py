@@ -1,0 +1,51 @@
+"""The update of a batch, as the memory and cost models take it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from luffy.config import Config
+from luffy.dry_run.memory import SIZES, Work, passes_of, planned_sample
+from luffy.dry_run.models import ModelShape, parameters_of
+from luffy.models.forward import text_config
+from luffy.step.batch import mini_batches
+from luffy.step.crediting import needed_log_probs
+from luffy.types import Episode, Sample, Task
+
+
+def planned_samples(batch: list[Task], plan: list[tuple[Episode, ...]] | None) -> list[list[Sample]]:
+    """The samples of each problem, every response of the engine as long as it may become."""
+    if plan is None:
+        return [[planned_sample(t.prompt_ids, max(len(d.token_ids) for d in t.demonstrations))] for t in batch]
+    return [[planned_sample(p.task.prompt_ids, _most_tokens(p)) for p in group] for group in plan]
+
+
+def _most_tokens(planned: Episode) -> int:
+    return planned.prefix + (0 if planned.sampling is None else planned.sampling.max_tokens)
+
+
+def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]], scored: float, on_gpu: bool) -> Work:
+    """The update of these samples."""
+    parts = mini_batches(planned, cfg.batch.updates * cfg.parallel.workers)  # of one process, at least one problem
+    return Work(
+        config=text_config(model.config),
+        parameters=model.parameters,
+        trained=model.trained,
+        itemsize=SIZES[cfg.model.dtype],
+        on_gpu=on_gpu,
+        lora_rank=None if cfg.model.lora is None else cfg.model.lora.rank,
+        checkpointing=cfg.model.gradient_checkpointing,
+        passes=[passes_of(part, cfg.batch.tokens, model.shares) for part in parts],
+        scored=scored,
+    )
+
+
+def scoring_passes(cfg: Config, model: ModelShape, teacher: Any, problems: int) -> float:
+    """Forward passes over a batch before its update, in passes of the policy: for old log-probs, by the reference, and
+    by a teacher in this process (``teacher`` is None if it is the policy itself)."""
+    old, reference = needed_log_probs(cfg, problems)
+    passes = len(old) / problems + reference
+    if cfg.teacher.path is not None:
+        passes += 1.0 if teacher is None else parameters_of(teacher) / model.parameters
+    return passes

@@ -1,0 +1,217 @@
+"""What one micro-batch adds to the loss, and what it tells about itself.
+
+    sum of  w * (policy loss + kl_coef * KL - entropy_coef * H)   +   sft_coef * sum of  v * -f(p)
+
+with w and v the weights of ``pack``: the samples' own, already divided by the mini-batch's denominators; f is log p
+unless ``algorithm.sft_reshape`` names another shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from luffy.config import Config
+from luffy.core.importance import Importance
+from luffy.core.kl import kl_penalty
+from luffy.core.losses import LossTerms, PolicyLoss, off_policy_ratio, policy_loss_terms
+from luffy.core.masked import keep, masked_mean
+from luffy.core.shaping import Shape, log_prob_slope
+from luffy.metrics import EffectiveShare, Max, Mean, OnDevice, Sum
+from luffy.types import MicroBatch
+
+Stats = dict[str, OnDevice]
+PLAIN_SFT = Shape("logp")
+LARGEST_LOG_RATIO = 20.0  # keeps the squares of the weights finite
+
+
+def importance_of(cfg: Config) -> Importance | None:
+    """None where the policy itself, as it is now, drew every token: then no weight is computed at all."""
+    a = cfg.algorithm
+    if cfg.rollout.overrides is not None or cfg.may_be_stale:
+        return Importance(
+            clamp_min=a.importance_clamp_min,
+            clamp_max=a.importance_clamp_max,
+            detach=a.importance_detach,
+            literal=a.importance_objective == "literal",
+            level=a.importance_level,
+        )
+    if a.mismatch_correction == "truncated":
+        return Importance(clamp_max=a.mismatch_cap)
+    if a.mismatch_correction == "masked":
+        return Importance(clamp_min=1 / a.mismatch_cap, clamp_max=a.mismatch_cap, mask=True)
+    return None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a micro-batch; ``Objective.of(cfg)`` is the one that a config describes."""
+
+    policy_loss: PolicyLoss
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    sft_coef: float = 1.0
+    sft_shape: Shape = PLAIN_SFT
+    recorded_teacher: bool = False
+    importance: Importance | None = None
+    weight_metrics: str = "guidance"  # or "async" or "rollout", by what they correct: the group of their metrics
+
+    @staticmethod
+    def of(cfg: Config) -> Objective:
+        a = cfg.algorithm
+        return Objective(
+            policy_loss=a.policy_loss(),
+            entropy_coef=a.entropy_coef,
+            kl_coef=a.kl_coef,  # samples have log-probs of the reference only where the KL is in the loss
+            kl_estimator=a.kl_estimator,
+            sft_coef=a.sft_coef,
+            sft_shape=a.sft_shape(),
+            recorded_teacher=a.teacher_probs == "recorded",
+            importance=importance_of(cfg),
+            weight_metrics="guidance" if cfg.rollout.overrides else "async" if cfg.may_be_stale else "rollout",
+        )
+
+    def __call__(
+        self, batch: MicroBatch, log_prob: Tensor, entropy: Tensor, off_ratio_mean: Tensor | None = None
+    ) -> tuple[Tensor, Stats]:
+        """log_prob, entropy: [R], of the response tokens under the current policy."""
+        in_rl = batch.rl_weights != 0
+        old = log_prob.detach() if batch.old_log_probs is None else batch.old_log_probs
+        base, advantages, weights = old, batch.advantages, None
+        if self.importance is not None:
+            base, weights = self._corrected(batch, old, log_prob)
+            advantages = advantages * weights
+        terms = policy_loss_terms(
+            base,
+            log_prob,
+            advantages,
+            in_rl,
+            batch.off_policy,
+            self.policy_loss,
+            target_probs=self.target_probs(batch),
+            behavior_log_prob=batch.behavior_log_probs,
+            off_ratio_mean=off_ratio_mean,
+        )
+        per_token = terms.loss - self.entropy_coef * entropy
+        stats = _stats(batch, terms, old, log_prob.detach(), entropy.detach(), in_rl)
+        if terms.loss.requires_grad:
+            stats["method/trace_weight_mean"] = _trace_weight(
+                terms, log_prob, advantages.detach(), in_rl & batch.off_policy
+            )
+        if weights is not None:
+            stats |= _weight_stats(weights.detach(), in_rl & batch.is_drawn, self.weight_metrics)
+        if batch.ref_log_probs is not None:
+            # Before the estimator: it overflows far from the reference, and inf * 0 is no number.
+            kl = kl_penalty(keep(log_prob, in_rl), keep(batch.ref_log_probs, in_rl), self.kl_estimator)
+            per_token = per_token + self.kl_coef * kl
+            stats["actor/kl_loss"] = _over(kl, in_rl)
+        in_sft, behavior = batch.sft_weights != 0, batch.behavior_log_probs
+        shaped = off_policy_ratio(log_prob, in_sft, self.sft_shape, None, old, behavior)
+        if self.sft_shape != PLAIN_SFT:
+            stats["method/sft_weight_mean"] = _over(log_prob_slope(self.sft_shape, log_prob, old, behavior), in_sft)
+        loss = (per_token * batch.rl_weights).sum() - self.sft_coef * (shaped * batch.sft_weights).sum()
+        return loss, stats
+
+    def gradient_weights(self, batch: MicroBatch, log_prob: Tensor) -> Tensor:
+        """[R]: |d loss / d logit| of each token's own logit, per unit of advantage.
+
+        ``batch`` is packed without a reduction: its weights are the samples' own. The derivative of this very
+        objective (shaping, clipping, importance weights, SFT term), so that a viewer shows what the update does and
+        not a formula of its own. With ``off_normalize`` the mean is that of the tokens given. 0 where no term counts
+        the token.
+        """
+        unit = replace(
+            batch,
+            advantages=torch.where(batch.advantages < 0, -1.0, 1.0),
+            ref_log_probs=None,
+        )
+        with torch.enable_grad():
+            current = log_prob.detach().requires_grad_(True)
+            loss, _ = self(unit, current, torch.zeros_like(current))
+            (slope,) = torch.autograd.grad(loss, current)
+        return slope.abs() * -torch.expm1(current.detach())
+
+    def _corrected(self, batch: MicroBatch, old: Tensor, log_prob: Tensor) -> tuple[Tensor, Tensor]:
+        """What the ratio divides by, and the importance weight of every token: 1 if the engine did not draw it."""
+        assert self.importance is not None
+        live = old if batch.old_log_probs is not None or self.importance.detach else log_prob
+        behavior = torch.where(batch.is_drawn, batch.behavior_log_probs, live)
+        weights = self.importance.weights(live, behavior, batch.response_lengths)
+        base = self.importance.ratio_base(old, behavior)
+        return torch.where(batch.is_drawn, base, old), torch.where(batch.is_drawn, weights, 1.0)
+
+    def off_ratios(self, batch: MicroBatch, log_prob: Tensor) -> Tensor:
+        """Ratios of the off-policy tokens that count in the policy-gradient term."""
+        off = batch.off_policy & (batch.rl_weights != 0)
+        shape, target = self.policy_loss.off_shape, self.target_probs(batch)
+        return off_policy_ratio(log_prob, off, shape, target, batch.old_log_probs, batch.behavior_log_probs)[off]
+
+    def target_probs(self, batch: MicroBatch) -> Tensor | None:
+        return torch.exp(batch.behavior_log_probs) if self.recorded_teacher else None
+
+
+def mean_ratio(ratios: Tensor) -> Tensor:
+    """Mean of all ratios; that of none is 0."""
+    return masked_mean(ratios, torch.ones_like(ratios, dtype=torch.bool))
+
+
+def _over(values: Tensor, mask: Tensor) -> OnDevice:
+    return OnDevice(Mean, (values.detach().float().masked_fill(~mask, 0.0).sum(), mask.sum()))
+
+
+def _largest(values: Tensor, mask: Tensor) -> OnDevice:
+    return OnDevice(Max, (values.float().masked_fill(~mask, -torch.inf).amax(),))
+
+
+def _trace_weight(terms: LossTerms, log_prob: Tensor, advantages: Tensor, off: Tensor) -> OnDevice:
+    """w of the trace tokens, whose gradient is w * A * grad log p: taken from the loss itself, where A is not 0."""
+    (slope,) = torch.autograd.grad(terms.loss.sum(), log_prob, retain_graph=True)
+    return _over(-slope / advantages, off & (advantages != 0))
+
+
+def _weight_stats(weights: Tensor, on: Tensor, group: str) -> Stats:
+    """Statistics of the weights as they are used. The engine's effective sample size is always in rollout/ess."""
+    kept = weights.float().masked_fill(~on, 0.0)
+    stats = {f"{group}/weight_mean": _over(weights, on), f"{group}/weight_max": _largest(weights, on)}
+    return stats if group == "rollout" else {**stats, f"{group}/ess": _effective_share(kept, on)}
+
+
+def _effective_share(weights: Tensor, on: Tensor) -> OnDevice:
+    return OnDevice(EffectiveShare, (weights.sum(), weights.square().sum(), on.sum()))
+
+
+def _mismatch(old: Tensor, engine: Tensor, on: Tensor) -> Stats:
+    """How far the engine's probabilities are from the trainer's, on the tokens that the engine drew. The share is of
+    the weights p_old / p_engine: 1 when both agree, less as few tokens come to carry the gradient."""
+    known = on & ~engine.isnan()
+    gap = (old - engine).masked_fill(~known, 0.0)
+    ratios = gap.float().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp().masked_fill(~known, 0.0)
+    return {
+        "rollout/logprob_diff_mean": _over(gap.abs(), known),
+        "rollout/logprob_diff_max": _largest(gap.abs(), known),
+        "rollout/ess": _effective_share(ratios, known),
+    }
+
+
+def _stats(b: MicroBatch, t: LossTerms, old: Tensor, log_prob: Tensor, entropy: Tensor, in_rl: Tensor) -> Stats:
+    on, off = in_rl & b.is_drawn, in_rl & b.off_policy
+    weighted = t.loss.detach() * b.rl_weights  # which hold the denominator
+    return {
+        "actor/pg_loss": OnDevice(Sum, (weighted.sum(), in_rl.sum())),
+        "actor/on_pg_loss": _over(t.on_loss, on),
+        "actor/off_pg_loss": _over(t.off_loss, off),
+        "actor/entropy_loss": _over(entropy, in_rl),
+        "actor/own_entropy": _over(entropy, on),
+        "actor/pg_clipfrac": _over(t.clipped, in_rl),
+        "actor/ppo_kl": _over(-t.log_ratio, in_rl),
+        "actor/off_policy_prob": _over(t.prob, off),
+        "actor/on_policy_prob": _over(t.old_prob, on),
+        "actor/off_ratio_mean": _over(t.off_ratio, off),
+        "actor/off_ratio_max_clip_frac": _over(t.off_max_clipped, off),
+        "actor/off_ratio_min_clip_frac": _over(t.off_min_clipped, off),
+        "actor/sft_loss": _over(-log_prob, b.sft_weights != 0),
+        **_mismatch(old, b.engine_log_probs, on),
+    }

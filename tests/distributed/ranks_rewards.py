@@ -1,2 +1,0 @@
-def length_parity(response, answer, problem):
-    return float(len(response) % 2)

@@ -1,0 +1,1 @@
+from prepare_support import tokenizer_folder  # noqa: F401
