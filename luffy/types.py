@@ -35,22 +35,35 @@ def opens_thought(prompt: str) -> bool:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """One call that an assistant turn makes, e.g. ``ToolCall("add", {"a": 2, "b": 3})``."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Message:
-    """One turn of a chat prompt, e.g. ``Message("user", "What is 2+3?")``."""
+    """One turn of a chat, e.g. ``Message("user", "What is 2+3?")``. ``name``: of the tool that a tool's turn comes
+    from."""
 
     role: str
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A teacher's demonstration: text, or token ids when they were recorded.
+    """A teacher's demonstration: text, token ids when they were recorded, or the messages after the prompt when it
+    has several turns (the assistant's are the teacher's, all others an environment's).
 
     ``log_probs`` are the teacher's own, one per token id (they make no sense without ids).
     """
 
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
+    messages: tuple[Message, ...] | None = None
     log_probs: tuple[float, ...] | None = None
     teacher: str = "teacher"
 
@@ -70,10 +83,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A trace under the policy's tokenizer, EOS included."""
+    """A trace under the policy's tokenizer, EOS included. ``replies``: the (start, end) of each stretch of tokens that
+    an environment wrote; every other token is the teacher's."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...] | None = None
+    replies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
