@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # a verifier process imports this file too; importing torch t
     import torch
     from torch import Tensor
 
-Finish = Literal["stop", "length", "trace"]
+Finish = Literal["stop", "length", "trace", "environment"]
 
 NO_LIMIT = 1 << 40  # tokens: a budget that nothing exceeds
 THINK, END_THINK = "<think>", "</think>"
@@ -128,6 +128,7 @@ class Request:
     seed: int
     sampling: Sampling
     prefix_ids: tuple[int, ...] = ()
+    conversation: int | None = None  # requests with the same number go on with one another's tokens
 
     @property
     def given_ids(self) -> tuple[int, ...]:
@@ -162,7 +163,7 @@ class Author(IntEnum):
 
     POLICY = 0
     GUIDE = 1  # the model that overrides tokens
-    ENVIRONMENT = 2  # in no loss and in no metric
+    ENVIRONMENT = 2  # in no loss and in no metric of responses
     TEACHER = 3
     REPLAY = 4  # the policy, in an earlier step
 
@@ -182,6 +183,26 @@ def off_policy(authors: Tensor) -> Tensor:
 def is_drawn(authors: Tensor) -> Tensor:
     """[T] bool: the tokens that the engine drew, from the policy or the guide model."""
     return authors <= Author.GUIDE
+
+
+@dataclass(frozen=True)
+class EpisodeOutcome:
+    """What became of an episode with an environment. ``end``: "answer" (the last turn needs no reply), "environment"
+    (it said so), a limit ("turns", "tokens", "context"), or a failure of the environment ("raised", "timed_out").
+    ``faults``: the environment's, by kind. ``turn_rewards``: what it gave turn by turn, 0 where it gave nothing."""
+
+    end: str
+    turns: int = 0
+    calls: int = 0
+    faults: tuple[str, ...] = ()
+    reward: float | None = None  # the environment's own, of the whole episode
+    turn_rewards: tuple[float, ...] = ()
+    message: str = ""
+    trace_left_out: bool = False  # the environment did not answer a trace as recorded, so the policy played anew
+
+    @property
+    def is_failure(self) -> bool:
+        return self.end in ("raised", "timed_out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,6 +227,7 @@ class Episode:
     policy_version: int = 0  # of the policy that drew the last token
     guidance_log_probs: Tensor | None = None  # [T] float32, NaN if the guide model gave none
     token_versions: Tensor | None = None  # [T] long, if several versions drew it
+    outcome: EpisodeOutcome | None = None  # with an environment
 
     @property
     def request(self) -> Request | None:
@@ -244,6 +266,12 @@ class Episode:
     def length(self) -> int:
         """Number of tokens of the response, without those of an environment."""
         return self.token_ids.numel() - int((self.authors == Author.ENVIRONMENT).sum())
+
+    @property
+    def answer_ids(self) -> Tensor:
+        """The tokens behind an environment's last reply: what a verifier judges."""
+        replies = (self.authors == Author.ENVIRONMENT).nonzero()
+        return self.token_ids[int(replies[-1]) + 1 :] if len(replies) else self.token_ids
 
     @property
     def is_on_policy(self) -> bool:

@@ -35,6 +35,7 @@ def check(config: Knobs) -> None:
         _check_sft_steps,
         _check_async,
         _check_partial_rollouts,
+        _check_environment,
         _check_mismatch,
         _check_launch,
     ):
@@ -401,6 +402,37 @@ def _check_partial_rollouts(c: Knobs) -> None:
                 f"'rollout.max_tokens_per_step' ({r.max_tokens_per_step}) carries responses into the next step, which "
                 f"does not go with '{name}' ({value}); set {name}={needed} or rollout.max_tokens_per_step=null"
             )
+
+
+def _check_environment(c: Knobs) -> None:
+    e = c.environment
+    if e is None:
+        return
+    others = {
+        "rollout.offpolicy_guidance.enable": (c.rollout.overrides is not None, False),
+        "rollout.max_tokens_per_step": (c.rollout.max_tokens_per_step, None),
+        "replay.share": (c.replay.share, 0.0),
+        "teacher.shown": (c.teacher.shown, "nothing"),
+    }
+    for name, (value, needed) in others.items():
+        if value != needed:
+            shown = "null" if needed is None else str(needed).lower()
+            raise ConfigError(
+                f"'environment' ({e.name}) does not go with '{name}' ({value}) yet; set {name}={shown}, or "
+                "environment=null"
+            )
+    if c.guidance.gate.part.uses_hints:
+        raise ConfigError(
+            f"'environment' ({e.name}) does not go with 'guidance.gate' ({c.guidance.gate}), which shows text of a "
+            "trace in the prompt; choose a gate that adds traces, such as trace_on_failure"
+        )
+    if c.data.style not in ("chat", "paper"):
+        raise ConfigError(f"'environment' ({e.name}) needs a chat template: set data.style=chat, not {c.data.style}")
+    if e.max_tokens is not None and e.max_tokens <= c.rollout.max_tokens:
+        raise ConfigError(
+            f"'environment.max_tokens' ({e.max_tokens}) counts replies too and leaves no room for them beside "
+            f"'rollout.max_tokens' ({c.rollout.max_tokens}); raise it"
+        )
 
 
 def _check_mismatch(c: Knobs) -> None:

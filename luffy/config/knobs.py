@@ -355,6 +355,39 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class EnvironmentConfig:
+    name: str = knob(
+        "", "calculator, python, search, chain; file.py:Class or module:Class of your own (docs/environments.md)"
+    )
+    arguments: dict[str, Any] = knob(factory=dict, help="settings of a built-in one, arguments of your own class")
+    max_turns: int = knob(8, "turns of the policy in an episode", ge=1)
+    max_tokens: int | None = knob(
+        None,
+        "tokens behind the prompt, replies included; null: twice rollout.max_tokens, which counts the policy's",
+        ge=1,
+    )
+    max_reply_chars: int = knob(4000, "longer answers of a tool are cut", ge=1)
+    timeout_s: float = knob(30.0, "a call that takes longer ends its episode", gt=0)
+    at_once: int = knob(64, "environments open at once, per process", ge=1)
+    on_bad_call: Literal["answer", "end"] = knob(
+        "answer", "a call that fails (unreadable, unknown tool, wrong arguments, an error): the policy sees a short "
+        "error, or the episode ends",
+    )  # fmt: skip
+    on_failure: Literal["fail", "leave_out"] = knob(
+        "fail", "an episode whose environment raises or takes too long: scores reward.failure, or is left out"
+    )
+    reward: Literal["auto", "verifier", "environment", "sum"] = knob(
+        "auto", "what an episode scores: the verifier's score of its last turn, the environment's own reward, or their "
+        "sum; auto: the environment's if it has one",
+    )  # fmt: skip
+    weight: float = knob(1.0, "weight of the environment's reward in the sum")
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("'environment.name' is missing: name a built-in one, file.py:Class or module:Class")
+
+
+@dataclass(frozen=True)
 class MixConfig:
     start: float = knob(0.5, "mu at the start: the SFT term's fraction of the loss", ge=0, le=1)
     end: float | None = knob(None, "mu after steps, along a cosine; null: constant", ge=0, le=1)
@@ -669,6 +702,9 @@ class Knobs:
     guidance: GuidanceConfig = knob(factory=GuidanceConfig)
     teacher: TeacherConfig = knob(factory=TeacherConfig)
     rollout: RolloutConfig = knob(factory=RolloutConfig)
+    environment: EnvironmentConfig | None = knob(
+        None, "what answers the turns of an episode (docs/environments.md); null: a response is one turn"
+    )
     algorithm: AlgorithmConfig = knob(factory=AlgorithmConfig)
     optim: OptimConfig = knob(factory=OptimConfig)
     batch: BatchConfig = knob(factory=BatchConfig)
@@ -698,7 +734,14 @@ class Knobs:
     @property
     def longest(self) -> int:
         """Tokens that one sequence may have."""
-        return self.data.max_prompt_tokens + self.rollout.max_tokens
+        return self.data.max_prompt_tokens + self.longest_response
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens behind a prompt, those of an environment included."""
+        if self.environment is None:
+            return self.rollout.max_tokens
+        return self.environment.max_tokens or 2 * self.rollout.max_tokens
 
     @property
     def sampling(self) -> Sampling:

@@ -31,9 +31,9 @@ def estimate_memory(cfg: Config, method: str, shape: str | None, place: Place) -
     prompts = [(number,) * cfg.data.max_prompt_tokens for number in range(cfg.batch.problems)]
     own = cfg.rollout.n - cfg.guidance.n_prefix if method == "rl" else 0
     shared = prompts[: -(-len(prompts) // cfg.parallel.workers)]  # of one process
-    requests = [Request(prompt, 0, Sampling(cfg.rollout.max_tokens)) for prompt in shared for _ in range(own)]
+    requests = [Request(prompt, 0, Sampling(cfg.longest_response)) for prompt in shared for _ in range(own)]
     samples = cfg.rollout.n if method == "rl" else 1
-    planned = [[planned_sample(p, cfg.rollout.max_tokens)] * samples for p in prompts]
+    planned = [[planned_sample(p, cfg.longest_response)] * samples for p in prompts]
     work = work_of(cfg, model, planned, 0.0, place.on_gpu)
     return Estimate.of(cfg, method, work, requests, _others(cfg, method), place)
 

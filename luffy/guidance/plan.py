@@ -30,9 +30,11 @@ class Planner:
 
     def prefix_length(self, demonstration: Demonstration, ratio: float) -> int:
         """Tokens of this share of a trace. A part ends behind the last token of it that may end a prefix (0 tokens if
-        there is none); the whole trace is left as it is."""
+        there is none), of several turns behind a whole one; the whole trace is left as it is."""
         ids = demonstration.token_ids
         length = int(ratio * len(ids))
+        if demonstration.replies:
+            return whole_turns(demonstration, length)
         if self.ends_prefix is not None and length < len(ids):
             while length and not self.ends_prefix(ids[length - 1]):
                 length -= 1
@@ -88,9 +90,17 @@ class Planner:
             return unwritten(task, seed, self.sampling)
         begun = given(task, demonstration, prefix)
         if prefix == len(demonstration.token_ids):
-            return begun
-        sampling = replace(self.sampling, max_tokens=self.sampling.max_tokens - prefix)
+            return replace(begun, seed=seed, sampling=self.sampling) if demonstration.replies else begun
+        sampling = replace(self.sampling, max_tokens=self.sampling.max_tokens - begun.length)
         return replace(begun, finish=None, seed=seed, sampling=sampling)
+
+
+def whole_turns(trace: Demonstration, most: int) -> int:
+    """Tokens of the teacher's whole turns among the first ``most`` of a trace with replies; the last turn's reply is
+    left out, since a live environment gives it."""
+    if most >= len(trace.token_ids):
+        return len(trace.token_ids)
+    return max((start for start, _ in trace.replies if start <= most), default=0)
 
 
 NO_IDS, NO_AUTHORS, NO_LOG_PROBS = torch.empty(0).long(), torch.empty(0, dtype=torch.int8), torch.empty(0)
@@ -107,6 +117,8 @@ def given(task: Task, trace: Demonstration, prefix: int | None = None, author: A
     ids, recorded = torch.tensor(trace.token_ids[:length], dtype=torch.long), trace.log_probs
     behavior = torch.tensor(recorded[:length] if recorded else [0.0] * length, dtype=torch.float32)
     authors = written_by(author, length)
+    for start, end in trace.replies:
+        authors[start:end] = Author.ENVIRONMENT
     ratio = length / len(trace.token_ids)
     return Episode(task, ids, authors, behavior, torch.zeros(length), "trace", trace=trace, prefix_ratio=ratio)
 

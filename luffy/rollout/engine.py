@@ -33,6 +33,25 @@ class EngineStats:
         return self.generated_tokens / self.seconds if self.seconds else 0.0
 
 
+class RequestSource(Protocol):
+    """Gives an engine requests while it runs, and takes their completions: what a conversation does."""
+
+    most: int  # requests under way at once, at most
+    longest: int  # tokens of a request and its completion, at most
+
+    def take(self, wait: bool) -> list[Request] | None:
+        """Requests that are ready, perhaps none; None once there will be no more. ``wait``: until there is one."""
+        ...
+
+    def finish(self, number: int, completion: Completion) -> None:
+        """The completion of a request; they are numbered as they were taken."""
+        ...
+
+    def ended(self) -> list[int]:
+        """Conversations that have ended since this was last asked: no request will go on with them."""
+        ...
+
+
 class Engine(Protocol):
     """Generates responses. A training step calls ``generate``, ``sleep``, updates the policy and calls ``sync``; the
     defaults below suit an engine that shares the policy's weights.
@@ -53,6 +72,15 @@ class Engine(Protocol):
         while part := list(islice(source, STREAM_PART)):
             yield from enumerate(self.generate(part), start=first)
             first += len(part)
+
+    def serve(self, source: RequestSource) -> None:
+        """Answer the requests of a source until it has no more. An engine without a better way answers those that are
+        ready together, and takes further ones when it has done so."""
+        first = 0
+        while (ready := source.take(wait=True)) is not None:
+            for number, completion in enumerate(self.generate(ready), start=first):
+                source.finish(number, completion)
+            first += len(ready)
 
     def sync(self, version: int) -> None:
         """Use the policy's weights, now those of ``version``, for later completions."""

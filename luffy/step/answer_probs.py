@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from luffy.models.load import decode
 from luffy.step.draws import trace_sample
 from luffy.step.run_state import Run
-from luffy.types import Task
+from luffy.types import Demonstration, Task
 
 Text = Callable[[Sequence[int]], str]
 
@@ -21,7 +21,7 @@ def answer_probs(run: Run, tasks: Sequence[Task]) -> list[tuple[float, ...]]:
         for task in tasks
         for trace in task.demonstrations
     ]
-    log_probs = run.policy.log_probs([trace_sample(task, ids) for task, ids, _ in spans])
+    log_probs = run.policy.log_probs([trace_sample(task, Demonstration(ids)) for task, ids, _ in spans])
     probs = iter([float(values[start:].exp().mean()) for values, (_, _, start) in zip(log_probs, spans, strict=True)])
     return [tuple(next(probs) for _ in task.demonstrations) for task in tasks]
 

@@ -25,7 +25,7 @@ from luffy.step.memory import MethodMemory
 from luffy.step.replay import Attempt, Success, least_entropy
 from luffy.step.run_state import Run
 from luffy.step.tasks import TaskSet
-from luffy.types import Author, Demonstration, Episode, Group, Sample, Task, written_by
+from luffy.types import Author, Demonstration, Episode, Group, Sample, Task
 
 Row = tuple[int, int, Literal["data", "replay", "experts"]]  # in the data, how often it was drawn before, who drew it
 
@@ -152,18 +152,17 @@ def choose_successes(run: Run, drawn: Sequence[Draw]) -> list[Draw]:
     assert run.memory.replay is not None
     problems = run.memory.replay.problems
     known = {draw.position: problems[draw.row].successes for draw in drawn if draw.source == "replay"}
-    samples = [trace_sample(draw.task, s.token_ids) for draw in drawn for s in known.get(draw.position, ())]
+    samples = [trace_sample(draw.task, s.as_trace) for draw in drawn for s in known.get(draw.position, ())]
     scored = iter(run.policy.score(samples))
     chosen = {i: least_entropy(all_, [next(scored)[1] for _ in all_]) for i, all_ in known.items()}
     return [replace(draw, replayed=chosen.get(draw.position)) for draw in drawn]
 
 
-def trace_sample(task: Task, token_ids: Sequence[int] | torch.Tensor) -> Sample:
-    """A whole response that was given, in the SFT term alone."""
-    ids = torch.as_tensor(token_ids).long()
-    everywhere, nothing = torch.ones(ids.numel()), torch.zeros(ids.numel())
-    authors = written_by(Author.TEACHER, ids.numel())
-    return Sample(task.prompt_ids, ids, authors, nothing, everywhere, nothing, nothing, nothing)
+def trace_sample(task: Task, trace: Demonstration) -> Sample:
+    """A whole response that was given, in the SFT term alone, without the tokens of an environment."""
+    whole = given(task, trace)
+    nothing, counts = torch.zeros(len(trace.token_ids)), whole.off_policy.float()
+    return Sample(task.prompt_ids, whole.token_ids, whole.authors, nothing, counts, nothing, nothing, nothing)
 
 
 def draw_traces(run: Run, batch: StepBatch) -> None:
@@ -171,7 +170,7 @@ def draw_traces(run: Run, batch: StepBatch) -> None:
     rows, visits = draw_rows(run.sampler, run.cfg.batch.problems)
     tasks = run.tasks.at(rows)
     traces = [chosen_trace(run, task, visit, str(visit)) for task, visit in zip(tasks, visits, strict=True)]
-    samples = [trace_sample(task, trace.token_ids) for task, trace in zip(tasks, traces, strict=True)]
+    samples = [trace_sample(task, trace) for task, trace in zip(tasks, traces, strict=True)]
     mine = share_out([len(s) for s in samples], run.world.size)[run.world.rank]
     lengths: dict[str, Metric] = spread("response_length", [s.token_ids.numel() for s in samples])
     batch.size, batch.metrics, batch.sampler = len(samples), lengths, run.sampler.state_dict()
@@ -201,7 +200,7 @@ def lessons(run: Run) -> list[list[Sample]]:
     steps = []
     for due in run.memory.take_lessons():
         tasks = [(run.tasks[row], trace) for row, trace in due]
-        samples = [trace_sample(task, task.demonstrations[trace].token_ids) for task, trace in tasks]
+        samples = [trace_sample(task, task.demonstrations[trace]) for task, trace in tasks]
         mine = share_out([len(s) for s in samples], run.world.size)[run.world.rank]
         steps.append([samples[i] for i in mine])
     return steps

@@ -20,7 +20,7 @@ from luffy.types import Episode, Group, Score, Task
 
 def score(rollouts: Sequence[tuple[Episode, ...]], verifier: Verifier, tokenizer: Any) -> list[Group]:
     """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
-    responses = [(rollout.task, rollout.token_ids.tolist()) for group in rollouts for rollout in group]
+    responses = [(rollout.task, rollout.answer_ids.tolist()) for group in rollouts for rollout in group]
     return grouped(rollouts, verified(responses, verifier, tokenizer))
 
 

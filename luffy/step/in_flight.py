@@ -12,7 +12,13 @@ from torch import Tensor
 from luffy.guidance import Planner
 from luffy.types import Author, Episode, Finish, Task, written_by
 
-FINISHES: tuple[Finish | None, ...] = (None, "stop", "length", "trace")  # in a checkpoint: the place in this list
+FINISHES: tuple[Finish | None, ...] = (
+    None,
+    "stop",
+    "length",
+    "trace",
+    "environment",
+)  # in a checkpoint: the place in this list
 STREAMS = {"token_ids": torch.long, "log_probs": torch.float32, "versions": torch.long}
 
 

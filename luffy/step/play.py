@@ -12,10 +12,11 @@ from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
 from luffy.run_folder.timing import Stopwatch
 from luffy.step.batch import StepBatch
+from luffy.step.conversations import Conversations, Table, with_rewards
 from luffy.step.early_scores import EarlyScores
 from luffy.step.groups import grouped, score
 from luffy.step.run_state import Run
-from luffy.types import Completion, Episode, Group, Sampling, Task
+from luffy.types import Completion, Episode, Group, Sampling, Score, Task
 
 Episodes = list[tuple[Episode, ...]]  # by problem
 Count = Callable[[int, int], None]
@@ -26,18 +27,21 @@ def play(run: Run, planned: Episodes, batch: StepBatch) -> list[Group]:
     `rollout.max_tokens_per_step` an episode gets at most so many tokens; a group has no scores until all have ended."""
     assert run.verifier is not None
     most = run.cfg.rollout.max_tokens_per_step
-    player = Player(run.engine, run.verifier, run.tokenizer, batch.version, batch.progress, batch.watch)
+    player = Player(
+        run.engine, run.verifier, run.tokenizer, batch.version, batch.progress, batch.watch, run.conversations
+    )
     return player.play(planned) if most is None else player.play_in_parts(planned, most)
 
 
 class Player:
-    """Plays episodes with an engine and a verifier. ``version``: of the policy that the engine has; ``count(done,
-    total)`` hears of each response that ends."""
+    """Plays episodes with an engine, a verifier and, if there are any, environments. ``version``: of the policy that
+    the engine has; ``count(done, total)`` hears of each response that ends."""
 
     def __init__(
         self, engine: Engine, verifier: Verifier, tokenizer: Any, version: int, count: Count,
-        watch: Stopwatch | None = None,
+        watch: Stopwatch | None = None, conversations: Conversations | None = None,
     ) -> None:  # fmt: skip
+        self.conversations = conversations
         self.engine, self.verifier, self.tokenizer = engine, verifier, tokenizer
         self.version, self.count, self.watch = version, count, watch or Stopwatch()
 
@@ -47,6 +51,8 @@ class Player:
 
     def play(self, planned: Episodes) -> list[Group]:
         """Every episode to its end. If engine and verifier can, responses are scored while others are being drawn."""
+        if self.conversations is not None:
+            return self._play_turns(self.conversations, planned)
         if type(self.engine) is NativeEngine and self.verifier.may_score_early:  # others do not tell of each that ends
             return self._play_scoring_early(self.engine, planned)
         episodes, asked = self._asked(planned)
@@ -55,6 +61,24 @@ class Player:
             self._extend(episodes, zip(asked, completions, strict=True))
         with self.watch("reward"):
             return score(regrouped(planned, episodes), self.verifier, self.tokenizer)
+
+    def _play_turns(self, rules: Conversations, planned: Episodes) -> list[Group]:
+        """Episodes with an environment. A whole trace is played only if the environment has to score it."""
+        episodes, asked = self._asked(planned)
+        if rules.counts_reward:
+            asked = [i for i, episode in enumerate(episodes) if episode.sampling is not None]
+        with self.watch("rollout"), Table(rules, [episodes[i] for i in asked], self.version, self.count) as table:
+            if asked:
+                self.engine.serve(table)
+            for i, seat in zip(asked, table.seats, strict=True):
+                episodes[i] = seat.episode
+        with self.watch("reward"):
+            groups = regrouped(planned, episodes)
+            if rules.asks_verifier:
+                scored = score(groups, self.verifier, self.tokenizer)
+            else:
+                scored = [Group(group[0].task, group, tuple(Score(0.0) for _ in group)) for group in groups]
+            return with_rewards(rules, scored)
 
     def play_in_parts(self, planned: Episodes, most: int) -> list[Group]:
         """At most ``most`` tokens of every episode; a group of which one is not finished has no scores."""

@@ -9,6 +9,7 @@ from luffy.errors import AllStopped
 from luffy.learn.credit import find_credit_function
 from luffy.metrics import Metric, merge_metrics
 from luffy.step.batch import Draw, StepBatch
+from luffy.step.conversations import environment_metrics
 from luffy.step.draws import attempts
 from luffy.step.groups import (
     group_metrics,
@@ -86,6 +87,8 @@ def rollout_metrics(
         found.append(run.engine.metrics())
     if run.cfg.rollout.overrides is not None:
         found.append(override_metrics(groups))
+    if run.conversations is not None:
+        found.append(environment_metrics(initial))
     return found
 
 

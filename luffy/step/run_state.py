@@ -13,7 +13,7 @@ from luffy.config import Config
 from luffy.data import ProblemSampler
 from luffy.distributed.replica import Replica
 from luffy.distributed.world import World
-from luffy.guidance import Gate, Planner
+from luffy.guidance import Gate, Planner, given
 from luffy.learn.policy import Policy
 from luffy.learn.scorer import TokenScorer
 from luffy.learn.teacher import Teacher
@@ -24,6 +24,7 @@ from luffy.run_folder.saved_state import Progress
 from luffy.run_folder.timing import Stopwatch
 from luffy.seeds import seed_of
 from luffy.step.batch import StepBatch
+from luffy.step.conversations import Conversations
 from luffy.step.groups import verified
 from luffy.step.memory import MethodMemory
 from luffy.step.prefetch import Prefetcher
@@ -94,6 +95,7 @@ class Run:
     planner: Planner
     gate: Gate | None
     memory: MethodMemory
+    conversations: Conversations | None = None  # what episodes with an environment are played with
 
     progress: Progress = field(default_factory=Progress)
     data_position: dict[str, int] = field(default_factory=dict)  # the sampler's state where the next step begins
@@ -131,7 +133,7 @@ class Run:
         known = self._trace_rewards.get(task.problem.id)
         if known is None:
             assert self.verifier is not None
-            traces = [(task, demo.token_ids) for demo in task.demonstrations]
+            traces = [(task, given(task, demo).answer_ids.tolist()) for demo in task.demonstrations]
             scores = verified(traces, self.verifier, self.tokenizer)
             known = [s.value for s in scores]
             if all(s.is_verdict for s in scores):  # else it may succeed next time

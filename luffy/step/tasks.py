@@ -11,6 +11,7 @@ from luffy.config import Config, ModelConfig
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.data.repeats import repeated, shared
 from luffy.data.schemas import ROW_KEY, without_traces
+from luffy.environments.protocol import Maker
 from luffy.errors import ConfigError, DataError
 from luffy.guidance.gate import find_gate
 from luffy.guidance.row_hints import hints_of
@@ -18,8 +19,9 @@ from luffy.models.load import eos_ids_in, token_count, vocabulary_in
 from luffy.types import Task
 
 
-def build_encoder(cfg: Config, tokenizer: Any) -> Encoder:
-    """The encoder of a run. Its ``eos_ids`` are what the engine has to stop at: a trace ends as a response does."""
+def build_encoder(cfg: Config, tokenizer: Any, maker: Maker | None = None) -> Encoder:
+    """The encoder of a run. Its ``eos_ids`` are what the engine has to stop at: a trace ends as a response does.
+    ``maker``: of the environments whose tools the prompts show."""
     d, m = cfg.data, cfg.model
     ends = None if tokenizer.eos_token_id is None else eos_ids_in(m.path, tokenizer, m.trust_remote_code)
     return Encoder(
@@ -29,11 +31,12 @@ def build_encoder(cfg: Config, tokenizer: Any) -> Encoder:
         chat_template=d.chat_template,
         max_prompt_tokens=d.max_prompt_tokens,
         overlong_prompt=d.overlong_prompt,
-        max_response_tokens=cfg.rollout.max_tokens,
+        max_response_tokens=cfg.longest_response,
         overlong_trace=d.overlong_trace,
         eos_ids=None if ends is None else [token for token in ends if token < len(tokenizer)],
         date=d.date,
         special_tokens=d.special_tokens,
+        tools=() if maker is None else maker.tools,
     )
 
 

@@ -21,6 +21,7 @@ from luffy.rollout.engine import Engine
 from luffy.run_folder.layout import EVALUATED, METRICS
 from luffy.run_folder.recorder import read_json_lines
 from luffy.seeds import seed_of
+from luffy.step.conversations import Conversations, environment_metrics
 from luffy.step.groups import component_metrics, failure_metrics, stop_if_nothing_was_scored
 from luffy.step.play import Player
 from luffy.types import Group, Sampling, Task
@@ -43,6 +44,7 @@ class HeldOut:
     verifier: Verifier | None
     tokenizer: Any
     eos_ids: tuple[int, ...]
+    conversations: Conversations | None = None
     evaluated: dict[int, float] = field(default_factory=dict)
 
     def lacks(self, step: int) -> bool:
@@ -86,7 +88,8 @@ class HeldOut:
         mine = range(self.world.rank, len(tasks), self.world.size)
         keys = [[f"eval:{name}:{self.cfg.seed}:{i}:{k}" for k in range(cfg.n)] for i in mine]
         seeds = [(tasks[i], [seed_of(key) for key in of_problem]) for i, of_problem in zip(mine, keys, strict=True)]
-        groups = Player(self.engine, self.verifier, self.tokenizer, step, count).answer(seeds, sampling)
+        player = Player(self.engine, self.verifier, self.tokenizer, step, count, conversations=self.conversations)
+        groups = player.answer(seeds, sampling)
         episodes = [episode for group in groups for episode in group.rollouts]
         scores = [s for group in groups for s in group.scores]
         metrics: dict[str, Metric] = {
@@ -96,6 +99,7 @@ class HeldOut:
             f"val-{name}/truncated": Mean.of(e.finish == "length" for e in episodes),
             **component_metrics(f"val-{name}", scores),
             **failure_metrics(f"val-{name}", scores),
+            **{f"val-{name}/{key}": value for key, value in environment_metrics(groups).items()},
         }
         return metrics, groups
 

@@ -96,7 +96,7 @@ def check_context(cfg: Config, model_config: Any) -> None:
     longest = max_positions(model_config)
     fixed = longest >= (getattr(text_config(model_config), "max_position_embeddings", None) or longest)
     beyond = "" if fixed else ", beyond which its rotary frequencies (longrope) depend on the longest of a batch"
-    budgets = {"rollout.max_tokens": cfg.rollout.max_tokens}
+    budgets = {"rollout.max_tokens" if cfg.environment is None else "environment.max_tokens": cfg.longest_response}
     if cfg.data.eval is not None and cfg.eval.max_tokens is not None:
         budgets["eval.max_tokens"] = cfg.eval.max_tokens
     for name, budget in budgets.items():

@@ -29,7 +29,7 @@ def vllm_arguments(cfg: Config, model_config: Any) -> dict[str, Any]:
 
 def context_of(cfg: Config, model_config: Any) -> int:
     """Tokens of the longest prompt and response of the run, or `rollout.vllm.max_context`."""
-    longest = max(cfg.rollout.max_tokens, cfg.eval.max_tokens or 0)
+    longest = max(cfg.longest_response, cfg.eval.max_tokens or 0)
     needed = cfg.data.max_prompt_tokens + longest
     wanted = cfg.rollout.vllm.max_context
     if wanted is not None and wanted < needed:

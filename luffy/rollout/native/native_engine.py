@@ -26,13 +26,15 @@ from luffy.models.fused import fused_decoder
 from luffy.models.plain import runs_plain
 from luffy.models.products import Fp8Products, Products, fp8_fault, separate
 from luffy.models.products import merged as merged_products
-from luffy.rollout.engine import Engine, EngineStats, OnProgress, check_request
+from luffy.rollout.engine import Engine, EngineStats, OnProgress, RequestSource, check_request
 from luffy.rollout.native.scheduler import SequenceState
+from luffy.rollout.native.slot_conversations import SlotConversations
 from luffy.rollout.native.slot_generation import PolicyDecoder, SlotGeneration, SlotPlan
 from luffy.rollout.native.static_batch import StaticBatchGeneration
 from luffy.types import Completion, Request
 
 if TYPE_CHECKING:
+    from luffy.rollout.native.paged_conversations import PagedConversations
     from luffy.rollout.native.paged_generation import PagedMemory
 
 # Sequences decoded at once, unless given.
@@ -166,12 +168,41 @@ class NativeEngine(Engine):
             first += len(part)
 
     @torch.no_grad()
-    def _finished(self, requests: Sequence[Request]) -> Iterator[Finished]:
+    def serve(self, source: RequestSource) -> None:
+        """A request begins as soon as there is room, and a conversation keeps its cache; a model of another family is
+        asked for those that are ready together."""
+        if runs_plain(self.model):
+            return super().serve(source)
+        started = time.perf_counter()
+        with evaluating(self.model):
+            conversations = self._conversations(source)
+            try:
+                conversations.serve(source, self._check)
+            finally:
+                conversations.close()
+        self.stats = conversations.stats
+        self.stats.seconds = time.perf_counter() - started
+
+    def _conversations(self, source: RequestSource) -> SlotConversations | PagedConversations:
+        longest = min(source.longest, self.max_context)
+        if uses_pages([self.model], self.decoding, self.batch_invariant):
+            from luffy.rollout.native.paged_conversations import PagedConversations
+
+            memory = self._paged_memory()
+            return PagedConversations(self.model, source, memory, self.max_slots, longest, self.prefill_tokens)
+        plan = SlotPlan.sized(source.most, longest, self.max_slots, self.batch_invariant)
+        return SlotConversations(PolicyDecoder(self.model, plan), self.prompt_budget)
+
+    def _check(self, requests: Sequence[Request]) -> None:
         vocabulary = text_config(causal_lm(self.model).config).vocab_size
         # Samples of a problem have the very same tokens; comparing them would take longer than the check.
         alike = {(id(r.prompt_ids), id(r.prefix_ids), id(r.sampling)): r for r in requests}
         for request in alike.values():
             check_request(request, self.max_context, vocabulary)
+
+    @torch.no_grad()
+    def _finished(self, requests: Sequence[Request]) -> Iterator[Finished]:
+        self._check(requests)
         started = time.perf_counter()
         with evaluating(self.model):
             generation = self._generation(requests)
@@ -185,14 +216,19 @@ class NativeEngine(Engine):
         if not uses_pages([self.model], self.decoding, self.batch_invariant):
             plan = SlotPlan.of(requests, self.max_slots, self.batch_invariant)
             return SlotGeneration(requests, PolicyDecoder(self.model, plan), self.prompt_budget)
-        from luffy.rollout.native.paged_generation import PagedGeneration, PagedMemory
+        from luffy.rollout.native.paged_generation import PagedGeneration
+
+        return PagedGeneration(self.model, requests, self._paged_memory(), self.max_slots, self.prefill_tokens)
+
+    def _paged_memory(self) -> PagedMemory:
+        from luffy.rollout.native.paged_generation import PagedMemory
 
         self._merge_weights()  # again, if they were moved
         if isinstance(self._products, Fp8Products):
             self._quantize(self._products)
         if self._paged is None:
             self._paged = PagedMemory(self.model, self.max_slots, self.max_context, self.memory_share, self._products)
-        return PagedGeneration(self.model, requests, self._paged, self.max_slots, self.prefill_tokens)
+        return self._paged
 
     def _merge_weights(self) -> None:
         decoder = None if self._products is separate else fused_decoder(causal_lm(self.model))

@@ -12,7 +12,7 @@ noise depends on seed and position alone, so it continues as it would have.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -217,7 +217,7 @@ class Results:
     def __init__(self, device: torch.device, stats: EngineStats) -> None:
         self._device, self._stats = device, stats
         self._pending: deque[Burst] = deque()
-        self._finished: list[PagedSequence] = []  # known to be finished, not yet handed out
+        self.finished: list[PagedSequence] = []  # known to be finished, not yet handed out
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -240,10 +240,10 @@ class Results:
             burst = self._pending.popleft()
             unfinished = [sequence for sequence in burst.sequences if sequence.finish is None]
             self._stats.generated_tokens += burst.received()
-            self._finished += [sequence for sequence in unfinished if sequence.finish is not None]
+            self.finished += [sequence for sequence in unfinished if sequence.finish is not None]
 
     def take_finished(self) -> list[PagedSequence]:
-        finished, self._finished = self._finished, []
+        finished, self.finished = self.finished, []
         return finished
 
 
@@ -335,6 +335,14 @@ class PromptQueue:
         prompt.waiting = deque([prompt.waiting[0]])
         self._waiting.insert(1, again)
 
+    @property
+    def missing(self) -> int:
+        """Pages that the first prompt lacks."""
+        return pages_for(len(self._waiting[0].token_ids)) - len(self._waiting[0].pages) if self._waiting else 0
+
+    def add(self, prompts: Iterable[Prompt]) -> None:
+        self._waiting.extend(prompts)
+
     def put_back(self, sequence: PagedSequence) -> None:
         """Queue a preempted sequence first, to be prefilled again with its tokens so far."""
         resumed = Prompt(sequence.request.given_ids + tuple(sequence.token_ids))
@@ -348,22 +356,28 @@ class PagedGeneration:
     def __init__(
         self, model: nn.Module, requests: Sequence[Request], memory: PagedMemory, max_rows: int, prefill_tokens: int
     ) -> None:
+        waiting, most = prompts_of(requests), min(max_rows, len(requests))
+        pages = sorted(map(_pages_of, requests), reverse=True)
+        # Enough for as many of the longest as there are rows, and for a waiting prompt for each.
+        prompts = sum(pages_for(len(prompt.token_ids)) for prompt in islice(waiting, most))
+        self._set_up(model, waiting, memory, most, pages[0], sum(pages[:most]) + prompts + 1, prefill_tokens)
+
+    def _set_up(
+        self, model: nn.Module, waiting: deque[Prompt], memory: PagedMemory, most: int, widest: int, wanted: int,
+        prefill_tokens: int,
+    ) -> None:  # fmt: skip
+        """``most`` rows of at most ``widest`` pages; ``wanted`` pages in all, if there is memory."""
         self.stats = EngineStats()
         self._model, self._prefill_tokens, self._products = model, prefill_tokens, memory.products
         self._head = head_weight_bias(model)
         self.device = memory.cache.device
-        waiting = _prompts(requests)
-        self._most = min(max_rows, len(requests))
+        self._most = most
         self._cache = memory.cache
         self._decoder = memory.decoder()
-        pages = sorted(map(_pages_of, requests), reverse=True)
-        # Enough for as many of the longest as there are rows, and for a waiting prompt for each.
-        prompts = sum(pages_for(len(prompt.token_ids)) for prompt in islice(waiting, self._most))
-        wanted = sum(pages[: self._most]) + prompts + 1
         self._pool = memory.allocate(wanted)
         self._has_all_pages = self._pool.free == wanted - 1  # minus the scratch page
         self._prompts = PromptQueue(waiting, self._cache, self._pool)
-        self._rows = Rows(self._most, pages[0])
+        self._rows = Rows(self._most, widest)
         self._results = Results(self.device, self.stats)
         self._filters: list[SamplingRows] = []  # of the rows, part by part, when some want top-k or top-p
         self._rows_changed = True  # the rows on the device are not those of the host
@@ -371,14 +385,22 @@ class PagedGeneration:
     def run(self) -> Iterator[list[PagedSequence]]:
         """Finished sequences, as they are known to be finished. Their consumer works while a burst runs; so do the
         prompts' rounds, because rows that have drawn all they may are free before their tokens arrive."""
-        while self._prompts or len(self._rows) or self._results:
-            self._compact()
-            worked = self._prefill_rounds()
-            launched = self._launch()
-            if not (worked or launched or self._results):
-                self._prompts.split_first()
-            self._results.read(keep=1 if launched else 0)
-            yield self._results.take_finished()
+        while not self.is_done:
+            yield self.advance()
+
+    @property
+    def is_done(self) -> bool:
+        return not (self._prompts or len(self._rows) or self._results)
+
+    def advance(self) -> list[PagedSequence]:
+        """Prefill what there is room for, and queue a burst; the sequences that are known to be finished."""
+        self._compact()
+        worked = self._prefill_rounds()
+        launched = self._launch()
+        if not (worked or launched or self._results):
+            self._prompts.split_first()
+        self._results.read(keep=1 if launched else 0)
+        return self._results.take_finished()
 
     def close(self) -> None:
         self._cache.release()
@@ -440,7 +462,7 @@ class PagedGeneration:
                 self._rows.add(sequence, drawn_so_far)
                 running.append(i)
             else:
-                self._free_pages(sequence)
+                self._retire(sequence)
         place, state = slice(first_row, len(self._rows)), self._decoder.state
         state.tokens[place] = tokens[_array_to_device(np.array(running, dtype=np.int64), self.device)]
         positions = [sequences[i].length for i in running]
@@ -464,8 +486,12 @@ class PagedGeneration:
         for row in (self._decoder.state.tokens, self._decoder.state.positions):
             row[: len(unfinished)] = row[order]
         for sequence in self._rows.keep(unfinished):
-            self._free_pages(sequence)
+            self._retire(sequence)
         self._rows_changed = True
+
+    def _retire(self, sequence: PagedSequence) -> None:
+        """A sequence has no row any more."""
+        self._free_pages(sequence)
 
     def _free_pages(self, sequence: PagedSequence) -> None:
         """Release pages that work queued on the device may still use: later work is queued behind it."""
@@ -561,10 +587,10 @@ class PagedGeneration:
             state.log_probs[step, part] = log_probs
 
 
-def _prompts(requests: Sequence[Request]) -> deque[Prompt]:
-    """Requests with the same tokens share one prompt."""
+def prompts_of(requests: Sequence[Request], first: int = 0) -> deque[Prompt]:
+    """Requests with the same tokens share one prompt. ``first``: the number of the first request."""
     prompts: dict[tuple[int, ...], Prompt] = {}
-    for index, request in enumerate(requests):
+    for index, request in enumerate(requests, start=first):
         prompt = prompts.setdefault(request.given_ids, Prompt(request.given_ids))
         prompt.waiting.append(PagedSequence(index, request))
     return deque(prompts.values())

@@ -90,14 +90,21 @@ class Scheduler:
     """
 
     def __init__(self, requests: Sequence[Request], slots: int, state: type[SequenceState] = SequenceState) -> None:
-        groups: dict[tuple[int, ...], PromptGroup] = {}
-        for index, request in enumerate(requests):
-            group = groups.setdefault(request.given_ids, PromptGroup(request.given_ids))
-            group.waiting.append(state(index, request))
-        self._queue = deque(groups.values())
+        self._state, self._count = state, 0
+        self._queue: deque[PromptGroup] = deque()
+        self.add(requests)
         self._slots: list[SequenceState | None] = [None] * slots
         # Whose prompt a slot's cache begins with; outlives the sequence until the slot is reused.
         self._prompts: list[PromptGroup | None] = [None] * slots
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue further requests; they are numbered as they come."""
+        groups: dict[tuple[int, ...], PromptGroup] = {}
+        for index, request in enumerate(requests, start=self._count):
+            group = groups.setdefault(request.given_ids, PromptGroup(request.given_ids))
+            group.waiting.append(self._state(index, request))
+        self._queue.extend(groups.values())
+        self._count += len(requests)
 
     @property
     def is_done(self) -> bool:
@@ -137,6 +144,11 @@ class Scheduler:
         for slot, sequence in zip(slots, sequences, strict=True):
             self._slots[slot], self._prompts[slot] = sequence, group
         return Admission(group, sequences, slots, source)
+
+    @property
+    def finished(self) -> list[tuple[int, SequenceState]]:
+        """Finished sequences that are still in a slot, with it."""
+        return [(slot, s) for slot, s in enumerate(self._slots) if s is not None and s.finish]
 
     def release_finished(self) -> list[SequenceState]:
         """Remove finished sequences from their slots; what the slots hold stays until they are reused."""

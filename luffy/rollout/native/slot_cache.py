@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -57,6 +58,20 @@ class SlotCache:
             if target != source:
                 self._block[:, :, target, :, :length] = stretch
 
+    def read_slot(self, layer: int, slot: int, span: int) -> tuple[Tensor, Tensor]:
+        assert self._block is not None
+        keys, values = self._block[:, layer, slot : slot + 1, :, :span]
+        return keys, values
+
+    def saved(self, slot: int, length: int) -> Tensor:
+        """A copy of the first ``length`` positions of a slot, for ``restore``."""
+        assert self._block is not None
+        return self._block[:, :, slot, :, :length].clone()
+
+    def restore(self, slot: int, saved: Tensor) -> None:
+        assert self._block is not None
+        self._block[:, :, slot, :, : saved.shape[3]] = saved
+
     def decode_layout(self, positions: Tensor, span: int) -> DecodeLayout:
         return DecodeLayout(self, positions, span)
 
@@ -76,6 +91,20 @@ class SlotCache:
         return self._block
 
 
+@dataclass(frozen=True)
+class OneSlot:
+    """One slot of a cache, which a layout sees as the only one."""
+
+    cache: SlotCache
+    slot: int
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> None:
+        self.cache.write(layer, keys, values, torch.full_like(slots, self.slot), positions)
+
+    def read(self, layer: int, rows: int, span: int) -> tuple[Tensor, Tensor]:
+        return self.cache.read_slot(layer, self.slot, span)
+
+
 class ModelRunner:
     """Runs ``model`` and stores keys and values in ``cache``."""
 
@@ -91,6 +120,13 @@ class ModelRunner:
         tokens = torch.tensor([token for ids in prompts for token in ids], device=self.device)
         hidden = forward_hidden(self._model, tokens, layout.position_ids, layout)
         return self._logits(hidden[layout.last_tokens])
+
+    def extend(self, tokens: Sequence[int], slot: OneSlot, start: int, span: int) -> Tensor:
+        """Logits [V] after tokens from position ``start`` of a slot on, which holds what lies before them."""
+        positions = torch.arange(start, start + len(tokens), device=self.device)
+        layout = ExtendLayout(slot, positions[None], span)
+        hidden = forward_hidden(self._model, torch.tensor(tokens, device=self.device), positions, layout)
+        return self._logits(hidden[-1:])[0]
 
     def decode(self, tokens: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Logits [N, V] after each of the N new tokens of the first slots."""

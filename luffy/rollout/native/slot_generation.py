@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from luffy.models.forward import causal_lm, text_config
 from luffy.rollout.engine import EngineStats
 from luffy.rollout.native.scheduler import Admission, PromptGroup, Scheduler, SequenceState
-from luffy.rollout.native.slot_cache import ModelRunner, SlotCache, Slots
+from luffy.rollout.native.slot_cache import ModelRunner, OneSlot, SlotCache, Slots
 from luffy.rollout.sampling import SamplingRows, sample
 from luffy.types import Request
 
@@ -43,10 +43,14 @@ class SlotPlan:
     @classmethod
     def of(cls, requests: Sequence[Request], max_slots: int, exact: bool, lookahead: int = 0) -> SlotPlan:
         """``lookahead`` is how far beyond a response's last position a step may write."""
-        slots = max_slots if exact else min(max_slots, len(requests))
         # The last new token is never fed back.
         longest = max(request.start + request.sampling.max_tokens - 1 for request in requests)
-        return cls(slots, _whole_blocks(longest + lookahead, exact), exact)
+        return cls.sized(len(requests), longest + lookahead, max_slots, exact)
+
+    @classmethod
+    def sized(cls, most: int, longest: int, max_slots: int, exact: bool) -> SlotPlan:
+        """For at most so many sequences at once of at most so many cached positions."""
+        return cls(max_slots if exact else min(max_slots, most), _whole_blocks(longest, exact), exact)
 
     def span(self, tokens: int) -> int:
         """The positions that attention reads for a sequence of so many tokens."""
@@ -122,14 +126,19 @@ class PolicyDecoder:
     def __init__(self, model: nn.Module, plan: SlotPlan) -> None:
         self.stats = EngineStats()
         self._plan = plan
-        self._cache = plan.cache_for(model)
-        self.caches: Sequence[Slots] = [self._cache]
-        self._runner = ModelRunner(model, self._cache)
+        self.cache = plan.cache_for(model)
+        self.caches: Sequence[Slots] = [self.cache]
+        self._runner = ModelRunner(model, self.cache)
         self.device = self._runner.device
         self._batch: DecodeBatch | None = None
 
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> Tensor:
         return self._runner.prefill(prompts, slots)
+
+    def extend(self, tokens: Sequence[int], slot: int, start: int) -> Tensor:
+        """Logits [V] after tokens that go on with what a slot holds up to position ``start``."""
+        self.stats.prefill_tokens += len(tokens)
+        return self._runner.extend(tokens, OneSlot(self.cache, slot), start, self._plan.span(start + len(tokens)))
 
     def start(self, sequences: Sequence[SequenceState], logits: Tensor, rows: SamplingRows, positions: Tensor) -> None:
         self._record(sequences, *sample(logits, rows, positions))
@@ -139,7 +148,7 @@ class PolicyDecoder:
         if batch is None or not batch.holds(sequences):
             batch = self._batch = DecodeBatch.of(sequences, self._plan.idle_rows(len(sequences)), self.device)
         span = self._plan.span(max(sequence.length for sequence in sequences))
-        layout = self._cache.decode_layout(batch.positions, span)
+        layout = self.cache.decode_layout(batch.positions, span)
         logits = self._runner.decode(batch.tokens, batch.positions, layout)
         batch.positions = batch.positions + 1
         batch.tokens, log_probs = sample(logits, batch.sampling, batch.positions)
@@ -171,10 +180,17 @@ class SlotGeneration:
     def run(self) -> Iterator[list[SequenceState]]:
         """Finished sequences, as they finish."""
         while not self._scheduler.is_done:
-            yield from self._fill_slots()
-            if live := self._scheduler.live:
-                self._decoder.step(live)
-                yield self._scheduler.release_finished()
+            yield from self.advance()
+
+    def advance(self) -> Iterator[list[SequenceState]]:
+        """Fill free slots and take one step; finished sequences, as they finish."""
+        yield from self._fill_slots()
+        if live := self._scheduler.live:
+            self._decoder.step(live)
+            yield self._release_finished()
+
+    def _release_finished(self) -> list[SequenceState]:
+        return self._scheduler.release_finished()
 
     def close(self) -> None:
         self._decoder.close()
@@ -187,7 +203,7 @@ class SlotGeneration:
                 source = admission.slots[0] if admission.source is None else admission.source
                 self._copy(source, admission.slots, len(admission.group.token_ids))
             self._draw_first_tokens(admissions)
-            yield self._scheduler.release_finished()
+            yield self._release_finished()
         for move in self._scheduler.compact():
             self._copy(move.source, [move.target], move.length)
 

@@ -1,0 +1,383 @@
+"""Episodes with an environment: the engine draws a turn, the environment answers it, and so on to the end.
+
+    start -> [replay a teacher's turns] -> turn -> reply -> turn -> ... -> reward -> close
+
+The engine runs all the while (`Engine.serve`) and asks for requests that are ready. Every call of an environment is
+made by a thread under a time limit, so a slow one keeps no other episode waiting. Tokens are appended and never
+rendered again: what is trained is what the engine drew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from luffy.config import Config, EnvironmentConfig
+from luffy.data import Encoder
+from luffy.environments.call_formats import format_of, read_turn
+from luffy.environments.kinds import maker_for
+from luffy.environments.protocol import Environment, Maker, Reply, Turn
+from luffy.environments.workers import Fault, Workers
+from luffy.guidance.plan import extended, unwritten
+from luffy.metrics import Mean, Metric, Sum
+from luffy.types import Author, Completion, Episode, EpisodeOutcome, Finish, Group, Request, Score, written_by
+
+CLOSING_S = 5.0  # how long a run that ends waits for its environments to close
+ENDS: dict[str, Finish] = {"answer": "stop", "turns": "length", "tokens": "length", "context": "length"}
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """What the episodes of a run are played with."""
+
+    cfg: EnvironmentConfig
+    encoder: Encoder
+    maker: Maker
+    call_format: str
+    most_tokens: int  # behind a prompt, replies included
+    failure: float  # what an episode scores whose environment fails
+
+    @property
+    def longest(self) -> int:
+        return self.encoder.max_prompt_tokens + self.most_tokens
+
+    @property
+    def counts_reward(self) -> bool:
+        """Whether the environment's own reward is part of an episode's."""
+        return self.cfg.reward != "verifier" and self.maker.gives_reward
+
+    @property
+    def asks_verifier(self) -> bool:
+        return self.cfg.reward in ("verifier", "sum") or not self.maker.gives_reward
+
+    def score(self, episode: Episode, verified: Score) -> Score:
+        """The score of an episode from the verifier's and the environment's."""
+        outcome = episode.outcome
+        if outcome is None:
+            return verified
+        if outcome.is_failure:
+            return Score(self.failure, f"environment_{outcome.end}", outcome.message)
+        if not self.counts_reward:
+            return verified
+        own = outcome.reward or 0.0
+        if not self.asks_verifier:
+            return Score(own)
+        parts = {"verifier": verified.value, "environment": own}
+        return replace(verified, value=verified.value + self.cfg.weight * own, components=parts)
+
+    def turn(self, token_ids: Sequence[int]) -> Turn:
+        return read_turn(self.encoder.text_of_turn(token_ids), self.call_format)
+
+
+@dataclass
+class Seat:
+    """An episode that is being played."""
+
+    number: int
+    episode: Episode
+    environment: Environment | None = None
+    is_open: bool = False
+    turns: int = 0
+    calls: int = 0
+    faults: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    reward: float | None = None
+    replayed: int = 0  # tokens of the trace that the environment has answered
+    trace_left_out: bool = False
+
+    @property
+    def turn_to_replay(self) -> Span | None:
+        """Start and end of the next turn of a trace that the environment has not answered."""
+        given = self.episode.prefix and self.episode.token_ids.numel()
+        if self.replayed >= given or self.episode.trace is None:
+            return None
+        following = (start for start, _ in self.episode.trace.replies if start > self.replayed)
+        return self.replayed, min(next(following, given), given)
+
+    @property
+    def recorded_reply(self) -> Tensor:
+        """What the trace has behind the turn that was replayed; nothing behind its last one."""
+        assert self.episode.trace is not None
+        end = next((end for start, end in self.episode.trace.replies if start == self.replayed), 0)
+        return self.episode.token_ids[self.replayed : end]
+
+    def outcome(self, end: str, message: str) -> EpisodeOutcome:
+        return EpisodeOutcome(
+            end, self.turns, self.calls, tuple(self.faults), self.reward, tuple(self.rewards), message,
+            self.trace_left_out,
+        )  # fmt: skip
+
+
+class Table:
+    """Plays a number of episodes: what an engine serves. ``version``: of the policy; ``count(done, total)`` hears of
+    each episode that ends."""
+
+    def __init__(
+        self, rules: Conversations, episodes: Sequence[Episode], version: int, count: Callable[[int, int], None]
+    ) -> None:
+        self.rules, self.version, self.count = rules, version, count
+        self.seats = [Seat(i, episode) for i, episode in enumerate(episodes)]
+        self.most, self.longest = len(self.seats), rules.longest
+        self._workers = Workers(rules.cfg.at_once, rules.cfg.timeout_s)
+        self._waiting = list(reversed(self.seats))
+        self._open = 0  # environments
+        self._over = 0  # episodes
+        self._ready: list[Seat] = []
+        self._asked: list[Seat] = []
+        self._ended: list[int] = []
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for seat in self.seats:
+            self._close(seat)
+        self._workers.close(CLOSING_S)
+
+    # --- the engine's side ---
+
+    def take(self, wait: bool) -> list[Request] | None:
+        self._begin()
+        self._hear(block=False)
+        while wait and not self._ready and self._over < len(self.seats):
+            self._hear(block=True)
+        if self._over == len(self.seats):
+            return None
+        ready, self._ready = self._ready, []
+        self._asked += ready
+        return [self._request(seat) for seat in ready]
+
+    def finish(self, number: int, completion: Completion) -> None:
+        seat = self._asked[number]
+        before = seat.episode.token_ids.numel()
+        seat.episode = extended(seat.episode, completion, self.version)
+        seat.turns += 1
+        if completion.finish == "length":
+            self._end(seat, "tokens")
+        else:
+            self._submit_turn(seat, seat.episode.token_ids[before:])
+
+    def ended(self) -> list[int]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _request(self, seat: Seat) -> Request:
+        room = self.rules.most_tokens - seat.episode.token_ids.numel()
+        return replace(seat.episode.request_for(room), conversation=seat.number)
+
+    # --- the environments' side ---
+
+    def _begin(self) -> None:
+        """Open environments as long as there may be more."""
+        while self._waiting and self._open < self.rules.cfg.at_once:
+            self._start(self._waiting.pop())
+
+    def _start(self, seat: Seat) -> None:
+        self._open, seat.is_open = self._open + 1, True
+        self._workers.submit((seat.number, "started"), self._make, seat)
+
+    def _make(self, seat: Seat) -> str:
+        seat.environment = environment = self.rules.maker.make()
+        text = environment.start(seat.episode.task.problem, seat.episode.seed)
+        if not seat.is_open:  # it took too long, and nobody waits for it any more
+            environment.close()
+        return text
+
+    def _hear(self, block: bool) -> None:
+        """Take in what environments have done."""
+        for (number, what), result in self._workers.finished(block):
+            seat = self.seats[number]
+            if what == "closed":
+                continue
+            if not isinstance(result, Fault):
+                getattr(self, f"_{what}")(seat, result)
+            elif what == "rewarded":
+                seat.faults.append(result.kind)
+                self._leave(seat, result.kind, result.message)
+            else:
+                self._end(seat, result.kind, result.message)
+        self._begin()
+
+    def _started(self, seat: Seat, text: str) -> None:
+        if text:
+            seat.episode = replace(seat.episode, task=self.rules.encoder.with_observation(seat.episode.task, text))
+        self._go_on(seat)
+
+    def _go_on(self, seat: Seat) -> None:
+        """Replay the next turn of a trace, or have the engine draw one."""
+        if (span := seat.turn_to_replay) is None:
+            self._ready.append(seat)
+            return
+        start, seat.replayed = span
+        self._submit_turn(seat, seat.episode.token_ids[start : seat.replayed])
+
+    def _submit_turn(self, seat: Seat, token_ids: Tensor) -> None:
+        turn = self.rules.turn(token_ids.tolist())
+        seat.calls += len(turn.calls)
+        if turn.fault and self.rules.cfg.on_bad_call == "end" and not self._is_replaying(seat):
+            seat.faults.append("unreadable_call")
+            self._end(seat, "bad_call", turn.fault)
+            return
+        assert seat.environment is not None
+        self._workers.submit((seat.number, "replied"), self._reply, seat, turn)
+
+    def _reply(self, seat: Seat, turn: Turn) -> tuple[Turn, Reply]:
+        assert seat.environment is not None
+        return turn, seat.environment.reply(turn)
+
+    def _replied(self, seat: Seat, answered: tuple[Turn, Reply]) -> None:
+        turn, reply = answered
+        seat.faults += reply.faults
+        seat.rewards.append(reply.reward or 0.0)
+        is_over = reply.done or not reply.messages
+        if self._is_replaying(seat):
+            self._replayed(seat, reply, is_over)
+        elif is_over:
+            self._end(seat, "answer" if not turn.calls and not turn.fault else "environment")
+        elif reply.faults and self.rules.cfg.on_bad_call == "end":
+            self._end(seat, "bad_call")
+        elif seat.turns >= self.rules.cfg.max_turns:
+            self._end(seat, "turns")
+        else:
+            self._append(seat, reply)
+
+    def _append(self, seat: Seat, reply: Reply) -> None:
+        """Put a reply behind the episode, if there is room for it and a turn."""
+        ids = torch.tensor(self.rules.encoder.reply_ids(reply.messages), dtype=torch.long)
+        episode, nothing = seat.episode, torch.zeros(ids.numel())
+        if episode.token_ids.numel() + ids.numel() >= self.rules.most_tokens:
+            self._end(seat, "context")
+            return
+        if episode.sampling is not None and episode.drawn >= episode.sampling.max_tokens:
+            self._end(seat, "tokens")
+            return
+        seat.episode = replace(
+            episode,
+            token_ids=torch.cat([episode.token_ids, ids]),
+            authors=torch.cat([episode.authors, written_by(Author.ENVIRONMENT, ids.numel())]),
+            behavior_log_probs=torch.cat([episode.behavior_log_probs, nothing]),
+            engine_log_probs=torch.cat([episode.engine_log_probs, nothing]),
+            finish=None,
+        )
+        seat.replayed = seat.episode.token_ids.numel()
+        self._ready.append(seat)
+
+    # --- a teacher's turns ---
+
+    def _is_replaying(self, seat: Seat) -> bool:
+        return seat.turns == 0 and seat.replayed > 0
+
+    def _replayed(self, seat: Seat, reply: Reply, is_over: bool) -> None:
+        """The environment answered a teacher's turn: it must answer as the record has it."""
+        recorded, given = seat.recorded_reply, seat.episode.token_ids.numel()
+        is_last = seat.replayed == given
+        if is_last and seat.episode.finish == "trace":
+            self._end(seat, "trace")  # the whole trace
+        elif is_over:
+            self._leave_trace_out(seat)
+        elif is_last:
+            self._append(seat, reply)
+        elif recorded.tolist() == list(self.rules.encoder.reply_ids(reply.messages)):
+            seat.replayed += recorded.numel()
+            self._go_on(seat)
+        else:
+            self._leave_trace_out(seat)
+
+    def _leave_trace_out(self, seat: Seat) -> None:
+        """The environment does not answer as the record says: the episode becomes one of the policy's own."""
+        episode = seat.episode
+        assert episode.sampling is not None
+        self._close(seat)
+        own = replace(episode.sampling, max_tokens=episode.sampling.max_tokens + self._taken(episode))
+        fresh = unwritten(episode.task, episode.seed, own)
+        self.seats[seat.number] = left = Seat(seat.number, fresh, trace_left_out=True)
+        self._start(left)
+
+    def _taken(self, episode: Episode) -> int:
+        """Tokens of the limit that a prefix took; a whole trace took none."""
+        return 0 if episode.finish == "trace" else episode.length
+
+    # --- the end ---
+
+    def _end(self, seat: Seat, how: str, message: str = "") -> None:
+        failed = how in ("raised", "timed_out")
+        if failed:
+            seat.faults.append(how)
+        if failed or not self.rules.counts_reward:
+            self._leave(seat, how, message)
+            return
+        seat.episode = replace(seat.episode, outcome=seat.outcome(how, message))
+        assert seat.environment is not None
+        self._workers.submit((seat.number, "rewarded"), seat.environment.reward)
+
+    def _rewarded(self, seat: Seat, reward: float | None) -> None:
+        assert seat.episode.outcome is not None
+        seat.reward = reward
+        self._leave(seat, seat.episode.outcome.end, seat.episode.outcome.message)
+
+    def _leave(self, seat: Seat, how: str, message: str = "") -> None:
+        finish = "trace" if seat.episode.finish == "trace" else ENDS.get(how, "environment")
+        seat.episode = replace(seat.episode, outcome=seat.outcome(how, message), finish=finish)
+        self._over += 1
+        self._ended.append(seat.number)
+        self._close(seat)
+        self.count(self._over, len(self.seats))
+
+    def _close(self, seat: Seat) -> None:
+        if seat.is_open:
+            self._open, seat.is_open = self._open - 1, False
+            if seat.environment is not None:
+                self._workers.submit((seat.number, "closed"), seat.environment.close)
+
+
+def with_rewards(rules: Conversations, groups: Sequence[Group]) -> list[Group]:
+    """The groups with what the environments have to say about their scores; episodes that are to be left out are."""
+    scored = [replace(group, scores=tuple(map(rules.score, group.rollouts, group.scores))) for group in groups]
+    return [_without_failures(group) for group in scored] if rules.cfg.on_failure == "leave_out" else scored
+
+
+def _without_failures(group: Group) -> Group:
+    """The group without episodes whose environment failed, unless that is all of them."""
+    kept = [i for i, r in enumerate(group.rollouts) if r.outcome is None or not r.outcome.is_failure]
+    if not kept:
+        return group
+    return Group(group.task, tuple(group.rollouts[i] for i in kept), tuple(group.scores[i] for i in kept))
+
+
+def environment_metrics(groups: Iterable[Group]) -> dict[str, Metric]:
+    """What the policy's own episodes did in their environments; nothing without environments."""
+    every = [rollout for group in groups for rollout in group.rollouts if rollout.outcome is not None]
+    own = [(rollout, rollout.outcome) for rollout in every if rollout.is_own and rollout.outcome is not None]
+    if not every:
+        return {}
+    ends = Counter(outcome.end for _, outcome in own)
+    faults = Counter(kind for _, outcome in own for kind in outcome.faults)
+    rewards = [outcome.reward for _, outcome in own if outcome.reward is not None]
+    return {
+        "environment/turns": Mean.of(outcome.turns for _, outcome in own),
+        "environment/calls": Mean.of(outcome.calls for _, outcome in own),
+        "environment/called": Mean.of(outcome.calls > 0 for _, outcome in own),
+        "environment/reply_tokens": Mean.of(r.token_ids.numel() - r.length for r, _ in own),
+        **({"environment/reward": Mean.of(rewards)} if rewards else {}),
+        **{f"environment/end/{end}": Mean(count, len(own)) for end, count in ends.items()},
+        **{f"environment/fault/{kind}": Sum(count) for kind, count in faults.items()},
+        "environment/traces_left_out": Sum(sum(r.outcome.trace_left_out for r in every if r.outcome is not None)),
+    }
+
+
+def build_conversations(cfg: Config, encoder: Encoder, maker: Maker | None) -> Conversations | None:
+    """What the episodes of a run are played with; None without an environment."""
+    if cfg.environment is None or maker is None:
+        return None
+    call_format = format_of(str(encoder.prompts.template or ""))
+    return Conversations(cfg.environment, encoder, maker, call_format, cfg.longest_response, cfg.reward.failure)
+
+
+def build_maker(cfg: Config) -> Maker | None:
+    e = cfg.environment
+    return None if e is None else maker_for(e.name, e.arguments, e.max_reply_chars)

@@ -1,0 +1,171 @@
+"""An engine that serves conversations draws what `generate` draws, prefills nothing twice and keeps nobody waiting."""
+
+import plain_kernels
+import pytest
+import torch
+from builders import DEVICE, GPU_IF_THERE, make_model, make_request
+
+from luffy.errors import UserError
+from luffy.rollout import NativeEngine
+from luffy.types import Request, Sampling
+
+SMALL = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+REPLY = (7, 8, 9)
+WAYS = ["slots", "pages"]
+
+pytestmark = GPU_IF_THERE
+
+
+@pytest.fixture
+def make_engine(monkeypatch):
+    def make(decoding, **knobs):
+        if decoding == "pages":
+            pytest.importorskip("triton")
+            if DEVICE.type == "cpu":
+                plain_kernels.install(monkeypatch)
+        return NativeEngine(make_model("qwen2", **SMALL).to(DEVICE), decoding=decoding, **knobs)
+
+    return make
+
+
+class Talks:
+    """Conversations of some turns: behind each turn the same reply. ``slow``: those whose replies come only when
+    nothing else is left to do."""
+
+    def __init__(self, prompts, turns=3, tokens=4, slow=(), longest=64):
+        self.prompts, self.turns, self.tokens, self.slow = prompts, turns, tokens, set(slow)
+        self.most, self.longest = len(prompts), longest
+        self.history = {i: tuple(prompt) for i, prompt in enumerate(prompts)}
+        self.drawn = {i: [] for i in self.history}
+        self.ready, self.late, self.asked, self.over, self.log = list(self.history), [], [], [], []
+
+    def take(self, wait):
+        if len(self.over) == self.most:
+            return None
+        if wait and not self.ready:
+            self.ready, self.late = self.late, []
+            assert self.ready, "the engine waits, and nobody has anything to say"
+        ready, self.ready = self.ready, []
+        self.asked += ready
+        return [self.request(i) for i in ready]
+
+    def request(self, i):
+        history = self.history[i]
+        return Request(self.prompts[i], i, Sampling(self.tokens), history[len(self.prompts[i]) :], conversation=i)
+
+    def finish(self, number, completion):
+        i = self.asked[number]
+        self.log.append(i)
+        self.drawn[i].append(completion)
+        self.history[i] += tuple(completion.token_ids.tolist())
+        if len(self.drawn[i]) == self.turns:
+            self.over.append(i)
+        else:
+            self.history[i] += REPLY
+            (self.late if i in self.slow else self.ready).append(i)
+
+    def ended(self):
+        return list(self.over)
+
+
+def assert_drawn_alone(engine, talks):
+    """Each turn is what `generate` draws behind the same tokens."""
+    for i, turns in talks.drawn.items():
+        given = ()
+        for turn in turns:
+            (alone,) = engine.generate([Request(talks.prompts[i], i, Sampling(talks.tokens), given)])
+            assert alone.token_ids.tolist() == turn.token_ids.tolist()
+            torch.testing.assert_close(alone.log_probs, turn.log_probs, rtol=1e-4, atol=1e-4)
+            given += (*turn.token_ids.tolist(), *REPLY)
+
+
+@pytest.mark.parametrize("decoding", WAYS)
+def test_turns_are_those_of_generate_and_nothing_is_prefilled_twice(make_engine, decoding):
+    engine = make_engine(decoding)
+    talks = Talks([(3, 4, 5), (3, 4, 5), (6, 3)])
+    engine.serve(talks)
+    # Two prompts once, then behind each turn its last token, which was not fed back, and the reply.
+    assert engine.stats.prefill_tokens == 3 + 2 + 3 * 2 * (1 + len(REPLY))
+    assert engine.stats.generated_tokens == 3 * 3 * 4
+    assert_drawn_alone(engine, talks)
+
+
+@pytest.mark.parametrize("decoding", WAYS)
+def test_a_slow_reply_keeps_no_other_conversation_waiting(make_engine, decoding):
+    talks = Talks([(3, 4), (5, 6), (7, 8)], slow=[0])
+    make_engine(decoding).serve(talks)
+    assert [i for i in talks.log if i != 0] == [1, 2] * 3
+    assert talks.log[-2:] == [0, 0], "the slow one goes on when the others have ended"
+
+
+@pytest.mark.parametrize("decoding", WAYS)
+def test_more_conversations_than_rows(make_engine, decoding):
+    engine = make_engine(decoding, max_slots=2)
+    talks = Talks([(3 + i, 4) for i in range(7)])
+    engine.serve(talks)
+    assert len(talks.over) == 7
+    assert_drawn_alone(engine, talks)
+
+
+def test_pages_that_run_out_cost_a_conversation_its_cache_alone(make_engine, monkeypatch):
+    engine = make_engine("pages")
+    from luffy.rollout.native import paged_generation
+
+    monkeypatch.setattr(paged_generation, "pages_available", lambda wanted, *_: 8)
+    prompts = [tuple(3 + (i + j) % 30 for j in range(100)) for i in range(4)]  # two pages each, of 64 tokens
+    talks = Talks(prompts, tokens=30, longest=240)
+    engine.serve(talks)
+    assert engine.stats.prefill_tokens > 400 + 4 * 2 * 4, "some were prefilled again"
+    assert_drawn_alone(engine, talks)
+
+
+def test_an_ended_conversation_leaves_the_cache():
+    engine = NativeEngine(make_model("qwen2", **SMALL).to(DEVICE), decoding="slots")
+    talks = Talks([(3, 4), (5, 6)], turns=2, slow=[1])
+    conversations = engine._conversations(talks)
+    with torch.no_grad():
+        conversations.serve(talks, lambda requests: None)
+    assert list(conversations._kept) == [1], "the one that ended first"
+
+
+def test_a_model_of_another_family_is_asked_in_rounds():
+    class Plain(NativeEngine):
+        def serve(self, source):
+            super(NativeEngine, self).serve(source)
+
+    engine = Plain(make_model("qwen2", **SMALL).to(DEVICE))
+    talks = Talks([(3, 4, 5), (6, 3)])
+    engine.serve(talks)
+    assert_drawn_alone(engine, talks)
+
+
+def test_a_request_beyond_the_context_is_refused(make_engine):
+    engine = make_engine("slots", max_context=16)
+    with pytest.raises(UserError, match="exceed the context of 16"):
+        engine.serve(Talks([(3, 4, 5)], tokens=8, turns=4))
+
+
+def test_requests_without_a_conversation_are_served_too(make_engine):
+    engine = make_engine("slots")
+
+    class Once:
+        most, longest = 2, 32
+
+        def __init__(self):
+            self.requests, self.completions = [make_request((3, 4), 5, seed=1), make_request((5,), 3, seed=2)], {}
+
+        def take(self, wait):
+            requests, self.requests = self.requests, []
+            return None if len(self.completions) == 2 else requests
+
+        def finish(self, number, completion):
+            self.completions[number] = completion
+
+        def ended(self):
+            return []
+
+    once = Once()
+    engine.serve(once)
+    for request, number in zip([make_request((3, 4), 5, seed=1), make_request((5,), 3, seed=2)], (0, 1), strict=True):
+        (alone,) = engine.generate([request])
+        assert alone.token_ids.tolist() == once.completions[number].token_ids.tolist()
