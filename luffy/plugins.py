@@ -39,18 +39,18 @@ class NamedModules(MetaPathFinder):
 NAMED = NamedModules()
 
 
-def load_plugins(plugins: Sequence[str]) -> list[ModuleType]:
+def load_plugins(plugins: Sequence[str], where: str = "plugins") -> list[ModuleType]:
     """Import each module (by name) or file (``*.py``, relative to the working folder); once, however often called. They
-    may import each other."""
+    may import each other. ``where``: the setting that names them."""
     for plugin in plugins:
         if plugin.endswith(".py"):
             path = Path(plugin).resolve()
             if not path.is_file():
-                raise UserError(f"'plugins': no file {plugin!r}")
+                raise UserError(f"'{where}': no file {plugin!r}")
             NAMED.add({path.stem: str(path.parent)})
         else:
             find_in_current_folder(plugin)
-    return [_load(plugin) for plugin in plugins]
+    return [_load(plugin, where) for plugin in plugins]
 
 
 def import_named(module: str) -> ModuleType:
@@ -100,7 +100,7 @@ def _shown(file: Path) -> str:
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
-def _load(plugin: str) -> ModuleType:
+def _load(plugin: str, where: str) -> ModuleType:
     path = Path(plugin).resolve() if plugin.endswith(".py") else None
     try:
         module = import_module(plugin if path is None else path.stem)
@@ -108,7 +108,7 @@ def _load(plugin: str) -> ModuleType:
         raise
     except Exception as error:
         cause = f"{type(error).__name__}: {error}{missing_neighbour(error)}"
-        raise UserError(f"'plugins': cannot import {plugin!r}: {cause}") from error
+        raise UserError(f"'{where}': cannot import {plugin!r}: {cause}") from error
     if path is not None and Path(module.__file__ or "").resolve() != path:
-        raise UserError(f"'plugins': {plugin!r} has the name of another module ({module.__file__}); rename the file")
+        raise UserError(f"'{where}': {plugin!r} has the name of another module ({module.__file__}); rename the file")
     return module

@@ -12,11 +12,13 @@ from luffy.types import Message, Problem, ToolCall
 @dataclass(frozen=True)
 class Turn:
     """What the policy, or a teacher, wrote in one turn: its text without the calls, and the calls. ``fault``: why a
-    call in it cannot be read; its ``calls`` are then those that can."""
+    call in it cannot be read; its ``calls`` are then those that can. ``text``: all that was written, calls included;
+    empty where only the parts are known."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
     fault: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,13 @@ class Environment(Protocol):
 
 
 class Maker(Protocol):
-    """Makes the environments of a run. ``tools``: JSON schemas, as chat templates take them."""
+    """Makes the environments of a run. ``tools``: JSON schemas, as chat templates take them. ``gives_reward``: whether
+    its environments score an episode, or its turns, themselves."""
 
-    tools: tuple[Mapping[str, Any], ...]
+    @property
+    def tools(self) -> tuple[Mapping[str, Any], ...]: ...
+
+    @property
+    def gives_reward(self) -> bool: ...
 
     def make(self) -> Environment: ...

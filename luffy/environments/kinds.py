@@ -1,0 +1,176 @@
+"""Environments by the name that a recipe gives: registered ones, or a class or function of a user's own.
+
+    environment: {name: calculator, max_turns: 8}
+    environment: {name: my_tools.py:Shop, arguments: {budget: 20}}
+    environment: {name: gymnasium:make, arguments: {id: FrozenLake-v1}}
+
+A built-in one is a class with tools (``tools.py``), with ``reset`` and ``step`` (``steps.py``), or with luffy's own
+protocol, or a function that returns such an object.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from luffy.environments.answers import DEFAULT_REPLY_CHARS
+from luffy.environments.protocol import Environment, Maker
+from luffy.environments.steps import StepEnvironment
+from luffy.environments.tool_schemas import Schema, schemas_of, tool_names
+from luffy.environments.tools import ToolEnvironment
+from luffy.errors import ConfigError, UserError
+from luffy.plugins import load_plugins
+from luffy.registry import NoSettings, Part, Registry
+from luffy.schema import Chosen, build
+
+Kind = Literal["own", "tools", "steps"]
+Factory = Callable[..., Any]
+SECTION = "environment"  # of a recipe
+
+
+@dataclass(frozen=True)
+class EnvironmentPart(Part):
+    """A class or function that makes the object of one episode. ``own_reward``: it scores its episodes."""
+
+    own_reward: bool = False
+
+
+ENVIRONMENTS: Registry[EnvironmentPart] = Registry(
+    "environment", EnvironmentPart, home="luffy.environments.built_in", open_to_all=True
+)
+
+
+def environment(name: str, settings: type = NoSettings, **facts: bool) -> Callable[[Factory], Factory]:
+    """Register a class, or a function, that makes the object of one episode; with ``settings`` (a dataclass) it gets
+    them as its argument. Fact: ``own_reward`` (its episodes come with rewards, default False)."""
+    return ENVIRONMENTS.register(name, settings=settings, **facts)
+
+
+def kind_of(thing: Any) -> Kind:
+    """What an object or a class is, by the methods it has; a UserError where it is no environment.
+
+    ``reset`` and ``step`` make it one with steps, unless it has ``get_reward``: then ``step`` is one of its tools."""
+
+    def has(*names: str) -> bool:
+        return all(callable(getattr(thing, name, None)) for name in names)
+
+    if has("start", "reply"):
+        return "own"
+    if has("step") and (has("init") or has("reset")) and not has("get_reward"):
+        return "steps"
+    if tool_names(thing):
+        return "tools"
+    name = thing.__name__ if isinstance(thing, type) else type(thing).__name__
+    raise UserError(
+        f"{name} is no environment: give it public methods (tools, with type hints and docstrings), "
+        "or reset and step, or start, reply, reward and close"
+    )
+
+
+class ObjectMaker:
+    """Makes environments around the objects of a class or a factory."""
+
+    def __init__(self, factory: Factory, max_reply_chars: int = DEFAULT_REPLY_CHARS, own_reward: bool = False) -> None:
+        self._factory, self._most, self._own_reward = factory, max_reply_chars, own_reward
+
+    @cached_property
+    def _sample(self) -> tuple[Kind, dict[str, Schema], bool]:
+        """The kind, the tools, and whether there is a reward: of the class, or of an object that is made for this."""
+        cls = _class_of(self._factory)
+        thing = self._factory() if cls is None else cls
+        try:
+            kind = kind_of(thing)
+            rewarded = kind == "steps" or callable(getattr(thing, "reward" if kind == "own" else "get_reward", None))
+            return kind, schemas_of(thing) if kind == "tools" else _tools_of(thing), rewarded
+        finally:
+            if cls is None and hasattr(thing, "close"):
+                made(kind_of(thing), thing, {}, self._most).close()
+
+    @property
+    def tools(self) -> tuple[Schema, ...]:
+        return tuple(self._sample[1].values())
+
+    @property
+    def gives_reward(self) -> bool:
+        return self._own_reward or self._sample[2]
+
+    def make(self) -> Environment:
+        """An environment for one episode."""
+        return made(self._sample[0], self._factory(), self._sample[1], self._most)
+
+
+def made(kind: Kind, thing: Any, schemas: Mapping[str, Schema], max_reply_chars: int) -> Environment:
+    """The environment around an object."""
+    if kind == "own":
+        return thing  # type: ignore[no-any-return]
+    if kind == "steps":
+        return StepEnvironment(thing, max_reply_chars)
+    return ToolEnvironment(thing, schemas, max_reply_chars)
+
+
+def maker_for(
+    choice: str | Factory,
+    arguments: Mapping[str, Any] | None = None,
+    max_reply_chars: int = DEFAULT_REPLY_CHARS,
+) -> Maker:
+    """The maker of the environment that a recipe names, or of a class or function itself. Checks the arguments and
+    describes the tools, so that a mistake shows before a run begins."""
+    given = dict(arguments or {})
+    part = _part(choice) if isinstance(choice, str) else EnvironmentPart(choice)
+    maker = ObjectMaker(_factory(choice, part, given), max_reply_chars, part.own_reward)
+    assert maker.tools is not None  # a mistake in the class is an error here
+    return maker
+
+
+def _part(name: str) -> EnvironmentPart:
+    """The registered environment, or the one that ``module:name`` or ``file.py:name`` names."""
+    file, colon, attribute = name.rpartition(":")
+    if not (colon and file.endswith(".py")):
+        return ENVIRONMENTS.find(name, f"{SECTION}.name")
+    (module,) = load_plugins([file], where=f"{SECTION}.name")
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        raise ConfigError(f"'{SECTION}.name': {file} has no class or function {attribute!r}")
+    return EnvironmentPart(found)
+
+
+def _factory(choice: str | Factory, part: EnvironmentPart, given: dict[str, Any]) -> Factory:
+    """What makes an object, without arguments."""
+    if part.settings is not NoSettings:
+        chosen = choice.settings if isinstance(choice, Chosen) and not given else None
+        settings = chosen or build(part.settings, given, f"{SECTION}.arguments")
+        return _Bound(part.function, (settings,), {})
+    try:
+        inspect.signature(part.function).bind(**given)
+    except TypeError as error:
+        name = getattr(part.function, "__name__", choice)
+        raise ConfigError(f"'{SECTION}.arguments' do not fit {name}: {error}") from None
+    except ValueError:  # a builtin without a signature
+        pass
+    return _Bound(part.function, (), given)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A class or function with its arguments."""
+
+    function: Factory
+    positional: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+    def __call__(self) -> Any:
+        return self.function(*self.positional, **self.named)
+
+
+def _class_of(factory: Factory) -> type | None:
+    function = factory.function if isinstance(factory, _Bound) else factory
+    return function if isinstance(function, type) else None
+
+
+def _tools_of(thing: Any) -> dict[str, Schema]:
+    """The schemas that an object of luffy's own protocol lists."""
+    tools = getattr(thing, "tools", ())
+    return {tool["function"]["name"]: tool for tool in tools} if isinstance(tools, tuple | list) else {}
