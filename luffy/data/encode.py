@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import date as Date
 from enum import StrEnum
 from itertools import islice
@@ -14,10 +15,13 @@ from typing import Any
 from jinja2 import TemplateError
 
 from luffy.data.repeats import prompt_hash
-from luffy.data.schemas import ROW_KEY, log_prob_fault
 from luffy.data.special_tokens import MARK, OPEN, SpecialTokens, without_marks
+from luffy.data.traces import TraceEncoder, tokenizer_name, too_long, trace_text, where, without_open_think
+from luffy.data.turns import Row, TurnWriter, template_rows
 from luffy.errors import ConfigError, DataError
-from luffy.types import THINK, Demonstration, Message, Problem, Task, Trace, opens_thought
+from luffy.types import THINK, Message, Problem, Task, opens_thought
+
+__all__ = ["Encoder", "PromptStyle", "PromptWriter", "where", "with_hint", "without_open_think"]
 
 CLOCK = "strftime_now"  # chat templates call it to get the date
 READ_AT_ONCE = 256  # problems whose texts the tokenizer gets in one call
@@ -58,7 +62,7 @@ TEMPLATE_STYLES = (PromptStyle.CHAT, PromptStyle.PAPER)
 
 class PromptWriter:
     """Writes problems as prompts for one tokenizer. Special tokens that the user's texts spell out are marked, unless
-    ``special_tokens`` is "control"."""
+    ``special_tokens`` is "control". ``tools``: JSON schemas for the chat template."""
 
     def __init__(
         self,
@@ -68,8 +72,10 @@ class PromptWriter:
         chat_template: str | None,
         date: str | None,
         special_tokens: str,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.tokenizer = tokenizer
+        self.tools = [dict(tool) for tool in tools]
         self.style = PromptStyle(_one_of("style", style, tuple(PromptStyle)))
         self.special = SpecialTokens(tokenizer)
         self.marks = _one_of("special_tokens", special_tokens, ("text", "control")) == "text"
@@ -77,13 +83,15 @@ class PromptWriter:
         self.template = self.given_template or getattr(tokenizer, "chat_template", None)
         self.date = today() if date is None else _checked_date(date)
         self.bos = _leading_special(tokenizer)
+        if self.tools and self.style not in TEMPLATE_STYLES:
+            raise ConfigError(f"style {self.style} has no place for tools; choose style chat (data.style)")
         if system_prompt and self.style not in TEMPLATE_STYLES:
             raise ConfigError(f"style {self.style} has no place for a system prompt; leave it out or choose style chat")
         use_papers = system_prompt is None and self.style == PromptStyle.PAPER
         self.system_prompt = PAPER_SYSTEM_PROMPT if use_papers else system_prompt
         if self.style in TEMPLATE_STYLES and not self.template:
             raise ConfigError(
-                f"the tokenizer {_name(tokenizer)} has no chat template, which style {self.style} needs; "
+                f"the tokenizer {tokenizer_name(tokenizer)} has no chat template, which style {self.style} needs; "
                 "choose style plain or give a chat template"
             )
 
@@ -95,10 +103,13 @@ class PromptWriter:
                 return self.marked(prompt), self.bos
             if self.style == PromptStyle.PAPER_SIMPLE:
                 return f"User: {self.marked(prompt)}\n\nAnswer: Let's think step by step.", self.bos
-        text = self._apply_template(problem, self.chat(prompt))
+        return self.opened(self._apply_template(problem, self.chat(prompt))), ()
+
+    def opened(self, text: str) -> str:
+        """The text up to an assistant turn, in the paper's style with the beginning of its thought."""
         if self.style != PromptStyle.PAPER or text.endswith(f"{THINK}\n"):
-            return text, ()
-        return text + ("\n" if text.endswith(THINK) else f"{THINK}\n"), ()
+            return text
+        return text + ("\n" if text.endswith(THINK) else f"{THINK}\n")
 
     def chat(self, prompt: str | tuple[Message, ...]) -> tuple[Message, ...]:
         """Messages that the chat template gets."""
@@ -117,12 +128,11 @@ class PromptWriter:
     def _apply_template(self, problem: Problem, chat: tuple[Message, ...]) -> str:
         if not self.template:
             raise DataError(
-                f"{where(problem)}: the prompt is a chat, but the tokenizer {_name(self.tokenizer)} has no chat "
-                "template; give it one (data.chat_template)"
+                f"{where(problem)}: the prompt is a chat, but the tokenizer {tokenizer_name(self.tokenizer)} has no "
+                "chat template; give it one (data.chat_template)"
             )
-        messages = [{**asdict(message), "content": self.marked(message.content)} for message in chat]
         try:
-            return self._rendered(messages, add_generation_prompt=True)
+            return self._rendered(template_rows(chat, self.marked), opens=True, tools=self.tools)
         except TemplateError as error:
             roles = ", ".join(message.role for message in chat)
             raise DataError(
@@ -130,12 +140,30 @@ class PromptWriter:
                 "change the system prompt, give another template or fix the row"
             ) from error
 
-    def _rendered(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def _rendered(self, rows: list[Row], opens: bool, tools: list[dict[str, Any]] | None = None) -> str:
+        """The rows by the chat template; ``opens``: up to where the next assistant turn begins."""
+        try:
+            return self._apply(rows, opens, tools)
+        except TypeError:
+            if not any("tool_calls" in row for row in rows):
+                raise
+            return self._apply([_with_text_arguments(row) for row in rows], opens, tools)  # DeepSeek's templates
+
+    def _apply(self, rows: list[Row], opens: bool, tools: list[dict[str, Any]] | None) -> str:
+        # A tokenizer may have a template of its own for tools: it then writes every turn.
+        own = self.tokenizer.get_chat_template(self.given_template, tools=self.tools) if self.tools else None
         text: str = self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, chat_template=self.given_template,
-            **{CLOCK: self.date.strftime},
+            rows, tokenize=False, add_generation_prompt=opens, chat_template=own or self.given_template,
+            **({"tools": tools} if tools else {}), **{CLOCK: self.date.strftime},
         )  # fmt: skip
         return text
+
+    def turn_writer(self, eos_ids: Sequence[int]) -> TurnWriter | None:
+        """What writes single turns that end with one of ``eos_ids``; None if the style has none."""
+        if self.style not in TEMPLATE_STYLES:
+            return None
+        ends = [self.special.texts[token] for token in eos_ids if token in self.special.texts]
+        return TurnWriter(self._rendered, self.special, ends)
 
     def turn_end(self) -> int | None:
         """Special token with which the chat template ends an assistant turn, or None."""
@@ -144,7 +172,7 @@ class PromptWriter:
         answer = "An answer."
         chat = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
         try:
-            text = self._rendered(chat, add_generation_prompt=False)
+            text = self._rendered(chat, opens=False)
         except TemplateError:
             return None
         _, found, rest = text.rpartition(answer)
@@ -168,7 +196,10 @@ class Encoder:
 
     ``counts``: ``prompts_dropped``, ``traces_dropped``, ``traces_truncated``, ``traces_cut_at_end``,
     ``special_as_text``, ``special_as_control``, and ``traces_open_thought``: text traces that begin with ``<think>``,
-    which neither ends the prompt nor is a token of the tokenizer.
+    which neither ends the prompt nor is a token of the tokenizer, and ``texts_left_out``: texts next to tool calls for
+    which the chat template has no place.
+
+    ``tools``: JSON schemas of the tools that prompts offer.
 
     ``date`` (``2026-01-31``; default: today) is the date for chat templates that call ``strftime_now``.
     ``prompt_date`` is that date, or None if the template does not ask for it.
@@ -187,19 +218,23 @@ class Encoder:
         eos_ids: Sequence[int] | None = None,
         date: str | None = None,
         special_tokens: str = "text",
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.overlong_prompt = _one_of("overlong_prompt", overlong_prompt, ("error", "drop"))
-        self.overlong_trace = _one_of("overlong_trace", overlong_trace, ("drop", "truncate", "error"))
+        overlong_trace = _one_of("overlong_trace", overlong_trace, ("drop", "truncate", "error"))
         self.max_prompt_tokens = _at_least_one("data.max_prompt_tokens", max_prompt_tokens)
         self.max_response_tokens = _at_least_one("rollout.max_tokens", max_response_tokens)
-        self.prompts = PromptWriter(tokenizer, style, system_prompt, chat_template, date, special_tokens)
+        self.prompts = PromptWriter(tokenizer, style, system_prompt, chat_template, date, special_tokens, tools)
         self.style, self._special = self.prompts.style, self.prompts.special
         self.chat_template = self.prompts.given_template
         asks_date = CLOCK in str(self.prompts.template)
         self.prompt_date = self.prompts.date.isoformat() if asks_date else None
         self.eos_ids = _checked_eos(tokenizer, eos_ids, self.prompts.turn_end())
         self.counts: Counter[str] = Counter()
+        self._traces = TraceEncoder(
+            self.prompts, self._tokenize, self.eos_ids, self.max_response_tokens, overlong_trace, self.counts
+        )
         self._read: dict[str, list[int]] = {}  # ids of texts, while ``encode_all`` runs
 
     def stops(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
@@ -225,6 +260,26 @@ class Encoder:
         """Hash of the prompt as the model sees it; equal for prompts that differ only in whitespace."""
         return prompt_hash(self.prompts.chat(problem.prompt))
 
+    def reply_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Ids that an environment's messages add behind an assistant turn and its end token, the beginning of the next
+        assistant turn included. Special tokens that the messages spell out are read as text."""
+        return self._traces.reply_ids(messages)
+
+    def text_of_turn(self, token_ids: Sequence[int]) -> str:
+        """Text of an assistant turn without its end token; other special tokens, which may mark calls, stay in it."""
+        ids = list(token_ids)
+        body = ids[:-1] if ids and ids[-1] in self.eos_ids else ids
+        return str(self.tokenizer.decode(body, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def with_observation(self, task: Task, text: str) -> Task:
+        """The task with ``text`` behind its question, or behind the last user message of a chat. A prompt that gets
+        too long is an error."""
+        problem = with_text(task.problem, text)
+        prompt_ids = self.prompt_ids(problem)
+        if len(prompt_ids) > self.max_prompt_tokens:
+            raise self._too_long(problem, len(prompt_ids))
+        return replace(task, problem=problem, prompt_ids=prompt_ids)
+
     def encode(self, problem: Problem) -> Task | None:
         """Tokenised problem, or None if its prompt is too long and may be dropped."""
         return self._task(problem, *self.prompts.write(problem))
@@ -246,7 +301,7 @@ class Encoder:
             trace_text(trace, prompt)
             for problem, prompt in zip(problems, prompts, strict=True)
             for trace in problem.traces
-            if trace.token_ids is None
+            if trace.text is not None
         )
         texts = list(dict.fromkeys(text for text in (*prompts, *traces) if OPEN not in text))
         try:
@@ -255,7 +310,7 @@ class Encoder:
             return {}
         return dict(zip(texts, ids, strict=True))
 
-    def _tokenize(self, problem: Problem, text: str) -> list[int]:
+    def _tokenize(self, problem: Problem | None, text: str) -> list[int]:
         """Ids of a text; a marked special token becomes the ids of its letters."""
         if (known := self._read.get(text)) is not None:  # another thread may clear what was read
             return list(known)
@@ -265,7 +320,7 @@ class Encoder:
             ids += self._ids(problem, spelled, **({"split_special_tokens": True} if place % 2 else {}))
         return ids
 
-    def _ids(self, problem: Problem, text: str, **options: bool) -> list[int]:
+    def _ids(self, problem: Problem | None, text: str, **options: bool) -> list[int]:
         if not text:
             return []
         try:
@@ -273,108 +328,35 @@ class Encoder:
             return list(self.tokenizer(text, add_special_tokens=False, verbose=False, **options)["input_ids"])
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise DataError(
-                f"{where(problem)}: the tokenizer {_name(self.tokenizer)} cannot read {text[:60]!r} ({error}); "
-                "is it the model's own, and the text in its alphabet?"
+                f"{where(problem)}: the tokenizer {tokenizer_name(self.tokenizer)} cannot read {text[:60]!r} "
+                f"({error}); is it the model's own, and the text in its alphabet?"
             ) from error
 
     def _task(self, problem: Problem, text: str, bos: tuple[int, ...]) -> Task | None:
         prompt_ids = (*bos, *self._tokenize(problem, text))
-        limit = self.max_prompt_tokens
         if not prompt_ids:
             raise DataError(f"{where(problem)}: the prompt has no tokens; fix the row")
-        if len(prompt_ids) > limit:
+        if len(prompt_ids) > self.max_prompt_tokens:
             if self.overlong_prompt == "error":
-                knob = f"data.max_prompt_tokens={limit}"
-                raise _too_long(problem, "the prompt", len(prompt_ids), knob, "overlong_prompt=drop")
+                raise self._too_long(problem, len(prompt_ids))
             self.counts["prompts_dropped"] += 1
             return None
         if OPEN in text:
             self.counts["special_as_text"] += 1
         if not self.prompts.marks and self._spells_special(problem):
             self.counts["special_as_control"] += 1
-        traces = (self._demonstration(problem, trace, text) for trace in problem.traces)
+        traces = (self._traces.encode(problem, trace, text) for trace in problem.traces)
         shown = tuple(trace for trace in traces if trace is not None)
         return Task(problem, prompt_ids, shown, in_thought=self.prompts.opens_thought(text))
+
+    def _too_long(self, problem: Problem, length: int) -> DataError:
+        knob = f"data.max_prompt_tokens={self.max_prompt_tokens}"
+        return too_long(problem, "the prompt", length, knob, "overlong_prompt=drop")
 
     def _spells_special(self, problem: Problem) -> bool:
         """Whether the user's prompt spells out special tokens."""
         chat = problem.prompt if isinstance(problem.prompt, tuple) else (Message("user", problem.prompt),)
         return any(self._special.spelled.search(message.content) for message in chat)
-
-    def _demonstration(self, problem: Problem, trace: Trace, prompt: str) -> Demonstration | None:
-        ids = self._trace_ids(problem, trace, prompt)
-        log_probs = self._trace_log_probs(problem, trace, ids)
-        limit = self.max_response_tokens
-        if len(ids) <= limit:
-            return Demonstration(ids, log_probs)
-        if self.overlong_trace == "error":
-            knob, way_out = f"rollout.max_tokens={limit}", "overlong_trace=drop or truncate"
-            raise _too_long(problem, "a trace with its EOS", len(ids), knob, way_out)
-        if self.overlong_trace == "drop":
-            self.counts["traces_dropped"] += 1
-            return None
-        self.counts["traces_truncated"] += 1
-        return Demonstration(ids[:limit], log_probs and log_probs[:limit])
-
-    def _trace_ids(self, problem: Problem, trace: Trace, prompt: str) -> tuple[int, ...]:
-        """Token ids up to the first end token, which is their last."""
-        if trace.token_ids is None:
-            text = trace_text(trace, prompt)
-            if text.startswith(THINK) and not self._special.knows_thoughts:
-                self.counts["traces_open_thought"] += 1
-            ids = self._text_ids(problem, text)
-        else:
-            ids = list(trace.token_ids)
-            _check_recorded(problem, ids, self.tokenizer)
-        body = next((place for place, token in enumerate(ids) if token in self.eos_ids), len(ids))
-        if body < self._body_length(ids):
-            self.counts["traces_cut_at_end"] += 1
-        end = ids[body] if trace.token_ids is not None and body < len(ids) else self.eos_ids[0]
-        return (*ids[:body], end)
-
-    def _text_ids(self, problem: Problem, text: str) -> list[int]:
-        """Ids of a trace's text; an end token spelled out at its end stays an end token or is left off."""
-        ids = self._tokenize(problem, text)
-        if self._special.texts.keys().isdisjoint(ids):
-            return ids
-        body = self._special.without_end(text, self.eos_ids)
-        if self._special.spelled.search(body):
-            self.counts["special_as_text" if self.prompts.marks else "special_as_control"] += 1
-        return self._tokenize(problem, self.prompts.marked(body)) if self.prompts.marks else ids
-
-    def _body_length(self, ids: Sequence[int]) -> int:
-        """Number of tokens before the end tokens at the end."""
-        length = len(ids)
-        while length and ids[length - 1] in self.eos_ids:
-            length -= 1
-        return length
-
-    def _trace_log_probs(self, problem: Problem, trace: Trace, ids: tuple[int, ...]) -> tuple[float, ...] | None:
-        """One log-prob per id of the finished trace; a missing one of the EOS is 0."""
-        if trace.log_probs is None:
-            return None
-        if trace.token_ids is None:
-            raise DataError(f"{where(problem)}: a text trace has log-probs; record its token ids or drop them")
-        wrong, whole = log_prob_fault(trace.log_probs), self._body_length(trace.token_ids)
-        if wrong is None and len(trace.log_probs) not in {whole, whole + 1, len(trace.token_ids)}:
-            wrong = f"found {len(trace.log_probs)} log-probs for {len(trace.token_ids)} token ids"
-        if wrong is not None:
-            raise DataError(f"{where(problem)}: column 'log_probs': {wrong}; fix the row")
-        known = trace.log_probs[: len(ids)]
-        return known if len(known) == len(ids) else (*known, 0.0)
-
-
-def _check_recorded(problem: Problem, ids: Sequence[int], tokenizer: Any) -> None:
-    wrong = next((token for token in ids if not 0 <= token < len(tokenizer)), None)
-    if wrong is not None:
-        raise DataError(
-            f"{where(problem)}: a recorded trace has token id {wrong}, but the tokenizer "
-            f"{_name(tokenizer)} has {len(tokenizer)} ids; record the trace with this tokenizer"
-        )
-
-
-def _too_long(problem: Problem, what: str, length: int, limit: str, way_out: str) -> DataError:
-    return DataError(f"{where(problem)}: {what} has {length} tokens, more than {limit}; raise it or set data.{way_out}")
 
 
 def today() -> Date:
@@ -409,35 +391,32 @@ def with_system_prompt(chat: tuple[Message, ...], system_prompt: str | None) -> 
 def with_hint(problem: Problem, template: str, solution: str) -> Problem:
     """The problem with a hint after its question, or after the last user message of a chat: ``template`` with
     ``{solution}`` replaced by ``solution``."""
-    hint = template.replace(SOLUTION, solution)
+    return with_text(problem, template.replace(SOLUTION, solution))
+
+
+def with_text(problem: Problem, text: str) -> Problem:
+    """The problem with a text after its question, or after the last user message of a chat."""
     if isinstance(problem.prompt, str):
-        return replace(problem, prompt=problem.prompt + hint)
+        return replace(problem, prompt=problem.prompt + text)
     chat = list(problem.prompt)
     last = max((i for i, message in enumerate(chat) if message.role == "user"), default=len(chat) - 1)
-    chat[last] = replace(chat[last], content=chat[last].content + hint)
+    chat[last] = replace(chat[last], content=chat[last].content + text)
     return replace(problem, prompt=tuple(chat))
 
 
-def without_open_think(trace: str, prompt: str) -> str:
-    """The trace without the ``<think>`` (and its newline) that the prompt already wrote."""
-    if not trace.startswith(THINK):
-        return trace
-    if prompt.endswith(f"{THINK}\n"):
-        return trace.removeprefix(THINK).removeprefix("\n")
-    return trace.removeprefix(THINK) if prompt.endswith(THINK) else trace
-
-
-def trace_text(trace: Trace, prompt: str) -> str:
-    return without_marks(without_open_think(trace.text or "", prompt))
-
-
-def where(problem: Problem) -> str:
-    """File and row of a problem, for messages."""
-    return str(problem.meta.get(ROW_KEY, f"problem {problem.id!r}"))
-
-
-def _name(tokenizer: Any) -> str:
-    return repr(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+def _with_text_arguments(row: Row) -> Row:
+    """The row with the arguments of its calls as JSON text."""
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in row.get("tool_calls", ())
+    ]
+    return {**row, "tool_calls": calls} if calls else row
 
 
 def _one_of(knob: str, value: str, known: Sequence[str]) -> str:
@@ -459,7 +438,7 @@ def _checked_eos(tokenizer: Any, eos_ids: Sequence[int] | None, turn_end: int | 
     ids = tuple(dict.fromkeys(given if turn_end is None else (turn_end, *given)))
     if not ids:
         raise ConfigError(
-            f"the tokenizer {_name(tokenizer)} has no EOS token; set eos_token in its tokenizer_config.json"
+            f"the tokenizer {tokenizer_name(tokenizer)} has no EOS token; set eos_token in its tokenizer_config.json"
         )
     wrong = [token for token in ids if not 0 <= token < len(tokenizer)]
     if wrong:
