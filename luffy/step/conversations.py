@@ -9,6 +9,7 @@ rendered again: what is trained is what the engine drew.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -137,7 +138,10 @@ class Table:
     def __exit__(self, *_: object) -> None:
         for seat in self.seats:
             self._close(seat)
-        self._workers.close(CLOSING_S)
+        give_up_at = time.monotonic() + CLOSING_S
+        while self._workers.outstanding and time.monotonic() < give_up_at:
+            time.sleep(0.001)
+        self._workers.close()
 
     # --- the engine's side ---
 
