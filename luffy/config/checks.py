@@ -72,7 +72,8 @@ def _check_reward(c: Knobs) -> None:
         raise ConfigError("'reward.kind' http needs 'reward.http.url', such as http://127.0.0.1:9000/score")
     if c.reward.http.url is not None and not asks_server:
         raise ConfigError(f"'reward.http.url' ({c.reward.http.url}) is not asked: set reward.kind=http")
-    _check_success(c.reward)
+    if c.environment is None or c.environment.reward == "verifier":
+        _check_success(c.reward)
 
 
 def _check_success(reward: RewardConfig) -> None:
@@ -504,7 +505,7 @@ def _check_groups_of_one(c: Knobs) -> None:
     a, g = c.algorithm, c.guidance
     traces = g.n_prefix or c.batch.expert_share or g.gate.part.uses_traces
     learns_from_one = traces and a.credit.part.sft_term and a.credit.fact("needs_contrast")
-    if a.reject_extreme and not learns_from_one and _scores_are_extreme(c.reward):
+    if a.reject_extreme and not learns_from_one and c.environment is None and _scores_are_extreme(c.reward):
         raise ConfigError(
             f"'rollout.n' is 1, a group of one is all success or all failure by {c.reward.name}, and "
             "'algorithm.reject_extreme' drops those: no step would have an update; raise rollout.n or set "

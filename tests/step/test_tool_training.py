@@ -1,0 +1,265 @@
+"""Runs whose episodes have an environment: what is learned, and that nothing depends on who was faster."""
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from builders import write_rows
+from conversing import make_chat_tokenizer, save_chat_model
+from ranks import run_ranks
+from trainings import (
+    assert_same_metrics,
+    assert_same_weights,
+    final_weights,
+    samples,
+    train,
+    train_untimed,
+    untimed_metrics,
+)
+
+from luffy.errors import ConfigError
+from luffy.models.load import load_model
+from luffy.rollout.native.scheduler import SequenceState
+from luffy.step import conversations, training_step
+from luffy.train.loop import Trainer
+from luffy.types import Author
+
+END = "<|im_end|>"
+
+
+class Words:
+    """Answers each turn with its length in words; the third turn ends the episode. Scores short turns."""
+
+    def __init__(self, slow: bool = False) -> None:
+        self.slow = slow
+
+    def reset(self, seed: int) -> None:
+        self.turns, self.random = 0, random.Random(seed)
+
+    def step(self, text: str):
+        if self.slow:
+            time.sleep(random.random() / 100)  # never the same twice
+        self.turns += 1
+        return f"{len(text)} letters", 1.0 if len(text) % 2 else 0.0, self.turns == 3
+
+
+TRACE = [
+    {"role": "assistant", "content": "ab"}, {"role": "user", "content": "2 letters"},
+    {"role": "assistant", "content": "abc"}, {"role": "user", "content": "3 letters"},
+    {"role": "assistant", "content": "a"},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    return save_chat_model(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    rows = [{"id": f"p{i}", "prompt": f"go {i}", "answer": "1", "traces": [TRACE] * (i % 3 != 2)} for i in range(12)]
+    return str(write_rows(tmp_path_factory.mktemp("data") / "chats.jsonl", rows))
+
+
+@pytest.fixture
+def make_talking(make_config, chat_model, chats):
+    def make(slow=False, environment=None, **changes):
+        known = {"name": f"{__name__}:Words", "max_turns": 3, "arguments": {"slow": slow}, "at_once": 8}
+        settings = {
+            "model": {"path": chat_model},
+            "data": {"train": chats, "style": "chat", "max_prompt_tokens": 64},
+            "rollout": {"n": 4, "max_tokens": 48},
+            "environment": {**known, **(environment or {})},
+            "batch": {"problems": 4, "tokens": 1024},
+            "train": {"steps": 2, "save_every": 1},
+            "reward": {"success": 2.0, "failure": 0.0},
+            "algorithm": {"reject_extreme": False},
+        }
+        for section, entries in changes.items():
+            settings[section] = {**settings.get(section, {}), **entries} if isinstance(entries, dict) else entries
+        return make_config(**settings)
+
+    return make
+
+
+def batches_of(cfg, **options):
+    """The batches of a run, as the update sees them."""
+    seen = []
+    with Trainer(cfg, **options) as trainer:
+        run = trainer.run
+        for step in range(cfg.train.steps):
+            seen.append(training_step.take_step(run, step))
+    return seen
+
+
+def test_the_ids_that_are_trained_are_those_that_were_drawn(make_talking, monkeypatch):
+    drawn, completion = [], SequenceState.completion
+
+    def noted(sequence):
+        drawn.append((sequence.request.given_ids, tuple(sequence.token_ids)))
+        return completion(sequence)
+
+    monkeypatch.setattr(SequenceState, "completion", noted)
+    cfg = make_talking(train={"steps": 1}, guidance={"n_prefix": 1})
+    (batch,) = batches_of(cfg)
+    trained = [s for group in batch.samples.values() for s in group]
+    assert len(trained) == 16
+    several = 0
+    for sample in trained:
+        whole, own = [*sample.prompt_ids, *sample.token_ids.tolist()], sample.authors == Author.POLICY
+        edges = torch.diff(own.int(), prepend=torch.zeros(1).int(), append=torch.zeros(1).int()).nonzero().flatten()
+        turns = edges.view(-1, 2).tolist()
+        several += len(turns) > 1
+        for start, end in turns:
+            first, last = len(sample.prompt_ids) + start, len(sample.prompt_ids) + end
+            assert (tuple(whole[:first]), tuple(whole[first:last])) in drawn
+        masked = sample.authors == Author.ENVIRONMENT
+        assert (sample.rl_weights[masked] == 0).all() and (sample.sft_weights[masked] == 0).all()
+        counted = sample.rl_weights + sample.sft_weights
+        assert (counted[~masked] > 0).all()
+    assert several >= 4, "the model ends enough of its turns"
+    teacher = [s for s in trained if (s.authors == Author.TEACHER).any()]
+    assert teacher and all((s.authors == Author.ENVIRONMENT).any() for s in teacher)
+
+
+def test_metrics_of_a_run(make_talking):
+    cfg = make_talking(guidance={"n_prefix": 1})
+    for row in train_untimed(cfg):
+        assert row["environment/turns"] > 1
+        assert row["environment/reward"] >= 0 and row["environment/reply_tokens"] > 0
+        assert row["response_length/max"] <= 48, "replies are no part of a response"
+    for sample in samples(cfg):
+        assert sample["length"] <= 48
+
+
+def test_samples_do_not_depend_on_who_is_faster(make_talking):
+    quick, slow = (make_talking(slow=slow, name=f"slow-{slow}") for slow in (False, True))
+    assert_same_metrics(train_untimed(slow), train_untimed(quick), tolerance=1e-6)
+    assert_same_weights(final_weights(slow), final_weights(quick), tolerance=1e-6)
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(make_talking, tmp_path, monkeypatch):
+    whole = make_talking(name="whole", train={"steps": 3})
+    rows = train_untimed(whole)
+    killed = replace(whole, name="killed")
+    with monkeypatch.context() as patch:
+        count, ask = iter(range(10_000)), conversations.Table.finish
+
+        def finish(self, number, completion):
+            if next(count) == 60:
+                raise KeyboardInterrupt
+            return ask(self, number, completion)
+
+        patch.setattr(conversations.Table, "finish", finish)
+        with pytest.raises(KeyboardInterrupt):
+            train(killed)
+    again = train_untimed(killed)
+    assert [row["step"] for row in again] == [1, 2, 3]
+    assert_same_metrics(again, rows, tolerance=0)
+    assert_same_weights(final_weights(killed), final_weights(whole), tolerance=0)
+
+
+@pytest.mark.parametrize("tokens", [200, 4096])
+def test_micro_batches_are_invisible(make_talking, tokens):
+    ours, theirs = (make_talking(name=str(t), batch={"tokens": t}, train={"steps": 1}) for t in (tokens, 700))
+    assert_same_metrics(train_untimed(ours), train_untimed(theirs), tolerance=1e-4)
+    assert_same_weights(final_weights(ours), final_weights(theirs), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_agree(make_talking, ranks):
+    alone, together = make_talking(name="alone"), make_talking(name="together", launch="torchrun")
+    rows = train_untimed(alone)
+    run_ranks(train, ranks, together)
+    found = untimed_metrics(together)
+    shared = ["critic/score/mean", "environment/turns", "environment/calls", "actor/pg_loss"]
+    for ours, theirs in zip(found, rows, strict=True):
+        assert {k: ours[k] for k in shared} == pytest.approx({k: theirs[k] for k in shared}, rel=1e-4, abs=1e-5)
+    assert_same_weights(final_weights(together), final_weights(alone), tolerance=1e-4)
+
+
+def test_a_step_ahead_of_the_update(make_talking):
+    cfg = make_talking(async_={"max_staleness": 1}, train={"steps": 3})
+    rows = train_untimed(cfg)
+    assert rows[-1]["async/staleness/max"] == 1 and rows[-1]["environment/turns"] > 1
+
+
+def test_held_out_problems_are_played_too(make_talking, chats):
+    cfg = make_talking(data={"eval": chats}, train={"steps": 1})
+    (row,) = train_untimed(cfg)
+    assert row["val-core/environment/turns"] > 1 and "val-core/accuracy" in row
+
+
+def test_sft_learns_every_turn_of_the_teacher(make_talking):
+    cfg = make_talking(train={"steps": 1})
+    (batch,) = batches_of(cfg, method="sft")
+    tokenizer = make_chat_tokenizer()
+    for (sample,) in batch.samples.values():
+        kept = tokenizer.decode(sample.token_ids[sample.sft_weights > 0], skip_special_tokens=False)
+        assert kept == f"ab{END}abc{END}a{END}"
+
+
+def gradient_by_hand(model, batch, temperature=1.0):
+    """LUFFY's gradient of a step from the formula, in float64, token by token: Dr. GRPO's mean over all responses,
+    divided by the longest; a teacher's tokens weigh p/(p + 0.1), replies nothing."""
+    model = model.double()
+    total, groups = 0.0, [batch.groups[i] for i in sorted(batch.groups)]
+    longest, n = 48, sum(len(g.rollouts) for g in groups)
+    for group in groups:
+        rewards = torch.tensor([s.value for s in group.scores], dtype=torch.float64)
+        for episode, advantage in zip(group.rollouts, rewards - rewards.mean(), strict=True):
+            ids = torch.tensor([*episode.task.prompt_ids, *episode.token_ids.tolist()])
+            logits = model(ids[None]).logits[0, :-1]
+            log_p = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0][len(episode.task.prompt_ids) - 1 :]
+            for author, value in zip(episode.authors.tolist(), log_p, strict=True):
+                if author == Author.ENVIRONMENT:
+                    continue
+                p = value.exp()
+                weight = p / (p + 0.1) if author == Author.TEACHER else (value - value.detach()).exp()
+                total = total - advantage * weight / (longest * n)
+    model.zero_grad()
+    total.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_gradient_of_several_turns_is_that_of_the_formula(make_talking, chat_model, monkeypatch):
+    cfg = make_talking(
+        train={"steps": 1}, guidance={"n_prefix": 1}, algorithm={"reject_extreme": False, "entropy_coef": 0.0},
+        optim={"grad_clip": 0.0},
+    )  # fmt: skip
+    found = {}
+    with Trainer(cfg) as trainer:
+        optimizer = trainer.run.policy.optimizer
+
+        original = type(optimizer).step
+
+        def keep(self, *args, **kwargs):
+            found.update({name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None})
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(type(optimizer), "step", keep)
+        batch = training_step.take_step(trainer.run, 0)
+    assert any((r.authors == Author.ENVIRONMENT).any() and r.prefix for g in batch.groups.values() for r in g.rollouts)
+    expected = gradient_by_hand(load_model(chat_model), batch)
+    assert found.keys() and len(set(found) & set(expected)) > 5
+    for name in set(found) & set(expected):
+        torch.testing.assert_close(found[name].double(), expected[name], rtol=2e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout": {"max_tokens_per_step": 8}}, "'environment' .* does not go with 'rollout.max_tokens_per_step'"),
+        ({"replay": {"share": 0.5}}, "does not go with 'replay.share'"),
+        ({"guidance": {"n_prefix": 0, "gate": "hinted_group"}}, "does not go with 'guidance.gate'"),
+        ({"data": {"style": "plain"}}, "needs a chat template: set data.style=chat"),
+        ({"environment": {"max_tokens": 48}}, "leaves no room for them beside 'rollout.max_tokens'"),
+        ({"environment": {"name": ""}}, "'environment.name' is missing"),
+    ],
+)
+def test_what_does_not_go_with_environments_is_refused_in_one_line(make_talking, changes, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        make_talking(**changes)
+    assert "\n" not in str(error.value)
