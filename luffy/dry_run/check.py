@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from luffy.config import Config
+from luffy.conversations import build_maker
 from luffy.dry_run.first_step import FirstStep, check_reward, first_traces
 from luffy.dry_run.lines import engine_line, need_lines, plan_line, update_line
 from luffy.dry_run.memory import Estimate
@@ -10,7 +11,6 @@ from luffy.dry_run.models import check_other_models, model_shape, try_model
 from luffy.dry_run.place import Place, Renting
 from luffy.dry_run.work import planned_samples, scoring_passes, work_of
 from luffy.run_folder.trackers import check_trackers
-from luffy.step.conversations import build_maker
 from luffy.step.crediting import detach_notice
 from luffy.step.tasks import build_encoder, equal_prompts, load_eval_tasks, load_training_tasks, repeated_problems
 from luffy.train import setup

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from luffy.config import Config, check_made_for
+from luffy.conversations import build_conversations, build_maker
 from luffy.data import ProblemSampler
 from luffy.distributed.shard import local_world_size
 from luffy.distributed.world import World
@@ -34,7 +35,6 @@ from luffy.run_folder.lock import lock_folder
 from luffy.run_folder.saved_state import Progress
 from luffy.run_folder.timing import Stopwatch
 from luffy.run_folder.trackers import check_trackers
-from luffy.step.conversations import build_conversations, build_maker
 from luffy.step.crediting import detach_notice
 from luffy.step.memory import MethodMemory
 from luffy.step.prefetch import Prefetcher

@@ -19,10 +19,11 @@ from trainings import (
     untimed_metrics,
 )
 
+from luffy import conversations
 from luffy.errors import ConfigError
 from luffy.models.load import load_model
 from luffy.rollout.native.scheduler import SequenceState
-from luffy.step import conversations, training_step
+from luffy.step import training_step
 from luffy.train.loop import Trainer
 from luffy.types import Author
 
