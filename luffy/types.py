@@ -67,6 +67,12 @@ class Trace:
     log_probs: tuple[float, ...] | None = None
     teacher: str = "teacher"
 
+    @property
+    def answer_text(self) -> str | None:
+        """Text that has the answer: of several turns the last assistant's; None: only token ids were recorded."""
+        spoken = [message.content for message in self.messages or () if message.role == "assistant"]
+        return spoken[-1] if spoken else self.text
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -23,6 +23,8 @@ COVERED_ELSEWHERE: dict[str, str] = {
     "luffy.data.data_files": "data/test_data_sources.py",
     "luffy.data.repeats": "data/test_hints.py",
     "luffy.data.special_tokens": "data/test_hints.py",
+    "luffy.data.traces": "data/test_chats.py",
+    "luffy.data.turns": "data/test_chats.py",
     "luffy.distributed.follow": "distributed/test_launch.py",
     "luffy.distributed.group_engine": "train/test_exported_template.py",
     "luffy.distributed.ray_launch": "distributed/test_launch.py",

@@ -76,6 +76,9 @@ class DataConfig:
     columns: dict[str, str] = knob(
         factory=dict, help="column names, e.g. {prompt: instruction, answer: label}; dotted for nested"
     )
+    turns: Literal["last", "all"] = knob(
+        "last", "assistant turns of a chat that are its trace; with tools always all (docs/data.md#chats-and-tools)"
+    )
     bad_rows: Literal["error", "skip"] = knob("error", "malformed rows stop the run, or are skipped and counted")
     strip_calculator: bool = knob(True, "remove GSM8K's <<...>> calculator marks")
     limit: int | None = knob(None, "use only this many training problems, the first ones", ge=1)

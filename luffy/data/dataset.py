@@ -34,7 +34,8 @@ class ProblemDataset:
     """The usable problems of a source.
 
     ``bad_rows="error"`` stops at the first unusable row; ``"skip"`` counts them in ``skipped`` (by column) and
-    keeps the first messages in ``messages``. Memory: sixteen bytes per row while checking, eight afterwards.
+    keeps the first messages in ``messages``. ``turns``: which assistant turns of a chat are its trace, the "last" one
+    or "all"; of a chat with tools always all. Memory: sixteen bytes per row while checking, eight afterwards.
     """
 
     def __init__(
@@ -47,12 +48,15 @@ class ProblemDataset:
         limit: int | None = None,
         require_traces: bool = False,
         require_answer: bool = True,
+        turns: str = "last",
     ) -> None:
         self.source = source
         self._schema = _checked_schema(schema, columns)
         self._bad_rows = _checked_bad_rows(bad_rows)
         self._limit = _checked_limit(limit)
-        self._options = ReadOptions(require_answer, require_traces, strip_calculator, dict(columns or {}))
+        self._options = ReadOptions(
+            require_answer, require_traces, strip_calculator, dict(columns or {}), _checked_turns(turns)
+        )
         self._schema_of_part: dict[int, str] = {}
         self.skipped: Counter[str] = Counter()
         self.messages: list[str] = []
@@ -82,13 +86,14 @@ class ProblemDataset:
         if not rows:
             return []
         counted = f"{len(rows)} of {len(self)} problems are chats with several assistant turns"
-        what = "only the last turn is the trace, the earlier ones are prompt: split such rows to train on every turn"
+        what = "only the last turn is the trace, the earlier ones are prompt: set data.turns=all to train on every turn"
         return [f"{counted}, first: {self.source.name(rows[0])}; {what}"]
 
     @property
     def fingerprint(self) -> str:
         """Changes when the bytes do, or an option that changes the problems."""
-        what = [self.source.fingerprint, self._schema, self._bad_rows, self._limit, vars(self._options)]
+        options = {key: value for key, value in vars(self._options).items() if (key, value) != ("turns", "last")}
+        what = [self.source.fingerprint, self._schema, self._bad_rows, self._limit, options]
         return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
     def _problem(self, index: int, row: Row) -> Problem:
@@ -178,8 +183,8 @@ def load_problems(
 
 
 def _has_earlier_turns(problem: Problem) -> bool:
-    chat = problem.prompt
-    return bool(problem.traces) and not isinstance(chat, str) and any(turn.role == "assistant" for turn in chat)
+    chat = problem.prompt if isinstance(problem.prompt, tuple) else ()
+    return any(trace.messages is None for trace in problem.traces) and any(turn.role == "assistant" for turn in chat)
 
 
 def _absent(columns: Mapping[str, str], row: Row) -> dict[str, str]:
@@ -195,6 +200,12 @@ def _checked_schema(schema: str, columns: Mapping[str, str] | None) -> str:
         check_columns(columns or {})
         return "columns"
     return schema
+
+
+def _checked_turns(turns: str) -> str:
+    if turns not in ("last", "all"):
+        raise ConfigError(f"data.turns={turns!r} is unknown; known: last, all")
+    return turns
 
 
 def _checked_bad_rows(bad_rows: str) -> str:

@@ -17,7 +17,11 @@ def text_hash(text: str) -> int:
 def prompt_hash(prompt: str | tuple[Message, ...]) -> int:
     """The same for prompts that differ in whitespace alone; a question is the same as a chat of it alone."""
     chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
-    return text_hash("\n".join(f"{turn.role}: {' '.join(turn.content.split())}" for turn in chat))
+    return text_hash("\n".join(f"{turn.role}: {' '.join(turn.content.split())}{_calls(turn)}" for turn in chat))
+
+
+def _calls(turn: Message) -> str:
+    return "".join(f" {call.name}({call.arguments})" for call in turn.tool_calls)
 
 
 def repeated(hashes: array[int]) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
+from luffy.data.chats import read_chat_trace, read_conversation, read_messages, sharegpt_chat, trace_start
 from luffy.data.sources import FIX_OR_SKIP, JsonFloat, RowError, shown
 from luffy.errors import ConfigError
 from luffy.types import Message, Problem, Trace
@@ -24,7 +25,6 @@ ROW_KEY = "__row__"
 ABSENT = object()
 LONGEST_NAMES = 300
 LOWEST = -sys.float_info.max  # an integer may be lower, and no float holds it
-SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 LABELS = ("correctness_math_verify", "correctness_llama")
 """Columns of OpenR1 that judge its generations: Math-Verify's verdicts, a language model's."""
 
@@ -35,6 +35,7 @@ class ReadOptions:
     require_traces: bool = False
     strip_calculator: bool = True
     columns: Mapping[str, str] = field(default_factory=dict)
+    turns: str = "last"
 
 
 @dataclass(frozen=True)
@@ -129,37 +130,25 @@ def read_completion(row: RowView) -> Problem:
 
 def read_chat(row: RowView, column: str = "messages") -> Problem:
     """Read ``{"messages", "answer"?}``: an assistant turn at the end of the chat is the trace, the turns before it are
-    the prompt. A chat without one is all prompt."""
+    the prompt. With ``turns="all"``, or with tools, the trace begins at the first assistant turn. A chat that ends
+    with another's turn is all prompt."""
     chat = row.get(column)
     if not _is_chat(chat):
         raise row.unexpected(column, "a non-empty list of chat messages", chat)
-    ends = len(chat) - 1 if chat[-1].get("role") == "assistant" else len(chat)
-    read = read_traces(row, f"{column}[{ends}]", chat[ends]) if ends < len(chat) else ()
+    ends = trace_start(row, column, chat)
+    read = (read_conversation(row, column, chat[ends:], ends),) if ends < len(chat) else ()
     row = replace(row, values={**row.values, column: chat[:ends]})
     return build(row, prompt=column, traces=column, read=read)
 
 
 def read_sharegpt(row: RowView) -> Problem:
-    """Read ``{"conversations", "system"?, "answer"?}``: a chat whose turns are called ``from`` and ``value``."""
+    """Read ``{"conversations", "system"?, "answer"?}``: a chat whose turns are called ``from`` and ``value``. The
+    value of a turn from ``function_call`` is JSON: a call, or a list of calls."""
     values, turns = dict(row.values), row.get("conversations")
     if _is_full_list(turns):
-        chat = [_sharegpt_turn(row, place, turn) for place, turn in enumerate(turns)]
-        values["conversations"] = [*_system_turn(row), *chat]
+        values["conversations"] = [*_system_turn(row), *sharegpt_chat(row, turns)]
         values.pop("system", None)
     return read_chat(replace(row, values=values), "conversations")
-
-
-def _sharegpt_turn(row: RowView, place: int, turn: Any) -> dict[str, Any]:
-    """Chat message of a turn. Some files already have ``role`` and ``content`` there."""
-    where = f"conversations[{place}]"
-    if not isinstance(turn, Mapping):
-        raise row.fault(where, f"expected a turn with 'from' and 'value', found {shown(turn)}")
-    if "role" in turn:
-        return dict(turn)
-    role, known = SHAREGPT_ROLES.get(str(turn.get("from"))), ", ".join(SHAREGPT_ROLES)
-    if role is None:
-        raise row.fault(f"{where}.from", f"expected one of {known}, found {shown(turn.get('from'))}")
-    return {"role": role, "content": turn.get("value")}
 
 
 def _system_turn(row: RowView) -> list[dict[str, str]]:
@@ -339,15 +328,8 @@ def read_prompt(row: RowView, column: str) -> str | tuple[Message, ...]:
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, list) and value:
-        return tuple(read_message(row, f"{column}[{place}]", item) for place, item in enumerate(value))
+        return read_messages(row, column, value)
     raise row.unexpected(column, "a non-empty string or a list of chat messages", value)
-
-
-def read_message(row: RowView, column: str, item: Any) -> Message:
-    role, content = (item.get("role"), item.get("content")) if isinstance(item, Mapping) else (None, None)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise row.fault(column, f"expected a chat message with text 'role' and 'content', found {shown(item)}")
-    return Message(role, content)
 
 
 def read_gold(row: RowView, column: str, columns: Mapping[str, str]) -> str:
@@ -424,36 +406,31 @@ def _is_full_list(value: Any) -> bool:
 
 
 def read_trace(row: RowView, column: str, item: Any) -> Trace:
-    """Read a text, token ids, a chat whose one assistant turn is the trace, or an object with these."""
+    """Read a text, token ids, a chat whose assistant turns are the trace, or an object with these."""
     if isinstance(item, str) and item.strip():
         return Trace(text=item)
     if _is_token_ids(item):
         return Trace(token_ids=_token_ids(row, column, item))
     if _is_chat(item):
-        return Trace(text=_assistant_text(row, column, item))
+        return read_chat_trace(row, column, item)
     if isinstance(item, Mapping):
-        return Trace(text=_assistant_text(row, column, [item])) if "role" in item else _trace_parts(row, column, item)
+        return read_chat_trace(row, column, [item]) if "role" in item else _trace_parts(row, column, item)
     expected = "a non-empty string, token ids, or an object with 'text' or 'token_ids'"
     raise row.fault(column, f"expected {expected}, found {shown(item)}")
 
 
-def _assistant_text(row: RowView, column: str, chat: Iterable[Mapping[str, Any]]) -> str:
-    turns = [turn.get("content") for turn in chat if turn.get("role") == "assistant"]
-    if len(turns) != 1 or not isinstance(turns[0], str) or not turns[0].strip():
-        raise row.fault(column, f"expected exactly one assistant message with text, found {shown(chat)}")
-    return turns[0]
-
-
 def _trace_parts(row: RowView, column: str, item: Mapping[str, Any]) -> Trace:
-    text, ids, log_probs, teacher = (item.get(key) for key in ("text", "token_ids", "log_probs", "teacher"))
-    if (text is None) == (ids is None):
-        raise row.fault(column, f"expected either 'text' or 'token_ids', found {shown(dict(item))}")
+    given = {key: item[key] for key in ("text", "token_ids", "messages") if item.get(key) is not None}
+    log_probs, teacher = item.get("log_probs"), item.get("teacher")
+    if len(given) != 1:
+        raise row.fault(column, f"expected either 'text', 'token_ids' or 'messages', found {shown(dict(item))}")
     if teacher is not None and not isinstance(teacher, str):
         raise row.fault(f"{column}.teacher", f"expected a string, found {shown(teacher)}")
-    if ids is not None:
-        trace = Trace(token_ids=_token_ids(row, f"{column}.token_ids", ids))
+    ((key, value),) = given.items()
+    if key == "token_ids":
+        trace = Trace(token_ids=_token_ids(row, f"{column}.token_ids", value))
     else:
-        trace = read_trace(row, f"{column}.text", text)
+        trace = read_trace(row, f"{column}.{key}", value)
     trace = replace(trace, teacher=teacher or trace.teacher)
     return with_log_probs(row, f"{column}.log_probs", trace, log_probs)
 

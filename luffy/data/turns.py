@@ -22,16 +22,14 @@ Row = dict[str, Any]
 
 def template_rows(chat: Sequence[Message], mark: Callable[[str], str]) -> list[Row]:
     """The messages as chat templates take them, their texts through ``mark``. Calls get ids of nine characters, which
-    Mistral's templates demand; results take the ids of the calls before them, in order."""
-    rows, count, waiting = [], 0, [_call_id(0)]
+    Mistral's templates demand, the same in every turn; results take those of the calls before them, in order."""
+    rows, waiting = [], [_call_id(0)]
     for message in chat:
         row: Row = {"role": message.role, "content": mark(message.content)}
         if message.tool_calls:
-            waiting = [_call_id(count + place) for place in range(len(message.tool_calls))]
-            count += len(waiting)
-            row["tool_calls"] = [
-                _call_row(call, name, mark) for call, name in zip(message.tool_calls, waiting, strict=True)
-            ]
+            waiting = [_call_id(place) for place in range(len(message.tool_calls))]
+            named = zip(message.tool_calls, waiting, strict=True)
+            row["tool_calls"] = [_call_row(call, name, mark) for call, name in named]
         if message.name:
             row["name"] = mark(message.name)
         if message.role == "tool":
@@ -80,7 +78,7 @@ class TurnWriter:
         """What the messages add behind an assistant turn: from its end token to the beginning of the next one. Special
         tokens that the messages spell out are marked."""
         for role in {message.role for message in messages} - self._shown:
-            if ANSWER not in self._behind_answer([Message(role, ANSWER)]):
+            if ANSWER not in self._behind_answer([Message(role, ANSWER, name="tool" if role == "tool" else "")]):
                 raise ConfigError(f"the chat template leaves out messages of the role {role!r}; {OTHER_TEMPLATE}")
             self._shown.add(role)
         return self._behind_answer(messages)

@@ -184,7 +184,7 @@ def _items(problems: ProblemDataset, encoder: Encoder | None, most: int) -> Iter
 
 def _text(trace: Trace, encoder: Encoder | None) -> str | None:
     if trace.token_ids is None:
-        return trace.text
+        return trace.answer_text
     return None if encoder is None else encoder.tokenizer.decode(list(trace.token_ids), skip_special_tokens=True)
 
 
@@ -203,7 +203,7 @@ def _example(problem: Problem, encoder: Encoder | None) -> dict[str, Any]:
     if encoder is None:
         prompt = problem.prompt
         chat = prompt if isinstance(prompt, str) else "\n".join(f"[{turn.role}] {turn.content}" for turn in prompt)
-        trace = problem.traces[0].text if problem.traces else None
+        trace = problem.traces[0].answer_text if problem.traces else None
         return {**example, "prompt": chat, "trace": trace}
     task = encoder.encode(problem)
     assert task is not None, "nothing is too long without a limit"

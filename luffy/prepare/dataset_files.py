@@ -30,8 +30,10 @@ OTHER_LAYOUTS = {"reward_model", "problem", *(column for columns in TRACE_COLUMN
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 
 
-def traces_schema(problems: ProblemDataset) -> pa.Schema:
+def traces_schema(problems: ProblemDataset, keep_traces: bool = False) -> pa.Schema:
     """Schema of problems with traces: luffy's columns, and the others that ``problems`` have."""
+    for problem in problems:
+        _check_is_written(problem, keep_traces)
     schema = problem_schema(TRACE_FIELDS, chats=_are_chats(problems))
     found = column_types(lambda: map(_other_values, problems))
     others = {name: kind for name, kind in found.items() if name not in schema.names}
@@ -40,6 +42,15 @@ def traces_schema(problems: ProblemDataset) -> pa.Schema:
         why = "values that no one type of Parquet holds, or a name that means another layout"
         logger.warning("%s: columns left out of the output: %s (%s)", problems.source.path, ", ".join(left_out), why)
     return pa.schema([*schema, *written.items()])
+
+
+def _check_is_written(problem: Problem, keep_traces: bool) -> None:
+    """Raise a DataError for tool calls and traces of several turns, which have no column in the output."""
+    turns = problem.prompt if isinstance(problem.prompt, tuple) else ()
+    if any(turn.tool_calls for turn in turns):
+        raise DataError(f"{problem.meta[ROW_KEY]}: prompts with tool calls cannot be written; leave such rows out")
+    if keep_traces and any(trace.messages is not None for trace in problem.traces):
+        raise DataError(f"{problem.meta[ROW_KEY]}: traces of several turns cannot be written; drop --keep-traces")
 
 
 def _are_chats(problems: ProblemDataset) -> bool:

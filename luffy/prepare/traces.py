@@ -57,7 +57,7 @@ def prepare_traces(
         raise UserError(f"--out {out}: name a .parquet file")
     out.parent.mkdir(parents=True, exist_ok=True)
     problems = load_problems(file, limit=limit, columns=columns)
-    schema = traces_schema(problems)
+    schema = traces_schema(problems, keep_traces)
     decisive = {**settings, "n": n, "reward": reward, "problems_sha256": problems.fingerprint}
     if answer_in_thought:  # only then, so that files of before this option go on
         decisive["answer_in_thought"] = True
@@ -213,7 +213,11 @@ def _write(
 
 
 def _output_row(problem: Problem, traces: Sequence[Record]) -> Record:
-    prompt = problem.prompt if isinstance(problem.prompt, str) else [asdict(message) for message in problem.prompt]
+    prompt = (
+        problem.prompt
+        if isinstance(problem.prompt, str)
+        else [{"role": message.role, "content": message.content} for message in problem.prompt]
+    )
     return {"id": problem.id, "prompt": prompt, "answer": problem.answer, "traces": traces, "source": problem.source}
 
 

@@ -196,6 +196,7 @@ def _load(cfg: Config, path: Any, split: str, *, limit: int | None, require_answ
         strip_calculator=d.strip_calculator,
         limit=limit,
         require_answer=require_answer,
+        turns=d.turns,
     )
 
 
@@ -208,6 +209,7 @@ def left_out(train: dict[str, int], held_out: dict[str, int]) -> list[str]:
         "traces_truncated": "trace(s) cut at rollout.max_tokens",
         "traces_cut_at_end": "trace(s) cut at an end token inside them",
         "traces_open_thought": "trace(s) with a <think> that the prompt does not open: the policy learns to write it",
+        "texts_left_out": "text(s) next to tool calls left out: the chat template has no place for them",
         "special_as_text": "prompt(s) or trace(s) that spell out special tokens, read as text (data.special_tokens)",
         "special_as_control": "prompt(s) or trace(s) with special tokens in them (data.special_tokens=control)",
     }

@@ -210,8 +210,8 @@ def test_verl_faults():
         verl_row(reward_model=None)
     )
     two = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert "column 'target': expected exactly one assistant message" in fault(verl_row(target=two))
-    assert "exactly one assistant message" in fault(verl_row(target=[{"role": "user", "content": "a"}]))
+    assert "column 'target[0]': expected an answer between two assistant turns" in fault(verl_row(target=two))
+    assert "expected an assistant message with text" in fault(verl_row(target=[{"role": "user", "content": "a"}]))
 
 
 # ---- OpenR1-Math
@@ -340,7 +340,7 @@ def test_faults_of_sharegpt():
     for chat in ([], "q", None):
         assert "column 'conversations': expected a non-empty list" in fault({"conversations": chat})
     assert "column 'conversations[0]': expected a turn" in fault({"conversations": ["q"]})
-    tool = [{"from": "human", "value": "q"}, {"from": "function_call", "value": "f()"}]
+    tool = [{"from": "human", "value": "q"}, {"from": "function", "value": "f()"}]
     assert "column 'conversations[1].from': expected one of system, human" in fault({"conversations": tool})
     silent = [{"from": "human", "value": "q"}, {"from": "gpt", "value": None}]
     assert "column 'conversations[1]'" in fault({"conversations": silent})
