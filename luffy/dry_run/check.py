@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from luffy.config import Config
-from luffy.conversations import build_maker
 from luffy.dry_run.first_step import FirstStep, check_reward, first_traces
 from luffy.dry_run.lines import engine_line, need_lines, plan_line, update_line
 from luffy.dry_run.memory import Estimate
@@ -25,7 +24,7 @@ def dry_run(cfg: Config, method: str, trainings: int = 1, renting: Renting | Non
     setup.check_names(cfg, method)
     notices = check_trackers(cfg) + place.notices
     tokenizer = setup.load_policy_tokenizer(cfg.model)
-    encoder = build_encoder(cfg, tokenizer, build_maker(cfg))
+    encoder = build_encoder(cfg, tokenizer)
     tasks = load_training_tasks(cfg, encoder, sft=method == "sft")
     eval_tasks = load_eval_tasks(cfg, encoder)
     model = model_shape(cfg)

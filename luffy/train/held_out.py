@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from luffy.config import Config, EvalConfig
-from luffy.conversations import Conversations, environment_metrics
 from luffy.distributed.world import World
 from luffy.files import json_object, write_atomically
 from luffy.metrics import Mean, Metric
@@ -22,8 +21,8 @@ from luffy.rollout.engine import Engine
 from luffy.run_folder.layout import EVALUATED, METRICS
 from luffy.run_folder.recorder import read_json_lines
 from luffy.seeds import seed_of
-from luffy.step.groups import component_metrics, failure_metrics, stop_if_nothing_was_scored
-from luffy.step.play import Player
+from luffy.step.groups import component_metrics, environment_metrics, failure_metrics, stop_if_nothing_was_scored
+from luffy.step.play import Conversations, Player
 from luffy.types import Group, Sampling, Task
 
 ACCURACY = "val-core/accuracy"
