@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from luffy.data.schemas import LAYOUTS, READERS, ROW_KEY, ReadOptions, RowView, detect
+from luffy.data.rows import ROW_KEY, ReadOptions, RowView
+from luffy.data.schemas import LAYOUTS, READERS, detect
 from luffy.data.sources import JsonFloat, RowError
 from luffy.types import Message, Problem, Trace
 
