@@ -362,7 +362,7 @@ def _trace_parts(row: RowView, column: str, item: Mapping[str, Any]) -> Trace:
     given = {key: item[key] for key in ("text", "token_ids", "messages") if item.get(key) is not None}
     log_probs, teacher = item.get("log_probs"), item.get("teacher")
     if len(given) != 1:
-        raise row.fault(column, f"expected either 'text', 'token_ids' or 'messages', found {shown(dict(item))}")
+        raise row.fault(column, f"expected one of 'text', 'token_ids' and 'messages', found {shown(dict(item))}")
     if teacher is not None and not isinstance(teacher, str):
         raise row.fault(f"{column}.teacher", f"expected a string, found {shown(teacher)}")
     ((key, value),) = given.items()
