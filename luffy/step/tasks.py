@@ -11,7 +11,8 @@ from luffy.config import Config, ModelConfig
 from luffy.conversations import tools_of
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.data.repeats import repeated, shared
-from luffy.data.schemas import ROW_KEY, without_traces
+from luffy.data.rows import ROW_KEY
+from luffy.data.schemas import without_traces
 from luffy.errors import ConfigError, DataError
 from luffy.guidance.gate import find_gate
 from luffy.guidance.row_hints import hints_of
