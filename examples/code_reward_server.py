@@ -5,12 +5,10 @@
 
 Every row needs a column ``tests``: Python text, or a list of such texts, that runs after the response's code and raises
 where the code is wrong (``assert add(2, 3) == 5``). The code is the last fenced block of the response, or all of it. It
-scores 1 where every test passes, else 0. Standard library alone; Linux and macOS, no root.
+scores 1 where every test passes, else 0. Linux and macOS, no root.
 
-Each response runs in a fresh interpreter (-I, no environment, an empty working folder that is removed) with limits on
-time, memory (not enforced by macOS), file size and open files, and it may start no process or thread. On Linux it is in
-namespaces of its own (unshare): no network, and nothing that it started outlives it; on macOS sandbox-exec takes the
-network away. Where neither works the server does not start without --allow-network.
+Each response runs in luffy's sandbox (luffy/environments/sandbox.py): limits on time, memory, files and processes, and
+no network. Where the network cannot be taken away the server does not start without --allow-network.
 
 Whoever may send a request runs code here. Web pages may not: a request that a browser sends for another site, that goes
 by a foreign host name, or that is not application/json is refused. On another address than loopback (in a container) it
@@ -33,117 +31,21 @@ import hmac
 import json
 import os
 import re
-import secrets
-import select
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from luffy.environments.sandbox import Sandbox, without_network
 
 LONGEST_REQUEST = 64 << 20
 IDLE_S = 60.0  # a connection that sends nothing for so long is closed
 TOKEN_VARIABLE = "CODE_REWARD_TOKEN"
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-# The sandboxed interpreter's program. The word that says "all passed" is read and removed before foreign code runs.
-HARNESS = """
-import json, os, resource, sys
-with open("job.json") as file:
-    job = json.load(file)
-os.remove("job.json")
-report = os.dup(1)
-nowhere = os.open(os.devnull, os.O_RDWR)
-for standard in (0, 1, 2):
-    os.dup2(nowhere, standard)
-for name, limit in job["limits"].items():
-    kind = getattr(resource, name, None)
-    if kind is not None:
-        hard = resource.getrlimit(kind)[1]
-        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        try:
-            resource.setrlimit(kind, (limit, limit))
-        except (ValueError, OSError):
-            if sys.platform == "linux":
-                raise
-space = {"__name__": "__main__"}
-for text in [job["code"], *job["tests"]]:
-    exec(compile(text, "<response>", "exec"), space)
-os.write(report, job["word"].encode())
-"""
-
-
-@dataclass(frozen=True)
-class Sandbox:
-    """Runs code against tests. ``prefix``: the command that takes the network away."""
-
-    prefix: tuple[str, ...]
-    time_s: float
-    memory_mb: int
-
-    def passes(self, code: str, tests: list[str]) -> bool:
-        """Whether all tests pass. Raises OSError where the sandbox itself cannot start."""
-        word = secrets.token_hex(16)
-        limits = {
-            "RLIMIT_CPU": int(self.time_s) + 1,
-            "RLIMIT_AS": self.memory_mb << 20,
-            "RLIMIT_FSIZE": 1 << 20,
-            "RLIMIT_NOFILE": 64,
-            "RLIMIT_NPROC": 0,
-            "RLIMIT_CORE": 0,
-        }
-        with tempfile.TemporaryDirectory(prefix="code-reward-", ignore_cleanup_errors=True) as folder:
-            job = {"code": code, "tests": tests, "word": word, "limits": limits}
-            Path(folder, "job.json").write_text(json.dumps(job), encoding="utf-8")
-            process = subprocess.Popen(
-                [*self.prefix, sys.executable, "-I", "-c", HARNESS],
-                cwd=folder, env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder}, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-            try:
-                return self._heard(process, word)
-            finally:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                assert process.stdout is not None
-                process.stdout.close()
-
-    def _heard(self, process: subprocess.Popen[bytes], word: str) -> bool:
-        """Whether the process says the word in time; it may say nothing else."""
-        assert process.stdout is not None
-        deadline, said = time.monotonic() + self.time_s, b""
-        while len(said) < len(word):
-            ready, _, _ = select.select([process.stdout], [], [], max(deadline - time.monotonic(), 0))
-            part = os.read(process.stdout.fileno(), len(word) - len(said)) if ready else b""
-            if not part:
-                return False
-            said += part
-        return said == word.encode()
-
-
-def without_network() -> tuple[str, ...] | None:
-    """The strictest command of those that work here; None where none does."""
-    unshare = ("unshare", "--map-root-user", "--net")
-    candidates = (
-        (*unshare, "--pid", "--fork", "--kill-child", "--mount-proc"),
-        (*unshare, "--pid", "--fork", "--kill-child"),
-        unshare,
-        ("sandbox-exec", "-p", "(version 1)(allow default)(deny network*)"),
-    )
-    for command in candidates:
-        if shutil.which(command[0]) and subprocess.run([*command, "true"], capture_output=True).returncode == 0:
-            return command
-    return None
 
 
 def code_of(response: str) -> str:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from luffy.data.rows import RowView
 from luffy.data.sources import shown
 from luffy.types import Message, ToolCall, Trace
-
-if TYPE_CHECKING:
-    from luffy.data.schemas import RowView
 
 SHAREGPT_ROLES = {
     "system": "system",

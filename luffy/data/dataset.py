@@ -11,18 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from luffy.data.repeats import repeated, text_hash
-from luffy.data.schemas import (
-    ABSENT,
-    CHATS,
-    READERS,
-    ReadOptions,
-    RowView,
-    check_columns,
-    detect,
-    lookup,
-    overlooked_trace,
-    unknown_layout,
-)
+from luffy.data.rows import ABSENT, ReadOptions, RowView, lookup
+from luffy.data.schemas import CHATS, READERS, check_columns, detect, overlooked_trace, unknown_layout
 from luffy.data.sources import Row, RowError, RowSource, open_source
 from luffy.errors import ConfigError, DataError
 from luffy.types import Problem

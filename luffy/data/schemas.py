@@ -7,83 +7,31 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
 from luffy.data.chats import read_chat_trace, read_conversation, read_messages, sharegpt_chat, trace_start
-from luffy.data.sources import FIX_OR_SKIP, JsonFloat, RowError, shown
+from luffy.data.rows import (
+    ABSENT,
+    ROW_KEY,
+    RowView,
+    column_names,
+    is_blank,
+    log_prob_fault,
+    lookup,
+    none_if_blank,
+)
+from luffy.data.sources import JsonFloat, RowError, shown
 from luffy.errors import ConfigError
 from luffy.types import Message, Problem, Trace
 
 CALCULATOR = re.compile(r"<<.*?>>")
 COLUMN_KEYS = ("prompt", "answer", "traces", "id", "source", "teacher", "log_probs", "hints")
-ROW_KEY = "__row__"
-"""Key of ``Problem.meta`` that holds ``file:row``, so that later errors can name the row."""
-ABSENT = object()
-LONGEST_NAMES = 300
-LOWEST = -sys.float_info.max  # an integer may be lower, and no float holds it
 LABELS = ("correctness_math_verify", "correctness_llama")
 """Columns of OpenR1 that judge its generations: Math-Verify's verdicts, a language model's."""
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    require_answer: bool = True
-    require_traces: bool = False
-    strip_calculator: bool = True
-    columns: Mapping[str, str] = field(default_factory=dict)
-    turns: str = "last"
-
-
-@dataclass(frozen=True)
-class RowView:
-    """One row, its name for messages, and the options of its reader."""
-
-    values: Mapping[str, Any]
-    where: str
-    default_id: str
-    options: ReadOptions = ReadOptions()
-
-    def get(self, column: str) -> Any:
-        """Value at a column or dotted path; None if it is absent."""
-        value = lookup(self.values, column)
-        return None if value is ABSENT else value
-
-    def text(self, column: str) -> str | None:
-        """Text of an optional column; None if it is absent or blank."""
-        value = none_if_blank(self.get(column))
-        if value is not None and not isinstance(value, str):
-            raise self.unexpected(column, "a string", value)
-        return value
-
-    def fault(self, column: str, what: str, advice: str = FIX_OR_SKIP) -> RowError:
-        return RowError(self.where, f"column {column!r}: {what}", column, advice)
-
-    def unexpected(self, column: str, expected: str, value: Any) -> RowError:
-        if value is None and lookup(self.values, column) is ABSENT:
-            return self.fault(column, f"expected {expected}, but the row has only {column_names(self.values)}")
-        return self.fault(column, f"expected {expected}, found {shown(value)}")
-
-
 Reader = Callable[[RowView], Problem]
-
-
-def column_names(row: Mapping[str, Any]) -> str:
-    """Names of the row's columns for a message, on one line and shortened."""
-    names = " ".join(", ".join(row).split())
-    return (names if len(names) <= LONGEST_NAMES else f"{names[:LONGEST_NAMES]}...") or "(none)"
-
-
-def lookup(values: Mapping[str, Any], column: str) -> Any:
-    """Value at ``column``, which may be a dotted path into nested columns; ABSENT if there is none."""
-    if column in values:
-        return values[column]
-    head, dot, rest = column.partition(".")
-    inner = values.get(head) if dot else None
-    return lookup(inner, rest) if isinstance(inner, Mapping) else ABSENT
 
 
 # ---- readers, one per layout -------------------------------------------------------------------------
@@ -248,7 +196,7 @@ def overlooked_trace(row: RowView, layout: str) -> RowError | None:
 
 
 def _is_there(value: Any) -> bool:
-    return any(not _is_blank(item) for item in value) if isinstance(value, list) else none_if_blank(value) is not None
+    return any(not is_blank(item) for item in value) if isinstance(value, list) else none_if_blank(value) is not None
 
 
 def unknown_layout(where: str, row: Mapping[str, Any]) -> RowError:
@@ -362,20 +310,11 @@ def _gold_text(value: Any) -> str | None:
     return str(value) if isinstance(value, int | float | Decimal) else None
 
 
-def none_if_blank(value: Any) -> Any:
-    """The value, or None if it is a blank text: flat files write an absent trace so."""
-    return None if _is_blank(value) else value
-
-
-def _is_blank(value: Any) -> bool:
-    return isinstance(value, str) and not value.strip()
-
-
 def _without_blank(values: Any, traces: Any) -> Any:
     """Drop the values of blank traces from a list with one value per trace."""
     if not isinstance(values, list) or not isinstance(traces, list) or len(values) != len(traces):
         return values
-    return [value for value, trace in zip(values, traces, strict=True) if not _is_blank(trace)]
+    return [value for value, trace in zip(values, traces, strict=True) if not is_blank(trace)]
 
 
 def read_traces(row: RowView, column: str, value: Any) -> tuple[Trace, ...]:
@@ -386,7 +325,7 @@ def read_traces(row: RowView, column: str, value: Any) -> tuple[Trace, ...]:
         return (read_trace(row, column, value),)
     if not isinstance(value, list):
         raise row.unexpected(column, "a trace or a list of traces", value)
-    return tuple(read_trace(row, f"{column}[{place}]", item) for place, item in enumerate(value) if not _is_blank(item))
+    return tuple(read_trace(row, f"{column}[{place}]", item) for place, item in enumerate(value) if not is_blank(item))
 
 
 def _is_one_trace(value: Any) -> bool:
@@ -423,7 +362,7 @@ def _trace_parts(row: RowView, column: str, item: Mapping[str, Any]) -> Trace:
     given = {key: item[key] for key in ("text", "token_ids", "messages") if item.get(key) is not None}
     log_probs, teacher = item.get("log_probs"), item.get("teacher")
     if len(given) != 1:
-        raise row.fault(column, f"expected either 'text', 'token_ids' or 'messages', found {shown(dict(item))}")
+        raise row.fault(column, f"expected one of 'text', 'token_ids' and 'messages', found {shown(dict(item))}")
     if teacher is not None and not isinstance(teacher, str):
         raise row.fault(f"{column}.teacher", f"expected a string, found {shown(teacher)}")
     ((key, value),) = given.items()
@@ -456,15 +395,6 @@ def with_log_probs(row: RowView, column: str, trace: Trace, values: Any) -> Trac
     if abs(len(values) - len(trace.token_ids)) > 1:
         raise row.fault(column, f"expected {len(trace.token_ids)} numbers, one per token id, found {len(values)}")
     return replace(trace, log_probs=tuple(float(value) for value in values))
-
-
-def log_prob_fault(values: Iterable[Any]) -> str | None:
-    """Description of the first value that is no log-probability, or None."""
-    for place, value in enumerate(values):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not LOWEST <= value <= 0:
-            return f"expected finite log-probs of at most 0, found {shown(value)} at position {place}"
-    return None
 
 
 def _no_trace(row: RowView, column: str) -> RowError:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from luffy.data.schemas import ROW_KEY, log_prob_fault
+from luffy.data.prompts import PromptWriter, tokenizer_name, where
+from luffy.data.rows import log_prob_fault
 from luffy.data.special_tokens import OPEN, without_marks
 from luffy.errors import ConfigError, DataError
 from luffy.types import THINK, Demonstration, Message, Problem, Trace
-
-if TYPE_CHECKING:
-    from luffy.data.encode import PromptWriter
 
 
 class Part(NamedTuple):
@@ -228,14 +226,3 @@ def opened_text(text: str, prompt: str) -> str:
 
 def trace_text(trace: Trace, prompt: str) -> str:
     return opened_text(trace.text or "", prompt)
-
-
-def where(problem: Problem | None) -> str:
-    """File and row of a problem, for messages; None: an environment wrote the text."""
-    if problem is None:
-        return "an answer of the environment"
-    return str(problem.meta.get(ROW_KEY, f"problem {problem.id!r}"))
-
-
-def tokenizer_name(tokenizer: Any) -> str:
-    return repr(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)

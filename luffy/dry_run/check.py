@@ -10,7 +10,6 @@ from luffy.dry_run.models import check_other_models, model_shape, try_model
 from luffy.dry_run.place import Place, Renting
 from luffy.dry_run.work import planned_samples, scoring_passes, work_of
 from luffy.run_folder.trackers import check_trackers
-from luffy.step.conversations import build_maker
 from luffy.step.crediting import detach_notice
 from luffy.step.tasks import build_encoder, equal_prompts, load_eval_tasks, load_training_tasks, repeated_problems
 from luffy.train import setup
@@ -25,7 +24,7 @@ def dry_run(cfg: Config, method: str, trainings: int = 1, renting: Renting | Non
     setup.check_names(cfg, method)
     notices = check_trackers(cfg) + place.notices
     tokenizer = setup.load_policy_tokenizer(cfg.model)
-    encoder = build_encoder(cfg, tokenizer, build_maker(cfg))
+    encoder = build_encoder(cfg, tokenizer)
     tasks = load_training_tasks(cfg, encoder, sft=method == "sft")
     eval_tasks = load_eval_tasks(cfg, encoder)
     model = model_shape(cfg)

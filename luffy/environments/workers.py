@@ -109,7 +109,7 @@ class Workers:
             result = _result_of(call)
             if not self._settle(call, result):
                 if self._late is not None and not isinstance(result, Fault):
-                    self._late(call.key, result)
+                    _result_of(_Call(call.key, self._late, (call.key, result)))
                 return
 
     def _next(self) -> _Call | None:

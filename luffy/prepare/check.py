@@ -14,7 +14,8 @@ import numpy as np
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.data.encode import resolve_style
 from luffy.data.repeats import prompt_hash, repeated, shared
-from luffy.data.schemas import ROW_KEY, without_traces
+from luffy.data.rows import ROW_KEY
+from luffy.data.schemas import without_traces
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.models.load import load_tokenizer
 from luffy.rewards import build_verifier

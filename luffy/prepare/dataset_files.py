@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from luffy.data import ProblemDataset
-from luffy.data.schemas import ROW_KEY, TRACE_COLUMNS
+from luffy.data.rows import ROW_KEY
+from luffy.data.schemas import TRACE_COLUMNS
 from luffy.errors import DataError
 from luffy.prepare.journal import Record
 from luffy.types import Problem

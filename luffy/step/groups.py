@@ -160,3 +160,24 @@ def override_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
         "guidance/sequence_ratio": Mean.of(bool(r.overrides.any()) for r in rollouts),
         "guidance/missing_log_prob_ratio": Mean(missing, put_in),
     }
+
+
+def environment_metrics(groups: Iterable[Group]) -> dict[str, Metric]:
+    """What the policy's own episodes did in their environments; nothing without environments."""
+    every = [rollout for group in groups for rollout in group.rollouts if rollout.outcome is not None]
+    own = [(rollout, rollout.outcome) for rollout in every if rollout.is_own and rollout.outcome is not None]
+    if not every:
+        return {}
+    ends = Counter(outcome.end for _, outcome in own)
+    faults = Counter(kind for _, outcome in own for kind in outcome.faults)
+    rewards = [outcome.reward for _, outcome in own if outcome.reward is not None]
+    return {
+        "environment/turns": Mean.of(outcome.turns for _, outcome in own),
+        "environment/calls": Mean.of(outcome.calls for _, outcome in own),
+        "environment/called": Mean.of(outcome.calls > 0 for _, outcome in own),
+        "environment/reply_tokens": Mean.of(r.token_ids.numel() - r.length for r, _ in own),
+        **({"environment/reward": Mean.of(rewards)} if rewards else {}),
+        **{f"environment/end/{end}": Mean(count, len(own)) for end, count in ends.items()},
+        **{f"environment/fault/{kind}": Sum(count) for kind, count in faults.items()},
+        "environment/traces_left_out": Sum(sum(r.outcome.trace_left_out for r in every if r.outcome is not None)),
+    }

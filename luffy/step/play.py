@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from luffy.conversations import Conversations, Table, with_rewards
 from luffy.guidance.plan import extended, unwritten
 from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
 from luffy.run_folder.timing import Stopwatch
 from luffy.step.batch import StepBatch
-from luffy.step.conversations import Conversations, Table, with_rewards
 from luffy.step.early_scores import EarlyScores
 from luffy.step.groups import grouped, score
 from luffy.step.run_state import Run

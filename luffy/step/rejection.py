@@ -9,9 +9,9 @@ from luffy.errors import AllStopped
 from luffy.learn.credit import find_credit_function
 from luffy.metrics import Metric, merge_metrics
 from luffy.step.batch import Draw, StepBatch
-from luffy.step.conversations import environment_metrics
 from luffy.step.draws import attempts
 from luffy.step.groups import (
+    environment_metrics,
     group_metrics,
     in_accuracy_band,
     is_extreme,

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from luffy.config import Config
+from luffy.conversations import Conversations
 from luffy.data import ProblemSampler
 from luffy.distributed.replica import Replica
 from luffy.distributed.world import World
@@ -24,7 +25,6 @@ from luffy.run_folder.saved_state import Progress
 from luffy.run_folder.timing import Stopwatch
 from luffy.seeds import seed_of
 from luffy.step.batch import StepBatch
-from luffy.step.conversations import Conversations
 from luffy.step.groups import verified
 from luffy.step.memory import MethodMemory
 from luffy.step.prefetch import Prefetcher

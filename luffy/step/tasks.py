@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from luffy.config import Config, ModelConfig
+from luffy.conversations import tools_of
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.data.repeats import repeated, shared
-from luffy.data.schemas import ROW_KEY, without_traces
-from luffy.environments.protocol import Maker
+from luffy.data.rows import ROW_KEY
+from luffy.data.schemas import without_traces
 from luffy.errors import ConfigError, DataError
 from luffy.guidance.gate import find_gate
 from luffy.guidance.row_hints import hints_of
@@ -19,9 +20,8 @@ from luffy.models.load import eos_ids_in, token_count, vocabulary_in
 from luffy.types import Task
 
 
-def build_encoder(cfg: Config, tokenizer: Any, maker: Maker | None = None) -> Encoder:
-    """The encoder of a run. Its ``eos_ids`` are what the engine has to stop at: a trace ends as a response does.
-    ``maker``: of the environments whose tools the prompts show."""
+def build_encoder(cfg: Config, tokenizer: Any) -> Encoder:
+    """The encoder of a run. Its ``eos_ids`` are what the engine has to stop at: a trace ends as a response does."""
     d, m = cfg.data, cfg.model
     ends = None if tokenizer.eos_token_id is None else eos_ids_in(m.path, tokenizer, m.trust_remote_code)
     return Encoder(
@@ -36,7 +36,7 @@ def build_encoder(cfg: Config, tokenizer: Any, maker: Maker | None = None) -> En
         eos_ids=None if ends is None else [token for token in ends if token < len(tokenizer)],
         date=d.date,
         special_tokens=d.special_tokens,
-        tools=() if maker is None else maker.tools,
+        tools=tools_of(cfg.environment),
     )
 
 

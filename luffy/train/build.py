@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from luffy.config import Config, check_made_for
+from luffy.conversations import build_conversations
 from luffy.data import ProblemSampler
 from luffy.distributed.shard import local_world_size
 from luffy.distributed.world import World
@@ -34,7 +35,6 @@ from luffy.run_folder.lock import lock_folder
 from luffy.run_folder.saved_state import Progress
 from luffy.run_folder.timing import Stopwatch
 from luffy.run_folder.trackers import check_trackers
-from luffy.step.conversations import build_conversations, build_maker
 from luffy.step.crediting import detach_notice
 from luffy.step.memory import MethodMemory
 from luffy.step.prefetch import Prefetcher
@@ -166,9 +166,8 @@ def _assemble(
     cfg = world.from_main(with_date(cfg, tokenizer, saved))
     if cfg.data.date is not None:
         messages.facts.append(f"prompts are dated {cfg.data.date} (data.date)")
-    maker = build_maker(cfg)
-    tasks = load_training_tasks(cfg, build_encoder(cfg, tokenizer, maker), sft=method == "sft")
-    encoder = build_encoder(cfg, tokenizer, maker)  # its counts begin anew
+    tasks = load_training_tasks(cfg, build_encoder(cfg, tokenizer), sft=method == "sft")
+    encoder = build_encoder(cfg, tokenizer)  # its counts begin anew
     eval_tasks = load_eval_tasks(cfg, encoder)
     steps = total_steps(cfg, len(tasks), progress_of(cfg, saved))
     device = pick_device(cfg.model.device)
@@ -197,7 +196,7 @@ def _assemble(
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
         sampler=ProblemSampler(len(tasks), cfg.seed), planner=build_planner(cfg, steps, end_of_text, tokenizer),
         gate=find_gate(cfg.guidance.gate), memory=MethodMemory(cfg, len(tasks)),
-        conversations=build_conversations(cfg, encoder, maker),
+        conversations=build_conversations(cfg, encoder),
     )  # fmt: skip
     held_out = HeldOut(cfg, world, eval_tasks, engines.current, verifier, tokenizer, end_of_text, run.conversations)
     sizes = {name: len(of_set) for name, of_set in eval_tasks.items()}

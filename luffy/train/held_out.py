@@ -21,9 +21,8 @@ from luffy.rollout.engine import Engine
 from luffy.run_folder.layout import EVALUATED, METRICS
 from luffy.run_folder.recorder import read_json_lines
 from luffy.seeds import seed_of
-from luffy.step.conversations import Conversations, environment_metrics
-from luffy.step.groups import component_metrics, failure_metrics, stop_if_nothing_was_scored
-from luffy.step.play import Player
+from luffy.step.groups import component_metrics, environment_metrics, failure_metrics, stop_if_nothing_was_scored
+from luffy.step.play import Conversations, Player
 from luffy.types import Group, Sampling, Task
 
 ACCURACY = "val-core/accuracy"

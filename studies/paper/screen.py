@@ -15,7 +15,8 @@ from itertools import islice
 from typing import Any
 
 from luffy.data import READERS, Encoder, RowError, RowSource
-from luffy.data.schemas import LABELS, ReadOptions, RowView, as_verdict
+from luffy.data.rows import ReadOptions, RowView
+from luffy.data.schemas import LABELS, as_verdict
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.background_work import BackgroundWork
 from luffy.prepare.journal import Journal, Record

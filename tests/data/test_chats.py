@@ -10,7 +10,8 @@ from data.templates import make_model_tokenizer
 
 from luffy.data import Encoder, load_problems
 from luffy.data.encode import PAPER_SYSTEM_PROMPT
-from luffy.data.schemas import READERS, ReadOptions, RowView
+from luffy.data.rows import ReadOptions, RowView
+from luffy.data.schemas import READERS
 from luffy.data.sources import RowError
 from luffy.errors import ConfigError, DataError
 from luffy.prepare.dataset_files import traces_schema
@@ -31,7 +32,7 @@ def read(row, layout="messages", **options):
     return READERS[layout](RowView(row, "d.jsonl:7", "d:7", ReadOptions(require_answer=False, **options)))
 
 
-def fault(row, layout="messages", **options) -> str:
+def fault_of(row, layout="messages", **options) -> str:
     with pytest.raises(RowError) as caught:
         read(row, layout, **options)
     assert "\n" not in str(caught.value)
@@ -84,17 +85,17 @@ def test_faults_of_chats_with_tools():
     ask, say = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
     calls = {"role": "assistant", "content": None, "tool_calls": [call_row()]}
     result = {"role": "tool", "content": "5"}
-    assert "column 'messages[2]': expected an assistant turn behind" in fault({"messages": [ask, calls, result]})
-    twice = fault({"messages": [ask, calls, say]})
+    assert "column 'messages[2]': expected an assistant turn behind" in fault_of({"messages": [ask, calls, result]})
+    twice = fault_of({"messages": [ask, calls, say]})
     assert "column 'messages[1]': expected an answer between two assistant turns" in twice
     empty = {"role": "assistant", "content": " "}
-    assert "column 'messages[3]'" in fault({"messages": [ask, calls, result, empty]})
-    assert "column 'messages[1]'" in fault({"messages": [ask, {**calls, "tool_calls": []}]})
+    assert "column 'messages[3]'" in fault_of({"messages": [ask, calls, result, empty]})
+    assert "column 'messages[1]'" in fault_of({"messages": [ask, {**calls, "tool_calls": []}]})
     for wrong in ([{"function": {"arguments": "{}"}}], ["add"], [call_row(arguments="{")], [call_row(arguments=[1])]):
-        assert "messages[1].tool_calls[0]" in fault({"messages": [ask, {**calls, "tool_calls": wrong}, result, say]})
-    assert "messages[1].tool_calls'" in fault({"messages": [ask, {**calls, "tool_calls": {"a": 1}}, result, say]})
+        assert "messages[1].tool_calls[0]" in fault_of({"messages": [ask, {**calls, "tool_calls": wrong}, result, say]})
+    assert "messages[1].tool_calls'" in fault_of({"messages": [ask, {**calls, "tool_calls": {"a": 1}}, result, say]})
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
-    assert "column 'messages[0]': expected a chat message with text" in fault({"messages": [picture, say]})
+    assert "column 'messages[0]': expected a chat message with text" in fault_of({"messages": [picture, say]})
 
 
 def test_sharegpt_with_tools():
@@ -115,7 +116,7 @@ def test_sharegpt_with_tools():
         ("assistant", "5.", 0, ""),
     ]  # fmt: skip
     bad = [turns[0], {"from": "function_call", "value": "add(2)"}]
-    assert "column 'conversations[1].value[0]'" in fault({"conversations": bad}, "sharegpt")
+    assert "column 'conversations[1].value[0]'" in fault_of({"conversations": bad}, "sharegpt")
 
 
 def test_chats_in_a_column_of_traces():
@@ -126,10 +127,10 @@ def test_chats_in_a_column_of_traces():
     assert several.messages == (Message("assistant", "", (ADD,)), RESULT, Message("assistant", "a"))
     assert text == Trace(text="a") and single.messages == (Message("assistant", "", (ADD,)),)
     assert len(named.messages) == 3
-    assert "to begin with an assistant turn" in fault({**row, "traces": [[ask, calls, result, say]]}, "luffy")
-    assert "to end with an assistant turn" in fault({**row, "traces": [[calls, result]]}, "luffy")
+    assert "to begin with an assistant turn" in fault_of({**row, "traces": [[ask, calls, result, say]]}, "luffy")
+    assert "to end with an assistant turn" in fault_of({**row, "traces": [[calls, result]]}, "luffy")
     given = {"messages": [say, ask, say], "log_probs": [-1.0], "teacher": "big"}
-    assert "recorded log-probs need the token ids" in fault({**row, "traces": [given]}, "luffy")
+    assert "recorded log-probs need the token ids" in fault_of({**row, "traces": [given]}, "luffy")
 
 
 def test_the_option_of_a_dataset(write_jsonl):
@@ -166,7 +167,7 @@ def traced(*messages, **more):
     return Problem("p", (ASK,), "5", traces=(Trace(messages=tuple(messages), **more),), meta={"__row__": "d.jsonl:4"})
 
 
-def shown(encoder, ids):
+def text_of(encoder, ids):
     return encoder.tokenizer.decode(list(ids))
 
 
@@ -181,7 +182,7 @@ def test_turns_put_behind_one_another_are_the_chat_rendered_whole(name, kind):
     reply = [RESULT, MORE] if chat[-1].tool_calls else [MORE]
     task = encoder.encode(traced(*chat))
     ids = task.prompt_ids + task.demonstrations[0].token_ids + encoder.reply_ids(reply)
-    assert shown(encoder, ids) == encoder.render(Problem("p", (ASK, *chat, *reply), ""))
+    assert text_of(encoder, ids) == encoder.render(Problem("p", (ASK, *chat, *reply), ""))
     assert ids == encoder.prompt_ids(Problem("p", (ASK, *chat, *reply), ""))
     assert encoder.counts["texts_left_out"] == (kind == "text and call" and name in ("llama3.1", "mistral", "hermes"))
 
@@ -203,14 +204,14 @@ def test_an_environments_tokens_are_known(name):
 
 def test_what_a_reply_looks_like():
     encoder = make_encoder("qwen2.5")
-    assert shown(encoder, encoder.reply_ids([MORE])) == (
+    assert text_of(encoder, encoder.reply_ids([MORE])) == (
         "\n<|im_start|>user\nand 3+4?<|eot_id|><|im_end|>\n<|im_start|>assistant\n"
     )
     assert encoder.tokenizer.convert_tokens_to_ids("<|eot_id|>") not in encoder.reply_ids([MORE])
     controlled = make_encoder("qwen2.5", special_tokens="control")  # the environment's texts stay texts
     assert controlled.reply_ids([MORE]) == encoder.reply_ids([MORE])
     llama = make_encoder("llama3.1")  # more results than calls that a turn may have
-    assert shown(llama, llama.reply_ids([RESULT, RESULT])).count("ipython") == 2
+    assert text_of(llama, llama.reply_ids([RESULT, RESULT])).count("ipython") == 2
 
 
 def test_a_template_that_rewrites_history_does_not_change_what_the_model_saw():
@@ -218,17 +219,17 @@ def test_a_template_that_rewrites_history_does_not_change_what_the_model_saw():
     chat = [Message("assistant", thought + "5?"), MORE, Message("assistant", thought + "I call.", (ADD,)), RESULT]
     qwen3 = make_encoder("qwen3")
     task = qwen3.encode(traced(*chat, Message("assistant", "7")))
-    text = shown(qwen3, task.prompt_ids + task.demonstrations[0].token_ids)
+    text = text_of(qwen3, task.prompt_ids + task.demonstrations[0].token_ids)
     assert text.count(thought) == 2 and text not in qwen3.render(Problem("p", (ASK, *chat), ""))
     qwq = make_encoder("qwq")  # begins every turn with <think>
     task = qwq.encode(traced(*chat, Message("assistant", "", (ADD,))))
-    text = shown(qwq, task.prompt_ids + task.demonstrations[0].token_ids)
+    text = text_of(qwq, task.prompt_ids + task.demonstrations[0].token_ids)
     assert text.count(thought) == 2 and text.count("<think>") == 3 and text.endswith("<|im_end|>")
 
 
 def test_templates_without_a_place_for_answers():
     gemma = make_encoder("gemma")
-    assert shown(gemma, gemma.reply_ids([MORE])).endswith("<end_of_turn>\n<start_of_turn>model\n")
+    assert text_of(gemma, gemma.reply_ids([MORE])).endswith("<end_of_turn>\n<start_of_turn>model\n")
     with pytest.raises(ConfigError, match=r"refuses an answer of tool .*let the environment answer as the user, or gi"):
         gemma.reply_ids([RESULT])
     silent = make_encoder(
@@ -264,8 +265,8 @@ def test_the_papers_style_opens_the_thought_of_every_turn():
     task = encoder.encode(
         replace(traced(Message("assistant", "<think>\na</think>"), MORE, Message("assistant", "b")), prompt="q")
     )
-    assert PAPER_SYSTEM_PROMPT in shown(encoder, task.prompt_ids)
-    text = shown(encoder, task.prompt_ids + task.demonstrations[0].token_ids)
+    assert PAPER_SYSTEM_PROMPT in text_of(encoder, task.prompt_ids)
+    text = text_of(encoder, task.prompt_ids + task.demonstrations[0].token_ids)
     assert text.count("assistant\n<think>\n") == 2 and text.count("<think>\n<think>") == 0
 
 
@@ -304,7 +305,7 @@ def test_an_observation_stands_behind_the_question():
     encoder = make_encoder("qwen2.5")
     task = encoder.encode(traced(*CHATS["call"]))
     seen = encoder.with_observation(task, "\nYou see a door.")
-    assert "What is 2+3?\nYou see a door.<|im_end|>" in shown(encoder, seen.prompt_ids)
+    assert "What is 2+3?\nYou see a door.<|im_end|>" in text_of(encoder, seen.prompt_ids)
     assert seen.problem.prompt == (Message("user", "What is 2+3?\nYou see a door."),)
     assert seen.demonstrations == task.demonstrations and encoder.with_observation(task, "") == task
     encoder.max_prompt_tokens = len(task.prompt_ids)

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from luffy.data.schemas import LAYOUTS, READERS, ROW_KEY, ReadOptions, RowView, detect
+from luffy.data.rows import ROW_KEY, ReadOptions, RowView
+from luffy.data.schemas import LAYOUTS, READERS, detect
 from luffy.data.sources import JsonFloat, RowError
 from luffy.types import Message, Problem, Trace
 
@@ -145,8 +146,8 @@ def test_no_answer_is_fine_when_none_is_required():
         ({"traces": 4}, "column 'traces': expected a trace or a list of traces, found 4"),
         ({"traces": ["", 4]}, r"column 'traces\[1\]': expected a non-empty string, token ids"),
         ({"traces": [None]}, r"column 'traces\[0\]': expected .* found None"),
-        ({"traces": [{"teacher": "x"}]}, r"column 'traces\[0\]': expected either 'text' or 'token_ids'"),
-        ({"traces": [{"text": "t", "token_ids": [1]}]}, "expected either 'text' or 'token_ids'"),
+        ({"traces": [{"teacher": "x"}]}, r"column 'traces\[0\]': expected one of 'text', 'token_ids' and 'messages'"),
+        ({"traces": [{"text": "t", "token_ids": [1]}]}, "expected one of 'text', 'token_ids' and 'messages'"),
         ({"traces": [{"text": "t", "teacher": 4}]}, r"column 'traces\[0\].teacher': expected a string, found 4"),
         ({"traces": [{"text": 4}]}, r"column 'traces\[0\].text': expected a non-empty string"),
         ({"traces": [{"token_ids": []}]}, r"column 'traces\[0\].token_ids': expected a list of token ids, found \[\]"),

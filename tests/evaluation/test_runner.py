@@ -17,7 +17,7 @@ from commands import luffy
 import luffy.evaluation.plan as plan
 import luffy.evaluation.runner as runner
 from luffy.config.knobs import RewardConfig
-from luffy.data import encode
+from luffy.data import prompts
 from luffy.errors import UserError
 from luffy.evaluation.accuracy import pass_at_k
 from luffy.evaluation.background_work import BackgroundWork
@@ -113,7 +113,7 @@ def test_an_evaluation_keeps_the_date_of_its_prompts(options, tmp_path, monkeypa
     shutil.copytree(BASE, model)
     (model / "chat_template.jinja").write_text("{{ strftime_now('%d%m%Y') }}={{ messages[0]['content'] }}")
     asked = replace(options, model=str(model), style="chat", limit=2, k=1, max_tokens=4)
-    day = lambda text: monkeypatch.setattr(encode, "today", lambda: datetime.date.fromisoformat(text))  # noqa: E731
+    day = lambda text: monkeypatch.setattr(prompts, "today", lambda: datetime.date.fromisoformat(text))  # noqa: E731
     day("2024-07-26")
     run_evaluation(replace(asked, out=tmp_path / "first"))
     day("2024-07-27")

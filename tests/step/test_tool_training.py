@@ -18,11 +18,12 @@ from trainings import (
     train_untimed,
     untimed_metrics,
 )
+from transformers import AutoModelForCausalLM
 
+from luffy import conversations
 from luffy.errors import ConfigError
-from luffy.models.load import load_model
 from luffy.rollout.native.scheduler import SequenceState
-from luffy.step import conversations, training_step
+from luffy.step import training_step
 from luffy.train.loop import Trainer
 from luffy.types import Author
 
@@ -157,7 +158,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(make_talking, tmp_path,
             train(killed)
     again = train_untimed(killed)
     assert [row["step"] for row in again] == [1, 2, 3]
-    assert_same_metrics(again, rows, tolerance=0)
+    assert_same_metrics(again, rows, tolerance=1e-6)  # log-probs of the engine round by who was drawn together
     assert_same_weights(final_weights(killed), final_weights(whole), tolerance=0)
 
 
@@ -172,7 +173,7 @@ def test_micro_batches_are_invisible(make_talking, tokens):
 def test_ranks_agree(make_talking, ranks):
     alone, together = make_talking(name="alone"), make_talking(name="together", launch="torchrun")
     rows = train_untimed(alone)
-    run_ranks(train, ranks, together)
+    run_ranks(ranks, train, together)
     found = untimed_metrics(together)
     shared = ["critic/score/mean", "environment/turns", "environment/calls", "actor/pg_loss"]
     for ours, theirs in zip(found, rows, strict=True):
@@ -181,7 +182,7 @@ def test_ranks_agree(make_talking, ranks):
 
 
 def test_a_step_ahead_of_the_update(make_talking):
-    cfg = make_talking(async_={"max_staleness": 1}, train={"steps": 3})
+    cfg = make_talking(train={"steps": 3}, **{"async": {"max_staleness": 1}})
     rows = train_untimed(cfg)
     assert rows[-1]["async/staleness/max"] == 1 and rows[-1]["environment/turns"] > 1
 
@@ -211,7 +212,7 @@ def gradient_by_hand(model, batch, temperature=1.0):
         rewards = torch.tensor([s.value for s in group.scores], dtype=torch.float64)
         for episode, advantage in zip(group.rollouts, rewards - rewards.mean(), strict=True):
             ids = torch.tensor([*episode.task.prompt_ids, *episode.token_ids.tolist()])
-            logits = model(ids[None]).logits[0, :-1]
+            logits = model(input_ids=ids[None]).logits[0, :-1]
             log_p = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0][len(episode.task.prompt_ids) - 1 :]
             for author, value in zip(episode.authors.tolist(), log_p, strict=True):
                 if author == Author.ENVIRONMENT:
@@ -242,7 +243,7 @@ def test_the_gradient_of_several_turns_is_that_of_the_formula(make_talking, chat
         monkeypatch.setattr(type(optimizer), "step", keep)
         batch = training_step.take_step(trainer.run, 0)
     assert any((r.authors == Author.ENVIRONMENT).any() and r.prefix for g in batch.groups.values() for r in g.rollouts)
-    expected = gradient_by_hand(load_model(chat_model), batch)
+    expected = gradient_by_hand(AutoModelForCausalLM.from_pretrained(chat_model), batch)
     assert found.keys() and len(set(found) & set(expected)) > 5
     for name in set(found) & set(expected):
         torch.testing.assert_close(found[name].double(), expected[name], rtol=2e-4, atol=1e-7)

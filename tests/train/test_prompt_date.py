@@ -9,7 +9,7 @@ import yaml
 from builders import make_tokenizer
 
 from luffy.config import load_config
-from luffy.data import Encoder, encode
+from luffy.data import Encoder, prompts
 from luffy.errors import ConfigError
 from luffy.run_folder.recorder import read_json_lines
 from luffy.train.loop import Trainer
@@ -20,7 +20,7 @@ PROBLEM = Problem("p", "1+1", "2")
 
 
 def on(monkeypatch, day):
-    monkeypatch.setattr(encode, "today", lambda: datetime.date.fromisoformat(day))
+    monkeypatch.setattr(prompts, "today", lambda: datetime.date.fromisoformat(day))
 
 
 def test_the_clock_is_read_once(monkeypatch):

@@ -23,13 +23,11 @@ from luffy.errors import UserError
 from luffy.metrics import Mean, Metric
 from luffy.models.forward import causal_lm, evaluating, max_positions, text_config
 from luffy.models.fused import fused_decoder
-from luffy.models.plain import runs_plain
 from luffy.models.products import Fp8Products, Products, fp8_fault, separate
 from luffy.models.products import merged as merged_products
 from luffy.rollout.engine import Engine, EngineStats, OnProgress, RequestSource, check_request
 from luffy.rollout.native.scheduler import SequenceState
-from luffy.rollout.native.slot_conversations import SlotConversations
-from luffy.rollout.native.slot_generation import PolicyDecoder, SlotGeneration, SlotPlan
+from luffy.rollout.native.slot_generation import PolicyDecoder, SlotConversations, SlotGeneration, SlotPlan
 from luffy.rollout.native.static_batch import StaticBatchGeneration
 from luffy.types import Completion, Request
 
@@ -171,7 +169,7 @@ class NativeEngine(Engine):
     def serve(self, source: RequestSource) -> None:
         """A request begins as soon as there is room, and a conversation keeps its cache; a model of another family is
         asked for those that are ready together."""
-        if runs_plain(self.model):
+        if StaticBatchGeneration.serves(self.model):
             return super().serve(source)
         started = time.perf_counter()
         with evaluating(self.model):
@@ -211,7 +209,7 @@ class NativeEngine(Engine):
         self.stats.seconds = time.perf_counter() - started
 
     def _generation(self, requests: Sequence[Request]) -> Generation:
-        if runs_plain(self.model):
+        if StaticBatchGeneration.serves(self.model):
             return StaticBatchGeneration(self.model, requests, self.max_slots)
         if not uses_pages([self.model], self.decoding, self.batch_invariant):
             plan = SlotPlan.of(requests, self.max_slots, self.batch_invariant)

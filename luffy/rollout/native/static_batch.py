@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from luffy.errors import UserError
 from luffy.models.forward import causal_lm
+from luffy.models.plain import runs_plain
 from luffy.rollout.engine import EngineStats
 from luffy.rollout.native.scheduler import SequenceState
 from luffy.rollout.sampling import SamplingRows, sample
@@ -27,6 +28,11 @@ class StaticBatchGeneration:
         self._model, self._slots = model, max_slots
         self._device = next(model.parameters()).device
         self._waiting = [SequenceState(index, request) for index, request in enumerate(requests)]
+
+    @staticmethod
+    def serves(model: nn.Module) -> bool:
+        """Whether this is the only way for the model."""
+        return runs_plain(model)
 
     def close(self) -> None:
         """Release nothing: no state outlives the call."""

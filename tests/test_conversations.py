@@ -10,10 +10,11 @@ import torch
 from conversing import ScriptedEngine, call, make_chat_tokenizer
 
 from luffy.config import EnvironmentConfig
+from luffy.conversations import Conversations
 from luffy.data import Encoder
 from luffy.environments.kinds import maker_for
 from luffy.guidance.plan import given, unwritten, whole_turns
-from luffy.step.conversations import Conversations, environment_metrics
+from luffy.step.groups import environment_metrics
 from luffy.step.play import Player
 from luffy.types import Author, Group, Message, Problem, Sampling, Score, ToolCall, Trace
 

@@ -10,9 +10,9 @@ rendered again: what is trained is what the engine drew.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from luffy.environments.kinds import maker_for
 from luffy.environments.protocol import Environment, Maker, Reply, Turn
 from luffy.environments.workers import Fault, Workers
 from luffy.guidance.plan import extended, unwritten
-from luffy.metrics import Mean, Metric, Sum
 from luffy.types import Author, Completion, Episode, EpisodeOutcome, Finish, Group, Request, Score, written_by
 
 CLOSING_S = 5.0  # how long a run that ends waits for its environments to close
@@ -353,35 +352,22 @@ def _without_failures(group: Group) -> Group:
     return Group(group.task, tuple(group.rollouts[i] for i in kept), tuple(group.scores[i] for i in kept))
 
 
-def environment_metrics(groups: Iterable[Group]) -> dict[str, Metric]:
-    """What the policy's own episodes did in their environments; nothing without environments."""
-    every = [rollout for group in groups for rollout in group.rollouts if rollout.outcome is not None]
-    own = [(rollout, rollout.outcome) for rollout in every if rollout.is_own and rollout.outcome is not None]
-    if not every:
-        return {}
-    ends = Counter(outcome.end for _, outcome in own)
-    faults = Counter(kind for _, outcome in own for kind in outcome.faults)
-    rewards = [outcome.reward for _, outcome in own if outcome.reward is not None]
-    return {
-        "environment/turns": Mean.of(outcome.turns for _, outcome in own),
-        "environment/calls": Mean.of(outcome.calls for _, outcome in own),
-        "environment/called": Mean.of(outcome.calls > 0 for _, outcome in own),
-        "environment/reply_tokens": Mean.of(r.token_ids.numel() - r.length for r, _ in own),
-        **({"environment/reward": Mean.of(rewards)} if rewards else {}),
-        **{f"environment/end/{end}": Mean(count, len(own)) for end, count in ends.items()},
-        **{f"environment/fault/{kind}": Sum(count) for kind, count in faults.items()},
-        "environment/traces_left_out": Sum(sum(r.outcome.trace_left_out for r in every if r.outcome is not None)),
-    }
-
-
-def build_conversations(cfg: Config, encoder: Encoder, maker: Maker | None) -> Conversations | None:
+def build_conversations(cfg: Config, encoder: Encoder) -> Conversations | None:
     """What the episodes of a run are played with; None without an environment."""
-    if cfg.environment is None or maker is None:
-        return None
-    call_format = format_of(str(encoder.prompts.template or ""))
-    return Conversations(cfg.environment, encoder, maker, call_format, cfg.longest_response, cfg.reward.failure)
-
-
-def build_maker(cfg: Config) -> Maker | None:
     e = cfg.environment
-    return None if e is None else maker_for(e.name, e.arguments, e.max_reply_chars)
+    if e is None:
+        return None
+    return Conversations(e, encoder, maker_of(e), call_format_of(encoder), cfg.longest_response, cfg.reward.failure)
+
+
+def call_format_of(encoder: Encoder) -> str:
+    return format_of(str(encoder.prompts.template or ""))
+
+
+def maker_of(e: EnvironmentConfig) -> Maker:
+    return maker_for(e.name, e.arguments, e.max_reply_chars)
+
+
+def tools_of(e: EnvironmentConfig | None) -> tuple[Mapping[str, Any], ...]:
+    """The tools that the prompts of a run show."""
+    return () if e is None else maker_of(e).tools
