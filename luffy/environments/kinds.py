@@ -126,6 +126,8 @@ def maker_for(
     part = _part(choice) if isinstance(choice, str) else EnvironmentPart(choice)
     maker = ObjectMaker(_factory(choice, part, given), max_reply_chars, part.own_reward)
     assert maker.tools is not None  # a mistake in the class is an error here
+    if part.is_built_in:  # and so is what this machine cannot do
+        maker.make().close()
     return maker
 
 
@@ -146,9 +148,11 @@ def _factory(choice: str | Factory, part: EnvironmentPart, given: dict[str, Any]
     if part.settings is not NoSettings:
         chosen = choice.settings if isinstance(choice, Chosen) and not given else None
         settings = chosen or build(part.settings, given, f"{SECTION}.arguments")
+        if hasattr(settings, "check"):
+            settings.check(f"{SECTION}.arguments")
         return _Bound(part.function, (settings,), {})
     try:
-        row = {"extras": {}} if _takes_row(part.function) else {}
+        row: dict[str, Any] = {"extras": {}} if _takes_row(part.function) else {}
         inspect.signature(part.function).bind(**{**row, **given})
     except TypeError as error:
         name = getattr(part.function, "__name__", choice)

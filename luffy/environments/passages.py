@@ -51,7 +51,7 @@ def read_passages(file: str, column: str) -> Passages:
 
 def _texts(file: Path, column: str) -> Iterator[str]:
     if not file.is_file():
-        raise DataError(f"{file}: no such file; set arguments: {{file: passages.jsonl}}")
+        raise DataError(f"{str(file)!r}: no such file; set arguments: {{file: passages.jsonl}}")
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():

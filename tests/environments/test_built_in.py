@@ -10,7 +10,7 @@ from luffy.errors import ConfigError, UserError
 from luffy.types import Problem
 
 
-def answer(name, text, **arguments):
+def said_by(name, text, **arguments):
     """What an environment says to one turn in the hermes format."""
     environment = maker_for(name, arguments).make()
     environment.start(Problem("p", "", ""), 0)
@@ -29,18 +29,18 @@ def test_they_are_registered():
 
 
 def test_the_calculator_and_the_chain():
-    assert answer("calculator", call("calculate", "expression", "1/4 + 1")) == ("1.25", ())
+    assert said_by("calculator", call("calculate", "expression", "1/4 + 1")) == ("1.25", ())
     said = "error: ValueError: division by zero"
-    assert answer("calculator", call("calculate", "expression", "1/0")) == (said, ("tool_raised",))
+    assert said_by("calculator", call("calculate", "expression", "1/0")) == (said, ("tool_raised",))
     add = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
-    assert answer("chain", add) == ("5", ())
+    assert said_by("chain", add) == ("5", ())
 
 
 @pytest.mark.skipif(without_network() is None, reason="neither unshare nor sandbox-exec takes the network away here")
 def test_python_runs_in_the_sandbox():
     allow = ["memory"]  # macOS does not limit it
-    assert answer("python", call("run", "code", "2 ** 10"), allow=allow) == ("1024", ())
-    text, faults = answer("python", call("run", "code", "1/0"), allow=allow)
+    assert said_by("python", call("run", "code", "2 ** 10"), allow=allow) == ("1024", ())
+    text, faults = said_by("python", call("run", "code", "1/0"), allow=allow)
     assert text == "ZeroDivisionError: division by zero (line 1)" and faults == ()
     with pytest.raises(ConfigError, match="'environment.arguments.allow' may name network and memory; got 'all'"):
         maker_for("python", {"allow": ["all"]})
@@ -60,7 +60,7 @@ def test_search_numbers_its_passages(tmp_path):
     pytest.importorskip("rank_bm25")
     (tmp_path / "p.jsonl").write_text('{"text": "a ship"}\n{"text": "a lion"}\n{"text": "the ship"}\n')
     file = str(tmp_path / "p.jsonl")
-    assert answer("search", call("search", "query", "ship"), file=file) == ("[1] a ship\n[2] the ship", ())
-    assert answer("search", call("search", "query", "tiger"), file=file, top=1) == ("nothing found", ())
+    assert said_by("search", call("search", "query", "ship"), file=file) == ("[1] a ship\n[2] the ship", ())
+    assert said_by("search", call("search", "query", "tiger"), file=file, top=1) == ("nothing found", ())
     with pytest.raises(UserError, match=r"no such file; set arguments: \{file: "):
         maker_for("search")
