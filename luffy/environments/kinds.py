@@ -39,7 +39,7 @@ class EnvironmentPart(Part):
 
 
 ENVIRONMENTS: Registry[EnvironmentPart] = Registry(
-    "environment", EnvironmentPart, home="luffy.environments.built_in", open_to_all=True
+    "environment", EnvironmentPart, home="luffy.environments.built_in luffy.environments.openenv", open_to_all=True
 )
 
 

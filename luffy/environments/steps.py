@@ -16,6 +16,7 @@ from typing import Any
 
 from luffy.environments.answers import (
     DEFAULT_REPLY_CHARS,
+    EnvironmentLost,
     FaultKind,
     Faulty,
     OddAnswer,
@@ -92,6 +93,8 @@ class StepEnvironment:
         action = action_in(text, getattr(self._thing, "action_space", None))
         try:
             return read_step(self._calls.call(self._thing.step, action))
+        except EnvironmentLost:
+            raise
         except (Exception, SystemExit) as error:
             raise raised(error) from error
 
