@@ -47,6 +47,7 @@ TOKEN_VARIABLE = "CODE_REWARD_TOKEN"
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
+
 def code_of(response: str) -> str:
     """The last fenced block, or the whole text."""
     blocks = FENCE.findall(response)

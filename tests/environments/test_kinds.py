@@ -3,6 +3,7 @@
 import sys
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -155,3 +156,16 @@ def test_the_object_made_to_look_at_is_closed():
 
     maker_for(lambda: Closing())
     assert len(closed) == 1
+
+
+def test_the_shop_of_the_page_is_an_environment():
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    space = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], space)
+    maker = maker_for(space["Shop"])
+    shop = maker.make()
+    assert maker.gives_reward and shop.start(Problem("p", "", "", meta={"budget": 5}), 0) == "You have 5 coins."
+    calls = tuple(ToolCall("buy", {"item": "lamp", "price": price}) for price in (6, 4))
+    reply = shop.reply(Turn("", calls))
+    assert [message.content for message in reply.messages] == ["error: ValueError: not enough coins", "1 coins left"]
+    assert reply.faults == ("tool_raised",) and shop.reward() == 1.0

@@ -73,7 +73,7 @@ def real():
         server.wait()
 
 
-def user(text):
+def told(text):
     return Message("user", text)
 
 
@@ -84,11 +84,11 @@ def test_an_episode(kind, request):
     assert maker.tools == () and maker.gives_reward
     one, other = maker.make(), maker.make()
     assert one.start(PROBLEM, 17) == other.start(PROBLEM, 18) == "Guess a digit, easy."
-    assert one.reply(Turn("8")) == Reply((user("Wrong."),), False, -0.5)
-    assert other.reply(Turn("8")) == Reply((user("Right."),), True, 1.0)
+    assert one.reply(Turn("8")) == Reply((told("Wrong."),), False, -0.5)
+    assert other.reply(Turn("8")) == Reply((told("Right."),), True, 1.0)
     reply = one.reply(Turn("crash"))
     assert reply.faults == ("tool_raised",) and "crashed (EXECUTION_ERROR)" in reply.messages[0].content
-    assert one.reply(Turn("7")) == Reply((user("Right."),), True, 1.0)
+    assert one.reply(Turn("7")) == Reply((told("Right."),), True, 1.0)
     assert (one.reward(), other.reward()) == (0.5, 1.0)
     for environment in (one, other):
         environment.close()
