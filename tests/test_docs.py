@@ -87,7 +87,7 @@ def test_the_navigation_of_the_site_names_every_page_once():
 
 EXAMPLES = [
     pytest.param(block, id=f"{name}-{number}")
-    for name in ("methods/loss", "methods/luffy", "data", "rewards")
+    for name in ("methods/loss", "methods/luffy", "data", "rewards", "environments")
     for number, block in enumerate(blocks(ROOT / "docs" / f"{name}.md", "python"), start=1)
 ]
 

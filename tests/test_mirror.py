@@ -45,6 +45,8 @@ COVERED_ELSEWHERE: dict[str, str] = {
     "luffy.dry_run.place": "dry_run/test_dry_run.py",
     "luffy.dry_run.times": "dry_run/test_dry_run.py",
     "luffy.dry_run.work": "dry_run/test_dry_run.py",
+    "luffy.environments.answers": "environments/test_tools.py",
+    "luffy.environments.async_calls": "environments/test_tools.py",
     "luffy.environments.protocol": "environments/test_tools.py",
     "luffy.errors": "test_cli.py",
     "luffy.evaluation.background_work": "evaluation/test_runner.py",

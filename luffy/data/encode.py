@@ -27,7 +27,7 @@ from luffy.data.repeats import prompt_hash
 from luffy.data.special_tokens import MARK, OPEN
 from luffy.data.traces import TraceEncoder, too_long, trace_text, without_open_think
 from luffy.errors import ConfigError, DataError
-from luffy.types import Message, Problem, Task
+from luffy.types import NO_LIMIT, Message, Problem, Task
 
 __all__ = [
     "PAPER_SYSTEM_PROMPT",
@@ -64,7 +64,8 @@ class Encoder:
     which neither ends the prompt nor is a token of the tokenizer, and ``texts_left_out``: texts next to tool calls for
     which the chat template has no place.
 
-    ``tools``: JSON schemas of the tools that prompts offer.
+    ``tools``: JSON schemas of the tools that prompts offer. ``max_conversation_tokens``: of a trace of several turns,
+    replies included; ``max_response_tokens`` counts the teacher's alone.
 
     ``date`` (``2026-01-31``; default: today) is the date for chat templates that call ``strftime_now``.
     ``prompt_date`` is that date, or None if the template does not ask for it.
@@ -84,6 +85,7 @@ class Encoder:
         date: str | None = None,
         special_tokens: str = "text",
         tools: Sequence[Mapping[str, Any]] = (),
+        max_conversation_tokens: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.overlong_prompt = one_of("overlong_prompt", overlong_prompt, ("error", "drop"))
@@ -98,8 +100,9 @@ class Encoder:
         self.eos_ids = _checked_eos(tokenizer, eos_ids, self.prompts.turn_end())
         self.counts: Counter[str] = Counter()
         self._traces = TraceEncoder(
-            self.prompts, self._tokenize, self.eos_ids, self.max_response_tokens, overlong_trace, self.counts
-        )
+            self.prompts, self._tokenize, self.eos_ids, self.max_response_tokens, overlong_trace, self.counts,
+            max_conversation_tokens or NO_LIMIT,
+        )  # fmt: skip
         self._read: dict[str, list[int]] = {}  # ids of texts, while ``encode_all`` runs
 
     def stops(self, eos_ids: Sequence[int]) -> tuple[int, ...]:

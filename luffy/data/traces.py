@@ -13,7 +13,7 @@ from luffy.data.prompts import PromptWriter, tokenizer_name, where
 from luffy.data.rows import log_prob_fault
 from luffy.data.special_tokens import OPEN, without_marks
 from luffy.errors import ConfigError, DataError
-from luffy.types import THINK, Demonstration, Message, Problem, Trace
+from luffy.types import NO_LIMIT, THINK, Demonstration, Message, Problem, Trace
 
 
 class Part(NamedTuple):
@@ -25,7 +25,8 @@ class Part(NamedTuple):
 
 class TraceEncoder:
     """Encodes traces for one tokenizer. ``tokenize(problem, text)`` gives the ids of a marked text, ``eos_ids`` end a
-    response, ``limit`` is the most tokens a teacher may have written, ``counts`` are those of the ``Encoder``."""
+    response, ``limit`` is the most tokens a teacher may have written, ``most`` that of a trace with its replies,
+    ``counts`` are those of the ``Encoder``."""
 
     def __init__(
         self,
@@ -35,7 +36,9 @@ class TraceEncoder:
         limit: int,
         overlong: str,
         counts: Counter[str],
+        most: int = NO_LIMIT,
     ) -> None:
+        self.most = most
         self.prompts, self.tokenize, self.eos_ids, self.counts = prompts, tokenize, tuple(eos_ids), counts
         self.limit, self.overlong = limit, overlong
         self.special = prompts.special
@@ -73,9 +76,12 @@ class TraceEncoder:
         if trace.log_probs is not None:
             raise DataError(f"{where(problem)}: a trace of messages has log-probs; drop them")
         parts = self._parts(problem, trace.messages or (), prompt)
-        length = sum(len(part.ids) for part in parts if part.by_teacher)
-        if length <= self.limit:
+        length, whole = sum(len(part.ids) for part in parts if part.by_teacher), sum(len(part.ids) for part in parts)
+        if length <= self.limit and whole <= self.most:
             return _joined(parts)
+        if length <= self.limit and self.overlong == "error":
+            limit, way_out = f"{self.most} with replies (environment.max_tokens)", "overlong_trace=drop or truncate"
+            raise too_long(problem, "a trace of several turns", whole, limit, way_out)
         if self._is_dropped(problem, length):
             return None
         kept = self._whole_turns(parts)
@@ -100,10 +106,11 @@ class TraceEncoder:
 
     def _whole_turns(self, parts: list[Part]) -> list[Part]:
         """The first parts, up to the last assistant turn that fits."""
-        left = self.limit
+        left, room = self.limit, self.most
         for place, part in enumerate(parts):
+            room -= len(part.ids)
             left -= len(part.ids) if part.by_teacher else 0
-            if left < 0:
+            if part.by_teacher and (left < 0 or room < 0):
                 return parts[: max(place - 1, 0)]
         return parts
 

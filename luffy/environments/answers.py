@@ -24,6 +24,10 @@ class OddAnswer(TypeError):
     """An answer that is no text and cannot be written as one."""
 
 
+class EnvironmentLost(RuntimeError):
+    """An environment that cannot go on, e.g. a server that is gone: its episode ends."""
+
+
 class Faulty(Exception):
     """Something that went wrong in a turn: the policy reads ``text``, ``kind`` is counted."""
 

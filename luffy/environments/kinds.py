@@ -39,7 +39,7 @@ class EnvironmentPart(Part):
 
 
 ENVIRONMENTS: Registry[EnvironmentPart] = Registry(
-    "environment", EnvironmentPart, home="luffy.environments.built_in", open_to_all=True
+    "environment", EnvironmentPart, home="luffy.environments.built_in luffy.environments.openenv", open_to_all=True
 )
 
 
@@ -79,6 +79,8 @@ class ObjectMaker:
     @cached_property
     def _sample(self) -> tuple[Kind, dict[str, Schema], bool]:
         """The kind, the tools, and whether there is a reward: of the class, or of an object that is made for this."""
+        if _takes_row(self._factory):
+            return "steps", {}, True
         cls = _class_of(self._factory)
         thing = self._factory() if cls is None else cls
         try:
@@ -99,6 +101,8 @@ class ObjectMaker:
 
     def make(self) -> Environment:
         """An environment for one episode."""
+        if _takes_row(self._factory):
+            return StepEnvironment(None, self._most, lambda row: self._factory(extras=row))
         return made(self._sample[0], self._factory(), self._sample[1], self._most)
 
 
@@ -122,6 +126,8 @@ def maker_for(
     part = _part(choice) if isinstance(choice, str) else EnvironmentPart(choice)
     maker = ObjectMaker(_factory(choice, part, given), max_reply_chars, part.own_reward)
     assert maker.tools is not None  # a mistake in the class is an error here
+    if part.is_built_in:  # and so is what this machine cannot do
+        maker.make().close()
     return maker
 
 
@@ -142,9 +148,12 @@ def _factory(choice: str | Factory, part: EnvironmentPart, given: dict[str, Any]
     if part.settings is not NoSettings:
         chosen = choice.settings if isinstance(choice, Chosen) and not given else None
         settings = chosen or build(part.settings, given, f"{SECTION}.arguments")
+        if hasattr(settings, "check"):
+            settings.check(f"{SECTION}.arguments")
         return _Bound(part.function, (settings,), {})
     try:
-        inspect.signature(part.function).bind(**given)
+        row: dict[str, Any] = {"extras": {}} if _takes_row(part.function) else {}
+        inspect.signature(part.function).bind(**{**row, **given})
     except TypeError as error:
         name = getattr(part.function, "__name__", choice)
         raise ConfigError(f"'{SECTION}.arguments' do not fit {name}: {error}") from None
@@ -161,13 +170,28 @@ class _Bound:
     positional: tuple[Any, ...]
     named: Mapping[str, Any]
 
-    def __call__(self) -> Any:
-        return self.function(*self.positional, **self.named)
+    def __call__(self, **more: Any) -> Any:
+        return self.function(*self.positional, **{**more, **self.named})
+
+
+def _function_of(factory: Factory) -> Factory:
+    return factory.function if isinstance(factory, _Bound) else factory
 
 
 def _class_of(factory: Factory) -> type | None:
-    function = factory.function if isinstance(factory, _Bound) else factory
+    function = _function_of(factory)
     return function if isinstance(function, type) else None
+
+
+def _takes_row(factory: Factory) -> bool:
+    """Whether it makes its object from the row of an episode, as SkyRL-gym does."""
+    function = _function_of(factory)
+    if getattr(function, "__name__", "") == "make" and function.__module__.startswith("skyrl_gym"):
+        return True
+    try:
+        return "extras" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _tools_of(thing: Any) -> dict[str, Schema]:

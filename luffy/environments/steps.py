@@ -1,7 +1,8 @@
 """Environments with ``reset`` and ``step``: the policy's text is the action, the observation is the next user message.
 
     gymnasium   reset(seed=) -> (observation, info); step(action) -> (observation, reward, terminated, truncated, info)
-    SkyRL-gym   init(messages) -> (messages, info); step(text) -> mapping with observations, reward, done
+    SkyRL-gym   init(messages) -> (messages, info); step(text) -> mapping with observations, reward, done; made with
+                extras=, the row of its episode
     plain       reset() -> text; step(text) -> (observation, reward, done), or with info behind
 
 ``reset`` may also take columns of the row by their names. Each method may be ``async``.
@@ -10,11 +11,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from luffy.environments.answers import (
     DEFAULT_REPLY_CHARS,
+    EnvironmentLost,
     FaultKind,
     Faulty,
     OddAnswer,
@@ -27,7 +29,7 @@ from luffy.environments.answers import (
 )
 from luffy.environments.async_calls import AsyncCalls
 from luffy.environments.protocol import Reply, Turn
-from luffy.environments.tools import row_for
+from luffy.environments.tools import plain, row_for
 from luffy.rewards.extract import after_thought
 from luffy.types import Message, Problem
 
@@ -36,15 +38,23 @@ Stepped = tuple[Any, float | None, bool]  # observation, reward, done
 
 
 class StepEnvironment:
-    """One episode with an object that has ``reset`` or ``init``, and ``step``. Its reward is the sum of the steps'."""
+    """One episode with an object that has ``reset`` or ``init``, and ``step``. Its reward is the sum of the steps'.
+    ``of_row``: makes the object from the row instead, when the episode starts."""
 
-    def __init__(self, thing: Any, max_reply_chars: int = DEFAULT_REPLY_CHARS) -> None:
-        self._thing, self._most = thing, max_reply_chars
+    def __init__(
+        self,
+        thing: Any,
+        max_reply_chars: int = DEFAULT_REPLY_CHARS,
+        of_row: Callable[[dict[str, Any]], Any] | None = None,
+    ) -> None:
+        self._thing, self._most, self._of_row = thing, max_reply_chars, of_row
         self._calls = AsyncCalls()
         self._total: float | None = None
 
     def start(self, problem: Problem, seed: int) -> str:
         """The first observation. SkyRL-gym's ``init`` gets the prompt; what it adds behind it is the text."""
+        if self._of_row is not None:
+            self._thing = self._of_row(extras_of(problem))
         if hasattr(self._thing, "init"):
             prompt = _messages(problem.prompt)
             found = self._calls.call(self._thing.init, list(prompt))
@@ -83,6 +93,8 @@ class StepEnvironment:
         action = action_in(text, getattr(self._thing, "action_space", None))
         try:
             return read_step(self._calls.call(self._thing.step, action))
+        except EnvironmentLost:
+            raise
         except (Exception, SystemExit) as error:
             raise raised(error) from error
 
@@ -97,6 +109,12 @@ class StepEnvironment:
             shown += [one] if one.content else []
             faults += cut_off
         return tuple(shown), tuple(faults)
+
+
+def extras_of(problem: Problem) -> dict[str, Any]:
+    """The row as SkyRL-gym takes it: the answer is in ``reward_spec``, unless the row has one."""
+    row = {"reward_spec": {"ground_truth": problem.answer}, "extra_info": {}, **problem.meta}
+    return {**row, "id": problem.id, "prompt": plain(problem.prompt), "answer": problem.answer}
 
 
 def action_in(text: str, space: Any = None) -> Any:

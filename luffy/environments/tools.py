@@ -17,6 +17,7 @@ from typing import Any
 
 from luffy.environments.answers import (
     DEFAULT_REPLY_CHARS,
+    EnvironmentLost,
     Faulty,
     OddAnswer,
     as_reward,
@@ -89,6 +90,8 @@ class ToolEnvironment:
             return as_text(self._calls.call(getattr(self._thing, call.name), **arguments))
         except OddAnswer as odd:
             raise Faulty("odd_answer", str(odd)) from None
+        except EnvironmentLost:
+            raise
         except (Exception, SystemExit) as error:
             raise raised(error) from error
 

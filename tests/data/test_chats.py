@@ -286,6 +286,17 @@ def test_overlong_traces_of_several_turns():
     with pytest.raises(DataError, match="a trace with its EOS has 12 tokens, more than rollout.max_tokens=11"):
         cut(11, "error")
 
+    def bounded(most, how="truncate"):
+        encoder = make_encoder("qwen2.5", max_conversation_tokens=most, overlong_trace=how)
+        return encoder.encode(traced(*chat)).demonstrations
+
+    length = len(whole.token_ids)
+    assert bounded(length) == (whole,)
+    assert bounded(length - 1) == (Demonstration(whole.token_ids[: second[0]], replies=(first,)),)
+    assert bounded(length - 1, "drop") == () == bounded(3)
+    with pytest.raises(DataError, match=f"has {length} tokens, more than {length - 1} with replies"):
+        bounded(length - 1, "error")
+
 
 def test_faults_of_traces_of_several_turns():
     encoder = make_encoder("qwen2.5")
