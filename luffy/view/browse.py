@@ -219,5 +219,7 @@ def _entry(number: int, head: SampleHead, success: float) -> dict[str, Any]:
         "truncated": head.finish == "length",
         "teacher": head.off_policy_tokens,
         "override": head.override_tokens,
+        "turns": head.turns,
+        "calls": head.calls,
         "ends": ("\u2026" if len(head.ends) == EXCERPT else "") + legible(" ".join(head.ends.split())),
     }

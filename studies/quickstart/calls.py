@@ -27,11 +27,11 @@ from studies.quickstart import task
 
 CALLS = 0.04  # chance that a turn of the base begins with a call
 TRAIN = 512  # problems with a trajectory: the first of the quickstart's
-PAD, END, START = "<pad>", "<|im_end|>", "<|im_start|>"
+PAD, END, START, OTHER = "<pad>", "<|im_end|>", "<|im_start|>", "<unk>"
 CALL, ASSISTANT, ANSWER = "<tool_call>\n", "assistant\n", "#### "
 ADD, AND, CLOSE = '{"name": "add", "arguments": {"a": ', ', "b": ', "}}\n</tool_call>"
-TOOL = "add(a, b)"
-WORDS = (CALL, ADD, AND, CLOSE, "<tool_response>\n", "\n</tool_response>", "system\n", "user\n", ASSISTANT, TOOL, ANSWER)
+RESULT, END_RESULT, TOOL = "<tool_response>\n", "\n</tool_response>", "add(a, b)"
+WORDS = (CALL, ADD, AND, CLOSE, RESULT, END_RESULT, "system\n", "user\n", ASSISTANT, TOOL, ANSWER)
 TERMS = tuple(f"{sign}{digit}" for sign in "+-" for digit in range(1, 10))  # one token each: all turns are as long
 SIGNS = ("=?", "=", " ", "\n", *"0123456789")
 
@@ -71,17 +71,20 @@ TEMPLATE = r"""
 
 
 def make_tokenizer() -> Any:
-    """A token for each digit, each term and each part of a call. Other characters are an error, as in the other base."""
+    """A token for each digit, each term and each part of a call. Other text, as of an error that the environment
+    reports, is read as ``<unk>``."""
     plain = [*WORDS, *TERMS, *SIGNS]
-    vocabulary = {token: index for index, token in enumerate([PAD, END, START, *plain])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    vocabulary = {token: index for index, token in enumerate([PAD, END, START, OTHER, *plain])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=OTHER))
     longest_first = sorted(plain, key=len, reverse=True)
     pattern = "|".join("".join(f"\\{c}" if c in "{}()|+?" else c for c in token) for token in longest_first)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([PAD, END, START])
+    tokenizer.add_special_tokens([PAD, END, START, OTHER])
     wrap: Any = PreTrainedTokenizerFast
-    made = wrap(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False)
+    made = wrap(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, unk_token=OTHER, clean_up_tokenization_spaces=False
+    )
     made.chat_template = TEMPLATE.strip()
     return made
 
@@ -97,7 +100,7 @@ def called(chain: tuple[int, ...], turns: int) -> str:
     for step in chain[1 : 1 + turns]:
         text += f"{CALL}{ADD}{total}{AND}{step}{CLOSE}{END}\n"
         total += step
-        text += f"{START}user\n<tool_response>\n{total}\n</tool_response>{END}\n{START}{ASSISTANT}"
+        text += f"{START}user\n{RESULT}{total}{END_RESULT}{END}\n{START}{ASSISTANT}"
     return text
 
 

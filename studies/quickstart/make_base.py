@@ -201,11 +201,9 @@ def wrong_in_the_head(base: Base, terms: int) -> float:
 def report_calls(base: Base) -> None:
     for terms in (2, 8, 11):
         call, other = teacher_probabilities(base, terms)
-        print(
-            f"{terms:2d} terms: call p {call.mean():.3f} (least {call.min():.3f}, most {call.max():.3f}), other tokens "
-            f"of a teacher {other.mean():.4f} (least {other.min():.3f}), one short {wrong_in_the_head(base, terms):.3f}",
-            flush=True,
-        )
+        calling = f"call p {call.mean():.3f} (least {call.min():.3f}, most {call.max():.3f})"
+        knowing = f"other tokens of a teacher {other.mean():.4f} (least {other.min():.3f})"
+        print(f"{terms:2d} terms: {calling}, {knowing}, one short {wrong_in_the_head(base, terms):.3f}", flush=True)
 
 
 def report(base: Base) -> None:
