@@ -111,9 +111,12 @@ def _chips(row: Mapping[str, Any], success: float) -> Iterator[Chip]:
     for name, score in list(components.items())[:MOST_COMPONENTS] if isinstance(components, Mapping) else ():
         if is_number(score):
             yield "chip", f"{shorten(str(name), 40)} {_short(score)}", "before its weight"
+    count = len(listed(row, "tokens"))
+    replies = _replies(row, count)
     off = listed(row, "off_policy")
     if any(off):
-        yield "chip teacher", "teacher" if all(off) else "teacher prefix", ""
+        is_whole = all(flag for at, flag in enumerate(off) if at not in replies)
+        yield "chip teacher", "teacher" if is_whole else "teacher prefix", ""
     if any(listed(row, "overrides")):
         yield "chip override", "overridden", ""
     yield from _episode_chips(row)
@@ -121,7 +124,8 @@ def _chips(row: Mapping[str, Any], success: float) -> Iterator[Chip]:
         yield "chip", f"hint of level {row['hint']}", legible(shorten(str(row.get("prompt", "")), LONGEST_PROMPT))
     if "advantages" in row:  # traces of SFT and held-out problems earn none
         yield "", f"advantage {advantage_of(listed(row, 'advantages'))}", ""
-    yield "", f"{len(listed(row, 'tokens'))} tokens, finish: {row.get('finish', '?')}", ""
+    tokens = f"{count - len(replies)} tokens" + (f" and {len(replies)} of replies" if replies else "")
+    yield "", f"{tokens}, finish: {row.get('finish', '?')}", ""
     if row.get("status", "ok") != "ok":
         yield "chip bad", str(row["status"]), ""
 
@@ -129,7 +133,8 @@ def _chips(row: Mapping[str, Any], success: float) -> Iterator[Chip]:
 def _episode_chips(row: Mapping[str, Any]) -> Iterator[Chip]:
     """What an episode with an environment did; nothing without one."""
     if whole(row.get("turns")):
-        yield "chip reply", f"{_counted(row, 'turns')}, {_counted(row, 'calls')}", ""
+        calls = f", {_counted(row, 'calls')}" if is_number(row.get("calls")) else ""  # not of a trace in the group
+        yield "chip reply", f"{_counted(row, 'turns')}{calls}", ""
     end, said = str(row.get("end", "answer")), legible(shorten(str(row.get("message", "")), LONGEST_PROMPT))
     if end in ENDS:
         yield "chip" if end == "environment" else "chip bad", ENDS[end], said

@@ -76,6 +76,7 @@ SOURCES: dict[str, Test] = {
     "teacher": lambda head: head.off_policy_tokens > 0,
     "override": lambda head: head.override_tokens > 0,
     "policy": lambda head: head.off_policy_tokens == 0 and head.override_tokens == 0,
+    "turns": lambda head: head.turns > 1,
 }
 
 
