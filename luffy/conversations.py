@@ -23,6 +23,7 @@ from luffy.environments.call_formats import format_of, read_turn
 from luffy.environments.kinds import maker_for
 from luffy.environments.protocol import Environment, Maker, Reply, Turn
 from luffy.environments.workers import Fault, Workers
+from luffy.errors import UserError
 from luffy.guidance.plan import extended, unwritten
 from luffy.types import Author, Completion, Episode, EpisodeOutcome, Finish, Group, Request, Score, written_by
 
@@ -197,6 +198,8 @@ class Table:
             seat = self.seats[number]
             if what == "closed":
                 continue
+            if isinstance(result, Fault) and isinstance(result.error, UserError):
+                raise result.error  # it would be the same in every episode
             if not isinstance(result, Fault):
                 getattr(self, f"_{what}")(seat, result)
             elif what == "rewarded":
@@ -294,7 +297,9 @@ class Table:
     def _leave_trace_out(self, seat: Seat) -> None:
         """The environment does not answer as the record says: the episode becomes one of the policy's own."""
         episode = seat.episode
-        assert episode.sampling is not None
+        if episode.sampling is None:  # there is nothing to draw it with
+            self._end(seat, "differs")
+            return
         self._close(seat)
         own = replace(episode.sampling, max_tokens=episode.sampling.max_tokens + self._taken(episode))
         fresh = unwritten(episode.task, episode.seed, own)
@@ -336,6 +341,14 @@ class Table:
             self._open, seat.is_open = self._open - 1, False
             if seat.environment is not None:
                 self._workers.submit((seat.number, "closed"), seat.environment.close)
+
+
+def replayed(rules: Conversations, traces: Sequence[Episode]) -> list[Episode]:
+    """Whole traces, played in their environments; no engine is asked."""
+    with Table(rules, traces, 0, lambda done, total: None) as table:
+        left = table.take(wait=True)
+        assert left is None, "a whole trace needs no engine"
+        return [seat.episode for seat in table.seats]
 
 
 def with_rewards(rules: Conversations, groups: Sequence[Group]) -> list[Group]:

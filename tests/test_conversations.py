@@ -14,7 +14,7 @@ from luffy.conversations import Conversations
 from luffy.data import Encoder
 from luffy.environments.kinds import maker_for
 from luffy.guidance.plan import given, unwritten, whole_turns
-from luffy.step.groups import environment_metrics
+from luffy.step.groups import environment_metrics, trace_scores
 from luffy.step.play import Player
 from luffy.types import Author, Group, Message, Problem, Sampling, Score, ToolCall, Trace
 
@@ -366,3 +366,13 @@ def test_metrics_count_turns_calls_ends_and_faults():
     assert found["environment/reply_tokens"] > 0
     assert environment_metrics([Group(groups[0].task, (), ())]) == {}
     assert Score(0.0).value == 0
+
+
+def test_traces_are_scored_by_their_environment():
+    rules = make_rules(Scored)
+    task = rules.encoder.encode(make_problem(traces=(make_trace(), make_trace(first_reply="6"))))
+    right, other = trace_scores(task, LastNumber(), TOKENIZER, rules)
+    assert right.value == 1.0
+    assert other.value == 0.5, "the environment answered otherwise than recorded, and the play ended there"
+    by_verifier = trace_scores(task, LastNumber(), TOKENIZER, make_rules())
+    assert [score.value for score in by_verifier] == [1.0, 1.0]

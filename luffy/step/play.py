@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from luffy.conversations import Conversations, Table, with_rewards
+from luffy.conversations import Conversations, Table
 from luffy.guidance.plan import extended, unwritten
 from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
@@ -14,9 +14,9 @@ from luffy.rollout.native import NativeEngine
 from luffy.run_folder.timing import Stopwatch
 from luffy.step.batch import StepBatch
 from luffy.step.early_scores import EarlyScores
-from luffy.step.groups import grouped, score
+from luffy.step.groups import grouped, score, scored_by_both
 from luffy.step.run_state import Run
-from luffy.types import Completion, Episode, Group, Sampling, Score, Task
+from luffy.types import Completion, Episode, Group, Sampling, Task
 
 Episodes = list[tuple[Episode, ...]]  # by problem
 Count = Callable[[int, int], None]
@@ -73,12 +73,7 @@ class Player:
             for i, seat in zip(asked, table.seats, strict=True):
                 episodes[i] = seat.episode
         with self.watch("reward"):
-            groups = regrouped(planned, episodes)
-            if rules.asks_verifier:
-                scored = score(groups, self.verifier, self.tokenizer)
-            else:
-                scored = [Group(group[0].task, group, tuple(Score(0.0) for _ in group)) for group in groups]
-            return with_rewards(rules, scored)
+            return scored_by_both(regrouped(planned, episodes), self.verifier, self.tokenizer, rules)
 
     def play_in_parts(self, planned: Episodes, most: int) -> list[Group]:
         """At most ``most`` tokens of every episode; a group of which one is not finished has no scores."""
