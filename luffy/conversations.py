@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -194,7 +194,8 @@ class Table:
 
     def _hear(self, block: bool) -> None:
         """Take in what environments have done."""
-        for (number, what), result in self._workers.finished(block):
+        for key, result in self._workers.finished(block):
+            number, what = cast(tuple[int, str], key)
             seat = self.seats[number]
             if what == "closed":
                 continue
