@@ -514,6 +514,9 @@ def eval_model(
     date: Annotated[str | None, typer.Option(help="date for chat templates that print one; default: today")] = None,
     reward: EvalReward = None,
     reward_of: RewardOf = None,
+    environment: Annotated[
+        str | None, typer.Option(help="recipe with the environment that answers the model's turns; default: its run's")
+    ] = None,
     answer_in_thought: AnswerInThought = False,
     shuffle: Annotated[bool, typer.Option(help="shuffle the options of multiple choice")] = True,
     limit: Annotated[int | None, typer.Option(min=1, help="first problems of each benchmark only")] = None,
@@ -546,6 +549,8 @@ def eval_model(
     given["out"] = out or default_out(given["model"], suite)
     if reward_of is not None:
         given["reward_settings"] = load_config(given.pop("reward_of")).reward
+    if environment is not None:
+        given["environment"] = load_config(environment).environment
     show = results.as_json if as_json else results.as_markdown
     typer.echo(show(evaluate(given, lambda line: typer.echo(line, err=True))), nl=False)
     typer.echo(f"results    {given['out']}", err=True)

@@ -25,6 +25,7 @@ from luffy.environments.protocol import Environment, Maker, Reply, Turn
 from luffy.environments.workers import Fault, Workers
 from luffy.errors import UserError
 from luffy.guidance.plan import extended, unwritten
+from luffy.rollout.engine import Engine
 from luffy.types import Author, Completion, Episode, EpisodeOutcome, Finish, Group, Request, Score, written_by
 
 CLOSING_S = 5.0  # how long a run that ends waits for its environments to close
@@ -344,6 +345,20 @@ class Table:
                 self._workers.submit((seat.number, "closed"), seat.environment.close)
 
 
+def played(
+    rules: Conversations,
+    engine: Engine,
+    episodes: Sequence[Episode],
+    version: int = 0,
+    count: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Episode]:
+    """The episodes, played to their end with an engine."""
+    with Table(rules, episodes, version, count) as table:
+        if episodes:
+            engine.serve(table)
+        return [seat.episode for seat in table.seats]
+
+
 def replayed(rules: Conversations, traces: Sequence[Episode]) -> list[Episode]:
     """Whole traces, played in their environments; no engine is asked."""
     with Table(rules, traces, 0, lambda done, total: None) as table:
@@ -368,14 +383,16 @@ def _without_failures(group: Group) -> Group:
 
 def build_conversations(cfg: Config, encoder: Encoder) -> Conversations | None:
     """What the episodes of a run are played with; None without an environment."""
-    e = cfg.environment
+    return conversations_of(cfg.environment, encoder, cfg.longest_response, cfg.reward.failure)
+
+
+def conversations_of(
+    e: EnvironmentConfig | None, encoder: Encoder, most_tokens: int, failure: float = 0.0
+) -> Conversations | None:
     if e is None:
         return None
-    return Conversations(e, encoder, maker_of(e), call_format_of(encoder), cfg.longest_response, cfg.reward.failure)
-
-
-def call_format_of(encoder: Encoder) -> str:
-    return format_of(str(encoder.prompts.template or ""))
+    call_format = format_of(str(encoder.prompts.template or ""))
+    return Conversations(e, encoder, maker_of(e), call_format, most_tokens, failure)
 
 
 def maker_of(e: EnvironmentConfig) -> Maker:

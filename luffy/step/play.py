@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from luffy.conversations import Conversations, Table
+from luffy.conversations import Conversations, played
 from luffy.guidance.plan import extended, unwritten
 from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
@@ -67,11 +67,10 @@ class Player:
         episodes, asked = self._asked(planned)
         if rules.counts_reward:
             asked = [i for i, episode in enumerate(episodes) if episode.sampling is not None]
-        with self.watch("rollout"), Table(rules, [episodes[i] for i in asked], self.version, self.count) as table:
-            if asked:
-                self.engine.serve(table)
-            for i, seat in zip(asked, table.seats, strict=True):
-                episodes[i] = seat.episode
+        with self.watch("rollout"):
+            ended = played(rules, self.engine, [episodes[i] for i in asked], self.version, self.count)
+        for i, episode in zip(asked, ended, strict=True):
+            episodes[i] = episode
         with self.watch("reward"):
             return scored_by_both(regrouped(planned, episodes), self.verifier, self.tokenizer, rules)
 

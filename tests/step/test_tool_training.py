@@ -21,8 +21,11 @@ from trainings import (
 from transformers import AutoModelForCausalLM
 
 from luffy import conversations
-from luffy.errors import ConfigError
+from luffy.config import EnvironmentConfig
+from luffy.errors import ConfigError, UserError
+from luffy.evaluation.trained_with import evaluate
 from luffy.rollout.native.scheduler import SequenceState
+from luffy.run_folder.recorder import read_json_lines
 from luffy.step import training_step
 from luffy.train.loop import Trainer
 from luffy.types import Author
@@ -268,3 +271,23 @@ def test_what_does_not_go_with_environments_is_refused_in_one_line(make_talking,
     with pytest.raises(ConfigError, match=message) as error:
         make_talking(**changes)
     assert "\n" not in str(error.value)
+
+
+def test_an_evaluation_of_a_run_plays_its_environment(make_talking, chats, tmp_path):
+    cfg = make_talking(train={"steps": 1})
+    train(cfg)
+    model = cfg.folder / "checkpoints" / "step-000001" / "model"
+    said = []
+    evaluate(
+        {"model": str(model), "suite": chats, "out": tmp_path / "eval", "k": 2, "limit": 3, "max_tokens": 48},
+        said.append,
+    )
+    assert f"environment {__name__}:Words" in said[0]
+    rows = read_json_lines(tmp_path / "eval" / "items.jsonl")
+    assert len(rows) == 6 and any(row["turns"] > 1 for row in rows)
+    for row in rows:
+        assert row["tokens"] <= 48 and row["end"] in ("answer", "tokens", "turns", "environment")
+        assert row["response"] in row["conversation"].replace(END, "")
+    with pytest.raises(UserError, match="holds an evaluation with environment="):
+        evaluate({"model": str(model), "suite": chats, "out": tmp_path / "eval", "k": 2, "limit": 3, "max_tokens": 48,
+                  "environment": EnvironmentConfig(name=f"{__name__}:Words", max_turns=2)}, said.append)  # fmt: skip
