@@ -26,7 +26,7 @@ from luffy.environments.workers import Fault, Workers
 from luffy.errors import UserError
 from luffy.guidance.plan import extended, unwritten
 from luffy.rollout.engine import Engine
-from luffy.types import Author, Completion, Episode, EpisodeOutcome, Finish, Group, Request, Score, written_by
+from luffy.types import Author, Completion, Episode, EpisodeOutcome, Finish, Group, Message, Request, Score, written_by
 
 CLOSING_S = 5.0  # how long a run that ends waits for its environments to close
 ENDS: dict[str, Finish] = {"answer": "stop", "turns": "length", "tokens": "length", "context": "length"}
@@ -89,6 +89,7 @@ class Seat:
     faults: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     reward: float | None = None
+    messages: list[Message] = field(default_factory=list)  # all turns and replies
     replayed: int = 0  # tokens of the trace that the environment has answered
     trace_left_out: bool = False
 
@@ -111,7 +112,7 @@ class Seat:
     def outcome(self, end: str, message: str) -> EpisodeOutcome:
         return EpisodeOutcome(
             end, self.turns, self.calls, tuple(self.faults), self.reward, tuple(self.rewards), message,
-            self.trace_left_out,
+            tuple(self.messages), self.trace_left_out,
         )  # fmt: skip
 
 
@@ -226,7 +227,9 @@ class Table:
 
     def _submit_turn(self, seat: Seat, token_ids: Tensor) -> None:
         turn = self.rules.turn(token_ids.tolist())
-        seat.calls += len(turn.calls)
+        if not self._is_replaying(seat):
+            seat.calls += len(turn.calls)
+        seat.messages.append(Message("assistant", turn.text if turn.fault else turn.content, turn.calls))
         if turn.fault and self.rules.cfg.on_bad_call == "end" and not self._is_replaying(seat):
             seat.faults.append("unreadable_call")
             self._end(seat, "bad_call", turn.fault)
@@ -272,6 +275,7 @@ class Table:
             engine_log_probs=torch.cat([episode.engine_log_probs, nothing]),
             finish=None,
         )
+        seat.messages += reply.messages
         seat.replayed = seat.episode.token_ids.numel()
         self._ready.append(seat)
 
@@ -292,6 +296,7 @@ class Table:
             self._append(seat, reply)
         elif recorded.tolist() == list(self.rules.encoder.reply_ids(reply.messages)):
             seat.replayed += recorded.numel()
+            seat.messages += reply.messages
             self._go_on(seat)
         else:
             self._leave_trace_out(seat)

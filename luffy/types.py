@@ -216,6 +216,7 @@ class EpisodeOutcome:
     reward: float | None = None  # the environment's own, of the whole episode
     turn_rewards: tuple[float, ...] = ()
     message: str = ""
+    messages: tuple[Message, ...] = ()  # all turns and the replies to them, as texts and calls
     trace_left_out: bool = False  # the environment did not answer a trace as recorded, so the policy played anew
 
     @property

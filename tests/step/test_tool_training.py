@@ -22,8 +22,11 @@ from transformers import AutoModelForCausalLM
 
 from luffy import conversations
 from luffy.config import EnvironmentConfig
+from luffy.data import load_problems
 from luffy.errors import ConfigError, UserError
 from luffy.evaluation.trained_with import evaluate
+from luffy.prepare.teachers import local_teacher
+from luffy.prepare.traces import prepare_traces
 from luffy.rollout.native.scheduler import SequenceState
 from luffy.run_folder.recorder import read_json_lines
 from luffy.step import training_step
@@ -291,3 +294,25 @@ def test_an_evaluation_of_a_run_plays_its_environment(make_talking, chats, tmp_p
     with pytest.raises(UserError, match="holds an evaluation with environment="):
         evaluate({"model": str(model), "suite": chats, "out": tmp_path / "eval", "k": 2, "limit": 3, "max_tokens": 48,
                   "environment": EnvironmentConfig(name=f"{__name__}:Words", max_turns=2)}, said.append)  # fmt: skip
+
+
+def test_prepare_traces_plays_a_teacher_and_its_traces_can_be_trained_on(make_talking, chat_model, chats, tmp_path):
+    """The model is asked to reach an odd number of letters, and where it does, its episode is a trace."""
+    cfg = make_talking(train={"steps": 1})
+    teacher, settings = local_teacher(
+        chat_model, {"max_tokens": 48, "temperature": 1.0}, 0, "chat", None, None, "float32", "cpu", False, cfg.environment
+    )  # fmt: skip
+    out = tmp_path / "traces.parquet"
+    card = prepare_traces(chats, out, teacher, "teacher", settings, n=4, reward="numeric", workers=1)
+    assert card["settings"]["environment"]["name"] == f"{__name__}:Words"
+    assert (
+        card["counts"]["samples"] == 48 and card["counts"]["samples_kept"] > 0 and card["counts"]["samples_cut_off"] > 0
+    )
+    problems = load_problems(out)
+    traces = [trace for problem in problems for trace in problem.traces]
+    assert len(traces) == card["counts"]["samples_kept"] and all(trace.teacher == "teacher" for trace in traces)
+    for trace in traces:
+        assert [m.role for m in trace.messages] == ["assistant", "user", "assistant", "user", "assistant"]
+        for said, answer in zip(trace.messages[::2], trace.messages[1::2], strict=False):
+            assert answer.content == f"{len(said.content)} letters"
+    train(make_talking(name="after", data={"train": str(out)}, train={"steps": 1}, guidance={"n_prefix": 1}))
