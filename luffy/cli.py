@@ -330,6 +330,7 @@ def generate(
     ] = False,
 ) -> None:
     """Sample from a model with the training engine."""
+    from luffy.evaluation.trained_with import environment_of
     from luffy.generate import as_trained, generate_texts, read_prompts
 
     prompts = read_prompts(prompt, file, sys.stdin)
@@ -339,7 +340,11 @@ def generate(
         typer.echo(taken, err=True)
     own = {"model", "prompt", "file", "as_json"}
     options = {name: value for name, value in ctx.params.items() if name not in own}
-    for row in generate_texts(model, prompts, **options | {"style": style, "system_prompt": system_prompt}):
+    environment = environment_of(model)
+    if environment is not None:
+        typer.echo(f"environment {environment.name}, as in its run", err=True)
+    options |= {"style": style, "system_prompt": system_prompt, "environment": environment}
+    for row in generate_texts(model, prompts, **options):
         typer.echo(json.dumps(row, ensure_ascii=False) if as_json else row["response"])
 
 

@@ -85,6 +85,12 @@ def training_of(model: str) -> Training | None:
     return Training(f"the model card {card}", json_object(line, card, "remove that line"), is_run=False)
 
 
+def environment_of(model: str) -> EnvironmentConfig | None:
+    """The environment that a run's model was trained in; None for other models."""
+    training = training_of(model)
+    return None if training is None else training.environment()
+
+
 def evaluate(given: Mapping[str, Any], say: Callable[[str], object]) -> Result:
     """Evaluate with the given options, and with prompt and reward of the model's training unless they are given; a line
     for ``say`` tells what was taken from it."""

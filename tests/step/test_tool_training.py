@@ -24,14 +24,15 @@ from luffy import conversations
 from luffy.config import EnvironmentConfig
 from luffy.data import load_problems
 from luffy.errors import ConfigError, UserError
-from luffy.evaluation.trained_with import evaluate
+from luffy.evaluation.trained_with import environment_of, evaluate
+from luffy.generate import generate_texts
 from luffy.prepare.teachers import local_teacher
 from luffy.prepare.traces import prepare_traces
 from luffy.rollout.native.scheduler import SequenceState
 from luffy.run_folder.recorder import read_json_lines
 from luffy.step import training_step
 from luffy.train.loop import Trainer
-from luffy.types import Author
+from luffy.types import Author, Problem
 
 END = "<|im_end|>"
 
@@ -291,6 +292,12 @@ def test_an_evaluation_of_a_run_plays_its_environment(make_talking, chats, tmp_p
     for row in rows:
         assert row["tokens"] <= 48 and row["end"] in ("answer", "tokens", "turns", "environment")
         assert row["response"] in row["conversation"].replace(END, "")
+    options = {"n": 2, "max_tokens": 48, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 0, "style": "chat",
+               "system_prompt": None, "dtype": "float32", "device": "cpu"}  # fmt: skip
+    said = list(
+        generate_texts(str(model), [Problem("p", "go 1", "")], **options, environment=environment_of(str(model)))
+    )
+    assert len(said) == 2 and any(Author.ENVIRONMENT in row["authors"] for row in said)
     with pytest.raises(UserError, match="holds an evaluation with environment="):
         evaluate({"model": str(model), "suite": chats, "out": tmp_path / "eval", "k": 2, "limit": 3, "max_tokens": 48,
                   "environment": EnvironmentConfig(name=f"{__name__}:Words", max_turns=2)}, said.append)  # fmt: skip
