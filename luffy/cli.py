@@ -335,6 +335,7 @@ def generate(
     ] = False,
 ) -> None:
     """Sample from a model with the training engine."""
+    from luffy.evaluation.trained_with import environment_of
     from luffy.generate import as_trained, generate_texts, read_prompts
 
     prompts = read_prompts(prompt, file, sys.stdin)
@@ -344,7 +345,11 @@ def generate(
         typer.echo(taken, err=True)
     own = {"model", "prompt", "file", "as_json"}
     options = {name: value for name, value in ctx.params.items() if name not in own}
-    for row in generate_texts(model, prompts, **options | {"style": style, "system_prompt": system_prompt}):
+    environment = environment_of(model)
+    if environment is not None:
+        typer.echo(f"environment {environment.name}, as in its run", err=True)
+    options |= {"style": style, "system_prompt": system_prompt, "environment": environment}
+    for row in generate_texts(model, prompts, **options):
         typer.echo(json.dumps(row, ensure_ascii=False) if as_json else row["response"])
 
 
@@ -519,6 +524,9 @@ def eval_model(
     date: Annotated[str | None, typer.Option(help="date for chat templates that print one; default: today")] = None,
     reward: EvalReward = None,
     reward_of: RewardOf = None,
+    environment: Annotated[
+        str | None, typer.Option(help="recipe with the environment that answers the model's turns; default: its run's")
+    ] = None,
     answer_in_thought: AnswerInThought = False,
     shuffle: Annotated[bool, typer.Option(help="shuffle the options of multiple choice")] = True,
     limit: Annotated[int | None, typer.Option(min=1, help="first problems of each benchmark only")] = None,
@@ -551,6 +559,8 @@ def eval_model(
     given["out"] = out or default_out(given["model"], suite)
     if reward_of is not None:
         given["reward_settings"] = load_config(given.pop("reward_of")).reward
+    if environment is not None:
+        given["environment"] = load_config(environment).environment
     show = results.as_json if as_json else results.as_markdown
     typer.echo(show(evaluate(given, lambda line: typer.echo(line, err=True))), nl=False)
     typer.echo(f"results    {given['out']}", err=True)

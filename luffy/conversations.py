@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from luffy.environments.call_formats import format_of, read_turn
 from luffy.environments.kinds import maker_for
 from luffy.environments.protocol import Environment, Maker, Reply, Turn
 from luffy.environments.workers import Fault, Workers
+from luffy.errors import UserError
 from luffy.guidance.plan import extended, unwritten
-from luffy.types import Author, Completion, Episode, EpisodeOutcome, Finish, Group, Request, Score, written_by
+from luffy.rollout.engine import Engine
+from luffy.types import Author, Completion, Episode, EpisodeOutcome, Finish, Group, Message, Request, Score, written_by
 
 CLOSING_S = 5.0  # how long a run that ends waits for its environments to close
 ENDS: dict[str, Finish] = {"answer": "stop", "turns": "length", "tokens": "length", "context": "length"}
@@ -87,6 +89,7 @@ class Seat:
     faults: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     reward: float | None = None
+    messages: list[Message] = field(default_factory=list)  # all turns and replies
     replayed: int = 0  # tokens of the trace that the environment has answered
     trace_left_out: bool = False
 
@@ -109,7 +112,7 @@ class Seat:
     def outcome(self, end: str, message: str) -> EpisodeOutcome:
         return EpisodeOutcome(
             end, self.turns, self.calls, tuple(self.faults), self.reward, tuple(self.rewards), message,
-            self.trace_left_out,
+            tuple(self.messages), self.trace_left_out,
         )  # fmt: skip
 
 
@@ -193,10 +196,13 @@ class Table:
 
     def _hear(self, block: bool) -> None:
         """Take in what environments have done."""
-        for (number, what), result in self._workers.finished(block):
+        for key, result in self._workers.finished(block):
+            number, what = cast(tuple[int, str], key)
             seat = self.seats[number]
             if what == "closed":
                 continue
+            if isinstance(result, Fault) and isinstance(result.error, UserError):
+                raise result.error  # it would be the same in every episode
             if not isinstance(result, Fault):
                 getattr(self, f"_{what}")(seat, result)
             elif what == "rewarded":
@@ -221,7 +227,9 @@ class Table:
 
     def _submit_turn(self, seat: Seat, token_ids: Tensor) -> None:
         turn = self.rules.turn(token_ids.tolist())
-        seat.calls += len(turn.calls)
+        if not self._is_replaying(seat):
+            seat.calls += len(turn.calls)
+        seat.messages.append(Message("assistant", turn.text if turn.fault else turn.content, turn.calls))
         if turn.fault and self.rules.cfg.on_bad_call == "end" and not self._is_replaying(seat):
             seat.faults.append("unreadable_call")
             self._end(seat, "bad_call", turn.fault)
@@ -267,6 +275,7 @@ class Table:
             engine_log_probs=torch.cat([episode.engine_log_probs, nothing]),
             finish=None,
         )
+        seat.messages += reply.messages
         seat.replayed = seat.episode.token_ids.numel()
         self._ready.append(seat)
 
@@ -287,6 +296,7 @@ class Table:
             self._append(seat, reply)
         elif recorded.tolist() == list(self.rules.encoder.reply_ids(reply.messages)):
             seat.replayed += recorded.numel()
+            seat.messages += reply.messages
             self._go_on(seat)
         else:
             self._leave_trace_out(seat)
@@ -294,7 +304,9 @@ class Table:
     def _leave_trace_out(self, seat: Seat) -> None:
         """The environment does not answer as the record says: the episode becomes one of the policy's own."""
         episode = seat.episode
-        assert episode.sampling is not None
+        if episode.sampling is None:  # there is nothing to draw it with
+            self._end(seat, "differs")
+            return
         self._close(seat)
         own = replace(episode.sampling, max_tokens=episode.sampling.max_tokens + self._taken(episode))
         fresh = unwritten(episode.task, episode.seed, own)
@@ -338,6 +350,28 @@ class Table:
                 self._workers.submit((seat.number, "closed"), seat.environment.close)
 
 
+def played(
+    rules: Conversations,
+    engine: Engine,
+    episodes: Sequence[Episode],
+    version: int = 0,
+    count: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Episode]:
+    """The episodes, played to their end with an engine."""
+    with Table(rules, episodes, version, count) as table:
+        if episodes:
+            engine.serve(table)
+        return [seat.episode for seat in table.seats]
+
+
+def replayed(rules: Conversations, traces: Sequence[Episode]) -> list[Episode]:
+    """Whole traces, played in their environments; no engine is asked."""
+    with Table(rules, traces, 0, lambda done, total: None) as table:
+        left = table.take(wait=True)
+        assert left is None, "a whole trace needs no engine"
+        return [seat.episode for seat in table.seats]
+
+
 def with_rewards(rules: Conversations, groups: Sequence[Group]) -> list[Group]:
     """The groups with what the environments have to say about their scores; episodes that are to be left out are."""
     scored = [replace(group, scores=tuple(map(rules.score, group.rollouts, group.scores))) for group in groups]
@@ -354,14 +388,16 @@ def _without_failures(group: Group) -> Group:
 
 def build_conversations(cfg: Config, encoder: Encoder) -> Conversations | None:
     """What the episodes of a run are played with; None without an environment."""
-    e = cfg.environment
+    return conversations_of(cfg.environment, encoder, cfg.longest_response, cfg.reward.failure)
+
+
+def conversations_of(
+    e: EnvironmentConfig | None, encoder: Encoder, most_tokens: int, failure: float = 0.0
+) -> Conversations | None:
     if e is None:
         return None
-    return Conversations(e, encoder, maker_of(e), call_format_of(encoder), cfg.longest_response, cfg.reward.failure)
-
-
-def call_format_of(encoder: Encoder) -> str:
-    return format_of(str(encoder.prompts.template or ""))
+    call_format = format_of(str(encoder.prompts.template or ""))
+    return Conversations(e, encoder, maker_of(e), call_format, most_tokens, failure)
 
 
 def maker_of(e: EnvironmentConfig) -> Maker:

@@ -7,16 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from luffy.config import EnvironmentConfig
+from luffy.conversations import Conversations, played, tools_of
 from luffy.data import Encoder, load_problems
 from luffy.data.data_files import DATA_SUFFIXES
 from luffy.data.encode import resolve_style
 from luffy.errors import ConfigError, UserError
 from luffy.evaluation.engines import load_native
 from luffy.evaluation.plan import room_for, tasks_of
+from luffy.evaluation.responses import conversations_for
 from luffy.evaluation.trained_with import prompt_as_trained, said_of, training_of
+from luffy.guidance.plan import extended, unwritten
 from luffy.models.machine import pick_device
+from luffy.rollout.engine import Engine
 from luffy.seeds import seed_of
-from luffy.types import Problem, Request, Sampling
+from luffy.types import Episode, Problem, Sampling
 
 MAX_TOKENS = 256
 
@@ -71,32 +76,42 @@ def generate_texts(
     dtype: str,
     device: str,
     trust_remote_code: bool = False,
+    environment: EnvironmentConfig | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """One row a response, prompts in order, the ``n`` samples of each together."""
+    """One row a response, prompts in order, the ``n`` samples of each together. With an environment the response is the
+    whole conversation."""
     if not problems:
         return
     loaded = load_native(path, dtype=dtype, device=pick_device(device), trust_remote_code=trust_remote_code)
     tokenizer, context = loaded.tokenizer, loaded.context
     limits: dict[str, Any] = {"max_prompt_tokens": context - 1, "overlong_prompt": "drop"}
-    encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt, **limits)
+    encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt, tools=tools_of(environment), **limits)
     problems = [replace(problem, traces=()) for problem in problems]
-    all_ids = [task.prompt_ids for task in tasks_of(encoder, problems)]
-    room_for(max_tokens, MAX_TOKENS, context, max(map(len, all_ids)))  # an error names the longest prompt
+    tasks = list(tasks_of(encoder, problems))
+    longest = max(len(task.prompt_ids) for task in tasks)
+    room_for(max_tokens, MAX_TOKENS, context, longest)  # an error names the longest prompt
     stops = encoder.stops(loaded.eos_ids)
-    requests, owners = [], []
-    for problem, prompt_ids in zip(problems, all_ids, strict=True):
-        budget = room_for(max_tokens, MAX_TOKENS, context, len(prompt_ids))
+    begun = []
+    for task in tasks:
+        budget = room_for(max_tokens, MAX_TOKENS, context, len(task.prompt_ids))
         sampling = Sampling(budget, temperature, top_p, top_k, stops)
-        requests += [Request(prompt_ids, seed_of(f"{seed}:{problem.id}:{k}"), sampling) for k in range(n)]
-        owners += [problem] * n
-    completions = loaded.engine.generate(requests)
-    for k, (problem, completion) in enumerate(zip(owners, completions, strict=True)):
-        ids = completion.token_ids.tolist()
+        begun += [unwritten(task, seed_of(f"{seed}:{task.problem.id}:{k}"), sampling) for k in range(n)]
+    rules = conversations_for(environment, encoder, max_tokens or MAX_TOKENS, context - longest)
+    for number, episode in enumerate(_answered(loaded.engine, begun, rules)):
+        ids = episode.token_ids.tolist()
         yield {
-            "id": problem.id,
-            "sample": k % n,
-            "response": tokenizer.decode(ids, skip_special_tokens=True),
-            "finish": completion.finish,
+            "id": episode.task.problem.id,
+            "sample": number % n,
+            "response": tokenizer.decode(ids, skip_special_tokens=rules is None),
+            "finish": episode.finish,
             "token_ids": ids,
-            "log_probs": completion.log_probs.tolist(),
+            "log_probs": episode.engine_log_probs.tolist(),
+            **({} if rules is None else {"authors": episode.authors.tolist()}),
         }
+
+
+def _answered(engine: Engine, begun: Sequence[Episode], rules: Conversations | None) -> list[Episode]:
+    if rules is not None:
+        return played(rules, engine, begun)
+    completions = engine.generate([episode.request_for() for episode in begun])
+    return [extended(episode, completion, 0) for episode, completion in zip(begun, completions, strict=True)]

@@ -96,6 +96,11 @@ class Demonstration:
     log_probs: tuple[float, ...] | None = None
     replies: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def answer_ids(self) -> tuple[int, ...]:
+        """The tokens behind the last reply: what a verifier judges."""
+        return self.token_ids[self.replies[-1][1] :] if self.replies else self.token_ids
+
 
 @dataclass(frozen=True)
 class Task:
@@ -193,9 +198,16 @@ def is_drawn(authors: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EpisodeOutcome:
-    """What became of an episode with an environment. ``end``: "answer" (the last turn needs no reply), "environment"
-    (it said so), a limit ("turns", "tokens", "context"), or a failure of the environment ("raised", "timed_out").
-    ``faults``: the environment's, by kind. ``turn_rewards``: what it gave turn by turn, 0 where it gave nothing."""
+    """What became of an episode with an environment. ``turn_rewards``: what it gave turn by turn, 0 where it gave
+    nothing. ``faults``: the environment's, by kind. ``end``:
+
+        answer                   the last turn needs no reply
+        environment              it said so
+        turns, tokens, context   a limit
+        bad_call                 with environment.on_bad_call=end
+        raised, timed_out        a failure of the environment
+        trace, differs           a whole trace; one that the environment answered otherwise than recorded
+    """
 
     end: str
     turns: int = 0
@@ -204,6 +216,7 @@ class EpisodeOutcome:
     reward: float | None = None  # the environment's own, of the whole episode
     turn_rewards: tuple[float, ...] = ()
     message: str = ""
+    messages: tuple[Message, ...] = ()  # all turns and the replies to them, as texts and calls
     trace_left_out: bool = False  # the environment did not answer a trace as recorded, so the policy played anew
 
     @property

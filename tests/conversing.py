@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 
 import torch
@@ -73,8 +74,6 @@ class ScriptedEngine(Engine):
         return Completion(torch.tensor(kept), torch.full((len(kept),), -0.5), finish)
 
 
-def call(name: str, **arguments) -> str:
+def call_text(name: str, **arguments) -> str:
     """A tool call as the template writes it."""
-    import json
-
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"

@@ -235,7 +235,7 @@ def test_help_shows_whole_descriptions():
         (["--steps=3"], "or train.steps=3"),
         (["--optim.lr", "1e-6"], "write optim.lr=1e-6"),
         (["--max-prompt-tokens=9"], "write data.max_prompt_tokens=9"),
-        (["--max-tokens", "9"], "write rollout.max_tokens=9 or eval.max_tokens=9"),
+        (["--max-tokens", "9"], "write rollout.max_tokens=9 or environment.max_tokens=9 or eval.max_tokens=9"),
         (["--normalize_std", "--dry-run"], "write algorithm.normalize_std=..."),
         (["--no-such-thing"], "section.key=value (luffy train --help lists them)"),
     ],

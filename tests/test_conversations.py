@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conversing import ScriptedEngine, call, make_chat_tokenizer
+from conversing import ScriptedEngine, call_text, make_chat_tokenizer
 
 from luffy.config import EnvironmentConfig
 from luffy.conversations import Conversations
 from luffy.data import Encoder
 from luffy.environments.kinds import maker_for
 from luffy.guidance.plan import given, unwritten, whole_turns
-from luffy.step.groups import environment_metrics
+from luffy.step.groups import environment_metrics, trace_scores
 from luffy.step.play import Player
 from luffy.types import Author, Group, Message, Problem, Sampling, Score, ToolCall, Trace
 
@@ -81,7 +81,7 @@ def make_problem(prompt="2+3+4=?", answer="9", traces=()):
     return Problem("p", prompt, answer, traces)
 
 
-def play(rules, write, problems, count=1, max_tokens=400, planned=None):
+def play_turns(rules, write, problems, count=1, max_tokens=400, planned=None):
     """The groups of some problems, played with an engine that follows a script."""
     tasks = [rules.encoder.encode(problem) for problem in problems]
     plan = planned or [
@@ -98,32 +98,32 @@ def adds(text):
     if "<tool_response>9" in text:
         return "It is 9."
     if "<tool_response>5" in text:
-        return call("add", a=5, b=4)
-    return "First: " + call("add", a=2, b=3)
+        return call_text("add", a=5, b=4)
+    return "First: " + call_text("add", a=2, b=3)
 
 
 def values_of(metrics):
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def text_of(ids):
+def spelled(ids):
     return TOKENIZER.decode(ids, skip_special_tokens=False)
 
 
 def test_what_is_trained_is_what_was_drawn_and_replies_are_the_environments():
     rules = make_rules()
-    (group,), engine = play(rules, adds, [make_problem()])
+    (group,), engine = play_turns(rules, adds, [make_problem()])
     (episode,), (score,) = group.rollouts, group.scores
     assert episode.finish == "stop" and episode.outcome.end == "answer" and score.value == 1.0
     assert (episode.outcome.turns, episode.outcome.calls, episode.outcome.faults) == (3, 2, ())
     drawn = episode.token_ids[episode.authors == Author.POLICY]
     completions = [engine._complete(request).token_ids for request in engine.requests[:3]]
     assert drawn.tolist() == torch.cat(completions).tolist()
-    replies = text_of(episode.token_ids[episode.authors == Author.ENVIRONMENT])
+    replies = spelled(episode.token_ids[episode.authors == Author.ENVIRONMENT])
     between = "\n<|im_start|>user\n<tool_response>{}</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert replies == between.format(5) + between.format(9)
     assert episode.length == episode.drawn == len(drawn)
-    assert text_of(episode.answer_ids) == "It is 9.<|im_end|>", "the verifier judges the last turn"
+    assert spelled(episode.answer_ids) == "It is 9.<|im_end|>", "the verifier judges the last turn"
     # Each request is the one before it, with what was drawn and the reply behind it.
     for earlier, later in zip(engine.requests[:2], engine.requests[1:3], strict=True):
         assert later.given_ids[: len(earlier.given_ids)] == earlier.given_ids
@@ -139,11 +139,11 @@ def test_what_is_trained_is_what_was_drawn_and_replies_are_the_environments():
         ],
         tools=list(rules.maker.tools), tokenize=False,
     )  # fmt: skip
-    assert text_of((*episode.task.prompt_ids, *episode.token_ids.tolist())) + "\n" == whole
+    assert spelled((*episode.task.prompt_ids, *episode.token_ids.tolist())) + "\n" == whole
 
 
 def test_limits_end_an_episode_and_are_told_apart():
-    again = lambda text: call("add", a=2, b=3)  # noqa: E731
+    again = lambda text: call_text("add", a=2, b=3)  # noqa: E731
     problem = [make_problem()]
     ends = {}
     for name, rules, tokens in (
@@ -151,7 +151,7 @@ def test_limits_end_an_episode_and_are_told_apart():
         ("tokens", make_rules(), 150),
         ("context", make_rules(max_tokens=300), 290),
     ):
-        ((group,), _) = play(rules, again, problem, max_tokens=tokens)
+        ((group,), _) = play_turns(rules, again, problem, max_tokens=tokens)
         (episode,) = group.rollouts
         ends[name] = episode.outcome.end
         assert episode.finish == "length" and episode.drawn <= tokens
@@ -164,18 +164,18 @@ def test_limits_end_an_episode_and_are_told_apart():
     ("said", "fault", "told"),
     [
         ("<tool_call>{nonsense</tool_call>", "unreadable_call", "error"),
-        (call("multiply", a=1), "unknown_tool", "error: no tool 'multiply'"),
-        (call("add", a=1), "wrong_arguments", "error: missing argument b"),
-        (call("shout"), "cut_answer", "!!!"),
+        (call_text("multiply", a=1), "unknown_tool", "error: no tool 'multiply'"),
+        (call_text("add", a=1), "wrong_arguments", "error: missing argument b"),
+        (call_text("shout"), "cut_answer", "!!!"),
     ],
 )
 def test_a_bad_call_is_answered_or_ends_the_episode(said, fault, told):
     say = lambda text: "It is 9." if "<tool_response>" in text else said  # noqa: E731
-    ((group,), _) = play(make_rules(max_reply_chars=100), say, [make_problem()])
+    ((group,), _) = play_turns(make_rules(max_reply_chars=100), say, [make_problem()])
     (episode,) = group.rollouts
     assert episode.outcome.faults == (fault,) and episode.outcome.end == "answer" and group.scores[0].value == 1.0
-    assert told in text_of(episode.token_ids[episode.authors == Author.ENVIRONMENT])
-    ((group,), _) = play(make_rules(max_reply_chars=100, on_bad_call="end"), say, [make_problem()])
+    assert told in spelled(episode.token_ids[episode.authors == Author.ENVIRONMENT])
+    ((group,), _) = play_turns(make_rules(max_reply_chars=100, on_bad_call="end"), say, [make_problem()])
     (episode,) = group.rollouts
     assert episode.outcome.faults == (fault,) and episode.outcome.end == "bad_call" and group.scores[0].value == 0.0
     assert not (episode.authors == Author.ENVIRONMENT).any()
@@ -183,10 +183,10 @@ def test_a_bad_call_is_answered_or_ends_the_episode(said, fault, told):
 
 def test_an_environment_that_hangs_or_breaks_costs_its_own_episode_alone():
     def write(text):
-        return call("hang") if "user\nhang" in text else adds(text)
+        return call_text("hang") if "user\nhang" in text else adds(text)
 
     problems = [make_problem(), make_problem("hang"), make_problem("break")]
-    groups, _ = play(make_rules(timeout_s=0.3), write, problems, count=2)
+    groups, _ = play_turns(make_rules(timeout_s=0.3), write, problems, count=2)
     ends = [[episode.outcome.end for episode in group.rollouts] for group in groups]
     assert ends == [["answer"] * 2, ["timed_out"] * 2, ["raised"] * 2]
     assert [s.value for g in groups for s in g.scores] == [1, 1, 0, 0, 0, 0]
@@ -197,11 +197,11 @@ def test_an_environment_that_hangs_or_breaks_costs_its_own_episode_alone():
 
 def test_failures_are_left_out_as_configured():
     rules = make_rules(on_failure="leave_out", timeout_s=0.3)
-    turns = iter([call("hang"), call("add", a=2, b=3)])
+    turns = iter([call_text("hang"), call_text("add", a=2, b=3)])
     one_hangs = lambda text: next(turns) if "<tool_response>" not in text else "9"  # noqa: E731
-    ((group,), _) = play(rules, one_hangs, [make_problem()], 2)
+    ((group,), _) = play_turns(rules, one_hangs, [make_problem()], 2)
     assert [episode.outcome.end for episode in group.rollouts] == ["answer"], "the one that hung is not in the group"
-    ((group,), _) = play(rules, lambda text: call("hang"), [make_problem()], 2)
+    ((group,), _) = play_turns(rules, lambda text: call_text("hang"), [make_problem()], 2)
     assert len(group.rollouts) == 2, "where all fail, all stay"
 
 
@@ -224,9 +224,9 @@ def test_a_slow_environment_delays_no_other_episode():
 
     def write(text):
         number = int(text.split("number ")[1][0])
-        return "It is 9." if text.count("<tool_response>") == 3 else call("wait", number=number)
+        return "It is 9." if text.count("<tool_response>") == 3 else call_text("wait", number=number)
 
-    groups, _ = play(make_rules(Slow), write, [make_problem(f"number {i}") for i in range(4)])
+    groups, _ = play_turns(make_rules(Slow), write, [make_problem(f"number {i}") for i in range(4)])
     assert sorted(order[:9]) == [1, 1, 1, 2, 2, 2, 3, 3, 3], "three episodes ended meanwhile"
     assert [g.rollouts[0].outcome.turns for g in groups] == [4] * 4
 
@@ -248,7 +248,7 @@ def test_at_most_so_many_environments_are_open_and_all_are_closed():
             with lock:
                 Counted.live -= 1
 
-    play(make_rules(Counted, at_once=3), adds, [make_problem()], count=12)
+    play_turns(make_rules(Counted, at_once=3), adds, [make_problem()], count=12)
     assert most[0] <= 3 + 3 and Counted.live == 0  # a closing one may overlap with the next
 
 
@@ -259,27 +259,27 @@ def test_environments_are_closed_when_the_run_is_stopped():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        play(make_rules(), stop, [make_problem()], count=3)
+        play_turns(make_rules(), stop, [make_problem()], count=3)
     assert Sums.closed == Sums.opened == 3
 
 
 def test_an_observation_stands_behind_the_question():
-    ((group,), _) = play(make_rules(), adds, [make_problem("2+3+4 observe")])
+    ((group,), _) = play_turns(make_rules(), adds, [make_problem("2+3+4 observe")])
     (episode,) = group.rollouts
-    assert "2+3+4 observe (observed)<|im_end|>" in text_of(episode.task.prompt_ids)
+    assert "2+3+4 observe (observed)<|im_end|>" in spelled(episode.task.prompt_ids)
 
 
 @pytest.mark.parametrize(
     ("how", "value"), [("verifier", 1.0), ("environment", 1.0), ("sum", 1.0 + 0.5 * 1.0), ("auto", 1.0)]
 )
 def test_the_verifiers_reward_and_the_environments(how, value):
-    ((group,), _) = play(make_rules(Scored, reward=how, weight=0.5), adds, [make_problem()])
+    ((group,), _) = play_turns(make_rules(Scored, reward=how, weight=0.5), adds, [make_problem()])
     assert group.scores[0].value == value
     assert group.rollouts[0].outcome.reward == (None if how == "verifier" else 1.0)
     if how == "sum":
         assert group.scores[0].components == {"verifier": 1.0, "environment": 1.0}
-    wrong = lambda text: call("add", a=1, b=1) if "<tool_response>" not in text else "It is 7."  # noqa: E731
-    ((group,), _) = play(make_rules(Scored, reward=how, weight=0.5), wrong, [make_problem()])
+    wrong = lambda text: call_text("add", a=1, b=1) if "<tool_response>" not in text else "It is 7."  # noqa: E731
+    ((group,), _) = play_turns(make_rules(Scored, reward=how, weight=0.5), wrong, [make_problem()])
     assert group.scores[0].value == {"verifier": 0.0, "environment": 0.5, "sum": 0.25, "auto": 0.5}[how]
 
 
@@ -310,7 +310,7 @@ def guided(rules, trace, ratio):
 
 def test_a_trace_is_the_teachers_and_its_tool_results_the_environments():
     episode, demonstration = guided(make_rules(), make_trace(), 1.0)
-    assert [text_of(episode.token_ids[slice(*span)]) for span in demonstration.replies] == [
+    assert [spelled(episode.token_ids[slice(*span)]) for span in demonstration.replies] == [
         f"\n<|im_start|>user\n<tool_response>{total}</tool_response><|im_end|>\n<|im_start|>assistant\n"
         for total in (5, 9)
     ]
@@ -324,7 +324,7 @@ def test_a_trace_is_the_teachers_and_its_tool_results_the_environments():
 def test_after_a_prefix_of_turns_the_policy_goes_on_in_the_live_environment(ratio):
     rules = make_rules()
     episode, demonstration = guided(rules, make_trace(), ratio)
-    ((group,), engine) = play(rules, adds, [make_problem()], planned=[(episode,)])
+    ((group,), engine) = play_turns(rules, adds, [make_problem()], planned=[(episode,)])
     (played,) = group.rollouts
     assert not played.outcome.trace_left_out and played.outcome.end == "answer" and group.scores[0].value == 1.0
     end = demonstration.replies[0 if ratio == 0.5 else 1]
@@ -337,7 +337,7 @@ def test_after_a_prefix_of_turns_the_policy_goes_on_in_the_live_environment(rati
 def test_a_trace_that_the_environment_answers_otherwise_is_left_out():
     rules = make_rules()
     episode, _ = guided(rules, make_trace(first_reply="6"), 0.9)
-    ((group,), _) = play(rules, adds, [make_problem()], planned=[(episode,)])
+    ((group,), _) = play_turns(rules, adds, [make_problem()], planned=[(episode,)])
     (played,) = group.rollouts
     assert played.outcome.trace_left_out and played.is_on_policy and group.scores[0].value == 1.0
     metrics = values_of(environment_metrics([group]))
@@ -347,22 +347,32 @@ def test_a_trace_that_the_environment_answers_otherwise_is_left_out():
 def test_a_whole_trace_is_played_where_the_environment_scores_it():
     rules = make_rules(Scored)
     episode, _ = guided(rules, make_trace(), 1.0)
-    ((group,), engine) = play(rules, adds, [make_problem()], planned=[(episode,)])
+    ((group,), engine) = play_turns(rules, adds, [make_problem()], planned=[(episode,)])
     (played,) = group.rollouts
     assert played.finish == "trace" and played.outcome.reward == 1.0 and group.scores[0].value == 1.0
     assert not engine.requests
     rules = make_rules()
     episode, _ = guided(rules, make_trace(), 1.0)
-    ((group,), _) = play(rules, adds, [make_problem()], planned=[(episode,)])
+    ((group,), _) = play_turns(rules, adds, [make_problem()], planned=[(episode,)])
     assert group.rollouts[0].outcome is None and group.scores[0].value == 1.0, "the verifier reads its last turn"
 
 
 def test_metrics_count_turns_calls_ends_and_faults():
-    say = lambda text: "It is 9." if "<tool_response>" in text else call("multiply")  # noqa: E731
-    groups, _ = play(make_rules(), say, [make_problem()], count=2)
+    say = lambda text: "It is 9." if "<tool_response>" in text else call_text("multiply")  # noqa: E731
+    groups, _ = play_turns(make_rules(), say, [make_problem()], count=2)
     found = values_of(environment_metrics(groups))
     assert found["environment/turns"] == 2 and found["environment/calls"] == 1 and found["environment/called"] == 1
     assert found["environment/end/answer"] == 1 and found["environment/fault/unknown_tool"] == 2
     assert found["environment/reply_tokens"] > 0
     assert environment_metrics([Group(groups[0].task, (), ())]) == {}
     assert Score(0.0).value == 0
+
+
+def test_traces_are_scored_by_their_environment():
+    rules = make_rules(Scored)
+    task = rules.encoder.encode(make_problem(traces=(make_trace(), make_trace(first_reply="6"))))
+    right, other = trace_scores(task, LastNumber(), TOKENIZER, rules)
+    assert right.value == 1.0
+    assert other.value == 0.5, "the environment answered otherwise than recorded, and the play ended there"
+    by_verifier = trace_scores(task, LastNumber(), TOKENIZER, make_rules())
+    assert [score.value for score in by_verifier] == [1.0, 1.0]

@@ -49,7 +49,9 @@ def test_advice_names_extras_that_exist():
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     sources = "".join(path.read_text() for path in (ROOT / "luffy").rglob("*.py"))
     advised = set(re.findall(r"how_to_install\([\"'](\w+)[\"']\)", sources))
-    assert advised == {"peft", "ray", "trl", "vllm"} and advised | {"wandb"} <= extras  # trackers name their own
+    assert (
+        advised == {"environments", "peft", "ray", "search", "trl", "vllm"} and advised | {"wandb"} <= extras
+    )  # trackers name their own
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     texts = {page.name: page.read_text() for page in pages if page.name != "log.md"} | {"luffy": sources}
     assert [name for name, text in texts.items() if "luffy-rl[" in text] == []  # the package is not on PyPI

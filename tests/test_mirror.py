@@ -54,6 +54,7 @@ COVERED_ELSEWHERE: dict[str, str] = {
     "luffy.evaluation.engines": "evaluation/test_runner.py",
     "luffy.evaluation.eval_view": "evaluation/test_runner.py",
     "luffy.evaluation.plan": "evaluation/test_trained_with.py",
+    "luffy.evaluation.responses": "evaluation/test_runner.py",
     "luffy.evaluation.results": "evaluation/test_runner.py",
     "luffy.evaluation.scoring": "evaluation/test_trained_with.py",
     "luffy.evaluation.settings": "evaluation/test_runner.py",

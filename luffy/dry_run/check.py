@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from luffy.config import Config
-from luffy.dry_run.first_step import FirstStep, check_reward, first_traces
+from luffy.dry_run.first_step import FirstStep, check_reward, first_traces, first_turns
 from luffy.dry_run.lines import engine_line, need_lines, plan_line, update_line
 from luffy.dry_run.memory import Estimate
 from luffy.dry_run.models import check_other_models, model_shape, try_model
@@ -61,4 +61,5 @@ def dry_run(cfg: Config, method: str, trainings: int = 1, renting: Renting | Non
         *(f"warning    {notice}" for notice in notices),
         "first prompt, as the model sees it:",
         encoder.render(batch[0].problem),
+        *first_turns(batch, tokenizer),
     ]

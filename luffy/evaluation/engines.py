@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from transformers import AutoConfig
 
+from luffy.conversations import Conversations
 from luffy.errors import UserError
 from luffy.models.forward import text_config
 from luffy.models.load import eos_ids, eos_ids_in, gguf_file, load_model, load_tokenizer
@@ -26,12 +27,14 @@ VLLM_SLOTS = 256
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An engine with what a prompt needs to know of its model. ``context`` counts prompt and response."""
+    """An engine with what a prompt needs to know of its model. ``context`` counts prompt and response;
+    ``conversations``: what episodes with an environment are played with."""
 
     engine: Engine
     tokenizer: Any
     eos_ids: tuple[int, ...]
     context: int
+    conversations: Conversations | None = None
 
 
 def default_slots(engine: str, device: str) -> int:

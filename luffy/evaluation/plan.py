@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from luffy.config import RewardConfig
+from luffy.config import EnvironmentConfig, RewardConfig
 from luffy.data import Encoder
-from luffy.data.encode import resolve_style, where
+from luffy.data.encode import where
 from luffy.errors import UserError
 from luffy.evaluation.benchmarks import Suite
-from luffy.evaluation.engines import LoadedModel, default_slots, model_identity
+from luffy.evaluation.engines import default_slots, model_identity
 from luffy.evaluation.results import model_label
 from luffy.evaluation.settings import SUCCESS, Settings, problems_hash, recorded
 from luffy.models.machine import default_workers
@@ -56,6 +55,7 @@ class Options:
     workers: int | None = None
     columns: Mapping[str, str] | None = None
     reward_settings: RewardConfig | None = None  # a recipe's, in place of `reward`
+    environment: EnvironmentConfig | None = None  # what answers the model's turns
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,20 @@ class PlannedResponse:
     """One response to make."""
 
     benchmark: str
-    problem: Problem
+    task: Task
     sample: int
-    prompt_ids: tuple[int, ...]
-    in_thought: bool = False
+
+    @property
+    def problem(self) -> Problem:
+        return self.task.problem
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.task.prompt_ids
+
+    @property
+    def in_thought(self) -> bool:
+        return self.task.in_thought
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -96,19 +106,6 @@ def with_defaults(options: Options, out: Path) -> Options:
     return replace(options, dtype=dtype, slots=slots, date=options.date or recorded(out, "date", str))
 
 
-def encoder_of(options: Options, suite: Suite, loaded: LoadedModel) -> Encoder:
-    style = resolve_style(options.style, loaded.tokenizer, paper=suite.is_builtin)
-    return Encoder(
-        loaded.tokenizer,
-        style,
-        options.system_prompt,
-        chat_template=options.chat_template,
-        max_prompt_tokens=loaded.context - 1,
-        overlong_prompt="drop",
-        date=options.date,
-    )
-
-
 def tasks_of(encoder: Encoder, problems: Sequence[Problem]) -> Iterator[Task]:
     """Each problem as the model sees it; a prompt that fills the context is an error."""
     for problem, task in zip(problems, encoder.encode_all(problems), strict=True):
@@ -123,8 +120,7 @@ def planned_responses(suite: Suite, encoder: Encoder) -> list[PlannedResponse]:
     jobs = []
     for benchmark in suite.benchmarks:
         for task in tasks_of(encoder, benchmark.problems):
-            planned = partial(PlannedResponse, benchmark.name, task.problem)
-            jobs += [planned(sample, task.prompt_ids, task.in_thought) for sample in range(benchmark.k)]
+            jobs += [PlannedResponse(benchmark.name, task, sample) for sample in range(benchmark.k)]
     return jobs
 
 
@@ -151,6 +147,7 @@ def settings_of(options: Options, suite: Suite, encoder: Encoder, max_tokens: in
         date=encoder.prompt_date,
         answer_in_thought=options.answer_in_thought,
         success=options.reward_settings.success if options.reward_settings else SUCCESS,
+        environment=None if options.environment is None else asdict(options.environment),
         prompt_opens_thought=in_thought and not options.answer_in_thought and options.prompt_opens_thought,
     )
 

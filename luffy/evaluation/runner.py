@@ -8,9 +8,8 @@ OUT/result.json     the figures; result.md shows them
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from luffy.errors import UserError
@@ -19,12 +18,12 @@ from luffy.evaluation.background_work import BackgroundWork
 from luffy.evaluation.benchmarks import load_suite
 from luffy.evaluation.engines import LoadedModel, load_engine
 from luffy.evaluation.eval_view import EvalView
+from luffy.evaluation.responses import conversations_for, encoder_of, finished_in_parts
 from luffy.evaluation.results import ITEMS, Result, build_result, model_label, read_items, write_result
 from luffy.evaluation.scoring import CALL_FAILED, Response, key_of, score_again, scored
 from luffy.evaluation.settings import Settings, alone_in, claim, recorded, warn_of_another_prompt
 from luffy.rewards import Verifier
 from luffy.run_folder.recorder import JsonLinesWriter
-from luffy.types import Request, Sampling
 
 PAPER_MAX_TOKENS = 8192
 
@@ -57,7 +56,7 @@ def run_evaluation(options: plan.Options) -> Result:
             options.engine, options.model, dtype=options.dtype, device=options.device, slots=options.slots,
             trust_remote_code=options.trust_remote_code,
         )  # fmt: skip
-        encoder = plan.encoder_of(options, suite, loaded)
+        encoder = encoder_of(options, suite, loaded)
         loaded = replace(loaded, eos_ids=encoder.stops(loaded.eos_ids))
         jobs = plan.planned_responses(suite, encoder)
         lengths = [len(job.prompt_ids) for job in jobs if job.sample == 0]
@@ -67,6 +66,8 @@ def run_evaluation(options: plan.Options) -> Result:
         claim(out, settings)
         warn_of_another_prompt(settings)
         score_again(jobs, verifier, settings, out)
+        room = loaded.context - max(lengths)
+        loaded = replace(loaded, conversations=conversations_for(options.environment, encoder, max_tokens, room))
         run_jobs(jobs, loaded, verifier, settings, out, options.chunk)
         rows = read_items(out)
         if failed := sum(row["status"] == CALL_FAILED for row in rows):
@@ -92,7 +93,7 @@ def run_jobs(
     items = JsonLinesWriter(path, keep_through_step=0)
 
     def save(responses: Sequence[Response]) -> None:
-        rows, failure = scored(responses, loaded.tokenizer, verifier, settings, is_first=not done)
+        rows, failure = scored(responses, loaded.tokenizer, verifier, settings, not done, loaded.conversations)
         items.write(rows)
         done.update(map(key_of, rows))
         view.saved(len(rows), sum(r["tokens"] for r in rows), sum(r["right"] for r in rows), rows[-1]["benchmark"])
@@ -106,23 +107,3 @@ def run_jobs(
     finally:
         items.close()
         view.close()
-
-
-def finished_in_parts(
-    jobs: Sequence[plan.PlannedResponse], loaded: LoadedModel, settings: Settings, chunk: int, view: EvalView
-) -> Iterator[list[Response]]:
-    """Responses in the order in which they finish; ``chunk`` of them at a time."""
-
-    @cache  # an engine checks requests with the same tokens and sampling once
-    def sampling(prompt_length: int) -> Sampling:
-        most = min(settings.max_tokens, loaded.context - prompt_length)
-        return Sampling(most, settings.temperature, settings.top_p, settings.top_k, loaded.eos_ids)
-
-    requests = (Request(job.prompt_ids, job.seed(settings.seed), sampling(len(job.prompt_ids))) for job in jobs)
-    part: list[Response] = []
-    for count, (index, completion) in enumerate(loaded.engine.stream(requests), start=1):
-        part.append((jobs[index], completion))
-        view.working(count)
-        if len(part) == chunk or count == len(jobs):
-            yield part
-            part = []

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from luffy.conversations import Conversations
 from luffy.errors import UserError
 from luffy.evaluation.plan import PlannedResponse
 from luffy.evaluation.results import ITEMS, read_items
@@ -15,9 +16,9 @@ from luffy.files import write_atomically
 from luffy.models.load import decode
 from luffy.rewards.own_function import CALL_FAILED
 from luffy.rewards.verifier import GO_ON, Verifier, why_every_call_failed, why_nothing_was_scored
-from luffy.types import Completion
+from luffy.types import Episode
 
-Response = tuple[PlannedResponse, Completion]
+Response = tuple[PlannedResponse, Episode]
 
 
 def score_again(jobs: Sequence[PlannedResponse], verifier: Verifier, settings: Settings, out: Path) -> None:
@@ -45,16 +46,23 @@ def key_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
 
 
 def scored(
-    responses: Sequence[Response], tokenizer: Any, verifier: Verifier, settings: Settings, is_first: bool
+    responses: Sequence[Response],
+    tokenizer: Any,
+    verifier: Verifier,
+    settings: Settings,
+    is_first: bool,
+    conversations: Conversations | None = None,
 ) -> tuple[list[dict[str, Any]], str | None]:
     """A line of items.jsonl for each response; it has the token ids where the reward must be asked again. And why to
     stop when they are saved: every call of the reward failed. Where nothing in the first part was scored for other
     reasons, which nobody asks about again, a UserError."""
-    ids = [completion.token_ids.tolist() for _, completion in responses]
+    ids = [episode.answer_ids.tolist() for _, episode in responses]
     texts = decode(tokenizer, ids)
     scores = verifier.score(
         [(job.problem, text, own, job.in_thought) for (job, _), text, own in zip(responses, texts, ids, strict=True)]
     )
+    if conversations is not None:
+        scores = [conversations.score(episode, score) for (_, episode), score in zip(responses, scores, strict=True)]
     several = len({job.problem.id for job, _ in responses}) > 1  # a single one may be at fault itself
     no_call = why_every_call_failed(scores)
     reason = no_call or (why_nothing_was_scored(scores) if is_first and several else None)
@@ -68,14 +76,25 @@ def scored(
             "sample": job.sample,
             "seed": job.seed(settings.seed),
             "response": text,
-            "tokens": len(completion.token_ids),
-            "finish": completion.finish,
+            "tokens": episode.length,
+            "finish": episode.finish,
             "answer": job.problem.answer,
             "score": score.value,
             "right": score.value >= settings.success,
             "status": score.status,
             **({"token_ids": own} if score.status == CALL_FAILED else {}),
+            **turns_of(episode, tokenizer),
         }
-        for (job, completion), text, own, score in zip(responses, texts, ids, scores, strict=True)
+        for (job, episode), text, own, score in zip(responses, texts, ids, scores, strict=True)
     ]
     return rows, failure
+
+
+def turns_of(episode: Episode, tokenizer: Any) -> dict[str, Any]:
+    """What a line says of an episode with an environment; its ``response`` is the last turn alone."""
+    outcome = episode.outcome
+    if outcome is None:
+        return {}
+    whole = tokenizer.decode(episode.token_ids, skip_special_tokens=False)
+    faults = list(outcome.faults)
+    return {"turns": outcome.turns, "calls": outcome.calls, "end": outcome.end, "faults": faults, "conversation": whole}

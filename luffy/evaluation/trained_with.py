@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from luffy.config import DataConfig, RewardConfig, build, parse_yaml
+from luffy.config import DataConfig, EnvironmentConfig, RewardConfig, build, parse_yaml
 from luffy.errors import ConfigError, UserError
 from luffy.evaluation.benchmarks import SUITES
 from luffy.evaluation.plan import Options
@@ -57,6 +57,11 @@ class Training:
                 raise UserError(f"the reward of {self.source} cannot be used: {error}; give --reward") from None
         return reward
 
+    def environment(self) -> EnvironmentConfig | None:
+        """None where there is none, and for a model card: it may be anybody's, and an environment is code."""
+        section = self._section("environment") if self.is_run else {}
+        return build(EnvironmentConfig, section, "environment") if section else None
+
     def _section(self, name: str) -> dict[str, Any]:
         section = self.values.get(name)
         return section if isinstance(section, dict) else {}
@@ -80,6 +85,12 @@ def training_of(model: str) -> Training | None:
     return Training(f"the model card {card}", json_object(line, card, "remove that line"), is_run=False)
 
 
+def environment_of(model: str) -> EnvironmentConfig | None:
+    """The environment that a run's model was trained in; None for other models."""
+    training = training_of(model)
+    return None if training is None else training.environment()
+
+
 def evaluate(given: Mapping[str, Any], say: Callable[[str], object]) -> Result:
     """Evaluate with the given options, and with prompt and reward of the model's training unless they are given; a line
     for ``say`` tells what was taken from it."""
@@ -97,15 +108,18 @@ def as_trained(options: Options, given: Collection[str]) -> tuple[Options, str |
         prompt = {} if training is None else prompt_as_trained(training, given)
         scored = not {"reward", "reward_settings"} & set(given) and options.suite not in SUITES
         reward = training.reward() if training is not None and scored else None
+        environment = options.environment or (None if training is None else training.environment())
     except ConfigError as error:  # another tool's file, or another version's
         return options, f"not as trained: {error}"
     if training is None:
         return options, None
     taken = {} if reward is None else {"reward": reward.name}
+    taken |= {} if environment is None else {"environment": environment.name}
     taken |= {name.replace("_", " "): repr(value) for name, value in prompt.items()}
     if reward is not None:
         reward = replace(reward, answer_in_thought=reward.answer_in_thought or options.answer_in_thought)
-    changed = replace(options, **prompt, reward_settings=reward or options.reward_settings)
+    rewarded = reward or options.reward_settings
+    changed = replace(options, **prompt, reward_settings=rewarded, environment=environment)
     return changed, said_of(taken, training)
 
 

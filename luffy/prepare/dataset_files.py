@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -15,8 +16,8 @@ from luffy.data import ProblemDataset
 from luffy.data.rows import ROW_KEY
 from luffy.data.schemas import TRACE_COLUMNS
 from luffy.errors import DataError
-from luffy.prepare.journal import Record
-from luffy.types import Problem
+from luffy.prepare.journal import Record, whole_text
+from luffy.types import Message, Problem
 
 logger = logging.getLogger(__name__)
 
@@ -29,13 +30,32 @@ TRACE_FIELDS = {
 OTHER_LAYOUTS = {"reward_model", "problem", *(column for columns in TRACE_COLUMNS.values() for column in columns)}
 """Columns by which a reader would take the output for another layout, or look for traces there."""
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+CALL = pa.struct(
+    [("name", pa.string()), ("arguments", pa.string())]
+)  # arguments: JSON text, for no type holds them all
+TURNS = pa.list_(pa.struct([*MESSAGE, ("tool_calls", pa.list_(CALL)), ("name", pa.string())]))
 
 
-def traces_schema(problems: ProblemDataset, keep_traces: bool = False) -> pa.Schema:
-    """Schema of problems with traces: luffy's columns, and the others that ``problems`` have."""
+def message_rows(messages: Sequence[Message]) -> list[Record]:
+    """Turns of a trace as ``TURNS`` has them."""
+    return [
+        {
+            "role": message.role,
+            "content": whole_text(message.content),
+            "tool_calls": [{"name": c.name, "arguments": json.dumps(c.arguments)} for c in message.tool_calls] or None,
+            "name": message.name or None,
+        }
+        for message in messages
+    ]
+
+
+def traces_schema(problems: ProblemDataset, keep_traces: bool = False, turns: bool = False) -> pa.Schema:
+    """Schema of problems with traces: luffy's columns, and the others that ``problems`` have. ``turns``: traces may
+    have several."""
     for problem in problems:
         _check_is_written(problem, keep_traces)
-    schema = problem_schema(TRACE_FIELDS, chats=_are_chats(problems))
+    fields = {**TRACE_FIELDS, "messages": TURNS} if turns else TRACE_FIELDS
+    schema = problem_schema(fields, chats=_are_chats(problems))
     found = column_types(lambda: map(_other_values, problems))
     others = {name: kind for name, kind in found.items() if name not in schema.names}
     written = {name: kind for name, kind in others.items() if kind is not None and name not in OTHER_LAYOUTS}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from luffy.data.turns import template_rows
 from luffy.errors import UserError
 from luffy.prepare.journal import whole_text
 from luffy.types import Message
@@ -66,7 +67,7 @@ class Endpoint:
         if isinstance(prompt, str):
             body["prompt"] = prompt
         else:
-            body["messages"] = [asdict(message) for message in prompt]
+            body["messages"] = [_openai_row(row) for row in template_rows(prompt, lambda text: text)]
         if self.log_probs:
             body["logprobs"] = True if self.api == "chat" else 0
         content = json.dumps(body).encode()
@@ -97,6 +98,15 @@ class Endpoint:
         tokens, log_probs = _log_probs(choice.get("logprobs"))
         ids = choice.get("token_ids")
         return Reply(text, str(choice.get("finish_reason")), tokens, tuple(ids) if ids else None, log_probs)
+
+
+def _openai_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A message as servers take it: arguments of calls are JSON text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in row.get("tool_calls", ())
+    ]
+    return {**row, "tool_calls": calls} if calls else row
 
 
 def _chat_text(message: Any) -> str:

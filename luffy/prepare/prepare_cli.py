@@ -109,18 +109,25 @@ def traces(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 (local)")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda (local)")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
+    environment: Annotated[
+        str | None, typer.Option(help="recipe with the environment that answers the teacher's turns (local)")
+    ] = None,
 ) -> None:
     """Verified traces from an OpenAI-compatible server or a local model."""
+    from luffy.config import load_config
     from luffy.prepare.teachers import endpoint_teacher, local_teacher
     from luffy.prepare.traces import prepare_traces
 
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     if (endpoint is None) == (local is None):
         raise UserError("give --endpoint with --model, or --local")
+    if environment is not None and local is None:
+        raise UserError("--environment plays a model in this process: give --local")
     if local is not None:
         asked, settings = local_teacher(
-            local, sampling, seed, style, system_prompt, tokenizer, dtype, device, trust_remote_code
-        )
+            local, sampling, seed, style, system_prompt, tokenizer, dtype, device, trust_remote_code,
+            None if environment is None else load_config(environment).environment,
+        )  # fmt: skip
     else:
         asked, settings = endpoint_teacher(
             str(endpoint), model, api, _api_key(api_key_env), logprobs, sampling | _fields(extra_body), seed, style,

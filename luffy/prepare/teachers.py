@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
+from luffy.config import EnvironmentConfig
+from luffy.conversations import Conversations, conversations_of, played, tools_of
 from luffy.data import Encoder
 from luffy.data.encode import resolve_style, with_system_prompt
 from luffy.errors import DataError, UserError
+from luffy.guidance.plan import unwritten
 from luffy.prepare.endpoint import Endpoint, Refused, Reply
 from luffy.seeds import seed_of
-from luffy.types import THINK, Completion, Message, Problem, Request, Sampling, Task
+from luffy.types import THINK, Completion, Episode, Message, Problem, Request, Sampling, Score, Task
 from luffy.web import Stopped
 
 SAVED_AT_ONCE = 256  # samples of a model in this process
@@ -32,6 +35,8 @@ class TeacherResponse:
     token_ids: tuple[int, ...] | None = None
     log_probs: tuple[float, ...] | None = None
     log_prob_status: str = "no_log_probs"
+    messages: tuple[Message, ...] | None = None  # of several turns; the text is the last one's
+    final: Callable[[Score], Score] = lambda verified: verified  # the score, from the verifier's
 
 
 class Answer(NamedTuple):
@@ -215,19 +220,22 @@ class LocalTeacher:
         dtype: str = "float32",
         device: str = "auto",
         trust_remote_code: bool = False,
+        environment: EnvironmentConfig | None = None,
     ) -> None:
         from luffy.evaluation.engines import load_native
         from luffy.models.machine import pick_device
 
         loaded = load_native(path, dtype=dtype, device=pick_device(device), trust_remote_code=trust_remote_code)
         self._tokenizer, self._engine = loaded.tokenizer, loaded.engine
-        room = loaded.context - max_tokens
+        most = max_tokens if environment is None else environment.max_tokens or 2 * max_tokens
+        room = loaded.context - most
         self._no_room = f"--max-tokens {max_tokens} leaves no room for the prompt in the context of {loaded.context}"
         if room < 1:
             raise UserError(self._no_room)
         style = resolve_style(style, self._tokenizer)
         limits: dict[str, Any] = {"max_prompt_tokens": room, "overlong_prompt": "drop"}
-        self._encoder = Encoder(self._tokenizer, style, system_prompt, **limits)
+        self._encoder = Encoder(self._tokenizer, style, system_prompt, tools=tools_of(environment), **limits)
+        self._conversations = conversations_of(environment, self._encoder, most)
         stops = self._encoder.stops(loaded.eos_ids)
         self._sampling = Sampling(max_tokens, temperature, eos_ids=stops)
         self._seed = seed
@@ -235,17 +243,16 @@ class LocalTeacher:
 
     def answer(self, problems: Iterable[Problem], n: int) -> Iterator[list[Answer]]:
         """Yield answers some hundred samples at a time, while the engine works on the next problems."""
+        if self._conversations is not None:
+            yield from self._play(self._conversations, problems, n)
+            return
         open_problems: dict[int, tuple[Task, list[TeacherResponse | None]]] = {}
         numbers = count()
         answered: list[Answer] = []
 
         def requests() -> Iterator[Request]:
             for problem in problems:
-                try:
-                    task = self._encoder.encode(replace(problem, traces=()))
-                    refusal = self._no_room
-                except DataError as error:
-                    task, refusal = None, str(error)
+                task, refusal = self._task(problem)
                 if task is None:
                     answered.append(Answer(problem, [], refusal))
                     continue
@@ -266,6 +273,40 @@ class LocalTeacher:
                 answered = []
         if answered:
             yield answered
+
+    def _task(self, problem: Problem) -> tuple[Task | None, str]:
+        """The problem as the model sees it, or None and why not."""
+        try:
+            return self._encoder.encode(replace(problem, traces=())), self._no_room
+        except DataError as error:
+            return None, str(error)
+
+    def _play(self, rules: Conversations, problems: Iterable[Problem], n: int) -> Iterator[list[Answer]]:
+        """Episodes in the environment, the samples of some problems together."""
+        rest = iter(problems)
+        while some := list(islice(rest, max(SAVED_AT_ONCE // n, 1))):
+            tasks = [self._task(problem) for problem in some]
+            begun = [
+                unwritten(task, seed_of(f"{self._seed}:{task.problem.id}:{place}"), self._sampling)
+                for task, _ in tasks
+                if task is not None
+                for place in range(n)
+            ]
+            episodes = iter(played(rules, self._engine, begun))
+            yield [
+                Answer(problem, [], refusal)
+                if task is None
+                else Answer(problem, [self._acted(rules, next(episodes)) for _ in range(n)])
+                for problem, (task, refusal) in zip(some, tasks, strict=True)
+            ]
+
+    def _acted(self, rules: Conversations, episode: Episode) -> TeacherResponse:
+        assert episode.outcome is not None
+        text = str(self._tokenizer.decode(episode.answer_ids, skip_special_tokens=True))
+        finished = episode.outcome.end in ("answer", "environment")
+        return TeacherResponse(
+            text, finished, messages=episode.outcome.messages, final=lambda verified: rules.score(episode, verified)
+        )
 
     def _drawn(self, task: Task, completion: Completion) -> TeacherResponse:
         ids = tuple(completion.token_ids.tolist())
@@ -320,13 +361,15 @@ def local_teacher(
     dtype: str,
     device: str,
     trust_remote_code: bool = False,
+    environment: EnvironmentConfig | None = None,
 ) -> tuple[Teacher, dict[str, Any]]:
     """Teacher that samples from a model in this process, and the settings its samples depend on."""
     tokenizer = _tokenizer(tokenizer_path, trust_remote_code)
     options: dict[str, Any] = {"seed": seed, "style": style, "system_prompt": system_prompt, "dtype": dtype}
     here: dict[str, Any] = {"tokenizer": tokenizer, "device": device, "trust_remote_code": trust_remote_code}
-    teacher = LocalTeacher(path, **sampling, **options, **here)
-    return teacher, {"local": path, "sampling": sampling, "tokenizer": tokenizer_path, **options}
+    teacher = LocalTeacher(path, **sampling, **options, **here, environment=environment)
+    played_in = {} if environment is None else {"environment": asdict(environment)}
+    return teacher, {"local": path, "sampling": sampling, "tokenizer": tokenizer_path, **options, **played_in}
 
 
 def _tokenizer(path: str | None, trust_remote_code: bool) -> Any:

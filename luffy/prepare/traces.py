@@ -21,7 +21,7 @@ from luffy.errors import UserError
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.background_work import BackgroundWork
 from luffy.files import whole_file, write_atomically
-from luffy.prepare.dataset_files import ProblemWriter, traces_schema
+from luffy.prepare.dataset_files import ProblemWriter, message_rows, traces_schema
 from luffy.prepare.journal import Journal, Record, whole_text
 from luffy.prepare.teachers import Answer, Teacher, TeacherResponse
 from luffy.progress import progress
@@ -57,7 +57,7 @@ def prepare_traces(
         raise UserError(f"--out {out}: name a .parquet file")
     out.parent.mkdir(parents=True, exist_ok=True)
     problems = load_problems(file, limit=limit, columns=columns)
-    schema = traces_schema(problems, keep_traces)
+    schema = traces_schema(problems, keep_traces, turns="environment" in settings)
     decisive = {**settings, "n": n, "reward": reward, "problems_sha256": problems.fingerprint}
     if answer_in_thought:  # only then, so that files of before this option go on
         decisive["answer_in_thought"] = True
@@ -139,7 +139,8 @@ def scored(answered: Iterable[Answer], verifier: Verifier) -> tuple[list[Record]
     found = verifier.score(items)
     reason = why_every_call_failed(found)
     failure = reason and f"the reward failed on all {len(found)} samples, first: {reason}; {GO_ON}"
-    scores = iter(found)
+    finals = [sample.final for answer in answered for sample in answer.samples]
+    scores = iter([final(score) for final, score in zip(finals, found, strict=True)])
     records = [
         {"id": answer.problem.id, "samples": [_record(sample, next(scores)) for sample in answer.samples]}
         for answer in answered
@@ -157,6 +158,8 @@ def _record(sample: TeacherResponse, score: Score) -> Record:
     }
     if sample.token_ids is not None:
         record |= {"token_ids": sample.token_ids, "log_probs": sample.log_probs}
+    if sample.messages is not None:
+        record["messages"] = message_rows(sample.messages)
     return record
 
 
@@ -166,17 +169,21 @@ def verdicts(samples: Sequence[Record], keep_wrong: bool, there: Iterable[str | 
     for sample in samples:
         if not sample["finished"]:
             yield "cut_off"  # its end is no place for an EOS, whatever it says
-        elif not sample["text"].strip():
+        elif not sample["text"].strip() or any(map(_says_nothing, sample.get("messages", ()))):
             yield "empty"
         elif sample["status"] == CALL_FAILED:
             yield "unscored"
         elif sample["score"] < SUCCESS and not keep_wrong:
             yield "wrong"
-        elif sample["text"] in seen:
+        elif (said := json.dumps(sample["messages"]) if "messages" in sample else sample["text"]) in seen:
             yield "repeated"
         else:
-            seen.add(sample["text"])
+            seen.add(said)
             yield "kept"
+
+
+def _says_nothing(turn: Record) -> bool:
+    return turn["role"] == "assistant" and not turn["content"].strip() and not turn["tool_calls"]
 
 
 def _write(
@@ -223,9 +230,10 @@ def _output_row(problem: Problem, traces: Sequence[Record]) -> Record:
 
 def _trace(sample: Record, name: str) -> Record:
     """Trace with either text or token ids, as the reader expects it."""
-    ids = sample.get("token_ids")
+    ids, messages = sample.get("token_ids"), sample.get("messages")
     return {
-        "text": whole_text(sample["text"]) if ids is None else None,
+        "messages": messages,
+        "text": whole_text(sample["text"]) if ids is None and messages is None else None,
         "token_ids": ids,
         "log_probs": sample.get("log_probs"),
         "score": sample["score"],

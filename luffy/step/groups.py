@@ -8,8 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from luffy.config import RewardConfig
+from luffy.conversations import Conversations, replayed, with_rewards
 from luffy.distributed.world import World
 from luffy.errors import AllStopped
+from luffy.guidance import given
 from luffy.metrics import Max, Mean, Metric, Sum, spread
 from luffy.models.load import decode
 from luffy.rewards import Verifier
@@ -22,6 +24,29 @@ def score(rollouts: Sequence[tuple[Episode, ...]], verifier: Verifier, tokenizer
     """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
     responses = [(rollout.task, rollout.answer_ids.tolist()) for group in rollouts for rollout in group]
     return grouped(rollouts, verified(responses, verifier, tokenizer))
+
+
+def trace_scores(
+    task: Task, verifier: Verifier, tokenizer: Any, conversations: Conversations | None = None
+) -> list[Score]:
+    """The scores of a task's traces; an environment with a reward of its own is played through them."""
+    traces = [given(task, trace) for trace in task.demonstrations]
+    if conversations is None or not conversations.counts_reward:
+        return verified([(task, trace.answer_ids.tolist()) for trace in traces], verifier, tokenizer)
+    played = replayed(conversations, traces)
+    (group,) = scored_by_both([tuple(played)], verifier, tokenizer, conversations)
+    return list(group.scores)
+
+
+def scored_by_both(
+    episodes: Sequence[tuple[Episode, ...]], verifier: Verifier, tokenizer: Any, conversations: Conversations
+) -> list[Group]:
+    """Groups of played episodes: what the verifier says of the last turn, and what the environment has to say."""
+    if conversations.asks_verifier:
+        groups = score(episodes, verifier, tokenizer)
+    else:
+        groups = [Group(group[0].task, group, tuple(Score(0.0) for _ in group)) for group in episodes]
+    return with_rewards(conversations, groups)
 
 
 def verified(responses: Sequence[tuple[Task, Sequence[int]]], verifier: Verifier, tokenizer: Any) -> list[Score]:

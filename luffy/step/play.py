@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from luffy.conversations import Conversations, Table, with_rewards
+from luffy.conversations import Conversations, played
 from luffy.guidance.plan import extended, unwritten
 from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
@@ -14,9 +14,9 @@ from luffy.rollout.native import NativeEngine
 from luffy.run_folder.timing import Stopwatch
 from luffy.step.batch import StepBatch
 from luffy.step.early_scores import EarlyScores
-from luffy.step.groups import grouped, score
+from luffy.step.groups import grouped, score, scored_by_both
 from luffy.step.run_state import Run
-from luffy.types import Completion, Episode, Group, Sampling, Score, Task
+from luffy.types import Completion, Episode, Group, Sampling, Task
 
 Episodes = list[tuple[Episode, ...]]  # by problem
 Count = Callable[[int, int], None]
@@ -67,18 +67,12 @@ class Player:
         episodes, asked = self._asked(planned)
         if rules.counts_reward:
             asked = [i for i, episode in enumerate(episodes) if episode.sampling is not None]
-        with self.watch("rollout"), Table(rules, [episodes[i] for i in asked], self.version, self.count) as table:
-            if asked:
-                self.engine.serve(table)
-            for i, seat in zip(asked, table.seats, strict=True):
-                episodes[i] = seat.episode
+        with self.watch("rollout"):
+            ended = played(rules, self.engine, [episodes[i] for i in asked], self.version, self.count)
+        for i, episode in zip(asked, ended, strict=True):
+            episodes[i] = episode
         with self.watch("reward"):
-            groups = regrouped(planned, episodes)
-            if rules.asks_verifier:
-                scored = score(groups, self.verifier, self.tokenizer)
-            else:
-                scored = [Group(group[0].task, group, tuple(Score(0.0) for _ in group)) for group in groups]
-            return with_rewards(rules, scored)
+            return scored_by_both(regrouped(planned, episodes), self.verifier, self.tokenizer, rules)
 
     def play_in_parts(self, planned: Episodes, most: int) -> list[Group]:
         """At most ``most`` tokens of every episode; a group of which one is not finished has no scores."""

@@ -14,7 +14,7 @@ from luffy.conversations import Conversations
 from luffy.data import ProblemSampler
 from luffy.distributed.replica import Replica
 from luffy.distributed.world import World
-from luffy.guidance import Gate, Planner, given
+from luffy.guidance import Gate, Planner
 from luffy.learn.policy import Policy
 from luffy.learn.scorer import TokenScorer
 from luffy.learn.teacher import Teacher
@@ -25,7 +25,7 @@ from luffy.run_folder.saved_state import Progress
 from luffy.run_folder.timing import Stopwatch
 from luffy.seeds import seed_of
 from luffy.step.batch import StepBatch
-from luffy.step.groups import verified
+from luffy.step.groups import trace_scores
 from luffy.step.memory import MethodMemory
 from luffy.step.prefetch import Prefetcher
 from luffy.step.tasks import TaskSet
@@ -133,8 +133,7 @@ class Run:
         known = self._trace_rewards.get(task.problem.id)
         if known is None:
             assert self.verifier is not None
-            traces = [(task, given(task, demo).answer_ids.tolist()) for demo in task.demonstrations]
-            scores = verified(traces, self.verifier, self.tokenizer)
+            scores = trace_scores(task, self.verifier, self.tokenizer, self.conversations)
             known = [s.value for s in scores]
             if all(s.is_verdict for s in scores):  # else it may succeed next time
                 self._trace_rewards[task.problem.id] = known

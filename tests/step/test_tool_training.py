@@ -21,11 +21,18 @@ from trainings import (
 from transformers import AutoModelForCausalLM
 
 from luffy import conversations
-from luffy.errors import ConfigError
+from luffy.config import EnvironmentConfig
+from luffy.data import load_problems
+from luffy.errors import ConfigError, UserError
+from luffy.evaluation.trained_with import environment_of, evaluate
+from luffy.generate import generate_texts
+from luffy.prepare.teachers import local_teacher
+from luffy.prepare.traces import prepare_traces
 from luffy.rollout.native.scheduler import SequenceState
+from luffy.run_folder.recorder import read_json_lines
 from luffy.step import training_step
 from luffy.train.loop import Trainer
-from luffy.types import Author
+from luffy.types import Author, Problem
 
 END = "<|im_end|>"
 
@@ -268,3 +275,51 @@ def test_what_does_not_go_with_environments_is_refused_in_one_line(make_talking,
     with pytest.raises(ConfigError, match=message) as error:
         make_talking(**changes)
     assert "\n" not in str(error.value)
+
+
+def test_an_evaluation_of_a_run_plays_its_environment(make_talking, chats, tmp_path):
+    cfg = make_talking(train={"steps": 1})
+    train(cfg)
+    model = cfg.folder / "checkpoints" / "step-000001" / "model"
+    said = []
+    evaluate(
+        {"model": str(model), "suite": chats, "out": tmp_path / "eval", "k": 2, "limit": 3, "max_tokens": 48},
+        said.append,
+    )
+    assert f"environment {__name__}:Words" in said[0]
+    rows = read_json_lines(tmp_path / "eval" / "items.jsonl")
+    assert len(rows) == 6 and any(row["turns"] > 1 for row in rows)
+    for row in rows:
+        assert row["tokens"] <= 48 and row["end"] in ("answer", "tokens", "turns", "environment")
+        assert row["response"] in row["conversation"].replace(END, "")
+    options = {"n": 2, "max_tokens": 48, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 0, "style": "chat",
+               "system_prompt": None, "dtype": "float32", "device": "cpu"}  # fmt: skip
+    said = list(
+        generate_texts(str(model), [Problem("p", "go 1", "")], **options, environment=environment_of(str(model)))
+    )
+    assert len(said) == 2 and any(Author.ENVIRONMENT in row["authors"] for row in said)
+    with pytest.raises(UserError, match="holds an evaluation with environment="):
+        evaluate({"model": str(model), "suite": chats, "out": tmp_path / "eval", "k": 2, "limit": 3, "max_tokens": 48,
+                  "environment": EnvironmentConfig(name=f"{__name__}:Words", max_turns=2)}, said.append)  # fmt: skip
+
+
+def test_prepare_traces_plays_a_teacher_and_its_traces_can_be_trained_on(make_talking, chat_model, chats, tmp_path):
+    """The model is asked to reach an odd number of letters, and where it does, its episode is a trace."""
+    cfg = make_talking(train={"steps": 1})
+    teacher, settings = local_teacher(
+        chat_model, {"max_tokens": 48, "temperature": 1.0}, 0, "chat", None, None, "float32", "cpu", False, cfg.environment
+    )  # fmt: skip
+    out = tmp_path / "traces.parquet"
+    card = prepare_traces(chats, out, teacher, "teacher", settings, n=4, reward="numeric", workers=1)
+    assert card["settings"]["environment"]["name"] == f"{__name__}:Words"
+    assert (
+        card["counts"]["samples"] == 48 and card["counts"]["samples_kept"] > 0 and card["counts"]["samples_cut_off"] > 0
+    )
+    problems = load_problems(out)
+    traces = [trace for problem in problems for trace in problem.traces]
+    assert len(traces) == card["counts"]["samples_kept"] and all(trace.teacher == "teacher" for trace in traces)
+    for trace in traces:
+        assert [m.role for m in trace.messages] == ["assistant", "user", "assistant", "user", "assistant"]
+        for said, answer in zip(trace.messages[::2], trace.messages[1::2], strict=False):
+            assert answer.content == f"{len(said.content)} letters"
+    train(make_talking(name="after", data={"train": str(out)}, train={"steps": 1}, guidance={"n_prefix": 1}))

@@ -45,8 +45,8 @@ class PagedConversations(PagedGeneration):
                 source.finish(sequence.index, sequence.completion())
 
     def _add(self, requests: Sequence[Request], ended: Iterable[int]) -> None:
-        for conversation in ended:
-            self._drop(conversation)
+        for number in ended:
+            self._drop(number)
         prompts = prompts_of(requests, self._taken)
         self._taken += len(requests)
         for prompt in prompts:

@@ -1,0 +1,74 @@
+"""The responses of an evaluation: what the model sees, and what it answers, with an environment turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from luffy.config import EnvironmentConfig
+from luffy.conversations import Conversations, conversations_of, played, tools_of
+from luffy.data import Encoder
+from luffy.data.encode import resolve_style
+from luffy.evaluation import plan
+from luffy.evaluation.benchmarks import Suite
+from luffy.evaluation.engines import LoadedModel
+from luffy.evaluation.eval_view import EvalView
+from luffy.evaluation.scoring import Response
+from luffy.evaluation.settings import Settings
+from luffy.guidance.plan import extended, unwritten
+from luffy.types import Episode, Request, Sampling
+
+
+def encoder_of(options: plan.Options, suite: Suite, loaded: LoadedModel) -> Encoder:
+    style = resolve_style(options.style, loaded.tokenizer, paper=suite.is_builtin)
+    return Encoder(
+        loaded.tokenizer,
+        style,
+        options.system_prompt,
+        chat_template=options.chat_template,
+        max_prompt_tokens=loaded.context - 1,
+        overlong_prompt="drop",
+        date=options.date,
+        tools=tools_of(options.environment),
+    )
+
+
+def conversations_for(
+    e: EnvironmentConfig | None, encoder: Encoder, max_tokens: int, room: int
+) -> Conversations | None:
+    """What episodes are played with; behind a prompt there is ``room`` for so many tokens."""
+    return conversations_of(e, encoder, min((e and e.max_tokens) or 2 * max_tokens, room))
+
+
+def finished_in_parts(
+    jobs: Sequence[plan.PlannedResponse],
+    loaded: LoadedModel,
+    settings: Settings,
+    chunk: int,
+    view: EvalView,
+) -> Iterator[list[Response]]:
+    """Responses in the order in which they finish; ``chunk`` of them at a time. Those with an environment are played
+    ``chunk`` at a time."""
+
+    @cache  # an engine checks requests with the same tokens and sampling once
+    def sampling(prompt_length: int) -> Sampling:
+        most = min(settings.max_tokens, loaded.context - prompt_length)
+        return Sampling(most, settings.temperature, settings.top_p, settings.top_k, loaded.eos_ids)
+
+    def begun(job: plan.PlannedResponse) -> Episode:
+        return unwritten(job.task, job.seed(settings.seed), sampling(len(job.prompt_ids)))
+
+    if (conversations := loaded.conversations) is not None:
+        for start in range(0, len(jobs), chunk):
+            some = jobs[start : start + chunk]
+            yield list(zip(some, played(conversations, loaded.engine, list(map(begun, some))), strict=True))
+            view.working(start + len(some))
+        return
+    requests = (Request(job.prompt_ids, job.seed(settings.seed), sampling(len(job.prompt_ids))) for job in jobs)
+    part: list[Response] = []
+    for count, (index, completion) in enumerate(loaded.engine.stream(requests), start=1):
+        part.append((jobs[index], extended(begun(jobs[index]), completion, 0)))
+        view.working(count)
+        if len(part) == chunk or count == len(jobs):
+            yield part
+            part = []
