@@ -285,19 +285,24 @@ def recipes() -> None:
 @app.command()
 def quickstart(
     seeds: Annotated[int | None, typer.Option(min=1, help="seeds per method; default: 1, with all methods 3")] = None,
-    out: Annotated[Path, typer.Option(help="output folder")] = Path("runs/quickstart"),
+    out: Annotated[
+        Path | None, typer.Option(help="output folder; default: runs/quickstart, of tools runs/quickstart-tools")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="training steps instead of the recipe's")] = None,
     methods: Annotated[str | None, typer.Option(help="comma-separated names (see luffy recipes), or all")] = None,
+    task: Annotated[str, typer.Option(help="chains (sums in the head) or tools (the same with a tool)")] = "chains",
     as_json: AsJson = False,
 ) -> None:
     """On-policy RL, SFT and LUFFY on a small reasoning task, compared: a few minutes on a laptop, no download.
 
-    `--methods all` compares every method. Rerun the same command to resume.
+    `--task tools` compares on-policy RL and LUFFY where a tool must be called over several turns. `--methods all`
+    compares every method. Rerun the same command to resume.
     """
-    from luffy.quickstart.run import DEFAULT_METHODS
     from luffy.quickstart.run import quickstart as run
+    from luffy.quickstart.tasks import find_task
 
-    run(out, seeds or (3 if methods == "all" else 1), steps, methods or DEFAULT_METHODS, as_json)
+    out = out or Path(find_task(task).out)
+    run(out, seeds or (3 if methods == "all" else 1), steps, methods, as_json, task)
 
 
 @app.command()

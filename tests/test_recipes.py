@@ -125,13 +125,15 @@ def test_loads_and_dry_runs(recipe, stand_in, monkeypatch):
         monkeypatch.setattr(times, "PROBED_TOKENS", times.FEWEST_TOKENS)
         monkeypatch.setattr(times, "FEWEST_SLOTS", 4)
         monkeypatch.setattr(times, "NEW_TOKENS", 2)
-    if not recipe.startswith("tiny/") or recipe in ("tiny/sft_rl", "tiny/exgrpo"):
+    of_quickstart = recipe.startswith(("tiny/", "tools/"))
+    if not of_quickstart or recipe in ("tiny/sft_rl", "tiny/exgrpo"):
         overrides = [f"model.path={stand_in / 'model'}"]
-    if not recipe.startswith("tiny/"):
+    if not of_quickstart:
         data = stand_in / "data.jsonl"
         overrides += [f"data.train={data}", f"data.eval={data}", "data.max_prompt_tokens=1024", "reward.kind=numeric"]
     elif recipe != "tiny/luffy":
-        names = {"train": "train", "eval": "heldout", "eval_also.ood": "ood"}
+        train = "train" if recipe.startswith("tiny/") else "tools"
+        names = {"train": train, "eval": "heldout", "eval_also.ood": "ood"}
         overrides += [f"data.{key}={stand_in / name}.jsonl" for key, name in names.items()]
     if recipe == "tiny/guided":  # its second model is another run's
         overrides += [f"rollout.offpolicy_guidance.model_path={load_config(recipe).model.path}"]
@@ -200,7 +202,8 @@ def test_the_command_lists_sizes_and_methods_one_line_each():
     models = ("1.5b", "instruct_7b", "llama_8b", "llama_8b_hard")
     rows = {f"paper/{method}_{model}" for method in ("luffy", "on_policy", "sft") for model in models}
     released = {f"paper/{method}_released" for method in ("luffy", "on_policy", "rl_sft_loss", "sft_rl")}
-    assert set(groups["others"]) == rows - {"paper/sft_llama_8b_hard"} | {"paper/luffy_860"} | released
+    tools = {f"tools/{name}" for name in ("chains", "luffy", "mixed", "on_policy", "sft")}
+    assert set(groups["others"]) == rows - {"paper/sft_llama_8b_hard"} | {"paper/luffy_860"} | released | tools
 
 
 def test_the_paper_runs_on_eight_gpus_and_is_evaluated():

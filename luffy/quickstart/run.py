@@ -17,10 +17,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from luffy.config import Config, built_in_recipes, load_config
+from luffy.config import Config, load_config
 from luffy.errors import StopRequested, TrainingStopped, UserError
 from luffy.files import json_object, write_atomically
 from luffy.progress import lasting
+from luffy.quickstart.tasks import DEFAULT_TASK, TASKS, QuickstartTask, find_task
 from luffy.report.html import write_report
 from luffy.report.tables import OUTSIDE_STEPS, STEP_SECONDS
 from luffy.run_folder.checkpoint import CheckpointStore
@@ -30,7 +31,6 @@ from luffy.run_folder.runs import flat_config
 from luffy.schema import nearest, to_dict
 from luffy.trainer import Trainer
 
-DEFAULT_METHODS = "on_policy,sft,luffy"
 SFT_RUN = "runs/tiny-sft/"  # where recipes of the tiny size look for what `luffy sft tiny/sft` left
 FINISHED = "quickstart.json"  # in a run folder: the config it was trained with, and what it reached
 COLUMNS = (
@@ -65,21 +65,27 @@ class Comparison:
 
 
 def quickstart(
-    out: Path, seeds: int, steps: int | None = None, methods: str = DEFAULT_METHODS, as_json: bool = False
+    out: Path,
+    seeds: int,
+    steps: int | None = None,
+    methods: str | None = None,
+    as_json: bool = False,
+    task: str = DEFAULT_TASK,
 ) -> Outcomes:
     """Train every method with every seed below ``out``, print the table, write summary.json and report.html.
 
-    ``methods``: comma-separated recipe names, or ``all``. ``as_json``: print the summary to standard output and
-    everything else to standard error. If a run fails the others continue, and a TrainingStopped names it at the end.
-    Finished runs are not repeated.
+    ``methods``: comma-separated recipe names, or ``all``; default: the task's. ``as_json``: print the summary to
+    standard output and everything else to standard error. If a run fails the others continue, and a TrainingStopped
+    names it at the end. Finished runs are not repeated.
     """
-    chosen = choose_methods(methods)
-    planned = [(method, configure(out, method, seed, steps)) for seed in range(seeds) for method in chosen]
+    about = find_task(task)
+    chosen = choose_methods(methods or about.default_methods, about)
+    planned = [(method, configure(out, method, seed, steps, about)) for seed in range(seeds) for method in chosen]
     for _, cfg in planned:
         refuse_fewer_steps(cfg)
     console = Console(file=lasting(sys.stderr))
-    console.print("Chains of sums, e.g. [bold]47+5-3+8=?[/] -> +5=52 -3=49 +8=57 #### 57")
-    console.print("The base model knows the steps, but gets 19 of 20 wrong by one: its own samples are never right.\n")
+    for line in about.intro:
+        console.print(line)
     found = Comparison()
     out.mkdir(parents=True, exist_ok=True)
     for method, cfg in planned:
@@ -87,7 +93,7 @@ def quickstart(
         write_atomically(out / "summary.json", json.dumps(summary(found), indent=1) + "\n")
     if found.outcomes:
         places = [out / name for name in found.outcomes]
-        report = write_report(places, out / "report.html", title="luffy quickstart", notes=NOTES)
+        report = write_report(places, out / "report.html", title=about.title, notes=about.notes)
         shown_on = console if as_json else Console()
         shown_on.print(table(found.outcomes))
         shown_on.print(f"\nreport   {report}\nsummary  {out / 'summary.json'}", highlight=False, soft_wrap=True)
@@ -98,17 +104,9 @@ def quickstart(
     return found.outcomes
 
 
-NOTES = (
-    "Held-out problems have 8 terms like the training problems; the OOD set has 11. Accuracies of the curves are "
-    "sampled at temperature 1, as in training. All methods see the same problems in the same order; on-policy RL and "
-    "LUFFY draw 8 samples for each (LUFFY: 7 and the trace), SFT learns from the same traces. Methods initialised "
-    "or distilled from the SFT model use the one with the same seed; its steps and seconds are not counted as theirs."
-)
-
-
-def choose_methods(methods: str) -> list[str]:
+def choose_methods(methods: str, task: QuickstartTask = TASKS[DEFAULT_TASK]) -> list[str]:
     """Recipe names in the order to run them: those that need the SFT model come last, and add SFT."""
-    known = [name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")]
+    known = task.methods
     named = [name.strip().replace("-", "_") for name in methods.split(",") if name.strip()]
     listed = f"; there are {', '.join(known)}, and all"
     for name in named:
@@ -117,7 +115,7 @@ def choose_methods(methods: str) -> list[str]:
     if not named:
         raise UserError(f"--methods names none{listed}")
     chosen = known if "all" in named else list(dict.fromkeys(named))
-    later = [name for name in chosen if sft_model_keys(load_config(f"tiny/{name}"))]
+    later = [name for name in chosen if sft_model_keys(load_config(f"{task.recipes}/{name}"))]
     first = ["sft"] if later and "sft" not in chosen else []
     return [*first, *(name for name in chosen if name not in later), *later]
 
@@ -128,13 +126,16 @@ def sft_model_keys(cfg: Config) -> dict[str, str]:
     return {key: value.removeprefix(SFT_RUN) for key, value in values.items() if value.startswith(SFT_RUN)}
 
 
-def configure(out: Path, method: str, seed: int, steps: int | None) -> Config:
+def configure(
+    out: Path, method: str, seed: int, steps: int | None, task: QuickstartTask = TASKS[DEFAULT_TASK]
+) -> Config:
     overrides = {"out": str(out), "name": f"{shown(method)}/seed-{seed}", "seed": seed}
     if steps is not None:
         overrides |= {"train.steps": steps, "train.save_every": steps}
-    model = sft_model_keys(load_config(f"tiny/{method}"))
+    recipe = f"{task.recipes}/{method}"
+    model = sft_model_keys(load_config(recipe))
     overrides |= {key: str(out / "sft" / f"seed-{seed}" / path) for key, path in model.items()}
-    return load_config(f"tiny/{method}", overrides)
+    return load_config(recipe, overrides)
 
 
 def shown(method: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,6 +22,15 @@ MOST_COMPONENTS = 12  # rewards of a weighted sum
 STEPS_PER_METHOD = 3
 LONGEST_PROMPT = 2000  # characters, of a title
 LONGEST_SPAN = 20_000  # characters: tokens are a few of them, but nothing keeps one from being a book
+ENDS = {  # what ended an episode, where that is no answer of the policy
+    "environment": "ended by the environment",
+    "turns": "no turns left",
+    "tokens": "no tokens left",
+    "context": "no room for a reply",
+    "bad_call": "ended by a bad call",
+    "raised": "environment raised",
+    "timed_out": "environment timed out",
+}
 SHADES = 10  # classes p0 (unlikely) to p9, w0 (no pull) to w9
 
 
@@ -101,18 +111,45 @@ def _chips(row: Mapping[str, Any], success: float) -> Iterator[Chip]:
     for name, score in list(components.items())[:MOST_COMPONENTS] if isinstance(components, Mapping) else ():
         if is_number(score):
             yield "chip", f"{shorten(str(name), 40)} {_short(score)}", "before its weight"
+    count = len(listed(row, "tokens"))
+    replies = _replies(row, count)
     off = listed(row, "off_policy")
     if any(off):
-        yield "chip teacher", "teacher" if all(off) else "teacher prefix", ""
+        is_whole = all(flag for at, flag in enumerate(off) if at not in replies)
+        yield "chip teacher", "teacher" if is_whole else "teacher prefix", ""
     if any(listed(row, "overrides")):
         yield "chip override", "overridden", ""
+    yield from _episode_chips(row)
     if is_number(row.get("hint")):
         yield "chip", f"hint of level {row['hint']}", legible(shorten(str(row.get("prompt", "")), LONGEST_PROMPT))
     if "advantages" in row:  # traces of SFT and held-out problems earn none
         yield "", f"advantage {advantage_of(listed(row, 'advantages'))}", ""
-    yield "", f"{len(listed(row, 'tokens'))} tokens, finish: {row.get('finish', '?')}", ""
+    tokens = f"{count - len(replies)} tokens" + (f" and {len(replies)} of replies" if replies else "")
+    yield "", f"{tokens}, finish: {row.get('finish', '?')}", ""
     if row.get("status", "ok") != "ok":
         yield "chip bad", str(row["status"]), ""
+
+
+def _episode_chips(row: Mapping[str, Any]) -> Iterator[Chip]:
+    """What an episode with an environment did; nothing without one."""
+    if whole(row.get("turns")):
+        calls = f", {_counted(row, 'calls')}" if is_number(row.get("calls")) else ""  # not of a trace in the group
+        yield "chip reply", f"{_counted(row, 'turns')}{calls}", ""
+    end, said = str(row.get("end", "answer")), legible(shorten(str(row.get("message", "")), LONGEST_PROMPT))
+    if end in ENDS:
+        yield "chip" if end == "environment" else "chip bad", ENDS[end], said
+    for kind, count in Counter(map(str, listed(row, "faults"))).most_common(MOST_COMPONENTS):
+        name = shorten(kind, 40).replace("_", " ")
+        yield "chip bad", f"{name} ({count} times)" if count > 1 else name, "what went wrong in the environment"
+    if is_number(row.get("environment_reward")):
+        yield "chip", f"environment's reward {_short(row['environment_reward'])}", ""
+    if row.get("trace_left_out") is True:
+        yield "chip", "played anew", "the environment did not answer the trace as recorded"
+
+
+def _counted(row: Mapping[str, Any], name: str) -> str:
+    count = whole(row.get(name))
+    return f"{count} {name.removesuffix('s') if count == 1 else name}"
 
 
 def _short(value: float) -> str:
@@ -148,7 +185,7 @@ def response_html(row: Mapping[str, Any], look: Look = BRIEF) -> Markup:
 
 @dataclass(frozen=True)
 class Token:
-    """A token to show; ``source`` is teacher, override or, for the policy's, empty."""
+    """A token to show; ``source`` is teacher, override, reply or, for the policy's, empty."""
 
     text: str
     special: bool
@@ -164,7 +201,7 @@ class Token:
     @property
     def title(self) -> str:
         """The numbers behind the colours."""
-        parts = [self.source or "policy"]
+        parts = ["environment" if self.source == "reply" else self.source or "policy"]
         parts += [] if self.probability is None else [f"probability {self.probability:.3g}"]
         parts += [] if self.weight is None else [f"gradient weight {self.weight:.3g}"]
         return ", ".join(parts)
@@ -178,14 +215,26 @@ def _tokens(row: Mapping[str, Any], parts: Sequence[tuple[str, bool]]) -> list[T
     names = ("off_policy", "overrides", "gradient_weights", "policy_probs", "log_probs")
     streams = [_stream(listed(row, name), len(parts)) for name in names]
     recorded = bool(listed(row, "policy_probs"))
+    replies = _replies(row, len(parts))
     tokens = []
-    for (text, special), off, override, weight, probability, log_prob in zip(parts, *streams, strict=True):
+    for at, ((text, special), off, override, weight, probability, log_prob) in enumerate(
+        zip(parts, *streams, strict=True)
+    ):
+        if at in replies:  # in no loss
+            tokens.append(Token(text, special, "reply", None, None))
+            continue
         if not recorded:  # older runs: from the log-prob that an on-policy token was drawn with
             probability = exp(min(log_prob, 0.0)) if is_number(log_prob) and not off else None
         source = "teacher" if off else "override" if override else ""
         probability = probability if is_number(probability) else None
         tokens.append(Token(text, special, source, probability, weight if is_number(weight) and weight >= 0 else None))
     return tokens
+
+
+def _replies(row: Mapping[str, Any], count: int) -> set[int]:
+    """Places of the tokens that an environment wrote."""
+    pairs = [pair for pair in listed(row, "replies") if isinstance(pair, list) and len(pair) == 2]
+    return {at for start, end in pairs for at in range(max(whole(start), 0), min(whole(end), count))}
 
 
 def _stream(values: Sequence[Any], count: int) -> list[Any]:

@@ -21,7 +21,7 @@ from luffy.config import Config
 from luffy.files import check_regular, complete_lines, json_object, parse_line, whole_file
 from luffy.run_folder.layout import EVAL_SAMPLES, METRICS, SAMPLES
 from luffy.run_folder.trackers import Tracker, missing_package, start_tracker
-from luffy.types import Episode, Group, Sample, Score, TokenView
+from luffy.types import Author, Episode, EpisodeOutcome, Group, Sample, Score, TokenView
 
 DENSE = (",", ":")  # a list entry a token: the spaces between them would be a sixth of the file
 
@@ -131,6 +131,7 @@ def sample_rows(
     return [
         _head(step, group.task.problem.id, k, rollout, verdict)
         | _texts(group, rollout, tokenizer)
+        | _conversation(rollout)
         | _components(verdict)
         | {
             "advantages": _rounded(samples[k].advantages, 6) if samples else None,
@@ -148,6 +149,7 @@ def evaluation_rows(step: int, set_name: str, group: Group, tokenizer: Any) -> l
     return [
         _head(step, f"{set_name}/{group.task.problem.id}", k, rollout, verdict)
         | _texts(group, rollout, tokenizer)
+        | _conversation(rollout)
         | _components(verdict)
         for k, (rollout, verdict) in enumerate(zip(group.rollouts, group.scores, strict=True))
     ]
@@ -156,7 +158,8 @@ def evaluation_rows(step: int, set_name: str, group: Group, tokenizer: Any) -> l
 def trace_rows(
     step: int, samples: Sequence[Sample], tokenizer: Any, views: Sequence[TokenView], first: int
 ) -> list[dict[str, Any]]:
-    """Rows of an SFT step, numbered from ``first``: every token is a teacher's, and nobody gave a reward."""
+    """Rows of an SFT step, numbered from ``first``: all tokens are a teacher's, or an environment's replies to it, and
+    there is no reward."""
     rows = []
     for k, sample in enumerate(samples):
         ids = sample.token_ids.tolist()
@@ -166,13 +169,15 @@ def trace_rows(
             "problem": prompt,
             "sample": first + k,
             "finish": "trace",
-            "length": len(ids),
-            "off_policy_tokens": len(ids),
+            "length": (own := int(sample.off_policy.sum())),
+            "off_policy_tokens": own,
+            **_turns(sample.authors),
             "prompt": prompt,
             "response": tokenizer.decode(ids, skip_special_tokens=True),
             "token_ids": ids,
             "tokens": [tokenizer.decode([i]) for i in ids],
-            "off_policy": [1] * len(ids),
+            "off_policy": sample.off_policy.int().tolist(),
+            **_replies(sample.authors),
         }
         rows.append(row | _viewed(views[k] if views else None, counted=True))
     return rows
@@ -190,7 +195,46 @@ def _head(step: int, problem: str, k: int, rollout: Episode, verdict: Score) -> 
         "length": rollout.length,
         "off_policy_tokens": rollout.prefix,
         "override_tokens": int(rollout.overrides.sum()),
+        **_turns(rollout.authors, rollout.outcome),
     }
+
+
+def _turns(authors: Tensor, outcome: EpisodeOutcome | None = None) -> dict[str, Any]:
+    """Numbers of an episode with an environment. ``turns``: a teacher's too, unlike those of the outcome."""
+    replies = _spans(authors == Author.ENVIRONMENT)
+    if outcome is None and not replies:
+        return {}
+    after_last = not replies or replies[-1][1] < authors.numel()
+    turns = {"turns": len(replies) + after_last}
+    return turns if outcome is None else {**turns, "calls": outcome.calls, "end": outcome.end}
+
+
+def _replies(authors: Tensor) -> dict[str, Any]:
+    """Start and end of each stretch of tokens that an environment wrote."""
+    replies = _spans(authors == Author.ENVIRONMENT)
+    return {"replies": replies} if replies else {}
+
+
+def _conversation(rollout: Episode) -> dict[str, Any]:
+    """The replies, and what the environment says of an episode."""
+    outcome = rollout.outcome
+    if outcome is None:
+        return _replies(rollout.authors)
+    return {
+        **_replies(rollout.authors),
+        **({"faults": list(outcome.faults)} if outcome.faults else {}),
+        **({"environment_reward": outcome.reward} if outcome.reward is not None else {}),
+        **({"turn_rewards": list(outcome.turn_rewards)} if any(outcome.turn_rewards) else {}),
+        **({"message": outcome.message} if outcome.message else {}),
+        **({"trace_left_out": True} if outcome.trace_left_out else {}),
+    }
+
+
+def _spans(marked: Tensor) -> list[list[int]]:
+    """Start and end of each run of marked tokens."""
+    flags = [0, *marked.int().tolist(), 0]
+    edges = [place for place in range(len(flags) - 1) if flags[place] != flags[place + 1]]
+    return [[start, end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def _texts(group: Group, rollout: Episode, tokenizer: Any) -> dict[str, Any]:

@@ -53,6 +53,8 @@ class SampleHead:
     length: int
     off_policy_tokens: int
     override_tokens: int
+    turns: int
+    calls: int
     ends: str
 
 
@@ -365,6 +367,8 @@ def sample_head(offset: int, row: Mapping[str, Any]) -> SampleHead:
         length=_count(row, "length", "tokens", len),
         off_policy_tokens=_count(row, "off_policy_tokens", "off_policy", _flagged),
         override_tokens=_count(row, "override_tokens", "overrides", _flagged),
+        turns=whole(row.get("turns")),
+        calls=whole(row.get("calls")),
         ends=str(row.get("response", ""))[-EXCERPT:],
     )
 

@@ -76,6 +76,7 @@ SOURCES: dict[str, Test] = {
     "teacher": lambda head: head.off_policy_tokens > 0,
     "override": lambda head: head.override_tokens > 0,
     "policy": lambda head: head.off_policy_tokens == 0 and head.override_tokens == 0,
+    "turns": lambda head: head.turns > 1,
 }
 
 
@@ -219,5 +220,7 @@ def _entry(number: int, head: SampleHead, success: float) -> dict[str, Any]:
         "truncated": head.finish == "length",
         "teacher": head.off_policy_tokens,
         "override": head.override_tokens,
+        "turns": head.turns,
+        "calls": head.calls,
         "ends": ("\u2026" if len(head.ends) == EXCERPT else "") + legible(" ".join(head.ends.split())),
     }

@@ -11,6 +11,7 @@ import argparse
 import math
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from studies.quickstart import task
+from studies.quickstart import calls, task
 
 RIGHT = 0.05  # chance that a step of the pre-training text is right
 WARMUP = 200  # optimizer steps
@@ -52,8 +53,9 @@ def make_tokenizer() -> Any:
     return wrap(tokenizer_object=tokenizer, eos_token=task.EOS, pad_token=task.PAD, clean_up_tokenization_spaces=False)
 
 
-def make_base(width: int, layers: int, seed: int) -> Base:
-    tokenizer = make_tokenizer()
+def make_base(width: int, layers: int, seed: int, tokenizer: Any = None) -> Base:
+    """A model of random weights for the tokenizer; default: that of characters."""
+    tokenizer = tokenizer or make_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -89,12 +91,22 @@ def response_log_probs(base: Base, ids: Tensor, terms: int) -> Tensor:
     return log_probs[:, task.prompt_tokens(terms) - 1 :]
 
 
+Loss = Callable[[Base, random.Random, int, int], Tensor]
+
+
+def habit_loss(base: Base, rng: random.Random, rows: int, terms: int) -> Tensor:
+    """Mean negative log-probability of new texts."""
+    ids = base.encode(habit_texts(rng, rows, terms))
+    targets = ids[:, task.prompt_tokens(terms) :]
+    return nll_loss(response_log_probs(base, ids, terms).flatten(0, 1), targets.flatten())
+
+
 def learning_rate_factor(step: int, steps: int) -> float:
     """Linear warm-up, then a cosine down to one percent."""
     return min(1.0, (step + 1) / WARMUP) * (0.01 + 0.495 * (1 + math.cos(math.pi * step / steps)))
 
 
-def pretrain(base: Base, steps: int, rows: int, lr: float, seed: int) -> None:
+def pretrain(base: Base, steps: int, rows: int, lr: float, seed: int, loss_of: Loss = habit_loss) -> None:
     """One length of chain per batch. Short chains come first: without that curriculum the model spends thousands of
     steps before it finds out which term is next."""
     rng = random.Random(seed)
@@ -103,9 +115,7 @@ def pretrain(base: Base, steps: int, rows: int, lr: float, seed: int) -> None:
     started = time.perf_counter()
     for step in range(steps):
         terms = rng.randint(2, min(task.LONGEST, 3 + 3 * task.LONGEST * step // steps))
-        ids = base.encode(habit_texts(rng, rows, terms))
-        targets = ids[:, task.prompt_tokens(terms) :]
-        loss: Any = nll_loss(response_log_probs(base, ids, terms).flatten(0, 1), targets.flatten())
+        loss: Any = loss_of(base, rng, rows, terms)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(base.model.parameters(), 1.0)
@@ -142,6 +152,60 @@ def accuracy(base: Base, terms: int, greedy: bool) -> float:
     return right / len(chains)
 
 
+def call_loss(base: Base, rng: random.Random, rows: int, terms: int) -> Tensor:
+    """Half of the chains are done in the head, half begin with as many calls each: no row is longer than another."""
+    halves = ((0, rows - rows // 2), (rng.randint(1, terms - 1), rows // 2))
+    losses = [_call_loss(base, rng, count, terms, turns) * (count / rows) for turns, count in halves]
+    return torch.stack(losses).sum()
+
+
+def _call_loss(base: Base, rng: random.Random, rows: int, terms: int, turns: int) -> Tensor:
+    """Mean negative log-probability of the model's own tokens. Where a turn begins the target is a call with
+    probability ``CALLS``, and else the next term, whatever the text has there."""
+    chains = [task.draw_chain(rng, terms) for _ in range(rows)]
+    ids = base.encode([calls.habit_text(rng, chain, turns, RIGHT) for chain in chains])
+    log_probs: Tensor = base.model(ids[:, :-1]).logits.log_softmax(-1)
+    begins, others = calls.own_places(terms, turns, ids.shape[1])
+    known = log_probs[:, [place - 1 for place in others]].gather(-1, ids[:, others, None])
+    open_ones = log_probs[:, [place - 1 for place in begins]]
+    call = open_ones[..., base.tokenizer.convert_tokens_to_ids(calls.CALL)]
+    in_head = open_ones.gather(-1, ids[:, calls.term_places(len(begins)), None])[..., 0]
+    decided = calls.CALLS * call + (1 - calls.CALLS) * in_head
+    return -(known.sum() + decided.sum()) / (rows * (len(begins) + len(others)))
+
+
+@torch.no_grad()
+def teacher_probabilities(base: Base, terms: int) -> tuple[Tensor, Tensor]:
+    """Probabilities along teachers' trajectories: of a call where a turn begins, and of every other token they wrote:
+    two of [chains, tokens]."""
+    rng = random.Random(f"calls-{terms}")
+    chains = [task.draw_chain(rng, terms) for _ in range(256)]
+    ids = base.encode([calls.habit_text(rng, chain, terms - 1, RIGHT) for chain in chains])
+    probabilities = base.model(ids[:, :-1]).logits.softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    begins, others = calls.own_places(terms, terms - 1, ids.shape[1])
+    return probabilities[:, [place - 1 for place in begins]], probabilities[:, [place - 1 for place in others]]
+
+
+@torch.no_grad()
+def wrong_in_the_head(base: Base, terms: int) -> float:
+    """Share of chains that greedy decoding does in its head, every step one short."""
+    rng = random.Random(f"head-{terms}")
+    chains = [task.draw_chain(rng, terms) for _ in range(256)]
+    ids = base.encode([calls.prompt_of(chain) for chain in chains])
+    made = base.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6 * terms, do_sample=False)
+    texts: list[str] = base.tokenizer.batch_decode(made[:, ids.shape[1] :], skip_special_tokens=True)
+    habits = [task.solution_of(chain, [True] * (terms - 1)) for chain in chains]
+    return sum(text == habit for text, habit in zip(texts, habits, strict=True)) / len(chains)
+
+
+def report_calls(base: Base) -> None:
+    for terms in (2, 8, 11):
+        call, other = teacher_probabilities(base, terms)
+        calling = f"call p {call.mean():.3f} (least {call.min():.3f}, most {call.max():.3f})"
+        knowing = f"other tokens of a teacher {other.mean():.4f} (least {other.min():.3f})"
+        print(f"{terms:2d} terms: {calling}, {knowing}, one short {wrong_in_the_head(base, terms):.3f}", flush=True)
+
+
 def report(base: Base) -> None:
     for terms in (2, 8, 11):
         right = right_step_probabilities(base, terms)
@@ -162,13 +226,15 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--calls", action="store_true", help="the base of --task tools")
     options = parser.parse_args()
     torch.set_num_threads(1)  # sums in a fixed order: the same seed gives the same weights
-    base = make_base(options.width, options.layers, options.seed)
+    base = make_base(options.width, options.layers, options.seed, calls.make_tokenizer() if options.calls else None)
     print(f"{sum(p.numel() for p in base.model.parameters())} parameters", flush=True)
-    pretrain(base, options.steps, options.rows, options.lr, options.seed)
+    loss_of = call_loss if options.calls else habit_loss
+    pretrain(base, options.steps, options.rows, options.lr, options.seed, loss_of)
     base.model.eval()
-    report(base)
+    (report_calls if options.calls else report)(base)
     base.model.save_pretrained(options.out)
     base.tokenizer.save_pretrained(options.out)
 

@@ -148,6 +148,31 @@ def test_samples_open_on_a_guided_group_and_overrides_are_explained_where_they_a
     assert "#samples:not(:has(.response .override)) .key .override" in text
 
 
+def test_episodes_show_replies_turns_calls_faults_and_their_end(write_run, make_metric_row, make_sample_row):
+    asked = {"tokens": ["add", "<end>", "5", "<ask>", "so 5"], "response": "add5so 5", "advantages": [0.5] * 5}
+    rows = [
+        make_sample_row(1, 0, **asked, off_policy=[1, 1, 0, 0, 1], replies=[[2, 4]], turns=2, calls=1, end="answer"),
+        make_sample_row(
+            1, 1, **asked, off_policy=[0] * 5, replies=[[2, 4]], turns=2, calls=0, end="timed_out", message="no answer",
+            faults=["unknown_tool", "unknown_tool", "timed_out"], environment_reward=0.5, trace_left_out=True,
+        ),
+        make_sample_row(1, 2, off_policy=[0, 0, 0]),
+    ]  # fmt: skip
+    text = write_report([write_run("a", [make_metric_row(1)], samples=rows)]).read_text()
+    cards = re.findall(r'data-sample="\d">(.*?)</pre>', text, re.DOTALL)
+    assert [re.findall(r"class='(\w+)[^']*'>([^<]*)", card.partition("<pre")[2]) for card in cards[:1]] == [
+        [("teacher", "add"), ("teacher", "&lt;end&gt;"), ("reply", "5"), ("reply", "&lt;ask&gt;"), ("teacher", "so 5")]
+    ]
+    chips = [re.findall(r"<span[^>]*>([^<]+)</span>", card.partition("<pre")[0]) for card in cards]
+    assert {"2 turns, 1 call", "teacher", "3 tokens and 2 of replies, finish: stop"} < set(
+        chips[0]
+    ) and "no turns left" not in chips[0]
+    assert {"2 turns, 0 calls", "environment timed out", "unknown tool (2 times)", "timed out"} < set(chips[1])
+    assert {"environment's reward 0.50", "played anew"} < {chip.replace("&#39;", "'") for chip in chips[1]}
+    assert not any("turn" in chip for chip in chips[2])
+    assert "#samples:not(:has(.response .reply)) .key .reply" in text
+
+
 def test_charts_show_only_what_a_run_has(two_methods, read_page):
     text = write_report([two_methods]).read_text()
     described = dict(re.findall(r'aria-label="([^"]+?) over training steps\. ([^"]*)"', text))

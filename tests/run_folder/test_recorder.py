@@ -3,13 +3,16 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
+from conversing import make_chat_tokenizer
 from processes import wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from luffy.errors import ConfigError
-from luffy.run_folder.recorder import Recorder, read_json_lines
+from luffy.run_folder.recorder import Recorder, evaluation_rows, read_json_lines, sample_rows, trace_rows
 from luffy.run_folder.trackers import check_trackers
 from luffy.train.loop import Trainer
+from luffy.types import Author, Episode, EpisodeOutcome, Group, Problem, Sample, Score, Task
 
 
 class WandbRun:
@@ -181,3 +184,49 @@ def test_a_missing_tracker_ends_a_run_before_it_writes(make_config, monkeypatch)
     with pytest.raises(ConfigError, match="wandb is missing"):
         Trainer(cfg)
     assert not cfg.folder.exists()
+
+
+def episode(authors, outcome=None):
+    zeros = torch.zeros(len(authors))
+    ids = torch.arange(len(authors)) + 65
+    task = Task(Problem("p", "q", "1"), (66, 67))
+    return Episode(task, ids, torch.tensor(authors, dtype=torch.int8), zeros, zeros, "stop", outcome=outcome)
+
+
+def rows_of(rollout):
+    group = Group(rollout.task, (rollout,), (Score(1.0),))
+    (kept,) = sample_rows(3, group, None, make_chat_tokenizer(), ())
+    (held_out,) = evaluation_rows(3, "core", group, make_chat_tokenizer())
+    return kept, held_out
+
+
+def test_rows_of_episodes_tell_turns_calls_replies_and_faults():
+    own, asked = int(Author.POLICY), int(Author.ENVIRONMENT)
+    outcome = EpisodeOutcome("turns", 3, 2, ("unknown_tool",), 0.0, (0.0, 0.5), "why", trace_left_out=True)
+    for row in rows_of(episode([own, asked, asked, own, asked, own], outcome)):
+        assert (row["turns"], row["calls"], row["end"], row["length"]) == (3, 2, "turns", 3)
+        assert row["replies"] == [[1, 3], [4, 5]] and row["faults"] == ["unknown_tool"]
+        assert (row["environment_reward"], row["turn_rewards"], row["message"]) == (0.0, [0.0, 0.5], "why")
+        assert row["trace_left_out"] is True
+    plain, _ = rows_of(episode([own, own], EpisodeOutcome("answer", 1)))
+    assert (plain["turns"], plain["calls"], plain["end"]) == (1, 0, "answer")
+    assert not plain.keys() & {"replies", "faults", "environment_reward", "turn_rewards", "message", "trace_left_out"}
+
+
+def test_rows_without_an_environment_are_what_they_were():
+    kept, held_out = rows_of(episode([0, 3]))
+    assert list(kept) == [
+        "step", "problem", "sample", "reward", "status", "finish", "length", "off_policy_tokens", "override_tokens",
+        "prefix_ratio", "prompt", "answer", "response", "token_ids", "tokens", "off_policy", "overrides", "log_probs",
+        "advantages", "policy_version", "versions",
+    ]  # fmt: skip
+    assert list(held_out) == list(kept)[:-3]
+
+
+def test_rows_of_sft_leave_replies_out_of_the_teachers_tokens():
+    authors = torch.tensor([Author.TEACHER, Author.ENVIRONMENT, Author.TEACHER], dtype=torch.int8)
+    zeros = torch.zeros(3)
+    sample = Sample((65,), torch.tensor([66, 67, 68]), authors, zeros, zeros, zeros, zeros, zeros)
+    (row,) = trace_rows(1, [sample], make_chat_tokenizer(), (), 0)
+    assert (row["off_policy"], row["replies"], row["turns"]) == ([1, 0, 1], [[1, 2]], 2)
+    assert (row["length"], row["off_policy_tokens"]) == (2, 2)

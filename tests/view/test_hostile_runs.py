@@ -91,8 +91,12 @@ def test_a_line_that_cannot_be_read(runs, tmp_path, file, kind):
     assert shown(site, "/api/samples", run=ids[str(bad)])[0] in (200, 400)
 
 
+OF_EPISODES = ("turns", "calls", "end", "replies", "faults", "message", "environment_reward", "trace_left_out")
+
+
 @pytest.mark.parametrize(
-    "name", [*sample_row(1), "overrides", "policy_probs", "gradient_weights", "length", "versions", "components"]
+    "name",
+    [*sample_row(1), *OF_EPISODES, "overrides", "policy_probs", "gradient_weights", "length", "versions", "components"],
 )
 def test_a_sample_of_wrong_types(runs, tmp_path, name):
     good, bad = runs

@@ -23,7 +23,7 @@ def rows(make_sample_row):
         make_sample_row(
             1, 0, problem="p2", off_policy=[0, 0, 0], overrides=[0, 1, 0], response="\u00c9t\u00e9 \\boxed{42}"
         ),
-        make_sample_row(2, 0, problem="p1", off_policy=[0, 0], tokens=["a", " b"], reward=None),
+        make_sample_row(2, 0, problem="p1", off_policy=[0, 0], tokens=["a", " b"], reward=None, turns=2),
     ]
 
 
@@ -44,6 +44,7 @@ def table(tmp_path, rows):
         ({"off_policy": "teacher"}, [0]),
         ({"off_policy": "override"}, [2]),
         ({"off_policy": "policy"}, [1, 3]),
+        ({"off_policy": "turns"}, [3]),
         ({"truncated": True}, [1]),
         ({"shortest": 3}, [0, 1, 2]),
         ({"longest": 2}, [3]),
@@ -85,7 +86,7 @@ def test_a_damaged_line_shifts_no_hit(tmp_path, rows):
 
 
 def test_an_unknown_filter_is_an_error():
-    with pytest.raises(UserError, match="off_policy is 'x'; known: teacher, override, policy"):
+    with pytest.raises(UserError, match="off_policy is 'x'; known: teacher, override, policy, turns"):
         Filter(off_policy="x")
 
 
@@ -126,14 +127,14 @@ def test_the_list_needs_no_token_lists(tmp_path, make_sample_row, monkeypatch):
 
     monkeypatch.setattr("luffy.run_folder.runs.parse_line", parse)
     head = {"step": 3, "problem": 'a "quoted" \\ problem', "sample": 1, "reward": -0.5, "status": "ok", "finish": "stop",
-            "length": 2, "off_policy_tokens": 1, "override_tokens": 0, "prompt": "x", "answer": None, "response": "y, [1]"}  # fmt: skip
+            "length": 2, "off_policy_tokens": 1, "override_tokens": 0, "turns": 3, "calls": 2, "end": "answer", "prompt": "x", "answer": None, "response": "y, [1]"}  # fmt: skip
     for separators in ((",", ":"), (", ", ": ")):
         path = tmp_path / f"{len(separators[0])}.jsonl"
         path.write_text(json.dumps({**head, "token_ids": [1, 2], "advantages": None}, separators=separators) + "\n")
         with SampleTable(path).up_to_date() as table:
             (found,) = table.heads
         assert (found.step, found.problem, found.reward, found.length) == (3, 'a "quoted" \\ problem', -0.5, 2)
-        assert found.ends == "y, [1]"
+        assert (found.turns, found.calls, found.ends) == (3, 2, "y, [1]")
 
 
 def test_a_long_file_is_read_in_parts(table, monkeypatch):

@@ -93,6 +93,7 @@ luffy.browser = (() => {
     if (known.teacher) span(top, "tag teacher", "T").title = `${known.teacher} teacher tokens`;
     if (known.override) span(top, "tag override", "O").title = `${known.override} tokens by the second model`;
     if (known.truncated) span(top, "tag bad", "cut").title = "truncated";
+    if (known.turns > 1) span(top, "tag reply", `${known.turns}↔`).title = `${known.turns} turns${known.calls ? `, ${known.calls} calls` : ""}`;
     span(top, "sub", `step ${known.step} · #${known.sample} · ${known.length.toLocaleString("en")} tok`);
     item.append(top);
     span(item, "ends", known.ends || "(empty)").dir = "auto";
