@@ -287,10 +287,14 @@ class Episode:
         return self.token_ids.numel() - int((self.authors == Author.ENVIRONMENT).sum())
 
     @property
+    def replies(self) -> Tensor | None:
+        """[T] bool: the tokens of an environment; None if there is none."""
+        return self.authors == Author.ENVIRONMENT if self.length < self.token_ids.numel() else None
+
+    @property
     def answer_ids(self) -> Tensor:
         """The tokens behind an environment's last reply: what a verifier judges."""
-        replies = (self.authors == Author.ENVIRONMENT).nonzero()
-        return self.token_ids[int(replies[-1]) + 1 :] if len(replies) else self.token_ids
+        return self.token_ids if self.replies is None else self.token_ids[int(self.replies.nonzero()[-1]) + 1 :]
 
     @property
     def is_on_policy(self) -> bool:

@@ -412,8 +412,6 @@ def _check_environment(c: Knobs) -> None:
     others = {
         "rollout.offpolicy_guidance.enable": (c.rollout.overrides is not None, False),
         "rollout.max_tokens_per_step": (c.rollout.max_tokens_per_step, None),
-        "replay.share": (c.replay.share, 0.0),
-        "teacher.shown": (c.teacher.shown, "nothing"),
     }
     for name, (value, needed) in others.items():
         if value != needed:
@@ -422,11 +420,6 @@ def _check_environment(c: Knobs) -> None:
                 f"'environment' ({e.name}) does not go with '{name}' ({value}) yet; set {name}={shown}, or "
                 "environment=null"
             )
-    if c.guidance.gate.part.uses_hints:
-        raise ConfigError(
-            f"'environment' ({e.name}) does not go with 'guidance.gate' ({c.guidance.gate}), which shows text of a "
-            "trace in the prompt; choose a gate that adds traces, such as trace_on_failure"
-        )
     if c.data.style not in ("chat", "paper"):
         raise ConfigError(f"'environment' ({e.name}) needs a chat template: set data.style=chat, not {c.data.style}")
     if e.max_tokens is not None and e.max_tokens <= c.rollout.max_tokens:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from luffy.errors import ConfigError, UserError
-from luffy.guidance.plan import Planner
+from luffy.guidance.plan import Planner, whole_turns
 from luffy.guidance.row_hints import hints_of
 from luffy.guidance.trace_choice import choose
 from luffy.registry import Part, Registry
@@ -133,7 +133,8 @@ class FirstRound:
         trace = self.trace() if level <= len(shares) else None
         if trace is None:
             return None
-        shown = trace.token_ids[: max(int(shares[level - 1] * len(trace.token_ids)), 1)]
+        length = max(int(shares[level - 1] * len(trace.token_ids)), 1)
+        shown = trace.token_ids[: (whole_turns(trace, length) or length) if trace.replies else length]
         return self.with_hint(self.text_of(shown), level)
 
     def sample(

@@ -172,7 +172,7 @@ def draw_traces(run: Run, batch: StepBatch) -> None:
     traces = [chosen_trace(run, task, visit, str(visit)) for task, visit in zip(tasks, visits, strict=True)]
     samples = [trace_sample(task, trace) for task, trace in zip(tasks, traces, strict=True)]
     mine = share_out([len(s) for s in samples], run.world.size)[run.world.rank]
-    lengths: dict[str, Metric] = spread("response_length", [s.token_ids.numel() for s in samples])
+    lengths: dict[str, Metric] = spread("response_length", [s.sft_weights.sum().item() for s in samples])
     batch.size, batch.metrics, batch.sampler = len(samples), lengths, run.sampler.state_dict()
     batch.samples = {i: [samples[i]] for i in mine}
 
@@ -187,7 +187,7 @@ def attempts(run: Run, batch: StepBatch) -> list[Attempt]:
 def _attempt(run: Run, step: int, draw: Draw, group: Group) -> Attempt:
     own = [(r, s) for r, s in zip(group.rollouts, group.scores, strict=True) if r.is_own]
     right = [rollout for rollout, score in own if run.cfg.reward.solved(score.value)]
-    successes = tuple(Success(r.token_ids.int(), r.behavior_log_probs, step) for r in right)
+    successes = tuple(Success(r.token_ids.int(), r.behavior_log_probs, step, r.replies) for r in right)
     lesson, task = None, group.task
     failed = own and all(run.cfg.reward.failed(score.value) for _, score in own)
     if run.cfg.sft_steps.buffer and failed and task.demonstrations:

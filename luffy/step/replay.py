@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,16 +22,19 @@ from luffy.types import Demonstration
 
 @dataclass(frozen=True, eq=False)
 class Success:
-    """A response of the policy's own that solved its problem: the log-probs it was drawn with, and the step of that."""
+    """A response of the policy's own that solved its problem: the log-probs it was drawn with, the step of that, and
+    which tokens an environment wrote (None: none of them)."""
 
     token_ids: Tensor  # [T] int32
     log_probs: Tensor  # [T] float32
     step: int
+    replies: Tensor | None = None  # [T] bool
 
     @property
     def as_trace(self) -> Demonstration:
         """The response as a trace, to be replayed as one."""
-        return Demonstration(tuple(self.token_ids.tolist()), tuple(self.log_probs.tolist()))
+        spans = () if self.replies is None else tuple(_spans(self.replies))
+        return Demonstration(tuple(self.token_ids.tolist()), tuple(self.log_probs.tolist()), spans)
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,10 @@ class Replay:
             "responses": torch.tensor([(row, s.step, s.token_ids.numel()) for row, s in every], dtype=torch.long),
             "token_ids": torch.cat([torch.empty(0, dtype=torch.int32), *(s.token_ids for _, s in every)]),
             "log_probs": torch.cat([torch.empty(0), *(s.log_probs for _, s in every)]),
+            "replies": torch.cat([torch.empty(0, dtype=torch.bool), *map(_replies_of, (s for _, s in every))]),
         }
+        if not state["replies"].any():
+            del state["replies"]
         return {name: tensor for name, tensor in state.items() if tensor.numel()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -138,10 +144,23 @@ class Replay:
         responses = _rows(state, "responses")
         if responses:
             lengths = [length for _, _, length in responses]
+            nowhere = torch.zeros(sum(lengths), dtype=torch.bool)
             streams = (state[name].split(lengths) for name in ("token_ids", "log_probs"))
-            for (row, step, _), ids, log_probs in zip(responses, *streams, strict=True):
-                self.problems[row].successes.append(Success(ids.clone(), log_probs.clone(), step))
+            masks = state.get("replies", nowhere).split(lengths)
+            for (row, step, _), ids, log_probs, mask in zip(responses, *streams, masks, strict=True):
+                replies = mask.clone() if mask.any() else None
+                self.problems[row].successes.append(Success(ids.clone(), log_probs.clone(), step, replies))
         self.problems = {row: remembered for row, remembered in self.problems.items() if remembered.successes}
+
+
+def _replies_of(success: Success) -> Tensor:
+    return torch.zeros_like(success.token_ids, dtype=torch.bool) if success.replies is None else success.replies
+
+
+def _spans(mask: Tensor) -> Iterator[tuple[int, int]]:
+    """Start and end of each stretch of a mask."""
+    edges = torch.diff(mask.int(), prepend=torch.zeros(1).int(), append=torch.zeros(1).int()).nonzero().flatten()
+    yield from ((int(start), int(end)) for start, end in edges.view(-1, 2))
 
 
 def _rows(state: Mapping[str, Tensor], name: str) -> list[Any]:

@@ -11,6 +11,7 @@ import torch
 import vllm_engines
 from builders import ARCHITECTURES, make_model, make_request
 from scipy.stats import chisquare
+from talks import Talks, assert_drawn_alone
 
 from luffy.errors import UserError
 from luffy.rollout import Engine, NativeEngine
@@ -282,3 +283,12 @@ def test_what_cannot_be_done_is_one_clear_line(build, request_, message):
 def test_the_context_may_be_filled_to_the_last_token(build):
     model = wide_model("llama", max_position_embeddings=32)
     assert len(build(model).generate([make_request(prompt(20), 12)])[0].token_ids) == 12
+
+
+def test_turns_of_a_conversation_are_drawn_as_if_each_were_asked_alone(build):
+    """While a slow reply is awaited, the others go on to their ends."""
+    engine = build(wide_model("llama"))
+    talks = Talks([prompt(20), prompt(20), prompt(33, seed=1)], turns=3, tokens=6, slow=[1], longest=100)
+    engine.serve(talks)
+    assert [talks.log.count(i) for i in range(3)] == [3, 3, 3] and talks.log[-2:] == [1, 1]
+    assert_drawn_alone(engine, talks)

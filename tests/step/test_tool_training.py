@@ -264,8 +264,10 @@ def test_the_gradient_of_several_turns_is_that_of_the_formula(make_talking, chat
     ("changes", "message"),
     [
         ({"rollout": {"max_tokens_per_step": 8}}, "'environment' .* does not go with 'rollout.max_tokens_per_step'"),
-        ({"replay": {"share": 0.5}}, "does not go with 'replay.share'"),
-        ({"guidance": {"n_prefix": 0, "gate": "hinted_group"}}, "does not go with 'guidance.gate'"),
+        (
+            {"rollout": {"offpolicy_guidance": {"enable": True, "model_path": "m"}}},
+            "does not go with 'rollout.offpolicy_guidance.enable'",
+        ),
         ({"data": {"style": "plain"}}, "needs a chat template: set data.style=chat"),
         ({"environment": {"max_tokens": 48}}, "leaves no room for them beside 'rollout.max_tokens'"),
         ({"environment": {"name": ""}}, "'environment.name' is missing"),

@@ -22,7 +22,7 @@ class Rloo:
 @credit_function("rloo", settings=Rloo, sft_term=False, follows_trace_term=True)
 def rloo(group: ScoredGroup, cfg: AlgorithmConfig, settings: Rloo) -> Tensor:
     """[n]: the reward of each response minus the mean of the others in the baseline (``algorithm.advantage``)."""
-    lengths = torch.tensor([float(rollout.token_ids.numel()) for rollout in group.rollouts])
+    lengths = torch.tensor([float(rollout.length) for rollout in group.rollouts])
     rewards = group.rewards - settings.length_penalty * lengths / lengths.max()
     counted = in_baseline(group.rollouts, cfg).float()
     others = (rewards * counted).sum() - rewards * counted

@@ -28,7 +28,7 @@ from torch import nn
 
 from luffy.errors import UserError, how_to_install
 from luffy.models.forward import causal_lm, text_config
-from luffy.rollout.engine import Engine, EngineStats, OnProgress, check_request
+from luffy.rollout.engine import Engine, EngineStats, OnProgress, RequestSource, check_request
 from luffy.rollout.policy_weights import PushCheck, tensors_of
 from luffy.rollout.vllm.requests import completion, sampling_arguments
 from luffy.rollout.vllm.transfer import write_weights
@@ -124,8 +124,29 @@ class VllmEngine(Engine):
             completion(request, output.outputs[0].token_ids, output.outputs[0].logprobs.logprobs)
             for request, output in zip(requests, outputs, strict=True)
         ]
-        self._count(outputs, completions, time.perf_counter() - started)
+        made = sum(c.token_ids.numel() for c in completions)
+        self._count(outputs, made, time.perf_counter() - started)
         return completions
+
+    def serve(self, source: RequestSource) -> None:
+        """A request begins while others are under way; its conversation's KV blocks are in the prefix cache."""
+        if self._asleep:
+            raise RuntimeError("the engine sleeps and has no weights: call sync first")
+        engine, asked, outputs, started = self._llm.llm_engine, dict[str, Request](), list[Any](), time.perf_counter()
+        count = made = 0
+        with keeping_random_state():
+            while (ready := source.take(wait=not asked)) is not None:
+                for request in ready:
+                    check_request(request, self.max_context, self.vocabulary)
+                    asked[str(count)] = request
+                    engine.add_request(str(count), self._prompt(request), self._params(request))
+                    count += 1
+                for output in engine.step() if asked else ():
+                    drawn, request = output.outputs[0], asked.pop(output.request_id)
+                    outputs.append(output)
+                    made += len(drawn.token_ids)
+                    source.finish(int(output.request_id), completion(request, drawn.token_ids, drawn.logprobs.logprobs))
+        self._count(outputs, made, time.perf_counter() - started)
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
@@ -133,24 +154,28 @@ class VllmEngine(Engine):
     def _run(self, requests: Sequence[Request], progress: OnProgress | None) -> list[Any]:
         """Samples of one prompt are requests of their own, for their own seeds; the prompt's KV blocks are shared by
         the prefix cache."""
-        from vllm import SamplingParams
-        from vllm.exceptions import VLLMValidationError
-
-        prompts: list[Any] = [{"prompt_token_ids": list(r.given_ids)} for r in requests]
-        try:
-            params = [
-                SamplingParams(**sampling_arguments(r, self.seeded), detokenize=False, flat_logprobs=True)
-                for r in requests
-            ]
-        except (ValueError, VLLMValidationError) as error:  # newer ones take no temperature above 2
-            raise UserError(f"vLLM refuses the sampling parameters: {' '.join(str(error).split())}") from error
+        prompts, params = list(map(self._prompt, requests)), list(map(self._params, requests))
         bar: Any = False if progress is None else bar_for(progress)
         return cast(list[Any], self._llm.generate(prompts, params, use_tqdm=bar))
 
-    def _count(self, outputs: Sequence[Any], completions: Sequence[Completion], seconds: float) -> None:
+    def _prompt(self, request: Request) -> Any:
+        return {"prompt_token_ids": list(request.given_ids)}
+
+    def _params(self, request: Request) -> Any:
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+        from vllm.sampling_params import RequestOutputKind
+
+        whole = RequestOutputKind.FINAL_ONLY
+        try:
+            asked = sampling_arguments(request, self.seeded)
+            return SamplingParams(**asked, detokenize=False, flat_logprobs=True, output_kind=whole)
+        except (ValueError, VLLMValidationError) as error:  # newer ones take no temperature above 2
+            raise UserError(f"vLLM refuses the sampling parameters: {' '.join(str(error).split())}") from error
+
+    def _count(self, outputs: Sequence[Any], made: int, seconds: float) -> None:
         given = sum(len(output.prompt_token_ids) for output in outputs)
         cached = sum(output.num_cached_tokens or 0 for output in outputs)
-        made = sum(c.token_ids.numel() for c in completions)
         self.stats = EngineStats(generated_tokens=made, prefill_tokens=given - cached, seconds=seconds)
 
     def _wake(self, tag: str) -> None:

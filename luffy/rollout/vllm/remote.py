@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, Queue
 
 from torch import nn
 
 from luffy.errors import TrainingStopped, UserError
 from luffy.metrics import Mean, Metric, Sum
 from luffy.models.forward import causal_lm, text_config
-from luffy.rollout.engine import Engine, EngineStats, OnProgress, check_request
+from luffy.rollout.engine import Engine, EngineStats, OnProgress, RequestSource, check_request
 from luffy.rollout.policy_weights import PushCheck
-from luffy.rollout.vllm.dispatch import Dispatch, ask_all
+from luffy.rollout.vllm.dispatch import ATTEMPTS, Dispatch, ask_all
 from luffy.rollout.vllm.http_client import Server, ServerLost, ServerTimeout
 from luffy.rollout.vllm.requests import completion, completion_body
 from luffy.rollout.vllm.transfer import Transfer, on_all_servers
 from luffy.rollout.vllm.worker_extension import model_fields
 from luffy.types import Completion, Request
+
+LOOK_EVERY_S = 0.005
 
 
 class RemoteEngine(Engine):
@@ -69,6 +74,51 @@ class RemoteEngine(Engine):
         made = sum(answer.token_ids.numel() for answer in answers)
         self.stats = EngineStats(generated_tokens=made, seconds=time.perf_counter() - started)
         return answers
+
+    def serve(self, source: RequestSource) -> None:
+        """A request goes to a server as soon as it is there; a conversation stays on one, which has its prefix."""
+        vocabulary = text_config(causal_lm(self.model).config).vocab_size
+        started, made, count, waiting = time.perf_counter(), 0, 0, 0
+        answers: Queue[tuple[int, Completion | Exception]] = Queue()
+        servers = self._ready()
+
+        def answer(number: int, request: Request) -> None:
+            try:
+                answers.put((number, self._ask_any(servers, request)))
+            except Exception as error:  # carried to the thread that waits
+                answers.put((number, error))
+
+        with ThreadPoolExecutor(min(self.slots * len(servers), source.most), "vllm") as pool:
+            while (ready := source.take(wait=not waiting)) is not None:
+                for request in ready:
+                    check_request(request, self.max_context, vocabulary)
+                    pool.submit(answer, count, request)
+                    count, waiting = count + 1, waiting + 1
+                with suppress(Empty):  # look for new requests again soon
+                    number, completed = answers.get(timeout=LOOK_EVERY_S)
+                    waiting -= 1
+                    if isinstance(completed, Exception):
+                        raise completed
+                    made += completed.token_ids.numel()
+                    source.finish(number, completed)
+        self.stats = EngineStats(generated_tokens=made, seconds=time.perf_counter() - started)
+
+    def _ask_any(self, servers: Sequence[Server], request: Request) -> Completion:
+        """The answer of the request's own server, or of the next one that is not lost."""
+        lost: Exception = ServerLost("all were lost before")
+        first = hash(request.prompt_ids if request.conversation is None else request.conversation)
+        for place in range(len(servers)):
+            server = servers[(first + place) % len(servers)]
+            for _ in range(0 if server in self._out else ATTEMPTS):
+                try:
+                    return self._ask(server, request)
+                except ServerLost as error:
+                    lost = error
+                    if isinstance(error, ServerTimeout) or not self._is_ours(server):
+                        self._lose(server, str(error))
+                        break
+            self._resent += 1
+        raise TrainingStopped(f"no vLLM server could answer, the last: {lost}")
 
     def metrics(self) -> dict[str, Metric]:
         alive, lost, resent = len(self.servers) - len(self._out), self._lost, self._resent

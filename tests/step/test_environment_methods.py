@@ -1,0 +1,70 @@
+"""Every method works with an environment, or is refused in one line, as the table of docs/environments.md says."""
+
+import re
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import yaml
+from builders import write_rows
+from conversing import save_chat_model
+from test_tool_training import TRACE
+from trainings import train_untimed
+
+from luffy.config import BUILT_IN_RECIPES, load_config, merge
+from luffy.errors import UserError
+
+METHODS = sorted(path.stem for path in (BUILT_IN_RECIPES / "methods").glob("*.yaml"))
+PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("talking")
+    rows = [
+        {"id": f"p{i}", "prompt": f"go {i}", "answer": "1", "traces": [TRACE, TRACE], "hints": ["a", "b", "c"]}
+        for i in range(8)
+    ]
+    return {
+        "model": {"path": save_chat_model(folder / "model"), "device": "cpu"},
+        "data": {"train": str(write_rows(folder / "chats.jsonl", rows)), "style": "chat", "max_prompt_tokens": 160},
+        "reward": {"kind": "numeric", "workers": 1},
+        "rollout": {"n": 4, "max_tokens": 48, "slots": 24},
+        "environment": {"name": "test_tool_training:Words", "max_turns": 3},
+        "optim": {"lr": 1e-3},
+        "batch": {"problems": 4, "tokens": 1024},
+        "train": {"steps": 2, "save_every": 2, "threads": 1},
+        "record": {"tensorboard": False, "samples_every": 0},
+    }
+
+
+NEEDS = {
+    "opd": lambda model: {"teacher": {"path": model}},
+    "guided": lambda model: {"rollout": {"offpolicy_guidance": {"model_path": model}}},
+}
+
+
+def verdict(name, talking, folder):
+    """ "yes", or the line that refuses the method."""
+    own = NEEDS.get(name, lambda model: {})(talking["model"]["path"])
+    recipe = folder / f"{name}.yaml"
+    recipe.write_text(
+        yaml.safe_dump({"base": [f"methods/{name}"], **merge(deepcopy(talking), own), "out": str(folder)})
+    )
+    try:
+        cfg = load_config(str(recipe))
+        rows = train_untimed(cfg, method="sft" if name == "sft" else "rl")
+    except UserError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    assert name == "sft" or rows[-1]["environment/turns"] >= 1
+    return "yes"
+
+
+def test_the_table_of_the_page(talking, tmp_path):
+    found = {name: verdict(name, talking, tmp_path) for name in METHODS}
+    for name, said in found.items():
+        print(name, "|", said)
+    section = PAGE.read_text().partition("| recipe | works |")[2].partition("##")[0]
+    table = dict(re.findall(r"^\| `(\w+)` \| (yes|no)", section, re.M))
+    assert {name: "yes" if said == "yes" else "no" for name, said in found.items()} == table
