@@ -210,6 +210,32 @@ def test_tokens_are_coloured_one_way_at_a_time(serving, two_methods, open_page):
         )
 
 
+def test_turns_of_policy_teacher_and_environment_look_different(
+    serving, write_run, make_metric_row, make_sample_row, open_page
+):
+    episode = {"turns": 2, "calls": 1, "end": "turns", "replies": [[1, 2]], "reward": 0.0, "faults": ["unknown_tool"]}
+    rows = [
+        make_sample_row(1, 0, problem="p0", off_policy=[1, 0, 1], turns=2, replies=[[1, 2]], finish="trace"),
+        make_sample_row(1, 1, problem="p0", off_policy=[0, 0, 0], **episode),
+        make_sample_row(1, 2, problem="p0", off_policy=[0, 0, 0]),
+    ]
+    with serving([write_run("a", [make_metric_row(1, 0.5)], samples=rows)]) as client:
+        page = open_page(client.url + "#/samples")
+        page.wait_for_selector("#group .sample")
+        colours = page.evaluate(
+            "[...document.querySelectorAll('.sample')].map(s => "
+            "[...s.querySelectorAll('.response > *')].map(t => getComputedStyle(t).backgroundColor))"
+        )
+        nothing, teacher, reply = "rgba(0, 0, 0, 0)", "rgb(255, 224, 160)", "rgb(205, 234, 228)"
+        assert colours == [[teacher, reply, teacher], [nothing, reply, nothing], [nothing] * 3]
+        assert "environment's reply, in no loss" in texts(page, ".key mark:visible")
+        assert texts(page, "#list .tag.reply") == ["2↔", "2↔"]
+        chips = " ".join(texts(page, ".sample .chips"))
+        assert all(said in chips for said in ("2 turns, 1 call", "no turns left", "unknown tool"))
+        page.locator("select[name=off_policy]").select_option("turns")
+        until(page, "document.querySelector('#count').innerText === '2 of 3 samples'")
+
+
 def test_hostile_text_is_shown_inert(serving, write_run, make_metric_row, make_sample_row, open_page):
     hostile = {"prompt": HOSTILE, "answer": HOSTILE, "response": HOSTILE, "status": HOSTILE}
     rows = [
