@@ -11,6 +11,7 @@ from typing import Any, Literal
 from luffy.config.parts import BASELINES, CREDIT, ENGINES, TRACKERS
 from luffy.core.kl import Estimator
 from luffy.core.losses import PolicyLoss
+from luffy.core.on_policy_terms import ON_POLICY_TERMS
 from luffy.core.reduce import Reduction
 from luffy.core.shaping import SHAPES, Shape
 from luffy.errors import ConfigError
@@ -215,7 +216,7 @@ def _linear(start: float, end: float | None, done: float) -> float:
 class TeacherConfig:
     path: str | None = knob(
         None,
-        "teacher of algorithm.credit=distill: a folder or hub id, or self (the policy at the start)",
+        "teacher of algorithm.credit=distill, iw_opd and rlsd: a folder or hub id, or self (the policy at the start)",
     )
     servers: tuple[str, ...] = knob((), "addresses of vLLM servers with the teacher, instead of path")
     average: float = knob(
@@ -375,8 +376,9 @@ class MixConfig:
 class AlgorithmConfig:
     credit: Chosen = knob(
         "group_baseline",
-        "how rewards become advantages and weights of tokens: group_baseline, rloo, lone_trace_sft (a group of traces "
-        "only goes into the SFT term), srft, distill (by section teacher), or your own (docs/extend.md)",
+        "how rewards become advantages and weights of tokens: group_baseline, rloo, maxrl, lone_trace_sft (a group of "
+        "traces only goes into the SFT term), srft, distill, iw_opd and rlsd (by section teacher), or your own "
+        "(docs/extend.md)",
         parts=CREDIT,
     )
     advantage: Chosen = knob(
@@ -387,6 +389,12 @@ class AlgorithmConfig:
     normalize_std: bool = knob(False, "divide advantages by the group's standard deviation")
     loss_reduction: Reduction = knob(
         "seq-mean-token-sum-norm", "denominator of the loss; -norm divides by rollout.max_tokens (Dr. GRPO)"
+    )
+    on_policy_term: Chosen = knob(
+        "ppo",
+        "term of on-policy tokens: ppo (clipped ratio), gspo (one ratio per response), cispo (clipped ratio as a "
+        "constant weight of log p)",
+        parts=ON_POLICY_TERMS,
     )
     remove_clip: bool = knob(True, "no clipping of the on-policy ratio (best row of the paper's Table 4)")
     clip_ratio: float = knob(0.2, "on-policy ratio clipped at 1 - this", ge=0, le=1)
@@ -442,7 +450,7 @@ class AlgorithmConfig:
     kl_coef: float = knob(0.0, "weight of the KL term; 0 loads no reference model", ge=0)
     kl_estimator: Estimator = knob("k3", "estimator of the KL term")
     kl_in: Literal["loss", "reward"] = knob("loss", "where the KL term goes")
-    trace_term: Literal["rl", "sft"] = knob("rl", "term of off-policy tokens")
+    trace_term: Literal["rl", "sft", "none"] = knob("rl", "term of off-policy tokens; none: they are only context")
     sft_coef: float = knob(1.0, "weight of the SFT term", ge=0)
     sft_reshape: Chosen = knob(
         "logp", "f in the SFT term: logp (plain SFT), or any shape of off_policy_reshape", parts=SHAPES
@@ -485,6 +493,7 @@ class AlgorithmConfig:
             off_normalize=self.off_normalize,
             off_ppo=self.trace_ratio == "ppo",
             all_max_clip=self.all_max_clip,
+            on_term=self.on_policy_term,
         )
 
 

@@ -28,6 +28,7 @@ class CreditFunction(Part):
     uses_rewards: bool = True
     sft_term: bool = True
     follows_trace_term: bool = False
+    scales: bool = False
 
     def __call__(self, group: Any, cfg: Any) -> Any:
         """With the settings that the config has for it, or its defaults when another part calls it."""

@@ -94,6 +94,7 @@ class Objective:
             target_probs=self.target_probs(batch),
             behavior_log_prob=batch.behavior_log_probs,
             off_ratio_mean=off_ratio_mean,
+            lengths=batch.response_lengths,
         )
         per_token = terms.loss - self.entropy_coef * entropy
         stats = _stats(batch, terms, old, log_prob.detach(), entropy.detach(), in_rl)
