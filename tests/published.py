@@ -44,14 +44,14 @@ def assert_gradient_is(recipe, published, lengths=(5, 3, 4, 2), prefixes=(0, 0, 
     cfg = load_config(f"tiny/{recipe}", ["algorithm.entropy_coef=0", *more.get("overrides", ())])
     log_p, *fixed = drawn_tokens(lengths)
     samples = credited(cfg, lengths, prefixes, [float(r) for r in rewards], *fixed, more.get("untaught", ()))
-    expected = gradient_of(published(log_p, *([t.double() for t in each] for each in fixed)), log_p)
+    expected = by_response(published(log_p, *([t.double() for t in each] for each in fixed)), log_p)
     for budget in (1000, 8):
-        for grad, wanted in zip(gradient_of(loss_over(cfg, samples, log_p, budget), log_p), expected, strict=True):
+        for grad, wanted in zip(by_response(loss_over(cfg, samples, log_p, budget), log_p), expected, strict=True):
             torch.testing.assert_close(grad, wanted, rtol=1e-6, atol=1e-8)
     return expected
 
 
-def gradient_of(loss, log_p):
+def by_response(loss, log_p):
     """By response; 0 where the loss does not have it."""
     found = torch.autograd.grad(loss, log_p, allow_unused=True)
     return [torch.zeros_like(p) if grad is None else grad for grad, p in zip(found, log_p, strict=True)]

@@ -160,8 +160,8 @@ def _check_credit(c: Knobs) -> None:
         )
     if a.credit.part.scales and a.normalize_std:
         raise ConfigError(
-            f"'algorithm.credit' ({a.credit}) divides the advantages itself, and 'algorithm.normalize_std' would divide "
-            f"them again; set algorithm.normalize_std=false"
+            f"'algorithm.credit' ({a.credit}) divides the advantages itself, and 'algorithm.normalize_std' would do it "
+            f"again; set algorithm.normalize_std=false"
         )
     if a.credit.part.scales and a.kl_coef and a.kl_in == "reward":
         raise ConfigError(
@@ -239,8 +239,8 @@ def _check_trace_terms(c: Knobs) -> None:
         given = [name for name in OF_TRACES_IN_RL if getattr(a, name) != getattr(AlgorithmConfig, name)]
         if given:
             raise ConfigError(
-                f"'algorithm.trace_term' {a.trace_term} takes teacher tokens out of the RL term, and algorithm.{given[0]} "
-                f"({getattr(a, given[0])}) would change nothing; leave it out or set algorithm.trace_term=rl"
+                f"'algorithm.trace_term' {a.trace_term} takes teacher tokens out of the RL term, and algorithm."
+                f"{given[0]} ({getattr(a, given[0])}) would change nothing; leave it out or set algorithm.trace_term=rl"
             )
 
 
@@ -476,12 +476,25 @@ def _check_launch(c: Knobs) -> None:
 
 
 def check_learns(c: Knobs) -> None:
-    """Raise a ConfigError where no step of RL could ever have a gradient, whatever is sampled."""
+    """Raise a ConfigError where no step of RL could ever have a gradient, whatever is sampled, or a setting of the SFT
+    term could never act."""
     if c.sft_steps.buffer:
         return
+    _check_sft_term_has_tokens(c)
     if c.rollout.n == 1 and not c.guidance.gate.part.grows:
         _check_groups_of_one(c)
     _check_teacher_knows_more(c)
+
+
+def _check_sft_term_has_tokens(c: Knobs) -> None:
+    a = c.algorithm
+    given = [f"sft_weight' ({a.sft_weight})"] * (a.sft_weight != "none")
+    given += [f"sft_anchor' ({a.sft_anchor})"] * (a.sft_anchor > 0)
+    if given and a.trace_term != "sft" and not a.credit.part.sft_term:
+        raise ConfigError(
+            f"'algorithm.{given[0]} is for the SFT term, in which 'algorithm.credit' ({a.credit}) has no token; set "
+            f"algorithm.trace_term=sft, or train with luffy sft"
+        )
 
 
 def _check_groups_of_one(c: Knobs) -> None:

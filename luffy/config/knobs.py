@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from luffy.config.parts import BASELINES, CREDIT, ENGINES, TRACKERS
+from luffy.config.parts import BASELINES, CREDIT, ENGINES, SFT_WEIGHTS, TRACKERS
 from luffy.core.kl import Estimator
-from luffy.core.losses import PolicyLoss
-from luffy.core.on_policy_terms import ON_POLICY_TERMS
+from luffy.core.losses import ON_POLICY_TERMS, PolicyLoss
 from luffy.core.reduce import Reduction
 from luffy.core.shaping import SHAPES, Shape
 from luffy.errors import ConfigError
@@ -47,7 +46,9 @@ class LoraConfig:
 class ModelConfig:
     path: str = knob("", "policy: Hugging Face folder or hub id (safetensors), or a .gguf file", required=True)
     tokenizer: str | None = knob(None, "folder or hub id of the tokenizer; null: the model's")
-    reference: str | None = knob(None, "reference model of the KL term; null: the policy at the start")
+    reference: str | None = knob(
+        None, "reference model of the KL term and of the SFT term's weights; null: the policy at the start"
+    )
     dtype: Literal["float32", "bfloat16"] = knob(
         "float32", "dtype of the weights; with bfloat16 the optimizer keeps float32 master weights"
     )
@@ -455,6 +456,14 @@ class AlgorithmConfig:
     sft_reshape: Chosen = knob(
         "logp", "f in the SFT term: logp (plain SFT), or any shape of off_policy_reshape", parts=SHAPES
     )
+    sft_weight: Chosen = knob(
+        "none",
+        "weight of a token in the SFT term: none, eaft (entropy), iw_sft (p / p_ref of the trace), or your own",
+        parts=SFT_WEIGHTS,
+    )
+    sft_anchor: float = knob(
+        0.0, "weight of KL(reference || policy) over the vocabulary, on tokens of the SFT term (ASFT)", ge=0
+    )
     mix: MixConfig | None = knob(
         None, "loss (1 - mu) RL + mu * sft_coef * SFT, with mu constant or along a schedule; null: RL + sft_coef * SFT"
     )
@@ -476,6 +485,10 @@ class AlgorithmConfig:
                 f"'algorithm.min_accuracy' ({self.min_accuracy}) exceeds 'algorithm.max_accuracy' "
                 f"({self.max_accuracy}): no group would be left"
             )
+
+    @property
+    def sft_reads_reference(self) -> bool:
+        return self.sft_anchor > 0 or self.sft_weight.part.needs_reference
 
     def sft_shape(self) -> Shape:
         return Shape(self.sft_reshape)
@@ -699,10 +712,11 @@ class Knobs:
         """Whether a step may learn from tokens that older weights drew."""
         return self.async_.max_staleness > 0 or self.rollout.max_tokens_per_step is not None
 
-    @property
-    def loads_reference(self) -> bool:
-        """Whether RL has a further model for the KL term; with LoRA the policy without its adapters may serve."""
-        return self.algorithm.kl_coef > 0 and (self.model.lora is None or self.model.reference is not None)
+    def loads_reference(self, method: str) -> bool:
+        """Whether there is a further model for the KL term of RL or for the SFT term; with LoRA the policy without its
+        adapters may serve."""
+        is_read = self.algorithm.sft_reads_reference or (method == "rl" and self.algorithm.kl_coef > 0)
+        return is_read and (self.model.lora is None or self.model.reference is not None)
 
     @property
     def longest(self) -> int:

@@ -37,6 +37,15 @@ class CreditFunction(Part):
 
 
 @dataclass(frozen=True)
+class SftWeight(Part):
+    """A weight of tokens in the SFT term, from ``SftTokens``. ``needs_reference``: it reads log-probs under the
+    reference model; ``top``: the entropy of so many likeliest tokens."""
+
+    needs_reference: bool = False
+    top: int = 0
+
+
+@dataclass(frozen=True)
 class EngineBuilder(Part):
     """Builds the engine of ``rollout.engine``. ``own_weights``: it runs on the policy's weights in this process, which
     fp8, rollouts ahead of the update and partial rollouts need; ``whole_distribution``: it knows the probability of
@@ -61,6 +70,7 @@ BASELINES: Registry[Baseline] = Registry("baseline", Baseline, home="luffy.learn
 CREDIT: Registry[CreditFunction] = Registry(
     "credit function", CreditFunction, home="luffy.learn.credit luffy.learn.estimators"
 )
+SFT_WEIGHTS: Registry[SftWeight] = Registry("SFT weight", SftWeight, home="luffy.learn.sft_weights")
 ENGINES: Registry[EngineBuilder] = Registry("engine", EngineBuilder)
 TRACKERS: Registry[TrackerBuilder] = Registry("tracker", TrackerBuilder, home="luffy.run_folder.trackers")
 

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from luffy.core.masked import keep, masked_mean
-from luffy.core.on_policy_terms import ON_POLICY_TERMS, Tokens
+from luffy.core.on_policy_terms import ON_POLICY_TERMS as ON_POLICY_TERMS
+from luffy.core.on_policy_terms import Tokens
 from luffy.core.shaping import Shape
 from luffy.schema import Chosen
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The settings of the objective; ``clip_high`` and the off-policy clips are absolute ratios. With ``off_ppo``
-    off-policy tokens have the on-policy term, p / p_old with its clip, instead of ``off_shape``. ``on_term``: which on-policy term that is."""
+    """The settings of the objective; ``clip_high`` and the off-policy clips are absolute ratios. ``on_term``: which
+    on-policy term. With ``off_ppo`` off-policy tokens have that term too, instead of ``off_shape``."""
 
     clip_low: float = 0.8
     clip_high: float = 1.2
@@ -75,8 +76,8 @@ def policy_loss_terms(
 ) -> LossTerms:
     """``behavior_log_prob``, of whoever wrote the token, is for shapes that compare with it (None: probability 1).
     ``off_ratio_mean`` is the mean that ``off_normalize`` divides by when the caller holds only part
-    of the batch; without it the mean over the given off-policy tokens is taken. ``lengths`` of the responses in a packed
-    row; without them each row is a response."""
+    of the batch; without it the mean over the given off-policy tokens is taken. ``lengths`` of the responses in a
+    packed row; without them each row is a response."""
     mask = mask.bool()
     old, logp = keep(old_log_prob, mask), keep(log_prob, mask)
     # Each term sees gradients of its own tokens only: an overflow in the other cannot turn into 0 * inf.

@@ -262,6 +262,7 @@ def credit(
     """Samples of each group with their credit, by the function that ``algorithm.credit`` names; ``algorithm.mix``
     multiplies the weights of both terms."""
     mu = None if cfg.mix is None else cfg.mix.at(step, total_steps)
+    reads_reference = cfg.kl_in == "loss" or cfg.sft_weight.part.needs_reference
     scored_groups = [
         ScoredGroup(group, rewards, tokens, step, total_steps)
         for group, rewards, tokens in zip(groups, rewards_of(groups, scored, cfg), scored, strict=True)
@@ -269,7 +270,7 @@ def credit(
     credits = credit_of_all(scored_groups, cfg)
     return [
         [
-            _sample(rollout, _mixed(given, mu), tokens.old, tokens.ref if cfg.kl_in == "loss" else None)
+            _sample(rollout, _mixed(given, mu), tokens.old, tokens.ref if reads_reference else None)
             for rollout, tokens, given in zip(group.rollouts, group.tokens, of_group, strict=True)
         ]
         for group, of_group in zip(scored_groups, credits, strict=True)

@@ -26,7 +26,9 @@ def test_the_gradient_of_the_formula(rewards):
 
 @pytest.mark.parametrize("rewards", [(0.0, 0.0), (1.0, -1.0), (1.0, -2.0)])
 def test_without_a_mean_above_0_there_is_no_advantage(rewards):
-    rollouts = tuple(Rollout(TASK, torch.arange(2), 0, *[torch.zeros(2)] * 2, torch.zeros(2).bool(), "stop") for _ in rewards)
+    rollouts = tuple(
+        Rollout(TASK, torch.arange(2), 0, *[torch.zeros(2)] * 2, torch.zeros(2).bool(), "stop") for _ in rewards
+    )
     group = Group(TASK, rollouts, tuple(map(Score, rewards)))
     (samples,) = credit([group], [[ScoredTokens()] * 2], AlgorithmConfig(credit="maxrl"))
     assert [s.advantages.tolist() for s in samples] == [[0.0, 0.0]] * 2

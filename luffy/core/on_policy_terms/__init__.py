@@ -46,17 +46,6 @@ class Tokens:
     def clip(self, ratio: Tensor) -> Tensor:
         return ratio if self.low is None and self.high is None else ratio.clamp(self.low, self.high)
 
-    def mean_of_response(self, values: Tensor) -> Tensor:
-        """The mean over the counted tokens of each response, at every token of it; 0 where none is counted."""
-        values = values.masked_fill(~self.counted, 0.0)
-        if self.lengths is None:
-            return (values.sum(-1, keepdim=True) / self.counted.sum(-1, keepdim=True).clamp(min=1)).expand_as(values)
-        lengths = torch.tensor(self.lengths, device=values.device)
-        response = torch.arange(len(lengths), device=values.device).repeat_interleave(lengths)
-        sums = values.new_zeros(len(lengths)).index_add(0, response, values)
-        counts = values.new_zeros(len(lengths)).index_add(0, response, self.counted.to(values.dtype))
-        return (sums / counts.clamp(min=1))[response]
-
 
 def clipped_surrogate(tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
     """-min(A r, A clip(r)), and where the clip made it larger."""

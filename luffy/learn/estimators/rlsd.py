@@ -1,4 +1,4 @@
-"""RLSD (arXiv 2604.03128): the reward decides the direction of a token, a teacher that is shown the solution its size."""
+"""RLSD (arXiv 2604.03128): rewards decide the sign of an advantage, a teacher that sees the solution its size."""
 
 from __future__ import annotations
 
