@@ -403,7 +403,7 @@ class AlgorithmConfig:
     off_policy_reshape: Chosen = knob(
         "p_div_p",
         "f(p) on teacher tokens: p_div_p (LUFFY), no_reshape, logp, p_logp, square_root, pow, chord_phi, trapo, "
-        "rl_plus, exgrpo, or your own (docs/methods/loss.md#shaping-functions)",
+        "rl_plus, exgrpo, psft, or your own (docs/methods/loss.md#shaping-functions)",
         parts=SHAPES,
     )
     on_policy_reshape: Chosen = knob(
@@ -458,7 +458,7 @@ class AlgorithmConfig:
     )
     sft_weight: Chosen = knob(
         "none",
-        "weight of a token in the SFT term: none, eaft (entropy), iw_sft (p / p_ref of the trace), or your own",
+        "weight of a token in the SFT term: none, eaft (entropy), iw_sft (p / p_ref of the trace)",
         parts=SFT_WEIGHTS,
     )
     sft_anchor: float = knob(

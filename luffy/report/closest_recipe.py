@@ -86,8 +86,8 @@ def _differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
 
 @cache
 def _recipes(sft: bool) -> dict[str, dict[str, Any]]:
-    """The method settings of every method recipe of RL or SFT, flat. They are not built into a checked Config: some ask for a second
-    model that only a size or a user names."""
+    """The method settings of every method recipe of RL or SFT, flat. They are not built into a checked Config: some ask
+    for a second model that only a size or a user names."""
     names = [name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")]
     built = {name: build(Knobs, read_recipe(f"methods/{name}")) for name in names if name != SECOND_STAGE}
     wanted = {name: knobs for name, knobs in built.items() if (knobs.made_for == "sft") == sft}
