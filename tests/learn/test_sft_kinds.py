@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from builders import make_model, make_task
+from ranks import run_ranks
+from trainings import train, untimed_metrics
 
-from luffy.config import check_made_for, load_config
+from luffy.config import check_made_for, load_config, read_recipe
 from luffy.errors import ConfigError
 from luffy.learn.policy import Policy
 from luffy.learn.scorer import TokenScorer
@@ -132,3 +134,25 @@ def test_rl_without_an_sft_term_refuses_its_weights():
         with pytest.raises(ConfigError, match=f"{said}. is for the SFT term, in which 'algorithm.credit'"):
             check_made_for(cfg, "rl")
     check_made_for(load_config("tiny/rl_sft_loss", ["algorithm.sft_weight=eaft"]), "rl")
+
+
+def sft_of(make_config, method, name):
+    recipe = {key: part for key, part in read_recipe(f"methods/{method}").items() if key != "name"}
+    batch = {"problems": 6, "mini_batch": 3, "tokens": 96}
+    return make_config(**{**recipe, "name": f"{name}-{method}", "batch": batch, "train": {"steps": 3, "save_every": 3}})
+
+
+def train_all_kinds(configs, world):
+    for cfg in configs:
+        train(cfg, world, method="sft")
+
+
+@pytest.mark.slow
+def test_ranks_and_micro_batches_change_nothing(make_config):
+    alone, many = ([sft_of(make_config, method, name) for method in METHODS] for name in ("alone", "many"))
+    train_all_kinds(alone, None)
+    run_ranks(2, train_all_kinds, many)
+    for one, two in zip(alone, many, strict=True):
+        for a, b in zip(untimed_metrics(one), untimed_metrics(two), strict=True):
+            for name in ("actor/loss", "actor/grad_norm", "method/sft_token_weight", "method/sft_anchor_kl"):
+                assert b.get(name, 0) == pytest.approx(a.get(name, 0), rel=1e-3, abs=1e-6), (one.name, name)
