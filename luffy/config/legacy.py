@@ -31,8 +31,8 @@ SETTINGS_OF_PARTS = {
 }  # fmt: skip
 PARTS = (
     "algorithm.credit", "algorithm.advantage", "algorithm.off_policy_reshape", "algorithm.on_policy_reshape",
-    "algorithm.sft_reshape", "guidance.gate", "guidance.strategy", "guidance.trace_choice", "reward.kind",
-    "rollout.engine",
+    "algorithm.on_policy_term", "algorithm.sft_reshape", "algorithm.sft_weight", "guidance.gate", "guidance.strategy",
+    "guidance.trace_choice", "reward.kind", "rollout.engine",
 )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def read_recipe(
     paths = _find(recipe, _seen[-1].parent if _seen else None)
     if len(paths) > 1:
         values = _merged(paths, _seen, known)
-        return {**values, "name": "-".join(path.stem for path in paths).replace("_", "-")}
+        return {**values, "name": f"{paths[0].stem}-{paths[-1].stem}".replace("_", "-")}
     (path,) = paths
     if path in _seen:
         raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in _seen)}")
@@ -141,7 +141,7 @@ def _bases(value: Any, path: Path | str) -> list[str]:
 
 
 def _find(recipe: str | Path, beside: Path | None) -> tuple[Path, ...]:
-    """The file of a recipe, or the two files of ``size/method``."""
+    """The file of a recipe, or the files of ``size/method``."""
     name = str(recipe)
     places = [Path(name)] if beside is None else [beside / name, Path(name)]
     built_in = BUILT_IN_RECIPES / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
@@ -158,13 +158,19 @@ def _find(recipe: str | Path, beside: Path | None) -> tuple[Path, ...]:
 
 
 def _composed(path: Path) -> tuple[Path, ...]:
-    """``tiny/luffy`` is ``sizes/tiny`` and ``methods/luffy``; ``tiny/base`` is ``sizes/tiny``; else nothing."""
+    """``tiny/luffy`` is ``sizes/tiny`` and ``methods/luffy``; ``tiny/base`` is ``sizes/tiny``; else nothing. Between
+    them a kind of SFT has ``SIZE/sft``, if there is one, with its steps and learning rate."""
     if not path.absolute().is_relative_to(BUILT_IN_RECIPES):
         return ()
     size, _, method = str(path.absolute().relative_to(BUILT_IN_RECIPES).with_suffix("")).partition("/")
     names = [f"sizes/{size}.yaml"] if method == "base" else [f"sizes/{size}.yaml", f"methods/{method}.yaml"]
     parts = tuple(BUILT_IN_RECIPES / name for name in names)
-    return parts if all(map(os.path.isfile, parts)) else ()
+    if not all(map(os.path.isfile, parts)):
+        return ()
+    of_sft = BUILT_IN_RECIPES / f"{size}/sft.yaml"
+    if method != "base" and _parse_recipe(parts[1]).get("base") == "methods/sft" and os.path.isfile(of_sft):
+        return (parts[0], of_sft, parts[1])
+    return parts
 
 
 def built_in_recipes() -> dict[str, str]:

@@ -156,7 +156,7 @@ def run_and_note(found: Comparison, method: str, cfg: Config, console: Console) 
     """Train one method with one seed; print and record an error, unless it is a request to stop."""
     try:
         console.print(f"[bold]{cfg.name}[/]")
-        outcome = finished(cfg) or run_one(cfg, method)
+        outcome = finished(cfg) or run_one(cfg)
     except StopRequested:
         raise
     except Exception as error:
@@ -176,8 +176,8 @@ def finished(cfg: Config) -> MethodOutcome | None:
     return MethodOutcome(**kept["outcome"]) if same else None
 
 
-def run_one(cfg: Config, method: str) -> MethodOutcome:
-    with Trainer(cfg, "sft" if method == "sft" else "rl") as trainer:
+def run_one(cfg: Config) -> MethodOutcome:
+    with Trainer(cfg, cfg.made_for) as trainer:
         trainer.train()
         greedy = {name: m.value for name, m in trainer.evaluate(replace(cfg.eval, temperature=0.0)).items()}
     rows = read_json_lines(cfg.folder / METRICS)

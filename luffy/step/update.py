@@ -10,6 +10,7 @@ from luffy.learn.optim import lr_at
 from luffy.learn.policy import NonFiniteUpdate
 from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.step.batch import StepBatch
+from luffy.step.crediting import with_reference
 from luffy.step.draws import lessons
 from luffy.step.run_state import Run
 from luffy.step.sample_rows import write_bad_step
@@ -49,7 +50,7 @@ def updates(run: Run, batch: StepBatch, lr: float) -> Iterator[Callable[[], dict
     for mini in batch.mini_batches(run.cfg.batch.updates):
         yield partial(run.policy.update, mini, lr)
     for traces in batch.lessons:
-        yield partial(run.policy.sft_update, traces)
+        yield partial(run.policy.sft_update, with_reference(run, traces))
 
 
 def skip_update(run: Run, batch: StepBatch, error: NonFiniteUpdate) -> dict[str, Metric]:

@@ -185,12 +185,14 @@ def _assemble(
     engines.current.sync(0 if checkpoint is None else checkpoint.step)
     watch = Stopwatch()
     policy = Policy(model, cfg, temperature=1.0 if method == "sft" else None, world=world, watch=watch)
+    reference = _reference(cfg, method, policy, tokenizer, device)
+    policy.anchor = reference
     has_teacher = method == "rl" and cfg.teacher.is_there
     engine, before_step = engines.for_rollouts(tokenizer, steps) if method == "rl" else (engines.current, no_schedule)
     run = Run(
         cfg=cfg, method=method, world=world, messages=messages, watch=watch,
         tokenizer=tokenizer, eos_ids=end_of_text, tasks=tasks, total_steps=steps, model=model, policy=policy,
-        reference=_reference(cfg, method, policy, tokenizer, device),
+        reference=reference,
         teacher=build_teacher(cfg, policy, tokenizer, tasks.encoder, device, messages.warn) if has_teacher else None,
         engines=engines, engine=engine, before_step=before_step,
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
@@ -243,8 +245,8 @@ def _prefetcher(
 
 
 def _reference(cfg: Config, method: Method, policy: Policy, tokenizer: Any, device: str) -> TokenScorer | None:
-    """The model that a KL term compares with; with LoRA it is the policy without its adapters."""
-    if method == "sft" or not cfg.loads_reference:
+    """The model that a KL or SFT term compares with; with LoRA it is the policy without its adapters."""
+    if not cfg.loads_reference(method):
         return None
     m = cfg.model
     model = load_model(m.reference or m.path, m.dtype, "cpu" if policy.world.joined else device, m.trust_remote_code)
