@@ -86,6 +86,7 @@ COVERED_ELSEWHERE: dict[str, str] = {
     "luffy.prepare.prepare_cli": "prepare/test_prepare_check.py",
     "luffy.prepare.teachers": "prepare/test_prepare_traces.py",
     "luffy.progress": "test_cli.py",
+    "luffy.quickstart.tasks": "quickstart/test_quickstart_tools.py",
     "luffy.report.charts": "report/test_report_html.py",
     "luffy.report.closest_recipe": "report/test_model_card.py",
     "luffy.report.method_colours": "report/test_report_methods.py",

@@ -21,17 +21,15 @@ from luffy.config import Config, load_config
 from luffy.errors import StopRequested, TrainingStopped, UserError
 from luffy.files import json_object, write_atomically
 from luffy.progress import lasting
-from luffy.quickstart.tasks import DEFAULT_TASK, TASKS, QuickstartTask, find_task
+from luffy.quickstart.tasks import DEFAULT_TASK, TASKS, QuickstartTask, choose_methods, find_task, sft_model_keys
 from luffy.report.html import write_report
 from luffy.report.tables import OUTSIDE_STEPS, STEP_SECONDS
 from luffy.run_folder.checkpoint import CheckpointStore
 from luffy.run_folder.layout import METRICS
 from luffy.run_folder.recorder import read_json_lines
-from luffy.run_folder.runs import flat_config
-from luffy.schema import nearest, to_dict
+from luffy.schema import to_dict
 from luffy.trainer import Trainer
 
-SFT_RUN = "runs/tiny-sft/"  # where recipes of the tiny size look for what `luffy sft tiny/sft` left
 FINISHED = "quickstart.json"  # in a run folder: the config it was trained with, and what it reached
 COLUMNS = (
     ("held-out", "heldout"),
@@ -102,28 +100,6 @@ def quickstart(
     if found.failed:
         raise TrainingStopped(f"failed: {', '.join(found.failed)}; see the errors above and in {out / 'summary.json'}")
     return found.outcomes
-
-
-def choose_methods(methods: str, task: QuickstartTask = TASKS[DEFAULT_TASK]) -> list[str]:
-    """Recipe names in the order to run them: those that need the SFT model come last, and add SFT."""
-    known = task.methods
-    named = [name.strip().replace("-", "_") for name in methods.split(",") if name.strip()]
-    listed = f"; there are {', '.join(known)}, and all"
-    for name in named:
-        if name not in (*known, "all"):
-            raise UserError(f"--methods: no method {name!r}{nearest(name, known) or listed}")
-    if not named:
-        raise UserError(f"--methods names none{listed}")
-    chosen = known if "all" in named else list(dict.fromkeys(named))
-    later = [name for name in chosen if sft_model_keys(load_config(f"{task.recipes}/{name}"))]
-    first = ["sft"] if later and "sft" not in chosen else []
-    return [*first, *(name for name in chosen if name not in later), *later]
-
-
-def sft_model_keys(cfg: Config) -> dict[str, str]:
-    """Config keys that name the SFT model, with its path inside the run folder of SFT."""
-    values = {key: value for key, value in flat_config(cfg).items() if isinstance(value, str)}
-    return {key: value.removeprefix(SFT_RUN) for key, value in values.items() if value.startswith(SFT_RUN)}
 
 
 def configure(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from luffy.config import built_in_recipes
+from luffy.config import Config, built_in_recipes, load_config
 from luffy.errors import UserError
+from luffy.run_folder.runs import flat_config
 from luffy.schema import nearest
 
 
@@ -34,6 +35,7 @@ class QuickstartTask:
         return "luffy quickstart" if self.name == DEFAULT_TASK else f"luffy quickstart --task {self.name}"
 
 
+SFT_RUN = "runs/tiny-sft/"  # where recipes of the tiny size look for what `luffy sft tiny/sft` left
 SHARED = "chains"  # recipe with the settings that the methods of a folder share
 DEFAULT_TASK = "chains"
 HELD_OUT = (
@@ -79,3 +81,25 @@ def find_task(name: str) -> QuickstartTask:
         return TASKS[name]
     listed = f"; there are {', '.join(TASKS)}"
     raise UserError(f"--task: no task {name!r}{nearest(name, list(TASKS)) or listed}")
+
+
+def choose_methods(methods: str, task: QuickstartTask = TASKS[DEFAULT_TASK]) -> list[str]:
+    """Recipe names in the order to run them: those that need the SFT model come last, and add SFT."""
+    known = task.methods
+    named = [name.strip().replace("-", "_") for name in methods.split(",") if name.strip()]
+    listed = f"; there are {', '.join(known)}, and all"
+    for name in named:
+        if name not in (*known, "all"):
+            raise UserError(f"--methods: no method {name!r}{nearest(name, known) or listed}")
+    if not named:
+        raise UserError(f"--methods names none{listed}")
+    chosen = known if "all" in named else list(dict.fromkeys(named))
+    later = [name for name in chosen if sft_model_keys(load_config(f"{task.recipes}/{name}"))]
+    first = ["sft"] if later and "sft" not in chosen else []
+    return [*first, *(name for name in chosen if name not in later), *later]
+
+
+def sft_model_keys(cfg: Config) -> dict[str, str]:
+    """Config keys that name the SFT model, with its path inside the run folder of SFT."""
+    values = {key: value for key, value in flat_config(cfg).items() if isinstance(value, str)}
+    return {key: value.removeprefix(SFT_RUN) for key, value in values.items() if value.startswith(SFT_RUN)}

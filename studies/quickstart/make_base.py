@@ -217,24 +217,39 @@ def report(base: Base) -> None:
         print(f"greedy {greedy:.4f}, sampled {sampled:.4f}", flush=True)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What a base model learns, and how."""
+
+    make_tokenizer: Callable[[], Any]
+    loss_of: Loss
+    report: Callable[[Base], None]
+    rows: int
+    lr: float
+
+
+HABIT = Kind(make_tokenizer, habit_loss, report, rows=64, lr=2e-3)
+WITH_CALLS = Kind(calls.make_tokenizer, call_loss, report_calls, rows=32, lr=3e-3)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Pre-train the quickstart's base model.")
     parser.add_argument("--out", type=Path, required=True, help="folder for the weights, the config and the tokenizer")
+    parser.add_argument("--calls", action="store_true", help="the base of the task with a tool")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--rows", type=int, default=64, help="chains per step")
+    parser.add_argument("--rows", type=int, help=f"chains per step; default {HABIT.rows}, with calls {WITH_CALLS.rows}")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--calls", action="store_true", help="the base of --task tools")
+    parser.add_argument("--lr", type=float, help=f"default {HABIT.lr}, with calls {WITH_CALLS.lr}")
     options = parser.parse_args()
+    kind = WITH_CALLS if options.calls else HABIT
     torch.set_num_threads(1)  # sums in a fixed order: the same seed gives the same weights
-    base = make_base(options.width, options.layers, options.seed, calls.make_tokenizer() if options.calls else None)
+    base = make_base(options.width, options.layers, options.seed, kind.make_tokenizer())
     print(f"{sum(p.numel() for p in base.model.parameters())} parameters", flush=True)
-    loss_of = call_loss if options.calls else habit_loss
-    pretrain(base, options.steps, options.rows, options.lr, options.seed, loss_of)
+    pretrain(base, options.steps, options.rows or kind.rows, options.lr or kind.lr, options.seed, kind.loss_of)
     base.model.eval()
-    (report_calls if options.calls else report)(base)
+    kind.report(base)
     base.model.save_pretrained(options.out)
     base.tokenizer.save_pretrained(options.out)
 

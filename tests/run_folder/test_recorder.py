@@ -193,7 +193,7 @@ def episode(authors, outcome=None):
     return Episode(task, ids, torch.tensor(authors, dtype=torch.int8), zeros, zeros, "stop", outcome=outcome)
 
 
-def rows_of(rollout):
+def rows_of_episode(rollout):
     group = Group(rollout.task, (rollout,), (Score(1.0),))
     (kept,) = sample_rows(3, group, None, make_chat_tokenizer(), ())
     (held_out,) = evaluation_rows(3, "core", group, make_chat_tokenizer())
@@ -203,18 +203,18 @@ def rows_of(rollout):
 def test_rows_of_episodes_tell_turns_calls_replies_and_faults():
     own, asked = int(Author.POLICY), int(Author.ENVIRONMENT)
     outcome = EpisodeOutcome("turns", 3, 2, ("unknown_tool",), 0.0, (0.0, 0.5), "why", trace_left_out=True)
-    for row in rows_of(episode([own, asked, asked, own, asked, own], outcome)):
+    for row in rows_of_episode(episode([own, asked, asked, own, asked, own], outcome)):
         assert (row["turns"], row["calls"], row["end"], row["length"]) == (3, 2, "turns", 3)
         assert row["replies"] == [[1, 3], [4, 5]] and row["faults"] == ["unknown_tool"]
         assert (row["environment_reward"], row["turn_rewards"], row["message"]) == (0.0, [0.0, 0.5], "why")
         assert row["trace_left_out"] is True
-    plain, _ = rows_of(episode([own, own], EpisodeOutcome("answer", 1)))
+    plain, _ = rows_of_episode(episode([own, own], EpisodeOutcome("answer", 1)))
     assert (plain["turns"], plain["calls"], plain["end"]) == (1, 0, "answer")
     assert not plain.keys() & {"replies", "faults", "environment_reward", "turn_rewards", "message", "trace_left_out"}
 
 
 def test_rows_without_an_environment_are_what_they_were():
-    kept, held_out = rows_of(episode([0, 3]))
+    kept, held_out = rows_of_episode(episode([0, 3]))
     assert list(kept) == [
         "step", "problem", "sample", "reward", "status", "finish", "length", "off_policy_tokens", "override_tokens",
         "prefix_ratio", "prompt", "answer", "response", "token_ids", "tokens", "off_policy", "overrides", "log_probs",
