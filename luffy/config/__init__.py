@@ -27,7 +27,7 @@ from luffy.config.knobs import (
     TrainConfig,
     VllmConfig,
 )
-from luffy.config.legacy import set_at
+from luffy.config.legacy import merge, set_at
 from luffy.config.recipes import (
     BUILT_IN_RECIPES,
     PACKAGE,
@@ -37,7 +37,6 @@ from luffy.config.recipes import (
     config_of,
     inherited_for_rl,
     load_config,
-    merge,
     parse_override,
     read_recipe,
     to_yaml,
