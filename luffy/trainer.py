@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TextIO
 
 from rich.console import Console
 
-from luffy.config import Config
+from luffy.config import Config, Method
 from luffy.distributed.launch import OnStep
 from luffy.distributed.world import World, join_world, leave_world
 from luffy.models.machine import pick_device
@@ -18,10 +19,7 @@ from luffy.report.model_card import write_cards
 from luffy.run_folder.changes import in_words
 from luffy.run_folder.checkpoint import CheckpointStore
 from luffy.run_folder.layout import METRICS
-from luffy.run_folder.stages import Span
-from luffy.step.run_state import Method
 from luffy.train import loop
-from luffy.train.saving import best_value
 from luffy.train.stages import each_stage
 
 
@@ -62,9 +60,9 @@ class Job:
         console = None if out is None else Console(file=out, width=200)
         out = lasting(out if out is not None else sys.stdout)
 
-        def make(cfg: Config, method: Method, resume: str, span: Span | None) -> Trainer:
-            return Trainer(cfg, method, resume, self.allow_changed_data, world, on_step, console, span)
-
+        make = partial(
+            Trainer, allow_changed_data=self.allow_changed_data, world=world, on_step=on_step, console=console
+        )
         each_stage(make, self.cfg, self.method, world, self.resume, lambda trainer: _train_one(trainer, out))
 
 
@@ -86,15 +84,10 @@ def _train_one(trainer: Trainer, out: TextIO) -> None:
             )
         print(f"model      {model}", file=out)
         print(f"metrics    {cfg.folder / METRICS}", file=out)
-        if progress.best_step is not None:
-            ((name, value),) = best_value(progress, trainer.held_out.by_loss).items()
-            print(f"best       step {progress.best_step}, held-out {name} {value:.4g}", file=out)
+        if trainer.best is not None:
+            print(f"best       {trainer.best}", file=out)
 
 
 def train_stages(cfg: Config, resume: str = "auto", act: Callable[[Trainer], object] = Trainer.train) -> None:
     """Train all stages of a run in this process, or a plain run; ``act`` gets the trainer of each and trains it."""
-
-    def make(cfg: Config, method: Method, resume: str, span: Span | None) -> Trainer:
-        return Trainer(cfg, method, resume, span=span)
-
-    each_stage(make, cfg, cfg.made_for, World(), resume, act)
+    each_stage(Trainer, cfg, cfg.made_for, World(), resume, act)

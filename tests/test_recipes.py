@@ -125,7 +125,7 @@ def test_loads_and_dry_runs(recipe, stand_in, monkeypatch):
         monkeypatch.setattr(times, "PROBED_TOKENS", times.FEWEST_TOKENS)
         monkeypatch.setattr(times, "FEWEST_SLOTS", 4)
         monkeypatch.setattr(times, "NEW_TOKENS", 2)
-    if not recipe.startswith("tiny/") or recipe in ("tiny/sft_rl", "tiny/exgrpo"):
+    if not recipe.startswith("tiny/") or recipe == "tiny/exgrpo":
         overrides = [f"model.path={stand_in / 'model'}"]
     if not recipe.startswith("tiny/"):
         data = stand_in / "data.jsonl"
@@ -137,6 +137,8 @@ def test_loads_and_dry_runs(recipe, stand_in, monkeypatch):
         overrides += [f"rollout.offpolicy_guidance.model_path={load_config(recipe).model.path}"]
     if recipe.endswith("/opd"):  # its teacher too
         overrides += [f"teacher.path={load_config(recipe, overrides).model.path}"]
+    if recipe.endswith("/sft_rl") and not recipe.startswith("paper/"):
+        overrides += ["stages.sft.eval.hold_out=2"]
     cfg = load_config(recipe, overrides)
     lines = dry_run(cfg, "sft" if "/sft" in recipe and "sft_rl" not in recipe else "rl")
     assert lines[0].startswith(f"run        runs/{cfg.name}") and any("GiB at the peak" in line for line in lines)
@@ -149,7 +151,7 @@ def test_a_recipe_shows_only_what_differs_from_its_base(recipe):
     before = to_dict(Config())
     for base in [bases] if isinstance(bases, str) else bases:
         merge(before, {**read_recipe(base), "name": "base"})
-    for path in leaves(own):
+    for path in leaves({key: value for key, value in own.items() if key != "stages"}):
         assert at(before, path) != at(own, path), f"{'.'.join(path)} repeats its base"
 
 

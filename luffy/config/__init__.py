@@ -41,6 +41,7 @@ from luffy.config.recipes import (
     read_recipe,
     to_yaml,
 )
+from luffy.config.stages import Method, Stage, stages_of
 from luffy.config.yaml_text import YAML_ERRORS, parse_yaml, read_yaml
 from luffy.schema import build
 
@@ -56,6 +57,7 @@ __all__ = [
     "EvalConfig",
     "GuidanceConfig",
     "LoraConfig",
+    "Method",
     "ModelConfig",
     "OffPolicyGuidanceConfig",
     "OptimConfig",
@@ -66,6 +68,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "SftStepsConfig",
+    "Stage",
     "TeacherConfig",
     "TrainConfig",
     "VllmConfig",
@@ -82,5 +85,6 @@ __all__ = [
     "read_recipe",
     "read_yaml",
     "set_at",
+    "stages_of",
     "to_yaml",
 ]

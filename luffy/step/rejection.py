@@ -57,8 +57,8 @@ def settle(run: Run, batch: StepBatch) -> None:
     if rounds and len(batch.kept) < wanted:
         raise AllStopped(
             f"stopped at step {run.progress.step + 1}: after {rounds} extra batches only {len(batch.kept)} of {wanted} "
-            f"groups have unequal rewards and lie in the band of accuracy; the problems are too easy or too hard for the "
-            f"policy: raise algorithm.oversample_rounds, lower batch.problems, or set "
+            f"groups have unequal rewards and lie in the band of accuracy; the problems are too easy or too hard for "
+            f"the policy: raise algorithm.oversample_rounds, lower batch.problems, or set "
             f"algorithm.oversample_rounds=0 to train on what is left"
         )
     batch.number(wanted if rounds else None)

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from luffy.config import Config
+from luffy.config import Config, Method
 from luffy.data import ProblemSampler
 from luffy.distributed.replica import Replica
 from luffy.distributed.world import World
@@ -31,7 +31,6 @@ from luffy.step.prefetch import Prefetcher
 from luffy.step.tasks import TaskSet
 from luffy.types import Task
 
-Method = Literal["rl", "sft"]
 Stages = Iterator[Literal["gated", "rejected", "credited"]]  # of a step: where it pauses (training_step.py)
 Begun = tuple[StepBatch, Stages]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from luffy.config import Config, check_made_for
-from luffy.data import ProblemSampler
+from luffy.config import Config, Method, check_made_for
+from luffy.data import Encoder, ProblemSampler
 from luffy.distributed.shard import local_world_size
 from luffy.distributed.world import World
 from luffy.errors import UserError
@@ -39,9 +39,10 @@ from luffy.step.crediting import detach_notice
 from luffy.step.held_out_traces import hold_out_traces
 from luffy.step.memory import MethodMemory
 from luffy.step.prefetch import Prefetcher
-from luffy.step.run_state import Begun, Messages, Method, Run
+from luffy.step.run_state import Begun, Messages, Run
 from luffy.step.snapshot import progress_of, restore, state_of, tensors_of
 from luffy.step.tasks import (
+    TaskSet,
     build_encoder,
     equal_prompts,
     left_out,
@@ -54,20 +55,24 @@ from luffy.train import setup
 from luffy.train.build_engines import Engines, no_schedule
 from luffy.train.held_out import HeldOut, read_evaluated
 from luffy.train.saving import Saver
+from luffy.train.stage_end import StageEnd
 from luffy.train.weights import Export, base_of, load_weights, with_template
+from luffy.types import Sample
 
 Data = dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
 class Built:
-    """A training ready for its next step. ``closing`` ends its processes and threads and releases the run folder."""
+    """A training ready for its next step. ``closing`` ends its processes and threads and releases the run folder;
+    ``end`` decides when its stage ends, in a run with stages."""
 
     run: Run
     held_out: HeldOut
     saver: Saver
     start: Start
     closing: ExitStack
+    end: StageEnd | None = None
 
 
 def build(
@@ -106,7 +111,8 @@ def build(
         saver.by_loss = held_out.by_loss
         world.on_main(lambda: remove_unfinished(cfg.folder))
         world.on_main(lambda: saver.take_up(run.progress))
-        return Built(run, held_out, saver, start, closing.pop_all())
+        end = None if span is None else StageEnd.of(span, world, cfg.folder, run.progress.step)
+        return Built(run, held_out, saver, start, closing.pop_all(), end)
 
 
 def _of_stage(checkpoint: Checkpoint | None, span: Span | None) -> Checkpoint | None:
@@ -182,10 +188,9 @@ def _assemble(
     cfg = world.from_main(with_date(cfg, tokenizer, saved))
     if cfg.data.date is not None:
         messages.facts.append(f"prompts are dated {cfg.data.date} (data.date)")
-    tasks = load_training_tasks(cfg, build_encoder(cfg, tokenizer), sft=method == "sft")
-    encoder = build_encoder(cfg, tokenizer)  # its counts begin anew
+    encoder = build_encoder(cfg, tokenizer)  # it counts what is held out alone
+    tasks, traces = load_tasks(cfg, method, build_encoder(cfg, tokenizer), encoder)
     eval_tasks = load_eval_tasks(cfg, encoder)
-    tasks, traces = hold_out_traces(cfg, tasks, encoder)
     first = 0 if span is None else span.first
     done = progress_of(cfg, saved)
     steps = total_steps(cfg, len(tasks), replace(done, step=max(done.step - first, 0)))
@@ -226,6 +231,11 @@ def _assemble(
     machine = {"processes": world.size, "gpus": world.size if device == "cuda" else 0}
     data = {"train": tasks.report, "eval": dict(encoder.counts), "held_out": sizes, "run": machine}
     return run, held_out, data, base
+
+
+def load_tasks(cfg: Config, method: str, encoder: Encoder, of_held_out: Encoder) -> tuple[TaskSet, list[Sample]]:
+    """The training problems, and the held-out traces, which ``of_held_out`` encodes."""
+    return hold_out_traces(cfg, load_training_tasks(cfg, encoder, sft=method == "sft"), of_held_out)
 
 
 def _verifier(cfg: Config, device: str, world: World, closing: ExitStack) -> Verifier:

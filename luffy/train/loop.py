@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 
-from luffy.config import Config, EvalConfig
+from luffy.config import Config, EvalConfig, Method
 from luffy.distributed.world import World
 from luffy.errors import AllStopped, Interrupted, StopRequested, TrainingStopped, UserError
 from luffy.learn.activations import out_of_memory_advice
@@ -27,11 +27,9 @@ from luffy.run_folder.console import setting_up, was_idle
 from luffy.run_folder.saved_state import Progress
 from luffy.run_folder.stages import Span
 from luffy.step.batch import StepBatch
-from luffy.step.run_state import Method
 from luffy.step.training_step import ignore, take_step
 from luffy.train.build import build
 from luffy.train.recording import Records, Rows, idle_notice, throughput
-from luffy.train.stage_end import StageEnd
 
 CTRL_C = "Ctrl-C"
 
@@ -72,7 +70,7 @@ class Trainer:
             built = build(cfg, method, world, resume, allow_changed_data, announce, self.on_save, span)
         self.run, self.held_out, self.saver, self.start = built.run, built.held_out, built.saver, built.start
         self._closing, self._stop = built.closing, StopRequest(world)
-        self._end = None if span is None else StageEnd.of(span, world, cfg.folder, self.progress.step)
+        self._end = built.end
 
     @property
     def cfg(self) -> Config:
@@ -114,6 +112,15 @@ class Trainer:
             longer = f"raise {self.length_setting} to go on from the other run"
             raise UserError(f"{self.cfg.folder} has no checkpoint of its own; {longer}")
         return newest.model
+
+    @property
+    def best(self) -> str | None:
+        """The best step so far, in words; None before there is one."""
+        progress = self.progress
+        if progress.best_step is None:
+            return None
+        ((name, value),) = self.saver.best_value(progress).items()
+        return f"step {progress.best_step}, held-out {name} {value:.4g}"
 
     @property
     def length_setting(self) -> str:

@@ -88,14 +88,12 @@ class Saver:
         best = _recorded_best(record) if progress.best_step is None else progress.best_step
         self.store.tidy(best)
         if progress.best_step is not None:
-            write_atomically(record, json.dumps({"step": best, **best_value(progress, self.by_loss)}))
+            write_atomically(record, json.dumps({"step": best, **self.best_value(progress)}))
 
-
-def best_value(progress: Progress, by_loss: bool) -> dict[str, float]:
-    """What the best step reached, by its name."""
-    if not by_loss:
-        return {"accuracy": progress.best_accuracy}
-    return {"loss": loss_of(progress.best_accuracy)}
+    def best_value(self, progress: Progress) -> dict[str, float]:
+        """What the best step reached, by its name."""
+        score = progress.best_accuracy
+        return {"loss": loss_of(score)} if self.by_loss else {"accuracy": score}
 
 
 def _recorded_best(record: Path) -> int | None:

@@ -15,17 +15,15 @@ from typing import TypeVar
 
 import torch
 
-from luffy.config import Config
-from luffy.config.stages import Stage, stages_of
+from luffy.config import Config, Method, Stage, stages_of
 from luffy.distributed.world import World
 from luffy.errors import UserError
 from luffy.run_folder.checkpoint import Checkpoint, CheckpointStore
 from luffy.run_folder.stages import FinishedStage, Span, StageFile, check_unchanged, read_stages, settings_of
-from luffy.step.run_state import Method
 from luffy.train.loop import Trainer
 
 T = TypeVar("T", bound=Trainer)
-Make = Callable[[Config, Method, str, Span | None], AbstractContextManager[T]]  # ..., resume, place of the stage
+Make = Callable[..., AbstractContextManager[T]]  # gets the config, the method, ``resume`` and the ``span`` of a stage
 
 
 def each_stage(
@@ -34,7 +32,7 @@ def each_stage(
     """Call ``act``, which trains to the end, with the trainer of each stage that is left; or with that of the run."""
     stages = stages_of(cfg)
     if not stages:
-        with make(cfg, method, resume, None) as trainer:
+        with make(cfg, method, resume) as trainer:
             act(trainer)
         return
     if resume not in ("auto", "never"):
@@ -44,7 +42,7 @@ def each_stage(
     for stage in stages[len(record.finished) :]:
         done = record.finished
         trained, span = world.on_main(lambda stage=stage, done=done: place(cfg, stage, done))  # type: ignore[misc]
-        with make(trained, stage.method, "auto" if done else resume, span) as trainer:
+        with make(trained, stage.method, "auto" if done else resume, span=span) as trainer:
             act(trainer)
             ended = trainer.is_finished
             if ended and stage.number < len(stages):

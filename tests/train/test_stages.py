@@ -99,7 +99,7 @@ MOMENTS = {
 }
 
 
-def train_until_killed(cfg, moment):
+def road_until_killed(cfg, moment):
     with killed_at(*MOMENTS[moment]):
         train_stages(cfg)
 
@@ -120,7 +120,7 @@ ALWAYS = ("decided, not saved", "in the second stage, before its first checkpoin
 @pytest.mark.parametrize("moment", [m if m in ALWAYS else pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS])
 def test_killed_and_resumed_equals_undisturbed(make_config, sums, undisturbed, moment):
     cfg = with_stages(make_config, sums, "killed")
-    assert exit_code_in_child(train_until_killed, cfg, moment) == -signal.SIGKILL, "the moment never came"
+    assert exit_code_in_child(road_until_killed, cfg, moment) == -signal.SIGKILL, "the moment never came"
     train_stages(cfg)
     equals(cfg, undisturbed)
 
@@ -161,7 +161,7 @@ def test_a_later_stage_may_change_and_another_may_follow(undisturbed, make_confi
     assert "stages.rl.optim.lr" in changes_of(cfg.folder)[0][1]
 
 
-def test_a_stage_ends_when_its_seconds_are_spent_and_a_resume_does_not_ask_the_clock(make_config, sums, monkeypatch):
+def test_a_stage_ends_when_its_seconds_are_spent_whatever_a_resume_takes(make_config, sums, monkeypatch):
     road = {"sft": {"method": "sft", "seconds": 1000.0, "train": {"steps": 9}}, "rl": {"train": {"steps": 1}}}
     cfg = with_stages(make_config, sums, "seconds", road, eval={"every": 0})
     throughput = loop.throughput
