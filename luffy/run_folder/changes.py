@@ -172,11 +172,10 @@ class Start:
     changes: Changes = field(default_factory=dict)
 
 
-def write_settings(step: int, start: Start) -> None:
+def write_settings(cfg: Config, step: int, start: Start) -> None:
     """Write config.yaml, data.json and the plugins of a run that begins after ``step``. Settings that a resume changed
     are kept under another name. A branch takes those of the run it came from."""
-    cfg, origin = start.recipe, start.origin
-    folder = cfg.folder
+    folder, origin = cfg.folder, start.origin
     if origin not in (None, folder):
         _take_over(origin, folder, step)
     kept = settings_before(folder, step)

@@ -27,7 +27,7 @@ class Records:
         if run.world.is_main:
             if not run.progress.step:
                 run.messages.notices += set_records_aside(run.cfg.folder, 0)
-            write_settings(run.progress.step, start)
+            write_settings(start.recipe, run.progress.step, start)
             stage = {} if run.span is None else {"stage": run.span.stage.name}
             self.recorder = Recorder(run.cfg, run.progress.step or -1, run.messages.notices.append, stage)
             self.view = RunView(run.cfg.name, run.last_step, run.progress.step, console)
