@@ -70,6 +70,10 @@ class DataConfig:
     eval_also: dict[str, str] = knob(
         factory=dict, help="further held-out sets by name, e.g. {ood: ood.jsonl}: metrics val-ood/*"
     )
+    eval_traces: str | tuple[str, ...] | None = knob(
+        None,
+        "held-out problems with traces, same forms: their loss is val-traces/loss (eval.hold_out takes some of train)",
+    )
     split: str = knob("train", "split of a dataset folder or hub id for training")
     eval_split: str = knob("test", "split for evaluation")
     format: Literal["auto", "luffy", "verl", "openr1", "gsm8k", "completion", "messages", "sharegpt", "alpaca"] = knob(
@@ -643,6 +647,9 @@ class EvalConfig:
     temperature: float = knob(0.6, "0 is greedy", ge=0)
     top_p: float = knob(1.0, "nucleus sampling; 1 is off", gt=0, le=1)
     max_tokens: int | None = knob(None, "longest response; null: rollout.max_tokens", ge=1)
+    hold_out: int = knob(
+        0, "problems with traces taken out of data.train, whose traces' loss is val-traces/loss; 0: none", ge=0
+    )
 
 
 @dataclass(frozen=True)
@@ -721,6 +728,9 @@ class Knobs:
         help="commands that make the recipe's files, by path; named if a file is missing",
     )
     made_for: Literal["rl", "sft"] = knob("rl", "sft: `luffy train` refuses the recipe; `luffy sft` takes any")
+    stages: dict[str, Any] = knob(
+        factory=dict, help="stages by name, trained one after the other in one run (docs/stages.md)"
+    )
     model: ModelConfig = knob(factory=ModelConfig)
     data: DataConfig = knob(factory=DataConfig)
     reward: RewardConfig = knob(factory=RewardConfig)

@@ -34,7 +34,7 @@ def dash_of(style: int) -> str:
 def usual_style(method: Method) -> int:
     """The style of the built-in method whose settings are closest."""
     name, _ = closest_recipe(method.settings, sft=method.settings.get("command") == "sft")
-    if name == "on_policy" and first_stage(method.runs[0]) is not None:
+    if name == "on_policy" and (first_stage(method.runs[0]) is not None or len(method.runs[0].stage_names) > 1):
         name = SECOND_STAGE
     return METHODS.index(name)
 

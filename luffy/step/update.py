@@ -22,7 +22,8 @@ def remember(run: Run, batch: StepBatch) -> None:
     memory = run.memory
     if memory.replay is not None:
         run.policy.remove_clip(run.cfg.algorithm.remove_clip and memory.replay.begun)
-    run.progress.step, run.data_position, memory.in_flight = batch.step + 1, batch.sampler, batch.in_flight
+    run.data_position, memory.in_flight = batch.sampler, batch.in_flight
+    run.progress.step += 1
     run.progress.problems += run.cfg.batch.problems
     memory.remember(batch.attempts)
     batch.lessons = lessons(run)
@@ -41,7 +42,7 @@ def update(run: Run, batch: StepBatch) -> None:
         if run.teacher is not None:
             run.teacher.follow()
     with batch.watch("sync"):
-        run.sync(run.progress.step)
+        run.sync(batch.step + 1)
     batch.metrics = merge_metrics(parts)
 
 
