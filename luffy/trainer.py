@@ -84,8 +84,8 @@ def _train_one(trainer: Trainer, out: TextIO) -> None:
             )
         print(f"model      {model}", file=out)
         print(f"metrics    {cfg.folder / METRICS}", file=out)
-        if trainer.best is not None:
-            print(f"best       {trainer.best}", file=out)
+        for name, value in trainer.saver.best_value(progress).items() if progress.best_step is not None else ():
+            print(f"best       step {progress.best_step}, held-out {name} {value:.4g}", file=out)
 
 
 def train_stages(cfg: Config, resume: str = "auto", act: Callable[[Trainer], object] = Trainer.train) -> None:

@@ -114,15 +114,6 @@ class Trainer:
         return newest.model
 
     @property
-    def best(self) -> str | None:
-        """The best step so far, in words; None before there is one."""
-        progress = self.progress
-        if progress.best_step is None:
-            return None
-        ((name, value),) = self.saver.best_value(progress).items()
-        return f"step {progress.best_step}, held-out {name} {value:.4g}"
-
-    @property
     def length_setting(self) -> str:
         """The setting that says how long the training is."""
         return "train.epochs" if self.cfg.train.steps is None else "train.steps"
