@@ -14,7 +14,7 @@ from torch import Tensor
 
 from luffy.core.masked import keep, masked_mean
 from luffy.core.on_policy_terms import ON_POLICY_TERMS as ON_POLICY_TERMS
-from luffy.core.on_policy_terms import Tokens
+from luffy.core.on_policy_terms import OnPolicyTokens
 from luffy.core.shaping import Shape
 from luffy.schema import Chosen
 
@@ -116,7 +116,7 @@ def _on_policy_term(
     old: Tensor, logp: Tensor, advantages: Tensor, counted: Tensor, lengths: Sequence[int] | None, s: PolicyLoss
 ) -> tuple[Tensor, Tensor]:
     low, high = (None, None) if s.remove_clip else (s.clip_low, s.clip_high)
-    tokens = Tokens(logp, old, advantages, counted, lengths, low, high, s.on_shape)
+    tokens = OnPolicyTokens(logp, old, advantages, counted, lengths, low, high, s.on_shape)
     loss: tuple[Tensor, Tensor] = ON_POLICY_TERMS[s.on_term](tokens, *s.on_term.part.settings_for(s.on_term))
     return loss
 

@@ -62,23 +62,19 @@ class TokenScorer(nn.Module):
                     self.model, batch.input_ids, batch.lengths, batch.predict_from, batch.targets, temperature
                 )
             )
-        head = self._head(batch)
+        layout = layout_of(batch.families, batch.input_ids.device)
+        hidden = forward_hidden(self.model, batch.input_ids, batch.position_ids, layout)[batch.predict_from]
+        weight, bias = head_weight_bias(self.model)
         if read_head:
-            none = head.hidden.new_zeros(0)
-            kept = head if not isinstance(self, FSDPModule) else head._replace(weight=head.weight.clone())
-            return Scores(none, none, head=kept)  # gathered weights are freed after the pass
-        scores = selected_log_probs(*head, batch.targets, temperature=temperature)
+            kept = weight.clone() if isinstance(self, FSDPModule) else weight  # gathered ones are freed after the pass
+            return Scores(hidden.new_zeros(0), hidden.new_zeros(0), head=Head(hidden, kept, bias))
+        scores = selected_log_probs(hidden, weight, bias, batch.targets, temperature=temperature)
         return Scores(
             scores[0].clone(),  # not views: FSDP2 hangs its hooks on what is returned
             scores[1].clone(),
-            top_entropy(head, top, temperature) if top else None,
-            None if anchor is None else anchor_kl(head, anchor, temperature),
+            top_entropy(Head(hidden, weight, bias), top, temperature) if top else None,
+            None if anchor is None else anchor_kl(Head(hidden, weight, bias), anchor, temperature),
         )
-
-    def _head(self, batch: MicroBatch) -> Head:
-        layout = layout_of(batch.families, batch.input_ids.device)
-        hidden = forward_hidden(self.model, batch.input_ids, batch.position_ids, layout)
-        return Head(hidden[batch.predict_from], *head_weight_bias(self.model))
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """The policy-gradient term of on-policy tokens (``algorithm.on_policy_term``), one file each; PPO's is here.
 
-A term is a function of ``Tokens`` that returns the loss of each token and which tokens the clip touched:
+A term is a function of ``OnPolicyTokens`` that returns the loss of each token and which tokens the clip touched:
 
     @ON_POLICY_TERMS.register("cispo")
     def cispo(tokens): ...
@@ -29,7 +29,7 @@ ON_POLICY_TERMS: Registry[OnPolicyTerm] = Registry("on-policy term", OnPolicyTer
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class OnPolicyTokens:
     """What a term sees, in the shape of ``log_prob``. ``counted``: tokens that have this term; those of a response are
     ``lengths`` neighbours of a packed row, or without lengths a row of a padded batch. ``low`` and ``high`` bound the
     ratio; None: no clip."""
@@ -47,7 +47,7 @@ class Tokens:
         return ratio if self.low is None and self.high is None else ratio.clamp(self.low, self.high)
 
 
-def clipped_surrogate(tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(tokens: OnPolicyTokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
     """-min(A r, A clip(r)), and where the clip made it larger."""
     plain = -tokens.advantages * ratio
     if tokens.low is None and tokens.high is None:
@@ -57,6 +57,6 @@ def clipped_surrogate(tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @ON_POLICY_TERMS.register("ppo", shapes=True)
-def ppo(tokens: Tokens) -> tuple[Tensor, Tensor]:
+def ppo(tokens: OnPolicyTokens) -> tuple[Tensor, Tensor]:
     """PPO: the clipped ratio p / p_old of each token, or a shape of it."""
     return clipped_surrogate(tokens, tokens.shape.on_policy(tokens.log_prob, tokens.old))

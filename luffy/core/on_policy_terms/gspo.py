@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from luffy.core.masked import response_means
-from luffy.core.on_policy_terms import ON_POLICY_TERMS, Tokens, clipped_surrogate
+from luffy.core.on_policy_terms import ON_POLICY_TERMS, OnPolicyTokens, clipped_surrogate
 
 
 @ON_POLICY_TERMS.register("gspo")
-def gspo(tokens: Tokens) -> tuple[Tensor, Tensor]:
+def gspo(tokens: OnPolicyTokens) -> tuple[Tensor, Tensor]:
     """PPO's term with s = exp(mean of log p - log p_old) over the response's tokens, at each of them; the gradient
     flows through the mean, so the clip drops a whole response or none of it."""
     ratio = torch.exp(response_means(tokens.log_prob - tokens.old, tokens.counted, tokens.lengths))
