@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from luffy.run_folder.trackers import tracker
     from luffy.schema import knob
     from luffy.train.build_engines import engine
-    from luffy.trainer import Trainer
+    from luffy.trainer import Trainer, train_stages
     from luffy.types import Completion, Problem, Request
 
 _HOMES = {
@@ -49,6 +49,7 @@ _HOMES = {
     "to_yaml": "luffy.config",
     "Config": "luffy.config",
     "Trainer": "luffy.trainer",
+    "train_stages": "luffy.trainer",
     "reward": "luffy.rewards.kinds",
     "build_verifier": "luffy.rewards.verifier",
     "Problem": "luffy.types",
@@ -103,6 +104,7 @@ __all__ = [
     "to_yaml",
     "trace_weight",
     "tracker",
+    "train_stages",
 ]
 
 

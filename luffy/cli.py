@@ -305,6 +305,46 @@ def quickstart(
     run(out, seeds or (3 if methods == "all" else 1), steps, methods, as_json, task)
 
 
+@app.command(cls=KnobHelp)
+def compare(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    methods: Annotated[str, typer.Option(help="comma-separated names (see luffy recipes)")] = "luffy,on_policy,sft_rl",
+    budget: Annotated[str, typer.Option(help="time in all, such as 90s, 6m or 2h")] = "1h",
+    seeds: Annotated[int, typer.Option(min=1, help="seeds of each method and learning rate")] = 1,
+    lrs: Annotated[
+        str | None, typer.Option(help="comma-separated learning rates; default: the recipe's, and 3 times as much")
+    ] = None,
+    held_out: Annotated[
+        int | None, typer.Option(min=8, help="problems of validation, and of the test; default: a tenth, at most 200")
+    ] = None,
+    patience: Annotated[float, typer.Option(min=1, help="seconds without a step that end an arm")] = 600.0,
+    out: Annotated[Path | None, typer.Option(help="output folder; default: OUT/NAME-compare of the recipe")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train methods at learning rates on your model and data within a budget, and test which is best.
+
+    Successive halving on validation problems that it takes out of the training data; the finalists are compared on
+    test problems that decided nothing. Rerun the same command to resume. `luffy eval compare` compares evaluations.
+    """
+    from luffy.compare.arms import named_methods
+    from luffy.compare.halving import Asked, as_json_text, compare_methods, rates_in, seconds_in
+    from luffy.compare.outcome import markdown
+    from luffy.report.html import write_report
+
+    cfg = load_config(recipe, overrides or [])
+    folder = out or cfg.folder.with_name(f"{cfg.folder.name}-compare")
+    named = named_methods(methods)
+    asked = Asked(cfg, named, rates_in(lrs), seeds, seconds_in(budget), folder, held_out, patience)
+    outcome = compare_methods(asked, lambda line: typer.echo(line, err=True))
+    typer.echo(as_json_text(outcome) if as_json else markdown(outcome, budget), nl=as_json)
+    report = write_report([folder / "arms"], folder / "compare.html", title=f"luffy compare: {cfg.name}")
+    typer.echo(f"table      {folder / 'compare.md'}\ncurves     {report}", err=True)
+    if outcome.winner is not None:
+        command = "sft" if outcome.winner.arms[0].trained_by == "sft" else "train"
+        typer.echo(f"winner     luffy {command} {folder / 'winner.yaml'}", err=True)
+
+
 @app.command()
 def generate(
     ctx: typer.Context,

@@ -18,7 +18,6 @@ from luffy.evaluation.plan import room_for, tasks_of
 from luffy.evaluation.responses import conversations_for
 from luffy.evaluation.trained_with import prompt_as_trained, said_of, training_of
 from luffy.guidance.plan import extended, unwritten
-from luffy.models.machine import pick_device
 from luffy.rollout.engine import Engine
 from luffy.seeds import seed_of
 from luffy.types import Episode, Problem, Sampling
@@ -82,7 +81,7 @@ def generate_texts(
     whole conversation."""
     if not problems:
         return
-    loaded = load_native(path, dtype=dtype, device=pick_device(device), trust_remote_code=trust_remote_code)
+    loaded = load_native(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     tokenizer, context = loaded.tokenizer, loaded.context
     limits: dict[str, Any] = {"max_prompt_tokens": context - 1, "overlong_prompt": "drop"}
     encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt, tools=tools_of(environment), **limits)

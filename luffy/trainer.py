@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TextIO
 
 from rich.console import Console
 
-from luffy.config import Config
+from luffy.config import Config, Method
 from luffy.distributed.launch import OnStep
 from luffy.distributed.world import World, join_world, leave_world
 from luffy.models.machine import pick_device
@@ -17,8 +19,8 @@ from luffy.report.model_card import write_cards
 from luffy.run_folder.changes import in_words
 from luffy.run_folder.checkpoint import CheckpointStore
 from luffy.run_folder.layout import METRICS
-from luffy.step.run_state import Method
 from luffy.train import loop
+from luffy.train.stages import each_stage
 
 
 class Trainer(loop.Trainer):
@@ -57,19 +59,35 @@ class Job:
     def _train(self, world: World, on_step: OnStep, out: TextIO | None) -> None:
         console = None if out is None else Console(file=out, width=200)
         out = lasting(out if out is not None else sys.stdout)
-        arguments = (self.cfg, self.method, self.resume, self.allow_changed_data, world, on_step, console)
-        with Trainer(*arguments) as trainer:
-            lacks = trainer.lacks_evaluation()  # all processes ask
-            if trainer.is_finished and world.is_main:
-                step, longer = trainer.progress.step, trainer.length_setting
-                rest = "its last evaluation is missing" if lacks else f"raise {longer} or choose another name="
-                print(f"already finished at step {step}; {rest}", file=out)
-                if trainer.start.changes:
-                    other = in_words(trainer.start.changes, self.cfg, self.method)
-                    print(f"it was trained with other settings: {other}", file=out)
-            model, progress = trainer.train(), trainer.progress
-        if world.is_main:
-            print(f"model      {model}", file=out)
-            print(f"metrics    {self.cfg.folder / METRICS}", file=out)
-            if progress.best_step is not None:
-                print(f"best       step {progress.best_step}, held-out accuracy {progress.best_accuracy:.4g}", file=out)
+
+        make = partial(
+            Trainer, allow_changed_data=self.allow_changed_data, world=world, on_step=on_step, console=console
+        )
+        each_stage(make, self.cfg, self.method, world, self.resume, lambda trainer: _train_one(trainer, out))
+
+
+def _train_one(trainer: Trainer, out: TextIO) -> None:
+    """Train a run, or a stage of one, to its end, and say where its model is."""
+    lacks, world, cfg, span = trainer.lacks_evaluation(), trainer.run.world, trainer.cfg, trainer.run.span
+    if trainer.is_finished and world.is_main:
+        step, longer = trainer.progress.step, trainer.length_setting
+        rest = "its last evaluation is missing" if lacks else f"raise {longer} or choose another name="
+        print(f"already finished at step {step}; {rest}", file=out)
+        if trainer.start.changes:
+            other = in_words(trainer.start.changes, cfg, trainer.run.method)
+            print(f"it was trained with other settings: {other}", file=out)
+    model, progress = trainer.train(), trainer.progress
+    if world.is_main:
+        if span is not None:
+            print(
+                f"stage      {span.stage.name}, {progress.step - span.first} steps, to step {progress.step}", file=out
+            )
+        print(f"model      {model}", file=out)
+        print(f"metrics    {cfg.folder / METRICS}", file=out)
+        for name, value in trainer.saver.best_value(progress).items() if progress.best_step is not None else ():
+            print(f"best       step {progress.best_step}, held-out {name} {value:.4g}", file=out)
+
+
+def train_stages(cfg: Config, resume: str = "auto", act: Callable[[Trainer], object] = Trainer.train) -> None:
+    """Train all stages of a run in this process, or a plain run; ``act`` gets the trainer of each and trains it."""
+    each_stage(Trainer, cfg, cfg.made_for, World(), resume, act)

@@ -102,7 +102,12 @@ def test_python_examples_run(source, tmp_path, monkeypatch):
 def is_knob(path):
     """A knob, a section above knobs, or an entry of a knob that is a mapping."""
     parent = path.rpartition(".")[0]
-    return path in KNOBS or KNOBS.get(parent) == "mapping" or any(knob.startswith(path + ".") for knob in KNOBS)
+    return (
+        path in KNOBS
+        or path.startswith("stages.")
+        or KNOBS.get(parent) == "mapping"
+        or any(knob.startswith(path + ".") for knob in KNOBS)
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

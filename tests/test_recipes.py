@@ -22,6 +22,7 @@ BASELINES |= {"exgrpo", "opd", "opsd"}
 BASELINES |= {"relift", "chord", "chord_phi"}
 BASELINES |= {"rl_plus", "srft", "prefix_rft", "uft"}
 BASELINES |= {"hpt", "ghpo", "scaf", "ampo", "trapo", "rloo"}
+BASELINES |= {"gspo", "cispo", "maxrl", "prefix_rl", "rlsd", "iw_opd", "psft", "eaft", "iw_sft", "asft"}
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
@@ -126,7 +127,8 @@ def test_loads_and_dry_runs(recipe, stand_in, monkeypatch):
         monkeypatch.setattr(times, "FEWEST_SLOTS", 4)
         monkeypatch.setattr(times, "NEW_TOKENS", 2)
     of_quickstart = recipe.startswith(("tiny/", "tools/"))
-    if not of_quickstart or recipe in ("tiny/sft_rl", "tiny/exgrpo"):
+    left_by_sft = "runs/tiny-sft/checkpoints/latest/model"
+    if not of_quickstart or load_config(recipe).model.path == left_by_sft:
         overrides = [f"model.path={stand_in / 'model'}"]
     if not of_quickstart:
         data = stand_in / "data.jsonl"
@@ -137,10 +139,12 @@ def test_loads_and_dry_runs(recipe, stand_in, monkeypatch):
         overrides += [f"data.{key}={stand_in / name}.jsonl" for key, name in names.items()]
     if recipe == "tiny/guided":  # its second model is another run's
         overrides += [f"rollout.offpolicy_guidance.model_path={load_config(recipe).model.path}"]
-    if recipe.endswith("/opd"):  # its teacher too
+    if recipe.endswith("opd") or recipe == "tiny/rlsd":  # its teacher too
         overrides += [f"teacher.path={load_config(recipe, overrides).model.path}"]
+    if recipe.endswith("/sft_rl") and not recipe.startswith("paper/"):
+        overrides += ["stages.sft.eval.hold_out=2"]
     cfg = load_config(recipe, overrides)
-    lines = dry_run(cfg, "sft" if "/sft" in recipe and "sft_rl" not in recipe else "rl")
+    lines = dry_run(cfg, cfg.made_for)
     assert lines[0].startswith(f"run        runs/{cfg.name}") and any("GiB at the peak" in line for line in lines)
 
 
@@ -151,7 +155,7 @@ def test_a_recipe_shows_only_what_differs_from_its_base(recipe):
     before = to_dict(Config())
     for base in [bases] if isinstance(bases, str) else bases:
         merge(before, {**read_recipe(base), "name": "base"})
-    for path in leaves(own):
+    for path in leaves({key: value for key, value in own.items() if key != "stages"}):
         assert at(before, path) != at(own, path), f"{'.'.join(path)} repeats its base"
 
 

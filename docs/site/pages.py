@@ -94,7 +94,7 @@ functions of the paper's code: `compute_token_on_off_policy_loss`, `compute_sft_
 """
 API_GROUPS = {
     "Config and recipes": ("load_config", "built_in_recipes", "to_yaml", "Config"),
-    "Train, evaluate, generate": ("Trainer", "evaluate", "generate"),
+    "Train, evaluate, generate": ("Trainer", "train_stages", "evaluate", "generate"),
     "Your own parts": (
         "reward", "shape", "compared_shape", "prefix_schedule", "gate_function", "credit_function", "group_baseline",
         "in_baseline", "engine", "tracker", "knob",

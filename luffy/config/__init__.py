@@ -28,7 +28,7 @@ from luffy.config.knobs import (
     TrainConfig,
     VllmConfig,
 )
-from luffy.config.legacy import set_at
+from luffy.config.legacy import merge, set_at
 from luffy.config.recipes import (
     BUILT_IN_RECIPES,
     PACKAGE,
@@ -38,11 +38,11 @@ from luffy.config.recipes import (
     config_of,
     inherited_for_rl,
     load_config,
-    merge,
     parse_override,
     read_recipe,
     to_yaml,
 )
+from luffy.config.stages import Method, Stage, stages_of
 from luffy.config.yaml_text import YAML_ERRORS, parse_yaml, read_yaml
 from luffy.schema import build
 
@@ -59,6 +59,7 @@ __all__ = [
     "EvalConfig",
     "GuidanceConfig",
     "LoraConfig",
+    "Method",
     "ModelConfig",
     "OffPolicyGuidanceConfig",
     "OptimConfig",
@@ -69,6 +70,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "SftStepsConfig",
+    "Stage",
     "TeacherConfig",
     "TrainConfig",
     "VllmConfig",
@@ -85,5 +87,6 @@ __all__ = [
     "read_recipe",
     "read_yaml",
     "set_at",
+    "stages_of",
     "to_yaml",
 ]

@@ -126,7 +126,7 @@ def _check_guidance(c: Knobs) -> None:
             f"another strategy, or guidance.shared=false"
         )
     whole = (g.strategy, g.min_ratio, g.max_ratio) == ("fixed", 1.0, 1.0)
-    if g.n_prefix == n and (c.algorithm.advantage.part.needs_own or (whole and c.algorithm.trace_term == "sft")):
+    if g.n_prefix == n and (c.algorithm.advantage.part.needs_own or (whole and c.algorithm.trace_term != "rl")):
         raise ConfigError(
             f"with guidance.n_prefix = rollout.n = {n} no on-policy sample is left, which "
             f"advantage {c.algorithm.advantage} or trace_term {c.algorithm.trace_term} needs; lower guidance.n_prefix"
@@ -159,6 +159,16 @@ def _check_credit(c: Knobs) -> None:
         raise ConfigError(
             f"'algorithm.mix' weighs the RL term against the SFT term, in which 'algorithm.credit' ({a.credit}) has no "
             f"token; set algorithm.trace_term=sft, algorithm.credit=lone_trace_sft or algorithm.mix=null"
+        )
+    if a.credit.part.scales and a.normalize_std:
+        raise ConfigError(
+            f"'algorithm.credit' ({a.credit}) divides the advantages itself, and 'algorithm.normalize_std' would do it "
+            f"again; set algorithm.normalize_std=false"
+        )
+    if a.credit.part.scales and a.kl_coef and a.kl_in == "reward":
+        raise ConfigError(
+            f"'algorithm.credit' ({a.credit}) divides by the mean reward, and 'algorithm.kl_in' reward may make it "
+            f"negative; set algorithm.kl_in=loss"
         )
     if not a.credit.fact("uses_rewards") and a.kl_coef and a.kl_in == "reward":
         raise ConfigError(
@@ -198,6 +208,12 @@ def _check_clip(c: Knobs) -> None:
     low, high = c.algorithm.off_min_clip, c.algorithm.off_max_clip
     if low is not None and high is not None and low > high:
         raise ConfigError(f"'algorithm.off_min_clip' ({low}) exceeds 'algorithm.off_max_clip' ({high}); lower it")
+    term = c.algorithm.on_policy_term
+    if c.algorithm.on_policy_reshape != "no_reshape" and not term.part.shapes:
+        raise ConfigError(
+            f"'algorithm.on_policy_term' {term} has a ratio of its own, and 'algorithm.on_policy_reshape' "
+            f"({c.algorithm.on_policy_reshape}) would change nothing; set algorithm.on_policy_reshape=no_reshape"
+        )
     if c.algorithm.on_policy_reshape == "logp" and not c.algorithm.remove_clip:
         raise ConfigError(
             "'algorithm.on_policy_reshape' logp starts at 0, far below the clip at 1 - clip_ratio, so half the tokens "
@@ -221,12 +237,12 @@ def _check_trace_terms(c: Knobs) -> None:
             f"'algorithm.trace_ratio' ppo gives teacher tokens the ratio and clip of own tokens, and algorithm."
             f"{given[0]} would change nothing; leave it out or set algorithm.trace_ratio=shaped"
         )
-    if a.trace_term == "sft" and a.credit.part.follows_trace_term:
+    if a.trace_term != "rl" and a.credit.part.follows_trace_term:
         given = [name for name in OF_TRACES_IN_RL if getattr(a, name) != getattr(AlgorithmConfig, name)]
         if given:
             raise ConfigError(
-                f"'algorithm.trace_term' sft takes teacher tokens out of the RL term, and algorithm.{given[0]} "
-                f"({getattr(a, given[0])}) would change nothing; leave it out or set algorithm.trace_term=rl"
+                f"'algorithm.trace_term' {a.trace_term} takes teacher tokens out of the RL term, and algorithm."
+                f"{given[0]} ({getattr(a, given[0])}) would change nothing; leave it out or set algorithm.trace_term=rl"
             )
 
 
@@ -486,12 +502,25 @@ def _check_launch(c: Knobs) -> None:
 
 
 def check_learns(c: Knobs) -> None:
-    """Raise a ConfigError where no step of RL could ever have a gradient, whatever is sampled."""
+    """Raise a ConfigError where no step of RL could ever have a gradient, whatever is sampled, or a setting of the SFT
+    term could never act."""
     if c.sft_steps.buffer:
         return
+    _check_sft_term_has_tokens(c)
     if c.rollout.n == 1 and not c.guidance.gate.part.grows:
         _check_groups_of_one(c)
     _check_teacher_knows_more(c)
+
+
+def _check_sft_term_has_tokens(c: Knobs) -> None:
+    a = c.algorithm
+    given = [f"sft_weight' ({a.sft_weight})"] * (a.sft_weight != "none")
+    given += [f"sft_anchor' ({a.sft_anchor})"] * (a.sft_anchor > 0)
+    if given and a.trace_term != "sft" and not a.credit.part.sft_term:
+        raise ConfigError(
+            f"'algorithm.{given[0]} is for the SFT term, in which 'algorithm.credit' ({a.credit}) has no token; set "
+            f"algorithm.trace_term=sft, or train with luffy sft"
+        )
 
 
 def _check_groups_of_one(c: Knobs) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from luffy.config.parts import BASELINES, CREDIT, ENGINES, TRACKERS
+from luffy.config.parts import BASELINES, CREDIT, ENGINES, SFT_WEIGHTS, TRACKERS
 from luffy.core.kl import Estimator
-from luffy.core.losses import PolicyLoss
+from luffy.core.losses import ON_POLICY_TERMS, PolicyLoss
 from luffy.core.reduce import Reduction
 from luffy.core.shaping import SHAPES, Shape
 from luffy.errors import ConfigError
@@ -46,7 +46,9 @@ class LoraConfig:
 class ModelConfig:
     path: str = knob("", "policy: Hugging Face folder or hub id (safetensors), or a .gguf file", required=True)
     tokenizer: str | None = knob(None, "folder or hub id of the tokenizer; null: the model's")
-    reference: str | None = knob(None, "reference model of the KL term; null: the policy at the start")
+    reference: str | None = knob(
+        None, "reference model of the KL term and of the SFT term's weights; null: the policy at the start"
+    )
     dtype: Literal["float32", "bfloat16"] = knob(
         "float32", "dtype of the weights; with bfloat16 the optimizer keeps float32 master weights"
     )
@@ -67,6 +69,10 @@ class DataConfig:
     eval: str | tuple[str, ...] | None = knob(None, "held-out problems, same forms; null: no evaluation")
     eval_also: dict[str, str] = knob(
         factory=dict, help="further held-out sets by name, e.g. {ood: ood.jsonl}: metrics val-ood/*"
+    )
+    eval_traces: str | tuple[str, ...] | None = knob(
+        None,
+        "held-out problems with traces, same forms: their loss is val-traces/loss (eval.hold_out takes some of train)",
     )
     split: str = knob("train", "split of a dataset folder or hub id for training")
     eval_split: str = knob("test", "split for evaluation")
@@ -218,7 +224,7 @@ def _linear(start: float, end: float | None, done: float) -> float:
 class TeacherConfig:
     path: str | None = knob(
         None,
-        "teacher of algorithm.credit=distill: a folder or hub id, or self (the policy at the start)",
+        "teacher of algorithm.credit=distill, iw_opd and rlsd: a folder or hub id, or self (the policy at the start)",
     )
     servers: tuple[str, ...] = knob((), "addresses of vLLM servers with the teacher, instead of path")
     average: float = knob(
@@ -411,8 +417,9 @@ class MixConfig:
 class AlgorithmConfig:
     credit: Chosen = knob(
         "group_baseline",
-        "how rewards become advantages and weights of tokens: group_baseline, rloo, lone_trace_sft (a group of traces "
-        "only goes into the SFT term), srft, distill (by section teacher), or your own (docs/extend.md)",
+        "how rewards become advantages and weights of tokens: group_baseline, rloo, maxrl, lone_trace_sft (a group of "
+        "traces only goes into the SFT term), srft, distill, iw_opd and rlsd (by section teacher), or your own "
+        "(docs/extend.md)",
         parts=CREDIT,
     )
     advantage: Chosen = knob(
@@ -424,13 +431,19 @@ class AlgorithmConfig:
     loss_reduction: Reduction = knob(
         "seq-mean-token-sum-norm", "denominator of the loss; -norm divides by rollout.max_tokens (Dr. GRPO)"
     )
+    on_policy_term: Chosen = knob(
+        "ppo",
+        "term of on-policy tokens: ppo (clipped ratio), gspo (one ratio per response), cispo (clipped ratio as a "
+        "constant weight of log p)",
+        parts=ON_POLICY_TERMS,
+    )
     remove_clip: bool = knob(True, "no clipping of the on-policy ratio (best row of the paper's Table 4)")
     clip_ratio: float = knob(0.2, "on-policy ratio clipped at 1 - this", ge=0, le=1)
     clip_ratio_high: float | None = knob(None, "and at 1 + this; null: the same (DAPO's clip-higher: 0.28)", ge=0)
     off_policy_reshape: Chosen = knob(
         "p_div_p",
         "f(p) on teacher tokens: p_div_p (LUFFY), no_reshape, logp, p_logp, square_root, pow, chord_phi, trapo, "
-        "rl_plus, exgrpo, or your own (docs/methods/loss.md#shaping-functions)",
+        "rl_plus, exgrpo, psft, or your own (docs/methods/loss.md#shaping-functions)",
         parts=SHAPES,
     )
     on_policy_reshape: Chosen = knob(
@@ -478,10 +491,18 @@ class AlgorithmConfig:
     kl_coef: float = knob(0.0, "weight of the KL term; 0 loads no reference model", ge=0)
     kl_estimator: Estimator = knob("k3", "estimator of the KL term")
     kl_in: Literal["loss", "reward"] = knob("loss", "where the KL term goes")
-    trace_term: Literal["rl", "sft"] = knob("rl", "term of off-policy tokens")
+    trace_term: Literal["rl", "sft", "none"] = knob("rl", "term of off-policy tokens; none: they are only context")
     sft_coef: float = knob(1.0, "weight of the SFT term", ge=0)
     sft_reshape: Chosen = knob(
         "logp", "f in the SFT term: logp (plain SFT), or any shape of off_policy_reshape", parts=SHAPES
+    )
+    sft_weight: Chosen = knob(
+        "none",
+        "weight of a token in the SFT term: none, eaft (entropy), iw_sft (p / p_ref of the trace)",
+        parts=SFT_WEIGHTS,
+    )
+    sft_anchor: float = knob(
+        0.0, "weight of KL(reference || policy) over the vocabulary, on tokens of the SFT term (ASFT)", ge=0
     )
     mix: MixConfig | None = knob(
         None, "loss (1 - mu) RL + mu * sft_coef * SFT, with mu constant or along a schedule; null: RL + sft_coef * SFT"
@@ -505,6 +526,10 @@ class AlgorithmConfig:
                 f"({self.max_accuracy}): no group would be left"
             )
 
+    @property
+    def sft_reads_reference(self) -> bool:
+        return self.sft_anchor > 0 or self.sft_weight.part.needs_reference
+
     def sft_shape(self) -> Shape:
         return Shape(self.sft_reshape)
 
@@ -521,6 +546,7 @@ class AlgorithmConfig:
             off_normalize=self.off_normalize,
             off_ppo=self.trace_ratio == "ppo",
             all_max_clip=self.all_max_clip,
+            on_term=self.on_policy_term,
         )
 
 
@@ -621,6 +647,9 @@ class EvalConfig:
     temperature: float = knob(0.6, "0 is greedy", ge=0)
     top_p: float = knob(1.0, "nucleus sampling; 1 is off", gt=0, le=1)
     max_tokens: int | None = knob(None, "longest response; null: rollout.max_tokens", ge=1)
+    hold_out: int = knob(
+        0, "problems with traces taken out of data.train, whose traces' loss is val-traces/loss; 0: none", ge=0
+    )
 
 
 @dataclass(frozen=True)
@@ -699,6 +728,9 @@ class Knobs:
         help="commands that make the recipe's files, by path; named if a file is missing",
     )
     made_for: Literal["rl", "sft"] = knob("rl", "sft: `luffy train` refuses the recipe; `luffy sft` takes any")
+    stages: dict[str, Any] = knob(
+        factory=dict, help="stages by name, trained one after the other in one run (docs/stages.md)"
+    )
     model: ModelConfig = knob(factory=ModelConfig)
     data: DataConfig = knob(factory=DataConfig)
     reward: RewardConfig = knob(factory=RewardConfig)
@@ -729,10 +761,11 @@ class Knobs:
         """Whether a step may learn from tokens that older weights drew."""
         return self.async_.max_staleness > 0 or self.rollout.max_tokens_per_step is not None
 
-    @property
-    def loads_reference(self) -> bool:
-        """Whether RL has a further model for the KL term; with LoRA the policy without its adapters may serve."""
-        return self.algorithm.kl_coef > 0 and (self.model.lora is None or self.model.reference is not None)
+    def loads_reference(self, method: str) -> bool:
+        """Whether there is a further model for the KL term of RL or for the SFT term; with LoRA the policy without its
+        adapters may serve."""
+        is_read = self.algorithm.sft_reads_reference or (method == "rl" and self.algorithm.kl_coef > 0)
+        return is_read and (self.model.lora is None or self.model.reference is not None)
 
     @property
     def longest(self) -> int:

@@ -31,8 +31,8 @@ SETTINGS_OF_PARTS = {
 }  # fmt: skip
 PARTS = (
     "algorithm.credit", "algorithm.advantage", "algorithm.off_policy_reshape", "algorithm.on_policy_reshape",
-    "algorithm.sft_reshape", "guidance.gate", "guidance.strategy", "guidance.trace_choice", "reward.kind",
-    "rollout.engine",
+    "algorithm.on_policy_term", "algorithm.sft_reshape", "algorithm.sft_weight", "guidance.gate", "guidance.strategy",
+    "guidance.trace_choice", "reward.kind", "rollout.engine",
 )  # fmt: skip
 
 
@@ -104,3 +104,15 @@ def _put(values: dict[str, Any], keys: Sequence[str], value: Any) -> None:
         inner = values.get(key)
         values[key] = values = dict(inner) if isinstance(inner, Mapping) else {}
     values[keys[-1]] = value.over(values.get(keys[-1])) if isinstance(value, PartValues) else value
+
+
+def merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    """``top`` laid over ``base``, section by section; changes and returns ``base``."""
+    for key, value in top.items():
+        if isinstance(value, PartValues):
+            base[key] = value.over(base.get(key))
+        elif isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            merge(base[key], value)
+        else:
+            base[key] = dict(value) if isinstance(value, Mapping) else value
+    return base

@@ -28,11 +28,21 @@ class CreditFunction(Part):
     uses_rewards: bool = True
     sft_term: bool = True
     follows_trace_term: bool = False
+    scales: bool = False
 
     def __call__(self, group: Any, cfg: Any) -> Any:
         """With the settings that the config has for it, or its defaults when another part calls it."""
         chosen = cfg.credit if cfg.credit.part is self else ""
         return self.function(group, cfg, *self.settings_for(chosen))
+
+
+@dataclass(frozen=True)
+class SftWeight(Part):
+    """A weight of tokens in the SFT term, from ``SftTokens``. ``needs_reference``: it reads log-probs under the
+    reference model; ``top``: the entropy of so many likeliest tokens."""
+
+    needs_reference: bool = False
+    top: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,7 @@ BASELINES: Registry[Baseline] = Registry("baseline", Baseline, home="luffy.learn
 CREDIT: Registry[CreditFunction] = Registry(
     "credit function", CreditFunction, home="luffy.learn.credit luffy.learn.estimators"
 )
+SFT_WEIGHTS: Registry[SftWeight] = Registry("SFT weight", SftWeight, home="luffy.learn.sft_weights")
 ENGINES: Registry[EngineBuilder] = Registry("engine", EngineBuilder)
 TRACKERS: Registry[TrackerBuilder] = Registry("tracker", TrackerBuilder, home="luffy.run_folder.trackers")
 

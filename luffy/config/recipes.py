@@ -11,7 +11,8 @@ from typing import Any, Literal
 import yaml
 
 from luffy.config.checks import Config, check_learns
-from luffy.config.legacy import PartValues, set_at, with_current_keys
+from luffy.config.legacy import merge, set_at, with_current_keys
+from luffy.config.stages import by_name, stages_of
 from luffy.config.yaml_text import YAML_ERRORS, check_size, parse_yaml, read_yaml
 from luffy.errors import ConfigError
 from luffy.plugins import load_plugins
@@ -38,13 +39,14 @@ def load_config(
     for keys, value in pairs:
         check_size(value, ".".join(keys))
         set_at(values, keys, value)
-    return config_of(values)
+    return config_of(_with_bases_of_stages(values, None))
 
 
 def read_mapping(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a recipe that is given as nested dictionaries."""
     check_size(recipe, "the recipe")
     values = with_current_keys(_with_package_paths(copy.deepcopy(dict(recipe))))
+    values = _with_bases_of_stages(values, None)
     return merge(_merged(_bases(values.pop("base", []), "the recipe"), ()), values)
 
 
@@ -53,7 +55,9 @@ def config_of(values: Mapping[str, Any]) -> Config:
     plugins = values.get("plugins", ())
     if isinstance(plugins, list | tuple) and all(isinstance(plugin, str) for plugin in plugins):
         load_plugins(plugins)
-    return build(Config, values)
+    config = build(Config, values)
+    stages_of(config)
+    return config
 
 
 def check_prepared(config: Config) -> None:
@@ -70,13 +74,20 @@ def check_prepared(config: Config) -> None:
 
 def check_made_for(config: Config, method: Literal["rl", "sft"]) -> None:
     """Raise a ConfigError where a recipe of SFT is to be trained by RL, or RL with it could never change a weight."""
+    stages = stages_of(config)
+    if stages and method == "sft":
+        raise ConfigError(
+            f"recipe '{config.name}' has stages ({', '.join(config.stages)}): luffy train makes them all; for SFT "
+            "alone add 'stages={}'"
+        )
     if method == "sft":
         return
     if config.made_for == "sft":
         raise ConfigError(
             f"recipe '{config.name}' is made for SFT: run it with luffy sft, or set made_for=rl for RL with it"
         )
-    check_learns(config)
+    for trained in [stage.cfg for stage in stages if stage.method == "rl"] if stages else [config]:
+        check_learns(trained)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -97,12 +108,13 @@ def read_recipe(
     paths = _find(recipe, _seen[-1].parent if _seen else None)
     if len(paths) > 1:
         values = _merged(paths, _seen, known)
-        return {**values, "name": "-".join(path.stem for path in paths).replace("_", "-")}
+        return {**values, "name": f"{paths[0].stem}-{paths[-1].stem}".replace("_", "-")}
     (path,) = paths
     if path in _seen:
         raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in _seen)}")
     if path not in known:
         values = {"name": path.stem, **with_current_keys(_with_package_paths(_parse_recipe(path)))}
+        values = _with_bases_of_stages(values, path, _seen, known)
         known[path] = merge(_merged(_bases(values.pop("base", []), path), (*_seen, path), known), values)
     return copy.deepcopy(known[path])
 
@@ -133,6 +145,25 @@ def _merged(
     return values
 
 
+def _with_bases_of_stages(
+    values: dict[str, Any],
+    path: Path | None,
+    seen: tuple[Path, ...] = (),
+    known: dict[Path, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The values with each stage laid over the recipes that it names as its base; ``path``: the file of the recipe."""
+    if "stages" not in values:
+        return values
+    stages = by_name(values["stages"])
+    for name, stage in stages.items():
+        if isinstance(stage, Mapping) and "base" in stage:
+            own = {key: value for key, value in stage.items() if key != "base"}
+            below = _merged(_bases(stage["base"], f"stage {name!r}"), seen if path is None else (*seen, path), known)
+            settings = {key: value for key, value in below.items() if key not in ("name", "stages", "prepare")}
+            stages[name] = merge(settings, with_current_keys(own))
+    return {**values, "stages": stages}
+
+
 def _bases(value: Any, path: Path | str) -> list[str]:
     bases = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -141,7 +172,7 @@ def _bases(value: Any, path: Path | str) -> list[str]:
 
 
 def _find(recipe: str | Path, beside: Path | None) -> tuple[Path, ...]:
-    """The file of a recipe, or the two files of ``size/method``."""
+    """The file of a recipe, or the files of ``size/method``."""
     name = str(recipe)
     places = [Path(name)] if beside is None else [beside / name, Path(name)]
     built_in = BUILT_IN_RECIPES / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
@@ -158,13 +189,19 @@ def _find(recipe: str | Path, beside: Path | None) -> tuple[Path, ...]:
 
 
 def _composed(path: Path) -> tuple[Path, ...]:
-    """``tiny/luffy`` is ``sizes/tiny`` and ``methods/luffy``; ``tiny/base`` is ``sizes/tiny``; else nothing."""
+    """``tiny/luffy`` is ``sizes/tiny`` and ``methods/luffy``; ``tiny/base`` is ``sizes/tiny``; else nothing. Between
+    them a kind of SFT has ``SIZE/sft``, if there is one, with its steps and learning rate."""
     if not path.absolute().is_relative_to(BUILT_IN_RECIPES):
         return ()
     size, _, method = str(path.absolute().relative_to(BUILT_IN_RECIPES).with_suffix("")).partition("/")
     names = [f"sizes/{size}.yaml"] if method == "base" else [f"sizes/{size}.yaml", f"methods/{method}.yaml"]
     parts = tuple(BUILT_IN_RECIPES / name for name in names)
-    return parts if all(map(os.path.isfile, parts)) else ()
+    if not all(map(os.path.isfile, parts)):
+        return ()
+    of_sft = BUILT_IN_RECIPES / f"{size}/sft.yaml"
+    if method != "base" and _parse_recipe(parts[1]).get("base") == "methods/sft" and os.path.isfile(of_sft):
+        return (parts[0], of_sft, parts[1])
+    return parts
 
 
 def built_in_recipes() -> dict[str, str]:
@@ -215,18 +252,6 @@ def parse_override(text: str) -> tuple[list[str], Any]:
         shown = text if len(text) <= SHOWN else text[:SHOWN] + "..."
         raise ConfigError(f"override {shown!r}: not a YAML value: {' '.join(str(error).split())}") from None
     return key.strip().split("."), value
-
-
-def merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    """``top`` laid over ``base``, section by section; changes and returns ``base``."""
-    for key, value in top.items():
-        if isinstance(value, PartValues):
-            base[key] = value.over(base.get(key))
-        elif isinstance(value, Mapping) and isinstance(base.get(key), dict):
-            merge(base[key], value)
-        else:
-            base[key] = dict(value) if isinstance(value, Mapping) else value
-    return base
 
 
 def to_yaml(config: Config) -> str:

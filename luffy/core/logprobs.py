@@ -9,7 +9,8 @@ again and applies the closed form. With p = softmax(z), z the logits over the te
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,11 +35,14 @@ def selected_log_probs(
     """hidden [R, D], weight [V, D], bias [V] or None, targets [R] -> log-probs [R], entropy [R], in fp32."""
     if temperature <= 0:
         raise ValueError(f"temperature must be positive to score tokens, got {temperature}")
-    if chunk_rows is None:
-        by_size = GPU_CHUNK_BYTES // (weight.shape[0] * weight.itemsize)
-        chunk_rows = max(by_size, CPU_CHUNK_ROWS) if weight.is_cuda else CPU_CHUNK_ROWS
+    chunk_rows = rows_at_once(weight) if chunk_rows is None else chunk_rows
     out: tuple[Tensor, Tensor] = _SelectedLogProbs.apply(hidden, weight, bias, targets, temperature, chunk_rows)
     return out
+
+
+def rows_at_once(weight: Tensor) -> int:
+    by_size = GPU_CHUNK_BYTES // (weight.shape[0] * weight.itemsize)
+    return max(by_size, CPU_CHUNK_ROWS) if weight.is_cuda else CPU_CHUNK_ROWS
 
 
 def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -110,32 +114,106 @@ class _SelectedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, scores = ctx.saved_tensors
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        # Sums over many chunks: accumulate in fp32 whatever the model's dtype.
-        wants_own = want_weight and ctx.sum is None
-        own = Holder(torch.zeros_like(weight, dtype=torch.float32) if wants_own else None)
-        sum_weight = ctx.sum or GradientSum(own)
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias else None
-        for part in _parts(hidden.shape[0], ctx.chunk_rows):
-            logits = _chunk_logits(hidden[part], weight, bias)
-            grad = _grad_logits(
+
+        def grad_logits(part: slice, logits: Tensor) -> Tensor:
+            return _grad_logits(
                 logits, targets[part], ctx.temperature, scores[:, part], grad_logp[part], grad_entropy[part]
             )
-            if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[part])
-            if want_weight:
-                sum_weight.add_product(grad, hidden[part])
-            if grad_bias is not None:
-                grad_bias += grad.float().sum(dim=0)
-        return (
-            grad_hidden,
-            None if own.grad is None else own.grad.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+
+        return *_head_gradients(ctx, hidden, weight, bias, grad_logits), None, None, None
+
+
+def _head_gradients(
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, grad_logits: Callable[[slice, Tensor], Tensor]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden states, head weight and bias, the first three inputs, from those of each chunk's logits."""
+    want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+    grad_hidden = torch.empty_like(hidden) if want_hidden else None
+    # Sums over many chunks: accumulate in fp32 whatever the model's dtype.
+    wants_own = want_weight and ctx.sum is None
+    own = Holder(torch.zeros_like(weight, dtype=torch.float32) if wants_own else None)
+    sum_weight = ctx.sum or GradientSum(own)
+    grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias and bias is not None else None
+    for part in _parts(hidden.shape[0], ctx.chunk_rows):
+        grad = grad_logits(part, _chunk_logits(hidden[part], weight, bias))
+        if grad_hidden is not None:
+            torch.mm(grad, weight, out=grad_hidden[part])
+        if want_weight:
+            sum_weight.add_product(grad, hidden[part])
+        if grad_bias is not None:
+            grad_bias += grad.float().sum(dim=0)
+    return (
+        grad_hidden,
+        None if own.grad is None else own.grad.to(weight.dtype),
+        None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+    )
+
+
+class Head(NamedTuple):
+    """What the next-token distributions of some tokens are made of: hidden [R, D], weight [V, D], bias [V] or None."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+@torch.no_grad()
+def top_entropy(head: Head, top: int, temperature: float = 1.0) -> Tensor:
+    """[R] in 0 to 1: the entropy of the ``top`` likeliest tokens, their probabilities made to sum to 1, over its
+    largest value. Without a gradient."""
+    top = min(top, head.weight.shape[0])
+    found = []
+    for part in _parts(head.hidden.shape[0], rows_at_once(head.weight)):
+        logits = _chunk_logits(head.hidden[part], head.weight, head.bias)
+        found.append(entropy_of(_log_softmax(logits.topk(top, dim=-1).values, temperature)) / math.log(max(top, 2)))
+    return torch.cat(found) if found else head.hidden.new_zeros(0, dtype=torch.float32)
+
+
+def anchor_kl(head: Head, reference: Head, temperature: float = 1.0, chunk_rows: int | None = None) -> Tensor:
+    """[R] fp32: KL(reference || head) of the next token, over the whole vocabulary. The gradient is that of ``head``
+    alone; its logits, and those of the reference, exist for a chunk of rows at a time."""
+    rows = rows_at_once(head.weight) // 2 if chunk_rows is None else chunk_rows
+    kl: Tensor = _AnchorKl.apply(*head, *reference, temperature, max(rows, 1))
+    return kl
+
+
+class _AnchorKl(torch.autograd.Function):
+    """d KL(q || p) / d z = p - q, with p = softmax(z) and q of the reference."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ref_hidden: Tensor,
+        ref_weight: Tensor,
+        ref_bias: Tensor | None,
+        temperature: float,
+        chunk_rows: int,
+    ) -> Tensor:
+        kl = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        for part in _parts(hidden.shape[0], chunk_rows):
+            log_p = _log_softmax(_chunk_logits(hidden[part], weight, bias), temperature)
+            log_q = _log_softmax(_chunk_logits(ref_hidden[part], ref_weight, ref_bias), temperature)
+            q = torch.exp(log_q)
+            kl[part] = torch.where(q > 0, q * (log_q - log_p), 0.0).sum(dim=-1)
+        ctx.save_for_backward(hidden, weight, bias, ref_hidden, ref_weight, ref_bias)
+        ctx.temperature, ctx.chunk_rows, ctx.sum = temperature, chunk_rows, gradient_sum_of(weight)
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, *reference = ctx.saved_tensors
+        ref_hidden, ref_weight, ref_bias = reference
+
+        def grad_logits(part: slice, logits: Tensor) -> Tensor:
+            p = torch.exp(_log_softmax(logits, ctx.temperature))
+            q = torch.exp(_log_softmax(_chunk_logits(ref_hidden[part], ref_weight, ref_bias), ctx.temperature))
+            grad: Tensor = (p - q) * (grad_kl[part, None] / ctx.temperature)
+            return grad.to(logits.dtype)
+
+        return *_head_gradients(ctx, hidden, weight, bias, grad_logits), None, None, None, None, None
 
 
 def _parts(rows: int, chunk_rows: int) -> list[slice]:

@@ -6,19 +6,23 @@ padded [B, T] tensors; the trainer reduces it over packed ones. Nothing here dep
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from luffy.core.masked import keep, masked_mean
+from luffy.core.on_policy_terms import ON_POLICY_TERMS as ON_POLICY_TERMS
+from luffy.core.on_policy_terms import OnPolicyTokens
 from luffy.core.shaping import Shape
+from luffy.schema import Chosen
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The settings of the objective; ``clip_high`` and the off-policy clips are absolute ratios. With ``off_ppo``
-    off-policy tokens have the on-policy term, p / p_old with its clip, instead of ``off_shape``."""
+    """The settings of the objective; ``clip_high`` and the off-policy clips are absolute ratios. ``on_term``: which
+    on-policy term. With ``off_ppo`` off-policy tokens have that term too, instead of ``off_shape``."""
 
     clip_low: float = 0.8
     clip_high: float = 1.2
@@ -30,6 +34,7 @@ class PolicyLoss:
     off_normalize: bool = False
     off_ppo: bool = False
     all_max_clip: float | None = None
+    on_term: Chosen = field(default_factory=lambda: ON_POLICY_TERMS.read("ppo", ""))
 
     def __post_init__(self) -> None:
         self.on_shape.require_ratios()
@@ -67,15 +72,18 @@ def policy_loss_terms(
     target_probs: Tensor | None = None,
     behavior_log_prob: Tensor | None = None,
     off_ratio_mean: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> LossTerms:
     """``behavior_log_prob``, of whoever wrote the token, is for shapes that compare with it (None: probability 1).
     ``off_ratio_mean`` is the mean that ``off_normalize`` divides by when the caller holds only part
-    of the batch; without it the mean over the given off-policy tokens is taken."""
+    of the batch; without it the mean over the given off-policy tokens is taken. ``lengths`` of the responses in a
+    packed row; without them each row is a response."""
     mask = mask.bool()
     old, logp = keep(old_log_prob, mask), keep(log_prob, mask)
     # Each term sees gradients of its own tokens only: an overflow in the other cannot turn into 0 * inf.
     on_logp = logp if settings.off_ppo else torch.where(off_policy, logp.detach(), logp)
-    on_loss, clipped = _on_policy_term(old, on_logp, advantages, settings)
+    counted = mask if settings.off_ppo else mask & ~off_policy
+    on_loss, clipped = _on_policy_term(old, on_logp, advantages, counted, lengths, settings)
     off = off_policy & mask
     if settings.off_ppo:
         off_ratio, off_loss = keep(torch.exp(logp.detach() - old), off), on_loss
@@ -104,13 +112,13 @@ def policy_loss_terms(
     )
 
 
-def _on_policy_term(old: Tensor, logp: Tensor, advantages: Tensor, s: PolicyLoss) -> tuple[Tensor, Tensor]:
-    ratio = s.on_shape.on_policy(logp, old)
-    plain = -advantages * ratio
-    if s.remove_clip:
-        return plain, torch.zeros_like(plain, dtype=torch.bool)
-    clipped = -advantages * ratio.clamp(s.clip_low, s.clip_high)
-    return torch.maximum(plain, clipped), clipped > plain
+def _on_policy_term(
+    old: Tensor, logp: Tensor, advantages: Tensor, counted: Tensor, lengths: Sequence[int] | None, s: PolicyLoss
+) -> tuple[Tensor, Tensor]:
+    low, high = (None, None) if s.remove_clip else (s.clip_low, s.clip_high)
+    tokens = OnPolicyTokens(logp, old, advantages, counted, lengths, low, high, s.on_shape)
+    loss: tuple[Tensor, Tensor] = ON_POLICY_TERMS[s.on_term](tokens, *s.on_term.part.settings_for(s.on_term))
+    return loss
 
 
 def off_policy_ratio(

@@ -54,6 +54,13 @@ class Gamma:
 
 
 @dataclass(frozen=True)
+class Clip:
+    """Settings of a clipped ratio."""
+
+    clip: float = knob(0.2, "the ratio p / p_old is clipped at 1 + this", gt=0)
+
+
+@dataclass(frozen=True)
 class ShapeFunction(Part):
     """f(p) of a teacher's token. ``compared``: f(p, p_old, q), which divides by probabilities itself. ``on_policy``:
     the same of an own token, from log p and log p_old; None: not defined for ratios, which can exceed 1."""
@@ -226,6 +233,13 @@ def _rl_plus(log_p: Tensor, log_p_old: Tensor, log_q: Tensor, settings: Exponent
 def _exgrpo(log_p: Tensor, log_p_old: Tensor, log_q: Tensor, settings: Gamma) -> Tensor:
     """r / (r + gamma) with r = p / q (ExGRPO): LUFFY's shape of the ratio to the policy that wrote the token."""
     return torch.sigmoid(log_p - log_q - math.log(settings.gamma))
+
+
+@compared_shape("psft", settings=Clip)
+def _psft(log_p: Tensor, log_p_old: Tensor, log_q: Tensor, settings: Clip) -> Tensor:
+    """min(r, clip(r, 1 -+ clip)) with r = p / p_old (PSFT): PPO's objective with an advantage of 1, so that only the
+    upper bound acts."""
+    return torch.exp(log_p - log_p_old).clamp(max=1 + settings.clip)
 
 
 def log_prob_slope(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from luffy.config import ParallelConfig
 from luffy.errors import ConfigError
@@ -65,14 +66,14 @@ def units(root: nn.Module) -> list[FSDPModule]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def copies(outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copies that a caller may differentiate with respect to.
+def copies(outputs: Any) -> Any:
+    """Copies of the tensors in ``outputs`` that a caller may differentiate with respect to.
 
     FSDP2 takes a gradient that reaches a tensor its root returned for the start of a backward pass. It gathers the
     last layer ahead and frees the root, whose second gather may then get the memory that the first is still writing
     to: the gradients are wrong, without an error. A gradient that ends at a copy does not reach the tensor.
     """
-    return tuple(output.clone() for output in outputs)
+    return tree_map_only(Tensor, Tensor.clone, outputs)
 
 
 def let_go_of_gathered(root: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from luffy.config import Config
+from luffy.config import Config, stages_of
 from luffy.dry_run.first_step import FirstStep, check_reward, first_traces, first_turns
 from luffy.dry_run.lines import engine_line, need_lines, plan_line, update_line
 from luffy.dry_run.memory import Estimate
@@ -11,21 +11,33 @@ from luffy.dry_run.place import Place, Renting
 from luffy.dry_run.work import planned_samples, scoring_passes, work_of
 from luffy.run_folder.trackers import check_trackers
 from luffy.step.crediting import detach_notice
-from luffy.step.tasks import build_encoder, equal_prompts, load_eval_tasks, load_training_tasks, repeated_problems
+from luffy.step.tasks import build_encoder, equal_prompts, load_eval_tasks, repeated_problems
 from luffy.train import setup
-from luffy.train.build import build_planner, total_steps
+from luffy.train.build import build_planner, load_tasks, total_steps
 
 
 def dry_run(cfg: Config, method: str, trainings: int = 1, renting: Renting | None = None) -> list[str]:
-    """Lines to print; ``trainings`` like this one are made one after the other. Weights are not loaded: the model is
-    built without memory to count its parameters."""
-    renting = renting or Renting()
+    """Lines to print, of a run with stages for each of them; ``trainings`` like this one are made one after the other.
+    Weights are not loaded: the model is built without memory to count its parameters."""
+    stages = stages_of(cfg)
+    lines = [] if stages else _lines(cfg, method, trainings, renting or Renting())
+    for stage in stages:
+        of_stage = _lines(stage.cfg, stage.method, trainings, renting or Renting())
+        handed = stage.knobs.hand_on if stage.number < len(stages) else ""
+        begins = "" if stage.number == 1 else "; its model is the checkpoint that the stage before hands on"
+        ends = f"stage      {stage.number} of {len(stages)}, {stage.name}: {stage.ending}"
+        ends += f", hands on the {handed} checkpoint" if handed else ""
+        lines += [*([""] if lines else []), of_stage[0], ends + begins, *of_stage[1:]]
+    return lines
+
+
+def _lines(cfg: Config, method: str, trainings: int, renting: Renting) -> list[str]:
     place = Place.of(cfg, renting)
     setup.check_names(cfg, method)
     notices = check_trackers(cfg) + place.notices
     tokenizer = setup.load_policy_tokenizer(cfg.model)
     encoder = build_encoder(cfg, tokenizer)
-    tasks = load_training_tasks(cfg, encoder, sft=method == "sft")
+    tasks, held_traces = load_tasks(cfg, method, encoder, encoder)
     eval_tasks = load_eval_tasks(cfg, encoder)
     model = model_shape(cfg)
     setup.check_context(cfg, model.config)
@@ -48,7 +60,8 @@ def dry_run(cfg: Config, method: str, trainings: int = 1, renting: Renting | Non
     requests = [request for group in plan or [] for p in group if (request := p.request) is not None]
     work = work_of(cfg, model, planned_samples(batch, plan), scored, place.on_gpu)
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
-    held_out = ", ".join(f"{name} {len(items)}" for name, items in eval_tasks.items()) or "none"
+    sizes = {name: len(items) for name, items in eval_tasks.items()} | {"traces": len(held_traces)}
+    held_out = ", ".join(f"{name} {size}" for name, size in sizes.items() if size) or "none"
     return [
         f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed}{several})",
         f"model      {cfg.model.path}  {model.parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",

@@ -52,7 +52,9 @@ def update_line(cfg: Config, method: str, steps: int) -> str:
     first, last = lr_at(0, steps, cfg.optim), lr_at(steps - 1, steps, cfg.optim)
     sft = method == "sft"
     rl = f"{a.advantage}, {a.off_policy_reshape.shown}, {a.loss_reduction}"
-    loss = f"{a.sft_reshape.shown}, token-mean" if sft else rl
+    weight = [f"weight {a.sft_weight.shown}"] * (a.sft_weight != "none")
+    anchor = [f"anchor {a.sft_anchor}"] * (a.sft_anchor > 0)
+    loss = ", ".join([a.sft_reshape.shown, *weight, *anchor, "token-mean"]) if sft else rl
     return f"{b.updates} optimizer step(s), micro-batches of {b.tokens:,} tokens, lr {first:.2e} -> {last:.2e}, {loss}"
 
 

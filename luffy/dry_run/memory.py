@@ -227,7 +227,7 @@ def kept_parts(cfg: Config, method: str, work: Work, others: OtherModels) -> Par
         "optimizer": work.trained * optimizer / shards,
     }
     lags = method == "rl" and cfg.async_.max_staleness > 0
-    if method == "rl" and cfg.loads_reference:
+    if cfg.loads_reference(method):
         parts["reference"] = work.parameters * size / shards
     if not local or lags:
         parts["copies for rollouts"] = float(work.parameters * size * (2 if lags else 1))

@@ -13,7 +13,7 @@ from luffy.conversations import Conversations
 from luffy.errors import UserError
 from luffy.models.forward import text_config
 from luffy.models.load import eos_ids, eos_ids_in, gguf_file, load_model, load_tokenizer
-from luffy.models.machine import use_threads
+from luffy.models.machine import pick_device, use_threads
 from luffy.registry import resolve
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
@@ -68,7 +68,7 @@ def load_native(
 ) -> LoadedModel:
     tokenizer = load_tokenizer(model, trust_remote_code)
     use_threads(None)
-    policy = load_model(model, cast(Any, dtype), device, trust_remote_code)
+    policy = load_model(model, cast(Any, dtype), pick_device(device), trust_remote_code)
     engine = NativeEngine(policy, max_slots=slots)
     return LoadedModel(engine, tokenizer, eos_ids(policy, tokenizer), engine.max_context)
 

@@ -85,7 +85,8 @@ def credit_function(
 
     Facts: ``needs_contrast`` (zero-variance groups teach nothing, default True), ``uses_rewards`` (default True),
     ``sft_term`` (it may fill the SFT term whatever ``algorithm.trace_term`` is, default True),
-    ``follows_trace_term`` (off-policy tokens are only in the term that it names, default False).
+    ``follows_trace_term`` (off-policy tokens are only in the term that it names, default False), ``scales`` (it divides
+    its advantages itself, so ``algorithm.normalize_std`` is refused, default False).
     """
 
     def register(function: Callable[..., Any]) -> CreditFunction:
@@ -121,10 +122,10 @@ def own_responses(rollouts: Sequence[Episode]) -> Tensor:
 
 def in_baseline(rollouts: Sequence[Episode], cfg: AlgorithmConfig) -> Tensor:
     """[n] bool: responses whose rewards make the group's baseline, by ``algorithm.advantage``. Whole traces that are
-    only in the SFT term are left out, unless there is nothing else."""
+    not in the RL term are left out, unless there is nothing else."""
     baseline = BASELINES[cfg.advantage]
     counted: Tensor = baseline(rollouts, *baseline.settings_for(cfg.advantage))
-    if cfg.trace_term == "sft" and counted.all():
+    if cfg.trace_term != "rl" and counted.all():
         own = torch.tensor([not rollout.is_trace for rollout in rollouts])
         return own if own.any() else counted
     return counted
@@ -133,7 +134,7 @@ def in_baseline(rollouts: Sequence[Episode], cfg: AlgorithmConfig) -> Tensor:
 @credit_function("group_baseline", sft_term=False, follows_trace_term=True)
 def group_baseline(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit]:
     """Reward minus the group's baseline (``algorithm.advantage``) for every token of a response, with
-    ``prefix_alpha``, ``prefix_beta`` and ``trace_advantage``; off-policy tokens are in the RL or SFT term
+    ``prefix_alpha``, ``prefix_beta`` and ``trace_advantage``; off-policy tokens are in the RL or SFT term, or in none
     (``algorithm.trace_term``)."""
     return group_baselines([group], cfg)[0]
 
@@ -171,8 +172,9 @@ def _trace_streams(
     """Advantages, weights in the RL term and in the SFT term. ``own``: the advantage of each token's response."""
     on_trace = {"group": own, "constant": torch.ones(()), "relu": own.clamp(min=0)}[cfg.trace_advantage]
     advantages = torch.where(off, on_trace, own) * torch.where(off, cfg.prefix_alpha, cfg.prefix_beta)
-    in_sft = off.float() if cfg.trace_term == "sft" else torch.zeros_like(own)
-    return advantages, (1 - in_sft) * _counted(off, lengths, tokens, cfg), in_sft
+    not_in_rl = torch.zeros_like(own) if cfg.trace_term == "rl" else off.float()
+    in_sft = not_in_rl if cfg.trace_term == "sft" else torch.zeros_like(own)
+    return advantages, (1 - not_in_rl) * _counted(off, lengths, tokens, cfg), in_sft
 
 
 def _counted(off: Tensor, lengths: list[int], tokens: Sequence[ScoredTokens], cfg: AlgorithmConfig) -> Tensor:
@@ -260,6 +262,7 @@ def credit(
     """Samples of each group with their credit, by the function that ``algorithm.credit`` names; ``algorithm.mix``
     multiplies the weights of both terms."""
     mu = None if cfg.mix is None else cfg.mix.at(step, total_steps)
+    reads_reference = cfg.kl_in == "loss" or cfg.sft_weight.part.needs_reference
     scored_groups = [
         ScoredGroup(group, rewards, tokens, step, total_steps)
         for group, rewards, tokens in zip(groups, rewards_of(groups, scored, cfg), scored, strict=True)
@@ -267,7 +270,7 @@ def credit(
     credits = credit_of_all(scored_groups, cfg)
     return [
         [
-            _sample(rollout, _mixed(given, mu), tokens.old, tokens.ref if cfg.kl_in == "loss" else None)
+            _sample(rollout, _mixed(given, mu), tokens.old, tokens.ref if reads_reference else None)
             for rollout, tokens, given in zip(group.rollouts, group.tokens, of_group, strict=True)
         ]
         for group, of_group in zip(scored_groups, credits, strict=True)

@@ -101,7 +101,8 @@ def _sample(prompt_ids: tuple[int, ...], token_ids: Tensor, off_policy: int) -> 
 
 
 def _loss(policy: Policy, scorer: TokenScorer, batch: MicroBatch) -> Tensor:
-    loss, _ = policy.objective(batch, *scorer(batch, policy.temperature))
+    scores = scorer(batch, policy.temperature)
+    loss, _ = policy.objective.of_tokens_alone(batch, scores.log_prob, scores.entropy)
     return loss
 
 

@@ -1,25 +1,29 @@
 """What one micro-batch adds to the loss, and what it tells about itself.
 
-    sum of  w * (policy loss + kl_coef * KL - entropy_coef * H)   +   sft_coef * sum of  v * -f(p)
+    sum of  w * (policy loss + kl_coef * KL - entropy_coef * H)   +   sft_coef * sum of  v * (c * KL_ref - u * f(p))
 
 with w and v the weights of ``pack``: the samples' own, already divided by the mini-batch's denominators; f is log p
-unless ``algorithm.sft_reshape`` names another shape.
+unless ``algorithm.sft_reshape`` names another shape, u is 1 unless ``algorithm.sft_weight`` names a weight, and KL_ref
+with c, ``algorithm.sft_anchor``, is that of whole distributions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from luffy.config import Config
+from luffy.config.parts import SFT_WEIGHTS
 from luffy.core.importance import Importance
 from luffy.core.kl import kl_penalty
 from luffy.core.losses import LossTerms, PolicyLoss, off_policy_ratio, policy_loss_terms
 from luffy.core.masked import keep, masked_mean
 from luffy.core.shaping import Shape, log_prob_slope
+from luffy.learn.sft_weights import SftTokens
 from luffy.metrics import EffectiveShare, Max, Mean, OnDevice, Sum
+from luffy.schema import Chosen
 from luffy.types import MicroBatch
 
 Stats = dict[str, OnDevice]
@@ -55,6 +59,8 @@ class Objective:
     kl_estimator: str = "k3"
     sft_coef: float = 1.0
     sft_shape: Shape = PLAIN_SFT
+    sft_weight: Chosen = field(default_factory=lambda: SFT_WEIGHTS.read("none", ""))
+    sft_anchor: float = 0.0
     recorded_teacher: bool = False
     importance: Importance | None = None
     weight_metrics: str = "guidance"  # or "async" or "rollout", by what they correct: the group of their metrics
@@ -65,19 +71,38 @@ class Objective:
         return Objective(
             policy_loss=a.policy_loss(),
             entropy_coef=a.entropy_coef,
-            kl_coef=a.kl_coef,  # samples have log-probs of the reference only where the KL is in the loss
+            kl_coef=a.kl_coef if a.kl_in == "loss" else 0.0,
             kl_estimator=a.kl_estimator,
             sft_coef=a.sft_coef,
             sft_shape=a.sft_shape(),
+            sft_weight=a.sft_weight,
+            sft_anchor=a.sft_anchor,
             recorded_teacher=a.teacher_probs == "recorded",
             importance=importance_of(cfg),
             weight_metrics="guidance" if cfg.rollout.overrides else "async" if cfg.may_be_stale else "rollout",
         )
 
+    @property
+    def top(self) -> int:
+        """The number of likeliest tokens whose entropy it reads; 0: none."""
+        return int(self.sft_weight.fact("top"))
+
+    @property
+    def of_tokens_alone(self) -> Objective:
+        """The same without what needs more than log-prob and entropy of each token."""
+        return replace(self, sft_weight=SFT_WEIGHTS.read("none", ""), sft_anchor=0.0)
+
     def __call__(
-        self, batch: MicroBatch, log_prob: Tensor, entropy: Tensor, off_ratio_mean: Tensor | None = None
+        self,
+        batch: MicroBatch,
+        log_prob: Tensor,
+        entropy: Tensor,
+        off_ratio_mean: Tensor | None = None,
+        top_entropy: Tensor | None = None,
+        anchor_kl: Tensor | None = None,
     ) -> tuple[Tensor, Stats]:
-        """log_prob, entropy: [R], of the response tokens under the current policy."""
+        """log_prob, entropy, and where they are read top_entropy and anchor_kl: [R], of the response tokens under the
+        current policy. Without anchor_kl there is no anchor."""
         in_rl = batch.rl_weights != 0
         old = log_prob.detach() if batch.old_log_probs is None else batch.old_log_probs
         base, advantages, weights = old, batch.advantages, None
@@ -94,6 +119,7 @@ class Objective:
             target_probs=self.target_probs(batch),
             behavior_log_prob=batch.behavior_log_probs,
             off_ratio_mean=off_ratio_mean,
+            lengths=batch.response_lengths,
         )
         per_token = terms.loss - self.entropy_coef * entropy
         stats = _stats(batch, terms, old, log_prob.detach(), entropy.detach(), in_rl)
@@ -103,7 +129,7 @@ class Objective:
             )
         if weights is not None:
             stats |= _weight_stats(weights.detach(), in_rl & batch.is_drawn, self.weight_metrics)
-        if batch.ref_log_probs is not None:
+        if batch.ref_log_probs is not None and self.kl_coef:
             # Before the estimator: it overflows far from the reference, and inf * 0 is no number.
             kl = kl_penalty(keep(log_prob, in_rl), keep(batch.ref_log_probs, in_rl), self.kl_estimator)
             per_token = per_token + self.kl_coef * kl
@@ -112,10 +138,23 @@ class Objective:
         shaped = off_policy_ratio(log_prob, in_sft, self.sft_shape, None, old, behavior)
         if self.sft_shape != PLAIN_SFT:
             stats["method/sft_weight_mean"] = _over(log_prob_slope(self.sft_shape, log_prob, old, behavior), in_sft)
+        if self.sft_weight != "none":
+            sft_weights = self._sft_weights(batch, log_prob.detach(), in_sft, top_entropy)
+            shaped = shaped * sft_weights
+            stats["method/sft_token_weight"] = _over(sft_weights, in_sft)
+        if anchor_kl is not None:
+            shaped = shaped - self.sft_anchor * keep(anchor_kl, in_sft)
+            stats["method/sft_anchor_kl"] = _over(anchor_kl, in_sft)
         loss = (per_token * batch.rl_weights).sum() - self.sft_coef * (shaped * batch.sft_weights).sum()
         return loss, stats
 
-    def gradient_weights(self, batch: MicroBatch, log_prob: Tensor) -> Tensor:
+    def _sft_weights(self, batch: MicroBatch, log_prob: Tensor, in_sft: Tensor, top_entropy: Tensor | None) -> Tensor:
+        """[R]: the factor of each token's SFT loss."""
+        tokens = SftTokens(log_prob, in_sft, batch.response_lengths, batch.ref_log_probs, top_entropy)
+        weights: Tensor = SFT_WEIGHTS[self.sft_weight](tokens, *self.sft_weight.part.settings_for(self.sft_weight))
+        return weights
+
+    def gradient_weights(self, batch: MicroBatch, log_prob: Tensor, top_entropy: Tensor | None = None) -> Tensor:
         """[R]: |d loss / d logit| of each token's own logit, per unit of advantage.
 
         ``batch`` is packed without a reduction: its weights are the samples' own. The derivative of this very
@@ -123,14 +162,11 @@ class Objective:
         not a formula of its own. With ``off_normalize`` the mean is that of the tokens given. 0 where no term counts
         the token.
         """
-        unit = replace(
-            batch,
-            advantages=torch.where(batch.advantages < 0, -1.0, 1.0),
-            ref_log_probs=None,
-        )
+        unit = replace(batch, advantages=torch.where(batch.advantages < 0, -1.0, 1.0))
+        without_kl = replace(self, kl_coef=0.0)
         with torch.enable_grad():
             current = log_prob.detach().requires_grad_(True)
-            loss, _ = self(unit, current, torch.zeros_like(current))
+            loss, _ = without_kl(unit, current, torch.zeros_like(current), top_entropy=top_entropy)
             (slope,) = torch.autograd.grad(loss, current)
         return slope.abs() * -torch.expm1(current.detach())
 

@@ -29,7 +29,7 @@ from luffy.learn.packing import (
     pack_bins,
     total_denominators,
 )
-from luffy.learn.scorer import TokenScorer
+from luffy.learn.scorer import Head, Scores, TokenScorer, read_head
 from luffy.metrics import Mean, Metric, OnDevice, Sum, fetch
 from luffy.models.load import DtypeName
 from luffy.run_folder.timing import Stopwatch
@@ -72,6 +72,7 @@ class Policy:
         self.checkpointing = GradientCheckpointing(model, cfg.model.gradient_checkpointing)
         self.gathering = Gathering(cfg, self.world, self.device, self.checkpointing)
         self.objective = Objective.of(cfg)
+        self.anchor: TokenScorer | None = None  # with algorithm.sft_anchor; None: the policy without its adapters
 
     def scorer_of(self, model: nn.Module, dtype: DtypeName | None = None) -> TokenScorer:
         """A scorer of ``model``, sharded if the policy is; ``dtype``: what it computes in, if not the policy's."""
@@ -95,7 +96,7 @@ class Policy:
     def score(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[tuple[Tensor, Tensor]]:
         """Log-probs and entropies of each sample's response tokens, [T] each, on the CPU, without gradients."""
         scored = self._scored(self._packed(samples, self._cut(samples, scorer)), scorer)
-        found = [(b.order, b.response_lengths, log_prob, entropy) for b, log_prob, entropy in scored]  # not the batches
+        found = [(b.order, b.response_lengths, s.log_prob, s.entropy) for b, s in scored]  # not the batches
         return _by_sample(len(samples), found)
 
     def log_probs(self, samples: Sequence[Sample], scorer: TokenScorer | None = None) -> list[Tensor]:
@@ -108,15 +109,15 @@ class Policy:
             samples = [replace(sample, old_log_probs=None) for sample in samples]
         unreduced = pack(samples, self.cfg.batch.tokens, None, 1, share=self.scorer.shares_prompts)
         weigh = self.objective.gradient_weights
-        scored = self._scored(unreduced)
-        found = [(b.order, b.response_lengths, log_prob, weigh(b, log_prob)) for b, log_prob, _ in scored]
+        scored = self._scored(unreduced, top=self.objective.top)
+        found = [(b.order, b.response_lengths, s.log_prob, weigh(b, s.log_prob, s.top_entropy)) for b, s in scored]
         return [TokenView(log_prob, weight) for log_prob, weight in _by_sample(len(samples), found)]
 
     def _scored(
-        self, batches: Sequence[MicroBatch], scorer: TokenScorer | None = None
-    ) -> Iterator[tuple[MicroBatch, Tensor, Tensor]]:
-        """Each batch with the log-probs and entropies of its response tokens, without gradients. All processes go
-        through as many passes as the one with the most."""
+        self, batches: Sequence[MicroBatch], scorer: TokenScorer | None = None, top: int = 0
+    ) -> Iterator[tuple[MicroBatch, Scores]]:
+        """Each batch with the scores of its response tokens, without gradients. All processes go through as many
+        passes as the one with the most."""
         scorer = scorer or self.scorer
         counts, gathered = zip(*self.world.gather((len(batches), self.gathering.of_scoring(scorer))), strict=True)
         passes, once = max(counts), min(gathered) > 0
@@ -127,9 +128,9 @@ class Policy:
                 keep_gathered(scorer, False)
             batch = batch.to(self.device)
             with torch.no_grad():
-                log_prob, entropy = self._forward(batch, scorer)
+                scores = self._forward(batch, scorer, top)
             if i <= len(batches):
-                yield batch, log_prob, entropy
+                yield batch, scores
 
     def reference_log_probs(self, samples: Sequence[Sample], reference: TokenScorer | None) -> list[Tensor]:
         """Log-probs under the reference model; with LoRA and none given, under the policy without its adapters."""
@@ -220,23 +221,34 @@ class Policy:
         reserved = totals.gathered if number == 1 else 0  # later ones find it taken
         self.checkpointing.prepare(len(batch.input_ids), sum(batch.lengths), self.device, reserved)
         batch = batch.to(self.device)
-        log_prob, entropy = self._forward(batch)
-        loss, stats = self.objective(batch, log_prob, entropy, off_ratio_mean)
+        s = self._forward(batch, top=self.objective.top, anchor=self._anchor_head(batch))
+        loss, stats = self.objective(batch, s.log_prob, s.entropy, off_ratio_mean, s.top_entropy, s.anchor_kl)
         if totals.gathered and number == totals.passes:
             keep_gathered(self.scorer, False)  # this pass reduces the gradients of all and frees the weights
         loss.backward()
         return {**stats, "actor/loss": OnDevice(Sum, (loss.detach(),))}
 
-    def _forward(self, batch: MicroBatch, scorer: TokenScorer | None = None) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = (scorer or self.scorer)(batch, self.temperature)
-        return result
+    def _forward(
+        self, batch: MicroBatch, scorer: TokenScorer | None = None, top: int = 0, anchor: Head | None = None
+    ) -> Scores:
+        scores: Scores = (scorer or self.scorer)(batch, self.temperature, top, anchor)
+        return scores
+
+    def _anchor_head(self, batch: MicroBatch) -> Head | None:
+        """What the reference's distributions of the batch are made of, if the SFT term is anchored to them."""
+        if not self.objective.sft_anchor:
+            return None
+        if self.anchor is not None:
+            return read_head(self.anchor, batch, self.temperature)
+        with self.model.disable_adapter():  # type: ignore[operator]
+            return read_head(self.scorer, batch, self.temperature)
 
     def _off_ratio_mean(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Mean off-policy ratio of the whole mini-batch, which ``off_normalize`` divides by."""
         ratios = []
         for batch in (b.to(self.device) for b in batches):
             with torch.no_grad():
-                ratios.append(self.objective.off_ratios(batch, self._forward(batch)[0]))
+                ratios.append(self.objective.off_ratios(batch, self._forward(batch).log_prob))
         every = torch.cat(ratios)
         if self.world.size > 1:
             mean = self.world.merge({"off_ratio": Mean(float(every.double().sum()), every.numel())})["off_ratio"]

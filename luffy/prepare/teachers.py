@@ -223,9 +223,8 @@ class LocalTeacher:
         environment: EnvironmentConfig | None = None,
     ) -> None:
         from luffy.evaluation.engines import load_native
-        from luffy.models.machine import pick_device
 
-        loaded = load_native(path, dtype=dtype, device=pick_device(device), trust_remote_code=trust_remote_code)
+        loaded = load_native(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         self._tokenizer, self._engine = loaded.tokenizer, loaded.engine
         most = max_tokens if environment is None else environment.max_tokens or 2 * max_tokens
         room = loaded.context - most

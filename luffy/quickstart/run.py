@@ -17,7 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from luffy.config import Config, load_config
+from luffy.config import Config, load_config, stages_of
 from luffy.errors import StopRequested, TrainingStopped, UserError
 from luffy.files import json_object, write_atomically
 from luffy.progress import lasting
@@ -28,7 +28,7 @@ from luffy.run_folder.checkpoint import CheckpointStore
 from luffy.run_folder.layout import METRICS
 from luffy.run_folder.recorder import read_json_lines
 from luffy.schema import to_dict
-from luffy.trainer import Trainer
+from luffy.trainer import Trainer, train_stages
 
 FINISHED = "quickstart.json"  # in a run folder: the config it was trained with, and what it reached
 COLUMNS = (
@@ -121,9 +121,10 @@ def shown(method: str) -> str:
 def refuse_fewer_steps(cfg: Config) -> None:
     """Raise a UserError if a run has more steps than asked for: its results would count as those of fewer steps."""
     done = max((checkpoint.step for checkpoint in CheckpointStore(cfg.folder / "checkpoints", keep=1)), default=0)
-    if cfg.train.steps is not None and done > cfg.train.steps:
+    planned = [trained.train.steps or done for trained in [stage.cfg for stage in stages_of(cfg)] or [cfg]]
+    if done > sum(planned):
         raise UserError(
-            f"{cfg.folder} is trained up to step {done} already, and {cfg.train.steps} were asked for; "
+            f"{cfg.folder} is trained up to step {done} already, and {sum(planned)} were asked for; "
             f"choose another --out, or --steps {done} or more"
         )
 
@@ -132,7 +133,7 @@ def run_and_note(found: Comparison, method: str, cfg: Config, console: Console) 
     """Train one method with one seed; print and record an error, unless it is a request to stop."""
     try:
         console.print(f"[bold]{cfg.name}[/]")
-        outcome = finished(cfg) or run_one(cfg, method)
+        outcome = finished(cfg) or run_one(cfg)
     except StopRequested:
         raise
     except Exception as error:
@@ -152,10 +153,15 @@ def finished(cfg: Config) -> MethodOutcome | None:
     return MethodOutcome(**kept["outcome"]) if same else None
 
 
-def run_one(cfg: Config, method: str) -> MethodOutcome:
-    with Trainer(cfg, "sft" if method == "sft" else "rl") as trainer:
+def run_one(cfg: Config) -> MethodOutcome:
+    greedy: dict[str, float] = {}
+
+    def train(trainer: Trainer) -> None:
         trainer.train()
-        greedy = {name: m.value for name, m in trainer.evaluate(replace(cfg.eval, temperature=0.0)).items()}
+        found = trainer.evaluate(replace(cfg.eval, temperature=0.0))
+        greedy.update({name: m.value for name, m in found.items()})
+
+    train_stages(cfg, act=train)
     rows = read_json_lines(cfg.folder / METRICS)
     evaluated = [row for row in rows if "val-core/accuracy" in row]
     outcome = MethodOutcome(

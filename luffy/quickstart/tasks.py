@@ -55,8 +55,9 @@ TASKS = {
                 "The base model knows the steps, but gets 19 of 20 wrong by one: its own samples are never right.\n",
             ),
             notes=HELD_OUT + "on-policy RL and LUFFY draw 8 samples for each (LUFFY: 7 and the trace), SFT learns from "
-            "the same traces. Methods initialised or distilled from the SFT model use the one with the same seed; its "
-            "steps and seconds are not counted as theirs.",
+            "the same traces. sft-rl makes its SFT steps itself, and they count; other methods initialised or "
+            "distilled from the SFT model use the one with the same seed, whose steps and seconds are not counted as "
+            "theirs.",
         ),
         QuickstartTask(
             name="tools",

@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from luffy.report.curves import FEW_SEEDS, MOST_POINTS, envelope, estimate, smooth, thin_out
 from luffy.report.methods import Method, Styled, families
+from luffy.report.stages import borders
 from luffy.report.svg import DotRow, Line, dot_plot, hover_data, line_chart
 from luffy.report.tables import STEP_SECONDS, components, evaluations
 from luffy.report.templates import macro
@@ -116,6 +117,9 @@ CHARTS = (
 )  # fmt: skip
 
 
+HELD_OUT_LOSS = Chart("val-traces/loss", "Held-out loss", "negative log-likelihood per token of held-out traces")
+
+
 def charts_of(methods: Sequence[Styled]) -> list[Chart]:
     """Accuracies of all evaluated sets, the first of them also against its cost; then the fixed list."""
     runs = [run for _, method in methods for run in method.runs]
@@ -129,7 +133,8 @@ def charts_of(methods: Sequence[Styled]) -> list[Chart]:
     ]
     about = "mean reward of on-policy samples, before its weight in the sum"
     terms = [Chart(metric, f"Reward {name}, on-policy", about, True) for metric, name in components(runs)]
-    return [*first[:1], *spent, *first[1:], *CHARTS[:1], *terms, *CHARTS[1:]]
+    loss = [HELD_OUT_LOSS] if any(HELD_OUT_LOSS.metric in run.metrics for run in runs) else []
+    return [*first[:1], *spent, *first[1:], *loss, *CHARTS[:1], *terms, *CHARTS[1:]]
 
 
 def chart_grid(
@@ -163,9 +168,17 @@ def _figure(
     end = max((x for _, method in methods for run in method.runs for x in chart.axis.places(run).values()), default=0)
     name = f"{title}: {chart.title}" if behind or title != chart.title else title
     labels = [method.label for _, method in methods]
-    picture = line_chart(lines, end, name, chart.from_zero, labels, behind, chart.axis.name)
+    drawn = {line.label for line in lines}
+    runs = [run for _, method in methods if method.label in drawn for run in method.runs]
+    picture = line_chart(lines, end, name, chart.from_zero, labels, behind, chart.axis.name, _borders(chart.axis, runs))
     data = Markup(json.dumps(hover_data(lines), separators=(",", ":")).replace("<", "\\u003c"))
     return macro("figure", title, about, picture, metric=chart.name, data=data)
+
+
+def _borders(axis: Axis, runs: Sequence[RunRecord]) -> list[tuple[float, str]]:
+    """Where stages end on the axis, each with the name of the next."""
+    found = [(axis.places(run), borders([run])) for run in runs]
+    return sorted({(places[step], name) for places, ends in found for step, name in ends.items() if step in places})
 
 
 def _lines(chart: Chart, methods: Sequence[Styled], remarks: list[str], smoothing: float) -> list[Line]:

@@ -14,24 +14,35 @@ from luffy.run_folder.runs import flat_config
 # The knobs that make a method; the others say how large a training is, or where it runs.
 SECTIONS = ("algorithm.", "guidance.", "teacher.", "replay.", "sft_steps.", "rollout.offpolicy_guidance.")
 KNOBS = ("batch.expert_share",)
+OF_SFT = ("algorithm.sft_reshape", "algorithm.sft_weight", "algorithm.sft_anchor")  # what tells kinds of SFT apart
 SECOND_STAGE = "sft_rl"  # on_policy in every setting, and SFT before it
 PAPERS = {  # arXiv numbers of the methods; docs/methods.md says what is taken from each
     "ampo": "2510.02227",
+    "asft": "2509.23753",
     "chord": "2508.11408",
     "chord_phi": "2508.11408",
+    "cispo": "2506.13585",
     "dapo": "2503.14476",
+    "eaft": "2601.02151",
     "exgrpo": "2510.02245",
     "ghpo": "2507.10628",
     "grpo": "2402.03300",
+    "gspo": "2507.18071",
     "hpt": "2509.04419",
+    "iw_opd": "2606.22600",
+    "iw_sft": "2507.12856",
     "luffy": "2504.14945",
     "luffy_clip": "2504.14945",
+    "maxrl": "2602.02710",
     "mixed": "2504.14945",
     "on_policy": "2503.20783",
     "prefix_rft": "2507.01679",
+    "prefix_rl": "2601.18795",
+    "psft": "2508.17784",
     "relift": "2506.07527",
     "rl_plus": "2508.00222",
     "rloo": "2402.14740",
+    "rlsd": "2604.03128",
     "rl_sft_loss": "2504.14945",
     "scaf": "2510.19807",
     "srft": "2506.19767",
@@ -42,10 +53,12 @@ PAPERS = {  # arXiv numbers of the methods; docs/methods.md says what is taken f
 
 def closest_recipe(config: Mapping[str, Any], sft: bool) -> tuple[str, dict[str, Any]]:
     """The name of the method recipe with the fewest settings that differ from a run's flat config, and the run's values
-    of those settings. Runs of ``luffy sft`` are ``sft``."""
+    of those settings. A run of ``luffy sft`` is the kind of SFT whose term is closest."""
     if sft:
-        return "sft", {}
-    apart = {name: _differences(config, settings) for name, settings in _recipes().items()}
+        terms = {name: _sft_term(settings) for name, settings in _recipes(sft=True).items()}
+        own = _sft_term(_over_defaults(config))
+        return min(terms, key=lambda name: (_apart(own, terms[name]), name != "sft")), {}
+    apart = {name: _differences(config, settings) for name, settings in _recipes(sft=False).items()}
     name = min(apart, key=lambda name: len(apart[name]))
     return name, {key: value for key, value in apart[name].items() if key in config}
 
@@ -56,6 +69,14 @@ def about_recipe(name: str) -> str:
     return built_in_recipes()[f"methods/{name}"]
 
 
+def _sft_term(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key in OF_SFT}
+
+
+def _apart(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> int:
+    return sum(ours.get(key) != theirs.get(key) for key in OF_SFT)
+
+
 def _differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     own = _over_defaults(config)
     apart = {key: own.get(key) for key in dict.fromkeys((*own, *settings)) if own.get(key) != settings.get(key)}
@@ -64,12 +85,13 @@ def _differences(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
 
 
 @cache
-def _recipes() -> dict[str, dict[str, Any]]:
-    """The method settings of every method recipe, flat. They are not built into a checked Config: some ask for a second
-    model that only a size or a user names."""
+def _recipes(sft: bool) -> dict[str, dict[str, Any]]:
+    """The method settings of every method recipe of RL or SFT, flat. They are not built into a checked Config: some ask
+    for a second model that only a size or a user names."""
     names = [name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")]
-    wanted = [name for name in names if name not in ("sft", SECOND_STAGE)]
-    return {name: _over_defaults(flat_config(build(Knobs, read_recipe(f"methods/{name}")))) for name in wanted}
+    built = {name: build(Knobs, read_recipe(f"methods/{name}")) for name in names if name != SECOND_STAGE}
+    wanted = {name: knobs for name, knobs in built.items() if (knobs.made_for == "sft") == sft}
+    return {name: _over_defaults(flat_config(knobs)) for name, knobs in wanted.items()}
 
 
 @cache

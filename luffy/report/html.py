@@ -24,7 +24,15 @@ from luffy.report.method_colours import with_styles
 from luffy.report.methods import Method, Styled, families, group_runs
 from luffy.report.samples import BRIEF, choose_groups, group_html
 from luffy.report.svg import crowded
-from luffy.report.tables import change_table, difference_table, final_figures, final_table, phase_table, run_table
+from luffy.report.tables import (
+    change_table,
+    difference_table,
+    final_figures,
+    final_table,
+    phase_table,
+    run_table,
+    stage_table,
+)
 from luffy.report.templates import asset, page
 from luffy.run_folder.runs import find_runs, load_runs
 
@@ -95,6 +103,7 @@ def render(
         final_table=final_table(final),
         curves=curves,
         more_curves=more_curves,
+        stage_table=stage_table(styled),
         analyses=analyses,
         phase_table=phase_table(styled),
         overlaps=any(run.config.get("async.max_staleness") for method in methods for run in method.runs),

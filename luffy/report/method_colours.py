@@ -13,10 +13,11 @@ METHODS = (
     "luffy", "on_policy", "sft", "mixed", "sft_rl", "luffy_clip", "rl_sft_loss", "grpo",
     "rl_plus", "dapo", "hpt", "exgrpo", "prefix_rft", "srft", "trapo", "relift",
     "chord", "chord_phi", "ampo", "ghpo", "scaf", "uft", "opd", "opsd", "guided", "rloo",
+    "gspo", "cispo", "maxrl", "prefix_rl", "rlsd", "iw_opd", "psft", "eaft", "iw_sft", "asft",
 )  # fmt: skip
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8498a", "#b07800", "#2f9bd6", "#4a4a4a", "#8a5a2b")
 """On light paper, as in ``components.css``; distinct for colour-blind readers too."""
-DASHES = ("", "6 3", "2 2.5", "9 3 2 3")
+DASHES = ("", "6 3", "2 2.5", "9 3 2 3", "12 2")
 """Lengths of strokes and gaps; no two methods share both colour and dash."""
 
 
@@ -33,7 +34,7 @@ def dash_of(style: int) -> str:
 def usual_style(method: Method) -> int:
     """The style of the built-in method whose settings are closest."""
     name, _ = closest_recipe(method.settings, sft=method.settings.get("command") == "sft")
-    if name == "on_policy" and first_stage(method.runs[0]) is not None:
+    if name == "on_policy" and (first_stage(method.runs[0]) is not None or len(method.runs[0].stage_names) > 1):
         name = SECOND_STAGE
     return METHODS.index(name)
 

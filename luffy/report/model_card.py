@@ -155,7 +155,7 @@ def _front_matter(facts: CardFacts, recipe: str) -> str:
         library_name=facts.library,
         license=facts.known.get("license"),
         pipeline_tag="text-generation",
-        tags=["luffy", "sft" if recipe == "sft" else "reinforcement-learning", recipe.replace("_", "-")],
+        tags=["luffy", "sft" if facts.run.kind == "sft" else "reinforcement-learning", recipe.replace("_", "-")],
         datasets=facts.datasets or None,
         **known,
     )

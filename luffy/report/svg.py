@@ -23,6 +23,7 @@ TOP, BOTTOM = 10, 36
 LETTER = 6.1  # mean width of a letter of the labels
 LABEL_GAP = 13.0  # between lines of text
 LONGEST_LABEL, LONGEST_NAME = 16, 20  # letters: beside a line, in front of a row of dots
+MOST_NAMED = 4  # borders: more would lie over each other
 MOST_LABELS = 12  # beyond that the legend of the page has to do
 FLATTEST = 0.1  # least span of the value axis, as a fraction of the values
 MARKED_POINTS = 20  # a curve with so few points shows each of them
@@ -118,10 +119,12 @@ def line_chart(
     labels_of: Sequence[str] = (),
     behind: Sequence[Line] = (),
     axis: str = "step",
+    borders: Sequence[tuple[float, str]] = (),
 ) -> Markup:
     """The chart of one metric from 0 to ``last`` on an axis of that name; ``lines`` hold at least one point.
     ``labels_of`` are the labels of all charts beside it: with the same room for them, the same step is at the same
-    place in each. Of lines ``behind``, the means are drawn, in grey and without labels."""
+    place in each. Of lines ``behind``, the means are drawn, in grey and without labels. ``borders``: places on the axis
+    with the name of what begins there."""
     ticks = value_ticks([*lines, *behind], from_zero)
     labels = tick_labels(ticks)
     named = len(lines) <= MOST_LABELS
@@ -138,6 +141,8 @@ def line_chart(
         behind=[_path(points) for points in greys if len(points) > 1],
         lines=[_drawn(line, x, y, alone=crowded(lines)) for line in lines],
         ends=_end_labels(lines, x, y) if named else [],
+        borders=[(x(at), shorten_middle(text, LONGEST_LABEL) if len(borders) <= MOST_NAMED else "")
+                 for at, text in borders if at < x.high],
     )  # fmt: skip
 
 

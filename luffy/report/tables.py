@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from luffy.report.curves import estimate
 from luffy.report.methods import Method, Styled, differing_keys, show_value
+from luffy.report.stages import stage_cells
 from luffy.report.svg import crowded
 from luffy.report.templates import PHASES, macro
 from luffy.report.text import legible, number, shorten
@@ -245,6 +246,13 @@ def change_table(methods: Sequence[Styled]) -> Markup | None:
         for key, values in changes.items()
     ]
     return macro("change_table", rows) if rows else None
+
+
+def stage_table(methods: Sequence[Styled]) -> Markup | None:
+    """A row for each stage of each run; None without stages."""
+    heads = ["Method", "Seed", "Stage", "Trained by", "Steps", "Ended when", "Handed on", "Accuracy", "Loss", "Seconds"]
+    rows = [(style, m.label, cells) for style, m in methods for run in m.runs for cells in stage_cells(run)]
+    return macro("stage_table", heads, rows) if rows else None
 
 
 def run_table(methods: Sequence[Styled]) -> Markup:

@@ -19,11 +19,11 @@ from luffy.errors import UserError
 from luffy.files import write_atomically
 from luffy.guidance.ratios import SCHEDULES
 from luffy.plugins import load_plugins
-from luffy.run_folder.layout import BEST, CONFIG, DATA, EVAL_SAMPLES, EVALUATED, METRICS, SAMPLES, SAVED, WANDB
+from luffy.run_folder.layout import BEST, CONFIG, DATA, EVAL_SAMPLES, EVALUATED, METRICS, SAMPLES, SAVED, STAGES, WANDB
 from luffy.run_folder.runs import flat_config, is_number, read_config
 
 Changes = dict[str, tuple[Any, Any]]
-RECORDS = (EVALUATED, SAVED, CONFIG, BEST, WANDB, SAMPLES, EVAL_SAMPLES, METRICS)  # of one training
+RECORDS = (EVALUATED, SAVED, STAGES, CONFIG, BEST, WANDB, SAMPLES, EVAL_SAMPLES, METRICS)  # of one training
 IGNORED = {"out", "name"}  # where the run folder is
 LENGTH = {"train.steps", "train.epochs"}  # ignored unless a schedule depends on it
 # Settings that decide what a held-out accuracy measures, with those below them.
@@ -137,6 +137,7 @@ def measures_otherwise(changes: Changes, cfg: Config) -> bool:
     """Whether held-out accuracies after the changes cannot be compared with those before."""
 
     def counts(key: str) -> bool:
+        key = re.sub(r"^stages\.[^.]+\.", "", key)
         if key == "rollout.max_tokens":
             return cfg.eval.max_tokens is None
         return any(key == knob or key.startswith(f"{knob}.") for knob in MEASURE)
@@ -162,9 +163,11 @@ def _short(value: Any) -> str:
 @dataclass(frozen=True)
 class Start:
     """How a process takes up a run. ``data``: the content of data.json. ``origin``: the run folder of the checkpoint
-    that it resumes from, its own or another run's. ``changes``: settings that differ from those before."""
+    that it resumes from, its own or another run's. ``changes``: settings that differ from those before. ``recipe``: the
+    settings to keep on record, of a run with stages those of all."""
 
     data: Mapping[str, Any]
+    recipe: Config
     origin: Path | None = None
     changes: Changes = field(default_factory=dict)
 

@@ -221,13 +221,22 @@ def _unhashed(folder: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in names.items() if name == MANIFEST or is_card(name)}
 
 
+def _only_model(checkpoint: Checkpoint) -> None:
+    """Remove the optimizer state of a checkpoint, unless it is on another disk."""
+    if not checkpoint.path.is_symlink():
+        with suppress(DamagedCheckpoint):  # named when a resume reads it; no reason to end a training
+            checkpoint.remove_optimizer()
+
+
 class CheckpointStore:
     """The checkpoints of one run: save, rotate, find the newest that is whole."""
 
-    def __init__(self, folder: Path, keep: int, keep_optimizer: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, keep: int, keep_optimizer: int | None = None, handed_on: frozenset[int] = frozenset()
+    ) -> None:
         """``keep`` checkpoints besides the best one; the newest ``keep_optimizer`` of them (None: all) keep optimizer
-        state."""
-        self.folder, self.keep, self.keep_optimizer = folder, keep, keep_optimizer
+        state. Steps that stages ``handed_on`` stay too, as models alone."""
+        self.folder, self.keep, self.keep_optimizer, self.handed_on = folder, keep, keep_optimizer, handed_on
 
     def __iter__(self) -> Iterator[Checkpoint]:
         """Complete checkpoints, newest first."""
@@ -324,17 +333,17 @@ class CheckpointStore:
         return own
 
     def rotate(self, best_step: int | None) -> None:
-        """Keep the newest ``keep`` and the best."""
+        """Keep the newest ``keep``, the best, and what stages handed on."""
         for checkpoint in list(self)[self.keep :]:
-            if checkpoint.step != best_step:
+            if checkpoint.step in self.handed_on:
+                _only_model(checkpoint)
+            elif checkpoint.step != best_step:
                 _delete(checkpoint.path)
 
     def _remove_optimizers(self) -> None:
         """Remove optimizer state from all but the newest ``keep_optimizer``; a link belongs to another disk."""
         for checkpoint in [] if self.keep_optimizer is None else list(self)[self.keep_optimizer :]:
-            if not checkpoint.path.is_symlink():
-                with suppress(DamagedCheckpoint):  # named when a resume reads it; no reason to end a training
-                    checkpoint.remove_optimizer()
+            _only_model(checkpoint)
 
     def newest_whole(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that passes its manifest and has optimizer state, None if there is no checkpoint.

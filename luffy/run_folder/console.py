@@ -21,6 +21,7 @@ FIELDS = (
     ("sft loss", "actor/sft_loss", "{:.3f}"),
     ("entropy", "actor/entropy_loss", "{:.3f}"),
     ("held-out", "val-core/accuracy", "{:.3f}"),
+    ("held-out loss", "val-traces/loss", "{:.3f}"),
     ("length", "response_length/mean", "{:.0f}"),
     ("sft buffer", "method/sft_buffer", "{:.0f}"),
     ("trained tok/s", "perf/throughput", "{:,.0f}"),
@@ -150,7 +151,10 @@ class RunView:
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """Show an evaluation before the first step, or one deferred to a resume."""
-        self.say(f"{self.name}  step {step}/{self.total}  held-out {values['val-core/accuracy']:.3f}")
+        found = [
+            f"{label} {form.format(values[key])}" for label, key, form in FIELDS if key in values and "val-" in key
+        ]
+        self.say("  ".join([f"{self.name}  step {step}/{self.total}", *found]))
 
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)

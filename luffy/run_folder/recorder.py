@@ -83,10 +83,13 @@ def read_json_lines(path: Path, **kinds: type) -> list[dict[str, Any]]:
 
 
 class Recorder:
-    """``start_step`` is the last step already done: rows after it (of a run that was killed) are dropped."""
+    """``start_step`` is the last step already done: rows after it (of a run that was killed) are dropped. ``also``
+    stands in every row of the metrics."""
 
-    def __init__(self, cfg: Config, start_step: int, warn: Callable[[str], None]) -> None:
-        self.warn, folder = warn, cfg.folder
+    def __init__(
+        self, cfg: Config, start_step: int, warn: Callable[[str], None], also: Mapping[str, str] | None = None
+    ) -> None:
+        self.warn, self.also, folder = warn, also or {}, cfg.folder
         self.metrics = JsonLinesWriter(folder / METRICS, start_step)
         self.samples = JsonLinesWriter(folder / SAMPLES, start_step, DENSE, by_head=True)
         self.eval_samples = JsonLinesWriter(folder / EVAL_SAMPLES, start_step, DENSE, by_head=True)
@@ -102,7 +105,7 @@ class Recorder:
             self.warn(f"{name} is off: {type(error).__name__}: {error}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self.metrics.write([{"step": step, "time": round(time.time(), 3), **values}])
+        self.metrics.write([{"step": step, "time": round(time.time(), 3), **self.also, **values}])
         for name, tracker in list(self.trackers.items()):
             try:
                 tracker.log(step, values)

@@ -141,9 +141,14 @@ class RunRecord:
         return int(self.rows[-1]["step"])
 
     @property
+    def stage_names(self) -> list[str]:
+        """The stages of the run in their order, also those that have not begun; none of a plain run."""
+        return list(dict.fromkeys(key.split(".")[1] for key in self.config if key.startswith("stages.")))
+
+    @property
     def planned_steps(self) -> int | None:
         value = self.config.get("train.steps")
-        return value if isinstance(value, int) else None
+        return value if isinstance(value, int) and not self.stage_names else None
 
     @property
     def unfinished(self) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from luffy.config import Config
 from luffy.learn.credit import ScoredTokens, credit, credit_metrics, needs_of, uncredited
 from luffy.metrics import Sum
 from luffy.step.batch import StepBatch
 from luffy.step.run_state import Run
+from luffy.types import Sample
 
 
 def give_credit(run: Run, batch: StepBatch) -> None:
@@ -26,11 +29,12 @@ def give_credit(run: Run, batch: StepBatch) -> None:
 
 def needed_log_probs(cfg: Config, problems: int) -> tuple[range, bool]:
     """For which groups of a step the policy's log-probs before the update are computed, and whether those of the
-    reference are, for a KL term. The policy's: for all groups where the KL in the reward or the credit function asks
-    for them, else for those after the first mini-batch, in which old is current. Gradients through importance weights
-    (``importance_detach: false``) would flow in the first mini-batch alone, so then all have old log-probs."""
+    reference are, for a KL term or the weights of an SFT term. The policy's: for all groups where the KL in the reward
+    or the credit function asks for them, else for those after the first mini-batch, in which old is current. Gradients
+    through importance weights (``importance_detach: false``) would flow in the first mini-batch alone, so then all have
+    old log-probs."""
     a = cfg.algorithm
-    need_ref = a.kl_coef > 0
+    need_ref = a.kl_coef > 0 or a.sft_weight.part.needs_reference
     mini_batches = max(1, min(cfg.batch.updates, problems))
     if (need_ref and a.kl_in == "reward") or needs_of(a) or (mini_batches > 1 and not a.importance_detach):
         return range(problems), need_ref
@@ -70,3 +74,27 @@ def score_tokens(run: Run, batch: StepBatch) -> list[list[ScoredTokens]]:
     taught = [None] * count if run.teacher is None else run.teacher.score(groups)
     tokens = iter([ScoredTokens(o, r, entropy, t) for (o, entropy), r, t in zip(old, ref, taught, strict=True)])
     return [[next(tokens) for _ in group.rollouts] for group in groups]
+
+
+def score_traces(run: Run, batch: StepBatch) -> None:
+    """SFT: log-probs of the traces before the update, after the first mini-batch, and under the reference, where the
+    SFT term reads them."""
+    a, updates = run.cfg.algorithm, max(1, min(run.cfg.batch.updates, batch.size))
+    compares = a.sft_reshape.part.compared and updates > 1
+    if not (compares or a.sft_weight.part.needs_reference):
+        return
+    with batch.watch("old_log_probs"):
+        if compares:
+            later = {i: of for i, of in batch.samples.items() if i >= batch.size // updates}
+            scores = iter(run.policy.log_probs([s for of in later.values() for s in of]))
+            batch.samples |= {i: [replace(s, old_log_probs=next(scores)) for s in of] for i, of in later.items()}
+        scored = iter(with_reference(run, [s for of in batch.samples.values() for s in of]))
+        batch.samples = {i: [next(scored) for _ in of] for i, of in batch.samples.items()}
+
+
+def with_reference(run: Run, traces: list[Sample]) -> list[Sample]:
+    """Traces of an SFT step with log-probs under the reference, if the SFT term weighs them by these."""
+    if not run.cfg.algorithm.sft_weight.part.needs_reference:
+        return traces
+    scores = run.policy.reference_log_probs(traces, run.reference)
+    return [replace(trace, ref_log_probs=ref) for trace, ref in zip(traces, scores, strict=True)]

@@ -53,13 +53,13 @@ def settle(run: Run, batch: StepBatch) -> None:
     """Number the groups once all are there. Raises AllStopped if the reward failed on all of them, or if
     ``oversample_rounds`` batches left too few."""
     wanted, rounds = run.cfg.batch.problems, run.cfg.algorithm.oversample_rounds
-    stop_if_nothing_was_scored(batch.final.values(), run.world, f"step {batch.step + 1}")
+    stop_if_nothing_was_scored(batch.final.values(), run.world, f"step {run.progress.step + 1}")
     _judge_reward(run, batch.step, batch.final)
     if rounds and len(batch.kept) < wanted:
         raise AllStopped(
-            f"stopped at step {batch.step + 1}: after {rounds} extra batches only {len(batch.kept)} of {wanted} groups "
-            f"have unequal rewards and lie in the band of accuracy; the problems are too easy or too hard for the "
-            f"policy: raise algorithm.oversample_rounds, lower batch.problems, or set "
+            f"stopped at step {run.progress.step + 1}: after {rounds} extra batches only {len(batch.kept)} of {wanted} "
+            f"groups have unequal rewards and lie in the band of accuracy; the problems are too easy or too hard for "
+            f"the policy: raise algorithm.oversample_rounds, lower batch.problems, or set "
             f"algorithm.oversample_rounds=0 to train on what is left"
         )
     batch.number(wanted if rounds else None)

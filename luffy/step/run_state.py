@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from luffy.config import Config
+from luffy.config import Config, Method
 from luffy.conversations import Conversations
 from luffy.data import ProblemSampler
 from luffy.distributed.replica import Replica
@@ -22,6 +22,7 @@ from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
 from luffy.run_folder.console import RunView
 from luffy.run_folder.saved_state import Progress
+from luffy.run_folder.stages import Span
 from luffy.run_folder.timing import Stopwatch
 from luffy.seeds import seed_of
 from luffy.step.batch import StepBatch
@@ -31,7 +32,6 @@ from luffy.step.prefetch import Prefetcher
 from luffy.step.tasks import TaskSet
 from luffy.types import Task
 
-Method = Literal["rl", "sft"]
 Stages = Iterator[Literal["gated", "rejected", "credited"]]  # of a step: where it pauses (training_step.py)
 Begun = tuple[StepBatch, Stages]
 
@@ -98,6 +98,8 @@ class Run:
     conversations: Conversations | None = None  # what episodes with an environment are played with
 
     progress: Progress = field(default_factory=Progress)
+    span: Span | None = None  # in a run with stages: which one, and where it lies
+    ended_at: int | None = None  # step at which the stage ends, if before ``total_steps``
     data_position: dict[str, int] = field(default_factory=dict)  # the sampler's state where the next step begins
     has_judged_reward: bool = False  # whether the scores of this process's first step were compared with reward.success
     _trace_rewards: dict[str, list[float]] = field(default_factory=dict)
@@ -106,12 +108,22 @@ class Run:
         self.data_position = self.sampler.state_dict()
 
     @property
+    def first(self) -> int:
+        """Steps of earlier stages; those of a batch, of seeds and of schedules are counted without them."""
+        return 0 if self.span is None else self.span.first
+
+    @property
+    def last_step(self) -> int:
+        planned = self.first + self.total_steps
+        return planned if self.ended_at is None else min(planned, self.ended_at)
+
+    @property
     def is_finished(self) -> bool:
-        return self.progress.step >= self.total_steps
+        return self.progress.step >= self.last_step
 
     def is_due(self, step: int, every: int) -> bool:
         """Whether something that happens every ``every`` steps (0: never) and at the last one is due at ``step``."""
-        return step == self.total_steps or (every > 0 and step % every == 0)
+        return step == self.last_step or (every > 0 and (step - self.first) % every == 0)
 
     def seed_dropout(self, step: int) -> None:
         """Seed torch for a step: the same after a resume, and another on every rank."""

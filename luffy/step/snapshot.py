@@ -32,6 +32,7 @@ def state_of(run: Run, base: str | None) -> dict[str, Any]:
         "traces": trace_numbering(run),
         "model": model_kind(run.cfg) | ({} if base is None else {"base": base}),
         "date": run.cfg.data.date,
+        **({} if run.span is None else {"stage": run.span.stage.name}),
     }
 
 

@@ -83,7 +83,7 @@ def load_training_tasks(cfg: Config, encoder: Encoder, *, sft: bool) -> TaskSet:
     gate = find_gate(cfg.guidance.gate)
     hinted = not sft and gate is not None and gate.uses_hints
     guided = sft or uses_traces(cfg)
-    problems = _load(cfg, cfg.data.train, cfg.data.split, limit=cfg.data.limit, require_answer=not sft)
+    problems = load_problems_of(cfg, cfg.data.train, cfg.data.split, limit=cfg.data.limit, require_answer=not sft)
     vocabulary = _exceeded_vocabulary(cfg.model, encoder)
     usable, with_traces, with_hints = [], 0, 0
     prompt_hashes = array("Q")
@@ -175,7 +175,7 @@ def load_eval_tasks(cfg: Config, encoder: Encoder) -> dict[str, list[Task]]:
 
 def _load_eval_set(cfg: Config, path: Any, encoder: Encoder) -> list[Task]:
     mapped = replace(cfg, data=replace(cfg.data, columns=without_traces(cfg.data.columns)))
-    problems = _load(mapped, path, cfg.data.eval_split, limit=cfg.eval.limit, require_answer=True)
+    problems = load_problems_of(mapped, path, cfg.data.eval_split, limit=cfg.eval.limit, require_answer=True)
     tasks = list(encoder.encode_all(replace(problem, traces=()) for problem in problems))
     usable = [task for task in tasks if task is not None]
     if not usable:
@@ -186,7 +186,8 @@ def _load_eval_set(cfg: Config, path: Any, encoder: Encoder) -> list[Task]:
     return usable
 
 
-def _load(cfg: Config, path: Any, split: str, *, limit: int | None, require_answer: bool) -> ProblemDataset:
+def load_problems_of(cfg: Config, path: Any, split: str, *, limit: int | None, require_answer: bool) -> ProblemDataset:
+    """The problems of a file of the run, read as its config says."""
     d = cfg.data
     return load_problems(
         list(path) if isinstance(path, tuple) else path,

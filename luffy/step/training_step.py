@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from luffy.run_folder.timing import Stopwatch
 from luffy.step.batch import StepBatch
-from luffy.step.crediting import give_credit
+from luffy.step.crediting import give_credit, score_traces
 from luffy.step.draws import draw, draw_traces, plan
 from luffy.step.gating import gate
 from luffy.step.play import play
@@ -48,6 +48,7 @@ def sft_step(run: Run, batch: StepBatch) -> Stages:
     """One step of SFT: a trace of each of the next problems."""
     with batch.watch("plan"):
         draw_traces(run, batch)
+    score_traces(run, batch)
     remember(run, batch)
     yield "credited"
     update(run, batch)

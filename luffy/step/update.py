@@ -10,6 +10,7 @@ from luffy.learn.optim import lr_at
 from luffy.learn.policy import NonFiniteUpdate
 from luffy.metrics import Max, Metric, Sum, merge_metrics
 from luffy.step.batch import StepBatch
+from luffy.step.crediting import with_reference
 from luffy.step.draws import lessons
 from luffy.step.run_state import Run
 from luffy.step.sample_rows import write_bad_step
@@ -21,7 +22,8 @@ def remember(run: Run, batch: StepBatch) -> None:
     memory = run.memory
     if memory.replay is not None:
         run.policy.remove_clip(run.cfg.algorithm.remove_clip and memory.replay.begun)
-    run.progress.step, run.data_position, memory.in_flight = batch.step + 1, batch.sampler, batch.in_flight
+    run.data_position, memory.in_flight = batch.sampler, batch.in_flight
+    run.progress.step += 1
     run.progress.problems += run.cfg.batch.problems
     memory.remember(batch.attempts)
     batch.lessons = lessons(run)
@@ -40,7 +42,7 @@ def update(run: Run, batch: StepBatch) -> None:
         if run.teacher is not None:
             run.teacher.follow()
     with batch.watch("sync"):
-        run.sync(run.progress.step)
+        run.sync(batch.step + 1)
     batch.metrics = merge_metrics(parts)
 
 
@@ -49,7 +51,7 @@ def updates(run: Run, batch: StepBatch, lr: float) -> Iterator[Callable[[], dict
     for mini in batch.mini_batches(run.cfg.batch.updates):
         yield partial(run.policy.update, mini, lr)
     for traces in batch.lessons:
-        yield partial(run.policy.sft_update, traces)
+        yield partial(run.policy.sft_update, with_reference(run, traces))
 
 
 def skip_update(run: Run, batch: StepBatch, error: NonFiniteUpdate) -> dict[str, Metric]:

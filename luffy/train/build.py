@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from luffy.config import Config, check_made_for
+from luffy.config import Config, Method, check_made_for
 from luffy.conversations import build_conversations
-from luffy.data import ProblemSampler
+from luffy.data import Encoder, ProblemSampler
 from luffy.distributed.shard import local_world_size
 from luffy.distributed.world import World
 from luffy.errors import UserError
@@ -33,14 +33,17 @@ from luffy.run_folder.changes import Changes, Start, compare, measures_otherwise
 from luffy.run_folder.checkpoint import Checkpoint, CheckpointStore, find_checkpoint
 from luffy.run_folder.lock import lock_folder
 from luffy.run_folder.saved_state import Progress
+from luffy.run_folder.stages import Span
 from luffy.run_folder.timing import Stopwatch
 from luffy.run_folder.trackers import check_trackers
 from luffy.step.crediting import detach_notice
+from luffy.step.held_out_traces import hold_out_traces
 from luffy.step.memory import MethodMemory
 from luffy.step.prefetch import Prefetcher
-from luffy.step.run_state import Begun, Messages, Method, Run
+from luffy.step.run_state import Begun, Messages, Run
 from luffy.step.snapshot import progress_of, restore, state_of, tensors_of
 from luffy.step.tasks import (
+    TaskSet,
     build_encoder,
     equal_prompts,
     left_out,
@@ -53,20 +56,24 @@ from luffy.train import setup
 from luffy.train.build_engines import Engines, no_schedule
 from luffy.train.held_out import HeldOut, read_evaluated
 from luffy.train.saving import Saver
+from luffy.train.stage_end import StageEnd
 from luffy.train.weights import Export, base_of, load_weights, with_template
+from luffy.types import Sample
 
 Data = dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
 class Built:
-    """A training ready for its next step. ``closing`` ends its processes and threads and releases the run folder."""
+    """A training ready for its next step. ``closing`` ends its processes and threads and releases the run folder;
+    ``end`` decides when its stage ends, in a run with stages."""
 
     run: Run
     held_out: HeldOut
     saver: Saver
     start: Start
     closing: ExitStack
+    end: StageEnd | None = None
 
 
 def build(
@@ -77,50 +84,65 @@ def build(
     allow_changed_data: bool,
     announce: Callable[[str], None] = lambda doing: None,
     on_save: Callable[[Path], None] = lambda folder: None,
+    span: Span | None = None,
 ) -> Built:
     """Build a new run, or restore one from the checkpoint that ``resume`` (auto, never or a path) names. It holds the
-    lock of the run folder until ``closing.close()``. ``announce`` hears what is being done."""
+    lock of the run folder until ``closing.close()``. ``announce`` hears what is being done. ``span``: of a run
+    with stages, which one it is."""
     check_made_for(cfg, method)
     use_threads(cfg.train.threads)
     with ExitStack() as closing:
         world.on_main(lambda: _lock(cfg, world, closing))
         messages = Messages(notices=world.on_main(lambda: check_trackers(cfg)))
-        store = CheckpointStore(cfg.folder / "checkpoints", cfg.train.keep, cfg.train.keep_optimizer)
-        checkpoint = world.on_main(lambda: find_checkpoint(cfg, store, resume, messages.notices.append))
-        run, held_out, data, base = _assemble(cfg, method, world, checkpoint, messages, closing, announce)
+        handed_on = frozenset() if span is None else span.handed_on
+        store = CheckpointStore(cfg.folder / "checkpoints", cfg.train.keep, cfg.train.keep_optimizer, handed_on)
+        checkpoint = world.on_main(
+            lambda: _of_stage(find_checkpoint(cfg, store, resume, messages.notices.append), span)
+        )
+        run, held_out, data, base = _assemble(cfg, method, world, checkpoint, messages, closing, announce, span)
         announce("restoring the state of the run" if checkpoint is not None else "beginning")
         own = checkpoint is not None and restore(run, checkpoint, allow_changed_data)
         start = _start(run, held_out, data, checkpoint, own)
         if run.engines.replica is not None:  # made before the masters of a checkpoint were there
-            run.sync(run.progress.step)
+            run.sync(run.progress.step - run.first)
             if world.joined and cfg.parallel.check_gradients:
                 check_gradients(run.policy, run.engines.replica.model)
         messages.notices += _notices(run, held_out, data)
         saver = _saver(run, store, base, closing, on_save)
+        saver.by_loss = held_out.by_loss
         world.on_main(lambda: remove_unfinished(cfg.folder))
         world.on_main(lambda: saver.take_up(run.progress))
-        return Built(run, held_out, saver, start, closing.pop_all())
+        end = None if span is None else StageEnd.of(span, world, cfg.folder, run.progress.step)
+        return Built(run, held_out, saver, start, closing.pop_all(), end)
+
+
+def _of_stage(checkpoint: Checkpoint | None, span: Span | None) -> Checkpoint | None:
+    """The checkpoint, unless it is of an earlier stage."""
+    return None if checkpoint is None or (span is not None and checkpoint.step <= span.first) else checkpoint
 
 
 def _start(run: Run, held_out: HeldOut, data: Data, checkpoint: Checkpoint | None, own: bool) -> Start:
     """How the run begins, with notices of what changed since the checkpoint. ``own``: whether the checkpoint is this
     run's. Reads the evaluations on record and settles which step is the best so far."""
     cfg, world, step = run.cfg, run.world, run.progress.step
-    if step and not own:
+    recipe = (
+        cfg if run.span is None else replace(run.span.recipe, data=replace(run.span.recipe.data, date=cfg.data.date))
+    )
+    if checkpoint is not None and not own:
         run.messages.notices += world.on_main(lambda: set_records_aside(cfg.folder, step))
     held_out.evaluated = world.on_main(lambda: read_evaluated(cfg.folder, step))
     if checkpoint is None:
-        return Start(data)
+        return Start(data, recipe)
     origin = cfg.folder if own else checkpoint.run_folder
     changes: Changes = {}
     if origin is not None:
-        changes, notices = world.on_main(lambda: compare(cfg, run.method, step, origin))
+        changes, notices = world.on_main(lambda: compare(recipe, run.method, step, origin))
         run.messages.notices += notices
     if not own or measures_otherwise(changes, cfg):
         run.progress.forget_best()
     elif cfg.train.keep_best:  # an evaluation may have been deferred until after the checkpoint was taken
         run.progress.note_best(held_out.evaluated.get(step))
-    return Start(data, origin, changes)
+    return Start(data, recipe, origin, changes)
 
 
 def _notices(run: Run, held_out: HeldOut, data: Data) -> list[str]:
@@ -157,6 +179,7 @@ def _assemble(
     messages: Messages,
     closing: ExitStack,
     announce: Callable[[str], None],
+    span: Span | None,
 ) -> tuple[Run, HeldOut, Data, str | None]:
     """The run, its held-out sets, the content of data.json, and with LoRA the fingerprint of the base model."""
     setup.check_names(cfg, method)
@@ -166,10 +189,12 @@ def _assemble(
     cfg = world.from_main(with_date(cfg, tokenizer, saved))
     if cfg.data.date is not None:
         messages.facts.append(f"prompts are dated {cfg.data.date} (data.date)")
-    tasks = load_training_tasks(cfg, build_encoder(cfg, tokenizer), sft=method == "sft")
-    encoder = build_encoder(cfg, tokenizer)  # its counts begin anew
+    encoder = build_encoder(cfg, tokenizer)  # it counts what is held out alone
+    tasks, traces = load_tasks(cfg, method, build_encoder(cfg, tokenizer), encoder)
     eval_tasks = load_eval_tasks(cfg, encoder)
-    steps = total_steps(cfg, len(tasks), progress_of(cfg, saved))
+    first = 0 if span is None else span.first
+    done = progress_of(cfg, saved)
+    steps = total_steps(cfg, len(tasks), replace(done, step=max(done.step - first, 0)))
     device = pick_device(cfg.model.device)
     verifier = _verifier(cfg, device, world, closing) if method == "rl" or eval_tasks else None
     torch.manual_seed(cfg.seed)
@@ -182,27 +207,40 @@ def _assemble(
     announce(f"starting the rollout engine ({cfg.rollout.engine})")
     engines = Engines(cfg, method, model, device, world, messages.warn)
     closing.callback(engines.current.close)
-    engines.current.sync(0 if checkpoint is None else checkpoint.step)
+    engines.current.sync(0 if checkpoint is None else checkpoint.step - first)
     watch = Stopwatch()
     policy = Policy(model, cfg, temperature=1.0 if method == "sft" else None, world=world, watch=watch)
+    reference = _reference(cfg, method, policy, tokenizer, device)
+    policy.anchor = reference
     has_teacher = method == "rl" and cfg.teacher.is_there
     engine, before_step = engines.for_rollouts(tokenizer, steps) if method == "rl" else (engines.current, no_schedule)
     run = Run(
         cfg=cfg, method=method, world=world, messages=messages, watch=watch,
         tokenizer=tokenizer, eos_ids=end_of_text, tasks=tasks, total_steps=steps, model=model, policy=policy,
-        reference=_reference(cfg, method, policy, tokenizer, device),
+        reference=reference,
         teacher=build_teacher(cfg, policy, tokenizer, tasks.encoder, device, messages.warn) if has_teacher else None,
         engines=engines, engine=engine, before_step=before_step,
         prefetcher=_prefetcher(cfg, method, engines, steps, policy, closing), verifier=verifier,
         sampler=ProblemSampler(len(tasks), cfg.seed), planner=build_planner(cfg, steps, end_of_text, tokenizer),
         gate=find_gate(cfg.guidance.gate), memory=MethodMemory(cfg, len(tasks)),
-        conversations=build_conversations(cfg, encoder),
+        conversations=build_conversations(cfg, encoder), progress=Progress(step=first),
+        span=span, ended_at=None if span is None or span.ending is None else span.ending.step,
     )  # fmt: skip
-    held_out = HeldOut(cfg, world, eval_tasks, engines.current, verifier, tokenizer, end_of_text, run.conversations)
+    messages.facts += [] if span is None or checkpoint is not None else span.told
+    by_loss = bool(traces) and (not eval_tasks if span is None else span.stage.by_loss)
+    held_out = HeldOut(
+        cfg, world, eval_tasks, engines.current, verifier, tokenizer, end_of_text, run.conversations, traces,
+        policy.log_probs, by_loss,
+    )  # fmt: skip
     sizes = {name: len(of_set) for name, of_set in eval_tasks.items()}
     machine = {"processes": world.size, "gpus": world.size if device == "cuda" else 0}
     data = {"train": tasks.report, "eval": dict(encoder.counts), "held_out": sizes, "run": machine}
     return run, held_out, data, base
+
+
+def load_tasks(cfg: Config, method: str, encoder: Encoder, of_held_out: Encoder) -> tuple[TaskSet, list[Sample]]:
+    """The training problems, and the held-out traces, which ``of_held_out`` encodes."""
+    return hold_out_traces(cfg, load_training_tasks(cfg, encoder, sft=method == "sft"), of_held_out)
 
 
 def _verifier(cfg: Config, device: str, world: World, closing: ExitStack) -> Verifier:
@@ -243,8 +281,8 @@ def _prefetcher(
 
 
 def _reference(cfg: Config, method: Method, policy: Policy, tokenizer: Any, device: str) -> TokenScorer | None:
-    """The model that a KL term compares with; with LoRA it is the policy without its adapters."""
-    if method == "sft" or not cfg.loads_reference:
+    """The model that a KL or SFT term compares with; with LoRA it is the policy without its adapters."""
+    if not cfg.loads_reference(method):
         return None
     m = cfg.model
     model = load_model(m.reference or m.path, m.dtype, "cpu" if policy.world.joined else device, m.trust_remote_code)

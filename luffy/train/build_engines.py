@@ -174,7 +174,7 @@ def scores_of(model: nn.Module, temperature: float, budget: int) -> Score:
         found = [torch.empty(0)] * len(samples)
         with torch.no_grad(), evaluating(model):
             for batch in pack(samples, budget, None, 1, share=scorer.shares_prompts):
-                log_probs, _ = scorer(batch.to(device), temperature)
+                log_probs = scorer(batch.to(device), temperature).log_prob
                 for i, part in zip(batch.order, log_probs.cpu().split(batch.response_lengths), strict=True):
                     found[i] = part
         return found

@@ -7,10 +7,13 @@ without it metrics.jsonl is read.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from luffy.config import Config, EvalConfig
 from luffy.distributed.world import World
@@ -23,9 +26,9 @@ from luffy.run_folder.recorder import read_json_lines
 from luffy.seeds import seed_of
 from luffy.step.groups import component_metrics, environment_metrics, failure_metrics, stop_if_nothing_was_scored
 from luffy.step.play import Conversations, Player
-from luffy.types import Group, Sampling, Task
+from luffy.types import Group, Sample, Sampling, Task
 
-ACCURACY = "val-core/accuracy"
+ACCURACY, LOSS = "val-core/accuracy", "val-traces/loss"
 
 Count = Callable[[int, int], None]
 Seen = Callable[[str, list[Group]], None]
@@ -33,8 +36,12 @@ Seen = Callable[[str, list[Group]], None]
 
 @dataclass
 class HeldOut:
-    """The held-out sets by name ("core" is data.eval) and what evaluates them. ``engine`` has the newest weights;
-    ``evaluated`` is the accuracy by step, of the evaluations on record."""
+    """The held-out sets by name ("core" is data.eval) and what evaluates them. ``engine`` has the newest weights.
+
+    ``traces`` are held out too, of which ``log_probs`` gives the log-probs of their tokens. ``evaluated`` is the score
+    by step, of the evaluations on record: the accuracy, or with ``by_loss`` the mean probability of a token of
+    ``traces``.
+    """
 
     cfg: Config
     world: World
@@ -44,11 +51,18 @@ class HeldOut:
     tokenizer: Any
     eos_ids: tuple[int, ...]
     conversations: Conversations | None = None
+    traces: Sequence[Sample] = ()
+    log_probs: Callable[[Sequence[Sample]], Sequence[Tensor]] = lambda samples: ()
+    by_loss: bool = False
     evaluated: dict[int, float] = field(default_factory=dict)
 
     def lacks(self, step: int) -> bool:
-        """Whether there are held-out problems and no evaluation of ``step`` on record."""
-        return bool(self.sets) and step not in self.evaluated
+        """Whether something is held out and there is no evaluation of ``step`` on record."""
+        return self.is_there and step not in self.evaluated
+
+    @property
+    def is_there(self) -> bool:
+        return bool(self.sets or self.traces)
 
     def evaluate(
         self,
@@ -63,7 +77,7 @@ class HeldOut:
         ``count`` is called with (done, total) from time to time and may raise to end the evaluation. ``seen`` gets the
         name of each set and the groups that this rank generated.
         """
-        metrics: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = self.trace_loss() if self.traces else {}
         for name, tasks in self.sets.items():
             count(0, len(tasks))  # may end the evaluation before it begins the set
             of_set, groups = self.evaluate_set(name, tasks, step, cfg or self.cfg.eval, count)
@@ -72,6 +86,12 @@ class HeldOut:
             if seen is not None:
                 seen(name, groups)
         return self.world.merge(metrics)
+
+    def trace_loss(self) -> dict[str, Metric]:
+        """Mean negative log-likelihood of a token of the held-out traces; this rank takes every n-th trace."""
+        found = self.log_probs(self.traces[self.world.rank :: self.world.size])
+        total = math.fsum(-float(log_probs.double().sum()) for log_probs in found)
+        return {LOSS: Mean(total, sum(log_probs.numel() for log_probs in found))}
 
     def evaluate_set(
         self, name: str, tasks: Sequence[Task], step: int, cfg: EvalConfig, count: Count
@@ -103,14 +123,20 @@ class HeldOut:
         return metrics, groups
 
     def note(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep the accuracy among the recorded metrics of a step, if there is one."""
-        if ACCURACY in values:
-            self.evaluated[step] = values[ACCURACY]
+        """Keep the score among the recorded metrics of a step, if there is one."""
+        metric = LOSS if self.by_loss else ACCURACY
+        if metric in values:
+            self.evaluated[step] = math.exp(-values[LOSS]) if self.by_loss else values[ACCURACY]
             self.write()
 
     def write(self) -> None:
-        if self.world.is_main and self.sets:
+        if self.world.is_main and self.is_there:
             write_atomically(self.cfg.folder / EVALUATED, json.dumps(self.evaluated))
+
+
+def loss_of(score: float) -> float:
+    """The loss whose mean probability of a token is ``score``."""
+    return -math.log(score) if score > 0 else math.inf
 
 
 def read_evaluated(folder: Path, through_step: int) -> dict[int, float]:

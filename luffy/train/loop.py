@@ -13,20 +13,20 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from rich.console import Console
 
-from luffy.config import Config, EvalConfig
+from luffy.config import Config, EvalConfig, Method
 from luffy.distributed.world import World
 from luffy.errors import AllStopped, Interrupted, StopRequested, TrainingStopped, UserError
 from luffy.learn.activations import out_of_memory_advice
 from luffy.metrics import Metric
 from luffy.run_folder.console import setting_up, was_idle
 from luffy.run_folder.saved_state import Progress
+from luffy.run_folder.stages import Span
 from luffy.step.batch import StepBatch
-from luffy.step.run_state import Method
 from luffy.step.training_step import ignore, take_step
 from luffy.train.build import build
 from luffy.train.recording import Records, Rows, idle_notice, throughput
@@ -60,13 +60,17 @@ class Trainer:
         world: World | None = None,
         on_step: Callable[[int, dict[str, float]], None] = lambda step, values: None,
         console: Console | None = None,
+        span: Span | None = None,
     ) -> None:
+        if cfg.stages and span is None:
+            raise UserError("this config has stages: train it with luffy train, or api.train_stages")
         self.on_step, self.console = on_step, console
         world = world or World()
         with setting_up(cfg.name, console, world.is_main) as announce:
-            built = build(cfg, method, world, resume, allow_changed_data, announce, self.on_save)
+            built = build(cfg, method, world, resume, allow_changed_data, announce, self.on_save, span)
         self.run, self.held_out, self.saver, self.start = built.run, built.held_out, built.saver, built.start
         self._closing, self._stop = built.closing, StopRequest(world)
+        self._end = built.end
 
     @property
     def cfg(self) -> Config:
@@ -164,23 +168,40 @@ class Trainer:
             raise
         speed = throughput(metrics, time.perf_counter() - started)
         step = run.progress.step
-        if self.held_out.sets and run.is_due(step, run.cfg.eval.every):
+        if self._end is not None and self._end.is_out_of_time(speed["timing_s/step"]):
+            self._end_stage("seconds")
+        if self.held_out.is_there and run.is_due(step, run.cfg.eval.every):
             metrics |= self._evaluate_or_save(records, metrics, speed)
         values = records.log(metrics, speed)
-        self.held_out.note(step, values)
+        self._note_evaluation(step, values)
         if self._note_best() or run.is_due(step, run.cfg.train.save_every):
             with run.watch("save"):
                 self.saver.save(run.progress)
         return values
 
+    def _note_evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Keep the scores of a step, and end its stage if they no longer improve."""
+        self.held_out.note(step, values)
+        if self._end is not None:
+            self._end.note(step, values)
+            if step in self.held_out.evaluated and self._end.is_flat(self.held_out.evaluated):
+                self._end_stage(self._end.knobs.until)
+
+    def _end_stage(self, reason: str) -> None:
+        """Make this step the last of the stage, which is on record before its checkpoint is."""
+        assert self._end is not None
+        if not self.is_finished:
+            self._end.decide(self.progress.step, reason)
+            self.run.ended_at = self.progress.step
+
     def step(self, records: Records | None = None) -> StepBatch:
         """One rollout batch (or batch of traces) and its optimizer steps; nothing is evaluated or saved."""
         run, step = self.run, self.run.progress.step
-        run.seed_dropout(step)
+        run.seed_dropout(step - run.first)
         rows: Rows = []
         observe = ignore if records is None else lambda batch: rows.extend(records.rows_of(batch))
         try:
-            batch = take_step(run, step, observe)
+            batch = take_step(run, step - run.first, observe)
         except Exception:
             if run.progress.step == step:  # no update was made: the run can go on from the step before
                 run.rewind()
@@ -219,7 +240,7 @@ class Trainer:
             metrics = self.evaluate(records=records)
         except EvaluationInterrupted:
             raise self._stop.error(step) from None
-        self.held_out.note(step, records.log_evaluation(metrics))
+        self._note_evaluation(step, records.log_evaluation(metrics))
         if run.world.on_main(lambda: self.saver.has(step)) and self._note_best():
             run.world.on_main(lambda: self.saver.tidy(run.progress))
 
@@ -261,7 +282,7 @@ class Trainer:
         """Shut down engine and verifier, finish saving, release the run folder."""
         self._closing.close()
 
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

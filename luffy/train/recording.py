@@ -27,12 +27,13 @@ class Records:
         if run.world.is_main:
             if not run.progress.step:
                 run.messages.notices += set_records_aside(run.cfg.folder, 0)
-            write_settings(run.cfg, run.progress.step, start)
-            self.recorder = Recorder(run.cfg, run.progress.step or -1, run.messages.notices.append)
-            self.view = RunView(run.cfg.name, run.total_steps, run.progress.step, console)
+            write_settings(start.recipe, run.progress.step, start)
+            stage = {} if run.span is None else {"stage": run.span.stage.name}
+            self.recorder = Recorder(run.cfg, run.progress.step or -1, run.messages.notices.append, stage)
+            self.view = RunView(run.cfg.name, run.last_step, run.progress.step, console)
             self.recorder.warn, run.watch.on_phase = self.view.warn, self.view.phase
         else:
-            self.view = RunView(run.cfg.name, run.total_steps, 0, Console(quiet=True))
+            self.view = RunView(run.cfg.name, run.last_step, 0, Console(quiet=True))
         run.messages.view = self.view
         for fact in run.messages.facts:
             self.view.say(fact)

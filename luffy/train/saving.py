@@ -17,6 +17,7 @@ from luffy.run_folder.background_saver import BackgroundSaver
 from luffy.run_folder.checkpoint import DISK_ERRORS, CheckpointStore, cannot_be_written
 from luffy.run_folder.layout import BEST, CARD
 from luffy.run_folder.saved_state import Progress
+from luffy.train.held_out import loss_of
 from luffy.train.weights import Export
 
 
@@ -24,7 +25,7 @@ from luffy.train.weights import Export
 class Saver:
     """``export`` writes the model, on the main process alone. ``background`` writes the checkpoints of several
     processes. ``snapshot`` takes the rest of the run: the content of state.json and the tensors. ``on_save`` gets the
-    folder of every new checkpoint."""
+    folder of every new checkpoint. ``by_loss``: the best step is that of the lowest held-out loss."""
 
     store: CheckpointStore
     export: Export | None
@@ -32,6 +33,7 @@ class Saver:
     snapshot: Callable[[], tuple[dict[str, Any], dict[str, Tensor]]]
     warn: Callable[[str], None]
     on_save: Callable[[Path], None] = lambda folder: None
+    by_loss: bool = False
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint of the last finished step; several processes do it in the background."""
@@ -86,7 +88,12 @@ class Saver:
         best = _recorded_best(record) if progress.best_step is None else progress.best_step
         self.store.tidy(best)
         if progress.best_step is not None:
-            write_atomically(record, json.dumps({"step": best, "accuracy": progress.best_accuracy}))
+            write_atomically(record, json.dumps({"step": best, **self.best_value(progress)}))
+
+    def best_value(self, progress: Progress) -> dict[str, float]:
+        """What the best step reached, by its name."""
+        score = progress.best_accuracy
+        return {"loss": loss_of(score)} if self.by_loss else {"accuracy": score}
 
 
 def _recorded_best(record: Path) -> int | None:

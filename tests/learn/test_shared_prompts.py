@@ -34,7 +34,7 @@ def scored_samples(model, share, budget=10_000):
     samples = grouped_samples()
     model.zero_grad()
     batches = pack(samples, budget, "token-mean", 16, share=share)
-    results = [TokenScorer(model)(b, 0.9) for b in batches]
+    results = [TokenScorer(model)(b, 0.9)[:2] for b in batches]
     log_probs, entropies = (in_order(batches, part) for part in zip(*results, strict=True))
     weights = torch.linspace(-1, 2, len(log_probs))
     (log_probs * weights + entropies * weights.flip(0)).sum().backward()

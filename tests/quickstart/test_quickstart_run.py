@@ -73,7 +73,7 @@ def test_fewer_steps_than_a_folder_has_are_refused_before_anything_is_written(sh
 def test_all_methods_are_those_that_have_a_recipe():
     chosen = choose_methods("all")
     assert sorted(chosen) == sorted(path.stem for path in (BUILT_IN_RECIPES / "methods").glob("*.yaml"))
-    assert max(map(chosen.index, ("sft", "luffy"))) < min(map(chosen.index, ("sft_rl", "guided")))
+    assert max(map(chosen.index, ("sft", "luffy"))) < min(map(chosen.index, ("exgrpo", "guided")))
 
 
 def test_methods_are_run_in_the_order_given_and_those_that_need_sft_bring_it():
@@ -87,7 +87,7 @@ def test_methods_are_run_in_the_order_given_and_those_that_need_sft_bring_it():
 
 def test_methods_that_need_sft_have_its_model_of_the_same_seed(tmp_path):
     model = str(tmp_path / "sft" / "seed-2" / "checkpoints" / "latest" / "model")
-    assert configure(tmp_path, "sft_rl", 2, None).model.path == model
+    assert configure(tmp_path, "exgrpo", 2, None).model.path == model
     assert configure(tmp_path, "guided", 2, None).rollout.offpolicy_guidance.model_path == model
     assert configure(tmp_path, "sft", 2, None).folder == tmp_path / "sft" / "seed-2"
 

@@ -15,6 +15,7 @@ from luffy.report.charts import process_seconds, update_tokens
 from luffy.report.html import POLICY, default_out, write_report
 from luffy.report.model_card import CardFacts, model_card
 from luffy.report.samples import BRIEF, MOST_GROUPS, MOST_SAMPLES
+from luffy.report.stages import borders, stage_cells
 from luffy.run_folder.runs import load_run
 
 LUFFY = {"guidance": {"n_prefix": 1}, "train": {"steps": 2}}
@@ -84,6 +85,33 @@ def test_the_final_table_for_programs(two_methods, monkeypatch, capsys):
     assert luffy["figures"]["seconds"]["in_all"]["mean"] == pytest.approx(4.0)
     assert [run["figures"]["val-core/accuracy"]["final"] for run in luffy["runs"]] == [0.5, 0.6, 0.7]
     assert luffy["runs"][1].items() >= {"seed": 1, "steps": 2, "folder": str(two_methods / "luffy" / "seed-1")}.items()
+
+
+def test_stages_have_a_table_and_a_border_in_the_curves(write_run, make_metric_row, read_page):
+    sft = [{"step": s, "stage": "a-sft", "val-traces/loss": 2.0 - s / 10, "timing_s/step": 1.5} for s in range(5)]
+    rl = [{**make_metric_row(s, s / 10), "stage": "b-rl"} for s in (5, 6)]
+    stages = {"a-sft": {"method": "sft", "until": "flat_loss", "hand_on": "best"}, "b-rl": {}, "c-more": {}}
+    run = write_run("road/seed-0", [*sft, *rl], {"stages": stages})
+    done = {
+        "name": "a-sft",
+        "method": "sft",
+        "first": 0,
+        "last": 4,
+        "ended_by": "flat_loss",
+        "handed_on": 3,
+        "settings": {},
+    }
+    (run / "stages.json").write_text(json.dumps({"finished": [done], "ending": None}))
+    record = load_run(run)
+    assert borders([record]) == {4: "b-rl"} and record.planned_steps is None
+    assert stage_cells(record) == [
+        ["0", "a-sft", "SFT", "1 to 4", "held-out loss was flat", "step 3", "\u2013", "1.600", "6.0"],
+        ["0", "b-rl", "RL", "5 to 6", "\u2013", "\u2013", "0.600", "\u2013", "4.0"],
+        ["0", "c-more", "\u2013", "not begun", *["\u2013"] * 5],
+    ]
+    page = (write_report([run])).read_text()
+    assert "held-out loss was flat" in page and 'class="border"' in page
+    assert 'class="border"' not in write_report([write_run("plain/seed-0", rl)]).read_text()
 
 
 def test_time_knobs_and_runs(two_methods, read_page):

@@ -7,6 +7,7 @@ import pytest
 from builders import LETTERS, make_tokenizer, write_rows
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from luffy.errors import DataError
 from luffy.run_folder.recorder import read_json_lines
 from luffy.step.tasks import build_encoder
 from luffy.train.loop import Trainer
@@ -90,3 +91,34 @@ def test_a_model_without_a_generation_config_is_saved(make_config):
     with Trainer(cfg) as trainer:
         trainer.model.generation_config, trainer.model.can_generate = None, lambda: False
         assert (trainer.train() / "model.safetensors").exists()
+
+
+def test_held_out_traces_leave_the_training_data_with_their_repeats(make_config, sums, tmp_path):
+    rows = [json.loads(line) for line in sums.read_text().splitlines()]
+    write_rows(tmp_path / "twice.jsonl", [*rows, *({**row, "id": f"{row['id']}-again"} for row in rows)])
+    cfg = make_config(
+        data={"train": str(tmp_path / "twice.jsonl")}, eval={"hold_out": 4, "every": 1}, train={"steps": 2}
+    )
+    with Trainer(cfg, "sft") as trainer:
+        held = {trainer.run.tokenizer.decode(list(s.prompt_ids)) for s in trainer.held_out.traces}
+        left = {trainer.run.tasks[i].problem.prompt for i in range(len(trainer.run.tasks))}
+        prompts = {row["prompt"] for row in rows if row["traces"]}
+        assert len(held) == 4 and left | {text.strip() for text in held} == prompts and not left & held
+        before = trainer.held_out.trace_loss()["val-traces/loss"]
+        by_hand = [-log_probs.sum() for log_probs in trainer.run.policy.log_probs(trainer.held_out.traces)]
+        assert before.value == pytest.approx(
+            float(sum(by_hand)) / sum(s.token_ids.numel() for s in trainer.held_out.traces), rel=1e-5
+        )
+        trainer.train()
+    losses = [row["val-traces/loss"] for row in read_json_lines(cfg.folder / "metrics.jsonl")]
+    assert len(losses) == 3 and losses[0] == before.value and losses[2] < losses[0]
+    best = json.loads((cfg.folder / "best.json").read_text())
+    assert best["step"] in (1, 2) and best["loss"] == pytest.approx(min(losses[1:]))
+
+
+def test_traces_of_a_file_are_held_out_too(make_config, sums):
+    cfg = make_config(data={"eval_traces": str(sums)}, eval={"hold_out": 3})
+    with Trainer(cfg, "sft") as trainer:
+        assert len(trainer.held_out.traces) == 3 + 16 and len(trainer.run.tasks) == 13
+    with pytest.raises(DataError, match=r"'eval.hold_out' \(16\) takes all of the 16 problems that have traces"):
+        Trainer(make_config(eval={"hold_out": 16}), "sft")

@@ -1,0 +1,65 @@
+"""compare.json: what a comparison has done, so that the same command resumes it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from luffy.errors import UserError
+from luffy.files import json_object, write_atomically
+
+STATE = "compare.json"
+Status = Literal["in", "dropped", "failed"]
+
+
+@dataclass
+class ArmState:
+    """``rungs``: mean validation accuracy after each rung. ``items``: accuracy by test problem, of a finalist.
+    ``seconds``: of its training on record; ``finished``: it has made all its steps; ``why``: how it failed."""
+
+    status: Status = "in"
+    why: str = ""
+    finished: bool = False
+    seconds: float = 0.0
+    rungs: list[float] = field(default_factory=list)
+    items: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class State:
+    """``asked``: fingerprint of recipe, methods, rates, seeds and budget; ``spent``: seconds since the start, of all
+    attempts; ``targets``: seconds of training that each rung took an arm to; ``overhead``: wall seconds of an arm in a
+    rung besides those."""
+
+    asked: str
+    spent: float = 0.0
+    targets: list[float] = field(default_factory=list)
+    overhead: list[float] = field(default_factory=list)
+    arms: dict[str, ArmState] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        write_atomically(folder / STATE, json.dumps(asdict(self), indent=1) + "\n")
+
+
+def fingerprint(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def read_state(folder: Path, asked: str) -> State:
+    """The state of the comparison in ``folder``, a new one if there is none; a UserError if it is another."""
+    path = folder / STATE
+    if not path.is_file():
+        return State(asked)
+    remedy = "choose another --out"
+    kept = json_object(path.read_bytes(), path, remedy, asked=str, arms=dict, targets=list, overhead=list, spent=float)
+    if kept["asked"] != asked:
+        raise UserError(f"{folder} has a comparison of another recipe, methods, rates or budget; {remedy}")
+    try:
+        arms = {name: ArmState(**values) for name, values in kept.pop("arms").items()}
+        return State(**kept, arms=arms)
+    except TypeError as error:
+        raise UserError(f"{path}: {error}; {remedy}") from None

@@ -1,0 +1,154 @@
+"""A comparison with trainings that a table replaces: who goes on, what a kill leaves, what is said at the end."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from builders import write_rows
+
+from luffy.compare import halving
+from luffy.compare.arms import arms_of, named_methods
+from luffy.compare.halving import Asked, Halving, compare_methods, rates_in, rung_sizes, seconds_in
+from luffy.compare.held_out import split_data
+from luffy.compare.process import Ended
+from luffy.config import load_config
+from luffy.errors import UserError
+from luffy.run_folder.runs import flat_config
+
+SCORES = {"luffy-lr0.0003": 0.5, "luffy-lr0.001": 0.9, "on-policy-lr0.0003": 0.1, "sft-rl-lr0.0003": 0.6}
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    rows = [{"prompt": f"{i}+1=?", "answer": str(i + 1), "traces": [f"#### {i + 1}"]} for i in range(80)]
+    write_rows(tmp_path / "train.jsonl", [{"id": str(i), **row} for i, row in enumerate(rows)])
+    return load_config("tiny/luffy", {"data.train": str(tmp_path / "train.jsonl"), "out": str(tmp_path / "runs")})
+
+
+@pytest.fixture
+def table_of_scores(monkeypatch):
+    """Trainings and evaluations by SCORES; returns the arms trained, in order."""
+    trained = []
+
+    def train(self, arm, target):
+        trained.append(arm.name)
+        folder = arm.cfg.folder
+        (folder / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "timing_s/step": target}) + "\n")
+        failed = arm.candidate not in SCORES
+        return Ended(False, 1.0, "stopped: 3 updates in a row were not finite" if failed else "")
+
+    def accuracies(self, arm, data, name):
+        n = 16
+        return {str(i): float(i < round(SCORES[arm.candidate] * n)) for i in range(n)}
+
+    monkeypatch.setattr(Halving, "_train", train)
+    monkeypatch.setattr(Halving, "_accuracies", accuracies)
+    return trained
+
+
+def asked(cfg, tmp_path, **changes):
+    values = {"methods": ["luffy", "on_policy", "sft_rl"], "lrs": [3e-4, 1e-3], "seeds": 1, "budget": 7200.0}
+    return Asked(cfg, **{**values, "out": tmp_path / "out", **changes})
+
+
+def test_half_goes_on_and_the_best_is_tested(cfg, tmp_path, table_of_scores):
+    said = []
+    outcome = compare_methods(asked(cfg, tmp_path), said.append)
+    assert [row.name for row in outcome.rows[:2]] == ["luffy-lr0.001", "sft-rl-lr0.0003"]
+    fates = {row.name: row.fate for row in outcome.rows}
+    assert fates["on-policy-lr0.0003"].startswith("dropped") and fates["luffy-lr0.0003"].startswith("dropped")
+    assert fates["sft-rl-lr0.001"] == "failed: stopped: 3 updates in a row were not finite"
+    folders = (tmp_path / "out" / "arms").glob("*/checkpoints")
+    assert sorted(f.parent.name for f in folders) == ["luffy-lr0.001-s0", "sft-rl-lr0.0003-s0"]
+    seconds = {row.name: row.seconds for row in outcome.rows}
+    assert seconds["luffy-lr0.001"] == seconds["sft-rl-lr0.0003"] > seconds["on-policy-lr0.0003"] > 0
+    assert "| luffy-lr0.001 | 1 |" in (tmp_path / "out" / "compare.md").read_text()
+    before = len(table_of_scores)
+    again = compare_methods(asked(cfg, tmp_path), said.append)
+    assert len(table_of_scores) == before and again.words == outcome.words  # nothing is made twice
+    with pytest.raises(UserError, match="has a comparison of another recipe"):
+        compare_methods(asked(cfg, tmp_path, seeds=2), said.append)
+
+
+def test_a_killed_comparison_goes_on_where_it_was(cfg, tmp_path, table_of_scores, monkeypatch):
+    train = Halving._train
+
+    def killed(self, arm, target):
+        if len(table_of_scores) == 4:
+            raise KeyboardInterrupt
+        return train(self, arm, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Halving, "_train", killed)
+        compare_methods(asked(cfg, tmp_path), lambda line: None)
+    first = list(table_of_scores)
+    outcome = compare_methods(asked(cfg, tmp_path), lambda line: None)
+    assert len(set(first)) == 4 and not set(first) & set(table_of_scores[4:6])  # the first rung has two arms left
+    assert outcome.rows[0].name == "luffy-lr0.001"
+
+
+def test_a_winner_has_a_recipe_on_all_of_the_data(cfg, tmp_path, table_of_scores, monkeypatch):
+    monkeypatch.setitem(SCORES, "sft-rl-lr0.0003", 0.2)
+    monkeypatch.setitem(SCORES, "luffy-lr0.0003", 0.1)
+    outcome = compare_methods(asked(cfg, tmp_path), lambda line: None)
+    assert outcome.words[0] == "Winner: luffy-lr0.001."
+    winner = load_config(tmp_path / "out" / "winner.yaml")
+    assert (winner.optim.lr, winner.data, winner.name) == (1e-3, cfg.data, "tiny-luffy-luffy")
+
+
+def test_a_spent_budget_opens_the_test_at_once(cfg, tmp_path, table_of_scores, monkeypatch):
+    monkeypatch.setattr(halving, "FIRST_OVERHEAD_S", 0.0)
+    said = []
+    outcome = compare_methods(asked(cfg, tmp_path, budget=1e-3), said.append)
+    assert "the budget is spent: the best so far are tested" in said and len(table_of_scores) == 6
+    assert sum(row.test is not None for row in outcome.rows) == 2
+    monkeypatch.setattr(halving, "FIRST_OVERHEAD_S", 15.0)
+    with pytest.raises(UserError, match="leaves 6 arms no time to train"):
+        compare_methods(asked(cfg, tmp_path, budget=60.0, out=tmp_path / "other"), said.append)
+
+
+def test_an_arm_is_the_users_recipe_with_another_method(cfg, tmp_path):
+    split = split_data(cfg, tmp_path / "data", None)
+    mine = load_config("tiny/luffy", {"data.train": cfg.data.train, "algorithm.kl_coef": 0.1, "rollout.n": 6})
+    luffy, on_policy, sft_rl, sft = arms_of(mine, ["luffy", "on_policy", "sft_rl", "sft"], [1e-3], 1, split, tmp_path)
+    assert {arm.cfg.optim.lr for arm in (luffy, on_policy, sft_rl, sft)} == {1e-3}
+    assert {(arm.cfg.algorithm.kl_coef, arm.cfg.rollout.n) for arm in (luffy, on_policy, sft_rl)} == {(0.1, 6)}
+    assert (luffy.cfg.guidance.n_prefix, on_policy.cfg.guidance.n_prefix, list(sft_rl.cfg.stages)) == (
+        1,
+        0,
+        ["sft", "rl"],
+    )
+    assert (luffy.trained_by, sft_rl.trained_by, sft.trained_by) == ("rl", "rl", "sft")
+    one = flat_config(load_config("tiny/on_policy"))
+    apart = {k for k, v in flat_config(on_policy.cfg).items() if one.get(k) != v}
+    assert {key for key in apart if key.startswith(("algorithm", "guidance"))} == {"algorithm.kl_coef"}
+    with pytest.raises(UserError, match=r"no method 'lufy' \(did you mean 'luffy'\?\)"):
+        named_methods("lufy")
+
+
+def test_times_rates_and_rungs():
+    assert [seconds_in(text) for text in ("90", "90s", "6m", "2h", "0.5h")] == [90, 90, 360, 7200, 1800]
+    for wrong in ("", "m", "-3m", "soon", "nan"):
+        with pytest.raises(UserError, match="write a time"):
+            seconds_in(wrong)
+    assert rates_in(None) == [] and rates_in("1e-6,3e-6,1e-6") == [1e-6, 3e-6]
+    with pytest.raises(UserError, match="write learning rates"):
+        rates_in("fast")
+    assert [rung_sizes(n) for n in (1, 2, 3, 6, 9)] == [[1], [2], [3, 2], [6, 3, 2], [9, 5, 3, 2]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_the_command_on_the_tiny_recipe(tmp_path):
+    command = ["compare", "tiny/luffy", "--methods", "luffy,on_policy,sft_rl", "--budget", "6m", "--lrs", "1e-3"]
+    command = [sys.executable, "-m", "luffy", *command, "--held-out", "32", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| finalist |") == 2 and (tmp_path / "out" / "compare.html").is_file()
+    state = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert {arm["status"] for arm in state["arms"].values()} <= {"in", "dropped"}
+    recipe = yaml.safe_load((tmp_path / "out" / "recipes" / "luffy-lr0.001-s0.yaml").read_text())
+    assert recipe["data"]["train"].endswith("train.jsonl")

@@ -1,0 +1,46 @@
+"""A winner is named only where the test problems support it."""
+
+import pytest
+
+from luffy.compare.arms import Arm
+from luffy.compare.outcome import markdown, outcome_of
+from luffy.compare.state import ArmState
+from luffy.config import load_config
+
+
+def found(**scores):
+    """The outcome of methods that get the first so many of 40 test problems right."""
+    cfg = load_config("tiny/luffy")
+    arms = [Arm(method, 1e-3, seed, cfg) for method in scores for seed in range(2)]
+    items = {m: {str(i): float(i < right) for i in range(40)} for m, right in scores.items() if right is not None}
+    states = {a.name: ArmState(seconds=10.0, rungs=[0.5], items=items.get(a.method, {})) for a in arms}
+    return outcome_of(arms, states), states, arms
+
+
+def test_a_clear_lead_wins():
+    outcome, _, _ = found(luffy=30, on_policy=10, sft_rl=None)
+    assert outcome.winner.name == "luffy-lr0.001" and outcome.words[0] == "Winner: luffy-lr0.001."
+    assert "luffy-lr0.001 is 50.0 points ahead of on-policy-lr0.001 (95 % interval +3" in outcome.words[1]
+    assert [row.name for row in outcome.rows][-1] == "sft-rl-lr0.001" and outcome.rows[
+        -1
+    ].fate == "dropped after rung 1"
+    assert [row.seconds for row in outcome.rows] == [20.0] * 3
+
+
+@pytest.mark.parametrize(("luffy", "on_policy"), [(21, 20), (20, 20)])
+def test_a_lead_within_the_noise_does_not(luffy, on_policy):
+    outcome, _, _ = found(luffy=luffy, on_policy=on_policy)
+    assert outcome.winner is None and outcome.words[0].startswith("No winner: the test of 40 problems does not tell")
+    assert outcome.words[1].endswith("within the noise.")
+    assert "within the noise" in markdown(outcome, "6m")
+
+
+def test_one_finalist_or_none_is_no_winner():
+    alone, states, arms = found(luffy=40)
+    assert alone.winner is None and "nothing was compared with it" in alone.words[0]
+    for state in states.values():
+        state.items, state.status, state.why = {}, "failed", "no step in 600 s"
+    nothing = outcome_of(arms, states)
+    assert (
+        nothing.words == ("No arm reached the test: no winner.",) and nothing.rows[0].fate == "failed: no step in 600 s"
+    )
