@@ -100,14 +100,14 @@ def test_the_environment_reads_a_call_and_its_error_can_be_read_back(base, encod
 def test_a_call_is_rare_at_every_turn_and_all_else_is_known(base, terms):
     call, other = make_base.teacher_probabilities(base, terms)
     assert call.shape == (256, terms - 1)
-    assert 0.03 < call.mean() < 0.05
-    assert call.min() > 0.005 and call.max() < 0.2
-    assert other.mean() > 0.99 and other.quantile(0.01) > 0.8
+    assert (call.mean(0) > 0.02).all() and (call.mean(0) < 0.08).all()  # turn by turn
+    assert call.min() > 0.005 and call.max() < 0.4 and call.quantile(0.99) < 0.12
+    assert other.mean() > 0.999 and other.min() > 0.8
 
 
-@pytest.mark.parametrize("terms", [2, 8])
+@pytest.mark.parametrize("terms", [2, 8, 11])
 def test_the_habit_is_to_do_it_in_the_head_and_come_out_one_short(base, terms):
-    assert make_base.wrong_in_the_head(base, terms) > 0.8
+    assert make_base.wrong_in_the_head(base, terms) > 0.95
 
 
 def test_the_recipes_limits_fit_the_longest_trajectories(encoder):
