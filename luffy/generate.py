@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from luffy.config import EnvironmentConfig
-from luffy.conversations import Conversations, played, tools_of
-from luffy.data import Encoder, load_problems
+from luffy.data import load_problems
 from luffy.data.data_files import DATA_SUFFIXES
-from luffy.data.encode import resolve_style
 from luffy.errors import ConfigError, UserError
 from luffy.evaluation.engines import load_native
 from luffy.evaluation.plan import room_for, tasks_of
-from luffy.evaluation.responses import conversations_for
+from luffy.evaluation.responses import answered, conversations_for, encoder_for
 from luffy.evaluation.trained_with import prompt_as_trained, said_of, training_of
-from luffy.guidance.plan import extended, unwritten
-from luffy.rollout.engine import Engine
+from luffy.guidance.plan import unwritten
 from luffy.seeds import seed_of
-from luffy.types import Episode, Problem, Sampling
+from luffy.types import Problem, Sampling
 
 MAX_TOKENS = 256
 
@@ -83,8 +80,7 @@ def generate_texts(
         return
     loaded = load_native(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     tokenizer, context = loaded.tokenizer, loaded.context
-    limits: dict[str, Any] = {"max_prompt_tokens": context - 1, "overlong_prompt": "drop"}
-    encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt, tools=tools_of(environment), **limits)
+    encoder = encoder_for(loaded, style, system_prompt, environment)
     problems = [replace(problem, traces=()) for problem in problems]
     tasks = list(tasks_of(encoder, problems))
     longest = max(len(task.prompt_ids) for task in tasks)
@@ -96,7 +92,7 @@ def generate_texts(
         sampling = Sampling(budget, temperature, top_p, top_k, stops)
         begun += [unwritten(task, seed_of(f"{seed}:{task.problem.id}:{k}"), sampling) for k in range(n)]
     rules = conversations_for(environment, encoder, max_tokens or MAX_TOKENS, context - longest)
-    for number, episode in enumerate(_answered(loaded.engine, begun, rules)):
+    for number, episode in enumerate(answered(replace(loaded, conversations=rules), begun)):
         ids = episode.token_ids.tolist()
         yield {
             "id": episode.task.problem.id,
@@ -107,10 +103,3 @@ def generate_texts(
             "log_probs": episode.engine_log_probs.tolist(),
             **({} if rules is None else {"authors": episode.authors.tolist()}),
         }
-
-
-def _answered(engine: Engine, begun: Sequence[Episode], rules: Conversations | None) -> list[Episode]:
-    if rules is not None:
-        return played(rules, engine, begun)
-    completions = engine.generate([episode.request_for() for episode in begun])
-    return [extended(episode, completion, 0) for episode, completion in zip(begun, completions, strict=True)]

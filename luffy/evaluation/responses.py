@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any
 
 from luffy.config import EnvironmentConfig
 from luffy.conversations import Conversations, conversations_of, played, tools_of
@@ -21,15 +22,26 @@ from luffy.types import Episode, Request, Sampling
 
 def encoder_of(options: plan.Options, suite: Suite, loaded: LoadedModel) -> Encoder:
     style = resolve_style(options.style, loaded.tokenizer, paper=suite.is_builtin)
+    given = {"chat_template": options.chat_template, "date": options.date}
+    return encoder_for(loaded, style, options.system_prompt, options.environment, **given)
+
+
+def encoder_for(
+    loaded: LoadedModel,
+    style: str,
+    system_prompt: str | None,
+    environment: EnvironmentConfig | None,
+    **options: Any,
+) -> Encoder:
+    """An encoder for prompts of any length that the model takes."""
     return Encoder(
         loaded.tokenizer,
-        style,
-        options.system_prompt,
-        chat_template=options.chat_template,
+        resolve_style(style, loaded.tokenizer),
+        system_prompt,
         max_prompt_tokens=loaded.context - 1,
         overlong_prompt="drop",
-        date=options.date,
-        tools=tools_of(options.environment),
+        tools=tools_of(environment),
+        **options,
     )
 
 
@@ -38,6 +50,14 @@ def conversations_for(
 ) -> Conversations | None:
     """What episodes are played with; behind a prompt there is ``room`` for so many tokens."""
     return conversations_of(e, encoder, min((e and e.max_tokens) or 2 * max_tokens, room))
+
+
+def answered(loaded: LoadedModel, begun: Sequence[Episode]) -> list[Episode]:
+    """The episodes, each with its answer, or played to its end."""
+    if loaded.conversations is not None:
+        return played(loaded.conversations, loaded.engine, begun)
+    completions = loaded.engine.generate([episode.request_for() for episode in begun])
+    return [extended(episode, completion, 0) for episode, completion in zip(begun, completions, strict=True)]
 
 
 def finished_in_parts(
@@ -58,10 +78,10 @@ def finished_in_parts(
     def begun(job: plan.PlannedResponse) -> Episode:
         return unwritten(job.task, job.seed(settings.seed), sampling(len(job.prompt_ids)))
 
-    if (conversations := loaded.conversations) is not None:
+    if loaded.conversations is not None:
         for start in range(0, len(jobs), chunk):
             some = jobs[start : start + chunk]
-            yield list(zip(some, played(conversations, loaded.engine, list(map(begun, some))), strict=True))
+            yield list(zip(some, answered(loaded, list(map(begun, some))), strict=True))
             view.working(start + len(some))
         return
     requests = (Request(job.prompt_ids, job.seed(settings.seed), sampling(len(job.prompt_ids))) for job in jobs)

@@ -14,7 +14,7 @@ from luffy.types import Author, EpisodeOutcome
 P, E, T = Author.POLICY, Author.ENVIRONMENT, Author.TEACHER
 
 
-def played(authors, rewards=()):
+def an_episode(authors, rewards=()):
     episode = make_rollout(len(authors))
     outcome = EpisodeOutcome("answer", turns=3, turn_rewards=tuple(rewards))
     return replace(episode, authors=torch.tensor(authors, dtype=torch.int8), outcome=outcome)
@@ -32,14 +32,14 @@ def test_tokens_know_their_turn():
 
 
 def test_returns_are_discounted_and_what_is_left_is_the_last_turns():
-    episode = played([P, E, P, E, P], rewards=(1.0, 0.0, 2.0))
+    episode = an_episode([P, E, P, E, P], rewards=(1.0, 0.0, 2.0))
     assert returns_of(episode, 3.0, 3, 1.0).tolist() == [3.0, 2.0, 2.0]
     assert returns_of(episode, 4.0, 3, 0.5).tolist() == [1.0 + 0.5 * 1.5, 1.5, 3.0], "the verifier gave 1 more"
     assert returns_of(replace(episode, outcome=None), 1.0, 3, 0.5).tolist() == [0.25, 0.5, 1.0]
 
 
 def test_each_turn_is_compared_with_the_same_turn_of_the_others():
-    rollouts = [played([P, E, P, P], (1.0, 0.0)), played([P, E, P, P], (0.0, 1.0)), played([P, P], (0.5,))]
+    rollouts = [an_episode([P, E, P, P], (1.0, 0.0)), an_episode([P, E, P, P], (0.0, 1.0)), an_episode([P, P], (0.5,))]
     credits, _ = credit_of(rollouts, [1.0, 1.0, 0.5])
     first = torch.tensor([1.0, 1.0, 0.5]) - 2.5 / 3
     torch.testing.assert_close(credits[0].advantages[0], first[0])
@@ -49,7 +49,7 @@ def test_each_turn_is_compared_with_the_same_turn_of_the_others():
 
 
 def test_a_teachers_tokens_keep_the_advantage_of_their_response():
-    rollouts = [played([T, E, P], (0.0, 1.0)), played([P, E, P], (0.0, 0.0))]
+    rollouts = [an_episode([T, E, P], (0.0, 1.0)), an_episode([P, E, P], (0.0, 0.0))]
     credits, group = credit_of(rollouts, [1.0, 0.0])
     whole = group_baseline(group, AlgorithmConfig())
     assert credits[0].advantages[0] == whole[0].advantages[0] == 0.5
@@ -66,7 +66,7 @@ def test_single_turns_are_credited_as_by_the_group():
 
 @pytest.mark.parametrize("penalty", [0.5])
 def test_a_length_penalty_counts_the_policys_tokens_alone(penalty):
-    rollouts = [played([P, E, E, E, E, E, P]), played([P, P, P, P])]
+    rollouts = [an_episode([P, E, E, E, E, E, P]), an_episode([P, P, P, P])]
     group = ScoredGroup(make_group([1.0, 1.0], rollouts), torch.tensor([1.0, 1.0]), [ScoredTokens()] * 2)
     cfg = AlgorithmConfig(credit={"name": "rloo", "length_penalty": penalty})
     found = find_credit_function(cfg.credit)(group, cfg)

@@ -16,6 +16,7 @@ from luffy.errors import ConfigError
 from luffy.learn.policy import Policy
 from luffy.learn.scorer import TokenScorer
 from luffy.step.draws import trace_sample
+from luffy.types import Demonstration
 
 TRACES = [((5, 6, 7), (8, 9, 3, 4, 1)), ((5, 9), (3, 3, 10)), ((4, 4, 4, 8), (11, 2, 7, 9))]
 
@@ -46,7 +47,7 @@ def gradients(recipe, published, overrides=(), old=None, budget=64):
     cfg = load_config(f"tiny/{recipe}", overrides)
     model = make_model("llama", vocab_size=32)
     reference, old = shifted(model, 0.02), shifted(model, 0.03)
-    samples = [trace_sample(make_task(prompt), torch.tensor(trace)) for prompt, trace in TRACES]
+    samples = [trace_sample(make_task(prompt), Demonstration(tuple(trace))) for prompt, trace in TRACES]
     policy = Policy(model, cfg, temperature=1.0)
     policy.anchor = policy.scorer_of(reference)
     refs, olds = (policy.log_probs(samples, TokenScorer(m)) for m in (reference, old))
@@ -123,7 +124,7 @@ def test_the_first_mini_batch_of_psft_is_sft():
     """Then the policy before the batch is the policy."""
     cfg = load_config("tiny/psft")
     policy = Policy(make_model("llama", vocab_size=32), cfg, temperature=1.0)
-    samples = [trace_sample(make_task(prompt), torch.tensor(trace)) for prompt, trace in TRACES]
+    samples = [trace_sample(make_task(prompt), Demonstration(tuple(trace))) for prompt, trace in TRACES]
     metrics = policy.update(samples, 1e-3)
     assert metrics["method/sft_weight_mean"].value == pytest.approx(1.0)
 

@@ -9,10 +9,11 @@ import yaml
 from builders import write_rows
 from conversing import save_chat_model
 from test_tool_training import TRACE
-from trainings import train_untimed
+from trainings import train, untimed_metrics
 
 from luffy.config import BUILT_IN_RECIPES, load_config, merge
 from luffy.errors import UserError
+from luffy.trainer import train_stages
 
 METHODS = sorted(path.stem for path in (BUILT_IN_RECIPES / "methods").glob("*.yaml"))
 PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
@@ -40,6 +41,12 @@ def talking(tmp_path_factory):
 
 NEEDS = {
     "opd": lambda model: {"teacher": {"path": model}},
+    "prefix_rl": lambda model: {"guidance": {"n_prefix": 4}},
+    "psft": lambda model: {"batch": {"mini_batch": 2}},
+    "iw_opd": lambda model: {"teacher": {"path": model}},
+    "sft_rl": lambda model: {
+        "stages": {"sft": {"eval": {"hold_out": 2}, "train": {"steps": 1}}, "rl": {"train": {"steps": 1}}}
+    },
     "guided": lambda model: {"rollout": {"offpolicy_guidance": {"model_path": model}}},
 }
 
@@ -53,11 +60,11 @@ def verdict(name, talking, folder):
     )
     try:
         cfg = load_config(str(recipe))
-        rows = train_untimed(cfg, method="sft" if name == "sft" else "rl")
+        train_stages(cfg) if cfg.stages else train(cfg, method=cfg.made_for)
     except UserError as error:
         assert "\n" not in str(error)
         return str(error)
-    assert name == "sft" or rows[-1]["environment/turns"] >= 1
+    assert cfg.made_for == "sft" or untimed_metrics(cfg)[-1]["environment/turns"] >= 1
     return "yes"
 
 
@@ -65,6 +72,6 @@ def test_the_table_of_the_page(talking, tmp_path):
     found = {name: verdict(name, talking, tmp_path) for name in METHODS}
     for name, said in found.items():
         print(name, "|", said)
-    section = PAGE.read_text().partition("| recipe | works |")[2].partition("##")[0]
-    table = dict(re.findall(r"^\| `(\w+)` \| (yes|no)", section, re.M))
-    assert {name: "yes" if said == "yes" else "no" for name, said in found.items()} == table
+    rows = re.findall(r"^\| (`.*`) \| (yes|refused)", PAGE.read_text().partition("| with an environment |")[2], re.M)
+    table = {name: said for names, said in rows for name in re.findall(r"`(\w+)`", names)}
+    assert {name: said if said == "yes" else "refused" for name, said in found.items()} == table
