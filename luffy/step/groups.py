@@ -188,9 +188,9 @@ def override_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
 
 
 def environment_metrics(groups: Iterable[Group]) -> dict[str, Metric]:
-    """What the policy's own episodes did in their environments; nothing without environments."""
+    """What the policy did in its environments, in episodes that it wrote at least the end of; nothing without any."""
     every = [rollout for group in groups for rollout in group.rollouts if rollout.outcome is not None]
-    own = [(rollout, rollout.outcome) for rollout in every if rollout.is_own and rollout.outcome is not None]
+    own = [(r, r.outcome) for r in every if r.outcome is not None and r.finish != "trace"]
     if not every:
         return {}
     ends = Counter(outcome.end for _, outcome in own)
