@@ -9,6 +9,7 @@ rendered again: what is trained is what the engine drew.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,16 +91,16 @@ class Seat:
     rewards: list[float] = field(default_factory=list)
     reward: float | None = None
     messages: list[Message] = field(default_factory=list)  # all turns and replies
-    replayed: int = 0  # tokens of the trace that the environment has answered
+    replayed: int = 0  # tokens that the environment has answered, with its replies
     trace_left_out: bool = False
 
     @property
     def turn_to_replay(self) -> Span | None:
         """Start and end of the next turn of a trace that the environment has not answered."""
-        given = self.episode.prefix and self.episode.token_ids.numel()
-        if self.replayed >= given or self.episode.trace is None:
-            return None
-        following = (start for start, _ in self.episode.trace.replies if start > self.replayed)
+        given, trace = self.episode.prefix and self.episode.token_ids.numel(), self.episode.trace
+        if self.replayed >= given or trace is None or (self.episode.finish is None and not trace.replies):
+            return None  # the last: a part of a single turn, which the policy goes on with
+        following = (start for start, _ in trace.replies if start > self.replayed)
         return self.replayed, min(next(following, given), given)
 
     @property
@@ -160,13 +161,12 @@ class Table:
 
     def finish(self, number: int, completion: Completion) -> None:
         seat = self._asked[number]
-        before = seat.episode.token_ids.numel()
         seat.episode = extended(seat.episode, completion, self.version)
         seat.turns += 1
         if completion.finish == "length":
             self._end(seat, "tokens")
         else:
-            self._submit_turn(seat, seat.episode.token_ids[before:])
+            self._submit_turn(seat, seat.episode.token_ids[seat.replayed :])
 
     def ended(self) -> list[int]:
         ended, self._ended = self._ended, []
@@ -331,9 +331,14 @@ class Table:
         self._workers.submit((seat.number, "rewarded"), seat.environment.reward)
 
     def _rewarded(self, seat: Seat, reward: float | None) -> None:
-        assert seat.episode.outcome is not None
+        outcome = seat.episode.outcome
+        assert outcome is not None
+        if reward is not None and not math.isfinite(reward):
+            seat.faults.append("raised")
+            self._leave(seat, "raised", f"its reward is {reward}")
+            return
         seat.reward = reward
-        self._leave(seat, seat.episode.outcome.end, seat.episode.outcome.message)
+        self._leave(seat, outcome.end, outcome.message)
 
     def _leave(self, seat: Seat, how: str, message: str = "") -> None:
         finish = "trace" if seat.episode.finish == "trace" else ENDS.get(how, "environment")
@@ -373,13 +378,14 @@ def replayed(rules: Conversations, traces: Sequence[Episode]) -> list[Episode]:
 
 
 def with_rewards(rules: Conversations, groups: Sequence[Group]) -> list[Group]:
-    """The groups with what the environments have to say about their scores; episodes that are to be left out are."""
-    scored = [replace(group, scores=tuple(map(rules.score, group.rollouts, group.scores))) for group in groups]
-    return [_without_failures(group) for group in scored] if rules.cfg.on_failure == "leave_out" else scored
+    """The groups with what the environments have to say about their scores."""
+    return [replace(group, scores=tuple(map(rules.score, group.rollouts, group.scores))) for group in groups]
 
 
-def _without_failures(group: Group) -> Group:
-    """The group without episodes whose environment failed, unless that is all of them."""
+def without_failures(rules: Conversations | None, group: Group) -> Group:
+    """The group without episodes whose environment failed, if they are to be left out, unless that is all of them."""
+    if rules is None or rules.cfg.on_failure != "leave_out":
+        return group
     kept = [i for i, r in enumerate(group.rollouts) if r.outcome is None or not r.outcome.is_failure]
     if not kept:
         return group

@@ -10,7 +10,7 @@ import torch
 from conversing import ScriptedEngine, call_text, make_chat_tokenizer
 
 from luffy.config import EnvironmentConfig
-from luffy.conversations import Conversations
+from luffy.conversations import Conversations, without_failures
 from luffy.data import Encoder
 from luffy.environments.kinds import maker_for
 from luffy.guidance.plan import given, unwritten, whole_turns
@@ -200,9 +200,11 @@ def test_failures_are_left_out_as_configured():
     turns = iter([call_text("hang"), call_text("add", a=2, b=3)])
     one_hangs = lambda text: next(turns) if "<tool_response>" not in text else "9"  # noqa: E731
     ((group,), _) = play_turns(rules, one_hangs, [make_problem()], 2)
-    assert [episode.outcome.end for episode in group.rollouts] == ["answer"], "the one that hung is not in the group"
+    left = without_failures(rules, group)
+    assert [e.outcome.end for e in left.rollouts] == ["answer"] and len(left.scores) == 1 < len(group.rollouts)
+    assert without_failures(make_rules(), group) is group, "it scores 0"
     ((group,), _) = play_turns(rules, lambda text: call_text("hang"), [make_problem()], 2)
-    assert len(group.rollouts) == 2, "where all fail, all stay"
+    assert without_failures(rules, group) is group, "where all fail, all stay"
 
 
 def test_a_slow_environment_delays_no_other_episode():
@@ -376,3 +378,29 @@ def test_traces_are_scored_by_their_environment():
     assert other.value == 0.5, "the environment answered otherwise than recorded, and the play ended there"
     by_verifier = trace_scores(task, LastNumber(), TOKENIZER, make_rules())
     assert [score.value for score in by_verifier] == [1.0, 1.0]
+
+
+def test_a_part_of_a_single_turn_is_gone_on_with():
+    """The environment sees the whole turn, the teacher's part of it and the policy's."""
+    rules = make_rules()
+    task = rules.encoder.encode(make_problem(traces=(Trace(text=call_text("add", a=2, b=3)),)))
+    (trace,) = task.demonstrations
+    begun = replace(
+        given(task, trace, 15), finish=None, seed=3, sampling=Sampling(400, eos_ids=(TOKENIZER.eos_token_id,))
+    )
+    left = TOKENIZER.decode(trace.token_ids[15:-1], skip_special_tokens=False)
+    say = lambda text: "It is 9." if "<tool_response>5" in text else left  # noqa: E731
+    ((group,), _) = play_turns(rules, say, [make_problem()], planned=[(begun,)])
+    (episode,) = group.rollouts
+    assert episode.outcome.calls == 1 and episode.outcome.faults == () and group.scores[0].value == 1.0
+    assert episode.prefix == 15
+
+
+def test_a_prefix_of_several_turns_ends_behind_a_whole_one():
+    episode, demonstration = guided(make_rules(), make_trace(), 1.0)
+    from luffy.guidance import Planner
+
+    planner = Planner(1, 1, Sampling(400), None, "random", 0)
+    first = demonstration.replies[0][0]
+    assert planner.planned(episode.task, demonstration, first + 20, 1).token_ids.numel() == first
+    assert planner.planned(episode.task, demonstration, first - 1, 1).token_ids.numel() == 0

@@ -85,7 +85,10 @@ class Planner:
         )
 
     def planned(self, task: Task, demonstration: Demonstration | None, prefix: int, seed: int) -> Episode:
-        """One episode: the first ``prefix`` tokens of a trace, then the engine's (none if that is the whole trace)."""
+        """One episode: the first ``prefix`` tokens of a trace, of several turns the whole ones among them, then the
+        engine's (none if that is the whole trace)."""
+        if demonstration is not None and demonstration.replies:
+            prefix = whole_turns(demonstration, prefix)
         if demonstration is None or prefix == 0:
             return unwritten(task, seed, self.sampling)
         begun = given(task, demonstration, prefix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from luffy.config import Config
+from luffy.conversations import without_failures
 from luffy.errors import AllStopped
 from luffy.learn.credit import find_credit_function
 from luffy.metrics import Metric, merge_metrics
@@ -31,7 +32,6 @@ def reject(run: Run, drawn: Sequence[Draw], played: Sequence[Group], groups: Seq
     neither: it is in flight. ``played``: the groups before a gate changed any."""
     finished = {draw.position: group for draw, group in zip(drawn, groups, strict=True) if group.is_finished}
     initial = {draw.position: group for draw, group in zip(drawn, played, strict=True) if group.is_finished}
-    batch.final |= finished
     batch.initial |= initial
     batch.draws |= {draw.position: draw for draw in drawn}
     if run.cfg.rollout.max_tokens_per_step is not None:
@@ -39,7 +39,9 @@ def reject(run: Run, drawn: Sequence[Draw], played: Sequence[Group], groups: Seq
         batch.metrics = merge_metrics([batch.metrics, part_metrics(drawn, groups, batch.step)])
     found = rollout_metrics(run, list(finished.values()), list(initial.values()), batch.step)
     batch.metrics = merge_metrics([batch.metrics, *found])
-    for position, is_rejected in sorted(_rejections(run, finished).items()):
+    kept = {position: without_failures(run.conversations, group) for position, group in finished.items()}
+    batch.final |= kept
+    for position, is_rejected in sorted(_rejections(run, kept).items()):
         (batch.dropped if is_rejected else batch.kept).append(position)
 
 

@@ -325,3 +325,30 @@ def test_prepare_traces_plays_a_teacher_and_its_traces_can_be_trained_on(make_ta
         for said, answer in zip(trace.messages[::2], trace.messages[1::2], strict=False):
             assert answer.content == f"{len(said.content)} letters"
     train(make_talking(name="after", data={"train": str(out)}, train={"steps": 1}, guidance={"n_prefix": 1}))
+
+
+class Flaky(Words):
+    """Does not begin for odd seeds; a reward that is no number for every fifth."""
+
+    def reset(self, seed: int) -> None:
+        super().reset(seed)
+        self.seed = seed
+        if seed % 2:
+            raise ValueError("no place left")
+
+    def step(self, text: str):
+        said, reward, done = super().step(text)
+        return said, float("nan") if self.seed % 5 == 0 and done else reward, done
+
+
+@pytest.mark.parametrize("how", ["fail", "leave_out"])
+def test_episodes_that_never_begin_stop_nothing(make_talking, how):
+    cfg = make_talking(
+        environment={"name": f"{__name__}:Flaky", "arguments": {}, "on_failure": how}, batch={"problems": 6},
+        guidance={"n_prefix": 1}, train={"steps": 2}, record={"samples": 6, "samples_every": 1},
+    )  # fmt: skip
+    rows = train_untimed(cfg)
+    assert all(row["environment/fault/raised"] > 0 for row in rows)
+    assert all(row["environment/end/raised"] > 0 for row in rows)
+    trained = [len({(r["problem"], r["sample"]) for r in samples(cfg) if r["step"] == step}) for step in (1, 2)]
+    assert all((count == 24) == (how == "fail") for count in trained)
