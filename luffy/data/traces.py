@@ -15,6 +15,9 @@ from luffy.data.special_tokens import OPEN, without_marks
 from luffy.errors import ConfigError, DataError
 from luffy.types import NO_LIMIT, THINK, Demonstration, Message, Problem, Trace
 
+SHORT_REPLY = 200  # characters of a message whose ids are remembered
+KEPT_REPLIES = 4096
+
 
 class Part(NamedTuple):
     """Tokens of a trace that one author wrote: a teacher, or else an environment."""
@@ -43,6 +46,7 @@ class TraceEncoder:
         self.limit, self.overlong = limit, overlong
         self.special = prompts.special
         self.turns = prompts.turn_writer(self.eos_ids)
+        self._replies: dict[tuple[tuple[str, str, str], ...], tuple[int, ...]] = {}
 
     def encode(self, problem: Problem, trace: Trace, prompt: str) -> Demonstration | None:
         """The trace behind ``prompt``, or None if it is too long and may be dropped."""
@@ -58,8 +62,16 @@ class TraceEncoder:
         return Demonstration(ids[: self.limit], log_probs and log_probs[: self.limit])
 
     def reply_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids that an environment's messages add behind an assistant turn and its end token."""
-        return self._reply(messages)[1]
+        """Ids that an environment's messages add behind an assistant turn and its end token. Short replies are
+        remembered: tools often answer alike, and a chat template takes a millisecond."""
+        if any(message.tool_calls or len(message.content) > SHORT_REPLY for message in messages):
+            return self._reply(messages)[1]
+        key = tuple((message.role, message.content, message.name) for message in messages)
+        if key not in self._replies:
+            if len(self._replies) >= KEPT_REPLIES:
+                self._replies.clear()
+            self._replies[key] = self._reply(messages)[1]
+        return self._replies[key]
 
     def _is_dropped(self, problem: Problem, length: int) -> bool:
         """Whether a trace that is too long is left out; False: it is truncated."""

@@ -71,7 +71,8 @@ TASKS = {
             ),
             notes=HELD_OUT + "an episode is up to 11 turns, and after each call of the tool its answer is the next "
             "message. On-policy RL plays 8 episodes for each problem, LUFFY 7 beside a teacher's trajectory, which "
-            "calls the tool for every step. Tokens of the tool's answers are in no loss.",
+            "calls the tool for every step. Tokens of the tool's answers are in no loss. An evaluation takes the first "
+            "100 problems of each set.",
         ),
     )
 }

@@ -101,7 +101,7 @@ def test_a_call_is_rare_at_every_turn_and_all_else_is_known(base, terms):
     call, other = make_base.teacher_probabilities(base, terms)
     assert call.shape == (256, terms - 1)
     assert (call.mean(0) > 0.02).all() and (call.mean(0) < 0.08).all()  # turn by turn
-    assert call.min() > 0.005 and call.max() < 0.4 and call.quantile(0.99) < 0.12
+    assert call.min() > 0.005 and call.max() < 0.4 and call.quantile(0.99) < 0.15
     assert other.mean() > 0.999 and other.min() > 0.8
 
 
