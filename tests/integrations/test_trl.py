@@ -354,7 +354,7 @@ def test_two_processes_make_one_update(tmp_path):
             "'importance_sampling_level' ('sequence') is not part of luffy's loss",
         ),
         ({"traces_per_group": 4}, "'traces_per_group' (4) must be 0 or more and less than 'num_generations' (4)"),
-        ({"off_policy_reshape": "p_div_p_0"}, "unknown reshape 'p_div_p_0'"),
+        ({"off_policy_reshape": "p_div_p_0"}, "unknown shape 'p_div_p_0'"),
     ],
 )
 def test_settings_that_cannot_work_are_named(tmp_path, changes, message):
