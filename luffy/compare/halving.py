@@ -204,11 +204,15 @@ class Halving:
         self.say(f"  {arm.name} failed: {why}")
 
     def _drop(self, keep: int) -> None:
-        """Keep the candidates with the highest mean validation accuracy; the checkpoints of the others are deleted."""
+        """Keep the candidates with the highest mean validation accuracy, the last two of different methods; the
+        checkpoints of the others are deleted."""
         scores: dict[str, list[float]] = {}
+        method_of = {arm.candidate: arm.method for arm in self.arms}
         for arm in self._left():
             scores.setdefault(arm.candidate, []).append(self._state(arm).rungs[-1])
         order = sorted(scores, key=lambda name: (-fmean(scores[name]), name))
+        if keep <= FINALISTS:
+            order = best_of_each([(name, method_of[name]) for name in order])
         for arm in self.arms:
             if arm.candidate in order[keep:]:
                 self._state(arm).status = "dropped"
@@ -217,6 +221,13 @@ class Halving:
 
     def _remove_checkpoints(self, arm: Arm) -> None:
         shutil.rmtree(arm.cfg.folder / "checkpoints", ignore_errors=True)
+
+
+def best_of_each(ranked: Sequence[tuple[str, str]]) -> list[str]:
+    """Candidates with their methods, the best first: the best of each method, then the others."""
+    methods = [method for _, method in ranked]
+    firsts = [name for i, (name, method) in enumerate(ranked) if method not in methods[:i]]
+    return [*firsts, *(name for name, _ in ranked if name not in firsts)]
 
 
 def seconds_in(text: str) -> float:

@@ -152,3 +152,14 @@ def test_the_command_on_the_tiny_recipe(tmp_path):
     assert {arm["status"] for arm in state["arms"].values()} <= {"in", "dropped"}
     recipe = yaml.safe_load((tmp_path / "out" / "recipes" / "luffy-lr0.001-s0.yaml").read_text())
     assert recipe["data"]["train"].endswith("train.jsonl")
+
+
+def test_the_last_two_are_of_different_methods(cfg, tmp_path, table_of_scores, monkeypatch):
+    """Two rates of one method, level at the top, would leave nothing to say about the methods."""
+    monkeypatch.setitem(SCORES, "sft-rl-lr0.0003", 0.95)
+    monkeypatch.setitem(SCORES, "sft-rl-lr0.001", 0.9)
+    monkeypatch.setitem(SCORES, "luffy-lr0.001", 0.3)
+    outcome = compare_methods(asked(cfg, tmp_path), lambda line: None)
+    assert [row.name for row in outcome.rows if row.test is not None] == ["sft-rl-lr0.0003", "luffy-lr0.0003"]
+    assert outcome.words[0] == "Winner: sft-rl-lr0.0003."
+    assert halving.best_of_each([("a1", "a"), ("a2", "a"), ("b1", "b"), ("b2", "b")]) == ["a1", "b1", "a2", "b2"]
