@@ -206,7 +206,7 @@ def without_network() -> tuple[str, ...] | None:
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
-    """Of a process that closed its output; None if it goes on all the same."""
+    """The exit code of a process that closed its output; None if it goes on all the same."""
     try:
         return process.wait(timeout=1.0)
     except subprocess.TimeoutExpired:

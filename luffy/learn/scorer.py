@@ -18,7 +18,7 @@ from luffy.types import MicroBatch
 
 
 class Scores(NamedTuple):
-    """Of response tokens, [R] float32; the last three where they were asked for, the head instead of all others."""
+    """Values of response tokens, [R] float32; the last three where they are asked for, ``head`` in place of the others."""
 
     log_prob: Tensor
     entropy: Tensor

@@ -34,12 +34,14 @@ def talking(tmp_path_factory):
         "environment": {"name": "test_tool_training:Words", "max_turns": 3},
         "optim": {"lr": 1e-3},
         "batch": {"problems": 4, "tokens": 1024},
-        "train": {"steps": 2, "save_every": 2, "threads": 1},
+        "train": {"steps": 1, "save_every": 1, "threads": 1},
         "record": {"tensorboard": False, "samples_every": 0},
     }
 
 
 NEEDS = {
+    "exgrpo": lambda model: {"train": {"steps": 3}, "replay": {"start": 0.0}},
+    "relift": lambda model: {"train": {"steps": 2}, "sft_steps": {"buffer": 2}},
     "opd": lambda model: {"teacher": {"path": model}},
     "prefix_rl": lambda model: {"guidance": {"n_prefix": 4}},
     "psft": lambda model: {"batch": {"mini_batch": 2}},
