@@ -18,7 +18,7 @@ from luffy.types import MicroBatch
 
 
 class Scores(NamedTuple):
-    """Values of response tokens, [R] float32; the last three where they are asked for, ``head`` in place of the others."""
+    """Values of response tokens, [R] float32; the last three where asked for, ``head`` in place of the others."""
 
     log_prob: Tensor
     entropy: Tensor
