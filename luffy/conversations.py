@@ -73,8 +73,9 @@ class Conversations:
         parts = {"verifier": verified.value, "environment": own}
         return replace(verified, value=verified.value + self.cfg.weight * own, components=parts)
 
-    def turn(self, token_ids: Sequence[int]) -> Turn:
-        return read_turn(self.encoder.text_of_turn(token_ids), self.call_format)
+    def turn(self, token_ids: Sequence[int], in_thought: bool) -> Turn:
+        """What the tokens of a turn say. ``in_thought``: it began inside a thought that the template opened."""
+        return read_turn(self.encoder.text_of_turn(token_ids), self.call_format, in_thought)
 
 
 @dataclass
@@ -189,10 +190,10 @@ class Table:
 
     def _make(self, seat: Seat) -> str:
         seat.environment = environment = self.rules.maker.make()
-        text = environment.start(seat.episode.task.problem, seat.episode.seed)
-        if not seat.is_open:  # it took too long, and nobody waits for it any more
+        if not seat.is_open:  # that took too long, and nobody else knows of it
             environment.close()
-        return text
+            return ""
+        return environment.start(seat.episode.task.problem, seat.episode.seed)
 
     def _hear(self, block: bool) -> None:
         """Take in what environments have done."""
@@ -226,7 +227,7 @@ class Table:
         self._submit_turn(seat, seat.episode.token_ids[start : seat.replayed])
 
     def _submit_turn(self, seat: Seat, token_ids: Tensor) -> None:
-        turn = self.rules.turn(token_ids.tolist())
+        turn = self.rules.turn(token_ids.tolist(), seat.episode.task.in_thought)
         if not self._is_replaying(seat):
             seat.calls += len(turn.calls)
         seat.messages.append(Message("assistant", turn.text if turn.fault else turn.content, turn.calls))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conversing import ScriptedEngine, call_text, make_chat_tokenizer
+from conversing import TEMPLATE, ScriptedEngine, call_text, make_chat_tokenizer
 
 from luffy.config import EnvironmentConfig
 from luffy.conversations import Conversations, without_failures
@@ -404,3 +404,34 @@ def test_a_prefix_of_several_turns_ends_behind_a_whole_one():
     first = demonstration.replies[0][0]
     assert planner.planned(episode.task, demonstration, first + 20, 1).token_ids.numel() == first
     assert planner.planned(episode.task, demonstration, first - 1, 1).token_ids.numel() == 0
+
+
+def test_a_call_inside_a_thought_that_the_template_opened_is_none():
+    rules = make_rules()
+    encoder = Encoder(
+        TOKENIZER, chat_template=TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"),
+        max_response_tokens=400, tools=rules.maker.tools,
+    )  # fmt: skip
+    rules = replace(rules, encoder=encoder)
+    said = f"I might {call_text('add', a=1, b=1)} or not.</think>"
+    say = lambda text: "</think>It is 9." if "<tool_response>" in text else said + call_text("add", a=2, b=3)  # noqa: E731
+    ((group,), _) = play_turns(rules, say, [make_problem()])
+    (episode,) = group.rollouts
+    assert episode.task.in_thought and episode.outcome.calls == 1 and episode.outcome.turns == 2
+    assert "<tool_response>5" in spelled(episode.token_ids)
+
+
+def test_an_environment_that_is_made_too_late_is_closed():
+    made, may_go = threading.Event(), threading.Event()
+
+    class Late(Sums):
+        def __init__(self):
+            may_go.wait(20)
+
+        def close(self):
+            made.set()
+
+    ((group,), _) = play_turns(make_rules(Late, timeout_s=0.1), adds, [make_problem()])
+    assert group.rollouts[0].outcome.end == "timed_out" and not made.is_set()
+    may_go.set()
+    assert made.wait(20)
