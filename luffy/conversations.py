@@ -25,9 +25,9 @@ from luffy.environments.kinds import maker_for
 from luffy.environments.protocol import Environment, Maker, Reply, Turn
 from luffy.environments.workers import Fault, Workers
 from luffy.errors import UserError
-from luffy.guidance.plan import extended, unwritten
+from luffy.guidance.plan import appended, extended, unwritten
 from luffy.rollout.engine import Engine
-from luffy.types import Author, Completion, Episode, EpisodeOutcome, Finish, Group, Message, Request, Score, written_by
+from luffy.types import Author, Completion, Episode, EpisodeOutcome, Finish, Group, Message, Request, Score
 
 CLOSING_S = 5.0  # how long a run that ends waits for its environments to close
 ENDS: dict[str, Finish] = {"answer": "stop", "turns": "length", "tokens": "length", "context": "length"}
@@ -261,21 +261,14 @@ class Table:
     def _append(self, seat: Seat, reply: Reply) -> None:
         """Put a reply behind the episode, if there is room for it and a turn."""
         ids = torch.tensor(self.rules.encoder.reply_ids(reply.messages), dtype=torch.long)
-        episode, nothing = seat.episode, torch.zeros(ids.numel())
+        episode = seat.episode
         if episode.token_ids.numel() + ids.numel() >= self.rules.most_tokens:
             self._end(seat, "context")
             return
         if episode.sampling is not None and episode.drawn >= episode.sampling.max_tokens:
             self._end(seat, "tokens")
             return
-        seat.episode = replace(
-            episode,
-            token_ids=torch.cat([episode.token_ids, ids]),
-            authors=torch.cat([episode.authors, written_by(Author.ENVIRONMENT, ids.numel())]),
-            behavior_log_probs=torch.cat([episode.behavior_log_probs, nothing]),
-            engine_log_probs=torch.cat([episode.engine_log_probs, nothing]),
-            finish=None,
-        )
+        seat.episode = appended(episode, ids, Author.ENVIRONMENT, torch.zeros(ids.numel()), finish=None)
         seat.messages += reply.messages
         seat.replayed = seat.episode.token_ids.numel()
         self._ready.append(seat)

@@ -34,8 +34,10 @@ class Sums:
 
     opened, closed = 0, 0
 
-    def reset(self, prompt, **row):
+    def __init__(self):
         type(self).opened += 1
+
+    def reset(self, prompt, **row):
         self.asked = []
         if "observe" in prompt:
             return " (observed)"
@@ -234,7 +236,6 @@ def test_a_slow_environment_delays_no_other_episode():
 
 
 def test_at_most_so_many_environments_are_open_and_all_are_closed():
-    Sums.opened = Sums.closed = 0
     most, lock = [0], threading.Lock()
 
     class Counted(Sums):
@@ -426,6 +427,7 @@ def test_an_environment_that_is_made_too_late_is_closed():
 
     class Late(Sums):
         def __init__(self):
+            super().__init__()
             may_go.wait(20)
 
         def close(self):

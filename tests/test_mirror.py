@@ -133,7 +133,7 @@ COVERED_ELSEWHERE: dict[str, str] = {
     "luffy.step.draws": "train/test_loop.py",
     "luffy.step.gating": "step/test_sft_steps.py",
     "luffy.step.groups": "learn/test_credit.py",
-    "luffy.step.held_out_traces": "step/test_tasks.py",
+    "luffy.train.held_out_traces": "step/test_tasks.py",
     "luffy.step.in_flight": "step/test_partial_rollouts.py",
     "luffy.step.memory_check": "step/test_sft_steps.py",
     "luffy.step.play": "step/test_sft_steps.py",

@@ -41,6 +41,7 @@ def selected_log_probs(
 
 
 def rows_at_once(weight: Tensor) -> int:
+    """Rows of logits that exist at a time under this head."""
     by_size = GPU_CHUNK_BYTES // (weight.shape[0] * weight.itemsize)
     return max(by_size, CPU_CHUNK_ROWS) if weight.is_cuda else CPU_CHUNK_ROWS
 

@@ -31,6 +31,14 @@ class AsyncCalls:
             if self._loop is not loop:  # closed while this call was hanging
                 loop.close()
 
+    def close_with(self, thing: Any) -> None:
+        """Call ``thing.close``, if there is one, and end the loop."""
+        try:
+            if hasattr(thing, "close"):
+                self.call(thing.close)
+        finally:
+            self.close()
+
     def close(self) -> None:
         """Cancel all that still runs in the loop, and end it."""
         loop, self._loop = self._loop, None

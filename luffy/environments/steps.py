@@ -83,11 +83,7 @@ class StepEnvironment:
 
     def close(self) -> None:
         """Call ``close``, if there is one."""
-        try:
-            if hasattr(self._thing, "close"):
-                self._calls.call(self._thing.close)
-        finally:
-            self._calls.close()
+        self._calls.close_with(self._thing)
 
     def _step(self, text: str) -> Stepped:
         action = action_in(text, getattr(self._thing, "action_space", None))

@@ -67,11 +67,7 @@ class ToolEnvironment:
 
     def close(self) -> None:
         """Call ``close``, and end what is still running in the background."""
-        try:
-            if hasattr(self._thing, "close"):
-                self._calls.call(self._thing.close)
-        finally:
-            self._calls.close()
+        self._calls.close_with(self._thing)
 
     def _answer(self, call: ToolCall) -> Reply:
         try:

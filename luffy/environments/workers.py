@@ -38,13 +38,12 @@ class Workers:
         workers.submit(episode, environment.reply, turn)
         for key, result in workers.finished(block=True): ...
 
-    A call that was given up goes on in its thread, which no code can end. If it ends after all, ``late`` gets its key
-    and result there, e.g. to close what it made. A function that never lets go of the interpreter's lock stops all
-    threads: run such code in a process.
+    A call that was given up goes on in its thread, which no code can end. A function that never lets go of the
+    interpreter's lock stops all threads: run such code in a process.
     """
 
-    def __init__(self, at_once: int, timeout_s: float, late: Callable[[Hashable, Any], None] | None = None) -> None:
-        self._at_once, self._timeout_s, self._late = at_once, timeout_s, late
+    def __init__(self, at_once: int, timeout_s: float) -> None:
+        self._at_once, self._timeout_s = at_once, timeout_s
         self._lock = threading.Lock()  # of all below; a condition for each who waits: a thread, the watch, the caller
         self._submitted, self._began, self._ended = (threading.Condition(self._lock) for _ in range(3))
         self._waiting: deque[_Call] = deque()
@@ -106,10 +105,7 @@ class Workers:
     def _work(self) -> None:
         """One thread: call after call, until one was given up."""
         while (call := self._next()) is not None:
-            result = _result_of(call)
-            if not self._settle(call, result):
-                if self._late is not None and not isinstance(result, Fault):
-                    _result_of(_Call(call.key, self._late, (call.key, result)))
+            if not self._settle(call, _result_of(call)):
                 return
 
     def _next(self) -> _Call | None:

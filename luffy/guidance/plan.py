@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import nan
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,6 +125,18 @@ def given(task: Task, trace: Demonstration, prefix: int | None = None, author: A
         authors[start:end] = Author.ENVIRONMENT
     ratio = length / len(trace.token_ids)
     return Episode(task, ids, authors, behavior, torch.zeros(length), "trace", trace=trace, prefix_ratio=ratio)
+
+
+def appended(episode: Episode, token_ids: Tensor, author: Author, log_probs: Tensor, **changes: Any) -> Episode:
+    """An episode with further tokens of one author; ``changes`` of its other fields."""
+    return replace(
+        episode,
+        token_ids=torch.cat([episode.token_ids, token_ids]),
+        authors=torch.cat([episode.authors, written_by(author, token_ids.numel())]),
+        behavior_log_probs=torch.cat([episode.behavior_log_probs, log_probs]),
+        engine_log_probs=torch.cat([episode.engine_log_probs, log_probs]),
+        **changes,
+    )
 
 
 def extended(episode: Episode, more: Completion, version: int, in_parts: bool = False) -> Episode:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from luffy.guidance import Planner
-from luffy.types import Author, Episode, Finish, Task, written_by
+from luffy.guidance.plan import appended
+from luffy.types import Author, Episode, Finish, Task
 
 FINISHES: tuple[Finish | None, ...] = (
     None,
@@ -85,16 +86,9 @@ def _continued(begun: Episode, finish: Finish | None, ids: Tensor, log_probs: Te
     """A planned episode with tokens that earlier steps drew."""
     if not ids.numel():
         return replace(begun, finish=finish)
-    return replace(
-        begun,
-        token_ids=torch.cat([begun.token_ids, ids]),
-        authors=torch.cat([begun.authors, written_by(Author.POLICY, ids.numel())]),
-        behavior_log_probs=torch.cat([begun.behavior_log_probs, log_probs]),
-        engine_log_probs=torch.cat([begun.engine_log_probs, log_probs]),
-        finish=finish,
-        policy_version=int(versions[-1]),
-        token_versions=torch.cat([torch.full((begun.prefix,), -1), versions]),
-    )
+    every = torch.cat([torch.full((begun.prefix,), -1), versions])
+    changes = {"finish": finish, "policy_version": int(versions[-1]), "token_versions": every}
+    return appended(begun, ids, Author.POLICY, log_probs, **changes)
 
 
 def state_of(problems: Sequence[InFlight]) -> dict[str, Tensor]:

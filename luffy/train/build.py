@@ -37,7 +37,6 @@ from luffy.run_folder.stages import Span
 from luffy.run_folder.timing import Stopwatch
 from luffy.run_folder.trackers import check_trackers
 from luffy.step.crediting import detach_notice
-from luffy.step.held_out_traces import hold_out_traces
 from luffy.step.memory import MethodMemory
 from luffy.step.prefetch import Prefetcher
 from luffy.step.run_state import Begun, Messages, Run
@@ -55,6 +54,7 @@ from luffy.step.tasks import (
 from luffy.train import setup
 from luffy.train.build_engines import Engines, no_schedule
 from luffy.train.held_out import HeldOut, read_evaluated
+from luffy.train.held_out_traces import hold_out_traces
 from luffy.train.saving import Saver
 from luffy.train.stage_end import StageEnd
 from luffy.train.weights import Export, base_of, load_weights, with_template

@@ -92,20 +92,6 @@ def test_a_hang_is_given_up_while_nobody_asks(gate):
         assert began.wait(FOREVER)  # without a call of finished
 
 
-def test_a_late_result_is_handed_over_there(gate):
-    late, arrived = [], threading.Event()
-
-    def keep(key, result):
-        late.append((key, result))
-        arrived.set()
-
-    with Workers(1, 0.05, late=keep) as workers:
-        workers.submit("slow", gate.wait)
-        assert collected(workers, 1)["slow"].kind == "timed_out"
-        gate.set()
-        assert arrived.wait(FOREVER) and late == [("slow", True)] and workers.finished() == []
-
-
 def test_closing_waits_for_nothing(gate):
     workers = Workers(2, FOREVER)
     for name in ("a", "b", "c"):
