@@ -300,9 +300,9 @@ def make_trace(first_reply="5"):
     )  # fmt: skip
 
 
-def guided(rules, trace, ratio):
+def guided(rules, trace, ratio, prompt="2+3+4=?"):
     """An episode that begins with a share of a trace."""
-    task = rules.encoder.encode(make_problem(traces=(trace,)))
+    task = rules.encoder.encode(make_problem(prompt, traces=(trace,)))
     (demonstration,) = task.demonstrations
     prefix = whole_turns(demonstration, int(ratio * len(demonstration.token_ids)))
     begun = given(task, demonstration, prefix)
@@ -345,6 +345,20 @@ def test_a_trace_that_the_environment_answers_otherwise_is_left_out():
     assert played.outcome.trace_left_out and played.is_on_policy and group.scores[0].value == 1.0
     metrics = values_of(environment_metrics([group]))
     assert metrics["environment/traces_left_out"] == 1
+
+
+def test_what_the_environment_says_first_stands_once_in_an_episode_and_not_in_its_groups_task():
+    rules = make_rules()
+    episode, _ = guided(rules, make_trace(first_reply="6"), 0.9, "observe 2+3+4=?")
+    ((group,), _) = play_turns(rules, adds, [], planned=[(episode,)])
+    (played,) = group.rollouts
+    assert played.outcome.trace_left_out and group.task == episode.task
+    assert spelled(played.task.prompt_ids).count("(observed)") == 1
+
+
+def test_a_task_without_traces_has_no_scores_of_traces():
+    rules = make_rules(Scored)
+    assert trace_scores(rules.encoder.encode(make_problem()), LastNumber(), TOKENIZER, rules) == []
 
 
 def test_a_whole_trace_is_played_where_the_environment_scores_it():

@@ -173,7 +173,7 @@ class GuidanceConfig:
     gate: Chosen = knob(
         "none",
         "further rounds for some problems: trace_on_failure, trace_alone, likeliest_traces, hinted_group, lowest_hint, "
-        "micro_groups, or your own (docs/methods/gates.md#further-rounds)",
+        "shortest_hint, own_under_plan, micro_groups, or your own (docs/methods/gates.md#further-rounds)",
         parts=GATES,
     )
     gate_from: int = knob(0, "steps before the gate begins to act", ge=0)

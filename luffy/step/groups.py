@@ -31,7 +31,7 @@ def trace_scores(
 ) -> list[Score]:
     """The scores of a task's traces; an environment with a reward of its own is played through them."""
     traces = [given(task, trace) for trace in task.demonstrations]
-    if conversations is None or not conversations.counts_reward:
+    if not traces or conversations is None or not conversations.counts_reward:
         return verified([(task, trace.answer_ids.tolist()) for trace in traces], verifier, tokenizer)
     played = replayed(conversations, traces)
     (group,) = scored_by_both([tuple(played)], verifier, tokenizer, conversations)

@@ -1,6 +1,6 @@
 """Algorithm state carried between steps besides weights and optimizer:
 
-    replay      solved responses of the policy's own (`replay`)
+    replay      solved responses of the policy's own (`replay`, or a gate that recalls them)
     experts     how far the sampler of the expert batch has come (`batch.expert_share`)
     lessons     traces of problems that the policy failed, until there are enough for an SFT step (`sft_steps`)
     in_flight   problems whose responses are not all finished (`rollout.max_tokens_per_step`)
@@ -26,7 +26,8 @@ class MethodMemory:
     """``problems``: how many there are in the training data. Parts that the config does not use are None or empty."""
 
     def __init__(self, cfg: Config, problems: int) -> None:
-        self.replay = Replay(cfg.replay, cfg.rollout.n) if cfg.replay.share else None
+        recalls = cfg.guidance.gate.part.recalls
+        self.replay = Replay(cfg.replay, cfg.rollout.n) if cfg.replay.share or recalls else None
         self.experts = ProblemSampler(problems, seed_of(f"{cfg.seed}:experts")) if cfg.batch.expert_share else None
         self.lessons: list[tuple[int, int]] = []  # row of the problem, number of its trace
         self.in_flight: list[InFlight] = []  # the oldest first

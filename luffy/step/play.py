@@ -72,7 +72,9 @@ class Player:
         for i, episode in zip(asked, ended, strict=True):
             episodes[i] = episode
         with self.watch("reward"):
-            return scored_by_both(regrouped(planned, episodes), self.verifier, self.tokenizer, rules)
+            groups = scored_by_both(regrouped(planned, episodes), self.verifier, self.tokenizer, rules)
+        # An episode's task has what its environment said first; the group's has not.
+        return [replace(group, task=of_plan[0].task) for group, of_plan in zip(groups, planned, strict=True)]
 
     def play_in_parts(self, planned: Episodes, most: int) -> list[Group]:
         """At most ``most`` tokens of every episode; a group of which one is not finished has no scores."""
