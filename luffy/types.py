@@ -76,8 +76,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Problem:
-    """A row of a dataset. A ``str`` prompt gets the config's prompt style; a tuple of messages is a chat. The gold
-    answer stays a string."""
+    """A row of a dataset. A ``str`` prompt gets the config's prompt style; a tuple of messages is a chat."""
 
     id: str
     prompt: str | tuple[Message, ...]
@@ -111,9 +110,9 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Task:
-    """A problem as the model sees it. ``hint``: the level of the hint in its prompt, ``hint_text`` its words, and
-    ``plain_ids`` the prompt without them; 0: none. ``in_thought``: its prompt ends with ``<think>``, so the response
-    begins inside a thought."""
+    """A problem as the model sees it. ``in_thought``: its prompt ends with ``<think>``, so the response begins inside a
+    thought. ``hint``: the level of the hint that a response is drawn with (0: none), ``hint_text`` its words in the
+    prompt, ``plain_ids`` the prompt without them."""
 
     problem: Problem
     prompt_ids: tuple[int, ...]
@@ -142,8 +141,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to make. ``sampling.max_tokens`` counts generated tokens only. Equal seeds give equal tokens in
-    any batch."""
+    """One response to make. ``sampling.max_tokens`` counts generated tokens only."""
 
     prompt_ids: tuple[int, ...]
     seed: int
@@ -166,8 +164,8 @@ class Request:
 class Completion:
     """Tokens generated after the prefix; the EOS that ended them is the last.
 
-    With a guide model: ``overrides`` marks its tokens, ``behavior_log_probs`` are those of the behaviour policy,
-    ``guidance_log_probs`` those of the guide model.
+    With a guide model: ``overrides`` marks its tokens; ``behavior_log_probs`` and ``guidance_log_probs`` are log-probs
+    under the behaviour policy and the guide model.
     """
 
     token_ids: Tensor  # [T] long
