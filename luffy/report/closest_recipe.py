@@ -17,8 +17,10 @@ KNOBS = ("batch.expert_share",)
 OF_SFT = ("algorithm.sft_reshape", "algorithm.sft_weight", "algorithm.sft_anchor")  # what tells kinds of SFT apart
 SECOND_STAGE = "sft_rl"  # on_policy in every setting, and SFT before it
 PAPERS = {  # arXiv numbers of the methods; docs/methods.md says what is taken from each
+    "act_guide": "2605.12004",
     "ampo": "2510.02227",
     "asft": "2509.23753",
+    "bepa": "2601.05787",
     "chord": "2508.11408",
     "chord_phi": "2508.11408",
     "cispo": "2506.13585",

@@ -178,7 +178,9 @@ def test_ranks_and_micro_batches_change_nothing(request, kind, method):
     run_ranks(2, train, many)
     assert sum(row["batch/gated"] for row in rows) > 0
     speed = ("perf/", "memory/", "environment/")
-    ours, theirs = ([{k: v for k, v in r.items() if not k.startswith(speed)} for r in x] for x in (untimed_metrics(many), rows))
+    ours, theirs = (
+        [{k: v for k, v in r.items() if not k.startswith(speed)} for r in x] for x in (untimed_metrics(many), rows)
+    )
     assert_same_metrics(ours, theirs, tolerance=1e-4)
     assert_same_weights(final_weights(many), final_weights(alone), tolerance=1e-4)
 
@@ -186,7 +188,9 @@ def test_ranks_and_micro_batches_change_nothing(request, kind, method):
 def test_what_a_kill_between_rounds_leaves_is_resumed_and_equals_undisturbed(make_single):
     every = {"steps": 4, "save_every": 1}
     for method in WEIGHTS:
-        whole, killed = (of_method(make_single, method, f"{method}-{name}", train=every) for name in ("whole", "killed"))
+        whole, killed = (
+            of_method(make_single, method, f"{method}-{name}", train=every) for name in ("whole", "killed")
+        )
         with copied_at(NativeEngine, "generate", 8, whole.folder, killed.folder):
             train(whole)
         assert 1 <= len(untimed_metrics(killed)) < 4
