@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from conversing import TEMPLATE, ScriptedEngine, call_text, make_chat_tokenizer
+from data.templates import TEMPLATES, make_model_tokenizer
 
 from luffy.config import EnvironmentConfig
 from luffy.conversations import Conversations, without_failures
 from luffy.data import Encoder
+from luffy.environments.call_formats import format_of
 from luffy.environments.kinds import maker_for
 from luffy.guidance.plan import given, unwritten, whole_turns
 from luffy.step.groups import environment_metrics, trace_scores
@@ -142,6 +144,37 @@ def test_what_is_trained_is_what_was_drawn_and_replies_are_the_environments():
         tools=list(rules.maker.tools), tokenize=False,
     )  # fmt: skip
     assert spelled((*episode.task.prompt_ids, *episode.token_ids.tolist())) + "\n" == whole
+
+
+SAID = {  # a thought, then a call in the words of the template
+    "qwen2.5": '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>',
+    "llama3.1": '{"name": "add", "parameters": {"a": 2, "b": 3}}',
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": 3}}]',
+}
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3.1", "mistral", "hermes"])
+def test_a_turn_goes_on_from_what_the_model_saw_and_drew_whatever_the_template_would_rewrite(name):
+    tokenizer = make_model_tokenizer(name)
+    maker = maker_for(Sums, {}, 4000)
+    encoder = Encoder(tokenizer, max_response_tokens=400, tools=maker.tools, date="2026-01-31", max_prompt_tokens=4096)
+    format = format_of(TEMPLATES[name])
+    rules = Conversations(EnvironmentConfig(name="sums", max_turns=3), encoder, maker, format, 2000, 0.0)
+    thought, call = "<think>\nadd\n</think>\n\n", SAID.get(name, SAID["qwen2.5"])
+    task = encoder.encode(make_problem())
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(encoder.eos_ids[0])  # what the script ends its turns with
+    engine = ScriptedEngine(tokenizer, lambda text: thought + call)
+    sampling = Sampling(400, eos_ids=encoder.eos_ids)
+    player = Player(engine, LastNumber(), tokenizer, 0, lambda done, total: None, conversations=rules)
+    ((episode,),) = (group.rollouts for group in player.play([(unwritten(task, 0, sampling),)]))
+    assert (episode.outcome.turns, episode.outcome.calls, episode.outcome.end) == (3, 3, "turns")
+    seen, reply = task.prompt_ids, encoder.reply_ids([Message("tool", "5", name="add")])
+    for request in engine.requests[:3]:
+        assert request.given_ids == seen
+        drawn = tuple(engine._complete(request).token_ids.tolist())
+        seen = (*seen, *drawn, *reply)
+    whole = (*episode.task.prompt_ids, *episode.token_ids.tolist())
+    assert (*whole, *reply) == seen and tokenizer.decode(whole).count(thought) == 3
 
 
 def test_limits_end_an_episode_and_are_told_apart():
