@@ -216,7 +216,7 @@ def serve(
     host: Annotated[str, typer.Option(help="address to listen on; the key is sent unencrypted")] = "127.0.0.1",
 ) -> None:
     """Start a vLLM server for the training of a recipe (rollout.engine=vllm, rollout.vllm.servers=[...])."""
-    from luffy.train.vllm_settings import serve as start
+    from luffy.train.build_engines import serve as start
 
     start(load_config(recipe, overrides or ()), host, port)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -220,3 +221,19 @@ def compute_token_on_off_policy_loss(
 def compute_sft_pure_loss(log_prob: Tensor, eos_mask: Tensor) -> Tensor:
     """Masked mean of the negative log-likelihood; an empty mask gives 0 with a gradient of 0."""
     return masked_mean(-log_prob, eos_mask)
+
+
+Estimator = Literal["k1", "k2", "k3"]
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+
+
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, estimator: str) -> Tensor:
+    """Per token. k1 is unbiased and may be negative; k2 has low variance; k3 is unbiased and >= 0."""
+    log_ratio = log_prob - ref_log_prob
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    if estimator == "k3":
+        return torch.exp(-log_ratio) - 1 + log_ratio
+    raise ValueError(f"unknown KL estimator {estimator!r}; known: {', '.join(ESTIMATORS)}")

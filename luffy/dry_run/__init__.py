@@ -1,7 +1,7 @@
 """`--dry-run`: what a run will do and need, before any weight is loaded.
 
 ``check`` validates the run, builds the first batch (``first_step``, ``work``) and writes ``lines``. ``memory`` counts
-bytes, ``disk`` those of checkpoints, ``times`` seconds (on GPUs by the model in ``cost``). ``place`` is the hardware
+bytes, ``times`` seconds (on GPUs by the model in ``cost``). ``place`` is the hardware
 that the run is meant for, ``models`` are models without weights. ``memory_table`` is `luffy memory`.
 """
 

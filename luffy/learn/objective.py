@@ -17,8 +17,7 @@ from torch import Tensor
 from luffy.config import Config
 from luffy.config.parts import SFT_WEIGHTS
 from luffy.core.importance import Importance
-from luffy.core.kl import kl_penalty
-from luffy.core.losses import LossTerms, PolicyLoss, off_policy_ratio, policy_loss_terms
+from luffy.core.losses import LossTerms, PolicyLoss, kl_penalty, off_policy_ratio, policy_loss_terms
 from luffy.core.masked import keep, masked_mean
 from luffy.core.shaping import Shape, log_prob_slope
 from luffy.learn.sft_weights import SftTokens

@@ -15,7 +15,7 @@ from luffy.learn.credit import ScoredTokens, credit
 from luffy.learn.objective import Objective
 from luffy.learn.packing import pack
 from luffy.schema import to_dict
-from luffy.step.answer_probs import last_place
+from luffy.step.gating import last_place
 from luffy.train.loop import Trainer
 
 P = 0.04  # of every token

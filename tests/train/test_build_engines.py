@@ -12,9 +12,8 @@ from luffy.errors import ConfigError, UserError
 from luffy.learn.objective import importance_of
 from luffy.models.load import load_model
 from luffy.rollout.native import NativeEngine
-from luffy.train.build_engines import build_engine, build_evaluating
+from luffy.train.build_engines import build_engine, build_evaluating, context_of, transfer_of, vllm_arguments
 from luffy.train.loop import Trainer
-from luffy.train.vllm_settings import context_of, transfer_of, vllm_arguments
 
 
 class CopyEngine(NativeEngine):
