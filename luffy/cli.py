@@ -22,15 +22,8 @@ import typer.core
 
 from luffy._version import __version__
 from luffy.cli_help import AnswerInThought, Columns, FullHelp, TrustRemoteCode
-from luffy.config import (
-    Config,
-    built_in_recipes,
-    check_made_for,
-    check_prepared,
-    inherited_for_rl,
-    load_config,
-    to_yaml,
-)
+from luffy.config import Config, built_in_recipes, check_made_for, load_config, to_yaml
+from luffy.config.recipes import check_prepared, inherited_for_rl
 from luffy.distributed.follow import LAUNCHER_VARIABLE, follow_launcher
 from luffy.errors import Interrupted, StopRequested, TrainingStopped, UserError
 from luffy.prepare.prepare_cli import named_columns, prepare_app

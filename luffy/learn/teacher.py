@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from luffy.config import Config, TeacherConfig
 from luffy.data import Encoder
-from luffy.data.encode import with_hint
+from luffy.data.prompts import with_hint
 from luffy.errors import UserError
 from luffy.learn.credit import uncredited
 from luffy.learn.policy import Policy

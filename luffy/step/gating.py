@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from luffy.data.encode import with_hint
+from luffy.data.prompts import with_hint
 from luffy.guidance import FirstRound, Gate
 from luffy.guidance.gate import SecondRounds
 from luffy.metrics import Mean, Metric, Sum, merge_metrics

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luffy.config import ReplayConfig
+from luffy.config.knobs import ReplayConfig
 from luffy.types import Demonstration
 
 

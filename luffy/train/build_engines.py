@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from luffy.config import Config, OffPolicyGuidanceConfig
+from luffy.config import Config
+from luffy.config.knobs import OffPolicyGuidanceConfig
 from luffy.config.parts import ENGINES
 from luffy.core.override_rules import Rule
 from luffy.distributed.group_engine import GroupEngine, leads

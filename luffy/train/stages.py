@@ -15,7 +15,8 @@ from typing import TypeVar
 
 import torch
 
-from luffy.config import Config, Method, Stage, stages_of
+from luffy.config import Config, Method, stages_of
+from luffy.config.stages import Stage
 from luffy.distributed.world import World
 from luffy.errors import UserError
 from luffy.run_folder.checkpoint import Checkpoint, CheckpointStore

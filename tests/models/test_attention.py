@@ -6,16 +6,10 @@ from builders import ARCHITECTURES, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from luffy.errors import UserError
-from luffy.models import (
-    PackedLayout,
-    attention,
-    dense_attention,
-    flash,
-    forward_hidden,
-    head_weight_bias,
-    use_luffy_attention,
-)
+from luffy.models import attention, dense_attention, flash
+from luffy.models.attention import PackedLayout
 from luffy.models.families import FamilyLayout, layout_of
+from luffy.models.forward import forward_hidden, head_weight_bias, use_luffy_attention
 from luffy.types import Family
 
 UNEVEN = (3, 21, 1, 12)

@@ -7,11 +7,12 @@ import sys
 
 import pytest
 
-from luffy.config import Config, build
+from luffy.config import Config
 from luffy.errors import UserError
 from luffy.rollout.vllm.colocated import environment, worker_environment
 from luffy.rollout.vllm.guard import RequireKey
 from luffy.rollout.vllm.server_process import flags, server_command, server_environment
+from luffy.schema import build
 from luffy.train.build_engines import serve
 
 KEY = "the-servers-own-key"

@@ -1,4 +1,4 @@
-"""The policy-gradient term of on-policy tokens (``algorithm.on_policy_term``), one file each; PPO's is here.
+"""The policy-gradient term of on-policy tokens (``algorithm.on_policy_term``).
 
 A term is a function of ``OnPolicyTokens`` that returns the loss of each token and which tokens the clip touched:
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from luffy.core.masked import response_means
 from luffy.core.shaping import Shape
 from luffy.registry import Part, Registry
 
@@ -60,3 +61,19 @@ def clipped_surrogate(tokens: OnPolicyTokens, ratio: Tensor) -> tuple[Tensor, Te
 def ppo(tokens: OnPolicyTokens) -> tuple[Tensor, Tensor]:
     """PPO: the clipped ratio p / p_old of each token, or a shape of it."""
     return clipped_surrogate(tokens, tokens.shape.on_policy(tokens.log_prob, tokens.old))
+
+
+@ON_POLICY_TERMS.register("cispo")
+def cispo(tokens: OnPolicyTokens) -> tuple[Tensor, Tensor]:
+    """CISPO (MiniMax-M1, arXiv 2506.13585), -sg(clip(r)) A log p: a token outside the bounds keeps a gradient, of the size at the bound."""
+    ratio = torch.exp(tokens.log_prob.detach() - tokens.old)
+    weight = tokens.clip(ratio).detach()
+    return -weight * tokens.advantages * tokens.log_prob, weight != ratio
+
+
+@ON_POLICY_TERMS.register("gspo")
+def gspo(tokens: OnPolicyTokens) -> tuple[Tensor, Tensor]:
+    """GSPO (arXiv 2507.18071): PPO's term with s = exp(mean of log p - log p_old) over the response's tokens, at each of them; the gradient
+    flows through the mean, so the clip drops a whole response or none of it."""
+    ratio = torch.exp(response_means(tokens.log_prob - tokens.old, tokens.counted, tokens.lengths))
+    return clipped_surrogate(tokens, ratio)
