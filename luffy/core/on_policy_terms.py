@@ -65,7 +65,8 @@ def ppo(tokens: OnPolicyTokens) -> tuple[Tensor, Tensor]:
 
 @ON_POLICY_TERMS.register("cispo")
 def cispo(tokens: OnPolicyTokens) -> tuple[Tensor, Tensor]:
-    """CISPO (MiniMax-M1, arXiv 2506.13585), -sg(clip(r)) A log p: a token outside the bounds keeps a gradient, of the size at the bound."""
+    """CISPO (MiniMax-M1, arXiv 2506.13585), -sg(clip(r)) A log p: a token outside the bounds keeps a gradient, of the
+    size at the bound."""
     ratio = torch.exp(tokens.log_prob.detach() - tokens.old)
     weight = tokens.clip(ratio).detach()
     return -weight * tokens.advantages * tokens.log_prob, weight != ratio
@@ -73,7 +74,7 @@ def cispo(tokens: OnPolicyTokens) -> tuple[Tensor, Tensor]:
 
 @ON_POLICY_TERMS.register("gspo")
 def gspo(tokens: OnPolicyTokens) -> tuple[Tensor, Tensor]:
-    """GSPO (arXiv 2507.18071): PPO's term with s = exp(mean of log p - log p_old) over the response's tokens, at each of them; the gradient
-    flows through the mean, so the clip drops a whole response or none of it."""
+    """GSPO (arXiv 2507.18071): PPO's term with s = exp(mean of log p - log p_old) over the response's tokens, at each
+    of them; the gradient flows through the mean, so the clip drops a whole response or none of it."""
     ratio = torch.exp(response_means(tokens.log_prob - tokens.old, tokens.counted, tokens.lengths))
     return clipped_surrogate(tokens, ratio)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from luffy.data.repeats import repeated, text_hash
-from luffy.data.rows import ABSENT, ReadOptions, RowView, lookup
+from luffy.data.rows import ABSENT, ReadOptions, RowView, lookup, one_of
 from luffy.data.schemas import CHATS, READERS, check_columns, detect, overlooked_trace, unknown_layout
 from luffy.data.sources import Row, RowError, RowSource, open_source
 from luffy.errors import ConfigError, DataError
@@ -42,11 +42,12 @@ class ProblemDataset:
     ) -> None:
         self.source = source
         self._schema = _checked_schema(schema, columns)
-        self._bad_rows = _checked_bad_rows(bad_rows)
-        self._limit = _checked_limit(limit)
-        self._options = ReadOptions(
-            require_answer, require_traces, strip_calculator, dict(columns or {}), _checked_turns(turns)
-        )
+        self._bad_rows = one_of("data.bad_rows", bad_rows, ("error", "skip"))
+        if limit is not None and limit < 1:
+            raise ConfigError(f"data.limit={limit} leaves no problem; give 1 or more, or leave it out")
+        self._limit = limit
+        one_of("data.turns", turns, ("last", "all"))
+        self._options = ReadOptions(require_answer, require_traces, strip_calculator, dict(columns or {}), turns)
         self._schema_of_part: dict[int, str] = {}
         self.skipped: Counter[str] = Counter()
         self.messages: list[str] = []
@@ -182,29 +183,10 @@ def _absent(columns: Mapping[str, str], row: Row) -> dict[str, str]:
 
 
 def _checked_schema(schema: str, columns: Mapping[str, str] | None) -> str:
-    if schema not in ("auto", *READERS):
-        raise ConfigError(f"data.format={schema!r} is unknown; known: auto, {', '.join(READERS)}")
+    one_of("data.format", schema, ("auto", *READERS))
     if columns and schema not in ("auto", "columns"):
         raise ConfigError(f"data.columns and data.format={schema!r} contradict each other; drop one of them")
     if schema == "columns" or columns:
         check_columns(columns or {})
         return "columns"
     return schema
-
-
-def _checked_turns(turns: str) -> str:
-    if turns not in ("last", "all"):
-        raise ConfigError(f"data.turns={turns!r} is unknown; known: last, all")
-    return turns
-
-
-def _checked_bad_rows(bad_rows: str) -> str:
-    if bad_rows not in ("error", "skip"):
-        raise ConfigError(f"data.bad_rows={bad_rows!r} is unknown; known: error, skip")
-    return bad_rows
-
-
-def _checked_limit(limit: int | None) -> int | None:
-    if limit is not None and limit < 1:
-        raise ConfigError(f"data.limit={limit} leaves no problem; give 1 or more, or leave it out")
-    return limit

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from luffy.data.rows import ROW_KEY
+from luffy.data.rows import ROW_KEY, one_of
 from luffy.data.special_tokens import CLOSE, OPEN, SpecialTokens, without_marks
 from luffy.errors import ConfigError, DataError
 from luffy.types import THINK, Message, Problem, ToolCall, opens_thought
@@ -350,12 +350,6 @@ def _with_text_arguments(row: Row) -> Row:
         for call in row.get("tool_calls", ())
     ]
     return {**row, "tool_calls": calls} if calls else row
-
-
-def one_of(knob: str, value: str, known: Sequence[str]) -> str:
-    if value not in known:
-        raise ConfigError(f"{knob}={value!r} is unknown; known: {', '.join(known)}")
-    return value
 
 
 def _template_text(chat_template: str | None) -> str | None:
