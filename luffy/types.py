@@ -76,8 +76,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Problem:
-    """A row of a dataset. A ``str`` prompt gets the config's prompt style; a tuple of messages is a chat. The gold
-    answer stays a string."""
+    """A row of a dataset. A ``str`` prompt gets the config's prompt style; a tuple of messages is a chat."""
 
     id: str
     prompt: str | tuple[Message, ...]
@@ -132,8 +131,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to make. ``sampling.max_tokens`` counts generated tokens only. Equal seeds give equal tokens in
-    any batch."""
+    """One response to make. ``sampling.max_tokens`` counts generated tokens only."""
 
     prompt_ids: tuple[int, ...]
     seed: int
@@ -156,8 +154,8 @@ class Request:
 class Completion:
     """Tokens generated after the prefix; the EOS that ended them is the last.
 
-    With a guide model: ``overrides`` marks its tokens, ``behavior_log_probs`` are those of the behaviour policy,
-    ``guidance_log_probs`` those of the guide model.
+    With a guide model: ``overrides`` marks its tokens; ``behavior_log_probs`` and ``guidance_log_probs`` are log-probs
+    under the behaviour policy and the guide model.
     """
 
     token_ids: Tensor  # [T] long
