@@ -291,8 +291,8 @@ def quickstart(
     `--task tools` compares on-policy RL and LUFFY where a tool must be called over several turns. `--methods all`
     compares every method. Rerun the same command to resume.
     """
+    from luffy.quickstart.run import find_task
     from luffy.quickstart.run import quickstart as run
-    from luffy.quickstart.tasks import find_task
 
     out = out or Path(find_task(task).out)
     run(out, seeds or (3 if methods == "all" else 1), steps, methods, as_json, task)

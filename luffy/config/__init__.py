@@ -17,7 +17,7 @@ from luffy.config.knobs import (
     TeacherConfig,
 )
 from luffy.config.recipes import PACKAGE, built_in_recipes, check_made_for, load_config, read_recipe, to_yaml
-from luffy.config.stages import Method, stages_of
+from luffy.config.stages import Method, Stage, stages_of
 from luffy.config.yaml_text import parse_yaml
 from luffy.schema import build
 
@@ -33,6 +33,7 @@ __all__ = [
     "ModelConfig",
     "RewardConfig",
     "RolloutConfig",
+    "Stage",
     "TeacherConfig",
     "build",
     "built_in_recipes",

@@ -8,10 +8,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from luffy.data.prompts import CLOCK, PromptWriter, tokenizer_name, where, with_text
+from luffy.data.prompts import CLOCK, MARK, OPEN, PromptWriter, tokenizer_name, where, with_text
 from luffy.data.repeats import prompt_hash
 from luffy.data.rows import one_of
-from luffy.data.special_tokens import MARK, OPEN
 from luffy.data.traces import TraceEncoder, too_long, trace_text
 from luffy.errors import ConfigError, DataError
 from luffy.types import NO_LIMIT, Message, Problem, Task

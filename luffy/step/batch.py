@@ -8,8 +8,7 @@ from typing import Literal
 
 from luffy.metrics import Metric
 from luffy.run_folder.timing import Stopwatch
-from luffy.step.in_flight import InFlight
-from luffy.step.replay import Attempt, Success
+from luffy.step.memory import Attempt, InFlight, Success
 from luffy.types import Group, Sample, Task
 
 

@@ -24,7 +24,7 @@ from luffy.step.groups import (
     stop_if_nothing_was_scored,
     why_none_is_solved,
 )
-from luffy.step.in_flight import InFlight
+from luffy.step.memory import InFlight
 from luffy.step.run_state import Run
 from luffy.types import Group
 

@@ -16,8 +16,7 @@ from luffy.models.forward import causal_lm, text_config
 from luffy.run_folder.checkpoint import Checkpoint
 from luffy.run_folder.saved_state import REMEDY, Progress
 from luffy.schema import to_dict
-from luffy.step.in_flight import FINISHES
-from luffy.step.memory import under_prefix
+from luffy.step.memory import FINISHES, under_prefix
 from luffy.step.run_state import Run
 
 SFT = "sft/"  # begins the names of what belongs to the optimizer of sft_steps

@@ -25,9 +25,17 @@ from luffy.errors import ConfigError
 from luffy.learn.packing import pack
 from luffy.learn.scorer import TokenScorer
 from luffy.models.forward import causal_lm, evaluating, max_positions, text_config
-from luffy.models.load import drop_padding_tokens, gguf_file, load_model, load_tokenizer, read_model_config, token_count
+from luffy.models.load import (
+    check_fits,
+    check_same_tokenizer,
+    drop_padding_tokens,
+    gguf_file,
+    load_model,
+    load_tokenizer,
+    read_model_config,
+    token_count,
+)
 from luffy.models.machine import pick_device
-from luffy.models.same_tokens import check_fits, check_same_tokenizer
 from luffy.registry import NoSettings
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine

@@ -8,7 +8,7 @@ import torch
 
 from luffy.config.knobs import ReplayConfig
 from luffy.errors import ConfigError
-from luffy.step.replay import Attempt, Replay, Success, least_entropy
+from luffy.step.memory import Attempt, Replay, Success, least_entropy
 from luffy.train.loop import Trainer
 
 

@@ -7,7 +7,7 @@ import torch
 from trainings import train_rows
 
 from luffy.config import load_config
-from luffy.core.importance import Importance
+from luffy.core.losses import Importance
 from luffy.errors import ConfigError, UserError
 from luffy.learn.objective import importance_of
 from luffy.models.load import load_model
