@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from luffy.data.dataset import prompt_hash
 from luffy.data.prompts import CLOCK, MARK, OPEN, PromptWriter, tokenizer_name, where, with_text
-from luffy.data.repeats import prompt_hash
 from luffy.data.rows import one_of
 from luffy.data.traces import TraceEncoder, too_long, trace_text
 from luffy.errors import ConfigError, DataError

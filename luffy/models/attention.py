@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from luffy.errors import UserError
-from luffy.models.flash import flash_kernel, heads_of
-from luffy.models.reach import Reach, bounds_of
+from luffy.models.flash import Reach, bounds_of, flash_kernel, heads_of
 from luffy.types import to_device
 
 try:

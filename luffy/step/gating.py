@@ -17,10 +17,9 @@ from luffy.guidance import FirstRound, Gate
 from luffy.guidance.gate import SecondRounds
 from luffy.metrics import Mean, Metric, Sum, merge_metrics
 from luffy.models.load import decode
-from luffy.step.batch import Draw, StepBatch
 from luffy.step.draws import trace_sample
 from luffy.step.play import play
-from luffy.step.run_state import Run
+from luffy.step.run_state import Draw, Run, StepBatch
 from luffy.types import Demonstration, Group, Task
 
 TOO_LONG = "method/hints_too_long"

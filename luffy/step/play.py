@@ -18,9 +18,8 @@ from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
 from luffy.run_folder.timing import Stopwatch
-from luffy.step.batch import StepBatch
 from luffy.step.groups import grouped, score, scored_by_both
-from luffy.step.run_state import Run
+from luffy.step.run_state import Run, StepBatch
 from luffy.types import NO_LIMIT, Completion, Episode, Group, Sampling, Score, Task
 
 Response = tuple[int, Task, Tensor | list[int]]  # its number, the task, its token ids

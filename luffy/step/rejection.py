@@ -11,7 +11,6 @@ from luffy.distributed.world import World
 from luffy.errors import AllStopped
 from luffy.learn.credit import find_credit_function
 from luffy.metrics import Max, Mean, Metric, Sum, merge_metrics
-from luffy.step.batch import Draw, StepBatch
 from luffy.step.draws import attempts
 from luffy.step.groups import (
     environment_metrics,
@@ -25,7 +24,7 @@ from luffy.step.groups import (
     why_none_is_solved,
 )
 from luffy.step.memory import InFlight
-from luffy.step.run_state import Run
+from luffy.step.run_state import Draw, Run, StepBatch
 from luffy.types import Group
 
 

@@ -26,7 +26,7 @@ from luffy.metrics import Metric
 from luffy.run_folder.console import setting_up, was_idle
 from luffy.run_folder.saved_state import Progress
 from luffy.run_folder.stages import Span
-from luffy.step.batch import StepBatch
+from luffy.step.run_state import StepBatch
 from luffy.step.training_step import ignore, take_step
 from luffy.train.build import build
 from luffy.train.recording import Records, Rows, idle_notice, throughput
