@@ -72,16 +72,16 @@ def small_pool(pages):
 
 def test_bfloat16_log_probs_are_near_to_those_of_the_whole_conversation():
     model = make_model("qwen2").cuda().to(torch.bfloat16)
-    engine = NativeEngine(model, decoding="pages")
     talks = Talks(prompts(8), turns=3, tokens=16, longest=200)
-    engine.serve(talks)
+    NativeEngine(model, decoding="pages").serve(talks)
+    model.float().set_attn_implementation("sdpa")
     for i, turns in talks.drawn.items():
         text = [*talks.prompts[i]]
         for turn in turns:
             before, text = len(text), [*text, *turn.token_ids.tolist()]
             with torch.no_grad():
-                ids = torch.tensor([text], device="cuda")
-                rows = model.float()(input_ids=ids).logits[0, before - 1 : -1].log_softmax(-1).cpu()
+                logits = model(input_ids=torch.tensor([text], device="cuda")).logits
+            rows = logits[0, before - 1 : -1].log_softmax(-1).cpu()
             again = rows.gather(1, turn.token_ids[:, None])[:, 0]
             assert (again - turn.log_probs).abs().max() < 0.1
             text += REPLY
