@@ -154,8 +154,10 @@ def policy_loss_terms(
         off_logp = torch.where(off_policy, logp, logp.detach())
         off_ratio = off_policy_ratio(off_logp, off, settings.off_shape, target_probs, old, behavior_log_prob)
         if settings.off_normalize:
-            off_ratio = _normalized(off_ratio, off, off_ratio_mean)
-        bounded = _clamp_off_ratio(off_ratio, settings)
+            mean = masked_mean(off_ratio, off).detach() if off_ratio_mean is None else off_ratio_mean
+            off_ratio = off_ratio / torch.where(mean == 0, torch.ones_like(mean), mean)
+        low, high = settings.off_min_clip, settings.off_max_clip
+        bounded = off_ratio if low is None and high is None else off_ratio.clamp(low, high)
         off_loss = -advantages * bounded
     prob = torch.exp(logp.detach())
     kept = mask if settings.all_max_clip is None else mask & (prob <= settings.all_max_clip)
@@ -196,19 +198,6 @@ def off_policy_ratio(
     if target_probs is None:
         return keep(shape.off_policy(logp, old, None if behavior is None else keep(behavior, off)), off)
     return keep(torch.exp(logp) / (keep(target_probs, off) + 1e-6), off)
-
-
-def _normalized(ratio: Tensor, off: Tensor, mean: Tensor | None) -> Tensor:
-    mean = masked_mean(ratio, off).detach() if mean is None else mean
-    return ratio / torch.where(mean == 0, torch.ones_like(mean), mean)
-
-
-def _clamp_off_ratio(ratio: Tensor, s: PolicyLoss) -> Tensor:
-    if s.off_max_clip is not None:
-        ratio = ratio.clamp(max=s.off_max_clip)
-    if s.off_min_clip is not None:
-        ratio = ratio.clamp(min=s.off_min_clip)
-    return ratio
 
 
 def _beyond(ratio: Tensor, bound: float | None, *, upper: bool) -> Tensor:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from datetime import date as Date
 from enum import StrEnum
@@ -384,17 +385,10 @@ def with_text(problem: Problem, text: str) -> Problem:
 
 def _with_text_arguments(row: Row) -> Row:
     """The row with the arguments of its calls as JSON text."""
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in row.get("tool_calls", ())
-    ]
-    return {**row, "tool_calls": calls} if calls else row
+    row = deepcopy(row)
+    for call in row.get("tool_calls", ()):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return row
 
 
 def _template_text(chat_template: str | None) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,17 +63,9 @@ from luffy.types import Sample
 Data = dict[str, dict[str, int]]
 
 
-@dataclass(frozen=True)
-class Built:
-    """A training ready for its next step. ``closing`` ends its processes and threads and releases the run folder;
-    ``end`` decides when its stage ends, in a run with stages."""
-
-    run: Run
-    held_out: HeldOut
-    saver: Saver
-    start: Start
-    closing: ExitStack
-    end: StageEnd | None = None
+# A training ready for its next step: the run, its held-out sets, what saves it, how it begins, what ends its processes
+# and threads and releases the run folder, and what decides when its stage ends, in a run with stages.
+Built = tuple[Run, HeldOut, Saver, Start, ExitStack, StageEnd | None]
 
 
 def build(
@@ -87,7 +79,7 @@ def build(
     span: Span | None,
 ) -> Built:
     """Build a new run, or restore one from the checkpoint that ``resume`` (auto, never or a path) names. It holds the
-    lock of the run folder until ``closing.close()``. ``announce`` hears what is being done. ``span``: of a run
+    lock of the run folder until its ``ExitStack`` is closed. ``announce`` hears what is being done. ``span``: of a run
     with stages, which one it is."""
     check_made_for(cfg, method)
     use_threads(cfg.train.threads)
@@ -113,7 +105,7 @@ def build(
         world.on_main(lambda: remove_unfinished(cfg.folder))
         world.on_main(lambda: saver.take_up(run.progress))
         end = None if span is None else StageEnd.of(span, world, cfg.folder, run.progress.step)
-        return Built(run, held_out, saver, start, closing.pop_all(), end)
+        return run, held_out, saver, start, closing.pop_all(), end
 
 
 def _start(run: Run, held_out: HeldOut, data: Data, checkpoint: Checkpoint | None, own: bool) -> Start:

@@ -64,9 +64,8 @@ class Trainer:
         world = world or World()
         with setting_up(cfg.name, console, world.is_main) as announce:
             built = build(cfg, method, world, resume, allow_changed_data, announce, self.on_save, span)
-        self.run, self.held_out, self.saver, self.start = built.run, built.held_out, built.saver, built.start
-        self._closing, self._stop = built.closing, StopRequest(world)
-        self._end = built.end
+        self.run, self.held_out, self.saver, self.start, self._closing, self._end = built
+        self._stop = StopRequest(world)
 
     @property
     def cfg(self) -> Config:
