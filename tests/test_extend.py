@@ -25,7 +25,7 @@ QUICK += ["rollout.n=2", "batch.problems=4"]
 DATA = {"train": "train", "eval": "heldout", "eval_also.ood": "ood"}  # 64 problems of each are enough
 
 
-def files_of(title):
+def walk_through(title):
     """The files that a walk-through shows, by name, and its commands."""
     blocks = FENCE.findall(SECTIONS[title])
     files = {
@@ -36,7 +36,7 @@ def files_of(title):
 
 def test_the_page_shows_the_examples_word_for_word():
     assert set(SECTIONS) == set(MODULES)
-    shown = {name: text for title in MODULES for name, text in files_of(title)[0].items()}
+    shown = {name: text for title in MODULES for name, text in walk_through(title)[0].items()}
     written = {path.name: path.read_text() for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml")}
     assert shown == {name: text for name, text in written.items() if not name.startswith("test_")}
     assert {f"test_{module}.py" for module in MODULES.values()} == set(written) - set(shown)
@@ -70,7 +70,7 @@ def test_walk_throughs(tmp_path):
     for title, module in MODULES.items():
         folder = tmp_path / title
         folder.mkdir()
-        files, (luffy_line,) = files_of(title)
+        files, (luffy_line,) = walk_through(title)
         for name in (*files, f"test_{module}.py"):
             shutil.copy(EXAMPLES / name, folder)
         if title == "A tracker":  # in place of the package, which may not be installed
