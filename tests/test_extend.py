@@ -38,8 +38,9 @@ def test_the_page_shows_the_examples_word_for_word():
     assert set(SECTIONS) == set(MODULES)
     shown = {name: text for title in MODULES for name, text in walk_through(title)[0].items()}
     written = {path.name: path.read_text() for path in EXAMPLES.iterdir() if path.suffix in (".py", ".yaml")}
-    assert shown == {name: text for name, text in written.items() if not name.startswith("test_")}
-    assert {f"test_{module}.py" for module in MODULES.values()} == set(written) - set(shown)
+    assert shown == {name: written[name] for name in shown}
+    linked = {f"test_{module}.py" for module in MODULES.values()} | {"simple_engine.py"}
+    assert linked == set(written) - set(shown) and all(f"(../examples/extend/{name})" in PAGE for name in linked)
 
 
 DRIVER = """
@@ -70,9 +71,9 @@ def test_walk_throughs(tmp_path):
     for title, module in MODULES.items():
         folder = tmp_path / title
         folder.mkdir()
-        files, (luffy_line,) = walk_through(title)
-        for name in (*files, f"test_{module}.py"):
-            shutil.copy(EXAMPLES / name, folder)
+        _, (luffy_line,) = walk_through(title)
+        for path in (*EXAMPLES.glob(f"{module}.*"), EXAMPLES / f"test_{module}.py"):
+            shutil.copy(path, folder)
         if title == "A tracker":  # in place of the package, which may not be installed
             stand_in = "def init(**given): ...\ndef log(values, step): ...\ndef finish(): ...\n"
             (folder / "trackio.py").write_text(stand_in)
