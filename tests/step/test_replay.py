@@ -8,9 +8,9 @@ import pytest
 import torch
 from builders import make_rollout, make_task
 
-from luffy.config import ReplayConfig
+from luffy.config.knobs import ReplayConfig
 from luffy.errors import ConfigError
-from luffy.step.replay import Attempt, Replay, Success, least_entropy
+from luffy.step.memory import Attempt, Replay, Success, least_entropy
 from luffy.train.loop import Trainer
 from luffy.types import Author, EpisodeOutcome
 
