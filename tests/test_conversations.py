@@ -154,7 +154,7 @@ SAID = {  # a thought, then a call in the words of the template
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3.1", "mistral", "hermes"])
-def test_a_turn_goes_on_from_what_the_model_saw_and_drew_whatever_the_template_would_rewrite(name):
+def test_each_template_goes_on_from_what_the_model_saw_and_drew(name):
     tokenizer = make_model_tokenizer(name)
     maker = maker_for(Sums, {}, 4000)
     encoder = Encoder(tokenizer, max_response_tokens=400, tools=maker.tools, date="2026-01-31", max_prompt_tokens=4096)
@@ -380,7 +380,7 @@ def test_a_trace_that_the_environment_answers_otherwise_is_left_out():
     assert metrics["environment/traces_left_out"] == 1
 
 
-def test_what_the_environment_says_first_stands_once_in_an_episode_and_not_in_its_groups_task():
+def test_what_an_environment_says_first_is_in_an_episode_once_and_not_in_its_group():
     rules = make_rules()
     episode, _ = guided(rules, make_trace(first_reply="6"), 0.9, "observe 2+3+4=?")
     ((group,), _) = play_turns(rules, adds, [], planned=[(episode,)])
