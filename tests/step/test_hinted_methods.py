@@ -10,12 +10,12 @@ from builders import write_rows
 from conversing import make_chat_tokenizer
 from kills import copied_at
 from ranks import run_ranks
+from test_gate_training import rows_of_samples
 from test_tool_training import batches_of, chat_model, chats, make_talking  # noqa: F401  (fixtures)
 from trainings import (
     assert_same_metrics,
     assert_same_weights,
     final_weights,
-    samples,
     train,
     train_untimed,
     untimed_metrics,
@@ -108,7 +108,7 @@ def one_step(cfg, monkeypatch):
     return batch, found
 
 
-def gradient_by_hand(cfg, batch, weight):
+def gradient_with_hints_dropped(cfg, batch, weight):
     """The gradient of a step in float64 from the formula. Own tokens weigh 1, those of a response that was drawn with a
     hint or written by a teacher ``weight(p now without the hint, p as it was written)``, replies nothing; A is the reward less the group's mean,
     over its standard deviation; the mean is over all responses, divided by the longest there may be."""
@@ -158,14 +158,10 @@ def test_the_gradient_is_that_of_the_formula(request, kind, method, monkeypatch)
         texts = [make_chat_tokenizer().decode(e.task.prompt_ids) for e in guided]
         assert all(re.search(r"go \d+ no \d<", text) for text in texts), texts
         assert any((e.authors == Author.ENVIRONMENT).any() for e in guided)
-    expected = gradient_by_hand(cfg, batch, WEIGHTS[method])
+    expected = gradient_with_hints_dropped(cfg, batch, WEIGHTS[method])
     assert len(set(found) & set(expected)) > 5
     for name in set(found) & set(expected):
         torch.testing.assert_close(found[name].double(), expected[name], rtol=5e-4, atol=1e-7)
-
-
-def rows_of_samples(cfg):
-    return [(r["step"], r["problem"], r["sample"], r["prompt"], r["token_ids"], r["advantages"]) for r in samples(cfg)]
 
 
 @pytest.mark.parametrize("method", WEIGHTS)
