@@ -89,11 +89,12 @@ class Problem:
 @dataclass(frozen=True)
 class Demonstration:
     """A trace under the policy's tokenizer, EOS included. ``replies``: the (start, end) of each stretch of tokens that
-    an environment wrote; every other token is the teacher's."""
+    an environment wrote; every other token is the teacher's. ``calls``: number of its tool calls; None: not known."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...] | None = None
     replies: tuple[tuple[int, int], ...] = ()
+    calls: int | None = None
 
     @property
     def answer_ids(self) -> tuple[int, ...]:
@@ -392,6 +393,7 @@ class Sample:
     engine_log_probs: Tensor  # [T] float32
     old_log_probs: Tensor | None = None  # [T] float32; None: take the current ones
     ref_log_probs: Tensor | None = None  # [T] float32
+    calls: int | None = field(default=None, kw_only=True)  # of a whole trace
 
     @property
     def off_policy(self) -> Tensor:

@@ -15,7 +15,7 @@ from luffy.schema import to_dict
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def finished(folder, lead):
+def compared(folder, lead):
     """An outcome of two methods in two seeds, and the run folders of their arms."""
     arms, states = [], {}
     for method, right in (("luffy", 20 + lead), ("on_policy", 20)):
@@ -39,7 +39,7 @@ def finished(folder, lead):
 
 def test_the_pages_of_a_comparison_with_a_winner(tmp_path):
     cfg = load_config("tiny/luffy")
-    pages = write_pages(cfg, *finished(tmp_path, 20), "6m", tmp_path)
+    pages = write_pages(cfg, *compared(tmp_path, 20), "6m", tmp_path)
     assert {name: path.name for name, path in pages.items()} == {
         "table": "compare.md", "curves": "compare.html", "picture": "compare.svg", "winner": "winner.yaml",
     }  # fmt: skip
@@ -53,16 +53,18 @@ def test_the_pages_of_a_comparison_with_a_winner(tmp_path):
     assert any("luffy-lr0.001" in label for label in labels) and any("on-polic" in label for label in labels)
     assert "Validation accuracy by seconds of training" in labels
     assert len([path for path in chart.iter(f"{SVG}path") if "mean" in str(path.get("class"))]) >= 2
-    assert "luffy-lr0.001 goes from 0 at 2 seconds to 1 at 22.5 seconds" in chart.get("aria-label")  # after the rung
+    assert "luffy-lr0.001 goes from 0.000 at 2.000 seconds to 1.000 at 22.500 seconds" in chart.get(
+        "aria-label"
+    )  # after the rung
     style = root.find(f"{SVG}style").text
     assert "--m0: #0072b2" in style and "url(" not in style and "http" not in style
 
 
 def test_no_winner_no_recipe_and_no_step_no_curves(tmp_path):
     cfg = load_config("tiny/luffy")
-    pages = write_pages(cfg, *finished(tmp_path, 0), "6m", tmp_path)
+    pages = write_pages(cfg, *compared(tmp_path, 0), "6m", tmp_path)
     assert "winner" not in pages and not (tmp_path / "winner.yaml").exists()
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert write_pages(cfg, *finished(tmp_path / "other", 0), "6m", empty).keys() == {"table"}
+    assert write_pages(cfg, *compared(tmp_path / "other", 0), "6m", empty).keys() == {"table"}
     assert "compare.svg" not in (empty / "compare.md").read_text()
