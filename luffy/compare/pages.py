@@ -9,7 +9,8 @@ from luffy.compare.arms import restored
 from luffy.compare.outcome import Outcome, markdown
 from luffy.compare.picture import picture
 from luffy.compare.state import ArmState
-from luffy.config import Config, config_of, to_yaml
+from luffy.config import Config, to_yaml
+from luffy.config.recipes import config_of
 from luffy.files import write_atomically
 from luffy.report.html import write_report
 from luffy.report.method_colours import with_styles
