@@ -460,8 +460,7 @@ def view(
     browser: Annotated[bool, typer.Option("--open", help="open the page in the browser")] = False,
 ) -> None:
     """Watch runs in the browser: live curves, every recorded sample, differences in settings."""
-    from luffy.view.access import token_of_environment
-    from luffy.view.server import ViewServer, serve
+    from luffy.view.server import ViewServer, serve, token_of_environment
 
     server = ViewServer(runs, host, port, token_of_environment())
     if browser:

@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from luffy.report.curves import t_quantile_95
-from luffy.report.method_colours import METHODS, colour_of, dash_of
+from luffy.report.methods import METHODS, colour_of, dash_of
 
 
 def half_width(values: Sequence[float]) -> float:

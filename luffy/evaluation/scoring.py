@@ -10,8 +10,7 @@ from typing import Any
 from luffy.conversations import Conversations
 from luffy.errors import UserError
 from luffy.evaluation.plan import PlannedResponse
-from luffy.evaluation.results import ITEMS, read_items
-from luffy.evaluation.settings import Settings
+from luffy.evaluation.results import ITEMS, Settings, read_items
 from luffy.files import write_atomically
 from luffy.models.load import decode
 from luffy.rewards.own_function import CALL_FAILED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from luffy.config import Config, build, built_in_recipes, read_recipe
 from luffy.config.knobs import Knobs
 from luffy.config.legacy import PARTS
+from luffy.config.recipes import BUILT_IN_RECIPES
 from luffy.run_folder.runs import flat_config
 
 # The knobs that make a method; the others say how large a training is, or where it runs.
@@ -16,39 +18,6 @@ SECTIONS = ("algorithm.", "guidance.", "teacher.", "replay.", "sft_steps.", "rol
 KNOBS = ("batch.expert_share",)
 OF_SFT = ("algorithm.sft_reshape", "algorithm.sft_weight", "algorithm.sft_anchor")  # what tells kinds of SFT apart
 SECOND_STAGE = "sft_rl"  # on_policy in every setting, and SFT before it
-PAPERS = {  # arXiv numbers of the methods; docs/methods.md says what is taken from each
-    "ampo": "2510.02227",
-    "asft": "2509.23753",
-    "chord": "2508.11408",
-    "chord_phi": "2508.11408",
-    "cispo": "2506.13585",
-    "dapo": "2503.14476",
-    "eaft": "2601.02151",
-    "exgrpo": "2510.02245",
-    "ghpo": "2507.10628",
-    "grpo": "2402.03300",
-    "gspo": "2507.18071",
-    "hpt": "2509.04419",
-    "iw_opd": "2606.22600",
-    "iw_sft": "2507.12856",
-    "luffy": "2504.14945",
-    "luffy_clip": "2504.14945",
-    "maxrl": "2602.02710",
-    "mixed": "2504.14945",
-    "on_policy": "2503.20783",
-    "prefix_rft": "2507.01679",
-    "prefix_rl": "2601.18795",
-    "psft": "2508.17784",
-    "relift": "2506.07527",
-    "rl_plus": "2508.00222",
-    "rloo": "2402.14740",
-    "rlsd": "2604.03128",
-    "rl_sft_loss": "2504.14945",
-    "scaf": "2510.19807",
-    "srft": "2506.19767",
-    "trapo": "2512.17636",
-    "uft": "2505.16984",
-}
 
 
 def closest_recipe(config: Mapping[str, Any], sft: bool) -> tuple[str, dict[str, Any]]:
@@ -67,6 +36,13 @@ def closest_recipe(config: Mapping[str, Any], sft: bool) -> tuple[str, dict[str,
 def about_recipe(name: str) -> str:
     """The description of a method recipe: its first line."""
     return built_in_recipes()[f"methods/{name}"]
+
+
+def paper_of(name: str) -> str | None:
+    """The arXiv number that the second line of a method recipe gives."""
+    text = (BUILT_IN_RECIPES / "methods" / f"{name}.yaml").read_text(encoding="utf-8")
+    found = re.match(r"#.*\n# arXiv (\S+)\n", text)
+    return found[1] if found else None
 
 
 def _sft_term(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from luffy._version import __version__
 from luffy.files import json_object, write_atomically
 from luffy.hub import hub_id
-from luffy.report.closest_recipe import PAPERS, about_recipe, closest_recipe
+from luffy.report.closest_recipe import about_recipe, closest_recipe, paper_of
 from luffy.report.tables import evaluations
 from luffy.report.text import legible, shorten
 from luffy.run_folder.changes import changes_of, settings_at
@@ -108,7 +108,7 @@ def model_card(facts: CardFacts) -> str:
         trained_with=_trained_with(run),
         recipe=recipe,
         about=about_recipe(recipe).rstrip("."),
-        papers=PAPERS,
+        paper=paper_of(recipe),
         differences=[f"{key}={public(value)}" for key, value in differences.items()],
         before=first_stage(run),
         data=_data(facts),

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.rewards.http_settings import HttpRewardConfig
-from luffy.rewards.kinds import Answered, Reward
+from luffy.rewards.kinds import Answered, HttpRewardConfig, Reward
 from luffy.rewards.own_function import CALL_FAILED, NOT_SCORED, finite_number, prompt_of, row_of
 from luffy.rewards.pool import Outcome
 from luffy.rewards.worker import describe

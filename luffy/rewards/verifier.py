@@ -20,8 +20,7 @@ from luffy.errors import UserError
 from luffy.rewards import math as math_reward
 from luffy.rewards.extract import after_thought, tail
 from luffy.rewards.http_reward import HttpReward, is_address
-from luffy.rewards.http_settings import HttpRewardConfig
-from luffy.rewards.kinds import REWARDS, Answered, Reward, TextReward
+from luffy.rewards.kinds import REWARDS, Answered, HttpRewardConfig, Reward, TextReward
 from luffy.rewards.own_function import CALL_FAILED, NOT_SCORED, Form, OwnFunction, with_settings
 from luffy.rewards.pool import START_TIMEOUT_S, Outcome, WorkerPool
 from luffy.rewards.worker import describe

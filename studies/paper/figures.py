@@ -10,7 +10,7 @@ from typing import Any
 
 from luffy.errors import UserError, how_to_install
 from luffy.files import complete_or_nothing
-from luffy.report.method_colours import COLOURS, free_style
+from luffy.report.methods import COLOURS, free_style
 
 DASHES = ("-", "--", "-.", ":")
 MARK_UP_TO = 30

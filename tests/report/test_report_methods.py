@@ -3,8 +3,7 @@
 from importlib.resources import files
 
 from luffy.config import built_in_recipes, load_config
-from luffy.report.method_colours import COLOURS, METHODS, colour_of, with_styles
-from luffy.report.methods import differing_keys, group_runs
+from luffy.report.methods import COLOURS, METHODS, colour_of, differing_keys, group_runs, with_styles
 from luffy.run_folder.runs import load_run
 from luffy.schema import to_dict
 
