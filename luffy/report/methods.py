@@ -210,13 +210,21 @@ METHODS = (
 )  # fmt: skip
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8498a", "#b07800", "#2f9bd6", "#4a4a4a", "#8a5a2b")
 """On light paper, as in ``components.css``; distinct for colour-blind readers too."""
-DASHES = ("", "6 3", "2 2.5", "9 3 2 3", "12 2")
+DASHES = ("", "6 3", "2 2.5", "9 3 2 3", "12 4")
 """Lengths of strokes and gaps; no two methods share both colour and dash."""
 
 
-def colour_of(recipe: str) -> str:
-    """The colour of a built-in method on light paper."""
-    return COLOURS[METHODS.index(recipe) % len(COLOURS)]
+def line_of(style: int | None) -> dict[str, Any]:
+    """Colour and dash of a style as arguments of Matplotlib; None is the model before training: black."""
+    if style is None:
+        return {"color": "#000000", "linestyle": "-"}
+    dash = tuple(map(float, dash_of(style).split()))
+    return {"color": COLOURS[style % len(COLOURS)], "linestyle": (0, dash) if dash else "-"}
+
+
+def colour_of(run: RunRecord) -> str:
+    """The colour of a run that is shown alone."""
+    return str(line_of(with_styles(group_runs([run]))[0][0])["color"])
 
 
 def dash_of(style: int) -> str:

@@ -77,10 +77,9 @@ def text_reward(
 
 def reward(name: str, settings: type = NoSettings, **facts: bool) -> Callable[[RewardFunction], RewardFunction]:
     """Register a reward: ``function(response, answer, problem) -> number``, or for a whole batch ``function(prompts,
-    completions, **columns) -> list of numbers``; either may be ``async``. Settings are a further argument,
-    ``settings``.
+    completions, **columns) -> list of numbers``; either may be ``async`` and take ``settings``.
 
-    It runs in verifier processes; if the script or notebook itself defines it, in the trainer's process.
+    It runs in verifier processes, or, if a script or notebook defines it, in the trainer's.
 
     Facts: ``binary`` (rewards are 0 or 1, default False), ``judges_answer`` (an incorrect answer gets 0, default
     True).
@@ -98,10 +97,10 @@ class HttpRewardConfig:
     """Settings of a reward server (``reward.http``)."""
 
     url: str | None = knob(None, "the server's address, if reward.kind=http")
-    timeout_s: float = knob(60.0, "limit for a complete answer; then the request is sent again", gt=0)
-    retries: int = knob(3, "how often a request is sent again; then its samples get 0", ge=0)
+    timeout_s: float = knob(60.0, "limit for a complete answer", gt=0)
+    retries: int = knob(3, "times to send a request again; then its samples get 0", ge=0)
     wait_s: float = knob(1.0, "first pause before a retry; doubles, up to 60", ge=0)
-    concurrency: int = knob(8, "requests of each process at once", ge=1)
+    concurrency: int = knob(8, "requests at once, per process", ge=1)
     batch_size: int = knob(16, "samples in a request", ge=1)
     header_env: dict[str, str] = knob(
         factory=dict, help="headers from environment variables, e.g. {Authorization: MY_VARIABLE}"
