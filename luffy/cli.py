@@ -423,7 +423,8 @@ def verify(
     reward_of: RewardOf = None,
 ) -> None:
     """Score responses from the shell: one JSON line per row, in order, with score and status."""
-    from luffy.rewards import build_verifier, score_file
+    from luffy.rewards import build_verifier
+    from luffy.rewards.scores import score_file
 
     if reward_of is not None:
         built = load_config(reward_of).reward.verifier()

@@ -86,7 +86,6 @@ COVERED_ELSEWHERE: dict[str, str] = {
     "luffy.progress": "test_cli.py",
     "luffy.quickstart.tasks": "quickstart/test_quickstart_tools.py",
     "luffy.report.charts": "report/test_report_html.py",
-    "luffy.report.closest_recipe": "report/test_model_card.py",
     "luffy.report.samples": "report/test_report_html.py",
     "luffy.report.tables": "report/test_report_html.py",
     "luffy.report.templates": "report/test_report_html.py",

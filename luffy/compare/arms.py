@@ -10,7 +10,7 @@ from typing import Any
 from luffy.compare.held_out import Split
 from luffy.config import Config, Method, built_in_recipes, config_of, merge, read_recipe, stages_of
 from luffy.errors import ConfigError, UserError
-from luffy.report.closest_recipe import SECTIONS, closest_recipe
+from luffy.report.methods import SECTIONS, closest_recipe
 from luffy.run_folder.runs import flat_config
 from luffy.schema import nearest, to_dict
 

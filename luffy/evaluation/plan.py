@@ -71,24 +71,12 @@ class PlannedResponse:
     sample: int
 
     @property
-    def problem(self) -> Problem:
-        return self.task.problem
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        return self.task.prompt_ids
-
-    @property
-    def in_thought(self) -> bool:
-        return self.task.in_thought
-
-    @property
     def key(self) -> tuple[str, str, int]:
-        return self.benchmark, self.problem.id, self.sample
+        return self.benchmark, self.task.problem.id, self.sample
 
     def seed(self, seed: int) -> int:
         """A function of its arguments alone: the order in which responses are made changes nothing."""
-        return seed_of(f"eval:{seed}:{self.benchmark}:{self.problem.id}:{self.sample}")
+        return seed_of(f"eval:{seed}:{self.benchmark}:{self.task.problem.id}:{self.sample}")
 
 
 def default_out(model: str, suite: str) -> Path:

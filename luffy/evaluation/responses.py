@@ -16,7 +16,7 @@ from luffy.evaluation.results import Settings
 from luffy.evaluation.scoring import Response
 from luffy.guidance.plan import extended, unwritten
 from luffy.run_folder.console import EvalView
-from luffy.types import Episode, Request, Sampling
+from luffy.types import Episode, Sampling
 
 
 def encoder_for(
@@ -70,7 +70,7 @@ def finished_in_parts(
         return Sampling(most, settings.temperature, settings.top_p, settings.top_k, loaded.eos_ids)
 
     def begun(job: plan.PlannedResponse) -> Episode:
-        return unwritten(job.task, job.seed(settings.seed), sampling(len(job.prompt_ids)))
+        return unwritten(job.task, job.seed(settings.seed), sampling(len(job.task.prompt_ids)))
 
     if loaded.conversations is not None:
         for start in range(0, len(jobs), chunk):
@@ -78,7 +78,7 @@ def finished_in_parts(
             yield list(zip(some, answered(loaded, list(map(begun, some))), strict=True))
             view.working(start + len(some))
         return
-    requests = (Request(job.prompt_ids, job.seed(settings.seed), sampling(len(job.prompt_ids))) for job in jobs)
+    requests = (begun(job).request_for() for job in jobs)
     part: list[Response] = []
     for count, (index, completion) in enumerate(loaded.engine.stream(requests), start=1):
         part.append((jobs[index], extended(begun(jobs[index]), completion, 0)))

@@ -73,10 +73,10 @@ def run_evaluation(options: plan.Options) -> Result:
         )  # fmt: skip
         loaded = replace(loaded, eos_ids=encoder.stops(loaded.eos_ids))
         jobs = plan.planned_responses(suite, encoder)
-        lengths = [len(job.prompt_ids) for job in jobs if job.sample == 0]
+        lengths = [len(job.task.prompt_ids) for job in jobs if job.sample == 0]
         default = recorded(out, "max_tokens", int) or PAPER_MAX_TOKENS
         max_tokens = plan.longest_response(options.max_tokens, default, loaded.context, lengths)
-        settings = plan.settings_of(options, suite, encoder, max_tokens, any(job.in_thought for job in jobs))
+        settings = plan.settings_of(options, suite, encoder, max_tokens, any(job.task.in_thought for job in jobs))
         claim(out, settings)
         warn_of_another_prompt(settings)
         score_again(jobs, verifier, settings, out)

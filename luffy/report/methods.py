@@ -8,12 +8,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from luffy.report.closest_recipe import SECOND_STAGE, closest_recipe
+from luffy.config import Config, build, built_in_recipes, read_recipe
+from luffy.config.knobs import Knobs
+from luffy.config.legacy import PARTS
+from luffy.config.recipes import BUILT_IN_RECIPES
 from luffy.report.text import legible
-from luffy.run_folder.runs import RunRecord, first_stage
+from luffy.run_folder.runs import RunRecord, first_stage, flat_config
 
 OWN = ("seed", "name", "out", "made_for")  # what names a run rather than a method
 SHOWN_DIFFERENCES = 3  # keys in a label
@@ -267,3 +271,65 @@ def with_styles(methods: Sequence[Method], known: Mapping[int, int] | None = Non
         if index not in styles:
             styles[index] = free_style(styles.values())
     return [(styles[index], method) for index, method in enumerate(methods)]
+
+
+# ---- the built-in method that is closest
+
+
+# The knobs that make a method; the others say how large a training is, or where it runs.
+SECTIONS = ("algorithm.", "guidance.", "teacher.", "replay.", "sft_steps.", "rollout.offpolicy_guidance.")
+KNOBS = ("batch.expert_share",)
+OF_SFT = ("algorithm.sft_reshape", "algorithm.sft_weight", "algorithm.sft_anchor")  # what tells kinds of SFT apart
+SECOND_STAGE = "sft_rl"  # on_policy in every setting, and SFT before it
+
+
+def closest_recipe(config: Mapping[str, Any], sft: bool) -> tuple[str, dict[str, Any]]:
+    """The name of the method recipe with the fewest settings that differ from a run's flat config, and the run's values
+    of those settings. A run of ``luffy sft`` is the kind of SFT whose term is closest."""
+    own = _over_defaults(config)
+    apart = {name: _differences(own, settings, sft) for name, settings in _recipes(sft).items()}
+    name = min(apart, key=lambda name: (len(apart[name]), sft and name != "sft"))
+    return name, {} if sft else {key: value for key, value in apart[name].items() if key in config}
+
+
+@cache
+def about_recipe(name: str) -> str:
+    """The description of a method recipe: its first line."""
+    return built_in_recipes()[f"methods/{name}"]
+
+
+def paper_of(name: str) -> str | None:
+    """The arXiv number that the second line of a method recipe gives."""
+    text = (BUILT_IN_RECIPES / "methods" / f"{name}.yaml").read_text(encoding="utf-8")
+    found = re.match(r"#.*\n# arXiv (\S+)\n", text)
+    return found[1] if found else None
+
+
+def _differences(own: Mapping[str, Any], settings: Mapping[str, Any], sft: bool) -> dict[str, Any]:
+    keys = OF_SFT if sft else dict.fromkeys((*own, *settings))
+    apart = {key: own.get(key) for key in keys if own.get(key) != settings.get(key)}
+    other_parts = tuple(f"{key}." for key in apart if key in PARTS)  # its settings are no further difference
+    return {key: value for key, value in apart.items() if not key.startswith(other_parts)}
+
+
+@cache
+def _recipes(sft: bool) -> dict[str, dict[str, Any]]:
+    """The method settings of every method recipe of RL or SFT, flat. They are not built into a checked Config: some ask
+    for a second model that only a size or a user names."""
+    names = [name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")]
+    built = {name: build(Knobs, read_recipe(f"methods/{name}")) for name in names if name != SECOND_STAGE}
+    wanted = {name: knobs for name, knobs in built.items() if (knobs.made_for == "sft") == sft}
+    return {name: _over_defaults(flat_config(knobs)) for name, knobs in wanted.items()}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return flat_config(Config())
+
+
+def _over_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The method settings of a flat config that need not say everything."""
+    opened = {key.rpartition(".")[0] for key in given} - set(PARTS)  # sections that are None by default
+    merged = {key: value for key, value in _defaults().items() if key not in opened} | dict(given)
+    kept = {key: value for key, value in merged.items() if key.startswith(SECTIONS) or key in KNOBS}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}

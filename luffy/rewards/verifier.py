@@ -113,7 +113,7 @@ class OwnReward(PoolReward):
         self._timeout_s, self._concurrency = timeout_s, concurrency
         self._form = Form(batch=False, is_async=False)
         factory, arguments = "luffy.rewards.own_function:load", (path, timeout_s, dict(settings or {}))
-        self._pool = WorkerPool(factory, workers, timeout_s, preload=("luffy.types",), factory_args=arguments)
+        self._pool = WorkerPool(factory, workers, timeout_s, factory_args=arguments)
 
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
         if not self._form.batch:  # functions of one sample do not take its ids, and thousands of lists are sent slowly

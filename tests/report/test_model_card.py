@@ -9,7 +9,7 @@ from huggingface_hub.repocard import metadata_load
 from luffy.config import load_config
 from luffy.config.recipes import BUILT_IN_RECIPES
 from luffy.hub import hub_id
-from luffy.report.closest_recipe import about_recipe, closest_recipe, paper_of
+from luffy.report.methods import about_recipe, closest_recipe, paper_of
 from luffy.report.model_card import BenchmarkFigure, CardFacts, interval, model_card, thinned
 from luffy.run_folder.runs import flat_config, read_config, without_samples
 
