@@ -12,6 +12,7 @@ import sys
 import time
 import webbrowser
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -624,7 +625,7 @@ def eval_compare(
     comparison = compare(folders, resamples, seed)
     if out is not None:
         write_comparison(comparison, out)
-    text = json.dumps(comparison.as_json(), indent=2) + "\n" if as_json else as_markdown(comparison)
+    text = json.dumps(asdict(comparison), indent=2) + "\n" if as_json else as_markdown(comparison)
     typer.echo(text, nl=False)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,9 +40,6 @@ class Comparison:
     resamples: int
     seed: int
     notes: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare(folders: Sequence[Path], resamples: int = 1000, seed: int = 0) -> Comparison:
@@ -194,7 +190,7 @@ def marks(values: Mapping[str, float]) -> dict[str, str]:
 def write_comparison(comparison: Comparison, out: Path) -> None:
     """``OUT.json`` and ``OUT.md`` (a suffix of OUT is replaced)."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out.with_suffix(".json"), json.dumps(comparison.as_json(), indent=2, ensure_ascii=False) + "\n")
+    write_atomically(out.with_suffix(".json"), json.dumps(asdict(comparison), indent=2, ensure_ascii=False) + "\n")
     write_atomically(out.with_suffix(".md"), as_markdown(comparison))
 
 

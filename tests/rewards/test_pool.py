@@ -225,11 +225,6 @@ def test_a_call_is_two_messages_for_each_of_two_workers_and_none_is_too_long(man
     assert sizes == expected
 
 
-def test_items_of_unknown_number_come_in_long_messages(many_at_once, sizes):
-    many_at_once.map(("echo", 0) for _ in range(70))
-    assert sizes == [32, 32, 6]
-
-
 def test_messages_grow_when_full_ones_were_quick_and_are_one_item_after_a_slow_one(many_at_once, sizes, monkeypatch):
     monkeypatch.setattr(pool_module, "SLOW_S", float("inf"))
     many = [("echo", 0)] * 64
