@@ -12,12 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from luffy.config import Config, build, built_in_recipes, read_recipe
+from luffy.config import Config, built_in_recipes, read_recipe
 from luffy.config.knobs import Knobs
 from luffy.config.legacy import PARTS
 from luffy.config.recipes import BUILT_IN_RECIPES
 from luffy.report.text import legible
 from luffy.run_folder.runs import RunRecord, first_stage, flat_config
+from luffy.schema import build
 
 OWN = ("seed", "name", "out", "made_for")  # what names a run rather than a method
 SHOWN_DIFFERENCES = 3  # keys in a label
