@@ -13,8 +13,7 @@ from luffy.config import Config, to_yaml
 from luffy.config.recipes import config_of
 from luffy.files import write_atomically
 from luffy.report.html import write_report
-from luffy.report.method_colours import with_styles
-from luffy.report.methods import group_runs
+from luffy.report.methods import group_runs, with_styles
 from luffy.run_folder.layout import METRICS
 from luffy.run_folder.runs import find_runs, load_runs
 
