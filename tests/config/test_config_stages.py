@@ -90,7 +90,7 @@ def test_sft_refuses_stages_and_rl_stages_must_learn():
 
 
 def test_the_page_has_every_setting_of_a_stage_with_its_default():
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGE, re.MULTILINE))
+    rows = dict(re.findall(r"^\|`(\w+)`\|([^|]+)\|", PAGE, re.MULTILINE))
     assert set(rows) == {field.name for field in fields(StageKnobs)}
     told = {name: text.strip("` ") for name, text in rows.items()}
     for field in fields(StageKnobs):

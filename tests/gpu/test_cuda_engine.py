@@ -277,7 +277,7 @@ def scored_by_the_trainer(model, requests, completions):
     samples = [make_sample(r.prompt_ids, c.token_ids, log_probs=c.log_probs) for r, c in pairs]
     (batch,) = pack(samples, 100_000, "token-mean", 200)
     with torch.no_grad():
-        ours, _ = TokenScorer(model)(batch.to("cuda"), 1.0)
+        ours = TokenScorer(model)(batch.to("cuda"), 1.0).log_prob
     return ours.float().cpu(), torch.cat([samples[i].engine_log_probs for i in batch.order])
 
 
