@@ -13,7 +13,7 @@ SAY = {"role": "assistant", "content": "5"}
 ADD = {"name": "add", "arguments": {"a": 2, "b": 3}}
 
 
-def call(*ids, content=None):
+def calling(*ids, content=None):
     made = [{"id": name, "type": "function", "function": {**ADD, "arguments": "{}"}} for name in ids]
     return {"role": "assistant", "content": content, "tool_calls": made}
 
@@ -27,12 +27,12 @@ def report_of(*rows):
 
 
 def test_turns_calls_tools_and_roles_in_order():
-    long = [ASK, call("a"), result("a"), call("b", "c"), result("c"), result("b"), call("d"), result("d"), SAY]
+    long = [ASK, calling("a"), result("a"), calling("b", "c"), result("c"), result("b"), calling("d"), result("d"), SAY]
     report = report_of(
         {"messages": [ASK, SAY]},
         {"messages": long},
         {"prompt": [ASK], "traces": [{"messages": [SAY, ASK, SAY], "text": None}, {"text": "x"}]},
-        {"messages": [{"role": "system", "content": "s"}, ASK, call("a", content="Let me."), result(), SAY]},
+        {"messages": [{"role": "system", "content": "s"}, ASK, calling("a", content="Let me."), result(), SAY]},
     )
     assert (report["count"], report["single_turn"], report["with_calls"], report["faults"]) == (4, 1, 2, {})
     assert report["turns"] == {"p5": 2, "p50": 2, "p95": 4, "max": 4}
@@ -52,9 +52,9 @@ def test_turns_calls_tools_and_roles_in_order():
 @pytest.mark.parametrize(
     ("chat", "roles"),
     [
-        ([ASK, *[call("a"), result("a")] * 4, SAY], "user (assistant tool)+ assistant"),
-        ([ASK, call("a", "b"), result("b"), result("a"), SAY], "user assistant tool+ assistant"),
-        ([ASK, call("a"), result("a"), SAY], "user assistant tool assistant"),
+        ([ASK, *[calling("a"), result("a")] * 4, SAY], "user (assistant tool)+ assistant"),
+        ([ASK, calling("a", "b"), result("b"), result("a"), SAY], "user assistant tool+ assistant"),
+        ([ASK, calling("a"), result("a"), SAY], "user assistant tool assistant"),
     ],
 )
 def test_repeated_roles_are_written_once(chat, roles):
@@ -65,10 +65,10 @@ def test_repeated_roles_are_written_once(chat, roles):
     ("chat", "fault"),
     [
         ([ASK, result("a"), SAY], "results behind no call"),
-        ([ASK, call("a"), result("b"), SAY], "results with the id of no call before them"),
-        ([ASK, call("a", "b"), result("a"), SAY], "turns with another number of results than of calls"),
-        ([ASK, call("a"), result("a"), result("a"), SAY], "turns with another number of results than of calls"),
-        ([ASK, SAY, ASK, call("a")], "chats that end before the results of their last calls"),
+        ([ASK, calling("a"), result("b"), SAY], "results with the id of no call before them"),
+        ([ASK, calling("a", "b"), result("a"), SAY], "turns with another number of results than of calls"),
+        ([ASK, calling("a"), result("a"), result("a"), SAY], "turns with another number of results than of calls"),
+        ([ASK, SAY, ASK, calling("a")], "chats that end before the results of their last calls"),
     ],
 )
 def test_results_that_fit_no_call(chat, fault):
@@ -93,7 +93,7 @@ def test_sharegpt_and_rows_without_chats():
 def test_the_command_reads_the_turns_that_training_would(tmp_path, tokenizer_folder):
     path = tmp_path / "chats.jsonl"
     row = {"messages": [ASK, SAY, {"role": "user", "content": "And 4?"}, {"role": "assistant", "content": "9"}]}
-    write_rows(path, [row, {"messages": [ASK, call("a"), result("b"), SAY], "answer": "5"}])
+    write_rows(path, [row, {"messages": [ASK, calling("a"), result("b"), SAY], "answer": "5"}])
     args = ("prepare", "check", path, "--tokenizer", tokenizer_folder, "--verify", 0, "--examples", 0, "--json")
     reports = {turns: json.loads(luffy(*args, "--turns", turns)[1]) for turns in ("last", "all")}
     last, every = reports["last"], reports["all"]

@@ -66,7 +66,7 @@ def says(content, *calls, finish=None, **more):
     return 200, {"choices": [{"message": message, "finish_reason": finish or ("tool_calls" if made else "stop")}]}, {}
 
 
-def adds(a, b):
+def asks_to_add(a, b):
     return "add", json.dumps({"a": a, "b": b})
 
 
@@ -74,11 +74,11 @@ def chains(body, number):
     """Adds 1 to 1 and to that, then says what the tool said last."""
     results = [row["content"] for row in body["messages"] if row["role"] == "tool"]
     if len(results) < 2:
-        return says(None, adds(1, 1) if not results else adds(int(results[0]), 1))
+        return says(None, asks_to_add(1, 1) if not results else asks_to_add(int(results[0]), 1))
     return says(f"#### {results[-1]}")
 
 
-def play(server, tmp_path, n=1, problems=("1+1+1",), api_key=None, retries=0, **environment):
+def play_at(server, tmp_path, n=1, problems=("1+1+1",), api_key=None, retries=0, **environment):
     settings = {"name": f"{__name__}:Adder", "max_turns": 4, **environment}
     cfg = EnvironmentConfig(**settings)
     rules = Scoring(cfg, maker_of(cfg), failure=0.0)
@@ -97,9 +97,9 @@ def kept(rows):
     return [[turn["role"] for turn in trace["messages"]] for row in rows for trace in row["traces"]]
 
 
-def test_a_trajectory_with_calls_and_null_content_becomes_a_trace_that_training_reads(serve, tmp_path):  # noqa: F811
+def test_calls_and_null_content_become_a_trace(serve, tmp_path):  # noqa: F811
     server = serve(chains)
-    counts, rows = play(server, tmp_path, n=2, problems=("1+1+1", "2+1"))
+    counts, rows = play_at(server, tmp_path, n=2, problems=("1+1+1", "2+1"))
     assert (counts["samples_kept"], counts["samples_repeated"], counts["samples_right"]) == (2, 2, 4)
     assert kept(rows) == [["assistant", "tool", "assistant", "tool", "assistant"]] * 2
     (trace,) = load_problems(str(tmp_path / "traces.parquet"))[0].traces
@@ -119,29 +119,29 @@ def test_a_trajectory_with_calls_and_null_content_becomes_a_trace_that_training_
 def test_parallel_calls_are_answered_in_their_order(serve, tmp_path):  # noqa: F811
     def parallel(body, number):
         results = [row["content"] for row in body["messages"] if row["role"] == "tool"]
-        return says(f"{results} #### {results[1]}") if results else says("Both.", adds(1, 1), adds(1, 2))
+        return says(f"{results} #### {results[1]}") if results else says("Both.", asks_to_add(1, 1), asks_to_add(1, 2))
 
     server = serve(parallel)
-    _, rows = play(server, tmp_path)
+    _, rows = play_at(server, tmp_path)
     assert kept(rows) == [["assistant", "tool", "tool", "assistant"]]
     assert [turn["content"] for turn in rows[0]["traces"][0]["messages"]][1:3] == ["2", "3"]
     *_, first, second = server.requests[-1][2]["messages"]
     assert first["tool_call_id"] != second["tool_call_id"]
 
 
-def test_an_unknown_tool_and_wrong_arguments_are_answered_and_the_episode_goes_on(serve, tmp_path):  # noqa: F811
-    turns = [("multiply", "{}"), ("add", '{"a": "x"}'), adds(1, 2)]
+def test_wrong_calls_are_answered_and_the_episode_goes_on(serve, tmp_path):  # noqa: F811
+    turns = [("multiply", "{}"), ("add", '{"a": "x"}'), asks_to_add(1, 2)]
 
     def errs(body, number):
         results = [row["content"] for row in body["messages"] if row["role"] == "tool"]
         return says(None, turns[len(results)]) if len(results) < 3 else says(f"#### {results[-1]}")
 
     server = serve(errs)
-    _, rows = play(server, tmp_path)
+    _, rows = play_at(server, tmp_path)
     said = [turn["content"] for turn in rows[0]["traces"][0]["messages"] if turn["role"] == "tool"]
     assert said[0].startswith("error: no tool 'multiply'") and said[1].startswith("error: ") and said[2] == "3"
     (tmp_path / "b").mkdir()
-    counts, rows = play(server, tmp_path / "b", on_bad_call="end")
+    counts, rows = play_at(server, tmp_path / "b", on_bad_call="end")
     assert (counts["samples_cut_off"], kept(rows)) == (1, [])
 
 
@@ -150,11 +150,11 @@ def test_an_unknown_tool_and_wrong_arguments_are_answered_and_the_episode_goes_o
     [
         says("", ("add", "{broken")),  # a call that cannot be read
         says("#### 3", finish="length"),
-        says(None, adds(1, 1)),  # for ever: the turns end
+        says(None, asks_to_add(1, 1)),  # for ever: the turns end
     ],
 )
 def test_episodes_that_do_not_end_well_are_no_traces(serve, tmp_path, answer):  # noqa: F811
-    counts, rows = play(serve(lambda body, number: answer), tmp_path)
+    counts, rows = play_at(serve(lambda body, number: answer), tmp_path)
     assert (counts["samples_cut_off"], counts["problems_with_a_trace"], kept(rows)) == (1, 0, [])
 
 
@@ -162,25 +162,25 @@ def test_a_tool_that_hangs_ends_its_episode_alone(serve, tmp_path):  # noqa: F81
     settings = {"arguments": {"slow": True}, "timeout_s": 0.2}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Adder, "close", lambda self: setattr(Adder, "open", 0))  # the call that hangs holds its own
-        counts, _ = play(serve(chains), tmp_path, **settings)
+        counts, _ = play_at(serve(chains), tmp_path, **settings)
     assert (counts["samples_cut_off"], counts["samples"]) == (1, 1)
 
 
 def test_the_environments_own_reward_counts(serve, tmp_path):  # noqa: F811
-    counts, _ = play(serve(chains), tmp_path, name=f"{__name__}:Judge")
+    counts, _ = play_at(serve(chains), tmp_path, name=f"{__name__}:Judge")
     assert counts["samples_right"] == 1
     (tmp_path / "b").mkdir()
-    counts, _ = play(serve(lambda body, number: says("#### 3")), tmp_path / "b", name=f"{__name__}:Judge")
+    counts, _ = play_at(serve(lambda body, number: says("#### 3")), tmp_path / "b", name=f"{__name__}:Judge")
     assert (counts["samples_right"], counts["samples_wrong"]) == (0, 1)  # whatever the verifier says
 
 
 @pytest.mark.parametrize("status", [401, 500])
-def test_an_error_of_the_server_ends_the_run_in_one_line(serve, tmp_path, status):  # noqa: F811
+def test_an_error_of_the_server_ends_the_run(serve, tmp_path, status):  # noqa: F811
     def fails(body, number):
         return chains(body, number) if number == 0 else (status, {"error": "sk-secret is no key"}, {})
 
     with pytest.raises(EndpointError, match=rf"/v1/chat/completions: HTTP {status}") as error:
-        play(serve(fails), tmp_path, api_key="sk-secret")
+        play_at(serve(fails), tmp_path, api_key="sk-secret")
     assert "sk-secret" not in str(error.value) and "\n" not in str(error.value)
 
 
@@ -188,7 +188,7 @@ def test_a_refused_turn_is_a_refused_sample(serve, tmp_path, caplog):  # noqa: F
     def refuses(body, number):
         return (400, {"error": "too long"}, {}) if "2+1" in str(body) else chains(body, number)
 
-    counts, rows = play(serve(refuses), tmp_path, problems=("1+1+1", "2+1"))
+    counts, rows = play_at(serve(refuses), tmp_path, problems=("1+1+1", "2+1"))
     assert (counts["problems_refused"], len(kept(rows))) == (1, 1) and "too long" in caplog.text
 
 
@@ -210,4 +210,4 @@ def test_the_command(serve, tmp_path):  # noqa: F811
 
 def test_a_mistake_of_the_user_is_no_fault_of_an_episode(serve, tmp_path):  # noqa: F811
     with pytest.raises(UserError, match="Adder"):
-        play(serve(chains), tmp_path, arguments={"quick": True})
+        play_at(serve(chains), tmp_path, arguments={"quick": True})
