@@ -169,7 +169,7 @@ def play_luffy(o: argparse.Namespace) -> dict[str, Any]:
     from luffy.data import Encoder
     from luffy.environments.call_formats import format_of
     from luffy.guidance.plan import unwritten
-    from luffy.models import load_tokenizer
+    from luffy.models.load import load_tokenizer
     from luffy.models.machine import pick_device, synchronize
     from luffy.rollout import NativeEngine
     from luffy.types import Completion, Problem, Request, Sampling, Task

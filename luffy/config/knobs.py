@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from luffy.config.parts import BASELINES, CREDIT, ENGINES, SFT_WEIGHTS, TRACKERS
-from luffy.core.kl import Estimator
-from luffy.core.losses import ON_POLICY_TERMS, PolicyLoss
+from luffy.core.losses import ON_POLICY_TERMS, Estimator, PolicyLoss
 from luffy.core.reduce import Reduction
 from luffy.core.shaping import SHAPES, Shape
 from luffy.errors import ConfigError

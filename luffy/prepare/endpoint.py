@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from luffy.data.chats import parsed_json
-from luffy.data.turns import template_rows
+from luffy.data.prompts import template_rows
 from luffy.errors import UserError
 from luffy.prepare.journal import whole_text
 from luffy.types import Message, ToolCall

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 from luffy.config import EnvironmentConfig
 from luffy.conversations import Conversations, Scoring, conversations_of, maker_of, played, tools_of
-from luffy.data.encode import Encoder, resolve_style, with_system_prompt
+from luffy.data import Encoder
+from luffy.data.prompts import resolve_style, with_system_prompt
 from luffy.errors import DataError, UserError
 from luffy.guidance.plan import unwritten
 from luffy.prepare.endpoint import CUT_OFF, Endpoint, Refused, Reply

@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 import luffy
-from luffy.config import Config, build, check_made_for, load_config, to_yaml
+from luffy.config import Config, check_made_for, load_config, to_yaml
 from luffy.config.stages import StageKnobs, stages_of
 from luffy.errors import ConfigError
+from luffy.schema import build
 
 PAGE = (Path(luffy.__file__).parents[1] / "docs" / "stages.md").read_text(encoding="utf-8")
 RECIPE = """

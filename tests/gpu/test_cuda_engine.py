@@ -17,9 +17,9 @@ from luffy.kernels.quantize import quantize_rows
 from luffy.learn.packing import pack
 from luffy.learn.policy import Policy
 from luffy.learn.scorer import TokenScorer
-from luffy.models import load_model, load_tokenizer
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden
+from luffy.models.load import load_model, load_tokenizer
 from luffy.models.products import Quantized
 from luffy.rollout import NativeEngine
 from luffy.rollout.native import paged_cache

@@ -11,7 +11,9 @@ from conversing import save_chat_model
 from test_tool_training import TRACE
 from trainings import train, untimed_metrics
 
-from luffy.config import BUILT_IN_RECIPES, load_config, merge
+from luffy.config import load_config
+from luffy.config.legacy import merge
+from luffy.config.recipes import BUILT_IN_RECIPES
 from luffy.errors import UserError
 from luffy.trainer import train_stages
 
