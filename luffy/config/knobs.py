@@ -64,7 +64,9 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     train: str | tuple[str, ...] = knob(
-        "", "JSONL or parquet file, dataset folder, hub id, or a list of them", required=True
+        "",
+        "JSONL or parquet file, dataset folder, hub id, reasoning_gym:FAMILY (docs/reasoning-gym.md), or a list",
+        required=True,
     )
     eval: str | tuple[str, ...] | None = knob(None, "held-out problems, same forms; null: no evaluation")
     eval_also: dict[str, str] = knob(
@@ -106,7 +108,7 @@ class DataConfig:
 class RewardConfig:
     kind: Chosen = knob(
         "math",
-        "math, numeric, gsm8k, choice, format; http or a server's address; a custom name or module:function",
+        "math, numeric, gsm8k, choice, format, reasoning_gym; http or an address; a custom name or module:function",
         parts=REWARDS,
     )
     weights: dict[str, float] = knob(

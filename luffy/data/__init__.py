@@ -2,6 +2,7 @@
 
 from luffy.data.dataset import ProblemDataset, load_problems
 from luffy.data.encode import PAPER_SYSTEM_PROMPT, Encoder, PromptStyle
+from luffy.data.reasoning_gym import is_generated
 from luffy.data.sampler import ProblemSampler
 from luffy.data.schemas import READERS, detect
 from luffy.data.sources import RowError, RowSource, open_source
@@ -16,6 +17,7 @@ __all__ = [
     "RowError",
     "RowSource",
     "detect",
+    "is_generated",
     "load_problems",
     "open_source",
 ]

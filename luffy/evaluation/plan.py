@@ -11,7 +11,7 @@ from luffy.config import EnvironmentConfig, RewardConfig
 from luffy.data import Encoder
 from luffy.data.encode import where
 from luffy.errors import UserError
-from luffy.evaluation.benchmarks import Suite
+from luffy.evaluation.benchmarks import Suite, label_of
 from luffy.evaluation.engines import default_slots, model_identity
 from luffy.evaluation.results import model_label
 from luffy.evaluation.settings import SUCCESS, Settings, problems_hash, recorded
@@ -88,7 +88,7 @@ class PlannedResponse:
 
 
 def default_out(model: str, suite: str) -> Path:
-    return Path("evals") / f"{model_label(model)}-{Path(suite).stem}"
+    return Path("evals") / f"{model_label(model)}-{label_of(suite)}"
 
 
 def verifier_of(options: Options, kind: str) -> Verifier:

@@ -18,12 +18,14 @@ from typing import Any
 
 from luffy.errors import UserError
 from luffy.rewards import math as math_reward
+from luffy.rewards import reasoning_gym
 from luffy.rewards.extract import after_thought, tail
 from luffy.rewards.http_reward import HttpReward, is_address
 from luffy.rewards.http_settings import HttpRewardConfig
 from luffy.rewards.kinds import REWARDS, Answered, Reward, TextReward
 from luffy.rewards.own_function import CALL_FAILED, NOT_SCORED, Form, OwnFunction, with_settings
 from luffy.rewards.pool import START_TIMEOUT_S, Outcome, WorkerPool
+from luffy.rewards.reasoning_gym import ReasoningGymSettings
 from luffy.rewards.worker import describe
 from luffy.schema import Chosen, nearest, to_dict
 from luffy.types import Problem, Score
@@ -103,6 +105,22 @@ class MathReward(PoolReward):
                     f"math self-check failed: gold {gold} against {response} gave {found}, expected {expected:g}; "
                     f"another antlr runtime than Math-Verify's is the usual cause: {math_reward.INSTALL_HINT}"
                 )
+
+
+class ReasoningGymReward(PoolReward):
+    """Answers judged by the family that made the problem."""
+
+    one_by_one = True
+
+    def __init__(self, workers: int, timeout_s: float, settings: ReasoningGymSettings) -> None:
+        self._pool = WorkerPool(f"{reasoning_gym.__name__}:load", workers, timeout_s, factory_args=(settings.read,))
+
+    def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
+        return self._pool.map([(item.problem.meta.get("entry"), item.response) for item in items])
+
+    def self_check(self) -> None:
+        """Wait until the workers have imported the package, so that a missing one fails here."""
+        self._pool.wait_ready()
 
 
 class OwnReward(PoolReward):
@@ -302,12 +320,12 @@ def _check_kind(kind: str) -> None:
 def _build_reward(kind: str, workers: int, timeout_s: float, concurrency: int, http: HttpRewardConfig) -> Reward:
     if kind == "http" or is_address(kind):
         return HttpReward(http.url if kind == "http" else kind, http)
-    if kind == "math":
-        return MathReward(workers, timeout_s)
     if kind not in REWARDS:
         return OwnReward(str(kind), workers, timeout_s, concurrency)
     part = REWARDS[kind]
     own = part.function
+    if kind in ("math", "reasoning_gym"):
+        return own(workers, timeout_s, *part.settings_for(kind))  # type: ignore[no-any-return]
     if not part.own:
         return InProcessReward(own)
     module, name = own.__module__, getattr(own, "__qualname__", "")  # an object that is called has no name
