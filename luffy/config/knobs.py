@@ -100,7 +100,7 @@ class DataConfig:
 class RewardConfig:
     kind: Chosen = knob(
         "math",
-        "math, numeric, gsm8k, choice, format, reasoning_gym, http, an address, a custom name or module:function (docs/rewards.md)",
+        "math, numeric, gsm8k, choice, format, reasoning_gym, http, an address, or your own (docs/rewards.md)",
         parts=REWARDS,
     )
     weights: dict[str, float] = knob(factory=dict, help="weighted sum instead of kind, e.g. {math: 1, format: 0.1}")
