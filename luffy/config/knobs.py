@@ -114,6 +114,9 @@ class RewardConfig:
     prompt_opens_thought: bool = knob(True, "after a prompt that ends with <think>, no answer before </think>")
     success: float = knob(1.0, "smallest reward of a correct response")
     failure: float = knob(0.0, "largest reward of a failed response")
+    cut_off: Literal["score", "failure"] = knob(
+        "score", "a response cut off at a limit (rollout.max_tokens): scored as any other, or at most reward.failure"
+    )
 
     def __post_init__(self) -> None:
         choose_parts(self, "reward")
@@ -135,6 +138,7 @@ class RewardConfig:
         return build_verifier(
             self.kind, self.weights or None, workers or self.workers or 2, self.timeout_s, self.answer_in_thought,
             self.concurrency, self.http, self.prompt_opens_thought,
+            self.failure if self.cut_off == "failure" else None,
         )  # fmt: skip
 
     def solved(self, score: float) -> bool:

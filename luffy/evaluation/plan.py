@@ -147,6 +147,7 @@ def settings_of(options: Options, suite: Suite, encoder: Encoder, max_tokens: in
         date=encoder.prompt_date,
         answer_in_thought=options.answer_in_thought,
         success=options.reward_settings.success if options.reward_settings else SUCCESS,
+        cut_off=options.reward_settings.cut_off if options.reward_settings else "score",
         environment=None if options.environment is None else asdict(options.environment),
         prompt_opens_thought=in_thought and not options.answer_in_thought and options.prompt_opens_thought,
     )

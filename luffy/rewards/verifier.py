@@ -28,7 +28,7 @@ from luffy.rewards.pool import START_TIMEOUT_S, Outcome, WorkerPool
 from luffy.rewards.reasoning_gym import ReasoningGymSettings
 from luffy.rewards.worker import describe
 from luffy.schema import Chosen, nearest, to_dict
-from luffy.types import Problem, Score
+from luffy.types import Finish, Problem, Score
 
 logger = logging.getLogger(__name__)
 
@@ -181,8 +181,10 @@ def each(form: Form, call: Sequence[Answered], of_call: Outcome) -> list[Outcome
 class Verifier:
     """Scores responses; ``counts`` tallies the statuses of everything scored so far."""
 
-    def __init__(self, rewards: dict[str, Reward], weights: Mapping[str, float]) -> None:
-        self._rewards = rewards
+    def __init__(
+        self, rewards: dict[str, Reward], weights: Mapping[str, float], most_if_cut_off: float | None = None
+    ) -> None:
+        self._rewards, self._most_if_cut_off = rewards, most_if_cut_off
         self._weights = dict(weights)
         self._lock = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
@@ -209,6 +211,12 @@ class Verifier:
         with self._lock:
             self.counts.update(score.status for score in scores)
         return scores
+
+    def at_its_end(self, score: Score, finish: Finish | None) -> Score:
+        """The score of a response that ended so: at most ``most_if_cut_off`` if a limit ended it."""
+        if finish != "length" or self._most_if_cut_off is None:
+            return score
+        return replace(score, value=min(score.value, self._most_if_cut_off))
 
     @property
     def may_score_early(self) -> bool:
@@ -276,16 +284,17 @@ def build_verifier(
     concurrency: int = 16,
     http: HttpRewardConfig | None = None,
     prompt_opens_thought: bool = True,
+    most_if_cut_off: float | None = None,
 ) -> Verifier:
     """Build a verifier and run its self-check.
 
     ``weights``, such as ``{"math": 1.0, "format": 0.1}``, replace ``kind``. The others are settings of section
-    ``reward``.
+    ``reward``; ``most_if_cut_off`` is ``reward.failure`` with ``reward.cut_off=failure``.
     """
     chosen = {kind: 1.0} if weights is None else dict(weights)
     _check_weights(chosen)
     rewards: dict[str, Reward] = {}
-    verifier = Verifier(rewards, chosen)
+    verifier = Verifier(rewards, chosen, most_if_cut_off)
     try:
         for name in chosen:
             reward = _build_reward(name, workers, timeout_s, concurrency, http or HttpRewardConfig())
