@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from luffy.data import is_generated, load_problems
+from luffy.data import load_problems
+from luffy.data.reasoning_gym import is_generated
 from luffy.data.schemas import without_traces
 from luffy.errors import DataError, UserError
 from luffy.evaluation.choices import arranged
@@ -37,7 +38,7 @@ class Spec:
 
 # How to make the files of a suite, for the error that says that they are not there.
 GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/test.jsonl"
-MAKE_BENCHMARKS = "make them: luffy prepare benchmarks LUFFY/data --out {folder} (docs/paper.md, Model and data)"
+MAKE_BENCHMARKS = "make them: luffy prepare benchmarks LUFFY/data --out {folder} (studies/paper/README.md)"
 HOW_TO_MAKE = {
     "math6": MAKE_BENCHMARKS,
     "ood": MAKE_BENCHMARKS,

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from luffy.data import is_generated, load_problems, open_source
-from luffy.data.reasoning_gym import _tagged
+from luffy.data import load_problems
+from luffy.data.reasoning_gym import _tagged, is_generated
+from luffy.data.sources import open_source
 from luffy.errors import DataError, UserError
 from luffy.rewards.reasoning_gym import _untagged
 
