@@ -323,6 +323,15 @@ class VllmConfig:
 
 
 @dataclass(frozen=True)
+class DraftsConfig:
+    when: Literal["never", "auto", "always"] = knob(
+        "never", "verify drafts where few responses are under way; auto: and where that is faster, as measured"
+    )
+    tokens: int = knob(8, "tokens of a response in a pass; half as many where more are under way", ge=2, le=64)
+    memory_mb: int = knob(256, "host memory for responses and their index", ge=1)
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     n: int = knob(8, "samples of each problem, traces included", ge=1)
     temperature: float = knob(1.0, "sampling temperature; log-probs are taken at it", gt=0)
@@ -348,6 +357,7 @@ class RolloutConfig:
         "model",
         "linear layers of the native engine (docs/engines.md#fp8)",
     )
+    drafts: DraftsConfig = knob(factory=DraftsConfig)
     offpolicy_guidance: OffPolicyGuidanceConfig | None = knob(
         None, "overrides of tokens by a second model during rollout (docs/overrides.md); null: none"
     )
