@@ -11,6 +11,7 @@ import torch
 from builders import DEVICE, GPU_IF_THERE, make_model, make_request
 from scipy.stats import chisquare
 from talks import Talks, assert_drawn_alone
+from trainings import samples, train_untimed
 
 from luffy.config import Config, build
 from luffy.errors import ConfigError, UserError
@@ -273,3 +274,20 @@ def test_drafts_are_refused_where_they_cannot_be():
     ):
         with pytest.raises(ConfigError, match=message):
             build(Config, {**auto, "rollout": {**auto["rollout"], **other}})
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"rollout": {"max_tokens_per_step": 5, "n": 2}}, {"async": {"max_staleness": 1}}]
+)
+def test_a_training_has_the_samples_of_one_without(make_config, changes):
+    """Weights hardly move, so that rounding has no steps to grow in."""
+    common = {"optim": {"lr": 1e-30}, "train": {"steps": 3}, "record": {"samples": 30, "samples_every": 1}}
+    found = {}
+    for when in ("never", "always"):
+        rollout = {**changes.get("rollout", {}), "drafts": {"when": when}}
+        cfg = make_config(name=when, **common, **{**changes, "rollout": rollout})
+        rows = train_untimed(cfg)
+        assert all(("rollout/accepted_per_pass" in row) == (when == "always") for row in rows)
+        found[when] = [(row["problem"], row["step"], row["token_ids"]) for row in samples(cfg)]
+    assert rows[0]["rollout/draft_passes"] > 0 and rows[0]["rollout/accepted_per_pass"] >= 1
+    assert found["always"] == found["never"] and len(found["never"]) > 3

@@ -153,7 +153,7 @@ class Verifier:
         along = self._fed[:rows, :1] + torch.arange(count, device=self._fed.device)
         limits, tables = state.limits[:rows, None], state.tables[:rows]
         # What is drawn behind a limit is dropped, and must overwrite nothing.
-        places = torch.where((along <= limits)[..., None], tables[:, None], SCRATCH).flatten(0, 1)
+        places = tables[:, None].expand(-1, count, -1).masked_fill((along > limits)[..., None], SCRATCH).flatten(0, 1)
         positions = along.minimum(limits).flatten()
         tokens = self._fed[:rows, 1 : 1 + count].flatten()
         numbers = torch.arange(len(tokens), device=tokens.device)
