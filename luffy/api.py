@@ -1,4 +1,4 @@
-"""What a script or notebook needs.
+"""For scripts and notebooks.
 
     from luffy import api
 
@@ -12,7 +12,7 @@
     with api.Trainer(cfg) as trainer:
         for step, metrics in trainer.steps():
             print(step, metrics["critic/rewards/mean"])
-        model = trainer.train()  # all steps are made: this is the folder of the trained model
+        model = trainer.train()  # all steps are done: the folder of the trained model
 
     print(api.generate(str(model), "3+4=", max_tokens=32)[0]["response"])
 
@@ -121,10 +121,9 @@ def __dir__() -> list[str]:
 def evaluate(model: str, suite: str, out: Path | str | None = None, **options: Any) -> Result:
     """Evaluate a model as ``luffy eval`` does: ``suite`` is math6, ood, gsm8k, aime_amc or a dataset.
 
-    ``options`` are the command's: k, temperature, max_tokens, seed, reward, limit, style, device, ... The responses
-    go to the folder ``out`` (default: evals/MODEL-SUITE), from which an interrupted evaluation resumes. Reward,
-    style and system prompt default to those of the model's training, if known. Returns a ``Result``; its
-    ``benchmarks`` have avg@k, pass@k and lengths.
+    ``options`` are the command's: k, temperature, max_tokens, seed, reward, limit, style, device, ... Responses go to
+    ``out`` (default: evals/MODEL-SUITE), from which an interrupted evaluation resumes. The ``benchmarks`` of the
+    ``Result`` have avg@k, pass@k and lengths.
     """
     from luffy.evaluation.trained_with import evaluate as run
     from luffy.models.machine import pick_device

@@ -92,7 +92,10 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value .
 Resume = Annotated[
     str, typer.Option(help="auto: resume from the newest valid checkpoint; never; or a checkpoint folder")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="validate the run, build one batch, print the plan, exit")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="validate the run, build one batch, measure the base, print the plan, exit")
+]
+Measure = Annotated[bool, typer.Option(help="with --dry-run: up to a minute of what the base does with some problems")]
 GpuName = Annotated[str | None, typer.Option("--gpu", help="with --dry-run: time and cost on h200, h100 or a100")]
 GpuPrice = Annotated[float | None, typer.Option(min=0, help="with --dry-run: price of one GPU hour")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="print the resolved config and exit")]
@@ -129,6 +132,7 @@ def train(
     seeds: Seeds = None,
     gpu: GpuName = None,
     gpu_price: GpuPrice = None,
+    measure: Measure = True,
 ) -> None:
     """Train, print what would be trained (--dry-run), or print the config."""
     method: Literal["rl", "sft"] = "sft" if ctx.info_name == "sft" else "rl"
@@ -147,7 +151,7 @@ def train(
         from luffy.dry_run import Renting
         from luffy.dry_run import dry_run as lines_of
 
-        _echo(lines_of(cfg, method, len(trainings), Renting(gpu, gpu_price)))
+        _echo(lines_of(cfg, method, len(trainings), Renting(gpu, gpu_price), measure))
     else:
         _launch(method, trainings, resume, allow_changed_data)
 

@@ -20,6 +20,7 @@ from luffy.errors import UserError
 from luffy.evaluation.results import RESULT, read_result
 from luffy.files import as_object, json_object, write_atomically
 from luffy.hub import hub_fault
+from luffy.report.method_colours import colour_of
 from luffy.report.model_card import MARK, REWARD, BenchmarkFigure, CardFacts, model_card, public
 from luffy.report.tables import evaluations
 from luffy.run_folder.changes import settings_at
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 EVALS = Path("evals")  # where luffy eval puts its results by default
 EVALUATED_WITH = ("temperature", "top_p", "top_k", "max_tokens", "style", "seed", "reward")  # told in the card
+LINES = ("-", "--", ":", "-.")  # of held-out sets
 KEPT = ("base_model", "datasets", "license", "license_name", "license_link", "language")  # of the card before
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
@@ -209,9 +211,11 @@ def draw_curves(run: RunRecord, path: Path) -> bool:
     figure = Figure(figsize=(4.6 * len(panels) + 1, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    colour = colour_of(run)
     for ax, (title, curves) in zip(axes, panels.items(), strict=True):
         for name, points in curves.items():
-            ax.plot([step for step, _ in points], [value for _, value in points], marker=".", label=name)
+            look = {"color": colour, "linestyle": LINES[len(ax.lines) % len(LINES)], "marker": "."}
+            ax.plot([step for step, _ in points], [value for _, value in points], label=name, **look)
         ax.set(title=title, xlabel="step")
         ax.legend(frameon=False)
     axes[0].set_ylim(bottom=0)

@@ -76,8 +76,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Problem:
-    """A row of a dataset. A ``str`` prompt gets the config's prompt style; a tuple of messages is a chat. The gold
-    answer stays a string."""
+    """A row of a dataset. A ``str`` prompt gets the config's prompt style; a tuple of messages is a chat."""
 
     id: str
     prompt: str | tuple[Message, ...]
@@ -90,11 +89,12 @@ class Problem:
 @dataclass(frozen=True)
 class Demonstration:
     """A trace under the policy's tokenizer, EOS included. ``replies``: the (start, end) of each stretch of tokens that
-    an environment wrote; every other token is the teacher's."""
+    an environment wrote; every other token is the teacher's. ``calls``: number of its tool calls; None: not known."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...] | None = None
     replies: tuple[tuple[int, int], ...] = ()
+    calls: int | None = None
 
     @property
     def answer_ids(self) -> tuple[int, ...]:
@@ -132,8 +132,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to make. ``sampling.max_tokens`` counts generated tokens only. Equal seeds give equal tokens in
-    any batch."""
+    """One response to make. ``sampling.max_tokens`` counts generated tokens only."""
 
     prompt_ids: tuple[int, ...]
     seed: int
@@ -158,8 +157,8 @@ class Request:
 class Completion:
     """Tokens generated after the prefix; the EOS that ended them is the last.
 
-    With a guide model: ``overrides`` marks its tokens, ``behavior_log_probs`` are those of the behaviour policy,
-    ``guidance_log_probs`` those of the guide model.
+    With a guide model: ``overrides`` marks its tokens; ``behavior_log_probs`` and ``guidance_log_probs`` are log-probs
+    under the behaviour policy and the guide model.
     """
 
     token_ids: Tensor  # [T] long
@@ -397,6 +396,7 @@ class Sample:
     engine_log_probs: Tensor  # [T] float32
     old_log_probs: Tensor | None = None  # [T] float32; None: take the current ones
     ref_log_probs: Tensor | None = None  # [T] float32
+    calls: int | None = field(default=None, kw_only=True)  # of a whole trace
 
     @property
     def off_policy(self) -> Tensor:

@@ -15,7 +15,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from luffy.report.curves import t_quantile_95
-from luffy.report.method_colours import METHODS, colour_of, dash_of
+from luffy.report.method_colours import METHODS, line_of
+
+plt.rcParams["lines.scale_dashes"] = False  # thick lines keep the dashes of the report
 
 
 def half_width(values: Sequence[float]) -> float:
@@ -42,13 +44,10 @@ def smooth(values: Sequence[float], width: int = 5) -> list[float]:
 
 def looks(method: str, variants: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     """Colour and line of a method as in ``luffy report``; a variant (method, line) has the colour of its method."""
-    if method == "base":
-        return {"color": "#000000"}
     if method in variants:
         name, line = variants[method]
-        return {"color": colour_of(name), "linestyle": line}
-    dash = dash_of(METHODS.index(method))
-    return {"color": colour_of(method), "linestyle": (0, tuple(map(float, dash.split()))) if dash else "-"}
+        return {**looks(name, {}), "linestyle": line}
+    return line_of(None if method == "base" else METHODS.index(method))
 
 
 def panels(count: int, height: float = 3.1) -> tuple[Any, list[Any]]:
@@ -65,7 +64,7 @@ def legend_below(figure: Any, ax: Any) -> None:
         once.values(),
         once.keys(),
         loc="outside lower center",
-        handlelength=3.2,
+        handlelength=4.6,
         ncols=columns,
         frameon=False,
         fontsize=9,

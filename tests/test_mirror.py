@@ -41,6 +41,7 @@ COVERED_ELSEWHERE: dict[str, str] = {
     "luffy.doctor.numerics": "doctor/test_doctor_findings.py",
     "luffy.doctor.storage": "doctor/test_doctor_findings.py",
     "luffy.doctor.tested": "doctor/test_doctor_findings.py",
+    "luffy.dry_run.base_lines": "dry_run/test_base_model.py",
     "luffy.dry_run.check": "dry_run/test_dry_run.py",
     "luffy.dry_run.first_step": "dry_run/test_dry_run.py",
     "luffy.dry_run.lines": "dry_run/test_models.py",

@@ -25,8 +25,8 @@ from luffy.types import Sampling
 @dataclass(frozen=True)
 class LoraConfig:
     rank: int = knob(16, "rank of the adapters; without model.lora all weights are trained", ge=1)
-    alpha: float = knob(32.0, "scale of the adapters: the update is alpha / rank * B A", gt=0)
-    dropout: float = knob(0.0, "dropout on the adapters' input", ge=0, le=1)
+    alpha: float = knob(32.0, "the update is alpha / rank * B A", gt=0)
+    dropout: float = knob(0.0, "dropout before the adapters", ge=0, le=1)
     target_modules: str | tuple[str, ...] = knob(
         "all-linear", "modules: a list, a regular expression of whole names, or 'all-linear'"
     )
@@ -44,18 +44,14 @@ class LoraConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    path: str = knob("", "policy: Hugging Face folder or hub id (safetensors), or a .gguf file", required=True)
-    tokenizer: str | None = knob(None, "folder or hub id of the tokenizer; null: the model's")
-    reference: str | None = knob(
-        None, "reference model of the KL term and of the SFT term's weights; null: the policy at the start"
-    )
-    dtype: Literal["float32", "bfloat16"] = knob(
-        "float32", "dtype of the weights; with bfloat16 the optimizer keeps float32 master weights"
-    )
-    device: Literal["auto", "cpu", "cuda"] = knob("auto", "auto takes the GPU when there is one")
+    path: str = knob("", "policy: Hugging Face folder, hub id, or .gguf file", required=True)
+    tokenizer: str | None = knob(None, "tokenizer's folder or hub id; null: the model's")
+    reference: str | None = knob(None, "reference model (KL term, SFT weights); null: the policy at the start")
+    dtype: Literal["float32", "bfloat16"] = knob("float32", "dtype of weights; the optimizer keeps float32 masters")
+    device: Literal["auto", "cpu", "cuda"] = knob("auto", "auto: the GPU, if there is one")
     gradient_checkpointing: Literal["auto"] | bool = knob(
         "auto",
-        "recompute activations: less memory, more time; auto: if they would not fit",
+        "true: recompute activations, for less memory and more time; auto: if they would not fit",
     )
     lora: LoraConfig | None = knob(None, "train low-rank adapters instead of all weights (needs the peft extra)")
     trust_remote_code: bool = knob(False, "run the model's Python code: read it first")
@@ -63,39 +59,35 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: str | tuple[str, ...] = knob(
-        "", "JSONL or parquet file, dataset folder, hub id, or a list of them", required=True
-    )
-    eval: str | tuple[str, ...] | None = knob(None, "held-out problems, same forms; null: no evaluation")
+    train: str | tuple[str, ...] = knob("", "file, folder, hub id, or a list (docs/data.md)", required=True)
+    eval: str | tuple[str, ...] | None = knob(None, "held-out problems; null: no evaluation")
     eval_also: dict[str, str] = knob(
-        factory=dict, help="further held-out sets by name, e.g. {ood: ood.jsonl}: metrics val-ood/*"
+        factory=dict, help="further held-out sets, e.g. {ood: ood.jsonl}: metrics val-ood/*"
     )
     eval_traces: str | tuple[str, ...] | None = knob(
         None,
-        "held-out problems with traces, same forms: their loss is val-traces/loss (eval.hold_out takes some of train)",
+        "held-out problems with traces, whose loss is val-traces/loss",
     )
-    split: str = knob("train", "split of a dataset folder or hub id for training")
+    split: str = knob("train", "split of a folder or hub id for training")
     eval_split: str = knob("test", "split for evaluation")
     format: Literal["auto", "luffy", "verl", "openr1", "gsm8k", "completion", "messages", "sharegpt", "alpaca"] = knob(
-        "auto", "schema of the rows; auto recognises it by the columns"
+        "auto", "schema of the rows; auto: by the columns"
     )
-    columns: dict[str, str] = knob(
-        factory=dict, help="column names, e.g. {prompt: instruction, answer: label}; dotted for nested"
-    )
+    columns: dict[str, str] = knob(factory=dict, help="column names, e.g. {prompt: instruction, answer: meta.label}")
     turns: Literal["last", "all"] = knob(
-        "last", "assistant turns of a chat that are its trace; with tools always all (docs/data.md#chats-and-tools)"
+        "last", "assistant turns of a chat that are its trace (docs/data.md#chats-and-tools)"
     )
     bad_rows: Literal["error", "skip"] = knob("error", "malformed rows stop the run, or are skipped and counted")
     strip_calculator: bool = knob(True, "remove GSM8K's <<...>> calculator marks")
-    limit: int | None = knob(None, "use only this many training problems, the first ones", ge=1)
+    limit: int | None = knob(None, "use only the first training problems", ge=1)
     style: Literal["chat", "paper", "paper_simple", "plain"] = knob(
         "chat", "how a question becomes a prompt (docs/data.md#prompt-styles)"
     )
-    system_prompt: str | None = knob(None, "system message in front of the question (styles chat and paper)")
-    chat_template: str | None = knob(None, "Jinja chat template, as text or a file, instead of the tokenizer's")
-    date: str | None = knob(None, "date that templates print (Llama 3), e.g. 2026-01-31; null: the day the run started")
+    system_prompt: str | None = knob(None, "system message (styles chat and paper)")
+    chat_template: str | None = knob(None, "Jinja chat template, text or file; null: the tokenizer's")
+    date: str | None = knob(None, "date that templates print (Llama 3), e.g. 2026-01-31; null: the run's first day")
     special_tokens: Literal["text", "control"] = knob(
-        "text", "how special tokens spelled out in prompts and traces are read"
+        "text", "how to read special tokens spelled out in prompts and traces"
     )
     max_prompt_tokens: int = knob(1024, "longest prompt", ge=1)
     overlong_prompt: Literal["error", "drop"] = knob("error", "longer prompts stop the run, or are dropped and counted")
@@ -106,21 +98,17 @@ class DataConfig:
 class RewardConfig:
     kind: Chosen = knob(
         "math",
-        "math, numeric, gsm8k, choice, format; http or a server's address; a custom name or module:function",
+        "math, numeric, gsm8k, choice, format, http, an address, a custom name or module:function (docs/rewards.md)",
         parts=REWARDS,
     )
-    weights: dict[str, float] = knob(
-        factory=dict, help="weighted sum of kinds, e.g. {math: 1, format: 0.1}; overrides kind"
-    )
+    weights: dict[str, float] = knob(factory=dict, help="weighted sum instead of kind, e.g. {math: 1, format: 0.1}")
     workers: int | None = knob(
-        None, "verifier processes; null: 2, with a GPU half of the cores shared by its processes, 2 to 8 each", ge=1
+        None, "verifier processes; null: 2, with a GPU half of the cores, 2 to 8 per process", ge=1
     )
     timeout_s: float = knob(8.0, "longer verifications are killed and get 0", gt=0)
     concurrency: int = knob(16, "samples at once of an async function, per worker", ge=1)
     http: HttpRewardConfig = knob(factory=HttpRewardConfig, help="how a server is asked for scores (docs/rewards.md)")
-    answer_in_thought: bool = knob(
-        False, "read answers inside <think>...</think> too; false: only after the last closed thought"
-    )
+    answer_in_thought: bool = knob(False, "read answers inside <think>...</think> too")
     prompt_opens_thought: bool = knob(True, "after a prompt that ends with <think>, no answer before </think>")
     success: float = knob(1.0, "smallest reward of a correct response")
     failure: float = knob(0.0, "largest reward of a failed response")
@@ -156,28 +144,28 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class GuidanceConfig:
-    n_prefix: int = knob(1, "samples of each group that start from a trace (of rollout.n)", ge=0)
+    n_prefix: int = knob(1, "samples of each group that start from a trace", ge=0)
     strategy: Chosen = knob(
         "fixed",
-        "schedule of the prefix ratio (docs/methods/prefixes.md#prefix-ratios), or a custom one",
+        "schedule of the prefix ratio (docs/methods/prefixes.md#prefix-ratios)",
         parts=SCHEDULES,
     )
-    min_ratio: float = knob(1.0, "smallest share of the trace", ge=0, le=1)
-    max_ratio: float = knob(1.0, "largest share of the trace", ge=0, le=1)
+    min_ratio: float = knob(1.0, "smallest fraction of the trace", ge=0, le=1)
+    max_ratio: float = knob(1.0, "largest fraction of the trace", ge=0, le=1)
     prefix_steps: float | None = knob(None, "steps of the schedule; below 1 a fraction of all; null: all", gt=0)
     shared: bool = knob(False, "one ratio for all prefixed samples of a problem")
-    cut_at: tuple[str, ...] = knob((), "a prefix ends at its last token with one of these texts; empty: anywhere")
+    cut_at: tuple[str, ...] = knob((), "a prefix ends at its last token with one of these texts")
     trace_choice: Chosen = knob(
-        "random", "which of several traces: random, round_robin, shortest, best_reward", parts=ORDERS
+        "random", "random, round_robin, shortest, best_reward (docs/methods/prefixes.md#trace-choice)", parts=ORDERS
     )
     gate: Chosen = knob(
         "none",
-        "further rounds for some problems: trace_on_failure, trace_alone, likeliest_traces, hinted_group, lowest_hint, "
-        "micro_groups, or your own (docs/methods/gates.md#further-rounds)",
+        "none, trace_on_failure, trace_alone, likeliest_traces, hinted_group, lowest_hint, micro_groups, or "
+        "custom (docs/methods/gates.md#further-rounds)",
         parts=GATES,
     )
-    gate_from: int = knob(0, "steps before the gate begins to act", ge=0)
-    hint_text: str = knob("\n\nHere is a hint:\n{solution}", "how a hint follows the question; {solution} is its text")
+    gate_from: int = knob(0, "first step (from 0) at which the gate acts", ge=0)
+    hint_text: str = knob("\n\nHere is a hint:\n{solution}", "text of a hint, behind the question")
 
     def __post_init__(self) -> None:
         choose_parts(self, "guidance")
@@ -187,11 +175,11 @@ class GuidanceConfig:
 
 @dataclass(frozen=True)
 class OffPolicyGuidanceConfig:
-    enable: bool = knob(True, "false: as if the section were not there")
-    model_path: str = knob("", "guide model: a folder or hub id; empty: the one of servers")
+    enable: bool = knob(True, "false: as without this section")
+    model_path: str = knob("", "guide model's folder or hub id")
     servers: tuple[str, ...] = knob(
         (),
-        "addresses of `luffy serve` with the guide model, instead of model_path (docs/overrides.md#on-a-server)",
+        "addresses of `luffy serve` with the guide model, instead of model_path",
     )
     dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
     tensor_parallel_size: int = knob(1, "GPUs of the guide model; 1 with model_path", ge=1)
@@ -201,12 +189,12 @@ class OffPolicyGuidanceConfig:
     k: int = knob(4, "tokens the policy proposes at once", ge=1)
     tau: float = knob(0.1, "threshold: override proposals less probable than this", ge=0, le=1)
     tau_end: float | None = knob(None, "threshold: tau after tau_steps; null: constant", ge=0, le=1)
-    tau_steps: int | None = knob(None, "steps of the tau schedule; null: all", ge=1)
+    tau_steps: int | None = knob(None, "steps from tau to tau_end; null: all", ge=1)
     eps: float = knob(0.5, "mixture: fraction of the guide model's tokens", ge=0, le=1)
     eps_end: float | None = knob(None, "mixture: eps after eps_steps; null: constant", ge=0, le=1)
-    eps_steps: int | None = knob(None, "steps of the eps schedule; null: all", ge=1)
-    max_overrides: int | None = knob(None, "overrides per response, then the policy continues alone", ge=0)
-    temperature: float | None = knob(None, "temperature of the guide model; null: rollout.temperature", gt=0)
+    eps_steps: int | None = knob(None, "steps from eps to eps_end; null: all", ge=1)
+    max_overrides: int | None = knob(None, "overrides per response; then the policy continues alone", ge=0)
+    temperature: float | None = knob(None, "the guide model's; null: rollout.temperature", gt=0)
 
     def tau_at(self, step: int, total_steps: int) -> float:
         return _linear(self.tau, self.tau_end, step / (self.tau_steps or total_steps))
@@ -224,7 +212,7 @@ def _linear(start: float, end: float | None, done: float) -> float:
 class TeacherConfig:
     path: str | None = knob(
         None,
-        "teacher of algorithm.credit=distill, iw_opd and rlsd: a folder or hub id, or self (the policy at the start)",
+        "folder or hub id, or self: the policy at the start (docs/methods/distillation.md#a-teacher)",
     )
     servers: tuple[str, ...] = knob((), "addresses of vLLM servers with the teacher, instead of path")
     average: float = knob(
@@ -236,11 +224,11 @@ class TeacherConfig:
     dtype: Literal["float32", "bfloat16"] | None = knob(None, "dtype of its weights; null: model.dtype")
     shown: Literal["nothing", "solution", "sibling"] = knob(
         "nothing",
-        "what its prompt shows: nothing, a trace, or another correct response of the group",
+        "in its prompt: nothing, a trace, or another correct response of the group",
     )
     hint_text: str = knob(
         "\n\nHere is a correct solution:\n{solution}\n\nNow solve the problem yourself, step by step.",
-        "how it is shown; {solution} is its text",
+        "text around the solution, behind the question",
     )
 
     @property
@@ -295,12 +283,10 @@ class VllmConfig:
         gt=0,
         le=1,
     )
-    max_context: int | None = knob(
-        None, "tokens of prompt and response; null: data.max_prompt_tokens + the longest response", ge=1
-    )
+    max_context: int | None = knob(None, "tokens of prompt and response; null: as data and rollout allow", ge=1)
     transfer: Literal["auto", "memory", "folder", "nccl"] = knob(
         "auto",
-        "how weights get there; auto: memory when colocated on one GPU, nccl from a GPU to servers, else folder",
+        "how weights get there; auto: memory if colocated on one GPU, nccl from a GPU to servers, else folder",
     )
     shared_folder: str | None = knob(None, "folder of transfers, seen by all; null: in the run folder")
     nccl_host: str = knob("127.0.0.1", "the trainer's address as servers see it, for NCCL")
@@ -309,7 +295,7 @@ class VllmConfig:
         "a seed per request: the same samples in any batch; false is faster",
     )
     timeout_s: float = knob(600.0, "a server that takes longer for a response or push is lost", gt=0)
-    args: dict[str, Any] = knob(factory=dict, help="other engine arguments of vLLM, e.g. {enforce_eager: true}")
+    args: dict[str, Any] = knob(factory=dict, help="other engine arguments, e.g. {enforce_eager: true}")
 
     def __post_init__(self) -> None:
         for name, value in self.args.items():
@@ -333,24 +319,24 @@ class DraftsConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    n: int = knob(8, "samples of each problem, traces included", ge=1)
-    temperature: float = knob(1.0, "sampling temperature; log-probs are taken at it", gt=0)
-    top_p: float = knob(1.0, "nucleus sampling; 1 is off", gt=0, le=1)
-    top_k: int = knob(0, "sample among the k most likely tokens; 0 is off", ge=0)
+    n: int = knob(8, "samples per problem, traces included", ge=1)
+    temperature: float = knob(1.0, "temperature of samples and log-probs", gt=0)
+    top_p: float = knob(1.0, "nucleus sampling; 1: off", gt=0, le=1)
+    top_k: int = knob(0, "sample among the k most likely tokens; 0: off", ge=0)
     max_tokens: int = knob(2048, "longest response", ge=1)
     max_tokens_per_step: int | None = knob(
         None,
-        "tokens of a response per step; then it continues in the next step (docs/scaling.md)",
+        "longer responses continue in the next step (docs/scaling.md#responses-of-unequal-length)",
         ge=1,
     )
     slots: int | None = knob(
         None,
-        "sequences decoded at once; null: 256 on a CPU and in vLLM, at most 1024 on a GPU",
+        "sequences decoded at once; null: 256, with the native engine on a GPU up to 1024",
         ge=1,
     )
     engine: Chosen = knob(
         "native",
-        "native, vllm, or a custom engine (docs/engines.md)",
+        "native, vllm, or custom (docs/engines.md)",
         parts=ENGINES,
     )
     precision: Literal["model", "fp8"] = knob(
@@ -359,7 +345,7 @@ class RolloutConfig:
     )
     drafts: DraftsConfig = knob(factory=DraftsConfig)
     offpolicy_guidance: OffPolicyGuidanceConfig | None = knob(
-        None, "overrides of tokens by a second model during rollout (docs/overrides.md); null: none"
+        None, "overrides of tokens by a guide model (docs/overrides.md); null: none"
     )
     vllm: VllmConfig = knob(factory=VllmConfig)
 
@@ -375,29 +361,25 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    name: str = knob(
-        "", "calculator, python, search, chain; file.py:Class or module:Class of your own (docs/environments.md)"
-    )
-    arguments: dict[str, Any] = knob(factory=dict, help="settings of a built-in one, arguments of your own class")
+    name: str = knob("", "built-in name, file.py:Class or module:Class (docs/environments.md)")
+    arguments: dict[str, Any] = knob(factory=dict, help="its settings, or arguments of the class")
     max_turns: int = knob(8, "turns of the policy in an episode", ge=1)
     max_tokens: int | None = knob(
         None,
-        "tokens behind the prompt, replies included; null: twice rollout.max_tokens, which counts the policy's",
+        "tokens behind the prompt, replies included; null: twice rollout.max_tokens",
         ge=1,
     )
     max_reply_chars: int = knob(4000, "longer answers of a tool are cut", ge=1)
     timeout_s: float = knob(30.0, "a call that takes longer ends its episode", gt=0)
     at_once: int = knob(64, "environments open at once, per process", ge=1)
     on_bad_call: Literal["answer", "end"] = knob(
-        "answer", "a call that fails (unreadable, unknown tool, wrong arguments, an error): the policy sees a short "
-        "error, or the episode ends",
+        "answer", "after a failed call the policy sees a short error, or the episode ends",
     )  # fmt: skip
     on_failure: Literal["fail", "leave_out"] = knob(
-        "fail", "an episode whose environment raises or takes too long: scores reward.failure, or is left out"
+        "fail", "an episode whose environment raises or takes too long scores reward.failure, or is left out"
     )
     reward: Literal["auto", "verifier", "environment", "sum"] = knob(
-        "auto", "what an episode scores: the verifier's score of its last turn, the environment's own reward, or their "
-        "sum; auto: the environment's if it has one",
+        "auto", "score: the verifier's, the environment's, or their sum; auto: the environment's if it has one",
     )  # fmt: skip
     weight: float = knob(1.0, "weight of the environment's reward in the sum")
 
@@ -410,8 +392,8 @@ class EnvironmentConfig:
 class MixConfig:
     start: float = knob(0.5, "mu at the start: the SFT term's fraction of the loss", ge=0, le=1)
     end: float | None = knob(None, "mu after steps, along a cosine; null: constant", ge=0, le=1)
-    steps: int | None = knob(None, "steps from start to end, after the warm-up; null: all that are left", ge=1)
-    warmup: int = knob(0, "first steps, over which mu rises from 0 to start", ge=0)
+    steps: int | None = knob(None, "steps from start to end, after the warm-up; null: all", ge=1)
+    warmup: int = knob(0, "first steps, over which mu rises from 0", ge=0)
 
     def at(self, step: int, total_steps: int) -> float:
         """mu at a step, counted from 0."""
@@ -427,9 +409,8 @@ class MixConfig:
 class AlgorithmConfig:
     credit: Chosen = knob(
         "group_baseline",
-        "how rewards become advantages and weights of tokens: group_baseline, rloo, maxrl, lone_trace_sft (a group of "
-        "traces only goes into the SFT term), srft, distill, iw_opd and rlsd (by section teacher), or your own "
-        "(docs/extend.md)",
+        "advantages and weights of tokens: group_baseline, rloo, maxrl, per_turn, lone_trace_sft (trace-only "
+        "groups go into the SFT term), srft, distill, iw_opd, rlsd, or custom",
         parts=CREDIT,
     )
     advantage: Chosen = knob(
@@ -439,26 +420,24 @@ class AlgorithmConfig:
     )
     normalize_std: bool = knob(False, "divide advantages by the group's standard deviation")
     loss_reduction: Reduction = knob(
-        "seq-mean-token-sum-norm", "denominator of the loss; -norm divides by rollout.max_tokens (Dr. GRPO)"
+        "seq-mean-token-sum-norm", "denominator of the loss (docs/methods/loss.md#loss-reductions)"
     )
     on_policy_term: Chosen = knob(
         "ppo",
-        "term of on-policy tokens: ppo (clipped ratio), gspo (one ratio per response), cispo (clipped ratio as a "
-        "constant weight of log p)",
+        "ppo (clipped ratio), gspo (one ratio per response), cispo (clipped ratio as weight of log p)",
         parts=ON_POLICY_TERMS,
     )
-    remove_clip: bool = knob(True, "no clipping of the on-policy ratio (best row of the paper's Table 4)")
-    clip_ratio: float = knob(0.2, "on-policy ratio clipped at 1 - this", ge=0, le=1)
-    clip_ratio_high: float | None = knob(None, "and at 1 + this; null: the same (DAPO's clip-higher: 0.28)", ge=0)
+    remove_clip: bool = knob(True, "do not clip the on-policy ratio (best row of the paper's Table 4)")
+    clip_ratio: float = knob(0.2, "lower clip: 1 - this", ge=0, le=1)
+    clip_ratio_high: float | None = knob(None, "upper clip: 1 + this; null: clip_ratio", ge=0)
     off_policy_reshape: Chosen = knob(
         "p_div_p",
-        "f(p) on teacher tokens: p_div_p (LUFFY), no_reshape, logp, p_logp, square_root, pow, chord_phi, trapo, "
-        "rl_plus, exgrpo, psft, or your own (docs/methods/loss.md#shaping-functions)",
+        "shape f of off-policy tokens (docs/methods/loss.md#shaping-functions), or custom",
         parts=SHAPES,
     )
     on_policy_reshape: Chosen = knob(
         "no_reshape",
-        "f on the policy's own ratio: no_reshape, logp, p_logp, square_root, pow, p_div_p",
+        "shape of the on-policy ratio",
         parts=SHAPES,
     )
     off_max_clip: float | None = knob(None, "upper bound of the off-policy ratio", gt=0)
@@ -468,11 +447,9 @@ class AlgorithmConfig:
     teacher_probs: Literal["one", "recorded"] = knob(
         "one", "teacher's probability in the off-policy ratio: 1 (paper), or recorded (no reshape)"
     )
-    importance_clamp_min: float = knob(0.0, "smallest importance weight (token overrides, stale rollouts)", ge=0)
+    importance_clamp_min: float = knob(0.0, "smallest importance weight (overrides, stale rollouts)", ge=0)
     importance_clamp_max: float = knob(10.0, "largest importance weight", gt=0)
-    importance_detach: bool = knob(
-        True, "no gradient through importance weights; false matters only with one mini-batch"
-    )
+    importance_detach: bool = knob(True, "no gradient through importance weights; false needs one mini-batch to matter")
     importance_objective: Literal["decoupled", "literal"] = knob(
         "decoupled", "decoupled: ratio p/p_old, advantage times weight; literal: corrects twice"
     )
@@ -483,11 +460,11 @@ class AlgorithmConfig:
         "off",
         "weights p_old / p_engine on on-policy tokens (docs/engines.md#training-inference-mismatch)",
     )
-    mismatch_cap: float = knob(2.0, "the bound of mismatch_correction", gt=1)
+    mismatch_cap: float = knob(2.0, "bound of mismatch_correction", gt=1)
     trace_ratio: Literal["shaped", "ppo"] = knob("shaped", "off-policy tokens: f(p), or p / p_old with the clip")
     trace_advantage: Literal["group", "constant", "relu"] = knob(
         "group",
-        "advantage of off-policy tokens: their response's, 1, or not below 0",
+        "of off-policy tokens: their response's, 1, or at least 0",
     )
     trace_entropy_share: float = knob(
         1.0,
@@ -496,30 +473,24 @@ class AlgorithmConfig:
         le=1,
     )
     prefix_alpha: float = knob(1.0, "weight of the advantage on off-policy tokens")
-    prefix_beta: float = knob(1.0, "weight of the advantage on the policy's own tokens")
+    prefix_beta: float = knob(1.0, "weight of the advantage on on-policy tokens")
     entropy_coef: float = knob(0.001, "weight of the entropy bonus (the paper's text: 0.01)", ge=0)
     kl_coef: float = knob(0.0, "weight of the KL term; 0 loads no reference model", ge=0)
     kl_estimator: Estimator = knob("k3", "estimator of the KL term")
     kl_in: Literal["loss", "reward"] = knob("loss", "where the KL term goes")
-    trace_term: Literal["rl", "sft", "none"] = knob("rl", "term of off-policy tokens; none: they are only context")
+    trace_term: Literal["rl", "sft", "none"] = knob("rl", "term of off-policy tokens; none: context only")
     sft_coef: float = knob(1.0, "weight of the SFT term", ge=0)
-    sft_reshape: Chosen = knob(
-        "logp", "f in the SFT term: logp (plain SFT), or any shape of off_policy_reshape", parts=SHAPES
-    )
+    sft_reshape: Chosen = knob("logp", "shape in the SFT term; logp: plain SFT", parts=SHAPES)
     sft_weight: Chosen = knob(
         "none",
         "weight of a token in the SFT term: none, eaft (entropy), iw_sft (p / p_ref of the trace)",
         parts=SFT_WEIGHTS,
     )
-    sft_anchor: float = knob(
-        0.0, "weight of KL(reference || policy) over the vocabulary, on tokens of the SFT term (ASFT)", ge=0
-    )
-    mix: MixConfig | None = knob(
-        None, "loss (1 - mu) RL + mu * sft_coef * SFT, with mu constant or along a schedule; null: RL + sft_coef * SFT"
-    )
+    sft_anchor: float = knob(0.0, "weight of KL(reference || policy) on tokens of the SFT term (ASFT)", ge=0)
+    mix: MixConfig | None = knob(None, "loss (1 - mu) RL + mu * sft_coef * SFT; null: RL + sft_coef * SFT")
     reject_extreme: bool = knob(True, "drop all-correct and all-incorrect groups")
     min_accuracy: float = knob(0.0, "drop groups with a smaller fraction of correct on-policy samples", ge=0, le=1)
-    max_accuracy: float = knob(1.0, "drop groups with a larger fraction of them", ge=0, le=1)
+    max_accuracy: float = knob(1.0, "drop groups with a larger fraction", ge=0, le=1)
     oversample_rounds: int = knob(0, "extra batches to fill up after rejection", ge=0)
 
     def __post_init__(self) -> None:
@@ -565,14 +536,14 @@ class OptimConfig:
     lr: float = knob(1e-6, "peak learning rate", gt=0)
     betas: tuple[float, ...] = knob((0.9, 0.999), "AdamW's decay rates")
     eps: float = knob(1e-8, "AdamW's epsilon", gt=0)
-    weight_decay: float = knob(0.0, "decoupled weight decay on matrices (not on biases and norms)", ge=0)
+    weight_decay: float = knob(0.0, "decoupled, on matrices (not on biases and norms)", ge=0)
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "inverse"] = knob(
         "constant",
-        "learning rate after the warm-up; inverse_sqrt, inverse: lr / sqrt(k), lr / k in the k-th step after it",
+        "after the warm-up; inverse_sqrt, inverse: lr / sqrt(k), lr / k in its k-th step",
     )
-    warmup: float = knob(0.0, "warm-up: below 1 a fraction of all steps, else their number", ge=0)
+    warmup: float = knob(0.0, "warm-up steps; below 1 a fraction of all", ge=0)
     min_lr_ratio: float = knob(0.0, "final fraction of lr (the limit of inverse ones)", ge=0, le=1)
-    grad_clip: float = knob(1.0, "largest gradient norm; 0 is off", ge=0)
+    grad_clip: float = knob(1.0, "largest gradient norm; 0: off", ge=0)
     offload: bool = knob(False, "optimizer state in host memory: 12 bytes per weight less on the GPU, slower")
 
     def __post_init__(self) -> None:
@@ -582,16 +553,16 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    problems: int = knob(128, "problems per rollout batch (traces per batch in SFT)", ge=1)
+    problems: int = knob(128, "problems per rollout batch (SFT: traces per batch)", ge=1)
     mini_batch: int | None = knob(
         None,
-        "problems per optimizer step (docs/methods/loss.md#updates-of-a-batch); null: the whole rollout batch",
+        "problems per optimizer step (docs/methods/loss.md#updates-of-a-batch); null: all",
         ge=1,
     )
     tokens: int = knob(16384, "tokens per micro-batch; a shared prompt counts once", ge=1)
     expert_share: float = knob(
         0.0,
-        "fraction of problems in the expert batch (CHORD; needs algorithm.credit=lone_trace_sft)",
+        "fraction of problems in the expert batch (CHORD)",
         ge=0,
         le=1,
     )
@@ -615,10 +586,8 @@ class ReplayConfig:
         ge=0,
         le=1,
     )
-    start: float = knob(
-        0.35, "replay starts after a step with a larger fraction of correct on-policy samples", ge=0, le=1
-    )
-    problems: int = knob(4096, "most problems in the buffer; the oldest is dropped first", ge=1)
+    start: float = knob(0.35, "replay starts once a larger fraction of on-policy samples is correct", ge=0, le=1)
+    problems: int = knob(4096, "most problems in the buffer; the oldest leave first", ge=1)
     responses: int = knob(8, "most responses per problem: the newest correct ones", ge=1)
 
 
@@ -630,19 +599,19 @@ class SftStepsConfig:
         ge=0,
     )
     lr: float | None = knob(None, "learning rate of these steps; null: optim.lr, without its schedule", gt=0)
-    grad_clip: float = knob(1.0, "their largest gradient norm; 0 is off", ge=0)
+    grad_clip: float = knob(1.0, "their largest gradient norm; 0: off", ge=0)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    steps: int | None = knob(None, "training steps (rollout batches); null: take epochs", ge=1)
-    epochs: float | None = knob(None, "passes over the data, when steps is null", gt=0)
+    steps: int | None = knob(None, "steps (rollout batches); null: take epochs", ge=1)
+    epochs: float | None = knob(None, "passes over the data, if steps is null", gt=0)
     save_every: int = knob(50, "steps between checkpoints; the last step is always saved", ge=1)
     keep: int = knob(2, "checkpoints kept besides the best one", ge=1)
-    keep_best: bool = knob(True, "save and keep the step that was best on data.eval")
+    keep_best: bool = knob(True, "save and keep the best step on data.eval")
     keep_optimizer: int | None = knob(
         None,
-        "newest checkpoints that keep optimizer state, 6/7 of one in bfloat16; older ones cannot resume; null: all",
+        "newest checkpoints that keep optimizer state; older ones cannot resume; null: all",
         ge=1,
     )
     max_bad_steps: int = knob(3, "non-finite updates (skipped) in a row that stop the run", ge=1)
@@ -651,25 +620,21 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    every: int = knob(0, "steps between evaluations on data.eval, and one at start and end; 0: only at the end", ge=0)
-    limit: int | None = knob(None, "evaluate only this many problems, the first ones", ge=1)
+    every: int = knob(0, "steps between evaluations, and one at start and end; 0: only at the end", ge=0)
+    limit: int | None = knob(None, "evaluate only the first problems", ge=1)
     n: int = knob(1, "samples per problem; the accuracy is their mean", ge=1)
-    temperature: float = knob(0.6, "0 is greedy", ge=0)
-    top_p: float = knob(1.0, "nucleus sampling; 1 is off", gt=0, le=1)
+    temperature: float = knob(0.6, "0: greedy", ge=0)
+    top_p: float = knob(1.0, "nucleus sampling; 1: off", gt=0, le=1)
     max_tokens: int | None = knob(None, "longest response; null: rollout.max_tokens", ge=1)
-    hold_out: int = knob(
-        0, "problems with traces taken out of data.train, whose traces' loss is val-traces/loss; 0: none", ge=0
-    )
+    hold_out: int = knob(0, "problems taken out of data.train, whose traces' loss is val-traces/loss", ge=0)
 
 
 @dataclass(frozen=True)
 class RecordConfig:
-    tensorboard: bool = knob(True, "write TensorBoard events (when the package is there)")
-    wandb: bool = knob(False, "log to Weights & Biases (needs the wandb extra)")
+    tensorboard: bool = knob(True, "write TensorBoard events, if installed")
+    wandb: bool = knob(False, "log to Weights & Biases (extra wandb)")
     wandb_project: str = knob("luffy", "W&B project")
-    trackers: tuple[Chosen, ...] = knob(
-        (), "further trackers by name, or {name: ..., settings}: your own (docs/extend.md)", parts=TRACKERS
-    )
+    trackers: tuple[Chosen, ...] = knob((), "further trackers by name (docs/extend.md#a-tracker)", parts=TRACKERS)
     samples_every: int = knob(10, "steps between records of samples.jsonl; 0: none", ge=0)
     samples: int = knob(4, "groups recorded then, and held-out problems per set and evaluation", ge=1)
 
@@ -688,7 +653,8 @@ class RecordConfig:
 class AsyncConfig:
     max_staleness: int = knob(
         0,
-        "versions a rollout may lag behind the update (docs/scaling.md); 0: take turns",
+        "versions a rollout may lag behind the update (docs/scaling.md#rollouts-that-overlap-the-update); 0: "
+        "take turns",
         ge=0,
     )
 
@@ -696,27 +662,27 @@ class AsyncConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     workers: int = knob(1, "processes, one per GPU (torchrun by hand decides itself)", ge=1)
-    shard: Literal["full", "hybrid"] = knob("full", "shards over all processes, or over groups")
-    shard_size: int | None = knob(None, "processes of a group when shard is hybrid; null: those of one machine", ge=1)
+    shard: Literal["full", "hybrid"] = knob("full", "shard over all processes, or within groups")
+    shard_size: int | None = knob(None, "processes of a group; null: those of one machine", ge=1)
     gather: Literal["auto", "micro_batch", "mini_batch"] = knob(
         "auto",
-        "gather weights and reduce gradients how often; auto: mini_batch if it fits (docs/scaling.md)",
+        "how often to gather weights and reduce gradients; auto: mini_batch if it fits",
     )
     cpu_offload: bool = knob(False, "shards in host memory: less GPU memory, more time")
     rollout_group: int = knob(1, "processes that share one engine and its copy of the model", ge=1)
     timeout_s: float = knob(1800.0, "the run ends if a process keeps the others waiting this long", gt=0)
-    check_gradients: bool = knob(True, "before the first step, compare the gradient of all processes with that of one")
+    check_gradients: bool = knob(True, "first compare the gradient of all processes with that of one")
 
 
 @dataclass(frozen=True)
 class RayConfig:
-    address: str | None = knob(None, "a running cluster (auto or host:port); null: start one on this machine")
+    address: str | None = knob(None, "running cluster (auto or host:port); null: start one on this machine")
     max_failures: int = knob(3, "restarts after lost workers or machines; -1: no limit", ge=-1)
-    spread: bool = knob(False, "put workers on as many machines as possible, not as few")
+    spread: bool = knob(False, "put workers on many machines, not few")
     cpus_per_worker: float = knob(1.0, "CPU cores per worker", gt=0)
     gpus_per_worker: float = knob(
         1.0,
-        "GPUs per worker; up to 0.5 several workers share one, for tests",
+        "GPUs per worker; up to 0.5 several share one, for tests",
         gt=0,
         le=1,
     )
@@ -726,21 +692,19 @@ class RayConfig:
 class Knobs:
     """All knobs of a run, each checked alone; `luffy.config.Config` is this with the checks across them."""
 
-    name: str = knob("run", "run folder below out; default for a recipe file: its name")
-    out: str = knob("runs", "folder that holds runs")
+    name: str = knob("run", "run folder below out; default: the recipe file's name")
+    out: str = knob("runs", "folder of runs")
     seed: int = knob(0, "seed of everything random", ge=0, le=2**63 - 1)
     plugins: tuple[str, ...] = knob((), "custom modules or .py files, imported first (docs/extend.md)")
     launch: Literal["local", "torchrun", "ray"] = knob(
-        "local", "one process, parallel.workers processes on this machine, or workers of Ray"
+        "local", "one process, parallel.workers processes on this machine, or Ray's workers"
     )
     prepare: dict[str, str] = knob(
         factory=dict,
-        help="commands that make the recipe's files, by path; named if a file is missing",
+        help="commands that make the recipe's files, by path",
     )
-    made_for: Literal["rl", "sft"] = knob("rl", "sft: `luffy train` refuses the recipe; `luffy sft` takes any")
-    stages: dict[str, Any] = knob(
-        factory=dict, help="stages by name, trained one after the other in one run (docs/stages.md)"
-    )
+    made_for: Literal["rl", "sft"] = knob("rl", "sft: only `luffy sft` takes the recipe")
+    stages: dict[str, Any] = knob(factory=dict, help="stages of the run, by name (docs/stages.md)")
     model: ModelConfig = knob(factory=ModelConfig)
     data: DataConfig = knob(factory=DataConfig)
     reward: RewardConfig = knob(factory=RewardConfig)
@@ -748,7 +712,7 @@ class Knobs:
     teacher: TeacherConfig = knob(factory=TeacherConfig)
     rollout: RolloutConfig = knob(factory=RolloutConfig)
     environment: EnvironmentConfig | None = knob(
-        None, "what answers the turns of an episode (docs/environments.md); null: a response is one turn"
+        None, "what answers the turns of an episode (docs/environments.md); null: one turn"
     )
     algorithm: AlgorithmConfig = knob(factory=AlgorithmConfig)
     optim: OptimConfig = knob(factory=OptimConfig)

@@ -28,8 +28,8 @@ def load_config(
 ) -> Config:
     """A checked config from a recipe with overrides.
 
-    ``recipe``: a file, a built-in recipe's name, or its content as nested dictionaries (``base`` too); None: the
-    defaults. ``overrides``: ``["optim.lr=1e-5"]`` as on the command line, or ``{"optim.lr": 1e-5}``.
+    ``recipe``: a file, a built-in name, or nested dictionaries; None: the defaults. ``overrides``:
+    ``["optim.lr=1e-5"]`` or ``{"optim.lr": 1e-5}``.
     """
     values = read_mapping(recipe) if isinstance(recipe, Mapping) else {} if recipe is None else read_recipe(recipe)
     if isinstance(overrides, Mapping):

@@ -141,9 +141,8 @@ Function = Callable[..., Tensor]
 def shape(name: str, *, ratios: bool = False, settings: type = ShapeSettings) -> Callable[[Function], Function]:
     """Register a shape for ``algorithm.off_policy_reshape``.
 
-    ``function(log_p, settings)`` returns f(p) of off-policy tokens from their log-probs, in the same tensor shape.
-    Default settings: ``weight``, ``pow_exp`` and ``gamma``. ``ratios``: f is also defined for p / p_old above 1, and
-    ``algorithm.on_policy_reshape`` may name it.
+    ``function(log_p, settings)`` returns f(p), in the tensor shape of ``log_p``. Default settings: ``weight``,
+    ``pow_exp``, ``gamma``. ``ratios``: f is also defined above 1, so ``algorithm.on_policy_reshape`` may name it.
     """
 
     def register(function: Function) -> Function:
@@ -261,11 +260,10 @@ def gradient_weight(prob: Tensor, shape: Shape) -> Tensor:
 def trace_weight(
     name: str, log_p: Tensor, log_p_old: Tensor | None = None, log_q: Tensor | None = None, **knobs: float
 ) -> Tensor:
-    """w = df / d log p of each token, in the tensor shape of ``log_p``, for a method (luffy, mixed, sft) or any
-    shape (docs/methods/loss.md#shaping-functions).
+    """w = df / d log p of each token, in the tensor shape of ``log_p``, for a method (luffy, mixed, sft) or shape.
 
-    Log-probs are those of the policy, the old policy (None: the policy) and the token's author (None: probability
-    1). ``knobs``: weight, pow_exp, gamma of the shape.
+    Log-probs are the policy's, the old policy's (None: the policy's) and the author's (None: probability 1).
+    ``knobs``: weight, pow_exp, gamma of the shape.
     """
     return log_prob_slope(shape_of_method(name, **knobs), log_p, log_p_old, log_q)
 

@@ -20,10 +20,11 @@ KEPT_REPLIES = 4096
 
 
 class Part(NamedTuple):
-    """Tokens of a trace that one author wrote: a teacher, or else an environment."""
+    """Tokens of a trace that one author wrote: a teacher, with so many tool calls, or else an environment."""
 
     ids: tuple[int, ...]
     by_teacher: bool
+    calls: int = 0
 
 
 class TraceEncoder:
@@ -110,10 +111,11 @@ class TraceEncoder:
         parts = []
         for by_teacher, some in groupby(messages, key=lambda message: message.role == "assistant"):
             if by_teacher:
-                ids = self._turn_ids(problem, next(some), prompt)
+                turn = next(some)
+                parts.append(Part(self._turn_ids(problem, turn, prompt), True, len(turn.tool_calls)))
             else:
                 prompt, ids = self._reply(list(some))
-            parts.append(Part(ids, by_teacher))
+                parts.append(Part(ids, False))
         return parts
 
     def _whole_turns(self, parts: list[Part]) -> list[Part]:
@@ -213,7 +215,7 @@ def _joined(parts: Sequence[Part]) -> Demonstration:
         if not part.by_teacher:
             replies.append((len(ids), len(ids) + len(part.ids)))
         ids += part.ids
-    return Demonstration(tuple(ids), replies=tuple(replies))
+    return Demonstration(tuple(ids), replies=tuple(replies), calls=sum(part.calls for part in parts))
 
 
 def _check_recorded(problem: Problem, ids: Sequence[int], tokenizer: Any) -> None:

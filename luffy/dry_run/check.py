@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from luffy.config import Config, stages_of
+from luffy.dry_run.base_lines import base_lines
 from luffy.dry_run.first_step import FirstStep, check_reward, first_traces, first_turns
 from luffy.dry_run.lines import engine_line, need_lines, plan_line, update_line
-from luffy.dry_run.memory import Estimate
 from luffy.dry_run.models import check_other_models, model_shape, try_model
 from luffy.dry_run.place import Place, Renting
-from luffy.dry_run.work import planned_samples, scoring_passes, work_of
+from luffy.dry_run.work import estimate_of
 from luffy.run_folder.trackers import check_trackers
 from luffy.step.crediting import detach_notice
 from luffy.step.tasks import build_encoder, equal_prompts, load_eval_tasks, repeated_problems
@@ -16,13 +16,16 @@ from luffy.train import setup
 from luffy.train.build import build_planner, load_tasks, total_steps
 
 
-def dry_run(cfg: Config, method: str, trainings: int = 1, renting: Renting | None = None) -> list[str]:
+def dry_run(
+    cfg: Config, method: str, trainings: int = 1, renting: Renting | None = None, measures: bool = False
+) -> list[str]:
     """Lines to print, of a run with stages for each of them; ``trainings`` like this one are made one after the other.
-    Weights are not loaded: the model is built without memory to count its parameters."""
-    stages = stages_of(cfg)
-    lines = [] if stages else _lines(cfg, method, trainings, renting or Renting())
+    Weights are loaded only if ``measures``: what the base does with the problems; for all else the model is built
+    without memory to count its parameters."""
+    stages, renting = stages_of(cfg), renting or Renting()
+    lines = [] if stages else _lines(cfg, method, trainings, renting, measures)
     for stage in stages:
-        of_stage = _lines(stage.cfg, stage.method, trainings, renting or Renting())
+        of_stage = _lines(stage.cfg, stage.method, trainings, renting, measures and stage.number == 1)
         handed = stage.knobs.hand_on if stage.number < len(stages) else ""
         begins = "" if stage.number == 1 else "; its model is the checkpoint that the stage before hands on"
         ends = f"stage      {stage.number} of {len(stages)}, {stage.name}: {stage.ending}"
@@ -31,7 +34,7 @@ def dry_run(cfg: Config, method: str, trainings: int = 1, renting: Renting | Non
     return lines
 
 
-def _lines(cfg: Config, method: str, trainings: int, renting: Renting) -> list[str]:
+def _lines(cfg: Config, method: str, trainings: int, renting: Renting, measures: bool) -> list[str]:
     place = Place.of(cfg, renting)
     setup.check_names(cfg, method)
     notices = check_trackers(cfg) + place.notices
@@ -56,13 +59,11 @@ def _lines(cfg: Config, method: str, trainings: int, renting: Renting) -> list[s
     notices += tasks.problems.turns_notices
     notices += repeated_problems(cfg, len(tasks)) + equal_prompts(tasks, eval_tasks)
     notices += detach_notice(cfg) if method == "rl" else []
-    scored = scoring_passes(cfg, model, others.teacher, len(batch)) if method == "rl" else 0.0
-    requests = [request for group in plan or [] for p in group if (request := p.request) is not None]
-    work = work_of(cfg, model, planned_samples(batch, plan), scored, place.on_gpu)
+    found = estimate_of(cfg, method, model, others, batch, plan, place)
     several = "" if trainings == 1 else f", the first of {trainings} seeds"
     sizes = {name: len(items) for name, items in eval_tasks.items()} | {"traces": len(held_traces)}
     held_out = ", ".join(f"{name} {size}" for name, size in sizes.items() if size) or "none"
-    return [
+    lines = [
         f"run        {cfg.folder}  ({method}, {steps} steps, seed {cfg.seed}{several})",
         f"model      {cfg.model.path}  {model.parameters / 1e6:,.2f} M parameters, {cfg.model.dtype}",
         f"data       {', '.join(f'{k} {v}' for k, v in tasks.report.items())}; held out {held_out}",
@@ -70,8 +71,13 @@ def _lines(cfg: Config, method: str, trainings: int, renting: Renting) -> list[s
         f"engine     {engine_line(cfg, method, model.config, place.on_gpu)}",
         f"step       {plan_line(cfg, batch, plan)}",
         f"update     {update_line(cfg, method, steps)}",
-        *need_lines(Estimate.of(cfg, method, work, requests, others, place), method, steps, trainings, renting.price),
-        *(f"warning    {notice}" for notice in notices),
+        *need_lines(found, method, steps, trainings, renting.price),
+    ]
+    if measures:  # last: its memory and time disturb nothing
+        lines += base_lines(cfg, method, tasks, model.parameters, place)
+    lines += [f"warning    {notice}" for notice in notices]
+    return [
+        *lines,
         "first prompt, as the model sees it:",
         encoder.render(batch[0].problem),
         *first_turns(batch, tokenizer),

@@ -6,12 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from luffy.config import Config
-from luffy.dry_run.memory import SIZES, Work, passes_of, planned_sample
-from luffy.dry_run.models import ModelShape, parameters_of
+from luffy.dry_run.memory import SIZES, Estimate, Work, passes_of, planned_sample
+from luffy.dry_run.models import ModelShape, OtherModels, parameters_of
+from luffy.dry_run.place import Place
 from luffy.models.forward import text_config
 from luffy.step.batch import mini_batches
 from luffy.step.crediting import needed_log_probs
 from luffy.types import Episode, Sample, Task
+
+
+def estimate_of(
+    cfg: Config,
+    method: str,
+    model: ModelShape,
+    others: OtherModels,
+    batch: list[Task],
+    plan: list[tuple[Episode, ...]] | None,
+    place: Place,
+) -> Estimate:
+    """What the first step needs."""
+    scored = scoring_passes(cfg, model, others.teacher, len(batch)) if method == "rl" else 0.0
+    requests = [request for group in plan or [] for p in group if (request := p.request) is not None]
+    work = work_of(cfg, model, planned_samples(batch, plan), scored, place.on_gpu)
+    return Estimate.of(cfg, method, work, requests, others, place)
 
 
 def planned_samples(batch: list[Task], plan: list[tuple[Episode, ...]] | None) -> list[list[Sample]]:

@@ -69,10 +69,9 @@ def check_fractions(fractions: Sequence[float], where: str) -> None:
 
 @dataclass(frozen=True)
 class FirstRound:
-    """A problem's rewarded responses, as a gate sees them. ``step`` counts from 0; ``visit``: how often the problem
-    was sampled before; ``position``: its index in the step. ``solved`` and ``failed`` judge a reward. ``round``: the
-    number, from 1, of the round to ask for. ``answer_probs``: for each trace the policy's probability of the gold
-    answer in it, if registered with ``answer_probs``."""
+    """A problem's rewarded responses, as a gate sees them. ``step`` counts from 0; ``visit``: earlier visits of the
+    problem; ``position``: its index in the step. ``solved`` and ``failed`` judge a reward. ``round``: the round to ask
+    for, from 1. ``answer_probs``: for each trace the policy's probability of the gold answer in it."""
 
     group: Group
     step: int
@@ -194,9 +193,9 @@ def gate_function(
 ) -> Callable[[Callable[[FirstRound], SecondRound | None]], Gate]:
     """Register a gate for ``guidance.gate``: ``function(first)`` returns the next round of a problem, or None.
 
-    ``when(first)``: whether to ask it. ``rounds``: how often at most; None: until it returns None or adds nothing.
-    ``uses_traces``, ``uses_hints``: the data must have traces, or traces or hints. ``answer_probs``: it reads
-    ``first.answer_probs``, at the cost of a forward pass over the traces. ``first.settings`` has its settings.
+    ``when(first)``: whether to ask it. ``rounds``: most rounds; None: until it returns None or adds nothing.
+    ``uses_traces``, ``uses_hints``: the data must have traces, or traces or hints. ``answer_probs``: compute
+    ``first.answer_probs``, with a forward pass over the traces. ``first.settings`` has its settings.
 
     Facts: ``grows`` (a group may become larger, default True), ``leaves_a_trace_alone``, ``replaces`` (number of
     on-policy samples that it replaces), ``needs_own`` (one of them must be left).

@@ -39,8 +39,8 @@ def prefix_schedule(
     """Register a schedule for ``guidance.strategy``.
 
     ``schedule(done, low, high)`` returns the ratio, an interval to sample it from, or a function of a
-    ``random.Random`` that samples it. ``done`` is the finished fraction (0 to 1) of ``guidance.prefix_steps``;
-    ``low`` and ``high`` are ``guidance.min_ratio`` and ``guidance.max_ratio``. Settings are a fourth argument.
+    ``random.Random`` that samples it. ``done``: finished fraction (0 to 1) of ``guidance.prefix_steps``; ``low``,
+    ``high``: ``guidance.min_ratio``, ``guidance.max_ratio``. Settings are a fourth argument.
     """
     return SCHEDULES.register(name, settings=settings, **facts)
 

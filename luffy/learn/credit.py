@@ -36,8 +36,7 @@ from luffy.types import Author, Episode, Group, Sample, is_drawn
 @dataclass(frozen=True, eq=False)
 class ScoredTokens:
     """Values of one response's tokens, [T] float32 each: log-probs and entropies under the old policy, log-probs
-    under the reference model and the teacher. None unless needed; the teacher's also if there is nothing to show it
-    (``teacher.shown``)."""
+    under reference model and teacher. None unless needed, or if there is nothing to show the teacher."""
 
     old: Tensor | None = None
     ref: Tensor | None = None
@@ -47,8 +46,7 @@ class ScoredTokens:
 
 @dataclass(frozen=True, eq=False)
 class ScoredGroup:
-    """One problem's n responses (``rollouts``) with scores, rewards and tokens, as a credit function sees them.
-    ``step`` counts from 0."""
+    """One problem's n responses (``rollouts``) with rewards and tokens. ``step`` counts from 0."""
 
     group: Group
     rewards: Tensor  # [n] float32: the scores, less the KL of the whole response when it goes in the reward
@@ -80,13 +78,13 @@ def credit_function(
     traces (``algorithm.trace_advantage``, ``prefix_alpha``, ...) apply, or one ``TokenCredit`` per response, used as
     it is: start from those of ``group_baseline``.
 
-    ``needs``: names of ``ScoredTokens`` to compute first, each with a forward pass. ``lone_traces``: it also learns
-    from groups of nothing but whole traces, so ``algorithm.reject_extreme`` keeps them.
+    ``needs``: fields of ``ScoredTokens`` to compute first, each with a forward pass. ``lone_traces``: it also learns
+    from trace-only groups, so ``algorithm.reject_extreme`` keeps them.
 
     Facts: ``needs_contrast`` (zero-variance groups teach nothing, default True), ``uses_rewards`` (default True),
-    ``sft_term`` (it may fill the SFT term whatever ``algorithm.trace_term`` is, default True),
-    ``follows_trace_term`` (off-policy tokens are only in the term that it names, default False), ``scales`` (it divides
-    its advantages itself, so ``algorithm.normalize_std`` is refused, default False).
+    ``sft_term`` (it may fill the SFT term with any ``algorithm.trace_term``, default True), ``follows_trace_term``
+    (off-policy tokens are only in that term, default False), ``scales`` (it divides its advantages itself, which
+    excludes ``algorithm.normalize_std``, default False).
     """
 
     def register(function: Callable[..., Any]) -> CreditFunction:
@@ -121,8 +119,8 @@ def own_responses(rollouts: Sequence[Episode]) -> Tensor:
 
 
 def in_baseline(rollouts: Sequence[Episode], cfg: AlgorithmConfig) -> Tensor:
-    """[n] bool: responses whose rewards make the group's baseline, by ``algorithm.advantage``. Whole traces that are
-    not in the RL term are left out, unless there is nothing else."""
+    """[n] bool: responses whose rewards make the baseline (``algorithm.advantage``). Whole traces outside the RL term
+    are left out, unless there is nothing else."""
     baseline = BASELINES[cfg.advantage]
     counted: Tensor = baseline(rollouts, *baseline.settings_for(cfg.advantage))
     if cfg.trace_term != "rl" and counted.all():
@@ -133,9 +131,8 @@ def in_baseline(rollouts: Sequence[Episode], cfg: AlgorithmConfig) -> Tensor:
 
 @credit_function("group_baseline", sft_term=False, follows_trace_term=True)
 def group_baseline(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit]:
-    """Reward minus the group's baseline (``algorithm.advantage``) for every token of a response, with
-    ``prefix_alpha``, ``prefix_beta`` and ``trace_advantage``; off-policy tokens are in the RL or SFT term, or in none
-    (``algorithm.trace_term``)."""
+    """Reward minus the group's baseline (``algorithm.advantage``) for every token, with ``prefix_alpha``,
+    ``prefix_beta``, ``trace_advantage`` and ``trace_term``."""
     return group_baselines([group], cfg)[0]
 
 
@@ -202,9 +199,7 @@ def lone_trace_sft(group: ScoredGroup, cfg: AlgorithmConfig) -> list[TokenCredit
 
 @dataclass(frozen=True)
 class Distill:
-    reward: float = knob(
-        0.0, "weight of the group's advantage, added to the teacher's log q - log p; 0: no reward", ge=0
-    )
+    reward: float = knob(0.0, "weight of the group's advantage, added to log q - log p", ge=0)
 
     @property
     def uses_rewards(self) -> bool:

@@ -1,12 +1,13 @@
-"""The colour and dash of a method: the same in reports, on the live page, in figures of evaluations and studies."""
+"""The colour of a method: the same in reports, on the live page, in figures of evaluations and studies."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from luffy.report.closest_recipe import SECOND_STAGE, closest_recipe
-from luffy.report.methods import Method, Styled
-from luffy.run_folder.runs import first_stage
+from luffy.report.methods import Method, Styled, group_runs
+from luffy.run_folder.runs import RunRecord, first_stage
 
 # The style of a method is its index here. The first eight, which are compared most, have a colour of their own.
 METHODS = (
@@ -17,13 +18,21 @@ METHODS = (
 )  # fmt: skip
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8498a", "#b07800", "#2f9bd6", "#4a4a4a", "#8a5a2b")
 """On light paper, as in ``components.css``; distinct for colour-blind readers too."""
-DASHES = ("", "6 3", "2 2.5", "9 3 2 3", "12 2")
+DASHES = ("", "6 3", "2 2.5", "9 3 2 3", "12 4")
 """Lengths of strokes and gaps; no two methods share both colour and dash."""
 
 
-def colour_of(recipe: str) -> str:
-    """The colour of a built-in method on light paper."""
-    return COLOURS[METHODS.index(recipe) % len(COLOURS)]
+def line_of(style: int | None) -> dict[str, Any]:
+    """Colour and dash of a style as arguments of Matplotlib; None is the model before training: black."""
+    if style is None:
+        return {"color": "#000000", "linestyle": "-"}
+    dash = tuple(map(float, dash_of(style).split()))
+    return {"color": COLOURS[style % len(COLOURS)], "linestyle": (0, dash) if dash else "-"}
+
+
+def colour_of(run: RunRecord) -> str:
+    """The colour of a run that is shown alone."""
+    return str(line_of(with_styles(group_runs([run]))[0][0])["color"])
 
 
 def dash_of(style: int) -> str:

@@ -133,7 +133,7 @@ def _chips(row: Mapping[str, Any], success: float) -> Iterator[Chip]:
 def _episode_chips(row: Mapping[str, Any]) -> Iterator[Chip]:
     """What an episode with an environment did; nothing without one."""
     if whole(row.get("turns")):
-        calls = f", {_counted(row, 'calls')}" if is_number(row.get("calls")) else ""  # not of a trace in the group
+        calls = f", {_counted(row, 'calls')}" if is_number(row.get("calls")) else ""  # not known of a replayed response
         yield "chip reply", f"{_counted(row, 'turns')}{calls}", ""
     end, said = str(row.get("end", "answer")), legible(shorten(str(row.get("message", "")), LONGEST_PROMPT))
     if end in ENDS:

@@ -76,10 +76,9 @@ def text_reward(
 
 def reward(name: str, settings: type = NoSettings, **facts: bool) -> Callable[[RewardFunction], RewardFunction]:
     """Register a reward: ``function(response, answer, problem) -> number``, or for a whole batch ``function(prompts,
-    completions, **columns) -> list of numbers``; either may be ``async``. Settings are a further argument,
-    ``settings``.
+    completions, **columns) -> list of numbers``; either may be ``async`` and take ``settings``.
 
-    It runs in verifier processes; if the script or notebook itself defines it, in the trainer's process.
+    It runs in verifier processes, or, if a script or notebook defines it, in the trainer's.
 
     Facts: ``binary`` (rewards are 0 or 1, default False), ``judges_answer`` (an incorrect answer gets 0, default
     True).

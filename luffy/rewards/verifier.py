@@ -261,8 +261,8 @@ def build_verifier(
 ) -> Verifier:
     """Build a verifier and run its self-check.
 
-    ``weights``, such as ``{"math": 1.0, "format": 0.1}``, replace ``kind``. The other arguments are the settings of
-    section ``reward``.
+    ``weights``, such as ``{"math": 1.0, "format": 0.1}``, replace ``kind``. The others are settings of section
+    ``reward``.
     """
     chosen = {kind: 1.0} if weights is None else dict(weights)
     _check_weights(chosen)

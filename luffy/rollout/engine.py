@@ -53,8 +53,8 @@ class RequestSource(Protocol):
 
 
 class Engine(Protocol):
-    """Generates responses. A training step calls ``generate``, ``sleep``, updates the policy and calls ``sync``; the
-    defaults below suit an engine that shares the policy's weights.
+    """Generates responses. A step calls ``generate``, ``sleep``, updates the policy and calls ``sync``; the defaults
+    suit an engine on the policy's own weights.
 
         >>> request = Request(prompt_ids=(1, 5, 7), seed=0, sampling=Sampling(max_tokens=4))
         >>> (completion,) = engine.generate([request])

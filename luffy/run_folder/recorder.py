@@ -174,7 +174,7 @@ def trace_rows(
             "finish": "trace",
             "length": (own := int(sample.off_policy.sum())),
             "off_policy_tokens": own,
-            **_turns(sample.authors),
+            **_turns(sample.authors, sample.calls),
             "prompt": prompt,
             "response": tokenizer.decode(ids, skip_special_tokens=True),
             "token_ids": ids,
@@ -188,6 +188,7 @@ def trace_rows(
 
 def _head(step: int, problem: str, k: int, rollout: Episode, verdict: Score) -> dict[str, Any]:
     """What a list of samples needs, first in the line: a reader finds it without parsing the tokens behind."""
+    calls = rollout.trace.calls if rollout.trace is not None and rollout.finish == "trace" else None
     return {
         "step": step,
         "problem": problem,
@@ -198,18 +199,21 @@ def _head(step: int, problem: str, k: int, rollout: Episode, verdict: Score) -> 
         "length": rollout.length,
         "off_policy_tokens": rollout.prefix,
         "override_tokens": int(rollout.overrides.sum()),
-        **_turns(rollout.authors, rollout.outcome),
+        **_turns(rollout.authors, calls, rollout.outcome),
     }
 
 
-def _turns(authors: Tensor, outcome: EpisodeOutcome | None = None) -> dict[str, Any]:
-    """Numbers of an episode with an environment. ``turns``: a teacher's too, unlike those of the outcome."""
+def _turns(authors: Tensor, calls: int | None, outcome: EpisodeOutcome | None = None) -> dict[str, Any]:
+    """Numbers of an episode with an environment. ``turns``: a teacher's too, unlike those of the outcome. ``calls``: of
+    a whole trace."""
     replies = _spans(authors == Author.ENVIRONMENT)
     if outcome is None and not replies:
         return {}
     after_last = not replies or replies[-1][1] < authors.numel()
     turns = {"turns": len(replies) + after_last}
-    return turns if outcome is None else {**turns, "calls": outcome.calls, "end": outcome.end}
+    if outcome is not None:
+        return {**turns, "calls": outcome.calls, "end": outcome.end}
+    return turns if calls is None else {**turns, "calls": calls}
 
 
 def _replies(authors: Tensor) -> dict[str, Any]:

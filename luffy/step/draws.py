@@ -162,7 +162,9 @@ def trace_sample(task: Task, trace: Demonstration) -> Sample:
     """A whole response that was given, in the SFT term alone, without the tokens of an environment."""
     whole = given(task, trace)
     nothing, counts = torch.zeros(len(trace.token_ids)), whole.off_policy.float()
-    return Sample(task.prompt_ids, whole.token_ids, whole.authors, nothing, counts, nothing, nothing, nothing)
+    return Sample(
+        task.prompt_ids, whole.token_ids, whole.authors, nothing, counts, nothing, nothing, nothing, calls=trace.calls
+    )
 
 
 def draw_traces(run: Run, batch: StepBatch) -> None:

@@ -39,14 +39,10 @@ class EvaluationInterrupted(Exception):
 
 
 class Trainer:
-    """A training in this process: ``train()`` to its end, or step by step.
+    """A training in this process: ``train()`` to its end, or ``steps()`` one by one.
 
-        with Trainer(cfg) as trainer:
-            for step, metrics in trainer.steps():
-                print(step, metrics["critic/rewards/mean"])
-
-    ``resume``: auto (the newest checkpoint of the run folder, if any), never, or the folder of a checkpoint. In a
-    ``world`` of several processes each has a Trainer, and all must make the same calls.
+    ``resume``: auto (newest checkpoint of the run folder, if any), never, or a checkpoint's folder. In a ``world`` of
+    several processes each has a Trainer; all must make the same calls.
     """
 
     on_save: Callable[[Path], None] = staticmethod(lambda folder: None)  # gets the folder of every new checkpoint

@@ -29,14 +29,21 @@ from luffy.errors import UserError
 from luffy.evaluation.accuracy import is_right, mean_pass_at_k
 from luffy.evaluation.results import Evaluation, is_evaluation, model_label, read_evaluation
 from luffy.files import write_atomically
-from luffy.report.method_colours import with_styles
+from luffy.report.method_colours import METHODS, with_styles
 from luffy.report.methods import group_runs
-from luffy.run_folder.layout import CONFIG, METRICS, SAMPLES
+from luffy.run_folder.layout import METRICS, SAMPLES
 from luffy.run_folder.recorder import read_json_lines
-from luffy.run_folder.runs import RunRecord, read_config, without_samples
+from luffy.run_folder.runs import RunRecord, without_samples
 from studies.paper.bleu import bleu_figure, load_traces
-from studies.paper.comparisons import accuracy_figures, gamma_figures, resource_figures, settings_of
-from studies.paper.figures import Figure, Panel, Series, save
+from studies.paper.comparisons import (
+    GAMMA_CURVE,
+    accuracy_figures,
+    gamma_figures,
+    resource_figures,
+    run_of,
+    settings_of,
+)
+from studies.paper.figures import Figure, Panel, Series, Styles, save
 
 DYNAMICS = (
     ("reward", "critic/rewards/mean", "mean reward of the policy's own samples"),
@@ -62,19 +69,26 @@ def analyse(
     runs, evaluations = _sorted_out(paths)
     remarks: list[str] = [] if left_out is None else left_out
     figures = list(_figures(runs, evaluations, data, gammas, k, remarks))
-    styles = run_styles(runs)
+    styles = styles_of(runs, evaluations)
     for figure in figures:
         save(figure, out, styles)
     _write_overview(figures, remarks, out)
     return figures
 
 
-def run_styles(runs: Mapping[str, Path]) -> dict[str, int]:
-    """The style of each run by its name here: that of its method in a report of the same runs."""
-    records = [without_samples(path, read_config(path / CONFIG)) for path in runs.values()]
+def styles_of(runs: Mapping[str, Path], evaluations: Mapping[str, Evaluation]) -> Styles:
+    """The style of each run and evaluated model by its names here: that of its method in a report of all these runs.
+    A model that lies in no run is the base."""
+    folders: dict[str, Path | None] = {name: path.resolve() for name, path in runs.items()}
+    for name, evaluation in evaluations.items():
+        model = str(evaluation.settings["model"])
+        folders |= dict.fromkeys((name, model_label(model)), run_of(model))
+    found = dict.fromkeys(folder for folder in folders.values() if folder is not None)
+    records = [without_samples(folder, settings_of(folder)) for folder in found]
     styled = with_styles(group_runs([record for record in records if record.rows]))
-    by_folder = {run.folder: style for style, method in styled for run in method.runs}
-    return {name: by_folder[path] for name, path in runs.items() if path in by_folder}
+    styles: dict[Path | None, int] = {run.folder: style for style, method in styled for run in method.runs}
+    known = {name: styles.get(folder) for name, folder in folders.items() if folder is None or folder in styles}
+    return {GAMMA_CURVE: METHODS.index("luffy"), **known}
 
 
 def _below(path: Path) -> list[Path]:

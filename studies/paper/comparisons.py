@@ -14,6 +14,8 @@ from luffy.run_folder.layout import CONFIG, METRICS
 from luffy.run_folder.runs import RunRecord, first_stage, read_config, whole
 from studies.paper.figures import Figure, Panel, Series
 
+GAMMA_CURVE = "LUFFY"
+
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """The flat config of a run folder; empty where it cannot be read."""
@@ -60,16 +62,21 @@ def gamma_figures(evaluations: Mapping[str, Evaluation]) -> Iterator[Figure]:
             if gamma is not None:
                 points.setdefault(gamma, mean_accuracy(evaluation))
         if len(points) > 1:
-            curve = Series("LUFFY", tuple(sorted(points)), tuple(points[gamma] for gamma in sorted(points)))
+            curve = Series(GAMMA_CURVE, tuple(sorted(points)), tuple(points[gamma] for gamma in sorted(points)))
             panels.append(Panel(title, "gamma", "accuracy (%)", (curve,)))
     if panels:
         caption = "Mean accuracy of models trained with f(p) = p/(p + gamma); benchmarks weigh the same."
         yield Figure("gamma", "Accuracy over gamma", caption, "Figure 9", tuple(panels))
 
 
+def run_of(model: str) -> Path | None:
+    """The folder of the run that a model lies in."""
+    return next((place for place in Path(model).resolve().parents if (place / METRICS).is_file()), None)
+
+
 def gamma_of(model: str) -> float | None:
     """Gamma of the run that a model lies in; None if it is in none, or its run used no traces or another shape."""
-    folder = next((place for place in Path(model).absolute().parents if (place / METRICS).is_file()), None)
+    folder = run_of(model)
     settings = {} if folder is None else settings_of(folder)
     shaped = settings.get("algorithm.off_policy_reshape") == "p_div_p" and whole(settings.get("guidance.n_prefix")) > 0
     return float(settings["algorithm.off_policy_reshape.gamma"]) if shaped else None

@@ -10,10 +10,11 @@ from typing import Any
 
 from luffy.errors import UserError, how_to_install
 from luffy.files import complete_or_nothing
-from luffy.report.method_colours import COLOURS, free_style
+from luffy.report.method_colours import free_style, line_of
 
 DASHES = ("-", "--", "-.", ":")
 MARK_UP_TO = 30
+Styles = Mapping[str, int | None]  # of series by name (luffy/report/method_colours.py)
 INSTALL_HINT = how_to_install("analysis")
 
 
@@ -47,8 +48,8 @@ class Figure:
     panels: tuple[Panel, ...]
 
 
-def save(figure: Figure, folder: Path, styles: Mapping[str, int] | None = None) -> None:
-    """``NAME.csv`` and ``NAME.png``. ``styles``: those that the report gives to series of these names."""
+def save(figure: Figure, folder: Path, styles: Styles | None = None) -> None:
+    """``NAME.csv`` and ``NAME.png``. ``styles``: those that the report gives to what the series are of."""
     folder.mkdir(parents=True, exist_ok=True)
     with complete_or_nothing(folder / f"{figure.name}.csv") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -59,7 +60,7 @@ def save(figure: Figure, folder: Path, styles: Mapping[str, int] | None = None) 
     draw(figure, folder / f"{figure.name}.png", styles)
 
 
-def draw(figure: Figure, path: Path, styles: Mapping[str, int] | None = None) -> None:
+def draw(figure: Figure, path: Path, styles: Styles | None = None) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Canvas
@@ -71,7 +72,7 @@ def draw(figure: Figure, path: Path, styles: Mapping[str, int] | None = None) ->
     FigureCanvasAgg(canvas)
     canvas.suptitle(figure.title, fontsize=12)
     names = list(dict.fromkeys(series.name for panel in figure.panels for series in panel.series))
-    colours = _colours(names, styles or {})
+    colours = colours_of(names, styles or {})
     axes = [canvas.add_subplot(rows, columns, place + 1) for place in range(len(figure.panels))]
     for ax, panel in zip(axes, figure.panels, strict=True):
         _draw_panel(ax, panel, colours)
@@ -79,13 +80,13 @@ def draw(figure: Figure, path: Path, styles: Mapping[str, int] | None = None) ->
     canvas.savefig(path, dpi=150)
 
 
-def _colours(names: Sequence[str], styles: Mapping[str, int]) -> dict[str, str]:
+def colours_of(names: Sequence[str], styles: Styles) -> dict[str, str]:
     """The colour of each series: of a method that of the report, else one that is not in use."""
     given = {name: styles[name] for name in names if name in styles}
     for name in names:
         if name not in given:
-            given[name] = free_style(list(given.values()))
-    return {name: COLOURS[style % len(COLOURS)] for name, style in given.items()}
+            given[name] = free_style([style for style in given.values() if style is not None])
+    return {name: line_of(style)["color"] for name, style in given.items()}
 
 
 def _draw_panel(ax: Any, panel: Panel, colours: dict[str, str]) -> None:

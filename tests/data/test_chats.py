@@ -194,7 +194,7 @@ def test_an_environments_tokens_are_known(name):
     ((start, end),) = trace.replies
     assert trace.token_ids[start:end] == encoder.reply_ids([RESULT])
     assert trace.token_ids[start - 1] == trace.token_ids[-1] == encoder.eos_ids[0]
-    assert encoder.text_of_turn(trace.token_ids[end:]) == "5" and trace.log_probs is None
+    assert encoder.text_of_turn(trace.token_ids[end:]) == "5" and trace.log_probs is None and trace.calls == 1
     call = encoder.text_of_turn(trace.token_ids[:start])
     assert '"a": 2' in call and call.startswith(
         {"llama3.1": '{"name"', "mistral": "[TOOL_CALLS][{", "deepseek": "<|call|>add"}.get(name, "<tool_call>\n{")
@@ -280,8 +280,11 @@ def test_overlong_traces_of_several_turns():
         return encoder.encode(traced(*chat)).demonstrations, dict(encoder.counts)
 
     first, second = whole.replies
-    assert cut(11) == ((Demonstration(whole.token_ids[: second[0]], replies=(first,)),), {"traces_truncated": 1})
-    assert cut(9) == ((Demonstration(whole.token_ids[: first[0]]),), {"traces_truncated": 1})
+    assert cut(11) == (
+        (Demonstration(whole.token_ids[: second[0]], replies=(first,), calls=0),),
+        {"traces_truncated": 1},
+    )
+    assert cut(9) == ((Demonstration(whole.token_ids[: first[0]], calls=0),), {"traces_truncated": 1})
     assert cut(5) == ((), {"traces_dropped": 1}) == cut(11, "drop")
     with pytest.raises(DataError, match="a trace with its EOS has 12 tokens, more than rollout.max_tokens=11"):
         cut(11, "error")
@@ -292,7 +295,7 @@ def test_overlong_traces_of_several_turns():
 
     length = len(whole.token_ids)
     assert bounded(length) == (whole,)
-    assert bounded(length - 1) == (Demonstration(whole.token_ids[: second[0]], replies=(first,)),)
+    assert bounded(length - 1) == (Demonstration(whole.token_ids[: second[0]], replies=(first,), calls=0),)
     assert bounded(length - 1, "drop") == () == bounded(3)
     with pytest.raises(DataError, match=f"has {length} tokens, more than {length - 1} with replies"):
         bounded(length - 1, "error")

@@ -24,7 +24,7 @@ def long_samples():
 
 def scored_on_gpu(model, share):
     (batch,) = pack(long_samples(), 100_000, "token-mean", 300, share=share)
-    log_probs, _ = TokenScorer(model)(batch.to("cuda"), 1.0)
+    log_probs = TokenScorer(model)(batch.to("cuda"), 1.0).log_prob
     model.zero_grad()
     pieces = log_probs.split(batch.response_lengths)
     in_order = torch.cat([piece for _, piece in sorted(zip(batch.order, pieces, strict=True), key=lambda p: p[0])])

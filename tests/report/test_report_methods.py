@@ -3,7 +3,7 @@
 from importlib.resources import files
 
 from luffy.config import built_in_recipes, load_config
-from luffy.report.method_colours import COLOURS, METHODS, colour_of, with_styles
+from luffy.report.method_colours import COLOURS, METHODS, line_of, with_styles
 from luffy.report.methods import differing_keys, group_runs
 from luffy.run_folder.runs import load_run
 from luffy.schema import to_dict
@@ -68,7 +68,7 @@ def test_colours_go_by_when_a_method_began(write_run, make_metric_row):
 def test_every_built_in_method_has_a_colour_and_the_style_sheet_has_the_same_ones():
     recipes = [name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")]
     assert sorted(METHODS) == sorted(recipes)
-    assert len({colour_of(name) for name in METHODS[: len(COLOURS)]}) == len(COLOURS)
+    assert len({line_of(style)["color"] for style in range(len(COLOURS))}) == len(COLOURS)
     light = (files("luffy.report") / "assets" / "components.css").read_text().partition("}")[0]
     assert all(f"--m{i}: {colour};" in light for i, colour in enumerate(COLOURS))
 

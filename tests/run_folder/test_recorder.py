@@ -1,5 +1,6 @@
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from luffy.errors import ConfigError
 from luffy.run_folder.recorder import Recorder, evaluation_rows, read_json_lines, sample_rows, trace_rows
 from luffy.run_folder.trackers import check_trackers
+from luffy.step.draws import trace_sample
 from luffy.train.loop import Trainer
-from luffy.types import Author, Episode, EpisodeOutcome, Group, Problem, Sample, Score, Task
+from luffy.types import Author, Demonstration, Episode, EpisodeOutcome, Group, Problem, Sample, Score, Task
 
 
 class WandbRun:
@@ -211,6 +213,17 @@ def test_rows_of_episodes_tell_turns_calls_replies_and_faults():
     plain, _ = rows_of_episode(episode([own, own], EpisodeOutcome("answer", 1)))
     assert (plain["turns"], plain["calls"], plain["end"]) == (1, 0, "answer")
     assert not plain.keys() & {"replies", "faults", "environment_reward", "turn_rewards", "message", "trace_left_out"}
+
+
+def test_a_whole_trace_tells_its_calls_a_replayed_response_does_not():
+    teacher, reply = int(Author.TEACHER), int(Author.ENVIRONMENT)
+    for calls, finish, told in ((3, "trace", 3), (0, "trace", 0), (None, "trace", None), (3, "stop", None)):
+        trace = Demonstration((65, 66, 67), replies=((1, 2),), calls=calls)
+        given = replace(episode([teacher, reply, teacher], None), finish=finish, trace=trace)
+        kept, _ = rows_of_episode(given)
+        assert (kept["turns"], kept.get("calls")) == (2, told)
+        (row,) = trace_rows(1, [trace_sample(given.task, trace)], make_chat_tokenizer(), (), 0)
+        assert row.get("calls") == calls
 
 
 def test_rows_without_an_environment_are_what_they_were():

@@ -13,7 +13,7 @@ from luffy.schema import knob
 
 @dataclass(frozen=True)
 class IwOpd:
-    early: float = knob(0.5, "extra weight of the first token (gamma of the paper); 0: plain distillation", ge=0)
+    early: float = knob(0.5, "extra weight of the first token; 0: plain distillation", ge=0)
 
 
 @credit_function(

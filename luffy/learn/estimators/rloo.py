@@ -14,9 +14,7 @@ from luffy.schema import knob
 
 @dataclass(frozen=True)
 class Rloo:
-    length_penalty: float = knob(
-        0.0, "reward that the longest response of a group loses; others lose in proportion to their tokens", ge=0
-    )
+    length_penalty: float = knob(0.0, "reward that the longest response of a group loses; others in proportion", ge=0)
 
 
 @credit_function("rloo", settings=Rloo, sft_term=False, follows_trace_term=True)

@@ -14,7 +14,7 @@ from luffy.types import is_drawn
 
 @dataclass(frozen=True)
 class Rlsd:
-    mix: float = knob(0.5, "fraction of the advantage that the teacher scales (lambda of the paper)", ge=0, le=1)
+    mix: float = knob(0.5, "fraction of the advantage that the teacher scales", ge=0, le=1)
     clip: float = knob(0.2, "the teacher's factor is clipped at 1 - this and 1 + this", ge=0, le=1)
 
 

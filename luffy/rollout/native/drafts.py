@@ -176,7 +176,7 @@ class Drafter:
         """Take in what rows and their problems have that the index has not heard of."""
         self._chunks += self._unheard(rows)
         if sum(len(chunk.tokens) for chunk in self._chunks) <= max(SMALL, len(self._old) // 2):
-            self._new = DraftIndex(self._chunks)
+            self._new = DraftIndex(self._within_limit(self._chunks))
             return
         self._heard.clear()
         self._given.clear()
@@ -199,9 +199,9 @@ class Drafter:
         return [*chunks, *(row.unheard() for row in rows)]
 
     def _within_limit(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """The last chunks, as many as memory may hold."""
+        """The last chunks, as many as memory may hold; each of the two indexes has half of it."""
         ends = np.cumsum([len(chunk.tokens) + MOST for chunk in reversed(chunks)])
-        count = int(np.searchsorted(ends, self.drafts.index_bytes // BYTES, side="right"))
+        count = int(np.searchsorted(ends, self.drafts.index_bytes // (2 * BYTES), side="right"))
         return list(chunks[len(chunks) - count :])
 
 

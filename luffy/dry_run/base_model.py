@@ -1,0 +1,108 @@
+"""What the base does with the run's problems before any training: how many it solves, how likely the traces are to it.
+
+It decides which method suits the data (docs/choose.md), and is bounded: some problems, some time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from luffy.config import Config
+from luffy.conversations import build_conversations
+from luffy.dry_run.choose import RARE, TRIES
+from luffy.guidance.plan import given
+from luffy.models.load import eos_ids, load_model
+from luffy.models.machine import pick_device
+from luffy.rollout.native import NativeEngine
+from luffy.seeds import seed_of
+from luffy.step.play import Player
+from luffy.step.tasks import TaskSet
+from luffy.train.build_engines import scores_of
+from luffy.types import Demonstration, Group, Request, Sampling, Task
+
+PROBLEMS, SECONDS = 32, 60.0  # at most
+TRACE_SECONDS = 20.0  # of them for the traces
+FIRST_WAVE = {"cpu": 2, "cuda": 16}  # problems sampled at once; then twice as many, while there is time
+
+
+class TimeUp(Exception):
+    """Raised inside the model when the time of the measurement is over."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """``solved`` of ``problems``, those that were sampled in time out of ``asked``. ``probs``: of the tokens of so many
+    ``traces``, if the data has any."""
+
+    asked: int
+    problems: int
+    solved: int
+    has_traces: bool
+    traces: int
+    probs: torch.Tensor
+
+    @property
+    def solved_share(self) -> float | None:
+        return self.solved / self.problems if self.problems else None
+
+    @property
+    def unlikely(self) -> float | None:
+        """The fraction of tokens below RARE; None if no trace was measured."""
+        return float((self.probs < RARE).float().mean()) if self.traces else None
+
+
+def measure(cfg: Config, method: str, tasks: TaskSet, some: Sequence[Task]) -> Found:
+    """Loads the weights, and lets go of them. Problems without an answer are not sampled."""
+    device = pick_device(cfg.model.device)
+    model = load_model(cfg.model.path, cfg.model.dtype, device, cfg.model.trust_remote_code)
+    began = time.monotonic()
+    until = began + TRACE_SECONDS
+
+    def look(*_: object) -> None:
+        if time.monotonic() > until:
+            raise TimeUp
+
+    model.get_input_embeddings().register_forward_pre_hook(look)
+    temperature = cfg.rollout.temperature if method == "rl" else 1.0
+    likely = _trace_probs(model, temperature, cfg.batch.tokens, [(t, d) for t in some for d in t.demonstrations])
+    until = began + SECONDS
+    asked = [task for task in some if task.problem.answer]
+    groups = _answered(cfg, tasks, asked, model, FIRST_WAVE[device], look) if asked else []
+    solved = sum(any(cfg.reward.solved(score.value) for score in group.scores) for group in groups)
+    probs = torch.cat([torch.zeros(0), *likely])
+    return Found(len(asked), len(groups), solved, tasks.report["with_traces"] > 0, len(likely), probs)
+
+
+def _trace_probs(
+    model: Any, temperature: float, budget: int, traces: Sequence[tuple[Task, Demonstration]]
+) -> list[torch.Tensor]:
+    """The probability of each token that a teacher wrote, by trace, as far as the time goes."""
+    score, out = scores_of(model, temperature, budget), list[torch.Tensor]()
+    with suppress(TimeUp):
+        for task, trace in traces[:PROBLEMS]:
+            whole = given(task, trace)
+            (log_probs,) = score([Request(task.prompt_ids, 0, Sampling(1))], [whole.token_ids])
+            out.append(log_probs[whole.off_policy].exp())
+    return out
+
+
+def _answered(
+    cfg: Config, tasks: TaskSet, some: Sequence[Task], model: Any, wave: int, look: Callable[..., None]
+) -> list[Group]:
+    """The groups of the problems that were finished in time, each of TRIES responses as the run would sample them."""
+    tokenizer, encoder, done = tasks.encoder.tokenizer, tasks.encoder, list[Group]()
+    sampling = replace(cfg.sampling, eos_ids=encoder.stops(eos_ids(model, tokenizer)))
+    engine, conversations = NativeEngine(model, max_slots=cfg.rollout.slots), build_conversations(cfg, encoder)
+    left = [(task, [seed_of(f"base:{cfg.seed}:{task.problem.id}:{k}") for k in range(TRIES)]) for task in some]
+    with cfg.reward.verifier(workers=1) as verifier, suppress(TimeUp):
+        player = Player(engine, verifier, tokenizer, 0, look, conversations=conversations)
+        while left:
+            done += player.answer(left[:wave], sampling)
+            left, wave = left[wave:], 2 * wave
+    return done

@@ -1,0 +1,99 @@
+"""What the base does before training: the same numbers as its own samples and log-probs, and no more than was asked."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from luffy.dry_run import base_lines, base_model
+from luffy.dry_run.base_model import measure
+from luffy.dry_run.check import dry_run
+from luffy.step.tasks import build_encoder
+from luffy.train import setup
+from luffy.train.build import load_tasks
+
+
+def tasks_of(cfg, method="rl"):
+    encoder = build_encoder(cfg, setup.load_policy_tokenizer(cfg.model))
+    return load_tasks(cfg, method, encoder, encoder)[0]
+
+
+def test_probabilities_are_those_of_the_models_own_forward_pass(make_config):
+    cfg = make_config(rollout={"temperature": 0.5})
+    tasks = tasks_of(cfg)
+    some = [task for task in (tasks[i] for i in range(len(tasks))) if task.demonstrations][:3]
+    found = measure(cfg, "rl", tasks, some)
+    model, expected = AutoModelForCausalLM.from_pretrained(cfg.model.path).eval(), []
+    for task in some:
+        for demo in task.demonstrations:
+            ids = torch.tensor([[*task.prompt_ids, *demo.token_ids]])
+            with torch.no_grad():
+                probs = (model(ids).logits[0] / 0.5).softmax(-1)
+            expected += [probs[len(task.prompt_ids) - 1 + i, t] for i, t in enumerate(demo.token_ids)]
+    assert torch.allclose(found.probs, torch.stack(expected), atol=1e-5) and found.traces == 3
+    assert found.unlikely == float((torch.stack(expected) < 0.05).float().mean())
+    assert (found.asked, found.problems, found.has_traces) == (3, 3, True)
+
+
+def test_a_problem_is_solved_by_one_of_eight(make_config, monkeypatch):
+    cfg = make_config()
+    tasks = tasks_of(cfg)
+    some = [tasks[i] for i in range(5)]
+    seen = []
+
+    def solved(self, value):
+        seen.append(value)
+        return len(seen) in (8, 17)  # the last sample of the first problem, the first one of the third
+
+    monkeypatch.setattr(type(cfg.reward), "solved", solved)
+    assert measure(cfg, "rl", tasks, some).solved == 2
+
+
+def test_it_ends_when_its_time_is_up(make_config, monkeypatch):
+    cfg = make_config()
+    tasks = tasks_of(cfg)
+    monkeypatch.setattr(base_model, "SECONDS", -1.0)
+    found = measure(cfg, "rl", tasks, [tasks[0], tasks[1]])
+    assert (found.asked, found.problems, found.solved_share) == (2, 0, None) and found.traces > 0
+    assert base_lines.said(found)[0].startswith(
+        "base       no problem was finished with 8 samples each in 60 s; tokens of"
+    )
+    assert len(base_lines.said(found)) == 1  # what decides is not known
+    monkeypatch.setattr(base_model, "TRACE_SECONDS", -1.0)
+    assert measure(cfg, "rl", tasks, [tasks[0], tasks[1]]).unlikely is None
+
+
+def test_a_dry_run_says_it_once_and_only_if_asked(make_config):
+    cfg = make_config(stages={"sft": {"method": "sft", "train": {"steps": 2}}, "rl": {"train": {"steps": 2}}})
+    plain, lines = dry_run(cfg, "rl"), dry_run(cfg, "rl", measures=True)
+    said = [line for line in lines if line.startswith(("base ", "method "))]
+    assert said[0].startswith("base       solves ") and "of 16 problems with 8 samples each; tokens of" in said[0]
+    assert said[1].startswith("method     ") and "docs/choose.md" in said[1] and len(said) == 2
+    untimed = [[line for line in part if not line.startswith(("memory", "time", "disk"))] for part in (plain, lines)]
+    assert untimed[0] == [line for line in untimed[1] if line not in said]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"LARGEST_ON_CPU": 10}, "M parameters are too many for this CPU"),
+        ({"ROOM": 1e9}, "GiB need more memory than the"),
+        ({"measure": None}, None),
+    ],
+)
+def test_what_is_skipped_is_said(make_config, monkeypatch, changes, why):
+    def fails(*_):
+        raise FloatingPointError("the model gave NaN logits\nmore")
+
+    for name, value in changes.items():
+        monkeypatch.setattr(base_lines, name, value or fails)
+    (line,) = [line for line in dry_run(make_config(), "rl", measures=True) if line.startswith("base ")]
+    assert line.startswith("base       not measured: ") and (why or "the model gave NaN logits") in line
+
+
+def test_weights_that_are_not_here_are_not_downloaded(make_config, tiny_model, tmp_path):
+    for file in tiny_model.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    cfg = make_config(model={"path": str(tmp_path)})
+    (line,) = [line for line in dry_run(cfg, "rl", measures=True) if line.startswith("base ")]
+    assert line.endswith(f"the weights of {tmp_path} are not in a folder of this machine")
