@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from luffy.rollout.native import draft_index
-from luffy.rollout.native.draft_index import CANDIDATES, LEAST, MOST, NONE, Chunk, DraftIndex
+from luffy.rollout.native.draft_index import BEFORE, CANDIDATES, LEAST, MOST, NONE, Chunk, DraftIndex
 
 TEXTS = st.lists(
     st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), max_size=14), st.integers(0, 4)), min_size=1, max_size=6
@@ -14,7 +14,7 @@ TEXTS = st.lists(
 
 def searched(chunks, problem, context, count):
     """Tokens matched and the draft, of the newest CANDIDATES places that the two newest tokens stand before."""
-    newest = [token for token in context if token != NONE]
+    newest = [token for token in context if token != BEFORE]
     found = []
     for chunk in chunks:
         tokens = chunk.tokens.tolist()
@@ -30,7 +30,7 @@ def searched(chunks, problem, context, count):
 @given(TEXTS, st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), max_size=10)), min_size=1, max_size=4))
 def test_every_row_gets_the_longest_match_of_its_problem(texts, rows):
     chunks = [Chunk(problem, np.array(tokens, dtype=np.int32), known) for problem, tokens, known in texts]
-    contexts = np.full((len(rows), MOST), NONE, dtype=np.int32)
+    contexts = np.full((len(rows), MOST), BEFORE, dtype=np.int32)
     for context, (_, newest) in zip(contexts, rows, strict=True):
         if newest:
             context[-len(newest[-MOST:]) :] = newest[-MOST:]
@@ -44,7 +44,7 @@ def test_large_ids_do_not_run_into_one_another():
     index = DraftIndex(
         [Chunk(1, np.array([5, most, 7], dtype=np.int32)), Chunk(2, np.array([4, 3, 8], dtype=np.int32))]
     )
-    contexts = np.full((3, MOST), NONE, dtype=np.int32)
+    contexts = np.full((3, MOST), BEFORE, dtype=np.int32)
     contexts[:, -2:] = [(5, most), (5, most), (4, 3)]
     matched, drafts = index.find(np.array([1, 2, 2]), contexts, 2)
     assert matched.tolist() == [2, 0, 2] and drafts.tolist() == [[7, NONE], [NONE, NONE], [8, NONE]]

@@ -10,7 +10,7 @@ class Clock:
         return self.now
 
 
-def decode(pace, clock, rows, steps, step_s, pass_s, kept):
+def steps_of(pace, clock, rows, steps, step_s, pass_s, kept):
     """The tokens that each of so many steps and passes verified."""
     made = []
     for _ in range(steps):
@@ -33,14 +33,14 @@ def test_fewer_tokens_for_more_rows_and_none_for_many():
 
 def test_drafts_go_on_where_they_are_faster():
     clock = Clock()
-    made = decode(Pace(8, False, clock), clock, 4, 200, step_s=1.0, pass_s=1.5, kept=2.0)
+    made = steps_of(Pace(8, False, clock), clock, 4, 200, step_s=1.0, pass_s=1.5, kept=2.0)
     assert made == [1, 1] + [8] * 198, "two plain steps measure one"
 
 
 def test_drafts_pause_where_they_are_slower_and_longer_each_time():
     clock = Clock()
     pace = Pace(8, False, clock)
-    made = decode(pace, clock, 4, 400, step_s=1.0, pass_s=1.5, kept=1.2)
+    made = steps_of(pace, clock, 4, 400, step_s=1.0, pass_s=1.5, kept=1.2)
     trial = [8] * (TRIAL + 1)  # the first of a kind is not measured
     assert made[:2] == [1, 1] and made[2:11] == trial
     pause = FIRST_PAUSE + 1
@@ -48,14 +48,14 @@ def test_drafts_pause_where_they_are_slower_and_longer_each_time():
     second = 11 + pause
     assert made[second : second + 9] == trial
     assert made[second + 9 : second + 9 + 2 * FIRST_PAUSE + 1] == [1] * (2 * FIRST_PAUSE + 1)
-    assert decode(pace, clock, 4, 400, step_s=1.0, pass_s=1.0, kept=2.0)[-1] == 8, "another time they are faster"
+    assert steps_of(pace, clock, 4, 400, step_s=1.0, pass_s=1.0, kept=2.0)[-1] == 8, "another time they are faster"
 
 
 def test_other_numbers_of_rows_are_measured_apart():
     clock = Clock()
     pace = Pace(8, False, clock)
-    decode(pace, clock, 4, 50, step_s=1.0, pass_s=9.0, kept=1.0)
-    assert decode(pace, clock, 16, 20, step_s=1.0, pass_s=1.0, kept=3.0)[-1] == 8
+    steps_of(pace, clock, 4, 50, step_s=1.0, pass_s=9.0, kept=1.0)
+    assert steps_of(pace, clock, 16, 20, step_s=1.0, pass_s=1.0, kept=3.0)[-1] == 8
     assert pace.tokens_for(5) == 1
 
 

@@ -37,7 +37,7 @@ def way(request, monkeypatch):
 
 
 @functools.cache
-def small(architecture="llama", **changes):
+def toy(architecture="llama", **changes):
     return make_model(architecture, **{**SMALL, **changes}).to(DEVICE)
 
 
@@ -52,12 +52,12 @@ def assert_same(plain, drafted):
         torch.testing.assert_close(ours.log_probs, theirs.log_probs, rtol=1e-4, atol=1e-4)
 
 
-def drawn(way, model, requests, drafts=None, **knobs):
+def drawn_with(way, model, requests, drafts=None, **knobs):
     engine = NativeEngine(model, decoding=way, drafts=drafts or Drafts(always=True), **knobs)
     return engine.generate(requests), engine
 
 
-def mixed_requests():
+def requests_of_all_kinds():
     """Greedy, tempered and filtered rows, an end of sequence, a prefix, responses of one token and of many."""
     return [
         make_request((3, 4, 5), 40, seed=1, eos_ids=(7, 9)), make_request((3, 4, 5), 40, seed=2, temperature=0.6),
@@ -68,8 +68,8 @@ def mixed_requests():
 
 
 @functools.cache
-def mixed():
-    return NativeEngine(small(), decoding="slots").generate(mixed_requests())
+def drawn_without():
+    return NativeEngine(toy(), decoding="slots").generate(requests_of_all_kinds())
 
 
 def texts_of(completions):
@@ -79,9 +79,9 @@ def texts_of(completions):
 
 @pytest.mark.parametrize("tokens", [2, 3, 8])
 def test_good_drafts_change_no_token_and_save_passes(way, tokens):
-    plain = mixed()
-    requests = with_drafts(mixed_requests(), texts_of(plain))
-    drafted, engine = drawn(way, small(), requests, Drafts(tokens, always=True))
+    plain = drawn_without()
+    requests = with_drafts(requests_of_all_kinds(), texts_of(plain))
+    drafted, engine = drawn_with(way, toy(), requests, Drafts(tokens, always=True))
     assert_same(plain, drafted)
     assert engine.stats.generated_tokens == sum(len(c.token_ids) for c in plain)
     passes = engine.stats.decode_steps
@@ -92,34 +92,34 @@ def test_good_drafts_change_no_token_and_save_passes(way, tokens):
 
 
 def test_bad_drafts_change_no_token(way):
-    wrong = tuple(tuple((token + 1 + i % 2) % 40 for i, token in enumerate(text)) for text in texts_of(mixed()))
-    assert_same(mixed(), drawn(way, small(), with_drafts(mixed_requests(), wrong))[0])
-    assert_same(mixed(), drawn(way, small(), mixed_requests())[0])
+    wrong = tuple(tuple((token + 1 + i % 2) % 40 for i, token in enumerate(text)) for text in texts_of(drawn_without()))
+    assert_same(drawn_without(), drawn_with(way, toy(), with_drafts(requests_of_all_kinds(), wrong))[0])
+    assert_same(drawn_without(), drawn_with(way, toy(), requests_of_all_kinds())[0])
 
 
 def test_plain_steps_and_passes_go_on_from_one_another(way):
     """Rows that drop from many to few, and a pace that changes its mind."""
     requests = [make_request((3, 4, 5 + i % 3), 12 + 3 * i, seed=i, eos_ids=(7,)) for i in range(20)]
-    plain = NativeEngine(small(), decoding="slots").generate(requests)
+    plain = NativeEngine(toy(), decoding="slots").generate(requests)
     drafts, turn = Drafts(), iter(range(10_000))
     drafts.pace.tokens_for = lambda rows: 1 if rows > 8 or next(turn) // 3 % 2 else 4
-    drafted, engine = drawn(way, small(), with_drafts(requests, texts_of(plain)), drafts)
+    drafted, engine = drawn_with(way, toy(), with_drafts(requests, texts_of(plain)), drafts)
     assert_same(plain, drafted)
     assert 0 < engine.metrics()["rollout/draft_passes"].value < engine.stats.decode_steps
 
 
 def test_few_slots_and_waiting_prompts(way):
     requests = [make_request((3 + i % 4, 4), 14, seed=i, eos_ids=(5, 6)) for i in range(10)]
-    plain = NativeEngine(small(), decoding="slots").generate(requests)
-    assert_same(plain, drawn(way, small(), with_drafts(requests, texts_of(plain)), max_slots=3)[0])
-    assert_same(plain, drawn(way, small(), with_drafts(requests, texts_of(plain)), max_slots=1)[0])
+    plain = NativeEngine(toy(), decoding="slots").generate(requests)
+    assert_same(plain, drawn_with(way, toy(), with_drafts(requests, texts_of(plain)), max_slots=3)[0])
+    assert_same(plain, drawn_with(way, toy(), with_drafts(requests, texts_of(plain)), max_slots=1)[0])
 
 
 def test_a_window_and_the_end_of_the_context(way):
-    model = small("mistral", sliding_window=40, max_position_embeddings=192)
+    model = toy("mistral", sliding_window=40, max_position_embeddings=192)
     requests = [make_request([3 + i % 30 for i in range(100)], 92, seed=seed) for seed in range(2)]
     plain = NativeEngine(model, decoding="slots").generate(requests)
-    drafted, engine = drawn(way, model, with_drafts(requests, texts_of(plain)))
+    drafted, engine = drawn_with(way, model, with_drafts(requests, texts_of(plain)))
     assert_same(plain, drafted)
     assert engine.stats.decode_steps < 30
 
@@ -131,9 +131,9 @@ def test_pages_that_run_out(monkeypatch):
     if DEVICE.type == "cpu":
         plain_kernels.install(monkeypatch)
     requests = [make_request((3, 4, 5), 80, seed=i) for i in range(3)] + [make_request([6] * 60, 30, seed=9)]
-    plain = NativeEngine(small(), decoding="slots").generate(requests)
+    plain = NativeEngine(toy(), decoding="slots").generate(requests)
     monkeypatch.setattr(paged_generation, "pages_available", lambda *_: 5)
-    drafted, engine = drawn("pages", small(), with_drafts(requests, texts_of(plain)))
+    drafted, engine = drawn_with("pages", toy(), with_drafts(requests, texts_of(plain)))
     assert_same(plain, drafted)
     assert engine.stats.preemptions > 0
 
@@ -141,21 +141,19 @@ def test_pages_that_run_out(monkeypatch):
 def test_siblings_and_the_last_epoch_are_texts_too(way):
     """Equal seeds make equal siblings; a second call finds the responses of the first."""
     early = [make_request((3, 4, 5), 60, seed=1), make_request((3, 4, 5), 12, seed=2)]
-    engine = NativeEngine(small(), decoding=way, drafts=Drafts(always=True))
+    engine = NativeEngine(toy(), decoding=way, drafts=Drafts(always=True))
     first, alone = engine.generate(early), engine.stats.decode_steps
     assert_same(first, engine.generate(early))
     assert engine.stats.decode_steps < alone / 3
-    late = NativeEngine(small(), decoding=way, drafts=Drafts(always=True), max_slots=1)
+    late = NativeEngine(toy(), decoding=way, drafts=Drafts(always=True), max_slots=1)
     assert_same([first[0]] * 2, late.generate([early[0]] * 2))
     assert late.stats.decode_steps < 1.5 * alone, "the second follows the first, which has finished"
 
 
 def test_parts_of_a_response_go_on_as_the_whole(way):
     """What partial rollouts do: the tokens so far are a prefix."""
-    engine = NativeEngine(small(), decoding=way, drafts=Drafts(always=True))
-    whole = (
-        NativeEngine(small(), decoding="slots").generate([make_request((3, 4, 5), 30, seed=1)])[0].token_ids.tolist()
-    )
+    engine = NativeEngine(toy(), decoding=way, drafts=Drafts(always=True))
+    whole = NativeEngine(toy(), decoding="slots").generate([make_request((3, 4, 5), 30, seed=1)])[0].token_ids.tolist()
     so_far = []
     for _ in range(3):
         (part,) = engine.generate([Request((3, 4, 5), 1, Sampling(10), tuple(so_far))])
@@ -166,11 +164,11 @@ def test_parts_of_a_response_go_on_as_the_whole(way):
 
 
 def test_turns_of_a_conversation(way):
-    engine = NativeEngine(small("qwen2"), decoding=way, drafts=Drafts(always=True))
+    engine = NativeEngine(toy("qwen2"), decoding=way, drafts=Drafts(always=True))
     talks = Talks([(3, 4, 5), (3, 4, 5), (6, 3)], tokens=9, longest=96)
     engine.serve(talks)
     assert engine.metrics()["rollout/draft_passes"].value > 0
-    assert_drawn_alone(NativeEngine(small("qwen2"), decoding="slots"), talks)
+    assert_drawn_alone(NativeEngine(toy("qwen2"), decoding="slots"), talks)
 
 
 def test_adapters_and_a_change_of_weights(way):
@@ -191,12 +189,12 @@ def test_adapters_and_a_change_of_weights(way):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.6])
 def test_what_follows_a_draft_that_stands_has_its_distribution(way, temperature):
     """Every draft says the same second token, a likely one: the third ones behind it, against the model's softmax."""
-    model, prompt = small("llama", vocab_size=12), (5, 6, 7)
+    model, prompt = toy("llama", vocab_size=12), (5, 6, 7)
     requests = [make_request(prompt, 3, seed=i, temperature=temperature) for i in range(1000)]
     plain = NativeEngine(model, decoding="slots").generate(requests[:100])
     second = int(torch.stack([completion.token_ids for completion in plain])[:, 1].mode().values)
     texts = tuple((first, second, (first + 3) % 12) for first in range(12))
-    completions, engine = drawn(way, model, with_drafts(requests, texts), max_slots=64)
+    completions, engine = drawn_with(way, model, with_drafts(requests, texts), max_slots=64)
     assert engine.metrics()["rollout/accepted_per_pass"].value > 1.03
     ids = [completion.token_ids.tolist() for completion in completions]
     behind = [(of_one[0], of_one[2]) for of_one in ids if of_one[1] == second]
@@ -218,11 +216,11 @@ def log_probs_after(model, ids, temperature):
 
 
 def test_log_probs_are_the_trainers(way):
-    completions, _ = drawn(way, small(), with_drafts(mixed_requests(), texts_of(mixed())))
-    for request, completion in zip(mixed_requests(), completions, strict=True):
+    completions, _ = drawn_with(way, toy(), with_drafts(requests_of_all_kinds(), texts_of(drawn_without())))
+    for request, completion in zip(requests_of_all_kinds(), completions, strict=True):
         ids, temperature = completion.token_ids.tolist(), request.sampling.temperature or 1.0
         for place in range(0, len(ids), 7):
-            there = log_probs_after(small(), (*request.given_ids, *ids[:place]), temperature)[ids[place]]
+            there = log_probs_after(toy(), (*request.given_ids, *ids[:place]), temperature)[ids[place]]
             assert float(completion.log_probs[place]) == pytest.approx(float(there), abs=2e-5)
 
 
@@ -231,7 +229,7 @@ def test_nan_weights_are_named(way):
     with torch.no_grad():
         model.lm_head.weight[3] = float("nan")
     with pytest.raises(FloatingPointError, match="request 0"):
-        drawn(way, model, [make_request((3, 4), 9)])
+        drawn_with(way, model, [make_request((3, 4), 9)])
 
 
 def test_the_store_stays_within_its_memory_and_drops_the_oldest_problem():
@@ -250,9 +248,9 @@ def test_the_store_stays_within_its_memory_and_drops_the_oldest_problem():
 def test_little_memory_costs_drafts_and_no_token(way):
     drafts = Drafts(always=True)
     drafts.index_bytes, drafts.store.limit = 24 * 100, 400
-    requests = with_drafts(mixed_requests(), texts_of(mixed()))
-    drafted, engine = drawn(way, small(), requests, drafts)
-    assert_same(mixed(), drafted)
+    requests = with_drafts(requests_of_all_kinds(), texts_of(drawn_without()))
+    drafted, engine = drawn_with(way, toy(), requests, drafts)
+    assert_same(drawn_without(), drafted)
     assert drafts.store.bytes <= 400
     assert 1 <= engine.metrics()["rollout/accepted_per_pass"].value < 6
 
@@ -265,7 +263,7 @@ def test_what_stands_ends_with_the_first_other_token():
 
 def test_drafts_are_refused_where_they_cannot_be():
     with pytest.raises(UserError, match="batch_invariant excludes drafts"):
-        NativeEngine(small(), batch_invariant=True, drafts=Drafts())
+        NativeEngine(toy(), batch_invariant=True, drafts=Drafts())
     auto = {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "rollout": {"drafts": {"when": "auto"}}}
     assert build(Config, auto).rollout.drafts.tokens == 8
     for other, message in (

@@ -21,6 +21,8 @@ LEAST, MOST = 2, 8  # tokens before a place: that must be the row's, and that ar
 CANDIDATES = 8  # places that are compared, the newest
 BYTES = 24  # of memory for each token
 NONE = -1  # where there is no token
+BEFORE = -2  # the same in front of a row's first token
+LONGEST_DRAFT = 64
 _TOKEN_BITS = 21  # of a key; a vocabulary is smaller
 
 
@@ -38,7 +40,8 @@ class DraftIndex:
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         gap = np.full(MOST, NONE, dtype=np.int32)  # no text goes on in the next one
-        self._tokens = np.concatenate([*(part for chunk in chunks for part in (gap, chunk.tokens)), gap])
+        end_gap = np.full(LONGEST_DRAFT, NONE, dtype=np.int32)
+        self._tokens = np.concatenate([*(part for chunk in chunks for part in (gap, chunk.tokens)), end_gap])
         problems = np.zeros(len(self._tokens), dtype=np.int64)
         is_place = np.zeros(len(self._tokens), dtype=bool)
         end = 0
@@ -56,26 +59,23 @@ class DraftIndex:
         return len(self._places)
 
     def find(self, problems: Numbers, contexts: Ids, count: int) -> tuple[Numbers, Ids]:
-        """For rows of ``problems`` with the newest tokens ``contexts`` [B, MOST] (NONE before the first): how many of
-        them [B] stand before the place that has most, 0 where there is none, and the ``count`` tokens behind it [B,
-        count], NONE after a text's end."""
+        """For rows of ``problems`` with the newest tokens ``contexts`` [B, MOST] (BEFORE the first): how many of them
+        [B] stand before the place that has most, 0 where there is none, and the ``count`` tokens behind it [B, count],
+        NONE after a text's end."""
         if not len(self):
             return np.zeros(len(problems), dtype=np.int64), np.full((len(problems), count), NONE, dtype=np.int32)
         keys = _keys(problems, contexts[:, -2], contexts[:, -1])
-        first, end = (np.searchsorted(self._keys, keys, side)[:, None] for side in ("left", "right"))
-        at = end - 1 - np.arange(CANDIDATES)
-        same = (at >= first) & (contexts[:, -2] != NONE)[:, None]
-        places = self._places[at.clip(0)]
-        matched = np.where(same, LEAST, 0)
-        for back in range(LEAST + 1, MOST + 1):
-            before = self._tokens[places - back]
-            same = same & (before == contexts[:, -back, None]) & (before != NONE)
-            matched += same
+        first, end = np.searchsorted(self._keys, np.stack((keys, keys + 1)))
+        at = end[:, None] - 1 - np.arange(CANDIDATES)
+        places = self._places[np.maximum(at, 0)]
+        same = self._tokens[places[:, :, None] - np.arange(1, MOST + 1)] == contexts[:, None, ::-1]
+        matched = np.logical_and.accumulate(same, axis=2).sum(axis=2)
+        matched[(at < first[:, None]) | (matched < LEAST)] = 0
         rows, best = np.arange(len(keys)), matched.argmax(axis=1)
-        ahead = places[rows, best][:, None] + np.arange(count)
-        following = self._tokens[ahead.clip(max=len(self._tokens) - 1)]
-        gone = np.logical_or.accumulate((following == NONE) | (matched[rows, best] == 0)[:, None], axis=1)
-        return matched[rows, best], np.where(gone, NONE, following)
+        following = self._tokens[places[rows, best][:, None] + np.arange(count)]
+        most = matched[rows, best]
+        gone = np.logical_or.accumulate((following == NONE) | (most == 0)[:, None], axis=1)
+        return most, np.where(gone, NONE, following)
 
 
 def _keys(problems: Numbers, before: Ids, last: Ids) -> Numbers:

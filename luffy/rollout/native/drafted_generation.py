@@ -111,3 +111,21 @@ def _drawn_again(sequences: list[PagedSequence], logits: Tensor, fed: np.ndarray
     places = torch.from_numpy(fed[:, :1] + 1 + np.arange(tokens)).flatten()
     drawn = sample(logits[: rows * tokens], sampling, to_device(places, logits.device))
     return torch.stack([part.double() for part in drawn]).view(2, rows, tokens)
+
+
+def generation_over_pages(
+    drafts: Drafts | None, model: Any, asked: Any, memory: PagedMemory, *sizes: int
+) -> PagedGeneration:
+    """With drafts, or the plain one."""
+    if drafts is None:
+        return PagedGeneration(model, asked, memory, *sizes)
+    return DraftedGeneration(drafts, model, asked, memory, *sizes)
+
+
+def conversations_over_pages(
+    drafts: Drafts | None, model: Any, source: Any, memory: PagedMemory, *sizes: int
+) -> PagedConversations:
+    """With drafts, or the plain ones."""
+    if drafts is None:
+        return PagedConversations(model, source, memory, *sizes)
+    return DraftedConversations(drafts, model, source, memory, *sizes)

@@ -16,13 +16,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import nn
 
 from luffy.metrics import Mean, Metric, Sum
-from luffy.rollout.native.draft_index import BYTES, MOST, NONE, Chunk, DraftIndex, Ids, Numbers
+from luffy.rollout.native.draft_index import BEFORE, BYTES, MOST, Chunk, DraftIndex, Ids, Numbers
 from luffy.rollout.native.draft_pace import Pace
 from luffy.rollout.native.scheduler import SequenceState
+
+if TYPE_CHECKING:
+    from luffy.rollout.native.slot_generation import PolicyDecoder, SlotPlan
 
 KEPT_TEXTS = 32  # of a problem
 GROWTH = 16  # tokens of a row, before the index hears of them
@@ -81,6 +86,12 @@ class Drafts:
     def count(self, rows: int, kept: int) -> None:
         self._passes, self._rows, self._kept = self._passes + 1, self._rows + rows, self._kept + kept
 
+    def slot_decoder(self, model: nn.Module, plan: SlotPlan, max_context: int) -> PolicyDecoder:
+        """Decodes over slots with these drafts."""
+        from luffy.rollout.native.drafting_decoder import DraftingDecoder
+
+        return DraftingDecoder(model, plan, self, max_context)
+
     def metrics(self) -> dict[str, Metric]:
         """Of the calls since the last time."""
         passes, rows, kept = self._passes, self._rows, self._kept
@@ -104,13 +115,20 @@ class Followed:
         head = request.prompt_ids[-MOST:]
         return cls(problem, sequence, head + request.prefix_ids, len(head))
 
-    @property
-    def head(self) -> int:
-        return len(self.given) - len(self.sequence.request.prefix_ids)
+    def __post_init__(self) -> None:
+        self.head = self.heard  # tokens of the prompt
 
     @property
     def length(self) -> int:
         return len(self.given) + len(self.sequence.token_ids)
+
+    def newest(self) -> list[int]:
+        """The last MOST tokens."""
+        own = self.sequence.token_ids[-MOST:].tolist()
+        if (missing := MOST - len(own)) == 0:
+            return own
+        before = self.given[-missing:]
+        return [*[BEFORE] * (missing - len(before)), *before, *own]
 
     def tokens(self, start: int = 0) -> Ids:
         """The text from ``start`` on."""
@@ -145,10 +163,7 @@ class Drafter:
         if any(row.heard == row.head for row in rows) or grown >= max(GROWTH * len(rows), len(self._new) // 4):
             self._learn(rows)
         problems = np.array([row.problem for row in rows])
-        contexts = np.full((len(rows), MOST), NONE, dtype=np.int32)
-        for context, row in zip(contexts, rows, strict=True):
-            newest = row.tokens(max(row.length - MOST, 0))
-            context[MOST - len(newest) :] = newest
+        contexts = _ids([row.newest() for row in rows])
         matched, drafts = self._new.find(problems, contexts, count)
         matched_old, drafts_old = self._old.find(problems, contexts, count)
         return np.where((matched >= matched_old)[:, None], drafts, drafts_old)
@@ -205,7 +220,7 @@ class Drafter:
         return list(chunks[len(chunks) - count :])
 
 
-def _ids(tokens: Sequence[int]) -> Ids:
+def _ids(tokens: Sequence[Any]) -> Ids:
     return np.array(tokens, dtype=np.int32)
 
 

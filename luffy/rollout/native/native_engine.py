@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -27,13 +27,12 @@ from luffy.models.products import Fp8Products, Products, fp8_fault, separate
 from luffy.models.products import merged as merged_products
 from luffy.rollout.engine import Engine, EngineStats, OnProgress, RequestSource, check_request
 from luffy.rollout.native.drafts import Drafts
-from luffy.rollout.native.scheduler import SequenceState
-from luffy.rollout.native.slot_generation import PolicyDecoder, SlotConversations, SlotGeneration, SlotPlan
+from luffy.rollout.native.slot_generation import Generation, PolicyDecoder, SlotConversations, SlotGeneration, SlotPlan
 from luffy.rollout.native.static_batch import StaticBatchGeneration
 from luffy.types import Completion, Request
 
 if TYPE_CHECKING:
-    from luffy.rollout.native.paged_conversations import PagedConversations
+    from luffy.rollout.native.drafted_generation import PagedConversations
     from luffy.rollout.native.paged_generation import PagedMemory
 
 # Sequences decoded at once, unless given.
@@ -52,18 +51,6 @@ def default_slots(device: str) -> int:
 def default_prefill_tokens(device: str) -> int:
     """Tokens of prompts that go through the model at once, unless given."""
     return 16384 if device == "cuda" else 4096
-
-
-class Generation(Protocol):
-    """One call of `generate`."""
-
-    stats: EngineStats
-
-    def run(self) -> Iterator[Sequence[SequenceState]]:
-        """Finished sequences, as they finish: those of one look at the results together, sometimes none."""
-
-    def close(self) -> None:
-        """Release what outlives the call."""
 
 
 Finished = list[tuple[int, Completion]]  # each with the number of its request
@@ -192,15 +179,10 @@ class NativeEngine(Engine):
     def _conversations(self, source: RequestSource) -> SlotConversations | PagedConversations:
         longest = min(source.longest, self.max_context)
         if uses_pages([self.model], self.decoding, self.batch_invariant):
-            from luffy.rollout.native.paged_conversations import PagedConversations
+            from luffy.rollout.native.drafted_generation import conversations_over_pages
 
-            memory = self._paged_memory()
             sizes = (self.max_slots, longest, self.prefill_tokens)
-            if self.drafts is not None:
-                from luffy.rollout.native.drafted_generation import DraftedConversations
-
-                return DraftedConversations(self.drafts, self.model, source, memory, *sizes)
-            return PagedConversations(self.model, source, memory, *sizes)
+            return conversations_over_pages(self.drafts, self.model, source, self._paged_memory(), *sizes)
         plan = SlotPlan.sized(source.most, longest + self._lookahead, self.max_slots, self.batch_invariant)
         return SlotConversations(self._slot_decoder(plan), self.prompt_budget)
 
@@ -212,9 +194,7 @@ class NativeEngine(Engine):
     def _slot_decoder(self, plan: SlotPlan) -> PolicyDecoder:
         if self.drafts is None:
             return PolicyDecoder(self.model, plan)
-        from luffy.rollout.native.drafting_decoder import DraftingDecoder
-
-        return DraftingDecoder(self.model, plan, self.drafts, self.max_context)
+        return self.drafts.slot_decoder(self.model, plan, self.max_context)
 
     def _check(self, requests: Sequence[Request]) -> None:
         vocabulary = text_config(causal_lm(self.model).config).vocab_size
@@ -239,14 +219,10 @@ class NativeEngine(Engine):
         if not uses_pages([self.model], self.decoding, self.batch_invariant):
             plan = SlotPlan.of(requests, self.max_slots, self.batch_invariant, self._lookahead)
             return SlotGeneration(requests, self._slot_decoder(plan), self.prompt_budget)
-        from luffy.rollout.native.paged_generation import PagedGeneration
+        from luffy.rollout.native.drafted_generation import generation_over_pages
 
-        memory = self._paged_memory()
-        if self.drafts is not None:
-            from luffy.rollout.native.drafted_generation import DraftedGeneration
-
-            return DraftedGeneration(self.drafts, self.model, requests, memory, self.max_slots, self.prefill_tokens)
-        return PagedGeneration(self.model, requests, memory, self.max_slots, self.prefill_tokens)
+        sizes = (self.max_slots, self.prefill_tokens)
+        return generation_over_pages(self.drafts, self.model, requests, self._paged_memory(), *sizes)
 
     def _paged_memory(self) -> PagedMemory:
         from luffy.rollout.native.paged_generation import PagedMemory
