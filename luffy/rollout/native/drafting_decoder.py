@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from luffy.rollout.native.drafts import Drafter, Drafts, standing
 from luffy.rollout.native.scheduler import SequenceState
@@ -21,6 +21,10 @@ class DraftingDecoder(PolicyDecoder):
     def __init__(self, model: nn.Module, plan: SlotPlan, drafts: Drafts, max_context: int) -> None:
         super().__init__(model, plan)
         self._drafter, self._last_place = Drafter(drafts), max_context - 1
+
+    def start(self, sequences: Sequence[SequenceState], logits: Tensor, rows: SamplingRows, positions: Tensor) -> None:
+        super().start(sequences, logits, rows, positions)
+        self._drafter.pace.interrupted()
 
     def step(self, sequences: Sequence[SequenceState]) -> None:
         tokens = self._drafter.pace.tokens_for(len(sequences))

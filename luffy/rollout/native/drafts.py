@@ -22,7 +22,7 @@ import numpy as np
 from torch import nn
 
 from luffy.metrics import Mean, Metric, Sum
-from luffy.rollout.native.draft_index import BEFORE, BYTES, MOST, Chunk, DraftIndex, Ids, Numbers
+from luffy.rollout.native.draft_index import BEFORE, BYTES, LONGEST_DRAFT, MOST, Chunk, DraftIndex, Ids, Numbers
 from luffy.rollout.native.draft_pace import Pace
 from luffy.rollout.native.scheduler import SequenceState
 
@@ -77,6 +77,7 @@ class Drafts:
     run. ``always``: without a look at whether it pays."""
 
     def __init__(self, tokens: int = 8, memory_mb: int = 256, always: bool = False) -> None:
+        assert 2 <= tokens <= LONGEST_DRAFT
         half = memory_mb << 19  # bytes
         self.store, self.index_bytes = DraftStore(half), half
         self.tokens = tokens
