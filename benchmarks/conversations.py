@@ -9,7 +9,8 @@ fixed number of tokens, so both systems draw as many. luffy plays real episodes:
 from text, replies tokenised. vLLM (its asynchronous engine, prefix caching on) gets as many tokens of prompts and
 replies and the same delays from one coroutine an episode, and neither reads nor writes text. "no delay" is the same
 work with tools that take no time. Each system runs in a process of its own; the median of the repeats counts, after a
-warm-up.
+warm-up. "no kernel" is the share of the time in which none ran, by the driver's counter (ten readings a second).
+"engine idle" is the share in which luffy's engine had nothing to do, because all episodes waited for their tools.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -44,6 +46,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--turns", type=int, default=4)
     p.add_argument("--turn-tokens", type=int, default=256)
     p.add_argument("--prompt-tokens", type=int, default=128)
+    p.add_argument("--highest-id", type=int, default=30_000, help="of the prompts' tokens")
     p.add_argument("--slowest", type=float, default=2.0, help="seconds of the slowest tool")
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--memory-fraction", type=float, default=0.4, help="vLLM's share of the GPU")
@@ -60,18 +63,33 @@ def main() -> int:
     rows = [row for row in (row_of(system) for system in o.systems.split(",")) if row]
     print(f"\n{o.episodes} episodes of {o.turns} turns of {o.turn_tokens} tokens, {o.prompt_tokens} tokens of prompt,"
           f" tools of 0 to {o.slowest:g} s, {o.shape}, {o.dtype}, median of {o.repeats}")  # fmt: skip
-    print(
-        "| system | rollout s | tok/s | GPU waits | tokens prefilled | tokens given |\n|---|---:|---:|---:|---:|---:|"
-    )
+    print("| system | rollout s | tok/s | no kernel | engine idle | tokens prefilled | tokens given |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
     for row in rows:
-        waits = "-" if row["waits"] is None else f"{row['waits']:.1%}"
-        print(f"| {row['system']} | {row['seconds']:.2f} | {row['tokens'] / row['seconds']:,.0f} | {waits} |"
-              f" {_count(row['prefilled'])} | {row['given']:,} |")  # fmt: skip
+        cells = [row["system"], f"{row['seconds']:.2f}", f"{row['tokens'] / row['seconds']:,.0f}"]
+        cells += ["-" if row[name] is None else f"{row[name]:.1%}" for name in ("no_kernel", "idle")]
+        cells += ["-" if row[name] is None else f"{row[name]:,}" for name in ("prefilled", "given")]
+        print("| " + " | ".join(cells) + " |")
     return 0 if len(rows) == len(o.systems.split(",")) else 1
 
 
-def _count(number: int | None) -> str:
-    return "-" if number is None else f"{number:,}"
+class Busy:
+    """The GPU's own counter while the block ran: the share of time in which a kernel ran; None without a GPU."""
+
+    share: float | None = None
+    _process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Busy:
+        command = "nvidia-smi --query-gpu=utilization.gpu --format=csv,noheader,nounits --loop-ms=100"
+        if shutil.which("nvidia-smi"):
+            self._process = subprocess.Popen(command.split(), stdout=subprocess.PIPE, text=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            readings = [float(line) for line in self._process.communicate()[0].split()]
+            self.share = statistics.mean(readings) / 100 if readings else None
 
 
 def row_of(system: str) -> dict[str, Any] | None:
@@ -93,13 +111,13 @@ def delays(o: argparse.Namespace, repeat: int) -> list[list[float]]:
 
 def prompts(o: argparse.Namespace, repeat: int) -> list[tuple[int, ...]]:
     draw = random.Random(f"prompts:{repeat}")
-    return [tuple(draw.randrange(1000, 30_000) for _ in range(o.prompt_tokens)) for _ in range(o.episodes)]
+    return [tuple(draw.randrange(3, o.highest_id) for _ in range(o.prompt_tokens)) for _ in range(o.episodes)]
 
 
-def summary(o: argparse.Namespace, seconds: Sequence[float], waits: Sequence[float], **more: Any) -> dict[str, Any]:
-    share = statistics.median(w / s for w, s in zip(waits, seconds, strict=True)) if waits else None
+def summary(o: argparse.Namespace, seconds: Sequence[float], busy: Busy, **more: Any) -> dict[str, Any]:
     made = o.episodes * o.turns * o.turn_tokens
-    return {"system": o.only, "seconds": statistics.median(seconds), "waits": share, "tokens": made, **more}
+    no_kernel = None if busy.share is None else 1 - busy.share
+    return {"system": o.only, "seconds": statistics.median(seconds), "no_kernel": no_kernel, "tokens": made, **more}
 
 
 # ---- luffy
@@ -151,7 +169,7 @@ def play_luffy(o: argparse.Namespace) -> dict[str, Any]:
     from luffy.data import Encoder
     from luffy.environments.call_formats import format_of
     from luffy.guidance.plan import unwritten
-    from luffy.models import load_tokenizer
+    from luffy.models.load import load_tokenizer
     from luffy.models.machine import pick_device, synchronize
     from luffy.rollout import NativeEngine
     from luffy.types import Completion, Problem, Request, Sampling, Task
@@ -180,7 +198,7 @@ def play_luffy(o: argparse.Namespace) -> dict[str, Any]:
     engine = NativeEngine(random_model(o.shape, o.dtype, device), max_slots=o.episodes)
     encoder = Encoder(load_tokenizer(o.tokenizer), max_prompt_tokens=o.prompt_tokens)
     cfg = EnvironmentConfig(name="slow", max_turns=o.turns + 1, at_once=o.episodes)
-    most = o.turns * (o.turn_tokens + 64)
+    most = o.turns * (o.turn_tokens + 256)
     call_format = format_of(str(encoder.prompts.template or ""))
     slowest = 0.0 if o.only == "luffy-no-delay" else o.slowest
     scale = slowest / o.slowest if o.slowest else 0.0
@@ -201,8 +219,10 @@ def play_luffy(o: argparse.Namespace) -> dict[str, Any]:
             return seconds, table.waited, table.given
 
     rollout(-1)
-    seconds, waits, given = zip(*(rollout(repeat) for repeat in range(o.repeats)), strict=True)
-    return summary(o, seconds, waits, prefilled=engine.stats.prefill_tokens, given=given[-1])
+    with Busy() as busy:
+        seconds, waits, given = zip(*(rollout(repeat) for repeat in range(o.repeats)), strict=True)
+    idle = sum(waits) / sum(seconds)
+    return summary(o, seconds, busy, idle=idle, prefilled=engine.stats.prefill_tokens, given=given[-1])
 
 
 # ---- vLLM
@@ -230,7 +250,7 @@ async def _vllm_rows(o: argparse.Namespace, folder: Path) -> dict[str, Any]:
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=str(folder), dtype=o.dtype, skip_tokenizer_init=True, gpu_memory_utilization=o.memory_fraction,
-            max_model_len=o.prompt_tokens + o.turns * (o.turn_tokens + 64), max_num_seqs=o.episodes, seed=0,
+            max_model_len=o.prompt_tokens + o.turns * (o.turn_tokens + 256), max_num_seqs=o.episodes, seed=0,
             enable_prefix_caching=True, compilation_config={"cudagraph_capture_sizes": sizes},
         )
     )  # fmt: skip
@@ -266,10 +286,11 @@ async def _vllm_rows(o: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     await rollout(-1)
     seconds = []
-    for repeat in range(o.repeats):
-        given = 0
-        seconds.append(await rollout(repeat))
-    return summary(o, seconds, (), prefilled=None, given=given)
+    with Busy() as busy:
+        for repeat in range(o.repeats):
+            given = 0
+            seconds.append(await rollout(repeat))
+    return summary(o, seconds, busy, idle=None, prefilled=None, given=given)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ import time
 import torch
 from bench.models import parameter_count, random_model
 
-from luffy.config import Config, build
+from luffy.config import Config
 from luffy.distributed.replica import Replica
 from luffy.distributed.world import join_world, leave_world
 from luffy.learn.gradient_check import check_gradients
 from luffy.learn.policy import Policy
+from luffy.schema import build
 
 
 def main(shape: str) -> None:

@@ -44,35 +44,28 @@ if TYPE_CHECKING:
     from luffy.types import Completion, Problem, Request
 
 _HOMES = {
-    "load_config": "luffy.config",
-    "built_in_recipes": "luffy.config",
-    "to_yaml": "luffy.config",
-    "Config": "luffy.config",
-    "Trainer": "luffy.trainer",
-    "train_stages": "luffy.trainer",
-    "reward": "luffy.rewards.kinds",
-    "build_verifier": "luffy.rewards.verifier",
-    "Problem": "luffy.types",
-    "shape": "luffy.core.shaping",
-    "compared_shape": "luffy.core.shaping",
-    "trace_weight": "luffy.core.shaping",
-    "prefix_schedule": "luffy.guidance.ratios",
-    "gate_function": "luffy.guidance.gate",
-    "FirstRound": "luffy.guidance.gate",
-    "SecondRound": "luffy.guidance.gate",
-    "credit_function": "luffy.learn.credit",
-    "group_baseline": "luffy.learn.credit",
-    "ScoredGroup": "luffy.learn.credit",
-    "ScoredTokens": "luffy.learn.credit",
-    "TokenCredit": "luffy.learn.credit",
-    "engine": "luffy.train.build_engines",
-    "tracker": "luffy.run_folder.trackers",
-    "in_baseline": "luffy.learn.credit",
-    "knob": "luffy.schema",
-    "Engine": "luffy.rollout.engine",
-    "Request": "luffy.types",
-    "Completion": "luffy.types",
+    "luffy.config": ("Config", "built_in_recipes", "load_config", "to_yaml"),
+    "luffy.trainer": ("Trainer", "train_stages"),
+    "luffy.rewards.kinds": ("reward",),
+    "luffy.rewards.verifier": ("build_verifier",),
+    "luffy.types": ("Completion", "Problem", "Request"),
+    "luffy.core.shaping": ("compared_shape", "shape", "trace_weight"),
+    "luffy.guidance.ratios": ("prefix_schedule",),
+    "luffy.guidance.gate": ("FirstRound", "SecondRound", "gate_function"),
+    "luffy.learn.credit": (
+        "ScoredGroup",
+        "ScoredTokens",
+        "TokenCredit",
+        "credit_function",
+        "group_baseline",
+        "in_baseline",
+    ),
+    "luffy.train.build_engines": ("engine",),
+    "luffy.run_folder.trackers": ("tracker",),
+    "luffy.schema": ("knob",),
+    "luffy.rollout.engine": ("Engine",),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Completion",
@@ -109,9 +102,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _HOME_OF:
         raise AttributeError(f"module 'luffy.api' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOME_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -22,15 +22,8 @@ import typer.core
 
 from luffy._version import __version__
 from luffy.cli_help import AnswerInThought, Columns, FullHelp, TrustRemoteCode
-from luffy.config import (
-    Config,
-    built_in_recipes,
-    check_made_for,
-    check_prepared,
-    inherited_for_rl,
-    load_config,
-    to_yaml,
-)
+from luffy.config import Config, built_in_recipes, check_made_for, load_config, to_yaml
+from luffy.config.recipes import check_prepared, inherited_for_rl
 from luffy.distributed.follow import LAUNCHER_VARIABLE, follow_launcher
 from luffy.errors import Interrupted, StopRequested, TrainingStopped, UserError
 from luffy.prepare.prepare_cli import named_columns, prepare_app
@@ -220,7 +213,7 @@ def serve(
     host: Annotated[str, typer.Option(help="address to listen on; the key is sent unencrypted")] = "127.0.0.1",
 ) -> None:
     """Start a vLLM server for the training of a recipe (rollout.engine=vllm, rollout.vllm.servers=[...])."""
-    from luffy.train.vllm_settings import serve as start
+    from luffy.train.build_engines import serve as start
 
     start(load_config(recipe, overrides or ()), host, port)
 
@@ -302,8 +295,8 @@ def quickstart(
     `--task tools` compares on-policy RL and LUFFY where a tool must be called over several turns. `--methods all`
     compares every method. Rerun the same command to resume.
     """
+    from luffy.quickstart.run import find_task
     from luffy.quickstart.run import quickstart as run
-    from luffy.quickstart.tasks import find_task
 
     out = out or Path(find_task(task).out)
     run(out, seeds or (3 if methods == "all" else 1), steps, methods, as_json, task)

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from luffy.config import YAML_ERRORS, read_yaml
+from luffy.config.yaml_text import YAML_ERRORS, read_yaml
 from luffy.errors import UserError
 from luffy.evaluation.results import RESULT, read_result
 from luffy.files import as_object, json_object, write_atomically

@@ -12,9 +12,11 @@ import datetime
 import difflib
 import json
 import math
+import operator
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin
 
 from luffy.errors import ConfigError
@@ -22,6 +24,7 @@ from luffy.errors import ConfigError
 T = TypeVar("T")
 MOST = 2**63 - 1  # of whole numbers: what 64 bits hold
 LARGEST = 10**308  # of whole numbers that are read as floats
+SPOKEN = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 SWITCH = {False: "off", True: "on"}  # YAML reads these words as truth values
 
 
@@ -97,17 +100,11 @@ def knob(
     ``parts``: the registry that it chooses from by name."""
     metadata = {"help": help, "ge": ge, "gt": gt, "le": le, "required": required, "parts": parts}
     if parts is not None:
-        metadata["name"] = default
-        factory, default = _chosen_by_default(parts, default), dataclasses.MISSING
+        metadata["name"], chosen = default, default
+        factory, default = lambda: _read_parts(chosen, metadata, ""), dataclasses.MISSING
     if factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
-
-
-def _chosen_by_default(parts: Parts, default: Any) -> Any:
-    if isinstance(default, str):
-        return lambda: parts.read(default, "")
-    return lambda: tuple(parts.read(name, "") for name in default)
 
 
 def key_of(field: dataclasses.Field[Any]) -> str:
@@ -119,12 +116,6 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """`` (did you mean 'x'?)`` or nothing."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def check_known(where: str, name: str, known: Sequence[str]) -> None:
-    """``name`` is one of the registered ones, or ``module:function``."""
-    if name not in known and ":" not in name:
-        raise ConfigError(f"'{where}' must be one of {', '.join(known)}; got {name!r}{nearest(name, known)}")
 
 
 def build(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
@@ -150,9 +141,13 @@ def _read_parts(value: Any, about: Mapping[str, Any], where: str) -> Any:
     parts: Parts = about["parts"]
     if isinstance(about["name"], str):
         return parts.read(value, where, about["name"])
+    return tuple(parts.read(item, f"{where}[{i}]") for i, item in enumerate(_list_in(value, where)))
+
+
+def _list_in(value: Any, where: str) -> Sequence[Any]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ConfigError(f"'{where}' must be a list, got {value!r}")
-    return tuple(parts.read(item, f"{where}[{i}]") for i, item in enumerate(value))
+    return value
 
 
 def choose_parts(section: Any, path: str) -> None:
@@ -198,9 +193,12 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
             raise ConfigError(f"'{where}' must be a mapping of keys, got {value!r}")
         return build(typing.cast(type, hint), value, where)
     if origin is dict:
-        return _convert_mapping(value, get_args(hint), where)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"'{where}' must be a mapping, got {value!r}")
+        return {str(key): _convert(inner, get_args(hint)[1], _below(where, key)) for key, inner in value.items()}
     if origin is tuple:
-        return _convert_sequence(value, get_args(hint)[0], where)
+        items = enumerate(_list_in(value, where))
+        return tuple(_convert(item, get_args(hint)[0], f"{where}[{i}]") for i, item in items)
     return _convert_scalar(value, hint, where)
 
 
@@ -224,21 +222,10 @@ def _convert_union(value: Any, options: tuple[Any, ...], where: str) -> Any:
     raise ConfigError(messages[0] if len(messages) == 1 else f"'{where}': no accepted form fits {value!r}")
 
 
-def _convert_mapping(value: Any, hints: tuple[Any, ...], where: str) -> dict[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"'{where}' must be a mapping, got {value!r}")
-    return {str(k): _convert(v, hints[1], _below(where, k)) for k, v in value.items()}
-
-
-def _convert_sequence(value: Any, hint: Any, where: str) -> tuple[Any, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise ConfigError(f"'{where}' must be a list, got {value!r}")
-    return tuple(_convert(item, hint, f"{where}[{i}]") for i, item in enumerate(value))
-
-
 def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
-    if hint is float and isinstance(value, str):
-        value = _number_in(value)  # YAML reads 1e-6 (no dot) as a string
+    if hint is float and isinstance(value, str):  # YAML reads 1e-6 (no dot) as one
+        with suppress(ValueError):
+            value = float(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) < LARGEST else math.inf
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -246,7 +233,7 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
     if hint is str and isinstance(value, datetime.date):  # YAML reads 2026-01-31 as one
         value = value.isoformat()
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(f"'{where}' must be {_spoken(hint)}, got {value!r}")
+        raise ConfigError(f"'{where}' must be {SPOKEN.get(hint, str(hint))}, got {value!r}")
     if hint is int and abs(value) > MOST:
         raise ConfigError(f"'{where}' must be {'<= ' if value > 0 else '>= -'}{MOST}, got {value}")
     if hint is float and not math.isfinite(value):
@@ -254,28 +241,12 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
     return value
 
 
-def _number_in(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _spoken(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return names.get(hint, str(hint))
-
-
 def _check_bounds(value: Any, metadata: Mapping[str, Any], where: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
-    for name, holds, sign in (
-        ("ge", lambda bound: value >= bound, ">="),
-        ("gt", lambda bound: value > bound, ">"),
-        ("le", lambda bound: value <= bound, "<="),
-    ):
+    for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<=")):
         bound = metadata.get(name)
-        if bound is not None and not holds(bound):
+        if bound is not None and not getattr(operator, name)(value, bound):
             raise ConfigError(f"'{where}' must be {sign} {bound}, got {value}")
 
 
@@ -301,15 +272,16 @@ def describe(cls: type, path: str = "") -> Iterator[KnobDoc]:
         if field.metadata.get("parts") is not None:
             yield from _describe_parts(field, where)
             continue
-        inner = _dataclass_in(hints[field.name])
+        hint = hints[field.name]
+        inner = next((option for option in (hint, *get_args(hint)) if dataclasses.is_dataclass(option)), None)
         if inner is not None:
-            yield from describe(inner, where)
+            yield from describe(typing.cast(type, inner), where)
             continue
         default = field.default
         if default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         about = field.metadata
-        yield KnobDoc(where, kind_of(hints[field.name]), default, about.get("help", ""), about.get("required", False))
+        yield KnobDoc(where, kind_of(hint), default, about.get("help", ""), about.get("required", False))
 
 
 def _describe_parts(field: dataclasses.Field[Any], where: str) -> Iterator[KnobDoc]:
@@ -320,13 +292,6 @@ def _describe_parts(field: dataclasses.Field[Any], where: str) -> Iterator[KnobD
     for name, settings in about["parts"].settings():
         for doc in describe(settings, where if one else f"{where}.{name}"):
             yield dataclasses.replace(doc, help=f"{name}: {doc.help}", part=name)
-
-
-def _dataclass_in(hint: Any) -> type | None:
-    for option in (hint, *get_args(hint)):
-        if dataclasses.is_dataclass(option):
-            return typing.cast(type, option)
-    return None
 
 
 def kind_of(hint: Any) -> str:

@@ -95,7 +95,8 @@ def make_config(make_config_in, tmp_path: Path):
 @pytest.fixture(scope="session")
 def make_config_in(tiny_model: Path, sums: Path):
     """``make_config`` for runs in a folder, for fixtures that several tests share."""
-    from luffy.config import Config, build
+    from luffy.config import Config
+    from luffy.schema import build
 
     def make(folder: Path, **changes) -> Config:
         values: dict = {

@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from luffy.config import Config, build, built_in_recipes, check_made_for, load_config, to_yaml
+from luffy.config import Config, built_in_recipes, check_made_for, load_config, to_yaml
 from luffy.config.recipes import PACKAGE, parse_yaml
 from luffy.errors import ConfigError, UserError
 from luffy.push import _front_matter
 from luffy.run_folder.runs import read_config
-from luffy.schema import describe
+from luffy.schema import build, describe
 
 
 def write_recipe(folder, name, text):

@@ -22,7 +22,8 @@ from luffy.schema import describe
 from luffy.types import Problem
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "studies/paper/README.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 FENCE = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```[ ]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -160,7 +161,7 @@ def test_example_scores_are_the_rewards_own(kind, body):
 
 def test_the_comparison_of_methods_has_a_row_for_each_recipe():
     page = (ROOT / "docs" / "methods.md").read_text().partition("## Side by side")[2].partition("\n## ")[0]
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    rows = [line for line in page.splitlines() if line.startswith("|`")]
     named = {name for row in rows for name in INLINE.findall(row.split("|")[1])}
     recipes = {name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")}
     assert recipes == named
@@ -168,7 +169,7 @@ def test_the_comparison_of_methods_has_a_row_for_each_recipe():
 
 
 def test_every_figure_of_the_console_line_has_its_healthy_range():
-    rows = [line for line in (ROOT / "docs" / "healthy.md").read_text().splitlines() if line.startswith("| `")]
+    rows = [line for line in (ROOT / "docs" / "healthy.md").read_text().splitlines() if line.startswith("|`")]
     named = {INLINE.findall(row)[0] for row in rows}
     assert {label for label, _, _ in FIELDS} <= named and {row.count("|") for row in rows} == {5}
 

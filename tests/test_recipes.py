@@ -8,10 +8,12 @@ import yaml
 from builders import write_rows
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from luffy.config import BUILT_IN_RECIPES, PACKAGE, Config, build, built_in_recipes, load_config, merge, read_recipe
+from luffy.config import PACKAGE, Config, built_in_recipes, load_config, read_recipe
+from luffy.config.legacy import merge
+from luffy.config.recipes import BUILT_IN_RECIPES
 from luffy.dry_run import dry_run, times
 from luffy.errors import ConfigError
-from luffy.schema import to_dict
+from luffy.schema import build, to_dict
 
 # What every name stood for when a recipe was one file: its merged values.
 RESOLVED = json.loads((Path(__file__).parent / "recipes_resolved.json").read_text().replace("package:", f"{PACKAGE}/"))

@@ -11,7 +11,7 @@ from builders import make_model, make_request
 from scipy.stats import chisquare
 
 from luffy.core.override_rules import Rule
-from luffy.models import drop_padding_tokens
+from luffy.models.load import drop_padding_tokens
 from luffy.rollout import SpeculativeEngine
 from luffy.types import Completion, Request
 

@@ -25,7 +25,7 @@ from luffy.models.machine import Machine
 from luffy.rollout.engine import Engine, OnProgress
 from luffy.rollout.native.native_engine import default_slots
 from luffy.step.draws import draw_batch, plan
-from luffy.step.in_flight import InFlight
+from luffy.step.memory import InFlight
 from luffy.step.run_state import Run
 from luffy.train.loop import Trainer
 from luffy.types import Completion, Demonstration, Episode, Request, Task

@@ -21,7 +21,7 @@ from luffy.models.load import DTYPES, DtypeName
 from luffy.models.machine import Machine, synchronize
 from luffy.rollout import NativeEngine
 from luffy.schema import build
-from luffy.step.batch import StepBatch
+from luffy.step.run_state import StepBatch
 from luffy.train.loop import Trainer
 from luffy.train.recording import Records, throughput
 

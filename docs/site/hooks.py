@@ -18,7 +18,7 @@ from pymdownx.slugs import slugify
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\]\(([^)\s#]+)")
 # Weights in the search. A match in a title weighs 1,000 times one in the text: the changelog comes after the guides.
-SEARCH_WEIGHTS = {"CHANGELOG.md": 1e-5, "docs/results/": 1e-2, "studies/": 1e-4}
+SEARCH_WEIGHTS = {"CHANGELOG.md": 1e-5, "docs/results/": 1e-2, "studies/paper/": 1.0, "studies/": 1e-4}
 NOT_SEARCHED = "docs/log.md"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\s*\\[(\[](.*?)\\[)\]]\s*</\1>', re.DOTALL)
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from luffy.compare.held_out import Split
-from luffy.config import Config, Method, built_in_recipes, config_of, merge, read_recipe, stages_of
+from luffy.config import Config, Method, built_in_recipes, read_recipe, stages_of
+from luffy.config.legacy import merge
+from luffy.config.recipes import config_of
 from luffy.errors import ConfigError, UserError
 from luffy.report.closest_recipe import SECTIONS, closest_recipe
 from luffy.run_folder.runs import flat_config

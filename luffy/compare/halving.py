@@ -16,7 +16,8 @@ from luffy.compare.held_out import split_data
 from luffy.compare.outcome import Outcome, markdown, outcome_of
 from luffy.compare.process import Ended, luffy, run, spent_seconds, train_until
 from luffy.compare.state import ArmState, State, fingerprint, read_state
-from luffy.config import Config, config_of, to_yaml
+from luffy.config import Config, to_yaml
+from luffy.config.recipes import config_of
 from luffy.errors import UserError
 from luffy.evaluation.accuracy import item_accuracy
 from luffy.evaluation.results import read_items

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from luffy.config import Config
-from luffy.data.repeats import prompt_hash
+from luffy.data.dataset import prompt_hash
 from luffy.data.schemas import ROW_KEY
 from luffy.errors import UserError
 from luffy.files import write_atomically

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from luffy.config.knobs import AlgorithmConfig, Knobs, OffPolicyGuidanceConfig, RewardConfig
 from luffy.config.legacy import with_current_keys
@@ -30,7 +32,7 @@ def check(config: Knobs) -> None:
         _check_overrides,
         _check_batch,
         _check_eval_sets,
-        _check_method_memory,
+        _check_replay,
         _check_experts,
         _check_sft_steps,
         _check_async,
@@ -95,18 +97,14 @@ def _check_success(reward: RewardConfig) -> None:
             f"the best response scores {best} ({reward.name}), below 'reward.success' ({reward.success}): none "
             f"would have solved its problem; set reward.success={best}"
         )
-    unjudged = math.fsum(weight for kind, weight in weights.items() if weight > 0 and _is_blind(kind))
+    blind = [kind for kind in weights if not REWARDS.known(kind).judges_answer]  # a wrong answer may score
+    unjudged = math.fsum(weights[kind] for kind in blind if weights[kind] > 0)
     if unjudged and reward.success <= unjudged < best:
         raise ConfigError(
             f"a wrong answer in the right format scores {unjudged} ({reward.name}), 'reward.success' "
             f"({reward.success}) or more: it would have solved its problem; set reward.success={best}, or lower "
             f"the weight"
         )
-
-
-def _is_blind(reward: str) -> bool:
-    """Whether a wrong answer may score."""
-    return not REWARDS.known(reward).judges_answer
 
 
 def _require_likelihood(c: Knobs, who: str) -> None:
@@ -331,19 +329,24 @@ def _check_eval_sets(c: Knobs) -> None:
         raise ConfigError("'data.eval_also.core' is the name of 'data.eval' itself (val-core/*); choose another")
 
 
-def _check_method_memory(c: Knobs) -> None:
-    """What a method remembers between steps: replay, experts, the buffer of SFT steps."""
-    parts = {
-        "replay.share": c.replay.share,
-        "batch.expert_share": c.batch.expert_share,
-        "sft_steps.buffer": c.sft_steps.buffer,
+def _check_together(what: str, others: Mapping[str, tuple[Any, Any]], off: str) -> None:
+    """``others``: settings by name, with their value and the only one that goes with ``what``, which ``off`` ends."""
+    for name, (value, needed) in others.items():
+        if value != needed:
+            shown = "null" if needed is None else str(needed).lower()
+            raise ConfigError(f"{what}, which does not go with '{name}' ({value}); set {name}={shown} or {off}")
+
+
+def _remembered(c: Knobs) -> dict[str, tuple[float, float]]:
+    """What makes a method remember something from step to step, each with the value that turns it off."""
+    return {
+        "replay.share": (c.replay.share, 0),
+        "batch.expert_share": (c.batch.expert_share, 0),
+        "sft_steps.buffer": (c.sft_steps.buffer, 0),
     }
-    used = next((f"'{name}' ({value})" for name, value in parts.items() if value), None)
-    if used and c.async_.max_staleness:
-        raise ConfigError(
-            f"'async.max_staleness' ({c.async_.max_staleness}) rolls out a step while the one before it is still "
-            f"under way, and {used} needs what that one leaves behind; set one of them to 0"
-        )
+
+
+def _check_replay(c: Knobs) -> None:
     own = c.rollout.n - c.guidance.n_prefix
     if c.replay.share and own < 2:
         raise ConfigError(
@@ -383,26 +386,20 @@ def _check_sft_steps(c: Knobs) -> None:
 
 
 def _check_async(c: Knobs) -> None:
-    if c.async_.max_staleness and not c.rollout.engine.part.own_weights:
-        raise ConfigError(
-            f"'async.max_staleness' ({c.async_.max_staleness}) rolls out ahead on a second copy of the native engine; "
-            f"set rollout.engine=native or async.max_staleness=0"
-        )
-    if c.async_.max_staleness and c.algorithm.oversample_rounds:
-        raise ConfigError(
-            f"'async.max_staleness' ({c.async_.max_staleness}) makes one batch a step ahead, and "
-            f"'algorithm.oversample_rounds' ({c.algorithm.oversample_rounds}) may need more; set one of them to 0"
-        )
-    if c.async_.max_staleness and c.guidance.gate != "none":
-        raise ConfigError(
-            f"'async.max_staleness' ({c.async_.max_staleness}) makes one batch a step ahead, and 'guidance.gate' "
-            f"({c.guidance.gate}) may need further rounds of it; set guidance.gate=none or async.max_staleness=0"
-        )
-    if c.async_.max_staleness and (c.rollout.top_p != 1.0 or c.rollout.top_k != 0):
-        raise ConfigError(
-            "stale rollouts are weighted by the exact probability of every token: set rollout.top_p=1 and "
-            "rollout.top_k=0, or async.max_staleness=0"
-        )
+    r, steps = c.rollout, c.async_.max_staleness
+    if not steps:
+        return
+    others = {
+        "rollout.engine": ("native" if r.engine.part.own_weights else r.engine, "native"),
+        "algorithm.oversample_rounds": (c.algorithm.oversample_rounds, 0),
+        "guidance.gate": (c.guidance.gate, "none"),
+        **_remembered(c),
+    }
+    what = f"'async.max_staleness' ({steps}) makes one batch of the native engine while the step before is under way"
+    _check_together(what, others, "async.max_staleness=0")
+    exact = {"rollout.top_p": (r.top_p, 1.0), "rollout.top_k": (r.top_k, 0)}
+    what = f"'async.max_staleness' ({steps}) weighs rollouts by the exact probability of every token"
+    _check_together(what, exact, "async.max_staleness=0")
 
 
 def _check_partial_rollouts(c: Knobs) -> None:
@@ -417,16 +414,10 @@ def _check_partial_rollouts(c: Knobs) -> None:
         "async.max_staleness": (c.async_.max_staleness, 0),
         "algorithm.oversample_rounds": (c.algorithm.oversample_rounds, 0),
         "guidance.gate": (c.guidance.gate, "none"),
-        "replay.share": (c.replay.share, 0.0),
-        "batch.expert_share": (c.batch.expert_share, 0.0),
-        "sft_steps.buffer": (c.sft_steps.buffer, 0),
+        **_remembered(c),
     }
-    for name, (value, needed) in others.items():
-        if value != needed:
-            raise ConfigError(
-                f"'rollout.max_tokens_per_step' ({r.max_tokens_per_step}) carries responses into the next step, which "
-                f"does not go with '{name}' ({value}); set {name}={needed} or rollout.max_tokens_per_step=null"
-            )
+    what = f"'rollout.max_tokens_per_step' ({r.max_tokens_per_step}) carries responses into the next step"
+    _check_together(what, others, "rollout.max_tokens_per_step=null")
 
 
 def _check_environment(c: Knobs) -> None:
@@ -437,13 +428,7 @@ def _check_environment(c: Knobs) -> None:
         "rollout.offpolicy_guidance.enable": (c.rollout.overrides is not None, False),
         "rollout.max_tokens_per_step": (c.rollout.max_tokens_per_step, None),
     }
-    for name, (value, needed) in others.items():
-        if value != needed:
-            shown = "null" if needed is None else str(needed).lower()
-            raise ConfigError(
-                f"'environment' ({e.name}) does not go with '{name}' ({value}) yet; set {name}={shown}, or "
-                "environment=null"
-            )
+    _check_together(f"'environment' ({e.name}) plays several turns", others, "environment=null")
     if c.data.style not in ("chat", "paper"):
         raise ConfigError(f"'environment' ({e.name}) needs a chat template: set data.style=chat, not {c.data.style}")
     if e.max_tokens is not None and e.max_tokens <= c.rollout.max_tokens:
@@ -469,19 +454,17 @@ def _check_mismatch(c: Knobs) -> None:
 
 def _check_launch(c: Knobs) -> None:
     p = c.parallel
-    if c.launch == "local" and p.workers > 1:
-        raise ConfigError(f"'parallel.workers' is {p.workers}, but launch=local runs one; set launch=torchrun or ray")
     if c.launch == "local" and p.cpu_offload:
         raise ConfigError(
             "'parallel.cpu_offload' is for shards, and launch=local has none; set optim.offload=true instead"
         )
-    if c.launch == "local" and p.shard != "full":
-        raise ConfigError(
-            f"'parallel.shard' ({p.shard}) is for several processes, and launch=local runs one; leave it out, or set "
-            f"launch=torchrun or ray"
-        )
-    if c.launch == "local" and p.gather != "auto":
-        raise ConfigError(f"'parallel.gather' ({p.gather}) is for shards, and launch=local has none; leave it out")
+    if c.launch == "local":
+        others = {
+            "parallel.workers": (p.workers, 1),
+            "parallel.shard": (p.shard, "full"),
+            "parallel.gather": (p.gather, "auto"),
+        }
+        _check_together("launch=local runs one process", others, "launch=torchrun or ray")
     if p.gather == "mini_batch" and p.cpu_offload:
         raise ConfigError(
             "'parallel.gather' (mini_batch) holds all weights on every GPU, and 'parallel.cpu_offload' keeps them off; "

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from luffy.config.parts import BASELINES, CREDIT, ENGINES, SFT_WEIGHTS, TRACKERS
-from luffy.core.kl import Estimator
-from luffy.core.losses import ON_POLICY_TERMS, PolicyLoss
+from luffy.core.losses import ON_POLICY_TERMS, Estimator, PolicyLoss
 from luffy.core.reduce import Reduction
 from luffy.core.shaping import SHAPES, Shape
 from luffy.errors import ConfigError
@@ -51,7 +50,7 @@ class ModelConfig:
     device: Literal["auto", "cpu", "cuda"] = knob("auto", "auto: the GPU, if there is one")
     gradient_checkpointing: Literal["auto"] | bool = knob(
         "auto",
-        "true: recompute activations, for less memory and more time; auto: if they would not fit",
+        "recompute activations: less memory, more time; auto: if they would not fit",
     )
     lora: LoraConfig | None = knob(None, "train low-rank adapters instead of all weights (needs the peft extra)")
     trust_remote_code: bool = knob(False, "run the model's Python code: read it first")
@@ -103,7 +102,7 @@ class RewardConfig:
     )
     weights: dict[str, float] = knob(factory=dict, help="weighted sum instead of kind, e.g. {math: 1, format: 0.1}")
     workers: int | None = knob(
-        None, "verifier processes; null: 2, with a GPU half of the cores, 2 to 8 per process", ge=1
+        None, "verifier processes; null: 2, with a GPU half of the cores (2 to 8 per rank)", ge=1
     )
     timeout_s: float = knob(8.0, "longer verifications are killed and get 0", gt=0)
     concurrency: int = knob(16, "samples at once of an async function, per worker", ge=1)
@@ -286,7 +285,7 @@ class VllmConfig:
     max_context: int | None = knob(None, "tokens of prompt and response; null: as data and rollout allow", ge=1)
     transfer: Literal["auto", "memory", "folder", "nccl"] = knob(
         "auto",
-        "how weights get there; auto: memory if colocated on one GPU, nccl from a GPU to servers, else folder",
+        "how weights get there; auto: memory if colocated, nccl from a GPU to servers, else folder",
     )
     shared_folder: str | None = knob(None, "folder of transfers, seen by all; null: in the run folder")
     nccl_host: str = knob("127.0.0.1", "the trainer's address as servers see it, for NCCL")
@@ -373,13 +372,13 @@ class EnvironmentConfig:
     timeout_s: float = knob(30.0, "a call that takes longer ends its episode", gt=0)
     at_once: int = knob(64, "environments open at once, per process", ge=1)
     on_bad_call: Literal["answer", "end"] = knob(
-        "answer", "after a failed call the policy sees a short error, or the episode ends",
+        "answer", "a failed call: the policy sees an error, or the episode ends",
     )  # fmt: skip
     on_failure: Literal["fail", "leave_out"] = knob(
-        "fail", "an episode whose environment raises or takes too long scores reward.failure, or is left out"
+        "fail", "an episode whose environment fails gets reward.failure, or is left out"
     )
     reward: Literal["auto", "verifier", "environment", "sum"] = knob(
-        "auto", "score: the verifier's, the environment's, or their sum; auto: the environment's if it has one",
+        "auto", "the verifier's score, the environment's, or their sum; auto: the environment's if any",
     )  # fmt: skip
     weight: float = knob(1.0, "weight of the environment's reward in the sum")
 
@@ -449,9 +448,9 @@ class AlgorithmConfig:
     )
     importance_clamp_min: float = knob(0.0, "smallest importance weight (overrides, stale rollouts)", ge=0)
     importance_clamp_max: float = knob(10.0, "largest importance weight", gt=0)
-    importance_detach: bool = knob(True, "no gradient through importance weights; false needs one mini-batch to matter")
+    importance_detach: bool = knob(True, "no gradient through importance weights")
     importance_objective: Literal["decoupled", "literal"] = knob(
-        "decoupled", "decoupled: ratio p/p_old, advantage times weight; literal: corrects twice"
+        "decoupled", "how importance weights enter (docs/overrides.md#the-update)"
     )
     importance_level: Literal["token", "sequence"] = knob(
         "token", "weight of a token: its own, or the product over its response"

@@ -70,7 +70,7 @@ BASELINES: Registry[Baseline] = Registry("baseline", Baseline, home="luffy.learn
 CREDIT: Registry[CreditFunction] = Registry(
     "credit function", CreditFunction, home="luffy.learn.credit luffy.learn.estimators"
 )
-SFT_WEIGHTS: Registry[SftWeight] = Registry("SFT weight", SftWeight, home="luffy.learn.sft_weights")
+SFT_WEIGHTS: Registry[SftWeight] = Registry("SFT weight", SftWeight, home="luffy.learn.objective")
 ENGINES: Registry[EngineBuilder] = Registry("engine", EngineBuilder)
 TRACKERS: Registry[TrackerBuilder] = Registry("tracker", TrackerBuilder, home="luffy.run_folder.trackers")
 

@@ -39,15 +39,15 @@ def load_config(
     for keys, value in pairs:
         check_size(value, ".".join(keys))
         set_at(values, keys, value)
-    return config_of(_with_bases_of_stages(values, None))
+    return config_of(_Reader().with_bases_of_stages(values))
 
 
 def read_mapping(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a recipe that is given as nested dictionaries."""
     check_size(recipe, "the recipe")
     values = with_current_keys(_with_package_paths(copy.deepcopy(dict(recipe))))
-    values = _with_bases_of_stages(values, None)
-    return merge(_merged(_bases(values.pop("base", []), "the recipe"), ()), values)
+    values = _Reader().with_bases_of_stages(values)
+    return merge(_Reader().merged(_bases(values.pop("base", []), "the recipe")), values)
 
 
 def config_of(values: Mapping[str, Any]) -> Config:
@@ -99,24 +99,50 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def read_recipe(
-    recipe: str | Path, _seen: tuple[Path, ...] = (), _known: dict[Path, dict[str, Any]] | None = None
-) -> dict[str, Any]:
-    """The recipe's values over those of the recipes it names as ``base``; without a ``name`` the file's own. Each file
-    is read once, however many recipes name it."""
-    known = {} if _known is None else _known
-    paths = _find(recipe, _seen[-1].parent if _seen else None)
-    if len(paths) > 1:
-        values = _merged(paths, _seen, known)
-        return {**values, "name": f"{paths[0].stem}-{paths[-1].stem}".replace("_", "-")}
-    (path,) = paths
-    if path in _seen:
-        raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in _seen)}")
-    if path not in known:
-        values = {"name": path.stem, **with_current_keys(_with_package_paths(_parse_recipe(path)))}
-        values = _with_bases_of_stages(values, path, _seen, known)
-        known[path] = merge(_merged(_bases(values.pop("base", []), path), (*_seen, path), known), values)
-    return copy.deepcopy(known[path])
+def read_recipe(recipe: str | Path) -> dict[str, Any]:
+    """The recipe's values over those of the recipes it names as ``base``; without a ``name`` the file's own."""
+    return _Reader().recipe(recipe, ())
+
+
+class _Reader:
+    """Reads recipes with their bases, each file once, however many recipes name it. ``seen``: the files that lead to a
+    recipe by naming one another."""
+
+    def __init__(self) -> None:
+        self.known: dict[Path, dict[str, Any]] = {}
+
+    def recipe(self, recipe: str | Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+        paths = _find(recipe, seen[-1].parent if seen else None)
+        if len(paths) > 1:
+            return {**self.merged(paths, seen), "name": f"{paths[0].stem}-{paths[-1].stem}".replace("_", "-")}
+        (path,) = paths
+        if path in seen:
+            raise ConfigError(f"recipe {path} inherits itself through {' -> '.join(p.name for p in seen)}")
+        if path not in self.known:
+            values = {"name": path.stem, **with_current_keys(_with_package_paths(_parse_recipe(path)))}
+            values = self.with_bases_of_stages(values, (*seen, path))
+            self.known[path] = merge(self.merged(_bases(values.pop("base", []), path), (*seen, path)), values)
+        return copy.deepcopy(self.known[path])
+
+    def merged(self, recipes: Sequence[str | Path], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+        """The values of all of them; a later recipe wins."""
+        values: dict[str, Any] = {}
+        for recipe in recipes:
+            merge(values, self.recipe(recipe, seen))
+        return values
+
+    def with_bases_of_stages(self, values: dict[str, Any], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+        """The values with each stage laid over the recipes that it names as its base."""
+        if "stages" not in values:
+            return values
+        stages = by_name(values["stages"])
+        for name, stage in stages.items():
+            if isinstance(stage, Mapping) and "base" in stage:
+                own = {key: value for key, value in stage.items() if key != "base"}
+                below = self.merged(_bases(stage["base"], f"stage {name!r}"), seen)
+                settings = {key: value for key, value in below.items() if key not in ("name", "stages", "prepare")}
+                stages[name] = merge(settings, with_current_keys(own))
+        return {**values, "stages": stages}
 
 
 def inherited_for_rl(recipe: str | Path, overrides: Sequence[str], key: str) -> str | None:
@@ -129,39 +155,10 @@ def inherited_for_rl(recipe: str | Path, overrides: Sequence[str], key: str) -> 
     own = _parse_recipe(paths[0])
     given = own.get(section)
     bases = _bases(own.get("base", []), paths[0])
-    made_for = _merged(bases, (paths[0],)).get("made_for")
+    made_for = _Reader().merged(bases, (paths[0],)).get("made_for")
     if (isinstance(given, Mapping) and name in given) or made_for == "sft":
         return None
     return f"base {', '.join(bases)}" if bases else "the default"
-
-
-def _merged(
-    recipes: Sequence[str | Path], seen: tuple[Path, ...], known: dict[Path, dict[str, Any]] | None = None
-) -> dict[str, Any]:
-    """The values of all of them; a later recipe wins."""
-    values: dict[str, Any] = {}
-    for recipe in recipes:
-        merge(values, read_recipe(recipe, seen, known))
-    return values
-
-
-def _with_bases_of_stages(
-    values: dict[str, Any],
-    path: Path | None,
-    seen: tuple[Path, ...] = (),
-    known: dict[Path, dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """The values with each stage laid over the recipes that it names as its base; ``path``: the file of the recipe."""
-    if "stages" not in values:
-        return values
-    stages = by_name(values["stages"])
-    for name, stage in stages.items():
-        if isinstance(stage, Mapping) and "base" in stage:
-            own = {key: value for key, value in stage.items() if key != "base"}
-            below = _merged(_bases(stage["base"], f"stage {name!r}"), seen if path is None else (*seen, path), known)
-            settings = {key: value for key, value in below.items() if key not in ("name", "stages", "prepare")}
-            stages[name] = merge(settings, with_current_keys(own))
-    return {**values, "stages": stages}
 
 
 def _bases(value: Any, path: Path | str) -> list[str]:

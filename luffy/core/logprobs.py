@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from luffy.core.gradient_sums import GradientSum, Holder, gradient_sum_of
@@ -44,10 +45,6 @@ def rows_at_once(weight: Tensor) -> int:
     """Rows of logits that exist at a time under this head."""
     by_size = GPU_CHUNK_BYTES // (weight.shape[0] * weight.itemsize)
     return max(by_size, CPU_CHUNK_ROWS) if weight.is_cuda else CPU_CHUNK_ROWS
-
-
-def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(hidden, weight, bias)
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
@@ -107,7 +104,7 @@ class _SelectedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         scores = torch.empty(3, hidden.shape[0], dtype=torch.float32, device=hidden.device)
         for part in _parts(hidden.shape[0], chunk_rows):
-            _score(_chunk_logits(hidden[part], weight, bias), targets[part], temperature, scores[:, part])
+            _score(F.linear(hidden[part], weight, bias), targets[part], temperature, scores[:, part])
         ctx.save_for_backward(hidden, weight, bias, targets, scores)
         ctx.temperature, ctx.chunk_rows, ctx.sum = temperature, chunk_rows, gradient_sum_of(weight)
         return scores[0], scores[1]
@@ -136,7 +133,7 @@ def _head_gradients(
     sum_weight = ctx.sum or GradientSum(own)
     grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias and bias is not None else None
     for part in _parts(hidden.shape[0], ctx.chunk_rows):
-        grad = grad_logits(part, _chunk_logits(hidden[part], weight, bias))
+        grad = grad_logits(part, F.linear(hidden[part], weight, bias))
         if grad_hidden is not None:
             torch.mm(grad, weight, out=grad_hidden[part])
         if want_weight:
@@ -165,7 +162,7 @@ def top_entropy(head: Head, top: int, temperature: float = 1.0) -> Tensor:
     top = min(top, head.weight.shape[0])
     found = []
     for part in _parts(head.hidden.shape[0], rows_at_once(head.weight)):
-        logits = _chunk_logits(head.hidden[part], head.weight, head.bias)
+        logits = F.linear(head.hidden[part], head.weight, head.bias)
         found.append(entropy_of(_log_softmax(logits.topk(top, dim=-1).values, temperature)) / math.log(max(top, 2)))
     return torch.cat(found) if found else head.hidden.new_zeros(0, dtype=torch.float32)
 
@@ -195,8 +192,8 @@ class _AnchorKl(torch.autograd.Function):
     ) -> Tensor:
         kl = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         for part in _parts(hidden.shape[0], chunk_rows):
-            log_p = _log_softmax(_chunk_logits(hidden[part], weight, bias), temperature)
-            log_q = _log_softmax(_chunk_logits(ref_hidden[part], ref_weight, ref_bias), temperature)
+            log_p = _log_softmax(F.linear(hidden[part], weight, bias), temperature)
+            log_q = _log_softmax(F.linear(ref_hidden[part], ref_weight, ref_bias), temperature)
             q = torch.exp(log_q)
             kl[part] = torch.where(q > 0, q * (log_q - log_p), 0.0).sum(dim=-1)
         ctx.save_for_backward(hidden, weight, bias, ref_hidden, ref_weight, ref_bias)
@@ -210,7 +207,7 @@ class _AnchorKl(torch.autograd.Function):
 
         def grad_logits(part: slice, logits: Tensor) -> Tensor:
             p = torch.exp(_log_softmax(logits, ctx.temperature))
-            q = torch.exp(_log_softmax(_chunk_logits(ref_hidden[part], ref_weight, ref_bias), ctx.temperature))
+            q = torch.exp(_log_softmax(F.linear(ref_hidden[part], ref_weight, ref_bias), ctx.temperature))
             grad: Tensor = (p - q) * (grad_kl[part, None] / ctx.temperature)
             return grad.to(logits.dtype)
 

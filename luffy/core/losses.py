@@ -8,15 +8,77 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from luffy.core.masked import keep, masked_mean
-from luffy.core.on_policy_terms import ON_POLICY_TERMS as ON_POLICY_TERMS
-from luffy.core.on_policy_terms import OnPolicyTokens
+from luffy.core.reduce import keep, masked_mean, response_means
 from luffy.core.shaping import Shape
+from luffy.registry import Part, Registry
 from luffy.schema import Chosen
+
+
+@dataclass(frozen=True)
+class OnPolicyTerm(Part):
+    """The policy-gradient term of on-policy tokens (``algorithm.on_policy_term``): from ``OnPolicyTokens`` to the loss
+    of each token, and which tokens the clip touched. ``shapes``: it takes ``algorithm.on_policy_reshape``."""
+
+    shapes: bool = False
+
+
+ON_POLICY_TERMS: Registry[OnPolicyTerm] = Registry("on-policy term", OnPolicyTerm, home="luffy.core.losses")
+
+
+@dataclass(frozen=True, eq=False)
+class OnPolicyTokens:
+    """What a term sees, in the shape of ``log_prob``. ``counted``: tokens that have this term; those of a response are
+    ``lengths`` neighbours of a packed row, or without lengths a row of a padded batch. ``low`` and ``high`` bound the
+    ratio; None: no clip."""
+
+    log_prob: Tensor
+    old: Tensor
+    advantages: Tensor
+    counted: Tensor
+    lengths: Sequence[int] | None = None
+    low: float | None = 0.8
+    high: float | None = 1.2
+    shape: Shape = Shape()
+
+    def clip(self, ratio: Tensor) -> Tensor:
+        return ratio if self.low is None and self.high is None else ratio.clamp(self.low, self.high)
+
+
+def clipped_surrogate(tokens: OnPolicyTokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """-min(A r, A clip(r)), and where the clip made it larger."""
+    plain = -tokens.advantages * ratio
+    if tokens.low is None and tokens.high is None:
+        return plain, torch.zeros_like(plain, dtype=torch.bool)
+    clipped = -tokens.advantages * tokens.clip(ratio)
+    return torch.maximum(plain, clipped), clipped > plain
+
+
+@ON_POLICY_TERMS.register("ppo", shapes=True)
+def ppo(tokens: OnPolicyTokens) -> tuple[Tensor, Tensor]:
+    """PPO: the clipped ratio p / p_old of each token, or a shape of it."""
+    return clipped_surrogate(tokens, tokens.shape.on_policy(tokens.log_prob, tokens.old))
+
+
+@ON_POLICY_TERMS.register("cispo")
+def cispo(tokens: OnPolicyTokens) -> tuple[Tensor, Tensor]:
+    """CISPO (MiniMax-M1, arXiv 2506.13585), -sg(clip(r)) A log p: a token outside the bounds keeps a gradient, of the
+    size at the bound."""
+    ratio = torch.exp(tokens.log_prob.detach() - tokens.old)
+    weight = tokens.clip(ratio).detach()
+    return -weight * tokens.advantages * tokens.log_prob, weight != ratio
+
+
+@ON_POLICY_TERMS.register("gspo")
+def gspo(tokens: OnPolicyTokens) -> tuple[Tensor, Tensor]:
+    """GSPO (arXiv 2507.18071): PPO's term with s = exp(mean of log p - log p_old) over the response's tokens, at each
+    of them; the gradient flows through the mean, so the clip drops a whole response or none of it."""
+    ratio = torch.exp(response_means(tokens.log_prob - tokens.old, tokens.counted, tokens.lengths))
+    return clipped_surrogate(tokens, ratio)
 
 
 @dataclass(frozen=True)
@@ -92,8 +154,10 @@ def policy_loss_terms(
         off_logp = torch.where(off_policy, logp, logp.detach())
         off_ratio = off_policy_ratio(off_logp, off, settings.off_shape, target_probs, old, behavior_log_prob)
         if settings.off_normalize:
-            off_ratio = _normalized(off_ratio, off, off_ratio_mean)
-        bounded = _clamp_off_ratio(off_ratio, settings)
+            mean = masked_mean(off_ratio, off).detach() if off_ratio_mean is None else off_ratio_mean
+            off_ratio = off_ratio / torch.where(mean == 0, torch.ones_like(mean), mean)
+        low, high = settings.off_min_clip, settings.off_max_clip
+        bounded = off_ratio if low is None and high is None else off_ratio.clamp(low, high)
         off_loss = -advantages * bounded
     prob = torch.exp(logp.detach())
     kept = mask if settings.all_max_clip is None else mask & (prob <= settings.all_max_clip)
@@ -134,19 +198,6 @@ def off_policy_ratio(
     if target_probs is None:
         return keep(shape.off_policy(logp, old, None if behavior is None else keep(behavior, off)), off)
     return keep(torch.exp(logp) / (keep(target_probs, off) + 1e-6), off)
-
-
-def _normalized(ratio: Tensor, off: Tensor, mean: Tensor | None) -> Tensor:
-    mean = masked_mean(ratio, off).detach() if mean is None else mean
-    return ratio / torch.where(mean == 0, torch.ones_like(mean), mean)
-
-
-def _clamp_off_ratio(ratio: Tensor, s: PolicyLoss) -> Tensor:
-    if s.off_max_clip is not None:
-        ratio = ratio.clamp(max=s.off_max_clip)
-    if s.off_min_clip is not None:
-        ratio = ratio.clamp(min=s.off_min_clip)
-    return ratio
 
 
 def _beyond(ratio: Tensor, bound: float | None, *, upper: bool) -> Tensor:
@@ -220,3 +271,64 @@ def compute_token_on_off_policy_loss(
 def compute_sft_pure_loss(log_prob: Tensor, eos_mask: Tensor) -> Tensor:
     """Masked mean of the negative log-likelihood; an empty mask gives 0 with a gradient of 0."""
     return masked_mean(-log_prob, eos_mask)
+
+
+Estimator = Literal["k1", "k2", "k3"]
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+
+
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, estimator: str) -> Tensor:
+    """KL(policy || reference) from the log-probs of sampled tokens, per token. k1 is unbiased and may be negative; k2
+    has low variance; k3 is unbiased and >= 0."""
+    log_ratio = log_prob - ref_log_prob
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    if estimator == "k3":
+        return torch.exp(-log_ratio) - 1 + log_ratio
+    raise ValueError(f"unknown KL estimator {estimator!r}; known: {', '.join(ESTIMATORS)}")
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Importance weights of tokens that were not drawn from the policy as the trainer computes it: a second model
+    overrides tokens, an engine's probabilities differ from the trainer's, or older weights made the rollout
+    (async.max_staleness, rollout.max_tokens_per_step). What the token was drawn with is known, so the weight of a token
+    is p_old / p_behaviour, and the expectation of weight * f is the policy's own.
+
+    ``decoupled`` (default): the ratio is p / p_old, clipped as ever, and the advantage is multiplied by the weight.
+    ``literal``: the ratio is p / p_behaviour AND the advantage is multiplied by the weight, as the note that
+    introduced the idea has it; that corrects twice, and its gradient is not the policy's.
+
+    ``level`` "token": every token has its own weight, as ratios in PPO; low variance, and a bias, since neither the
+    tokens before nor those after it are corrected. "sequence": every token has the product over its response; no
+    bias, and a variance that grows with the response's length.
+
+    ``mask``: weights outside the bounds become 0 instead of the bound, which drops their tokens from
+    the policy gradient.
+    """
+
+    clamp_min: float = 0.0
+    clamp_max: float = 10.0
+    detach: bool = True
+    literal: bool = False
+    level: Literal["token", "sequence"] = "token"
+    mask: bool = False
+
+    def weights(self, old_log_prob: Tensor, behavior_log_prob: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[R], of responses laid end to end, ``lengths`` tokens each."""
+        log_weights = old_log_prob - behavior_log_prob
+        if self.level == "sequence":
+            # A reward belongs to the whole response, so the tokens after t need their correction as those before.
+            log_weights = torch.cat([part.sum().expand_as(part) for part in log_weights.split(list(lengths))])
+        weights = log_weights.exp()
+        if self.mask:
+            weights = torch.where((weights >= self.clamp_min) & (weights <= self.clamp_max), weights, 0.0)
+        else:
+            weights = weights.clamp(self.clamp_min, self.clamp_max)
+        return weights.detach() if self.detach else weights
+
+    def ratio_base(self, old_log_prob: Tensor, behavior_log_prob: Tensor) -> Tensor:
+        """What the on-policy ratio divides by."""
+        return behavior_log_prob if self.literal else old_log_prob

@@ -1,4 +1,5 @@
-"""Problems by index: every row is checked once, in a streaming pass, and read again when it is asked for."""
+"""Problems by index: every row is checked once, in a streaming pass, and read again when it is asked for; which of
+them are there twice, and which come next."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from luffy.data.repeats import repeated, text_hash
-from luffy.data.rows import ABSENT, ReadOptions, RowView, lookup
+import numpy as np
+from numpy.typing import NDArray
+
+from luffy.data.rows import ABSENT, ReadOptions, RowView, lookup, one_of
 from luffy.data.schemas import CHATS, READERS, check_columns, detect, overlooked_trace, unknown_layout
 from luffy.data.sources import Row, RowError, RowSource, open_source
-from luffy.errors import ConfigError, DataError
-from luffy.types import Problem
+from luffy.errors import ConfigError, DataError, UserError
+from luffy.types import Message, Problem
 
 SHOWN_MESSAGES = 5
 
@@ -42,11 +45,12 @@ class ProblemDataset:
     ) -> None:
         self.source = source
         self._schema = _checked_schema(schema, columns)
-        self._bad_rows = _checked_bad_rows(bad_rows)
-        self._limit = _checked_limit(limit)
-        self._options = ReadOptions(
-            require_answer, require_traces, strip_calculator, dict(columns or {}), _checked_turns(turns)
-        )
+        self._bad_rows = one_of("data.bad_rows", bad_rows, ("error", "skip"))
+        if limit is not None and limit < 1:
+            raise ConfigError(f"data.limit={limit} leaves no problem; give 1 or more, or leave it out")
+        self._limit = limit
+        one_of("data.turns", turns, ("last", "all"))
+        self._options = ReadOptions(require_answer, require_traces, strip_calculator, dict(columns or {}), turns)
         self._schema_of_part: dict[int, str] = {}
         self.skipped: Counter[str] = Counter()
         self.messages: list[str] = []
@@ -182,8 +186,7 @@ def _absent(columns: Mapping[str, str], row: Row) -> dict[str, str]:
 
 
 def _checked_schema(schema: str, columns: Mapping[str, str] | None) -> str:
-    if schema not in ("auto", *READERS):
-        raise ConfigError(f"data.format={schema!r} is unknown; known: auto, {', '.join(READERS)}")
+    one_of("data.format", schema, ("auto", *READERS))
     if columns and schema not in ("auto", "columns"):
         raise ConfigError(f"data.columns and data.format={schema!r} contradict each other; drop one of them")
     if schema == "columns" or columns:
@@ -192,19 +195,104 @@ def _checked_schema(schema: str, columns: Mapping[str, str] | None) -> str:
     return schema
 
 
-def _checked_turns(turns: str) -> str:
-    if turns not in ("last", "all"):
-        raise ConfigError(f"data.turns={turns!r} is unknown; known: last, all")
-    return turns
+def text_hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def _checked_bad_rows(bad_rows: str) -> str:
-    if bad_rows not in ("error", "skip"):
-        raise ConfigError(f"data.bad_rows={bad_rows!r} is unknown; known: error, skip")
-    return bad_rows
+def prompt_hash(prompt: str | tuple[Message, ...]) -> int:
+    """The same for prompts that differ in whitespace alone; a question is the same as a chat of it alone."""
+    chat = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+    return text_hash("\n".join(f"{turn.role}: {' '.join(turn.content.split())}{_calls(turn)}" for turn in chat))
 
 
-def _checked_limit(limit: int | None) -> int | None:
-    if limit is not None and limit < 1:
-        raise ConfigError(f"data.limit={limit} leaves no problem; give 1 or more, or leave it out")
-    return limit
+def _calls(turn: Message) -> str:
+    return "".join(f" {call.name}({call.arguments})" for call in turn.tool_calls)
+
+
+def repeated(hashes: array[int]) -> list[tuple[int, int]]:
+    """Places of the problems that repeat an earlier one, each with the place of the first of its kind."""
+    keys = np.asarray(hashes, dtype=np.uint64)
+    _, first, kind = np.unique(keys, return_index=True, return_inverse=True)
+    earlier = first[kind]
+    places = np.flatnonzero(earlier < np.arange(len(keys)))
+    return list(zip(places.tolist(), earlier[places].tolist(), strict=True))
+
+
+def shared(hashes: array[int], others: array[int]) -> list[tuple[int, int]]:
+    """Places of ``hashes`` that are among ``others`` too, each with its first place there."""
+    wanted = np.asarray(hashes, dtype=np.uint64)
+    known, first = np.unique(np.asarray(others, dtype=np.uint64), return_index=True)
+    found = np.flatnonzero(np.isin(wanted, known))
+    return list(zip(found.tolist(), first[np.searchsorted(known, wanted[found])].tolist(), strict=True))
+
+
+class ProblemSampler:
+    """Indices ``0..size-1`` in a new order every epoch, without end.
+
+    Every epoch uses every index once; a batch that reaches the end of an epoch goes on in the next. ``epoch``
+    counts finished epochs.
+    """
+
+    def __init__(self, size: int, seed: int) -> None:
+        if size < 1:
+            raise ConfigError(f"a sampler over {size} problems has nothing to draw; check the dataset and its filters")
+        self.size = size
+        self.seed = seed
+        self.epoch = 0
+        self._position = 0
+        self._order = epoch_order(size, seed, 0)
+
+    def next(self, k: int) -> list[int]:
+        """The next ``k`` indices."""
+        if k < 0:
+            raise ValueError(f"cannot draw {k} problems")
+        drawn: list[int] = []
+        while len(drawn) < k:
+            stop = min(self.size, self._position + k - len(drawn))
+            drawn.extend(self._order[self._position : stop].tolist())
+            self._move(self.epoch, stop)
+        return drawn
+
+    def _move(self, epoch: int, position: int) -> None:
+        if position == self.size:
+            epoch, position = epoch + 1, 0
+        if epoch != self.epoch:
+            self._order = epoch_order(self.size, self.seed, epoch)
+        self.epoch, self._position = epoch, position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"size": self.size, "seed": self.seed, "epoch": self.epoch, "position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        missing = {"size", "seed", "epoch", "position"} - state.keys()
+        if missing:
+            raise UserError(
+                f"sampler state lacks {', '.join(sorted(missing))}; the checkpoint is damaged, take another"
+            )
+        self._check_same(state, "size", "the dataset changed; resume with the data the run began with")
+        self._check_same(state, "seed", "resume with the seed the run began with")
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position < self.size:
+            raise UserError(
+                f"sampler state has epoch {epoch} and position {position} of {self.size} problems; "
+                "the checkpoint is damaged, take another"
+            )
+        self._move(epoch, position)
+
+    def _check_same(self, state: Mapping[str, Any], key: str, advice: str) -> None:
+        if state[key] != getattr(self, key):
+            raise UserError(f"sampler state has {key} {state[key]}, this run has {getattr(self, key)}; {advice}")
+
+
+def epoch_order(size: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A permutation of ``range(size)``, a pure function of its arguments.
+
+    Sorts indices by a 64-bit mix (the splitmix64 finaliser, one to one, so no ties). Library shuffles may change
+    between versions, and a resumed run would then repeat some problems and miss others.
+    """
+    start = int.from_bytes(hashlib.sha256(f"{seed}:{epoch}".encode()).digest()[:8], "little")
+    keys = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(start)
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    keys ^= keys >> np.uint64(31)
+    return np.argsort(keys).astype(np.int64, copy=False)

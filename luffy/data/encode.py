@@ -8,39 +8,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from luffy.data.prompts import (
-    CLOCK,
-    PAPER_SYSTEM_PROMPT,
-    QUESTION_LINE,
-    SOLUTION,
-    PromptStyle,
-    PromptWriter,
-    one_of,
-    resolve_style,
-    tokenizer_name,
-    where,
-    with_hint,
-    with_system_prompt,
-    with_text,
-)
-from luffy.data.repeats import prompt_hash
-from luffy.data.special_tokens import MARK, OPEN
-from luffy.data.traces import TraceEncoder, too_long, trace_text, without_open_think
+from luffy.data.dataset import prompt_hash
+from luffy.data.prompts import CLOCK, MARK, OPEN, PromptWriter, tokenizer_name, where, with_text
+from luffy.data.rows import one_of
+from luffy.data.traces import TraceEncoder, too_long, trace_text
 from luffy.errors import ConfigError, DataError
 from luffy.types import NO_LIMIT, Message, Problem, Task
-
-__all__ = [
-    "PAPER_SYSTEM_PROMPT",
-    "QUESTION_LINE",
-    "SOLUTION",
-    "Encoder",
-    "PromptStyle",
-    "resolve_style",
-    "where",
-    "with_hint",
-    "with_system_prompt",
-    "without_open_think",
-]
 
 READ_AT_ONCE = 256  # problems whose texts the tokenizer gets in one call
 

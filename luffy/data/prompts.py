@@ -4,19 +4,183 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from datetime import date as Date
 from enum import StrEnum
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from luffy.data.rows import ROW_KEY
-from luffy.data.special_tokens import SpecialTokens, without_marks
-from luffy.data.turns import Row, TurnWriter, template_rows
+from luffy.data.rows import ROW_KEY, one_of
 from luffy.errors import ConfigError, DataError
-from luffy.types import THINK, Message, Problem, opens_thought
+from luffy.types import END_THINK, THINK, Message, Problem, ToolCall, opens_thought
+
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # code points that no text has: around the id of a token that is to be read as text
+MARK = re.compile(f"{OPEN}([0-9]+){CLOSE}")
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer: ``texts`` by id and ``ids`` by text.
+
+    Those that mark a thought are left out: traces spell them out. ``knows_thoughts``: the tokenizer has tokens for
+    them; ``hides_thoughts``: they are special, so that a decoded response does not show them.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        known = {token: str(added) for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+        found = {token: text for token, text in (known | dict(named)).items() if token is not None and text}
+        self.knows_thoughts = THINK in map(str, tokenizer.added_tokens_decoder.values())
+        self.hides_thoughts = END_THINK in found.values()
+        self.texts = {token: text for token, text in found.items() if text not in (THINK, END_THINK)}
+        self.ids = {text: token for token, text in self.texts.items()}
+        self._first_letters = {text[0] for text in self.ids}
+
+    @cached_property
+    def spelled(self) -> re.Pattern[str]:
+        """Matches any special token that is spelled out."""
+        longest_first = sorted(self.ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def mark(self, text: str) -> str:
+        """``text`` with a mark in place of every special token that is spelled out in it."""
+        text = without_marks(text)
+        if not any(first in text for first in self._first_letters):
+            return text
+        return self.spelled.sub(lambda found: f"{OPEN}{self.ids[found[0]]}{CLOSE}", text)
+
+    def without_end(self, text: str, eos_ids: Sequence[int]) -> str:
+        """``text`` without the end tokens that are spelled out at its end."""
+        ends = [re.escape(self.texts[token]) for token in eos_ids if token in self.texts]
+        return re.sub(rf"(?:(?:{'|'.join(ends)})\s*)+\Z", "", text) if ends else text
+
+
+def without_marks(text: str) -> str:
+    """A user's text cannot carry marks of ours."""
+    return text.replace(OPEN, "\ufffd") if OPEN in text else text
+
+
+QUESTION = Message("user", "A question.")
+ANSWER = f"{OPEN}answer{CLOSE}"
+"""Stands for the text of an assistant turn: no other text has it, and it is cut away before texts are tokenised."""
+OTHER_TEMPLATE = "give another chat template (data.chat_template)"
+OPENED = re.compile(rf"{THINK}\s*\Z")
+Row = dict[str, Any]
+
+
+def template_rows(chat: Sequence[Message], mark: Callable[[str], str]) -> list[Row]:
+    """The messages as chat templates take them, their texts through ``mark``. Calls get ids of nine characters, which
+    Mistral's templates demand, the same in every turn; results take those of the calls before them, in order."""
+    rows, waiting = [], [_call_id(0)]
+    for message in chat:
+        row: Row = {"role": message.role, "content": mark(message.content)}
+        if message.tool_calls:
+            waiting = [_call_id(place) for place in range(len(message.tool_calls))]
+            named = zip(message.tool_calls, waiting, strict=True)
+            row["tool_calls"] = [_call_row(call, name, mark) for call, name in named]
+        if message.name:
+            row["name"] = mark(message.name)
+        if message.role == "tool":
+            row["tool_call_id"] = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        rows.append(row)
+    return rows
+
+
+def _call_id(place: int) -> str:
+    return f"call{place:05}"
+
+
+def _call_row(call: ToolCall, name: str, mark: Callable[[str], str]) -> Row:
+    arguments = {key: _marked(value, mark) for key, value in call.arguments.items()}
+    return {"id": name, "type": "function", "function": {"name": mark(call.name), "arguments": arguments}}
+
+
+def _marked(value: Any, mark: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return mark(value)
+    if isinstance(value, Mapping):
+        return {mark(key): _marked(inner, mark) for key, inner in value.items()}
+    return [_marked(inner, mark) for inner in value] if isinstance(value, list | tuple) else value
+
+
+class Turn(NamedTuple):
+    """An assistant turn: its text without the end token, and that token. ``left_out``: the template has no place for a
+    text next to the calls."""
+
+    text: str
+    end: str
+    left_out: bool
+
+
+class TurnWriter:
+    """Writes single turns, without the chat around them. ``render(rows, opens)`` applies the chat template and, if
+    ``opens``, begins the next assistant turn. ``ends``: texts of the tokens that end a turn."""
+
+    def __init__(self, render: Callable[[list[Row], bool], str], special: SpecialTokens, ends: Sequence[str]) -> None:
+        self._render, self._special = render, special
+        longest_first = sorted(ends, key=len, reverse=True)
+        self._ends = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._shown: set[str] = set()  # roles whose messages the template is known to write
+
+    def reply(self, messages: Sequence[Message]) -> str:
+        """What the messages add behind an assistant turn: from its end token to the beginning of the next one. Special
+        tokens that the messages spell out are marked."""
+        for role in {message.role for message in messages} - self._shown:
+            if ANSWER not in self._behind_answer([Message(role, ANSWER, name="tool" if role == "tool" else "")]):
+                raise ConfigError(f"the chat template leaves out messages of the role {role!r}; {OTHER_TEMPLATE}")
+            self._shown.add(role)
+        return self._behind_answer(messages)
+
+    def _behind_answer(self, messages: Sequence[Message]) -> str:
+        text = self._with_answer(messages)
+        place = text.find(ANSWER)
+        end = self._ends.search(text, place)
+        if place < 0 or end is None:
+            what = "rewrites the turns before" if place < 0 else "ends an assistant turn with no special token before"
+            raise ConfigError(f"the chat template {what} an environment's answer; {OTHER_TEMPLATE}")
+        return text[end.start() :]
+
+    def _with_answer(self, messages: Sequence[Message]) -> str:
+        """A chat with an answer and the messages behind it. Results need calls: as many, or one if the template takes
+        no more."""
+        results = [message.name or "tool" for message in messages if message.role == "tool"]
+        refused: TemplateError | None = None
+        for count in sorted({len(results), min(len(results), 1)}, reverse=True):
+            calls = tuple(ToolCall(name, {"text": ANSWER}) for name in results[:count])
+            chat = (QUESTION, Message("assistant", ANSWER, calls), *messages)
+            try:
+                return self._render(template_rows(chat, self._marked), True)
+            except TemplateError as error:
+                refused = error
+        roles = ", ".join(dict.fromkeys(message.role for message in messages))
+        remedy = f"let the environment answer as the user, or {OTHER_TEMPLATE}" if results else OTHER_TEMPLATE
+        raise ConfigError(
+            f"the chat template refuses an answer of {roles} behind an assistant turn ({refused}); {remedy}"
+        )
+
+    def calls(self, content: str, calls: Sequence[ToolCall], mark: Callable[[str], str]) -> Turn:
+        """An assistant turn with calls in the model's own format. May raise the template's error."""
+        turn = Message("assistant", ANSWER if content else "", tuple(calls))
+        results = [Message("tool", "A result.", name=call.name) for call in calls]
+        rows = template_rows((QUESTION, turn, *results), lambda text: text if text == ANSWER else mark(text))
+        text, header = self._render(rows, False), OPENED.sub("", self._header())
+        end = self._ends.search(text, len(header))
+        if not text.startswith(header) or end is None:
+            raise ConfigError(f"the chat template begins or ends a turn with tool calls otherwise; {OTHER_TEMPLATE}")
+        body = text[len(header) : end.start()]
+        _, shown, behind = body.partition(ANSWER)
+        return Turn(content + behind if shown else body, end[0], bool(content) and not shown)
+
+    def _header(self) -> str:
+        return self._render(template_rows([QUESTION], self._marked), True)
+
+    def _marked(self, text: str) -> str:
+        return text if text == ANSWER else self._special.mark(text)
+
 
 CLOCK = "strftime_now"  # chat templates call it to get the date
 
@@ -221,23 +385,10 @@ def with_text(problem: Problem, text: str) -> Problem:
 
 def _with_text_arguments(row: Row) -> Row:
     """The row with the arguments of its calls as JSON text."""
-    calls = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in row.get("tool_calls", ())
-    ]
-    return {**row, "tool_calls": calls} if calls else row
-
-
-def one_of(knob: str, value: str, known: Sequence[str]) -> str:
-    if value not in known:
-        raise ConfigError(f"{knob}={value!r} is unknown; known: {', '.join(known)}")
-    return value
+    row = deepcopy(row)
+    for call in row.get("tool_calls", ()):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return row
 
 
 def _template_text(chat_template: str | None) -> str | None:

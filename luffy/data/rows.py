@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from luffy.data.sources import FIX_OR_SKIP, RowError, shown
+from luffy.errors import ConfigError
 
 ROW_KEY = "__row__"
 """Key of ``Problem.meta`` that holds ``file:row``, so that later errors can name the row."""
@@ -86,3 +87,10 @@ def none_if_blank(value: Any) -> Any:
 
 def is_blank(value: Any) -> bool:
     return isinstance(value, str) and not value.strip()
+
+
+def one_of(knob: str, value: str, known: Sequence[str]) -> str:
+    """``value``, or a ConfigError if it is none of the known ones."""
+    if value not in known:
+        raise ConfigError(f"{knob}={value!r} is unknown; known: {', '.join(known)}")
+    return value

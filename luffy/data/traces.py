@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from luffy.data.prompts import PromptWriter, tokenizer_name, where
+from luffy.data.prompts import OPEN, PromptWriter, tokenizer_name, where, without_marks
 from luffy.data.rows import log_prob_fault
-from luffy.data.special_tokens import OPEN, without_marks
 from luffy.errors import ConfigError, DataError
 from luffy.types import NO_LIMIT, THINK, Demonstration, Message, Problem, Trace
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from luffy.config import ParallelConfig
+from luffy.config.knobs import ParallelConfig
 from luffy.errors import ConfigError
 from luffy.models.load import DTYPES, DtypeName
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from luffy.config import Config, LoraConfig
+from luffy.config import Config
+from luffy.config.knobs import LoraConfig
 from luffy.dry_run.memory import GIB, Estimate, planned_sample
 from luffy.dry_run.models import OtherModels, bare_model, model_of_config, model_shape
 from luffy.dry_run.place import Place

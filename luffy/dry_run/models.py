@@ -19,9 +19,8 @@ from luffy.errors import UserError
 from luffy.learn.policy import Policy
 from luffy.learn.teacher import check_tokenizer
 from luffy.models.forward import use_luffy_attention
-from luffy.models.load import load_tokenizer, model_folder, read_model_config
+from luffy.models.load import check_fits, check_same_tokenizer, load_tokenizer, model_folder, read_model_config
 from luffy.models.plain import choose_path
-from luffy.models.same_tokens import check_fits, check_same_tokenizer
 from luffy.rollout.native import NativeEngine
 from luffy.train import setup
 from luffy.train.weights import add_adapters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from luffy.learn.packing import pack
 from luffy.learn.scorer import TokenScorer
 from luffy.models.forward import key_value_shape
 from luffy.models.load import DTYPES, slow_dtype
-from luffy.models.machine import memory_of_machine
+from luffy.models.machine import Machine, memory_of_machine, timed
 from luffy.models.plain import choose_path
 from luffy.rollout import NativeEngine
 from luffy.types import Request, Sample
@@ -151,21 +150,9 @@ def step_plan(cfg: Config, work: Work, requests: Sequence[Request], share: float
 
 def this_gpu() -> cost.Gpu:
     """This machine's GPU: the measured rates of a large product and of a copy; the rest as in the cost model."""
-    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    block = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
-
-    def run(work: Callable[[], object]) -> float:
-        def whole() -> None:
-            work()
-            torch.cuda.synchronize()
-
-        whole()
-        return _seconds(whole)
-
-    flops = 2 * 8192**3 / run(lambda: matrix @ matrix)
-    bandwidth = 2 * block.numel() / run(block.clone)
+    here = Machine.measure(torch.device("cuda"), torch.bfloat16)
     _, total = torch.cuda.mem_get_info()
-    return replace(cost.Gpu(), flops=flops, memory_bandwidth=bandwidth, memory=float(total))
+    return replace(cost.Gpu(), flops=here.flops, memory_bandwidth=here.bandwidth, memory=float(total))
 
 
 # ---- on a CPU
@@ -278,9 +265,4 @@ def _samples(work: Work, tokens: int) -> list[Sample]:
 
 def _seconds(work: Callable[[], object]) -> float:
     """The better of two."""
-    best = math.inf
-    for _ in range(2):
-        started = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - started)
-    return best
+    return min(timed(work, torch.device("cpu")) for _ in range(2))

@@ -10,8 +10,8 @@ from luffy.dry_run.memory import SIZES, Estimate, Work, passes_of, planned_sampl
 from luffy.dry_run.models import ModelShape, OtherModels, parameters_of
 from luffy.dry_run.place import Place
 from luffy.models.forward import text_config
-from luffy.step.batch import mini_batches
 from luffy.step.crediting import needed_log_probs
+from luffy.step.run_state import mini_batches
 from luffy.types import Episode, Sample, Task
 
 

@@ -37,7 +37,7 @@ class Spec:
 
 # How to make the files of a suite, for the error that says that they are not there.
 GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/test.jsonl"
-MAKE_BENCHMARKS = "make them: luffy prepare benchmarks LUFFY/data --out {folder} (docs/paper.md, Model and data)"
+MAKE_BENCHMARKS = "make them: luffy prepare benchmarks LUFFY/data --out {folder} (studies/paper/README.md)"
 HOW_TO_MAKE = {
     "math6": MAKE_BENCHMARKS,
     "ood": MAKE_BENCHMARKS,

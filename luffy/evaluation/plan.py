@@ -9,7 +9,7 @@ from pathlib import Path
 
 from luffy.config import EnvironmentConfig, RewardConfig
 from luffy.data import Encoder
-from luffy.data.encode import where
+from luffy.data.prompts import where
 from luffy.errors import UserError
 from luffy.evaluation.benchmarks import Suite
 from luffy.evaluation.engines import default_slots, model_identity

@@ -9,7 +9,7 @@ from typing import Any
 from luffy.config import EnvironmentConfig
 from luffy.conversations import Conversations, conversations_of, played, tools_of
 from luffy.data import Encoder
-from luffy.data.encode import resolve_style
+from luffy.data.prompts import resolve_style
 from luffy.evaluation import plan
 from luffy.evaluation.benchmarks import Suite
 from luffy.evaluation.engines import LoadedModel

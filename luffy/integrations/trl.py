@@ -25,10 +25,8 @@ import torch
 from torch import Tensor
 
 from luffy.core.advantages import group_advantages
-from luffy.core.kl import kl_penalty
-from luffy.core.losses import LossTerms, PolicyLoss, policy_loss_terms
-from luffy.core.masked import keep
-from luffy.core.reduce import Counts, token_weights
+from luffy.core.losses import LossTerms, PolicyLoss, kl_penalty, policy_loss_terms
+from luffy.core.reduce import Counts, keep, token_weights
 from luffy.core.shaping import Shape
 from luffy.data.encode import Encoder
 from luffy.errors import ConfigError, DataError, how_to_install

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from luffy.core.advantages import compute_grpo_outcome_advantage_split
 from luffy.core.losses import LossTerms, PolicyLoss, policy_loss_terms
-from luffy.core.masked import masked_mean
+from luffy.core.reduce import masked_mean
 from luffy.core.shaping import Shape
 from luffy.errors import ConfigError
 

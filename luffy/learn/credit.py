@@ -25,7 +25,7 @@ from torch import Tensor
 from luffy.config import AlgorithmConfig
 from luffy.config.parts import BASELINES, CREDIT, CreditFunction, Need
 from luffy.core.advantages import group_advantages, group_spread
-from luffy.core.kl import kl_penalty
+from luffy.core.losses import kl_penalty
 from luffy.errors import UserError
 from luffy.metrics import Mean, Metric, spread
 from luffy.registry import NoSettings

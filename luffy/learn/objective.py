@@ -9,6 +9,7 @@ with c, ``algorithm.sft_anchor``, is that of whole distributions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,15 +17,61 @@ from torch import Tensor
 
 from luffy.config import Config
 from luffy.config.parts import SFT_WEIGHTS
-from luffy.core.importance import Importance
-from luffy.core.kl import kl_penalty
-from luffy.core.losses import LossTerms, PolicyLoss, off_policy_ratio, policy_loss_terms
-from luffy.core.masked import keep, masked_mean
+from luffy.core.losses import Importance, LossTerms, PolicyLoss, kl_penalty, off_policy_ratio, policy_loss_terms
+from luffy.core.reduce import keep, masked_mean, response_means
 from luffy.core.shaping import Shape, log_prob_slope
-from luffy.learn.sft_weights import SftTokens
 from luffy.metrics import EffectiveShare, Max, Mean, OnDevice, Sum
-from luffy.schema import Chosen
+from luffy.schema import Chosen, knob
 from luffy.types import MicroBatch
+
+
+@dataclass(frozen=True, eq=False)
+class SftTokens:
+    """Response tokens of a micro-batch, [R], as a weight of the SFT term (``algorithm.sft_weight``) sees them, which
+    returns a factor of each token's loss, without a gradient. Log-probs of now, those in the SFT term (``counted``),
+    and where the weight needs them log-probs under the reference model and entropies of the likeliest tokens, in 0 to
+    1. ``lengths`` of the responses sum to R."""
+
+    log_prob: Tensor
+    counted: Tensor
+    lengths: Sequence[int]
+    ref: Tensor | None = None
+    top_entropy: Tensor | None = None
+
+
+@SFT_WEIGHTS.register("none")
+def none(tokens: SftTokens) -> Tensor:
+    """1 everywhere."""
+    return torch.ones_like(tokens.log_prob)
+
+
+@dataclass(frozen=True)
+class Eaft:
+    top: int = knob(20, "likeliest tokens whose entropy counts", ge=2)
+
+
+@SFT_WEIGHTS.register("eaft", settings=Eaft)
+def eaft(tokens: SftTokens, settings: Eaft) -> Tensor:
+    """EAFT (arXiv 2601.02151), tokens at which the policy is certain count less: the entropy of the ``top`` likeliest
+    tokens, renormalised, over log ``top``: 0 if the policy is certain."""
+    assert tokens.top_entropy is not None
+    return tokens.top_entropy
+
+
+@dataclass(frozen=True)
+class IwSft:
+    power: float = knob(1.0, "exponent of the ratio", ge=0)
+    cap: float = knob(16.0, "largest weight", gt=0)
+
+
+@SFT_WEIGHTS.register("iw_sft", settings=IwSft, needs_reference=True)
+def iw_sft(tokens: SftTokens, settings: IwSft) -> Tensor:
+    """iw-SFT (arXiv 2507.12856), traces that the policy has come to prefer over the reference count more:
+    min((p / p_ref)^power, cap) of a whole trace, p / p_ref the geometric mean over its tokens."""
+    assert tokens.ref is not None
+    log_ratio = response_means(tokens.log_prob - tokens.ref, tokens.counted, tokens.lengths)
+    return torch.exp(settings.power * log_ratio).clamp(max=settings.cap)
+
 
 Stats = dict[str, OnDevice]
 PLAIN_SFT = Shape("logp")

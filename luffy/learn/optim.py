@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from luffy.config import OptimConfig
+from luffy.config.knobs import OptimConfig
 from luffy.core.gradient_sums import GradientSum
 from luffy.distributed.shard import whole
 from luffy.errors import UserError

@@ -86,13 +86,12 @@ def pack(
     budget: int,
     reduction: str | None,
     max_response_tokens: int,
-    whole: Denominators | None = None,
     share: bool = True,
 ) -> MicroBatches:
     """Micro-batches of one mini-batch. Denominators are counted over all of it, so that the sum of the
-    micro-batch losses is the mini-batch loss however it was cut; ``whole`` are those over all processes. Without a
-    ``reduction`` the weights stay the samples' own."""
-    return pack_bins(samples, cut(samples, budget, share), reduction, max_response_tokens, whole)
+    micro-batch losses is the mini-batch loss however it was cut. Without a ``reduction`` the weights stay the samples'
+    own."""
+    return pack_bins(samples, cut(samples, budget, share), reduction, max_response_tokens)
 
 
 def pack_bins(
@@ -102,7 +101,7 @@ def pack_bins(
     max_response_tokens: int,
     whole: Denominators | None = None,
 ) -> MicroBatches:
-    """``pack``, of samples that were cut before."""
+    """``pack``, of samples that were cut before; ``whole``: the denominators over all processes."""
     if reduction is None:
         reduction, whole = "token-mean", (Counts(1, 1), Counts(1, 1))
     of_rl, of_sft = denominators(samples) if whole is None else whole

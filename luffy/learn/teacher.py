@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 
 from luffy.config import Config, TeacherConfig
 from luffy.data import Encoder
-from luffy.data.encode import with_hint
+from luffy.data.prompts import with_hint
 from luffy.errors import UserError
 from luffy.learn.credit import uncredited
 from luffy.learn.policy import Policy
 from luffy.models.forward import causal_lm, max_positions
-from luffy.models.load import DtypeName, decode, load_model, load_tokenizer
-from luffy.models.same_tokens import check_fits, check_same_tokenizer
+from luffy.models.load import DtypeName, check_fits, check_same_tokenizer, decode, load_model, load_tokenizer
 from luffy.rollout.vllm.frozen_servers import ScoringServers
 from luffy.rollout.vllm.http_client import VLLM_SLOTS, Server, key_from
 from luffy.types import Group, Sample

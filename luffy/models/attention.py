@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from luffy.errors import UserError
-from luffy.models.flash import flash_kernel, heads_of
-from luffy.models.reach import Reach, bounds_of
+from luffy.models.flash import Reach, bounds_of, flash_kernel, heads_of
 from luffy.types import to_device
 
 try:
@@ -179,44 +178,14 @@ class PackedLayout:
         return self._bands[window]
 
 
-class DecodeLayout:
-    """One new token for each of the first B slots; token i stands at ``positions[i]`` of slot i.
-
-    ``span`` is how many cached positions are looked at: at least the longest sequence, new token
-    included. Query heads that share a key head become rows of one small matrix, so keys and values
-    are read in place and never repeated.
-    """
-
-    def __init__(self, store: KVStore, positions: Tensor, span: int) -> None:
-        self.calls = 0
-        self.span = span
-        self.positions = positions
-        self._store = store
-        self._slots = torch.arange(len(positions), device=positions.device)
-        self._masks: dict[int | None, Tensor] = {}
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        rows, heads, dim = query.shape
-        self._store.write(layer, key, value, self._slots, self.positions)
-        keys, values = self._store.read(layer, rows, self.span)
-        grouped = query.reshape(rows, keys.shape[1], -1, dim)
-        mask = self._mask(window).expand(-1, -1, grouped.shape[2], -1)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-        return out.reshape(rows, heads, dim)
-
-    def _mask(self, window: int | None) -> Tensor:
-        """[B, 1, 1, span] bool: the cached positions each new token sees."""
-        if window not in self._masks:
-            self._masks[window] = _seen(self.positions, self.span, window)[:, None, None, :]
-        return self._masks[window]
-
-
 class ExtendLayout:
     """``k`` new tokens for each of the first B slots, on top of what the slots hold: token (i, j) stands
     at ``positions[i, j]`` of slot i and sees the cache up to itself, its own neighbours included.
 
-    Tokens come flat, slot by slot. Whatever the cache held at these positions or after them is
-    overwritten or not looked at, so taking tokens back needs no work: the next ones replace them.
+    ``span`` is how many cached positions are looked at: at least the longest sequence, new tokens included. Tokens
+    come flat, slot by slot. Whatever the cache held at these positions or after them is overwritten or not looked at,
+    so taking tokens back needs no work: the next ones replace them. Query heads that share a key head become rows of
+    one small matrix, so keys and values are read in place and never repeated.
     """
 
     def __init__(self, store: KVStore, positions: Tensor, span: int) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from luffy.data import Encoder, ProblemDataset, load_problems
-from luffy.data.encode import resolve_style
-from luffy.data.repeats import prompt_hash, repeated, shared
+from luffy.data.dataset import prompt_hash, repeated, shared
+from luffy.data.prompts import resolve_style
 from luffy.data.rows import ROW_KEY
 from luffy.data.schemas import without_traces
 from luffy.evaluation.accuracy import SUCCESS

@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from luffy.data.turns import template_rows
+from luffy.data.prompts import template_rows
 from luffy.errors import UserError
 from luffy.prepare.journal import whole_text
 from luffy.types import Message

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from luffy.config import EnvironmentConfig
 from luffy.conversations import Conversations, conversations_of, played, tools_of
 from luffy.data import Encoder
-from luffy.data.encode import resolve_style, with_system_prompt
+from luffy.data.prompts import resolve_style, with_system_prompt
 from luffy.errors import DataError, UserError
 from luffy.guidance.plan import unwritten
 from luffy.prepare.endpoint import Endpoint, Refused, Reply

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from luffy.data import ProblemDataset, load_problems
-from luffy.data.encode import where
+from luffy.data.prompts import where
 from luffy.errors import UserError
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.background_work import BackgroundWork

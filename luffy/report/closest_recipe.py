@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from luffy.config import Config, build, built_in_recipes, read_recipe
+from luffy.config import Config, built_in_recipes, read_recipe
 from luffy.config.knobs import Knobs
 from luffy.config.legacy import PARTS
 from luffy.run_folder.runs import flat_config
+from luffy.schema import build
 
 # The knobs that make a method; the others say how large a training is, or where it runs.
 SECTIONS = ("algorithm.", "guidance.", "teacher.", "replay.", "sft_steps.", "rollout.offpolicy_guidance.")

@@ -7,8 +7,7 @@ from dataclasses import replace
 from luffy.config import Config
 from luffy.learn.credit import ScoredTokens, credit, credit_metrics, needs_of, uncredited
 from luffy.metrics import Sum
-from luffy.step.batch import StepBatch
-from luffy.step.run_state import Run
+from luffy.step.run_state import Run, StepBatch
 from luffy.types import Sample
 
 

@@ -19,11 +19,8 @@ from luffy.data import ProblemSampler
 from luffy.distributed.share import expected_tokens, share_out
 from luffy.guidance import Planner, choose, given
 from luffy.metrics import Max, Mean, Metric, merge_metrics, spread
-from luffy.step.batch import Draw, StepBatch
-from luffy.step.in_flight import InFlight
-from luffy.step.memory import MethodMemory
-from luffy.step.replay import Attempt, Success, least_entropy
-from luffy.step.run_state import Run
+from luffy.step.memory import Attempt, InFlight, MethodMemory, Success, least_entropy
+from luffy.step.run_state import Draw, Run, StepBatch
 from luffy.step.tasks import TaskSet
 from luffy.types import Author, Demonstration, Episode, Group, Sample, Task
 

@@ -10,16 +10,289 @@ It is the same on every rank, and in the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from luffy.config import Config
+from luffy.config.knobs import ReplayConfig
 from luffy.data import ProblemSampler
+from luffy.guidance import Planner
+from luffy.guidance.plan import appended
 from luffy.seeds import seed_of
-from luffy.step.in_flight import InFlight, problems_of, state_of
-from luffy.step.replay import Attempt, Replay
+from luffy.types import Author, Demonstration, Episode, Finish, Task
+
+
+@dataclass(frozen=True, eq=False)
+class Success:
+    """A response of the policy's own that solved its problem: the log-probs it was drawn with, the step of that, and
+    which tokens an environment wrote (None: none of them)."""
+
+    token_ids: Tensor  # [T] int32
+    log_probs: Tensor  # [T] float32
+    step: int
+    replies: Tensor | None = None  # [T] bool
+
+    @property
+    def as_trace(self) -> Demonstration:
+        """The response as a trace, to be replayed as one."""
+        spans = () if self.replies is None else tuple(_spans(self.replies))
+        return Demonstration(tuple(self.token_ids.tolist()), tuple(self.log_probs.tolist()), spans)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What the policy made of one problem in a step: ``fresh`` responses, those that solved it, and whether an earlier
+    one was replayed beside them, which had solved it."""
+
+    row: int
+    fresh: int
+    successes: tuple[Success, ...] = ()
+    replayed: bool = False
+    lesson: int | None = None  # number of the trace to learn from, where every fresh response failed
+
+    @property
+    def samples(self) -> int:
+        return self.fresh + self.replayed
+
+    @property
+    def solved(self) -> int:
+        return len(self.successes) + self.replayed
+
+
+@dataclass
+class Remembered:
+    """A problem in the replay: how many of its samples solved it last time, and its responses, the oldest first."""
+
+    solved: int
+    successes: list[Success] = field(default_factory=list)
+
+
+class Replay:
+    """Solved responses of the policy's own that later steps learn from again (ExGRPO): problems by their row in the
+    data, the one whose last success is longest ago first.
+
+    Nothing is remembered until the replay has begun. From then on a problem enters with those of its responses that
+    solved it, unless all or none did; one that is solved by all of them retires for good. A step draws problems by how
+    many of their samples solved them last time: most of all those that half of them did.
+    """
+
+    def __init__(self, cfg: ReplayConfig, n: int) -> None:
+        self.cfg, self.n = cfg, n
+        self.begun = False
+        self.retired: set[int] = set()
+        self.problems: dict[int, Remembered] = {}
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def draw(self, count: int, key: str) -> list[int]:
+        """Rows of ``count`` different problems, or of all there are. ``key`` is the seed: one of the bucket, in which
+        problems have equally many solved samples k, by the weight N(k; n/2, 1), then one of the problem in it."""
+        buckets: dict[int, list[int]] = {}
+        for row, remembered in sorted(self.problems.items()):
+            buckets.setdefault(remembered.solved, []).append(row)
+        chance = random.Random(f"replay:{key}")
+        drawn: list[int] = []
+        while buckets and len(drawn) < count:
+            solved = sorted(buckets)
+            weights = [bucket_weight(k, self.n) for k in solved]
+            (k,) = chance.choices(solved, weights if any(weights) else None)  # far from n/2 all round to 0
+            drawn.append(buckets[k].pop(chance.randrange(len(buckets[k]))))
+            if not buckets[k]:
+                del buckets[k]
+        return drawn
+
+    def remember(self, attempts: Iterable[Attempt]) -> None:
+        """Take in what a step found, of all ranks and in the order of the step. The replay begins when more than
+        ``replay.start`` of the fresh samples of a step are right; that step itself is not remembered."""
+        attempts = list(attempts)
+        fresh = sum(a.fresh for a in attempts)
+        if not self.begun:
+            self.begun = fresh > 0 and sum(len(a.successes) for a in attempts) > self.cfg.start * fresh
+            return
+        for attempt in attempts:
+            self._take_in(attempt)
+        while len(self.problems) > self.cfg.problems:
+            del self.problems[next(iter(self.problems))]
+
+    def _take_in(self, attempt: Attempt) -> None:
+        if attempt.solved == 0 or attempt.row in self.retired:
+            return
+        known = self.problems.pop(attempt.row, Remembered(0)).successes
+        if attempt.solved == attempt.samples:
+            self.retired.add(attempt.row)
+            return
+        for success in attempt.successes:
+            if not any(torch.equal(success.token_ids, other.token_ids) for other in known):
+                known.append(success)
+        self.problems[attempt.row] = Remembered(attempt.solved, known[-self.cfg.responses :])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors that ``load_state_dict`` takes; one without elements is left out."""
+        every = [(row, s) for row, remembered in self.problems.items() for s in remembered.successes]
+        state = {
+            "begun": torch.tensor([int(self.begun)]),
+            "retired": torch.tensor(sorted(self.retired), dtype=torch.long),
+            "problems": torch.tensor([(row, r.solved) for row, r in self.problems.items()], dtype=torch.long),
+            "responses": torch.tensor([(row, s.step, s.token_ids.numel()) for row, s in every], dtype=torch.long),
+            "token_ids": torch.cat([torch.empty(0, dtype=torch.int32), *(s.token_ids for _, s in every)]),
+            "log_probs": torch.cat([torch.empty(0), *(s.log_probs for _, s in every)]),
+            "replies": torch.cat([torch.empty(0, dtype=torch.bool), *map(_replies_of, (s for _, s in every))]),
+        }
+        if not state["replies"].any():
+            del state["replies"]
+        return {name: tensor for name, tensor in state.items() if tensor.numel()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if not state:
+            return
+        self.begun = bool(state["begun"].item())
+        self.retired = set(_rows(state, "retired"))
+        self.problems = {row: Remembered(solved) for row, solved in _rows(state, "problems")}
+        responses = _rows(state, "responses")
+        if responses:
+            lengths = [length for _, _, length in responses]
+            nowhere = torch.zeros(sum(lengths), dtype=torch.bool)
+            streams = (state[name].split(lengths) for name in ("token_ids", "log_probs"))
+            masks = state.get("replies", nowhere).split(lengths)
+            for (row, step, _), ids, log_probs, mask in zip(responses, *streams, masks, strict=True):
+                replies = mask.clone() if mask.any() else None
+                self.problems[row].successes.append(Success(ids.clone(), log_probs.clone(), step, replies))
+        self.problems = {row: remembered for row, remembered in self.problems.items() if remembered.successes}
+
+
+def _replies_of(success: Success) -> Tensor:
+    return torch.zeros_like(success.token_ids, dtype=torch.bool) if success.replies is None else success.replies
+
+
+def _spans(mask: Tensor) -> Iterator[tuple[int, int]]:
+    """Start and end of each stretch of a mask."""
+    edges = torch.diff(mask.int(), prepend=torch.zeros(1).int(), append=torch.zeros(1).int()).nonzero().flatten()
+    yield from ((int(start), int(end)) for start, end in edges.view(-1, 2))
+
+
+def _rows(state: Mapping[str, Tensor], name: str) -> list[Any]:
+    return state[name].tolist() if name in state else []
+
+
+def bucket_weight(solved: int, n: int) -> float:
+    """N(k; n/2, 1) without its constant."""
+    return math.exp(-0.5 * (solved - n / 2) ** 2)
+
+
+def least_entropy(successes: Sequence[Success], entropies: Sequence[Tensor]) -> Success:
+    """The response whose mean entropy under the policy is least; of equals the oldest."""
+    return min(zip(successes, entropies, strict=True), key=lambda pair: float(pair[1].mean()))[0]
+
+
+FINISHES: tuple[Finish | None, ...] = (
+    None,
+    "stop",
+    "length",
+    "trace",
+    "environment",
+)  # in a checkpoint: the place in this list
+STREAMS = {"token_ids": torch.long, "log_probs": torch.float32, "versions": torch.long}
+
+
+@dataclass(frozen=True, eq=False)
+class InFlight:
+    """A problem with responses that are not finished when a step ends (`rollout.max_tokens_per_step`): its row in the
+    data, how often it was drawn before, the step that drew it, and its n responses. The same on every rank.
+
+    A response begins with ``prefix`` tokens of the problem's trace number ``trace`` (-1: none). The streams hold the
+    tokens that the engine drew, response after response.
+    """
+
+    row: int
+    visit: int
+    step: int
+    responses: Tensor  # [n, 5] long: trace, prefix, seed, place in FINISHES, number of drawn tokens
+    token_ids: Tensor  # [T] long
+    log_probs: Tensor  # [T] float32
+    versions: Tensor  # [T] long: of the policy that drew each token
+
+    @staticmethod
+    def of(row: int, visit: int, step: int, episodes: Sequence[Episode]) -> InFlight:
+        responses, streams = [], []
+        for episode in episodes:
+            trace = -1 if episode.trace is None else episode.task.demonstrations.index(episode.trace)
+            finish = FINISHES.index(episode.finish)
+            responses.append((trace, episode.prefix, episode.seed, finish, episode.drawn))
+            if episode.drawn:
+                assert episode.token_versions is not None
+                of_episode = episode.token_ids, episode.engine_log_probs, episode.token_versions
+                streams.append([stream[episode.prefix :] for stream in of_episode])
+        nothing = [torch.empty(0, dtype=dtype) for dtype in STREAMS.values()]
+        joined = [torch.cat(parts) for parts in zip(nothing, *streams, strict=True)]
+        return InFlight(row, visit, step, torch.tensor(responses), *joined)
+
+    def episodes(self, task: Task, planner: Planner) -> tuple[Episode, ...]:
+        """The responses so far, planned as when the problem was drawn."""
+        rows = self.responses.tolist()
+        lengths = [drawn for *_, drawn in rows]
+        streams = zip(*(s.split(lengths) for s in (self.token_ids, self.log_probs, self.versions)), strict=True)
+        return tuple(
+            _continued(
+                planner.planned(task, None if trace < 0 else task.demonstrations[trace], prefix, seed),
+                FINISHES[finish],
+                *of_response,
+            )
+            for (trace, prefix, seed, finish, _), of_response in zip(rows, streams, strict=True)
+        )
+
+    @property
+    def uses_trace(self) -> bool:
+        return bool((self.responses[:, 0] >= 0).any())
+
+    @property
+    def unfinished(self) -> int:
+        return int((self.responses[:, 3] == 0).sum())
+
+    @property
+    def continued_tokens(self) -> int:
+        """Drawn tokens of the responses that go on: they are prefilled again, as the weights have changed."""
+        return int(self.responses[self.responses[:, 3] == 0, 4].sum())
+
+
+def _continued(begun: Episode, finish: Finish | None, ids: Tensor, log_probs: Tensor, versions: Tensor) -> Episode:
+    """A planned episode with tokens that earlier steps drew."""
+    if not ids.numel():
+        return replace(begun, finish=finish)
+    every = torch.cat([torch.full((begun.prefix,), -1), versions])
+    changes = {"finish": finish, "policy_version": int(versions[-1]), "token_versions": every}
+    return appended(begun, ids, Author.POLICY, log_probs, **changes)
+
+
+def state_of(problems: Sequence[InFlight]) -> dict[str, Tensor]:
+    """Tensors that `problems_of` takes; none without elements."""
+    if not problems:
+        return {}
+    state = {
+        "problems": torch.tensor([(p.row, p.visit, p.step, len(p.responses)) for p in problems]),
+        **{name: torch.cat([getattr(p, name) for p in problems]) for name in ("responses", *STREAMS)},
+    }
+    return {name: tensor for name, tensor in state.items() if tensor.numel()}
+
+
+def problems_of(state: Mapping[str, Tensor]) -> list[InFlight]:
+    """The problems whose `state_of` this is."""
+    if not state:
+        return []
+    rows = state["problems"].tolist()
+    responses = state["responses"].split([count for *_, count in rows])
+    lengths = [int(of_problem[:, 4].sum()) for of_problem in responses]
+    streams = [state.get(name, torch.empty(0, dtype=dtype)).split(lengths) for name, dtype in STREAMS.items()]
+    return [
+        InFlight(row, visit, step, *(tensor.clone() for tensor in tensors))
+        for (row, visit, step, _), *tensors in zip(rows, responses, *streams, strict=True)
+    ]
 
 
 class MethodMemory:

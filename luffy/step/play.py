@@ -2,21 +2,70 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import compress
 from typing import Any
+
+from torch import Tensor
 
 from luffy.conversations import Conversations, played
 from luffy.guidance.plan import extended, unwritten
+from luffy.models.load import decode
 from luffy.rewards import Verifier
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import NativeEngine
 from luffy.run_folder.timing import Stopwatch
-from luffy.step.batch import StepBatch
-from luffy.step.early_scores import EarlyScores
 from luffy.step.groups import grouped, score, scored_by_both
-from luffy.step.run_state import Run
-from luffy.types import Completion, Episode, Group, Sampling, Task
+from luffy.step.run_state import Run, StepBatch
+from luffy.types import NO_LIMIT, Completion, Episode, Group, Sampling, Score, Task
+
+Response = tuple[int, Task, Tensor | list[int]]  # its number, the task, its token ids
+DECODED_AT_ONCE = 64
+
+
+class EarlyScores:
+    """One thread decodes responses, a part at a time, another scores all that were decoded while it was busy."""
+
+    def __init__(self, verifier: Verifier, tokenizer: Any) -> None:
+        self._verifier, self._tokenizer = verifier, tokenizer
+        self._threads = ThreadPoolExecutor(1, "decoding"), ThreadPoolExecutor(1, "rewards")
+        self._decoded: deque[tuple[int, Task, str]] = deque()
+        self._calls: list[Future[None]] = []
+        self._scores: dict[int, Score] = {}
+
+    def __enter__(self) -> EarlyScores:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for thread in self._threads:
+            thread.shutdown(wait=True, cancel_futures=True)
+
+    def add(self, responses: Sequence[Response]) -> None:
+        """Each has a number of its own."""
+        for start in range(0, len(responses), DECODED_AT_ONCE):
+            part = responses[start : start + DECODED_AT_ONCE]
+            self._calls.append(self._threads[0].submit(self._decode, part))
+
+    def in_order(self) -> list[Score]:
+        """All scores in the order of their numbers; waits for those that are missing."""
+        for call in self._calls:  # one that decodes appends the one that scores
+            call.result()
+        return [self._scores[number] for number in sorted(self._scores)]
+
+    def _decode(self, part: Sequence[Response]) -> None:
+        texts = decode(self._tokenizer, [ids for _, _, ids in part])
+        self._decoded.extend((number, task, text) for (number, task, _), text in zip(part, texts, strict=True))
+        self._calls.append(self._threads[1].submit(self._score_decoded))
+
+    def _score_decoded(self) -> None:
+        decoded = [self._decoded.popleft() for _ in range(len(self._decoded))]
+        if decoded:
+            scores = self._verifier.score([(task.problem, text, None, task.in_thought) for _, task, text in decoded])
+            self._scores |= zip((number for number, _, _ in decoded), scores, strict=True)
+
 
 Episodes = list[tuple[Episode, ...]]  # by problem
 Count = Callable[[int, int], None]
@@ -30,7 +79,7 @@ def play(run: Run, planned: Episodes, batch: StepBatch) -> list[Group]:
     player = Player(
         run.engine, run.verifier, run.tokenizer, batch.version, batch.progress, batch.watch, run.conversations
     )
-    return player.play(planned) if most is None else player.play_in_parts(planned, most)
+    return player.play(planned, most)
 
 
 class Player:
@@ -49,18 +98,24 @@ class Player:
         """The groups of tasks with one response of the policy alone for each seed."""
         return self.play([tuple(unwritten(task, seed, sampling) for seed in of_task) for task, of_task in seeds])
 
-    def play(self, planned: Episodes) -> list[Group]:
-        """Every episode to its end. If engine and verifier can, responses are scored while others are being drawn."""
+    def play(self, planned: Episodes, most: int | None = None) -> list[Group]:
+        """Every episode to its end, or at most ``most`` tokens of each; a group of which one is not finished has no
+        scores. If engine and verifier can, responses are scored while others are being drawn."""
         if self.conversations is not None:
             return self._play_turns(self.conversations, planned)
-        if type(self.engine) is NativeEngine and self.verifier.may_score_early:  # others do not tell of each that ends
+        early = most is None and self.verifier.may_score_early
+        if early and type(self.engine) is NativeEngine:  # others do not tell of each that ends
             return self._play_scoring_early(self.engine, planned)
         episodes, asked = self._asked(planned)
         with self.watch("rollout"):
-            completions = self.engine.generate([episodes[i].request_for() for i in asked], self.count)
-            self._extend(episodes, zip(asked, completions, strict=True))
+            completions = self.engine.generate([episodes[i].request_for(most or NO_LIMIT) for i in asked], self.count)
+            self._extend(episodes, zip(asked, completions, strict=True), in_parts=most is not None)
+        groups = regrouped(planned, episodes)
+        finished = [all(episode.finish is not None for episode in group) for group in groups]
         with self.watch("reward"):
-            return score(regrouped(planned, episodes), self.verifier, self.tokenizer)
+            scored = iter(score(list(compress(groups, finished)), self.verifier, self.tokenizer))
+        pairs = zip(groups, finished, strict=True)
+        return [next(scored) if is_finished else Group(group[0].task, group, ()) for group, is_finished in pairs]
 
     def _play_turns(self, rules: Conversations, planned: Episodes) -> list[Group]:
         """Episodes with an environment. A whole trace is played only if the environment has to score it."""
@@ -73,20 +128,6 @@ class Player:
             episodes[i] = episode
         with self.watch("reward"):
             return scored_by_both(regrouped(planned, episodes), self.verifier, self.tokenizer, rules)
-
-    def play_in_parts(self, planned: Episodes, most: int) -> list[Group]:
-        """At most ``most`` tokens of every episode; a group of which one is not finished has no scores."""
-        episodes, asked = self._asked(planned)
-        with self.watch("rollout"):
-            completions = self.engine.generate([episodes[i].request_for(most) for i in asked], self.count)
-            self._extend(episodes, zip(asked, completions, strict=True), in_parts=True)
-        groups = regrouped(planned, episodes)
-        finished = [all(episode.finish is not None for episode in group) for group in groups]
-        with self.watch("reward"):
-            whole = [group for group, is_whole in zip(groups, finished, strict=True) if is_whole]
-            scored = iter(score(whole, self.verifier, self.tokenizer))
-        pairs = zip(groups, finished, strict=True)
-        return [next(scored) if is_whole else Group(group[0].task, group, ()) for group, is_whole in pairs]
 
     def _play_scoring_early(self, engine: NativeEngine, planned: Episodes) -> list[Group]:
         episodes, asked = self._asked(planned)

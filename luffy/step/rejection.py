@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from luffy.config import Config
 from luffy.conversations import without_failures
+from luffy.distributed.world import World
 from luffy.errors import AllStopped
 from luffy.learn.credit import find_credit_function
-from luffy.metrics import Metric, merge_metrics
-from luffy.step.batch import Draw, StepBatch
+from luffy.metrics import Max, Mean, Metric, Sum, merge_metrics
 from luffy.step.draws import attempts
 from luffy.step.groups import (
     environment_metrics,
@@ -22,8 +23,8 @@ from luffy.step.groups import (
     stop_if_nothing_was_scored,
     why_none_is_solved,
 )
-from luffy.step.partial_rollouts import part_metrics, still_in_flight
-from luffy.step.run_state import Run
+from luffy.step.memory import InFlight
+from luffy.step.run_state import Draw, Run, StepBatch
 from luffy.types import Group
 
 
@@ -107,3 +108,34 @@ def _is_rejected(group: Group, cfg: Config) -> bool:
         return True
     keep_traces = find_credit_function(a.credit).lone_traces and group.has_traces_alone
     return a.reject_extreme and is_extreme(group, cfg.reward) and not keep_traces
+
+
+def still_in_flight(world: World, drawn: Sequence[Draw], groups: Sequence[Group], step: int) -> list[InFlight]:
+    """The problems of all ranks with a response that is not finished, the oldest first: with
+    `rollout.max_tokens_per_step` a step never waits for one long response, and a group is learnt from in the step in
+    which its last response ends. Where a response is cut depends on its tokens alone, so samples are the same on any
+    number of ranks and after a resume."""
+    own = {
+        draw.position: InFlight.of(draw.row, draw.visit, drawn_in(draw, step), group.rollouts)
+        for draw, group in zip(drawn, groups, strict=True)
+        if not group.is_finished
+    }
+    return [problem for _, problem in sorted(world.union(own).items())]
+
+
+def drawn_in(draw: Draw, step: int) -> int:
+    """The step that drew the problem: ``step``, unless it was in flight."""
+    return step if draw.in_flight is None else draw.in_flight.step
+
+
+def part_metrics(drawn: Sequence[Draw], groups: Sequence[Group], step: int) -> dict[str, Metric]:
+    """How many groups ended and go on, the tokens before those drawn now, and how many steps the groups took."""
+    ages = [step - drawn_in(draw, step) for draw, group in zip(drawn, groups, strict=True) if group.is_finished]
+    continued = sum(draw.in_flight.continued_tokens for draw in drawn if draw.in_flight is not None)
+    return {
+        "rollout/whole_groups": Sum(len(ages)),
+        "rollout/under_way": Sum(len(groups) - len(ages)),
+        "rollout/continued_tokens": Sum(continued),
+        "rollout/age/mean": Mean.of(ages),
+        "rollout/age/max": Max(max(ages, default=-math.inf)),
+    }

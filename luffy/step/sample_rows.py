@@ -13,8 +13,7 @@ from luffy.files import write_atomically
 from luffy.learn.credit import uncredited
 from luffy.learn.policy import Policy
 from luffy.run_folder.recorder import sample_rows, trace_rows
-from luffy.step.batch import StepBatch
-from luffy.step.run_state import Run
+from luffy.step.run_state import Run, StepBatch
 from luffy.types import Sample, TokenView
 
 Rows = list[dict[str, Any]]

@@ -10,7 +10,7 @@ from typing import Any
 from luffy.config import Config, ModelConfig
 from luffy.conversations import tools_of
 from luffy.data import Encoder, ProblemDataset, load_problems
-from luffy.data.repeats import repeated, shared
+from luffy.data.dataset import repeated, shared
 from luffy.data.rows import ROW_KEY
 from luffy.data.schemas import without_traces
 from luffy.errors import ConfigError, DataError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,17 +63,9 @@ from luffy.types import Sample
 Data = dict[str, dict[str, int]]
 
 
-@dataclass(frozen=True)
-class Built:
-    """A training ready for its next step. ``closing`` ends its processes and threads and releases the run folder;
-    ``end`` decides when its stage ends, in a run with stages."""
-
-    run: Run
-    held_out: HeldOut
-    saver: Saver
-    start: Start
-    closing: ExitStack
-    end: StageEnd | None = None
+# A training ready for its next step: the run, its held-out sets, what saves it, how it begins, what ends its processes
+# and threads and releases the run folder, and what decides when its stage ends, in a run with stages.
+Built = tuple[Run, HeldOut, Saver, Start, ExitStack, StageEnd | None]
 
 
 def build(
@@ -82,12 +74,12 @@ def build(
     world: World,
     resume: str,
     allow_changed_data: bool,
-    announce: Callable[[str], None] = lambda doing: None,
-    on_save: Callable[[Path], None] = lambda folder: None,
-    span: Span | None = None,
+    announce: Callable[[str], None],
+    on_save: Callable[[Path], None],
+    span: Span | None,
 ) -> Built:
     """Build a new run, or restore one from the checkpoint that ``resume`` (auto, never or a path) names. It holds the
-    lock of the run folder until ``closing.close()``. ``announce`` hears what is being done. ``span``: of a run
+    lock of the run folder until its ``ExitStack`` is closed. ``announce`` hears what is being done. ``span``: of a run
     with stages, which one it is."""
     check_made_for(cfg, method)
     use_threads(cfg.train.threads)
@@ -96,9 +88,9 @@ def build(
         messages = Messages(notices=world.on_main(lambda: check_trackers(cfg)))
         handed_on = frozenset() if span is None else span.handed_on
         store = CheckpointStore(cfg.folder / "checkpoints", cfg.train.keep, cfg.train.keep_optimizer, handed_on)
-        checkpoint = world.on_main(
-            lambda: _of_stage(find_checkpoint(cfg, store, resume, messages.notices.append), span)
-        )
+        checkpoint = world.on_main(lambda: find_checkpoint(cfg, store, resume, messages.notices.append))
+        if checkpoint is not None and span is not None and checkpoint.step <= span.first:
+            checkpoint = None  # of an earlier stage
         run, held_out, data, base = _assemble(cfg, method, world, checkpoint, messages, closing, announce, span)
         announce("restoring the state of the run" if checkpoint is not None else "beginning")
         own = checkpoint is not None and restore(run, checkpoint, allow_changed_data)
@@ -113,12 +105,7 @@ def build(
         world.on_main(lambda: remove_unfinished(cfg.folder))
         world.on_main(lambda: saver.take_up(run.progress))
         end = None if span is None else StageEnd.of(span, world, cfg.folder, run.progress.step)
-        return Built(run, held_out, saver, start, closing.pop_all(), end)
-
-
-def _of_stage(checkpoint: Checkpoint | None, span: Span | None) -> Checkpoint | None:
-    """The checkpoint, unless it is of an earlier stage."""
-    return None if checkpoint is None or (span is not None and checkpoint.step <= span.first) else checkpoint
+        return run, held_out, saver, start, closing.pop_all(), end
 
 
 def _start(run: Run, held_out: HeldOut, data: Data, checkpoint: Checkpoint | None, own: bool) -> Start:

@@ -7,23 +7,35 @@ weights it runs, and in which process. A second model that overrides tokens is p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from luffy.config import Config, OffPolicyGuidanceConfig
+from luffy.config import Config
+from luffy.config.knobs import OffPolicyGuidanceConfig
 from luffy.config.parts import ENGINES
 from luffy.core.override_rules import Rule
 from luffy.distributed.group_engine import GroupEngine, leads
 from luffy.distributed.replica import Replica, StaleReplica
 from luffy.distributed.world import World
+from luffy.errors import ConfigError
 from luffy.learn.packing import pack
 from luffy.learn.scorer import TokenScorer
-from luffy.models.forward import causal_lm, evaluating, text_config
-from luffy.models.load import drop_padding_tokens, load_model, load_tokenizer, token_count
-from luffy.models.same_tokens import check_fits, check_same_tokenizer
+from luffy.models.forward import causal_lm, evaluating, max_positions, text_config
+from luffy.models.load import (
+    check_fits,
+    check_same_tokenizer,
+    drop_padding_tokens,
+    gguf_file,
+    load_model,
+    load_tokenizer,
+    read_model_config,
+    token_count,
+)
+from luffy.models.machine import pick_device
 from luffy.registry import NoSettings
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import Drafts, NativeEngine
@@ -31,12 +43,12 @@ from luffy.rollout.overrides.aligned import AlignedEngine
 from luffy.rollout.overrides.coupled import CoupledEngine, Score
 from luffy.rollout.overrides.speculative import SpeculativeEngine
 from luffy.rollout.overrides.turns import TurnsEngine, check_log_probs, check_takes_turns
-from luffy.rollout.vllm.colocated import VllmEngine, executor_argument
+from luffy.rollout.vllm.colocated import VllmEngine, engine_arguments, executor_argument
 from luffy.rollout.vllm.http_client import VLLM_SLOTS, Server, key_from
 from luffy.rollout.vllm.remote import RemoteEngine
 from luffy.rollout.vllm.served_model import ServedModel
+from luffy.rollout.vllm.server_process import become_server, server_command, server_environment
 from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer, Transfer
-from luffy.train.vllm_settings import context_of, transfer_of, vllm_arguments, weight_folder
 from luffy.types import Request, Sample
 
 # Of the unused GPU memory when a rollout begins that an update will run beside: gradients, moments and activations
@@ -258,3 +270,60 @@ class Engines:
         """Copy the replica's weights to the stale one."""
         if self.stale_replica is not None:
             self.stale_replica.catch_up()
+
+
+def vllm_arguments(cfg: Config, model_config: Any) -> dict[str, Any]:
+    v = cfg.rollout.vllm
+    return engine_arguments(
+        dtype=cfg.model.dtype,
+        slots=cfg.rollout.slots or VLLM_SLOTS,
+        max_context=context_of(cfg, model_config),
+        width=v.tensor_parallel_size,
+        memory_fraction=v.memory_fraction,
+        args={"trust_remote_code": cfg.model.trust_remote_code, **v.args},
+    )
+
+
+def context_of(cfg: Config, model_config: Any) -> int:
+    """Tokens of the longest prompt and response of the run, or `rollout.vllm.max_context`."""
+    longest = max(cfg.longest_response, cfg.eval.max_tokens or 0)
+    needed = cfg.data.max_prompt_tokens + longest
+    wanted = cfg.rollout.vllm.max_context
+    if wanted is not None and wanted < needed:
+        raise ConfigError(
+            f"'rollout.vllm.max_context' ({wanted}) is less than data.max_prompt_tokens + the longest response "
+            f"({needed}); raise it"
+        )
+    return min(wanted or needed, max_positions(model_config))
+
+
+def transfer_of(cfg: Config, device: str) -> str:
+    v = cfg.rollout.vllm
+    if v.servers:
+        return transfer_to_servers(cfg, device)
+    if v.transfer != "auto":
+        return v.transfer
+    spread = v.tensor_parallel_size > 1 or v.args.get("pipeline_parallel_size", 1) > 1
+    return "folder" if spread or cfg.parallel.rollout_group > 1 else "memory"
+
+
+def transfer_to_servers(cfg: Config, device: str) -> str:
+    """How weights reach a server; the trainer and the server each derive it from the config."""
+    v = cfg.rollout.vllm
+    if v.transfer != "auto":
+        return v.transfer
+    return "nccl" if device == "cuda" else "folder"
+
+
+def weight_folder(cfg: Config) -> Path:
+    return Path(cfg.rollout.vllm.shared_folder or cfg.folder / "weights")
+
+
+def serve(cfg: Config, host: str, port: int) -> None:
+    """Become a vLLM server for the runs of a config: same model, context and engine arguments. Does not return."""
+    if gguf_file(cfg.model.path) is not None:
+        raise ConfigError("'model.path' is a GGUF file; vLLM serves a Hugging Face folder (luffy prepare model)")
+    arguments = vllm_arguments(cfg, read_model_config(cfg.model.path, "model.path", cfg.model.trust_remote_code))
+    transfer = transfer_to_servers(cfg, pick_device("auto"))
+    command = server_command(cfg.model.path, arguments, host, port, transfer)
+    become_server(command, server_environment(key_from(cfg.rollout.vllm.api_key_env)))

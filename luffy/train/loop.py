@@ -26,7 +26,7 @@ from luffy.metrics import Metric
 from luffy.run_folder.console import setting_up, was_idle
 from luffy.run_folder.saved_state import Progress
 from luffy.run_folder.stages import Span
-from luffy.step.batch import StepBatch
+from luffy.step.run_state import StepBatch
 from luffy.step.training_step import ignore, take_step
 from luffy.train.build import build
 from luffy.train.recording import Records, Rows, idle_notice, throughput
@@ -64,9 +64,8 @@ class Trainer:
         world = world or World()
         with setting_up(cfg.name, console, world.is_main) as announce:
             built = build(cfg, method, world, resume, allow_changed_data, announce, self.on_save, span)
-        self.run, self.held_out, self.saver, self.start = built.run, built.held_out, built.saver, built.start
-        self._closing, self._stop = built.closing, StopRequest(world)
-        self._end = built.end
+        self.run, self.held_out, self.saver, self.start, self._closing, self._end = built
+        self._stop = StopRequest(world)
 
     @property
     def cfg(self) -> Config:

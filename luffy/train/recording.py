@@ -11,8 +11,7 @@ from luffy.metrics import Metric
 from luffy.run_folder.changes import Start, set_records_aside, write_settings
 from luffy.run_folder.console import RunView
 from luffy.run_folder.recorder import Recorder, evaluation_rows
-from luffy.step.batch import StepBatch
-from luffy.step.run_state import Run
+from luffy.step.run_state import Run, StepBatch
 from luffy.step.sample_rows import Rows, batch_rows, in_order
 from luffy.types import Group
 

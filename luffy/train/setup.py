@@ -13,8 +13,7 @@ from luffy.guidance.gate import find_gate
 from luffy.guidance.ratios import SCHEDULES
 from luffy.learn.credit import find_credit_function
 from luffy.models.forward import max_positions, text_config
-from luffy.models.load import load_tokenizer, model_folder, vocabulary_in
-from luffy.models.same_tokens import check_fits, check_same_ids
+from luffy.models.load import check_fits, check_same_ids, load_tokenizer, model_folder, vocabulary_in
 
 
 def load_policy_tokenizer(cfg: ModelConfig) -> Any:

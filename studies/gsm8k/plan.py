@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import yaml
 
-from luffy.config import Config, merge, read_recipe, set_at
+from luffy.config import Config, read_recipe
+from luffy.config.legacy import merge, set_at
 from luffy.schema import build
 
 HERE = Path(__file__).parent

@@ -19,8 +19,7 @@ from jinja2 import TemplateError
 
 from luffy.cli import main
 from luffy.cli_help import TrustRemoteCode
-from luffy.data import PAPER_SYSTEM_PROMPT
-from luffy.data.encode import QUESTION_LINE
+from luffy.data.prompts import PAPER_SYSTEM_PROMPT, QUESTION_LINE
 from luffy.errors import UserError
 from luffy.files import json_object, write_atomically
 from luffy.hub import HUB_ID

@@ -20,7 +20,8 @@ import typer
 
 from luffy.cli import main
 from luffy.cli_help import Style, Workers
-from luffy.data import Encoder, RowError, RowSource, open_source
+from luffy.data import Encoder
+from luffy.data.sources import RowError, RowSource, open_source
 from luffy.errors import DataError
 from luffy.files import whole_file, write_atomically
 from luffy.models.load import load_tokenizer

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from luffy.data import READERS, Encoder, RowError, RowSource
+from luffy.data import Encoder
 from luffy.data.rows import ReadOptions, RowView
-from luffy.data.schemas import LABELS, as_verdict
+from luffy.data.schemas import LABELS, READERS, as_verdict
+from luffy.data.sources import RowError, RowSource
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.evaluation.background_work import BackgroundWork
 from luffy.prepare.journal import Journal, Record

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import luffy.quickstart
 from luffy.config import Config, load_config
-from luffy.data.encode import SOLUTION
+from luffy.data.prompts import SOLUTION
 from luffy.trainer import Trainer
 from studies.quickstart import task
 from studies.quickstart.make_base import RIGHT

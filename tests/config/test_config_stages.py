@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 import luffy
-from luffy.config import Config, build, check_made_for, load_config, to_yaml
+from luffy.config import Config, check_made_for, load_config, to_yaml
 from luffy.config.stages import StageKnobs, stages_of
 from luffy.errors import ConfigError
+from luffy.schema import build
 
 PAGE = (Path(luffy.__file__).parents[1] / "docs" / "stages.md").read_text(encoding="utf-8")
 RECIPE = """
@@ -90,7 +91,7 @@ def test_sft_refuses_stages_and_rl_stages_must_learn():
 
 
 def test_the_page_has_every_setting_of_a_stage_with_its_default():
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGE, re.MULTILINE))
+    rows = dict(re.findall(r"^\|`(\w+)`\|([^|]+)\|", PAGE, re.MULTILINE))
     assert set(rows) == {field.name for field in fields(StageKnobs)}
     told = {name: text.strip("` ") for name, text in rows.items()}
     for field in fields(StageKnobs):

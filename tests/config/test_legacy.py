@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from luffy.config import PACKAGE, Config, build, load_config, to_yaml
+from luffy.config import PACKAGE, Config, load_config, to_yaml
 from luffy.config.legacy import PARTS, SETTINGS_OF_PARTS
 from luffy.run_folder.runs import read_config
-from luffy.schema import describe
+from luffy.schema import build, describe
 
 # config.yaml of runs of all methods at size tiny, before parts had settings: one complete, the others by their changes.
 SAVED = json.loads(

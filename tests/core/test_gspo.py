@@ -5,8 +5,7 @@ import torch
 from published import assert_gradient_is
 
 from luffy.config import load_config
-from luffy.core.losses import PolicyLoss, policy_loss_terms
-from luffy.core.on_policy_terms import ON_POLICY_TERMS
+from luffy.core.losses import ON_POLICY_TERMS, PolicyLoss, policy_loss_terms
 from luffy.errors import ConfigError
 
 GSPO = ON_POLICY_TERMS.read("gspo", "")

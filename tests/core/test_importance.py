@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from luffy.core.importance import Importance
-from luffy.core.losses import PolicyLoss, policy_loss_terms
+from luffy.core.losses import Importance, PolicyLoss, policy_loss_terms
 from luffy.metrics import EffectiveShare
 
 D = torch.float64

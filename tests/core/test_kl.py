@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from luffy.core.kl import kl_penalty
+from luffy.core.losses import kl_penalty
 
 LOGP, REF = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.2)])
 

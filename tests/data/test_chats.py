@@ -9,7 +9,7 @@ import pytest
 from data.templates import make_model_tokenizer
 
 from luffy.data import Encoder, load_problems
-from luffy.data.encode import PAPER_SYSTEM_PROMPT
+from luffy.data.prompts import PAPER_SYSTEM_PROMPT
 from luffy.data.rows import ReadOptions, RowView
 from luffy.data.schemas import READERS
 from luffy.data.sources import RowError

@@ -7,8 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from luffy.data import ProblemDataset, load_problems, open_source
+from luffy.data import ProblemDataset, load_problems
 from luffy.data import dataset as dataset_module
+from luffy.data.sources import open_source
 from luffy.errors import ConfigError, DataError
 from luffy.types import Message, Trace
 

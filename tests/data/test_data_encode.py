@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from luffy.data import PAPER_SYSTEM_PROMPT, Encoder, PromptStyle
-from luffy.data.encode import without_open_think
+from luffy.data import Encoder
+from luffy.data.prompts import PAPER_SYSTEM_PROMPT, PromptStyle
+from luffy.data.traces import without_open_think
 from luffy.errors import ConfigError, DataError
 from luffy.step.tasks import left_out
 from luffy.types import Message, Problem, Trace

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luffy.data.sampler import ProblemSampler, epoch_order
+from luffy.data.dataset import ProblemSampler, epoch_order
 from luffy.errors import ConfigError, UserError
 
 sizes = st.integers(1, 40)

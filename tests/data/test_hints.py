@@ -1,7 +1,7 @@
 """A hint behind the question, through the encoder and the chat template."""
 
 from luffy.data import Encoder
-from luffy.data.encode import with_hint
+from luffy.data.prompts import with_hint
 from luffy.types import Message, Problem
 
 HINT = "\nA solution: {solution}\nNow your own."

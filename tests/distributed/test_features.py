@@ -5,10 +5,10 @@ import torch
 from features import FEATURES, REFUSED, base_config, configs, make_guide, note_seen
 from ranks import assert_same_run, run_ranks, train_and_keep_gradients
 
-from luffy.config import Config, build
+from luffy.config import Config
 from luffy.errors import ConfigError
 from luffy.run_folder.runs import load_run
-from luffy.schema import to_dict
+from luffy.schema import build, to_dict
 
 FAST = {"LUFFY, full sharding", "partial rollouts", "several updates a step, KL, partial prefixes",
         "hybrid sharding, rollout groups"}  # fmt: skip

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from luffy.config import Config, build
+from luffy.config import Config
 from luffy.distributed import launch as launching
 from luffy.distributed import ray_launch
 from luffy.distributed.launch import launch
@@ -19,7 +19,7 @@ from luffy.distributed.world import World, is_launched
 from luffy.errors import ConfigError, TrainingStopped, UserError
 from luffy.metrics import Mean
 from luffy.run_folder.recorder import read_json_lines
-from luffy.schema import to_dict
+from luffy.schema import build, to_dict
 from luffy.trainer import Job
 
 

@@ -18,8 +18,9 @@ from ranks import run_ranks
 from trainings import assert_same_metrics, assert_same_weights, final_weights, samples, train, untimed_metrics
 
 import luffy
-from luffy.config import Config, build
+from luffy.config import Config
 from luffy.errors import TrainingStopped, UserError
+from luffy.schema import build
 from luffy.trainer import Job
 
 # Ray reads its token settings when it is imported, so it must not be before the fixture below has made them.

@@ -13,10 +13,11 @@ import pytest
 from ranks import run_ranks
 
 import luffy
-from luffy.config import Config, build
+from luffy.config import Config
 from luffy.distributed.ray_launch import uses_gpus
 from luffy.distributed.world import let_devices_be_shared
 from luffy.errors import ConfigError
+from luffy.schema import build
 
 
 def host_ids(uuids, given, world):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from luffy.config import Config, build
+from luffy.config import Config
 from luffy.doctor import storage
 from luffy.doctor.examination import Examination
+from luffy.schema import build
 
 HANGING = """
 import os, signal, time

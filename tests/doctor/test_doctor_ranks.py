@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from luffy.config import Config, build
+from luffy.config import Config
 from luffy.distributed.ray_launch import LineSender
 from luffy.doctor import storage
 from luffy.doctor.examination import MARK, Examination
+from luffy.schema import build
 
 NO_GPU = not Path("/proc/driver/nvidia").exists()
 

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from luffy.dry_run import disk
-from luffy.dry_run.disk import bytes_of_run, checkpoint_parts, checkpoints_at_once, disk_line
+from luffy.dry_run.lines import bytes_of_run, checkpoint_parts, checkpoints_at_once, disk_line
 from luffy.dry_run.models import model_shape
 from luffy.dry_run.place import Place
 from luffy.run_folder.checkpoint import CheckpointStore
@@ -89,7 +88,7 @@ def test_too_little_disk_is_said_with_what_writes_less(make_config, monkeypatch)
     parts = checkpoint_parts(cfg, "rl", work())
 
     def said(free, cfg=cfg, trainings=1):
-        monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1e13, 0, free))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1e13, 0, free))
         return disk_line(cfg, work(), parts, 500, trainings, HERE)
 
     roomy = said(430e9)
@@ -108,7 +107,7 @@ def test_checkpoints_that_are_there_already_make_room(make_config, monkeypatch):
     folder = cfg.folder / "checkpoints" / "step-000050"
     folder.mkdir(parents=True)
     (folder / "optimizer.safetensors").write_bytes(b"x" * 3_000_000)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1e13, 0, 55e6))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1e13, 0, 55e6))
     parts = {"model": 2e6, "optimizer state": 12e6}
     said = disk_line(cfg, work(1_000_000), parts, 500, 1, HERE)
     assert said.endswith(f"the disk of {cfg.folder.absolute()} has 55.0 MB free and 3.0 MB of this run's checkpoints")

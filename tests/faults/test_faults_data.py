@@ -15,7 +15,8 @@ from malformed_rows import MALFORMED
 from memory_probe import MEGABYTE, peak_growth, rows_of
 from trainings import train
 
-from luffy.data import load_problems, open_source
+from luffy.data import load_problems
+from luffy.data.sources import open_source
 from luffy.errors import DataError, UserError
 from luffy.train.loop import Trainer
 

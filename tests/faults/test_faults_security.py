@@ -26,8 +26,9 @@ from trainings import train
 
 import luffy
 from luffy.cli import main
-from luffy.config import BUILT_IN_RECIPES, Config, to_yaml
-from luffy.data import open_source
+from luffy.config import Config, to_yaml
+from luffy.config.recipes import BUILT_IN_RECIPES
+from luffy.data.sources import open_source
 from luffy.errors import ConfigError, DataError
 from luffy.run_folder.checkpoint import Checkpoint, DamagedCheckpoint, file_entry, manifest_text
 from luffy.schema import build

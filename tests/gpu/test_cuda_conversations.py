@@ -70,21 +70,24 @@ def small_pool(pages):
     return prefill_round
 
 
-def test_bfloat16_log_probs_are_near_to_those_of_the_whole_conversation():
+def test_later_turns_in_bfloat16_are_as_near_to_float32_as_first_ones():
     model = make_model("qwen2").cuda().to(torch.bfloat16)
-    talks = Talks(prompts(8), turns=3, tokens=16, longest=200)
+    talks = Talks(prompts(16), turns=3, tokens=16, longest=200)
     NativeEngine(model, decoding="pages").serve(talks)
-    model.float().set_attn_implementation("sdpa")
+    exact = model.float()
+    exact.set_attn_implementation("sdpa")
+    errors = [[], [], []]
     for i, turns in talks.drawn.items():
         text = [*talks.prompts[i]]
-        for turn in turns:
+        for number, turn in enumerate(turns):
             before, text = len(text), [*text, *turn.token_ids.tolist()]
             with torch.no_grad():
-                logits = model(input_ids=torch.tensor([text], device="cuda")).logits
-            rows = logits[0, before - 1 : -1].log_softmax(-1).cpu()
-            again = rows.gather(1, turn.token_ids[:, None])[:, 0]
-            assert (again - turn.log_probs).abs().max() < 0.1
+                logits = exact(input_ids=torch.tensor([text], device="cuda")).logits
+            again = logits[0, before - 1 : -1].log_softmax(-1).cpu().gather(1, turn.token_ids[:, None])[:, 0]
+            errors[number].append((again - turn.log_probs).abs())
             text += REPLY
+    first, *later = (torch.cat(each).mean() for each in errors)
+    assert first < 0.05 and max(later) < 1.5 * first
 
 
 class Words:

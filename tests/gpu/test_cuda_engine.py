@@ -17,9 +17,9 @@ from luffy.kernels.quantize import quantize_rows
 from luffy.learn.packing import pack
 from luffy.learn.policy import Policy
 from luffy.learn.scorer import TokenScorer
-from luffy.models import load_model, load_tokenizer
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden
+from luffy.models.load import load_model, load_tokenizer
 from luffy.models.products import Quantized
 from luffy.rollout import NativeEngine
 from luffy.rollout.native import paged_cache
@@ -277,7 +277,7 @@ def scored_by_the_trainer(model, requests, completions):
     samples = [make_sample(r.prompt_ids, c.token_ids, log_probs=c.log_probs) for r, c in pairs]
     (batch,) = pack(samples, 100_000, "token-mean", 200)
     with torch.no_grad():
-        ours, _ = TokenScorer(model)(batch.to("cuda"), 1.0)
+        ours = TokenScorer(model)(batch.to("cuda"), 1.0).log_prob
     return ours.float().cpu(), torch.cat([samples[i].engine_log_probs for i in batch.order])
 
 

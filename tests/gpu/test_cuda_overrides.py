@@ -11,7 +11,7 @@ import torch
 from builders import make_model, make_request
 
 from luffy.core.override_rules import Rule
-from luffy.models import drop_padding_tokens
+from luffy.models.load import drop_padding_tokens
 from luffy.rollout import SpeculativeEngine
 from luffy.run_folder.recorder import read_json_lines
 from luffy.train.loop import Trainer

@@ -3,9 +3,7 @@
 import torch
 
 from luffy.config import load_config
-from luffy.learn.objective import Objective
-from luffy.learn.sft_weights import SftTokens
-from luffy.learn.sft_weights.eaft import Eaft, eaft
+from luffy.learn.objective import Eaft, Objective, SftTokens, eaft
 
 
 def test_the_weight_is_the_entropy_of_the_likeliest_tokens():

@@ -6,11 +6,12 @@ import pytest
 import torch
 from builders import TASK, make_group, make_rollout
 
-from luffy.config import Config, build
+from luffy.config import Config
 from luffy.learn.credit import ScoredTokens, credit, credit_metrics
 from luffy.learn.objective import Objective
 from luffy.learn.packing import pack
 from luffy.metrics import fetch
+from luffy.schema import build
 from luffy.types import Author, Episode
 
 

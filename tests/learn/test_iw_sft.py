@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from luffy.learn.sft_weights import SftTokens
-from luffy.learn.sft_weights.iw_sft import IwSft, iw_sft
+from luffy.learn.objective import IwSft, SftTokens, iw_sft
 
 
 @pytest.mark.parametrize(("power", "cap"), [(1.0, 16.0), (2.0, 16.0), (1.0, 1.2)])

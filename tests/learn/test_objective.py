@@ -7,8 +7,7 @@ import pytest
 import torch
 from builders import make_samples
 
-from luffy.core.kl import kl_penalty
-from luffy.core.losses import PolicyLoss
+from luffy.core.losses import PolicyLoss, kl_penalty
 from luffy.core.shaping import Shape, trace_weight
 from luffy.learn.objective import Objective
 from luffy.learn.packing import pack

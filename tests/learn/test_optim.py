@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from luffy.config import OptimConfig
+from luffy.config.knobs import OptimConfig
 from luffy.learn.optim import Optimizer, lr_at
 
 

@@ -13,8 +13,7 @@ import torch
 from builders import make_sample, pack_in_order
 from toy_overrides import GIVEN, RULES, TEMPERATURE, count, toy_models, toy_samples, toy_sequences, toy_tables
 
-from luffy.core.importance import Importance
-from luffy.core.losses import PolicyLoss
+from luffy.core.losses import Importance, PolicyLoss
 from luffy.core.override_rules import Rule
 from luffy.learn.objective import Objective
 from luffy.learn.policy import Policy

@@ -6,16 +6,10 @@ from builders import ARCHITECTURES, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from luffy.errors import UserError
-from luffy.models import (
-    PackedLayout,
-    attention,
-    dense_attention,
-    flash,
-    forward_hidden,
-    head_weight_bias,
-    use_luffy_attention,
-)
+from luffy.models import attention, flash
+from luffy.models.attention import PackedLayout
 from luffy.models.families import FamilyLayout, layout_of
+from luffy.models.forward import forward_hidden, head_weight_bias, use_luffy_attention
 from luffy.types import Family
 
 UNEVEN = (3, 21, 1, 12)
@@ -211,7 +205,7 @@ def windows(monkeypatch):
         return kernel(*args, window_size=window_size, **named)
 
     monkeypatch.setenv(flash.SWITCH, "0")
-    monkeypatch.setenv(dense_attention.SWITCH, "0")
+    monkeypatch.setenv(flash.CUDNN_SWITCH, "0")
     flash.flash_kernel.cache_clear()
     monkeypatch.setattr(attention, "varlen_attn", counted)
     yield kept

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from luffy.models import attention, dense_attention, flash
+from luffy.models import attention, flash
 from luffy.models.attention import PackedLayout
 from luffy.models.families import FamilyLayout
 from luffy.types import Family
@@ -55,7 +55,7 @@ torch_reference = flash._adapted(plain_flash_attention)
 @pytest.fixture
 def hopper(monkeypatch):
     """A Hopper GPU in name; tensors stay on the CPU, and cuDNN is turned off."""
-    monkeypatch.setenv(dense_attention.SWITCH, "0")
+    monkeypatch.setenv(flash.CUDNN_SWITCH, "0")
     monkeypatch.setattr(flash, "gpu_generation", lambda device: 9)
     monkeypatch.setattr(attention, "varlen_serves", lambda query: True)
     monkeypatch.setattr("luffy.models.families.varlen_serves", lambda query: True)
@@ -259,17 +259,17 @@ def test_memory_that_runs_out_is_no_reason_to_leave_it(hopper):
 @pytest.fixture
 def cudnn(hopper):
     """cuDNN counted; sequences of six tokens are long and padded to eights. Its calls: queries as they are padded."""
-    calls, causal = [], dense_attention._causal
+    calls, causal = [], flash._causal
 
     def counted(query, *rest):
         calls.append(query.shape[2])
         return causal(query, *rest)
 
-    hopper.delenv(dense_attention.SWITCH)
-    hopper.setattr(dense_attention, "LONG", 6)
-    hopper.setattr(dense_attention, "STEP", 8)
-    hopper.setattr(dense_attention, "MOST_WASTE", 4.0)
-    hopper.setattr(dense_attention, "_causal", counted)
+    hopper.delenv(flash.CUDNN_SWITCH)
+    hopper.setattr(flash, "LONG", 6)
+    hopper.setattr(flash, "STEP", 8)
+    hopper.setattr(flash, "MOST_WASTE", 4.0)
+    hopper.setattr(flash, "_causal", counted)
     return calls
 
 
@@ -295,7 +295,7 @@ def test_long_sequences_one_by_one_have_the_values_and_gradients_of_the_padded_p
 @pytest.mark.parametrize("tokens", [16, 17])
 def test_cudnn_gets_gradients_of_one_layout(cudnn, hopper, tokens):
     """torch would use a plan that it made for another one, and the gradients would be wrong."""
-    causal, strides = dense_attention._causal, []
+    causal, strides = flash._causal, []
 
     def watched(*args):
         out = causal(*args)
@@ -305,7 +305,7 @@ def test_cudnn_gets_gradients_of_one_layout(cudnn, hopper, tokens):
 
     tensors = heads(tokens)
     PackedLayout((tokens,)).attend(0, *tensors, 0.3, None)  # the trial
-    hopper.setattr(dense_attention, "_causal", watched)
+    hopper.setattr(flash, "_causal", watched)
     for gradient in (
         torch.ones(tokens, 4, 8),
         torch.ones(4, tokens, 8).transpose(0, 1),
@@ -317,7 +317,7 @@ def test_cudnn_gets_gradients_of_one_layout(cudnn, hopper, tokens):
 
 def test_cudnn_is_left_alone_where_it_is_turned_off_or_does_not_serve(cudnn, hopper):
     for block in (
-        lambda patch: patch.setenv(dense_attention.SWITCH, "0"),
+        lambda patch: patch.setenv(flash.CUDNN_SWITCH, "0"),
         lambda patch: patch.setattr(flash, "gpu_generation", lambda device: 8),
     ):
         with hopper.context() as patch:
@@ -332,19 +332,19 @@ def test_cudnn_is_left_alone_where_it_is_turned_off_or_does_not_serve(cudnn, hop
 
 def test_a_response_that_is_short_beside_its_prompt_stays_packed():
     """Over the whole sequence the dense call would multiply 8,448 by 8,448 tokens for 121 of them."""
-    assert dense_attention.pays(8192, 8313) and dense_attention.pays(8000, 8000)
-    assert not dense_attention.pays(121, 8313) and not dense_attention.pays(7999, 7999)
+    assert flash.pays(8192, 8313) and flash.pays(8000, 8000)
+    assert not flash.pays(121, 8313) and not flash.pays(7999, 7999)
 
 
 def test_cudnn_has_few_lengths_to_plan_and_little_to_pad():
-    planned = {n: dense_attention._rounded(n) for n in range(dense_attention.LONG, 32769)}
+    planned = {n: flash._rounded(n) for n in range(flash.LONG, 32769)}
     assert [len({m for m in planned.values() if m <= most}) for most in (8448, 16384, 32768)] == [2, 33, 65]
     assert all(n <= m < n + max(256, n / 32 + 1) for n, m in planned.items())
 
 
 def test_cudnn_that_is_wrong_is_not_used_and_says_so(cudnn, hopper):
-    right = dense_attention._causal
-    hopper.setattr(dense_attention, "_causal", lambda *args: right(*args) * 1.1)
+    right = flash._causal
+    hopper.setattr(flash, "_causal", lambda *args: right(*args) * 1.1)
     with pytest.warns(UserWarning, match="cuDNN's attention is installed but not used.*out by 0.1"):
         assert flash.flash_kernel(LONG_HEADS, torch_reference) is None
 
@@ -354,9 +354,9 @@ def test_cudnn_that_is_wrong_is_not_used_and_says_so(cudnn, hopper):
 @pytest.mark.parametrize(("queries", "keys", "size"), [(12, 2, 128), (28, 4, 128), (9, 3, 64)])
 def test_on_the_gpu_cudnn_is_used_and_right(monkeypatch, queries, keys, size):
     """As close to float64 as torch's own kernel is, with long and short sequences in one row."""
-    if flash.gpu_generation(torch.device("cuda", 0)) not in dense_attention.GENERATIONS:
+    if flash.gpu_generation(torch.device("cuda", 0)) not in flash.GENERATIONS:
         pytest.skip("this GPU is not served")
-    monkeypatch.setattr(dense_attention, "LONG", 500)
+    monkeypatch.setattr(flash, "LONG", 500)
     layouts = (
         (PackedLayout((700, 33, 1, 1024), "cuda"), 1758),
         (FamilyLayout([Family(121, (512, 3, 700)), Family(7, (60, 200))], "cuda"), 1603),
@@ -365,7 +365,7 @@ def test_on_the_gpu_cudnn_is_used_and_right(monkeypatch, queries, keys, size):
         seen = [torch.randn(tokens, n, size, device="cuda", dtype=torch.bfloat16) for n in (queries, keys, keys)]
         found = {}
         for switch in ("1", "0"):
-            monkeypatch.setenv(dense_attention.SWITCH, switch)
+            monkeypatch.setenv(flash.CUDNN_SWITCH, switch)
             monkeypatch.setenv(flash.SWITCH, "0")
             flash.flash_kernel.cache_clear()
             with warnings.catch_warnings():

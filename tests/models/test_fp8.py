@@ -6,12 +6,13 @@ import pytest
 import torch
 from builders import ARCHITECTURES, REQUESTS, make_small_model
 
-from luffy.config import Config, build
+from luffy.config import Config
 from luffy.errors import ConfigError, UserError
 from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden, head_weight_bias
 from luffy.models.products import Fp8Products, fp8_fault, merge_weights, separate
 from luffy.rollout import NativeEngine
+from luffy.schema import build
 
 pytestmark = pytest.mark.usefixtures("fast_kernels")
 

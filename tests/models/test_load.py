@@ -15,7 +15,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from luffy.errors import UserError
-from luffy.models import PackedLayout, drop_padding_tokens, eos_ids, forward_hidden, load, load_model, load_tokenizer
+from luffy.models import load
+from luffy.models.attention import PackedLayout
+from luffy.models.forward import forward_hidden
+from luffy.models.load import drop_padding_tokens, eos_ids, load_model, load_tokenizer
 
 
 @pytest.fixture

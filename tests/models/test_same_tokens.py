@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from luffy.errors import UserError
-from luffy.models.same_tokens import check_same_tokenizer
+from luffy.models.load import check_same_tokenizer
 
 
 def tokenizer(words: str, **special) -> PreTrainedTokenizerFast:

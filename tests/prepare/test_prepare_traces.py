@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import luffy.quickstart
 from luffy.data import Encoder, load_problems
 from luffy.errors import DataError, UserError
-from luffy.models import load_tokenizer
+from luffy.models.load import load_tokenizer
 from luffy.prepare import teachers
 from luffy.prepare.dataset_files import ROWS_PER_GROUP, column_types
 from luffy.prepare.endpoint import Endpoint, EndpointError, Reply

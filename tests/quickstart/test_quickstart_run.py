@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from luffy.config import BUILT_IN_RECIPES
+from luffy.config.recipes import BUILT_IN_RECIPES
 from luffy.errors import StopRequested, TrainingStopped, UserError
 from luffy.quickstart import run
 from luffy.quickstart.run import MethodOutcome, choose_methods, configure, quickstart, table

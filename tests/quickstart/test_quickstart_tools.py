@@ -13,8 +13,7 @@ from luffy.cli import app
 from luffy.config import load_config
 from luffy.errors import UserError
 from luffy.quickstart import run
-from luffy.quickstart.run import choose_methods, configure, quickstart
-from luffy.quickstart.tasks import TASKS, find_task
+from luffy.quickstart.run import TASKS, choose_methods, configure, find_task, quickstart
 from luffy.run_folder.recorder import read_json_lines
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from luffy.models import drop_padding_tokens
-from luffy.models.load import token_count
+from luffy.models.load import drop_padding_tokens, token_count
 from luffy.rollout import NativeEngine
 from luffy.rollout.vllm.worker_extension import model_fields, tensors_in
 from luffy.types import Request, Sampling

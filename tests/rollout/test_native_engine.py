@@ -7,7 +7,7 @@ import torch
 from builders import make_model, make_request
 
 from luffy.errors import UserError
-from luffy.models import eos_ids, load_model, load_tokenizer
+from luffy.models.load import eos_ids, load_model, load_tokenizer
 from luffy.rollout import NativeEngine
 from luffy.rollout.engine import Engine
 from luffy.rollout.native import native_engine

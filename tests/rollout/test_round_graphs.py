@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from luffy.core.override_rules import Rule
 from luffy.errors import UserError
 from luffy.kernels.paged import PAGE
-from luffy.models import drop_padding_tokens
+from luffy.models.load import drop_padding_tokens
 from luffy.rollout import SpeculativeEngine
 from luffy.rollout.native import paged_cache
 from luffy.rollout.native.decode_graphs import capturing

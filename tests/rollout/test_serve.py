@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from luffy.config import Config, build
+from luffy.config import Config
 from luffy.errors import UserError
 from luffy.rollout.vllm.colocated import environment, worker_environment
 from luffy.rollout.vllm.guard import RequireKey
 from luffy.rollout.vllm.server_process import flags, server_command, server_environment
-from luffy.train.vllm_settings import serve
+from luffy.schema import build
+from luffy.train.build_engines import serve
 
 KEY = "the-servers-own-key"
 
@@ -29,7 +30,7 @@ def test_arguments_become_flags():
 def test_a_server_listens_on_loopback_and_takes_its_key_from_the_environment(tiny_model, monkeypatch):
     monkeypatch.setenv("MY_KEY", KEY)
     started = []
-    monkeypatch.setattr("luffy.train.vllm_settings.become_server", lambda *given: started.append(given))
+    monkeypatch.setattr("luffy.train.build_engines.become_server", lambda *given: started.append(given))
     cfg = build(
         Config,
         {

@@ -28,7 +28,7 @@ from toy_overrides import (
 
 from luffy.core.override_rules import Rule
 from luffy.errors import TrainingStopped, UserError
-from luffy.models import drop_padding_tokens
+from luffy.models.load import drop_padding_tokens
 from luffy.rollout import NativeEngine, TurnsEngine
 from luffy.rollout.overrides.aligned import AlignedEngine
 from luffy.rollout.overrides.coupled import CoupledEngine

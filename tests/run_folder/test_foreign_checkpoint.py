@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from luffy.errors import UserError
 from luffy.run_folder.checkpoint import Checkpoint, file_entries, files_below, is_card, manifest_text
-from luffy.step.replay import Remembered, Replay
+from luffy.step.memory import Remembered, Replay
 from luffy.step.snapshot import restore
 from luffy.train.loop import Trainer
 

@@ -10,8 +10,8 @@ from luffy.config.knobs import RewardConfig
 from luffy.rewards import build_verifier
 from luffy.rewards.kinds import reward
 from luffy.rollout.native import NativeEngine
-from luffy.step.early_scores import EarlyScores
 from luffy.step.groups import verified
+from luffy.step.play import EarlyScores
 from luffy.train.loop import Trainer
 
 TASK = make_task(answer="5")

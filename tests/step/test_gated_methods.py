@@ -10,12 +10,12 @@ from builders import TASK, make_group, make_rollout, write_rows
 from trainings import samples, train, untimed_metrics
 from transformers import AutoModelForCausalLM
 
-from luffy.config import Config, build, load_config
+from luffy.config import Config, load_config
 from luffy.learn.credit import ScoredTokens, credit
 from luffy.learn.objective import Objective
 from luffy.learn.packing import pack
-from luffy.schema import to_dict
-from luffy.step.answer_probs import last_place
+from luffy.schema import build, to_dict
+from luffy.step.gating import last_place
 from luffy.train.loop import Trainer
 
 P = 0.04  # of every token

@@ -9,8 +9,7 @@ from builders import write_rows
 from trainings import final_weights, samples, train_untimed
 
 from luffy.errors import ConfigError, UserError
-from luffy.step.in_flight import FINISHES, InFlight, problems_of, state_of
-from luffy.step.memory import MethodMemory
+from luffy.step.memory import FINISHES, InFlight, MethodMemory, problems_of, state_of
 from luffy.train.loop import Trainer
 
 FROZEN = 1e-30  # a learning rate that moves no weight

@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
-from luffy.config import ReplayConfig
+from luffy.config.knobs import ReplayConfig
 from luffy.errors import ConfigError
-from luffy.step.replay import Attempt, Replay, Success, least_entropy
+from luffy.step.memory import Attempt, Replay, Success, least_entropy
 from luffy.train.loop import Trainer
 
 

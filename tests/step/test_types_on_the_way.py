@@ -47,7 +47,7 @@ def test_a_plain_step_makes_the_listed_types_and_runs_the_listed_files(make_conf
     with Trainer(make_config()) as trainer:
         types, files = traced_step(trainer, monkeypatch)
     made = {t.__name__ for t in types if not t.__module__.startswith(BEHIND_AN_INTERFACE)}
-    listed = re.findall(r"^\| `(\w+)` \|", section("Types"), re.MULTILINE)
+    listed = re.findall(r"^\|`(\w+)`\|", section("Types"), re.MULTILINE)
     assert made == set(listed) and len(listed) <= 30
     way = re.findall(r"^\d+\. `([\w/]+\.py)`", section("The way of a trace"), re.MULTILINE)
     root = Path(luffy.__file__).parent

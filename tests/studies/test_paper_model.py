@@ -10,9 +10,10 @@ from commands import luffy
 from prepare_support import CHATML, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from luffy.data import PAPER_SYSTEM_PROMPT, Encoder
+from luffy.data import Encoder
+from luffy.data.prompts import PAPER_SYSTEM_PROMPT
 from luffy.errors import UserError
-from luffy.models import load_model
+from luffy.models.load import load_model
 from luffy.types import Message, Problem
 from studies.paper.model import extended_config, paper_template, prepare_model
 

@@ -1,4 +1,4 @@
-"""Every command of docs/paper.md and docs/results/paper.md, in order, with a toy model and made-up rows.
+"""Every command of studies/paper/README.md and docs/results/paper.md, in order, with a toy model and made-up rows.
 
 What would take hours even so is made once for real and then copied: of trainings the recipe is read, of evaluations one
 for each suite and set of options is run. So a command that names a folder which no command before it makes fails.
@@ -23,7 +23,8 @@ from luffy.cli import app
 from luffy.run_folder.recorder import read_json_lines
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("paper.md", "results/paper.md"))
+PAGES = (DOCS.parent / "studies" / "paper" / "README.md", DOCS / "results" / "paper.md")
+PAGE = "".join(page.read_text(encoding="utf-8") for page in PAGES)
 TRAINED = ("paper/on_policy", "paper/sft", "paper/sft_rl", "paper/luffy")  # the other recipes are only read
 # In place of each program of the page: its words, one a line, and an empty line. A command's own output may go to a file.
 RECORD = """

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from luffy.config import load_config
-from luffy.data.encode import SOLUTION
+from luffy.data.prompts import SOLUTION
 from luffy.models.load import load_model, load_tokenizer
 from luffy.run_folder.recorder import read_json_lines
 from studies.quickstart.make_base import Base, right_step_probabilities

@@ -7,14 +7,13 @@ import torch
 from trainings import train_rows
 
 from luffy.config import load_config
-from luffy.core.importance import Importance
+from luffy.core.losses import Importance
 from luffy.errors import ConfigError, UserError
 from luffy.learn.objective import importance_of
 from luffy.models.load import load_model
 from luffy.rollout.native import NativeEngine
-from luffy.train.build_engines import build_engine, build_evaluating
+from luffy.train.build_engines import build_engine, build_evaluating, context_of, transfer_of, vllm_arguments
 from luffy.train.loop import Trainer
-from luffy.train.vllm_settings import context_of, transfer_of, vllm_arguments
 
 
 class CopyEngine(NativeEngine):

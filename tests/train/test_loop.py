@@ -27,8 +27,8 @@ from luffy.run_folder.recorder import read_json_lines
 from luffy.run_folder.saved_state import Progress
 from luffy.run_folder.trackers import TensorBoardTracker
 from luffy.step import training_step
-from luffy.step.batch import mini_batches
 from luffy.step.crediting import needed_log_probs
+from luffy.step.run_state import mini_batches
 from luffy.step.snapshot import progress_of
 from luffy.train import loop
 from luffy.train.loop import Trainer

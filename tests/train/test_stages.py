@@ -10,16 +10,16 @@ from children import exit_code_in_child
 from kills import acting_at, killed_at
 from trainings import final_weights, train, untimed_metrics
 
-from luffy.config import Config, build
+from luffy import trainer as driver
+from luffy.config import Config
 from luffy.config.stages import stages_of
 from luffy.errors import UserError
 from luffy.learn.policy import Policy
 from luffy.run_folder.changes import changes_of
 from luffy.run_folder.checkpoint import CheckpointStore
 from luffy.run_folder.stages import read_stages
-from luffy.schema import to_dict
+from luffy.schema import build, to_dict
 from luffy.train import loop
-from luffy.train import stages as driver
 from luffy.train.loop import Trainer
 from luffy.train.stage_end import without_gain
 from luffy.trainer import train_stages

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import vllm_engines
 
-from luffy.config import Config, build
+from luffy.config import Config
 from luffy.run_folder.recorder import read_json_lines
+from luffy.schema import build
 from luffy.train.loop import Trainer
 
 SMOLLM2, DATA = os.environ.get("LUFFY_SMOLLM2"), os.environ.get("LUFFY_DATA")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from luffy.errors import UserError
-from luffy.models.attention import DecodeLayout, ExtendLayout, KVSink, Layout, PackedLayout
+from luffy.models.attention import ExtendLayout, KVSink, Layout, PackedLayout
 from luffy.models.forward import forward_hidden, head_weight_bias
 
 
@@ -72,8 +72,8 @@ class SlotCache:
         assert self._block is not None
         self._block[:, :, slot, :, : saved.shape[3]] = saved
 
-    def decode_layout(self, positions: Tensor, span: int) -> DecodeLayout:
-        return DecodeLayout(self, positions, span)
+    def decode_layout(self, positions: Tensor, span: int) -> ExtendLayout:
+        return ExtendLayout(self, positions[:, None], span)
 
     def extend_layout(self, positions: Tensor, span: int) -> ExtendLayout:
         return ExtendLayout(self, positions, span)
