@@ -205,7 +205,7 @@ quickstart: $(READY)
 docs: $(READY)
 	$(BIN)/python docs/site/pages.py > docs/configuration.md
 	$(BIN)/python docs/site/pages.py api > docs/api.md
-	$(BIN)/python -m luffy.doctor.tested constraints.txt constraints-ray.txt > luffy/doctor/tested.txt
+	$(BIN)/python .ci/tested_versions.py constraints.txt constraints-ray.txt > luffy/doctor/tested.txt
 
 # The whole study of docs/results/qwen-gsm8k.md on one GPU: traces, problem sets, runs, tables and figures. After a stop the
 # same command goes on. Needs MODEL and TEACHER (model folders), GSM8K (its train.jsonl and test.jsonl), BENCHMARKS.

@@ -12,6 +12,7 @@ import sys
 import time
 import webbrowser
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -416,7 +417,8 @@ def verify(
     reward_of: RewardOf = None,
 ) -> None:
     """Score responses from the shell: one JSON line per row, in order, with score and status."""
-    from luffy.rewards import build_verifier, score_file
+    from luffy.rewards import build_verifier
+    from luffy.rewards.scores import score_file
 
     if reward_of is not None:
         built = load_config(reward_of).reward.verifier()
@@ -457,8 +459,7 @@ def view(
     browser: Annotated[bool, typer.Option("--open", help="open the page in the browser")] = False,
 ) -> None:
     """Watch runs in the browser: live curves, every recorded sample, differences in settings."""
-    from luffy.view.access import token_of_environment
-    from luffy.view.server import ViewServer, serve
+    from luffy.view.server import ViewServer, serve, token_of_environment
 
     server = ViewServer(runs, host, port, token_of_environment())
     if browser:
@@ -617,7 +618,7 @@ def eval_compare(
     comparison = compare(folders, resamples, seed)
     if out is not None:
         write_comparison(comparison, out)
-    text = json.dumps(comparison.as_json(), indent=2) + "\n" if as_json else as_markdown(comparison)
+    text = json.dumps(asdict(comparison), indent=2) + "\n" if as_json else as_markdown(comparison)
     typer.echo(text, nl=False)
 
 

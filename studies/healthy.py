@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from luffy.report.method_colours import COLOURS
+from luffy.report.methods import COLOURS
 from luffy.run_folder.layout import METRICS
 from luffy.run_folder.runs import RunRecord, load_run
 from studies.common import legend_below, panels, smooth

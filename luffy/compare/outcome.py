@@ -10,7 +10,7 @@ import numpy as np
 
 from luffy.compare.arms import Arm
 from luffy.compare.state import ArmState
-from luffy.evaluation.bootstrap import Difference, paired_difference
+from luffy.evaluation.compare import Difference, paired_difference
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from luffy.core.reduce import Reduction
 from luffy.core.shaping import SHAPES, Shape
 from luffy.errors import ConfigError
 from luffy.guidance import GATES, ORDERS, SCHEDULES, RatioSchedule
-from luffy.rewards.http_settings import HttpRewardConfig
-from luffy.rewards.kinds import REWARDS
+from luffy.rewards.kinds import REWARDS, HttpRewardConfig
 from luffy.rewards.verifier import Verifier, build_verifier
 from luffy.schema import Chosen, choose_parts, knob
 from luffy.types import Sampling

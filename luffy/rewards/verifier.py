@@ -20,8 +20,7 @@ from luffy.errors import UserError
 from luffy.rewards import math as math_reward
 from luffy.rewards.extract import after_thought, tail
 from luffy.rewards.http_reward import HttpReward, is_address
-from luffy.rewards.http_settings import HttpRewardConfig
-from luffy.rewards.kinds import REWARDS, Answered, Reward, TextReward
+from luffy.rewards.kinds import REWARDS, Answered, HttpRewardConfig, Reward, TextReward
 from luffy.rewards.own_function import CALL_FAILED, NOT_SCORED, Form, OwnFunction, with_settings
 from luffy.rewards.pool import START_TIMEOUT_S, Outcome, WorkerPool
 from luffy.rewards.worker import describe
@@ -114,7 +113,7 @@ class OwnReward(PoolReward):
         self._timeout_s, self._concurrency = timeout_s, concurrency
         self._form = Form(batch=False, is_async=False)
         factory, arguments = "luffy.rewards.own_function:load", (path, timeout_s, dict(settings or {}))
-        self._pool = WorkerPool(factory, workers, timeout_s, preload=("luffy.types",), factory_args=arguments)
+        self._pool = WorkerPool(factory, workers, timeout_s, factory_args=arguments)
 
     def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
         if not self._form.batch:  # functions of one sample do not take its ids, and thousands of lists are sent slowly
