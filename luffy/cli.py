@@ -317,6 +317,9 @@ def compare(
         int | None, typer.Option(min=8, help="problems of validation, and of the test; default: a tenth, at most 200")
     ] = None,
     patience: Annotated[float, typer.Option(min=1, help="seconds without a step that end an arm")] = 600.0,
+    at_once: Annotated[
+        int | None, typer.Option(min=1, help="trainings side by side; default: as many as memory and cores allow")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="output folder; default: OUT/NAME-compare of the recipe")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -328,19 +331,13 @@ def compare(
     from luffy.compare.arms import named_methods
     from luffy.compare.halving import Asked, as_json_text, compare_methods, rates_in, seconds_in
     from luffy.compare.outcome import markdown
-    from luffy.report.html import write_report
 
     cfg = load_config(recipe, overrides or [])
     folder = out or cfg.folder.with_name(f"{cfg.folder.name}-compare")
     named = named_methods(methods)
-    asked = Asked(cfg, named, rates_in(lrs), seeds, seconds_in(budget), folder, held_out, patience)
+    asked = Asked(cfg, named, rates_in(lrs), seeds, seconds_in(budget), folder, held_out, patience, at_once)
     outcome = compare_methods(asked, lambda line: typer.echo(line, err=True))
     typer.echo(as_json_text(outcome) if as_json else markdown(outcome, budget), nl=as_json)
-    report = write_report([folder / "arms"], folder / "compare.html", title=f"luffy compare: {cfg.name}")
-    typer.echo(f"table      {folder / 'compare.md'}\ncurves     {report}", err=True)
-    if outcome.winner is not None:
-        command = "sft" if outcome.winner.arms[0].trained_by == "sft" else "train"
-        typer.echo(f"winner     luffy {command} {folder / 'winner.yaml'}", err=True)
 
 
 @app.command()

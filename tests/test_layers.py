@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "view": {"view", "report", "run_folder", *BASE},
     "prepare": {"prepare", "conversations", "guidance", "config", "evaluation", "rollout", "models", "rewards", "data", *BASE},
     "integrations": {"integrations", "core", "data", "guidance", *BASE},
-    "compare": {"compare", "evaluation", "report", "step", "run_folder", "config", "schema", "data", *BASE},
+    "compare": {"compare", "dry_run", "models", "evaluation", "report", "step", "run_folder", "config", "schema", "data", *BASE},
     "quickstart": {"quickstart", "trainer", "run_folder", "report", "config", "schema", "data", "rewards", "evaluation", "rollout", "models", *BASE},
 }  # fmt: skip
 

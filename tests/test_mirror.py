@@ -20,6 +20,8 @@ COVERED_ELSEWHERE: dict[str, str] = {
     "luffy.config.recipes": "test_recipes.py",
     "luffy.config.yaml_text": "test_config.py",
     "luffy.compare.arms": "compare/test_halving.py",
+    "luffy.compare.jobs": "compare/test_halving.py",
+    "luffy.compare.picture": "compare/test_pages.py",
     "luffy.compare.state": "compare/test_halving.py",
     "luffy.data.data_files": "data/test_data_sources.py",
     "luffy.data.prompts": "data/test_data_encode.py",

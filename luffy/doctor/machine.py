@@ -338,7 +338,7 @@ def judge_speed(cluster: Cluster, facts: Facts) -> list[Line]:
     return [judged("speed", found, (slow and not sharing_ranks(facts), "warning", named, fix))]
 
 
-# ---- disk
+# ---- the disk of the run folder: space, speed, and whether all machines see the same one
 
 
 CHUNK = 1 << 24

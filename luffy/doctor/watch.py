@@ -2,7 +2,7 @@
 
 Every rank publishes how far it is. A thread of it renews that value, so that a stopped process shows by a value that
 no longer changes. The first rank that lives speaks: when a rank has not moved for the time limit, it reports who is
-behind the others, with the results so far, and ends the examination.
+behind the others, with the results so far, and ends the examination. ``Context`` is all that a check is given.
 """
 
 from __future__ import annotations

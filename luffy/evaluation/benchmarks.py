@@ -206,7 +206,9 @@ def _arranged_choice(problem: Problem, seed: int, shuffle: bool) -> Problem:
     return replace(choice, prompt=tuple(turns))
 
 
-# ---- multiple choice
+# ---- multiple choice: the options in an order drawn from the seed
+# The paper shuffles options against contamination (section 4). Labels become letters in any case, because some
+# questions number theirs (22 of ARC-c's) and the `choice` reward reads letters.
 
 
 LETTERS = "ABCDEFGHIJ"

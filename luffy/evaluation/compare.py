@@ -194,7 +194,7 @@ def write_comparison(comparison: Comparison, out: Path) -> None:
     write_atomically(out.with_suffix(".md"), as_markdown(comparison))
 
 
-# ---- paired bootstrap
+# ---- paired bootstrap over items (paper appendix C.3): is a difference more than the choice of test problems?
 
 
 Array = NDArray[np.float64]

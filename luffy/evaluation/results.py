@@ -1,4 +1,7 @@
-"""Results of an evaluation: result.json and result.md, made from items.jsonl."""
+"""Results of an evaluation: result.json and result.md, made from items.jsonl.
+
+The settings that decide the responses are saved with them, so that a folder never mixes two.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods: groups of runs that differ in their seed alone, and the categories of methods."""
+"""Methods: groups of runs that differ in their seed alone; their categories, colours and closest recipes."""
 
 from __future__ import annotations
 

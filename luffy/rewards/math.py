@@ -268,6 +268,10 @@ def _is_percentage(number: Any) -> bool:
     return bool(number.has(UnevaluatedExpr))
 
 
+# ---- corrections of Math-Verify
+# It reads brackets and the order of named values too freely, and does not compare an inequality with the interval that
+# it describes.
+
 _BRACKET = re.compile(r"\\[{}]|[()\[\]]")
 _INDEX = re.compile(r"(.+?)_\{?(\d+)\}?")
 _OR = re.compile(r"(?<![a-zA-Z])or(?![a-zA-Z])|\\lor(?![a-zA-Z])|\\vee(?![a-zA-Z])")

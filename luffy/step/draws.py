@@ -205,7 +205,7 @@ def lessons(run: Run) -> list[list[Sample]]:
     return steps
 
 
-# ---- sharing the work out
+# ---- which process does which problems
 
 
 def share_out(costs: Sequence[float], ranks: int) -> list[list[int]]:

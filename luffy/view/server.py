@@ -1,4 +1,11 @@
-"""The web server of ``luffy view``: the standard library's, one thread a connection, GET and nothing else."""
+"""The web server of ``luffy view``: the standard library's, one thread a connection, GET and nothing else.
+
+Runs hold unpublished data, and any web site open in the same browser can send requests here.
+
+- The server listens on this machine alone by default, and on another address only with a token.
+- The Host header must be a name of this server, which refuses DNS rebinding.
+- Requests that a browser marks as coming from another site are refused.
+"""
 
 from __future__ import annotations
 
