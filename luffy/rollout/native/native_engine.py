@@ -32,8 +32,7 @@ from luffy.rollout.native.static_batch import StaticBatchGeneration
 from luffy.types import Completion, Request
 
 if TYPE_CHECKING:
-    from luffy.rollout.native.drafted_generation import PagedConversations
-    from luffy.rollout.native.paged_generation import PagedMemory
+    from luffy.rollout.native.paged_conversations import PagedConversations, PagedMemory
 
 # Sequences decoded at once, unless given.
 CPU_SLOTS = 256
@@ -225,7 +224,7 @@ class NativeEngine(Engine):
         return generation_over_pages(self.drafts, self.model, requests, self._paged_memory(), *sizes)
 
     def _paged_memory(self) -> PagedMemory:
-        from luffy.rollout.native.paged_generation import PagedMemory
+        from luffy.rollout.native.paged_conversations import PagedMemory
 
         self._merge_weights()  # again, if they were moved
         if isinstance(self._products, Fp8Products):
