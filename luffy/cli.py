@@ -35,12 +35,6 @@ LONGEST_ERROR = 4_000  # characters
 PATIENCE_S = 30.0  # of a process whose error another one explains: the launcher ends it meanwhile
 
 
-def knob_reference() -> str:
-    """Every knob of a recipe, one line each, for ``--help``."""
-    docs = describe(Config)
-    return "\n".join(f"  {doc.path} = {doc.shown_default}  [{doc.kind}]\n      {doc.help}" for doc in docs)
-
-
 class KnobHelp(typer.core.TyperCommand):
     """A command whose --help ends with every knob that an override can set."""
 
@@ -55,7 +49,9 @@ class KnobHelp(typer.core.TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        formatter.write("\nKnobs (section.key=value), with their defaults:\n" + knob_reference() + "\n")
+        formatter.write("\nKnobs (section.key=value), with their defaults:\n")
+        for doc in describe(Config):
+            formatter.write(f"  {doc.path} = {doc.shown_default}  [{doc.kind}]\n      {doc.help}\n")
 
 
 def _not_an_option(name: str, value: str, command: str | None) -> str:

@@ -76,7 +76,7 @@ def make_rules(environment=Sums, tokens=400, max_tokens=None, **settings):
     maker = maker_for(environment, {}, settings.get("max_reply_chars", 4000))
     encoder = Encoder(TOKENIZER, max_response_tokens=tokens, tools=maker.tools)
     cfg = EnvironmentConfig(name="sums", **settings)
-    return Conversations(cfg, encoder, maker, "hermes", max_tokens or 2 * tokens, 0.0)
+    return Conversations(cfg, maker, 0.0, encoder, "hermes", max_tokens or 2 * tokens)
 
 
 def make_problem(prompt="2+3+4=?", answer="9", traces=()):

@@ -64,7 +64,9 @@ def scored(
         ]
     )
     if conversations is not None:
-        scores = [conversations.score(episode, score) for (_, episode), score in zip(responses, scores, strict=True)]
+        scores = [
+            conversations.score(episode.outcome, score) for (_, episode), score in zip(responses, scores, strict=True)
+        ]
     several = len({job.task.problem.id for job, _ in responses}) > 1  # a single one may be at fault itself
     no_call = why_every_call_failed(scores)
     reason = no_call or (why_nothing_was_scored(scores) if is_first and several else None)

@@ -182,7 +182,10 @@ def scores_of(model: nn.Module, temperature: float, budget: int) -> Score:
     scorer, device = TokenScorer(model), next(model.parameters()).device
 
     def score(requests: Sequence[Request], token_ids: Sequence[Tensor]) -> list[Tensor]:
-        samples = [_unweighted(request, ids) for request, ids in zip(requests, token_ids, strict=True)]
+        samples = []
+        for request, ids in zip(requests, token_ids, strict=True):
+            nothing = torch.zeros(ids.numel())
+            samples.append(Sample(request.given_ids, ids, nothing.to(torch.int8), *[nothing] * 5))
         found = [torch.empty(0)] * len(samples)
         with torch.no_grad(), evaluating(model):
             for batch in pack(samples, budget, None, 1, share=scorer.shares_prompts):
@@ -192,11 +195,6 @@ def scores_of(model: nn.Module, temperature: float, budget: int) -> Score:
         return found
 
     return score
-
-
-def _unweighted(request: Request, ids: Tensor) -> Sample:
-    nothing = torch.zeros(ids.numel())
-    return Sample(request.given_ids, ids, nothing.to(torch.int8), *[nothing] * 5)
 
 
 def rule_at(knobs: OffPolicyGuidanceConfig, step: int, total_steps: int) -> Rule:

@@ -21,8 +21,7 @@ from torch import nn
 
 from luffy.errors import UserError
 from luffy.metrics import Mean, Metric
-from luffy.models.forward import causal_lm, evaluating, max_positions, text_config
-from luffy.models.fused import fused_decoder
+from luffy.models.forward import causal_lm, evaluating, fused_decoder, max_positions, text_config
 from luffy.models.products import Fp8Products, Products, fp8_fault, separate
 from luffy.models.products import merged as merged_products
 from luffy.rollout.engine import Engine, EngineStats, OnProgress, RequestSource, check_request
