@@ -313,6 +313,15 @@ class VllmConfig:
 
 
 @dataclass(frozen=True)
+class DraftsConfig:
+    when: Literal["never", "auto", "always"] = knob(
+        "never", "verify drafts where few responses are under way; auto: and where that is faster, as measured"
+    )
+    tokens: int = knob(8, "tokens of a response in a pass; half as many where more are under way", ge=2, le=64)
+    memory_mb: int = knob(256, "host memory for responses and their index", ge=1)
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     n: int = knob(8, "samples per problem, traces included", ge=1)
     temperature: float = knob(1.0, "temperature of samples and log-probs", gt=0)
@@ -338,6 +347,7 @@ class RolloutConfig:
         "model",
         "linear layers of the native engine (docs/engines.md#fp8)",
     )
+    drafts: DraftsConfig = knob(factory=DraftsConfig)
     offpolicy_guidance: OffPolicyGuidanceConfig | None = knob(
         None, "overrides of tokens by a guide model (docs/overrides.md); null: none"
     )
