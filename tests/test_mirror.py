@@ -89,6 +89,8 @@ COVERED_ELSEWHERE: dict[str, str] = {
     "luffy.rewards.worker": "rewards/test_math_forms.py",
     "luffy.rollout.engine": "rollout/test_conformance.py",
     "luffy.rollout.native.decode_graphs": "rollout/test_round_graphs.py",
+    "luffy.rollout.native.drafted_generation": "rollout/test_drafts.py",
+    "luffy.rollout.native.drafting_decoder": "rollout/test_drafts.py",
     "luffy.rollout.native.paged_cache": "rollout/test_paged_generation.py",
     "luffy.rollout.native.paged_conversations": "rollout/test_slot_generation.py",
     "luffy.rollout.native.slot_cache": "rollout/test_speculative.py",

@@ -38,7 +38,7 @@ from luffy.models.load import (
 from luffy.models.machine import pick_device
 from luffy.registry import NoSettings
 from luffy.rollout.engine import Engine
-from luffy.rollout.native import NativeEngine
+from luffy.rollout.native import Drafts, NativeEngine
 from luffy.rollout.overrides.aligned import AlignedEngine
 from luffy.rollout.overrides.coupled import CoupledEngine, Score
 from luffy.rollout.overrides.speculative import SpeculativeEngine
@@ -78,7 +78,13 @@ def build_engine(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engi
 
 
 def build_native(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
-    return NativeEngine(model, max_slots=cfg.rollout.slots, precision=cfg.rollout.precision)
+    return NativeEngine(model, cfg.rollout.slots, precision=cfg.rollout.precision, drafts=drafts_of(cfg))
+
+
+def drafts_of(cfg: Config) -> Drafts | None:
+    """What the native engine takes drafts from, where the config has any."""
+    knobs = cfg.rollout.drafts
+    return None if knobs.when == "never" else Drafts(knobs.tokens, knobs.memory_mb, always=knobs.when == "always")
 
 
 def build_evaluating(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
@@ -242,6 +248,7 @@ class Engines:
                 max_slots=slots,
                 memory_share=SHARE_BESIDE_AN_UPDATE,
                 precision=self.cfg.rollout.precision,
+                drafts=drafts_of(self.cfg),
             )
         engine, before_step = with_overrides(self.cfg, own, tokenizer, self.device, total_steps, self.warn)
         return self._shared(engine), before_step

@@ -22,7 +22,7 @@ def hang(*_, **__):
     {how}
 
 if os.environ.get("RANK") == "{rank}":
-    numerics.sharded_gradients = hang
+    numerics.whole_gradients = hang
 """
 STOPS, SLEEPS = "os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(600)"
 
