@@ -12,6 +12,7 @@ import sys
 import time
 import webbrowser
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -34,12 +35,6 @@ LONGEST_ERROR = 4_000  # characters
 PATIENCE_S = 30.0  # of a process whose error another one explains: the launcher ends it meanwhile
 
 
-def knob_reference() -> str:
-    """Every knob of a recipe, one line each, for ``--help``."""
-    docs = describe(Config)
-    return "\n".join(f"  {doc.path} = {doc.shown_default}  [{doc.kind}]\n      {doc.help}" for doc in docs)
-
-
 class KnobHelp(typer.core.TyperCommand):
     """A command whose --help ends with every knob that an override can set."""
 
@@ -54,7 +49,9 @@ class KnobHelp(typer.core.TyperCommand):
         return super().parse_args(ctx, args)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        formatter.write("\nKnobs (section.key=value), with their defaults:\n" + knob_reference() + "\n")
+        formatter.write("\nKnobs (section.key=value), with their defaults:\n")
+        for doc in describe(Config):
+            formatter.write(f"  {doc.path} = {doc.shown_default}  [{doc.kind}]\n      {doc.help}\n")
 
 
 def _not_an_option(name: str, value: str, command: str | None) -> str:
@@ -316,6 +313,9 @@ def compare(
         int | None, typer.Option(min=8, help="problems of validation, and of the test; default: a tenth, at most 200")
     ] = None,
     patience: Annotated[float, typer.Option(min=1, help="seconds without a step that end an arm")] = 600.0,
+    at_once: Annotated[
+        int | None, typer.Option(min=1, help="trainings side by side; default: as many as memory and cores allow")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="output folder; default: OUT/NAME-compare of the recipe")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -327,19 +327,13 @@ def compare(
     from luffy.compare.arms import named_methods
     from luffy.compare.halving import Asked, as_json_text, compare_methods, rates_in, seconds_in
     from luffy.compare.outcome import markdown
-    from luffy.report.html import write_report
 
     cfg = load_config(recipe, overrides or [])
     folder = out or cfg.folder.with_name(f"{cfg.folder.name}-compare")
     named = named_methods(methods)
-    asked = Asked(cfg, named, rates_in(lrs), seeds, seconds_in(budget), folder, held_out, patience)
+    asked = Asked(cfg, named, rates_in(lrs), seeds, seconds_in(budget), folder, held_out, patience, at_once)
     outcome = compare_methods(asked, lambda line: typer.echo(line, err=True))
     typer.echo(as_json_text(outcome) if as_json else markdown(outcome, budget), nl=as_json)
-    report = write_report([folder / "arms"], folder / "compare.html", title=f"luffy compare: {cfg.name}")
-    typer.echo(f"table      {folder / 'compare.md'}\ncurves     {report}", err=True)
-    if outcome.winner is not None:
-        command = "sft" if outcome.winner.arms[0].trained_by == "sft" else "train"
-        typer.echo(f"winner     luffy {command} {folder / 'winner.yaml'}", err=True)
 
 
 @app.command()
@@ -416,7 +410,8 @@ def verify(
     reward_of: RewardOf = None,
 ) -> None:
     """Score responses from the shell: one JSON line per row, in order, with score and status."""
-    from luffy.rewards import build_verifier, score_file
+    from luffy.rewards import build_verifier
+    from luffy.rewards.scores import score_file
 
     if reward_of is not None:
         built = load_config(reward_of).reward.verifier()
@@ -457,8 +452,7 @@ def view(
     browser: Annotated[bool, typer.Option("--open", help="open the page in the browser")] = False,
 ) -> None:
     """Watch runs in the browser: live curves, every recorded sample, differences in settings."""
-    from luffy.view.access import token_of_environment
-    from luffy.view.server import ViewServer, serve
+    from luffy.view.server import ViewServer, serve, token_of_environment
 
     server = ViewServer(runs, host, port, token_of_environment())
     if browser:
@@ -617,7 +611,7 @@ def eval_compare(
     comparison = compare(folders, resamples, seed)
     if out is not None:
         write_comparison(comparison, out)
-    text = json.dumps(comparison.as_json(), indent=2) + "\n" if as_json else as_markdown(comparison)
+    text = json.dumps(asdict(comparison), indent=2) + "\n" if as_json else as_markdown(comparison)
     typer.echo(text, nl=False)
 
 

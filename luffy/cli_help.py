@@ -25,10 +25,6 @@ class FullHelp(typer.core.TyperGroup):
     """A group of commands whose --help wraps long descriptions instead of cutting them."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        rows = [(name, _first_paragraph(command.help or "")) for name, command in self.commands.items()]
+        helps = {name: (command.help or "").split("\n\n")[0] for name, command in self.commands.items()}
         with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
-
-def _first_paragraph(text: str) -> str:
-    return " ".join(text.split("\n\n")[0].split())
+            formatter.write_dl([(name, " ".join(text.split())) for name, text in helps.items()])

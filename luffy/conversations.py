@@ -35,19 +35,12 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Conversations:
-    """What the episodes of a run are played with."""
+class Scoring:
+    """How episodes with an environment are scored."""
 
     cfg: EnvironmentConfig
-    encoder: Encoder
     maker: Maker
-    call_format: str
-    most_tokens: int  # behind a prompt, replies included
     failure: float  # what an episode scores whose environment fails
-
-    @property
-    def longest(self) -> int:
-        return self.encoder.max_prompt_tokens + self.most_tokens
 
     @property
     def counts_reward(self) -> bool:
@@ -58,9 +51,8 @@ class Conversations:
     def asks_verifier(self) -> bool:
         return self.cfg.reward in ("verifier", "sum") or not self.maker.gives_reward
 
-    def score(self, episode: Episode, verified: Score) -> Score:
+    def score(self, outcome: EpisodeOutcome | None, verified: Score) -> Score:
         """The score of an episode from the verifier's and the environment's."""
-        outcome = episode.outcome
         if outcome is None:
             return verified
         if outcome.is_failure:
@@ -72,6 +64,19 @@ class Conversations:
             return Score(own)
         parts = {"verifier": verified.value, "environment": own}
         return replace(verified, value=verified.value + self.cfg.weight * own, components=parts)
+
+
+@dataclass(frozen=True)
+class Conversations(Scoring):
+    """What the episodes of a run are played with."""
+
+    encoder: Encoder
+    call_format: str
+    most_tokens: int  # behind a prompt, replies included
+
+    @property
+    def longest(self) -> int:
+        return self.encoder.max_prompt_tokens + self.most_tokens
 
     def turn(self, token_ids: Sequence[int], in_thought: bool) -> Turn:
         """What the tokens of a turn say. ``in_thought``: it began inside a thought that the template opened."""
@@ -374,7 +379,13 @@ def replayed(rules: Conversations, traces: Sequence[Episode]) -> list[Episode]:
 
 def with_rewards(rules: Conversations, groups: Sequence[Group]) -> list[Group]:
     """The groups with what the environments have to say about their scores."""
-    return [replace(group, scores=tuple(map(rules.score, group.rollouts, group.scores))) for group in groups]
+    return [
+        replace(
+            group,
+            scores=tuple(rules.score(one.outcome, s) for one, s in zip(group.rollouts, group.scores, strict=True)),
+        )
+        for group in groups
+    ]
 
 
 def without_failures(rules: Conversations | None, group: Group) -> Group:
@@ -398,7 +409,7 @@ def conversations_of(
     if e is None:
         return None
     call_format = format_of(str(encoder.prompts.template or ""))
-    return Conversations(e, encoder, maker_of(e), call_format, most_tokens, failure)
+    return Conversations(e, maker_of(e), failure, encoder, call_format, most_tokens)
 
 
 def maker_of(e: EnvironmentConfig) -> Maker:

@@ -116,16 +116,13 @@ class LineOf:
     line: bytes
 
     def __str__(self) -> str:
-        return f"{self.path}: a line" + ("" if leads_away(self.path) else f", {excerpt(self.line)}")
+        shown = "" if leads_away(self.path) else f", {self.line[:60].decode('utf-8', 'replace')!r}"
+        return f"{self.path}: a line{shown}"
 
 
 def parse_line(line: bytes, path: Path, **kinds: type) -> dict[str, Any]:
     """The JSON object in a line of a file; ``kinds`` as ``as_object`` takes them."""
     return json_object(line, LineOf(path, line), "mend or remove it", **kinds)
-
-
-def excerpt(line: bytes) -> str:
-    return repr(line[:60].decode("utf-8", "replace"))
 
 
 def cache_folder() -> Path:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,16 @@ from luffy.errors import UserError
 from luffy.evaluation.results import RESULT, read_result
 from luffy.files import as_object, json_object, write_atomically
 from luffy.hub import hub_fault
-from luffy.report.method_colours import colour_of
-from luffy.report.model_card import MARK, REWARD, BenchmarkFigure, CardFacts, model_card, public
-from luffy.report.tables import evaluations
+from luffy.report.model_card import MARK, BenchmarkFigure, CardFacts, draw_curves, model_card, public
 from luffy.run_folder.changes import settings_at
 from luffy.run_folder.checkpoint import MANIFEST, Checkpoint, CheckpointStore, files_below, is_card
 from luffy.run_folder.layout import BEST, CARD, CONFIG, CURVES, DATA, EVAL_SAMPLES, SAMPLES
-from luffy.run_folder.runs import RunRecord, read_config, without_samples
+from luffy.run_folder.runs import read_config, without_samples
 
 logger = logging.getLogger(__name__)
 
 EVALS = Path("evals")  # where luffy eval puts its results by default
 EVALUATED_WITH = ("temperature", "top_p", "top_k", "max_tokens", "style", "seed", "reward")  # told in the card
-LINES = ("-", "--", ":", "-.")  # of held-out sets
 KEPT = ("base_model", "datasets", "license", "license_name", "license_link", "language")  # of the card before
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 
@@ -194,33 +190,6 @@ def benchmark_figures(result: Mapping[str, Any]) -> list[BenchmarkFigure]:
         )
         for name, v in result["benchmarks"].items()
     ]
-
-
-def draw_curves(run: RunRecord, path: Path) -> bool:
-    """Draw held-out accuracies and training reward over steps; False without Matplotlib or without values."""
-    path.unlink(missing_ok=True)
-    held_out = {name: run.series(metric) for metric, name in evaluations([run])}
-    reward = {"reward": run.series(REWARD)} if run.kind == "train" else {}
-    panels = {"held-out accuracy": held_out, "mean training reward": reward}
-    panels = {title: curves for title, curves in panels.items() if any(curves.values())}
-    if not panels or find_spec("matplotlib") is None:
-        return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * len(panels) + 1, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    colour = colour_of(run)
-    for ax, (title, curves) in zip(axes, panels.items(), strict=True):
-        for name, points in curves.items():
-            look = {"color": colour, "linestyle": LINES[len(ax.lines) % len(LINES)], "marker": "."}
-            ax.plot([step for step, _ in points], [value for _, value in points], label=name, **look)
-        ax.set(title=title, xlabel="step")
-        ax.legend(frameon=False)
-    axes[0].set_ylim(bottom=0)
-    figure.savefig(path, dpi=150)
-    return True
 
 
 # ---- the files

@@ -149,6 +149,8 @@ class Request:
     sampling: Sampling
     prefix_ids: tuple[int, ...] = ()
     conversation: int | None = None  # requests with the same number go on with one another's tokens
+    # Texts that the response may repeat in part; they may make it faster and change no token.
+    drafts: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def given_ids(self) -> tuple[int, ...]:
@@ -269,7 +271,8 @@ class Episode:
         # At least one: a resumed run may have a lower rollout.max_tokens than the response has tokens.
         left = max(min(self.sampling.max_tokens - self.drawn, most), 1)
         sampling = self.sampling if left == self.sampling.max_tokens else replace(self.sampling, max_tokens=left)
-        return Request(self.task.prompt_ids, self.seed, sampling, tuple(self.token_ids.tolist()))
+        traces = tuple(demonstration.token_ids for demonstration in self.task.demonstrations)
+        return Request(self.task.prompt_ids, self.seed, sampling, tuple(self.token_ids.tolist()), drafts=traces)
 
     @cached_property
     def off_policy(self) -> Tensor:

@@ -77,7 +77,8 @@ class Client:
         self._headers = {**JSON_HEADERS, **headers}
         self._secrets = secrets
         self._longest = longest_answer
-        self._opener = timed_opener(*(() if proxies else (urllib.request.ProxyHandler({}),)))
+        handlers = () if proxies else (urllib.request.ProxyHandler({}),)
+        self._opener = urllib.request.build_opener(_NoRedirect, _TimedHandler, _TimedHTTPSHandler, *handlers)
 
     def send(self, address: str, content: bytes | None, timeout_s: float) -> bytes:
         """Body of the answer to a POST of ``content``, or to a GET if it is None; ``RequestFailed`` without one."""
@@ -92,7 +93,10 @@ class Client:
 
     def shown(self, body: bytes) -> str:
         """Start of a server's answer on one line, without secrets that some servers repeat."""
-        return shown(body, *self._secrets)
+        text = body.decode("utf-8", "replace")
+        for secret in filter(None, self._secrets):
+            text = text.replace(secret, "***")
+        return " ".join(text.split())[:SHOWN_BODY] or "(empty)"
 
     def _body(self, response: HTTPResponse) -> bytes:
         chunks, length = [], 0
@@ -105,8 +109,11 @@ class Client:
 
     def _status_failure(self, error: urllib.error.HTTPError) -> RequestFailed:
         retryable = error.code in RETRYABLE or error.code >= 500
-        what = f"HTTP {error.code}: {self.shown(body_of(error))}"
-        return RequestFailed(what, error.code, retryable, retry_after(error))
+        try:
+            body = error.read(4096)
+        except (OSError, HTTPException):
+            body = b""
+        return RequestFailed(f"HTTP {error.code}: {self.shown(body)}", error.code, retryable, retry_after(error))
 
 
 def with_retries(
@@ -137,22 +144,6 @@ def checked_address(address: str, setting: str, example: str, key_setting: str) 
     return address.rstrip("/")
 
 
-def shown(body: bytes, *secrets: str | None) -> str:
-    """Start of a server's answer on one line, without the secrets that some servers repeat."""
-    text = body.decode("utf-8", "replace")
-    for secret in filter(None, secrets):
-        text = text.replace(secret, "***")
-    return " ".join(text.split())[:SHOWN_BODY] or "(empty)"
-
-
-def body_of(error: urllib.error.HTTPError) -> bytes:
-    """Start of the body that came with an error status; empty if it cannot be read."""
-    try:
-        return error.read(4096)
-    except (OSError, HTTPException):
-        return b""
-
-
 def retry_after(error: urllib.error.HTTPError) -> float | None:
     """Seconds that a server asks to wait; None without a number, or for more than ``LONGEST_WISH_S``."""
     try:
@@ -176,12 +167,7 @@ def _connection_failure(error: OSError | HTTPException, timeout_s: float) -> Req
     return RequestFailed(f"no connection ({type(reason).__name__}: {reason})", retryable=retryable)
 
 
-def timed_opener(*handlers: urllib.request.BaseHandler) -> urllib.request.OpenerDirector:
-    """Opener without redirects; the ``timeout`` of ``open`` holds for the whole request."""
-    return urllib.request.build_opener(NoRedirect, _TimedHandler, _TimedHTTPSHandler, *handlers)
-
-
-class NoRedirect(urllib.request.HTTPRedirectHandler):
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Refuses redirects, which would carry the Authorization header to another host."""
 
     def redirect_request(self, *_: Any) -> None:

@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from luffy.report.curves import t_quantile_95
-from luffy.report.method_colours import METHODS, line_of
+from luffy.report.methods import METHODS, line_of
 
 plt.rcParams["lines.scale_dashes"] = False  # thick lines keep the dashes of the report
 

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from luffy.report.method_colours import COLOURS
+from luffy.report.methods import METHODS, free_style, line_of
 from luffy.run_folder.layout import METRICS
 from luffy.run_folder.runs import RunRecord, load_run
 from studies.common import legend_below, panels, smooth
@@ -24,23 +24,24 @@ SHOWN = 3  # steps that a point of the noisy curves is a mean of
 
 @dataclass(frozen=True)
 class Case:
-    """A run, what it shows, and whether it is well."""
+    """A run, what it shows, whether it is well, and the method whose recipe it is, unchanged."""
 
     label: str
     command: tuple[str, ...]
     well: bool = False
+    method: str | None = None
 
 
 CASES = {
-    "luffy": Case("good", ("train", "tiny/luffy"), well=True),
+    "luffy": Case("good", ("train", "tiny/luffy"), well=True, method="luffy"),
     "hot": Case("optim.lr 30 times as high", ("train", "tiny/luffy", "optim.lr=1e-2")),
     "entropy": Case("algorithm.entropy_coef 0.3", ("train", "tiny/luffy", "algorithm.entropy_coef=0.3")),
-    "no-signal": Case("on-policy, never right", ("train", "tiny/on_policy")),
+    "no-signal": Case("on-policy, never right", ("train", "tiny/on_policy"), method="on_policy"),
     "cut-off": Case(
         "responses and traces cut off", ("train", "tiny/luffy", "rollout.max_tokens=40", "data.overlong_trace=truncate")
     ),
-    "relift": Case("good", ("train", "tiny/relift"), well=True),
-    "sft": Case("good", ("sft", "tiny/sft"), well=True),
+    "relift": Case("good", ("train", "tiny/relift"), well=True, method="relift"),
+    "sft": Case("good", ("sft", "tiny/sft"), well=True, method="sft"),
     "sft-hot": Case("optim.lr 300 times as high", ("sft", "tiny/sft", "optim.lr=1e-1")),
 }
 FIGURES = {
@@ -61,10 +62,12 @@ def train(name: str, out: Path) -> None:
     subprocess.run([*command, "eval.every=10", "data.eval_also={}", "record.tensorboard=false"], check=True)
 
 
-def colour(name: str) -> str:
-    """The same in every picture; what is well has the first."""
-    ill = [case for case in CASES if not CASES[case].well]
-    return COLOURS[0 if CASES[name].well else 1 + ill.index(name)]
+def styles() -> dict[str, int]:
+    """The same in every picture: that of the method, else one that no case has."""
+    given = {name: METHODS.index(case.method) for name, case in CASES.items() if case.method}
+    for name in CASES:
+        given.setdefault(name, free_style(list(given.values())))
+    return given
 
 
 def draw(
@@ -77,8 +80,9 @@ def draw(
             rare = len(points) <= STEPS // 4
             values = smooth([y for _, y in points], 1 if rare or metric == "method/sft_buffer" else SHOWN)
             well = CASES[name].well
-            ax.plot([x for x, _ in points], values, color=colour(name), lw=2.2 if well else 1.4,
-                    ls="-" if well else "--", marker="o" if rare else None, ms=3, label=CASES[name].label)  # fmt: skip
+            line = "-" if well else (4 * names.index(name), (6, 6))  # lines that coincide show in turn
+            ax.plot([x for x, _ in points], values, color=line_of(styles()[name])["color"], lw=2.2 if well else 1.4,
+                    ls=line, marker="o" if rare else None, ms=3, label=CASES[name].label)  # fmt: skip
         ax.set(title=title, xlabel="step", xlim=(0, STEPS))
         ax.grid(alpha=0.25, linewidth=0.6)
         ax.spines[["top", "right"]].set_visible(False)

@@ -65,10 +65,10 @@ def attend(
         rows = torch.arange(len(q), device=q.device)
         store(*newest, address, tables, rows, positions, layer, page_stride, angles)
     q = q if angles is None else rotate(q, *angles)
-    block = BLOCKS[int(address)]
+    block, queries = BLOCKS[int(address)], len(q) // len(tables)
     out = []
     for row, position in enumerate(positions.tolist()):
-        pages = tables[row, : position // PAGE + 1].long()
+        pages = tables[row // queries, : position // PAGE + 1].long()
         keys, values = block[pages, layer].transpose(2, 3).transpose(0, 1).flatten(1, 2)[:, : position + 1]
         start = 0 if window is None else max(0, position + 1 - window)
         heads = (x[start:].transpose(0, 1)[None] for x in (keys, values))

@@ -16,6 +16,7 @@ from luffy.data import Encoder
 from luffy.environments.call_formats import format_of
 from luffy.environments.kinds import maker_for
 from luffy.guidance.plan import given, unwritten, whole_turns
+from luffy.rewards import Verifier
 from luffy.step.groups import environment_metrics, trace_scores
 from luffy.step.play import Player
 from luffy.types import Author, Group, Message, Problem, Sampling, Score, ToolCall, Trace
@@ -24,8 +25,11 @@ TOKENIZER = make_chat_tokenizer()
 HANG = threading.Event()
 
 
-class LastNumber:
+class LastNumber(Verifier):
     """Scores 1 where the last number of a response is the answer."""
+
+    def __init__(self, most_if_cut_off=None):
+        super().__init__({}, {}, most_if_cut_off)
 
     def score(self, items):
         return [Score(float(re.findall(r"\d+", text or "0")[-1:] == [problem.answer])) for problem, text, *_ in items]
@@ -78,14 +82,14 @@ def make_rules(environment=Sums, tokens=400, max_tokens=None, **settings):
     maker = maker_for(environment, {}, settings.get("max_reply_chars", 4000))
     encoder = Encoder(TOKENIZER, max_response_tokens=tokens, tools=maker.tools)
     cfg = EnvironmentConfig(name="sums", **settings)
-    return Conversations(cfg, encoder, maker, "hermes", max_tokens or 2 * tokens, 0.0)
+    return Conversations(cfg, maker, 0.0, encoder, "hermes", max_tokens or 2 * tokens)
 
 
 def make_problem(prompt="2+3+4=?", answer="9", traces=()):
     return Problem("p", prompt, answer, traces)
 
 
-def play_turns(rules, write, problems, count=1, max_tokens=400, planned=None):
+def play_turns(rules, write, problems, count=1, max_tokens=400, planned=None, most_if_cut_off=None):
     """The groups of some problems, played with an engine that follows a script."""
     tasks = [rules.encoder.encode(problem) for problem in problems]
     plan = planned or [
@@ -93,7 +97,7 @@ def play_turns(rules, write, problems, count=1, max_tokens=400, planned=None):
         for task in tasks
     ]
     engine = ScriptedEngine(TOKENIZER, write)
-    player = Player(engine, LastNumber(), TOKENIZER, 0, lambda done, total: None, conversations=rules)
+    player = Player(engine, LastNumber(most_if_cut_off), TOKENIZER, 0, lambda done, total: None, conversations=rules)
     return player.play(plan), engine
 
 
@@ -193,6 +197,14 @@ def test_limits_end_an_episode_and_are_told_apart():
         assert episode.token_ids.numel() <= rules.most_tokens
         assert episode.authors[-1] == Author.POLICY, "a reply that nobody reads is not there"
     assert ends == {name: name for name in ends}
+
+
+def test_an_episode_that_was_cut_off_fails_if_the_recipe_says_so():
+    """Its last call spells the answer."""
+    again = lambda text: call_text("add", a=2, b=9)  # noqa: E731
+    for most, value in ((None, 1.0), (0.0, 0.0)):
+        ((group,), _) = play_turns(make_rules(max_turns=3), again, [make_problem()], most_if_cut_off=most)
+        assert [score.value for score in group.scores] == [value]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import yaml
 from luffy.config import Config, built_in_recipes
 from luffy.data import load_problems
 from luffy.evaluation.accuracy import Summary
-from luffy.evaluation.bootstrap import Difference
-from luffy.evaluation.compare import Comparison, PairedTest
+from luffy.evaluation.compare import Comparison, Difference, PairedTest
 from luffy.quickstart.run import MethodOutcome
 from luffy.report.curves import Estimate
 from luffy.rewards import build_verifier

@@ -51,9 +51,9 @@ MAY_IMPORT = {
     "dry_run": {"dry_run", "conversations", "train", "step", "learn", "run_folder", "distributed", "rollout", "models", "guidance", "rewards", "data", "core", "config", *BASE},
     "doctor": {"doctor", "learn", "distributed", "rollout", "models", "config", *BASE},
     "view": {"view", "report", "run_folder", *BASE},
-    "prepare": {"prepare", "conversations", "guidance", "config", "evaluation", "rollout", "models", "rewards", "data", *BASE},
+    "prepare": {"prepare", "conversations", "environments", "guidance", "config", "evaluation", "rollout", "models", "rewards", "data", *BASE},
     "integrations": {"integrations", "core", "data", "guidance", *BASE},
-    "compare": {"compare", "evaluation", "report", "step", "run_folder", "config", "schema", "data", *BASE},
+    "compare": {"compare", "dry_run", "models", "evaluation", "report", "step", "run_folder", "config", "schema", "data", *BASE},
     "quickstart": {"quickstart", "trainer", "run_folder", "report", "config", "schema", "data", "rewards", "evaluation", "rollout", "models", *BASE},
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from trainings import train_rows
 
 from luffy.errors import UserError
 from luffy.rewards import build_verifier
-from luffy.rewards.http_settings import HttpRewardConfig
+from luffy.rewards.kinds import HttpRewardConfig
 from luffy.run_folder.recorder import read_json_lines
 from luffy.types import Problem, Score
 

@@ -12,7 +12,7 @@ from luffy.config import Config, Method, built_in_recipes, read_recipe, stages_o
 from luffy.config.legacy import merge
 from luffy.config.recipes import config_of
 from luffy.errors import ConfigError, UserError
-from luffy.report.closest_recipe import SECTIONS, closest_recipe
+from luffy.report.methods import SECTIONS, closest_recipe
 from luffy.run_folder.runs import flat_config
 from luffy.schema import nearest, to_dict
 

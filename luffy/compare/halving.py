@@ -11,29 +11,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from luffy.compare.arms import Arm, arms_of, restored
+from luffy.compare.arms import Arm, arms_of
+from luffy.compare.at_once import at_once, environment, evenly
 from luffy.compare.held_out import split_data
-from luffy.compare.outcome import Outcome, markdown, outcome_of
-from luffy.compare.process import Ended, luffy, run, spent_seconds, train_until
+from luffy.compare.jobs import accuracies, evaluation, training, write_recipes
+from luffy.compare.outcome import Outcome, outcome_of
+from luffy.compare.pages import write_pages
+from luffy.compare.process import Ended, Job, spent_seconds, together
 from luffy.compare.state import ArmState, State, fingerprint, read_state
-from luffy.config import Config, to_yaml
-from luffy.config.recipes import config_of
+from luffy.config import Config
 from luffy.errors import UserError
-from luffy.evaluation.accuracy import item_accuracy
-from luffy.evaluation.results import read_items
-from luffy.files import write_atomically
 from luffy.schema import to_dict
 
 FINALISTS = 2
 LEAST_S = 1.0  # of training in a rung
-FIRST_OVERHEAD_S = 15.0  # of an arm in a rung: imports, building, evaluation; measured from then on
+FIRST_OVERHEAD_S = 15.0  # of arms side by side in a rung: imports, building, evaluation; measured from then on
 PATIENCE_S = 600.0
 Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user asked for. ``budget``: seconds in all; ``patience``: seconds without a step that end an arm."""
+    """What the user asked for. ``budget``: seconds in all; ``patience``: seconds without a step that end an arm;
+    ``at_once``: trainings side by side (None: as many as there is room for)."""
 
     cfg: Config
     methods: Sequence[str]
@@ -43,6 +43,7 @@ class Asked:
     out: Path
     held_out: int | None = None
     patience: float = PATIENCE_S
+    at_once: int | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -50,16 +51,19 @@ class Asked:
         return fingerprint({**values, "budget": self.budget, "held_out": self.held_out})
 
 
-def rung_sizes(candidates: int) -> list[int]:
-    """How many candidates train in each rung: half go on, and at least two reach the test."""
+def rung_sizes(candidates: int, seeds: int = 1, most: int = 1) -> list[int]:
+    """How many candidates train in each rung: half go on, and at least two reach the test. A candidate more goes on if
+    ``most`` arms side by side then fill every round."""
     sizes = [candidates]
     while sizes[-1] > FINALISTS:
-        sizes.append(max(math.ceil(sizes[-1] / 2), FINALISTS))
+        half = max(math.ceil(sizes[-1] / 2), FINALISTS)
+        fuller = [size for size in range(half, sizes[-1]) if size * seeds % most == 0]
+        sizes.append(fuller[0] if fuller and half > FINALISTS else half)
     return sizes
 
 
 def compare_methods(asked: Asked, say: Say) -> Outcome:
-    """Train, drop and test the arms; writes compare.md and, if there is one, the winner's recipe."""
+    """Train, drop and test the arms; writes the pages and, if there is one, the winner's recipe."""
     asked.out.mkdir(parents=True, exist_ok=True)
     state = read_state(asked.out, asked.fingerprint)
     split = split_data(asked.cfg, asked.out / "data", asked.held_out)
@@ -67,16 +71,15 @@ def compare_methods(asked: Asked, say: Say) -> Outcome:
     arms = arms_of(asked.cfg, asked.methods, asked.lrs, asked.seeds, split, asked.out / "arms")
     for arm in arms:
         state.arms.setdefault(arm.name, ArmState())
-        recipe = asked.out / "recipes" / f"{arm.name}.yaml"
-        recipe.parent.mkdir(exist_ok=True)
-        write_atomically(recipe, to_yaml(arm.cfg))
+    write_recipes(asked.out, arms)
     Halving(asked, state, arms, split.validation, split.test, say).run()
     outcome = outcome_of(arms, state.arms)
-    write_atomically(asked.out / "compare.md", markdown(outcome, f"{asked.budget:g} s"))
+    pages = write_pages(asked.cfg, outcome, state.arms, f"{asked.budget:g} s", asked.out)
+    for name, path in pages.items():
+        say(f"{name:<11}{path}")
     if outcome.winner is not None:
-        best = outcome.winner.arms[0]
-        winner = config_of(restored(asked.cfg, best, f"{asked.cfg.name}-{best.method.replace('_', '-')}"))
-        write_atomically(asked.out / "winner.yaml", to_yaml(winner))
+        command = "sft" if outcome.winner.arms[0].trained_by == "sft" else "train"
+        say(f"to train it on all of your data: luffy {command} {pages['winner']}")
     return outcome
 
 
@@ -86,33 +89,39 @@ class Halving:
     def __init__(self, asked: Asked, state: State, arms: Sequence[Arm], validation: Path, test: Path, say: Say) -> None:
         self.asked, self.state, self.arms, self.say = asked, state, arms, say
         self.validation, self.test = validation, test
-        self.sizes = rung_sizes(len({arm.candidate for arm in arms}))
+        self.most, why = (asked.at_once, "--at-once") if asked.at_once else at_once(arms)
+        say(f"at most {self.most} at once ({why})")
+        self.sizes = rung_sizes(len({arm.candidate for arm in arms}), asked.seeds, self.most)
         self._before, self._began = state.spent, time.monotonic()
 
     def run(self) -> None:
         for rung in range(len(self.sizes)):
             self._plan(rung)
-            for arm in self._left():
-                if len(self._state(arm).rungs) <= rung:
-                    self._climb(arm, rung)
+            for arms in rounds(self._left(), self.state.at_once[rung]):
+                left = [arm for arm in self._left() if arm in arms and len(self._state(arm).rungs) <= rung]
+                if left:  # of a candidate whose other seed failed, none is
+                    self._climb(left, rung)
             if rung + 1 < len(self.sizes) and not self._is_spent():
                 self._drop(self.sizes[rung + 1])
             else:
                 self._drop(FINALISTS)
                 break
-        for arm in self._left():
-            if not self._state(arm).items:
-                self._open_test(arm)
+        for arms in rounds([arm for arm in self._left() if not self._state(arm).items], self.most):
+            self._open_test(arms)
         self._save()
 
     def _is_spent(self) -> bool:
         """Whether the budget has no room for another rung: the best so far are tested at once."""
         self._save()
         overhead = fmean(self.state.overhead) if self.state.overhead else 0.0
-        is_spent = self.state.spent + overhead * FINALISTS * self.asked.seeds >= self.asked.budget
+        is_spent = self.state.spent + overhead * self._tests() >= self.asked.budget
         if is_spent:
             self.say("the budget is spent: the best so far are tested")
         return is_spent
+
+    def _tests(self) -> int:
+        """Rounds of the test of the finalists."""
+        return math.ceil(FINALISTS * self.asked.seeds / self.most)
 
     def _state(self, arm: Arm) -> ArmState:
         return self.state.arms[arm.name]
@@ -131,70 +140,81 @@ class Halving:
         if rung < len(self.state.targets):
             return
         self._save()
-        runs = [size * self.asked.seeds for size in self.sizes[rung:]]
+        arms = [len(self._left()), *(size * self.asked.seeds for size in self.sizes[rung + 1 :])]
+        number = evenly(arms[0], self.most)
+        count = [each // evenly(each, self.most) for each in arms]  # of rounds in each rung
         overhead = fmean(self.state.overhead) if self.state.overhead else FIRST_OVERHEAD_S
-        if not rung and self.asked.budget < FIRST_OVERHEAD_S * runs[0]:
+        if not rung and self.asked.budget < FIRST_OVERHEAD_S * count[0]:
             raise UserError(
-                f"--budget of {self.asked.budget:g} s leaves {runs[0]} arms no time to train: starting and measuring "
-                f"one takes about {FIRST_OVERHEAD_S:g} s; raise it, or name fewer methods, --lrs or --seeds"
+                f"--budget of {self.asked.budget:g} s leaves {arms[0]} arms no time to train: starting and measuring "
+                f"{number} takes about {FIRST_OVERHEAD_S:g} s; raise it, or name fewer methods, --lrs or --seeds"
             )
-        left = self.asked.budget - self.state.spent - overhead * runs[-1]  # the test of the finalists
-        each = left / len(runs) / max(runs[0], 1) - overhead
+        left = self.asked.budget - self.state.spent - overhead * self._tests()
+        each = left / len(arms) / max(count[0], 1) - overhead
         before = self.state.targets[-1] if self.state.targets else 0.0
         self.state.targets.append(before + max(each, LEAST_S))
+        self.state.at_once.append(number)
         self._save()
+        seconds = self.state.targets[-1]
         self.say(
-            f"rung {rung + 1} of {len(self.sizes)}: {runs[0]} arms to {self.state.targets[-1]:.0f} s of training each"
+            f"rung {rung + 1} of {len(self.sizes)}: {arms[0]} arms to {seconds:.0f} s of training, {number} at once"
         )
 
-    def _climb(self, arm: Arm, rung: int) -> None:
-        """Train an arm to the seconds of a rung and measure it on the validation problems."""
-        state, began, before = self._state(arm), time.monotonic(), self._state(arm).seconds
-        target, folder = self.state.targets[rung], arm.cfg.folder
-        if state.rungs and (state.finished or state.seconds >= target):
-            state.rungs.append(state.rungs[-1])  # it has trained so long already, by the length of its steps
-            return self._save()
-        if not state.finished and spent_seconds(folder) < target:
-            ended = self._train(arm, target)
-            state.finished = ended.finished
+    def _climb(self, arms: Sequence[Arm], rung: int) -> None:
+        """Train arms side by side to the seconds of a rung and measure them on the validation problems."""
+        began, target = time.monotonic(), self.state.targets[rung]
+        climbing, before = [], {arm.name: self._state(arm).seconds for arm in arms}
+        for arm in arms:
+            state = self._state(arm)
+            if state.rungs and (state.finished or state.seconds >= target):
+                state.climbed(state.rungs[-1])  # it has trained so long already, by the length of its steps
+            else:
+                climbing.append(arm)
+        short = [a for a in climbing if not self._state(a).finished and spent_seconds(a.cfg.folder) < target]
+        for arm, ended in zip(short, self._train(short, target), strict=True):
+            self._state(arm).finished = ended.finished
             if ended.why:
-                return self._fail(arm, ended.why)
-        state.seconds = spent_seconds(folder)
-        found = self._accuracies(arm, self.validation, f"validation-{rung + 1}")
-        if isinstance(found, str):
-            return self._fail(arm, found)
-        state.rungs.append(fmean(found.values()))
-        self.state.overhead.append(max(time.monotonic() - began - (state.seconds - before), 0.0))
+                self._fail(arm, ended.why)
+        trained = [arm for arm in climbing if self._state(arm).status == "in"]
+        for arm, found in self._measured(trained, self.validation, f"validation-{rung + 1}"):
+            state = self._state(arm)
+            state.seconds = spent_seconds(arm.cfg.folder)
+            state.climbed(fmean(found.values()))
+            self.say(f"  {arm.name}: {100 * state.rungs[-1]:.1f} % of validation, {state.seconds:.0f} s")
+        if trained:
+            own = max(self._state(arm).seconds - before[arm.name] for arm in trained)
+            self.state.overhead.append(max(time.monotonic() - began - own, 0.0))
         self._save()
-        self.say(f"  {arm.name}: {100 * state.rungs[-1]:.1f} % of validation, {state.seconds:.0f} s")
 
-    def _train(self, arm: Arm, target: float) -> Ended:
-        command = luffy(arm.trained_by if arm.trained_by == "sft" else "train", str(self._recipe(arm)))
-        return train_until(command, arm.cfg.folder, self._log(arm), target, self.asked.patience)
+    def _train(self, arms: Sequence[Arm], target: float) -> list[Ended]:
+        """Train arms side by side until each has spent its seconds."""
+        return self._together([training(self.asked.out, arm, self.asked.patience, target) for arm in arms])
 
-    def _recipe(self, arm: Arm) -> Path:
-        return self.asked.out / "recipes" / f"{arm.name}.yaml"
+    def _together(self, jobs: Sequence[Job]) -> list[Ended]:
+        return together(jobs, environment(len(jobs)))
 
-    def _log(self, arm: Arm) -> Path:
-        return self.asked.out / "recipes" / f"{arm.name}.log"
+    def _measured(self, arms: Sequence[Arm], data: Path, name: str) -> list[tuple[Arm, dict[str, float]]]:
+        """Accuracy by problem of the arms' best checkpoints; an arm that cannot be measured fails."""
+        found = zip(arms, self._accuracies(arms, data, name), strict=True)
+        out = []
+        for arm, items in found:
+            if isinstance(items, str):
+                self._fail(arm, items)
+            else:
+                out.append((arm, items))
+        return out
 
-    def _accuracies(self, arm: Arm, data: Path, name: str) -> dict[str, float] | str:
-        """Accuracy by problem of the arm's best checkpoint, or why it could not be measured."""
-        out, e = arm.cfg.folder / "evals" / name, arm.cfg.eval
-        longest = str(e.max_tokens or arm.cfg.rollout.max_tokens)
-        options = ["--suite", str(data), "--out", str(out), "--reward-of", str(self._recipe(arm)), "--k", str(e.n)]
-        options += ["--temperature", str(e.temperature), "--top-p", str(e.top_p), "--max-tokens", longest]
-        options += ["--device", arm.cfg.model.device]
-        ended = run(luffy("eval", str(arm.cfg.folder), *options), self._log(arm), self.asked.patience)
-        return ended.why or item_accuracy(read_items(out))
+    def _accuracies(self, arms: Sequence[Arm], data: Path, name: str) -> list[dict[str, float] | str]:
+        """Accuracy by problem of each arm's best checkpoint, or why it could not be measured."""
+        jobs = [evaluation(self.asked.out, arm, data, name, self.asked.patience) for arm in arms]
+        ended = self._together(jobs)
+        return [end.why or accuracies(arm, name) for arm, end in zip(arms, ended, strict=True)]
 
-    def _open_test(self, arm: Arm) -> None:
-        found = self._accuracies(arm, self.test, "test")
-        if isinstance(found, str):
-            return self._fail(arm, found)
-        self._state(arm).items = found
+    def _open_test(self, arms: Sequence[Arm]) -> None:
+        for arm, found in self._measured(arms, self.test, "test"):
+            self._state(arm).items = found
+            self.say(f"  {arm.name}: {100 * fmean(found.values()):.1f} % of the test")
         self._save()
-        self.say(f"  {arm.name}: {100 * fmean(found.values()):.1f} % of the test")
 
     def _fail(self, arm: Arm, why: str) -> None:
         """End an arm alone; the others go on."""
@@ -222,6 +242,11 @@ class Halving:
 
     def _remove_checkpoints(self, arm: Arm) -> None:
         shutil.rmtree(arm.cfg.folder / "checkpoints", ignore_errors=True)
+
+
+def rounds(arms: Sequence[Arm], number: int) -> list[Sequence[Arm]]:
+    """The arms, so many at a time."""
+    return [arms[start : start + number] for start in range(0, len(arms), number)]
 
 
 def best_of_each(ranked: Sequence[tuple[str, str]]) -> list[str]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from luffy.compare.arms import Arm
 from luffy.compare.state import ArmState
-from luffy.evaluation.bootstrap import Difference, paired_difference
+from luffy.evaluation.compare import Difference, paired_difference
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,12 @@ def markdown(outcome: Outcome, budget: str) -> str:
         cells = [row.name, str(len(row.arms)), f"{row.seconds:.0f}", _percent(row.validation), _percent(row.test)]
         lines.append("| " + " | ".join([*cells, shown, row.fate.replace("|", "/")]) + " |")
     about = (
-        f"Budget {budget}. Seconds are those of steps, SFT stages, evaluations and checkpoints, the same for all arms "
-        "that a rung kept. Validation decided which arms went on; the test was opened for the finalists alone. "
-        "Intervals are a paired bootstrap over its problems."
+        f"Budget {budget}. Seconds are those of steps, SFT stages, evaluations and checkpoints; an arm ends after the "
+        "step in which it reaches those of its rung. Validation decided which arms went on; the finalists alone had "
+        "the test. Intervals are a paired bootstrap over its problems; they do not cover the seeds."
     )
+    if any(len(row.arms) == 1 for row in outcome.rows):
+        about += " Each has one seed: with another one, methods that are close may change places (`--seeds 2`)."
     return "\n".join([*outcome.words, "", *lines, "", about, ""])
 
 

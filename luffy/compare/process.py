@@ -1,14 +1,15 @@
-"""One arm in a process of its own: trained to so many seconds, stopped, evaluated."""
+"""Commands in processes of their own, side by side: watched, stopped, killed if they hang, named if they fail."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +25,11 @@ LONGEST_REASON = 200
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended. ``why`` is empty if as it should; ``finished``: it made all its steps; ``wall``: seconds."""
+    """How a process ended. ``why`` is empty if as it should; ``finished``: it ran to its end."""
 
     finished: bool
-    wall: float
     why: str = ""
+    code: int = 0
 
 
 def spent_seconds(folder: Path) -> float:
@@ -37,52 +38,81 @@ def spent_seconds(folder: Path) -> float:
     return sum(row.get(name, 0.0) for row in rows for name in SECONDS)
 
 
-def train_until(command: Sequence[str], folder: Path, log: Path, seconds: float, patience_s: float) -> Ended:
-    """Run a training command until the run in ``folder`` has spent ``seconds``, then ask it to stop. One that records
-    nothing for ``patience_s`` is killed."""
-    began = heard = time.monotonic()
-    known, asked, hung = 0.0, 0.0, False
-    with log.open("ab") as out:
-        process = _start(command, out)
-        try:
-            while process.poll() is None:
-                time.sleep(POLL_S)
-                now, size = time.monotonic(), _size(folder / METRICS)
-                heard, known = (now, size) if size != known else (heard, known)
-                if not asked and spent_seconds(folder) >= seconds:
-                    process.send_signal(signal.SIGTERM)
-                    asked = now
-                hung = now - (asked or heard) > (TO_STOP_S if asked else patience_s)
-                if hung:
-                    process.kill()
-                    process.wait()
-        finally:
-            _end(process)
-    wall = time.monotonic() - began
-    if hung:
-        return Ended(False, wall, f"no step in {patience_s:g} s" if not asked else f"did not stop in {TO_STOP_S:g} s")
-    if process.returncode == 0:
-        return Ended(True, wall)
-    stopped = bool(asked) and b"stopped at step" in _tail(log)
-    return Ended(False, wall, "" if stopped else reason(process.returncode, log))
+@dataclass(frozen=True)
+class Job:
+    """A command, and the file that gets what it says. A training's ``folder`` is watched: it is asked to stop when the
+    run has spent ``seconds``, and killed if nothing is recorded for ``patience_s``; another command is killed if it
+    takes as long."""
+
+    command: Sequence[str]
+    log: Path
+    patience_s: float = math.inf
+    folder: Path | None = None
+    seconds: float = math.inf
 
 
-def run(command: Sequence[str], log: Path, patience_s: float) -> Ended:
-    """Run a command to its end."""
-    began = time.monotonic()
-    with log.open("ab") as out:
-        process = _start(command, out)
-        try:
-            process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            return Ended(False, time.monotonic() - began, f"took more than {patience_s:g} s")
-        finally:
-            _end(process)
-    wall = time.monotonic() - began
-    why = "" if process.returncode == 0 else reason(process.returncode, log)
-    return Ended(not why, wall, why)
+class Process:
+    """A job that runs. ``poll`` looks after it, and must be called again and again until it tells how the job ended."""
+
+    def __init__(self, job: Job, environment: Mapping[str, str] | None = None) -> None:
+        self.job, self._heard, self._size, self._asked = job, time.monotonic(), -1.0, 0.0
+        with job.log.open("ab") as out:
+            self._process = _start(job.command, out, environment or {})
+
+    def poll(self) -> Ended | None:
+        """How the job ended; None while it runs."""
+        code = self._process.poll()
+        if code is not None:
+            stopped = self._asked and b"stopped at step" in _tail(self.job.log)
+            return Ended(code == 0, "" if code == 0 or stopped else reason(code, self.job.log), code)
+        now, folder = time.monotonic(), self.job.folder
+        if folder is not None and (size := _size(folder / METRICS)) != self._size:
+            self._heard, self._size = now, size
+            if not self._asked and self.job.seconds < math.inf and spent_seconds(folder) >= self.job.seconds:
+                self.ask_to_stop()
+        patience = TO_STOP_S if self._asked else self.job.patience_s
+        if now - (self._asked or self._heard) <= patience:
+            return None
+        self._process.kill()
+        self._process.wait()
+        said = "did not stop in" if self._asked else "took more than" if folder is None else "no step in"
+        return Ended(False, f"{said} {patience:g} s", self._process.returncode)
+
+    def ask_to_stop(self) -> None:
+        """A training then ends after its step, with a checkpoint."""
+        self._asked = time.monotonic()
+        self._process.send_signal(signal.SIGTERM)
+
+    def interrupt(self) -> None:
+        """A training then ends at once, without a checkpoint, and lets go of the GPU in order."""
+        self._process.send_signal(signal.SIGINT)
+
+    def end(self) -> None:
+        """Leave no process behind when this one is interrupted."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(TO_STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+def together(jobs: Sequence[Job], environment: Mapping[str, str] | None = None) -> list[Ended]:
+    """Run all jobs side by side, until the last one has ended."""
+    running: list[Process] = []
+    ended: dict[int, Ended] = {}
+    try:
+        running += [Process(job, environment) for job in jobs]
+        while len(ended) < len(running):
+            time.sleep(POLL_S)
+            for i, process in enumerate(running):
+                if i not in ended and (how := process.poll()) is not None:
+                    ended[i] = how
+    finally:
+        for process in running:
+            process.end()
+    return [ended[i] for i in range(len(running))]
 
 
 def luffy(*arguments: str) -> list[str]:
@@ -105,7 +135,7 @@ def _tail(log: Path) -> bytes:
         return file.read()
 
 
-def _start(command: Sequence[str], out: object) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], out: object, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     follow: Callable[[], None] | None = _end_with_parent if sys.platform == "linux" else None
     try:
         return subprocess.Popen(
@@ -113,6 +143,8 @@ def _start(command: Sequence[str], out: object) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
+            env={**os.environ, **environment},
+            start_new_session=True,  # Ctrl-C is for this process, which then stops its children
             preexec_fn=follow,  # type: ignore[call-overload]
         )
     except OSError as error:
@@ -120,19 +152,10 @@ def _start(command: Sequence[str], out: object) -> subprocess.Popen[bytes]:
 
 
 def _end_with_parent() -> None:
-    """In the child: SIGTERM when the parent is gone, so that a killed comparison leaves no training behind."""
+    """In the child: SIGTERM when the parent is gone, so that a killed comparison leaves no training behind. SIGINT as a
+    shell's foreground job has it: one in the background ignores it, as would its children."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Leave no process behind when this one is interrupted."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(TO_STOP_S)
-        except subprocess.TimeoutExpired:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _size(path: Path) -> float:

@@ -18,26 +18,34 @@ Status = Literal["in", "dropped", "failed"]
 
 @dataclass
 class ArmState:
-    """``rungs``: mean validation accuracy after each rung. ``items``: accuracy by test problem, of a finalist.
-    ``seconds``: of its training on record; ``finished``: it has made all its steps; ``why``: how it failed."""
+    """``rungs``: mean validation accuracy after each rung, ``at`` so many seconds of training. ``items``: accuracy by
+    test problem, of a finalist. ``seconds``: of its training on record; ``finished``: it has made all its steps;
+    ``why``: how it failed."""
 
     status: Status = "in"
     why: str = ""
     finished: bool = False
     seconds: float = 0.0
     rungs: list[float] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
     items: dict[str, float] = field(default_factory=dict)
+
+    def climbed(self, accuracy: float) -> None:
+        """Note a rung, reached with the seconds that are on record."""
+        self.rungs.append(accuracy)
+        self.at.append(self.seconds)
 
 
 @dataclass
 class State:
     """``asked``: fingerprint of recipe, methods, rates, seeds and budget; ``spent``: seconds since the start, of all
-    attempts; ``targets``: seconds of training that each rung took an arm to; ``overhead``: wall seconds of an arm in a
-    rung besides those."""
+    attempts; ``targets``: seconds of training that each rung took an arm to, ``at_once``: so many side by side;
+    ``overhead``: wall seconds of those in a rung besides."""
 
     asked: str
     spent: float = 0.0
     targets: list[float] = field(default_factory=list)
+    at_once: list[int] = field(default_factory=list)
     overhead: list[float] = field(default_factory=list)
     arms: dict[str, ArmState] = field(default_factory=dict)
 
@@ -55,7 +63,8 @@ def read_state(folder: Path, asked: str) -> State:
     if not path.is_file():
         return State(asked)
     remedy = "choose another --out"
-    kept = json_object(path.read_bytes(), path, remedy, asked=str, arms=dict, targets=list, overhead=list, spent=float)
+    kinds = {"asked": str, "arms": dict, "targets": list, "at_once": list, "overhead": list, "spent": float}
+    kept = json_object(path.read_bytes(), path, remedy, **kinds)
     if kept["asked"] != asked:
         raise UserError(f"{folder} has a comparison of another recipe, methods, rates or budget; {remedy}")
     try:

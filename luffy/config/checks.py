@@ -51,6 +51,14 @@ def _check_name(name: str) -> None:
 
 
 def _check_engine(c: Knobs) -> None:
+    if c.rollout.drafts.when != "never":
+        if not c.rollout.engine.part.own_weights:
+            raise ConfigError(
+                f"'rollout.drafts' is the native engine's and 'rollout.engine' is {c.rollout.engine}; leave it out "
+                "(vLLM: rollout.vllm.args={speculative_config: {method: ngram, num_speculative_tokens: 5}})"
+            )
+        if c.rollout.overrides is not None:
+            raise ConfigError("'rollout.drafts' does not go with token overrides; set rollout.drafts.when=never")
     if c.rollout.precision != "fp8":
         return
     if not c.rollout.engine.part.own_weights:

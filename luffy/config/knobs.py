@@ -14,8 +14,7 @@ from luffy.core.reduce import Reduction
 from luffy.core.shaping import SHAPES, Shape
 from luffy.errors import ConfigError
 from luffy.guidance import GATES, ORDERS, SCHEDULES, RatioSchedule
-from luffy.rewards.http_settings import HttpRewardConfig
-from luffy.rewards.kinds import REWARDS
+from luffy.rewards.kinds import REWARDS, HttpRewardConfig
 from luffy.rewards.verifier import Verifier, build_verifier
 from luffy.schema import Chosen, choose_parts, knob
 from luffy.types import Sampling
@@ -58,7 +57,9 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: str | tuple[str, ...] = knob("", "file, folder, hub id, or a list (docs/data.md)", required=True)
+    train: str | tuple[str, ...] = knob(
+        "", "file, folder, hub id, reasoning_gym:FAMILY, or a list (docs/data.md)", required=True
+    )
     eval: str | tuple[str, ...] | None = knob(None, "held-out problems; null: no evaluation")
     eval_also: dict[str, str] = knob(
         factory=dict, help="further held-out sets, e.g. {ood: ood.jsonl}: metrics val-ood/*"
@@ -97,7 +98,7 @@ class DataConfig:
 class RewardConfig:
     kind: Chosen = knob(
         "math",
-        "math, numeric, gsm8k, choice, format, http, an address, a custom name or module:function (docs/rewards.md)",
+        "math, numeric, gsm8k, choice, format, reasoning_gym, http, an address, or your own (docs/rewards.md)",
         parts=REWARDS,
     )
     weights: dict[str, float] = knob(factory=dict, help="weighted sum instead of kind, e.g. {math: 1, format: 0.1}")
@@ -111,6 +112,9 @@ class RewardConfig:
     prompt_opens_thought: bool = knob(True, "after a prompt that ends with <think>, no answer before </think>")
     success: float = knob(1.0, "smallest reward of a correct response")
     failure: float = knob(0.0, "largest reward of a failed response")
+    cut_off: Literal["score", "failure"] = knob(
+        "score", "a response cut off at a limit (rollout.max_tokens): scored as any other, or at most reward.failure"
+    )
 
     def __post_init__(self) -> None:
         choose_parts(self, "reward")
@@ -132,6 +136,7 @@ class RewardConfig:
         return build_verifier(
             self.kind, self.weights or None, workers or self.workers or 2, self.timeout_s, self.answer_in_thought,
             self.concurrency, self.http, self.prompt_opens_thought,
+            self.failure if self.cut_off == "failure" else None,
         )  # fmt: skip
 
     def solved(self, score: float) -> bool:
@@ -308,6 +313,15 @@ class VllmConfig:
 
 
 @dataclass(frozen=True)
+class DraftsConfig:
+    when: Literal["never", "auto", "always"] = knob(
+        "never", "verify drafts where few responses are under way; auto: and where that is faster, as measured"
+    )
+    tokens: int = knob(8, "tokens of a response in a pass; half as many where more are under way", ge=2, le=64)
+    memory_mb: int = knob(256, "host memory for responses and their index", ge=1)
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     n: int = knob(8, "samples per problem, traces included", ge=1)
     temperature: float = knob(1.0, "temperature of samples and log-probs", gt=0)
@@ -333,6 +347,7 @@ class RolloutConfig:
         "model",
         "linear layers of the native engine (docs/engines.md#fp8)",
     )
+    drafts: DraftsConfig = knob(factory=DraftsConfig)
     offpolicy_guidance: OffPolicyGuidanceConfig | None = knob(
         None, "overrides of tokens by a guide model (docs/overrides.md); null: none"
     )

@@ -170,11 +170,7 @@ def _no_reshape(log_r: Tensor, settings: NoSettings) -> Tensor:
     return torch.exp(log_r)
 
 
-def _log_ratio(log_p: Tensor, log_p_old: Tensor, settings: Weight) -> Tensor:
-    return log_p - log_p_old
-
-
-@SHAPES.register("logp", settings=Weight, on_policy=_log_ratio)
+@SHAPES.register("logp", settings=Weight, on_policy=lambda log_p, log_p_old, settings: log_p - log_p_old)
 def _logp(log_p: Tensor, settings: Weight) -> Tensor:
     return settings.weight * log_p
 

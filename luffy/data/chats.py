@@ -76,14 +76,14 @@ def _read_call(row: RowView, column: str, item: Any) -> ToolCall:
     name = call.get("name") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(name, str) or not name:
         raise row.fault(column, f"expected a call with 'name' and 'arguments', found {shown(item)}")
-    arguments = _parsed(call.get("arguments") or {})
+    arguments = parsed_json(call.get("arguments") or {})
     if not isinstance(arguments, Mapping):
         what = f"expected an object or its JSON text, found {shown(call.get('arguments'))}"
         raise row.fault(f"{column}.arguments", what)
     return ToolCall(name, dict(arguments))
 
 
-def _parsed(value: Any) -> Any:
+def parsed_json(value: Any) -> Any:
     """The value of JSON text; None if it is no JSON. Other values stay."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -182,7 +182,7 @@ def _sharegpt_turn(row: RowView, where: str, turn: Any) -> dict[str, Any]:
         raise row.fault(f"{where}.from", f"expected one of {known}, found {shown(turn.get('from'))}")
     if turn.get("from") != "function_call":
         return {"role": role, "content": turn.get("value")}
-    found = _parsed(turn.get("value"))
+    found = parsed_json(turn.get("value"))
     calls = found if isinstance(found, list) else [found]
     read_calls(row, f"{where}.value", calls)
     return {"role": role, "content": None, "tool_calls": calls}

@@ -68,6 +68,10 @@ class ProblemDataset:
     def __iter__(self) -> Iterator[Problem]:
         return (self[index] for index in range(len(self)))
 
+    def named_rows(self) -> Iterator[tuple[str, Row]]:
+        """The usable rows as the file has them, each with its name for messages."""
+        return ((self.source.name(row), self.source[row]) for row in self._good)
+
     @property
     def schemas(self) -> tuple[str, ...]:
         """The layouts that were recognised, one per file."""

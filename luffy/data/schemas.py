@@ -13,16 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from luffy.data.chats import read_chat_trace, read_conversation, read_messages, sharegpt_chat, trace_start
-from luffy.data.rows import (
-    ABSENT,
-    ROW_KEY,
-    RowView,
-    column_names,
-    is_blank,
-    log_prob_fault,
-    lookup,
-    none_if_blank,
-)
+from luffy.data.rows import ABSENT, ROW_KEY, RowView, column_names, is_blank, log_prob_fault, lookup, none_if_blank
 from luffy.data.sources import JsonFloat, RowError, shown
 from luffy.errors import ConfigError
 from luffy.types import Message, Problem, Trace
@@ -35,11 +26,6 @@ Reader = Callable[[RowView], Problem]
 
 
 # ---- readers, one per layout -------------------------------------------------------------------------
-
-
-def read_own(row: RowView) -> Problem:
-    """Read ``{"id"?, "prompt", "answer", "traces"?, "source"?}``."""
-    return build(row)
 
 
 def read_verl(row: RowView) -> Problem:
@@ -136,7 +122,7 @@ def read_columns(row: RowView) -> Problem:
 
 
 READERS: dict[str, Reader] = {
-    "luffy": read_own,
+    "luffy": lambda row: build(row),
     "verl": read_verl,
     "openr1": read_openr1,
     "gsm8k": read_gsm8k,
@@ -321,15 +307,11 @@ def read_traces(row: RowView, column: str, value: Any) -> tuple[Trace, ...]:
     """Read one trace or a list of them; None, an empty list and blank texts in a list are no trace."""
     if value is None:
         return ()
-    if _is_one_trace(value):
+    if isinstance(value, str | Mapping) or _is_token_ids(value) or _is_chat(value):
         return (read_trace(row, column, value),)
     if not isinstance(value, list):
         raise row.unexpected(column, "a trace or a list of traces", value)
     return tuple(read_trace(row, f"{column}[{place}]", item) for place, item in enumerate(value) if not is_blank(item))
-
-
-def _is_one_trace(value: Any) -> bool:
-    return isinstance(value, str | Mapping) or _is_token_ids(value) or _is_chat(value)
 
 
 def _is_token_ids(value: Any) -> bool:

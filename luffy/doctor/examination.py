@@ -1,4 +1,7 @@
-"""``luffy doctor``: all checks, in one process or on every rank of a launch."""
+"""``luffy doctor``: all checks, in one process or on every rank of a launch.
+
+They are measured on every rank, and judged once from the values of all.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
@@ -17,12 +20,10 @@ from luffy._version import __version__
 from luffy.config import Config
 from luffy.distributed.launch import OnStep, launch
 from luffy.distributed.world import leave_world
-from luffy.doctor.checks import CHECKS, Found, gathered, hang_line, measure_all
-from luffy.doctor.findings import Cluster, Report
-from luffy.doctor.ranks import Context, pick_device
-from luffy.doctor.watch import Board, Hang, Watch, open_boards, own_boards
-from luffy.errors import TrainingStopped
-from luffy.models.machine import use_threads
+from luffy.doctor import machine, network, numerics
+from luffy.doctor.findings import Cluster, Facts, Line, Report
+from luffy.doctor.watch import Board, Context, Hang, Watch, open_boards, own_boards, pick_device
+from luffy.errors import TrainingStopped, UserError
 from luffy.progress import lasting
 
 MARK = "luffy-doctor-report "  # begins the line that carries a report from a Ray worker to the command
@@ -60,7 +61,6 @@ class Examination:
         self, boards: tuple[Board, Board], rank: int, size: int, deliver: Callable[[Report], None], out: TextIO | None
     ) -> None:
         """Measure, and report on rank 0; raises SystemExit with code 1 on every rank if a check failed."""
-        use_threads(self.cfg.train.threads)
         started = time.perf_counter()
 
         def report_on(hang: Hang | None) -> None:
@@ -162,3 +162,118 @@ def _send(report: Report, out: TextIO) -> None:
 def _received(line: str) -> Report:
     content = json.loads(line.removeprefix(MARK))
     return Report.from_json(content, content["private"])
+
+
+@dataclass(frozen=True)
+class Check:
+    """``measure(context)``: JSON values of one rank, or None if nothing applies. ``judge(cluster, facts)``: lines of
+    the report from the values of all ranks that have some. ``together``: ranks exchange data, so an error of one ends
+    the examination. ``remedy``: what to do if measuring fails; ``absent``: why nothing applies."""
+
+    name: str
+    measure: Callable[[Context], Any]
+    judge: Callable[[Cluster, Facts], list[Line]]
+    together: bool = False
+    remedy: str = "see the message; set NCCL_DEBUG=INFO for more, and run again on this machine alone (launch=local)"
+    absent: str = "does not apply"
+
+
+CHECKS = (
+    Check("processes", machine.measure_identity, machine.judge_identity, together=True),
+    Check("versions", machine.measure_versions, machine.judge_versions),
+    Check("devices", machine.measure_devices, machine.judge_devices),
+    Check("memory", machine.measure_memory, machine.judge_memory),
+    Check("disk", machine.measure_storage, machine.judge_storage,
+          remedy="set out=FOLDER to a folder that can be written to"),
+    Check("ports", network.measure_ports, network.judge_ports),
+    Check("speed", machine.measure_speed, machine.judge_speed, remedy="free the GPU (nvidia-smi), or reset it"),
+    Check("connection", network.measure_connection, network.judge_connection, together=True,
+          absent="one process: there is nothing to connect",
+          remedy="check MASTER_ADDR, NCCL_SOCKET_IFNAME and the firewall; NCCL_DEBUG=INFO shows more"),
+    Check("bandwidth", network.measure_bandwidth, network.judge_bandwidth, together=True,
+          absent="one process: there is nothing to exchange"),
+    Check("gradient", numerics.measure_gradient, numerics.judge_gradient, together=True,
+          absent="one process on a CPU: there is nothing to compare with"),
+    Check("engine", numerics.measure_engine, numerics.judge_engine, together=True),
+)  # fmt: skip
+# Errors that a broken machine makes a check raise; any other is a defect of luffy and keeps its traceback.
+FAULTS = (RuntimeError, OSError, UserError, MemoryError)
+
+
+def measure_all(context: Context, progress: Callable[[str], Any]) -> bool:
+    """Run every check on this rank and publish what it measured. True if one failed in a way that leaves the ranks
+    out of step, which ends the measuring."""
+    for number, check in enumerate(CHECKS):
+        context.watch.enter(number)
+        with progress(check.name):
+            try:
+                fact = {"value": check.measure(context)}
+            except FAULTS as error:
+                fact = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        context.board.put(f"fact/{check.name}/{context.rank}", fact)
+        if "error" in fact and check.together and context.size > 1:
+            return True
+    return False
+
+
+Found = tuple[Cluster, list[Line], dict[str, Facts], list[str]]
+
+
+def gathered(board: Board, size: int, hang: Hang | None, limit_s: float) -> Found:
+    """The cluster, lines, facts and private words from what all ranks have published so far."""
+    published = {
+        check.name: {rank: fact for rank in range(size) if (fact := board.get(f"fact/{check.name}/{rank}")) is not None}
+        for check in CHECKS
+    }
+    at = None if hang is None or hang.failed else _hanging_check(hang, published)
+    hosts = [board.get(f"host/{rank}") or "?" for rank in range(size)]
+    cluster, lines = Cluster(hosts), []
+    facts: dict[str, Facts] = {}
+    for number, check in enumerate(CHECKS):
+        values = {rank: fact["value"] for rank, fact in published[check.name].items() if fact.get("value") is not None}
+        errors = {rank: fact["error"] for rank, fact in published[check.name].items() if "error" in fact}
+        facts[check.name] = values
+        lines += _error_lines(check, cluster, errors)
+        if hang is not None and at == number:
+            lines.append(hang_line(check, cluster, hang, limit_s))
+        elif values and (hang is None or len(published[check.name]) == size):
+            lines += check.judge(cluster, values)
+        elif not errors and len(published[check.name]) == size:
+            lines.append(Line(check.name, "skipped", check.absent))
+        elif not errors:
+            lines.append(Line(check.name, "skipped", "not reached"))
+    private = {word for value in facts["processes"].values() for word in value.pop("private")}
+    return cluster, lines, facts, sorted(private)
+
+
+def _hanging_check(hang: Hang, published: Mapping[str, Mapping[int, Any]]) -> int:
+    """The number of the first check that a hanging rank has not finished: what it published last may be newer than
+    its progress."""
+    unfinished = (
+        number
+        for number, check in enumerate(CHECKS)
+        if number >= hang.check and any(rank not in published[check.name] for rank in hang.ranks)
+    )
+    return next(unfinished, hang.check)
+
+
+def _error_lines(check: Check, cluster: Cluster, errors: Mapping[int, str]) -> list[Line]:
+    """A line for each different error, with the ranks that had it."""
+    lines = []
+    for text in dict.fromkeys(errors.values()):
+        ranks = [rank for rank, error in errors.items() if error == text]
+        where = f"{cluster.name(ranks)}: " if len(cluster.hosts) > 1 else ""
+        lines.append(Line(check.name, "failed", f"{where}{text}", check.remedy))
+    return lines
+
+
+def hang_line(check: Check, cluster: Cluster, hang: Hang, limit_s: float) -> Line:
+    where = ", ".join(f"rank {rank} at {line}" for rank, line in hang.where.items())
+    where = f" ({where})" if where else ""
+    if len(hang.ranks) == len(cluster.hosts) > 1:
+        text = f"no rank went on for {limit_s:g} s{where}"
+        fix = "the exchange itself hangs: check NCCL_SOCKET_IFNAME and the firewall, and set NCCL_DEBUG=INFO"
+        return Line(check.name, "failed", text, fix)
+    what = "does not answer any more" if hang.stopped else f"did not go on for {limit_s:g} s"
+    fix = "look at this machine (dmesg, nvidia-smi, its disks), leave it out, or raise --timeout if it is only slow"
+    return Line(check.name, "failed", f"{cluster.name(hang.ranks)} {what}{where}", fix)

@@ -1,4 +1,4 @@
-"""Checks of one machine: packages, devices, driver, memory. Over several machines they name the one that differs."""
+"""Checks of one machine: packages, devices, driver, memory, disk. Over several they name the one that differs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import importlib.metadata
 import os
 import platform
 import re
+import secrets
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,8 +22,7 @@ import torch
 
 from luffy._version import __version__
 from luffy.doctor.findings import Cluster, Facts, Line, judged, who_differs
-from luffy.doctor.ranks import Context, device_index
-from luffy.doctor.tested import EXACT, tested_versions
+from luffy.doctor.watch import Context, device_index
 from luffy.models.machine import Machine, available_cores, memory_of_machine
 
 GIB = 2**30
@@ -30,6 +31,9 @@ SMALL_SHM = GIB  # NCCL passes data between GPUs of a machine through it; a cont
 FREE_OF_GPU = 0.9  # below it another process uses the GPU
 FREE_HOST = 4 * GIB
 SLOW = 0.7  # of the ranks' median speed
+TESTED = Path(__file__).with_name("tested.txt")  # `make docs` writes it from the constraints
+# Another version of these silently changes verdicts of the math reward.
+EXACT = ("math-verify", "antlr4-python3-runtime")
 MUST_AGREE = ("luffy", "torch", "transformers", "CUDA", "NCCL", "GPU", "GPU driver")
 
 
@@ -61,6 +65,12 @@ def judge_identity(cluster: Cluster, facts: Facts) -> list[Line]:
 
 
 # ---- versions
+
+
+def tested_versions() -> dict[str, str]:
+    """Tested version by package name, lower case."""
+    pairs = (line.split("==") for line in TESTED.read_text(encoding="utf-8").splitlines())
+    return {name.lower(): version for name, version in pairs}
 
 
 def measure_versions(context: Context) -> dict[str, Any]:
@@ -326,3 +336,90 @@ def judge_speed(cluster: Cluster, facts: Facts) -> list[Line]:
     named = f"; slow: {cluster.name(slow)} ({rates[0] / median:.0%} of the median)"
     fix = "look for heat, a power limit or other jobs there (nvidia-smi -q -d PERFORMANCE)"
     return [judged("speed", found, (slow and not sharing_ranks(facts), "warning", named, fix))]
+
+
+# ---- the disk of the run folder: space, speed, and whether all machines see the same one
+
+
+CHUNK = 1 << 24
+MOST_BYTES = 1 << 28
+MOST_S = 5.0  # of writing; flushing what is written comes on top
+LITTLE_SPACE, NO_SPACE = 20e9, 1e9  # bytes
+SLOW_DISK = 50e6  # bytes a second
+PATIENCE_S = 10.0  # until a file that another machine wrote shows: network file systems remember what was absent
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists: the doctor makes no run folder."""
+    folder = folder.resolve()
+    return next(place for place in (folder, *folder.parents) if place.is_dir())
+
+
+def measure_storage(context: Context) -> dict[str, Any] | None:
+    """Free space and speed, by one rank of each machine. The main rank leaves a mark that the others look for."""
+    if context.rank not in context.leaders:
+        return None
+    folder = existing(context.cfg.folder)
+    mark = folder / f".luffy-doctor-{secrets.token_hex(8)}"
+    facts: dict[str, Any] = {"folder": str(folder), "free": shutil.disk_usage(folder).free, "speed": None}
+    try:
+        facts["speed"] = write_speed(mark)
+        if len(set(context.hosts)) > 1:
+            facts["shared"] = _sees_mark(context, mark)
+    finally:
+        mark.unlink(missing_ok=True)
+    return facts
+
+
+def write_speed(file: Path) -> float:
+    """Bytes a second, flushed to the disk."""
+    chunk = os.urandom(CHUNK)
+    started, written = time.perf_counter(), 0
+    with file.open("wb", buffering=0) as out:
+        while written < MOST_BYTES and time.perf_counter() - started < MOST_S:
+            written += out.write(chunk)
+        os.fsync(out.fileno())
+    return written / (time.perf_counter() - started)
+
+
+def _sees_mark(context: Context, mark: Path) -> bool:
+    """Whether this machine sees the main rank's file; the main rank waits until all have looked."""
+    if context.rank == 0:
+        context.board.put("mark", mark.name)
+        context.watch.meet()
+        for leader in context.leaders[1:]:
+            context.board.wait(f"looked/{leader}")
+        return True
+    context.watch.meet()
+    theirs = mark.with_name(context.board.wait("mark"))
+    until = time.monotonic() + min(PATIENCE_S, context.limit_s / 2)
+    while not (there := theirs.exists()) and time.monotonic() < until:
+        time.sleep(0.2)
+        os.listdir(theirs.parent)  # makes NFS look again
+    context.board.put(f"looked/{context.rank}", True)
+    return there
+
+
+def judge_storage(cluster: Cluster, facts: Facts) -> list[Line]:
+    """Judge the least free space, the slowest disk, and whether all machines see one run folder."""
+    least, slowest = (min(facts, key=lambda rank, key=key: facts[rank][key]) for key in ("free", "speed"))  # type: ignore[misc]
+    free, speed = facts[least]["free"], facts[slowest]["speed"]
+    found = f"{free / 1e9:.1f} GB free, {speed / 1e6:.0f} MB/s written in {facts[least]['folder']}"
+    found += f" ({cluster.name([least])})" if len(facts) > 1 else ""
+    larger = "set out=FOLDER on a larger disk: a checkpoint takes about 16 bytes a weight, and train.keep + 1 are kept"
+    lines = [
+        judged(
+            "disk",
+            found,
+            (free < NO_SPACE, "failed", "", "free some space, or set out=FOLDER on another disk"),
+            (free < LITTLE_SPACE, "warning", "", larger),
+            (speed < SLOW_DISK, "warning", "", "set out=FOLDER on a faster disk, or save seldom (train.save_every)"),
+        )
+    ]
+    blind = [rank for rank, fact in facts.items() if fact.get("shared") is False]
+    if blind:
+        text = f"{cluster.name(blind)}: the run folder is not the one of {cluster.hosts[0]}"
+        lines.append(Line("disk", "failed", text, "set out=FOLDER on storage that every machine sees at the same path"))
+    elif len(cluster.machines) > 1:
+        lines.append(Line("disk", "ok", "every machine sees the same run folder"))
+    return lines

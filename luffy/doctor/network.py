@@ -17,7 +17,7 @@ import torch.distributed as dist
 from luffy.distributed.world import join_world
 from luffy.doctor.findings import Cluster, Facts, Line, judged
 from luffy.doctor.machine import gpu_uuid, sharing_ranks
-from luffy.doctor.ranks import Context
+from luffy.doctor.watch import Context
 from luffy.models.machine import timed
 
 CONNECT_S = 5.0

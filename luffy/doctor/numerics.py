@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -15,10 +15,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from luffy.config import BatchConfig, Config, DataConfig, ModelConfig, RolloutConfig
 from luffy.distributed.replica import Replica, copy_of
-from luffy.distributed.shard import whole
 from luffy.doctor.findings import Cluster, Facts, Line, judged
-from luffy.doctor.ranks import Context
-from luffy.learn.optim import Optimizer
+from luffy.doctor.watch import Context
+from luffy.learn.gradient_check import sharded_gradients, whole_gradients
 from luffy.learn.policy import Policy
 from luffy.models.machine import synchronize
 from luffy.models.plain import choose_path
@@ -84,27 +83,6 @@ def fixed_samples(count: int, vocabulary: int) -> list[Sample]:
 # ---- gradient
 
 
-class KeptGradient(Optimizer):
-    """Keeps the gradient of an update, whole and on the host, and takes no step."""
-
-    kept: dict[str, Tensor]
-
-    def step(self, lr: float, grad_norm: Tensor) -> None:
-        self.kept = {
-            name: whole(master.grad).detach().cpu().clone()
-            for name, master in self.masters.items()
-            if master.grad is not None
-        }
-
-
-def gradient_of(policy: Policy, samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """The gradient of one update on ``samples`` by parameter name; in a joined world on each rank's share of them,
-    summed over all ranks. All ranks must call this."""
-    keeper = KeptGradient(policy.model, policy.cfg.optim)
-    policy.update(samples[policy.world.rank :: policy.world.size], 0.0, keeper)
-    return keeper.kept
-
-
 def gradient_gap(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> tuple[float, str]:
     """The norm of the difference relative to the norm of ``one``, and the parameter with the largest difference."""
     squares = {name: float((other[name].double() - value.double()).square().sum()) for name, value in one.items()}
@@ -116,21 +94,21 @@ def norm_of(gradient: Mapping[str, Tensor]) -> float:
 
 
 def measure_gradient(context: Context) -> dict[str, Any] | None:
-    """The gradient of all samples on this rank alone, against the sharded model over all ranks; with a single process
+    """The gradient of a whole copy on this rank alone, against the sharded model over all ranks; with a single process
     on a GPU, against the CPU."""
     world, device = context.world, context.world.device or torch.device(context.device)
     if not world.joined and device.type == "cpu":
         return None
     model, cfg = tiny_policy(context.device), config_for(context.cfg, world.size)
-    samples = fixed_samples(4 * world.size + 3, model.config.vocab_size)  # type: ignore[union-attr,arg-type]
     alone = copy_of(model).to(device if world.joined else torch.device("cpu"))
-    one = gradient_of(Policy(alone, cfg), samples)
     context.watch.meet()
     policy = Policy(model if world.joined else model.to(device), cfg, world=world)  # it shards what lies on the host
+    names = [name for name, _ in alone.named_parameters()]
+    one = whole_gradients(policy, alone, names)
     gaps = []
     for _ in range(ROUNDS):
         context.watch.meet()
-        gaps.append(gradient_gap(one, gradient_of(policy, samples)))
+        gaps.append(gradient_gap(one, sharded_gradients(policy, names)))
     gap, parameter = max(gaps)
     compared = "all ranks" if world.joined else "the GPU"
     return {"norm": norm_of(one), "gap": gap, "parameter": parameter, "compared": compared}

@@ -2,7 +2,7 @@
 
 Every rank publishes how far it is. A thread of it renews that value, so that a stopped process shows by a value that
 no longer changes. The first rank that lives speaks: when a rank has not moved for the time limit, it reports who is
-behind the others, with the results so far, and ends the examination.
+behind the others, with the results so far, and ends the examination. ``Context`` is all that a check is given.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from luffy.config import Config
+from luffy.distributed.world import World
+from luffy.models.machine import use_threads
 
 GRACE_S = 5.0  # for the other ranks to end too, after one has failed
 PACKAGE = str(Path(__file__).parents[1])
@@ -199,3 +204,38 @@ class Watch:
                 return f"{Path(file).relative_to(Path(PACKAGE).parent)}:{frame.f_lineno}"
             frame = frame.f_back
         return ""
+
+
+def device_index() -> int:
+    """The index of the GPU that `join_world` takes."""
+    return int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+
+
+def pick_device(cfg: Config) -> str:
+    """``cuda``, with this rank's GPU chosen, or ``cpu``; takes as many threads as the config says."""
+    use_threads(cfg.train.threads)
+    if cfg.model.device == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    torch.cuda.set_device(device_index())
+    return "cuda"
+
+
+@dataclass
+class Context:
+    """One rank of an examination. ``world`` is joined by the check `connection`. ``hosts``: host name by rank, known
+    after the check `processes`."""
+
+    cfg: Config
+    rank: int
+    size: int
+    device: str  # cpu or cuda
+    board: Board
+    watch: Watch
+    limit_s: float
+    world: World = field(default_factory=World)
+    hosts: list[str] = field(default_factory=list)
+
+    @property
+    def leaders(self) -> list[int]:
+        """The first rank of each machine, which measures what its ranks share."""
+        return [self.hosts.index(host) for host in dict.fromkeys(self.hosts)]

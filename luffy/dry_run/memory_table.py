@@ -144,10 +144,7 @@ def table_lines(gpu: str, gpus: Sequence[int] = (1, 8), sizes: Sequence[str] = S
         lines.append("|---|---:|" + "---:|" * len(COLUMNS))
         for size in sizes:
             found = [estimate_memory(table_config(c, count), c.method, size, place) for c in COLUMNS]
-            cells = [_cell(max(one.totals.values()), place) for one in found]
+            needed = [max(one.totals.values()) for one in found]
+            cells = [f"{n / GIB:,.0f}" if n <= place.free else f"**{n / GIB:,.0f}**" for n in needed]
             lines.append(f"| {size} | {found[0].work.parameters / 1e9:.2f} B | " + " | ".join(cells) + " |")
     return lines[1:]
-
-
-def _cell(needed: float, place: Place) -> str:
-    return f"{needed / GIB:,.0f}" if needed <= place.free else f"**{needed / GIB:,.0f}**"

@@ -35,11 +35,10 @@ def planned_samples(batch: list[Task], plan: list[tuple[Episode, ...]] | None) -
     """The samples of each problem, every response of the engine as long as it may become."""
     if plan is None:
         return [[planned_sample(t.prompt_ids, max(len(d.token_ids) for d in t.demonstrations))] for t in batch]
-    return [[planned_sample(p.task.prompt_ids, _most_tokens(p)) for p in group] for group in plan]
-
-
-def _most_tokens(planned: Episode) -> int:
-    return planned.prefix + (0 if planned.sampling is None else planned.sampling.max_tokens)
+    return [
+        [planned_sample(p.task.prompt_ids, p.prefix + (p.sampling.max_tokens if p.sampling else 0)) for p in group]
+        for group in plan
+    ]
 
 
 def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]], scored: float, on_gpu: bool) -> Work:

@@ -11,16 +11,20 @@ from luffy.config import EnvironmentConfig, RewardConfig
 from luffy.data import Encoder
 from luffy.data.prompts import where
 from luffy.errors import UserError
-from luffy.evaluation.benchmarks import Suite
+from luffy.evaluation.benchmarks import Suite, label_of
 from luffy.evaluation.engines import default_slots, model_identity
-from luffy.evaluation.results import model_label
-from luffy.evaluation.settings import SUCCESS, Settings, problems_hash, recorded
+from luffy.evaluation.results import SUCCESS, Settings, model_label, problems_hash, recorded
 from luffy.models.machine import default_workers
 from luffy.rewards import Verifier, build_verifier
 from luffy.seeds import seed_of
 from luffy.types import Problem, Task
 
 logger = logging.getLogger(__name__)
+
+
+SAME = (  # in the options and in the settings
+    "model", "temperature", "top_p", "top_k", "seed", "system_prompt", "limit", "dtype", "engine", "answer_in_thought",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,28 +71,16 @@ class PlannedResponse:
     sample: int
 
     @property
-    def problem(self) -> Problem:
-        return self.task.problem
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        return self.task.prompt_ids
-
-    @property
-    def in_thought(self) -> bool:
-        return self.task.in_thought
-
-    @property
     def key(self) -> tuple[str, str, int]:
-        return self.benchmark, self.problem.id, self.sample
+        return self.benchmark, self.task.problem.id, self.sample
 
     def seed(self, seed: int) -> int:
         """A function of its arguments alone: the order in which responses are made changes nothing."""
-        return seed_of(f"eval:{seed}:{self.benchmark}:{self.problem.id}:{self.sample}")
+        return seed_of(f"eval:{seed}:{self.benchmark}:{self.task.problem.id}:{self.sample}")
 
 
 def default_out(model: str, suite: str) -> Path:
-    return Path("evals") / f"{model_label(model)}-{Path(suite).stem}"
+    return Path("evals") / f"{model_label(model)}-{label_of(suite)}"
 
 
 def verifier_of(options: Options, kind: str) -> Verifier:
@@ -126,27 +118,19 @@ def planned_responses(suite: Suite, encoder: Encoder) -> list[PlannedResponse]:
 
 def settings_of(options: Options, suite: Suite, encoder: Encoder, max_tokens: int, in_thought: bool) -> Settings:
     return Settings(
-        model=options.model,
+        **{name: getattr(options, name) for name in SAME},
         model_identity=model_identity(options.model),
         suite=suite.name,
         problems=problems_hash(suite),
         k={benchmark.name: benchmark.k for benchmark in suite.benchmarks},
         reward=suite.benchmarks[0].reward,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
         max_tokens=max_tokens,
-        seed=options.seed,
         style=str(encoder.style),
-        system_prompt=options.system_prompt,
         shuffle_options=options.shuffle,
-        limit=options.limit,
-        dtype=str(options.dtype),
-        engine=options.engine,
         chat_template=encoder.chat_template,
         date=encoder.prompt_date,
-        answer_in_thought=options.answer_in_thought,
         success=options.reward_settings.success if options.reward_settings else SUCCESS,
+        cut_off=options.reward_settings.cut_off if options.reward_settings else "score",
         environment=None if options.environment is None else asdict(options.environment),
         prompt_opens_thought=in_thought and not options.answer_in_thought and options.prompt_opens_thought,
     )

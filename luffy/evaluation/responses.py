@@ -11,19 +11,12 @@ from luffy.conversations import Conversations, conversations_of, played, tools_o
 from luffy.data import Encoder
 from luffy.data.prompts import resolve_style
 from luffy.evaluation import plan
-from luffy.evaluation.benchmarks import Suite
 from luffy.evaluation.engines import LoadedModel
-from luffy.evaluation.eval_view import EvalView
+from luffy.evaluation.results import Settings
 from luffy.evaluation.scoring import Response
-from luffy.evaluation.settings import Settings
 from luffy.guidance.plan import extended, unwritten
-from luffy.types import Episode, Request, Sampling
-
-
-def encoder_of(options: plan.Options, suite: Suite, loaded: LoadedModel) -> Encoder:
-    style = resolve_style(options.style, loaded.tokenizer, paper=suite.is_builtin)
-    given = {"chat_template": options.chat_template, "date": options.date}
-    return encoder_for(loaded, style, options.system_prompt, options.environment, **given)
+from luffy.run_folder.console import EvalView
+from luffy.types import Episode, Sampling
 
 
 def encoder_for(
@@ -31,12 +24,13 @@ def encoder_for(
     style: str,
     system_prompt: str | None,
     environment: EnvironmentConfig | None,
+    paper: bool = False,
     **options: Any,
 ) -> Encoder:
-    """An encoder for prompts of any length that the model takes."""
+    """An encoder for prompts of any length that the model takes. ``paper``: the automatic style is the paper's."""
     return Encoder(
         loaded.tokenizer,
-        resolve_style(style, loaded.tokenizer),
+        resolve_style(style, loaded.tokenizer, paper=paper),
         system_prompt,
         max_prompt_tokens=loaded.context - 1,
         overlong_prompt="drop",
@@ -76,7 +70,7 @@ def finished_in_parts(
         return Sampling(most, settings.temperature, settings.top_p, settings.top_k, loaded.eos_ids)
 
     def begun(job: plan.PlannedResponse) -> Episode:
-        return unwritten(job.task, job.seed(settings.seed), sampling(len(job.prompt_ids)))
+        return unwritten(job.task, job.seed(settings.seed), sampling(len(job.task.prompt_ids)))
 
     if loaded.conversations is not None:
         for start in range(0, len(jobs), chunk):
@@ -84,7 +78,7 @@ def finished_in_parts(
             yield list(zip(some, answered(loaded, list(map(begun, some))), strict=True))
             view.working(start + len(some))
         return
-    requests = (Request(job.prompt_ids, job.seed(settings.seed), sampling(len(job.prompt_ids))) for job in jobs)
+    requests = (begun(job).request_for() for job in jobs)
     part: list[Response] = []
     for count, (index, completion) in enumerate(loaded.engine.stream(requests), start=1):
         part.append((jobs[index], extended(begun(jobs[index]), completion, 0)))

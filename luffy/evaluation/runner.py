@@ -17,12 +17,23 @@ from luffy.evaluation import plan
 from luffy.evaluation.background_work import BackgroundWork
 from luffy.evaluation.benchmarks import load_suite
 from luffy.evaluation.engines import LoadedModel, load_engine
-from luffy.evaluation.eval_view import EvalView
-from luffy.evaluation.responses import conversations_for, encoder_of, finished_in_parts
-from luffy.evaluation.results import ITEMS, Result, build_result, model_label, read_items, write_result
+from luffy.evaluation.responses import conversations_for, encoder_for, finished_in_parts
+from luffy.evaluation.results import (
+    ITEMS,
+    Result,
+    Settings,
+    alone_in,
+    build_result,
+    claim,
+    model_label,
+    read_items,
+    recorded,
+    warn_of_another_prompt,
+    write_result,
+)
 from luffy.evaluation.scoring import CALL_FAILED, Response, key_of, score_again, scored
-from luffy.evaluation.settings import Settings, alone_in, claim, recorded, warn_of_another_prompt
 from luffy.rewards import Verifier
+from luffy.run_folder.console import EvalView
 from luffy.run_folder.recorder import JsonLinesWriter
 
 PAPER_MAX_TOKENS = 8192
@@ -56,13 +67,16 @@ def run_evaluation(options: plan.Options) -> Result:
             options.engine, options.model, dtype=options.dtype, device=options.device, slots=options.slots,
             trust_remote_code=options.trust_remote_code,
         )  # fmt: skip
-        encoder = encoder_of(options, suite, loaded)
+        encoder = encoder_for(
+            loaded, options.style, options.system_prompt, options.environment,
+            paper=suite.is_builtin, chat_template=options.chat_template, date=options.date,
+        )  # fmt: skip
         loaded = replace(loaded, eos_ids=encoder.stops(loaded.eos_ids))
         jobs = plan.planned_responses(suite, encoder)
-        lengths = [len(job.prompt_ids) for job in jobs if job.sample == 0]
+        lengths = [len(job.task.prompt_ids) for job in jobs if job.sample == 0]
         default = recorded(out, "max_tokens", int) or PAPER_MAX_TOKENS
         max_tokens = plan.longest_response(options.max_tokens, default, loaded.context, lengths)
-        settings = plan.settings_of(options, suite, encoder, max_tokens, any(job.in_thought for job in jobs))
+        settings = plan.settings_of(options, suite, encoder, max_tokens, any(job.task.in_thought for job in jobs))
         claim(out, settings)
         warn_of_another_prompt(settings)
         score_again(jobs, verifier, settings, out)

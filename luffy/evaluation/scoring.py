@@ -10,8 +10,7 @@ from typing import Any
 from luffy.conversations import Conversations
 from luffy.errors import UserError
 from luffy.evaluation.plan import PlannedResponse
-from luffy.evaluation.results import ITEMS, read_items
-from luffy.evaluation.settings import Settings
+from luffy.evaluation.results import ITEMS, Settings, read_items
 from luffy.files import write_atomically
 from luffy.models.load import decode
 from luffy.rewards.own_function import CALL_FAILED
@@ -30,11 +29,12 @@ def score_again(jobs: Sequence[PlannedResponse], verifier: Verifier, settings: S
     asked = [by_key[key_of(row)] for row in failed]
     scores = verifier.score(
         [
-            (job.problem, row["response"], row.get("token_ids"), job.in_thought)
+            (job.task.problem, row["response"], row.get("token_ids"), job.task.in_thought)
             for job, row in zip(asked, failed, strict=True)
         ]
     )
-    for row, score in zip(failed, scores, strict=True):
+    for row, verdict in zip(failed, scores, strict=True):
+        score = verifier.at_its_end(verdict, row["finish"])
         row.update(score=score.value, right=score.value >= settings.success, status=score.status)
         if score.status != CALL_FAILED:
             row.pop("token_ids", None)
@@ -59,11 +59,17 @@ def scored(
     ids = [episode.answer_ids.tolist() for _, episode in responses]
     texts = decode(tokenizer, ids)
     scores = verifier.score(
-        [(job.problem, text, own, job.in_thought) for (job, _), text, own in zip(responses, texts, ids, strict=True)]
+        [
+            (job.task.problem, text, own, job.task.in_thought)
+            for (job, _), text, own in zip(responses, texts, ids, strict=True)
+        ]
     )
     if conversations is not None:
-        scores = [conversations.score(episode, score) for (_, episode), score in zip(responses, scores, strict=True)]
-    several = len({job.problem.id for job, _ in responses}) > 1  # a single one may be at fault itself
+        scores = [
+            conversations.score(episode.outcome, score) for (_, episode), score in zip(responses, scores, strict=True)
+        ]
+    scores = [verifier.at_its_end(score, episode.finish) for (_, episode), score in zip(responses, scores, strict=True)]
+    several = len({job.task.problem.id for job, _ in responses}) > 1  # a single one may be at fault itself
     no_call = why_every_call_failed(scores)
     reason = no_call or (why_nothing_was_scored(scores) if is_first and several else None)
     failure = reason and f"the reward failed on all {len(scores)} responses, first: {reason}; {GO_ON}"
@@ -72,13 +78,13 @@ def scored(
     rows = [
         {
             "benchmark": job.benchmark,
-            "id": job.problem.id,
+            "id": job.task.problem.id,
             "sample": job.sample,
             "seed": job.seed(settings.seed),
             "response": text,
             "tokens": episode.length,
             "finish": episode.finish,
-            "answer": job.problem.answer,
+            "answer": job.task.problem.answer,
             "score": score.value,
             "right": score.value >= settings.success,
             "status": score.status,

@@ -1,4 +1,4 @@
-"""Attention over a paged cache: new keys and values go to their pages, one query per sequence reads them.
+"""Attention over a paged cache: new keys and values go to their pages, one or some queries per sequence read them.
 
 The cache is one block [pages, layers, 2, KV heads, PAGE, D]; a sequence's row of the page table names the
 pages it fills in order. Kernels get the block's address from device memory, not as an argument, and none
@@ -56,31 +56,41 @@ def _store(
 def _attend(
     q, k, v, cos, sin, address, tables, positions, out, partial, tops, sums, layer, page_stride,
     q_row, k_row, v_row, table_width, scale, window, sharing, kv_heads, width: tl.constexpr,
-    ROTATE: tl.constexpr, NEWEST: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
-    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    ROTATE: tl.constexpr, NEWEST: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One sequence, one key head and the ``sharing`` query heads that use it, one of SPLITS stretches of pages.
 
-    With ROTATE queries are turned first. With NEWEST the first stretch takes the newest token's key, turned likewise,
-    and value from ``k`` and ``v`` and puts them into their page.
+    A sequence has QUERIES queries, at positions that do not fall, each with its own end and window. With ROTATE
+    queries are turned first. With NEWEST the first stretch takes the newest token's key, turned likewise, and value
+    from ``k`` and ``v`` and puts them into their page.
     """
     row, kv, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kind: tl.constexpr = q.dtype.element_ty
-    position = tl.load(positions + row)
+    position = tl.load(positions + row * QUERIES + QUERIES - 1)
     length = position + 1
     held = position if NEWEST else length  # tokens to be read from pages
-    first = tl.maximum(length - window, 0)
+    earliest = position if QUERIES == 1 else tl.load(positions + row * QUERIES)
+    first = tl.maximum(earliest + 1 - window, 0)
     begin, end = first // PAGE, (held + PAGE - 1) // PAGE
     each = (end - begin + SPLITS - 1) // SPLITS
     begin = begin + split * each
     end = tl.minimum(begin + each, end)
     group, at, d = tl.arange(0, GROUP), tl.arange(0, PAGE), tl.arange(0, WIDTH)
     wide = (d < width)[None, :]
-    q_inside = (group[:, None] < sharing) & wide
-    heads = row * kv_heads * sharing + kv * sharing + group
-    cos += row * width
-    sin += row * width
-    q_at = q + row * q_row + (kv * sharing + group[:, None]) * width + d[None, :]
+    q_inside = (group[:, None] < QUERIES * sharing) & wide
+    if QUERIES == 1:
+        heads = row * kv_heads * sharing + kv * sharing + group
+        cos += row * width
+        sin += row * width
+        q_at = q + row * q_row + (kv * sharing + group[:, None]) * width + d[None, :]
+    else:
+        asking = row * QUERIES + tl.minimum(group // sharing, QUERIES - 1)
+        heads = (asking * kv_heads + kv) * sharing + group % sharing
+        cos += asking[:, None] * width
+        sin += asking[:, None] * width
+        q_at = q + asking[:, None] * q_row + (kv * sharing + group[:, None] % sharing) * width + d[None, :]
+        ends = tl.load(positions + asking)[:, None] + 1
     query = _load_rotated(q_at, q_inside, d[None, :], cos, sin, width, ROTATE)
     base = tl.load(address).to(tl.pointer_type(kind))
     side = kv_heads * PAGE * width
@@ -109,10 +119,16 @@ def _attend(
         tile = seen[:, None] if width == WIDTH else seen[:, None] & wide
         keys = tl.load(start + inner, mask=tile, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        decay = tl.exp(top - new_top)
-        weights = tl.exp(scores - new_top[:, None])
+        if QUERIES == 1:
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            shift = new_top
+        else:
+            scores = tl.where((place[None, :] < ends) & (place[None, :] >= ends - window), scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # a page that this query does not see
+        decay = tl.exp(top - shift)
+        weights = tl.exp(scores - shift[:, None])
         values = tl.load(start + side + inner, mask=tile, other=0.0)
         acc = acc * decay[:, None] + tl.dot(weights.to(kind), values, input_precision=PRECISION)
         total = total * decay + tl.sum(weights, axis=1)
@@ -122,8 +138,8 @@ def _attend(
     else:
         slot = heads * SPLITS + split
         tl.store(partial + slot[:, None] * width + d[None, :], acc, mask=q_inside)
-        tl.store(tops + slot, top, mask=group < sharing)
-        tl.store(sums + slot, total, mask=group < sharing)
+        tl.store(tops + slot, top, mask=group < QUERIES * sharing)
+        tl.store(sums + slot, total, mask=group < QUERIES * sharing)
 
 
 @triton.jit
@@ -177,10 +193,12 @@ def attend(
     scale: float, window: int | None, splits: int, angles: Angles | None = None,
     newest: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """q [B, heads, D], row i of the table its pages: attention over positions 0 to ``positions[i]``.
+    """q [N, heads, D]: attention of query i over positions 0 to ``positions[i]`` of its sequence. A row of the table
+    has the pages of a sequence, which has one query, or N / rows of them, one after the other.
 
     Where ``angles`` are given, queries are rotated first, and new keys too. ``newest``: keys and values
-    [B, KV heads, D] of the last positions, which are in their pages afterwards; without it they are there already.
+    [N, KV heads, D] of the last positions, which are in their pages afterwards; without it they are there already, as
+    they must be where a sequence has several queries.
     """
     q = _packed_heads(q)
     k, v = (q, q) if newest is None else map(_packed_heads, newest)
@@ -189,14 +207,15 @@ def attend(
     block = max(16, triton.next_power_of_2(width))  # tl.dot takes no smaller ones
     slots = rows * heads * splits if splits > 1 else 0
     partial, tops, sums = (q.new_empty(slots * each, dtype=torch.float32) for each in (width, 1, 1))
-    sharing = heads // kv_heads
+    sharing, queries = heads // kv_heads, rows // len(tables)
+    group = max(16, triton.next_power_of_2(queries * sharing))
     no_window = 1 << 30
-    _attend[(rows, kv_heads, splits)](
+    _attend[(len(tables), kv_heads, splits)](
         q, k, v, *(angles or (q, q)), address, tables, positions, out, partial, tops, sums, layer, page_stride,
         q.stride(0), k.stride(0), v.stride(0), tables.stride(0), scale, window or no_window, sharing, kv_heads, width,
-        ROTATE=angles is not None, NEWEST=newest is not None, SPLITS=splits, PAGE=PAGE,
-        GROUP=max(16, triton.next_power_of_2(sharing)), WIDTH=block,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        ROTATE=angles is not None, NEWEST=newest is not None, QUERIES=queries, SPLITS=splits, PAGE=PAGE, GROUP=group,
+        WIDTH=block, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4 if group <= 64 else 8,
+        num_stages=3 if queries == 1 else 2,
     )  # fmt: skip
     if splits > 1:
         _combine[(rows * heads,)](partial, tops, sums, out, width, SPLITS=splits, WIDTH=block, num_warps=1)

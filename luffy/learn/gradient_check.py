@@ -32,8 +32,8 @@ def check_gradients(policy: Policy, copy: nn.Module) -> None:
     whole; the main process alone reads it."""
     world = policy.world
     names = world.from_main(_compared(policy.model, copy) if world.is_main else [])
-    ours = _sharded_gradients(policy, names)
-    errors = world.from_main(_relative_errors(ours, _whole_gradients(policy, copy, names)) if world.is_main else {})
+    ours = sharded_gradients(policy, names)
+    errors = world.from_main(_relative_errors(ours, whole_gradients(policy, copy, names)) if world.is_main else {})
     name = max(errors, key=lambda name: errors[name])
     bound = TOLERANCE[policy.cfg.model.dtype]
     if not errors[name] <= bound:  # NaN too
@@ -53,8 +53,8 @@ def _compared(sharded: nn.Module, copy: nn.Module) -> list[str]:
     return [name for name, p in copy.named_parameters() if name in trained and id(p) in chosen]
 
 
-def _sharded_gradients(policy: Policy, names: Sequence[str]) -> dict[str, Tensor]:
-    """The sum of the gradients of all processes, whole."""
+def sharded_gradients(policy: Policy, names: Sequence[str]) -> dict[str, Tensor]:
+    """The sum of the gradients of all processes by parameter name, whole; all must call this."""
     for batch in _batches(policy, policy.world.rank):
         _loss(policy, policy.scorer, batch.to(policy.device)).backward()
     grads = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
@@ -63,7 +63,7 @@ def _sharded_gradients(policy: Policy, names: Sequence[str]) -> dict[str, Tensor
     return found
 
 
-def _whole_gradients(policy: Policy, copy: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
+def whole_gradients(policy: Policy, copy: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
     """The same sum, computed by one process on the whole ``copy``. Batches that several processes have are computed
     once and counted as often."""
     parameters = dict(copy.named_parameters())

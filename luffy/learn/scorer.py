@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from luffy.core.logprobs import Head as Head
 from luffy.core.logprobs import anchor_kl, selected_log_probs, top_entropy
 from luffy.errors import UserError
-from luffy.models.families import layout_of
+from luffy.models.attention import layout_of
 from luffy.models.forward import evaluating, forward_hidden, head_weight_bias
 from luffy.models.plain import plain_log_probs, runs_plain
 from luffy.types import MicroBatch

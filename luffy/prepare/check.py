@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from luffy.data import Encoder, ProblemDataset, load_problems
 from luffy.data.dataset import prompt_hash, repeated, shared
@@ -18,6 +16,7 @@ from luffy.data.rows import ROW_KEY
 from luffy.data.schemas import without_traces
 from luffy.evaluation.accuracy import SUCCESS
 from luffy.models.load import load_tokenizer
+from luffy.prepare.chat_report import chat_lines, chat_report, quantiles
 from luffy.rewards import build_verifier
 from luffy.types import NO_LIMIT, Problem, Trace
 
@@ -26,17 +25,6 @@ SHOWN_CHARACTERS = 1500
 SHOWN_ON_A_LINE = 200
 SHOWN_TEACHERS = 20
 RULE = "-" * 100
-QUANTILES = {"p5": 5, "p50": 50, "p95": 95, "max": 100}
-
-
-def quantiles(lengths: Sequence[int]) -> dict[str, int]:
-    """p5, p50, p95 and maximum: observed values, so that a budget can be read off."""
-    if not len(lengths):
-        return {}
-    values = np.percentile(np.asarray(lengths), list(QUANTILES.values()), method="higher")
-    return {name: int(value) for name, value in zip(QUANTILES, values, strict=True)}
-
-
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal obeys them
 
 
@@ -55,11 +43,13 @@ class CheckOptions:
     columns: Mapping[str, str] | None = None
     answer_in_thought: bool = False
     eval: str | None = None
+    turns: str = "last"
 
 
 def check_file(path: str, options: CheckOptions) -> dict[str, Any]:
     """The report as data. Unusable data (no readable row, ids the tokenizer does not have) is a DataError."""
-    problems = load_problems(path, options.split, bad_rows="skip", require_answer=False, columns=options.columns)
+    read: dict[str, Any] = {"bad_rows": "skip", "require_answer": False, "columns": options.columns}
+    problems = load_problems(path, options.split, turns=options.turns, **read)
     encoder = None if options.tokenizer is None else _encoder(options)
     contents, hashes = _contents(problems, encoder)
     report: dict[str, Any] = {
@@ -69,6 +59,7 @@ def check_file(path: str, options: CheckOptions) -> dict[str, Any]:
         "skipped": dict(problems.skipped),
         "skipped_examples": problems.messages,
         "turns_notices": problems.turns_notices,
+        "chats": chat_report(problems.named_rows()),
         **contents,
         "repeated": _pairs(repeated(hashes), problems, problems),
     }
@@ -131,11 +122,13 @@ def _pairs(found: list[tuple[int, int]], problems: ProblemDataset, others: Probl
 
 
 def _token_report(problems: ProblemDataset, encoder: Encoder, options: CheckOptions) -> dict[str, Any]:
-    prompts, traces = [], []
+    prompts, traces, whole = [], [], []
     for task in encoder.encode_all(problems):
         assert task is not None, "nothing is too long without a limit"
         prompts.append(len(task.prompt_ids))
-        traces += [len(demonstration.token_ids) for demonstration in task.demonstrations]
+        for trace in task.demonstrations:
+            traces.append(len(trace.token_ids) - sum(end - start for start, end in trace.replies))
+            whole += [len(trace.token_ids)] if trace.replies else []
     return {
         "prompt": quantiles(prompts),
         "trace": quantiles(traces),
@@ -143,6 +136,8 @@ def _token_report(problems: ProblemDataset, encoder: Encoder, options: CheckOpti
         "max_trace_tokens": options.max_trace_tokens,
         "prompts_over_budget": sum(length > options.max_prompt_tokens for length in prompts),
         "traces_over_budget": sum(length > options.max_trace_tokens for length in traces),
+        "conversation": quantiles(whole),
+        "conversations_over_budget": sum(length > options.max_trace_tokens for length in whole),
         "traces_open_thought": encoder.counts["traces_open_thought"],
     }
 
@@ -229,6 +224,7 @@ def report_lines(report: dict[str, Any], full: bool = False) -> Iterator[str]:
         taken = "luffy sft takes them, luffy train stops at them or, with data.bad_rows=skip, leaves them out"
         yield f"no answer   {report['without_answer']:,} problems: {taken}"
     yield from (f"warning     {line}" for line in report["turns_notices"])
+    yield from map(_printable, chat_lines(report["chats"]))
     yield from _equal_prompt_lines(report)
     yield (
         f"traces      {report['traces']:,}; {100 * report['share_with_traces']:.1f}% of the problems have one; "
@@ -262,6 +258,10 @@ def _token_lines(report: dict[str, Any]) -> Iterator[str]:
         figures = "  ".join(f"{name} {value:,}" for name, value in tokens[what].items()) or "none"
         over, budget = tokens[f"{what}s_over_budget"], tokens[f"max_{what}_tokens"]
         yield f"{what + ' tokens':<13} {figures}; {over:,} over {budget:,}"
+    if tokens["conversation"]:
+        figures = "  ".join(f"{name} {value:,}" for name, value in tokens["conversation"].items())
+        limit = f"over {tokens['max_trace_tokens']:,}, the limit without an environment"
+        yield f"with replies  {figures}; {tokens['conversations_over_budget']:,} {limit}"
     if opened := tokens["traces_open_thought"]:
         why = "which the prompt does not open: the policy learns to write it"
         yield f"thoughts    {opened:,} traces begin with <think>, {why}"

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from luffy.data.chats import parsed_json
 from luffy.data.prompts import template_rows
 from luffy.errors import UserError
 from luffy.prepare.journal import whole_text
-from luffy.types import Message
+from luffy.types import Message, ToolCall
 from luffy.web import Client, RequestFailed, checked_address, with_retries
+
+CUT_OFF = ("length", "content_filter", "abort")  # reasons why a response is not finished
 
 
 class EndpointError(UserError):
@@ -32,6 +36,8 @@ class Reply:
     tokens: tuple[str, ...] | None = None
     token_ids: tuple[int, ...] | None = None
     log_probs: tuple[float, ...] | None = None
+    calls: tuple[ToolCall, ...] = ()
+    fault: str = ""  # why a call cannot be read
 
 
 @dataclass
@@ -61,13 +67,17 @@ class Endpoint:
         """End all waiting retries now."""
         self._stop.set()
 
-    def sample(self, prompt: str | tuple[Message, ...], sampling: dict[str, Any]) -> Reply:
-        """One response to a chat (or, for completions, to a text)."""
+    def sample(
+        self, prompt: str | tuple[Message, ...], sampling: dict[str, Any], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Reply:
+        """One response to a chat (or, for completions, to a text), which may call ``tools``, JSON schemas."""
         body: dict[str, Any] = {"model": self.model, **sampling}
         if isinstance(prompt, str):
             body["prompt"] = prompt
         else:
             body["messages"] = [_openai_row(row) for row in template_rows(prompt, lambda text: text)]
+        if tools:
+            body["tools"] = list(tools)
         if self.log_probs:
             body["logprobs"] = True if self.api == "chat" else 0
         content = json.dumps(body).encode()
@@ -97,7 +107,19 @@ class Endpoint:
         text = whole_text(_chat_text(choice["message"]) if self.api == "chat" else choice["text"])
         tokens, log_probs = _log_probs(choice.get("logprobs"))
         ids = choice.get("token_ids")
-        return Reply(text, str(choice.get("finish_reason")), tokens, tuple(ids) if ids else None, log_probs)
+        finish, calls = str(choice.get("finish_reason")), _calls(choice["message"]) if self.api == "chat" else ((), "")
+        return Reply(text, finish, tokens, tuple(ids) if ids else None, log_probs, *calls)
+
+
+def _calls(message: Any) -> tuple[tuple[ToolCall, ...], str]:
+    """The tool calls of a message, and why one cannot be read; no calls then."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        name, arguments = whole_text(call["function"]["name"]), parsed_json(call["function"].get("arguments") or {})
+        if not isinstance(arguments, dict):
+            return (), f"the arguments of a call of {name[:64]} are no JSON object"
+        calls.append(ToolCall(name, arguments))
+    return tuple(calls), ""
 
 
 def _openai_row(row: dict[str, Any]) -> dict[str, Any]:

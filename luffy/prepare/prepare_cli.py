@@ -45,6 +45,9 @@ def check(
     held_out: Annotated[
         str | None, typer.Option("--eval", help="held-out data, as data.eval: how many of its problems are in FILE too")
     ] = None,
+    turns: Annotated[
+        str, typer.Option(help="assistant turns of a chat that are its trace, as data.turns: last or all")
+    ] = "last",
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="budget to compare with")] = 1024,
     max_trace_tokens: Annotated[int, typer.Option(min=1, help="budget to compare with")] = 8192,
     verify: Annotated[int, typer.Option(min=0, help="how many problems' traces to verify; 0: none")] = 200,
@@ -58,7 +61,7 @@ def check(
 
     options = CheckOptions(
         split, tokenizer, style, system_prompt, max_prompt_tokens, max_trace_tokens, reward, verify, examples, workers,
-        named_columns(columns or []), answer_in_thought, held_out,
+        named_columns(columns or []), answer_in_thought, held_out, turns,
     )  # fmt: skip
     report = check_file(file, options)
     if as_json:
@@ -90,7 +93,9 @@ def traces(
     tokenizer: TraceTokenizer = None,
     n: Annotated[int, typer.Option(min=1, help="samples per problem")] = 4,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="longest response")] = 8192,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="longest response; of a server's episode, longest turn")
+    ] = 8192,
     style: Style = "auto",
     system_prompt: Annotated[str | None, typer.Option(help="system message, where the prompt has none")] = None,
     teacher: Annotated[str | None, typer.Option(help="name recorded in the traces; default: the model's")] = None,
@@ -110,7 +115,7 @@ def traces(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda (local)")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
     environment: Annotated[
-        str | None, typer.Option(help="recipe with the environment that answers the teacher's turns (local)")
+        str | None, typer.Option(help="recipe with the environment that answers the teacher's turns")
     ] = None,
 ) -> None:
     """Verified traces from an OpenAI-compatible server or a local model."""
@@ -121,17 +126,18 @@ def traces(
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     if (endpoint is None) == (local is None):
         raise UserError("give --endpoint with --model, or --local")
-    if environment is not None and local is None:
-        raise UserError("--environment plays a model in this process: give --local")
+    played_in = None if environment is None else load_config(environment).environment
+    if environment is not None and played_in is None:
+        raise UserError(f"--environment {environment}: the recipe has no environment; name one that has")
     if local is not None:
         asked, settings = local_teacher(
             local, sampling, seed, style, system_prompt, tokenizer, dtype, device, trust_remote_code,
-            None if environment is None else load_config(environment).environment,
+            played_in,
         )  # fmt: skip
     else:
         asked, settings = endpoint_teacher(
             str(endpoint), model, api, _api_key(api_key_env), logprobs, sampling | _fields(extra_body), seed, style,
-            system_prompt, tokenizer, concurrency, retries, timeout, trust_remote_code,
+            system_prompt, tokenizer, concurrency, retries, timeout, trust_remote_code, played_in,
         )  # fmt: skip
     card = prepare_traces(
         file, out, asked, teacher or model or Path(str(local)).name, settings,

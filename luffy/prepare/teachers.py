@@ -10,19 +10,19 @@ from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
 from luffy.config import EnvironmentConfig
-from luffy.conversations import Conversations, conversations_of, played, tools_of
+from luffy.conversations import Conversations, Scoring, conversations_of, maker_of, played, tools_of
 from luffy.data import Encoder
 from luffy.data.prompts import resolve_style, with_system_prompt
 from luffy.errors import DataError, UserError
 from luffy.guidance.plan import unwritten
-from luffy.prepare.endpoint import Endpoint, Refused, Reply
+from luffy.prepare.endpoint import CUT_OFF, Endpoint, Refused, Reply
+from luffy.prepare.endpoint_episodes import EndpointEpisode
 from luffy.seeds import seed_of
-from luffy.types import THINK, Completion, Episode, Message, Problem, Request, Sampling, Score, Task
+from luffy.types import THINK, Completion, Episode, EpisodeOutcome, Message, Problem, Request, Sampling, Score, Task
 from luffy.web import Stopped
 
 SAVED_AT_ONCE = 256  # samples of a model in this process
 TOKEN_ID = "token_id:"
-CUT_OFF = ("length", "content_filter", "abort")  # reasons why a response is not finished
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Teacher(Protocol):
 
 @dataclass
 class EndpointTeacher:
-    """Asks a server, ``concurrency`` requests at a time, each sample with a seed of its own."""
+    """Asks a server for ``concurrency`` samples at a time, each with a seed of its own. ``rules``: of episodes, if an
+    environment answers its turns."""
 
     endpoint: Endpoint
     sampling: dict[str, Any]
@@ -74,11 +75,12 @@ class EndpointTeacher:
     system_prompt: str | None = None
     tokenizer: Any = None
     encoder: Encoder | None = None
+    rules: Scoring | None = None
 
     def answer(self, problems: Iterable[Problem], n: int) -> Iterator[list[Answer]]:
         """Yield answers as they finish; after a failure use the requests in flight, then raise it."""
         wanted = ((problem, place) for problem in problems for place in range(n))
-        running: dict[Future[Reply], tuple[Problem, int]] = {}
+        running: dict[Future[Reply | EpisodeOutcome], tuple[Problem, int]] = {}
         drawn: dict[str, dict[int, TeacherResponse | str]] = {}
         failure: Exception | None = None
         pool = ThreadPoolExecutor(self.concurrency)
@@ -102,8 +104,8 @@ class EndpointTeacher:
 
     def _collect(
         self,
-        ended: Iterable[Future[Reply]],
-        running: dict[Future[Reply], tuple[Problem, int]],
+        ended: Iterable[Future[Reply | EpisodeOutcome]],
+        running: dict[Future[Reply | EpisodeOutcome], tuple[Problem, int]],
         drawn: dict[str, dict[int, TeacherResponse | str]],
         n: int,
     ) -> tuple[list[Answer], Exception | None]:
@@ -127,9 +129,14 @@ class EndpointTeacher:
                 del drawn[problem.id]
         return answered, failure
 
-    def _ask(self, problem: Problem, place: int) -> Reply:
+    def _ask(self, problem: Problem, place: int) -> Reply | EpisodeOutcome:
         seed = seed_of(f"{self.seed}:{problem.id}:{place}") & 0x7FFFFFFF  # servers take 32 bits
-        return self.endpoint.sample(self._prompt(problem), {**self.sampling, "seed": seed})
+        sampling = {**self.sampling, "seed": seed}
+        if (rules := self.rules) is None:
+            return self.endpoint.sample(self._prompt(problem), sampling)
+        tools = rules.maker.tools
+        episode = EndpointEpisode(rules, lambda chat: self.endpoint.sample(chat, sampling, tools), self._chat)
+        return episode.play(problem, seed)
 
     def _prompt(self, problem: Problem) -> str | tuple[Message, ...]:
         if self.endpoint.api == "completions":
@@ -138,13 +145,27 @@ class EndpointTeacher:
             if not isinstance(problem.prompt, str):
                 raise UserError(f"problem {problem.id}: a chat needs --tokenizer to become text for --api completions")
             return problem.prompt
+        return self._chat(problem)
+
+    def _chat(self, problem: Problem) -> tuple[Message, ...]:
         chat = problem.prompt if isinstance(problem.prompt, tuple) else (Message("user", problem.prompt),)
         return with_system_prompt(chat, self.system_prompt)
 
-    def _drawn(self, problem: Problem, reply: Reply) -> TeacherResponse:
+    def _drawn(self, problem: Problem, reply: Reply | EpisodeOutcome) -> TeacherResponse:
+        if isinstance(reply, EpisodeOutcome):
+            assert self.rules is not None
+            return acted(self.rules, reply, reply.messages[-1].content if reply.messages else "")
         encoder = self.encoder if self.endpoint.api == "completions" else None  # else the server writes the prompt
         text = whole_response(reply.text, encoder is not None and encoder.in_thought(problem))
         return TeacherResponse(text, reply.finish not in CUT_OFF, *recorded_ids(reply, self.tokenizer))
+
+
+def acted(rules: Scoring, outcome: EpisodeOutcome, text: str) -> TeacherResponse:
+    """The response of an episode; ``text`` is its last turn."""
+    finished = outcome.end in ("answer", "environment")
+    return TeacherResponse(
+        text, finished, messages=outcome.messages, final=lambda verified: rules.score(outcome, verified)
+    )
 
 
 def whole_response(text: str, in_thought: bool) -> str:
@@ -302,10 +323,7 @@ class LocalTeacher:
     def _acted(self, rules: Conversations, episode: Episode) -> TeacherResponse:
         assert episode.outcome is not None
         text = str(self._tokenizer.decode(episode.answer_ids, skip_special_tokens=True))
-        finished = episode.outcome.end in ("answer", "environment")
-        return TeacherResponse(
-            text, finished, messages=episode.outcome.messages, final=lambda verified: rules.score(episode, verified)
-        )
+        return acted(rules, episode.outcome, text)
 
     def _drawn(self, task: Task, completion: Completion) -> TeacherResponse:
         ids = tuple(completion.token_ids.tolist())
@@ -334,20 +352,27 @@ def endpoint_teacher(
     retries: int,
     timeout_s: float,
     trust_remote_code: bool = False,
+    environment: EnvironmentConfig | None = None,
 ) -> tuple[Teacher, dict[str, Any]]:
     """Teacher that asks a server, and the settings its samples depend on (no key among them)."""
     if not model:
         raise UserError("--endpoint needs --model, the model's name at the server")
-    endpoint = Endpoint(url, model, api, api_key, log_probs, retries, timeout_s=timeout_s)
+    if environment is not None and api != "chat":
+        raise UserError("--environment plays chats: drop --api")
+    asks_log_probs = log_probs and environment is None  # traces of several turns have none
+    endpoint = Endpoint(url, model, api, api_key, asks_log_probs, retries, timeout_s=timeout_s)
     tokenizer = _tokenizer(tokenizer_path, trust_remote_code)
     encoder = None
     if api == "completions" and tokenizer is not None:
         encoder = Encoder(tokenizer, resolve_style(style, tokenizer), system_prompt)
     elif style != "auto":
         raise UserError("--style is the server's own matter with --api chat; with completions it needs --tokenizer")
-    teacher = EndpointTeacher(endpoint, sampling, seed, concurrency, system_prompt, tokenizer, encoder)
+    rules = None if environment is None else Scoring(environment, maker_of(environment), failure=0.0)
+    at_once = concurrency if environment is None else min(concurrency, environment.at_once)
+    teacher = EndpointTeacher(endpoint, sampling, seed, at_once, system_prompt, tokenizer, encoder, rules)
     settings = {"endpoint": url, "model": model, "api": api, "log_probs": log_probs, "tokenizer": tokenizer_path}
-    return teacher, settings | {"sampling": sampling, "seed": seed, "style": style, "system_prompt": system_prompt}
+    settings |= {"sampling": sampling, "seed": seed, "style": style, "system_prompt": system_prompt}
+    return teacher, settings | ({} if environment is None else {"environment": asdict(environment)})
 
 
 def local_teacher(

@@ -10,9 +10,8 @@ from markupsafe import Markup
 
 from luffy.report.curves import FEW_SEEDS, MOST_POINTS, envelope, estimate, smooth, thin_out
 from luffy.report.methods import Method, Styled, families
-from luffy.report.stages import borders
 from luffy.report.svg import DotRow, Line, dot_plot, hover_data, line_chart
-from luffy.report.tables import STEP_SECONDS, components, evaluations
+from luffy.report.tables import STEP_SECONDS, borders, components, evaluations
 from luffy.report.templates import macro
 from luffy.run_folder.runs import RunRecord, first_stage, is_number
 

@@ -20,8 +20,7 @@ from luffy.errors import UserError
 from luffy.files import as_object, json_value, read_file, write_atomically
 from luffy.report.charts import accuracy_dots, by_accuracy, chart_grid, charts_of, family_charts
 from luffy.report.curves import FEW_SEEDS
-from luffy.report.method_colours import with_styles
-from luffy.report.methods import Method, Styled, families, group_runs
+from luffy.report.methods import Method, Styled, families, group_runs, with_styles
 from luffy.report.samples import BRIEF, choose_groups, group_html
 from luffy.report.svg import crowded
 from luffy.report.tables import (

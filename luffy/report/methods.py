@@ -1,4 +1,4 @@
-"""Methods: groups of runs that differ in their seed alone, and the categories of methods."""
+"""Methods: groups of runs that differ in their seed alone; their categories, colours and closest recipes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from luffy.config import Config, built_in_recipes, read_recipe
+from luffy.config.knobs import Knobs
+from luffy.config.legacy import PARTS
+from luffy.config.recipes import BUILT_IN_RECIPES
 from luffy.report.text import legible
-from luffy.run_folder.runs import RunRecord
+from luffy.run_folder.runs import RunRecord, first_stage, flat_config
+from luffy.schema import build
 
 OWN = ("seed", "name", "out", "made_for")  # what names a run rather than a method
 SHOWN_DIFFERENCES = 3  # keys in a label
@@ -195,3 +201,137 @@ def families(methods: Sequence[Styled]) -> dict[str, list[Styled]]:
     """The methods of each category that has any, in the order of FAMILIES."""
     found = {family: [m for m in methods if family_of(m[1].settings) == family] for family in FAMILIES}
     return {family: members for family, members in found.items() if members}
+
+
+# ---- colours and dashes: the same in reports, on the live page, in figures of evaluations and studies
+
+
+# The style of a method is its index here. The first eight, which are compared most, have a colour of their own.
+METHODS = (
+    "luffy", "on_policy", "sft", "mixed", "sft_rl", "luffy_clip", "rl_sft_loss", "grpo",
+    "rl_plus", "dapo", "hpt", "exgrpo", "prefix_rft", "srft", "trapo", "relift",
+    "chord", "chord_phi", "ampo", "ghpo", "scaf", "uft", "opd", "opsd", "guided", "rloo",
+    "gspo", "cispo", "maxrl", "prefix_rl", "rlsd", "iw_opd", "psft", "eaft", "iw_sft", "asft",
+    "act_guide", "bepa",
+)  # fmt: skip
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8498a", "#b07800", "#2f9bd6", "#4a4a4a", "#8a5a2b")
+"""On light paper, as in ``components.css``; distinct for colour-blind readers too."""
+DASHES = ("", "6 3", "2 2.5", "9 3 2 3", "12 4")
+"""Lengths of strokes and gaps; no two methods share both colour and dash."""
+
+
+def line_of(style: int | None) -> dict[str, Any]:
+    """Colour and dash of a style as arguments of Matplotlib; None is the model before training: black."""
+    if style is None:
+        return {"color": "#000000", "linestyle": "-"}
+    dash = tuple(map(float, dash_of(style).split()))
+    return {"color": COLOURS[style % len(COLOURS)], "linestyle": (0, dash) if dash else "-"}
+
+
+def colour_of(run: RunRecord) -> str:
+    """The colour of a run that is shown alone."""
+    return str(line_of(with_styles(group_runs([run]))[0][0])["color"])
+
+
+def dash_of(style: int) -> str:
+    """The dash of a style. Neighbouring methods differ in it, and so do methods that share a colour."""
+    return DASHES[(style + style // len(COLOURS)) % len(DASHES)]
+
+
+def usual_style(method: Method) -> int:
+    """The style of the built-in method whose settings are closest."""
+    name, _ = closest_recipe(method.settings, sft=method.settings.get("command") == "sft")
+    if name == "on_policy" and (first_stage(method.runs[0]) is not None or len(method.runs[0].stage_names) > 1):
+        name = SECOND_STAGE
+    return METHODS.index(name)
+
+
+def free_style(taken: Collection[int]) -> int:
+    """The lowest style whose colour no other method has; if all colours are in use, the lowest style."""
+    used = {style % len(COLOURS) for style in taken}
+    free = (style for style in range(len(COLOURS)) if style not in used)
+    return next(free, next(style for style in range(len(taken) + 1) if style not in taken))
+
+
+def with_styles(methods: Sequence[Method], known: Mapping[int, int] | None = None) -> list[Styled]:
+    """In the order given, each method with a style of its own: the ``known`` one (by its index in ``methods``), else
+    its usual one. If methods share a usual colour, the first to begin has it, and the others have free ones; if there
+    are more methods than colours, they may share a colour and differ in their dash."""
+    styles = dict(known or {})
+    few = len(methods) <= len(COLOURS)
+
+    def look(style: int) -> int:
+        return style % len(COLOURS) if few else style
+
+    new = [index for index in range(len(methods)) if index not in styles]
+    new.sort(key=lambda index: min((run.first_time for run in methods[index].runs), default=0.0))
+    for index in new:
+        usual = usual_style(methods[index])
+        if look(usual) not in map(look, styles.values()):
+            styles[index] = usual
+    for index in new:
+        if index not in styles:
+            styles[index] = free_style(styles.values())
+    return [(styles[index], method) for index, method in enumerate(methods)]
+
+
+# ---- the built-in method that is closest
+
+
+# The knobs that make a method; the others say how large a training is, or where it runs.
+SECTIONS = ("algorithm.", "guidance.", "teacher.", "replay.", "sft_steps.", "rollout.offpolicy_guidance.")
+KNOBS = ("batch.expert_share",)
+OF_SFT = ("algorithm.sft_reshape", "algorithm.sft_weight", "algorithm.sft_anchor")  # what tells kinds of SFT apart
+SECOND_STAGE = "sft_rl"  # on_policy in every setting, and SFT before it
+
+
+def closest_recipe(config: Mapping[str, Any], sft: bool) -> tuple[str, dict[str, Any]]:
+    """The name of the method recipe with the fewest settings that differ from a run's flat config, and the run's values
+    of those settings. A run of ``luffy sft`` is the kind of SFT whose term is closest."""
+    own = _over_defaults(config)
+    apart = {name: _differences(own, settings, sft) for name, settings in _recipes(sft).items()}
+    name = min(apart, key=lambda name: (len(apart[name]), sft and name != "sft"))
+    return name, {} if sft else {key: value for key, value in apart[name].items() if key in config}
+
+
+@cache
+def about_recipe(name: str) -> str:
+    """The description of a method recipe: its first line."""
+    return built_in_recipes()[f"methods/{name}"]
+
+
+def paper_of(name: str) -> str | None:
+    """The arXiv number that the second line of a method recipe gives."""
+    text = (BUILT_IN_RECIPES / "methods" / f"{name}.yaml").read_text(encoding="utf-8")
+    found = re.match(r"#.*\n# arXiv (\S+)\n", text)
+    return found[1] if found else None
+
+
+def _differences(own: Mapping[str, Any], settings: Mapping[str, Any], sft: bool) -> dict[str, Any]:
+    keys = OF_SFT if sft else dict.fromkeys((*own, *settings))
+    apart = {key: own.get(key) for key in keys if own.get(key) != settings.get(key)}
+    other_parts = tuple(f"{key}." for key in apart if key in PARTS)  # its settings are no further difference
+    return {key: value for key, value in apart.items() if not key.startswith(other_parts)}
+
+
+@cache
+def _recipes(sft: bool) -> dict[str, dict[str, Any]]:
+    """The method settings of every method recipe of RL or SFT, flat. They are not built into a checked Config: some ask
+    for a second model that only a size or a user names."""
+    names = [name.removeprefix("methods/") for name in built_in_recipes() if name.startswith("methods/")]
+    built = {name: build(Knobs, read_recipe(f"methods/{name}")) for name in names if name != SECOND_STAGE}
+    wanted = {name: knobs for name, knobs in built.items() if (knobs.made_for == "sft") == sft}
+    return {name: _over_defaults(flat_config(knobs)) for name, knobs in wanted.items()}
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return flat_config(Config())
+
+
+def _over_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The method settings of a flat config that need not say everything."""
+    opened = {key.rpartition(".")[0] for key in given} - set(PARTS)  # sections that are None by default
+    merged = {key: value for key, value in _defaults().items() if key not in opened} | dict(given)
+    kept = {key: value for key, value in merged.items() if key.startswith(SECTIONS) or key in KNOBS}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from luffy._version import __version__
 from luffy.files import json_object, write_atomically
 from luffy.hub import hub_id
-from luffy.report.closest_recipe import PAPERS, about_recipe, closest_recipe
+from luffy.report.methods import about_recipe, closest_recipe, colour_of, paper_of
 from luffy.report.tables import evaluations
 from luffy.report.text import legible, shorten
 from luffy.run_folder.changes import changes_of, settings_at
@@ -34,6 +35,7 @@ MARK = "<!-- Made by luffy, and made anew by `luffy push`. Remove this line to k
 TRAINED_WITH = re.compile(rb"^<!-- Trained with: (\{.*\}) -->$", re.MULTILINE)
 REWARD = "critic/rewards/mean"
 LONGEST_VALUE = 120
+LINES = ("-", "--", ":", "-.")  # of held-out sets
 TABLE_ROWS = 10
 DEEPEST = 8  # trainings one after the other
 LOCAL = re.compile(r"[/~]|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\")  # how a path begins that is of one machine
@@ -108,7 +110,7 @@ def model_card(facts: CardFacts) -> str:
         trained_with=_trained_with(run),
         recipe=recipe,
         about=about_recipe(recipe).rstrip("."),
-        papers=PAPERS,
+        paper=paper_of(recipe),
         differences=[f"{key}={public(value)}" for key, value in differences.items()],
         before=first_stage(run),
         data=_data(facts),
@@ -279,6 +281,33 @@ def _curves(run: RunRecord) -> dict[str, dict[int, float]]:
     """Values by step of each curve, held-out accuracies first."""
     curves = {name: dict(run.series(metric)) for metric, name in evaluations([run])}
     return {**curves, "reward": dict(run.series(REWARD))} if run.kind == "train" else curves
+
+
+def draw_curves(run: RunRecord, path: Path) -> bool:
+    """Draw held-out accuracies and training reward over steps; False without Matplotlib or without values."""
+    path.unlink(missing_ok=True)
+    curves = _curves(run)
+    reward = {"reward": curves.pop("reward")} if run.kind == "train" else {}
+    panels = {"held-out accuracy": curves, "mean training reward": reward}
+    panels = {title: curves for title, curves in panels.items() if any(curves.values())}
+    if not panels or find_spec("matplotlib") is None:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(panels) + 1, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    colour = colour_of(run)
+    for ax, (title, curves) in zip(axes, panels.items(), strict=True):
+        for name, points in curves.items():
+            look = {"color": colour, "linestyle": LINES[len(ax.lines) % len(LINES)], "marker": "."}
+            ax.plot(list(points), list(points.values()), label=name, **look)
+        ax.set(title=title, xlabel="step")
+        ax.legend(frameon=False)
+    axes[0].set_ylim(bottom=0)
+    figure.savefig(path, dpi=150)
+    return True
 
 
 def thinned(values: Sequence[T]) -> list[T]:

@@ -1,6 +1,6 @@
 """Charts as SVG: scales, ticks, lines over steps, and dots of final values.
 
-Colours (see ``method_colours.py``) come from the style sheet by class (``m0`` ... ``m7``), so that a chart follows the
+Colours (see ``methods.py``) come from the style sheet by class (``m0`` ... ``m7``), so that a chart follows the
 page from light to dark. Dashes tell methods apart when colours cannot (grey print, colour blindness).
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from luffy.report.curves import FEW_SEEDS, Curve, Envelope, estimate
-from luffy.report.method_colours import COLOURS
+from luffy.report.methods import COLOURS
 from luffy.report.templates import macro
 from luffy.report.text import LARGE, number, shorten_middle
 

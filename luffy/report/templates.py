@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from luffy.report.method_colours import COLOURS, dash_of
+from luffy.report.methods import COLOURS, dash_of
 from luffy.report.text import legible, number, shorten, show, show_seconds
 
 ASSETS = Path(__file__).with_name("assets")

@@ -1,6 +1,6 @@
 """Verifiers: from a problem and a response to a score, safely.
 
-Names are resolved on first use: a worker process imports this package too, and starts sooner without the rest of it.
+They are resolved on first use: a worker process imports this package too, and starts sooner without them.
 """
 
 from __future__ import annotations
@@ -10,24 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from luffy.rewards.extract import after_thought
-    from luffy.rewards.pool import Outcome, WorkerPool
-    from luffy.rewards.scores import ScoreSummary, score_file
     from luffy.rewards.verifier import Verifier, build_verifier
 
-__all__ = ["Outcome", "ScoreSummary", "Verifier", "WorkerPool", "after_thought", "build_verifier", "score_file"]
-
-_HOMES = {
-    "Outcome": "pool",
-    "ScoreSummary": "scores",
-    "Verifier": "verifier",
-    "WorkerPool": "pool",
-    "after_thought": "extract",
-    "build_verifier": "verifier",
-    "score_file": "scores",
-}
+__all__ = ["Verifier", "after_thought", "build_verifier"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.verifier"), name)

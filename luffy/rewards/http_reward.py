@@ -11,12 +11,13 @@ import logging
 import math
 import os
 import threading
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from luffy.errors import UserError
-from luffy.rewards.http_settings import HttpRewardConfig
-from luffy.rewards.kinds import Answered, Reward
+from luffy.rewards.kinds import Answered, HttpRewardConfig, Reward
 from luffy.rewards.own_function import CALL_FAILED, NOT_SCORED, finite_number, prompt_of, row_of
 from luffy.rewards.pool import Outcome
 from luffy.rewards.worker import describe
@@ -71,32 +72,24 @@ class HttpReward(Reward):
 
     def _ask_all(self, batches: Sequence[Sequence[Answered]]) -> list[list[Outcome]]:
         """Outcomes of each batch, asked for in daemon threads: no server can keep the process alive."""
-        answers: dict[int, list[Outcome]] = {}
-        waiting = iter(enumerate(batches))
-        taking = threading.Lock()
-        broken: list[BaseException] = []
+        answers: list[Future[list[Outcome]]] = [Future() for _ in batches]
+        waiting = deque(zip(answers, batches, strict=True))
 
         def work() -> None:
             while True:
-                with taking:
-                    number, batch = next(waiting, (None, ()))
-                if number is None or broken:
+                try:
+                    answer, batch = waiting.popleft()
+                except IndexError:
                     return
                 try:
-                    answers[number] = self._outcomes_of(batch)
-                except BaseException as error:  # raised below, in the thread that waits
-                    broken.append(error)
+                    answer.set_result(self._outcomes_of(batch))
+                except BaseException as error:
+                    waiting.clear()
+                    answer.set_exception(error)
 
-        threads = [
-            threading.Thread(target=work, daemon=True) for _ in range(min(self._settings.concurrency, len(batches)))
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if broken:
-            raise broken[0]
-        return [answers[number] for number in range(len(batches))]
+        for _ in range(min(self._settings.concurrency, len(batches))):
+            threading.Thread(target=work, daemon=True).start()
+        return [answer.result() for answer in answers]
 
     def _outcomes_of(self, batch: Sequence[Answered]) -> list[Outcome]:
         try:

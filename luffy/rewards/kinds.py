@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from luffy.registry import NoSettings, Part, Registry, in_module
+from luffy.schema import knob
 
 if TYPE_CHECKING:
     from luffy.rewards.pool import Outcome
@@ -88,4 +89,19 @@ def reward(name: str, settings: type = NoSettings, **facts: bool) -> Callable[[R
 
 def built_in() -> tuple[str, ...]:
     """Names of the rewards of this package that need no server, in alphabetical order."""
-    return tuple(sorted(name for name, part in REWARDS.entries.items() if not part.own and part.binary))
+    return tuple(sorted(name for name, part in REWARDS.entries.items() if not part.own and name != "http"))
+
+
+@dataclass(frozen=True)
+class HttpRewardConfig:
+    """Settings of a reward server (``reward.http``)."""
+
+    url: str | None = knob(None, "the server's address, if reward.kind=http")
+    timeout_s: float = knob(60.0, "limit for a complete answer", gt=0)
+    retries: int = knob(3, "times to send a request again; then its samples get 0", ge=0)
+    wait_s: float = knob(1.0, "first pause before a retry; doubles, up to 60", ge=0)
+    concurrency: int = knob(8, "requests at once, per process", ge=1)
+    batch_size: int = knob(16, "samples in a request", ge=1)
+    header_env: dict[str, str] = knob(
+        factory=dict, help="headers from environment variables, e.g. {Authorization: MY_VARIABLE}"
+    )

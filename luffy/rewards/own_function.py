@@ -151,6 +151,8 @@ def load(
 ) -> Callable[[Sequence[Answered] | None], Form | list[tuple[Any, ...]]]:
     """Scorer for a worker; called with None it returns the function's form. Outcomes are plain tuples, which are
     unpickled three times as fast."""
+    import luffy.types  # noqa: F401 - of the items: before the limits of the first one begin
+
     own = OwnFunction(path, with_settings(resolve(path), settings), timeout_s)
     return lambda items: own.form if items is None else list(map(tuple, own.outcomes(items)))
 

@@ -23,10 +23,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from operator import length_hint
 from typing import Any, NamedTuple
 
 from luffy.errors import UserError
@@ -69,53 +68,18 @@ class Outcome(NamedTuple):
 
 
 class _Run:
-    """State of one ``map``. Items are drawn as workers become free, and one ahead: after a kill, the run must know that
-    nothing is left to do, and not wait for the new worker."""
+    """State of one ``map``: items that wait for a worker, and the outcomes of the others by index."""
 
-    def __init__(
-        self,
-        items: Iterable[tuple[Any, ...]],
-        workers: int,
-        timeout_s: float,
-        on_result: Callable[[int, Outcome], None] | None = None,
-    ) -> None:
+    def __init__(self, items: Iterable[tuple[Any, ...]], workers: int, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        many = 2 * workers * MOST_AT_ONCE
-        self.largest_message = max(1, math.ceil(length_hint(items, many) / (2 * workers)))  # two for each worker
+        self.waiting: deque[Item] = deque()
         self.outcomes: dict[int, Outcome] = {}
-        self._on_result = on_result
-        self._items = enumerate(items)
-        self._waiting: deque[Item] = deque()
-        self._fill(1)
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether every item was handed to a worker."""
-        return not self._waiting
-
-    def _fill(self, count: int) -> None:
-        """Have ``count`` items waiting if there are as many; one that cannot be pickled is settled here."""
-        while len(self._waiting) < count and (item := next(self._items, None)) is not None:
-            index, arguments = item
+        for index, arguments in enumerate(items):
             try:
-                self._waiting.append((index, pickle.dumps(arguments)))
+                self.waiting.append((index, pickle.dumps(arguments)))
             except UNSENDABLE as error:
-                self.settle(index, Outcome("error", message=f"item cannot be sent to a worker: {error}"))
-
-    def draw(self, at_once: int) -> list[Item]:
-        """Next items for a worker."""
-        self._fill(at_once + 1)
-        return [self._waiting.popleft() for _ in range(min(at_once, len(self._waiting)))]
-
-    def give_back(self, items: Iterable[Item]) -> None:
-        """Take back items that a worker had not begun."""
-        self._waiting.extendleft(reversed(list(items)))
-
-    def settle(self, index: int, outcome: Outcome) -> None:
-        """Record the outcome of an item."""
-        self.outcomes[index] = outcome
-        if self._on_result is not None:
-            self._on_result(len(self.outcomes), outcome)
+                self.outcomes[index] = Outcome("error", message=f"item cannot be sent to a worker: {error}")
+        self.largest_message = max(1, math.ceil(len(self.waiting) / (2 * workers)))  # two for each worker
 
 
 class WorkerProcess:
@@ -198,7 +162,7 @@ class WorkerPool:
 
     ``map([(1, 2), (3, 4)])`` returns the outcomes of ``function(1, 2)`` and ``function(3, 4)``, in order.
     With ``factory_args`` the path names a factory, called once per process, that returns the function.
-    A worker may use ``memory_bytes`` beyond its imports; ``preload`` modules are imported first.
+    A worker may use ``memory_bytes`` beyond its imports.
     """
 
     def __init__(
@@ -207,7 +171,6 @@ class WorkerPool:
         workers: int = 2,
         timeout_s: float = 8.0,
         memory_bytes: int = 2 << 30,
-        preload: Sequence[str] = (),
         factory_args: tuple[Any, ...] | None = None,
     ) -> None:
         if workers < 1:
@@ -215,7 +178,7 @@ class WorkerPool:
         if not timeout_s > 0:
             raise UserError(f"a worker pool needs a positive timeout_s, found timeout_s={timeout_s}")
         self.timeout_s = timeout_s
-        self._setup = Setup(function_path, factory_args, tuple(preload), memory_bytes, dict(NAMED.folders))
+        self._setup = Setup(function_path, factory_args, memory_bytes, dict(NAMED.folders))
         self._owner = os.getpid()
         self._lock = threading.RLock()
         self._closing = False
@@ -235,17 +198,11 @@ class WorkerPool:
         """Process ids of the workers."""
         return [worker.process.pid for worker in self._workers]
 
-    def map(
-        self,
-        items: Iterable[tuple[Any, ...]],
-        on_result: Callable[[int, Outcome], None] | None = None,
-        timeout_s: float | None = None,
-    ) -> list[Outcome]:
-        """Outcomes in the order of the items. ``on_result(done, outcome)`` is called as each one ends; ``timeout_s``
-        replaces the pool's."""
+    def map(self, items: Iterable[tuple[Any, ...]], timeout_s: float | None = None) -> list[Outcome]:
+        """Outcomes in the order of the items; ``timeout_s`` replaces the pool's."""
         with self._lock:
             self._require_usable()
-            run = _Run(items, len(self._workers), timeout_s or self.timeout_s, on_result)
+            run = _Run(items, len(self._workers), timeout_s or self.timeout_s)
             try:
                 while self._feed(run):
                     self._collect(run)
@@ -288,12 +245,13 @@ class WorkerPool:
         for slot in range(len(self._workers)):
             if self._workers[slot].idle and not self._workers[slot].alive:
                 self._replace(slot)  # killed from outside between items: no item is lost
-            while not run.exhausted and self._workers[slot].idle:
+            while run.waiting and self._workers[slot].idle:
                 self._hand_over(slot, run)
-        return not run.exhausted or any(worker.items for worker in self._workers)
+        return bool(run.waiting) or any(worker.items for worker in self._workers)
 
     def _hand_over(self, slot: int, run: _Run) -> None:
-        items = run.draw(min(self._at_once, run.largest_message))
+        at_once = min(self._at_once, run.largest_message, len(run.waiting))
+        items = [run.waiting.popleft() for _ in range(at_once)]
         try:
             self._workers[slot].send(items, run.timeout_s)
         except OSError as error:
@@ -327,7 +285,7 @@ class WorkerPool:
                 index, _ = worker.items.popleft()
                 if not worker.items:
                     self._note_seconds(worker.size, now - worker.sent)
-                run.settle(index, outcome)
+                run.outcomes[index] = outcome
 
     def _note_seconds(self, size: int, seconds: float) -> None:
         """Adapt the size of messages to the time a worker took for all items of one."""
@@ -340,8 +298,8 @@ class WorkerPool:
         """Settle the item a worker was working on, and start another worker."""
         (index, _), *others = self._workers[slot].items
         self._workers[slot].items.clear()
-        run.give_back(others)
-        run.settle(index, outcome)
+        run.waiting.extendleft(reversed(others))
+        run.outcomes[index] = outcome
         self._replace(slot)
 
     def _started(self, slot: int, outcome: Outcome) -> None:

@@ -14,7 +14,6 @@ import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ class Setup:
 
     function_path: str
     factory_args: tuple[Any, ...] | None
-    preload: tuple[str, ...]
     memory_bytes: int
     named: dict[str, str]  # folders of modules that the user named
 
@@ -123,8 +121,6 @@ def describe(error: BaseException) -> str:
 
 def _load(setup: Setup) -> Callable[..., Any]:
     NAMED.add(setup.named)
-    for name in setup.preload:
-        import_module(name)
     function = resolve(setup.function_path)
     if setup.factory_args is None:
         return function

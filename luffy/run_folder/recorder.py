@@ -131,26 +131,28 @@ def sample_rows(
 
     ``samples`` is None for a group that was rejected: its advantages are null, and so are its gradient weights.
     """
+    rows = _rows(step, group.task.problem.id, group, tokenizer)
     return [
-        _head(step, group.task.problem.id, k, rollout, verdict)
-        | _texts(group, rollout, tokenizer)
-        | _conversation(rollout)
-        | _components(verdict)
+        row
         | {
             "advantages": _rounded(samples[k].advantages, 6) if samples else None,
             "policy_version": rollout.policy_version,
             "versions": rollout.versions.tolist(),
         }
         | _viewed(views[k] if views else None, counted=bool(samples))
-        for k, (rollout, verdict) in enumerate(zip(group.rollouts, group.scores, strict=True))
+        for k, (row, rollout) in enumerate(zip(rows, group.rollouts, strict=True))
     ]
 
 
 def evaluation_rows(step: int, set_name: str, group: Group, tokenizer: Any) -> list[dict[str, Any]]:
     """Rows of a held-out problem: the policy's own tokens, nothing is learned from them. Two sets may count their
     problems alike, so a problem goes by the name of its set too."""
+    return _rows(step, f"{set_name}/{group.task.problem.id}", group, tokenizer)
+
+
+def _rows(step: int, problem: str, group: Group, tokenizer: Any) -> list[dict[str, Any]]:
     return [
-        _head(step, f"{set_name}/{group.task.problem.id}", k, rollout, verdict)
+        _head(step, problem, k, rollout, verdict)
         | _texts(group, rollout, tokenizer)
         | _conversation(rollout)
         | _components(verdict)

@@ -8,6 +8,7 @@ They come from the data in shuffled order and, where the method has them,
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
@@ -16,7 +17,6 @@ import torch
 
 from luffy.config import Config
 from luffy.data import ProblemSampler
-from luffy.distributed.share import expected_tokens, share_out
 from luffy.guidance import Planner, choose, given
 from luffy.metrics import Max, Mean, Metric, merge_metrics, spread
 from luffy.step.memory import Attempt, InFlight, MethodMemory, Success, least_entropy
@@ -208,3 +208,26 @@ def lessons(run: Run) -> list[list[Sample]]:
         mine = share_out([len(s) for s in samples], run.world.size)[run.world.rank]
         steps.append([samples[i] for i in mine])
     return steps
+
+
+# ---- which process does which problems
+
+
+def share_out(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Indices for each rank with close sums of costs: the most expensive first, each to the rank with the least. It
+    depends on its arguments only, so every rank finds the same answer."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0.0, 0, rank) for rank in range(ranks)]  # cost, number, rank
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, count, rank = heapq.heappop(loads)
+        shares[rank].append(i)
+        heapq.heappush(loads, (load + costs[i], count + 1, rank))
+    return [sorted(share) for share in shares]
+
+
+def expected_tokens(task: Task, n: int, max_tokens: int) -> float:
+    """Estimated tokens of a group of ``n`` responses; a trace's length stands for a response's. It must not depend on
+    the run so far, or a resumed run would divide its work differently."""
+    lengths = [len(d.token_ids) for d in task.demonstrations]
+    response = sum(lengths) / len(lengths) if lengths else max_tokens / 2
+    return len(task.prompt_ids) + n * response

@@ -129,7 +129,7 @@ class Replay:
         drawn: list[int] = []
         while buckets and len(drawn) < count:
             solved = sorted(buckets)
-            weights = [bucket_weight(k, self.n) for k in solved]
+            weights = [math.exp(-0.5 * (k - self.n / 2) ** 2) for k in solved]  # the constant does not count
             (k,) = chance.choices(solved, weights if any(weights) else None)  # far from n/2 all round to 0
             drawn.append(buckets[k].pop(chance.randrange(len(buckets[k]))))
             if not buckets[k]:
@@ -224,11 +224,6 @@ def _spans(mask: Tensor) -> Iterator[tuple[int, int]]:
 
 def _rows(state: Mapping[str, Tensor], name: str) -> list[Any]:
     return state[name].tolist() if name in state else []
-
-
-def bucket_weight(solved: int, n: int) -> float:
-    """N(k; n/2, 1) without its constant."""
-    return math.exp(-0.5 * (solved - n / 2) ** 2)
 
 
 def least_entropy(successes: Sequence[Success], entropies: Sequence[Tensor]) -> Success:

@@ -146,7 +146,7 @@ class Player:
                 judge(i for i, episode in enumerate(episodes) if episode.finish is not None)  # whole traces
                 engine.generate([episodes[i].request_for() for i in asked], self.count, take)
             with self.watch("reward"):
-                return grouped(regrouped(planned, episodes), early.in_order())
+                return grouped(regrouped(planned, episodes), early.in_order(), self.verifier)
 
     def _asked(self, planned: Episodes) -> tuple[list[Episode], list[int]]:
         """All episodes, and the numbers of those that the engine continues. A whole trace gets the current version."""

@@ -42,7 +42,8 @@ def reject(run: Run, drawn: Sequence[Draw], played: Sequence[Group], groups: Seq
     batch.metrics = merge_metrics([batch.metrics, *found])
     kept = {position: without_failures(run.conversations, group) for position, group in finished.items()}
     batch.final |= kept
-    for position, is_rejected in sorted(_rejections(run, kept).items()):
+    rejected = run.world.union({position: _is_rejected(group, run.cfg) for position, group in kept.items()})
+    for position, is_rejected in sorted(rejected.items()):
         (batch.dropped if is_rejected else batch.kept).append(position)
 
 
@@ -93,11 +94,6 @@ def rollout_metrics(
     if run.conversations is not None:
         found.append(environment_metrics(initial))
     return found
-
-
-def _rejections(run: Run, groups: Mapping[int, Group]) -> dict[int, bool]:
-    """By position, over all ranks: whether a group is rejected."""
-    return run.world.union({position: _is_rejected(group, run.cfg) for position, group in groups.items()})
 
 
 def _is_rejected(group: Group, cfg: Config) -> bool:

@@ -38,7 +38,7 @@ from luffy.models.load import (
 from luffy.models.machine import pick_device
 from luffy.registry import NoSettings
 from luffy.rollout.engine import Engine
-from luffy.rollout.native import NativeEngine
+from luffy.rollout.native import Drafts, NativeEngine
 from luffy.rollout.overrides.aligned import AlignedEngine
 from luffy.rollout.overrides.coupled import CoupledEngine, Score
 from luffy.rollout.overrides.speculative import SpeculativeEngine
@@ -78,7 +78,13 @@ def build_engine(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engi
 
 
 def build_native(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
-    return NativeEngine(model, max_slots=cfg.rollout.slots, precision=cfg.rollout.precision)
+    return NativeEngine(model, cfg.rollout.slots, precision=cfg.rollout.precision, drafts=drafts_of(cfg))
+
+
+def drafts_of(cfg: Config) -> Drafts | None:
+    """What the native engine takes drafts from, where the config has any."""
+    knobs = cfg.rollout.drafts
+    return None if knobs.when == "never" else Drafts(knobs.tokens, knobs.memory_mb, always=knobs.when == "always")
 
 
 def build_evaluating(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
@@ -182,7 +188,10 @@ def scores_of(model: nn.Module, temperature: float, budget: int) -> Score:
     scorer, device = TokenScorer(model), next(model.parameters()).device
 
     def score(requests: Sequence[Request], token_ids: Sequence[Tensor]) -> list[Tensor]:
-        samples = [_unweighted(request, ids) for request, ids in zip(requests, token_ids, strict=True)]
+        samples = []
+        for request, ids in zip(requests, token_ids, strict=True):
+            nothing = torch.zeros(ids.numel())
+            samples.append(Sample(request.given_ids, ids, nothing.to(torch.int8), *[nothing] * 5))
         found = [torch.empty(0)] * len(samples)
         with torch.no_grad(), evaluating(model):
             for batch in pack(samples, budget, None, 1, share=scorer.shares_prompts):
@@ -192,11 +201,6 @@ def scores_of(model: nn.Module, temperature: float, budget: int) -> Score:
         return found
 
     return score
-
-
-def _unweighted(request: Request, ids: Tensor) -> Sample:
-    nothing = torch.zeros(ids.numel())
-    return Sample(request.given_ids, ids, nothing.to(torch.int8), *[nothing] * 5)
 
 
 def rule_at(knobs: OffPolicyGuidanceConfig, step: int, total_steps: int) -> Rule:
@@ -244,6 +248,7 @@ class Engines:
                 max_slots=slots,
                 memory_share=SHARE_BESIDE_AN_UPDATE,
                 precision=self.cfg.rollout.precision,
+                drafts=drafts_of(self.cfg),
             )
         engine, before_step = with_overrides(self.cfg, own, tokenizer, self.device, total_steps, self.warn)
         return self._shared(engine), before_step

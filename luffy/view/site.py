@@ -25,8 +25,7 @@ from luffy.report.tables import change_table, difference_table, final_table, pha
 from luffy.report.templates import macro, page
 from luffy.report.text import legible
 from luffy.run_folder.runs import RunRecord, whole
-from luffy.view.browse import PAGE, Filter, SampleTable
-from luffy.view.live import Board, Snapshot
+from luffy.view.live import PAGE, Board, Filter, SampleTable, Snapshot
 
 ASSETS = {
     "components.css": ("luffy.report", "text/css"),

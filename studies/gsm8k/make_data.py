@@ -18,8 +18,7 @@ from typing import Any
 from stories import stories
 from variants import variants
 
-from luffy.evaluation.benchmarks import load_suite, question_of
-from luffy.evaluation.choices import read_choices
+from luffy.evaluation.benchmarks import load_suite, question_of, read_choices
 from luffy.types import Problem
 
 SHORT, LONG = (1, 2), (3, 4)

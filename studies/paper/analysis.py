@@ -29,8 +29,7 @@ from luffy.errors import UserError
 from luffy.evaluation.accuracy import is_right, mean_pass_at_k
 from luffy.evaluation.results import Evaluation, is_evaluation, model_label, read_evaluation
 from luffy.files import write_atomically
-from luffy.report.method_colours import METHODS, with_styles
-from luffy.report.methods import group_runs
+from luffy.report.methods import METHODS, group_runs, with_styles
 from luffy.run_folder.layout import METRICS, SAMPLES
 from luffy.run_folder.recorder import read_json_lines
 from luffy.run_folder.runs import RunRecord, without_samples

@@ -10,11 +10,11 @@ from typing import Any
 
 from luffy.errors import UserError, how_to_install
 from luffy.files import complete_or_nothing
-from luffy.report.method_colours import free_style, line_of
+from luffy.report.methods import free_style, line_of
 
 DASHES = ("-", "--", "-.", ":")
 MARK_UP_TO = 30
-Styles = Mapping[str, int | None]  # of series by name (luffy/report/method_colours.py)
+Styles = Mapping[str, int | None]  # of series by name (luffy/report/methods.py)
 INSTALL_HINT = how_to_install("analysis")
 
 

@@ -12,7 +12,8 @@ import typer
 
 from luffy.cli import main
 from luffy.evaluation.benchmarks import Suite, load_suite
-from luffy.rewards import WorkerPool, build_verifier
+from luffy.rewards import build_verifier
+from luffy.rewards.pool import WorkerPool
 from luffy.types import Problem, Score
 
 _WORDS = re.compile(r"(?:\\text\{)?[A-Za-z ]+\}?")

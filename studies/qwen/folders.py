@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from luffy.config import parse_yaml
+from luffy.files import write_atomically
 from studies.qwen.evaluations import Evaluation, scores_of
 from studies.qwen.plan import METHODS
 from studies.qwen.records import Row, curves, gpu_seconds, read_lines, validations
@@ -42,7 +43,7 @@ class Folders:
 
     def set_status(self, name: str, status: str, step: int | None = None) -> None:
         found = {"status": status} | ({} if step is None else {"step": step})
-        write_whole(self.out / name / "status.json", json.dumps(found))
+        write_atomically(self.out / name / "status.json", json.dumps(found))
 
     def validation(self, name: str) -> dict[int, float]:
         return validations(curves(self._metrics(name)))
@@ -101,10 +102,3 @@ def _about(recipe: Mapping[str, Any]) -> Row:
     assert method in METHODS, recipe["name"]
     return {"method": method, "note": rest[0] if rest else "", "lr": recipe["optim"]["lr"], "seed": recipe["seed"],
             "steps": recipe["train"]["steps"]}  # fmt: skip
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A reader, or a machine that goes away, finds the old or the new text."""
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)

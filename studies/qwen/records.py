@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from luffy.run_folder.recorder import read_json_lines as read_lines
 
 Row = dict[str, Any]
 ENOUGH = 0.65  # of its steps, for a run that was cut off to be a result
@@ -20,13 +21,6 @@ CURVES = (
     "timing_s/step", "timing_s/rollout", "timing_s/reward", "timing_s/old_log_probs", "timing_s/update",
     "timing_s/eval", "val-core/accuracy", "val-core/response_length", "val-core/truncated",
 )  # fmt: skip
-
-
-def read_lines(path: Path) -> list[Row]:
-    """The whole lines of a file that may still be written."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1] if line.strip()]
 
 
 def read_rows(files: Iterable[Path]) -> dict[str, Row]:

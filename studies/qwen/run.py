@@ -2,9 +2,10 @@
 
     python -m studies.qwen.run --model QWEN --data study-qwen --minutes 25
 
-Every training and every evaluation is a process of its own (``luffy train``, ``luffy sft``, ``luffy eval``). A contest
-(plan.py) is watched through the metrics of its runs, and those that lose are ended. When the time is nearly up, the
-runs under way are stopped with a checkpoint and their models evaluated.
+Every training and every evaluation is a process of its own (``luffy train``, ``luffy sft``, ``luffy eval``), run and
+stopped as those of ``luffy compare``. A contest (plan.py) is watched through the metrics of its runs: by their steps,
+while they train, those that lose are ended. When the time is nearly up, the runs under way are stopped with a
+checkpoint and their models evaluated.
 ``--collect FOLDER`` always holds what is known so far: ``runs.jsonl``, a line a run with its curves and its
 scores, and ``jobs.jsonl``, when each process ran. On a machine that keeps its disk the next call goes on from the
 checkpoints; on another one, ``--known FILES`` leaves out what is finished.
@@ -15,9 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,9 +23,11 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from luffy.compare.process import Job, Process, luffy
+from luffy.files import write_atomically
 from studies.qwen.data import write_hard
 from studies.qwen.evaluations import GENERALISATION, SCREEN, TEST, Evaluation
-from studies.qwen.folders import BASE, Folders, write_whole
+from studies.qwen.folders import BASE, Folders
 from studies.qwen.plan import HARD_TRAIN, METHODS, RUNGS, STEP_S, Contest, Run, plan, runs_of
 from studies.qwen.records import Row, best_rates, is_done, read_lines, read_rows, right_counts, validations
 
@@ -36,20 +36,19 @@ TO_STOP_S, TO_TEST_S, TO_SUITES_S = 40.0, 100.0, 200.0
 
 
 @dataclass
-class Job:
+class Running:
     """A process. ``run`` is None for evaluations."""
 
     name: str
-    command: list[str]
+    process: Process
     run: Run | None = None
-    process: subprocess.Popen[bytes] | None = None
 
 
 class Driver:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.end = args, time.time() + 60 * args.minutes
         self.folders = Folders(args.out)
-        self.running: list[Job] = []
+        self.running: list[Running] = []
         self.known = read_rows(args.known)
         lost = lost_before(self.known)
         self.settled = {name: row for name, row in self.known.items() if name in lost or self._is_settled(row)}
@@ -85,14 +84,14 @@ class Driver:
                 print(f"left out: {run.name}, {lack}", flush=True)
 
     def _reap(self) -> None:
-        for job in [job for job in self.running if job.process and job.process.poll() is not None]:
-            assert job.process is not None
-            self._ended(job, job.process.returncode)
+        for job in list(self.running):
+            if (ended := job.process.poll()) is not None:
+                self._ended(job, ended.code)
 
-    def _ended(self, job: Job, code: int) -> None:
+    def _ended(self, job: Running, code: int) -> None:
         self.running.remove(job)
         self.rates = None
-        self._note(job, "ended", code)
+        self._note(job.name, "ended", code)
         if job.run is None or self._status(job.run) == "dropped":
             return
         if self.folders.checkpoint(job.name) is not None and (code == 0 or self.stopping):
@@ -107,7 +106,7 @@ class Driver:
         screened = self.folders.evaluation(BASE, SCREEN)
         if (self.args.data / HARD_TRAIN).exists() or not (counts := right_counts(screened)):
             return
-        write_whole(self.args.collect / "screened.json", json.dumps(counts))
+        write_atomically(self.args.collect / "screened.json", json.dumps(counts))
         print(f"{write_hard(self.args.data, counts)} of {len(counts)} problems are hard", flush=True)
 
     def _end_losers(self) -> None:
@@ -119,17 +118,16 @@ class Driver:
             for loser, step in losers(contest.rungs, curves_of):
                 job = next((job for job in self.running if job.name == loser), None)
                 if job is not None and self.folders.status(loser)["status"] == "running":
-                    assert job.process is not None
                     self.folders.set_status(loser, "dropped", step)
-                    job.process.send_signal(signal.SIGINT)  # no checkpoint; SIGKILL could upset NVIDIA's MPS
+                    job.process.interrupt()  # SIGKILL could upset NVIDIA's MPS
 
     def _stop_when_late(self) -> None:
         if self.stopping or not self._is_late():
             return
         self.stopping = True
         for job in self.running:
-            if job.run is not None and self._status(job.run) != "dropped" and job.process is not None:
-                job.process.terminate()
+            if job.run is not None and self._status(job.run) != "dropped":
+                job.process.ask_to_stop()
 
     def _is_late(self) -> bool:
         return self._time_to_train() <= 0
@@ -148,11 +146,11 @@ class Driver:
                 break
             for run in runs:
                 self.begun.add(run.name)
-                self._start(self._train_job(run))
+                self._start(run.name, self._training(run), run)
         most = self._room() if not runs else 1 - sum(job.run is None for job in self.running)
         if time.time() < self.end - TO_STOP_S:
             for name, evaluation in self._open_evaluations()[: max(most, 0)]:
-                self._start(self._evaluation_job(name, evaluation))
+                self._start(_job_name(name, evaluation), self._evaluation(name, evaluation))
 
     def _room(self) -> int:
         """How many evaluations more would fit on the GPU."""
@@ -234,36 +232,31 @@ class Driver:
         wanted = "suites" not in known and any(fnmatchcase(name, pattern) for pattern in self.args.suites)
         return wanted and (name == BASE or is_done(self.folders.row(name)))
 
-    def _evaluation_job(self, name: str, evaluation: Evaluation) -> Job:
+    def _evaluation(self, name: str, evaluation: Evaluation) -> list[str]:
         model = self.args.model if name == BASE else self.folders.model(name)
-        out, job = self.folders.evaluation(name, evaluation), _job_name(name, evaluation)
-        self.tries[job] += 1
-        return Job(job, evaluation.command(self.args.luffy, model, self.args.data, out))
+        return evaluation.command(self.args.luffy, model, self.args.data, self.folders.evaluation(name, evaluation))
 
-    def _train_job(self, run: Run) -> Job:
-        self.tries[run.name] += 1
+    def _training(self, run: Run) -> list[str]:
         recipe = self.folders.begin(self._recipe(run))
-        command = "sft" if run.kind == "sft" else "train"
-        return Job(run.name, [*self.args.luffy, command, str(recipe), *self.args.set], run)
+        return [*self.args.luffy, "sft" if run.kind == "sft" else "train", str(recipe), *self.args.set]
 
     def _recipe(self, run: Run) -> Row:
         return run.recipe(self.args.model, self.args.data, self.args.out, self.args.teacher)
 
-    def _start(self, job: Job) -> None:
-        log = self.args.out / "logs" / f"{job.name.replace(' ', '-')}.txt"
+    def _start(self, name: str, command: Sequence[str], run: Run | None = None) -> None:
+        self.tries[name] += 1
+        log = self.args.out / "logs" / f"{name.replace(' ', '-')}.txt"
         log.parent.mkdir(exist_ok=True)
-        with log.open("ab") as file:
-            job.process = subprocess.Popen(job.command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        self.running.append(job)
-        self._note(job, "started")
+        self.running.append(Running(name, Process(Job(command, log)), run))
+        self._note(name, "started")
 
     # ---- what is known
 
     def _status(self, run: Run) -> str | None:
         return self.folders.status(run.name).get("status", "dropped" if run.name in self.settled else None)
 
-    def _note(self, job: Job, what: str, code: int | None = None) -> None:
-        line = {"time": round(time.time(), 1), "job": job.name, "what": what} | ({} if code is None else {"code": code})
+    def _note(self, name: str, what: str, code: int | None = None) -> None:
+        line = {"time": round(time.time(), 1), "job": name, "what": what} | ({} if code is None else {"code": code})
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         print(json.dumps(line), flush=True)
@@ -276,7 +269,7 @@ class Driver:
             return
         self.last_collected = time.time()
         lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in self._rows())
-        write_whole(self.args.collect / "runs.jsonl", lines)
+        write_atomically(self.args.collect / "runs.jsonl", lines)
 
 
 def _job_name(name: str, evaluation: Evaluation) -> str:
@@ -328,14 +321,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--whole", action="store_true", help="begin no run that the time does not suffice for")
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value for every training, to try things out")
-    parser.add_argument("--luffy", type=shlex.split, default=[sys.executable, "-m", "luffy"], help="the command")
+    parser.add_argument("--luffy", type=shlex.split, default=luffy(), help="the command")
     parser.add_argument("--poll-s", type=float, default=1.0)
     args = parser.parse_args(arguments)
     for name in ("model", "data", "out", "collect", "teacher"):
         setattr(args, name, getattr(args, name).resolve())
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job ignores it, as would its children
     Driver(args).go()
 
 

@@ -32,17 +32,18 @@ def table_of_scores(monkeypatch):
     """Trainings and evaluations by SCORES; returns the arms trained, in order."""
     trained = []
 
-    def train(self, arm, target):
-        trained.append(arm.name)
-        folder = arm.cfg.folder
-        (folder / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "timing_s/step": target}) + "\n")
-        failed = arm.candidate not in SCORES
-        return Ended(False, 1.0, "stopped: 3 updates in a row were not finite" if failed else "")
+    def train(self, arms, target):
+        for arm in arms:
+            trained.append(arm.name)
+            folder = arm.cfg.folder
+            (folder / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
+            (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "timing_s/step": target}) + "\n")
+        failed = [arm.candidate not in SCORES for arm in arms]
+        return [Ended(False, "stopped: 3 updates in a row were not finite" if no else "") for no in failed]
 
-    def accuracies(self, arm, data, name):
+    def accuracies(self, arms, data, name):
         n = 16
-        return {str(i): float(i < round(SCORES[arm.candidate] * n)) for i in range(n)}
+        return [{str(i): float(i < round(SCORES[arm.candidate] * n)) for i in range(n)} for arm in arms]
 
     monkeypatch.setattr(Halving, "_train", train)
     monkeypatch.setattr(Halving, "_accuracies", accuracies)
@@ -50,7 +51,13 @@ def table_of_scores(monkeypatch):
 
 
 def asked(cfg, tmp_path, **changes):
-    values = {"methods": ["luffy", "on_policy", "sft_rl"], "lrs": [3e-4, 1e-3], "seeds": 1, "budget": 7200.0}
+    values = {
+        "methods": ["luffy", "on_policy", "sft_rl"],
+        "lrs": [3e-4, 1e-3],
+        "seeds": 1,
+        "budget": 7200.0,
+        "at_once": 1,
+    }
     return Asked(cfg, **{**values, "out": tmp_path / "out", **changes})
 
 
@@ -76,10 +83,10 @@ def test_half_goes_on_and_the_best_is_tested(cfg, tmp_path, table_of_scores):
 def test_a_killed_comparison_goes_on_where_it_was(cfg, tmp_path, table_of_scores, monkeypatch):
     train = Halving._train
 
-    def killed(self, arm, target):
+    def killed(self, arms, target):
         if len(table_of_scores) == 4:
             raise KeyboardInterrupt
-        return train(self, arm, target)
+        return train(self, arms, target)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Halving, "_train", killed)
@@ -138,17 +145,22 @@ def test_times_rates_and_rungs():
     with pytest.raises(UserError, match="write learning rates"):
         rates_in("fast")
     assert [rung_sizes(n) for n in (1, 2, 3, 6, 9)] == [[1], [2], [3, 2], [6, 3, 2], [9, 5, 3, 2]]
+    assert [rung_sizes(n, most=2) for n in (3, 6, 9)] == [[3, 2], [6, 4, 2], [9, 6, 4, 2]]  # 3 would leave a place free
+    assert rung_sizes(6, seeds=2, most=2) == [6, 3, 2]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_the_command_on_the_tiny_recipe(tmp_path):
     command = ["compare", "tiny/luffy", "--methods", "luffy,on_policy,sft_rl", "--budget", "6m", "--lrs", "1e-3"]
-    command = [sys.executable, "-m", "luffy", *command, "--held-out", "32", "--out", str(tmp_path / "out")]
+    command += ["--at-once", "3", "--held-out", "32", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "luffy", *command]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| finalist |") == 2 and (tmp_path / "out" / "compare.html").is_file()
+    assert (tmp_path / "out" / "compare.svg").is_file()
     state = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert state["at_once"][0] == 3 and all(len(arm["at"]) == len(arm["rungs"]) for arm in state["arms"].values())
     assert {arm["status"] for arm in state["arms"].values()} <= {"in", "dropped"}
     recipe = yaml.safe_load((tmp_path / "out" / "recipes" / "luffy-lr0.001-s0.yaml").read_text())
     assert recipe["data"]["train"].endswith("train.jsonl")
@@ -163,3 +175,41 @@ def test_the_last_two_are_of_different_methods(cfg, tmp_path, table_of_scores, m
     assert [row.name for row in outcome.rows if row.test is not None] == ["sft-rl-lr0.0003", "luffy-lr0.0003"]
     assert outcome.words[0] == "Winner: sft-rl-lr0.0003."
     assert halving.best_of_each([("a1", "a"), ("a2", "a"), ("b1", "b"), ("b2", "b")]) == ["a1", "b1", "a2", "b2"]
+
+
+def test_arms_side_by_side_are_as_many_in_every_round_of_a_rung(cfg, tmp_path, table_of_scores, monkeypatch):
+    train, seen = Halving._train, []
+
+    def counted(self, arms, target):
+        seen.append((target, len(arms)))
+        return train(self, arms, target)
+
+    monkeypatch.setattr(Halving, "_train", counted)
+    said = []
+    one_by_one = compare_methods(asked(cfg, tmp_path), said.append)
+    alone = json.loads((tmp_path / "out" / "compare.json").read_text())
+    seen.clear()
+    outcome = compare_methods(asked(cfg, tmp_path, at_once=4, out=tmp_path / "four"), said.append)
+    state = json.loads((tmp_path / "four" / "compare.json").read_text())
+    assert [row.name for row in outcome.rows[:2]] == [row.name for row in one_by_one.rows[:2]]
+    assert state["at_once"] == [3, 4, 2]  # of 6, 4 and 2 arms
+    assert [number for _, number in seen] == [3, 3, 4, 2] and alone["at_once"] == [1, 1, 1]
+    assert state["targets"][0] > 2.5 * alone["targets"][0]  # two rounds in the time of six
+    assert len({target for target, _ in seen[:2]}) == 1
+    assert "at most 4 at once (--at-once)" in said and "3 at once" in said[-1] + "".join(said)
+
+
+def test_a_resumed_rung_keeps_its_number_and_trains_what_is_left(cfg, tmp_path, table_of_scores, monkeypatch):
+    train = Halving._train
+
+    def killed(self, arms, target):
+        if len(table_of_scores) == 2:
+            raise KeyboardInterrupt
+        return train(self, arms, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Halving, "_train", killed)
+        compare_methods(asked(cfg, tmp_path, at_once=2), lambda line: None)
+    compare_methods(asked(cfg, tmp_path, at_once=6), lambda line: None)
+    assert json.loads((tmp_path / "out" / "compare.json").read_text())["at_once"][0] == 2
+    assert len(set(table_of_scores[:6])) == 6  # the first two are not trained again in the first rung

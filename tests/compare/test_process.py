@@ -1,12 +1,11 @@
 """An arm's process: stopped at its seconds, killed if it hangs, named if it fails."""
 
-import json
 import sys
 
 import pytest
 
 from luffy.compare import process
-from luffy.compare.process import run, spent_seconds, train_until
+from luffy.compare.process import Ended, Job, Process, spent_seconds, together
 
 STEPS = """
 import json, signal, sys, time
@@ -29,36 +28,66 @@ def script(tmp_path):
     return write
 
 
+def training(command, tmp_path, seconds, patience):
+    (ended,) = together([Job(command, tmp_path / "log", patience, tmp_path, seconds)])
+    return ended
+
+
 def test_it_is_stopped_at_its_seconds(script, tmp_path):
-    ended = train_until(script(), tmp_path, tmp_path / "log", 6.0, 60.0)
+    ended = training(script(), tmp_path, 6.0, 60.0)
     assert (ended.finished, ended.why) == (False, "") and spent_seconds(tmp_path) >= 6.0
 
 
 def test_it_may_finish_before(script, tmp_path):
-    assert train_until(script(steps=3), tmp_path, tmp_path / "log", 600.0, 60.0).finished
+    assert training(script(steps=3), tmp_path, 600.0, 60.0) == Ended(True)
 
 
 def test_a_failure_is_its_last_line(script, tmp_path):
     end = 'print("luffy: error: stopped at step 2: not finite", file=sys.stderr); sys.exit(1)'
-    ended = train_until(script(steps=3, end=end), tmp_path, tmp_path / "log", 600.0, 60.0)
-    assert (ended.finished, ended.why) == (False, "stopped at step 2: not finite")
+    ended = training(script(steps=3, end=end), tmp_path, 600.0, 60.0)
+    assert (ended.finished, ended.why, ended.code) == (False, "stopped at step 2: not finite", 1)
 
 
 def test_one_that_hangs_is_killed(script, tmp_path, monkeypatch):
-    ended = train_until(script(steps=2, end="time.sleep(600)"), tmp_path, tmp_path / "log", 600.0, 2.0)
-    assert ended.why == "no step in 2 s" and ended.wall < 60
+    ended = training(script(steps=2, end="time.sleep(600)"), tmp_path, 600.0, 2.0)
+    assert ended.why == "no step in 2 s"
     monkeypatch.setattr(process, "TO_STOP_S", 1.0)
-    deaf = [*script(steps=2, end="signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")]
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "timing_s/step": 99.0}) + "\n")
-    assert train_until(deaf, tmp_path, tmp_path / "log", 5.0, 600.0).why in ("did not stop in 1 s", "")
+    deaf = script(steps=20, end="", pause=0.2)
+    deaf[2] = deaf[2].replace("signal.signal(signal.SIGTERM, stop)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    deaf[2] += "\ntime.sleep(600)"
+    (tmp_path / "metrics.jsonl").unlink()
+    assert training(deaf, tmp_path, 3.0, 600.0).why == "did not stop in 1 s"
 
 
-def test_a_command_that_ends_or_takes_too_long(tmp_path):
-    assert run([sys.executable, "-c", "pass"], tmp_path / "log", 60.0).finished
-    assert (
-        run([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log", 1.0).why == "took more than 1 s"
-    )
-    assert (
-        run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], tmp_path / "log", 60.0).why
-        == "ended by SIGKILL"
-    )
+def test_others_go_on_beside_one_that_fails_and_one_that_hangs(tmp_path):
+    """Three at once: a file that one waits for is written by another, so they do run side by side."""
+    first = f"import time; open({str(tmp_path / 'a')!r}, 'w'); time.sleep(600)"
+    second = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'a')!r}): time.sleep(0.05)"
+    jobs = [
+        Job([sys.executable, "-c", first], tmp_path / "1", 5.0),
+        Job([sys.executable, "-c", second], tmp_path / "2", 60.0),
+        Job([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], tmp_path / "3", 60.0),
+    ]
+    assert [ended.why for ended in together(jobs)] == ["took more than 5 s", "", "ended by SIGKILL"]
+
+
+def test_threads_and_signals_of_a_child(tmp_path):
+    code = "import os, signal; print(os.environ['OMP_NUM_THREADS'], signal.getsignal(signal.SIGINT).__name__, os.getsid(0) == os.getpid())"
+    assert together([Job([sys.executable, "-c", code], tmp_path / "log")], {"OMP_NUM_THREADS": "3"}) == [Ended(True)]
+    assert (tmp_path / "log").read_text().split() == ["3", "default_int_handler", "True"]
+
+
+def test_an_interrupt_ends_all(tmp_path, monkeypatch):
+    jobs = [Job([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / str(i)) for i in range(2)]
+    started, poll = [], Process.poll
+
+    def interrupted(self):
+        started.append(self)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+        return poll(self)
+
+    monkeypatch.setattr(Process, "poll", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        together(jobs)
+    assert [poll(one).why for one in started] == ["ended by SIGTERM"] * 2

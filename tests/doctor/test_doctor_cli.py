@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from luffy.config import Config
-from luffy.doctor import storage
+from luffy.doctor import machine
 from luffy.doctor.examination import Examination
 from luffy.schema import build
 
 HANGING = """
 import os, signal, time
-from luffy.learn.policy import Policy
+from luffy.doctor import numerics
 
 def hang(*_, **__):
     {how}
 
 if os.environ.get("RANK") == "{rank}":
-    Policy.update = hang
+    numerics.whole_gradients = hang
 """
 STOPS, SLEEPS = "os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(600)"
 
@@ -34,7 +34,7 @@ def doctor(*arguments, cwd):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(storage, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(machine, "MOST_BYTES", 1 << 20)
 
 
 def test_alone_it_checks_what_applies_and_prints_a_table(tmp_path, capsys, quick):

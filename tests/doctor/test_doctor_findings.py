@@ -1,20 +1,27 @@
 """What is made of the measurements: who differs, what fails with which remedy, and what a bug report must not say."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from luffy.doctor import tested
 from luffy.doctor.findings import Cluster, Line, Report, scrub, spans, who_differs
-from luffy.doctor.machine import judge_devices, judge_memory, judge_speed, judge_versions
+from luffy.doctor.machine import (
+    judge_devices,
+    judge_memory,
+    judge_speed,
+    judge_storage,
+    judge_versions,
+    tested_versions,
+)
 from luffy.doctor.network import judge_bandwidth, judge_ports
 from luffy.doctor.numerics import judge_engine, judge_gradient
-from luffy.doctor.storage import judge_storage
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
-TESTED = tested.tested_versions()
+TESTED = tested_versions()
 ALONE = Cluster(["a"])
 THREE = Cluster(["node0", "node0", "node1"])
 DEVICE = {
@@ -33,8 +40,9 @@ def failed(lines):
 
 
 def test_the_table_of_tested_versions_is_that_of_the_constraints():
-    files = [(ROOT / name).read_text() for name in ("constraints.txt", "constraints-ray.txt")]
-    assert (ROOT / "luffy" / "doctor" / "tested.txt").read_text() == tested.table_of(*files)
+    command = [sys.executable, ".ci/tested_versions.py", "constraints.txt", "constraints-ray.txt"]
+    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert (ROOT / "luffy" / "doctor" / "tested.txt").read_text() == table
     assert {"torch", "transformers", "ray", "antlr4-python3-runtime", "pyyaml"} <= TESTED.keys()
 
 

@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 from luffy.config import Config
 from luffy.distributed.ray_launch import LineSender
-from luffy.doctor import storage
+from luffy.doctor import machine
 from luffy.doctor.examination import MARK, Examination
 from luffy.schema import build
 
@@ -25,7 +25,7 @@ def doctor_config(folder, **more):
 def examined(cfg, change, world):
     """The report of rank 0 and how often it came; ``change(rank)`` makes a rank differ and gives back what undoes it."""
     lines, undo = [], change(world.rank)
-    storage.MOST_BYTES = 1 << 20
+    machine.MOST_BYTES = 1 << 20
     try:
         Examination(cfg, 120.0).as_worker(out=LineSender(lines.append))
     finally:

@@ -23,7 +23,7 @@ from luffy.dry_run.memory import (
 )
 from luffy.dry_run.times import Rates, shortened, step_plan
 from luffy.learn.activations import CAUTION, MARGIN_BYTES
-from luffy.models.families import layout_of
+from luffy.models.attention import layout_of
 from luffy.models.forward import forward_hidden, use_luffy_attention
 from luffy.models.shapes import SHAPES
 from luffy.rollout.native import NativeEngine, default_prefill_tokens

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from luffy.evaluation.bootstrap import ITEMS_TO_TELL, paired_difference, resampled_means
+from luffy.evaluation.compare import ITEMS_TO_TELL, paired_difference, resampled_means
 
 
 def test_the_interval_covers_the_true_difference_about_95_times_in_100():
@@ -28,7 +28,7 @@ def test_the_spread_is_that_of_a_mean():
 def test_the_blocks_of_a_large_benchmark_change_nothing(monkeypatch):
     values = np.arange(50.0)
     whole = resampled_means(values, 100, np.random.default_rng(0))
-    monkeypatch.setattr("luffy.evaluation.bootstrap._CELLS_AT_ONCE", 50 * 7)
+    monkeypatch.setattr("luffy.evaluation.compare._CELLS_AT_ONCE", 50 * 7)
     assert np.array_equal(resampled_means(values, 100, np.random.default_rng(0)), whole)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from luffy.errors import DataError
-from luffy.evaluation.choices import LETTERS, Choices, arranged, read_choices, shuffled
+from luffy.evaluation.benchmarks import LETTERS, Choices, arranged, read_choices, shuffled
 from luffy.types import Problem
 
 QUESTION = "Which is a fruit?\n\nA) stone\nB) apple\nC) chair\nD) cloud\n"

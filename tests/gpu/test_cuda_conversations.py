@@ -50,11 +50,11 @@ def test_conversations_that_lose_their_pages_go_on(monkeypatch):
     narrow = Talks(prompts(24), turns=3, tokens=20, slow=range(0, 24, 2), longest=200)
     tight.serve(narrow)
     assert tight.stats.prefill_tokens > roomy.stats.prefill_tokens
-    different = sum(tokens_of(narrow, i) != tokens_of(wide, i) for i in range(24))
+    different = sum(ids_of_turns(narrow, i) != ids_of_turns(wide, i) for i in range(24))
     assert different <= 1  # float32 sums in another order may turn one draw in thousands
 
 
-def tokens_of(talks, i):
+def ids_of_turns(talks, i):
     return [turn.token_ids.tolist() for turn in talks.drawn[i]]
 
 

@@ -8,7 +8,7 @@ from builders import make_model, make_sample
 
 from luffy.learn.packing import pack
 from luffy.learn.scorer import TokenScorer
-from luffy.models.families import Copies, layout_of
+from luffy.models.attention import Copies, layout_of
 
 pytestmark = pytest.mark.gpu
 

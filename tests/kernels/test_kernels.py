@@ -448,3 +448,20 @@ def test_selected_log_probs_use_the_kernels_and_agree(monkeypatch, with_bias):
     for part in (0, 1):
         for ours, theirs in zip(results[1][part], results[0][part], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize(("splits", "window"), [(4, None), (1, 66), (4, 3)])
+def test_several_queries_of_a_sequence_are_as_many_with_one(dtype, splits, window, queries=4, sharing=3):
+    """Also where a query ends pages before another, and where the last ones stand at the same position."""
+    lengths, kv_heads, width = [8, 65, 130], 2, 16
+    block, address, tables, _ = paged_case(lengths, kv_heads, width, dtype=dtype)
+    block.copy_(randn(*block.shape, dtype=dtype))
+    q = randn(len(lengths) * queries, kv_heads * sharing, width, dtype=dtype)
+    turns = randn(len(q), width // 2, seed=3)
+    angles = tuple(f(torch.cat((turns, turns), dim=-1)).to(dtype) for f in (torch.cos, torch.sin))
+    ends = [[min(n - queries + j, n - 3) for j in range(queries)] for n in lengths]
+    positions = torch.tensor(ends, device=DEVICE).flatten()
+    sizes = (1, block.stride(0), kv_heads, 0.25, window, splits, angles)
+    alone = paged.attend(q, address, tables.repeat_interleave(queries, dim=0), positions, *sizes)
+    assert_close(paged.attend(q, address, tables, positions, *sizes), alone, dtype)

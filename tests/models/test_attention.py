@@ -7,8 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from luffy.errors import UserError
 from luffy.models import attention, flash
-from luffy.models.attention import PackedLayout
-from luffy.models.families import FamilyLayout, layout_of
+from luffy.models.attention import FamilyLayout, PackedLayout, layout_of
 from luffy.models.forward import forward_hidden, head_weight_bias, use_luffy_attention
 from luffy.types import Family
 

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luffy.models.attention import PackedLayout
-from luffy.models.families import Copies, FamilyLayout, layout_of
+from luffy.models.attention import Copies, FamilyLayout, PackedLayout, layout_of
 from luffy.types import Family
 
 ROWS = st.lists(st.integers(0, 5), min_size=1, max_size=20).map(lambda more: torch.tensor([*range(6), *more]))
@@ -45,7 +44,7 @@ def test_without_a_shared_prompt_nothing_is_copied():
 def test_a_response_sees_its_prompt_and_itself(kernel, window, monkeypatch):
     """Both ways through attention, within the window; an empty response has no place in either."""
     if kernel:
-        monkeypatch.setattr("luffy.models.families.varlen_serves", lambda query: True)
+        monkeypatch.setattr("luffy.models.attention.varlen_serves", lambda query: True)
         monkeypatch.setattr("luffy.models.attention.varlen_attn", plain_kernels.varlen_attn)
     torch.manual_seed(0)
     families = [Family(3, (4, 2, 0)), Family(1, (2,)), Family(2, (1, 5, 1))]

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from luffy.models import attention, flash
-from luffy.models.attention import PackedLayout
-from luffy.models.families import FamilyLayout
+from luffy.models.attention import FamilyLayout, PackedLayout
 from luffy.types import Family
 
 HEADS = flash.Heads(torch.device("cpu"), torch.float32, 4, 2, 8)
@@ -58,7 +57,7 @@ def hopper(monkeypatch):
     monkeypatch.setenv(flash.CUDNN_SWITCH, "0")
     monkeypatch.setattr(flash, "gpu_generation", lambda device: 9)
     monkeypatch.setattr(attention, "varlen_serves", lambda query: True)
-    monkeypatch.setattr("luffy.models.families.varlen_serves", lambda query: True)
+    monkeypatch.setattr("luffy.models.attention.varlen_serves", lambda query: True)
     monkeypatch.setattr(attention, "torch_varlen", torch_reference)
     for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)  # not installed
@@ -96,7 +95,7 @@ def check_against_padded(hopper, layout, tensors, out, window):
     """``out`` and its gradients are those of the padded path."""
     grads = torch.autograd.grad((out * out.detach().sin()).sum(), tensors)
     hopper.setattr(attention, "varlen_serves", lambda query: False)
-    hopper.setattr("luffy.models.families.varlen_serves", lambda query: False)
+    hopper.setattr("luffy.models.attention.varlen_serves", lambda query: False)
     padded = layout.attend(0, *tensors, 0.3, window)
     torch.testing.assert_close(out, padded)
     for ours, theirs in zip(grads, torch.autograd.grad((padded * out.detach().sin()).sum(), tensors), strict=True):

@@ -5,7 +5,7 @@ import torch
 from builders import DEVICE, GPU_IF_THERE, make_model
 
 from luffy.core.gradient_sums import GradientSum, Holder
-from luffy.models.families import layout_of
+from luffy.models.attention import layout_of
 from luffy.models.forward import forward_hidden
 from luffy.types import Family
 

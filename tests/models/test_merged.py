@@ -13,8 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from luffy.distributed.replica import on_host
 from luffy.models.attention import PackedLayout
-from luffy.models.forward import forward_hidden
-from luffy.models.fused import fused_decoder
+from luffy.models.forward import forward_hidden, fused_decoder
 from luffy.models.products import merge_weights, merged, separate
 from luffy.rollout import NativeEngine
 from luffy.rollout.policy_weights import tensors_of

@@ -7,10 +7,14 @@ from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 
 from luffy.config import load_config
+from luffy.config.recipes import BUILT_IN_RECIPES
 from luffy.hub import hub_id
-from luffy.report.closest_recipe import PAPERS, about_recipe, closest_recipe
+from luffy.report.methods import about_recipe, closest_recipe, paper_of
 from luffy.report.model_card import BenchmarkFigure, CardFacts, interval, model_card, thinned
 from luffy.run_folder.runs import flat_config, read_config, without_samples
+
+METHODS = sorted(path.stem for path in (BUILT_IN_RECIPES / "methods").glob("*.yaml"))
+PUBLISHED = [method for method in METHODS if paper_of(method)]
 
 
 def facts_of(folder, step=3, **more):
@@ -97,7 +101,8 @@ def test_nothing_of_this_machine_is_told(write_run, make_metric_row, tmp_path):
 
 @pytest.mark.parametrize("size", ["tiny", "small", "paper"])
 def test_the_method_of_every_recipe_is_found(size):
-    for method in PAPERS:
+    assert len(PUBLISHED) == 31
+    for method in PUBLISHED:
         cfg = load_config(f"{size}/{method}")
         name, differences = closest_recipe(flat_config(cfg), sft=cfg.made_for == "sft")
         assert name == method
@@ -119,7 +124,7 @@ def test_settings_that_differ_from_the_recipe_are_told(write_run, make_metric_ro
 def test_a_method_is_told_without_counts_that_a_run_may_have_otherwise(write_run, make_metric_row):
     folder = write_run("mine", [make_metric_row(1)], {"rollout": {"n": 2}})
     assert "- Method: LUFFY: own samples and a trace in the group, " in model_card(facts_of(folder))
-    assert not [name for name in PAPERS if re.search(r"\d (own )?samples", about_recipe(name))]
+    assert not [name for name in PUBLISHED if re.search(r"\d (own )?samples", about_recipe(name))]
 
 
 def test_settings_that_a_resume_changed_are_told_up_to_the_checkpoint(write_run, make_metric_row):

@@ -15,7 +15,7 @@ from luffy.report.charts import process_seconds, update_tokens
 from luffy.report.html import POLICY, default_out, write_report
 from luffy.report.model_card import CardFacts, model_card
 from luffy.report.samples import BRIEF, MOST_GROUPS, MOST_SAMPLES
-from luffy.report.stages import borders, stage_cells
+from luffy.report.tables import borders, stage_cells
 from luffy.run_folder.runs import load_run
 
 LUFFY = {"guidance": {"n_prefix": 1}, "train": {"steps": 2}}

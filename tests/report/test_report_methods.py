@@ -3,8 +3,7 @@
 from importlib.resources import files
 
 from luffy.config import built_in_recipes, load_config
-from luffy.report.method_colours import COLOURS, METHODS, line_of, with_styles
-from luffy.report.methods import differing_keys, group_runs
+from luffy.report.methods import COLOURS, METHODS, differing_keys, group_runs, line_of, with_styles
 from luffy.run_folder.runs import load_run
 from luffy.schema import to_dict
 

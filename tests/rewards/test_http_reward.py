@@ -12,7 +12,7 @@ from processes import serving
 from luffy.config import load_config
 from luffy.errors import ConfigError, UserError
 from luffy.rewards import build_verifier
-from luffy.rewards.http_settings import HttpRewardConfig
+from luffy.rewards.kinds import HttpRewardConfig
 from luffy.types import Message, Problem, Score
 from luffy.web import retry_after
 

@@ -60,20 +60,6 @@ def test_a_worker_killed_while_it_imports_is_started_again(tmp_path, monkeypatch
     assert (tmp_path / "died").exists()
 
 
-def test_items_are_drawn_only_when_a_worker_is_free(pool):
-    drawn = 0
-    ahead = []
-
-    def items():
-        nonlocal drawn
-        for number in range(200):
-            drawn += 1
-            yield ("echo", number)
-
-    pool.map(items(), on_result=lambda done, outcome: ahead.append(drawn - done))
-    assert max(ahead) <= 2 * pool_module.MOST_AT_ONCE + 1  # a message per worker and one in hand
-
-
 def test_every_kind_of_failure_costs_exactly_its_own_item(pool):
     failures = {
         "hang": ("timeout", "killed after 1.5 s"),
@@ -239,11 +225,6 @@ def test_a_call_is_two_messages_for_each_of_two_workers_and_none_is_too_long(man
     assert sizes == expected
 
 
-def test_items_of_unknown_number_come_in_long_messages(many_at_once, sizes):
-    many_at_once.map(("echo", 0) for _ in range(70))
-    assert sizes == [32, 32, 6]
-
-
 def test_messages_grow_when_full_ones_were_quick_and_are_one_item_after_a_slow_one(many_at_once, sizes, monkeypatch):
     monkeypatch.setattr(pool_module, "SLOW_S", float("inf"))
     many = [("echo", 0)] * 64
@@ -259,12 +240,13 @@ def test_messages_grow_when_full_ones_were_quick_and_are_one_item_after_a_slow_o
     assert sizes[:2] == [2, 2] and max(sizes) == 16
 
 
-def test_an_interrupted_map_leaves_no_late_reply(pool):
-    def interrupt(done, outcome):
+def test_an_interrupted_map_leaves_no_late_reply(pool, monkeypatch):
+    def interrupt(size, seconds):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        pool.map([("echo", "old")] * 8, on_result=interrupt)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pool, "_note_seconds", interrupt)
+        pool.map([("echo", "old")] * 8)
     assert [outcome.value for outcome in pool.map([("echo", n) for n in range(4)])] == [0, 1, 2, 3]
 
 

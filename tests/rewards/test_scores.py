@@ -5,7 +5,8 @@ import pytest
 from builders import write_rows
 
 from luffy.errors import DataError, UserError
-from luffy.rewards import build_verifier, score_file
+from luffy.rewards import build_verifier
+from luffy.rewards.scores import score_file
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from luffy.errors import UserError
 from luffy.kernels.paged import PAGE
-from luffy.models.fused import fused_decoder
+from luffy.models.forward import fused_decoder
 from luffy.rollout import NativeEngine
 from luffy.rollout.native import native_engine, paged_generation
 from luffy.rollout.native.paged_cache import PagePool

@@ -10,9 +10,9 @@ import pytest
 from luffy.config import load_config
 from luffy.errors import UserError
 from luffy.evaluation.results import read_evaluation
-from luffy.push import draw_curves
 from luffy.report.html import write_report
-from luffy.report.method_colours import COLOURS, colour_of
+from luffy.report.methods import COLOURS, colour_of
+from luffy.report.model_card import draw_curves
 from luffy.run_folder.runs import load_run
 from luffy.schema import to_dict
 from luffy.view.live import Board

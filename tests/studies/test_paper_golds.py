@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from luffy.evaluation.benchmarks import load_suite
-from luffy.evaluation.choices import read_choices
+from luffy.evaluation.benchmarks import load_suite, read_choices
 from luffy.rewards import build_verifier
 from luffy.rewards.math import normalise
 from studies.paper.golds import check_golds

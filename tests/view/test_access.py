@@ -3,7 +3,7 @@
 import pytest
 
 from luffy.errors import UserError
-from luffy.view.access import AccessGate, Refused, check_address, is_loopback
+from luffy.view.server import AccessGate, Refused, check_address, is_loopback
 
 TOKEN = "a-token-of-some-length"
 

@@ -7,7 +7,7 @@ from builders import write_rows
 
 from luffy.errors import UserError
 from luffy.run_folder import runs
-from luffy.view.browse import Filter, SampleTable
+from luffy.view.live import Filter, SampleTable
 
 
 def append_rows(path, rows):
@@ -101,7 +101,7 @@ def test_a_problem_over_training(table):
 def test_growth_is_read_once_and_a_half_line_not_at_all(table, rows, monkeypatch):
     parsed = []
     monkeypatch.setattr(
-        "luffy.view.browse.sample_texts", lambda line, path: parsed.append(1) or runs.sample_texts(line, path)
+        "luffy.view.live.sample_texts", lambda line, path: parsed.append(1) or runs.sample_texts(line, path)
     )
     with table.up_to_date():
         assert len(parsed) == len(table.heads) == 4
@@ -138,7 +138,7 @@ def test_the_list_needs_no_token_lists(tmp_path, make_sample_row, monkeypatch):
 
 
 def test_a_long_file_is_read_in_parts(table, monkeypatch):
-    monkeypatch.setattr("luffy.view.browse.PATIENCE_S", -1.0)
+    monkeypatch.setattr("luffy.view.live.PATIENCE_S", -1.0)
     for known in (1, 2, 3, 4):
         with table.up_to_date():
             assert (len(table.heads), table.complete) == (known, False)

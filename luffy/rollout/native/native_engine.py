@@ -14,26 +14,24 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from luffy.errors import UserError
 from luffy.metrics import Mean, Metric
-from luffy.models.forward import causal_lm, evaluating, max_positions, text_config
-from luffy.models.fused import fused_decoder
+from luffy.models.forward import causal_lm, evaluating, fused_decoder, max_positions, text_config
 from luffy.models.products import Fp8Products, Products, fp8_fault, separate
 from luffy.models.products import merged as merged_products
 from luffy.rollout.engine import Engine, EngineStats, OnProgress, RequestSource, check_request
-from luffy.rollout.native.scheduler import SequenceState
-from luffy.rollout.native.slot_generation import PolicyDecoder, SlotConversations, SlotGeneration, SlotPlan
+from luffy.rollout.native.drafts import Drafts
+from luffy.rollout.native.slot_generation import Generation, PolicyDecoder, SlotConversations, SlotGeneration, SlotPlan
 from luffy.rollout.native.static_batch import StaticBatchGeneration
 from luffy.types import Completion, Request
 
 if TYPE_CHECKING:
-    from luffy.rollout.native.paged_conversations import PagedConversations
-    from luffy.rollout.native.paged_generation import PagedMemory
+    from luffy.rollout.native.paged_conversations import PagedConversations, PagedMemory
 
 # Sequences decoded at once, unless given.
 CPU_SLOTS = 256
@@ -51,18 +49,6 @@ def default_slots(device: str) -> int:
 def default_prefill_tokens(device: str) -> int:
     """Tokens of prompts that go through the model at once, unless given."""
     return 16384 if device == "cuda" else 4096
-
-
-class Generation(Protocol):
-    """One call of `generate`."""
-
-    stats: EngineStats
-
-    def run(self) -> Iterator[Sequence[SequenceState]]:
-        """Finished sequences, as they finish: those of one look at the results together, sometimes none."""
-
-    def close(self) -> None:
-        """Release what outlives the call."""
 
 
 Finished = list[tuple[int, Completion]]  # each with the number of its request
@@ -105,6 +91,9 @@ class NativeEngine(Engine):
     With ``merged``, over pages, queries, keys and values come from one product, and so do gate and up
     (`luffy.models.products`). With ``precision="fp8"`` every call begins with a quantized copy of the layers' linear
     weights and computes with that (`luffy.models.products`); its log-probs are those of the copy.
+
+    With ``drafts``, where few sequences run, a pass verifies several tokens of each (`luffy.rollout.native.drafts`);
+    models that have only the static batch do without.
     """
 
     def __init__(
@@ -118,6 +107,7 @@ class NativeEngine(Engine):
         memory_share: float = 1.0,
         merged: bool = True,
         precision: Precision = "model",
+        drafts: Drafts | None = None,
     ) -> None:
         device = next(model.parameters()).device.type
         max_slots = default_slots(device) if max_slots is None else max_slots
@@ -125,6 +115,8 @@ class NativeEngine(Engine):
             raise UserError(f"max_slots is {max_slots}: the engine needs at least 1")
         if batch_invariant and decoding == "pages":
             raise UserError("batch_invariant needs decoding in slots: over pages rounding depends on the batch")
+        if batch_invariant and drafts is not None:
+            raise UserError("batch_invariant excludes drafts: a pass over several tokens rounds otherwise")
         longest = max_positions(causal_lm(model).config)
         if max_context is not None and not 1 <= max_context <= longest:
             raise UserError(f"max_context is {max_context}: the model takes 1 to {longest} tokens")
@@ -134,6 +126,7 @@ class NativeEngine(Engine):
         self.prefill_tokens = prefill_tokens or default_prefill_tokens(device)
         self.batch_invariant = batch_invariant
         self.decoding = decoding
+        self.drafts = drafts
         self.memory_share = memory_share  # of the GPU memory that is unused when a call begins
         self._products: Products = merged_products if merged else separate
         self.version = 0
@@ -184,12 +177,22 @@ class NativeEngine(Engine):
     def _conversations(self, source: RequestSource) -> SlotConversations | PagedConversations:
         longest = min(source.longest, self.max_context)
         if uses_pages([self.model], self.decoding, self.batch_invariant):
-            from luffy.rollout.native.paged_conversations import PagedConversations
+            from luffy.rollout.native.drafted_generation import conversations_over_pages
 
-            memory = self._paged_memory()
-            return PagedConversations(self.model, source, memory, self.max_slots, longest, self.prefill_tokens)
-        plan = SlotPlan.sized(source.most, longest, self.max_slots, self.batch_invariant)
-        return SlotConversations(PolicyDecoder(self.model, plan), self.prompt_budget)
+            sizes = (self.max_slots, longest, self.prefill_tokens)
+            return conversations_over_pages(self.drafts, self.model, source, self._paged_memory(), *sizes)
+        plan = SlotPlan.sized(source.most, longest + self._lookahead, self.max_slots, self.batch_invariant)
+        return SlotConversations(self._slot_decoder(plan), self.prompt_budget)
+
+    @property
+    def _lookahead(self) -> int:
+        """How far beyond a response's last position a step may write."""
+        return 0 if self.drafts is None else self.drafts.tokens - 1
+
+    def _slot_decoder(self, plan: SlotPlan) -> PolicyDecoder:
+        if self.drafts is None:
+            return PolicyDecoder(self.model, plan)
+        return self.drafts.slot_decoder(self.model, plan, self.max_context)
 
     def _check(self, requests: Sequence[Request]) -> None:
         vocabulary = text_config(causal_lm(self.model).config).vocab_size
@@ -212,14 +215,15 @@ class NativeEngine(Engine):
         if StaticBatchGeneration.serves(self.model):
             return StaticBatchGeneration(self.model, requests, self.max_slots)
         if not uses_pages([self.model], self.decoding, self.batch_invariant):
-            plan = SlotPlan.of(requests, self.max_slots, self.batch_invariant)
-            return SlotGeneration(requests, PolicyDecoder(self.model, plan), self.prompt_budget)
-        from luffy.rollout.native.paged_generation import PagedGeneration
+            plan = SlotPlan.of(requests, self.max_slots, self.batch_invariant, self._lookahead)
+            return SlotGeneration(requests, self._slot_decoder(plan), self.prompt_budget)
+        from luffy.rollout.native.drafted_generation import generation_over_pages
 
-        return PagedGeneration(self.model, requests, self._paged_memory(), self.max_slots, self.prefill_tokens)
+        sizes = (self.max_slots, self.prefill_tokens)
+        return generation_over_pages(self.drafts, self.model, requests, self._paged_memory(), *sizes)
 
     def _paged_memory(self) -> PagedMemory:
-        from luffy.rollout.native.paged_generation import PagedMemory
+        from luffy.rollout.native.paged_conversations import PagedMemory
 
         self._merge_weights()  # again, if they were moved
         if isinstance(self._products, Fp8Products):
@@ -253,10 +257,11 @@ class NativeEngine(Engine):
         self._quantize_seconds += time.perf_counter() - started
 
     def metrics(self) -> dict[str, Metric]:
-        if not isinstance(self._products, Fp8Products):
-            return {}
-        seconds, self._quantize_seconds = self._quantize_seconds, 0.0
-        return {"rollout/quantize_s": Mean(seconds)}
+        found = {} if self.drafts is None else self.drafts.metrics()
+        if isinstance(self._products, Fp8Products):
+            found["rollout/quantize_s"] = Mean(self._quantize_seconds)
+            self._quantize_seconds = 0.0
+        return found
 
     @property
     def prompt_budget(self) -> int:

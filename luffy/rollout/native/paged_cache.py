@@ -117,14 +117,17 @@ class PagedCache:
 
 class PagedDecodeLayout:
     """One new token for each row of the table; fixed shapes, no host decisions: fit for a CUDA graph. Where ``shared``,
-    rows may have the same pages: all new tokens are stored before any row looks."""
+    rows may have the same pages: all new tokens are stored before any row looks. Where there are several new tokens
+    for each row of the table, one after the other, ``places`` has the pages [N, P] to which each of them goes."""
 
     def __init__(
-        self, cache: PagedCache, tables: Tensor, rows: Tensor, positions: Tensor, shared: bool = False
-    ) -> None:
+        self, cache: PagedCache, tables: Tensor, rows: Tensor, positions: Tensor, shared: bool = False,
+        places: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.calls = 0
-        self._cache, self._tables, self._rows, self._positions, self._shared = cache, tables, rows, positions, shared
-        self._splits = splits_for(len(rows), cache.shape.kv_heads, tables.shape[1], cache.device)
+        self._cache, self._tables, self._rows, self._positions = cache, tables, rows, positions
+        self._shared, self._places = shared or places is not None, tables if places is None else places
+        self._splits = splits_for(len(tables), cache.shape.kv_heads, tables.shape[1], cache.device)
 
     def rotate_and_attend(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, layer: int, scale: float, window: int | None
@@ -139,7 +142,7 @@ class PagedDecodeLayout:
     ) -> Tensor:
         cache, stride = self._cache, self._cache.shape.page_elements
         if self._shared:
-            store(k, v, cache.address, self._tables, self._rows, self._positions, layer, stride, angles)
+            store(k, v, cache.address, self._places, self._rows, self._positions, layer, stride, angles)
         return attend(
             q, cache.address, self._tables, self._positions, layer, stride, cache.shape.kv_heads, scale, window,
             self._splits, angles, None if self._shared else (k, v),

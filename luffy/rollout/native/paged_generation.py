@@ -28,7 +28,7 @@ from luffy.models.forward import forward_hidden, head_weight_bias
 from luffy.models.machine import unused_bytes
 from luffy.models.products import Products, separate
 from luffy.rollout.engine import EngineStats
-from luffy.rollout.native.decode_graphs import Decoder
+from luffy.rollout.native.decode_graphs import Decoder, Verifier
 from luffy.rollout.native.paged_cache import (
     SCRATCH,
     CacheShape,
@@ -174,6 +174,11 @@ class Rows:
         self.sequences = [self.sequences[row] for row in rows]
         return left
 
+    def move(self, counts: np.ndarray) -> None:
+        """Each row has drawn so many tokens outside the common steps."""
+        self._newest[: len(self)] += counts
+        self._ends[: len(self)] -= counts
+
     def missing_pages(self, steps: int) -> np.ndarray:
         """Pages each row lacks to run so many further steps."""
         n = len(self)
@@ -195,12 +200,19 @@ class PagedMemory:
         self.products = products
         self.cache = PagedCache(cache_shape(model), head_weight_bias(model)[0].device)
         self._decoder: Decoder | None = None
+        self._verifier: Verifier | None = None
 
     def decoder(self) -> Decoder:
         if self._decoder is None or not self._decoder.is_current():
-            self._decoder = None  # its graphs' memory first
+            self._decoder = self._verifier = None  # their graphs' memory first
             self._decoder = Decoder(self._model, self.cache, self._rows, pages_for(self._context), BURST, self.products)
         return self._decoder
+
+    def verifier(self, tokens: int) -> Verifier:
+        """For up to so many tokens of a row, over the current decoder."""
+        if self._verifier is None:
+            self._verifier = Verifier(self.decoder(), tokens)
+        return self._verifier
 
     def allocate(self, wanted: int) -> PagePool:
         self.cache.release()

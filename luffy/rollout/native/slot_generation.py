@@ -23,6 +23,19 @@ from luffy.rollout.native.slot_cache import ModelRunner, OneSlot, SlotCache, Slo
 from luffy.rollout.sampling import SamplingRows, sample
 from luffy.types import Request
 
+
+class Generation(Protocol):
+    """One call of `generate`."""
+
+    stats: EngineStats
+
+    def run(self) -> Iterator[Sequence[SequenceState]]:
+        """Finished sequences, as they finish: those of one look at the results together, sometimes none."""
+
+    def close(self) -> None:
+        """Release what outlives the call."""
+
+
 # Attention reads cached positions in whole blocks: the vector units like it, and the result then hardly
 # depends on the longest neighbour. The exact block is the unit in which the CPU kernel walks the keys.
 SPAN_BLOCK = 16

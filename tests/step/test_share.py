@@ -4,7 +4,7 @@ from builders import make_task
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luffy.distributed.share import expected_tokens, share_out
+from luffy.step.draws import expected_tokens, share_out
 from luffy.types import Demonstration
 
 
