@@ -132,6 +132,7 @@ class Table:
     ) -> None:
         self.rules, self.version, self.count = rules, version, count
         self.seats = [Seat(i, episode) for i, episode in enumerate(episodes)]
+        self._tasks = [episode.task for episode in episodes]  # without what an environment says first
         self.most, self.longest = len(self.seats), rules.longest
         self._workers = Workers(rules.cfg.at_once, rules.cfg.timeout_s)
         self._waiting = list(reversed(self.seats))
@@ -308,7 +309,7 @@ class Table:
             return
         self._close(seat)
         own = replace(episode.sampling, max_tokens=episode.sampling.max_tokens + self._taken(episode))
-        fresh = unwritten(episode.task, episode.seed, own)
+        fresh = unwritten(self._tasks[seat.number], episode.seed, own)
         self.seats[seat.number] = left = Seat(seat.number, fresh, trace_left_out=True)
         self._start(left)
 

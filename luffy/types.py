@@ -101,17 +101,27 @@ class Demonstration:
         """The tokens behind the last reply: what a verifier judges."""
         return self.token_ids[self.replies[-1][1] :] if self.replies else self.token_ids
 
+    @property
+    def turns(self) -> list[tuple[int, ...]]:
+        """The tokens of each turn of the teacher's."""
+        edges = [0, *(place for reply in self.replies for place in reply), len(self.token_ids)]
+        spans = zip(edges[::2], edges[1::2], strict=True)
+        return [self.token_ids[start:end] for start, end in spans if start < end]
+
 
 @dataclass(frozen=True)
 class Task:
-    """A problem as the model sees it. ``hint``: the level of the hint in its prompt; 0: none. ``in_thought``: its
-    prompt ends with ``<think>``, so the response begins inside a thought."""
+    """A problem as the model sees it. ``in_thought``: its prompt ends with ``<think>``, so the response begins inside a
+    thought. ``hint``: the level of the hint that a response is drawn with (0: none), ``hint_text`` its words in the
+    prompt, ``plain_ids`` the prompt without them."""
 
     problem: Problem
     prompt_ids: tuple[int, ...]
     demonstrations: tuple[Demonstration, ...] = ()
     hint: int = 0
     in_thought: bool = False
+    hint_text: str = ""
+    plain_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +187,7 @@ class Author(IntEnum):
     GUIDE = 1  # the model that overrides tokens
     ENVIRONMENT = 2  # in no loss and in no metric of responses
     TEACHER = 3
-    REPLAY = 4  # the policy, in an earlier step
+    REPLAY = 4  # the policy, in an earlier step or behind another prompt
 
 
 def written_by(author: Author, count: int) -> Tensor:
@@ -188,7 +198,8 @@ def written_by(author: Author, count: int) -> Tensor:
 
 
 def off_policy(authors: Tensor) -> Tensor:
-    """[T] bool: the tokens of a trace, written by a teacher or by the policy in an earlier step."""
+    """[T] bool: the tokens of a trace, written by a teacher, or by the policy in an earlier step or behind a hint that
+    the prompt does not show."""
     return authors >= Author.TEACHER
 
 

@@ -8,12 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from conversing import TEMPLATE, ScriptedEngine, call_text, make_chat_tokenizer
+from data.templates import TEMPLATES, make_model_tokenizer
 
 from luffy.config import EnvironmentConfig
 from luffy.conversations import Conversations, without_failures
 from luffy.data import Encoder
+from luffy.environments.call_formats import format_of
 from luffy.environments.kinds import maker_for
 from luffy.guidance.plan import given, unwritten, whole_turns
+from luffy.rewards import Verifier
 from luffy.step.groups import environment_metrics, trace_scores
 from luffy.step.play import Player
 from luffy.types import Author, Group, Message, Problem, Sampling, Score, ToolCall, Trace
@@ -22,8 +25,11 @@ TOKENIZER = make_chat_tokenizer()
 HANG = threading.Event()
 
 
-class LastNumber:
+class LastNumber(Verifier):
     """Scores 1 where the last number of a response is the answer."""
+
+    def __init__(self, most_if_cut_off=None):
+        super().__init__({}, {}, most_if_cut_off)
 
     def score(self, items):
         return [Score(float(re.findall(r"\d+", text or "0")[-1:] == [problem.answer])) for problem, text, *_ in items]
@@ -83,7 +89,7 @@ def make_problem(prompt="2+3+4=?", answer="9", traces=()):
     return Problem("p", prompt, answer, traces)
 
 
-def play_turns(rules, write, problems, count=1, max_tokens=400, planned=None):
+def play_turns(rules, write, problems, count=1, max_tokens=400, planned=None, most_if_cut_off=None):
     """The groups of some problems, played with an engine that follows a script."""
     tasks = [rules.encoder.encode(problem) for problem in problems]
     plan = planned or [
@@ -91,7 +97,7 @@ def play_turns(rules, write, problems, count=1, max_tokens=400, planned=None):
         for task in tasks
     ]
     engine = ScriptedEngine(TOKENIZER, write)
-    player = Player(engine, LastNumber(), TOKENIZER, 0, lambda done, total: None, conversations=rules)
+    player = Player(engine, LastNumber(most_if_cut_off), TOKENIZER, 0, lambda done, total: None, conversations=rules)
     return player.play(plan), engine
 
 
@@ -144,6 +150,37 @@ def test_what_is_trained_is_what_was_drawn_and_replies_are_the_environments():
     assert spelled((*episode.task.prompt_ids, *episode.token_ids.tolist())) + "\n" == whole
 
 
+SAID = {  # a thought, then a call in the words of the template
+    "qwen2.5": '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>',
+    "llama3.1": '{"name": "add", "parameters": {"a": 2, "b": 3}}',
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": 3}}]',
+}
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama3.1", "mistral", "hermes"])
+def test_each_template_goes_on_from_what_the_model_saw_and_drew(name):
+    tokenizer = make_model_tokenizer(name)
+    maker = maker_for(Sums, {}, 4000)
+    encoder = Encoder(tokenizer, max_response_tokens=400, tools=maker.tools, date="2026-01-31", max_prompt_tokens=4096)
+    format = format_of(TEMPLATES[name])
+    rules = Conversations(EnvironmentConfig(name="sums", max_turns=3), encoder, maker, format, 2000, 0.0)
+    thought, call = "<think>\nadd\n</think>\n\n", SAID.get(name, SAID["qwen2.5"])
+    task = encoder.encode(make_problem())
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(encoder.eos_ids[0])  # what the script ends its turns with
+    engine = ScriptedEngine(tokenizer, lambda text: thought + call)
+    sampling = Sampling(400, eos_ids=encoder.eos_ids)
+    player = Player(engine, LastNumber(), tokenizer, 0, lambda done, total: None, conversations=rules)
+    ((episode,),) = (group.rollouts for group in player.play([(unwritten(task, 0, sampling),)]))
+    assert (episode.outcome.turns, episode.outcome.calls, episode.outcome.end) == (3, 3, "turns")
+    seen, reply = task.prompt_ids, encoder.reply_ids([Message("tool", "5", name="add")])
+    for request in engine.requests[:3]:
+        assert request.given_ids == seen
+        drawn = tuple(engine._complete(request).token_ids.tolist())
+        seen = (*seen, *drawn, *reply)
+    whole = (*episode.task.prompt_ids, *episode.token_ids.tolist())
+    assert (*whole, *reply) == seen and tokenizer.decode(whole).count(thought) == 3
+
+
 def test_limits_end_an_episode_and_are_told_apart():
     again = lambda text: call_text("add", a=2, b=3)  # noqa: E731
     problem = [make_problem()]
@@ -160,6 +197,14 @@ def test_limits_end_an_episode_and_are_told_apart():
         assert episode.token_ids.numel() <= rules.most_tokens
         assert episode.authors[-1] == Author.POLICY, "a reply that nobody reads is not there"
     assert ends == {name: name for name in ends}
+
+
+def test_an_episode_that_was_cut_off_fails_if_the_recipe_says_so():
+    """Its last call spells the answer."""
+    again = lambda text: call_text("add", a=2, b=9)  # noqa: E731
+    for most, value in ((None, 1.0), (0.0, 0.0)):
+        ((group,), _) = play_turns(make_rules(max_turns=3), again, [make_problem()], most_if_cut_off=most)
+        assert [score.value for score in group.scores] == [value]
 
 
 @pytest.mark.parametrize(
@@ -300,9 +345,9 @@ def make_trace(first_reply="5"):
     )  # fmt: skip
 
 
-def guided(rules, trace, ratio):
+def guided(rules, trace, ratio, prompt="2+3+4=?"):
     """An episode that begins with a share of a trace."""
-    task = rules.encoder.encode(make_problem(traces=(trace,)))
+    task = rules.encoder.encode(make_problem(prompt, traces=(trace,)))
     (demonstration,) = task.demonstrations
     prefix = whole_turns(demonstration, int(ratio * len(demonstration.token_ids)))
     begun = given(task, demonstration, prefix)
@@ -345,6 +390,20 @@ def test_a_trace_that_the_environment_answers_otherwise_is_left_out():
     assert played.outcome.trace_left_out and played.is_on_policy and group.scores[0].value == 1.0
     metrics = values_of(environment_metrics([group]))
     assert metrics["environment/traces_left_out"] == 1
+
+
+def test_what_an_environment_says_first_is_in_an_episode_once_and_not_in_its_group():
+    rules = make_rules()
+    episode, _ = guided(rules, make_trace(first_reply="6"), 0.9, "observe 2+3+4=?")
+    ((group,), _) = play_turns(rules, adds, [], planned=[(episode,)])
+    (played,) = group.rollouts
+    assert played.outcome.trace_left_out and group.task == episode.task
+    assert spelled(played.task.prompt_ids).count("(observed)") == 1
+
+
+def test_a_task_without_traces_has_no_scores_of_traces():
+    rules = make_rules(Scored)
+    assert trace_scores(rules.encoder.encode(make_problem()), LastNumber(), TOKENIZER, rules) == []
 
 
 def test_a_whole_trace_is_played_where_the_environment_scores_it():

@@ -25,6 +25,7 @@ BASELINES |= {"relift", "chord", "chord_phi"}
 BASELINES |= {"rl_plus", "srft", "prefix_rft", "uft"}
 BASELINES |= {"hpt", "ghpo", "scaf", "ampo", "trapo", "rloo"}
 BASELINES |= {"gspo", "cispo", "maxrl", "prefix_rl", "rlsd", "iw_opd", "psft", "eaft", "iw_sft", "asft"}
+BASELINES |= {"act_guide", "bepa"}
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 

@@ -57,7 +57,9 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    train: str | tuple[str, ...] = knob("", "file, folder, hub id, or a list (docs/data.md)", required=True)
+    train: str | tuple[str, ...] = knob(
+        "", "file, folder, hub id, reasoning_gym:FAMILY, or a list (docs/data.md)", required=True
+    )
     eval: str | tuple[str, ...] | None = knob(None, "held-out problems; null: no evaluation")
     eval_also: dict[str, str] = knob(
         factory=dict, help="further held-out sets, e.g. {ood: ood.jsonl}: metrics val-ood/*"
@@ -96,7 +98,7 @@ class DataConfig:
 class RewardConfig:
     kind: Chosen = knob(
         "math",
-        "math, numeric, gsm8k, choice, format, http, an address, a custom name or module:function (docs/rewards.md)",
+        "math, numeric, gsm8k, choice, format, reasoning_gym, http, an address, or your own (docs/rewards.md)",
         parts=REWARDS,
     )
     weights: dict[str, float] = knob(factory=dict, help="weighted sum instead of kind, e.g. {math: 1, format: 0.1}")
@@ -110,6 +112,9 @@ class RewardConfig:
     prompt_opens_thought: bool = knob(True, "after a prompt that ends with <think>, no answer before </think>")
     success: float = knob(1.0, "smallest reward of a correct response")
     failure: float = knob(0.0, "largest reward of a failed response")
+    cut_off: Literal["score", "failure"] = knob(
+        "score", "a response cut off at a limit (rollout.max_tokens): scored as any other, or at most reward.failure"
+    )
 
     def __post_init__(self) -> None:
         choose_parts(self, "reward")
@@ -131,6 +136,7 @@ class RewardConfig:
         return build_verifier(
             self.kind, self.weights or None, workers or self.workers or 2, self.timeout_s, self.answer_in_thought,
             self.concurrency, self.http, self.prompt_opens_thought,
+            self.failure if self.cut_off == "failure" else None,
         )  # fmt: skip
 
     def solved(self, score: float) -> bool:
@@ -158,8 +164,8 @@ class GuidanceConfig:
     )
     gate: Chosen = knob(
         "none",
-        "none, trace_on_failure, trace_alone, likeliest_traces, hinted_group, lowest_hint, micro_groups, or "
-        "custom (docs/methods/gates.md#further-rounds)",
+        "none, trace_on_failure, trace_alone, likeliest_traces, hinted_group, lowest_hint, shortest_hint, "
+        "own_under_plan, micro_groups, or custom (docs/methods/gates.md#further-rounds)",
         parts=GATES,
     )
     gate_from: int = knob(0, "first step (from 0) at which the gate acts", ge=0)

@@ -230,6 +230,12 @@ def _exgrpo(log_p: Tensor, log_p_old: Tensor, log_q: Tensor, settings: Gamma) ->
     return torch.sigmoid(log_p - log_q - math.log(settings.gamma))
 
 
+@compared_shape("act_guide", settings=Gamma)
+def _act_guide(log_p: Tensor, log_p_old: Tensor, log_q: Tensor, settings: Gamma) -> Tensor:
+    """log(1 + r / gamma) with r = p / q, whose derivative in log p is r / (r + gamma) (ActGuide-RL)."""
+    return torch.nn.functional.softplus(log_p - log_q - math.log(settings.gamma))
+
+
 @compared_shape("psft", settings=Clip)
 def _psft(log_p: Tensor, log_p_old: Tensor, log_q: Tensor, settings: Clip) -> Tensor:
     """min(r, clip(r, 1 -+ clip)) with r = p / p_old (PSFT): PPO's objective with an advantage of 1, so that only the

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from luffy.data.reasoning_gym import is_generated, problem_file
 from luffy.errors import DataError
 from luffy.hub import HUB_PATH, hub_fault
 
@@ -22,7 +23,10 @@ SPLIT_WORDS = {
 
 
 def files_of(path: str, split: str) -> list[str]:
-    """The files of a split: of a folder or a hub dataset (``org/name`` or ``org/name/folder``), or the one file."""
+    """The files of a split: of a folder, a hub dataset (``org/name`` or ``org/name/folder``) or a family of
+    reasoning-gym, or the one file."""
+    if is_generated(path):
+        return [problem_file(path, held_out="train" not in _words(split))]
     if os.path.isfile(path):
         return [path]
     if os.path.isdir(path):

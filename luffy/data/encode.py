@@ -113,13 +113,20 @@ class Encoder:
         return str(self.tokenizer.decode(body, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def with_observation(self, task: Task, text: str) -> Task:
-        """The task with ``text`` behind its question, or behind the last user message of a chat. A prompt that gets
-        too long is an error."""
+        """The task with ``text`` behind its question, or behind the last user message of a chat, and its hint behind
+        that. A prompt that gets too long is an error."""
         problem = with_text(task.problem, text)
-        prompt_ids = self.prompt_ids(problem)
-        if len(prompt_ids) > self.max_prompt_tokens:
-            raise self._too_long(problem, len(prompt_ids))
-        return replace(task, problem=problem, prompt_ids=prompt_ids)
+        seen = replace(task, problem=problem, prompt_ids=self.prompt_ids(problem))
+        if task.hint:
+            seen = self.with_hint(seen, task.hint_text, task.hint)
+        if len(seen.prompt_ids) > self.max_prompt_tokens:
+            raise self._too_long(problem, len(seen.prompt_ids))
+        return seen
+
+    def with_hint(self, task: Task, text: str, level: int) -> Task:
+        """The task with a hint, ``text``, behind its question; of any length."""
+        prompt_ids = self.prompt_ids(with_text(task.problem, text))
+        return replace(task, prompt_ids=prompt_ids, hint=level, hint_text=text, plain_ids=task.prompt_ids)
 
     def encode(self, problem: Problem) -> Task | None:
         """Tokenised problem, or None if its prompt is too long and may be dropped."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from luffy.data import load_problems
+from luffy.data.reasoning_gym import is_generated
 from luffy.data.schemas import without_traces
 from luffy.errors import DataError, UserError
 from luffy.seeds import seed_of
@@ -106,8 +107,10 @@ def load_suite(
         if columns:
             raise UserError(f"--column names columns of a file, and {name} is a suite; drop it")
         suite = _builtin(name, data_folder(data, name))
+    elif is_generated(name):
+        suite = _from_file(name, reward or "reasoning_gym", columns or {}, split="test")
     elif Path(name).exists():
-        suite = _from_file(Path(name), reward or "math", columns or {})
+        suite = _from_file(str(Path(name)), reward or "math", columns or {})
     else:
         known = ", ".join(SUITES)
         raise UserError(f"--suite {name}: neither a suite ({known}) nor a file; check the name or the path")
@@ -169,11 +172,18 @@ def question_of(problem: Problem) -> str:
     return turns[0]
 
 
-def _from_file(path: Path, reward: str, columns: Mapping[str, str]) -> Suite:
-    rows = load_problems(str(path), schema="columns" if columns else "auto", columns=without_traces(columns))
+def _from_file(path: str, reward: str, columns: Mapping[str, str], split: str = "train") -> Suite:
+    rows = load_problems(path, split, schema="columns" if columns else "auto", columns=without_traces(columns))
     problems = tuple(replace(problem, traces=()) for problem in rows)
-    name = path.stem if path.suffix else path.name
-    return Suite(str(path), (Benchmark(name, name, reward, ONE, problems),), is_builtin=False)
+    name = label_of(path)
+    return Suite(path, (Benchmark(name, name, reward, ONE, problems),), is_builtin=False)
+
+
+def label_of(suite: str) -> str:
+    """A suite by the name of its file, or of its family of problems."""
+    if is_generated(suite):
+        return suite.split(":")[1]
+    return Path(suite).stem
 
 
 def _arranged(

@@ -11,7 +11,7 @@ from luffy.config import EnvironmentConfig, RewardConfig
 from luffy.data import Encoder
 from luffy.data.prompts import where
 from luffy.errors import UserError
-from luffy.evaluation.benchmarks import Suite
+from luffy.evaluation.benchmarks import Suite, label_of
 from luffy.evaluation.engines import default_slots, model_identity
 from luffy.evaluation.results import SUCCESS, Settings, model_label, problems_hash, recorded
 from luffy.models.machine import default_workers
@@ -80,7 +80,7 @@ class PlannedResponse:
 
 
 def default_out(model: str, suite: str) -> Path:
-    return Path("evals") / f"{model_label(model)}-{Path(suite).stem}"
+    return Path("evals") / f"{model_label(model)}-{label_of(suite)}"
 
 
 def verifier_of(options: Options, kind: str) -> Verifier:
@@ -130,6 +130,7 @@ def settings_of(options: Options, suite: Suite, encoder: Encoder, max_tokens: in
         chat_template=encoder.chat_template,
         date=encoder.prompt_date,
         success=options.reward_settings.success if options.reward_settings else SUCCESS,
+        cut_off=options.reward_settings.cut_off if options.reward_settings else "score",
         environment=None if options.environment is None else asdict(options.environment),
         prompt_opens_thought=in_thought and not options.answer_in_thought and options.prompt_opens_thought,
     )

@@ -246,6 +246,7 @@ class Settings:
     chat_template: str | None = None  # in place of the tokenizer's
     date: str | None = None  # that the prompts print, where the chat template asks for it
     success: float = SUCCESS  # a response that scores this or more is right
+    cut_off: str = "score"  # reward.cut_off
     environment: dict[str, Any] | None = None
     prompt_opens_thought: bool = False  # a prompt does, and the reward reads no answer before that thought is closed
 

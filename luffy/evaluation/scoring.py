@@ -33,7 +33,8 @@ def score_again(jobs: Sequence[PlannedResponse], verifier: Verifier, settings: S
             for job, row in zip(asked, failed, strict=True)
         ]
     )
-    for row, score in zip(failed, scores, strict=True):
+    for row, verdict in zip(failed, scores, strict=True):
+        score = verifier.at_its_end(verdict, row["finish"])
         row.update(score=score.value, right=score.value >= settings.success, status=score.status)
         if score.status != CALL_FAILED:
             row.pop("token_ids", None)
@@ -67,6 +68,7 @@ def scored(
         scores = [
             conversations.score(episode.outcome, score) for (_, episode), score in zip(responses, scores, strict=True)
         ]
+    scores = [verifier.at_its_end(score, episode.finish) for (_, episode), score in zip(responses, scores, strict=True)]
     several = len({job.task.problem.id for job, _ in responses}) > 1  # a single one may be at fault itself
     no_call = why_every_call_failed(scores)
     reason = no_call or (why_nothing_was_scored(scores) if is_first and several else None)

@@ -129,6 +129,77 @@ def lowest_hint(first: FirstRound) -> SecondRound | None:
 
 
 @dataclass(frozen=True)
+class ShortestHint:
+    """Settings of shortest_hint."""
+
+    samples: int = knob(2, "samples drawn with each hint", ge=1)
+    parts: int = knob(8, "lengths of a trace of one turn; of several turns each is a length", ge=1)
+
+    @property
+    def replaces(self) -> int:
+        return self.samples
+
+
+@gate_function("shortest_hint", uses_hints=True, rounds=None, when=own_failed, settings=ShortestHint, grows=False)
+def shortest_hint(first: FirstRound) -> SecondRound | None:
+    """ActGuide-RL: where all own samples failed, a binary search finds the shortest hint of a teacher's actions with
+    which one of ``samples`` is right. The right ones take the places of own samples, as responses to the prompt without
+    the hint."""
+    settings, right = first.settings, [i for i in first.hinted if first.solved(first.score(i))]
+    levels = {i: first.group.rollouts[i].task.hint for i in first.hinted}
+    hints, best = first.actions(settings.parts), min((levels[i] for i in right), default=None)
+    low = max((level for level in levels.values() if best is None or level < best), default=0) + 1
+    high = len(hints) if best is None else best - 1
+    while low <= high:
+        middle = (low + high) // 2
+        task = first.with_hint(hints[middle - 1], middle)
+        if task is not None:
+            every = tuple(range(len(first.group.rollouts)))
+            return SecondRound(every, tuple(first.sample(i, task=task) for i in range(settings.samples)))
+        high = middle - 1  # it does not fit, nor does a longer one
+    taken = [i for i in right if levels[i] == best][: len(first.own)]
+    gone = {*first.hinted, *first.own[len(first.own) - len(taken) :]}
+    kept = (*(i for i in range(len(first.group.rollouts)) if i not in gone), *taken)
+    return SecondRound(kept, drop_hints=True) if first.hinted else None
+
+
+@dataclass(frozen=True)
+class OwnUnderPlan:
+    """Settings of own_under_plan."""
+
+    samples: int = knob(1, "samples drawn with the plan", ge=1)
+    fraction: float = knob(1.0, "share of a trace that is the plan, in whole turns", gt=0, le=1)
+
+    @property
+    def fractions(self) -> tuple[float, ...]:
+        return (self.fraction,)
+
+
+@gate_function(
+    "own_under_plan", uses_hints=True, rounds=2, when=own_failed, settings=OwnUnderPlan, grows=False, replaces=1,
+    recalls=True,
+)  # fmt: skip
+def own_under_plan(first: FirstRound) -> SecondRound | None:
+    """BEPA: where all own samples failed, the last of them gives way to the policy's newest success at the problem; or,
+    if it had none, to what it does right with a trace in its prompt as a plan, as a response to the prompt without it;
+    or else to a whole trace that the verifier accepts."""
+    if first.round == 2 and not first.hinted:
+        return None
+    every = tuple(range(len(first.group.rollouts)))
+    kept = tuple(i for i in every if i != first.own[-1] and i not in first.hinted)
+    right = [i for i in first.hinted if first.solved(first.score(i))]
+    if right:
+        return SecondRound((*kept, right[0]), drop_hints=True)
+    if first.recalled is not None:
+        return SecondRound(kept, (first.recalled,))
+    if first.round == 1 and (task := first.hint(1)) is not None:
+        return SecondRound(every, tuple(first.sample(i, task=task) for i in range(first.settings.samples)))
+    if (trace := first.trace()) is not None:
+        return SecondRound(kept, (first.sample(0, trace),))
+    return SecondRound((*kept, first.own[-1])) if first.hinted else None
+
+
+@dataclass(frozen=True)
 class MicroGroups:
     """Settings of micro_groups."""
 

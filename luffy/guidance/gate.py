@@ -8,6 +8,7 @@ stays as it is; or a ``SecondRound``: which samples stay, and which are added. T
                                from a longer prefix,                      for i in range(8)))
                                or whose prompt has a hint             first.sample(i, task=first.hint(1))
     keep the trace alone       keep its number, add nothing           SecondRound((0,), ())
+    learn without the hint     keep what a hint helped                SecondRound((0, 4), drop_hints=True)
 
 Added samples are generated, verified and credited like all others; one with a hint is trained with its hinted prompt.
 A gate of several ``rounds`` is asked again about the groups to which it added samples, with the next ``first.round``.
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from luffy.errors import ConfigError, UserError
-from luffy.guidance.plan import Planner, whole_turns
+from luffy.guidance.plan import Planner, whole_turns, without_hint
 from luffy.guidance.row_hints import hints_of
 from luffy.guidance.trace_choice import choose
 from luffy.registry import Part, Registry
@@ -35,11 +36,13 @@ from luffy.types import Demonstration, Episode, Group, Score, Task
 @dataclass(frozen=True)
 class SecondRound:
     """``keep``: indices of samples to retain. ``add``: samples to make, after them. ``least``: smallest reward of an
-    added sample."""
+    added sample. ``drop_hints``: kept samples that were drawn with a hint become responses to the prompt without it,
+    whose tokens are off-policy."""
 
     keep: tuple[int, ...]
     add: tuple[Episode, ...] = ()
     least: float | None = None
+    drop_hints: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ def check_fractions(fractions: Sequence[float], where: str) -> None:
 class FirstRound:
     """A problem's rewarded responses, as a gate sees them. ``step`` counts from 0; ``visit``: earlier visits of the
     problem; ``position``: its index in the step. ``solved`` and ``failed`` judge a reward. ``round``: the round to ask
-    for, from 1. ``answer_probs``: for each trace the policy's probability of the gold answer in it."""
+    for, from 1. ``answer_probs``: for each trace the policy's probability of the gold answer in it. ``recalled``: the
+    policy's newest success at the problem, for a gate that ``recalls``."""
 
     group: Group
     step: int
@@ -86,6 +90,7 @@ class FirstRound:
     text_of: Callable[[Sequence[int]], str] = lambda ids: ""
     with_hint: Callable[[str, int], Task | None] = lambda text, level: None
     answer_probs: tuple[float, ...] = ()
+    recalled: Episode | None = None
 
     @property
     def key(self) -> str:
@@ -136,6 +141,20 @@ class FirstRound:
         shown = trace.token_ids[: (whole_turns(trace, length) or length) if trace.replies else length]
         return self.with_hint(self.text_of(shown), level)
 
+    def actions(self, parts: int) -> list[str]:
+        """Hints from the least to the most telling: the row's ``hints``; or, where it has none, the first turns of
+        ``trace()`` as the teacher wrote them, one more in each, or ``parts`` equal shares of its only one."""
+        if given := hints_of(self.group.task.problem):
+            return list(given)
+        trace = self.trace()
+        if trace is None:
+            return []
+        turns = [self.text_of(turn).strip() for turn in trace.turns]
+        if len(turns) > 1:
+            return ["\n".join(turns[:count]) for count in range(1, len(turns) + 1)]
+        ends = sorted({max(len(trace.token_ids) * part // parts, 1) for part in range(1, parts + 1)})
+        return [self.text_of(trace.token_ids[:end]) for end in ends]
+
     def sample(
         self,
         number: int,
@@ -168,6 +187,7 @@ class Gate(Part):
     leaves_a_trace_alone: bool = False
     replaces: int = 0
     needs_own: bool = False
+    recalls: bool = False
 
     def __call__(self, first: FirstRound) -> SecondRound | None:
         return self.function(first) if self.when(first) else None
@@ -198,7 +218,8 @@ def gate_function(
     ``first.answer_probs``, with a forward pass over the traces. ``first.settings`` has its settings.
 
     Facts: ``grows`` (a group may become larger, default True), ``leaves_a_trace_alone``, ``replaces`` (number of
-    on-policy samples that it replaces), ``needs_own`` (one of them must be left).
+    on-policy samples that it replaces), ``needs_own`` (one of them must be left), ``recalls`` (it reads
+    ``first.recalled``: the run remembers the policy's successes).
     """
 
     def register(function: Callable[[FirstRound], SecondRound | None]) -> Gate:
@@ -244,7 +265,10 @@ class SecondRounds:
         for i, second in self.rounds.items():
             first = groups[i]
             more = next(new) if second.add else Group(first.task, (), ())
-            rollouts = (*(first.rollouts[k] for k in second.keep), *more.rollouts)
+            kept = [first.rollouts[k] for k in second.keep]
+            if second.drop_hints:
+                kept = [without_hint(rollout) if rollout.task.hint else rollout for rollout in kept]
+            rollouts = (*kept, *more.rollouts)
             scores = (*(first.scores[k] for k in second.keep), *(_at_least(s, second.least) for s in more.scores))
             merged[i] = Group(first.task, rollouts, scores)
         return merged

@@ -13,7 +13,7 @@ from torch import Tensor
 from luffy.guidance.ratios import RatioSchedule
 from luffy.guidance.trace_choice import ORDERS, choose
 from luffy.seeds import seed_of
-from luffy.types import Author, Completion, Demonstration, Episode, Sampling, Task, written_by
+from luffy.types import Author, Completion, Demonstration, Episode, Sampling, Task, is_drawn, written_by
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,16 @@ def given(task: Task, trace: Demonstration, prefix: int | None = None, author: A
         authors[start:end] = Author.ENVIRONMENT
     ratio = length / len(trace.token_ids)
     return Episode(task, ids, authors, behavior, torch.zeros(length), "trace", trace=trace, prefix_ratio=ratio)
+
+
+def without_hint(episode: Episode) -> Episode:
+    """An episode that was drawn with a hint, as a response to the prompt without it: its tokens are off-policy, and
+    their behaviour is what drew them. ``task.hint`` still says which hint that was."""
+    plain = episode.task.plain_ids
+    assert plain is not None
+    task = replace(episode.task, prompt_ids=plain, hint_text="", plain_ids=None)
+    authors = torch.where(is_drawn(episode.authors), Author.REPLAY, episode.authors)
+    return replace(episode, task=task, authors=authors, prefix_ratio=1.0)
 
 
 def appended(episode: Episode, token_ids: Tensor, author: Author, log_probs: Tensor, **changes: Any) -> Episode:

@@ -212,6 +212,7 @@ METHODS = (
     "rl_plus", "dapo", "hpt", "exgrpo", "prefix_rft", "srft", "trapo", "relift",
     "chord", "chord_phi", "ampo", "ghpo", "scaf", "uft", "opd", "opsd", "guided", "rloo",
     "gspo", "cispo", "maxrl", "prefix_rl", "rlsd", "iw_opd", "psft", "eaft", "iw_sft", "asft",
+    "act_guide", "bepa",
 )  # fmt: skip
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8498a", "#b07800", "#2f9bd6", "#4a4a4a", "#8a5a2b")
 """On light paper, as in ``components.css``; distinct for colour-blind readers too."""

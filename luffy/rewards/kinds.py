@@ -89,7 +89,7 @@ def reward(name: str, settings: type = NoSettings, **facts: bool) -> Callable[[R
 
 def built_in() -> tuple[str, ...]:
     """Names of the rewards of this package that need no server, in alphabetical order."""
-    return tuple(sorted(name for name, part in REWARDS.entries.items() if not part.own and part.binary))
+    return tuple(sorted(name for name, part in REWARDS.entries.items() if not part.own and name != "http"))
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,16 @@ from typing import Any
 
 from luffy.errors import UserError
 from luffy.rewards import math as math_reward
+from luffy.rewards import reasoning_gym
 from luffy.rewards.extract import after_thought, tail
 from luffy.rewards.http_reward import HttpReward, is_address
 from luffy.rewards.kinds import REWARDS, Answered, HttpRewardConfig, Reward, TextReward
 from luffy.rewards.own_function import CALL_FAILED, NOT_SCORED, Form, OwnFunction, with_settings
 from luffy.rewards.pool import START_TIMEOUT_S, Outcome, WorkerPool
+from luffy.rewards.reasoning_gym import ReasoningGymSettings
 from luffy.rewards.worker import describe
 from luffy.schema import Chosen, nearest, to_dict
-from luffy.types import Problem, Score
+from luffy.types import Finish, Problem, Score
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +106,22 @@ class MathReward(PoolReward):
                 )
 
 
+class ReasoningGymReward(PoolReward):
+    """Answers judged by the family that made the problem."""
+
+    one_by_one = True
+
+    def __init__(self, workers: int, timeout_s: float, settings: ReasoningGymSettings) -> None:
+        self._pool = WorkerPool(f"{reasoning_gym.__name__}:load", workers, timeout_s, factory_args=(settings.read,))
+
+    def outcomes(self, items: Sequence[Answered]) -> list[Outcome]:
+        return self._pool.map([(item.problem.meta.get("entry"), item.response) for item in items])
+
+    def self_check(self) -> None:
+        """Wait until the workers have imported the package, so that a missing one fails here."""
+        self._pool.wait_ready()
+
+
 class OwnReward(PoolReward):
     """A custom function in worker processes, where it may hang or crash."""
 
@@ -162,8 +180,10 @@ def each(form: Form, call: Sequence[Answered], of_call: Outcome) -> list[Outcome
 class Verifier:
     """Scores responses; ``counts`` tallies the statuses of everything scored so far."""
 
-    def __init__(self, rewards: dict[str, Reward], weights: Mapping[str, float]) -> None:
-        self._rewards = rewards
+    def __init__(
+        self, rewards: dict[str, Reward], weights: Mapping[str, float], most_if_cut_off: float | None = None
+    ) -> None:
+        self._rewards, self._most_if_cut_off = rewards, most_if_cut_off
         self._weights = dict(weights)
         self._lock = threading.Lock()
         self._warned: set[tuple[str, str]] = set()
@@ -190,6 +210,12 @@ class Verifier:
         with self._lock:
             self.counts.update(score.status for score in scores)
         return scores
+
+    def at_its_end(self, score: Score, finish: Finish | None) -> Score:
+        """The score of a response that ended so: at most ``most_if_cut_off`` if a limit ended it."""
+        if finish != "length" or self._most_if_cut_off is None:
+            return score
+        return replace(score, value=min(score.value, self._most_if_cut_off))
 
     @property
     def may_score_early(self) -> bool:
@@ -257,16 +283,17 @@ def build_verifier(
     concurrency: int = 16,
     http: HttpRewardConfig | None = None,
     prompt_opens_thought: bool = True,
+    most_if_cut_off: float | None = None,
 ) -> Verifier:
     """Build a verifier and run its self-check.
 
     ``weights``, such as ``{"math": 1.0, "format": 0.1}``, replace ``kind``. The others are settings of section
-    ``reward``.
+    ``reward``; ``most_if_cut_off`` is ``reward.failure`` with ``reward.cut_off=failure``.
     """
     chosen = {kind: 1.0} if weights is None else dict(weights)
     _check_weights(chosen)
     rewards: dict[str, Reward] = {}
-    verifier = Verifier(rewards, chosen)
+    verifier = Verifier(rewards, chosen, most_if_cut_off)
     try:
         for name in chosen:
             reward = _build_reward(name, workers, timeout_s, concurrency, http or HttpRewardConfig())
@@ -301,12 +328,12 @@ def _check_kind(kind: str) -> None:
 def _build_reward(kind: str, workers: int, timeout_s: float, concurrency: int, http: HttpRewardConfig) -> Reward:
     if kind == "http" or is_address(kind):
         return HttpReward(http.url if kind == "http" else kind, http)
-    if kind == "math":
-        return MathReward(workers, timeout_s)
     if kind not in REWARDS:
         return OwnReward(str(kind), workers, timeout_s, concurrency)
     part = REWARDS[kind]
     own = part.function
+    if kind in ("math", "reasoning_gym"):
+        return own(workers, timeout_s, *part.settings_for(kind))  # type: ignore[no-any-return]
     if not part.own:
         return InProcessReward(own)
     module, name = own.__module__, getattr(own, "__qualname__", "")  # an object that is called has no name

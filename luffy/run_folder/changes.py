@@ -31,7 +31,7 @@ MEASURE = (
     "data.eval", "data.eval_split", "data.format", "data.columns", "data.style", "data.system_prompt",
     "data.chat_template", "data.special_tokens", "eval.limit", "eval.n", "eval.temperature", "eval.top_p",
     "eval.max_tokens", "reward.kind", "reward.weights", "reward.http.url", "reward.answer_in_thought",
-    "reward.prompt_opens_thought", "reward.success",
+    "reward.prompt_opens_thought", "reward.success", "reward.cut_off",
 )  # fmt: skip
 PLUGINS = "plugins"
 _KEPT = re.compile(r"config-step-(\d{6,})\.yaml")

@@ -22,7 +22,7 @@ from luffy.metrics import Max, Mean, Metric, merge_metrics, spread
 from luffy.step.memory import Attempt, InFlight, MethodMemory, Success, least_entropy
 from luffy.step.run_state import Draw, Run, StepBatch
 from luffy.step.tasks import TaskSet
-from luffy.types import Author, Demonstration, Episode, Group, Sample, Task
+from luffy.types import Demonstration, Episode, Sample, Task
 
 Row = tuple[int, int, Literal["data", "replay", "experts"]]  # in the data, how often it was drawn before, who drew it
 
@@ -52,7 +52,7 @@ def _episodes(run: Planning, draw: Draw, step: int) -> tuple[Episode, ...]:
         return (given(draw.task, chosen_trace(run, draw.task, draw.visit, f"{step}:{draw.position}")),)
     group = run.planner.group(draw.task, step, draw.visit, draw.position, run.trace_rewards)
     if draw.replayed is not None:
-        return (*group[:-1], given(draw.task, draw.replayed.as_trace, author=Author.REPLAY))
+        return (*group[:-1], draw.replayed.episode(draw.task))
     return group
 
 
@@ -149,7 +149,7 @@ def choose_successes(run: Run, drawn: Sequence[Draw]) -> list[Draw]:
     assert run.memory.replay is not None
     problems = run.memory.replay.problems
     known = {draw.position: problems[draw.row].successes for draw in drawn if draw.source == "replay"}
-    samples = [trace_sample(draw.task, s.as_trace) for draw in drawn for s in known.get(draw.position, ())]
+    samples = [trace_sample(s.seen(draw.task), s.as_trace) for draw in drawn for s in known.get(draw.position, ())]
     scored = iter(run.policy.score(samples))
     chosen = {i: least_entropy(all_, [next(scored)[1] for _ in all_]) for i, all_ in known.items()}
     return [replace(draw, replayed=chosen.get(draw.position)) for draw in drawn]
@@ -178,15 +178,20 @@ def draw_traces(run: Run, batch: StepBatch) -> None:
 
 def attempts(run: Run, batch: StepBatch) -> list[Attempt]:
     """What the memory takes in of a step: the groups of all ranks as first sampled, in the order of its problems."""
-    own = {i: _attempt(run, batch.step, batch.draws[i], group) for i, group in batch.initial.items()}
+    own = {i: _attempt(run, batch, i) for i in batch.initial}
     every = run.world.union(own)
     return [every[position] for position in sorted(every)]
 
 
-def _attempt(run: Run, step: int, draw: Draw, group: Group) -> Attempt:
+def _attempt(run: Run, batch: StepBatch, position: int) -> Attempt:
+    draw, group, step = batch.draws[position], batch.initial[position], batch.step
     own = [(r, s) for r, s in zip(group.rollouts, group.scores, strict=True) if r.is_own]
     right = [rollout for rollout, score in own if run.cfg.reward.solved(score.value)]
-    successes = tuple(Success(r.token_ids.int(), r.behavior_log_probs, step, r.replies) for r in right)
+    if run.cfg.guidance.gate.part.recalls:  # and what the policy did with a hint
+        final = batch.final[position]
+        pairs = zip(final.rollouts, final.scores, strict=True)
+        right += [r for r, s in pairs if r.task.hint and run.cfg.reward.solved(s.value)]
+    successes = tuple(Success.of(r, draw.task, step) for r in right)
     lesson, task = None, group.task
     failed = own and all(run.cfg.reward.failed(score.value) for _, score in own)
     if run.cfg.sft_steps.buffer and failed and task.demonstrations:

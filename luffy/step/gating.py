@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from luffy.data.prompts import with_hint
+from luffy.data.prompts import SOLUTION
 from luffy.guidance import FirstRound, Gate
 from luffy.guidance.gate import SecondRounds
 from luffy.metrics import Mean, Metric, Sum, merge_metrics
@@ -20,7 +20,7 @@ from luffy.models.load import decode
 from luffy.step.draws import trace_sample
 from luffy.step.play import play
 from luffy.step.run_state import Draw, Run, StepBatch
-from luffy.types import Demonstration, Group, Task
+from luffy.types import Demonstration, Episode, Group, Task
 
 TOO_LONG = "method/hints_too_long"
 
@@ -63,7 +63,15 @@ def first_round(run: Run, draw: Draw, group: Group, step: int, number: int, coun
         settings=run.cfg.guidance.gate.settings,
         text_of=lambda ids: decode(run.tokenizer, [list(ids)])[0],
         with_hint=partial(hinted_task, run, group.task, counts),
+        recalled=recalled(run, draw),
     )
+
+
+def recalled(run: Run, draw: Draw) -> Episode | None:
+    """The policy's newest success at a problem, for a gate that asks for it."""
+    replay, recalls = run.memory.replay, run.cfg.guidance.gate.part.recalls
+    known = replay.problems.get(draw.row) if replay is not None and recalls else None
+    return None if known is None else known.successes[-1].episode(draw.task)
 
 
 def with_answer_probs(run: Run, gate: Gate, firsts: Mapping[int, FirstRound]) -> dict[int, FirstRound]:
@@ -75,11 +83,11 @@ def with_answer_probs(run: Run, gate: Gate, firsts: Mapping[int, FirstRound]) ->
 
 def hinted_task(run: Run, task: Task, counts: Counter[str], hint: str, level: int) -> Task | None:
     """The task with a hint in its prompt; None where that is longer than ``data.max_prompt_tokens``."""
-    ids = run.tasks.encoder.prompt_ids(with_hint(task.problem, run.cfg.guidance.hint_text, hint))
-    if len(ids) > run.cfg.data.max_prompt_tokens:
+    hinted = run.tasks.encoder.with_hint(task, run.cfg.guidance.hint_text.replace(SOLUTION, hint), level)
+    if len(hinted.prompt_ids) > run.cfg.data.max_prompt_tokens:
         counts[TOO_LONG] += 1
         return None
-    return replace(task, prompt_ids=ids, hint=level)
+    return hinted
 
 
 def gate_metrics(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from luffy.config import RewardConfig
@@ -23,7 +24,7 @@ from luffy.types import Episode, Group, Score, Task
 def score(rollouts: Sequence[tuple[Episode, ...]], verifier: Verifier, tokenizer: Any) -> list[Group]:
     """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
     responses = [(rollout.task, rollout.answer_ids.tolist()) for group in rollouts for rollout in group]
-    return grouped(rollouts, verified(responses, verifier, tokenizer))
+    return grouped(rollouts, verified(responses, verifier, tokenizer), verifier)
 
 
 def trace_scores(
@@ -31,7 +32,7 @@ def trace_scores(
 ) -> list[Score]:
     """The scores of a task's traces; an environment with a reward of its own is played through them."""
     traces = [given(task, trace) for trace in task.demonstrations]
-    if conversations is None or not conversations.counts_reward:
+    if not traces or conversations is None or not conversations.counts_reward:
         return verified([(task, trace.answer_ids.tolist()) for trace in traces], verifier, tokenizer)
     played = replayed(conversations, traces)
     (group,) = scored_by_both([tuple(played)], verifier, tokenizer, conversations)
@@ -46,7 +47,7 @@ def scored_by_both(
         groups = score(episodes, verifier, tokenizer)
     else:
         groups = [Group(group[0].task, group, tuple(Score(0.0) for _ in group)) for group in episodes]
-    return with_rewards(conversations, groups)
+    return [at_their_ends(group, verifier) for group in with_rewards(conversations, groups)]
 
 
 def verified(responses: Sequence[tuple[Task, Sequence[int]]], verifier: Verifier, tokenizer: Any) -> list[Score]:
@@ -57,10 +58,17 @@ def verified(responses: Sequence[tuple[Task, Sequence[int]]], verifier: Verifier
     )
 
 
-def grouped(rollouts: Sequence[tuple[Episode, ...]], scores: Iterable[Score]) -> list[Group]:
+def grouped(rollouts: Sequence[tuple[Episode, ...]], scores: Iterable[Score], verifier: Verifier) -> list[Group]:
     """Groups of the rollouts, with their scores in the same order."""
     following = iter(scores)
-    return [Group(group[0].task, group, tuple(next(following) for _ in group)) for group in rollouts]
+    groups = [Group(group[0].task, group, tuple(next(following) for _ in group)) for group in rollouts]
+    return [at_their_ends(group, verifier) for group in groups]
+
+
+def at_their_ends(group: Group, verifier: Verifier) -> Group:
+    """The group with what the verifier makes of responses that were cut off."""
+    ends = [episode.finish for episode in group.rollouts]
+    return replace(group, scores=tuple(map(verifier.at_its_end, group.scores, ends)))
 
 
 def stop_if_nothing_was_scored(groups: Iterable[Group], world: World, where: str) -> None:

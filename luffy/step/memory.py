@@ -1,6 +1,6 @@
 """Algorithm state carried between steps besides weights and optimizer:
 
-    replay      solved responses of the policy's own (`replay`)
+    replay      solved responses of the policy's own (`replay`, or a gate that recalls them)
     experts     how far the sampler of the expert batch has come (`batch.expert_share`)
     lessons     traces of problems that the policy failed, until there are enough for an SFT step (`sft_steps`)
     in_flight   problems whose responses are not all finished (`rollout.max_tokens_per_step`)
@@ -22,21 +22,42 @@ from torch import Tensor
 from luffy.config import Config
 from luffy.config.knobs import ReplayConfig
 from luffy.data import ProblemSampler
-from luffy.guidance import Planner
+from luffy.guidance import Planner, given
 from luffy.guidance.plan import appended
 from luffy.seeds import seed_of
-from luffy.types import Author, Demonstration, Episode, Finish, Task
+from luffy.types import Author, Demonstration, Episode, EpisodeOutcome, Finish, Task
 
 
 @dataclass(frozen=True, eq=False)
 class Success:
-    """A response of the policy's own that solved its problem: the log-probs it was drawn with, the step of that, and
-    which tokens an environment wrote (None: none of them)."""
+    """A response of the policy's own that solved its problem: the log-probs it was drawn with, the step of that, which
+    tokens an environment wrote (None: none of them), its prompt if that had more than the task's (None: it had not),
+    and what the environment gave for it."""
 
     token_ids: Tensor  # [T] int32
     log_probs: Tensor  # [T] float32
     step: int
     replies: Tensor | None = None  # [T] bool
+    prompt_ids: Tensor | None = None  # [P] int32
+    reward: float | None = None
+
+    @staticmethod
+    def of(episode: Episode, task: Task, step: int) -> Success:
+        """An episode of the task that solved it."""
+        seen = episode.task.prompt_ids
+        prompt = None if seen == task.prompt_ids else torch.tensor(seen, dtype=torch.int32)
+        reward = None if episode.outcome is None else episode.outcome.reward
+        ids, log_probs = episode.token_ids.int(), episode.behavior_log_probs
+        return Success(ids, log_probs, step, episode.replies, prompt, reward)
+
+    def seen(self, task: Task) -> Task:
+        """The task with the prompt that it had."""
+        return task if self.prompt_ids is None else replace(task, prompt_ids=tuple(self.prompt_ids.tolist()))
+
+    def episode(self, task: Task) -> Episode:
+        """The response, whole, as one to a task."""
+        whole = given(self.seen(task), self.as_trace, author=Author.REPLAY)
+        return whole if self.reward is None else replace(whole, outcome=EpisodeOutcome("trace", reward=self.reward))
 
     @property
     def as_trace(self) -> Demonstration:
@@ -80,13 +101,20 @@ class Replay:
     Nothing is remembered until the replay has begun. From then on a problem enters with those of its responses that
     solved it, unless all or none did; one that is solved by all of them retires for good. A step draws problems by how
     many of their samples solved them last time: most of all those that half of them did.
+
+    For a gate that recalls successes (BEPA) nothing is drawn: it remembers from the first step on, whatever was solved.
     """
 
     def __init__(self, cfg: ReplayConfig, n: int) -> None:
         self.cfg, self.n = cfg, n
-        self.begun = False
+        self.begun = not self.draws
         self.retired: set[int] = set()
         self.problems: dict[int, Remembered] = {}
+
+    @property
+    def draws(self) -> bool:
+        """Whether steps draw problems from it."""
+        return self.cfg.share > 0
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -125,7 +153,7 @@ class Replay:
         if attempt.solved == 0 or attempt.row in self.retired:
             return
         known = self.problems.pop(attempt.row, Remembered(0)).successes
-        if attempt.solved == attempt.samples:
+        if self.draws and attempt.solved == attempt.samples:
             self.retired.add(attempt.row)
             return
         for success in attempt.successes:
@@ -144,9 +172,16 @@ class Replay:
             "token_ids": torch.cat([torch.empty(0, dtype=torch.int32), *(s.token_ids for _, s in every)]),
             "log_probs": torch.cat([torch.empty(0), *(s.log_probs for _, s in every)]),
             "replies": torch.cat([torch.empty(0, dtype=torch.bool), *map(_replies_of, (s for _, s in every))]),
+            "prompts": torch.tensor([0 if s.prompt_ids is None else len(s.prompt_ids) for _, s in every]),
+            "prompt_ids": torch.cat([torch.empty(0, dtype=torch.int32), *(_prompt_of(s) for _, s in every)]),
+            "rewards": torch.tensor([math.nan if s.reward is None else s.reward for _, s in every]),
         }
         if not state["replies"].any():
             del state["replies"]
+        if not state["prompt_ids"].numel():
+            del state["prompts"]
+        if state["rewards"].isnan().all():
+            del state["rewards"]
         return {name: tensor for name, tensor in state.items() if tensor.numel()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -158,17 +193,27 @@ class Replay:
         responses = _rows(state, "responses")
         if responses:
             lengths = [length for _, _, length in responses]
-            nowhere = torch.zeros(sum(lengths), dtype=torch.bool)
+            nowhere, none = torch.zeros(sum(lengths), dtype=torch.bool), torch.zeros(len(lengths), dtype=torch.long)
             streams = (state[name].split(lengths) for name in ("token_ids", "log_probs"))
             masks = state.get("replies", nowhere).split(lengths)
-            for (row, step, _), ids, log_probs, mask in zip(responses, *streams, masks, strict=True):
-                replies = mask.clone() if mask.any() else None
-                self.problems[row].successes.append(Success(ids.clone(), log_probs.clone(), step, replies))
+            prompts = state.get("prompt_ids", none[:0]).split(state.get("prompts", none).tolist())
+            rewards = state.get("rewards", none * math.nan).tolist()
+            for (row, step, _), ids, log_probs, mask, prompt, reward in zip(
+                responses, *streams, masks, prompts, rewards, strict=True
+            ):
+                replies, seen = mask.clone() if mask.any() else None, prompt.clone() if prompt.numel() else None
+                given_by = None if math.isnan(reward) else reward
+                success = Success(ids.clone(), log_probs.clone(), step, replies, seen, given_by)
+                self.problems[row].successes.append(success)
         self.problems = {row: remembered for row, remembered in self.problems.items() if remembered.successes}
 
 
 def _replies_of(success: Success) -> Tensor:
     return torch.zeros_like(success.token_ids, dtype=torch.bool) if success.replies is None else success.replies
+
+
+def _prompt_of(success: Success) -> Tensor:
+    return torch.empty(0, dtype=torch.int32) if success.prompt_ids is None else success.prompt_ids
 
 
 def _spans(mask: Tensor) -> Iterator[tuple[int, int]]:
@@ -294,7 +339,8 @@ class MethodMemory:
     """``problems``: how many there are in the training data. Parts that the config does not use are None or empty."""
 
     def __init__(self, cfg: Config, problems: int) -> None:
-        self.replay = Replay(cfg.replay, cfg.rollout.n) if cfg.replay.share else None
+        recalls = cfg.guidance.gate.part.recalls
+        self.replay = Replay(cfg.replay, cfg.rollout.n) if cfg.replay.share or recalls else None
         self.experts = ProblemSampler(problems, seed_of(f"{cfg.seed}:experts")) if cfg.batch.expert_share else None
         self.lessons: list[tuple[int, int]] = []  # row of the problem, number of its trace
         self.in_flight: list[InFlight] = []  # the oldest first

@@ -127,7 +127,9 @@ class Player:
         for i, episode in zip(asked, ended, strict=True):
             episodes[i] = episode
         with self.watch("reward"):
-            return scored_by_both(regrouped(planned, episodes), self.verifier, self.tokenizer, rules)
+            groups = scored_by_both(regrouped(planned, episodes), self.verifier, self.tokenizer, rules)
+        # An episode's task has what its environment said first; the group's has not.
+        return [replace(group, task=of_plan[0].task) for group, of_plan in zip(groups, planned, strict=True)]
 
     def _play_scoring_early(self, engine: NativeEngine, planned: Episodes) -> list[Group]:
         episodes, asked = self._asked(planned)
@@ -144,7 +146,7 @@ class Player:
                 judge(i for i, episode in enumerate(episodes) if episode.finish is not None)  # whole traces
                 engine.generate([episodes[i].request_for() for i in asked], self.count, take)
             with self.watch("reward"):
-                return grouped(regrouped(planned, episodes), early.in_order())
+                return grouped(regrouped(planned, episodes), early.in_order(), self.verifier)
 
     def _asked(self, planned: Episodes) -> tuple[list[Episode], list[int]]:
         """All episodes, and the numbers of those that the engine continues. A whole trace gets the current version."""

@@ -172,7 +172,15 @@ class MemoryCheck:
         self._require("replay/problems", all(self._is_row(row) and solved > 0 for row, solved in known.items()))
         responses = self._rows("replay/responses", 3)
         self._require("replay/responses", all(r in known and step >= 0 and n > 0 for r, step, n in responses))
-        self._streams("replay/", sum(length for *_, length in responses))
+        tokens = sum(length for *_, length in responses)
+        self._streams("replay/", tokens)
+        replies = self.tensors.get("replay/replies", torch.zeros(tokens, dtype=torch.bool))
+        self._require("replay/replies", replies.shape == (tokens,) and replies.dtype == torch.bool)
+        prompts = self._rows("replay/prompts", len(responses), flat=True) or [0] * len(responses)
+        self._require("replay/prompts", min(prompts, default=0) >= 0)
+        self._ids("replay/prompt_ids", sum(prompts))
+        rewards = self.tensors.get("replay/rewards", torch.empty(len(responses)))
+        self._require("replay/rewards", rewards.shape == (len(responses),) and rewards.is_floating_point())
 
     def _under_way(self) -> None:
         responses = self._rows("under_way/responses", 5, required=True)
@@ -188,14 +196,20 @@ class MemoryCheck:
     def _streams(self, prefix: str, tokens: int, *more: str) -> None:
         """Token ids, log-probs and ``more`` of all responses, end to end; what has no elements is not saved."""
         nothing = torch.empty(0, dtype=torch.long)
-        for name in ("token_ids", "log_probs", *more):
+        for name in ("log_probs", *more):
             stream = self.tensors.get(prefix + name, nothing)
             whole = not stream.is_floating_point() and not stream.is_complex()
             self._require(prefix + name, stream.shape == (tokens,) and (whole or name == "log_probs"))
-        ids, log_probs = (self.tensors.get(prefix + name, nothing) for name in ("token_ids", "log_probs"))
-        self._require(prefix + "token_ids", bool(((ids >= 0) & (ids < self.vocabulary)).all()))
+        self._ids(prefix + "token_ids", tokens)
+        log_probs = self.tensors.get(prefix + "log_probs", nothing)
         wrong = log_probs.isinf() | (log_probs > ROUNDING)  # NaN: an engine does not know them
         self._require(prefix + "log_probs", (log_probs.is_floating_point() or not tokens) and not wrong.any())
+
+    def _ids(self, name: str, tokens: int) -> None:
+        """Token ids of the vocabulary."""
+        ids = self.tensors.get(name, torch.empty(0, dtype=torch.long))
+        whole = not ids.is_floating_point() and not ids.is_complex() and ids.shape == (tokens,)
+        self._require(name, whole and bool(((ids >= 0) & (ids < self.vocabulary)).all()))
 
     def _rows(self, name: str, columns: int, flat: bool = False, required: bool = False) -> list[Any]:
         """Rows of a table of whole numbers; with ``flat`` a single row."""

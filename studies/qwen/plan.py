@@ -38,6 +38,7 @@ class Method:
     kind: Kind = "rl"
     after: str | None = None  # the method whose model it starts from
     has_teacher: bool = False  # it needs the 1.5B's weights too
+    sets: Sets = field(default_factory=dict)  # what it changes of the recipe
 
 
 METHODS = {
@@ -56,6 +57,20 @@ NEWER = {
 METHODS |= {name: Method(label, f"small/{name}") for name, label in NEWER.items()}
 METHODS["hpt_light"] = Method("HPT, SFT coefficient 0.05", "small/hpt")
 METHODS["opd"] = Method("on-policy distillation", "small/opd", has_teacher=True)
+AFTER_SFT = {  # candidates for a recipe that beats SFT, then RL: each from the SFT model, at the rate of SFT, then RL
+    "sft_ampo": Method("SFT, then traces where all samples fail (AMPO)", "small/ampo", after="sft"),
+    "sft_trapo": Method("SFT, then prefixes by what was solved (TRAPO)", "small/trapo", after="sft"),
+    "sft_ghpo": Method("SFT, then hints where all samples fail (GHPO)", "small/ghpo", after="sft"),
+    "sft_exgrpo": Method("SFT, then replay (ExGRPO)", "small/exgrpo", after="sft"),
+    "sft_maxrl": Method("SFT, then MaxRL", "small/maxrl", after="sft"),
+    "sft_dynamic": Method(
+        "SFT, then RL with dynamic sampling", "small/on_policy", after="sft",
+        sets={"algorithm": {"oversample_rounds": 9}},
+    ),
+    # Stages: it has an SFT of its own, of which the best checkpoint goes on.
+    "sft_flat": Method("SFT to its flat point, then RL", "small/sft_rl", sets={"train": {"keep_best": True}}),
+}  # fmt: skip
+METHODS |= AFTER_SFT
 SHORT_SETS: dict[str, Sets] = {
     "chord": {"algorithm": {"mix": {"steps": SHORT_STEPS}}},  # its schedule ends with the run
     "hpt_light": {"algorithm": {"sft_coef": 0.05}},  # nearer to the released script (docs/methods.md)
@@ -123,7 +138,7 @@ class Run:
             "optim": {"lr": self.lr},
             "train": {"steps": self.steps},
         }
-        recipe = _merged(_merged(SETTINGS, own), self.sets)
+        recipe = _merged(_merged(_merged(SETTINGS, own), METHODS[self.method].sets), self.sets)
         if "train" in self.sets.get("data", {}):
             recipe["data"]["train"] = str(data / self.sets["data"]["train"])
         if METHODS[self.method].has_teacher:
@@ -176,6 +191,8 @@ def plan(chosen: Mapping[str, float]) -> Iterator[Unit]:
     yield from _short(chosen)
     yield from _variants(chosen)
     yield from _released()
+    yield from _left_open()
+    yield from _after_sft(chosen)
 
 
 def _contests(methods: Sequence[str], chosen: Mapping[str, float]) -> Iterator[Contest]:
@@ -238,6 +255,22 @@ def _released() -> Iterator[Run]:
     """Question 8: the coefficients of the authors' scripts."""
     for method, (_, sets) in RELEASED.items():
         yield Run(method, RELEASED_RATE, 0, (8,), "released", sets)
+
+
+def _left_open() -> Iterator[Run]:
+    """Question 9: LUFFY at the rate at which the others end higher, and there with an entropy bonus."""
+    for seed in SEEDS:
+        yield Run("luffy", RELEASED_RATE, seed, (9,), "long")
+    for note in ("entropy0.01", "entropy0.001"):
+        yield Run("luffy", RELEASED_RATE, 0, (9,), f"long-{note}", VARIANTS[note][1])
+
+
+def _after_sft(chosen: Mapping[str, float]) -> Iterator[Run]:
+    """Question 10: what beats SFT, then RL. SFT, then LUFFY is among the variants of question 4, with seed 0."""
+    if "sft_rl" in chosen:
+        for method in ("sft_luffy", *AFTER_SFT):
+            for seed in SEEDS if method in AFTER_SFT else SEEDS[1:]:
+                yield Run(method, chosen["sft_rl"], seed, (10,), start=_start(method, seed, chosen))
 
 
 # Question 5 evaluates models of the others (evaluations.py) and trains none.

@@ -153,11 +153,14 @@ def test_times_rates_and_rungs():
 @pytest.mark.timeout(2400)
 def test_the_command_on_the_tiny_recipe(tmp_path):
     command = ["compare", "tiny/luffy", "--methods", "luffy,on_policy,sft_rl", "--budget", "6m", "--lrs", "1e-3"]
-    command = [sys.executable, "-m", "luffy", *command, "--held-out", "32", "--out", str(tmp_path / "out")]
+    command += ["--at-once", "3", "--held-out", "32", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "luffy", *command]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| finalist |") == 2 and (tmp_path / "out" / "compare.html").is_file()
+    assert (tmp_path / "out" / "compare.svg").is_file()
     state = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert state["at_once"][0] == 3 and all(len(arm["at"]) == len(arm["rungs"]) for arm in state["arms"].values())
     assert {arm["status"] for arm in state["arms"].values()} <= {"in", "dropped"}
     recipe = yaml.safe_load((tmp_path / "out" / "recipes" / "luffy-lr0.001-s0.yaml").read_text())
     assert recipe["data"]["train"].endswith("train.jsonl")

@@ -322,6 +322,9 @@ def test_an_observation_stands_behind_the_question():
     assert "What is 2+3?\nYou see a door.<|im_end|>" in text_of(encoder, seen.prompt_ids)
     assert seen.problem.prompt == (Message("user", "What is 2+3?\nYou see a door."),)
     assert seen.demonstrations == task.demonstrations and encoder.with_observation(task, "") == task
+    hinted = encoder.with_observation(encoder.with_hint(task, " Add.", 2), "\nYou see a door.")
+    assert "What is 2+3?\nYou see a door. Add.<|im_end|>" in text_of(encoder, hinted.prompt_ids)
+    assert hinted.plain_ids == seen.prompt_ids and hinted.problem == seen.problem and hinted.hint == 2
     encoder.max_prompt_tokens = len(task.prompt_ids)
     with pytest.raises(DataError, match=r"^d.jsonl:4: the prompt has .* tokens, more than data.max_prompt_tokens="):
         encoder.with_observation(task, "!")

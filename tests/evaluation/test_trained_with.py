@@ -3,15 +3,19 @@
 import json
 import shutil
 from importlib import resources
+from types import SimpleNamespace
 
 import pytest
+from builders import make_rollout, make_task, make_tokenizer
 from commands import luffy
 
 from luffy.errors import UserError
-from luffy.evaluation.plan import Options
+from luffy.evaluation.plan import Options, PlannedResponse
+from luffy.evaluation.scoring import scored
 from luffy.evaluation.trained_with import as_trained, training_of
 from luffy.generate import as_trained as prompt_of
 from luffy.report.model_card import CardFacts, model_card
+from luffy.rewards import build_verifier
 from luffy.run_folder.checkpoint import model_of
 from luffy.run_folder.runs import read_config, without_samples
 from studies.quickstart.task import write_dataset
@@ -195,3 +199,14 @@ def test_generate_takes_the_prompt_of_the_training(run):
     assert prompt_of(newest_model_path(run), "plain", None) == ("plain", None, None)
     assert prompt_of(newest_model_path(run), None, "Other.")[:2] == ("chat", "Other.")
     assert prompt_of(str(BASE), None, None) == ("auto", None, None)
+
+
+def test_an_evaluated_response_that_was_cut_off_fails_if_the_training_says_so():
+    task, ids = make_task(answer="5"), make_tokenizer()("2+3\n#### 5")["input_ids"]
+    ends = [make_rollout(ids, task=task, finish=finish) for finish in ("stop", "length")]
+    responses = [(PlannedResponse("sums", task, sample), end) for sample, end in enumerate(ends)]
+    for most, right in ((None, [True, True]), (0.0, [True, False])):
+        with build_verifier("gsm8k", most_if_cut_off=most) as verifier:
+            settings = SimpleNamespace(success=1.0, seed=0)
+            rows, _ = scored(responses, make_tokenizer(), verifier, settings, is_first=True)
+        assert [row["right"] for row in rows] == right

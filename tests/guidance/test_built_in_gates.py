@@ -8,10 +8,21 @@ from test_gate import first_round
 from test_plan import LONG, SHORT, played
 
 from luffy.errors import DataError
-from luffy.guidance.built_in_gates import hinted_group, likeliest_traces, lowest_hint, micro_groups, trace_alone
+from luffy.guidance.built_in_gates import (
+    OwnUnderPlan,
+    ShortestHint,
+    hinted_group,
+    likeliest_traces,
+    lowest_hint,
+    micro_groups,
+    own_under_plan,
+    shortest_hint,
+    trace_alone,
+)
 from luffy.guidance.gate import GateSettings, SecondRounds
+from luffy.guidance.plan import given
 from luffy.guidance.row_hints import hints_of
-from luffy.types import Demonstration, Problem
+from luffy.types import Author, Demonstration, Problem
 
 
 def hinting(first, **settings):
@@ -125,6 +136,104 @@ def test_lowest_hint_keeps_the_traces_of_a_group():
     assert hints(group) == [0, 0, 1] and values(group) == [1.0, 0.0, 1.0]
     *_, group = play(lowest_hint, first, *[[0.0, 0.0]] * 3)
     assert group.rollouts == first.group.rollouts
+
+
+def searching(scores, samples=1, parts=8, fits=100, traces=(LONG,), n_prefix=0):
+    """A first round whose hints are a 9 and their length in the prompt; those of more than ``fits`` ids do not fit."""
+    first = first_round(scores, traces, (1.0,) * len(traces), n_prefix)
+    shown = []
+
+    def with_hint(text, level):
+        shown.append(text)
+        task, fit = first.group.task, len(text.split()) <= fits
+        given = {"hint": level, "hint_text": text, "plain_ids": task.prompt_ids}
+        return replace(task, prompt_ids=(9, level, *task.prompt_ids), **given) if fit else None
+
+    settings = ShortestHint(samples=samples, parts=parts)
+    said = replace(first, settings=settings, with_hint=with_hint, text_of=lambda ids: " ".join(map(str, ids)))
+    return said, shown
+
+
+@pytest.mark.parametrize("needed", range(1, 10))
+def test_shortest_hint_searches_by_halves(needed):
+    """Eight lengths; from ``needed`` on the policy is right, with nine never."""
+    first, shown = searching([0.0] * 4)
+    tried, low, high = [], 1, 8
+    while low <= high:
+        tried.append((low + high) // 2)
+        low, high = (low, tried[-1] - 1) if tried[-1] >= needed else (tried[-1] + 1, high)
+    *_, group = play(shortest_hint, first, *[[float(level >= needed)] for level in tried])
+    assert [len(text.split()) for text in shown] == [max(10 * level // 8, 1) for level in tried] and len(tried) <= 4
+    assert hints(group) == [0] * 3 + [needed % 9] and values(group) == [0.0] * 3 + [float(needed < 9)]
+    kept, last = group.rollouts[:3], group.rollouts[3]
+    assert kept == first.group.rollouts[:3] and last.task.prompt_ids == first.group.task.prompt_ids
+    if needed == 9:
+        assert last is first.group.rollouts[3]
+        return
+    assert last.authors.tolist() == [Author.REPLAY] * 3 and last.task.plain_ids is None and last.finish == "length"
+    assert last.behavior_log_probs.tolist() == [-0.5] * 3 and not last.is_own and last.prefix_ratio == 1.0
+
+
+def test_shortest_hint_counts_turns_and_shows_what_the_teacher_wrote():
+    talk = Demonstration(tuple(range(10, 22)), replies=((3, 5), (7, 8), (10, 12)))
+    first, shown = searching([0.0] * 2, traces=(talk,))
+    play(shortest_hint, first, [0.0], [0.0])
+    assert shown == ["10 11 12\n15 16", "10 11 12\n15 16\n18 19"]
+
+
+def test_shortest_hint_keeps_all_that_were_right_with_it_and_traces():
+    first, _ = searching([0.0] * 4, samples=3)
+    *_, group = play(shortest_hint, first, [1.0, 0.0, 1.0], [0.0] * 3, [0.0] * 3)
+    assert hints(group) == [0, 0, 4, 4] and values(group) == [0.0, 0.0, 1.0, 1.0]
+    first, _ = searching([1.0, 0.0], samples=3, n_prefix=1)
+    *_, group = play(shortest_hint, first, [1.0] * 3, [1.0] * 3, [1.0] * 3)
+    assert hints(group) == [0, 1] and group.rollouts[0].finish == "trace"
+
+
+def test_shortest_hint_takes_what_fits_and_rows_hints():
+    first, shown = searching([0.0] * 2, fits=4)
+    *_, group = play(shortest_hint, first, [0.0], [1.0])
+    assert [len(text.split()) for text in shown] == [5, 2, 6, 3] and hints(group) == [0, 3]
+    assert play(shortest_hint, searching([0.0] * 2, fits=0)[0]) == []
+    assert play(shortest_hint, searching([0.0, 1.0])[0]) == [] == play(shortest_hint, searching([0.0], traces=())[0])
+    task = first.group.task
+    given = replace(task, problem=replace(task.problem, meta={"hints": ["think", "add", "carry"]}), demonstrations=())
+    first, shown = replace(first, group=replace(first.group, task=given)), []
+    play(shortest_hint, replace(first, with_hint=lambda text, level: shown.append((text, level))))
+    assert shown == [("add", 2), ("think", 1)]
+
+
+def planning(scores, samples=1, fraction=1.0, recalled=None, **more):
+    first, shown = searching(scores, **more)
+    return replace(first, settings=OwnUnderPlan(samples=samples, fraction=fraction), recalled=recalled), shown
+
+
+def test_own_under_plan_takes_what_the_policy_did_with_a_trace_as_a_plan():
+    first, shown = planning([0.0] * 3, samples=2, fraction=0.5)
+    *_, group = play(own_under_plan, first, [0.0, 1.0])
+    assert [len(text.split()) for text in shown] == [5] and values(group) == [0.0, 0.0, 1.0]
+    assert group.rollouts[:2] == first.group.rollouts[:2] and hints(group) == [0, 0, 1]
+    assert group.rollouts[2].authors.tolist() == [Author.REPLAY] * 3
+    assert group.rollouts[2].task.prompt_ids == first.group.task.prompt_ids
+
+
+def test_own_under_plan_falls_back_to_the_trace():
+    for fits, rounds in ((100, ([0.0], [1.0])), (0, ([1.0],))):  # the plan does not help; or does not fit
+        *_, group = play(own_under_plan, planning([0.0] * 3, fits=fits)[0], *rounds)
+        assert [r.finish for r in group.rollouts] == ["length"] * 2 + ["trace"] and values(group) == [0.0, 0.0, 1.0]
+    assert play(own_under_plan, planning([0.0] * 2, traces=())[0]) == []
+    task = (first := planning([0.0] * 2, traces=())[0]).group.task
+    given_by_row = replace(task, problem=replace(task.problem, meta={"hints": ["think"]}))
+    *_, group = play(own_under_plan, replace(first, group=replace(first.group, task=given_by_row)), [0.0])
+    assert group.rollouts == first.group.rollouts  # the row's plan does not help, and there is no trace
+
+
+def test_own_under_plan_prefers_what_the_policy_did_before():
+    first, shown = planning([0.0] * 3)
+    before = given(first.group.task, SHORT, author=Author.REPLAY)
+    *_, group = play(own_under_plan, replace(first, recalled=before), [1.0])
+    assert group.rollouts[2] is before and shown == [] and values(group) == [0.0, 0.0, 1.0]
+    assert play(own_under_plan, planning([0.0, 1.0, 0.0], recalled=before)[0]) == []
 
 
 TRAPO = {"sizes": (2, 1, 1), "fractions": (0.25, 0.5, 1.0), "scores": (0.5, 2 / 3, 1.0)}

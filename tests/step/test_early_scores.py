@@ -4,13 +4,13 @@ import threading
 from dataclasses import replace
 
 import pytest
-from builders import make_task, make_tokenizer
+from builders import make_rollout, make_task, make_tokenizer
 
 from luffy.config.knobs import RewardConfig
 from luffy.rewards import build_verifier
 from luffy.rewards.kinds import reward
 from luffy.rollout.native import NativeEngine
-from luffy.step.groups import verified
+from luffy.step.groups import score, verified
 from luffy.step.play import EarlyScores
 from luffy.train.loop import Trainer
 
@@ -39,6 +39,17 @@ def test_a_response_inside_a_thought_that_the_prompt_opened_has_no_answer():
         assert [score.value for score in verified([(task, ids) for task in tasks], verifier, tokenizer)] == [1.0, 0.0]
     with RewardConfig(kind="gsm8k", prompt_opens_thought=False).verifier() as verifier:
         assert [score.value for score in verified([(task, ids) for task in tasks], verifier, tokenizer)] == [1.0, 1.0]
+
+
+def test_a_response_that_was_cut_off_fails_if_the_recipe_says_so():
+    tokenizer = make_tokenizer()
+    ids = tokenizer("2+3\n#### 5")["input_ids"]
+    whole, cut = (make_rollout(ids, task=TASK, finish=finish) for finish in ("stop", "length"))
+    wrong = make_rollout(tokenizer("#### 6")["input_ids"], task=TASK, finish="length")
+    for cut_off, failure, values in (("score", 0.0, [1.0, 1.0, 0.0]), ("failure", 0.2, [1.0, 0.2, 0.0])):
+        with RewardConfig(kind="gsm8k", cut_off=cut_off, failure=failure).verifier() as verifier:
+            (group,) = score([(whole, cut, wrong)], verifier, tokenizer)
+        assert [one.value for one in group.scores] == values
 
 
 def test_a_verifier_that_breaks_is_noticed():

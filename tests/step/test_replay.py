@@ -2,14 +2,17 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from builders import make_rollout, make_task
 
 from luffy.config.knobs import ReplayConfig
 from luffy.errors import ConfigError
 from luffy.step.memory import Attempt, Replay, Success, least_entropy
 from luffy.train.loop import Trainer
+from luffy.types import Author, EpisodeOutcome
 
 
 def success(*ids, step=0):
@@ -91,6 +94,28 @@ def test_its_state_is_its_whole_state():
     empty.load_state_dict({})
     empty.load_state_dict(Replay(replay.cfg, 4).state_dict())
     assert not empty.begun and len(empty) == 0
+
+
+def test_for_a_gate_it_keeps_every_success_from_the_first_step_on():
+    replay = Replay(ReplayConfig(share=0.0, responses=2), n=2)
+    replay.remember([Attempt(0, 2, (success(1), success(2))), Attempt(1, 2), Attempt(2, 2, (success(3),))])
+    replay.remember([Attempt(0, 2, (success(4), success(5)))])
+    assert {row: [s.token_ids.item() for s in r.successes] for row, r in replay.problems.items()} == {0: [4, 5], 2: [3]}
+    assert not replay.retired
+
+
+def test_a_success_keeps_the_prompt_that_it_saw_and_what_the_environment_gave():
+    replay, task = begun_replay(), make_task((5, 6))
+    seen = make_rollout((7, 8), task=replace(task, prompt_ids=(5, 6, 9)), log_prob=-0.5)
+    seen = replace(seen, outcome=EpisodeOutcome("environment", reward=0.75))
+    known = (Success.of(seen, task, 3), Success.of(make_rollout((7, 8, 9), task=task), task, 4))
+    replay.remember([Attempt(7, 4, known)])
+    other = begun_replay()
+    other.load_state_dict(replay.state_dict())
+    one, two = (s.episode(task) for s in other.problems[7].successes)
+    assert one.task.prompt_ids == (5, 6, 9) and one.outcome.reward == 0.75 and one.finish == "trace"
+    assert one.authors.tolist() == [Author.REPLAY] * 2 and one.behavior_log_probs.tolist() == [-0.5] * 2
+    assert two.task == task and two.outcome is None and two.token_ids.tolist() == [7, 8, 9]
 
 
 def replay_config(make_config, name="run", steps=5, **changes):

@@ -91,6 +91,30 @@ def test_the_runs_with_the_released_coefficients_have_those_of_the_papers_recipe
     assert released["luffy"].entropy_coef == paper["luffy"].entropy_coef
 
 
+def test_what_the_study_left_open_and_what_may_beat_sft_then_rl_are_planned(tmp_path):
+    chosen = {"sft": 3e-5, "sft_rl": 1e-6, "luffy": 3e-6}
+    runs = plan.runs_of(plan.plan(chosen))
+    assert [(run.name, run.steps) for run in runs if 9 in run.questions] == [
+        *((f"luffy-long-lr1e-06-s{seed}", 200) for seed in plan.SEEDS),
+        ("luffy-long-entropy0.01-lr1e-06-s0", 200), ("luffy-long-entropy0.001-lr1e-06-s0", 200),
+    ]  # fmt: skip
+    after = [run for run in runs if run.method == "sft_luffy" or 10 in run.questions]
+    assert {(run.method, run.seed) for run in after} == {
+        (method, seed) for method in ("sft_luffy", *plan.AFTER_SFT) for seed in plan.SEEDS
+    }
+    cfg = {}
+    for run in after:
+        assert run.start == (None if run.method == "sft_flat" else f"sft-lr3e-05-s{run.seed}") and run.lr == 1e-6
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(run.recipe(tmp_path, tmp_path, tmp_path)))
+        cfg[run.method] = load_config(path)
+    gates = {method: str(cfg[f"sft_{method}"].guidance.gate) for method in ("ampo", "trapo", "ghpo")}
+    assert gates == {"ampo": "likeliest_traces", "trapo": "micro_groups", "ghpo": "hinted_group"}
+    assert cfg["sft_exgrpo"].replay.share == 0.5 and cfg["sft_maxrl"].algorithm.credit == "maxrl"
+    assert cfg["sft_dynamic"].algorithm.oversample_rounds == 9 and list(cfg["sft_flat"].stages) == ["sft", "rl"]
+    assert cfg["sft_flat"].stages["sft"]["until"] == "flat_loss"
+
+
 def test_the_table_of_released_coefficients_has_the_run_without_them_above(figures, by_name):
     rows = figures.read()
     assert figures.released(rows) == "" or any(row["note"] == "released" for row in rows)
@@ -103,7 +127,8 @@ def test_the_table_of_released_coefficients_has_the_run_without_them_above(figur
 def test_what_depends_on_a_choice_waits_for_it():
     early = [unit.method for unit in plan.plan({}) if isinstance(unit, plan.Contest)]
     assert early == ["luffy", "on_policy", "sft", "mixed", "rl_sft_loss", "luffy_clip"]
-    assert len(plan.runs_of(plan.plan({}))) == 20  # 18 of contests, 2 with the released coefficients
+    # 18 of contests, 2 with the released coefficients, 5 of LUFFY at 1e-6
+    assert len(plan.runs_of(plan.plan({}))) == 25
     later = plan.runs_of(plan.plan({"sft": 3e-5}))
     assert {run.start for run in later if run.method == "sft_rl" and run.seed == 0} == {"sft-lr3e-05-s0"}
 
