@@ -142,6 +142,7 @@ def test_the_example_of_the_page_trains_and_resumes(tiny_model, tmp_path):
     assert any(key.startswith("val-core/") for row in rows for key in row)
 
 
+@pytest.mark.timeout(1800)  # a process for each family
 @of_the_reward
 def test_every_family_accepts_its_own_answers(verifier):
     from reasoning_gym.factory import DATASETS

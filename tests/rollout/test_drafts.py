@@ -285,7 +285,8 @@ def test_a_training_has_the_samples_of_one_without(make_config, changes):
         rollout = {**changes.get("rollout", {}), "drafts": {"when": when}}
         cfg = make_config(name=when, **common, **{**changes, "rollout": rollout})
         rows = train_untimed(cfg)
-        assert any("rollout/accepted_per_pass" in row for row in rows) == (when == "always")
+        shown = when == "always" and "async" not in changes  # nobody asks an engine that rolls out ahead
+        assert all(("rollout/accepted_per_pass" in row) == shown for row in rows)
         found[when] = [(row["problem"], row["step"], row["token_ids"]) for row in samples(cfg)]
-    assert sum(row.get("rollout/draft_passes", 0) for row in rows) > 0
+    assert "async" in changes or rows[0]["rollout/draft_passes"] > 0
     assert found["always"] == found["never"] and len(found["never"]) > 3
