@@ -115,6 +115,21 @@ def test_few_slots_and_waiting_prompts(way):
     assert_same(plain, drawn_with(way, toy(), with_drafts(requests, texts_of(plain)), max_slots=1)[0])
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_pass_may_be_repeated(monkeypatch, slots):
+    """A GPU runs a pass before it captures it, and then the graph, from the same tokens."""
+    pytest.importorskip("triton")
+    from luffy.rollout.native.decode_graphs import Verifier
+
+    if DEVICE.type == "cpu":
+        plain_kernels.install(monkeypatch)
+    once = Verifier._pass
+    monkeypatch.setattr(Verifier, "_pass", lambda *args: (once(*args), once(*args))[1])
+    requests = [make_request((3, 4), 14, seed=i) for i in range(3)]
+    plain = NativeEngine(toy(), decoding="slots").generate(requests)
+    assert_same(plain, drawn_with("pages", toy(), with_drafts(requests, texts_of(plain)), max_slots=slots)[0])
+
+
 def test_a_window_and_the_end_of_the_context(way):
     model = toy("mistral", sliding_window=40, max_position_embeddings=192)
     requests = [make_request([3 + i % 30 for i in range(100)], 92, seed=seed) for seed in range(2)]

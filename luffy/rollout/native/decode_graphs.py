@@ -155,7 +155,7 @@ class Verifier:
         # What is drawn behind a limit is dropped, and must overwrite nothing.
         places = tables[:, None].expand(-1, count, -1).masked_fill((along > limits)[..., None], SCRATCH).flatten(0, 1)
         positions = along.minimum(limits).flatten()
-        tokens = self._fed[:rows, 1 : 1 + count].flatten()
+        tokens = self._fed[:rows, 1 : 1 + count].flatten().clone()  # the draw overwrites them; a row alone is a view
         numbers = torch.arange(len(tokens), device=tokens.device)
         layout = PagedDecodeLayout(decoder.cache, tables, numbers, positions, places=places)
         hidden = forward_hidden(decoder.model, tokens, positions, layout, decoder.products)
