@@ -163,7 +163,7 @@ def test_each_template_goes_on_from_what_the_model_saw_and_drew(name):
     maker = maker_for(Sums, {}, 4000)
     encoder = Encoder(tokenizer, max_response_tokens=400, tools=maker.tools, date="2026-01-31", max_prompt_tokens=4096)
     format = format_of(TEMPLATES[name])
-    rules = Conversations(EnvironmentConfig(name="sums", max_turns=3), encoder, maker, format, 2000, 0.0)
+    rules = Conversations(EnvironmentConfig(name="sums", max_turns=3), maker, 0.0, encoder, format, 2000)
     thought, call = "<think>\nadd\n</think>\n\n", SAID.get(name, SAID["qwen2.5"])
     task = encoder.encode(make_problem())
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(encoder.eos_ids[0])  # what the script ends its turns with
