@@ -87,15 +87,17 @@ class Process:
         """A training then ends at once, without a checkpoint, and lets go of the GPU in order."""
         self._process.send_signal(signal.SIGINT)
 
-    def end(self) -> None:
-        """Leave no process behind when this one is interrupted."""
+    def terminate(self) -> None:
         if self._process.poll() is None:
             self._process.terminate()
-            try:
-                self._process.wait(TO_STOP_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+
+    def end(self) -> None:
+        """Leave no process behind that was terminated."""
+        try:
+            self._process.wait(TO_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def together(jobs: Sequence[Job], environment: Mapping[str, str] | None = None) -> list[Ended]:
@@ -110,6 +112,8 @@ def together(jobs: Sequence[Job], environment: Mapping[str, str] | None = None) 
                 if i not in ended and (how := process.poll()) is not None:
                     ended[i] = how
     finally:
+        for process in running:  # all are asked before one is waited for
+            process.terminate()
         for process in running:
             process.end()
     return [ended[i] for i in range(len(running))]

@@ -1,6 +1,7 @@
 """An arm's process: stopped at its seconds, killed if it hangs, named if it fails."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +76,38 @@ def test_threads_and_signals_of_a_child(tmp_path):
     code = "import os, signal; print(os.environ['OMP_NUM_THREADS'], signal.getsignal(signal.SIGINT).__name__, os.getsid(0) == os.getpid())"
     assert together([Job([sys.executable, "-c", code], tmp_path / "log")], {"OMP_NUM_THREADS": "3"}) == [Ended(True)]
     assert (tmp_path / "log").read_text().split() == ["3", "default_int_handler", "True"]
+
+
+WAITS = """
+import os, signal, sys, time
+def stop(*_):
+    open({own!r}, "w")
+    while not os.path.exists({other!r}): time.sleep(0.05)
+    sys.exit(5)
+signal.signal(signal.SIGTERM, stop)
+open({own!r} + "-ready", "w")
+time.sleep(600)
+"""
+
+
+def test_an_interrupt_asks_all_before_it_waits_for_one(tmp_path, monkeypatch):
+    """Either ends when the other was asked too."""
+    files = [str(tmp_path / name) for name in "ab"]
+    codes = [WAITS.format(own=own, other=other) for own, other in (files, files[::-1])]
+    jobs = [Job([sys.executable, "-c", code], tmp_path / "log") for code in codes]
+    started, poll = {}, Process.poll
+
+    def interrupted(self):
+        started[id(self)] = self
+        if len(started) == 2 and all(Path(f"{file}-ready").exists() for file in files):
+            raise KeyboardInterrupt
+        return poll(self)
+
+    monkeypatch.setattr(process, "TO_STOP_S", 5.0)
+    monkeypatch.setattr(Process, "poll", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        together(jobs)
+    assert [poll(one).code for one in started.values()] == [5, 5]
 
 
 def test_an_interrupt_ends_all(tmp_path, monkeypatch):
