@@ -377,17 +377,6 @@ def replayed(rules: Conversations, traces: Sequence[Episode]) -> list[Episode]:
         return [seat.episode for seat in table.seats]
 
 
-def with_rewards(rules: Conversations, groups: Sequence[Group]) -> list[Group]:
-    """The groups with what the environments have to say about their scores."""
-    return [
-        replace(
-            group,
-            scores=tuple(rules.score(one.outcome, s) for one, s in zip(group.rollouts, group.scores, strict=True)),
-        )
-        for group in groups
-    ]
-
-
 def without_failures(rules: Conversations | None, group: Group) -> Group:
     """The group without episodes whose environment failed, if they are to be left out, unless that is all of them."""
     if rules is None or rules.cfg.on_failure != "leave_out":

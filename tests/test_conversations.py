@@ -331,6 +331,20 @@ def test_the_verifiers_reward_and_the_environments(how, value):
     assert group.scores[0].value == {"verifier": 0.0, "environment": 0.5, "sum": 0.25, "auto": 0.5}[how]
 
 
+class Costs(Sums):
+    def get_reward(self):
+        return -0.5
+
+
+def test_the_sum_of_an_episode_that_was_cut_off_is_what_fails():
+    """As in an evaluation; each part alone may be anything."""
+    again = lambda text: call_text("add", a=2, b=9)  # noqa: E731
+    for most, value in ((None, 0.5), (0.0, 0.0), (-1.0, -1.0)):
+        rules = make_rules(Costs, reward="sum", max_turns=3)
+        ((group,), _) = play_turns(rules, again, [make_problem()], most_if_cut_off=most)
+        assert [score.value for score in group.scores] == [value]
+
+
 # --- a teacher's trajectories ---
 
 CALLS = (ToolCall("add", {"a": 2, "b": 3}), ToolCall("add", {"a": 5, "b": 4}))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from luffy.config import RewardConfig
-from luffy.conversations import Conversations, replayed, with_rewards
+from luffy.conversations import Conversations, replayed
 from luffy.distributed.world import World
 from luffy.errors import AllStopped
 from luffy.guidance import given
@@ -23,8 +23,7 @@ from luffy.types import Episode, Group, Score, Task
 
 def score(rollouts: Sequence[tuple[Episode, ...]], verifier: Verifier, tokenizer: Any) -> list[Group]:
     """Rewards of all responses; a trace goes through the same verifier, so a wrong one earns its 0."""
-    responses = [(rollout.task, rollout.answer_ids.tolist()) for group in rollouts for rollout in group]
-    return grouped(rollouts, verified(responses, verifier, tokenizer), verifier)
+    return grouped(rollouts, _judged(list(chain(*rollouts)), verifier, tokenizer), verifier)
 
 
 def trace_scores(
@@ -43,11 +42,14 @@ def scored_by_both(
     episodes: Sequence[tuple[Episode, ...]], verifier: Verifier, tokenizer: Any, conversations: Conversations
 ) -> list[Group]:
     """Groups of played episodes: what the verifier says of the last turn, and what the environment has to say."""
-    if conversations.asks_verifier:
-        groups = score(episodes, verifier, tokenizer)
-    else:
-        groups = [Group(group[0].task, group, tuple(Score(0.0) for _ in group)) for group in episodes]
-    return [at_their_ends(group, verifier) for group in with_rewards(conversations, groups)]
+    every = list(chain(*episodes))
+    judged = _judged(every, verifier, tokenizer) if conversations.asks_verifier else [Score(0.0)] * len(every)
+    scores = [conversations.score(one.outcome, score) for one, score in zip(every, judged, strict=True)]
+    return grouped(episodes, scores, verifier)
+
+
+def _judged(rollouts: Sequence[Episode], verifier: Verifier, tokenizer: Any) -> list[Score]:
+    return verified([(rollout.task, rollout.answer_ids.tolist()) for rollout in rollouts], verifier, tokenizer)
 
 
 def verified(responses: Sequence[tuple[Task, Sequence[int]]], verifier: Verifier, tokenizer: Any) -> list[Score]:
@@ -59,16 +61,12 @@ def verified(responses: Sequence[tuple[Task, Sequence[int]]], verifier: Verifier
 
 
 def grouped(rollouts: Sequence[tuple[Episode, ...]], scores: Iterable[Score], verifier: Verifier) -> list[Group]:
-    """Groups of the rollouts, with their scores in the same order."""
+    """Groups of the rollouts, with their scores in the same order; those of responses that were cut off may be less."""
     following = iter(scores)
-    groups = [Group(group[0].task, group, tuple(next(following) for _ in group)) for group in rollouts]
-    return [at_their_ends(group, verifier) for group in groups]
-
-
-def at_their_ends(group: Group, verifier: Verifier) -> Group:
-    """The group with what the verifier makes of responses that were cut off."""
-    ends = [episode.finish for episode in group.rollouts]
-    return replace(group, scores=tuple(map(verifier.at_its_end, group.scores, ends)))
+    return [
+        Group(group[0].task, group, tuple(verifier.at_its_end(next(following), one.finish) for one in group))
+        for group in rollouts
+    ]
 
 
 def stop_if_nothing_was_scored(groups: Iterable[Group], world: World, where: str) -> None:
