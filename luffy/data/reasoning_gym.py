@@ -156,7 +156,7 @@ def _row(asked: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     judged = {"family": asked["family"], "config": asked["config"], **entry}
     return {
         "prompt": entry["question"],
-        "answer": str(entry["answer"] or ANY_ANSWER),
+        "answer": ANY_ANSWER if entry["answer"] in (None, "") else str(entry["answer"]),
         "source": f"{PREFIX}{asked['family']}",
         "entry": json.dumps(_tagged(judged), ensure_ascii=False),
     }

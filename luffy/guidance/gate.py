@@ -108,7 +108,7 @@ class FirstRound:
 
     @property
     def hinted(self) -> list[int]:
-        """Numbers of the samples that have a hint in their prompt."""
+        """Numbers of the samples that were drawn with a hint in their prompt."""
         return [i for i, rollout in enumerate(self.group.rollouts) if rollout.task.hint]
 
     def score(self, number: int) -> float:
@@ -267,7 +267,7 @@ class SecondRounds:
             more = next(new) if second.add else Group(first.task, (), ())
             kept = [first.rollouts[k] for k in second.keep]
             if second.drop_hints:
-                kept = [without_hint(rollout) if rollout.task.hint else rollout for rollout in kept]
+                kept = [rollout if rollout.task.plain_ids is None else without_hint(rollout) for rollout in kept]
             rollouts = (*kept, *more.rollouts)
             scores = (*(first.scores[k] for k in second.keep), *(_at_least(s, second.least) for s in more.scores))
             merged[i] = Group(first.task, rollouts, scores)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from luffy.data import load_problems
-from luffy.data.reasoning_gym import _tagged, is_generated
+from luffy.data.reasoning_gym import ANY_ANSWER, _row, _tagged, is_generated
 from luffy.data.sources import open_source
 from luffy.errors import DataError, UserError
 from luffy.rewards.reasoning_gym import _untagged
@@ -62,6 +62,11 @@ def test_entries_survive_json_with_tuples_and_keys_of_other_kinds():
     entry = {"a": (1, [2, (3,)]), "b": {0: "x", (1, 2): {"c": 0.1}}, "d": None}
     assert json.loads(json.dumps(_tagged(entry)), object_hook=_untagged) == entry
     assert is_generated("reasoning_gym:countdown") and not is_generated("countdown.jsonl")
+
+
+@pytest.mark.parametrize(("answer", "shown"), [(None, ANY_ANSWER), ("", ANY_ANSWER), (0, "0"), ("7", "7")])
+def test_an_answer_of_zero_is_one(answer, shown):
+    assert _row({"family": "f", "config": {}}, {"question": "q", "answer": answer})["answer"] == shown
 
 
 @with_package

@@ -19,7 +19,7 @@ from luffy.guidance.built_in_gates import (
     shortest_hint,
     trace_alone,
 )
-from luffy.guidance.gate import GateSettings, SecondRounds
+from luffy.guidance.gate import GateSettings, SecondRound, SecondRounds
 from luffy.guidance.plan import given
 from luffy.guidance.row_hints import hints_of
 from luffy.types import Author, Demonstration, Problem
@@ -215,6 +215,15 @@ def test_own_under_plan_takes_what_the_policy_did_with_a_trace_as_a_plan():
     assert group.rollouts[:2] == first.group.rollouts[:2] and hints(group) == [0, 0, 1]
     assert group.rollouts[2].authors.tolist() == [Author.REPLAY] * 3
     assert group.rollouts[2].task.prompt_ids == first.group.task.prompt_ids
+
+
+def test_a_hint_is_dropped_once():
+    """A custom gate may keep in a later round what it kept without its hint in an earlier one."""
+    first, _ = planning([0.0] * 3)
+    *_, group = play(own_under_plan, first, [1.0])
+    assert hints(group) == [0, 0, 1]
+    (again,) = SecondRounds({0: SecondRound((1, 2), drop_hints=True)}).merge([group], [])
+    assert again.rollouts == group.rollouts[1:]
 
 
 def test_own_under_plan_falls_back_to_the_trace():

@@ -1,5 +1,7 @@
 """Drafts are verified where few rows run and it is faster."""
 
+import pytest
+
 from luffy.rollout.native.draft_pace import FIRST_PAUSE, TRIAL, VERIFIED_TOKENS, Pace
 
 
@@ -22,6 +24,15 @@ def steps_of(pace, clock, rows, steps, step_s, pass_s, kept):
         else:
             pace.verified(rows, tokens, kept)
     return made
+
+
+def test_passes_of_all_sizes_run_few_idle_rows():
+    """Two tokens are the fewest that a pass verifies."""
+    pytest.importorskip("triton")
+    from luffy.rollout.native.decode_graphs import VERIFIED_ROWS
+
+    pace = Pace(2, always=True, clock=Clock())
+    assert max(rows for rows in range(1024) if pace.tokens_for(rows) > 1) == VERIFIED_ROWS[-1]
 
 
 def test_fewer_tokens_for_more_rows_and_none_for_many():

@@ -21,7 +21,7 @@ from luffy.types import to_device
 # Batches run with the next larger of these many rows; the idle ones write to the scratch page.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512)
 LARGE_STEP = 128
-VERIFIED_ROWS = (4, 16, 32, 64)  # the same, for passes over drafts; more than the last runs as many as there are
+VERIFIED_ROWS = (4, 16, 32, 64, 128)  # the same, for passes over drafts, of at most VERIFIED_TOKENS tokens
 
 _one_at_a_time = threading.Lock()
 
