@@ -1,4 +1,4 @@
-"""The mixed objective (paper Eq. 6): on-policy term, off-policy term, SFT term.
+"""The mixed objective (paper Eq. 6): on-policy term, off-policy term, SFT term; KL penalty and importance weights.
 
 ``policy_loss_terms`` is the one elementwise implementation. The public functions reduce it over
 padded [B, T] tensors; the trainer reduces it over packed ones. Nothing here depends on the shape.

@@ -1,4 +1,4 @@
-"""Named denominators: every reduction is a weight per token, fixed before the first backward pass.
+"""Masked means and named denominators: every reduction is a weight per token, fixed before the first backward pass.
 
 A loss is then the plain sum of weight * token loss, so cutting a mini-batch into micro-batches or
 spreading it over ranks cannot change it. The names are those verl users know.

@@ -1,4 +1,5 @@
-"""Write a ``Problem`` as the exact prompt the model sees, by a prompt style or the chat template."""
+"""Write a ``Problem`` as the exact prompt the model sees, by a prompt style or the chat template; the turns of a chat,
+and special tokens that texts spell out."""
 
 from __future__ import annotations
 

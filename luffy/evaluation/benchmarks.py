@@ -1,4 +1,5 @@
-"""Suites of benchmarks in the paper's column order (Table 1), or a custom dataset.
+"""Suites of benchmarks in the paper's column order (Table 1), or a custom dataset; multiple choice
+questions have their options shuffled.
 
 data folder/
   benchmarks/math6.parquet      AIME24, AIME25, AMC, MATH-500, Minerva, OlympiadBench by ``data_source``

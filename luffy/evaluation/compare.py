@@ -1,4 +1,5 @@
-"""``luffy eval compare``: one table of several evaluations, the best marked, and every difference tested."""
+"""``luffy eval compare``: one table of several evaluations, the best marked, and every difference tested by a paired
+bootstrap."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ torch brings the kernels of version 2 itself, so that package would change nothi
 newer GPUs; both take the same arguments and align causality and windows to the end, as torch's own does. Version 4
 compiles its kernels when they are first called and is still a beta, so nothing is taken on trust: a small forward and
 backward pass must work and give torch's values, or torch's kernel serves. Windows are other kernels, tried apart.
-Where there is none, cuDNN's kernel is tried in the same way.
+Where there is none, cuDNN's kernel is tried in the same way; ``attend_dense`` runs it, a sequence at a time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The forward pass the trainer and the engine share: flat tokens in, hidden states out."""
+"""The forward pass the trainer and the engine share: flat tokens in, hidden states out; and the fused form
+of the families that have one."""
 
 from __future__ import annotations
 

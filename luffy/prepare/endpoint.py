@@ -15,6 +15,7 @@ from luffy.errors import UserError
 from luffy.prepare.journal import whole_text
 from luffy.types import Message, ToolCall
 from luffy.web import Client, RequestFailed, checked_address, with_retries
+from luffy.web import Stopped as Stopped  # what `Endpoint.sample` raises after `abort`
 
 CUT_OFF = ("length", "content_filter", "abort")  # reasons why a response is not finished
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from luffy.cli_help import AnswerInThought, Columns, FullHelp, Style, TrustRemoteCode, Workers
 from luffy.errors import UserError
 from luffy.repository import add_repository_commands
+
+if TYPE_CHECKING:
+    from luffy.config import EnvironmentConfig
 
 prepare_app = typer.Typer(
     name="prepare",
@@ -71,6 +74,9 @@ def check(
         typer.echo(line)
 
 
+MaxTokens = Annotated[int, typer.Option(min=1, help="longest response; of a server's episode, longest turn")]
+KeepTraces = Annotated[bool, typer.Option("--keep-traces", help="keep the traces of FILE, before the new ones")]
+PlayedIn = Annotated[str | None, typer.Option(help="recipe with the environment that answers the teacher's turns")]
 TraceTokenizer = Annotated[
     str | None,
     typer.Option(help="of the model to be trained: token ids with log-probs where they are its own, else text"),
@@ -93,9 +99,7 @@ def traces(
     tokenizer: TraceTokenizer = None,
     n: Annotated[int, typer.Option(min=1, help="samples per problem")] = 4,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 1.0,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, help="longest response; of a server's episode, longest turn")
-    ] = 8192,
+    max_tokens: MaxTokens = 8192,
     style: Style = "auto",
     system_prompt: Annotated[str | None, typer.Option(help="system message, where the prompt has none")] = None,
     teacher: Annotated[str | None, typer.Option(help="name recorded in the traces; default: the model's")] = None,
@@ -106,33 +110,25 @@ def traces(
     retries: Annotated[int, typer.Option(min=0, help="after 429, 5xx, a lost or malformed reply (endpoint)")] = 6,
     timeout: Annotated[float, typer.Option(min=1, help="seconds for one response (endpoint)")] = 600,
     keep_wrong: Annotated[bool, typer.Option("--keep-wrong", help="keep finished but wrong samples too")] = False,
-    keep_traces: Annotated[
-        bool, typer.Option("--keep-traces", help="keep the traces of FILE, before the new ones")
-    ] = False,
+    keep_traces: KeepTraces = False,
     limit: Annotated[int, typer.Option(min=0, help="only the first problems; 0: all")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="seed of the samples")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16 (local)")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda (local)")] = "auto",
     trust_remote_code: TrustRemoteCode = False,
-    environment: Annotated[
-        str | None, typer.Option(help="recipe with the environment that answers the teacher's turns")
-    ] = None,
+    environment: PlayedIn = None,
 ) -> None:
     """Verified traces from an OpenAI-compatible server or a local model."""
-    from luffy.config import load_config
     from luffy.prepare.teachers import endpoint_teacher, local_teacher
     from luffy.prepare.traces import prepare_traces
 
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     if (endpoint is None) == (local is None):
         raise UserError("give --endpoint with --model, or --local")
-    played_in = None if environment is None else load_config(environment).environment
-    if environment is not None and played_in is None:
-        raise UserError(f"--environment {environment}: the recipe has no environment; name one that has")
+    played_in = _environment_of(environment)
     if local is not None:
         asked, settings = local_teacher(
-            local, sampling, seed, style, system_prompt, tokenizer, dtype, device, trust_remote_code,
-            played_in,
+            local, sampling, seed, style, system_prompt, tokenizer, dtype, device, trust_remote_code, played_in,
         )  # fmt: skip
     else:
         asked, settings = endpoint_teacher(
@@ -147,6 +143,15 @@ def traces(
     for name, count in card["counts"].items():
         typer.echo(f"{name.replace('_', ' '):<42} {count:,}")
     typer.echo(f"written  {out}")
+
+
+def _environment_of(recipe: str | None) -> EnvironmentConfig | None:
+    from luffy.config import load_config
+
+    found = None if recipe is None else load_config(recipe).environment
+    if recipe is not None and found is None:
+        raise UserError(f"--environment {recipe}: the recipe has no environment; name one that has")
+    return found
 
 
 def _api_key(variable: str | None) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -58,7 +58,7 @@ from luffy.train.held_out_traces import hold_out_traces
 from luffy.train.saving import Saver
 from luffy.train.stage_end import StageEnd
 from luffy.train.weights import Export, base_of, load_weights, with_template
-from luffy.types import Sample
+from luffy.types import Sample, Task
 
 Data = dict[str, dict[str, int]]
 
@@ -214,15 +214,18 @@ def _assemble(
         span=span, ended_at=None if span is None or span.ending is None else span.ending.step,
     )  # fmt: skip
     messages.facts += [] if span is None or checkpoint is not None else span.told
-    by_loss = bool(traces) and (not eval_tasks if span is None else span.stage.by_loss)
-    held_out = HeldOut(
-        cfg, world, eval_tasks, engines.current, verifier, tokenizer, end_of_text, run.conversations, traces,
-        policy.log_probs, by_loss,
-    )  # fmt: skip
     sizes = {name: len(of_set) for name, of_set in eval_tasks.items()}
     machine = {"processes": world.size, "gpus": world.size if device == "cuda" else 0}
     data = {"train": tasks.report, "eval": dict(encoder.counts), "held_out": sizes, "run": machine}
-    return run, held_out, data, base
+    return run, _held_out(run, eval_tasks, traces), data, base
+
+
+def _held_out(run: Run, tasks: dict[str, list[Task]], traces: Sequence[Sample]) -> HeldOut:
+    by_loss = bool(traces) and (not tasks if run.span is None else run.span.stage.by_loss)
+    return HeldOut(
+        run.cfg, run.world, tasks, run.engines.current, run.verifier, run.tokenizer, run.eos_ids, run.conversations,
+        traces, run.policy.log_probs, by_loss,
+    )  # fmt: skip
 
 
 def load_tasks(cfg: Config, method: str, encoder: Encoder, of_held_out: Encoder) -> tuple[TaskSet, list[Sample]]:
