@@ -7,7 +7,6 @@ round whether any of them needs another one.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,8 +21,6 @@ from luffy.step.play import play
 from luffy.step.run_state import Draw, Run, StepBatch
 from luffy.types import Demonstration, Episode, Group, Task
 
-TOO_LONG = "method/hints_too_long"
-
 
 def gate(run: Run, drawn: Sequence[Draw], groups: Sequence[Group], batch: StepBatch) -> Sequence[Group]:
     """The groups after the rounds that the gate asks for."""
@@ -32,23 +29,25 @@ def gate(run: Run, drawn: Sequence[Draw], groups: Sequence[Group], batch: StepBa
         return groups
     merged, asked = list(groups), list(range(len(groups)))
     gated: set[int] = set()
-    counts = Counter({TOO_LONG: 0})
+    too_long: set[tuple[int, int]] = set()  # positions and levels of hints
     rounds = 0
     while batch.step >= run.cfg.guidance.gate_from and gate.may_go_on(rounds):
         rounds += 1
-        firsts = {i: first_round(run, drawn[i], merged[i], batch.step, rounds, counts) for i in asked}
+        firsts = {i: first_round(run, drawn[i], merged[i], batch.step, rounds, too_long) for i in asked}
         second = SecondRounds.of(gate, with_answer_probs(run, gate, firsts) if gate.answer_probs else firsts)
         if not any(run.world.gather(bool(second.rounds))):
             break
         merged = second.merge(merged, play(run, second.plan, batch))
         gated.update(second.rounds)
         asked = second.unfinished
-    batch.metrics = merge_metrics([batch.metrics, gate_metrics(run, gate, merged, len(gated), counts)])
+    batch.metrics = merge_metrics([batch.metrics, gate_metrics(run, gate, merged, len(gated), len(too_long))])
     return merged
 
 
-def first_round(run: Run, draw: Draw, group: Group, step: int, number: int, counts: Counter[str]) -> FirstRound:
-    """What the gate sees of one group; ``counts`` counts the hints that do not fit."""
+def first_round(
+    run: Run, draw: Draw, group: Group, step: int, number: int, too_long: set[tuple[int, int]]
+) -> FirstRound:
+    """What the gate sees of one group; hints that do not fit go into ``too_long``."""
     reward = run.cfg.reward
     return FirstRound(
         group,
@@ -62,7 +61,7 @@ def first_round(run: Run, draw: Draw, group: Group, step: int, number: int, coun
         round=number,
         settings=run.cfg.guidance.gate.settings,
         text_of=lambda ids: decode(run.tokenizer, [list(ids)])[0],
-        with_hint=partial(hinted_task, run, group.task, counts),
+        with_hint=partial(hinted_task, run, group.task, draw.position, too_long),
         recalled=recalled(run, draw),
     )
 
@@ -81,18 +80,18 @@ def with_answer_probs(run: Run, gate: Gate, firsts: Mapping[int, FirstRound]) ->
     return {i: replace(first, answer_probs=own) for (i, first), own in zip(asked.items(), probs, strict=True)}
 
 
-def hinted_task(run: Run, task: Task, counts: Counter[str], hint: str, level: int) -> Task | None:
+def hinted_task(
+    run: Run, task: Task, position: int, too_long: set[tuple[int, int]], hint: str, level: int
+) -> Task | None:
     """The task with a hint in its prompt; None where that is longer than ``data.max_prompt_tokens``."""
     hinted = run.tasks.encoder.with_hint(task, run.cfg.guidance.hint_text.replace(SOLUTION, hint), level)
     if len(hinted.prompt_ids) > run.cfg.data.max_prompt_tokens:
-        counts[TOO_LONG] += 1
+        too_long.add((position, level))  # a search may come to it in every round
         return None
     return hinted
 
 
-def gate_metrics(
-    run: Run, gate: Gate, groups: Sequence[Group], gated: int, counts: Mapping[str, int]
-) -> dict[str, Metric]:
+def gate_metrics(run: Run, gate: Gate, groups: Sequence[Group], gated: int, too_long: int) -> dict[str, Metric]:
     """Fraction of groups that the gate changed, and how hints fared."""
     metrics: dict[str, Metric] = {"batch/gated": Sum(gated), "method/gated_share": Mean(gated, len(groups))}
     if not gate.uses_hints:
@@ -101,7 +100,7 @@ def gate_metrics(
     highest = run.world.most(max((level for group in levels for level in group), default=0))
     hinted = [s for g in groups for r, s in zip(g.rollouts, g.scores, strict=True) if r.task.hint]
     return metrics | {
-        **{name: Sum(count) for name, count in counts.items()},
+        "method/hints_too_long": Sum(too_long),
         **{
             f"method/hint_{level}_share": Mean.of(level in group for group in levels) for level in range(1, highest + 1)
         },

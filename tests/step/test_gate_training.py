@@ -15,6 +15,7 @@ from luffy.guidance.gate import Gate, SecondRound
 from luffy.models.load import load_model
 from luffy.report.samples import sample_cards
 from luffy.rollout.native import NativeEngine
+from luffy.step.gating import hinted_task
 from luffy.train.loop import Trainer
 
 
@@ -189,6 +190,11 @@ def test_a_hint_that_does_not_fit_is_not_shown(make_config, two_teachers):
     train(cfg)
     (figure,) = untimed_metrics(cfg)
     assert figure["method/hints_too_long"] > 0 and figure["batch/gated"] == 0
+    too_long = set()
+    with Trainer(cfg) as trainer:
+        for _ in range(2):  # a search may come to it in every round, and it is counted once
+            assert hinted_task(trainer.run, trainer.run.tasks[0], 3, too_long, "2 2 2 2 2 2", 1) is None
+    assert too_long == {(3, 1)}
 
 
 def test_what_a_gate_cannot_do_is_refused(make_config, tmp_path, sums):
