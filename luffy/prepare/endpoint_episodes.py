@@ -82,11 +82,10 @@ class EndpointEpisode:
             self._messages += answered.messages
 
     def _start(self, problem: Problem, seed: int) -> str:
-        environment = self.rules.maker.make()
-        if self._is_over:  # that took too long, and nobody else knows of it
+        self._environment = environment = self.rules.maker.make()
+        if self._is_over:  # that took too long, and perhaps nobody else knows of it
             environment.close()
             return ""
-        self._environment = environment
         return environment.start(problem, seed)
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
