@@ -86,9 +86,7 @@ class DataConfig:
     system_prompt: str | None = knob(None, "system message (styles chat and paper)")
     chat_template: str | None = knob(None, "Jinja chat template, text or file; null: the tokenizer's")
     date: str | None = knob(None, "date that templates print (Llama 3), e.g. 2026-01-31; null: the run's first day")
-    special_tokens: Literal["text", "control"] = knob(
-        "text", "special tokens spelled out in prompts and traces"
-    )
+    special_tokens: Literal["text", "control"] = knob("text", "special tokens spelled out in prompts and traces")
     max_prompt_tokens: int = knob(1024, "longest prompt", ge=1)
     overlong_prompt: Literal["error", "drop"] = knob("error", "longer prompts stop the run, or are dropped and counted")
     overlong_trace: Literal["drop", "truncate", "error"] = knob("drop", "traces longer than rollout.max_tokens")
