@@ -34,7 +34,7 @@ def training(out: Path, arm: Arm, patience: float, target: float) -> Job:
 
 
 def evaluation(out: Path, arm: Arm, data: Path, name: str, patience: float) -> Job:
-    """Of the arm's best checkpoint, sampled as in its training's evaluations."""
+    """The evaluation of the arm's best checkpoint, sampled as in its training's evaluations."""
     e = arm.cfg.eval
     options = {
         "suite": data, "out": arm.cfg.folder / "evals" / name, "reward-of": recipe_of(out, arm), "k": e.n,

@@ -86,9 +86,7 @@ class DataConfig:
     system_prompt: str | None = knob(None, "system message (styles chat and paper)")
     chat_template: str | None = knob(None, "Jinja chat template, text or file; null: the tokenizer's")
     date: str | None = knob(None, "date that templates print (Llama 3), e.g. 2026-01-31; null: the run's first day")
-    special_tokens: Literal["text", "control"] = knob(
-        "text", "how to read special tokens spelled out in prompts and traces"
-    )
+    special_tokens: Literal["text", "control"] = knob("text", "special tokens spelled out in prompts and traces")
     max_prompt_tokens: int = knob(1024, "longest prompt", ge=1)
     overlong_prompt: Literal["error", "drop"] = knob("error", "longer prompts stop the run, or are dropped and counted")
     overlong_trace: Literal["drop", "truncate", "error"] = knob("drop", "traces longer than rollout.max_tokens")
@@ -113,7 +111,7 @@ class RewardConfig:
     success: float = knob(1.0, "smallest reward of a correct response")
     failure: float = knob(0.0, "largest reward of a failed response")
     cut_off: Literal["score", "failure"] = knob(
-        "score", "a response cut off at a limit (rollout.max_tokens): scored as any other, or at most reward.failure"
+        "score", "a response cut off at a limit: scored as any other, or at most reward.failure"
     )
 
     def __post_init__(self) -> None:
@@ -315,10 +313,10 @@ class VllmConfig:
 @dataclass(frozen=True)
 class DraftsConfig:
     when: Literal["never", "auto", "always"] = knob(
-        "never", "verify drafts where few responses are under way; auto: and where that is faster, as measured"
+        "never", "verify drafts while few responses are under way; auto: if measured as faster"
     )
-    tokens: int = knob(8, "tokens of a response in a pass; half as many where more are under way", ge=2, le=64)
-    memory_mb: int = knob(256, "host memory for responses and their index", ge=1)
+    tokens: int = knob(8, "tokens of a response in a pass; half with many responses", ge=2, le=64)
+    memory_mb: int = knob(256, "host memory for drafts", ge=1)
 
 
 @dataclass(frozen=True)
@@ -397,7 +395,7 @@ class MixConfig:
     start: float = knob(0.5, "mu at the start: the SFT term's fraction of the loss", ge=0, le=1)
     end: float | None = knob(None, "mu after steps, along a cosine; null: constant", ge=0, le=1)
     steps: int | None = knob(None, "steps from start to end, after the warm-up; null: all", ge=1)
-    warmup: int = knob(0, "first steps, over which mu rises from 0", ge=0)
+    warmup: int = knob(0, "steps over which mu rises from 0", ge=0)
 
     def at(self, step: int, total_steps: int) -> float:
         """mu at a step, counted from 0."""

@@ -91,7 +91,7 @@ def likeliest_traces(first: FirstRound) -> SecondRound | None:
 class Hints:
     """Settings of gates that show hints."""
 
-    fractions: tuple[float, ...] = knob((0.25, 0.5, 0.75), "fractions of a trace shown as a hint, level by level")
+    fractions: tuple[float, ...] = knob((0.25, 0.5, 0.75), "fraction of a trace, by level or round")
 
     def check(self, where: str) -> None:
         check_fractions(self.fractions, where)
@@ -111,7 +111,7 @@ def hinted_group(first: FirstRound) -> SecondRound | None:
 class LowestHint(Hints):
     """Settings of lowest_hint."""
 
-    samples: int = knob(1, "samples made with each hint", ge=1)
+    samples: int = knob(1, "samples per hint", ge=1)
 
 
 @gate_function("lowest_hint", uses_hints=True, rounds=None, when=own_failed, settings=LowestHint, grows=False)
@@ -132,8 +132,8 @@ def lowest_hint(first: FirstRound) -> SecondRound | None:
 class ShortestHint:
     """Settings of shortest_hint."""
 
-    samples: int = knob(2, "samples drawn with each hint", ge=1)
-    parts: int = knob(8, "lengths of a trace of one turn; of several turns each is a length", ge=1)
+    samples: int = knob(2, "samples per hint", ge=1)
+    parts: int = knob(8, "hint lengths in a trace of one turn", ge=1)
 
     @property
     def replaces(self) -> int:
@@ -167,8 +167,8 @@ def shortest_hint(first: FirstRound) -> SecondRound | None:
 class OwnUnderPlan:
     """Settings of own_under_plan."""
 
-    samples: int = knob(1, "samples drawn with the plan", ge=1)
-    fraction: float = knob(1.0, "share of a trace that is the plan, in whole turns", gt=0, le=1)
+    samples: int = knob(1, "samples per hint", ge=1)
+    fraction: float = knob(1.0, "fraction of a trace in the plan, in whole turns", gt=0, le=1)
 
     @property
     def fractions(self) -> tuple[float, ...]:
@@ -203,9 +203,9 @@ def own_under_plan(first: FirstRound) -> SecondRound | None:
 class MicroGroups:
     """Settings of micro_groups."""
 
-    sizes: tuple[int, ...] = knob((2, 1, 1), "samples added in each round; the first rollout.n come first")
-    fractions: tuple[float, ...] = knob((0.25, 0.5, 0.75), "fraction of a trace that a round's samples begin with")
-    scores: tuple[float, ...] = knob((0.5, 2 / 3, 1.0), "a round has a prefix if the mean score so far is below this")
+    sizes: tuple[int, ...] = knob((2, 1, 1), "samples added to the first rollout.n, by round")
+    fractions: tuple[float, ...] = knob((0.25, 0.5, 0.75), "fraction of a trace, by level or round")
+    scores: tuple[float, ...] = knob((0.5, 2 / 3, 1.0), "mean score so far, below which a round has a prefix")
 
     def check(self, where: str) -> None:
         check_fractions(self.fractions, where)

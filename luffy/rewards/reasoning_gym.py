@@ -20,10 +20,12 @@ Read = Literal["marked", "tag", "box", "whole"]
 
 @dataclass(frozen=True)
 class ReasoningGymSettings:
+    """Settings of the reward ``reasoning_gym``."""
+
     read: Read = knob(
         "marked",
-        "where the answer is: tag: in the last <answer>...</answer>; box: in the last \\boxed{}; marked: in the later "
-        "of both; whole: all that follows the last thought",
+        "the answer: in the last <answer> (tag) or \\boxed{} (box), the later of both (marked), or all text after the "
+        "last thought (whole)",
     )
 
 

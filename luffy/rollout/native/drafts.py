@@ -94,7 +94,7 @@ class Drafts:
         return DraftingDecoder(model, plan, self, max_context)
 
     def metrics(self) -> dict[str, Metric]:
-        """Of the calls since the last time."""
+        """Metrics of the calls since the last time."""
         passes, rows, kept = self._passes, self._rows, self._kept
         self._passes = self._rows = self._kept = 0
         return {"rollout/accepted_per_pass": Mean(kept, rows), "rollout/draft_passes": Sum(passes)}
