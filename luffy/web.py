@@ -78,7 +78,7 @@ class Client:
         self._secrets = secrets
         self._longest = longest_answer
         handlers = () if proxies else (urllib.request.ProxyHandler({}),)
-        self._opener = urllib.request.build_opener(_NoRedirect, _TimedHandler, _TimedHTTPSHandler, *handlers)
+        self._opener = urllib.request.build_opener(NoRedirect, _TimedHandler, _TimedHTTPSHandler, *handlers)
 
     def send(self, address: str, content: bytes | None, timeout_s: float) -> bytes:
         """Body of the answer to a POST of ``content``, or to a GET if it is None; ``RequestFailed`` without one."""
@@ -167,7 +167,7 @@ def _connection_failure(error: OSError | HTTPException, timeout_s: float) -> Req
     return RequestFailed(f"no connection ({type(reason).__name__}: {reason})", retryable=retryable)
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
+class NoRedirect(urllib.request.HTTPRedirectHandler):
     """Refuses redirects, which would carry the Authorization header to another host."""
 
     def redirect_request(self, *_: Any) -> None:

@@ -14,7 +14,7 @@ MEGABYTE = 1 << 20
 PROBE = """
 import random, re, sys
 from pathlib import Path
-from luffy.data import ProblemDataset, open_source, sources
+from luffy.data import ProblemDataset, sources
 
 sources.IN_MEMORY_BYTES = 1 << 20
 
@@ -28,7 +28,7 @@ def watched(rows):
         yield row
 
 seen = [megabytes()]
-source = open_source(sys.argv[1])
+source = sources.open_source(sys.argv[1])
 scan = source.scan
 source.scan = lambda: watched(scan())
 problems = ProblemDataset(source)

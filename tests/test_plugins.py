@@ -177,7 +177,7 @@ def test_a_reward_that_verifier_processes_cannot_import_runs_here():
     assert scores == [Score(1.0), Score(0.0), Score(0.0, "error")]
     with pytest.raises(UserError, match="there is a reward 'gsm8k' already"):
         reward("gsm8k")(local)
-    assert built_in() == ("choice", "format", "gsm8k", "math", "numeric") and "local_reward" in REWARDS
+    assert built_in() == ("choice", "format", "gsm8k", "math", "numeric", "reasoning_gym") and "local_reward" in REWARDS
 
 
 def test_reading_a_config_imports_nothing(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from luffy.prepare.check import QUANTILES, quantiles
+from luffy.prepare.chat_report import QUANTILES, quantiles
 from studies.paper.select import HELD_OUT, TRAIN, Selection
 
 WHY_ROW = {

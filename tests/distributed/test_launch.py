@@ -66,8 +66,8 @@ def test_a_mistake_is_said_once_and_gives_its_exit_code():
     [
         ({"parallel": {"workers": 2}}, "launch=torchrun or ray"),
         ({"parallel": {"cpu_offload": True}}, r"set optim\.offload=true instead"),
-        ({"parallel": {"gather": "mini_batch"}}, r"'parallel\.gather' \(mini_batch\) is for shards"),
-        ({"parallel": {"shard": "hybrid"}}, r"'parallel\.shard' \(hybrid\) is for several processes"),
+        ({"parallel": {"gather": "mini_batch"}}, r"'parallel\.gather' \(mini_batch\); set parallel\.gather=auto"),
+        ({"parallel": {"shard": "hybrid"}}, r"'parallel\.shard' \(hybrid\); set parallel\.shard=full"),
         ({"launch": "ray", "parallel": {"shard_size": 2}}, r"only with parallel\.shard=hybrid"),
         (
             {"launch": "ray", "parallel": {"workers": 3, "rollout_group": 2}},

@@ -101,7 +101,7 @@ def test_nothing_of_this_machine_is_told(write_run, make_metric_row, tmp_path):
 
 @pytest.mark.parametrize("size", ["tiny", "small", "paper"])
 def test_the_method_of_every_recipe_is_found(size):
-    assert len(PUBLISHED) == 31
+    assert len(PUBLISHED) == 33
     for method in PUBLISHED:
         cfg = load_config(f"{size}/{method}")
         name, differences = closest_recipe(flat_config(cfg), sft=cfg.made_for == "sft")

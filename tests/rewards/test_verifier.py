@@ -89,7 +89,7 @@ def test_a_worker_does_not_load_torch_for_a_function_that_does_not():
     [
         (
             "maths",
-            r"unknown reward 'maths' \(did you mean 'math'\?\); known: math, http, gsm8k, numeric, choice, format",
+            r"unknown reward 'maths' \(did you mean 'math'\?\); known: math, http, gsm8k, numeric, reasoning_gym, choice, format",
         ),
         ("zzz", r"unknown reward 'zzz'; known"),
         ("module:function", "unknown reward"),
