@@ -61,7 +61,7 @@ def assert_same_metrics(ours, theirs, tolerance=1e-5):
     for a, b in zip(ours, theirs, strict=True):
         assert a.keys() == b.keys()
         far = {k: (a[k], b[k]) for k in a if abs(a[k] - b[k]) > tolerance * max(1.0, abs(b[k]))}
-        assert far == {}, f"step {a['step']}"
+        assert far == {}, f"step {a['step']}: {far}"
 
 
 def assert_same_weights(ours, theirs, tolerance=1e-5):
