@@ -25,7 +25,7 @@ LINUX = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28")
 NEWER_LINUX = ("x86_64-manylinux_2_35", "aarch64-manylinux_2_35")  # what vLLM's packages need
 MACOS = "aarch64-apple-darwin"  # torch has no packages for Macs with an Intel processor
 GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
-OURS = "dev,ray,peft,wandb,gguf,analysis,trl,view-test"
+OURS = "dev,ray,peft,qlora,wandb,gguf,analysis,trl,view-test"
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,9 @@ class LoraConfig:
     target_modules: str | tuple[str, ...] = knob(
         "all-linear", "modules: a list, a regular expression of whole names, or 'all-linear'"
     )
+    quantize: Literal["nf4"] | None = knob(
+        None, "nf4: the decoder's frozen linear layers in four bits (QLoRA; needs the qlora extra)"
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.target_modules, str):

@@ -54,7 +54,7 @@ class Pass:
 class Work:
     """An update: the model's shape, how it is trained, the passes of its mini-batches, and how many times its tokens
     are ``scored`` before (old log-probs, reference, teacher). ``unused``: GPU memory left by weights, optimizer and
-    gradients."""
+    gradients; ``saved``: bytes that weights in four bits take less."""
 
     config: Any
     parameters: int
@@ -66,6 +66,12 @@ class Work:
     passes: Sequence[Sequence[Pass]]  # by mini-batch
     scored: float = 0
     unused: float | None = None
+    saved: float = 0
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the policy's weights, unsharded."""
+        return self.parameters * self.itemsize - self.saved
 
     @property
     def every_pass(self) -> list[Pass]:
@@ -223,14 +229,14 @@ def kept_parts(cfg: Config, method: str, work: Work, others: OtherModels) -> Par
     optimizer = 0 if cfg.optim.offload and work.on_gpu else moment_bytes(cfg, method) + master
     parts = {
         "runtime": 0.0 if work.on_gpu else float(resident_bytes() + LOADED_LATER),
-        "weights": work.parameters * (size if local else 4) / shards,  # sharded weights are the masters
+        "weights": work.weight_bytes if local else work.parameters * 4 / shards,  # sharded weights are the masters
         "optimizer": work.trained * optimizer / shards,
     }
     lags = method == "rl" and cfg.async_.max_staleness > 0
     if cfg.loads_reference(method):
         parts["reference"] = work.parameters * size / shards
     if not local or lags:
-        parts["copies for rollouts"] = float(work.parameters * size * (2 if lags else 1))
+        parts["copies for rollouts"] = work.weight_bytes * (2 if lags else 1)
     if others.second is not None:
         parts["second model"] = float(parameters_of(others.second) * _second_itemsize(cfg))
     if method == "rl":

@@ -98,12 +98,13 @@ def place_on(gpu: str) -> Place:
 
 @dataclass(frozen=True)
 class Column:
-    """A way to train: its heading, its command, and its changes of the recipe."""
+    """A way to train: its heading, its command, its changes of the recipe, and whether several GPUs can."""
 
     head: str
     method: str
     model: dict[str, Any]
     kl_coef: float = 0.0
+    several: bool = True
 
 
 COLUMNS = (
@@ -111,6 +112,7 @@ COLUMNS = (
     Column("RL, LUFFY", "rl", {}),
     Column("with a reference model", "rl", {}, kl_coef=0.001),
     Column("RL, LoRA", "rl", {"lora": LoraConfig()}),
+    Column("RL, 4-bit LoRA", "rl", {"lora": LoraConfig(quantize="nf4")}, several=False),
 )
 
 
@@ -140,10 +142,11 @@ def table_lines(gpu: str, gpus: Sequence[int] = (1, 8), sizes: Sequence[str] = S
             f"GiB at the peak in {whose}; **bold**: more than an {gpu.upper()} has ({place.total / GIB:.0f}).",
             "",
         ]
-        lines.append("| shape | parameters | " + " | ".join(column.head for column in COLUMNS) + " |")
-        lines.append("|---|---:|" + "---:|" * len(COLUMNS))
+        columns = [column for column in COLUMNS if column.several or count == 1]
+        lines.append("| shape | parameters | " + " | ".join(column.head for column in columns) + " |")
+        lines.append("|---|---:|" + "---:|" * len(columns))
         for size in sizes:
-            found = [estimate_memory(table_config(c, count), c.method, size, place) for c in COLUMNS]
+            found = [estimate_memory(table_config(c, count), c.method, size, place) for c in columns]
             needed = [max(one.totals.values()) for one in found]
             cells = [f"{n / GIB:,.0f}" if n <= place.free else f"**{n / GIB:,.0f}**" for n in needed]
             lines.append(f"| {size} | {found[0].work.parameters / 1e9:.2f} B | " + " | ".join(cells) + " |")

@@ -44,12 +44,15 @@ NARROW = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """``trained`` of the ``parameters``; ``shares``: whether samples may share their prompt in the update."""
+    """``trained`` of the ``parameters``; ``shares``: whether samples may share their prompt in the update;
+    ``four_bit`` of them are quantized, at most ``largest`` in one matrix."""
 
     config: Any
     parameters: int
     trained: int
     shares: bool
+    four_bit: int = 0
+    largest: int = 0
 
 
 def model_shape(cfg: Config, model: Any = None) -> ModelShape:
@@ -60,10 +63,18 @@ def model_shape(cfg: Config, model: Any = None) -> ModelShape:
         use_luffy_attention(model)
     except UserError:  # a model that luffy's attention does not serve runs by its own, slower
         shares = False
+    sizes = [0] if cfg.model.lora is None or not cfg.model.lora.quantize else matrix_sizes(model)
     if cfg.model.lora is not None:
         with torch.device("meta"):
             model = add_adapters(model, cfg.model)
-    return ModelShape(config, parameters, sum(p.numel() for p in model.parameters() if p.requires_grad), shares)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return ModelShape(config, parameters, trained, shares, sum(sizes), max(sizes))
+
+
+def matrix_sizes(model: Any) -> list[int]:
+    """The sizes of linear layers' weights, without that of the vocabulary head."""
+    head = model.get_output_embeddings()
+    return [m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
 
 
 def bare_model(path: str, knob: str, cfg: Config) -> Any:

@@ -10,6 +10,7 @@ from luffy.dry_run.memory import SIZES, Estimate, Work, passes_of, planned_sampl
 from luffy.dry_run.models import ModelShape, OtherModels, parameters_of
 from luffy.dry_run.place import Place
 from luffy.models.forward import text_config
+from luffy.models.four_bit import BYTES
 from luffy.step.crediting import needed_log_probs
 from luffy.step.run_state import mini_batches
 from luffy.types import Episode, Sample, Task
@@ -54,7 +55,14 @@ def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]],
         checkpointing=cfg.model.gradient_checkpointing,
         passes=[passes_of(part, cfg.batch.tokens, model.shares) for part in parts],
         scored=scored,
+        saved=saved_bytes(model, SIZES[cfg.model.dtype]),
     )
+
+
+def saved_bytes(model: ModelShape, itemsize: int) -> float:
+    """Bytes that weights in four bits take less, with the largest of them unpacked for its product."""
+    unpacked = model.largest * itemsize
+    return model.four_bit * (itemsize - BYTES) - unpacked if model.four_bit else 0.0
 
 
 def scoring_passes(cfg: Config, model: ModelShape, teacher: Any, problems: int) -> float:

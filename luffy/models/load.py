@@ -32,6 +32,7 @@ from luffy.errors import UserError
 from luffy.files import alone, cache_folder, json_object
 from luffy.hub import hub_fault
 from luffy.models.forward import causal_lm, max_positions, text_config
+from luffy.models.four_bit import KIND, keep_four_bits, loading_settings
 from luffy.models.plain import choose_path
 
 logger = logging.getLogger(__name__)
@@ -58,14 +59,20 @@ SAMPLING = {"temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "eps
 
 
 def load_model(
-    path: str | Path, dtype: DtypeName = "float32", device: str = "cpu", trust_remote_code: bool = False
+    path: str | Path,
+    dtype: DtypeName = "float32",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    four_bits: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM, ready to train and to generate: safetensors or GGUF weights, never pickles."""
+    """A causal LM, ready to train and to generate: safetensors or GGUF weights, never pickles. ``four_bits``: its
+    decoder's linear layers are frozen and quantized (`luffy.models.four_bit`)."""
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is unknown: use {' or '.join(DTYPES)}")
     say_slow_dtype(dtype, device)
-    model = _load_safetensors(model_folder(path), DTYPES[dtype], trust_remote_code)
-    for parameter in model.parameters():
+    load = functools.partial(_load_four_bits, device=device) if four_bits else _load_safetensors
+    model = load(model_folder(path), DTYPES[dtype], trust_remote_code)
+    for parameter in filter(torch.is_floating_point, model.parameters()):
         # Parameters only: rotary frequencies are buffers, and rounding them turns far positions by whole radians.
         parameter.data = parameter.data.to(DTYPES[dtype])
     nn.Module.to(model, device=torch.device(device))
@@ -191,7 +198,19 @@ def eos_ids_of(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _load_safetensors(path: str | Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def _load_four_bits(path: str | Path, dtype: torch.dtype, trust_remote_code: bool, device: str) -> PreTrainedModel:
+    settings = loading_settings(dtype)
+    saved = getattr(load_model_config(path, trust_remote_code), "quantization_config", None)
+    if saved is not None and (saved.get("quant_method"), saved.get("bnb_4bit_quant_type")) != KIND:
+        raise UserError(f"{path}: its weights are quantized in another way than {' '.join(KIND)}; load the original")
+    more = {} if saved else {"quantization_config": settings}
+    model = _load_safetensors(path, dtype, trust_remote_code, device_map={"": device}, **more)
+    keep_four_bits(model, dtype)
+    _forget_quantization(model)
+    return model
+
+
+def _load_safetensors(path: str | Path, dtype: torch.dtype, trust_remote_code: bool, **more: Any) -> PreTrainedModel:
     check_local(path, "config.json")
     _check_no_pickles(path)
     model: PreTrainedModel
@@ -203,10 +222,14 @@ def _load_safetensors(path: str | Path, dtype: torch.dtype, trust_remote_code: b
         trust_remote_code=trust_remote_code,
         use_safetensors=True,
         output_loading_info=True,
+        **more,
     )
     _check_complete(path, info)
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise UserError(f"{path}: quantized weights cannot be trained; load the unquantized model")
+    if getattr(model.config, "quantization_config", None) is not None and not more:
+        raise UserError(
+            f"{path}: quantized weights cannot be trained; load the unquantized model, or train adapters beside "
+            f"{' '.join(KIND)} weights with model.lora.quantize=nf4"
+        )
     return model
 
 
@@ -271,13 +294,18 @@ def _load_gguf(file: Path) -> PreTrainedModel:
         output_loading_info=True,
     )
     _check_complete(file, info)
-    if hasattr(loaded.config, "quantization_config"):
-        del loaded.config.quantization_config
-    for mark in ("hf_quantizer", "quantization_method"):
-        if hasattr(loaded, mark):
-            delattr(loaded, mark)
+    _forget_quantization(loaded)
     model: PreTrainedModel = loaded
     return model
+
+
+def _forget_quantization(model: Any) -> None:
+    """Remove what `transformers` notes at a model whose file was quantized."""
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    for mark in ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4bit"):
+        if mark in vars(model):
+            delattr(model, mark)
 
 
 def gguf_file(path: str | Path) -> Path | None:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from luffy.core.gradient_sums import GradientSum, gradient_sum_of
 from luffy.kernels import kernels_serve
+from luffy.models.four_bit import FourBitLinear, unpacked
 
 if TYPE_CHECKING:
     from luffy.kernels.quantize import Float8Rows
@@ -87,7 +88,8 @@ def _adapter_of(linear: Any) -> Adapter | None:
     down, up = linear.lora_A[name], linear.lora_B[name]
     is_frozen = not any(parameter.requires_grad for parameter in base.parameters())
     drops = not isinstance(linear.lora_dropout[name], nn.Identity)
-    if drops or not (is_frozen and is_plain((base,)) and is_plain((down, up))):
+    takes = isinstance(base, FourBitLinear) or is_plain((base,))
+    if drops or not (is_frozen and takes and is_plain((down, up))):
         return None
     return Adapter(base, down.weight, up.weight, linear.scaling[name])
 
@@ -111,7 +113,7 @@ class _Adapted(torch.autograd.Function):
         inner = x @ down.t()  # of all adapters, side by side
         ctx.save_for_backward(x, inner, *weights)
         parts = inner.split([up.shape[1] for up in ups], dim=1)
-        outs = (F.linear(x, base.weight, base.bias) for base in bases)
+        outs = (F.linear(x, unpacked(base.weight), base.bias) for base in bases)
         return tuple(out.addmm_(part, up.t()) for out, part, up in zip(outs, parts, ups, strict=True))
 
     @staticmethod
@@ -129,7 +131,7 @@ class _Adapted(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             through = of_inner @ down
             for gradient, base in zip(gradients, ctx.bases, strict=True):
-                through.addmm_(gradient, base.weight)
+                through.addmm_(gradient, unpacked(base.weight))
         own = (g.to(w.dtype) for g, w in zip((*of_downs, *of_ups), weights, strict=True))
         return through, None, None, *own
 

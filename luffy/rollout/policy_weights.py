@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from luffy.errors import UserError
 from luffy.models.forward import causal_lm
+from luffy.models.four_bit import matrix_kind, unpacked
 
 NAMED = 3  # names that an error lists
 
@@ -27,9 +28,17 @@ class Weight:
     base: Tensor
     layer: Any = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return matrix_kind(self.base)[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return matrix_kind(self.base)[1]
+
     @torch.no_grad()
     def tensor(self) -> Tensor:
-        value = self.base.detach()
+        value = unpacked(self.base).detach()
         if self.layer is None:
             return value
         deltas = [self.layer.get_delta_weight(adapter) for adapter in self.layer.active_adapters]
@@ -68,7 +77,7 @@ class PushCheck:
 
     def __call__(self, model: nn.Module, version: int) -> None:
         """Raise before any tensor is pushed if the weights are wrong."""
-        found = {weight.name: tuple(weight.base.shape) for weight in checkpoint_weights(model)}
+        found = {weight.name: weight.shape for weight in checkpoint_weights(model)}
         self._names(version, missing=self.shapes.keys() - found.keys(), unknown=found.keys() - self.shapes.keys())
         wrong = [name for name, shape in found.items() if shape != self.shapes[name]]
         if wrong:

@@ -52,7 +52,9 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
 
 def model_kind(cfg: Config) -> dict[str, Any]:
     """Settings of the model that its optimizer state depends on."""
-    return {"dtype": cfg.model.dtype, "lora": to_dict(cfg.model.lora)}
+    lora = cfg.model.lora
+    adapters = None if lora is None else {k: v for k, v in to_dict(lora).items() if v is not None}  # as before quantize
+    return {"dtype": cfg.model.dtype, "lora": adapters}
 
 
 def restore(run: Run, checkpoint: Checkpoint, allow_changed_data: bool) -> bool:

@@ -15,7 +15,9 @@ from torch import nn
 from luffy.config import Config, ModelConfig
 from luffy.distributed.replica import on_host
 from luffy.errors import ConfigError, UserError, how_to_install
+from luffy.models.forward import causal_lm
 from luffy.models.load import load_model, make_savable
+from luffy.rollout.policy_weights import tensors_of
 from luffy.run_folder.checkpoint import Checkpoint
 from luffy.run_folder.layout import CARD
 from luffy.run_folder.saved_state import read_safetensors
@@ -28,7 +30,8 @@ def load_policy(cfg: ModelConfig, device: str) -> nn.Module:
     """The model to train, with fresh adapters when LoRA is on."""
     if not cfg.path:
         raise ConfigError("'model.path' is empty; give a Hugging Face folder or hub id")
-    model: nn.Module = load_model(cfg.path, cfg.dtype, device, cfg.trust_remote_code)
+    four_bits = cfg.lora is not None and cfg.lora.quantize is not None
+    model: nn.Module = load_model(cfg.path, cfg.dtype, device, cfg.trust_remote_code, four_bits)
     make_savable(model, cfg.path)
     return model if cfg.lora is None else add_adapters(model, cfg)
 
@@ -163,7 +166,10 @@ class Export:
         if self.lora:
             model.save_pretrained(folder / "adapter")
             (folder / "adapter" / CARD).unlink(missing_ok=True)  # peft's names the base by its path on this machine
-            model = copy.deepcopy(model).merge_and_unload()  # a copy: merging in place would round the base
+            model = causal_lm(model)
+            buffers = {name for name, _ in model.named_buffers()}
+            kept = {name: value for name, value in model.state_dict().items() if name in buffers}
+            weights = {name: value.cpu() for name, value in (*kept.items(), *tensors_of(self.model))}
         # Parameters that are views of one memory would be copied on the GPU first, all at once.
         if weights is None and next(model.parameters()).is_cuda:
             weights = on_host(model)

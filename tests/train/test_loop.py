@@ -463,6 +463,7 @@ def test_knobs_that_are_turned_already_are_not_named(make_config):
     assert out_of_memory_advice(error, cfg) == (
         "No room; try rollout.slots below 24, parallel.gather=micro_batch, parallel.cpu_offload=true"
     )
+    turned["model"]["lora"]["quantize"] = "nf4"
     cfg = make_config(**turned, optim={"offload": True}, rollout={"n": 4, "max_tokens": 16, "slots": None})
     assert out_of_memory_advice(error, cfg) == "No room; only shorter responses can help"
     sharded = {"launch": "torchrun", "parallel": {"workers": 2, "cpu_offload": True}, "batch": turned["batch"]}

@@ -145,8 +145,8 @@ class NcclTransfer:
         weights = checkpoint_weights(model)
         info = {
             "names": [weight.name for weight in weights],
-            "dtype_names": [str(weight.base.dtype).removeprefix("torch.") for weight in weights],
-            "shapes": [list(weight.base.shape) for weight in weights],
+            "dtype_names": [str(weight.dtype).removeprefix("torch.") for weight in weights],
+            "shapes": [list(weight.shape) for weight in weights],
         }
         lost = on_all_servers(servers, lambda server: server.post("start_weight_update", {}))
         if lost:
