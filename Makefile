@@ -143,7 +143,7 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 # The engine conformance suite, servers on loopback, and LUFFY on SmolLM2 with GSM8K rows (where LUFFY_DATA has them).
 test-vllm: $(VLLM_READY) $(SMOLLM2)
 	LUFFY_SMOLLM2=$$(find $(SMOLLM2) -name '*.gguf') OMP_NUM_THREADS=2 VLLM_CPU_OMP_THREADS_BIND=nobind \
-		$(VLLM_BIN)/python -m pytest -m vllm --timeout 900
+		$(VLLM_BIN)/python -m pytest -m vllm --timeout 900 --ignore tests/studies
 
 # Several processes on the CPU, connected by gloo: all of the tests, the slow ones too.
 test-distributed: $(READY)
