@@ -9,7 +9,6 @@ rendered again: what is trained is what the engine drew.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,11 +19,12 @@ from torch import Tensor
 
 from luffy.config import Config, EnvironmentConfig
 from luffy.data import Encoder
+from luffy.environments.answers import as_reply, as_reward, as_text
 from luffy.environments.call_formats import format_of, read_turn
 from luffy.environments.kinds import maker_for
 from luffy.environments.protocol import Environment, Maker, Reply, Turn
 from luffy.environments.workers import Fault, Workers
-from luffy.errors import UserError
+from luffy.errors import DataError, UserError
 from luffy.guidance.plan import appended, extended, unwritten
 from luffy.rollout.engine import Engine
 from luffy.types import Author, Completion, Episode, EpisodeOutcome, Finish, Group, Message, Request, Score
@@ -199,7 +199,7 @@ class Table:
         if not seat.is_open:  # that took too long, and nobody else knows of it
             environment.close()
             return ""
-        return environment.start(seat.episode.task.problem, seat.episode.seed)
+        return as_text(environment.start(seat.episode.task.problem, seat.episode.seed))
 
     def _hear(self, block: bool) -> None:
         """Take in what environments have done."""
@@ -220,8 +220,14 @@ class Table:
         self._begin()
 
     def _started(self, seat: Seat, text: str) -> None:
-        if text:
-            seat.episode = replace(seat.episode, task=self.rules.encoder.with_observation(seat.episode.task, text))
+        try:
+            task = self.rules.encoder.with_observation(seat.episode.task, text) if text else seat.episode.task
+        except DataError as error:  # it makes the prompt too long
+            if self.rules.encoder.overlong_prompt == "error":
+                raise
+            self._end(seat, "raised", str(error))
+            return
+        seat.episode = replace(seat.episode, task=task)
         self._go_on(seat)
 
     def _go_on(self, seat: Seat) -> None:
@@ -246,7 +252,11 @@ class Table:
 
     def _reply(self, seat: Seat, turn: Turn) -> tuple[Turn, Reply]:
         assert seat.environment is not None
-        return turn, seat.environment.reply(turn)
+        return turn, as_reply(seat.environment.reply(turn))
+
+    def _reward(self, seat: Seat) -> float | None:
+        assert seat.environment is not None
+        return as_reward(seat.environment.reward())
 
     def _replied(self, seat: Seat, answered: tuple[Turn, Reply]) -> None:
         turn, reply = answered
@@ -327,16 +337,11 @@ class Table:
             self._leave(seat, how, message)
             return
         seat.episode = replace(seat.episode, outcome=seat.outcome(how, message))
-        assert seat.environment is not None
-        self._workers.submit((seat.number, "rewarded"), seat.environment.reward)
+        self._workers.submit((seat.number, "rewarded"), self._reward, seat)
 
     def _rewarded(self, seat: Seat, reward: float | None) -> None:
         outcome = seat.episode.outcome
         assert outcome is not None
-        if reward is not None and not math.isfinite(reward):
-            seat.faults.append("raised")
-            self._leave(seat, "raised", f"its reward is {reward}")
-            return
         seat.reward = reward
         self._leave(seat, outcome.end, outcome.message)
 

@@ -13,8 +13,10 @@ from data.templates import TEMPLATES, make_model_tokenizer
 from luffy.config import EnvironmentConfig
 from luffy.conversations import Conversations, without_failures
 from luffy.data import Encoder
-from luffy.environments.call_formats import format_of
+from luffy.environments.call_formats import format_of, read_turn
 from luffy.environments.kinds import maker_for
+from luffy.environments.protocol import Reply
+from luffy.errors import DataError
 from luffy.guidance.plan import given, unwritten, whole_turns
 from luffy.rewards import Verifier
 from luffy.step.groups import environment_metrics, trace_scores
@@ -48,7 +50,7 @@ class Sums:
         if "observe" in prompt:
             return " (observed)"
         if "break" in prompt:
-            raise ValueError("no such place")
+            raise ValueError("no such place \ud800")
 
     def add(self, a: int, b: int) -> int:
         """Add two numbers.
@@ -199,6 +201,22 @@ def test_limits_end_an_episode_and_are_told_apart():
     assert ends == {name: name for name in ends}
 
 
+def test_an_episode_ends_where_its_limits_leave_no_token_for_another_turn():
+    ((group,), _) = play_turns(make_rules(), adds, [make_problem()])
+    authors = group.rollouts[0].authors.tolist()
+    turn = authors.index(Author.ENVIRONMENT)
+    reply = authors.index(Author.POLICY, turn) - turn
+    for end, whole, own, length in (
+        ("tokens", 800, turn, turn),
+        ("tokens", 800, turn + 1, turn + reply + 1),
+        ("context", turn + reply, 400, turn),
+        ("tokens", turn + reply + 1, 400, turn + reply + 1),
+    ):
+        ((group,), _) = play_turns(make_rules(max_tokens=whole), adds, [make_problem()], max_tokens=own)
+        (episode,) = group.rollouts
+        assert (episode.outcome.end, episode.token_ids.numel()) == (end, length)
+
+
 def test_an_episode_that_was_cut_off_fails_if_the_recipe_says_so():
     """Its last call spells the answer."""
     again = lambda text: call_text("add", a=2, b=9)  # noqa: E731
@@ -239,7 +257,69 @@ def test_an_environment_that_hangs_or_breaks_costs_its_own_episode_alone():
     assert [s.value for g in groups for s in g.scores] == [1, 1, 0, 0, 0, 0]
     assert "no answer within 0.3 s" in groups[1].scores[0].reason
     assert groups[1].scores[0].status == "environment_timed_out"
-    assert "no such place" in groups[2].scores[0].reason
+    assert "no such place ?" in groups[2].scores[0].reason, "no file takes half a character"
+
+
+class Own:
+    """An environment of luffy's own protocol."""
+
+    first, answer, total = "", Reply(), 1.0
+
+    def start(self, problem, seed):
+        return self.first
+
+    def reply(self, turn):
+        return self.answer
+
+    def reward(self):
+        return self.total
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"first": b"x"}, "OddAnswer: the answer is a bytes"),
+        ({"answer": None}, "TypeError: reply must return a Reply, not NoneType"),
+        ({"answer": Reply(("x",))}, "TypeError: the messages of a Reply must be Messages with text"),
+        ({"answer": Reply((Message("user", None),))}, "TypeError: the messages of a Reply must be Messages with text"),
+        ({"answer": Reply(reward=float("nan"))}, "ValueError: a reward must be a finite number or None, got 'nan'"),
+        ({"total": "much"}, "ValueError: a reward must be a finite number or None, got 'much'"),
+        ({"total": float("inf")}, "ValueError: a reward must be a finite number or None, got 'inf'"),
+    ],
+)
+def test_an_environment_that_breaks_its_protocol_costs_its_own_episode_alone(said, why):
+    ((group,), _) = play_turns(make_rules(type("Odd", (Own,), said)), lambda text: "go", [make_problem()])
+    (outcome,) = (episode.outcome for episode in group.rollouts)
+    assert (outcome.end, outcome.faults) == ("raised", ("raised",)) and outcome.message.startswith(why)
+    assert outcome.reward is None and group.scores[0].value == 0.0
+
+
+def test_rewards_and_texts_of_an_environment_become_plain_ones():
+    one = Reply((Message("user", "\ud800"),), reward=torch.tensor(0.5))
+    said = {"first": "\ud800", "answer": one, "total": torch.tensor(2.0)}
+    ((group,), _) = play_turns(make_rules(type("Odd", (Own,), said), max_turns=2), lambda text: "go", [make_problem()])
+    (episode,) = group.rollouts
+    assert [type(value) for value in (group.scores[0].value, *episode.outcome.turn_rewards)] == [float] * 3
+    assert "=??<|im_end|>" in spelled(episode.task.prompt_ids) and "user\n?<|im_end|>" in spelled(episode.token_ids)
+
+
+def test_an_environment_may_end_an_episode_behind_a_call_that_cannot_be_read():
+    for said, end in (("<tool_call>{x</tool_call>", "environment"), ("go", "answer")):
+        ((group,), _) = play_turns(make_rules(Own), lambda text, said=said: said, [make_problem()])
+        assert group.rollouts[0].outcome.end == end
+
+
+def test_a_first_text_that_makes_the_prompt_too_long_ends_the_run_or_its_own_episode():
+    rules = make_rules(type("Long", (Own,), {"first": "!" * 1024}))
+    with pytest.raises(DataError, match="the prompt has .* data.max_prompt_tokens=1024; .*overlong_prompt=drop"):
+        play_turns(rules, lambda text: "go", [make_problem()])
+    rules.encoder.overlong_prompt = "drop"
+    ((group,), _) = play_turns(rules, lambda text: "go", [make_problem()])
+    (episode,) = group.rollouts
+    assert episode.outcome.faults == ("raised",) and "the prompt has" in group.scores[0].reason
 
 
 def test_failures_are_left_out_as_configured():
@@ -281,7 +361,7 @@ def test_a_slow_environment_delays_no_other_episode():
 
 
 def test_at_most_so_many_environments_are_open_and_all_are_closed():
-    most, lock = [0], threading.Lock()
+    opened, ending, lock = [], threading.Event(), threading.Lock()
 
     class Counted(Sums):
         live = 0
@@ -289,15 +369,22 @@ def test_at_most_so_many_environments_are_open_and_all_are_closed():
         def reset(self, **row):
             with lock:
                 Counted.live += 1
-                most[0] = max(most[0], Counted.live)
+                opened.append(ending.is_set())  # later one that closes may overlap with the next
+            self.asked = []
             time.sleep(0.005)
 
         def close(self):
             with lock:
                 Counted.live -= 1
 
-    play_turns(make_rules(Counted, at_once=3), adds, [make_problem()], count=12)
-    assert most[0] <= 3 + 3 and Counted.live == 0  # a closing one may overlap with the next
+    def write(text):
+        said = adds(text)
+        if said.startswith("It is"):
+            ending.set()
+        return said
+
+    play_turns(make_rules(Counted, at_once=3), write, [make_problem()], count=12)
+    assert opened.count(False) == 3 and len(opened) == 12 and Counted.live == 0
 
 
 def test_environments_are_closed_when_the_run_is_stopped():
@@ -393,17 +480,56 @@ def test_after_a_prefix_of_turns_the_policy_goes_on_in_the_live_environment(rati
     assert played.token_ids[: end[1]].tolist() == list(demonstration.token_ids[: end[1]])
     assert played.prefix == end[0] - (0 if ratio == 0.5 else demonstration.replies[0][1] - demonstration.replies[0][0])
     assert len(engine.requests) == (2 if ratio == 0.5 else 1)
+    assert played.outcome.calls == len(engine.requests) - 1, "those of the teacher are not the policy's"
+    assert [message.role for message in played.outcome.messages] == [
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert (played.authors == Author.POLICY).sum() == played.drawn > 0
+
+
+def test_the_policys_limit_does_not_count_the_teachers_tokens():
+    rules = make_rules()
+    episode, _ = guided(rules, make_trace(), 0.5)
+    own = len(TOKENIZER(call_text("add", a=5, b=4) + "It is 9.")["input_ids"]) + 2  # with the ends of two turns
+    for tokens, end in ((own, "answer"), (own - 1, "tokens")):
+        plan = [(replace(episode, sampling=replace(episode.sampling, max_tokens=tokens)),)]
+        ((group,), _) = play_turns(rules, adds, [make_problem()], planned=plan)
+        assert group.rollouts[0].outcome.end == end
+
+
+def test_a_teachers_unreadable_call_does_not_end_an_episode():
+    rules = make_rules(on_bad_call="end")
+    said = "<tool_call>{x</tool_call>"
+    told = maker_for(Sums).make().reply(read_turn(said)).messages[0].content
+    messages = (Message("assistant", said), Message("tool", told), Message("assistant", "So 9."))
+    episode, _ = guided(rules, Trace(messages=messages), 0.9)
+    ((group,), _) = play_turns(rules, lambda text: "It is 9.", [make_problem()], planned=[(episode,)])
+    assert group.rollouts[0].outcome.end == "answer" and group.scores[0].value == 1.0
 
 
 def test_a_trace_that_the_environment_answers_otherwise_is_left_out():
     rules = make_rules()
     episode, _ = guided(rules, make_trace(first_reply="6"), 0.9)
+    Sums.opened = Sums.closed = 0
     ((group,), _) = play_turns(rules, adds, [make_problem()], planned=[(episode,)])
     (played,) = group.rollouts
     assert played.outcome.trace_left_out and played.is_on_policy and group.scores[0].value == 1.0
+    assert Sums.closed == Sums.opened == 2
     metrics = values_of(environment_metrics([group]))
     assert metrics["environment/traces_left_out"] == 1
+    assert played.sampling.max_tokens == 400 + episode.length, "the policy may draw what the teacher's turns took"
+
+
+def test_a_whole_trace_that_is_left_out_took_nothing_of_the_limit():
+    rules = make_rules(Scored)
+    episode, _ = guided(rules, make_trace(first_reply="6"), 1.0)
+    ((group,), _) = play_turns(rules, adds, [make_problem()], planned=[(episode,)])
+    (played,) = group.rollouts
+    assert played.outcome.trace_left_out and played.is_on_policy and played.sampling.max_tokens == 400
 
 
 def test_what_an_environment_says_first_is_in_an_episode_once_and_not_in_its_group():

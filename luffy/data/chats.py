@@ -32,7 +32,8 @@ def read_messages(row: RowView, column: str, chat: Sequence[Any], start: int = 0
         message = read_message(row, f"{column}[{place}]", item)
         if message.tool_calls:
             waiting = [call.name for call in message.tool_calls]
-            by_id.update(zip([str(call.get("id")) for call in item["tool_calls"]], waiting, strict=True))
+            named = zip(item["tool_calls"], waiting, strict=True)
+            by_id.update((str(call["id"]), name) for call, name in named if call.get("id") is not None)
         if message.role == "tool":
             next_name = waiting.pop(0) if waiting else ""
             name = message.name or by_id.get(str(item.get("tool_call_id"))) or next_name
@@ -84,10 +85,10 @@ def _read_call(row: RowView, column: str, item: Any) -> ToolCall:
 
 
 def parsed_json(value: Any) -> Any:
-    """The value of JSON text; None if it is no JSON. Other values stay."""
+    """The value of JSON text; None if it is no JSON, or nested too deeply. Other values stay."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from decimal import Decimal
 from numbers import Number
 from typing import Any, Literal
@@ -73,6 +74,16 @@ def message(role: str, text: str, most: int, name: str = "") -> tuple[Message, t
     return Message(role, shown, name=name), faults
 
 
+def as_reply(reply: Any) -> Reply:
+    """A reply as an environment must give it, its reward as a float; a TypeError or ValueError says what is wrong."""
+    if not isinstance(reply, Reply):
+        raise TypeError(f"reply must return a Reply, not {type(reply).__name__}")
+    if not all(isinstance(one, Message) and isinstance(one.content, str) for one in reply.messages):
+        raise TypeError("the messages of a Reply must be Messages with text")
+    messages = tuple(replace(one, content=clean(one.content)) for one in reply.messages)
+    return replace(reply, messages=messages, reward=as_reward(reply.reward), faults=tuple(reply.faults))
+
+
 def refused(fault: Faulty, role: str = "tool", name: str = "") -> Reply:
     """The reply that tells the policy about one fault."""
     return Reply((Message(role, fault.text, name=name),), faults=(fault.kind,))
@@ -86,6 +97,6 @@ def as_reward(value: Any) -> float | None:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if isinstance(value, str) or not math.isfinite(number):
+    if isinstance(value, str | bytes) or not math.isfinite(number):
         raise ValueError(f"a reward must be a finite number or None, got {str(value)[:50]!r}")
     return number

@@ -24,6 +24,7 @@ from luffy.environments.tools import ToolEnvironment
 from luffy.errors import ConfigError, UserError
 from luffy.plugins import load_plugins
 from luffy.registry import NoSettings, Part, Registry
+from luffy.rewards.worker import describe
 from luffy.schema import Chosen, build
 
 Kind = Literal["own", "tools", "steps"]
@@ -57,13 +58,15 @@ def kind_of(thing: Any) -> Kind:
     def has(*names: str) -> bool:
         return all(callable(getattr(thing, name, None)) for name in names)
 
+    name = thing.__name__ if isinstance(thing, type) else type(thing).__name__
     if has("start", "reply"):
+        if not has("close"):
+            raise UserError(f"{name} has start and reply, but no close; add it, if only to do nothing")
         return "own"
     if has("step") and (has("init") or has("reset")) and not has("get_reward"):
         return "steps"
     if tool_names(thing):
         return "tools"
-    name = thing.__name__ if isinstance(thing, type) else type(thing).__name__
     raise UserError(
         f"{name} is no environment: give it public methods (tools, with type hints and docstrings), "
         "or reset and step, or start, reply, reward and close"
@@ -82,7 +85,7 @@ class ObjectMaker:
         if _takes_row(self._factory):
             return "steps", {}, True
         cls = _class_of(self._factory)
-        thing = self._factory() if cls is None else cls
+        thing = self._made_once() if cls is None else cls
         try:
             kind = kind_of(thing)
             rewarded = kind == "steps" or callable(getattr(thing, "reward" if kind == "own" else "get_reward", None))
@@ -90,6 +93,16 @@ class ObjectMaker:
         finally:
             if cls is None and hasattr(thing, "close"):
                 made(kind_of(thing), thing, {}, self._most).close()
+
+    def _made_once(self) -> Any:
+        """An object that is looked at before a run begins."""
+        try:
+            return self._factory()
+        except UserError:
+            raise
+        except Exception as error:  # whatever a user's function raises
+            name = getattr(_function_of(self._factory), "__name__", "the function")
+            raise UserError(f"'{SECTION}.name': {name} made no environment: {describe(error)}") from error
 
     @property
     def tools(self) -> tuple[Schema, ...]:
@@ -197,4 +210,10 @@ def _takes_row(factory: Factory) -> bool:
 def _tools_of(thing: Any) -> dict[str, Schema]:
     """The schemas that an object of luffy's own protocol lists."""
     tools = getattr(thing, "tools", ())
-    return {tool["function"]["name"]: tool for tool in tools} if isinstance(tools, tuple | list) else {}
+    try:
+        return {tool["function"]["name"]: tool for tool in tools} if isinstance(tools, tuple | list) else {}
+    except (KeyError, TypeError):
+        raise UserError(
+            "an environment's 'tools' must be JSON schemas: "
+            '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
+        ) from None

@@ -52,16 +52,16 @@ def read_passages(file: str, column: str) -> Passages:
 def _texts(file: Path, column: str) -> Iterator[str]:
     if not file.is_file():
         raise DataError(f"{str(file)!r}: no such file; set arguments: {{file: passages.jsonl}}")
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _text(line, column, f"{file}, line {number}")
 
 
-def _text(line: str, column: str, where: str) -> str:
+def _text(line: bytes, column: str, where: str) -> str:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise DataError(f"{where}: no valid JSON") from None
     if not isinstance(row, dict) or not isinstance(row.get(column), str):
         found = ", ".join(row) if isinstance(row, dict) else type(row).__name__

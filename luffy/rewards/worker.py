@@ -111,7 +111,7 @@ def limit_memory(memory_bytes: int) -> None:
 def describe(error: BaseException) -> str:
     """One line about an error, even one that cannot be printed (a truncated expression, a huge number)."""
     try:
-        text = " ".join(str(error).split())
+        text = " ".join(str(error).encode("utf-8", "replace").decode("utf-8").split())  # no file takes half a character
     except Exception as again:
         text = f"(unprintable: {type(again).__name__})"
     if isinstance(error, UserError):

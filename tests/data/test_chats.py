@@ -69,6 +69,13 @@ def test_calls_and_results_of_openai_rows():
     assert one.messages == (Message("assistant", "Hm.", (ADD, ToolCall("now", {}))),)
 
 
+def test_results_without_ids_get_the_names_of_the_calls_in_order():
+    calls = [{"name": name, "arguments": {}} for name in ("add", "sub")]
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    chat += [{"role": "tool", "content": "5"}, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "5"}]
+    assert [message.name for message in read({"messages": chat}).traces[0].messages] == ["", "add", "sub", ""]
+
+
 def test_which_turns_are_the_trace():
     chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate("abcd")]
     assert read({"messages": chat}).traces == (Trace(text="d"),) and len(read({"messages": chat}).prompt) == 3
@@ -91,7 +98,8 @@ def test_faults_of_chats_with_tools():
     empty = {"role": "assistant", "content": " "}
     assert "column 'messages[3]'" in fault_of({"messages": [ask, calls, result, empty]})
     assert "column 'messages[1]'" in fault_of({"messages": [ask, {**calls, "tool_calls": []}]})
-    for wrong in ([{"function": {"arguments": "{}"}}], ["add"], [call_row(arguments="{")], [call_row(arguments=[1])]):
+    unreadable = [[call_row(arguments=some)] for some in ("{", [1], "[" * 100_000)]
+    for wrong in ([{"function": {"arguments": "{}"}}], ["add"], *unreadable):
         assert "messages[1].tool_calls[0]" in fault_of({"messages": [ask, {**calls, "tool_calls": wrong}, result, say]})
     assert "messages[1].tool_calls'" in fault_of({"messages": [ask, {**calls, "tool_calls": {"a": 1}}, result, say]})
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}

@@ -36,6 +36,18 @@ MINE = '''
     class Bare:
         def add(self, a): return a
 
+    class Unclosed:
+        def start(self, problem, seed): ...
+        def reply(self, turn): ...
+
+    class Misdescribed(Unclosed):
+        tools = [{"name": "add"}]
+
+        def close(self): ...
+
+    def make_nothing():
+        raise OSError("no shop")
+
     nothing = 3
 '''
 
@@ -66,6 +78,9 @@ def test_a_users_class_or_function(mine, name):
         ("my_tools.py:nothing", {}, "'environment.name': my_tools.py has no class or function 'nothing'"),
         ("other.py:Adder", {}, "'environment.name': no file 'other.py'"),
         ("my_tools.py:Bare", {}, "Bare.add cannot be described as a tool"),
+        ("my_tools.py:Unclosed", {}, "Unclosed has start and reply, but no close; add it"),
+        ("my_tools.py:Misdescribed", {}, "an environment's 'tools' must be JSON schemas"),
+        ("my_tools.py:make_nothing", {}, "'environment.name': make_nothing made no environment: OSError: no shop"),
         ("calculater", {}, "'environment.name': unknown environment 'calculater'; known: .*calculator"),
         ("calculator", {"x": 1}, "'environment.arguments' do not fit Calculator"),
         ("python", {"seconds": 1}, "unknown key 'environment.arguments.seconds'"),

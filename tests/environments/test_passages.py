@@ -40,12 +40,14 @@ def test_equal_passages_keep_their_order(tmp_path):
         ('{"text": 3}\n', "line 1: no text in column 'text'"),
         ("[1]\n", "line 1: no text .* found: list"),
         ("{\n", "line 1: no valid JSON"),
+        ("[" * 100_000, "line 1: no valid JSON"),
+        ('{"text": "a"}\n{"text": "\udcff"}\n', "line 2: no valid JSON"),  # no UTF-8
         ("\n", "no text to search in column 'text'"),
     ],
 )
 def test_a_bad_file_says_where(tmp_path, text, why):
     path = tmp_path / "bad.jsonl"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     with pytest.raises(DataError, match=why):
         read_passages(str(path), "text")
     with pytest.raises(DataError, match="no such file"):

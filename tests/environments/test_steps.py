@@ -68,6 +68,11 @@ class Bad(Guess):
     [
         (KeyError("x"), "tool_raised", "error: KeyError: 'x'"),
         ("text", "tool_raised", "error: TypeError: step must return 3 to 5 values or a mapping, not str"),
+        (
+            {"obs": "o"},
+            "tool_raised",
+            "error: TypeError: a mapping that step returns must have observations, reward and done",
+        ),
         (("o", "much", True), "tool_raised", "error: ValueError: a reward must be a finite number or None, got 'much'"),
         ((b"o", 1.0, True), "odd_answer", "error: the answer is a bytes, not text or JSON"),
     ],

@@ -199,7 +199,7 @@ def test_a_chat_prompt_is_given_as_mappings():
     assert environment.reward() is None
 
 
-@pytest.mark.parametrize("reward", [float("nan"), "1", [1], 1j])
+@pytest.mark.parametrize("reward", [float("nan"), "1", b"1", [1], 1j])
 def test_a_reward_that_is_no_number_raises(reward):
     class Odd(Says):
         def get_reward(self):
