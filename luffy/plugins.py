@@ -106,7 +106,7 @@ def _load(plugin: str, where: str) -> ModuleType:
         module = import_module(plugin if path is None else path.stem)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end itself
         cause = f"{type(error).__name__}: {error}{missing_neighbour(error)}"
         raise UserError(f"'{where}': cannot import {plugin!r}: {cause}") from error
     if path is not None and Path(module.__file__ or "").resolve() != path:

@@ -214,7 +214,7 @@ def resolve(path: str) -> Callable[..., Any]:
         raise UserError(f"{path!r} is no import path; write it as module:function")
     try:
         module = import_named(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end itself
         where = missing_neighbour(error)
         if isinstance(error, ModuleNotFoundError) and not where:
             where = "; modules are found from the folder you are in"

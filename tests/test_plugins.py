@@ -150,6 +150,7 @@ def test_a_module_by_name_and_a_second_import(plugin, tmp_path, monkeypatch):
         ("no_such_plugin", None, "cannot import 'no_such_plugin': ModuleNotFoundError"),
         ("json.py", "", "has the name of another module"),
         ("broken_plugin.py", "1 / 0", "cannot import 'broken_plugin.py': ZeroDivisionError"),
+        ("ending_plugin.py", "raise SystemExit(0)", "cannot import 'ending_plugin.py': SystemExit: 0"),
     ],
 )
 def test_a_plugin_that_cannot_be_loaded(name, text, message, tmp_path, monkeypatch):
@@ -158,6 +159,13 @@ def test_a_plugin_that_cannot_be_loaded(name, text, message, tmp_path, monkeypat
         (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message):
         load_config("tiny/luffy", [f"plugins=[{name}]"])
+
+
+def test_a_module_that_ends_the_process_ends_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ending_module.py").write_text("raise SystemExit(0)")
+    with pytest.raises(UserError, match="cannot import 'ending_module' for 'ending_module:score': SystemExit: 0"):
+        resolve("ending_module:score")
 
 
 def test_plugins_are_a_list_of_names():

@@ -42,7 +42,10 @@ def _schema(cls: type, name: str) -> Schema:
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
     method, where = getattr(cls, name), f"{cls.__name__}.{name}"
-    kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
+    try:
+        kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
+    except ValueError:  # a builtin without a signature
+        raise UserError(f"the tool {where} does not name its arguments: {cls.__name__} is no class of tools") from None
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
         raise UserError(f"the tool {where} must name its arguments, without *, ** and /; or begin its name with _")
     try:

@@ -45,6 +45,9 @@ MINE = '''
 
         def close(self): ...
 
+    def make_text():
+        return "shop"
+
     def make_nothing():
         raise OSError("no shop")
 
@@ -80,6 +83,7 @@ def test_a_users_class_or_function(mine, name):
         ("my_tools.py:Bare", {}, "Bare.add cannot be described as a tool"),
         ("my_tools.py:Unclosed", {}, "Unclosed has start and reply, but no close; add it"),
         ("my_tools.py:Misdescribed", {}, "an environment's 'tools' must be JSON schemas"),
+        ("my_tools.py:make_text", {}, "the tool str.maketrans does not name its arguments: str is no class of tools"),
         ("my_tools.py:make_nothing", {}, "'environment.name': make_nothing made no environment: OSError: no shop"),
         ("calculater", {}, "'environment.name': unknown environment 'calculater'; known: .*calculator"),
         ("calculator", {"x": 1}, "'environment.arguments' do not fit Calculator"),
