@@ -11,6 +11,7 @@ from typing import Any
 
 from luffy.config import Config
 from luffy.data.dataset import prompt_hash
+from luffy.data.prompts import template_rows
 from luffy.data.schemas import ROW_KEY
 from luffy.errors import UserError
 from luffy.files import write_atomically
@@ -67,14 +68,18 @@ def write_problems(path: Path, problems: Iterable[Problem], traces: bool) -> Non
 def row_of(problem: Problem) -> dict[str, Any]:
     prompt: Any = problem.prompt
     if not isinstance(prompt, str):
-        prompt = [{"role": turn.role, "content": turn.content} for turn in prompt]
+        prompt = template_rows(prompt, str)
     others = {key: value for key, value in problem.meta.items() if key != ROW_KEY}
     row = {"id": problem.id, "prompt": prompt, "answer": problem.answer, "source": problem.source}
     return {**others, **row, "traces": [trace_of(trace) for trace in problem.traces]}
 
 
 def trace_of(trace: Trace) -> dict[str, Any]:
-    values = {"text": trace.text, "token_ids": trace.token_ids, "log_probs": trace.log_probs, "teacher": trace.teacher}
+    messages = None if trace.messages is None else template_rows(trace.messages, str)
+    values = {
+        "text": trace.text, "token_ids": trace.token_ids, "messages": messages, "log_probs": trace.log_probs,
+        "teacher": trace.teacher,
+    }  # fmt: skip
     return {
         key: list(value) if isinstance(value, tuple) else value for key, value in values.items() if value is not None
     }

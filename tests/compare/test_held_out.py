@@ -5,10 +5,26 @@ import json
 import pytest
 from builders import write_rows
 
-from luffy.compare.held_out import split_data
+from luffy.compare.held_out import split_data, write_problems
 from luffy.config import load_config
+from luffy.data import load_problems
 from luffy.errors import UserError
 from luffy.step.tasks import load_problems_of
+
+
+def test_turns_and_calls_are_kept(tmp_path):
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": "<b>", "n": [1, None]}}}
+    turns = [
+        {"role": "user", "content": "go"}, {"role": "assistant", "content": "", "tool_calls": [call, call]},
+        {"role": "tool", "content": "5", "tool_call_id": "c1"}, {"role": "tool", "content": "é", "name": "sub"},
+        {"role": "assistant", "content": "5"},
+    ]  # fmt: skip
+    rows = [{"prompt": turns[:4], "answer": "5", "traces": [turns[1:], {"messages": turns[1:], "teacher": "t"}, "x"]}]
+    problem = load_problems(write_rows(tmp_path / "chats.jsonl", rows))[0]
+    write_problems(tmp_path / "again.jsonl", [problem], traces=True)
+    again = load_problems(tmp_path / "again.jsonl")[0]
+    assert len(problem.prompt[1].tool_calls) == 2 and problem.traces[1].messages[2].name == "sub"
+    assert (again.prompt, again.traces) == (problem.prompt, problem.traces)
 
 
 def test_three_files_without_a_prompt_in_common(tmp_path):
