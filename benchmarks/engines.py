@@ -4,6 +4,7 @@
     python benchmarks/engines.py                                      # Qwen2-1.5B's shape, random weights
     python benchmarks/engines.py --model FOLDER --prompts 64 --samples 8 --new-tokens 512
     python benchmarks/engines.py --shape '{"hidden_size": 128, ...}' --dtype float32      # small enough for a CPU
+    python benchmarks/engines.py --lora 16 --engines vllm,vllm-adapters     # adapters merged, and pushed alone
 
 Every engine runs in a process of its own, so that one's memory is not the other's. A row is: warm-up, REPEATS timed
 batches (the median counts), log-probs against the trainer's forward pass, then what a training step does to an engine:
@@ -40,6 +41,7 @@ QWEN2_1_5B = {
     "max_position_embeddings": 16_384,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
 }
+ALONE = "vllm-adapters"  # with --lora: adapters pushed alone
 COLUMNS = {
     "engine": "engine",
     "tokens_per_second": "new tok/s",
@@ -50,6 +52,7 @@ COLUMNS = {
     "sleep_s": "sleep s",
     "wake_s": "wake s",
     "push_s": "push s",
+    "push_mib": "push MiB",
     "diff_mean_after": "diff mean after push",
     "peak_gib": "peak GiB",
     "asleep_gib": "asleep GiB",
@@ -61,6 +64,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     p.add_argument("--engines", default="native,vllm", help="which, in this order")
     p.add_argument("--model", help="a Hugging Face folder instead of random weights")
     p.add_argument("--shape", default="{}", help="JSON over the random model's config")
+    p.add_argument("--lora", type=int, help="rank of adapters of all linear layers; without: all weights change")
+    p.add_argument("--push-folder", type=Path, help="vLLM's weights go through this folder, as to servers")
     p.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     p.add_argument("--prompts", type=int, default=64, help="different prompts")
     p.add_argument("--samples", type=int, default=1, help="samples of each")
@@ -157,16 +162,21 @@ def step(o: argparse.Namespace, engine: Any, model: Any, memory: PeakMemory) -> 
     """What a training step does: sleep, another set of weights, sync; then a batch that must show them."""
     import torch
 
+    from luffy.rollout.policy_weights import adapter_tensors, tensors_of
+
     engine.sleep()
     asleep = memory.now()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.mul_(0.98)
     engine.sync(1)
     requests = requests_of(o, model, repeat=o.repeats)[: o.check]
     after = differences(o, model, requests, engine.generate(requests))
     spent = getattr(engine, "seconds", {})
     timings = {f"{name}_s": spent.get(name) for name in ("sleep", "wake", "push")}
+    if spent:
+        pushed = adapter_tensors(model).items() if o.only == ALONE else tensors_of(model)
+        timings["push_mib"] = sum(tensor.nbytes for _, tensor in pushed) / 2**20
     return {**timings, "diff_mean_after": after["diff_mean"], "asleep_gib": asleep}
 
 
@@ -178,7 +188,7 @@ def make_model(o: argparse.Namespace, device: str) -> Any:
     from luffy.models.load import DTYPES, load_model
 
     if o.model:
-        return load_model(o.model, o.dtype, device)
+        return with_adapters(o, load_model(o.model, o.dtype, device))
     config = Qwen2Config(**{**QWEN2_1_5B, **json.loads(o.shape)})
     torch.manual_seed(0)
     with torch.device(device):
@@ -186,6 +196,22 @@ def make_model(o: argparse.Namespace, device: str) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(DTYPES[o.dtype])
     use_luffy_attention(model)
+    return with_adapters(o, model)
+
+
+def with_adapters(o: argparse.Namespace, model: Any) -> Any:
+    """Adapters that are not zero, in float32 as luffy trains them."""
+    if o.lora is None:
+        return model
+    import peft
+
+    given = {"target_modules": "all-linear", "init_lora_weights": "gaussian", "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=o.lora, lora_alpha=2 * o.lora, **given))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+            if not parameter.any():
+                parameter.data.normal_(std=0.002)
     return model
 
 
@@ -195,19 +221,21 @@ def make_engine(o: argparse.Namespace, model: Any) -> Any:
         from luffy.rollout.native import NativeEngine
 
         return NativeEngine(model, max_slots=slots)
-    if o.only != "vllm":
-        raise SystemExit(f"engine {o.only} is unknown: use native or vllm")
+    if o.only not in ("vllm", ALONE):
+        raise SystemExit(f"engine {o.only} is unknown: use native, vllm or {ALONE}")
     from luffy.rollout.vllm.colocated import VllmEngine, engine_arguments
 
+    adapters = {"enable_lora": True, "max_lora_rank": o.lora, "max_cpu_loras": 2} if o.only == ALONE else {}
     arguments = engine_arguments(
         dtype=o.dtype,
         slots=slots,
         max_context=max(o.prompt_tokens + o.new_tokens, 64),
         width=1,
         memory_fraction=o.memory_fraction,
-        args={**graph_sizes(slots), **json.loads(o.vllm_args)},
+        args={**graph_sizes(slots), **adapters, **json.loads(o.vllm_args)},
     )
-    return VllmEngine.of_policy(model, arguments, seeded=not o.no_request_seeds)
+    given = {"push_folder": o.push_folder, "adapters_alone": bool(adapters)}
+    return VllmEngine.of_policy(model, arguments, seeded=not o.no_request_seeds, **given)
 
 
 def graph_sizes(slots: int) -> dict[str, Any]:

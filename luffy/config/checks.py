@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from luffy.config.knobs import AlgorithmConfig, Knobs, OffPolicyGuidanceConfig, RewardConfig
+from luffy.config.knobs import VLLM_LORA_RANKS, AlgorithmConfig, Knobs, OffPolicyGuidanceConfig, RewardConfig
 from luffy.config.legacy import with_current_keys
 from luffy.errors import ConfigError
 from luffy.rewards.kinds import REWARDS
@@ -59,6 +59,11 @@ def _check_engine(c: Knobs) -> None:
             )
         if c.rollout.overrides is not None:
             raise ConfigError("'rollout.drafts' does not go with token overrides; set rollout.drafts.when=never")
+    if c.rollout.vllm.adapters == "alone" and (c.model.lora is None or c.model.lora.rank > VLLM_LORA_RANKS[-1]):
+        raise ConfigError(
+            "'rollout.vllm.adapters' is alone, which needs model.lora with a rank of at most "
+            f"{VLLM_LORA_RANKS[-1]}; set it to merged"
+        )
     if c.rollout.precision != "fp8":
         return
     if not c.rollout.engine.part.own_weights:

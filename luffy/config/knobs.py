@@ -246,6 +246,8 @@ class TeacherConfig:
         return self.path == "self"
 
 
+VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what its max_lora_rank may be
+
 # Engine arguments of vLLM that luffy sets itself, and the knob that decides each.
 VLLM_OWN_ARGUMENTS = {
     "model": "model.path",
@@ -257,6 +259,7 @@ VLLM_OWN_ARGUMENTS = {
     "gpu_memory_utilization": "rollout.vllm.memory_fraction",
     "api_key": "rollout.vllm.api_key_env",
     "weight_transfer_config": "rollout.vllm.transfer",
+    **dict.fromkeys(("enable_lora", "max_lora_rank"), "rollout.vllm.adapters"),
     "config": "rollout.vllm.args",  # a file of arguments
     **dict.fromkeys(("logprobs_mode", "enable_sleep_mode", "load_format", "worker_extension_cls"), ""),
 }
@@ -294,6 +297,9 @@ class VllmConfig:
         "how weights get there; auto: memory if colocated, nccl from a GPU to servers, else folder",
     )
     shared_folder: str | None = knob(None, "folder of transfers, seen by all; null: in the run folder")
+    adapters: Literal["merged", "alone"] = knob(
+        "merged", "LoRA adapters in a push: merged, or alone (docs/engines.md#adapters-alone)"
+    )
     nccl_host: str = knob("127.0.0.1", "the trainer's address as servers see it, for NCCL")
     request_seeds: bool = knob(
         True,
@@ -305,6 +311,8 @@ class VllmConfig:
     def __post_init__(self) -> None:
         for name, value in self.args.items():
             _check_vllm_argument(name, value)
+        if self.transfer == "nccl" and self.adapters == "alone":
+            raise ConfigError("'rollout.vllm.adapters' alone go through a folder; set rollout.vllm.transfer=folder")
         wrong = {"memory": bool(self.servers), "nccl": not self.servers}
         if wrong.get(self.transfer, False) or (self.transfer == "memory" and self.tensor_parallel_size > 1):
             raise ConfigError(

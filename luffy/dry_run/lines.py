@@ -130,7 +130,7 @@ def _pushed_by_folder(cfg: Config, place: Place) -> bool:
     v = cfg.rollout.vllm
     if cfg.rollout.engine != "vllm" or v.shared_folder is not None:
         return False
-    direct = place.on_gpu and (bool(v.servers) or v.tensor_parallel_size == 1)
+    direct = place.on_gpu and (v.adapters == "merged" if v.servers else v.tensor_parallel_size == 1)
     return v.transfer == "folder" or (v.transfer == "auto" and not direct)
 
 

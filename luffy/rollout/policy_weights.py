@@ -1,4 +1,4 @@
-"""The policy's weights as another engine takes them: under the names of its checkpoint, adapters merged in.
+"""The policy's weights as another engine takes them: under the names of its checkpoint, adapters merged in or alone.
 
 vLLM takes a push as it comes. Missing names are passed over in silence, a wrong shape breaks it for good, and NaN
 stays in its KV cache after good weights are back. So a push is checked as a whole before its first tensor leaves.
@@ -18,6 +18,7 @@ from luffy.models.forward import causal_lm
 from luffy.models.four_bit import matrix_kind, unpacked
 
 NAMED = 3  # names that an error lists
+TAKES_ADAPTERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # in every model of vLLM
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +48,7 @@ class Weight:
 
 def checkpoint_weights(model: nn.Module) -> list[Weight]:
     """Weights that ``save_pretrained`` of the merged model would write, tied ones once; nothing is computed yet."""
-    causal = causal_lm(model)
-    adapted = {name: module for name, module in causal.named_modules() if hasattr(module, "get_delta_weight")}
-    weights = []
+    causal, adapted, weights = causal_lm(model), adapted_layers(model), []
     for name, parameter in causal.named_parameters():
         owner, _, field = name.rpartition(".")
         layer = owner.removesuffix(".base_layer")
@@ -60,9 +59,38 @@ def checkpoint_weights(model: nn.Module) -> list[Weight]:
     return weights
 
 
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor), one at a time: merged adapters never exist for more than one layer."""
-    return ((weight.name, weight.tensor()) for weight in checkpoint_weights(model))
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """PEFT's layers by the name of the layer that each stands for."""
+    return {name: module for name, module in causal_lm(model).named_modules() if hasattr(module, "get_delta_weight")}
+
+
+def tensors_of(model: nn.Module, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor), one at a time: merged adapters never exist for more than one layer. Without ``merged`` adapters
+    are left out."""
+    return ((w.name, w.tensor() if merged else w.base.detach()) for w in checkpoint_weights(model))
+
+
+@torch.no_grad()
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Adapters alone under PEFT's names, rounded as the policy rounds them when it computes (luffy.models.products): a
+    factor of alpha / rank is already in the matrix that goes up."""
+    tensors = {}
+    for name, layer in adapted_layers(model).items():
+        (adapter,) = layer.active_adapters
+        dtype, place = layer.get_base_layer().weight.dtype, f"base_model.model.{name}"
+        tensors[f"{place}.lora_A.weight"] = layer.lora_A[adapter].weight.to(dtype)
+        tensors[f"{place}.lora_B.weight"] = (layer.lora_B[adapter].weight * layer.scaling[adapter]).to(dtype)
+    return tensors
+
+
+def check_adapters_alone(model: nn.Module) -> None:
+    """Raise a UserError if vLLM could not compute with these adapters beside its weights."""
+    others = [name for name in adapted_layers(model) if name.rpartition(".")[2] not in TAKES_ADAPTERS]
+    if others:
+        raise UserError(
+            f"vLLM takes no adapters of {others[0]}: leave it out of model.lora.target_modules, or set "
+            "rollout.vllm.adapters=merged"
+        )
 
 
 class PushCheck:

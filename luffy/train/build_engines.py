@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from luffy.config import Config
-from luffy.config.knobs import OffPolicyGuidanceConfig
+from luffy.config.knobs import VLLM_LORA_RANKS, OffPolicyGuidanceConfig
 from luffy.config.parts import ENGINES
 from luffy.core.override_rules import Rule
 from luffy.distributed.group_engine import GroupEngine, leads
@@ -43,12 +43,13 @@ from luffy.rollout.overrides.aligned import AlignedEngine
 from luffy.rollout.overrides.coupled import CoupledEngine, Score
 from luffy.rollout.overrides.speculative import SpeculativeEngine
 from luffy.rollout.overrides.turns import TurnsEngine, check_log_probs, check_takes_turns
+from luffy.rollout.policy_weights import check_adapters_alone
 from luffy.rollout.vllm.colocated import VllmEngine, engine_arguments, executor_argument
 from luffy.rollout.vllm.http_client import VLLM_SLOTS, Server, key_from
 from luffy.rollout.vllm.remote import RemoteEngine
 from luffy.rollout.vllm.served_model import ServedModel
 from luffy.rollout.vllm.server_process import become_server, server_command, server_environment
-from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer, Transfer
+from luffy.rollout.vllm.transfer import AdapterTransfer, FolderTransfer, NcclTransfer, Transfer
 from luffy.types import Request, Sample
 
 # Of the unused GPU memory when a rollout begins that an update will run beside: gradients, moments and activations
@@ -95,14 +96,18 @@ def build_evaluating(cfg: Config, model: nn.Module, device: str, warn: Warn) -> 
 def build_vllm(cfg: Config, model: nn.Module, device: str, warn: Warn) -> Engine:
     """vLLM in this process or on servers; it has no weights before its first ``sync``."""
     v = cfg.rollout.vllm
-    transfer_kind = transfer_of(cfg, device)
+    transfer_kind, alone = transfer_of(cfg, device), v.adapters == "alone"
     if not v.servers:
         folder = weight_folder(cfg) if transfer_kind == "folder" else None
         arguments = executor_argument(cfg.parallel.rollout_group) | vllm_arguments(cfg, causal_lm(model).config)
-        return VllmEngine.of_policy(model, arguments, push_folder=folder, seeded=v.request_seeds)
+        return VllmEngine.of_policy(model, arguments, push_folder=folder, seeded=v.request_seeds, adapters_alone=alone)
     key = key_from(v.api_key_env)
-    nccl = transfer_kind == "nccl"
-    transfer: Transfer = NcclTransfer(v.nccl_host) if nccl else FolderTransfer(weight_folder(cfg))
+    transfer: Transfer
+    if alone:
+        check_adapters_alone(model)
+        transfer = AdapterTransfer(weight_folder(cfg))
+    else:
+        transfer = NcclTransfer(v.nccl_host) if transfer_kind == "nccl" else FolderTransfer(weight_folder(cfg))
     return RemoteEngine(
         model,
         [Server(url, key, v.timeout_s) for url in v.servers],
@@ -278,8 +283,21 @@ def vllm_arguments(cfg: Config, model_config: Any) -> dict[str, Any]:
         max_context=context_of(cfg, model_config),
         width=v.tensor_parallel_size,
         memory_fraction=v.memory_fraction,
-        args={"trust_remote_code": cfg.model.trust_remote_code, **v.args},
+        args={"trust_remote_code": cfg.model.trust_remote_code, **adapter_arguments(cfg), **v.args},
     )
+
+
+def adapter_arguments(cfg: Config) -> dict[str, Any]:
+    """vLLM's arguments with which it computes one adapter beside its weights, and remembers the one before."""
+    if cfg.rollout.vllm.adapters == "merged":
+        return {}
+    assert cfg.model.lora is not None  # see the config's checks
+    if cfg.model.dtype == "float32" and pick_device(cfg.model.device) == "cuda":
+        raise ConfigError(
+            "vLLM's CUDA kernels for adapters need model.dtype=bfloat16; set that, or rollout.vllm.adapters=merged"
+        )
+    rank = next(rank for rank in VLLM_LORA_RANKS if rank >= cfg.model.lora.rank)
+    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 2}
 
 
 def context_of(cfg: Config, model_config: Any) -> int:
@@ -310,7 +328,7 @@ def transfer_to_servers(cfg: Config, device: str) -> str:
     v = cfg.rollout.vllm
     if v.transfer != "auto":
         return v.transfer
-    return "nccl" if device == "cuda" else "folder"
+    return "nccl" if device == "cuda" and v.adapters == "merged" else "folder"
 
 
 def weight_folder(cfg: Config) -> Path:

@@ -31,6 +31,7 @@ class FakeServer:
         )
         self.tokens = tokens
         self.version, self.weights, self.calls, self.prompts = -1, {}, [], []
+        self.takes_adapters, self.base, self.adapters, self.asked_for = False, None, {}, []
         self.dead, self.die_after, self.broken = False, None, 0
         outer = self
 
@@ -62,7 +63,7 @@ class FakeServer:
         if self.dead:  # died while it worked on this
             handler.connection.close()
             return
-        raw = json.dumps(reply).encode()
+        raw = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
         with contextlib.suppress(ConnectionError):  # who asked has stopped waiting
             handler.send_response(status)
             handler.send_header("Content-Length", str(len(raw)))
@@ -74,10 +75,16 @@ class FakeServer:
             return self.complete(body)
         if path == "collective_rpc":
             return 200, {"results": [getattr(self, body["method"])(**body["kwargs"])]}
+        if path == "v1/load_lora_adapter":
+            self.adapters[body["lora_name"]] = dict(tensors_in([Path(body["lora_path"]) / "adapter_model.safetensors"]))
+            return 200, "Success: loaded"
+        if path == "v1/unload_lora_adapter":
+            return (200, "Success") if self.adapters.pop(body["lora_name"], None) else (404, {"error": "not found"})
         known = {"v1/models": {"data": [{"id": "m"}]}, "get_world_size": {"world_size": self.world_size}}
         return 200, known.get(path, {})
 
     def complete(self, body):
+        self.asked_for.append(body["model"])
         self.prompts.append(tuple(body["prompt"]))
         time.sleep(self.delay)
         if self.die_after is not None and len(self.prompts) > self.die_after:
@@ -89,11 +96,12 @@ class FakeServer:
         return 200, {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}}]}
 
     def luffy_state(self):
-        return {"version": self.version, "max_context": self.max_context, "config": self.config}
+        more = {"base": self.base, "takes_adapters": self.takes_adapters}
+        return {"version": self.version, "max_context": self.max_context, "config": self.config, **more}
 
-    def luffy_load(self, version, folder):
+    def luffy_load(self, version, folder, base=None):
         self.weights = dict(tensors_in(sorted(Path(folder).glob("*.safetensors"))))
-        self.version = version
+        self.version, self.base = version, base
         return {"version": version}
 
     def luffy_note_version(self, version):

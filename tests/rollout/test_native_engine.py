@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from builders import make_model, make_request
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from luffy.errors import UserError
 from luffy.models.load import eos_ids, load_model, load_tokenizer
@@ -139,6 +140,29 @@ def test_a_lora_wrapped_policy_generates_with_its_adapters():
     expected = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert got[: expected.shape[1] - 3] == expected[0, 3:].tolist()
     assert got != plain
+
+
+def test_a_lora_policy_is_never_merged_and_a_sync_computes_nothing(monkeypatch):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_model("llama"), peft.LoraConfig(target_modules="all-linear"))
+
+    def refuse(*_, **__):
+        raise AssertionError("merged")
+
+    for name in ("merge", "get_delta_weight"):
+        monkeypatch.setattr(peft.tuners.lora.layer.Linear, name, refuse)
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"a sync computes {func}")
+
+    engine = NativeEngine(model)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    for version in range(2):
+        with Noting():
+            engine.sync(version)
+        engine.generate([make_request((5, 6, 7), 12)])
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
 
 
 def test_bad_settings_are_refused():

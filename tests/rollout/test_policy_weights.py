@@ -7,7 +7,13 @@ import torch
 from builders import make_model
 
 from luffy.errors import UserError
-from luffy.rollout.policy_weights import PushCheck, checkpoint_weights, tensors_of
+from luffy.rollout.policy_weights import (
+    PushCheck,
+    adapter_tensors,
+    check_adapters_alone,
+    checkpoint_weights,
+    tensors_of,
+)
 from luffy.rollout.vllm.transfer import write_weights
 from luffy.rollout.vllm.worker_extension import not_filled, noting_loaded, tensors_in
 
@@ -35,6 +41,23 @@ def test_adapters_are_merged_without_touching_the_policy():
         torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5)
     assert "model.layers.0.self_attn.q_proj.bias" in pushed
     PushCheck(make_model("qwen2"))(model, 1)
+
+
+def test_adapters_alone_are_peft_s_with_their_factor_and_leave_the_weights_below():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    plain = dict(tensors_of(make_model("llama")))
+    model = peft.get_peft_model(make_model("llama"), config)
+    below, alone = dict(tensors_of(model, merged=False)), adapter_tensors(model)
+    assert below.keys() == plain.keys() and all(torch.equal(below[name], plain[name]) for name in plain)
+    saved = peft.get_peft_model_state_dict(model)
+    assert alone.keys() == saved.keys()
+    for name, tensor in alone.items():
+        assert torch.equal(tensor, saved[name] * (3 if "lora_B" in name else 1))
+    check_adapters_alone(model)
+    head = peft.get_peft_model(make_model("qwen3"), peft.LoraConfig(target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(UserError, match=r"^vLLM takes no adapters of lm_head: .* rollout.vllm.adapters=merged$"):
+        check_adapters_alone(head)
 
 
 def test_a_folder_holds_everything_in_parts_and_is_gone_afterwards(tmp_path, monkeypatch):

@@ -11,10 +11,10 @@ from builders import make_model
 from fake_servers import KEY, FakeServer
 
 from luffy.errors import TrainingStopped, UserError
-from luffy.rollout.policy_weights import Weight, tensors_of
+from luffy.rollout.policy_weights import Weight, adapter_tensors, tensors_of
 from luffy.rollout.vllm.http_client import Server, key_from
 from luffy.rollout.vllm.remote import RemoteEngine
-from luffy.rollout.vllm.transfer import FolderTransfer, NcclTransfer
+from luffy.rollout.vllm.transfer import AdapterTransfer, FolderTransfer, NcclTransfer
 from luffy.rollout.vllm.worker_extension import LuffyWorker, model_fields
 from luffy.types import Request, Sampling
 
@@ -81,6 +81,36 @@ def test_a_push_reaches_every_server_whole_and_clears_its_cache(model, start, tm
     with pytest.raises(FloatingPointError, match="version 6 not pushed"):
         engine.sync(6)
     assert engine.version == 5 and all(server.version == 5 for server in servers)
+
+
+def test_the_weights_below_adapters_are_pushed_once_and_then_adapters_alone(model, start, tmp_path):
+    peft = pytest.importorskip("peft")
+    plain = {name: tensor.clone() for name, tensor in tensors_of(model)}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    servers = [start(), start()]
+    engine = engine_of(adapted, servers, tmp_path)
+    engine.transfer = AdapterTransfer(tmp_path)
+    with pytest.raises(UserError, match=r"was started without adapters; .* rollout.vllm.adapters=alone$"):
+        engine.sync(0)
+    for server in servers:
+        server.takes_adapters = True
+    engine.sync(0)
+    for server in servers:
+        assert server.weights.keys() == plain.keys()
+        assert all(torch.equal(server.weights[n], plain[n]) for n in plain)
+        server.weights = None
+    engine.sync(1)
+    servers[1].version, servers[1].base, servers[1].adapters = -1, None, {}  # restarted
+    engine.generate([remote_request([10 + p]) for p in range(8)])
+    assert servers[0].weights is None and servers[1].weights.keys() == plain.keys()
+    for server in servers:
+        ((name, tensors),) = server.adapters.items()  # the one before is gone
+        assert server.version == 1 and "000001" in name and set(server.asked_for) == {name}
+        assert tensors.keys() == adapter_tensors(adapted).keys()
+        assert len(server.calls) - server.calls[::-1].index("reset_prefix_cache") > server.calls.index(
+            "v1/load_lora_adapter"
+        )
+    assert not list(tmp_path.rglob("weights-*"))
 
 
 def test_a_lost_servers_requests_are_made_elsewhere_and_reported(model, start, tmp_path):

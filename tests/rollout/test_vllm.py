@@ -12,9 +12,12 @@ import vllm_engines
 from builders import make_model
 
 from luffy.errors import UserError
+from luffy.rollout import NativeEngine
+from luffy.rollout.vllm import colocated, transfer
 from luffy.rollout.vllm.http_client import Server
 from luffy.rollout.vllm.remote import RemoteEngine
 from luffy.rollout.vllm.transfer import FolderTransfer
+from luffy.train.build_engines import scores_of
 from luffy.types import Request, Sampling
 
 pytestmark = pytest.mark.vllm
@@ -116,6 +119,56 @@ def test_a_folder_is_evaluated_with_the_weights_that_vllm_reads_itself(tmp_path,
     )
     with pytest.raises(RuntimeError, match="no policy"):
         loaded.engine.sync(1)
+
+
+def adapted_llama(seed=0, targets="all-linear"):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, init_lora_weights=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return peft.get_peft_model(llama(), config)
+
+
+@pytest.fixture(params=["colocated_adapters", "remote_adapters"])
+def adapters_engine(request):
+    return getattr(vllm_engines, request.param)(adapted_llama())
+
+
+def test_adapters_alone_are_the_same_policy_as_merged_ones(adapters_engine, monkeypatch):
+    """The same prompts before and after each push: keys and values of older adapters must not be served."""
+    written = []
+    real = transfer.write_weights
+    for module in (transfer, colocated):
+        monkeypatch.setattr(
+            module, "write_weights", lambda *given, **more: written.append(given) or real(*given, **more)
+        )
+    requests = [vllm_request(tokens=16), *(vllm_request(seed=s, tokens=16, temperature=0.8) for s in range(3))]
+    seen = []
+    for version, policy in enumerate([adapted_llama(), adapted_llama(1, ["q_proj", "down_proj"]), adapted_llama(2)]):
+        adapters_engine.model = policy
+        adapters_engine.sync(version)
+        completions = adapters_engine.generate(requests)
+        seen.append([c.token_ids.tolist() for c in completions])
+        greedy, *_ = NativeEngine(policy.merge_and_unload()).generate(requests)
+        assert greedy.token_ids.tolist() == seen[-1][0]
+        expected = scores_of(policy.get_base_model(), 0.8, 4096)(requests[1:], [c.token_ids for c in completions[1:]])
+        for completion, log_probs in zip(completions[1:], expected, strict=True):
+            torch.testing.assert_close(completion.log_probs, log_probs, atol=2e-5, rtol=1e-4)
+    assert len({str(tokens) for tokens in seen}) == 3 and not written
+
+
+def test_adapters_that_vllm_refuses_leave_those_before(adapters_engine, monkeypatch):
+    before = generated_tokens(adapters_engine, vllm_request())
+    kept = adapters_engine.version
+    wrong = {f"base_model.model.model.nothing.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
+    monkeypatch.setattr(transfer, "adapter_tensors", lambda model: wrong)
+    with pytest.raises((ValueError, UserError), match="expected target modules"):
+        adapters_engine.sync(9)
+    monkeypatch.undo()
+    assert adapters_engine.version == kept
+    assert generated_tokens(adapters_engine, vllm_request()) == before
+    adapters_engine.sync(10)
+    assert generated_tokens(adapters_engine, vllm_request()) == before
 
 
 def test_every_route_of_a_server_asks_for_the_key():

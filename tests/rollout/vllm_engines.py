@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 BLOCK = 32
 ARGUMENTS = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "block_size": BLOCK}
+ADAPTERS = {"enable_lora": True, "max_lora_rank": 8, "max_cpu_loras": 2}
 KEY_VARIABLE = "LUFFY_VLLM_KEY"
 _started: dict = {}
 
@@ -49,6 +50,31 @@ def remote(model, slots=64):
         folder = Path(_temporary("weights"))
         _started["remote"] = RemoteEngine(model, [server], FolderTransfer(folder), max_context=512, slots=16)
     return _with_weights(_started["remote"], model)
+
+
+def colocated_adapters(model):
+    """vLLM beside which adapters of ``model`` are pushed alone."""
+    from luffy.rollout.vllm.colocated import VllmEngine, engine_arguments
+
+    if "colocated_adapters" not in _started:
+        arguments = engine_arguments(
+            dtype="float32", slots=64, max_context=512, width=1, memory_fraction=0.1, args={**ARGUMENTS, **ADAPTERS}
+        )
+        _started["colocated_adapters"] = VllmEngine.of_policy(model, arguments, adapters_alone=True)
+    return _with_weights(_started["colocated_adapters"], model)
+
+
+def remote_adapters(model):
+    """The same on a server."""
+    from luffy.rollout.vllm.remote import RemoteEngine
+    from luffy.rollout.vllm.transfer import AdapterTransfer
+
+    settings = ["model.lora.rank=4", "rollout.vllm.adapters=alone"]
+    server = server_for(_llama(), "adapters", settings)
+    if "remote_adapters" not in _started:
+        transfer = AdapterTransfer(Path(_temporary("adapters")))
+        _started["remote_adapters"] = RemoteEngine(model, [server], transfer, max_context=512, slots=16)
+    return _with_weights(_started["remote_adapters"], model)
 
 
 def _with_weights(engine, model):
@@ -83,13 +109,13 @@ def save_with_tokenizer(model, folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w2", unk_token="w0").save_pretrained(folder)
 
 
-def server_for(model, name: str = "first"):
+def server_for(model, name: str = "first", settings=()):
     """A server that `luffy serve` started; stopped when the tests end."""
     if name not in _started:
         _started[name] = None  # a second try would take as long and fail as surely
         folder = Path(_temporary("served"))
         save_with_tokenizer(model, folder)
-        _started[name] = start_server(folder)
+        _started[name] = start_server(folder, settings)
     assert _started[name] is not None, "the server did not start: see the first test that needed it"
     return _started[name][0]
 
@@ -98,7 +124,7 @@ def process_of(name: str):
     return _started[name][1]
 
 
-def start_server(folder: Path):
+def start_server(folder: Path, settings=()):
     """(client, process), once the server answers."""
     from luffy.rollout.vllm.http_client import Server, ServerLost
     from luffy.rollout.vllm.transfer import free_port
@@ -108,7 +134,7 @@ def start_server(folder: Path):
     log = (folder / "server.log").open("w")
     overrides = [
         f"model.path={folder}", "data.max_prompt_tokens=312", "rollout.max_tokens=200", "rollout.slots=64",
-        f"rollout.vllm.args={json.dumps(ARGUMENTS)}",
+        f"rollout.vllm.args={json.dumps(ARGUMENTS)}", *settings,
     ]  # fmt: skip
     (folder / "empty.yaml").write_text("")
     command = [sys.executable, "-c", "from luffy.cli import main; main()", "serve", str(folder / "empty.yaml")]

@@ -12,7 +12,14 @@ from luffy.errors import ConfigError, UserError
 from luffy.learn.objective import importance_of
 from luffy.models.load import load_model
 from luffy.rollout.native import NativeEngine
-from luffy.train.build_engines import build_engine, build_evaluating, context_of, transfer_of, vllm_arguments
+from luffy.train.build_engines import (
+    build_engine,
+    build_evaluating,
+    context_of,
+    transfer_of,
+    transfer_to_servers,
+    vllm_arguments,
+)
 from luffy.train.loop import Trainer
 
 
@@ -132,6 +139,19 @@ def test_every_argument_passes_through(make_config):
     assert got["max_model_len"] == 32 and got["logprobs_mode"] == "processed_logprobs"
 
 
+def test_vllm_is_told_of_adapters_that_are_pushed_alone(make_config, monkeypatch):
+    given = {"rollout": {"engine": "vllm", "vllm": {"adapters": "alone"}}, "model": {"lora": {"rank": 20}}}
+    cfg = make_config(**given)
+    model_config = type("C", (), {"max_position_embeddings": 128})
+    got = vllm_arguments(cfg, model_config)
+    assert got["enable_lora"] and got["max_lora_rank"] == 32 and got["max_loras"] == 1
+    assert transfer_to_servers(cfg, "cuda") == "folder"
+    monkeypatch.setattr("luffy.train.build_engines.pick_device", lambda wanted: "cuda")
+    with pytest.raises(ConfigError, match=r"need model.dtype=bfloat16; set that, or rollout.vllm.adapters=merged$"):
+        vllm_arguments(cfg, model_config)
+    assert "enable_lora" not in vllm_arguments(make_config(), model_config)
+
+
 def test_context_is_what_the_run_can_ask_for(make_config):
     model_config = type("C", (), {"max_position_embeddings": 100})
     assert context_of(make_config(), model_config) == 32
@@ -172,6 +192,10 @@ def test_how_weights_travel(make_config):
         (["rollout.vllm.args={middleware: [--trust-remote-code]}"], "would be read as a flag"),
         (["rollout.vllm.args={seed: --trust-remote-code}"], "would be read as a flag"),
         (["rollout.vllm.transfer=nccl"], "nccl is for servers"),
+        (["rollout.vllm.transfer=nccl", "rollout.vllm.adapters=alone"], "set rollout.vllm.transfer=folder"),
+        (["rollout.vllm.adapters=alone"], "needs model.lora with a rank of at most 512; set it to merged"),
+        (["rollout.vllm.adapters=alone", "model.lora.rank=513"], "needs model.lora with a rank of at most 512"),
+        (["rollout.vllm.args={enable_lora: true}"], "set rollout.vllm.adapters instead"),
         (["rollout.vllm.transfer=memory", "rollout.vllm.tensor_parallel_size=2"], "one GPU without servers"),
         (["rollout.engine=vlm"], "did you mean 'vllm'"),
         (["algorithm.mismatch_cap=1"], "must be > 1"),

@@ -35,18 +35,18 @@ def training_rows(folder):
     return path
 
 
-def colocated_config(folder, name, **rollout):
+def colocated_config(folder, name, lora=None, lr=1e-5, **rollout):
     return build(
         Config,
         {
             "name": name,
             "out": str(folder),
-            "model": {"path": SMOLLM2, "device": "cpu"},
+            "model": {"path": SMOLLM2, "device": "cpu", "lora": lora},
             "data": {"train": str(training_rows(folder)), "limit": 40, "max_prompt_tokens": 256},
             "reward": {"kind": "gsm8k", "workers": 1},
             "rollout": {"n": 3, "max_tokens": 96, "slots": 16, **rollout},
             "algorithm": {"reject_extreme": False, "mismatch_correction": "truncated"},
-            "optim": {"lr": 1e-5},
+            "optim": {"lr": lr},
             "batch": {"problems": 2, "tokens": 1024},
             "train": {"steps": 5, "save_every": 5},
             "record": {"tensorboard": False, "samples_every": 5},
@@ -75,3 +75,9 @@ def test_five_steps_of_luffy_colocated(tmp_path):
     check_mismatch(
         train_five_steps(colocated_config(tmp_path, "colocated", engine="vllm", vllm={"args": vllm_engines.ARGUMENTS}))
     )
+
+
+def test_five_steps_with_adapters_alone(tmp_path):
+    vllm = {"args": vllm_engines.ARGUMENTS, "adapters": "alone"}
+    cfg = colocated_config(tmp_path, "adapters", lora={"rank": 4}, lr=1e-3, engine="vllm", vllm=vllm)
+    check_mismatch(train_five_steps(cfg))

@@ -5,8 +5,9 @@ nothing is serialised, no second CUDA context holds memory, and there is no proc
 spread over several GPUs do workers of their own exist; the weights then go through a folder (``/dev/shm`` will do).
 
 Sleep is vLLM's level 2: weights and KV cache are dropped. Level 1 would first copy the weights to the host's memory,
-to bring back what the very next ``sync`` overwrites. Waking goes in two steps, weights, push, KV cache, so that the
-cache is not there yet while layers are loaded.
+to bring back what the very next ``sync`` overwrites; where adapters are pushed alone it overwrites no weights, and
+level 1 it is. Waking goes in two steps, weights, push, KV cache, so that the cache is not there yet while layers are
+loaded.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from torch import nn
 from luffy.errors import UserError, how_to_install
 from luffy.models.forward import causal_lm, text_config
 from luffy.rollout.engine import Engine, EngineStats, OnProgress, RequestSource, check_request
-from luffy.rollout.policy_weights import PushCheck, tensors_of
+from luffy.rollout.policy_weights import PushCheck, check_adapters_alone, tensors_of
 from luffy.rollout.vllm.requests import completion, sampling_arguments
-from luffy.rollout.vllm.transfer import write_weights
+from luffy.rollout.vllm.transfer import write_adapters, write_weights
 from luffy.types import Completion, Request
 
 WORKER = "luffy.rollout.vllm.worker_extension.LuffyWorker"
 SLEEP_LEVEL = 2
+KEEPING_WEIGHTS = 1  # the same, with the weights in the host's memory
 # Defaults for what the user's environment leaves open: quiet, nothing sent home, nothing listening beyond this host.
 ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1"}
 
@@ -47,7 +49,8 @@ class VllmEngine(Engine):
     """vLLM in this process with the weights of ``policy``; None: those that vLLM loaded itself, unchanged.
 
     ``arguments`` are vLLM's own engine arguments. Without ``seeded`` a batch has one seed, that of its first request:
-    a request of its own seed costs vLLM a kernel of its own in every step.
+    a request of its own seed costs vLLM a kernel of its own in every step. With ``adapters_alone`` a push after the
+    first has adapters alone.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class VllmEngine(Engine):
         policy: nn.Module | None = None,
         push_folder: Path | None = None,
         seeded: bool = True,
+        adapters_alone: bool = False,
     ) -> None:
         self.model, self.vocabulary, self.seeded = policy, vocabulary, seeded
         self.version = 0
@@ -66,6 +70,11 @@ class VllmEngine(Engine):
         self._asleep = False
         self._check = None if policy is None else PushCheck(policy)
         self._push_folder = push_folder
+        self._adapters_alone, self._has_base = adapters_alone, False
+        self._adapter: Any = None  # vLLM's request for the policy's adapters
+        self._pushes = 0
+        if adapters_alone and policy is not None:
+            check_adapters_alone(policy)
         with keeping_random_state():
             self._llm = start(arguments)
         self.max_context = int(self._llm.llm_engine.model_config.max_model_len)
@@ -106,7 +115,7 @@ class VllmEngine(Engine):
         self.seconds["sleep"] = 0.0
         with self._timed("sleep"):
             if can_sleep():
-                self._llm.sleep(level=SLEEP_LEVEL)
+                self._llm.sleep(level=KEEPING_WEIGHTS if self._adapters_alone else SLEEP_LEVEL)
         self._asleep = True
 
     def generate(self, requests: Sequence[Request], progress: OnProgress | None = None) -> list[Completion]:
@@ -139,7 +148,8 @@ class VllmEngine(Engine):
                 for request in ready:
                     check_request(request, self.max_context, self.vocabulary)
                     asked[str(count)] = request
-                    engine.add_request(str(count), self._prompt(request), self._params(request))
+                    given = self._prompt(request), self._params(request)
+                    engine.add_request(str(count), *given, lora_request=self._adapter)
                     count += 1
                 for output in engine.step() if asked else ():
                     drawn, request = output.outputs[0], asked.pop(output.request_id)
@@ -156,7 +166,7 @@ class VllmEngine(Engine):
         the prefix cache."""
         prompts, params = list(map(self._prompt, requests)), list(map(self._params, requests))
         bar: Any = False if progress is None else bar_for(progress)
-        return cast(list[Any], self._llm.generate(prompts, params, use_tqdm=bar))
+        return cast(list[Any], self._llm.generate(prompts, params, use_tqdm=bar, lora_request=self._adapter))
 
     def _prompt(self, request: Request) -> Any:
         return {"prompt_token_ids": list(request.given_ids)}
@@ -185,17 +195,37 @@ class VllmEngine(Engine):
             self._llm.wake_up(tags=[tag])
 
     def _push(self, version: int) -> None:
+        if not (self._adapters_alone and self._has_base):
+            self._push_weights(version)
+        if self._adapters_alone:
+            self._push_adapters(version)
+
+    def _push_adapters(self, version: int) -> None:
+        from vllm.lora.request import LoRARequest
+
         assert self.model is not None
+        self._pushes += 1
+        with (
+            tempfile.TemporaryDirectory(prefix="luffy-vllm-") as own,
+            write_adapters(self.model, self._push_folder or Path(own), version) as folder,
+        ):
+            adapter = LoRARequest(folder.name, self._pushes, str(folder))
+            self._llm.llm_engine.add_lora(adapter)
+        self._adapter = adapter  # vLLM keeps the one before until the next comes
+
+    def _push_weights(self, version: int) -> None:
+        assert self.model is not None
+        merged = not self._adapters_alone
         if self._push_folder is None:
-            answers = self._llm.collective_rpc(
-                "luffy_load", kwargs={"version": version, "weights": tensors_of(self.model)}
-            )
+            weights = tensors_of(self.model, merged)
+            answers = self._llm.collective_rpc("luffy_load", kwargs={"version": version, "weights": weights})
         else:
-            with write_weights(self.model, self._push_folder, version) as folder:
+            with write_weights(self.model, self._push_folder, version, merged) as folder:
                 answers = self._llm.collective_rpc("luffy_load", kwargs={"version": version, "folder": str(folder)})
         for answer in answers:
             if "error" in answer:
                 raise RuntimeError(f"vLLM took the push of version {version} only in part: {answer['error']}")
+        self._has_base = True
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

@@ -14,6 +14,7 @@ from luffy.web import Client, RequestFailed, checked_address
 
 HEALTH_TIMEOUT_S = 10.0
 SERVER_ERRORS = 500
+WITHOUT_JSON = ("health", "v1/load_lora_adapter", "v1/unload_lora_adapter")  # what they answer is no JSON
 VLLM_SLOTS = 256  # unless rollout.slots says otherwise: vLLM's own default
 
 
@@ -43,6 +44,7 @@ class Server:
         if urllib.parse.urlsplit(self.url).path:
             raise UserError(f"{knob}: {url} is not an address such as http://127.0.0.1:8000")
         self.timeout_s = timeout_s
+        self.adapter: str | None = None  # what requests name instead of the model, where adapters are pushed alone
         self._remedy = f"name a vLLM server in {knob}"
         self._client = Client({"Authorization": f"Bearer {key}"}, (key,))
 
@@ -98,7 +100,7 @@ class Server:
             raw = self._client.send(address, None if body is None else json.dumps(body).encode(), timeout_s)
         except RequestFailed as error:
             raise _error(f"{address}: {error}", error) from None
-        return json_value(raw, address, self._remedy) if raw and path != "health" else None
+        return json_value(raw, address, self._remedy) if raw and path not in WITHOUT_JSON else None
 
 
 def _error(what: str, error: RequestFailed) -> Exception:

@@ -230,6 +230,6 @@ class RemoteEngine(Engine):
             return False
 
     def _ask(self, server: Server, request: Request) -> Completion:
-        body = completion_body(request, self._names[server], self.seeded)
+        body = completion_body(request, server.adapter or self._names[server], self.seeded)
         choice = server.post("v1/completions", body)["choices"][0]
         return completion(request, choice["token_ids"], choice["logprobs"]["token_logprobs"])

@@ -42,9 +42,10 @@ def flags(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def server_environment(key: str) -> dict[str, str]:
-    """``VLLM_SERVER_DEV_MODE`` opens the routes for weights; the guard closes them to all but holders of the key."""
+    """The routes for weights and adapters are open; the guard closes them to all but holders of the key."""
     logging = {"VLLM_LOGGING_LEVEL": "INFO"}
-    return {**ENVIRONMENT, **logging, **os.environ, "VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1"}
+    routes = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    return {**ENVIRONMENT, **logging, **os.environ, "VLLM_API_KEY": key, **routes}
 
 
 def become_server(command: list[str], environment: Mapping[str, str]) -> None:

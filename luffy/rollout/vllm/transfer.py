@@ -9,13 +9,14 @@ that has the routes.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import secrets
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,8 +26,8 @@ from torch import Tensor, nn
 
 from luffy.errors import UserError
 from luffy.files import try_lock
-from luffy.rollout.policy_weights import checkpoint_weights, tensors_of
-from luffy.rollout.vllm.http_client import Server, ServerLost
+from luffy.rollout.policy_weights import adapter_tensors, checkpoint_weights, tensors_of
+from luffy.rollout.vllm.http_client import Server, ServerLost, ServerTimeout
 
 SHARD_BYTES = 2 << 30
 
@@ -38,10 +39,33 @@ class Transfer(Protocol):
 
 
 @contextmanager
-def write_weights(model: nn.Module, parent: Path, version: int) -> Iterator[Path]:
-    """Write the policy's weights as safetensors in a folder that exists as long as the block runs. Each user of each
-    machine has a subfolder of ``parent`` with a lock that writers share; a writer that gets it alone removes the
-    leftovers of killed ones."""
+def write_weights(model: nn.Module, parent: Path, version: int, merged: bool = True) -> Iterator[Path]:
+    """Write the policy's weights as safetensors in a folder that exists as long as the block runs; without ``merged``
+    adapters are left out."""
+    with _push_folder(parent, version) as folder:
+        for number, shard in enumerate(_shards(tensors_of(model, merged))):
+            save_file(shard, folder / f"part-{number:05d}.safetensors")
+        yield folder
+
+
+@contextmanager
+def write_adapters(model: nn.Module, parent: Path, version: int) -> Iterator[Path]:
+    """Write the policy's adapters as PEFT would, in a folder that exists as long as the block runs. Its name is new in
+    every push: it becomes the adapter's name in vLLM, which remembers keys and values by it."""
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in adapter_tensors(model).items()}
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+    with _push_folder(parent, version) as folder:
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "adapter_model.safetensors")
+        yield folder
+
+
+@contextmanager
+def _push_folder(parent: Path, version: int) -> Iterator[Path]:
+    """A folder that exists as long as the block runs. Each user of each machine has a subfolder of ``parent`` with a
+    lock that writers share; a writer that gets it alone removes the leftovers of killed ones."""
     own = parent / f"{socket.gethostname()}-{os.getuid()}"
     own.mkdir(parents=True, exist_ok=True)
     with (own / ".lock").open("a+") as lock:  # readable: NFS asks for it where a lock is shared
@@ -52,18 +76,16 @@ def write_weights(model: nn.Module, parent: Path, version: int) -> Iterator[Path
         folder = own / f"weights-{version:06d}-{secrets.token_hex(4)}"
         folder.mkdir()
         try:
-            for number, shard in enumerate(_shards(model)):
-                save_file(shard, folder / f"part-{number:05d}.safetensors")
             yield folder
         finally:
             shutil.rmtree(folder)
 
 
-def _shards(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def _shards(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     """A few at a time, so that a large model is never twice in the host's memory."""
     shard: dict[str, Tensor] = {}
     size = 0
-    for name, tensor in tensors_of(model):
+    for name, tensor in tensors:
         if shard and size + tensor.nbytes > SHARD_BYTES:
             yield shard
             shard, size = {}, 0
@@ -96,6 +118,56 @@ class FolderTransfer:
     def push(self, model: nn.Module, version: int, servers: Sequence[Server]) -> list[Server]:
         with write_weights(model, self.folder, version) as folder:
             return on_all_servers(servers, lambda server: server.rpc("luffy_load", version=version, folder=str(folder)))
+
+
+class AdapterTransfer:
+    """The weights below the adapters once to every server, then adapters alone; all through a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self._base = secrets.token_hex(8)  # tells a server's weights from those of another run, or of its start
+
+    def push(self, model: nn.Module, version: int, servers: Sequence[Server]) -> list[Server]:
+        lost = self._push_base(model, version, servers)
+        reached = [server for server in servers if server not in lost]
+        with write_adapters(model, self.folder, version) as folder:
+            return lost + on_all_servers(reached, lambda server: _load_adapter(server, folder, version))
+
+    def _push_base(self, model: nn.Module, version: int, servers: Sequence[Server]) -> list[Server]:
+        without: list[Server] = []
+
+        def look(server: Server) -> None:
+            state = server.rpc("luffy_state")
+            if not state["takes_adapters"]:
+                raise UserError(
+                    f"{server.url} was started without adapters; start it with the same model.lora and "
+                    "rollout.vllm.adapters=alone"
+                )
+            if state["base"] != self._base:
+                without.append(server)
+
+        lost = on_all_servers(servers, look)
+        if not without:
+            return lost
+        with write_weights(model, self.folder, version, merged=False) as folder:
+            given = {"version": -1, "folder": str(folder), "base": self._base}
+            return lost + on_all_servers(without, lambda server: server.rpc("luffy_load", **given))
+
+
+def _load_adapter(server: Server, folder: Path, version: int) -> None:
+    """The one before is there until the new one is, and is forgotten then."""
+    try:
+        server.post("v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
+    except ServerLost as error:
+        if not isinstance(error, ServerTimeout):
+            server.check_health()
+            raise UserError(f"vLLM refused the adapter: {error}; set rollout.vllm.adapters=merged") from None
+        raise
+    server.rpc("luffy_note_version", version=version)
+    before, server.adapter = server.adapter, folder.name
+    if before is not None:
+        with suppress(UserError):  # restarted meanwhile
+            server.post("v1/unload_lora_adapter", {"lora_name": before})
 
 
 class NcclTransfer:

@@ -53,20 +53,35 @@ class LuffyWorker:
 
     model_runner: Any
     model_config: Any
+    lora_config: Any = None
     device: Any
-    luffy_loaded_version = -1  # the version of the weights here; -1: those it was started with
+    luffy_loaded_version = -1  # the version of the weights here; -1: none of the run's
+    luffy_base: str | None = None  # names the weights below adapters that are loaded apart from them
 
     def luffy_state(self) -> dict[str, Any]:
         config = self.model_config
         fields = model_fields(config.hf_config)
         if config.disable_sliding_window:  # vLLM takes no more tokens than the window then
             fields.pop("sliding_window", None)
-        return {"version": self.luffy_loaded_version, "max_context": config.max_model_len, "config": fields}
+        return {
+            "version": self.luffy_loaded_version,
+            "base": self.luffy_base,
+            "takes_adapters": self.lora_config is not None,
+            "max_context": config.max_model_len,
+            "config": fields,
+        }
 
     def luffy_load(
-        self, version: int, weights: Iterable[tuple[str, Tensor]] | None = None, folder: str | None = None
+        self,
+        version: int,
+        weights: Iterable[tuple[str, Tensor]] | None = None,
+        folder: str | None = None,
+        base: str | None = None,
     ) -> dict[str, Any]:
-        """Load all weights, from memory or from the safetensors files of a folder, into the tensors that are there."""
+        """Load all weights, from memory or from the safetensors files of a folder, into the tensors that are there.
+        ``base`` names weights that adapters are computed beside."""
+        if self.lora_config is not None and not hasattr(self.model_runner, "reset_lora_state"):
+            return {"error": "this vLLM is too old (0.32 is not): set rollout.vllm.adapters=merged"}
         if weights is None:
             assert folder is not None
             files = sorted(Path(folder).glob("*.safetensors"))
@@ -80,11 +95,11 @@ class LuffyWorker:
         missing = not_filled(model, loaded)
         if missing:
             return {"error": f"{len(missing)} parameters got no weights, e.g. {missing[0]}"}
-        self.luffy_loaded_version = version
+        self.luffy_loaded_version, self.luffy_base = version, base
         return {"version": version}
 
     def luffy_note_version(self, version: int) -> dict[str, Any]:
-        """The weights came by vLLM's own transfer."""
+        """The weights or adapters came by vLLM's own way."""
         self.luffy_loaded_version = version
         return {"version": version}
 
@@ -119,7 +134,7 @@ def noting_loaded(model: Any) -> Iterator[set[str]]:
 
 def not_filled(model: Any, loaded: set[str]) -> list[str]:
     """Parameters that got nothing, neither themselves nor as another name of the same memory (a tied head)."""
-    named = dict(model.named_parameters())
+    named = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
     filled = {named[name].data_ptr() for name in loaded & named.keys() if named[name].numel()}
     return sorted(name for name in named.keys() - loaded if named[name].data_ptr() not in filled)
 
