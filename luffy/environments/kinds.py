@@ -39,9 +39,8 @@ class EnvironmentPart(Part):
     own_reward: bool = False
 
 
-ENVIRONMENTS: Registry[EnvironmentPart] = Registry(
-    "environment", EnvironmentPart, home="luffy.environments.built_in luffy.environments.openenv", open_to_all=True
-)
+HOMES = "luffy.environments.built_in luffy.environments.openenv luffy.environments.verifiers"
+ENVIRONMENTS: Registry[EnvironmentPart] = Registry("environment", EnvironmentPart, home=HOMES, open_to_all=True)
 
 
 def environment(name: str, settings: type = NoSettings, **facts: bool) -> Callable[[Factory], Factory]:
@@ -122,6 +121,8 @@ class ObjectMaker:
 def made(kind: Kind, thing: Any, schemas: Mapping[str, Schema], max_reply_chars: int) -> Environment:
     """The environment around an object."""
     if kind == "own":
+        if hasattr(thing, "max_reply_chars"):
+            thing.max_reply_chars = max_reply_chars
         return thing  # type: ignore[no-any-return]
     if kind == "steps":
         return StepEnvironment(thing, max_reply_chars)
