@@ -312,7 +312,7 @@ def test_an_environment_may_end_an_episode_behind_a_call_that_cannot_be_read():
         assert group.rollouts[0].outcome.end == end
 
 
-def test_a_first_text_that_makes_the_prompt_too_long_ends_the_run_or_its_own_episode():
+def test_a_first_text_that_makes_the_prompt_too_long_ends_run_or_episode():
     rules = make_rules(type("Long", (Own,), {"first": "!" * 1024}))
     with pytest.raises(DataError, match="the prompt has .* data.max_prompt_tokens=1024; .*overlong_prompt=drop"):
         play_turns(rules, lambda text: "go", [make_problem()])

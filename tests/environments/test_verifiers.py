@@ -98,7 +98,7 @@ def module(tmp_path, monkeypatch):
     _loaded.cache_clear()
 
 
-def call(**arguments):
+def adding_call(**arguments):
     return Turn("", (ToolCall("add", arguments),), text="<tool_call>")
 
 
@@ -110,8 +110,8 @@ def test_tools_are_called_and_the_rubric_scores(module):
     assert maker.gives_reward
     one, other = maker.make(), maker.make()
     assert one.start(PROBLEM, 0) == other.start(PROBLEM, 1) == ""
-    assert one.reply(call(a=2, b=3)).messages == (Message("tool", "5", name="add"),)
-    assert "unlucky" in other.reply(call(a=13, b=3)).messages[0].content
+    assert one.reply(adding_call(a=2, b=3)).messages == (Message("tool", "5", name="add"),)
+    assert "unlucky" in other.reply(adding_call(a=13, b=3)).messages[0].content
     assert one.reply(Turn("", fault="no JSON", text="<tool_call>{")).faults == ("unreadable_call",)
     assert one.reply(Turn("It is 5.", text="It is 5.")).done
     assert (one.reward(), other.reward()) == (2.0, 1.0)  # the other was ended by a limit
