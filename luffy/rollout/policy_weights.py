@@ -67,7 +67,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 def tensors_of(model: nn.Module, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor), one at a time: merged adapters never exist for more than one layer. Without ``merged`` adapters
     are left out."""
-    return ((w.name, w.tensor() if merged else w.base.detach()) for w in checkpoint_weights(model))
+    return ((w.name, w.tensor() if merged else unpacked(w.base).detach()) for w in checkpoint_weights(model))
 
 
 @torch.no_grad()
@@ -77,7 +77,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = {}
     for name, layer in adapted_layers(model).items():
         (adapter,) = layer.active_adapters
-        dtype, place = layer.get_base_layer().weight.dtype, f"base_model.model.{name}"
+        (_, dtype), place = matrix_kind(layer.get_base_layer().weight), f"base_model.model.{name}"
         tensors[f"{place}.lora_A.weight"] = layer.lora_A[adapter].weight.to(dtype)
         tensors[f"{place}.lora_B.weight"] = (layer.lora_B[adapter].weight * layer.scaling[adapter]).to(dtype)
     return tensors

@@ -16,7 +16,7 @@ from luffy.models.four_bit import BYTES, FourBitLinear, loading_settings, matrix
 from luffy.models.load import load_model
 from luffy.models.products import separate
 from luffy.rollout.native import NativeEngine
-from luffy.rollout.policy_weights import PushCheck, tensors_of
+from luffy.rollout.policy_weights import PushCheck, adapter_tensors, tensors_of
 from luffy.train.weights import load_policy
 
 peft = pytest.importorskip("peft")
@@ -139,7 +139,10 @@ def test_a_push_to_another_engine_has_whole_matrices(saved, make_config):
     assert matrix_kind(four_bit_layers(model)["base_model.model.model.layers.0.mlp.up_proj.base_layer"].weight) == (
         (128, 64), torch.float32
     )  # fmt: skip
-    assert dict(tensors_of(model))["model.layers.0.mlp.up_proj.weight"].shape == (128, 64)
+    merged, bare = dict(tensors_of(model)), dict(tensors_of(model, merged=False))
+    assert merged["model.layers.0.mlp.up_proj.weight"].shape == (128, 64)
+    assert_same_weights(bare, merged, tolerance=1e-7)  # fresh adapters add nothing
+    assert {tensor.dtype for tensor in adapter_tensors(model).values()} == {torch.float32}
 
 
 @pytest.fixture
