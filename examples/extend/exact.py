@@ -3,5 +3,5 @@ from luffy.api import reward
 
 @reward("exact")
 def exact(response, answer, problem):
-    """1 where the text after the last #### is the answer, letter by letter."""
+    """1 if the text after the last #### equals the answer."""
     return float(response.split("####")[-1].strip() == answer.strip())

@@ -89,7 +89,9 @@ class DataConfig:
     system_prompt: str | None = knob(None, "system message (styles chat and paper)")
     chat_template: str | None = knob(None, "Jinja chat template, text or file; null: the tokenizer's")
     date: str | None = knob(None, "date that templates print (Llama 3), e.g. 2026-01-31; null: the run's first day")
-    special_tokens: Literal["text", "control"] = knob("text", "special tokens spelled out in prompts and traces")
+    special_tokens: Literal["text", "control"] = knob(
+        "text", "special tokens spelled out in prompts and traces: as text, or as tokens"
+    )
     max_prompt_tokens: int = knob(1024, "longest prompt", ge=1)
     overlong_prompt: Literal["error", "drop"] = knob("error", "longer prompts stop the run, or are dropped and counted")
     overlong_trace: Literal["drop", "truncate", "error"] = knob("drop", "traces longer than rollout.max_tokens")
@@ -99,7 +101,7 @@ class DataConfig:
 class RewardConfig:
     kind: Chosen = knob(
         "math",
-        "math, numeric, gsm8k, choice, format, reasoning_gym, http, an address, or your own (docs/rewards.md)",
+        "math, numeric, gsm8k, choice, format, reasoning_gym, http, an address, or custom (docs/rewards.md)",
         parts=REWARDS,
     )
     weights: dict[str, float] = knob(factory=dict, help="weighted sum instead of kind, e.g. {math: 1, format: 0.1}")
@@ -170,7 +172,7 @@ class GuidanceConfig:
         parts=GATES,
     )
     gate_from: int = knob(0, "first step (from 0) at which the gate acts", ge=0)
-    hint_text: str = knob("\n\nHere is a hint:\n{solution}", "text of a hint, behind the question")
+    hint_text: str = knob("\n\nHere is a hint:\n{solution}", "text of a hint, after the question")
 
     def __post_init__(self) -> None:
         choose_parts(self, "guidance")
@@ -180,7 +182,7 @@ class GuidanceConfig:
 
 @dataclass(frozen=True)
 class OffPolicyGuidanceConfig:
-    enable: bool = knob(True, "false: as without this section")
+    enable: bool = knob(True, "false: ignore this section")
     model_path: str = knob("", "guide model's folder or hub id")
     servers: tuple[str, ...] = knob(
         (),
@@ -233,7 +235,7 @@ class TeacherConfig:
     )
     hint_text: str = knob(
         "\n\nHere is a correct solution:\n{solution}\n\nNow solve the problem yourself, step by step.",
-        "text around the solution, behind the question",
+        "text around the solution, after the question",
     )
 
     @property
@@ -298,7 +300,7 @@ class VllmConfig:
     )
     shared_folder: str | None = knob(None, "folder of transfers, seen by all; null: in the run folder")
     adapters: Literal["merged", "alone"] = knob(
-        "merged", "LoRA adapters in a push: merged, or alone (docs/engines.md#adapters-alone)"
+        "merged", "push LoRA adapters merged into the weights, or alone (docs/engines.md#adapters-alone)"
     )
     nccl_host: str = knob("127.0.0.1", "the trainer's address as servers see it, for NCCL")
     request_seeds: bool = knob(
@@ -324,9 +326,10 @@ class VllmConfig:
 @dataclass(frozen=True)
 class DraftsConfig:
     when: Literal["never", "auto", "always"] = knob(
-        "never", "verify drafts while few responses are under way; auto: if measured as faster"
+        "never",
+        "speculative decoding while few responses are running (docs/engines.md#drafts); auto: if measured faster",
     )
-    tokens: int = knob(8, "tokens of a response in a pass; half with many responses", ge=2, le=64)
+    tokens: int = knob(8, "tokens of a response that a pass verifies; half with many responses", ge=2, le=64)
     memory_mb: int = knob(256, "host memory for drafts", ge=1)
 
 
@@ -354,7 +357,7 @@ class RolloutConfig:
     )
     precision: Literal["model", "fp8"] = knob(
         "model",
-        "linear layers of the native engine (docs/engines.md#fp8)",
+        "precision of linear layers in the native engine (docs/engines.md#fp8)",
     )
     drafts: DraftsConfig = knob(factory=DraftsConfig)
     offpolicy_guidance: OffPolicyGuidanceConfig | None = knob(
@@ -379,7 +382,7 @@ class EnvironmentConfig:
     max_turns: int = knob(8, "turns of the policy in an episode", ge=1)
     max_tokens: int | None = knob(
         None,
-        "tokens behind the prompt, replies included; null: twice rollout.max_tokens",
+        "tokens after the prompt, replies included; null: twice rollout.max_tokens",
         ge=1,
     )
     max_reply_chars: int = knob(4000, "longer answers of a tool are cut", ge=1)
@@ -477,11 +480,11 @@ class AlgorithmConfig:
     trace_ratio: Literal["shaped", "ppo"] = knob("shaped", "off-policy tokens: f(p), or p / p_old with the clip")
     trace_advantage: Literal["group", "constant", "relu"] = knob(
         "group",
-        "of off-policy tokens: their response's, 1, or at least 0",
+        "advantage of off-policy tokens: their response's, 1, or its positive part",
     )
     trace_entropy_share: float = knob(
         1.0,
-        "fraction of off-policy tokens in the RL term: the highest entropy",
+        "fraction of off-policy tokens in the RL term: those of highest entropy",
         gt=0,
         le=1,
     )
@@ -556,7 +559,7 @@ class OptimConfig:
     )
     warmup: float = knob(0.0, "warm-up steps; below 1 a fraction of all", ge=0)
     min_lr_ratio: float = knob(0.0, "final fraction of lr (the limit of inverse ones)", ge=0, le=1)
-    grad_clip: float = knob(1.0, "largest gradient norm; 0: off", ge=0)
+    grad_clip: float = knob(1.0, "gradient-norm clip; 0: off", ge=0)
     offload: bool = knob(False, "optimizer state in host memory: 12 bytes per weight less on the GPU, slower")
 
     def __post_init__(self) -> None:
@@ -612,7 +615,7 @@ class SftStepsConfig:
         ge=0,
     )
     lr: float | None = knob(None, "learning rate of these steps; null: optim.lr, without its schedule", gt=0)
-    grad_clip: float = knob(1.0, "their largest gradient norm; 0: off", ge=0)
+    grad_clip: float = knob(1.0, "their gradient-norm clip; 0: off", ge=0)
 
 
 @dataclass(frozen=True)
@@ -649,7 +652,7 @@ class RecordConfig:
     wandb_project: str = knob("luffy", "W&B project")
     trackers: tuple[Chosen, ...] = knob((), "further trackers by name (docs/extend.md#a-tracker)", parts=TRACKERS)
     samples_every: int = knob(10, "steps between records of samples.jsonl; 0: none", ge=0)
-    samples: int = knob(4, "groups recorded then, and held-out problems per set and evaluation", ge=1)
+    samples: int = knob(4, "groups per record, and held-out problems per set and evaluation", ge=1)
 
     def __post_init__(self) -> None:
         choose_parts(self, "record")
@@ -667,14 +670,14 @@ class AsyncConfig:
     max_staleness: int = knob(
         0,
         "versions a rollout may lag behind the update (docs/scaling.md#rollouts-that-overlap-the-update); 0: "
-        "take turns",
+        "no overlap",
         ge=0,
     )
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    workers: int = knob(1, "processes, one per GPU (torchrun by hand decides itself)", ge=1)
+    workers: int = knob(1, "processes, one per GPU (not used if you start torchrun by hand)", ge=1)
     shard: Literal["full", "hybrid"] = knob("full", "shard over all processes, or within groups")
     shard_size: int | None = knob(None, "processes of a group; null: those of one machine", ge=1)
     gather: Literal["auto", "micro_batch", "mini_batch"] = knob(

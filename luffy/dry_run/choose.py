@@ -20,8 +20,10 @@ class Case:
 
 
 CLOSE = Case(f"at least {MANY:.0%} solved, less than {UNLIKELY:.0%} of tokens unlikely", "SFT, then RL: `sft_rl`")
-FAR = Case(f"at least {MANY:.0%} solved, at least {UNLIKELY:.0%} of tokens unlikely", "no figure: `sft_rl` or `luffy`")
-SOME = Case(f"between {FEW:.0%} and {MANY:.0%} solved", "traces for failed problems alone: `ampo`, `ghpo`, `relift`")
+FAR = Case(
+    f"at least {MANY:.0%} solved, at least {UNLIKELY:.0%} of tokens unlikely", "not measured: `sft_rl` or `luffy`"
+)
+SOME = Case(f"between {FEW:.0%} and {MANY:.0%} solved", "traces only for failed problems: `ampo`, `ghpo`, `relift`")
 STUCK = Case(f"at most {FEW:.0%} solved", "traces in the group: `luffy`; or `sft_rl`")
 NO_TRACES = Case("no traces", "`on_policy`, `dapo`, `maxrl`")
 CASES = (CLOSE, FAR, SOME, STUCK, NO_TRACES)

@@ -36,7 +36,7 @@ from luffy.types import Demonstration, Episode, Group, Score, Task
 @dataclass(frozen=True)
 class SecondRound:
     """``keep``: indices of samples to retain. ``add``: samples to make, after them. ``least``: smallest reward of an
-    added sample. ``drop_hints``: kept samples that were drawn with a hint become responses to the prompt without it,
+    added sample. ``drop_hints``: kept samples with a hint become responses to the prompt without it,
     whose tokens are off-policy."""
 
     keep: tuple[int, ...]
@@ -214,12 +214,12 @@ def gate_function(
     """Register a gate for ``guidance.gate``: ``function(first)`` returns the next round of a problem, or None.
 
     ``when(first)``: whether to ask it. ``rounds``: most rounds; None: until it returns None or adds nothing.
-    ``uses_traces``, ``uses_hints``: the data must have traces, or traces or hints. ``answer_probs``: compute
+    ``uses_traces``: the data must have traces; ``uses_hints``: traces or hints. ``answer_probs``: compute
     ``first.answer_probs``, with a forward pass over the traces. ``first.settings`` has its settings.
 
     Facts: ``grows`` (a group may become larger, default True), ``leaves_a_trace_alone``, ``replaces`` (number of
-    on-policy samples that it replaces), ``needs_own`` (one of them must be left), ``recalls`` (it reads
-    ``first.recalled``: the run remembers the policy's successes).
+    on-policy samples that it replaces), ``needs_own`` (one of them must be left), ``recalls`` (the run
+    stores correct responses for ``first.recalled``).
     """
 
     def register(function: Callable[[FirstRound], SecondRound | None]) -> Gate:

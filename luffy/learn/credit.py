@@ -81,7 +81,7 @@ def credit_function(
     ``needs``: fields of ``ScoredTokens`` to compute first, each with a forward pass. ``lone_traces``: it also learns
     from trace-only groups, so ``algorithm.reject_extreme`` keeps them.
 
-    Facts: ``needs_contrast`` (zero-variance groups teach nothing, default True), ``uses_rewards`` (default True),
+    Facts: ``needs_contrast`` (zero-variance groups give no gradient, default True), ``uses_rewards`` (default True),
     ``sft_term`` (it may fill the SFT term with any ``algorithm.trace_term``, default True), ``follows_trace_term``
     (off-policy tokens are only in that term, default False), ``scales`` (it divides its advantages itself, which
     excludes ``algorithm.normalize_std``, default False).

@@ -16,7 +16,7 @@ from luffy.types import Author, Episode, is_drawn
 
 @dataclass(frozen=True)
 class PerTurn:
-    discount: float = knob(1.0, "what a reward one turn later counts", ge=0, le=1)
+    discount: float = knob(1.0, "discount of rewards per turn", ge=0, le=1)
 
 
 @credit_function("per_turn", settings=PerTurn, sft_term=False, follows_trace_term=True)
