@@ -154,7 +154,7 @@ def _check_gate(c: Knobs) -> None:
     in_need += [f"advantage {c.algorithm.advantage}"] * c.algorithm.advantage.part.needs_own
     if in_need and gate.fact("replaces") >= max(own, 1):
         raise ConfigError(
-            f"gate {gate} replaces {gate.fact('replaces')} of the {own} own samples of a group (rollout.n less "
+            f"gate {gate} replaces {gate.fact('replaces')} of the {own} on-policy samples of a group (rollout.n less "
             f"guidance.n_prefix), and {in_need[0]} needs one that is left; raise rollout.n"
         )
 
@@ -272,7 +272,7 @@ def _check_overrides(c: Knobs) -> None:
         raise ConfigError(
             f"'rollout.offpolicy_guidance.tensor_parallel_size' is {overrides.tensor_parallel_size}, but a second "
             f"model in this process runs on one device; set it to 1, or serve the model (luffy serve RECIPE "
-            f"model.path=SECOND rollout.vllm.tensor_parallel_size={overrides.tensor_parallel_size}) and name the "
+            f"model.path=GUIDE rollout.vllm.tensor_parallel_size={overrides.tensor_parallel_size}) and name the "
             f"address in rollout.offpolicy_guidance.servers"
         )
     if overrides.rule == "aligned" and overrides.max_overrides is not None:
@@ -355,7 +355,7 @@ def _check_replay(c: Knobs) -> None:
     own = c.rollout.n - c.guidance.n_prefix
     if c.replay.share and own < 2:
         raise ConfigError(
-            f"'replay.share' keeps problems that some own samples solve and others do not, and a group has {own} "
+            f"'replay.share' keeps problems that some on-policy samples solve and others do not, and a group has {own} "
             f"(rollout.n less guidance.n_prefix): raise rollout.n"
         )
 
@@ -367,13 +367,13 @@ def _check_experts(c: Knobs) -> None:
     if not 0 < b.experts < b.problems:
         raise ConfigError(
             f"'batch.expert_share' ({b.expert_share}) of 'batch.problems' ({b.problems}) is {b.experts} problems; some "
-            f"must have a trace alone and some own samples"
+            f"must have a trace alone and some on-policy samples"
         )
     if c.replay.share + b.expert_share > 1:
         raise ConfigError(f"'replay.share' ({c.replay.share}) and 'batch.expert_share' ({b.expert_share}) exceed 1")
     if c.guidance.gate != "none":
         raise ConfigError(
-            f"'guidance.gate' ({c.guidance.gate}) decides by own samples, which the problems of 'batch.expert_share' "
+            f"'guidance.gate' ({c.guidance.gate}) decides by on-policy samples, which problems of 'batch.expert_share' "
             f"({b.expert_share}) do not have; set one of them to none"
         )
     _require_likelihood(c, "'batch.expert_share'")

@@ -13,7 +13,7 @@ Need = Literal["log_probs", "entropy", "teacher"]
 
 @dataclass(frozen=True)
 class Baseline(Part):
-    """Which responses of a group make its baseline. ``needs_own``: only own samples do, so a group must have one."""
+    """Which responses of a group make its baseline. ``needs_own``: on-policy samples alone: a group must have one."""
 
     needs_own: bool = False
 

@@ -17,13 +17,13 @@ def no_gate(first: FirstRound) -> SecondRound | None:
 
 
 def own_failed(first: FirstRound) -> bool:
-    """All own samples failed, and there is at least one."""
+    """All on-policy samples failed, and there is at least one."""
     return bool(first.own) and all(first.failed(first.score(i)) for i in first.own)
 
 
 @gate_function("trace_on_failure", uses_traces=True, when=own_failed, settings=NoSettings, grows=False, replaces=1)
 def trace_on_failure(first: FirstRound) -> SecondRound | None:
-    """Where all own samples failed, the last of them gives way to a whole trace that the verifier accepts, unless the
+    """Where all on-policy samples failed, a whole trace that the verifier accepts replaces the last one, unless the
     group has such a trace already."""
     if any(first.solved(score.value) for score in first.group.scores):
         return None
@@ -42,7 +42,7 @@ class TraceAlone:
 
 
 def few_solved(first: FirstRound) -> bool:
-    """At most ``solved`` own samples are correct, and there is at least one own sample."""
+    """At most ``solved`` on-policy samples are correct, and there is at least one on-policy sample."""
     return bool(first.own) and sum(first.solved(first.score(i)) for i in first.own) <= first.settings.solved
 
 
@@ -55,7 +55,7 @@ def all_failed(first: FirstRound) -> bool:
     "trace_alone", uses_traces=True, when=few_solved, settings=TraceAlone, grows=False, leaves_a_trace_alone=True
 )
 def trace_alone(first: FirstRound) -> SecondRound | None:
-    """HPT: where at most ``solved`` own samples are right, a whole right trace takes the place of the group."""
+    """HPT: where at most ``solved`` on-policy samples are correct, a whole correct trace replaces the group."""
     trace = first.trace()
     return None if trace is None else SecondRound((), (first.sample(0, trace),))
 
@@ -76,7 +76,7 @@ class LikeliestTraces:
     needs_own=True,
 )  # fmt: skip
 def likeliest_traces(first: FirstRound) -> SecondRound | None:
-    """AMPO: where all own samples failed, the last ``samples`` of them give way to as many right traces: those
+    """AMPO: where all on-policy samples failed, as many correct traces replace the last ``samples`` of them: those
     after which the policy finds the gold answer most likely. They score 1 or more."""
     ranked = sorted(first.right_traces(), key=lambda i: -first.answer_probs[i])[: first.settings.samples]
     if not ranked:
@@ -116,8 +116,8 @@ class LowestHint(Hints):
 
 @gate_function("lowest_hint", uses_hints=True, rounds=None, when=own_failed, settings=LowestHint, grows=False)
 def lowest_hint(first: FirstRound) -> SecondRound | None:
-    """Scaf-GRPO: where all own samples failed, ``samples`` more are made with a hint in the prompt, from level to
-    level until one is right: it takes the place of the last own sample. The other hinted samples are dropped."""
+    """Scaf-GRPO: where all on-policy samples failed, ``samples`` more are made with a hint in the prompt, from level to
+    level until one is correct: it replaces the last on-policy sample. The other hinted samples are dropped."""
     unhinted = tuple(i for i in range(len(first.group.rollouts)) if i not in first.hinted)
     right = [i for i in first.hinted if first.solved(first.score(i))]
     if right:
@@ -142,9 +142,8 @@ class ShortestHint:
 
 @gate_function("shortest_hint", uses_hints=True, rounds=None, when=own_failed, settings=ShortestHint, grows=False)
 def shortest_hint(first: FirstRound) -> SecondRound | None:
-    """ActGuide-RL: where all own samples failed, a binary search finds the shortest hint of a teacher's actions with
-    which one of ``samples`` is right. The right ones take the places of own samples, as responses to the prompt without
-    the hint."""
+    """ActGuide-RL: where all on-policy samples failed, a binary search finds the shortest hint of a teacher's actions
+    with which one of ``samples`` is correct. Correct ones replace on-policy samples, as responses without the hint."""
     settings, right = first.settings, [i for i in first.hinted if first.solved(first.score(i))]
     levels = {i: first.group.rollouts[i].task.hint for i in first.hinted}
     hints, best = first.actions(settings.parts), min((levels[i] for i in right), default=None)
@@ -180,7 +179,7 @@ class OwnUnderPlan:
     recalls=True,
 )  # fmt: skip
 def own_under_plan(first: FirstRound) -> SecondRound | None:
-    """BEPA: where all own samples failed, the last of them gives way to the policy's newest success at the problem; or,
+    """BEPA: where all on-policy samples failed, the policy's newest success at the problem replaces the last one; or,
     if it had none, to what it does right with a trace in its prompt as a plan, as a response to the prompt without it;
     or else to a whole trace that the verifier accepts."""
     if first.round == 2 and not first.hinted:
@@ -221,8 +220,8 @@ class MicroGroups:
 
 @gate_function("micro_groups", uses_traces=True, rounds=None, settings=MicroGroups)
 def micro_groups(first: FirstRound) -> SecondRound | None:
-    """TRAPO: round r adds ``sizes[r - 1]`` samples. They begin with the fraction ``fractions[r - 1]`` of a right trace
-    if the mean score so far is below ``scores[r - 1]``, and are the policy's own otherwise."""
+    """TRAPO: round r adds ``sizes[r - 1]`` samples. They begin with the fraction ``fractions[r - 1]`` of a correct
+    trace if the mean score so far is below ``scores[r - 1]``, and are the policy's own otherwise."""
     settings, number = first.settings, first.round - 1
     if number == len(settings.sizes):
         return None

@@ -49,7 +49,7 @@ class SecondRound:
 class GateSettings:
     """What a gate without settings of its own reads."""
 
-    solved: int = knob(0, "most own samples that may be correct", ge=0)
+    solved: int = knob(0, "most on-policy samples that may be correct", ge=0)
     samples: int = knob(1, "samples", ge=1)
     fractions: tuple[float, ...] = knob((0.25, 0.5, 0.75), "fractions of a trace, round by round")
     sizes: tuple[int, ...] = knob((2, 1, 1), "samples of each round")

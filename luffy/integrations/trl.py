@@ -112,7 +112,7 @@ class LuffyGRPOTrainer(GRPOTrainer):
 
     Rows of ``train_dataset`` may have traces in ``args.trace_column``: one or several, each a text or an assistant
     message. In training the first ``traces_per_group`` samples of a prompt are traces whose reward, by the same
-    ``reward_funcs``, is at least ``min_trace_reward``; where there is none, the policy's own sample stays. Evaluation
+    ``reward_funcs``, is at least ``min_trace_reward``; where there is none, the on-policy sample stays. Evaluation
     is TRL's own. ``trace_counts`` says what became of the places for traces so far: ``used``, ``wrong``,
     ``too_long`` (for ``max_completion_length``, end token included) and ``missing``; ``traces/*`` are their metrics.
     """

@@ -1,4 +1,4 @@
-"""LUFFY in verl: the objective as policy losses, and the baseline of own samples as an advantage estimator.
+"""LUFFY in verl: the objective as policy losses, and the baseline of on-policy samples as an advantage estimator.
 
 Importing this module (``VERL_USE_EXTERNAL_MODULES=luffy.integrations.verl`` does it in every process) registers with
 verl's own decorators
@@ -112,14 +112,14 @@ def luffy_grpo_split(
     reward_baselines: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """GRPO with the baseline of own samples alone, over their standard deviation if
+    """GRPO with the baseline of on-policy samples alone, over their standard deviation if
     ``algorithm.norm_adv_by_std_in_grpo``. ``index`` is verl's ``uid``.
 
-    ``reward_baselines``, [B]: 1 for own samples, 0 for those with a teacher's tokens.
+    ``reward_baselines``, [B]: 1 for on-policy samples, 0 for those with a teacher's tokens.
     """
     if reward_baselines is None or index is None:
         raise ConfigError(
-            "luffy_grpo_split needs 'uid' and, in the batch, 'reward_baselines' with 1 for own samples and 0 for those "
+            "luffy_grpo_split needs in the batch 'uid' and 'reward_baselines', 1 for on-policy samples and 0 for those "
             "with a teacher's tokens; a trainer that does not pass it on has adv_estimator=grpo alone"
         )
     use_std = True if config is None else config.get("norm_adv_by_std_in_grpo", True)

@@ -73,7 +73,7 @@ TASKS = {
             out="runs/quickstart",
             intro=(
                 "Chains of sums, e.g. [bold]47+5-3+8=?[/] -> +5=52 -3=49 +8=57 #### 57",
-                "The base model knows the steps, but gets 19 of 20 wrong by one: its own samples are never right.\n",
+                "The base model knows the steps, but gets 19 of 20 wrong by one: its samples are never right.\n",
             ),
             notes=HELD_OUT + "on-policy RL and LUFFY draw 8 samples for each (LUFFY: 7 and the trace), SFT learns from "
             "the same traces. sft-rl makes its SFT steps itself, and they count; other methods initialised or "

@@ -3,7 +3,7 @@
 They come from the data in shuffled order and, where the method has them,
 
     from the replay (`replay`)                  the last sample is one of the policy's earlier successes
-    from the experts (`batch.expert_share`)     a whole trace and no own sample
+    from the experts (`batch.expert_share`)     a whole trace and no on-policy sample
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def is_extreme(group: Group, cfg: RewardConfig) -> bool:
 
 
 def in_accuracy_band(group: Group, cfg: RewardConfig, low: float, high: float) -> bool:
-    """Whether the share of the policy's own samples that are right lies in [low, high]; True without own samples."""
+    """Whether the fraction of correct on-policy samples lies in [low, high]; True without on-policy samples."""
     own = [cfg.solved(s.value) for r, s in zip(group.rollouts, group.scores, strict=True) if r.is_on_policy]
     return not own or low <= sum(own) / len(own) <= high
 

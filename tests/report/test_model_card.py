@@ -123,7 +123,7 @@ def test_settings_that_differ_from_the_recipe_are_told(write_run, make_metric_ro
 
 def test_a_method_is_told_without_counts_that_a_run_may_have_otherwise(write_run, make_metric_row):
     folder = write_run("mine", [make_metric_row(1)], {"rollout": {"n": 2}})
-    assert "- Method: LUFFY: own samples and a trace in the group, " in model_card(facts_of(folder))
+    assert "- Method: LUFFY: on-policy samples and a trace in the group, " in model_card(facts_of(folder))
     assert not [name for name in PUBLISHED if re.search(r"\d (own )?samples", about_recipe(name))]
 
 

@@ -98,7 +98,7 @@ def test_what_an_expert_batch_cannot_do_is_refused(make_config, tmp_path, sums):
         expert_config(make_config, batch={"expert_share": 0.01})
     with pytest.raises(ConfigError, match="'replay.share' .* exceed 1"):
         expert_config(make_config, replay={"share": 0.8})
-    with pytest.raises(ConfigError, match="'guidance.gate' .trace_on_failure. decides by own samples"):
+    with pytest.raises(ConfigError, match="'guidance.gate' .trace_on_failure. decides by on-policy samples"):
         expert_config(make_config, guidance={"gate": "trace_on_failure"})
     with pytest.raises(ConfigError, match="set rollout.temperature=1"):
         expert_config(make_config, rollout={"temperature": 0.7})

@@ -204,7 +204,7 @@ def test_what_a_gate_cannot_do_is_refused(make_config, tmp_path, sums):
         make_config(guidance={"gate": "trace_on_fail"})
     for guidance, message in (
         ({"gate": "micro_groups", "gate_sizes": [2]}, r"'guidance\.gate\.sizes' has 1, .*give as many of each"),
-        ({"gate": "likeliest_traces", "gate_samples": 3, "n_prefix": 1}, r"replaces 3 of the 3 own samples"),
+        ({"gate": "likeliest_traces", "gate_samples": 3, "n_prefix": 1}, r"replaces 3 of the 3 on-policy samples"),
         (
             {"gate": {"name": "hinted_group", "fractions": [0.0]}},
             r"'guidance\.gate\.fractions' must be above 0 and at most 1",
@@ -215,7 +215,8 @@ def test_what_a_gate_cannot_do_is_refused(make_config, tmp_path, sums):
         with pytest.raises(ConfigError, match=message):
             make_config(guidance=guidance)
     with pytest.raises(
-        ConfigError, match=r"replaces 1 of the 1 own samples .* grpo_split needs one that is left; raise rollout\.n"
+        ConfigError,
+        match=r"replaces 1 of the 1 on-policy samples .* grpo_split needs one that is left; raise rollout\.n",
     ):
         make_config(guidance={"gate": "trace_on_failure", "n_prefix": 3}, algorithm={"advantage": "grpo_split"})
     with pytest.raises(ConfigError, match=r"gate trace_alone.*set rollout\.temperature=1"):
