@@ -70,8 +70,8 @@ def load_model(
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is unknown: use {' or '.join(DTYPES)}")
     say_slow_dtype(dtype, device)
-    load = functools.partial(_load_four_bits, device=device) if four_bits else _load_safetensors
-    model = load(model_folder(path), DTYPES[dtype], trust_remote_code)
+    read = functools.partial(_load_four_bits, device=device) if four_bits else _load_safetensors
+    model = read(model_folder(path), DTYPES[dtype], trust_remote_code)
     for parameter in filter(torch.is_floating_point, model.parameters()):
         # Parameters only: rotary frequencies are buffers, and rounding them turns far positions by whole radians.
         parameter.data = parameter.data.to(DTYPES[dtype])
