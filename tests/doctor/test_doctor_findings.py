@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from luffy.doctor import machine
 from luffy.doctor.findings import Cluster, Line, Report, scrub, spans, who_differs
 from luffy.doctor.machine import (
     judge_devices,
@@ -14,14 +15,13 @@ from luffy.doctor.machine import (
     judge_speed,
     judge_storage,
     judge_versions,
-    tested_versions,
 )
 from luffy.doctor.network import judge_bandwidth, judge_ports
 from luffy.doctor.numerics import judge_engine, judge_gradient
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
-TESTED = tested_versions()
+TESTED = machine.tested_versions()
 ALONE = Cluster(["a"])
 THREE = Cluster(["node0", "node0", "node1"])
 DEVICE = {
