@@ -227,8 +227,14 @@ def _rows(state: Mapping[str, Tensor], name: str) -> list[Any]:
 
 
 def least_entropy(successes: Sequence[Success], entropies: Sequence[Tensor]) -> Success:
-    """The response whose mean entropy under the policy is least; of equals the oldest."""
-    return min(zip(successes, entropies, strict=True), key=lambda pair: float(pair[1].mean()))[0]
+    """The response whose mean entropy under the policy is least, of the tokens that no environment wrote; of equals the
+    oldest."""
+
+    def mean(pair: tuple[Success, Tensor]) -> float:
+        replies, entropy = _replies_of(pair[0]), pair[1]
+        return float(entropy[~replies].mean())
+
+    return min(zip(successes, entropies, strict=True), key=mean)[0]
 
 
 FINISHES: tuple[Finish | None, ...] = (

@@ -79,6 +79,14 @@ def test_the_response_of_least_mean_entropy_is_replayed():
     assert least_entropy(three, entropies) is three[1]
 
 
+def test_the_entropy_of_a_replayed_response_is_that_of_its_own_tokens():
+    """A reply that the policy would not have guessed says nothing about the response."""
+    talked = replace(success(1, 2, 3), replies=torch.tensor([False, True, False]))
+    pair = [success(4), talked]
+    assert least_entropy(pair, [torch.tensor([0.3]), torch.tensor([0.1, 9.0, 0.2])]) is talked
+    assert least_entropy(pair, [torch.tensor([0.3]), torch.tensor([0.4, 0.0, 0.4])]) is pair[0]
+
+
 def test_its_state_is_its_whole_state():
     replay = begun_replay()
     replay.remember([Attempt(7, 4, (success(1, 2, step=3), success(4, step=3))), Attempt(2, 4, (success(5, step=3),))])
