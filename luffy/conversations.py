@@ -260,7 +260,7 @@ class Table:
 
     def _replied(self, seat: Seat, answered: tuple[Turn, Reply]) -> None:
         turn, reply = answered
-        seat.faults += reply.faults
+        seat.faults += () if self._is_replaying(seat) else reply.faults  # a teacher's are not the policy's
         seat.rewards.append(reply.reward or 0.0)
         is_over = reply.done or not reply.messages
         if self._is_replaying(seat):

@@ -11,12 +11,12 @@ from conversing import TEMPLATE, ScriptedEngine, call_text, make_chat_tokenizer
 from data.templates import TEMPLATES, make_model_tokenizer
 
 from luffy.config import EnvironmentConfig
-from luffy.conversations import Conversations, without_failures
+from luffy.conversations import Conversations, played, without_failures
 from luffy.data import Encoder
 from luffy.environments.call_formats import format_of, read_turn
 from luffy.environments.kinds import maker_for
 from luffy.environments.protocol import Reply
-from luffy.errors import DataError
+from luffy.errors import DataError, UserError
 from luffy.guidance.plan import given, unwritten, whole_turns
 from luffy.rewards import Verifier
 from luffy.step.groups import environment_metrics, trace_scores
@@ -152,6 +152,43 @@ def test_what_is_trained_is_what_was_drawn_and_replies_are_the_environments():
     assert spelled((*episode.task.prompt_ids, *episode.token_ids.tolist())) + "\n" == whole
 
 
+def test_an_outcome_has_all_turns_and_replies_and_a_reward_for_each_turn():
+    ((group,), _) = play_turns(make_rules(), adds, [make_problem()])
+    outcome = group.rollouts[0].outcome
+    assert outcome.messages == (
+        Message("assistant", "First:", (ToolCall("add", {"a": 2, "b": 3}),)), Message("tool", "5", name="add"),
+        Message("assistant", "", (ToolCall("add", {"a": 5, "b": 4}),)), Message("tool", "9", name="add"),
+        Message("assistant", "It is 9."),
+    )  # fmt: skip
+    assert outcome.turn_rewards == (0.0, 0.0, 0.0), "a turn without a reward has 0"
+
+
+def test_a_request_has_room_for_the_longest_prompt_and_episode():
+    rules = make_rules()
+    letters = rules.encoder.max_prompt_tokens - len(rules.encoder.encode(make_problem("")).prompt_ids)
+    _, engine = play_turns(rules, adds, [make_problem("2" * letters)], max_tokens=rules.most_tokens)
+    assert max(request.start + request.sampling.max_tokens for request in engine.requests) == rules.longest
+
+
+class Listening(ScriptedEngine):
+    """Hears which conversations have ended."""
+
+    def serve(self, source):
+        super().serve(source)
+        self.ended = source.ended()
+
+
+def test_each_episode_is_a_conversation_of_its_own_and_its_end_is_told():
+    rules, engine = make_rules(), Listening(TOKENIZER, adds)
+    task = rules.encoder.encode(make_problem())
+    episodes, heard = [unwritten(task, seed, Sampling(400)) for seed in range(3)], []
+    ended = played(rules, engine, episodes, 7, lambda done, total: heard.append((done, total)))
+    asked = {(request.seed, request.conversation) for request in engine.requests}
+    assert len(engine.requests) == 9 and len(asked) == 3
+    assert sorted(engine.ended) == sorted(number for _, number in asked) == [0, 1, 2]
+    assert heard == [(1, 3), (2, 3), (3, 3)] and [episode.policy_version for episode in ended] == [7, 7, 7]
+
+
 SAID = {  # a thought, then a call in the words of the template
     "qwen2.5": '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>',
     "llama3.1": '{"name": "add", "parameters": {"a": 2, "b": 3}}',
@@ -240,6 +277,8 @@ def test_a_bad_call_is_answered_or_ends_the_episode(said, fault, told):
     (episode,) = group.rollouts
     assert episode.outcome.faults == (fault,) and episode.outcome.end == "answer" and group.scores[0].value == 1.0
     assert told in spelled(episode.token_ids[episode.authors == Author.ENVIRONMENT])
+    first = episode.outcome.messages[0]
+    assert first.tool_calls or first.content == said, "what cannot be read is kept as it was written"
     ((group,), _) = play_turns(make_rules(max_reply_chars=100, on_bad_call="end"), say, [make_problem()])
     (episode,) = group.rollouts
     assert episode.outcome.faults == (fault,) and episode.outcome.end == "bad_call" and group.scores[0].value == 0.0
@@ -258,6 +297,11 @@ def test_an_environment_that_hangs_or_breaks_costs_its_own_episode_alone():
     assert "no answer within 0.3 s" in groups[1].scores[0].reason
     assert groups[1].scores[0].status == "environment_timed_out"
     assert "no such place ?" in groups[2].scores[0].reason, "no file takes half a character"
+
+
+def test_an_episode_whose_environment_fails_scores_the_worst_value():
+    ((group,), _) = play_turns(replace(make_rules(), failure=-1.0), adds, [make_problem("break")])
+    assert [score.value for score in group.scores] == [-1.0]
 
 
 class Own:
@@ -307,9 +351,37 @@ def test_rewards_and_texts_of_an_environment_become_plain_ones():
 
 
 def test_an_environment_may_end_an_episode_behind_a_call_that_cannot_be_read():
-    for said, end in (("<tool_call>{x</tool_call>", "environment"), ("go", "answer")):
+    for said, end, finish in (("<tool_call>{x</tool_call>", "environment", "environment"), ("go", "answer", "stop")):
         ((group,), _) = play_turns(make_rules(Own), lambda text, said=said: said, [make_problem()])
-        assert group.rollouts[0].outcome.end == end
+        assert (group.rollouts[0].outcome.end, group.rollouts[0].finish) == (end, finish)
+
+
+def test_an_environment_may_end_an_episode_with_its_last_words():
+    last = type("Last", (Own,), {"answer": Reply((Message("user", "bye"),), done=True)})
+    ((group,), _) = play_turns(make_rules(last), lambda text: "go", [make_problem()])
+    (episode,) = group.rollouts
+    assert episode.outcome.turns == 1 and not (episode.authors == Author.ENVIRONMENT).any()
+
+
+def test_each_episode_begins_with_its_seed():
+    seen = []
+
+    class Seeded(Sums):
+        def reset(self, seed: int):
+            super().reset("")
+            seen.append(seed)
+
+    play_turns(make_rules(Seeded), adds, [make_problem()], count=3)
+    assert sorted(seen) == [0, 1, 2]
+
+
+def test_a_mistake_of_the_recipe_ends_the_run():
+    class Needs(Sums):
+        def reset(self, budget: int):
+            pass
+
+    with pytest.raises(UserError, match="Needs.reset needs 'budget'"):
+        play_turns(make_rules(Needs), adds, [make_problem()])
 
 
 def test_a_first_text_that_makes_the_prompt_too_long_ends_run_or_episode():
@@ -329,6 +401,8 @@ def test_failures_are_left_out_as_configured():
     ((group,), _) = play_turns(rules, one_hangs, [make_problem()], 2)
     left = without_failures(rules, group)
     assert [e.outcome.end for e in left.rollouts] == ["answer"] and len(left.scores) == 1 < len(group.rollouts)
+    turned = Group(group.task, group.rollouts[::-1], group.scores[::-1])
+    assert left.scores == without_failures(rules, turned).scores == (Score(1.0),)
     assert without_failures(make_rules(), group) is group, "it scores 0"
     ((group,), _) = play_turns(rules, lambda text: call_text("hang"), [make_problem()], 2)
     assert without_failures(rules, group) is group, "where all fail, all stay"
@@ -396,6 +470,18 @@ def test_environments_are_closed_when_the_run_is_stopped():
     with pytest.raises(KeyboardInterrupt):
         play_turns(make_rules(), stop, [make_problem()], count=3)
     assert Sums.closed == Sums.opened == 3
+
+
+def test_a_run_waits_for_its_environments_to_close():
+    class Slow(Sums):
+        opened, closed = 0, 0
+
+        def close(self):
+            time.sleep(0.05)
+            super().close()
+
+    play_turns(make_rules(Slow), adds, [make_problem()], count=2)
+    assert Slow.closed == Slow.opened == 2
 
 
 def test_an_observation_stands_behind_the_question():
@@ -467,6 +553,9 @@ def test_a_trace_is_the_teachers_and_its_tool_results_the_environments():
         i for start, end in demonstration.replies for i in range(start, end)
     ]
     assert episode.is_trace and episode.prefix == episode.length < episode.token_ids.numel()
+    calls = [call_text(call.name, **call.arguments) + "<|im_end|>" for call in CALLS]
+    assert [spelled(turn) for turn in demonstration.turns] == [*calls, "So 9.<|im_end|>"]
+    assert demonstration.answer_ids == demonstration.turns[-1]
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.9])
@@ -509,6 +598,7 @@ def test_a_teachers_unreadable_call_does_not_end_an_episode():
     episode, _ = guided(rules, Trace(messages=messages), 0.9)
     ((group,), _) = play_turns(rules, lambda text: "It is 9.", [make_problem()], planned=[(episode,)])
     assert group.rollouts[0].outcome.end == "answer" and group.scores[0].value == 1.0
+    assert group.rollouts[0].outcome.faults == (), "it is not the policy's"
 
 
 def test_a_trace_that_the_environment_answers_otherwise_is_left_out():
@@ -522,6 +612,17 @@ def test_a_trace_that_the_environment_answers_otherwise_is_left_out():
     metrics = values_of(environment_metrics([group]))
     assert metrics["environment/traces_left_out"] == 1
     assert played.sampling.max_tokens == 400 + episode.length, "the policy may draw what the teacher's turns took"
+    assert played.seed == episode.seed
+
+
+def test_a_trace_that_goes_on_where_the_environment_ends_is_left_out():
+    last = type("Last", (Own,), {"answer": Reply((Message("user", "bye"),), done=True)})
+    messages = Message("assistant", "a"), Message("user", "bye"), Message("assistant", "b")
+    rules = make_rules(last)
+    episode, _ = guided(rules, Trace(messages=messages), 0.9)
+    ((group,), engine) = play_turns(rules, lambda text: "go", [], planned=[(episode,)])
+    (played,) = group.rollouts
+    assert played.outcome.trace_left_out and played.is_on_policy and played.outcome.turns == len(engine.requests) == 1
 
 
 def test_a_whole_trace_that_is_left_out_took_nothing_of_the_limit():
@@ -580,6 +681,13 @@ def test_traces_are_scored_by_their_environment():
     assert [score.value for score in by_verifier] == [1.0, 1.0]
 
 
+def test_a_trace_of_one_turn_is_scored_by_its_environment():
+    rules = make_rules(Scored)
+    task = rules.encoder.encode(make_problem(traces=(Trace(text=call_text("add", a=2, b=3)),)))
+    (score,) = trace_scores(task, LastNumber(), TOKENIZER, rules)
+    assert score.value == 0.5
+
+
 def test_a_part_of_a_single_turn_is_gone_on_with():
     """The environment sees the whole turn, the teacher's part of it and the policy's."""
     rules = make_rules()
@@ -614,7 +722,7 @@ def test_a_call_inside_a_thought_that_the_template_opened_is_none():
     )  # fmt: skip
     rules = replace(rules, encoder=encoder)
     said = f"I might {call_text('add', a=1, b=1)} or not.</think>"
-    say = lambda text: "</think>It is 9." if "<tool_response>" in text else said + call_text("add", a=2, b=3)  # noqa: E731
+    say = lambda text: said + ("It is 9." if "<tool_response>" in text else call_text("add", a=2, b=3))  # noqa: E731
     ((group,), _) = play_turns(rules, say, [make_problem()])
     (episode,) = group.rollouts
     assert episode.task.in_thought and episode.outcome.calls == 1 and episode.outcome.turns == 2

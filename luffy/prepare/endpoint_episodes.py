@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from luffy.conversations import Scoring
 from luffy.data.prompts import with_text
+from luffy.environments.answers import as_reply, as_reward, as_text
 from luffy.environments.protocol import Environment, Turn
+from luffy.environments.protocol import Reply as Answer
 from luffy.environments.workers import Fault, Workers
 from luffy.errors import UserError
 from luffy.prepare.endpoint import CUT_OFF, Reply
@@ -46,7 +47,7 @@ class EndpointEpisode:
             text = self._call(self._start, problem, seed)
             end, message = self._play_turns(self.prompt_of(with_text(problem, text) if text else problem))
             if self.rules.counts_reward and self._environment is not None:
-                reward = self._finite(self._call(self._environment.reward))
+                reward = self._call(self._reward)
         except Failed as failed:
             end, message = failed.kind, str(failed)
             self._faults.append(end)
@@ -59,7 +60,6 @@ class EndpointEpisode:
 
     def _play_turns(self, prompt: Chat) -> tuple[str, str]:
         """How the turns end, and why if they fail."""
-        assert self._environment is not None
         while True:
             reply = self.ask((*prompt, *self._messages))
             self._turns += 1
@@ -70,7 +70,7 @@ class EndpointEpisode:
                 return "bad_call", reply.fault
             if reply.finish in CUT_OFF:
                 return "tokens", ""
-            answered = self._call(self._environment.reply, Turn(reply.text, reply.calls))
+            answered: Answer = self._call(self._reply, Turn(reply.text, reply.calls))
             self._faults += answered.faults
             self._rewards.append(answered.reward or 0.0)
             if answered.done or not answered.messages:
@@ -86,7 +86,15 @@ class EndpointEpisode:
         if self._is_over:  # that took too long, and perhaps nobody else knows of it
             environment.close()
             return ""
-        return environment.start(problem, seed)
+        return as_text(environment.start(problem, seed))
+
+    def _reply(self, turn: Turn) -> Answer:
+        assert self._environment is not None
+        return as_reply(self._environment.reply(turn))
+
+    def _reward(self) -> float | None:
+        assert self._environment is not None
+        return as_reward(self._environment.reward())
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         """The result of a call under the time limit."""
@@ -97,11 +105,6 @@ class EndpointEpisode:
         if isinstance(result.error, UserError):
             raise result.error  # it would be the same in every episode
         raise Failed(result.kind, result.message)
-
-    def _finite(self, reward: float | None) -> float | None:
-        if reward is not None and not math.isfinite(reward):
-            raise Failed("raised", f"its reward is {reward}")
-        return reward
 
     def _close(self) -> None:
         self._is_over = True

@@ -83,6 +83,21 @@ def test_a_token_of_an_environment_changes_no_loss_no_gradient_and_no_metric(set
         assert not metric.measured or found.value == pytest.approx(metric.value, abs=1e-6), name
 
 
+def test_a_token_of_an_environment_is_in_no_sft_term():
+    """A credit function gives all tokens of a lone trace a weight."""
+    trace = with_environment(make_rollout(4, 4, finish="trace"))
+    cfg = build(Config, {"algorithm": {"credit": "lone_trace_sft"}}).algorithm
+    ((sample,),) = credit([make_group([1.0], [trace], TASK)], [[ScoredTokens()]], cfg)
+    assert sample.sft_weights.tolist() == [1, 1, 0, 0, 0, 1, 1] and not sample.rl_weights.any()
+
+
+def test_the_mean_advantage_of_a_response_leaves_out_replies():
+    cfg = build(Config, {}).algorithm
+    ((sample,),) = credit([make_group([1.0], [with_environment(make_rollout(4))], TASK)], [[ScoredTokens()]], cfg)
+    by_turn = replace(sample, advantages=torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 3.0, 3.0]))
+    assert credit_metrics([[by_turn]], [[ScoredTokens()]], cfg)["critic/advantages/mean"].value == 2.0
+
+
 def test_an_environments_tokens_are_not_of_the_responses_length():
     own = make_rollout(4)
     wide = with_environment(own)

@@ -50,10 +50,17 @@ def test_each_turn_is_compared_with_the_same_turn_of_the_others():
 
 def test_a_teachers_tokens_keep_the_advantage_of_their_response():
     rollouts = [an_episode([T, E, P], (0.0, 1.0)), an_episode([P, E, P], (0.0, 0.0))]
-    credits, group = credit_of(rollouts, [1.0, 0.0])
+    credits, group = credit_of(rollouts, [1.0, 0.0], discount=0.5)
     whole = group_baseline(group, AlgorithmConfig())
     assert credits[0].advantages[0] == whole[0].advantages[0] == 0.5
+    assert credits[1].advantages[0] == -0.25, "the mean of the returns from the first turn on is 0.25"
     assert credits[0].advantages[2] == 0.5 and credits[1].advantages[2] == -0.5
+
+
+def test_returns_are_compared_with_those_that_make_the_baseline():
+    rollouts = [an_episode([T, E, P], (0.0, 1.0)), an_episode([P, E, P], (0.0, 0.5)), an_episode([P, E, P])]
+    credits, _ = credit_of(rollouts, [1.0, 0.5, 0.0], advantage="grpo_split")
+    assert [float(credit.advantages[2]) for credit in credits] == [0.75, 0.25, -0.25]
 
 
 def test_single_turns_are_credited_as_by_the_group():

@@ -13,10 +13,14 @@ from test_prepare_traces import serve  # noqa: F401
 from luffy.config import EnvironmentConfig
 from luffy.conversations import Scoring, maker_of
 from luffy.data import load_problems
+from luffy.environments import protocol
+from luffy.environments.kinds import maker_for
 from luffy.errors import UserError
-from luffy.prepare.endpoint import Endpoint, EndpointError
+from luffy.prepare.endpoint import Endpoint, EndpointError, Reply
+from luffy.prepare.endpoint_episodes import EndpointEpisode
 from luffy.prepare.teachers import EndpointTeacher
 from luffy.prepare.traces import prepare_traces
+from luffy.types import Message, Problem, ToolCall
 
 
 class Adder:
@@ -211,3 +215,56 @@ def test_the_command(serve, tmp_path):  # noqa: F811
 def test_a_mistake_of_the_user_is_no_fault_of_an_episode(serve, tmp_path):  # noqa: F811
     with pytest.raises(UserError, match="Adder"):
         play_at(serve(chains), tmp_path, arguments={"quick": True})
+
+
+class Own:
+    """An environment of luffy's own protocol."""
+
+    first, answer, total = "", protocol.Reply((Message("user", "go on"),)), 1.0
+
+    def start(self, problem, seed):
+        return self.first
+
+    def reply(self, turn):
+        return self.answer
+
+    def reward(self):
+        return self.total
+
+    def close(self):
+        pass
+
+
+def play_alone(environment, ask, **settings):
+    """The outcome of an episode with a teacher that ``ask`` stands for."""
+    rules = Scoring(EnvironmentConfig(name="own", **settings), maker_for(environment), 0.0)
+    chat_of = lambda problem: (Message("user", problem.prompt),)  # noqa: E731
+    return EndpointEpisode(rules, ask, chat_of).play(Problem("p", "1+1+1", "3"), 5)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"first": b"x"}, "OddAnswer: the answer is a bytes"),
+        ({"answer": None}, "TypeError: reply must return a Reply, not NoneType"),
+        ({"answer": protocol.Reply(reward=float("nan"))}, "ValueError: a reward must be a finite number or None"),
+        ({"total": "much"}, "ValueError: a reward must be a finite number or None, got 'much'"),
+        ({"total": float("inf")}, "ValueError: a reward must be a finite number or None, got 'inf'"),
+    ],
+)
+def test_an_environment_that_breaks_its_protocol_costs_its_episode(said, why):
+    found = play_alone(type("Odd", (Own,), said), lambda chat: Reply("go", "stop"), max_turns=2)
+    assert (found.end, found.faults) == ("raised", ("raised",)) and found.message.startswith(why)
+    assert found.reward is None
+
+
+def test_an_outcome_has_turns_calls_faults_and_rewards():
+    calls = iter([(ToolCall("multiply", {}),), (ToolCall("add", {"a": 1, "b": 2}),) * 2, ()])
+    found = play_alone(Judge, lambda chat: Reply("so", "stop", calls=next(calls)), max_turns=3)
+    assert (found.end, found.turns, found.calls, found.reward) == ("answer", 3, 3, 1.0)
+    assert found.faults == ("unknown_tool",) and found.turn_rewards == (0.0, 0.0, 0.0)
+    roles = [message.role for message in found.messages]
+    assert roles == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
+    given = type("Given", (Own,), {"answer": protocol.Reply((Message("user", "go on"),), reward=0.5)})
+    found = play_alone(given, lambda chat: Reply("go", "stop"), max_turns=2)
+    assert (found.end, found.turn_rewards, len(found.messages)) == ("turns", (0.5, 0.5), 3)
