@@ -711,7 +711,12 @@ def test_a_prefix_of_several_turns_ends_behind_a_whole_one():
     planner = Planner(1, 1, Sampling(400), None, "random", 0)
     first = demonstration.replies[0][0]
     assert planner.planned(episode.task, demonstration, first + 20, 1).token_ids.numel() == first
+    assert planner.planned(episode.task, demonstration, first, 1).token_ids.numel() == first
     assert planner.planned(episode.task, demonstration, first - 1, 1).token_ids.numel() == 0
+    two = planner.planned(episode.task, demonstration, demonstration.replies[1][0], 1)
+    assert two.sampling.max_tokens == 400 - two.length > 400 - two.token_ids.numel(), "a reply takes nothing of it"
+    whole = planner.planned(episode.task, demonstration, len(demonstration.token_ids), 7)
+    assert (whole.finish, whole.seed, whole.sampling) == ("trace", 7, Sampling(400)), "if it is left out, it is drawn"
 
 
 def test_a_call_inside_a_thought_that_the_template_opened_is_none():

@@ -222,6 +222,17 @@ def test_what_a_reply_looks_like():
     assert text_of(llama, llama.reply_ids([RESULT, RESULT])).count("ipython") == 2
 
 
+def test_replies_of_other_roles_and_tools_are_told_apart():
+    named = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.name }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    encoder = make_encoder("qwen2.5", chat_template=named)
+    for role, name in (("tool", "add"), ("tool", "sub"), ("user", "")):
+        said = text_of(encoder, encoder.reply_ids([Message(role, "5", name=name)]))
+        assert f"<|im_start|>{role} {name}\n5<|im_end|>" in said
+
+
 def test_a_template_that_rewrites_history_does_not_change_what_the_model_saw():
     thought = "<think>\nI add.\n</think>\n\n"
     chat = [Message("assistant", thought + "5?"), MORE, Message("assistant", thought + "I call.", (ADD,)), RESULT]
@@ -278,6 +289,21 @@ def test_the_papers_style_opens_the_thought_of_every_turn():
     assert text.count("assistant\n<think>\n") == 2 and text.count("<think>\n<think>") == 0
 
 
+def test_a_turn_begins_as_the_text_before_it_says():
+    """Here the template opens a thought behind a question, and none behind a result."""
+    opens = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if messages[-1].role == 'user' %}<think>\n{% endif %}{% endif %}"
+    )
+    encoder = make_encoder("qwen2.5", chat_template=opens)
+    call = Message("assistant", "<think>\nadd</think>", (ToolCall("add", {"a": 2, "b": 3}),))
+    (trace,) = encoder.encode(traced(call, RESULT, Message("assistant", "<think>\nso</think>5"))).demonstrations
+    first, last = (encoder.text_of_turn(turn) for turn in trace.turns)
+    assert first.startswith("add</think>") and last == "<think>\nso</think>5"
+
+
 def test_overlong_traces_of_several_turns():
     chat = [Message("assistant", "12345"), MORE, Message("assistant", "678"), MORE, Message("assistant", "9")]
     whole = make_encoder("qwen2.5", max_response_tokens=12).encode(traced(*chat)).demonstrations[0]
@@ -302,7 +328,7 @@ def test_overlong_traces_of_several_turns():
         return encoder.encode(traced(*chat)).demonstrations
 
     length = len(whole.token_ids)
-    assert bounded(length) == (whole,)
+    assert bounded(length) == (whole,) == bounded(length, "drop")
     assert bounded(length - 1) == (Demonstration(whole.token_ids[: second[0]], replies=(first,), calls=0),)
     assert bounded(length - 1, "drop") == () == bounded(3)
     with pytest.raises(DataError, match=f"has {length} tokens, more than {length - 1} with replies"):
