@@ -17,7 +17,7 @@ from luffy.environments.call_formats import format_of, read_turn
 from luffy.environments.kinds import maker_for
 from luffy.environments.protocol import Reply
 from luffy.errors import DataError, UserError
-from luffy.guidance.plan import given, unwritten, whole_turns
+from luffy.guidance.plan import given, unwritten, whole_turns, without_hint
 from luffy.rewards import Verifier
 from luffy.step.groups import environment_metrics, trace_scores
 from luffy.step.play import Player
@@ -717,6 +717,18 @@ def test_a_prefix_of_several_turns_ends_behind_a_whole_one():
     assert two.sampling.max_tokens == 400 - two.length > 400 - two.token_ids.numel(), "a reply takes nothing of it"
     whole = planner.planned(episode.task, demonstration, len(demonstration.token_ids), 7)
     assert (whole.finish, whole.seed, whole.sampling) == ("trace", 7, Sampling(400)), "if it is left out, it is drawn"
+    anywhere = replace(planner, ends_prefix=lambda token: False)
+    assert anywhere.prefix_length(demonstration, 0.5) == first, "a turn's end is a place, whatever tokens are"
+
+
+def test_replies_stay_the_environments_in_a_response_without_its_hint():
+    ((group,), _) = play_turns(make_rules(), adds, [make_problem()])
+    (episode,) = group.rollouts
+    hinted = replace(episode, task=replace(episode.task, hint=1, plain_ids=(1, 2)))
+    expected = {Author.POLICY: Author.REPLAY, Author.ENVIRONMENT: Author.ENVIRONMENT}
+    plain = without_hint(hinted)
+    assert plain.authors.tolist() == [expected[author] for author in episode.authors.tolist()]
+    assert plain.length == episode.length and plain.is_trace and plain.task.prompt_ids == (1, 2)
 
 
 def test_a_call_inside_a_thought_that_the_template_opened_is_none():

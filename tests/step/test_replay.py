@@ -126,6 +126,19 @@ def test_a_success_keeps_the_prompt_that_it_saw_and_what_the_environment_gave():
     assert two.task == task and two.outcome is None and two.token_ids.tolist() == [7, 8, 9]
 
 
+def test_a_success_keeps_which_tokens_an_environment_wrote():
+    replay, task, env = begun_replay(), make_task(), Author.ENVIRONMENT
+    talked = replace(make_rollout(5, task=task), authors=torch.tensor([0, 0, env, env, 0], dtype=torch.int8))
+    replay.remember([Attempt(7, 4, (Success.of(talked, task, 3), Success.of(make_rollout(3, task=task), task, 4)))])
+    other = begun_replay()
+    other.load_state_dict(replay.state_dict())
+    own = Author.REPLAY
+    for kept in (replay, other):
+        one, two = (s.episode(task) for s in kept.problems[7].successes)
+        assert one.authors.tolist() == [own, own, env, env, own] and one.trace.replies == ((2, 4),)
+        assert two.authors.tolist() == [own] * 3 and two.trace.replies == ()
+
+
 def replay_config(make_config, name="run", steps=5, **changes):
     settings = {
         "reward": {"kind": "loop_rewards:length_parity"},
