@@ -671,6 +671,35 @@ def test_metrics_count_turns_calls_ends_and_faults():
     assert Score(0.0).value == 0
 
 
+def test_metrics_are_of_the_episodes_that_the_policy_ended():
+    rules = make_rules(Scored)
+    twice = call_text("add", a=2, b=3) + call_text("add", a=5, b=5)
+    say = lambda text: "It is 9." if "<tool_response>" in text else twice  # noqa: E731
+    whole, _ = guided(rules, make_trace(), 1.0)
+    own = unwritten(whole.task, 0, whole.sampling)
+    hanging = replace(own, task=rules.encoder.encode(make_problem("break")))
+    groups, _ = play_turns(rules, say, [], planned=[(own, whole), (hanging,)])
+    found = values_of(environment_metrics(groups))
+    replies = int((groups[0].rollouts[0].authors == Author.ENVIRONMENT).sum())
+    names = ("turns", "calls", "called", "reply_tokens", "reward", "end/answer", "end/raised", "fault/raised")
+    assert [found.pop(f"environment/{name}") for name in names] == [1, 1, 0.5, replies / 2, 1, 0.5, 0.5, 1]
+    assert found == {"environment/traces_left_out": 0}
+
+
+def test_a_verifier_reads_the_last_turn_alone(monkeypatch):
+    read = []
+
+    def score(self, items):
+        read.extend(text for _, text, *_ in items)
+        return [Score(1.0) for _ in items]
+
+    monkeypatch.setattr(LastNumber, "score", score)
+    rules = make_rules()
+    play_turns(rules, adds, [make_problem()])
+    trace_scores(rules.encoder.encode(make_problem(traces=(make_trace(),))), LastNumber(), TOKENIZER, rules)
+    assert read == ["It is 9.", "So 9."]
+
+
 def test_traces_are_scored_by_their_environment():
     rules = make_rules(Scored)
     task = rules.encoder.encode(make_problem(traces=(make_trace(), make_trace(first_reply="6"))))
