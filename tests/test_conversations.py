@@ -10,7 +10,7 @@ import torch
 from conversing import TEMPLATE, ScriptedEngine, call_text, make_chat_tokenizer
 from data.templates import TEMPLATES, make_model_tokenizer
 
-from luffy.config import EnvironmentConfig
+from luffy.config import EnvironmentConfig, RewardConfig
 from luffy.conversations import Conversations, played, without_failures
 from luffy.data import Encoder
 from luffy.environments.call_formats import format_of, read_turn
@@ -19,7 +19,7 @@ from luffy.environments.protocol import Reply
 from luffy.errors import DataError, UserError
 from luffy.guidance.plan import given, unwritten, whole_turns, without_hint
 from luffy.rewards import Verifier
-from luffy.step.groups import environment_metrics, trace_scores
+from luffy.step.groups import environment_metrics, own_metrics, trace_scores
 from luffy.step.play import Player
 from luffy.types import Author, Group, Message, Problem, Sampling, Score, ToolCall, Trace
 
@@ -684,6 +684,22 @@ def test_metrics_are_of_the_episodes_that_the_policy_ended():
     names = ("turns", "calls", "called", "reply_tokens", "reward", "end/answer", "end/raised", "fault/raised")
     assert [found.pop(f"environment/{name}") for name in names] == [1, 1, 0.5, replies / 2, 1, 0.5, 0.5, 1]
     assert found == {"environment/traces_left_out": 0}
+
+
+def test_the_length_of_a_response_is_the_policys():
+    groups, _ = play_turns(make_rules(), adds, [make_problem(), make_problem("break")])
+    found = values_of(own_metrics(groups, RewardConfig()))
+    assert found["response_length/max"] == groups[0].rollouts[0].drawn < groups[0].rollouts[0].token_ids.numel()
+    assert found["response_length/clip_ratio"] == 0, "one that the environment ended was not cut off"
+
+
+def test_episodes_have_the_version_of_their_policy():
+    rules = make_rules()
+    whole, _ = guided(rules, make_trace(), 1.0)
+    plan = [(whole, unwritten(whole.task, 0, whole.sampling))]
+    engine = ScriptedEngine(TOKENIZER, adds)
+    player = Player(engine, LastNumber(), TOKENIZER, 5, lambda done, total: None, conversations=rules)
+    assert [episode.policy_version for episode in player.play(plan)[0].rollouts] == [5, 5]
 
 
 def test_a_verifier_reads_the_last_turn_alone(monkeypatch):
