@@ -268,3 +268,26 @@ def test_an_outcome_has_turns_calls_faults_and_rewards():
     given = type("Given", (Own,), {"answer": protocol.Reply((Message("user", "go on"),), reward=0.5)})
     found = play_alone(given, lambda chat: Reply("go", "stop"), max_turns=2)
     assert (found.end, found.turn_rewards, len(found.messages)) == ("turns", (0.5, 0.5), 3)
+
+
+def test_an_episode_begins_with_its_problem_and_seed():
+    begun = []
+    noted = type("Noted", (Own,), {"start": lambda self, problem, seed: begun.append((problem.id, seed))})
+    assert play_alone(noted, lambda chat: Reply("go", "stop"), max_turns=1).end == "turns"
+    assert begun == [("p", 5)]
+
+
+def test_an_environment_that_is_made_too_late_is_closed():
+    closed, may_go = threading.Event(), threading.Event()
+
+    class Late(Own):
+        def __init__(self):
+            may_go.wait(20)
+
+        def close(self):
+            closed.set()
+
+    found = play_alone(Late, lambda chat: Reply("go", "stop"), timeout_s=0.1)
+    assert found.end == "timed_out" and not closed.is_set()
+    may_go.set()
+    assert closed.wait(20)
