@@ -291,3 +291,11 @@ def test_an_environment_that_is_made_too_late_is_closed():
     assert found.end == "timed_out" and not closed.is_set()
     may_go.set()
     assert closed.wait(20)
+
+
+def test_how_an_episode_ended_and_whose_reward_counts():
+    over = type("Over", (Own,), {"answer": protocol.Reply(done=True)})
+    called = Reply("go", "stop", calls=(ToolCall("add", {}),))
+    assert play_alone(over, lambda chat: called).end == "environment"
+    found = play_alone(over, lambda chat: Reply("go", "stop"), reward="verifier")
+    assert (found.end, found.reward) == ("answer", None)
