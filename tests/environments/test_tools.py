@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from luffy.environments.answers import EnvironmentLost
 from luffy.environments.protocol import Reply, Turn
 from luffy.environments.tools import ToolEnvironment
 from luffy.errors import UserError
@@ -96,6 +98,27 @@ def test_an_unreadable_call_is_told_and_the_others_are_answered():
     reply = ToolEnvironment(Shop()).reply(faulty)
     assert reply.messages == (tool("bought a", "buy"), tool("error: the call cannot be read: no valid JSON: '{'"))
     assert reply.faults == ("unreadable_call",) and not reply.done
+    assert not ToolEnvironment(Shop()).reply(Turn("", fault="no valid JSON: '{'")).done
+
+
+def test_columns_of_a_row_replace_neither_seed_nor_answer():
+    class Open:
+        def reset(self, seed, answer, **row):
+            return f"{seed} {answer} {row['id']} {row['prompt']} {row['level']} " + "!" * 90
+
+    row = {"seed": 99, "answer": "6", "id": "other", "prompt": "4+5?", "level": "easy"}
+    text = ToolEnvironment(Open(), {}, max_reply_chars=40).start(replace(PROBLEM, meta=row), seed=3)
+    assert text.startswith("3 5 p1 2+3? easy !!!") and len(text) == 40
+
+
+def test_a_tool_that_cannot_go_on_ends_the_episode():
+    class Gone:
+        def ask(self):
+            """Ask."""
+            raise EnvironmentLost("no server")
+
+    with pytest.raises(EnvironmentLost, match="no server"):
+        ToolEnvironment(Gone()).reply(turn(("ask", {})))
 
 
 class Says:
