@@ -67,8 +67,9 @@ def test_pages_that_run_out_cost_a_conversation_its_cache_alone(make_engine, mon
     assert_drawn_alone(engine, talks)
 
 
-def test_an_ended_conversation_leaves_the_cache():
-    engine = NativeEngine(make_model("qwen2", **SMALL).to(DEVICE), decoding="slots")
+@pytest.mark.parametrize("decoding", WAYS)
+def test_an_ended_conversation_leaves_the_cache(make_engine, decoding):
+    engine = make_engine(decoding)
     talks = Talks([(3, 4), (5, 6)], turns=2, slow=[1])
     conversations = engine._conversations(talks)
     with torch.no_grad():
@@ -87,8 +88,9 @@ def test_a_model_of_another_family_is_asked_in_rounds():
     assert_drawn_alone(engine, talks)
 
 
-def test_a_request_beyond_the_context_is_refused(make_engine):
-    engine = make_engine("slots", max_context=16)
+@pytest.mark.parametrize("decoding", WAYS)
+def test_a_request_beyond_the_context_is_refused(make_engine, decoding):
+    engine = make_engine(decoding, max_context=16)
     with pytest.raises(UserError, match="exceed the context of 16"):
         engine.serve(Talks([(3, 4, 5)], tokens=8, turns=4))
 
