@@ -113,6 +113,15 @@ def test_hints_come_from_the_row_or_are_the_beginning_of_a_right_trace():
     assert shown[2:] == [("think", 1), ("add", 2)]
 
 
+def test_a_hint_of_several_turns_ends_behind_a_whole_one():
+    """Of a first turn that is longer, it is a part."""
+    talk, shown = Demonstration(tuple(range(10, 20)), replies=((3, 4), (6, 7))), []
+    first = hinting(first_round([0.0] * 2, (talk,), (1.0,)))
+    first = replace(first, with_hint=lambda text, level: shown.append((text, level)))
+    first.hint(1), first.hint(2), first.hint(3)
+    assert shown == [("2", 1), ("3", 2), ("6", 3)]
+
+
 @pytest.mark.parametrize("hints", [["a", 3], [""], {"a": "b"}, 7])
 def test_hints_of_a_row_are_texts(hints):
     with pytest.raises(DataError, match="problem 'p': column 'hints': expected a list of texts"):
