@@ -67,6 +67,18 @@ def test_pages_that_run_out_cost_a_conversation_its_cache_alone(make_engine, mon
     assert_drawn_alone(engine, talks)
 
 
+def test_a_prompt_takes_the_pages_of_a_conversation_that_waits(make_engine, monkeypatch):
+    """Else turns of others would have to give way, and be prefilled again and again."""
+    engine = make_engine("pages", max_slots=2)
+    from luffy.rollout.native import paged_generation
+
+    monkeypatch.setattr(paged_generation, "pages_available", lambda wanted, *_: 8)
+    talks = Talks([tuple(3 + (i + j) % 30 for j in range(100)) for i in range(4)], tokens=6, slow=[0], longest=240)
+    engine.serve(talks)
+    first, later, again = 4 * 100, 4 * 2 * (1 + len(REPLY)), 100 + 6 - 1
+    assert engine.stats.prefill_tokens < first + later + 3 * again, "on a CPU one of them is prefilled again"
+
+
 @pytest.mark.parametrize("decoding", WAYS)
 def test_an_ended_conversation_leaves_the_cache(make_engine, decoding):
     engine = make_engine(decoding)
