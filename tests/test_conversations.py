@@ -569,6 +569,7 @@ def test_after_a_prefix_of_turns_the_policy_goes_on_in_the_live_environment(rati
     assert played.token_ids[: end[1]].tolist() == list(demonstration.token_ids[: end[1]])
     assert played.prefix == end[0] - (0 if ratio == 0.5 else demonstration.replies[0][1] - demonstration.replies[0][0])
     assert len(engine.requests) == (2 if ratio == 0.5 else 1)
+    assert all(request.drafts == (demonstration.token_ids,) for request in engine.requests)
     assert played.outcome.calls == len(engine.requests) - 1, "those of the teacher are not the policy's"
     assert [message.role for message in played.outcome.messages] == [
         "assistant",
