@@ -213,3 +213,40 @@ def test_a_resumed_rung_keeps_its_number_and_trains_what_is_left(cfg, tmp_path, 
     compare_methods(asked(cfg, tmp_path, at_once=6), lambda line: None)
     assert json.loads((tmp_path / "out" / "compare.json").read_text())["at_once"][0] == 2
     assert len(set(table_of_scores[:6])) == 6  # the first two are not trained again in the first rung
+
+
+@pytest.mark.parametrize("name", ["validation-1", "test"])
+def test_a_resumed_comparison_measures_nothing_twice(cfg, tmp_path, table_of_scores, monkeypatch, name):
+    measure, measured, lost = Halving._accuracies, [], []
+
+    def noted(self, arms, data, what):
+        if not lost and what == name in [earlier for _, earlier in measured]:
+            lost.extend(arm.name for arm in arms)
+            raise KeyboardInterrupt
+        measured.extend((arm.name, what) for arm in arms)
+        return measure(self, arms, data, what)
+
+    monkeypatch.setattr(Halving, "_accuracies", noted)
+    with pytest.raises(KeyboardInterrupt):
+        compare_methods(asked(cfg, tmp_path), lambda line: None)
+    compare_methods(asked(cfg, tmp_path), lambda line: None)
+    assert (lost[0], name) in measured and len(set(measured)) == len(measured)
+    state = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert max(len(arm["rungs"]) for arm in state["arms"].values()) == len(state["targets"]) == 3
+    assert state["targets"][1] - state["targets"][0] == pytest.approx(7200 / 2 / 3, rel=0.1), (
+        "three arms, two rungs left"
+    )
+
+
+def test_the_last_rung_decides_who_goes_on(cfg, tmp_path, table_of_scores, monkeypatch):
+    measure = Halving._accuracies
+
+    def fading(self, arms, data, what):
+        found = measure(self, arms, data, what)
+        faded = [what == "validation-2" and arm.candidate == "luffy-lr0.001" for arm in arms]
+        return [dict.fromkeys(items, 0.0) if no else items for items, no in zip(found, faded, strict=True)]
+
+    monkeypatch.setattr(Halving, "_accuracies", fading)
+    rows = compare_methods(asked(cfg, tmp_path), lambda line: None).rows
+    assert [row.name for row in rows if row.test is not None] == ["sft-rl-lr0.0003", "luffy-lr0.0003"]
+    assert next(row.validation for row in rows if row.name == "luffy-lr0.001") == 0.0

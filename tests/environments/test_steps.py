@@ -1,11 +1,13 @@
 """Environments with reset and step: plain ones, gymnasium's, SkyRL-gym's."""
 
+from dataclasses import replace
+
 import pytest
 
 from luffy.environments.answers import Faulty
 from luffy.environments.kinds import maker_for
 from luffy.environments.protocol import Reply, Turn
-from luffy.environments.steps import StepEnvironment, action_in, added, read_step
+from luffy.environments.steps import StepEnvironment, action_in, added, extras_of, read_step
 from luffy.types import Message, Problem
 
 PROBLEM = Problem("p1", "Guess.", "7", meta={"high": 9})
@@ -99,9 +101,23 @@ def test_actions_of_a_discrete_space():
     assert action_in("<think>1 or 2</think>I take 3, no: 2.", Discrete(4)) == 2
     assert action_in("-1", Discrete(2, start=-1)) == -1
     assert action_in("north") == "north"
-    for text in ("north", "4", "-1", "9" * 500, ""):
+    for text in ("north", "4", "-1", "9" * 500, "", "<think>2</think>north"):
         with pytest.raises(Faulty, match="one whole number from 0 to 3"):
             action_in(text, Discrete(4))
+
+
+def test_columns_of_a_row_that_are_not_for_everyone():
+    class Gym:
+        def reset(self, seed=None, options=None):
+            return f"{seed} {options}", {}
+
+        def step(self, action):
+            return "", 0.0, True, False, {}
+
+    row = replace(PROBLEM, meta={"options": "a or b", "reward_spec": {"ground_truth": "8"}})
+    assert StepEnvironment(Gym()).start(row, 3) == "3 None", "options are gymnasium's own, and no text"
+    assert extras_of(row)["reward_spec"] == {"ground_truth": "8"}
+    assert extras_of(PROBLEM)["reward_spec"] == {"ground_truth": "7"}, "the answer, where the row has none"
 
 
 def test_what_init_adds_to_the_prompt():
