@@ -44,3 +44,11 @@ def test_one_finalist_or_none_is_no_winner():
     assert (
         nothing.words == ("No arm reached the test: no winner.",) and nothing.rows[0].fate == "failed: no step in 600 s"
     )
+
+
+def test_a_candidate_has_a_test_if_all_its_seeds_have():
+    _, states, arms = found(luffy=30, on_policy=10)
+    states[arms[0].name].items = {}
+    outcome = outcome_of(arms, states)
+    assert [row.name for row in outcome.rows if row.test is not None] == ["on-policy-lr0.001"]
+    assert outcome.winner is None
