@@ -28,7 +28,8 @@ class FourBitLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
-        layer.weight.quant_state.dtype = dtype
+        self.weight.data = self.weight.data.view(torch.uint8)  # a file may hold the bits as floats, of no meaning
+        self.weight.quant_state.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Product.apply(x, self.weight, self.bias)
@@ -83,3 +84,10 @@ def keep_four_bits(model: Any, dtype: torch.dtype) -> None:
         if isinstance(layer, Linear4bit):
             owner, _, field = name.rpartition(".")
             setattr(model.get_submodule(owner), field, FourBitLinear(layer, dtype))
+    # How a file's four bits were read: `save_pretrained` would try to undo it, and cannot.
+    steps = getattr(model, "_weight_conversions", ())
+    model._weight_conversions = [step for step in steps if not _reads_four_bits(step)]
+
+
+def _reads_four_bits(conversion: Any) -> bool:
+    return any("bitsandbytes" in type(each).__module__ for each in getattr(conversion, "operations", ()))

@@ -17,7 +17,7 @@ from luffy.models.load import load_model
 from luffy.models.products import separate
 from luffy.rollout.native import NativeEngine
 from luffy.rollout.policy_weights import PushCheck, adapter_tensors, tensors_of
-from luffy.train.weights import load_policy
+from luffy.train.weights import Export, load_policy
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -146,10 +146,11 @@ def test_a_push_to_another_engine_has_whole_matrices(saved, make_config):
 
 
 @pytest.fixture
-def quantized(saved, tmp_path):
+def quantized(saved, tmp_path, request):
     """A folder whose weights are in four bits already, with settings other than luffy's own."""
     settings = loading_settings(torch.float32)
     settings.bnb_4bit_use_double_quant = False
+    settings.bnb_4bit_quant_storage = getattr(request, "param", torch.uint8)
     model = AutoModelForCausalLM.from_pretrained(saved, quantization_config=settings, device_map={"": str(DEVICE)})
     model.save_pretrained(tmp_path / "quantized")
     make_tokenizer().save_pretrained(tmp_path / "quantized")
@@ -164,6 +165,15 @@ def test_a_folder_in_four_bits_is_read_as_it_is(quantized, saved):
     assert not layer.weight.quant_state.nested and 0 < far < 0.2
     with pytest.raises(UserError, match=r"quantized weights cannot be trained; .* with model\.lora\.quantize=nf4"):
         load_model(quantized)
+
+
+@pytest.mark.parametrize("quantized", [torch.uint8, torch.bfloat16], indirect=True)  # what the bits are stored as
+def test_a_checkpoint_above_a_folder_in_four_bits_is_whole(quantized, make_config, tmp_path):
+    model = load_policy(make_config(model={"path": str(quantized), "lora": LORA}).model, str(DEVICE))
+    PushCheck(model)(model, 1)
+    Export(model, make_tokenizer(), (1,), lora=True).write(tmp_path / "saved")
+    found, expected = dict(load_model(tmp_path / "saved" / "model").named_parameters()), dict(tensors_of(model))
+    assert all(torch.equal(found[name], expected[name].cpu()) for name in expected)
 
 
 def test_weights_quantized_in_another_way_are_refused(quantized):
