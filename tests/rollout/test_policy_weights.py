@@ -150,3 +150,9 @@ def test_a_tied_head_is_filled_by_its_other_name():
     model["head"].weight = torch.nn.Parameter(model["embed"].weight.detach())  # another object, the same memory
     assert not_filled(model, {"embed.weight"}) == ["other.weight"]
     assert not_filled(model, {"embed.weight", "other.weight"}) == []
+
+
+def test_a_layer_below_adapters_is_filled_under_either_name():
+    model = torch.nn.ModuleDict({"q": torch.nn.ModuleDict({"base_layer": torch.nn.Linear(2, 2, bias=False)})})
+    assert not_filled(model, {"q.weight"}) == not_filled(model, {"q.base_layer.weight"}) == []
+    assert not_filled(model, set()) == ["q.weight"]

@@ -133,10 +133,16 @@ def noting_loaded(model: Any) -> Iterator[set[str]]:
 
 
 def not_filled(model: Any, loaded: set[str]) -> list[str]:
-    """Parameters that got nothing, neither themselves nor as another name of the same memory (a tied head)."""
-    named = {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
+    """Parameters that got nothing, neither themselves nor as another name of the same memory (a tied head). Those below
+    adapters are known by their checkpoint's names."""
+    named = {_checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
+    loaded = {_checkpoint_name(name) for name in loaded}
     filled = {named[name].data_ptr() for name in loaded & named.keys() if named[name].numel()}
     return sorted(name for name in named.keys() - loaded if named[name].data_ptr() not in filled)
+
+
+def _checkpoint_name(name: str) -> str:
+    return name.replace(".base_layer.", ".")
 
 
 def repack_tied_heads(model: Any) -> None:
