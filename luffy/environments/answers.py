@@ -78,10 +78,16 @@ def as_reply(reply: Any) -> Reply:
     """A reply as an environment must give it, its reward as a float; a TypeError or ValueError says what is wrong."""
     if not isinstance(reply, Reply):
         raise TypeError(f"reply must return a Reply, not {type(reply).__name__}")
-    if not all(isinstance(one, Message) and isinstance(one.content, str) for one in reply.messages):
+    if not all(isinstance(one, Message) and _has_text(one) for one in reply.messages):
         raise TypeError("the messages of a Reply must be Messages with text")
+    if isinstance(reply.faults, str):  # a tuple of one without its comma
+        raise TypeError("the faults of a Reply must be a tuple of texts")
     messages = tuple(replace(one, content=clean(one.content)) for one in reply.messages)
     return replace(reply, messages=messages, reward=as_reward(reply.reward), faults=tuple(reply.faults))
+
+
+def _has_text(one: Message) -> bool:
+    return all(isinstance(text, str) for text in (one.role, one.content, one.name or ""))
 
 
 def refused(fault: Faulty, role: str = "tool", name: str = "") -> Reply:
