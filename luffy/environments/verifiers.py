@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from luffy.environments.answers import (
@@ -52,26 +53,41 @@ class VerifiersSettings:
 @environment("verifiers", settings=VerifiersSettings, own_reward=True)
 def verifiers_environment(settings: VerifiersSettings) -> VerifiersEpisode:
     """One episode. All of a process share the package's object, which keeps nothing of an episode."""
+    key = repr(settings)
     with _loading:
-        return VerifiersEpisode(_loaded(settings.id, json.dumps(settings.arguments, sort_keys=True)))
+        if key not in _loaded:
+            _loaded[key] = _load(settings.id, settings.arguments)
+        return VerifiersEpisode(_loaded[key])
 
 
 _loading = threading.Lock()
+_loaded: dict[str, Any] = {}  # the package's objects by their settings
 
 
-@cache
-def _loaded(name: str, arguments: str) -> Any:
-    """The object of the package."""
+def _load(name: str, arguments: dict[str, Any]) -> Any:
     load = _loader(name)
     try:
-        loaded = load(**json.loads(arguments))
-    except Exception as error:  # whatever an environment's own code raises
+        with _keeping_signals():
+            loaded = load(**arguments)
+    except (Exception, SystemExit) as error:  # whatever an environment's own code raises
         raise UserError(f"'{WHERE}': {name} gave no environment: {describe(error)}") from error
     if not callable(getattr(loaded, "env_response", None)) or not hasattr(loaded, "rubric"):
         raise UserError(f"'{WHERE}': {name} gave no environment of verifiers with turns, but a {type(loaded).__name__}")
     if loaded.requires_group_rollouts:
         raise UserError(f"'{WHERE}': {name} scores groups of episodes together; only scores of one episode can be used")
     return loaded
+
+
+@contextmanager
+def _keeping_signals() -> Iterator[None]:
+    """An environment of the package takes SIGTERM and Ctrl-C when it is made; they are the trainer's."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _loader(name: str) -> Callable[..., Any]:

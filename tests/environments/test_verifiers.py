@@ -1,7 +1,10 @@
 """Environments of the package verifiers: ``make test-verifiers`` brings it into an environment of its own."""
 
+import signal
 import sys
+from datetime import date
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 from conversing import save_chat_model
@@ -95,7 +98,7 @@ def module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield "sums_of_mine.py"
     sys.modules.pop("sums_of_mine", None)
-    _loaded.cache_clear()
+    _loaded.clear()
 
 
 def adding_call(**arguments):
@@ -195,6 +198,54 @@ def test_a_training_with_rows_of_the_environment(module, make_config, tmp_path):
     assert [row["environment/turns"] >= 1 for row in rows] == [True, True]
     assert all(row.get("environment/fault/raised", 0) == 0 for row in rows)
     assert {sample["reward"] for sample in samples(cfg)} <= {1.0, 2.0}
+
+
+STAND_IN = """
+import signal
+from types import SimpleNamespace
+
+def taking_signals(since=None):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    return SimpleNamespace(env_response=print, rubric=None, requires_group_rollouts=False, tool_defs=None, since=since)
+
+def exiting():
+    raise SystemExit("usage: exiting --game GAME")
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """A file of environments that the package's absence does not stop from being loaded."""
+    for name, field in (("envs.multiturn_env", "MultiTurnEnv"), ("utils.env_utils", "load_environment")):
+        monkeypatch.setitem(sys.modules, f"verifiers.{name}", SimpleNamespace(**{field: None}))
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.chdir(tmp_path)
+    yield "stand_in.py"
+    sys.modules.pop("stand_in", None)
+    _loaded.clear()
+
+
+def test_the_trainer_keeps_the_signals_that_the_package_takes(stand_in):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        maker_for("verifiers", {"id": f"{stand_in}:taking_signals"})
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_arguments_may_be_whatever_a_recipe_says(stand_in):
+    arguments = {"since": {date(2024, 5, 1): [1], 2: None}}
+    maker_for("verifiers", {"id": f"{stand_in}:taking_signals", "arguments": arguments})
+    (env,) = _loaded.values()
+    assert env.since == arguments["since"]
+
+
+def test_a_function_that_ends_the_process_is_one_line(stand_in):
+    with pytest.raises(UserError, match=r"gave no environment: SystemExit: usage: exiting --game GAME$"):
+        maker_for("verifiers", {"id": f"{stand_in}:exiting"})
 
 
 def test_without_the_package_its_install_command_is_named(monkeypatch):
