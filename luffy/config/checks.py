@@ -490,7 +490,7 @@ def _check_launch(c: Knobs) -> None:
         raise ConfigError(
             f"'optim.offload' is for one process; with launch={c.launch} set parallel.cpu_offload=true instead"
         )
-    if c.launch != "local" and c.model.lora is not None and c.model.lora.quantize:
+    if c.launch != "local" and c.model.four_bits:
         raise ConfigError(f"'model.lora.quantize' is for one process, and launch is {c.launch}; leave it out")
     if c.launch != "local" and c.model.lora is not None and c.model.dtype != "float32":
         raise ConfigError(

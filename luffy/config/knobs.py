@@ -57,6 +57,11 @@ class ModelConfig:
     lora: LoraConfig | None = knob(None, "train low-rank adapters instead of all weights (needs the peft extra)")
     trust_remote_code: bool = knob(False, "run the model's Python code: read it first")
 
+    @property
+    def four_bits(self) -> bool:
+        """Whether the frozen weights below adapters are in four bits."""
+        return self.lora is not None and self.lora.quantize is not None
+
 
 @dataclass(frozen=True)
 class DataConfig:

@@ -59,8 +59,8 @@ class Found:
 
 def measure(cfg: Config, method: str, tasks: TaskSet, some: Sequence[Task]) -> Found:
     """Loads the weights, and lets go of them. Problems without an answer are not sampled."""
-    device = pick_device(cfg.model.device)
-    model = load_model(cfg.model.path, cfg.model.dtype, device, cfg.model.trust_remote_code)
+    device, m = pick_device(cfg.model.device), cfg.model
+    model = load_model(m.path, m.dtype, device, m.trust_remote_code, m.four_bits)
     began = time.monotonic()
     until = began + TRACE_SECONDS
 

@@ -63,7 +63,7 @@ def model_shape(cfg: Config, model: Any = None) -> ModelShape:
         use_luffy_attention(model)
     except UserError:  # a model that luffy's attention does not serve runs by its own, slower
         shares = False
-    sizes = [0] if cfg.model.lora is None or not cfg.model.lora.quantize else matrix_sizes(model)
+    sizes = matrix_sizes(model) if cfg.model.four_bits else [0]
     if cfg.model.lora is not None:
         with torch.device("meta"):
             model = add_adapters(model, cfg.model)

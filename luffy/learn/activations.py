@@ -61,7 +61,7 @@ def out_of_memory_advice(error: torch.OutOfMemoryError, cfg: Config) -> str:
     left += [f"rollout.vllm.memory_fraction below {cfg.rollout.vllm.memory_fraction}"] * (cfg.rollout.engine == "vllm")
     takes_adapters = cfg.model.lora is None and (cfg.launch == "local" or cfg.model.dtype == "float32")
     left += ['in a new run model.lora="{rank: 16}"'] * takes_adapters
-    takes_four_bits = cfg.launch == "local" and cfg.model.lora is not None and cfg.model.lora.quantize is None
+    takes_four_bits = cfg.launch == "local" and cfg.model.lora is not None and not cfg.model.four_bits
     left += ["in a new run model.lora.quantize=nf4"] * takes_four_bits
     return f"{found}; try {', '.join(left)}" if left else f"{found}; only shorter responses can help"
 

@@ -7,9 +7,13 @@ from transformers import AutoModelForCausalLM
 from luffy.dry_run import base_lines, base_model
 from luffy.dry_run.base_model import measure
 from luffy.dry_run.check import dry_run
+from luffy.guidance.plan import given
+from luffy.models.load import load_model
 from luffy.step.tasks import build_encoder
 from luffy.train import setup
 from luffy.train.build import load_tasks
+from luffy.train.build_engines import scores_of
+from luffy.types import Request, Sampling
 
 
 def tasks_of(cfg, method="rl"):
@@ -32,6 +36,17 @@ def test_probabilities_are_those_of_the_models_own_forward_pass(make_config):
     assert torch.allclose(found.probs, torch.stack(expected), atol=1e-5) and found.traces == 3
     assert found.unlikely == float((torch.stack(expected) < 0.05).float().mean())
     assert (found.asked, found.problems, found.has_traces) == (3, 3, True)
+
+
+def test_of_qlora_it_is_measured_in_four_bits(make_config):
+    pytest.importorskip("bitsandbytes")
+    cfg = make_config(model={"lora": {"quantize": "nf4"}})
+    tasks = tasks_of(cfg)
+    found = measure(cfg, "sft", tasks, some := [task for task in (tasks[0], tasks[1]) if task.demonstrations])
+    score = scores_of(load_model(cfg.model.path, four_bits=True), 1.0, cfg.batch.tokens)
+    task, trace = some[0], given(some[0], some[0].demonstrations[0])
+    (expected,) = score([Request(task.prompt_ids, 0, Sampling(1))], [trace.token_ids])
+    assert torch.equal(found.probs[: len(expected)], expected.exp())
 
 
 def test_a_problem_is_solved_by_one_of_eight(make_config, monkeypatch):
