@@ -99,7 +99,7 @@ class ObjectMaker:
             return self._factory()
         except UserError:
             raise
-        except Exception as error:  # whatever a user's function raises
+        except (Exception, SystemExit) as error:  # whatever a user's function raises
             name = getattr(_function_of(self._factory), "__name__", "the function")
             raise UserError(f"'{SECTION}.name': {name} made no environment: {describe(error)}") from error
 

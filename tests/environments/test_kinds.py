@@ -51,6 +51,9 @@ MINE = '''
     def make_nothing():
         raise OSError("no shop")
 
+    def make_exit():
+        raise SystemExit(2)
+
     nothing = 3
 '''
 
@@ -85,6 +88,7 @@ def test_a_users_class_or_function(mine, name):
         ("my_tools.py:Misdescribed", {}, "an environment's 'tools' must be JSON schemas"),
         ("my_tools.py:make_text", {}, "the tool str.maketrans does not name its arguments: str is no class of tools"),
         ("my_tools.py:make_nothing", {}, "'environment.name': make_nothing made no environment: OSError: no shop"),
+        ("my_tools.py:make_exit", {}, "'environment.name': make_exit made no environment: SystemExit: 2"),
         ("calculater", {}, "'environment.name': unknown environment 'calculater'; known: .*calculator"),
         ("calculator", {"x": 1}, "'environment.arguments' do not fit Calculator"),
         ("python", {"seconds": 1}, "unknown key 'environment.arguments.seconds'"),
