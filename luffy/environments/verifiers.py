@@ -120,6 +120,7 @@ class VerifiersEpisode:
         self._calls = AsyncCalls()
         self._policy: Any = None  # the client that the package asks
         self._task: asyncio.Task[Any] | None = None
+        self._works = False  # whether the package is at work, not waiting for a turn
         self._messages: list[Any] = []  # of the conversation so far
         self._names: dict[str, str] = {}  # tools by the id of their call
 
@@ -150,10 +151,10 @@ class VerifiersEpisode:
         return as_reward(self._calls.call(self._scored))
 
     def close(self) -> None:
-        """End the episode; the package cleans up."""
+        """End the episode; the package cleans up. What hangs is cancelled."""
         try:
             if self._task is not None:
-                self._calls.call(self._over)
+                self._calls.call(self._end, self._task)
         finally:
             self._calls.close()
 
@@ -170,7 +171,9 @@ class VerifiersEpisode:
         """The new messages with which the package asks for the next turn; None where the episode has ended."""
         assert self._task is not None
         prompt = asyncio.ensure_future(self._policy.prompts.get())
+        self._works = True
         await asyncio.wait({prompt, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        self._works = False
         if not prompt.done():
             prompt.cancel()
             self._check(self._task.result())
@@ -188,6 +191,12 @@ class VerifiersEpisode:
         assert self._task is not None
         self._policy.turns.put_nowait(None)
         return await self._task
+
+    async def _end(self, task: asyncio.Task[Any]) -> None:
+        if self._works:
+            task.cancel()
+        self._policy.turns.put_nowait(None)
+        await asyncio.gather(task, return_exceptions=True)
 
     async def _scored(self) -> Any:
         if self._task is None:

@@ -1,7 +1,11 @@
 """Environments of the package verifiers: ``make test-verifiers`` brings it into an environment of its own."""
 
+import asyncio
 import signal
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import date
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -201,8 +205,21 @@ def test_a_training_with_rows_of_the_environment(module, make_config, tmp_path):
 
 
 STAND_IN = """
+import asyncio
 import signal
 from types import SimpleNamespace
+
+class Hanging:
+    env_response, rubric, requires_group_rollouts, tool_defs = print, None, False, None
+    cancelled = False
+
+    async def rollout(self, row, client, *_):
+        try:
+            await client.get_response([SimpleNamespace(role="user", content="2+3")], "")
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
 
 def taking_signals(since=None):
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -217,8 +234,13 @@ def exiting():
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
     """A file of environments that the package's absence does not stop from being loaded."""
-    for name, field in (("envs.multiturn_env", "MultiTurnEnv"), ("utils.env_utils", "load_environment")):
-        monkeypatch.setitem(sys.modules, f"verifiers.{name}", SimpleNamespace(**{field: None}))
+    parts = {
+        "envs.multiturn_env": {"MultiTurnEnv": None}, "utils.env_utils": {"load_environment": None},
+        "clients": {"Client": type("Client", (), {"__init__": lambda *_: None})}, "errors": {"OverlongPromptError": None},
+        "types": dict.fromkeys(("Response", "ResponseMessage", "ToolCall"), SimpleNamespace),
+    }  # fmt: skip
+    for name, fields in parts.items():
+        monkeypatch.setitem(sys.modules, f"verifiers.{name}", SimpleNamespace(**fields))
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.chdir(tmp_path)
     yield "stand_in.py"
@@ -234,6 +256,17 @@ def test_the_trainer_keeps_the_signals_that_the_package_takes(stand_in):
     finally:
         for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
             signal.signal(number, handler)
+
+
+def test_an_episode_that_hangs_is_cancelled_when_it_is_closed(stand_in):
+    episode = maker_for("verifiers", {"id": f"{stand_in}:Hanging"}).make()
+    episode.start(replace(PROBLEM, prompt="2+3"), 0)
+    (env,) = _loaded.values()
+    with ThreadPoolExecutor(2) as pool:
+        hanging = pool.submit(episode.reply, Turn("5", text="5"))
+        time.sleep(0.2)
+        pool.submit(episode.close).result(timeout=10)
+        assert isinstance(hanging.exception(timeout=10), asyncio.CancelledError) and env.cancelled
 
 
 def test_arguments_may_be_whatever_a_recipe_says(stand_in):
