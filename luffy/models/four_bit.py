@@ -28,8 +28,8 @@ class FourBitLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
-        self.weight.data = self.weight.data.view(torch.uint8)  # a file may hold the bits as floats, of no meaning
-        self.weight.quant_state.dtype = dtype
+        layer.weight.data = layer.weight.data.view(torch.uint8)  # a file may hold the bits as meaningless floats
+        layer.weight.quant_state.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Product.apply(x, self.weight, self.bias)
