@@ -30,6 +30,7 @@ class FourBitLinear(nn.Linear):
         self.weight, self.bias = layer.weight, layer.bias
         layer.weight.data = layer.weight.data.view(torch.uint8)  # a file may hold the bits as meaningless floats
         layer.weight.quant_state.dtype = dtype
+        layer.weight.module = None  # it names its layer, and the two would keep each other
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Product.apply(x, self.weight, self.bias)

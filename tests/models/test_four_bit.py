@@ -1,7 +1,9 @@
 """Frozen weights in four bits: what they stand for, products and gradients, and trainings with them."""
 
+import gc
 import json
 import sys
+import weakref
 
 import pytest
 import torch
@@ -86,6 +88,17 @@ def test_a_model_in_four_bits_takes_the_memory_that_is_estimated(saved):
     states = [layer.weight.quant_state for layer in layers]
     held = [t for layer, s in zip(layers, states, strict=True) for t in (layer.weight, s.absmax, s.state2.absmax)]
     assert sum(t.numel() * t.element_size() for t in held) == pytest.approx(BYTES * count, rel=0.01)
+
+
+def test_a_model_in_four_bits_that_is_let_go_of_is_freed_at_once(saved):
+    model = load_model(saved, four_bits=True)
+    weights = [weakref.ref(layer.weight) for layer in four_bit_layers(model).values()]
+    gc.disable()
+    try:
+        del model
+        assert not any(weight() is not None for weight in weights)
+    finally:
+        gc.enable()
 
 
 def test_the_engine_draws_from_the_distribution_that_is_trained(saved, make_config):
