@@ -6,6 +6,7 @@ import copy
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -168,7 +169,7 @@ class Export:
             model = causal_lm(model)
             buffers = {name for name, _ in model.named_buffers()}
             kept = {name: value for name, value in model.state_dict().items() if name in buffers}
-            weights = {name: value.cpu() for name, value in (*kept.items(), *tensors_of(self.model))}
+            weights = {name: value.cpu() for name, value in chain(kept.items(), tensors_of(self.model))}  # one by one
         # Parameters that are views of one memory would be copied on the GPU first, all at once.
         if weights is None and next(model.parameters()).is_cuda:
             weights = on_host(model)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from builders import write_rows
+from builders import make_tokenizer, write_rows
 from trainings import train_rows
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +20,7 @@ from luffy.errors import TrainingStopped, UserError
 from luffy.learn.activations import out_of_memory_advice
 from luffy.learn.credit import credit_function, group_baseline
 from luffy.learn.policy import Policy
+from luffy.rollout.policy_weights import tensors_of
 from luffy.run_folder.changes import changes_of, compare, in_words, measures_otherwise, write_settings
 from luffy.run_folder.checkpoint import MANIFEST, Checkpoint, file_entries, files_below, is_card, manifest_text
 from luffy.run_folder.console import was_idle
@@ -33,6 +34,7 @@ from luffy.step.snapshot import progress_of
 from luffy.train import loop
 from luffy.train.loop import Trainer
 from luffy.train.saving import Saver
+from luffy.train.weights import Export, load_policy
 from luffy.trainer import Job
 from luffy.types import Score
 
@@ -546,6 +548,25 @@ def test_lora_trains_adapters_saves_a_plain_model_and_resumes(make_config):
     train_rows(resumed)
     again = weights_in(newest_model(resumed))
     assert all(torch.equal(tuned[n], again[n]) for n in tuned)
+
+
+def test_a_saved_model_is_merged_and_moved_to_the_host_layer_by_layer(make_config, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    cfg, events = make_config(model={"lora": {"rank": 2}}), []
+
+    class Merged:
+        def __init__(self, tensor):
+            self.tensor = tensor
+            events.append("merged")
+
+        def cpu(self):
+            events.append("moved")
+            return self.tensor
+
+    found = lambda model: ((name, Merged(tensor)) for name, tensor in tensors_of(model))  # noqa: E731
+    monkeypatch.setattr("luffy.train.weights.tensors_of", found)
+    Export(load_policy(cfg.model, "cpu"), make_tokenizer(), (1,), lora=True).write(tmp_path / "saved")
+    assert len(events) > 20 and events == ["merged", "moved"] * (len(events) // 2)
 
 
 def test_lora_reference_is_the_policy_without_its_adapters(make_config):
