@@ -13,7 +13,7 @@ from luffy.dry_run.place import Place, engine_slots
 from luffy.dry_run.times import time_line
 from luffy.learn.optim import lr_at
 from luffy.run_folder.checkpoint import files_below
-from luffy.train.build_engines import context_of
+from luffy.train.build_engines import context_of, transfer_of
 from luffy.types import Episode, Task
 
 
@@ -127,11 +127,9 @@ def disk_line(cfg: Config, work: Work, parts: Parts, steps: int, trainings: int,
 
 def _pushed_by_folder(cfg: Config, place: Place) -> bool:
     """Whether weights get to vLLM through the run's folder."""
-    v = cfg.rollout.vllm
-    if cfg.rollout.engine != "vllm" or v.shared_folder is not None:
+    if cfg.rollout.engine != "vllm" or cfg.rollout.vllm.shared_folder is not None:
         return False
-    direct = place.on_gpu and (v.adapters == "merged" if v.servers else v.tensor_parallel_size == 1)
-    return v.transfer == "folder" or (v.transfer == "auto" and not direct)
+    return transfer_of(cfg, "cuda" if place.on_gpu else "cpu") == "folder"
 
 
 def _advice(cfg: Config, steps: int, parts: Parts, room: float) -> str:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from luffy.config.knobs import VllmConfig
 from luffy.dry_run.lines import bytes_of_run, checkpoint_parts, checkpoints_at_once, disk_line
 from luffy.dry_run.models import model_shape
 from luffy.dry_run.place import Place
@@ -114,7 +115,13 @@ def test_checkpoints_that_are_there_already_make_room(make_config, monkeypatch):
 
 
 def test_weights_that_go_to_servers_through_the_run_folder_count(make_config):
-    cfg = replace(paper(make_config), rollout=replace(paper(make_config).rollout, engine="vllm"))
-    said = disk_line(cfg, work(), checkpoint_parts(cfg, "rl", work()), 500, 1, HERE)
-    assert said.startswith("up to 441.7 GB")
-    assert disk_line(cfg, work(), checkpoint_parts(cfg, "rl", work()), 500, 1, replace(HERE, on_gpu=True)).startswith("up to 426.5 GB")  # fmt: skip
+    def said(place, **vllm):
+        cfg = paper(make_config)
+        cfg = replace(cfg, rollout=replace(cfg.rollout, engine="vllm", vllm=VllmConfig(**vllm)))
+        return disk_line(cfg, work(), checkpoint_parts(cfg, "rl", work()), 500, 1, place)
+
+    servers, on_gpu = ("http://127.0.0.1:8000",), replace(HERE, on_gpu=True)
+    assert said(HERE, servers=servers).startswith("up to 441.7 GB")
+    assert said(on_gpu, args={"pipeline_parallel_size": 2}).startswith("up to 441.7 GB")
+    assert said(on_gpu, servers=servers).startswith("up to 426.5 GB")
+    assert said(HERE).startswith("up to 426.5 GB"), "in this process they go through memory, on a CPU too"
