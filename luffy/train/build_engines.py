@@ -339,7 +339,10 @@ def serve(cfg: Config, host: str, port: int) -> None:
     """Become a vLLM server for the runs of a config: same model, context and engine arguments. Does not return."""
     if gguf_file(cfg.model.path) is not None:
         raise ConfigError("'model.path' is a GGUF file; vLLM serves a Hugging Face folder (luffy prepare model)")
-    arguments = vllm_arguments(cfg, read_model_config(cfg.model.path, "model.path", cfg.model.trust_remote_code))
+    config = read_model_config(cfg.model.path, "model.path", cfg.model.trust_remote_code)
+    if cfg.model.four_bits and getattr(config, "quantization_config", None) is not None:
+        raise ConfigError("'model.path' has quantized weights, and a push has whole ones; serve the original model")
+    arguments = vllm_arguments(cfg, config)
     transfer = transfer_to_servers(cfg, pick_device("auto"))
     command = server_command(cfg.model.path, arguments, host, port, transfer)
     become_server(command, server_environment(key_from(cfg.rollout.vllm.api_key_env)))

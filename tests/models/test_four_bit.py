@@ -19,6 +19,7 @@ from luffy.models.load import load_model
 from luffy.models.products import separate
 from luffy.rollout.native import NativeEngine
 from luffy.rollout.policy_weights import PushCheck, adapter_tensors, tensors_of
+from luffy.train.build_engines import serve
 from luffy.train.weights import Export, load_policy
 
 peft = pytest.importorskip("peft")
@@ -187,6 +188,12 @@ def test_a_checkpoint_above_a_folder_in_four_bits_is_whole(quantized, make_confi
     Export(model, make_tokenizer(), (1,), lora=True).write(tmp_path / "saved")
     found, expected = dict(load_model(tmp_path / "saved" / "model").named_parameters()), dict(tensors_of(model))
     assert all(torch.equal(found[name], expected[name].cpu()) for name in expected)
+
+
+def test_a_server_is_not_started_with_weights_that_no_push_fits(quantized, make_config):
+    cfg = make_config(model={"path": str(quantized), "lora": LORA}, rollout={"engine": "vllm"})
+    with pytest.raises(ConfigError, match=r"^'model.path' has quantized weights, and a push has whole ones; serve "):
+        serve(cfg, "127.0.0.1", 8000)
 
 
 def test_weights_quantized_in_another_way_are_refused(quantized):

@@ -90,8 +90,12 @@ def test_the_weights_below_adapters_are_pushed_once_and_then_adapters_alone(mode
     servers = [start(), start()]
     engine = engine_of(adapted, servers, tmp_path)
     engine.transfer = AdapterTransfer(tmp_path)
-    with pytest.raises(UserError, match=r"was started without adapters; .* rollout.vllm.adapters=alone$"):
-        engine.sync(0)
+    now = servers[0].luffy_state()
+    for state in (now, {key: now[key] for key in ("version", "max_context", "config")}):  # an older one's
+        servers[0].luffy_state = lambda state=state: state
+        with pytest.raises(UserError, match=r"was started without adapters; .* rollout.vllm.adapters=alone$"):
+            engine.sync(0)
+    del servers[0].luffy_state
     for server in servers:
         server.takes_adapters = True
     engine.sync(0)

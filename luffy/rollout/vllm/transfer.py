@@ -138,7 +138,7 @@ class AdapterTransfer:
 
         def look(server: Server) -> None:
             state = server.rpc("luffy_state")
-            if not state["takes_adapters"]:
+            if not state.get("takes_adapters"):  # an older luffy says nothing of them
                 raise UserError(
                     f"{server.url} was started without adapters; start it with the same model.lora and "
                     "rollout.vllm.adapters=alone"
