@@ -51,9 +51,13 @@ def checkpoint_weights(model: nn.Module) -> list[Weight]:
     causal, adapted, weights = causal_lm(model), adapted_layers(model), []
     for name, parameter in causal.named_parameters():
         owner, _, field = name.rpartition(".")
-        layer = owner.removesuffix(".base_layer")
-        if layer in adapted and layer != owner:
-            weights.append(Weight(f"{layer}.{field}", parameter, adapted[layer] if field == "weight" else None))
+        around = []  # several where PEFT adapts several parameters of a module
+        while owner.endswith(".base_layer"):
+            owner = owner.removesuffix(".base_layer")
+            around += [adapted[owner]] if owner in adapted else []
+        if around:
+            layer = next((one for one in around if getattr(one, "parameter_name", "weight") == field), None)
+            weights.append(Weight(f"{owner}.{field}", parameter, layer))
         elif not any(owner.startswith(f"{inside}.") for inside in adapted):
             weights.append(Weight(name, parameter))
     return weights

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from builders import make_model
+from builders import ARCHITECTURES, make_model
 
 from luffy.errors import UserError
 from luffy.rollout.policy_weights import (
@@ -41,6 +41,19 @@ def test_adapters_are_merged_without_touching_the_policy():
         torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5)
     assert "model.layers.0.self_attn.q_proj.bias" in pushed
     PushCheck(make_model("qwen2"))(model, 1)
+
+
+def test_adapters_of_fused_experts_are_merged_under_the_experts_names(monkeypatch):
+    """Peft puts one layer around another where it adapts several parameters of a module."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.setitem(ARCHITECTURES, "mixtral", {"num_local_experts": 4})
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(make_model("mixtral"), config)
+    PushCheck(make_model("mixtral"))(model, 1)
+    pushed, merged = dict(tensors_of(model)), model.merge_and_unload().state_dict()
+    assert pushed.keys() == merged.keys() and any("experts" in name for name in pushed)
+    for name, tensor in pushed.items():
+        torch.testing.assert_close(tensor, merged[name], atol=1e-5, rtol=1e-5)
 
 
 def test_adapters_alone_are_peft_s_with_their_factor_and_leave_the_weights_below():
