@@ -54,7 +54,7 @@ class Pass:
 class Work:
     """An update: the model's shape, how it is trained, the passes of its mini-batches, and how many times its tokens
     are ``scored`` before (old log-probs, reference, teacher). ``unused``: GPU memory left by weights, optimizer and
-    gradients; ``saved``: bytes that weights in four bits take less."""
+    gradients; ``saved``: bytes that four-bit weights save."""
 
     config: Any
     parameters: int

@@ -60,9 +60,8 @@ def work_of(cfg: Config, model: ModelShape, planned: Sequence[Sequence[Sample]],
 
 
 def saved_bytes(model: ModelShape, itemsize: int) -> float:
-    """Bytes that weights in four bits take less, with the largest of them unpacked for its product."""
-    unpacked = model.largest * itemsize
-    return model.four_bit * (itemsize - BYTES) - unpacked if model.four_bit else 0.0
+    """Bytes that four-bit weights save; the largest of them is unpacked for its product meanwhile."""
+    return model.four_bit * (itemsize - BYTES) - model.largest * itemsize
 
 
 def scoring_passes(cfg: Config, model: ModelShape, teacher: Any, problems: int) -> float:

@@ -78,14 +78,19 @@ def loading_settings(dtype: torch.dtype) -> Any:
 
 
 def keep_four_bits(model: Any, dtype: torch.dtype) -> None:
-    """Give a model that was loaded in four bits layers of this module, and otherwise make it a plain model again."""
+    """Replace the layers of bitsandbytes by those of this module, and let the model be saved like a plain one."""
     from bitsandbytes.nn import Linear4bit
 
     for name, layer in list(model.named_modules()):
         if isinstance(layer, Linear4bit):
+            kind = getattr(layer, "source_cls", nn.Linear)  # what `transformers` replaced
+            if not issubclass(kind, nn.Linear):
+                raise UserError(
+                    f"{name} is a {kind.__name__}, which luffy has not in four bits: leave out model.lora.quantize"
+                )
             owner, _, field = name.rpartition(".")
             setattr(model.get_submodule(owner), field, FourBitLinear(layer, dtype))
-    # How a file's four bits were read: `save_pretrained` would try to undo it, and cannot.
+    # `save_pretrained` undoes each step in which a file was read, and cannot undo the reading of four bits.
     steps = getattr(model, "_weight_conversions", ())
     model._weight_conversions = [step for step in steps if not _reads_four_bits(step)]
 

@@ -76,8 +76,8 @@ def tensors_of(model: nn.Module, merged: bool = True) -> Iterator[tuple[str, Ten
 
 @torch.no_grad()
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Adapters alone under PEFT's names, rounded as the policy rounds them when it computes (luffy.models.products): a
-    factor of alpha / rank is already in the matrix that goes up."""
+    """Adapters alone under PEFT's names, in the dtype in which the policy computes with them (luffy.models.products).
+    ``lora_B`` is multiplied by alpha / rank already."""
     tensors = {}
     for name, layer in adapted_layers(model).items():
         (adapter,) = layer.active_adapters

@@ -53,7 +53,7 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
 def model_kind(cfg: Config) -> dict[str, Any]:
     """Settings of the model that its optimizer state depends on."""
     lora = cfg.model.lora
-    adapters = None if lora is None else {k: v for k, v in to_dict(lora).items() if v is not None}  # as before quantize
+    adapters = None if lora is None else {k: v for k, v in to_dict(lora).items() if v is not None}  # old: no quantize
     return {"dtype": cfg.model.dtype, "lora": adapters}
 
 

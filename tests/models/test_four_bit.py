@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from builders import DEVICE, GPU_IF_THERE, make_model, make_request, make_tokenizer
+from builders import ARCHITECTURES, DEVICE, GPU_IF_THERE, make_model, make_request, make_tokenizer
 from torch.nn.functional import linear
 from trainings import assert_same_weights, final_weights, train_rows, train_untimed
 from transformers import AutoModelForCausalLM
@@ -203,6 +203,15 @@ def test_weights_quantized_in_another_way_are_refused(quantized):
     file.write_text(json.dumps(config))
     with pytest.raises(UserError, match="quantized in another way than bitsandbytes nf4; load the original"):
         load_model(quantized, four_bits=True)
+
+
+def test_layers_that_lie_transposed_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setitem(ARCHITECTURES, "gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4})
+    make_model("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"^transformer\.h\.0\.attn\.c_attn is a Conv1D, which luffy has not in four bits"
+    ):
+        load_model(tmp_path, four_bits=True)
 
 
 def test_several_processes_and_a_missing_library_are_refused(make_config, saved, monkeypatch):

@@ -155,7 +155,7 @@ class AdapterTransfer:
 
 
 def _load_adapter(server: Server, folder: Path, version: int) -> None:
-    """The one before is there until the new one is, and is forgotten then."""
+    """Load the adapters of a version; those of the version before are unloaded once the new ones are there."""
     try:
         server.post("v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
     except ServerLost as error:
