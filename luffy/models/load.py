@@ -200,6 +200,7 @@ def eos_ids_of(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
 
 def _load_four_bits(path: str | Path, dtype: torch.dtype, trust_remote_code: bool, device: str) -> PreTrainedModel:
     settings = loading_settings(dtype)
+    check_local(path, "config.json")
     saved = getattr(load_model_config(path, trust_remote_code), "quantization_config", None)
     if saved is not None and (saved.get("quant_method"), saved.get("bnb_4bit_quant_type")) != KIND:
         raise UserError(f"{path}: its weights are quantized in another way than {' '.join(KIND)}; load the original")

@@ -205,6 +205,13 @@ def test_weights_quantized_in_another_way_are_refused(quantized):
         load_model(quantized, four_bits=True)
 
 
+def test_a_folder_without_a_model_is_described_as_it_is_otherwise(tmp_path):
+    (tmp_path / "checkpoints" / "latest" / "model").mkdir(parents=True)
+    for path, why in ((tmp_path / "none", "no such folder$"), (tmp_path, "a run folder; its newest model is")):
+        with pytest.raises(UserError, match=why):
+            load_model(path, four_bits=True)
+
+
 def test_layers_that_lie_transposed_are_refused(monkeypatch, tmp_path):
     monkeypatch.setitem(ARCHITECTURES, "gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4})
     make_model("gpt2").save_pretrained(tmp_path)
