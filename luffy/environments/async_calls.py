@@ -1,10 +1,11 @@
-"""Calls of methods that may be ``async``: those of one object share one event loop, in whatever thread."""
+"""Calls of ``async`` methods: those of one object share one event loop, in whatever thread."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -53,6 +54,19 @@ class AsyncCalls:
             loop.run_until_complete(asyncio.sleep(0))
             loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
+
+
+class SharedLoop:
+    """An event loop in a thread of its own, for objects that share connections or locks. One call that
+    blocks stops all."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="environment-loop", daemon=True).start()
+
+    def call(self, function: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
+        """The result of an ``async`` function."""
+        return asyncio.run_coroutine_threadsafe(function(*args), self._loop).result()
 
 
 async def _awaited(result: Any) -> Any:

@@ -28,7 +28,7 @@ from luffy.environments.answers import (
     message,
     refused,
 )
-from luffy.environments.async_calls import AsyncCalls
+from luffy.environments.async_calls import SharedLoop
 from luffy.environments.kinds import environment
 from luffy.environments.protocol import Reply, Turn
 from luffy.environments.steps import added
@@ -52,23 +52,24 @@ class VerifiersSettings:
 
 @environment("verifiers", settings=VerifiersSettings, own_reward=True)
 def verifiers_environment(settings: VerifiersSettings) -> VerifiersEpisode:
-    """One episode. All of a process share the package's object, which keeps nothing of an episode."""
+    """One episode. All of a process share the package's object, which keeps nothing of an episode, and an event loop:
+    the object may have connections and locks."""
     key = repr(settings)
     with _loading:
         if key not in _loaded:
-            _loaded[key] = _load(settings.id, settings.arguments)
-        return VerifiersEpisode(_loaded[key])
+            _loaded[key] = _load(settings.id, settings.arguments), SharedLoop()
+        return VerifiersEpisode(*_loaded[key])
 
 
 _loading = threading.Lock()
-_loaded: dict[str, Any] = {}  # the package's objects by their settings
+_loaded: dict[str, tuple[Any, SharedLoop]] = {}  # the package's objects by their settings
 
 
 def _load(name: str, arguments: dict[str, Any]) -> Any:
-    load = _loader(name)
+    make = _loader(name)
     try:
         with _keeping_signals():
-            loaded = load(**arguments)
+            loaded = make(**arguments)
     except (Exception, SystemExit) as error:  # whatever an environment's own code raises
         raise UserError(f"'{WHERE}': {name} gave no environment: {describe(error)}") from error
     if not callable(getattr(loaded, "env_response", None)) or not hasattr(loaded, "rubric"):
@@ -109,15 +110,14 @@ def _loader(name: str) -> Callable[..., Any]:
 
 
 class VerifiersEpisode:
-    """One episode. The task that runs the package's loop goes on only while a call waits for it."""
+    """One episode: a task that runs the package's loop of turns, beside those of other episodes."""
 
-    def __init__(self, env: Any) -> None:
-        self._env, self.max_reply_chars = env, DEFAULT_REPLY_CHARS
+    def __init__(self, env: Any, loop: SharedLoop) -> None:
+        self._env, self._loop, self.max_reply_chars = env, loop, DEFAULT_REPLY_CHARS
         self.tools = [
             {"type": "function", "function": tool.model_dump(include={"name", "description", "parameters"})}
             for tool in env.tool_defs or ()
         ]
-        self._calls = AsyncCalls()
         self._policy: Any = None  # the client that the package asks
         self._task: asyncio.Task[Any] | None = None
         self._works = False  # whether the package is at work, not waiting for a turn
@@ -129,7 +129,7 @@ class VerifiersEpisode:
         prompt = plain(problem.prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         row = {"example_id": 0, "info": {}, **problem.meta, "prompt": messages}
-        first = self._calls.call(self._begin, {**row, "answer": problem.answer})
+        first = self._loop.call(self._begin, {**row, "answer": problem.answer})
         if first is None:
             raise EnvironmentLost("the environment ended the episode before the first turn")
         shown = [{"role": one.role, "content": _text(one)} for one in first]
@@ -139,7 +139,7 @@ class VerifiersEpisode:
         """Give the turn to the environment; wait until it asks for another one, or ends."""
         if turn.fault:
             return refused(Faulty("unreadable_call", f"the call cannot be read: {turn.fault}"))
-        answer = self._calls.call(self._take, turn)
+        answer = self._loop.call(self._take, turn)
         if answer is None:
             return Reply(done=True)
         named = [(one.role, _text(one), self._names.get(getattr(one, "tool_call_id", ""), "")) for one in answer]
@@ -148,15 +148,12 @@ class VerifiersEpisode:
 
     def reward(self) -> float | None:
         """The score of the rubric."""
-        return as_reward(self._calls.call(self._scored))
+        return as_reward(self._loop.call(self._scored))
 
     def close(self) -> None:
         """End the episode; the package cleans up. What hangs is cancelled."""
-        try:
-            if self._task is not None:
-                self._calls.call(self._end, self._task)
-        finally:
-            self._calls.close()
+        if self._task is not None:
+            self._loop.call(self._end, self._task)
 
     async def _begin(self, row: dict[str, Any]) -> list[Any] | None:
         self._policy = policy_client()

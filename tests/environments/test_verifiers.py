@@ -1,10 +1,9 @@
 """Environments of the package verifiers: ``make test-verifiers`` brings it into an environment of its own."""
 
-import asyncio
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import date
 from importlib.util import find_spec
@@ -221,6 +220,18 @@ class Hanging:
             self.cancelled = True
             raise
 
+class Limited:
+    env_response, rubric, requires_group_rollouts, tool_defs = print, None, False, None
+
+    def __init__(self):
+        self.one_at_a_time = asyncio.Semaphore(1)
+
+    async def rollout(self, row, client, *_):
+        await client.get_response([SimpleNamespace(role="user", content="2+3")], "")
+        async with self.one_at_a_time:
+            await asyncio.sleep(0.01)
+        return {}
+
 def taking_signals(since=None):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
@@ -258,21 +269,31 @@ def test_the_trainer_keeps_the_signals_that_the_package_takes(stand_in):
             signal.signal(number, handler)
 
 
+def test_episodes_share_what_belongs_to_an_event_loop(stand_in):
+    maker = maker_for("verifiers", {"id": f"{stand_in}:Limited"})
+    episodes = [maker.make() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda episode: episode.start(replace(PROBLEM, prompt="2+3"), 0), episodes))
+        replies = pool.map(lambda episode: episode.reply(Turn("5", text="5")), episodes, timeout=30)
+        assert [reply.done for reply in replies] == [True] * 4
+        list(pool.map(lambda episode: episode.close(), episodes))
+
+
 def test_an_episode_that_hangs_is_cancelled_when_it_is_closed(stand_in):
     episode = maker_for("verifiers", {"id": f"{stand_in}:Hanging"}).make()
     episode.start(replace(PROBLEM, prompt="2+3"), 0)
-    (env,) = _loaded.values()
+    ((env, _),) = _loaded.values()
     with ThreadPoolExecutor(2) as pool:
         hanging = pool.submit(episode.reply, Turn("5", text="5"))
         time.sleep(0.2)
         pool.submit(episode.close).result(timeout=10)
-        assert isinstance(hanging.exception(timeout=10), asyncio.CancelledError) and env.cancelled
+        assert isinstance(hanging.exception(timeout=10), CancelledError) and env.cancelled
 
 
 def test_arguments_may_be_whatever_a_recipe_says(stand_in):
     arguments = {"since": {date(2024, 5, 1): [1], 2: None}}
     maker_for("verifiers", {"id": f"{stand_in}:taking_signals", "arguments": arguments})
-    (env,) = _loaded.values()
+    ((env, _),) = _loaded.values()
     assert env.since == arguments["since"]
 
 
