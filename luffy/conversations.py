@@ -51,6 +51,13 @@ class Scoring:
     def asks_verifier(self) -> bool:
         return self.cfg.reward in ("verifier", "sum") or not self.maker.gives_reward
 
+    @property
+    def weight(self) -> float:
+        """What the environment's rewards count in an episode's."""
+        if not self.counts_reward:
+            return 0.0
+        return self.cfg.weight if self.asks_verifier else 1.0
+
     def score(self, outcome: EpisodeOutcome | None, verified: Score) -> Score:
         """The score of an episode from the verifier's and the environment's."""
         if outcome is None:
@@ -63,7 +70,7 @@ class Scoring:
         if not self.asks_verifier:
             return Score(own)
         parts = {"verifier": verified.value, "environment": own}
-        return replace(verified, value=verified.value + self.cfg.weight * own, components=parts)
+        return replace(verified, value=verified.value + self.weight * own, components=parts)
 
 
 @dataclass(frozen=True)
@@ -261,7 +268,7 @@ class Table:
     def _replied(self, seat: Seat, answered: tuple[Turn, Reply]) -> None:
         turn, reply = answered
         seat.faults += () if self._is_replaying(seat) else reply.faults  # a teacher's are not the policy's
-        seat.rewards.append(reply.reward or 0.0)
+        seat.rewards.append(self.rules.weight * (reply.reward or 0.0))
         is_over = reply.done or not reply.messages
         if self._is_replaying(seat):
             self._replayed(seat, reply, is_over)

@@ -210,8 +210,8 @@ def is_drawn(authors: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EpisodeOutcome:
-    """What became of an episode with an environment. ``turn_rewards``: what it gave turn by turn, 0 where it gave
-    nothing. ``faults``: the environment's, by kind. ``end``:
+    """What became of an episode with an environment. ``turn_rewards``: what each turn adds to the episode's reward, 0
+    where the environment gave nothing. ``faults``: the environment's, by kind. ``end``:
 
         answer                   the last turn needs no reply
         environment              it said so

@@ -353,6 +353,19 @@ def test_rewards_and_texts_of_an_environment_become_plain_ones():
     assert "=??<|im_end|>" in spelled(episode.task.prompt_ids) and "user\n?<|im_end|>" in spelled(episode.token_ids)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "counted"),
+    [({"reward": "environment"}, 0.5), ({"reward": "verifier"}, 0.0), ({"reward": "sum", "weight": 3.0}, 1.5)],
+)
+def test_rewards_of_turns_count_as_in_the_reward_of_the_episode(chosen, counted):
+    said = {"answer": Reply((Message("user", "on"),), reward=0.5), "total": 1.0}
+    rules = make_rules(type("Odd", (Own,), said), max_turns=2, **chosen)
+    ((group,), _) = play_turns(rules, lambda text: "9", [make_problem()])
+    assert group.rollouts[0].outcome.turn_rewards == (counted, counted)
+    own = {"environment": 1.0, "verifier": 0.0, "sum": 3.0}[chosen["reward"]]
+    assert group.scores[0].value == own + (chosen["reward"] != "environment")
+
+
 def test_an_environment_may_end_an_episode_behind_a_call_that_cannot_be_read():
     for said, end, finish in (("<tool_call>{x</tool_call>", "environment", "environment"), ("go", "answer", "stop")):
         ((group,), _) = play_turns(make_rules(Own), lambda text, said=said: said, [make_problem()])

@@ -29,6 +29,7 @@ TRACE_FIELDS = {
 }
 OTHER_LAYOUTS = {"reward_model", "problem", *(column for columns in TRACE_COLUMNS.values() for column in columns)}
 """Columns by which a reader would take the output for another layout, or look for traces there."""
+QUESTION = pa.string()
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 CALL = pa.struct(
     [("name", pa.string()), ("arguments", pa.string())]
@@ -37,7 +38,7 @@ TURNS = pa.list_(pa.struct([*MESSAGE, ("tool_calls", pa.list_(CALL)), ("name", p
 
 
 def message_rows(messages: Sequence[Message]) -> list[Record]:
-    """Turns of a trace as ``TURNS`` has them."""
+    """Messages as ``TURNS`` has them."""
     return [
         {
             "role": message.role,
@@ -50,12 +51,12 @@ def message_rows(messages: Sequence[Message]) -> list[Record]:
 
 
 def traces_schema(problems: ProblemDataset, keep_traces: bool = False, turns: bool = False) -> pa.Schema:
-    """Schema of problems with traces: luffy's columns, and the others that ``problems`` have. ``turns``: traces may
+    """Schema of problems with traces: luffy's columns, and the others that ``problems`` have. ``turns``: new traces may
     have several."""
-    for problem in problems:
-        _check_is_written(problem, keep_traces)
+    kept = (trace for problem in problems for trace in problem.traces if keep_traces)
+    turns = turns or any(trace.messages is not None for trace in kept)
     fields = {**TRACE_FIELDS, "messages": TURNS} if turns else TRACE_FIELDS
-    schema = problem_schema(fields, chats=_are_chats(problems))
+    schema = problem_schema(fields, _type_of_prompts(problems))
     found = column_types(lambda: map(_other_values, problems))
     others = {name: kind for name, kind in found.items() if name not in schema.names}
     written = {name: kind for name, kind in others.items() if kind is not None and name not in OTHER_LAYOUTS}
@@ -65,31 +66,28 @@ def traces_schema(problems: ProblemDataset, keep_traces: bool = False, turns: bo
     return pa.schema([*schema, *written.items()])
 
 
-def _check_is_written(problem: Problem, keep_traces: bool) -> None:
-    """Raise a DataError for tool calls and traces of several turns, which have no column in the output."""
-    turns = problem.prompt if isinstance(problem.prompt, tuple) else ()
-    if any(turn.tool_calls for turn in turns):
-        raise DataError(f"{problem.meta[ROW_KEY]}: prompts with tool calls cannot be written; leave such rows out")
-    if keep_traces and any(trace.messages is not None for trace in problem.traces):
-        raise DataError(f"{problem.meta[ROW_KEY]}: traces of several turns cannot be written; drop --keep-traces")
-
-
-def _are_chats(problems: ProblemDataset) -> bool:
-    """Whether prompts are chats; a Parquet column has one type, so a file with both kinds is an error."""
-    kinds = {isinstance(problem.prompt, tuple) for problem in problems}
-    if len(kinds) > 1:
+def _type_of_prompts(problems: ProblemDataset) -> pa.DataType:
+    """A Parquet column has one type, so a file with both questions and chats is an error."""
+    kinds = {_type_of_prompt(problem) for problem in problems}
+    if QUESTION in kinds and len(kinds) > 1:
         raise DataError(f"{problems.source.path}: has both questions and chats as prompts; split the file in two")
-    return kinds.pop()
+    return TURNS if TURNS in kinds else kinds.pop()
+
+
+def _type_of_prompt(problem: Problem) -> pa.DataType:
+    if isinstance(problem.prompt, str):
+        return QUESTION
+    has_tools = any(message.tool_calls or message.name for message in problem.prompt)
+    return TURNS if has_tools else pa.list_(MESSAGE)
 
 
 def _other_values(problem: Problem) -> Record:
     return {name: value for name, value in problem.meta.items() if name != ROW_KEY}
 
 
-def problem_schema(trace_fields: Mapping[str, pa.DataType], chats: bool = False) -> pa.Schema:
-    """Schema of luffy's layout; prompts are either all questions or all chats."""
+def problem_schema(trace_fields: Mapping[str, pa.DataType], prompt: pa.DataType = QUESTION) -> pa.Schema:
+    """Schema of luffy's layout."""
     trace = pa.struct([("text", pa.string()), *trace_fields.items(), ("teacher", pa.string())])
-    prompt = pa.list_(MESSAGE) if chats else pa.string()
     columns = [("id", pa.string()), ("prompt", prompt), ("answer", pa.string())]
     return pa.schema([*columns, ("traces", pa.list_(trace)), ("source", pa.string())])
 

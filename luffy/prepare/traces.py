@@ -26,7 +26,7 @@ from luffy.prepare.journal import Journal, Record, whole_text
 from luffy.prepare.teachers import Answer, Teacher, TeacherResponse
 from luffy.progress import progress
 from luffy.rewards.verifier import CALL_FAILED, GO_ON, Verifier, build_verifier, why_every_call_failed
-from luffy.types import Problem, Score
+from luffy.types import Problem, Score, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -163,9 +163,9 @@ def _record(sample: TeacherResponse, score: Score) -> Record:
     return record
 
 
-def verdicts(samples: Sequence[Record], keep_wrong: bool, there: Iterable[str | None] = ()) -> Iterator[str]:
-    """Verdict on each sample: "kept" if it becomes a trace, else the reason. ``there``: texts of existing traces."""
-    seen = set(there)
+def verdicts(samples: Sequence[Record], keep_wrong: bool, there: Iterable[Record] = ()) -> Iterator[str]:
+    """Verdict on each sample: "kept" if it becomes a trace, else the reason. ``there``: existing traces."""
+    seen = set(map(_said, there))
     for sample in samples:
         if not sample["finished"]:
             yield "cut_off"  # its end is no place for an EOS, whatever it says
@@ -175,11 +175,16 @@ def verdicts(samples: Sequence[Record], keep_wrong: bool, there: Iterable[str | 
             yield "unscored"
         elif sample["score"] < SUCCESS and not keep_wrong:
             yield "wrong"
-        elif (said := json.dumps(sample["messages"]) if "messages" in sample else sample["text"]) in seen:
+        elif _said(sample) in seen:
             yield "repeated"
         else:
-            seen.add(said)
+            seen.add(_said(sample))
             yield "kept"
+
+
+def _said(trace: Record) -> str | None:
+    """What tells traces apart."""
+    return json.dumps(trace["messages"]) if trace.get("messages") is not None else trace["text"]
 
 
 def _says_nothing(turn: Record) -> bool:
@@ -202,8 +207,8 @@ def _write(
         for problem in problems:
             place = places.get(problem.id)
             samples = [] if place is None else journal[place]["samples"]
-            before = [{**asdict(trace), "score": None} for trace in problem.traces] if keep_traces else []
-            found = list(verdicts(samples, keep_wrong, [trace["text"] for trace in before]))
+            before = [_trace_of_file(trace) for trace in problem.traces] if keep_traces else []
+            found = list(verdicts(samples, keep_wrong, before))
             new = [_trace(sample, name) for sample, what in zip(samples, found, strict=True) if what == "kept"]
             others = {column: problem.meta.get(column) for column in schema.names}
             writer.add(others | _output_row(problem, [*before, *new]))
@@ -220,12 +225,13 @@ def _write(
 
 
 def _output_row(problem: Problem, traces: Sequence[Record]) -> Record:
-    prompt = (
-        problem.prompt
-        if isinstance(problem.prompt, str)
-        else [{"role": message.role, "content": message.content} for message in problem.prompt]
-    )
+    prompt = problem.prompt if isinstance(problem.prompt, str) else message_rows(problem.prompt)
     return {"id": problem.id, "prompt": prompt, "answer": problem.answer, "traces": traces, "source": problem.source}
+
+
+def _trace_of_file(trace: Trace) -> Record:
+    messages = None if trace.messages is None else message_rows(trace.messages)
+    return {**asdict(trace), "messages": messages, "score": None}
 
 
 def _trace(sample: Record, name: str) -> Record:

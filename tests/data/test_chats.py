@@ -14,7 +14,6 @@ from luffy.data.rows import ReadOptions, RowView
 from luffy.data.schemas import READERS
 from luffy.data.sources import RowError
 from luffy.errors import ConfigError, DataError
-from luffy.prepare.dataset_files import traces_schema
 from luffy.types import Demonstration, Message, Problem, ToolCall, Trace
 
 ADD = ToolCall("add", {"a": 2, "b": 3})
@@ -362,15 +361,3 @@ def test_an_observation_stands_behind_the_question():
     encoder.max_prompt_tokens = len(task.prompt_ids)
     with pytest.raises(DataError, match=r"^d.jsonl:4: the prompt has .* tokens, more than data.max_prompt_tokens="):
         encoder.with_observation(task, "!")
-
-
-def test_files_of_traces_have_no_column_for_turns(write_jsonl):
-    say, ask = {"role": "assistant", "content": "a"}, {"role": "user", "content": "q"}
-    called = [ask, {**say, "tool_calls": [call_row()]}, {"role": "tool", "content": "5"}]
-    rows = [{"prompt": called, "answer": "5"}, {"prompt": "q", "answer": "5", "traces": [[say, ask, say]]}]
-    prompts, traces = (load_problems(write_jsonl([row], f"{i}.jsonl")) for i, row in enumerate(rows))
-    with pytest.raises(DataError, match="0.jsonl:1: prompts with tool calls cannot be written"):
-        traces_schema(prompts)
-    assert "traces" in traces_schema(traces).names
-    with pytest.raises(DataError, match="1.jsonl:1: traces of several turns cannot be written; drop --keep-traces"):
-        traces_schema(traces, keep_traces=True)

@@ -202,6 +202,24 @@ def test_traces_of_the_file_are_replaced_or_kept_in_front(serve, tmp_path):
     assert kept == [load_problems(file)[0].traces, new[1]]  # the teacher's right answer to a is there already
 
 
+def test_tool_calls_in_prompts_and_in_kept_traces_are_written(serve, tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+    calls = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "5"}]
+    shown = [{"role": "user", "content": "2+3"}, *calls, {"role": "assistant", "content": "It is 5."}]
+    prompt = [*shown, {"role": "user", "content": "1+1"}]
+    rows = [
+        {"id": "a", "prompt": prompt, "answer": "2", "traces": [[*calls, {"role": "assistant", "content": "#### 2"}]]},
+        {"id": "b", "prompt": prompt[-1:], "answer": "2"},
+    ]
+    file = write_rows(tmp_path / "sums.jsonl", rows)
+    teacher = teacher_of(serve(lambda body, number: solved({**body, "seed": 0})))
+    sample_traces(str(file), tmp_path / "out.parquet", teacher, n=1, keep_traces=True)
+    before, after = load_problems(file), load_problems(tmp_path / "out.parquet")
+    assert [problem.prompt for problem in after] == [problem.prompt for problem in before]
+    assert after[0].traces[0] == before[0].traces[0] and after[0].prompt[1].tool_calls
+    assert [[trace.teacher for trace in problem.traces] for problem in after] == [["teacher", "big"], ["big"]]
+
+
 def test_a_limited_server_is_asked_again(serve, sums_file, tmp_path):
     def reply(body, number):
         if number < 3:
