@@ -19,13 +19,21 @@ from luffy.errors import UserError
 from luffy.learn.policy import Policy
 from luffy.learn.teacher import check_tokenizer
 from luffy.models.forward import use_luffy_attention
-from luffy.models.load import check_fits, check_same_tokenizer, load_tokenizer, model_folder, read_model_config
+from luffy.models.load import (
+    check_fits,
+    check_quantization,
+    check_same_tokenizer,
+    load_tokenizer,
+    model_folder,
+    read_model_config,
+)
 from luffy.models.plain import choose_path
 from luffy.rollout.native import NativeEngine
 from luffy.train import setup
 from luffy.train.weights import add_adapters
 from luffy.types import Request, Sample, Sampling
 
+POLICY = "model.path"
 MOST_PARAMETERS = 50_000_000  # of a model that is tried as it is, if no smaller one can be made
 PROMPT = (1, 2, 3)
 # Sizes of a smaller model of the same class, by the names that configs have for them; then its width, which not every
@@ -57,7 +65,7 @@ class ModelShape:
 
 def model_shape(cfg: Config, model: Any = None) -> ModelShape:
     """The shape of the policy, or of ``model`` (without weights) if one is given."""
-    model = bare_model(cfg.model.path, "model.path", cfg) if model is None else model
+    model = bare_model(cfg.model.path, POLICY, cfg) if model is None else model
     config, parameters, shares = model.config, parameters_of(model), True
     try:
         use_luffy_attention(model)
@@ -80,7 +88,9 @@ def matrix_sizes(model: Any) -> list[int]:
 def bare_model(path: str, knob: str, cfg: Config) -> Any:
     """The model of a path without memory for its weights."""
     trust = cfg.model.trust_remote_code
-    return model_of_config(read_model_config(str(model_folder(path)), knob, trust), trust)
+    config = read_model_config(str(model_folder(path)), knob, trust)
+    check_quantization(config, path, cfg.model.four_bits and knob == POLICY)
+    return model_of_config(config, trust)
 
 
 def model_of_config(config: Any, trust_remote_code: bool = False) -> Any:

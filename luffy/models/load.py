@@ -70,8 +70,11 @@ def load_model(
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is unknown: use {' or '.join(DTYPES)}")
     say_slow_dtype(dtype, device)
+    folder = model_folder(path)
+    check_local(folder, "config.json")
+    check_quantization(load_model_config(folder, trust_remote_code), folder, four_bits)
     read = functools.partial(_load_four_bits, device=device) if four_bits else _load_safetensors
-    model = read(model_folder(path), DTYPES[dtype], trust_remote_code)
+    model = read(folder, DTYPES[dtype], trust_remote_code)
     for parameter in filter(torch.is_floating_point, model.parameters()):
         # Parameters only: rotary frequencies are buffers, and rounding them turns far positions by whole radians.
         parameter.data = parameter.data.to(DTYPES[dtype])
@@ -113,6 +116,20 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
 def load_model_config(path: str | Path, trust_remote_code: bool = False) -> Any:
     """Config in the folder of the weights."""
     return _guarded(AutoConfig.from_pretrained, path, str(path), trust_remote_code=trust_remote_code)
+
+
+def check_quantization(config: Any, path: str | Path, four_bits: bool) -> None:
+    """Raise a UserError for a folder whose weights are quantized, unless they are read as they are (``four_bits``)."""
+    saved = getattr(config, "quantization_config", None)
+    if saved is None:
+        return
+    if not four_bits:
+        raise UserError(
+            f"{path}: quantized weights cannot be trained; load the unquantized model, or train adapters beside "
+            f"{' '.join(KIND)} weights with model.lora.quantize=nf4"
+        )
+    if (saved.get("quant_method"), saved.get("bnb_4bit_quant_type")) != KIND:
+        raise UserError(f"{path}: its weights are quantized in another way than {' '.join(KIND)}; load the original")
 
 
 def decode(tokenizer: Any, responses: Sequence[Any]) -> list[str]:
@@ -200,10 +217,7 @@ def eos_ids_of(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
 
 def _load_four_bits(path: str | Path, dtype: torch.dtype, trust_remote_code: bool, device: str) -> PreTrainedModel:
     settings = loading_settings(dtype)
-    check_local(path, "config.json")
     saved = getattr(load_model_config(path, trust_remote_code), "quantization_config", None)
-    if saved is not None and (saved.get("quant_method"), saved.get("bnb_4bit_quant_type")) != KIND:
-        raise UserError(f"{path}: its weights are quantized in another way than {' '.join(KIND)}; load the original")
     more = {} if saved else {"quantization_config": settings}
     model = _load_safetensors(path, dtype, trust_remote_code, device_map={"": device}, **more)
     keep_four_bits(model, dtype)
@@ -212,7 +226,6 @@ def _load_four_bits(path: str | Path, dtype: torch.dtype, trust_remote_code: boo
 
 
 def _load_safetensors(path: str | Path, dtype: torch.dtype, trust_remote_code: bool, **more: Any) -> PreTrainedModel:
-    check_local(path, "config.json")
     _check_no_pickles(path)
     model: PreTrainedModel
     model, info = _guarded(
@@ -226,11 +239,6 @@ def _load_safetensors(path: str | Path, dtype: torch.dtype, trust_remote_code: b
         **more,
     )
     _check_complete(path, info)
-    if getattr(model.config, "quantization_config", None) is not None and not more:
-        raise UserError(
-            f"{path}: quantized weights cannot be trained; load the unquantized model, or train adapters beside "
-            f"{' '.join(KIND)} weights with model.lora.quantize=nf4"
-        )
     return model
 
 

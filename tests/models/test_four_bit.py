@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from trainings import assert_same_weights, final_weights, train_rows, train_untimed
 from transformers import AutoModelForCausalLM
 
+from luffy.dry_run.models import model_shape
 from luffy.errors import ConfigError, UserError
 from luffy.models.forward import causal_lm
 from luffy.models.four_bit import BYTES, FourBitLinear, loading_settings, matrix_kind, unpacked
@@ -179,6 +180,13 @@ def test_a_folder_in_four_bits_is_read_as_it_is(quantized, saved):
     assert not layer.weight.quant_state.nested and 0 < far < 0.2
     with pytest.raises(UserError, match=r"quantized weights cannot be trained; .* with model\.lora\.quantize=nf4"):
         load_model(quantized)
+
+
+def test_the_dry_run_knows_what_reads_quantized_weights(quantized, make_config):
+    assert model_shape(make_config(model={"path": str(quantized), "lora": LORA})).four_bit > 0
+    for lora in (None, {"rank": 4}):
+        with pytest.raises(UserError, match="quantized weights cannot be trained"):
+            model_shape(make_config(model={"path": str(quantized), "lora": lora}))
 
 
 @pytest.mark.parametrize("quantized", [torch.uint8, torch.bfloat16], indirect=True)  # what the bits are stored as
