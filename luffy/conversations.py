@@ -409,7 +409,7 @@ def conversations_of(
 ) -> Conversations | None:
     if e is None:
         return None
-    call_format = format_of(str(encoder.prompts.template or ""))
+    call_format = format_of(str(encoder.prompts.template or "")) if e.calls == "auto" else e.calls
     return Conversations(e, maker_of(e), failure, encoder, call_format, most_tokens)
 
 

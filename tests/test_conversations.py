@@ -11,7 +11,7 @@ from conversing import TEMPLATE, ScriptedEngine, call_text, make_chat_tokenizer
 from data.templates import TEMPLATES, make_model_tokenizer
 
 from luffy.config import EnvironmentConfig, RewardConfig
-from luffy.conversations import Conversations, played, without_failures
+from luffy.conversations import Conversations, conversations_of, played, without_failures
 from luffy.data import Encoder
 from luffy.environments.call_formats import format_of, read_turn
 from luffy.environments.kinds import maker_for
@@ -364,6 +364,14 @@ def test_rewards_of_turns_count_as_in_the_reward_of_the_episode(chosen, counted)
     assert group.rollouts[0].outcome.turn_rewards == (counted, counted)
     own = {"environment": 1.0, "verifier": 0.0, "sum": 3.0}[chosen["reward"]]
     assert group.scores[0].value == own + (chosen["reward"] != "environment")
+
+
+@pytest.mark.parametrize(("calls", "read"), [("auto", "hermes"), ("json", "json")])
+def test_calls_are_read_as_the_template_or_the_recipe_says(calls, read):
+    encoder = Encoder(TOKENIZER, max_response_tokens=400)
+    rules = conversations_of(EnvironmentConfig(name="calculator", calls=calls), encoder, 400)
+    turn = rules.turn(TOKENIZER.encode('{"name": "calculate", "arguments": {"expression": "2+3"}}'), False)
+    assert rules.call_format == read and len(turn.calls) == (calls == "json")
 
 
 def test_an_environment_may_end_an_episode_behind_a_call_that_cannot_be_read():

@@ -393,6 +393,9 @@ class EnvironmentConfig:
     max_reply_chars: int = knob(4000, "longer answers of a tool are cut", ge=1)
     timeout_s: float = knob(30.0, "a call that takes longer ends its episode", gt=0)
     at_once: int = knob(64, "environments open at once, per process", ge=1)
+    calls: Literal["auto", "hermes", "llama3", "mistral", "json"] = knob(
+        "auto", "how the policy writes calls (docs/environments.md); auto: as its chat template"
+    )
     on_bad_call: Literal["answer", "end"] = knob(
         "answer", "a failed call: the policy sees an error, or the episode ends",
     )  # fmt: skip

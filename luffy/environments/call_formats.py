@@ -3,6 +3,7 @@
     hermes   <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>, any number (Qwen2.5, Qwen3, Hermes)
     llama3   {"name": "add", "parameters": {"a": 2}} as all of the text, several with ";" between (Llama 3.1 to 3.3)
     mistral  [TOOL_CALLS] [{"name": "add", "arguments": {"a": 2}}], or [TOOL_CALLS]add[ARGS]{"a": 2}
+    json     {"name": "add", "arguments": {"a": 2}} anywhere, for models that leave out the tags (Qwen2.5-Coder)
 
 The text must be decoded with its special tokens, apart from the one that ended the turn: some formats are made of them.
 """
@@ -22,6 +23,8 @@ CALL, END_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 CALLS, ARGS = "[TOOL_CALLS]", "[ARGS]"
 MISTRAL_NAME = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?")
+BARE_CALL = re.compile(r'\{\s*"name"\s*:')
+AROUND_CALL = re.compile(r"```(?:json)?\s*```|<tool_call>\s*</tool_call>")
 SHORT = 60  # characters of a call that an error quotes
 
 Read = tuple[str, list[ToolCall]]  # the text without the calls, and the calls
@@ -148,6 +151,26 @@ def _mistral_calls(part: str) -> Iterator[ToolCall]:
         raise Unreadable("text after the JSON of a call")
 
 
+def _read_json(text: str, faults: Faults) -> Read:
+    """Objects with a name and arguments, in a code block or not; all else is text."""
+    kept: list[str] = []
+    calls: list[ToolCall] = []
+    at = 0
+    for found in BARE_CALL.finditer(text):
+        if found.start() < at:  # inside the call before
+            continue
+        try:
+            value, end = _json_at(text, found.start())
+            if {"arguments", "parameters"} & value.keys():
+                calls.append(_call_in(value))
+                kept.append(text[at : found.start()])
+                at = end
+        except Unreadable as error:
+            faults.append(str(error))
+    content = "".join([*kept, text[at:]])
+    return AROUND_CALL.sub("", content) if calls else text, calls
+
+
 def _json_at(text: str, start: int) -> tuple[Any, int]:
     """The JSON value that begins here and the place behind it."""
     start = _skip_blanks(text, start)
@@ -190,4 +213,5 @@ FORMATS: dict[str, Callable[[str, Faults], Read]] = {
     "hermes": _read_hermes,
     "llama3": _read_llama3,
     "mistral": _read_mistral,
+    "json": _read_json,
 }

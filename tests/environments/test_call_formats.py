@@ -43,6 +43,11 @@ READABLE = [
     ),
     ("mistral", '[TOOL_CALLS]add[CALL_ID]abc[ARGS]{"a": 2, "b": 3}', "", (ADD,)),
     ("mistral", "It is 5.", "It is 5.", ()),
+    ("json", CALL, "", (ADD,)),
+    ("json", f"I add.\n```json\n{CALL}\n```", "I add.", (ADD,)),
+    ("json", f"{TAGGED} then {{{CALL}}}", " then {}", (ADD, ADD)),
+    ("json", f'{{"name": "f", "arguments": {{"s": {json.dumps(CALL)}}}}}', "", (ToolCall("f", {"s": CALL}),)),
+    ("json", '```\n{"name": "Ann", "age": 5}\n``` {5}', '```\n{"name": "Ann", "age": 5}\n``` {5}', ()),
 ]
 
 
@@ -73,6 +78,8 @@ UNREADABLE = [
     ("mistral", "[TOOL_CALLS]", "no name"),
     ("mistral", "[TOOL_CALLS]add", "no valid JSON"),
     ("mistral", f"[TOOL_CALLS] [{CALL}] done", "text after"),
+    ("json", '{"name": "add", "arguments": {', "no valid JSON"),
+    ("json", '{"name": 3, "arguments": {}}', "without a name"),
 ]
 
 
@@ -91,7 +98,7 @@ def test_the_readable_calls_of_a_faulty_turn_are_kept():
 def test_a_thought_that_the_prompt_opened_is_not_searched(format):
     inside, behind = (
         f"{TAGGED}[TOOL_CALLS] [{CALL}]",
-        {"hermes": TAGGED, "llama3": CALL, "mistral": f"[TOOL_CALLS][{CALL}]"},
+        {"hermes": TAGGED, "llama3": CALL, "mistral": f"[TOOL_CALLS][{CALL}]", "json": CALL},
     )
     assert read_turn(inside, format, in_thought=True).calls == ()
     assert read_turn(f"{inside}</think>{behind[format]}", format, in_thought=True).calls == (ADD,)
