@@ -63,7 +63,7 @@ class Scoring:
         if outcome is None:
             return verified
         if outcome.is_failure:
-            return Score(self.failure, f"environment_{outcome.end}", outcome.message)
+            return Score(self.failure, f"environment_{outcome.end}", f"the environment: {outcome.message}")
         if not self.counts_reward:
             return verified
         own = outcome.reward or 0.0

@@ -46,7 +46,9 @@ def load_plugins(plugins: Sequence[str], where: str = "plugins") -> list[ModuleT
         if plugin.endswith(".py"):
             path = Path(plugin).resolve()
             if not path.is_file():
-                raise UserError(f"'{where}': no file {plugin!r}")
+                raise UserError(
+                    f"'{where}': no file {plugin!r} in {os.getcwd()}; run luffy in its folder, or name its whole path"
+                )
             NAMED.add({path.stem: str(path.parent)})
         else:
             find_in_current_folder(plugin)

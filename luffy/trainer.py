@@ -73,7 +73,15 @@ class Job:
         make = partial(
             Trainer, allow_changed_data=self.allow_changed_data, world=world, on_step=on_step, console=console
         )
-        each_stage(make, self.cfg, self.method, world, self.resume, lambda trainer: _train_one(trainer, out))
+        trained: list[str] = []
+
+        def act(trainer: Trainer) -> None:
+            _train_one(trainer, out)
+            trained.append(trainer.cfg.name)
+
+        each_stage(make, self.cfg, self.method, world, self.resume, act)
+        if not trained and world.is_main:
+            print("already finished: no stage is left; add one, or choose another name=", file=out)
 
 
 def _train_one(trainer: Trainer, out: TextIO) -> None:
@@ -81,7 +89,12 @@ def _train_one(trainer: Trainer, out: TextIO) -> None:
     lacks, world, cfg, span = trainer.lacks_evaluation(), trainer.run.world, trainer.cfg, trainer.run.span
     if trainer.is_finished and world.is_main:
         step, longer = trainer.progress.step, trainer.length_setting
-        rest = "its last evaluation is missing" if lacks else f"raise {longer} or choose another name="
+        if span is not None and span.ending is not None and span.ending.step == step:  # whatever the number of steps
+            what = "seconds" if span.ending.ended_by == "seconds" else "until"
+            longer = f"change stages.{span.stage.name}.{what}, which ended it,"
+        else:
+            longer = f"raise {longer}"
+        rest = "its last evaluation is missing" if lacks else f"{longer} or choose another name="
         print(f"already finished at step {step}; {rest}", file=out)
         if trainer.start.changes:
             other = in_words(trainer.start.changes, cfg, trainer.run.method)

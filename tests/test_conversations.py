@@ -294,7 +294,7 @@ def test_an_environment_that_hangs_or_breaks_costs_its_own_episode_alone():
     ends = [[episode.outcome.end for episode in group.rollouts] for group in groups]
     assert ends == [["answer"] * 2, ["timed_out"] * 2, ["raised"] * 2]
     assert [s.value for g in groups for s in g.scores] == [1, 1, 0, 0, 0, 0]
-    assert "no answer within 0.3 s" in groups[1].scores[0].reason
+    assert groups[1].scores[0].reason == "the environment: no answer within 0.3 s (environment.timeout_s)"
     assert groups[1].scores[0].status == "environment_timed_out"
     assert "no such place ?" in groups[2].scores[0].reason, "no file takes half a character"
 

@@ -184,6 +184,8 @@ def _sharegpt_turn(row: RowView, where: str, turn: Any) -> dict[str, Any]:
     if turn.get("from") != "function_call":
         return {"role": role, "content": turn.get("value")}
     found = parsed_json(turn.get("value"))
+    if found is None:
+        raise row.fault(f"{where}.value", f"expected a call as JSON, found {shown(turn.get('value'))}")
     calls = found if isinstance(found, list) else [found]
     read_calls(row, f"{where}.value", calls)
     return {"role": role, "content": None, "tool_calls": calls}

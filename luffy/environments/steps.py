@@ -127,7 +127,7 @@ def action_in(text: str, space: Any = None) -> Any:
 def read_step(result: Any) -> Stepped:
     """What ``step`` returned, in any of the forms."""
     if isinstance(result, Mapping):
-        if not {"observations", "reward", "done"} & result.keys():
+        if not {"observations", "reward", "done"} <= result.keys():
             raise TypeError("a mapping that step returns must have observations, reward and done")
         return result.get("observations"), as_reward(result.get("reward")), bool(result.get("done"))
     if isinstance(result, tuple) and len(result) == 5:

@@ -146,7 +146,9 @@ class Workers:
         call.given_up = True
         self._running.remove(call)
         self._threads -= 1
-        self._done.append((call.key, Fault("timed_out", f"no answer within {self._timeout_s:g} s")))
+        self._done.append(
+            (call.key, Fault("timed_out", f"no answer within {self._timeout_s:g} s (environment.timeout_s)"))
+        )
         self._staff()
         self._ended.notify_all()
 

@@ -84,21 +84,24 @@ def stop_if_nothing_was_scored(groups: Iterable[Group], world: World, where: str
         )
 
 
-def why_none_is_solved(groups: Iterable[Group], cfg: RewardConfig, world: World) -> str | None:
-    """A warning for a custom reward that solves nothing although it tells samples apart or passes ``reward.failure``:
-    its best value may lie below ``reward.success``. Built-in rewards reach it, which the config is checked for. All
-    ranks must call this."""
+def why_none_is_solved(
+    groups: Iterable[Group], cfg: RewardConfig, world: World, environments: bool = False
+) -> str | None:
+    """A warning for a custom reward, or that of ``environments``, that solves nothing although it tells samples apart
+    or passes ``reward.failure``: its best value may lie below ``reward.success``. Built-in rewards reach it, which
+    the config is checked for. All ranks must call this."""
     values = [s.value for group in groups for s in group.scores if s.is_verdict]
     found = [value for part in world.gather((min(values), max(values)) if values else ()) for value in part]
-    if not found or all(kind in built_in() for kind in cfg.weight_of):
+    if not found or (not environments and all(kind in built_in() for kind in cfg.weight_of)):
         return None
     low, best = min(found), max(found)
     if cfg.solved(best) or low == best <= cfg.failure:
         return None
     nothing = f", and reward.failure={cfg.failure:g} is not passed: every group is rejected" if cfg.failed(best) else ""
+    whose = "the environment" if environments else f"reward {cfg.name}"
     return (
         f"no sample counts as solved: the best one scores {best:g}, below reward.success={cfg.success:g}{nothing}; set "
-        f"reward.success to the best value of reward {cfg.name}, and reward.failure to its worst"
+        f"reward.success to the best value of {whose}, and reward.failure to its worst"
     )
 
 

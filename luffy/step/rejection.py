@@ -76,7 +76,9 @@ def _judge_reward(run: Run, step: int, groups: Mapping[int, Group]) -> None:
     if run.has_judged_reward:
         return
     run.has_judged_reward = any(run.world.gather(bool(groups)))  # a step of unfinished responses has none
-    if warning := why_none_is_solved(groups.values(), run.cfg.reward, run.world):
+    rules = run.conversations
+    own = rules is not None and rules.counts_reward
+    if warning := why_none_is_solved(groups.values(), run.cfg.reward, run.world, own):
         run.messages.warn(f"step {step + 1}: {warning}")
 
 

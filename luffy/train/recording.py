@@ -123,5 +123,5 @@ def idle_notice(idle: int, steps: int) -> list[str]:
     return [
         f"{idle} of {steps} steps changed nothing: all groups were all right or all wrong (batch/solve_all, "
         "batch/solve_none); easier problems, traces or algorithm.oversample_rounds may help, or a reward that "
-        "works (batch/verifier_failures)"
+        "works (batch/verifier_failures), with reward.success and reward.failure at its best and worst value"
     ]

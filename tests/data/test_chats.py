@@ -123,7 +123,8 @@ def test_sharegpt_with_tools():
         ("assistant", "5.", 0, ""),
     ]  # fmt: skip
     bad = [turns[0], {"from": "function_call", "value": "add(2)"}]
-    assert "column 'conversations[1].value[0]'" in fault_of({"conversations": bad}, "sharegpt")
+    told = fault_of({"conversations": bad}, "sharegpt")
+    assert "column 'conversations[1].value': expected a call as JSON, found 'add(2)'" in told
 
 
 def test_chats_in_a_column_of_traces():

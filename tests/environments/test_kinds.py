@@ -82,7 +82,7 @@ def test_a_users_class_or_function(mine, name):
         ("my_tools.py:make_adder", {}, "'environment.arguments' do not fit make_adder: .*'more'"),
         ("my_tools.py:Nothing", {}, "'environment.name': my_tools.py has no class or function 'Nothing'"),
         ("my_tools.py:nothing", {}, "'environment.name': my_tools.py has no class or function 'nothing'"),
-        ("other.py:Adder", {}, "'environment.name': no file 'other.py'"),
+        ("other.py:Adder", {}, "'environment.name': no file 'other.py' in .*; run luffy in its folder"),
         ("my_tools.py:Bare", {}, "Bare.add cannot be described as a tool"),
         ("my_tools.py:Unclosed", {}, "Unclosed has start and reply, but no close; add it"),
         ("my_tools.py:Misdescribed", {}, "an environment's 'tools' must be JSON schemas"),

@@ -75,6 +75,11 @@ class Bad(Guess):
             "tool_raised",
             "error: TypeError: a mapping that step returns must have observations, reward and done",
         ),
+        (
+            {"observation": "o", "reward": 1.0, "done": False},  # a key that is not read would be lost
+            "tool_raised",
+            "error: TypeError: a mapping that step returns must have observations, reward and done",
+        ),
         (("o", "much", True), "tool_raised", "error: ValueError: a reward must be a finite number or None, got 'much'"),
         ((b"o", 1.0, True), "odd_answer", "error: the answer is a bytes, not text or JSON"),
     ],

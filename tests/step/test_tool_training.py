@@ -341,6 +341,22 @@ class Flaky(Words):
         return said, float("nan") if self.seed % 5 == 0 and done else reward, done
 
 
+class Costs(Words):
+    """A reward that is never above 0."""
+
+    def step(self, text: str):
+        said, reward, done = super().step(text)
+        return said, reward - 1.0, done
+
+
+def test_rewards_of_an_environment_below_success_are_warned_about(make_talking):
+    settings = {"environment": {"name": f"{__name__}:Costs", "arguments": {}}, "reward": {"success": 1.0}}
+    with Trainer(make_talking(**settings)) as trainer:
+        trainer.step()
+        told = [one for one in trainer.notices if "no sample counts as solved" in one]
+    assert len(told) == 1 and "set reward.success to the best value of the environment" in told[0]
+
+
 @pytest.mark.parametrize("how", ["fail", "leave_out"])
 def test_episodes_that_never_begin_stop_nothing(make_talking, how):
     cfg = make_talking(

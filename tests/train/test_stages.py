@@ -180,6 +180,16 @@ def stop_it():
     raise RuntimeError("stopped here")
 
 
+def test_a_run_that_is_finished_names_what_would_go_on(make_config, sums, capsys):
+    road = {"sft": {"method": "sft", "train": {"steps": 1}}, "rl": {"seconds": 0.001, "train": {"steps": 9}}}
+    cfg = with_stages(make_config, sums, "done", road)
+    for _ in range(2):
+        driver.Job(cfg).alone()
+    assert "already finished at step 2; change stages.rl.seconds, which ended it, or choose" in capsys.readouterr().out
+    driver.Job(with_stages(make_config, sums, "done", {"sft": road["sft"]})).alone()
+    assert "already finished: no stage is left; add one, or choose another name=" in capsys.readouterr().out
+
+
 def test_flat_means_so_many_scores_without_a_gain():
     assert without_gain([0.1, 0.2, 0.2, 0.2], 0.0) == 2 and without_gain([0.3, 0.2, 0.31], 0.0) == 0
     assert without_gain([0.1, 0.14, 0.18], 0.05) == 0 and without_gain([0.1, 0.14, 0.15], 0.05) == 2
