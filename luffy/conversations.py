@@ -24,7 +24,7 @@ from luffy.environments.call_formats import format_of, read_turn
 from luffy.environments.kinds import maker_for
 from luffy.environments.protocol import Environment, Maker, Reply, Turn
 from luffy.environments.workers import Fault, Workers
-from luffy.errors import DataError, UserError
+from luffy.errors import ConfigError, DataError, UserError
 from luffy.guidance.plan import appended, extended, unwritten
 from luffy.rollout.engine import Engine
 from luffy.types import Author, Completion, Episode, EpisodeOutcome, Finish, Group, Message, Request, Score
@@ -410,7 +410,12 @@ def conversations_of(
     if e is None:
         return None
     call_format = format_of(str(encoder.prompts.template or "")) if e.calls == "auto" else e.calls
-    return Conversations(e, maker_of(e), failure, encoder, call_format, most_tokens)
+    maker = maker_of(e)
+    if e.reward in ("environment", "sum") and not maker.gives_reward:
+        raise ConfigError(
+            f"'environment.reward' is {e.reward}, but {e.name} gives no reward; give it get_reward, or set auto"
+        )
+    return Conversations(e, maker, failure, encoder, call_format, most_tokens)
 
 
 def maker_of(e: EnvironmentConfig) -> Maker:

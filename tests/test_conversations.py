@@ -16,7 +16,7 @@ from luffy.data import Encoder
 from luffy.environments.call_formats import format_of, read_turn
 from luffy.environments.kinds import maker_for
 from luffy.environments.protocol import Reply
-from luffy.errors import DataError, UserError
+from luffy.errors import ConfigError, DataError, UserError
 from luffy.guidance.plan import given, unwritten, whole_turns, without_hint
 from luffy.rewards import Verifier
 from luffy.step.groups import environment_metrics, own_metrics, trace_scores
@@ -526,6 +526,13 @@ def test_the_verifiers_reward_and_the_environments(how, value):
     wrong = lambda text: call_text("add", a=1, b=1) if "<tool_response>" not in text else "It is 7."  # noqa: E731
     ((group,), _) = play_turns(make_rules(Scored, reward=how, weight=0.5), wrong, [make_problem()])
     assert group.scores[0].value == {"verifier": 0.0, "environment": 0.5, "sum": 0.25, "auto": 0.5}[how]
+
+
+@pytest.mark.parametrize("how", ["environment", "sum"])
+def test_an_environment_without_a_reward_cannot_give_one(how):
+    cfg = EnvironmentConfig(name="calculator", reward=how)
+    with pytest.raises(ConfigError, match=f"'environment.reward' is {how}, but calculator gives no reward"):
+        conversations_of(cfg, Encoder(TOKENIZER, max_response_tokens=9), 18)
 
 
 class Costs(Sums):

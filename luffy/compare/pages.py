@@ -11,7 +11,7 @@ from luffy.compare.picture import picture
 from luffy.compare.state import ArmState
 from luffy.config import Config, to_yaml
 from luffy.config.recipes import config_of
-from luffy.files import write_atomically
+from luffy.files import complete_lines, write_atomically
 from luffy.report.html import write_report
 from luffy.report.methods import group_runs, with_styles
 from luffy.run_folder.layout import METRICS
@@ -26,7 +26,7 @@ def write_pages(
     """The files that were written, by what they are."""
     pages = {"table": folder / TABLE}
     shown = ""
-    if any((folder / "arms").glob(f"*/{METRICS}")):  # some arm made a step
+    if any(any(complete_lines(path)) for path in (folder / "arms").glob(f"*/{METRICS}")):  # some arm made a step
         notes = "\n\n".join([*outcome.words, "The curves are of validation; the words are about the test."])
         pages["curves"] = write_report([folder / "arms"], folder / REPORT, f"luffy compare: {cfg.name}", notes)
         records, _ = load_runs(find_runs([folder / "arms"]))

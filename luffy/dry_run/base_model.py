@@ -16,9 +16,11 @@ import torch
 from luffy.config import Config
 from luffy.conversations import build_conversations
 from luffy.dry_run.choose import RARE, TRIES
+from luffy.errors import UserError
 from luffy.guidance.plan import given
 from luffy.models.load import eos_ids, load_model
 from luffy.models.machine import pick_device
+from luffy.rewards.verifier import why_nothing_was_scored
 from luffy.rollout.native import NativeEngine
 from luffy.seeds import seed_of
 from luffy.step.play import Player
@@ -74,6 +76,9 @@ def measure(cfg: Config, method: str, tasks: TaskSet, some: Sequence[Task]) -> F
     until = began + SECONDS
     asked = [task for task in some if task.problem.answer]
     groups = _answered(cfg, tasks, asked, model, FIRST_WAVE[device], look) if asked else []
+    reason = why_nothing_was_scored([score for group in groups for score in group.scores])
+    if reason and len(groups) > 1:  # a single problem may be at fault itself
+        raise UserError(f"the reward failed on all samples, first: {reason}")
     solved = sum(any(cfg.reward.solved(score.value) for score in group.scores) for group in groups)
     probs = torch.cat([torch.zeros(0), *likely])
     return Found(len(asked), len(groups), solved, tasks.report["with_traces"] > 0, len(likely), probs)

@@ -65,6 +65,7 @@ def test_no_winner_no_recipe_and_no_step_no_curves(tmp_path):
     pages = write_pages(cfg, *compared(tmp_path, 0), "6m", tmp_path)
     assert "winner" not in pages and not (tmp_path / "winner.yaml").exists()
     empty = tmp_path / "empty"
-    empty.mkdir()
+    (empty / "arms" / "luffy-lr0.001-s0").mkdir(parents=True)
+    (empty / "arms" / "luffy-lr0.001-s0" / "metrics.jsonl").touch()  # an arm that failed before its first step
     assert write_pages(cfg, *compared(tmp_path / "other", 0), "6m", empty).keys() == {"table"}
     assert "compare.svg" not in (empty / "compare.md").read_text()

@@ -73,7 +73,9 @@ def test_hanging_calls_are_given_up_and_hold_up_no_other(gate):
     with Workers(2, 0.05) as workers:
         for name in ("h1", "h2", "h3"):
             workers.submit(name, gate.wait)
-        assert set(collected(workers, 3).values()) == {Fault("timed_out", "no answer within 0.05 s (environment.timeout_s)")}
+        assert set(collected(workers, 3).values()) == {
+            Fault("timed_out", "no answer within 0.05 s (environment.timeout_s)")
+        }
     with Workers(1, FOREVER) as workers:  # the same with calls behind it, whose time is not short
         workers._timeout_s = 0.05
         workers.submit("hangs", gate.wait)
