@@ -334,6 +334,8 @@ def compare(
     asked = Asked(cfg, named, rates_in(lrs), seeds, seconds_in(budget), folder, held_out, patience, at_once)
     outcome = compare_methods(asked, lambda line: typer.echo(line, err=True))
     typer.echo(as_json_text(outcome) if as_json else markdown(outcome, budget), nl=as_json)
+    if all(row.test is None for row in outcome.rows):
+        raise UserError("no arm reached the test; mend what the table names, and compare again with another --out")
 
 
 @app.command()

@@ -7,6 +7,7 @@ import sys
 import pytest
 import yaml
 from builders import write_rows
+from commands import luffy
 
 from luffy.compare import halving
 from luffy.compare.arms import arms_of, named_methods
@@ -104,6 +105,13 @@ def test_a_winner_has_a_recipe_on_all_of_the_data(cfg, tmp_path, table_of_scores
     assert outcome.words[0] == "Winner: luffy-lr0.001."
     winner = load_config(tmp_path / "out" / "winner.yaml")
     assert (winner.optim.lr, winner.data, winner.name) == (1e-3, cfg.data, "tiny-luffy-luffy")
+
+
+def test_a_comparison_whose_arms_all_fail_is_a_failure(cfg, tmp_path, table_of_scores):
+    where = [f"data.train={cfg.data.train}", "--out", tmp_path / "out", "--at-once", "1"]
+    done = luffy("compare", "tiny/luffy", "--methods", "on_policy,sft", "--lrs", "1", "--budget", "2h", *where)
+    assert done.returncode == 2 and "no arm reached the test; mend what the table names" in done.stderr
+    assert done.stdout.count("failed: stopped: 3 updates in a row were not finite") == 2
 
 
 def test_a_spent_budget_opens_the_test_at_once(cfg, tmp_path, table_of_scores, monkeypatch):
