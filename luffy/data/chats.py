@@ -23,22 +23,31 @@ SHAREGPT_ROLES = {
 
 
 def read_messages(row: RowView, column: str, chat: Sequence[Any], start: int = 0) -> tuple[Message, ...]:
-    """Read a chat, which begins at ``start`` of the column. A result without a name gets that of the call with its id,
-    else of the next call in order."""
+    """Read a chat, which begins at ``start`` of the column. A result belongs to the call with its id, else to the next
+    call without one. The results of parallel calls are put in the order of the calls: templates may show no ids."""
     messages: list[Message] = []
-    by_id: dict[str, str] = {}
-    waiting: list[str] = []
+    names: dict[Any, str] = {}  # of calls by their ids
+    waiting: list[tuple[int, Any, str]] = []  # calls without a result: place among the last turn's, id, name
+    places: list[int] = []  # of the messages: a result's call, -1 for all others
     for place, item in enumerate(chat, start):
-        message = read_message(row, f"{column}[{place}]", item)
+        message, at = read_message(row, f"{column}[{place}]", item), -1
         if message.tool_calls:
-            waiting = [call.name for call in message.tool_calls]
-            named = zip(item["tool_calls"], waiting, strict=True)
-            by_id.update((str(call["id"]), name) for call, name in named if call.get("id") is not None)
+            ids = [call.get("id") for call in item["tool_calls"]]
+            waiting = [(i, id, call.name) for i, (id, call) in enumerate(zip(ids, message.tool_calls, strict=True))]
+            names |= {id: name for _, id, name in waiting if isinstance(id, str)}
         if message.role == "tool":
-            next_name = waiting.pop(0) if waiting else ""
-            name = message.name or by_id.get(str(item.get("tool_call_id"))) or next_name
-            message = Message("tool", message.content, name=name)
-        messages.append(message)
+            id = item.get("tool_call_id")
+            own = [call for call in waiting if id is not None and call[1] == id]
+            name = names.get(id, "") if isinstance(id, str) else ""
+            if call := next(iter(own or waiting[: not name]), None):
+                waiting.remove(call)
+                at, _, name = call
+            message = Message("tool", message.content, name=message.name or name)
+        before = len(messages)
+        while before and 0 <= at < places[before - 1]:
+            before -= 1
+        messages.insert(before, message)
+        places.insert(before, at)
     return tuple(messages)
 
 

@@ -14,6 +14,7 @@ from luffy.dry_run.choose import PAGE, RARE, TRIES, case_of
 from luffy.dry_run.place import Place
 from luffy.errors import UserError
 from luffy.models.load import DTYPES, model_folder, slow_dtype
+from luffy.rewards.verifier import why_nothing_was_scored
 from luffy.step.tasks import TaskSet
 
 LARGEST_ON_CPU = 1e9  # parameters
@@ -26,7 +27,11 @@ def base_lines(cfg: Config, method: str, tasks: TaskSet, parameters: int, place:
     if why is None:
         some = tasks.at(ProblemSampler(len(tasks), cfg.seed).next(min(PROBLEMS, len(tasks))))
         try:
-            return said(measure(cfg, method, tasks, some))
+            found = measure(cfg, method, tasks, some)
+            failed = why_nothing_was_scored(found.scores) if found.problems > 1 else None  # one may be at fault itself
+            if failed is None:
+                return said(found)
+            why = f"the reward failed on all samples, first: {failed}"
         except (UserError, OSError, torch.OutOfMemoryError, FloatingPointError) as error:  # not the plan's fault
             why = str(error).splitlines()[0]
         finally:

@@ -16,17 +16,15 @@ import torch
 from luffy.config import Config
 from luffy.conversations import build_conversations
 from luffy.dry_run.choose import RARE, TRIES
-from luffy.errors import UserError
 from luffy.guidance.plan import given
 from luffy.models.load import eos_ids, load_model
 from luffy.models.machine import pick_device
-from luffy.rewards.verifier import why_nothing_was_scored
 from luffy.rollout.native import NativeEngine
 from luffy.seeds import seed_of
 from luffy.step.play import Player
 from luffy.step.tasks import TaskSet
 from luffy.train.build_engines import scores_of
-from luffy.types import Demonstration, Group, Request, Sampling, Task
+from luffy.types import Demonstration, Group, Request, Sampling, Score, Task
 
 PROBLEMS, SECONDS = 32, 60.0  # at most
 TRACE_SECONDS = 20.0  # of them for the traces
@@ -40,7 +38,7 @@ class TimeUp(Exception):
 @dataclass(frozen=True)
 class Found:
     """``solved`` of ``problems``, those that were sampled in time out of ``asked``. ``probs``: of the tokens of so many
-    ``traces``, if the data has any."""
+    ``traces``, if the data has any. ``scores``: of all samples."""
 
     asked: int
     problems: int
@@ -48,6 +46,7 @@ class Found:
     has_traces: bool
     traces: int
     probs: torch.Tensor
+    scores: tuple[Score, ...]
 
     @property
     def solved_share(self) -> float | None:
@@ -76,12 +75,10 @@ def measure(cfg: Config, method: str, tasks: TaskSet, some: Sequence[Task]) -> F
     until = began + SECONDS
     asked = [task for task in some if task.problem.answer]
     groups = _answered(cfg, tasks, asked, model, FIRST_WAVE[device], look) if asked else []
-    reason = why_nothing_was_scored([score for group in groups for score in group.scores])
-    if reason and len(groups) > 1:  # a single problem may be at fault itself
-        raise UserError(f"the reward failed on all samples, first: {reason}")
     solved = sum(any(cfg.reward.solved(score.value) for score in group.scores) for group in groups)
     probs = torch.cat([torch.zeros(0), *likely])
-    return Found(len(asked), len(groups), solved, tasks.report["with_traces"] > 0, len(likely), probs)
+    scores = tuple(score for group in groups for score in group.scores)
+    return Found(len(asked), len(groups), solved, tasks.report["with_traces"] > 0, len(likely), probs, scores)
 
 
 def _trace_probs(

@@ -64,6 +64,8 @@ def kind_of(thing: Any) -> Kind:
         return "own"
     if has("step") and (has("init") or has("reset")) and not has("get_reward"):
         return "steps"
+    if has("step") and not has("get_reward") and list(tool_names(thing)) == ["step"]:
+        raise UserError(f"{name} has step, but no reset; add it, if only to return the first text")
     if tool_names(thing):
         return "tools"
     raise UserError(

@@ -46,7 +46,7 @@ class Environment(Protocol):
         ...
 
     def reward(self) -> float | None:
-        """The reward of the whole episode; None: the environment has none, the verifier's counts alone."""
+        """The reward of the whole episode; None counts as 0."""
         ...
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from luffy.environments.answers import (
     OddAnswer,
     as_reward,
     as_text,
+    columns_of,
     cut,
     message,
     raised,
@@ -109,7 +110,7 @@ class StepEnvironment:
 
 def extras_of(problem: Problem) -> dict[str, Any]:
     """The row as SkyRL-gym takes it: the answer is in ``reward_spec``, unless the row has one."""
-    row = {"reward_spec": {"ground_truth": problem.answer}, "extra_info": {}, **problem.meta}
+    row = {"reward_spec": {"ground_truth": problem.answer}, "extra_info": {}, **columns_of(problem)}
     return {**row, "id": problem.id, "prompt": plain(problem.prompt), "answer": problem.answer}
 
 

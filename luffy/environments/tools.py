@@ -22,6 +22,7 @@ from luffy.environments.answers import (
     OddAnswer,
     as_reward,
     as_text,
+    columns_of,
     cut,
     message,
     raised,
@@ -94,7 +95,7 @@ class ToolEnvironment:
 
 def row_for(function: Callable[..., Any], problem: Problem, seed: int, owner: str) -> dict[str, Any]:
     """The arguments of a ``reset``: those of its names that the row has, all columns for ``**row``."""
-    row = {**problem.meta, "id": problem.id, "prompt": plain(problem.prompt), "answer": problem.answer}
+    row = {**columns_of(problem), "id": problem.id, "prompt": plain(problem.prompt), "answer": problem.answer}
     taken: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:

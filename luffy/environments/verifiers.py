@@ -24,6 +24,7 @@ from luffy.environments.answers import (
     Faulty,
     as_reward,
     as_text,
+    columns_of,
     cut,
     message,
     refused,
@@ -128,7 +129,7 @@ class VerifiersEpisode:
         """Begin; the text is what the environment put behind the row's prompt."""
         prompt = plain(problem.prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        row = {"example_id": 0, "info": {}, **problem.meta, "prompt": messages}
+        row = {"example_id": 0, "info": {}, **columns_of(problem), "prompt": messages}
         first = self._loop.call(self._begin, {**row, "answer": problem.answer})
         if first is None:
             raise EnvironmentLost("the environment ended the episode before the first turn")

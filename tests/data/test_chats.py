@@ -57,8 +57,8 @@ def test_calls_and_results_of_openai_rows():
     assert trace == Trace(
         messages=(
             Message("assistant", "", (ADD, ToolCall("sub", {"a": 1}))),
+            Message("tool", "5", name="add"),
             Message("tool", "1", name="sub"),
-            Message("tool", "5", name="sub"),
             Message("assistant", "It is 5."),
         )
     )

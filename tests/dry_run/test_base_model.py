@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from luffy.dry_run import base_lines, base_model
 from luffy.dry_run.base_model import measure
 from luffy.dry_run.check import dry_run
-from luffy.errors import UserError
+from luffy.dry_run.place import Place, Renting
 from luffy.guidance.plan import given
 from luffy.models.load import load_model
 from luffy.step.tasks import build_encoder
@@ -66,9 +66,9 @@ def test_a_problem_is_solved_by_one_of_eight(make_config, monkeypatch):
 
 def test_a_reward_that_always_fails_solves_no_problem_and_says_why(make_config):
     cfg = make_config(reward={"kind": "loop_rewards:always_raises"})
-    tasks = tasks_of(cfg)
-    with pytest.raises(UserError, match="the reward failed on all samples, first: .*KeyError: 'verdict'"):
-        measure(cfg, "rl", tasks, [tasks[0], tasks[1]])
+    (line,) = base_lines.base_lines(cfg, "rl", tasks_of(cfg), 1000, Place.of(cfg, Renting()))
+    assert line.startswith("base       not measured: the reward failed on all samples, first: ")
+    assert "KeyError: 'verdict'" in line
 
 
 def test_it_ends_when_its_time_is_up(make_config, monkeypatch):
