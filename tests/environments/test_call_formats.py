@@ -19,6 +19,8 @@ READABLE = [
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 2, \\"b\\": 3}"}</tool_call>', "", (ADD,)),
     ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", (ToolCall("now", {}),)),
     ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', "", (ToolCall("now", {}),)),
+    ("hermes", '<tool_call>{"name": "now", "arguments": ""}</tool_call>', "", (ToolCall("now", {}),)),
+    ("hermes", '<tool_call>{"name": "add", "parameters": {"a": 2, "b": 3}}</tool_call>', "", (ADD,)),
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"s": "</tool_call>"}}</tool_call>',
@@ -48,6 +50,7 @@ READABLE = [
     ("json", f"{TAGGED} then {{{CALL}}}", " then {}", (ADD, ADD)),
     ("json", f'{{"name": "f", "arguments": {{"s": {json.dumps(CALL)}}}}}', "", (ToolCall("f", {"s": CALL}),)),
     ("json", '```\n{"name": "Ann", "age": 5}\n``` {5}', '```\n{"name": "Ann", "age": 5}\n``` {5}', ()),
+    ("mistral", f"\n<think>[TOOL_CALLS] [{CALL}]</think>No.", f"\n<think>[TOOL_CALLS] [{CALL}]</think>No.", ()),
 ]
 
 
@@ -92,6 +95,9 @@ def test_what_cannot_be_read_says_why(format, text, why):
 def test_the_readable_calls_of_a_faulty_turn_are_kept():
     turn = read_turn(f"{TAGGED}<tool_call>{{</tool_call>{TAGGED}")
     assert turn.calls == (ADD, ADD) and "no valid JSON" in turn.fault
+    several = read_turn("Hm.<tool_call>{</tool_call><tool_call>[]</tool_call><tool_call>{")
+    assert several.fault == "no valid JSON: '{</tool_call><tool_call>[]</tool_call><tool_call>{'", "the first alone"
+    assert several.content == "Hm."
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -128,6 +134,7 @@ def test_any_text_is_read_without_an_error():
 def test_the_format_is_chosen_by_the_template():
     assert format_of("{{ '<tool_call>' }}{{ json.dumps(tool) }}") == "hermes"
     assert format_of("{{ '<|python_tag|>' }}") == format_of("'\"parameters\": '") == "llama3"
+    assert format_of("{{ '<tool_call>' }}{{ '\"parameters\": ' }}") == "hermes", "a tool's schema has the word too"
     assert format_of("{{ '[TOOL_CALLS]' }}") == "mistral"
     assert format_of("") == "hermes"
     with pytest.raises(UserError, match="unknown format of tool calls 'xml'; known: hermes, llama3, mistral"):

@@ -116,6 +116,11 @@ class Stepping:
     def step(self, text): ...
 
 
+class Beginning:
+    def init(self, messages): ...
+    def step(self, text): ...
+
+
 class ToolCalledStep(Stepping):
     def get_reward(self): ...
 
@@ -127,7 +132,7 @@ class Nothing:
 
 
 def test_kinds_are_told_apart_by_what_they_have():
-    kinds = {Own: "own", Stepping: "steps", ToolCalledStep: "tools"}
+    kinds = {Own: "own", Stepping: "steps", Beginning: "steps", ToolCalledStep: "tools"}
     assert {cls: kind_of(cls) for cls in kinds} == {cls: kind_of(cls()) for cls in kinds} == kinds
     with pytest.raises(UserError, match="Nothing is no environment: give it public methods"):
         maker_for(Nothing)
@@ -179,6 +184,32 @@ def test_the_object_made_to_look_at_is_closed():
 
     maker_for(lambda: Closing())
     assert len(closed) == 1
+
+
+def test_what_a_built_in_one_is_tried_with_is_closed(monkeypatch):
+    closed = []
+    monkeypatch.setattr(ToolEnvironment, "close", lambda self: closed.append(self))
+    maker_for("calculator")
+    assert len(closed) == 1
+
+
+class Telling(Stepping):
+    def reset(self):
+        return "x" * 99
+
+
+class TellingOfRow(Telling):
+    def __init__(self, extras): ...
+
+
+class Limited(Own):
+    max_reply_chars = 7
+
+
+def test_answers_have_the_length_that_is_asked_for():
+    for cls in (Telling, TellingOfRow):
+        assert maker_for(cls, max_reply_chars=20).make().start(PROBLEM, 0) == "x" * 14 + " [cut]"
+    assert maker_for(Limited, max_reply_chars=20).make().max_reply_chars == 20
 
 
 def test_the_shop_of_the_page_is_an_environment():

@@ -13,6 +13,7 @@ from processes import wait_until
 
 from luffy.environments.answers import EnvironmentLost
 from luffy.environments.kinds import maker_for
+from luffy.environments.openenv import MOST_BYTES
 from luffy.environments.protocol import Reply, Turn
 from luffy.errors import ConfigError
 from luffy.types import Message, Problem
@@ -116,6 +117,41 @@ def test_a_server_that_is_gone_ends_the_episode(stand_in):
     none.close()
 
 
-def test_an_address_needs_a_scheme():
+class Connection:
+    """As the client of websockets, to a server that says the same each time."""
+
+    def __init__(self, address, **limits):
+        self.address, self.limits, self.waits, self.closed = address, limits, [], False
+
+    def send(self, text): ...
+    def recv(self, timeout=None):
+        self.waits.append(timeout)
+        return '{"type": "observation", "data": {"observation": "o"}}'
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://localhost:8000/", "ws://localhost:8000/ws"),
+        ("https://host/some", "wss://host/some/ws"),
+        ("wss://host/ws/", "wss://host/ws"),
+    ],
+)
+def test_a_session_has_its_address_and_limits_and_is_closed(monkeypatch, url, address):
+    made = []
+    monkeypatch.setattr("websockets.sync.client.connect", lambda *a, **k: made.append(Connection(*a, **k)) or made[-1])
+    environment = maker_for("openenv", {"url": url, "timeout_s": 7}).make()
+    assert environment.start(PROBLEM, 0) == "o" and not environment.reply(Turn("x")).done
+    environment.close()
+    (connection,) = made
+    assert connection.address == address and connection.waits == [7, 7] and connection.closed
+    assert connection.limits == {"open_timeout": 7, "close_timeout": 1, "max_size": MOST_BYTES}
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://", "ftp://host"])
+def test_an_address_needs_a_scheme_and_a_host(url):
     with pytest.raises(ConfigError, match=r"'environment.arguments.url' must be an address"):
-        maker_for("openenv", {"url": "localhost:8000"})
+        maker_for("openenv", {"url": url})

@@ -22,6 +22,7 @@ def file(tmp_path):
 def test_passages_with_the_words_come_first(file):
     passages = read_passages(str(file), "text")
     assert passages.find("ISLAND, sails?", 3) == [TEXTS[1], TEXTS[2]]
+    assert passages.find("the island", 9)[-1] == TEXTS[0], "the word that most have counts least"
     assert passages.find("gold", 1) == [TEXTS[3]] and passages.find("the", 1) == passages.find("the", 9)[:1]
     assert passages.find("tiger", 3) == passages.find("", 3) == []
     assert read_passages(str(file), "text") is passages

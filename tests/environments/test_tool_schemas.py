@@ -19,6 +19,7 @@ class Wide:
     def take(
         self, number: float, whole: int, yes: bool, few: Literal["a", "b"], many: list[int],
         pair: tuple[int, str], table: dict[str, float], maybe: int | None = None, mixed: int | list[str] = 0, any: Any = 0,
+        either: int | list[str] | None = None,
     ) -> str:  # fmt: skip
         """Take all.
 
@@ -33,6 +34,7 @@ class Wide:
             maybe: One or none.
             mixed: Either.
             any: Any.
+            either: Either, or none.
         """
         return ""
 
@@ -45,22 +47,37 @@ class Wide:
         """
         return x
 
+    @classmethod
+    def back(cls, x: int) -> int:
+        """Back.
+
+        Args:
+            x: A number.
+        """
+        return x
+
 
 GOOD = {"number": 1, "whole": 2.0, "yes": True, "few": "a", "many": [1, 2.0], "pair": [1, "x"], "table": {"k": 1}}
 
 
 def test_tools_are_public_methods_in_alphabetical_order():
-    assert tool_names(Wide) == tool_names(Wide()) == ["also", "take"]
+    assert tool_names(Wide) == tool_names(Wide()) == ["also", "back", "take"]
     schemas = schemas_of(Wide)
-    assert schemas["also"]["function"]["parameters"] == {
-        "type": "object",
-        "properties": {"x": {"type": "integer", "description": "A number."}},
-        "required": ["x"],
-    }
+    assert (
+        schemas["also"]["function"]["parameters"]
+        == schemas["back"]["function"]["parameters"]
+        == {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "description": "A number."}},
+            "required": ["x"],
+        }
+    )
 
 
 def test_numbers_are_fitted_without_loss():
-    found = checked({**GOOD, "maybe": None, "mixed": ["x"], "any": {"y": []}}, schemas_of(Wide)["take"])
+    given = {**GOOD, "maybe": None, "either": None, "mixed": ["x"], "any": {"y": []}}
+    found = checked(given, schemas_of(Wide)["take"])
+    assert found["either"] is None and checked({**GOOD, "number": 2**53}, schemas_of(Wide)["take"])["number"] == 2.0**53
     assert found["number"] == 1.0 and isinstance(found["number"], float)
     assert found["whole"] == 2 and isinstance(found["whole"], int)
     assert found["many"] == [1, 2] and found["table"] == {"k": 1.0} and isinstance(found["table"]["k"], float)
@@ -74,7 +91,7 @@ def test_numbers_are_fitted_without_loss():
     [
         ({"number": "1"}, "number must be a number"),
         ({"number": True}, "number must be a number"),
-        ({"number": 2**60 + 1}, "number must be a number"),
+        ({"number": 2**53 + 1}, "number must be a number"),
         ({"whole": 2.5}, "whole must be a whole number"),
         ({"whole": True}, "whole must be a whole number"),
         ({"whole": None}, "whole must be a whole number"),
@@ -84,6 +101,7 @@ def test_numbers_are_fitted_without_loss():
         ({"pair": [1]}, "pair must have 2 items"),
         ({"table": {"k": "x"}}, "table.k must be a number"),
         ({"mixed": "x"}, "mixed has a type that it cannot have"),
+        ({"x" * 99: 1}, f"no argument {'x' * 40}; arguments: number, "),
     ],
 )
 def test_wrong_types_are_refused(wrong, why):
@@ -109,6 +127,14 @@ def undescribed():
         def go(self, *x: int):
             """Go."""
 
+    class Placed:
+        def go(self, x: int, /):
+            """Go.
+
+            Args:
+                x: A number.
+            """
+
     class Silent:
         def go(self, x: int):
             """Go."""
@@ -121,7 +147,7 @@ def undescribed():
                 x: A thing.
             """
 
-    return Bare, Hintless, Unnamed, Silent, Strange
+    return Bare, Hintless, Unnamed, Placed, Silent, Strange
 
 
 @pytest.mark.parametrize("cls", undescribed(), ids=lambda cls: cls.__name__)
