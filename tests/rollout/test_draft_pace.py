@@ -2,7 +2,7 @@
 
 import pytest
 
-from luffy.rollout.native.draft_pace import FIRST_PAUSE, TRIAL, VERIFIED_TOKENS, Pace
+from luffy.rollout.native.draft_pace import FIRST_PAUSE, LONGEST_PAUSE, TRIAL, VERIFIED_TOKENS, Measured, Pace
 
 
 class Clock:
@@ -82,3 +82,37 @@ def test_what_was_interrupted_is_not_measured():
     clock.now += 1
     pace.stepped(4, 1)
     assert pace.tokens_for(4) == 8
+
+
+def waits_after(measured, *seconds):
+    """Plain steps before the next trial, behind trials whose passes took so long."""
+    waits = []
+    for each in seconds:
+        for _ in range(TRIAL):
+            measured.verified(1.0, each)
+        waits.append(measured.wait)
+        measured.stepped(measured.wait or 1, float(measured.wait or 1))
+    return waits
+
+
+def test_a_pause_doubles_up_to_the_longest_and_is_short_again_behind_a_success():
+    measured = Measured(plain=1.0)
+    doubled = [FIRST_PAUSE << i for i in range(6)]
+    assert waits_after(measured, *[2.0] * 8) == [*doubled, LONGEST_PAUSE, LONGEST_PAUSE]
+    assert waits_after(measured, 0.5, 2.0, 2.0) == [0, FIRST_PAUSE, 2 * FIRST_PAUSE]
+
+
+def test_a_plain_step_is_measured_slowly_and_a_burst_by_each_of_its_steps():
+    measured = Measured(wait=100)
+    measured.stepped(1, 1.0)
+    measured.stepped(60, 120.0)
+    assert measured.plain == 1.25 and measured.wait == 39
+
+
+def test_the_first_step_with_another_number_of_rows_is_not_measured():
+    clock = Clock()
+    pace = Pace(8, False, clock)
+    for rows in (4, 16, 4):
+        clock.now += 1
+        pace.stepped(rows, 1)
+    assert pace.tokens_for(4) == pace.tokens_for(16) == 1

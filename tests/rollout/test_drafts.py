@@ -19,7 +19,10 @@ from luffy.models.attention import PackedLayout
 from luffy.models.forward import forward_hidden
 from luffy.rollout import NativeEngine
 from luffy.rollout.native import Drafts
-from luffy.rollout.native.drafts import KEPT_TEXTS, DraftStore, standing
+from luffy.rollout.native import drafts as drafts_of_rows
+from luffy.rollout.native.draft_index import BYTES, MOST, NONE, Chunk
+from luffy.rollout.native.drafts import KEPT_TEXTS, Drafter, DraftStore, standing
+from luffy.rollout.native.scheduler import SequenceState
 from luffy.types import Request, Sampling
 
 pytestmark = GPU_IF_THERE
@@ -258,6 +261,69 @@ def test_the_store_stays_within_its_memory_and_drops_the_oldest_problem():
     for i in range(KEPT_TEXTS + 3):
         store.add((9,), np.array([i], dtype=np.int32), given=0)
     assert [int(text.tokens[0]) for text in store.texts((9,))] == list(range(3, KEPT_TEXTS + 3))
+
+
+def ids(*tokens):
+    return np.array(tokens, dtype=np.int32)
+
+
+def proposed(drafter, row, *tokens):
+    """The draft of a row that has drawn these too."""
+    row.token_ids.extend(tokens)
+    return drafter.propose([row], 3)[0].tolist()
+
+
+@pytest.mark.parametrize("small", [8192, 12, 0])  # at 0 all is sorted again each time
+def test_a_row_follows_each_kind_of_text_however_often_they_are_sorted(monkeypatch, small):
+    monkeypatch.setattr(drafts_of_rows, "SMALL", small)
+    monkeypatch.setattr(drafts_of_rows, "GROWTH", 1)
+    drafts, prompt = Drafts(), (3, 4, 5, 6)
+    drafts.store.add(prompt, ids(*prompt, 20, 21, 22, 23, 24), given=0)
+    drafter, (request,) = Drafter(drafts), with_drafts([make_request(prompt, 99)], ((10, 11, 12, 13, 14),))
+    row = SequenceState(0, request)
+    for first in range(60, 80, 4):
+        proposed(drafter, row, *range(first, first + 4))
+    assert proposed(drafter, row, 10, 11) == [12, 13, 14], "a trace"
+    assert proposed(drafter, row, 20, 21) == [22, 23, 24], "an earlier response"
+    assert proposed(drafter, row, 3, 4) == [5, 6, NONE], "the prompt"
+    assert proposed(drafter, row, 60, 61)[:2] == [62, 63], "its own tokens"
+
+
+def test_the_first_tokens_of_a_row_match_behind_its_prompt():
+    drafts, prompt = Drafts(), (3, 4, 5, 6)
+    for text in ((10, 40, 41, 42), (50, 6, 10, 43, 44)):
+        drafts.store.add(prompt, ids(*prompt, *text), given=0)
+    assert proposed(Drafter(drafts), SequenceState(0, make_request(prompt, 9)), 10) == [40, 41, 42]
+
+
+def test_a_response_is_in_the_index_once():
+    drafts, request = Drafts(), make_request((3, 4, 5), 9)
+    drafter, first, second = Drafter(drafts), SequenceState(0, request), SequenceState(1, request)
+    proposed(drafter, first, 10, 11, 12)
+    drafter.keep([first])
+    proposed(drafter, second, 20)
+    assert len(drafter._new) == 1 + 3 + 1, "places of the prompt and the two rows"
+    drafter.keep([SequenceState(2, request)])
+    assert len(drafts.store.texts((3, 4, 5))) == 2
+
+
+def test_memory_is_halved_between_texts_and_index_and_its_two_parts():
+    drafts = Drafts(memory_mb=2)
+    assert drafts.store.limit == drafts.index_bytes == 1 << 20
+    chunks = [Chunk(0, ids(*range(length))) for length in (2, 4)]
+    for tokens, kept in ((3 + MOST, []), (4 + MOST, chunks[1:]), (5 + 2 * MOST, chunks[1:]), (6 + 2 * MOST, chunks)):
+        drafts.index_bytes = 2 * BYTES * tokens
+        assert Drafter(drafts)._within_limit(chunks) == kept
+
+
+def test_the_pace_hears_of_prompts_and_of_each_plain_step(way):
+    requests = [make_request((3, 4, 5 + i % 3), 12 + 3 * i, seed=i, eos_ids=(7,)) for i in range(12)]
+    drafts, turn, heard, steps = Drafts(), iter(range(10_000)), [], []
+    drafts.pace.tokens_for = lambda rows: 1 if rows > 8 or next(turn) // 3 % 2 else 4
+    drafts.pace.interrupted = lambda: heard.append(1)
+    drafts.pace.stepped = lambda rows, count: steps.append(count)
+    _, engine = drawn_with(way, toy(), requests, drafts)
+    assert heard and 0 < sum(steps) == engine.stats.decode_steps - engine.metrics()["rollout/draft_passes"].value
 
 
 def test_little_memory_costs_drafts_and_no_token(way):
