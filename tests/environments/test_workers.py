@@ -105,6 +105,28 @@ def test_closing_waits_for_nothing(gate):
         workers.submit("d", abs, 1)
 
 
+def test_what_ends_behind_the_close_is_no_result(gate, monkeypatch):
+    raised, threads, began = [], [], threading.Event()
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+
+    def hang():
+        threads.append(threading.current_thread())
+        began.set()
+        gate.wait()
+
+    workers = Workers(1, FOREVER)
+    workers.submit("a", hang)
+    assert began.wait(FOREVER)
+    workers.submit("b", hang)
+    assert workers.outstanding == 2, "one runs, one waits"
+    workers.close()
+    assert workers.outstanding == 0
+    gate.set()
+    (thread,) = threads
+    thread.join(FOREVER)
+    assert raised == workers.finished() == []
+
+
 def test_an_interrupt_reaches_a_main_thread_that_waits(gate):
     def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
