@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from luffy.data import Encoder
-from luffy.data.prompts import PAPER_SYSTEM_PROMPT, PromptStyle
+from luffy.data.prompts import PAPER_SYSTEM_PROMPT, PromptStyle, with_text
 from luffy.data.traces import without_open_think
 from luffy.errors import ConfigError, DataError
 from luffy.step.tasks import left_out
@@ -516,3 +516,32 @@ def test_nothing_read_ahead_outlives_its_problems(tokenizer):
     for _ in encoder.encode_all(problems(3)):
         pass
     assert encoder._read == {} and list(encoder.encode_all([])) == []
+
+
+# ---- turns, hints and observations
+
+
+def test_a_turn_is_read_up_to_its_end_token_if_it_has_one(tokenizer):
+    encoder = Encoder(tokenizer)
+    ids = tokenizer("1+1", add_special_tokens=False)["input_ids"]
+    end = encoder.eos_ids[0]
+    assert encoder.text_of_turn([*ids, end]) == encoder.text_of_turn(ids) == decode(encoder, ids)
+    assert encoder.text_of_turn([end, *ids]) == decode(encoder, [end, *ids]) and encoder.text_of_turn([]) == ""
+
+
+def test_an_observation_stands_behind_the_question_and_the_hint_behind_that(tokenizer):
+    encoder = Encoder(tokenizer)
+    task = encoder.encode(PROBLEM)
+    hinted = encoder.with_hint(task, "Think.", 2)
+    assert hinted.plain_ids == task.prompt_ids and (hinted.hint, hinted.hint_text) == (2, "Think.")
+    plain, seen = (encoder.with_observation(one, "Look.") for one in (task, hinted))
+    assert plain.prompt_ids == encoder.prompt_ids(with_text(PROBLEM, "Look.")) == seen.plain_ids
+    assert seen.prompt_ids == encoder.prompt_ids(with_text(with_text(PROBLEM, "Look."), "Think."))
+    most = len(seen.prompt_ids)
+    assert Encoder(tokenizer, max_prompt_tokens=most).with_observation(hinted, "Look.") == seen
+    with pytest.raises(DataError, match=f"data.max_prompt_tokens={most - 1}"):
+        Encoder(tokenizer, max_prompt_tokens=most - 1).with_observation(hinted, "Look.")
+
+
+def test_an_engine_stops_at_the_encoders_ends_first(tokenizer):
+    assert Encoder(tokenizer, eos_ids=(3, 1)).stops((2, 3)) == (3, 1, 2)
