@@ -27,7 +27,7 @@ def test_seeds_and_rates_follow_the_recipes(tmp_path, split):
 
 def test_another_method_has_nothing_of_the_recipes_own():
     plain = method_values(load_config("tiny/luffy"), "on_policy")
-    for recipe in ("tiny/chord", "tiny/guided"):
+    for recipe in ("tiny/chord", "tiny/guided", "tiny/exgrpo", "tiny/relift", "tiny/sft_rl"):
         values = method_values(load_config(recipe), "on_policy")
         assert values["batch"]["expert_share"] == 0.0 and values["rollout"]["offpolicy_guidance"] is None
         for section in ("guidance", "teacher", "replay", "sft_steps", "stages"):

@@ -52,3 +52,18 @@ def test_a_candidate_has_a_test_if_all_its_seeds_have():
     outcome = outcome_of(arms, states)
     assert [row.name for row in outcome.rows if row.test is not None] == ["on-policy-lr0.001"]
     assert outcome.winner is None
+
+
+def test_level_tests_are_told_apart_by_validation_and_seeds_share_their_problems():
+    _, states, arms = found(luffy=20, on_policy=20)
+    for arm in arms:
+        states[arm.name].rungs = [0.5, 0.7 if arm.method == "on_policy" else 0.6][: 2 - arm.seed]
+    states[arms[0].name].items = {str(i): 1.0 for i in range(10)}
+    outcome = outcome_of(arms, states)
+    assert [(row.name, row.test) for row in outcome.rows] == [("luffy-lr0.001", 1.0), ("on-policy-lr0.001", 0.5)]
+    states[arms[0].name].items = states[arms[1].name].items
+    outcome = outcome_of(arms, states)
+    assert [row.validation for row in outcome.rows] == [0.6, 0.55]
+    for state in states.values():
+        state.items = {}
+    assert {row.fate for row in outcome_of(arms, states).rows} == {"dropped after rung 2"}

@@ -48,3 +48,11 @@ def test_large_ids_do_not_run_into_one_another():
     contexts[:, -2:] = [(5, most), (5, most), (4, 3)]
     matched, drafts = index.find(np.array([1, 2, 2]), contexts, 2)
     assert matched.tolist() == [2, 0, 2] and drafts.tolist() == [[7, NONE], [NONE, NONE], [8, NONE]]
+
+
+def test_many_places_of_the_next_token_hide_none_and_the_newest_of_equal_ones_counts():
+    tokens = [1, 2, 9, *[1, 3, 8] * CANDIDATES, *(token for last in range(10, 210) for token in (last, 4, 5, last))]
+    contexts = np.full((2, MOST), BEFORE, dtype=np.int32)
+    contexts[:, -2:] = [(1, 2), (4, 5)]
+    matched, drafts = DraftIndex([Chunk(0, np.array(tokens, dtype=np.int32))]).find(np.array([0, 0]), contexts, 1)
+    assert matched.tolist() == [2, 2] and drafts.tolist() == [[9], [209]]

@@ -263,6 +263,13 @@ def test_the_store_stays_within_its_memory_and_drops_the_oldest_problem():
     assert [int(text.tokens[0]) for text in store.texts((9,))] == list(range(3, KEPT_TEXTS + 3))
 
 
+def test_a_problem_that_is_asked_again_has_not_waited():
+    store = DraftStore(limit=16)
+    for key in "abacd":
+        store.add((ord(key),), np.zeros(1, dtype=np.int32), given=0)
+    assert [len(store.texts((ord(key),))) for key in "abcd"] == [2, 0, 1, 1]
+
+
 def ids(*tokens):
     return np.array(tokens, dtype=np.int32)
 
