@@ -12,7 +12,7 @@ from luffy.config import Config, Method, built_in_recipes, read_recipe, stages_o
 from luffy.config.legacy import merge
 from luffy.config.recipes import config_of
 from luffy.errors import ConfigError, UserError
-from luffy.report.methods import SECTIONS, closest_recipe
+from luffy.report.methods import SECOND_STAGE, SECTIONS, closest_recipe
 from luffy.run_folder.runs import flat_config
 from luffy.schema import nearest, to_dict
 
@@ -77,6 +77,8 @@ def method_values(cfg: Config, method: str) -> dict[str, Any]:
     them stays, unless the method says otherwise."""
     values, defaults = to_dict(cfg), to_dict(Config())
     own, others = closest_recipe(flat_config(cfg), sft=cfg.made_for == "sft")
+    if own == "on_policy" and cfg.stages:
+        own = SECOND_STAGE
     if method.replace("-", "_") == own:
         return dict(values)
     for section in OF_METHODS:

@@ -5,6 +5,7 @@ import pytest
 from luffy.compare.arms import arms_of, method_values, restored
 from luffy.compare.held_out import Split
 from luffy.config import load_config
+from luffy.config.recipes import config_of
 
 
 @pytest.fixture
@@ -25,10 +26,21 @@ def test_seeds_and_rates_follow_the_recipes(tmp_path, split):
     assert again["data"]["limit"] == 7 and again["out"] == cfg.out
 
 
-def test_another_method_has_nothing_of_the_recipes_own():
+@pytest.mark.parametrize("method", ["chord", "exgrpo", "relift", "sft_rl", "act_guide"])
+def test_another_method_has_nothing_of_the_recipes_own(method):
     plain = method_values(load_config("tiny/luffy"), "on_policy")
-    for recipe in ("tiny/chord", "tiny/guided", "tiny/exgrpo", "tiny/relift", "tiny/sft_rl"):
-        values = method_values(load_config(recipe), "on_policy")
-        assert values["batch"]["expert_share"] == 0.0 and values["rollout"]["offpolicy_guidance"] is None
-        for section in ("guidance", "teacher", "replay", "sft_steps", "stages"):
-            assert values[section] == plain[section], section
+    own = config_of(method_values(load_config("tiny/luffy"), method))
+    values = method_values(own, "on_policy")
+    for section in ("guidance", "teacher", "replay", "sft_steps", "stages", "batch"):
+        assert values[section] == plain[section], section
+
+
+def test_another_method_has_no_second_model():
+    assert method_values(load_config("tiny/guided"), "on_policy")["rollout"]["offpolicy_guidance"] is None
+
+
+def test_a_recipe_with_stages_is_no_on_policy_one():
+    cfg = load_config("tiny/sft_rl", {"stages": {"sft": {"patience": 5}}})
+    alone, staged = (method_values(cfg, method) for method in ("on_policy", "sft_rl"))
+    assert alone["stages"] == {} and staged["stages"]["sft"]["patience"] == 5
+    assert alone["algorithm"]["entropy_coef"] == staged["algorithm"]["entropy_coef"] == cfg.algorithm.entropy_coef
