@@ -14,6 +14,7 @@ from luffy.compare.arms import arms_of, named_methods
 from luffy.compare.halving import Asked, Halving, compare_methods, rates_in, rung_sizes, seconds_in
 from luffy.compare.held_out import split_data
 from luffy.compare.process import Ended
+from luffy.compare.state import State
 from luffy.config import load_config
 from luffy.errors import UserError
 from luffy.run_folder.runs import flat_config
@@ -155,6 +156,14 @@ def test_times_rates_and_rungs():
     assert [rung_sizes(n) for n in (1, 2, 3, 6, 9)] == [[1], [2], [3, 2], [6, 3, 2], [9, 5, 3, 2]]
     assert [rung_sizes(n, most=2) for n in (3, 6, 9)] == [[3, 2], [6, 4, 2], [9, 6, 4, 2]]  # 3 would leave a place free
     assert rung_sizes(6, seeds=2, most=2) == [6, 3, 2]
+    assert rung_sizes(4, most=3) == [4, 2], "no more than two are tested, whatever has room"
+
+
+def test_a_budget_keeps_room_for_the_test(cfg, tmp_path):
+    for spent, is_spent in ((20.0, False), (41.0, True)):
+        state = State("x", spent, overhead=[30.0])  # of a round, and the test of two has two of them
+        one = Halving(asked(cfg, tmp_path, budget=100.0, out=tmp_path), state, [], tmp_path, tmp_path, str)
+        assert one._is_spent() == is_spent
 
 
 @pytest.mark.slow

@@ -270,6 +270,13 @@ def test_a_problem_that_is_asked_again_has_not_waited():
     assert [len(store.texts((ord(key),))) for key in "abcd"] == [2, 0, 1, 1]
 
 
+def test_only_a_response_that_goes_on_takes_the_place_of_its_beginning():
+    store = DraftStore(limit=1000)
+    for length, given in ((2, 0), (3, 0), (4, 1)):
+        store.add((9,), np.arange(length, dtype=np.int32), given)
+    assert [len(text.tokens) for text in store.texts((9,))] == [3, 4]
+
+
 def ids(*tokens):
     return np.array(tokens, dtype=np.int32)
 
