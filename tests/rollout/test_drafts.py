@@ -111,6 +111,13 @@ def test_plain_steps_and_passes_go_on_from_one_another(way):
     assert 0 < engine.metrics()["rollout/draft_passes"].value < engine.stats.decode_steps
 
 
+def test_the_same_rows_go_on_between_plain_steps_and_passes(way):
+    requests = [make_request((3, 4, 5), 40, seed=i) for i in range(2)]
+    drafts, turn = Drafts(), iter(range(10_000))
+    drafts.pace.tokens_for = lambda rows: 1 if next(turn) // 2 % 2 else 4
+    assert_same(NativeEngine(toy(), decoding="slots").generate(requests), drawn_with(way, toy(), requests, drafts)[0])
+
+
 def test_few_slots_and_waiting_prompts(way):
     requests = [make_request((3 + i % 4, 4), 14, seed=i, eos_ids=(5, 6)) for i in range(10)]
     plain = NativeEngine(toy(), decoding="slots").generate(requests)
