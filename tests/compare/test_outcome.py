@@ -54,7 +54,7 @@ def test_a_candidate_has_a_test_if_all_its_seeds_have():
     assert outcome.winner is None
 
 
-def test_level_tests_are_told_apart_by_validation_and_seeds_share_their_problems():
+def test_level_tests_are_ordered_by_validation_and_seeds_share_problems():
     _, states, arms = found(luffy=20, on_policy=20)
     for arm in arms:
         states[arm.name].rungs = [0.5, 0.7 if arm.method == "on_policy" else 0.6][: 2 - arm.seed]

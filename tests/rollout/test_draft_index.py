@@ -50,7 +50,7 @@ def test_large_ids_do_not_run_into_one_another():
     assert matched.tolist() == [2, 0, 2] and drafts.tolist() == [[7, NONE], [NONE, NONE], [8, NONE]]
 
 
-def test_many_places_of_the_next_token_hide_none_and_the_newest_of_equal_ones_counts():
+def test_places_of_the_next_token_hide_none_and_the_newest_equal_one_counts():
     tokens = [1, 2, 9, *[1, 3, 8] * CANDIDATES, *(token for last in range(10, 210) for token in (last, 4, 5, last))]
     contexts = np.full((2, MOST), BEFORE, dtype=np.int32)
     contexts[:, -2:] = [(1, 2), (4, 5)]
