@@ -23,8 +23,9 @@ SHAREGPT_ROLES = {
 
 
 def read_messages(row: RowView, column: str, chat: Sequence[Any], start: int = 0) -> tuple[Message, ...]:
-    """Read a chat, which begins at ``start`` of the column. A result belongs to the call with its id, else to the next
-    call without one. The results of parallel calls are put in the order of the calls: templates may show no ids."""
+    """Read a chat, which begins at ``start`` of the column. A result belongs to the call with its id, else with
+    its name, else to the next call without a result. Results are put in the order of their calls, because templates may
+    show no ids."""
     messages: list[Message] = []
     names: dict[Any, str] = {}  # of calls by their ids
     waiting: list[tuple[int, Any, str]] = []  # calls without a result: place among the last turn's, id, name
@@ -37,7 +38,7 @@ def read_messages(row: RowView, column: str, chat: Sequence[Any], start: int = 0
             names |= {id: name for _, id, name in waiting if isinstance(id, str)}
         if message.role == "tool":
             id = item.get("tool_call_id")
-            own = [call for call in waiting if id is not None and call[1] == id]
+            own = [call for call in waiting if (call[2] == message.name if id is None else call[1] == id)]
             name = names.get(id, "") if isinstance(id, str) else ""
             if call := next(iter(own or waiting[: not name]), None):
                 waiting.remove(call)

@@ -86,7 +86,7 @@ def keep_four_bits(model: Any, dtype: torch.dtype) -> None:
             kind = getattr(layer, "source_cls", nn.Linear)  # what `transformers` replaced
             if not issubclass(kind, nn.Linear):
                 raise UserError(
-                    f"{name} is a {kind.__name__}, which luffy has not in four bits: leave out model.lora.quantize"
+                    f"{name} is a {kind.__name__}, which cannot be in four bits: leave out model.lora.quantize"
                 )
             owner, _, field = name.rpartition(".")
             setattr(model.get_submodule(owner), field, FourBitLinear(layer, dtype))

@@ -75,6 +75,18 @@ def test_results_without_ids_get_the_names_of_the_calls_in_order():
     assert [message.name for message in read({"messages": chat}).traces[0].messages] == ["", "add", "sub", ""]
 
 
+def test_named_results_are_put_in_the_order_of_their_calls():
+    calls = [{"name": name, "arguments": {}} for name in ("add", "sub", "add")]
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    chat += [
+        {"role": "tool", "content": text, "name": name} for text, name in (("1", "sub"), ("5", "add"), ("6", "add"))
+    ]
+    messages = read({"messages": [*chat, {"role": "assistant", "content": "5"}]}).traces[0].messages
+    assert [(message.name, message.content) for message in messages[1:]] == [
+        ("add", "5"), ("sub", "1"), ("add", "6"), ("", "5"),
+    ]  # fmt: skip
+
+
 def test_which_turns_are_the_trace():
     chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate("abcd")]
     assert read({"messages": chat}).traces == (Trace(text="d"),) and len(read({"messages": chat}).prompt) == 3
