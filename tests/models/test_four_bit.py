@@ -223,9 +223,7 @@ def test_a_folder_without_a_model_is_described_as_it_is_otherwise(tmp_path):
 def test_layers_that_lie_transposed_are_refused(monkeypatch, tmp_path):
     monkeypatch.setitem(ARCHITECTURES, "gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4})
     make_model("gpt2").save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=r"^transformer\.h\.0\.attn\.c_attn is a Conv1D, which cannot be in four bits"
-    ):
+    with pytest.raises(UserError, match=r"^transformer\.h\.0\.attn\.c_attn is a Conv1D, which cannot be in four bits"):
         load_model(tmp_path, four_bits=True)
 
 
