@@ -2,11 +2,17 @@
 
 import json
 import sys
+from fractions import Fraction
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from luffy.config import load_config
+from luffy.data import load_problems
+from luffy.prepare.dataset_files import message_rows, traces_schema
+from studies.calculator import shots
 from studies.calculator.run import BASE, Study, has_valid_call, names, recipe
 
 # Stands in for luffy: notes what it is asked for, and ends an evaluation.
@@ -69,6 +75,24 @@ def test_when_the_time_is_up_nothing_is_begun(study):
     runs, log = study
     runs.go(minutes=0, at_once=2, poll_s=0.01)
     assert not log.exists()
+
+
+def test_the_example_of_the_teacher_is_right_and_not_in_its_traces(tmp_path):
+    for _, expression, result in shots.STEPS:
+        assert Fraction(eval(expression)) == Fraction(result)
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "2+3?", "answer": "It is\n#### 5"}) + "\n")
+    assert shots.write_asked(tmp_path / "train.jsonl", tmp_path / "asked.jsonl") == 1
+    (problem,) = load_problems(tmp_path / "asked.jsonl")
+    assert len(problem.prompt) == 10 and problem.answer == "5" and problem.prompt[2].tool_calls
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "calculate", "arguments": "{}"}], "name": None}
+    said = {"role": "assistant", "content": "5", "tool_calls": None, "name": None}
+    schema = traces_schema(load_problems(tmp_path / "asked.jsonl"), turns=True)
+    row = {"id": "a", "prompt": message_rows(problem.prompt), "answer": "5"}
+    row["traces"] = [{"messages": [said]}, {"messages": [call, {**said, "role": "tool"}, said]}]
+    pq.write_table(pa.Table.from_pylist([row], schema=schema), tmp_path / "asked.parquet")
+    assert shots.write_kept(tmp_path / "asked.parquet", tmp_path / "traces.parquet") == 1
+    (problem,) = load_problems(tmp_path / "traces.parquet")
+    assert problem.prompt == "2+3?" and len(problem.traces) == 1 and problem.traces[0].messages[0].tool_calls
 
 
 @pytest.mark.parametrize(
