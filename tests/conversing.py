@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from luffy.environments.protocol import Reply
 from luffy.rollout.engine import Engine
 from luffy.types import Completion, Request
 
@@ -77,3 +78,21 @@ class ScriptedEngine(Engine):
 def call_text(name: str, **arguments) -> str:
     """A tool call as the template writes it."""
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+class Own:
+    """An environment of luffy's own protocol."""
+
+    first, answer, total = "", Reply(), 1.0
+
+    def start(self, problem, seed):
+        return self.first
+
+    def reply(self, turn):
+        return self.answer
+
+    def reward(self):
+        return self.total
+
+    def close(self):
+        pass

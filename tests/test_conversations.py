@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conversing import TEMPLATE, ScriptedEngine, call_text, make_chat_tokenizer
+from conversing import TEMPLATE, Own, ScriptedEngine, call_text, make_chat_tokenizer
 from data.templates import TEMPLATES, make_model_tokenizer
 
 from luffy.config import EnvironmentConfig, RewardConfig
@@ -302,24 +302,6 @@ def test_an_environment_that_hangs_or_breaks_costs_its_own_episode_alone():
 def test_an_episode_whose_environment_fails_scores_the_worst_value():
     ((group,), _) = play_turns(replace(make_rules(), failure=-1.0), adds, [make_problem("break")])
     assert [score.value for score in group.scores] == [-1.0]
-
-
-class Own:
-    """An environment of luffy's own protocol."""
-
-    first, answer, total = "", Reply(), 1.0
-
-    def start(self, problem, seed):
-        return self.first
-
-    def reply(self, turn):
-        return self.answer
-
-    def reward(self):
-        return self.total
-
-    def close(self):
-        pass
 
 
 @pytest.mark.parametrize(

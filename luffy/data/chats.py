@@ -27,29 +27,44 @@ def read_messages(row: RowView, column: str, chat: Sequence[Any], start: int = 0
     its name, else to the next call without a result. Results are put in the order of their calls, because templates may
     show no ids."""
     messages: list[Message] = []
-    names: dict[Any, str] = {}  # of calls by their ids
-    waiting: list[tuple[int, Any, str]] = []  # calls without a result: place among the last turn's, id, name
-    places: list[int] = []  # of the messages: a result's call, -1 for all others
+    places: list[int] = []  # of the messages: a result's call among its turn's, -1 for all others
+    calls = _Calls()
     for place, item in enumerate(chat, start):
         message, at = read_message(row, f"{column}[{place}]", item), -1
         if message.tool_calls:
-            ids = [call.get("id") for call in item["tool_calls"]]
-            waiting = [(i, id, call.name) for i, (id, call) in enumerate(zip(ids, message.tool_calls, strict=True))]
-            names |= {id: name for _, id, name in waiting if isinstance(id, str)}
+            calls.ask([call.get("id") for call in item["tool_calls"]], [call.name for call in message.tool_calls])
         if message.role == "tool":
-            id = item.get("tool_call_id")
-            own = [call for call in waiting if (call[2] == message.name if id is None else call[1] == id)]
-            name = names.get(id, "") if isinstance(id, str) else ""
-            if call := next(iter(own or waiting[: not name]), None):
-                waiting.remove(call)
-                at, _, name = call
-            message = Message("tool", message.content, name=message.name or name)
+            at, name = calls.answer(item.get("tool_call_id"), message.name)
+            message = Message("tool", message.content, name=name)
         before = len(messages)
         while before and 0 <= at < places[before - 1]:
             before -= 1
         messages.insert(before, message)
         places.insert(before, at)
     return tuple(messages)
+
+
+class _Calls:
+    """The calls of a chat so far, and those of the last turn that have no result yet."""
+
+    def __init__(self) -> None:
+        self._names: dict[Any, str] = {}  # by id
+        self._waiting: list[tuple[int, Any, str]] = []  # place in the turn, id, name
+
+    def ask(self, ids: Sequence[Any], names: Sequence[str]) -> None:
+        """A turn has calls."""
+        self._waiting = list(zip(range(len(ids)), ids, names, strict=True))
+        self._names |= {call: name for call, name in zip(ids, names, strict=True) if isinstance(call, str)}
+
+    def answer(self, call_id: Any, name: str) -> tuple[int, str]:
+        """The call of a result: its place in the last turn, -1 if it is not there, and its name."""
+        known = self._names.get(call_id, "") if isinstance(call_id, str) else ""
+        own = [call for call in self._waiting if (call[2] == name if call_id is None else call[1] == call_id)]
+        found = next(iter(own or self._waiting[: not known]), None)
+        if found is None:
+            return -1, name or known
+        self._waiting.remove(found)
+        return found[0], name or found[2]
 
 
 def read_message(row: RowView, column: str, item: Any) -> Message:

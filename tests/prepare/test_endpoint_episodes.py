@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from builders import write_rows
 from commands import luffy
+from conversing import Own
 from test_prepare_traces import serve  # noqa: F401
 
 from luffy.config import EnvironmentConfig
@@ -217,22 +218,8 @@ def test_a_mistake_of_the_user_is_no_fault_of_an_episode(serve, tmp_path):  # no
         play_at(serve(chains), tmp_path, arguments={"quick": True})
 
 
-class Own:
-    """An environment of luffy's own protocol."""
-
-    first, answer, total = "", protocol.Reply((Message("user", "go on"),)), 1.0
-
-    def start(self, problem, seed):
-        return self.first
-
-    def reply(self, turn):
-        return self.answer
-
-    def reward(self):
-        return self.total
-
-    def close(self):
-        pass
+class GoesOn(Own):
+    answer = protocol.Reply((Message("user", "go on"),))
 
 
 def play_alone(environment, ask, **settings):
@@ -253,7 +240,7 @@ def play_alone(environment, ask, **settings):
     ],
 )
 def test_an_environment_that_breaks_its_protocol_costs_its_episode(said, why):
-    found = play_alone(type("Odd", (Own,), said), lambda chat: Reply("go", "stop"), max_turns=2)
+    found = play_alone(type("Odd", (GoesOn,), said), lambda chat: Reply("go", "stop"), max_turns=2)
     assert (found.end, found.faults) == ("raised", ("raised",)) and found.message.startswith(why)
     assert found.reward is None
 
@@ -265,14 +252,14 @@ def test_an_outcome_has_turns_calls_faults_and_rewards():
     assert found.faults == ("unknown_tool",) and found.turn_rewards == (0.0, 0.0, 0.0)
     roles = [message.role for message in found.messages]
     assert roles == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
-    given = type("Given", (Own,), {"answer": protocol.Reply((Message("user", "go on"),), reward=0.5)})
+    given = type("Given", (GoesOn,), {"answer": protocol.Reply((Message("user", "go on"),), reward=0.5)})
     found = play_alone(given, lambda chat: Reply("go", "stop"), max_turns=2)
     assert (found.end, found.turn_rewards, len(found.messages)) == ("turns", (0.5, 0.5), 3)
 
 
 def test_an_episode_begins_with_its_problem_and_seed():
     begun = []
-    noted = type("Noted", (Own,), {"start": lambda self, problem, seed: begun.append((problem.id, seed))})
+    noted = type("Noted", (GoesOn,), {"start": lambda self, problem, seed: begun.append((problem.id, seed))})
     assert play_alone(noted, lambda chat: Reply("go", "stop"), max_turns=1).end == "turns"
     assert begun == [("p", 5)]
 
@@ -280,7 +267,7 @@ def test_an_episode_begins_with_its_problem_and_seed():
 def test_an_environment_that_is_made_too_late_is_closed():
     closed, may_go = threading.Event(), threading.Event()
 
-    class Late(Own):
+    class Late(GoesOn):
         def __init__(self):
             may_go.wait(20)
 
@@ -294,7 +281,7 @@ def test_an_environment_that_is_made_too_late_is_closed():
 
 
 def test_how_an_episode_ended_and_whose_reward_counts():
-    over = type("Over", (Own,), {"answer": protocol.Reply(done=True)})
+    over = type("Over", (GoesOn,), {"answer": protocol.Reply(done=True)})
     called = Reply("go", "stop", calls=(ToolCall("add", {}),))
     assert play_alone(over, lambda chat: called).end == "environment"
     found = play_alone(over, lambda chat: Reply("go", "stop"), reward="verifier")
