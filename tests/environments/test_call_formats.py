@@ -49,6 +49,7 @@ READABLE = [
     ("json", f"I add.\n```json\n{CALL}\n```", "I add.", (ADD,)),
     ("json", f"{TAGGED} then {{{CALL}}}", " then {}", (ADD, ADD)),
     ("json", f'{{"name": "f", "arguments": {{"s": {json.dumps(CALL)}}}}}', "", (ToolCall("f", {"s": CALL}),)),
+    ("json", f'{{"name": "f", "arguments": {{"c": {CALL}}}}}', "", (ToolCall("f", {"c": json.loads(CALL)}),)),
     ("json", '```\n{"name": "Ann", "age": 5}\n``` {5}', '```\n{"name": "Ann", "age": 5}\n``` {5}', ()),
     ("mistral", f"\n<think>[TOOL_CALLS] [{CALL}]</think>No.", f"\n<think>[TOOL_CALLS] [{CALL}]</think>No.", ()),
 ]
