@@ -39,6 +39,8 @@ Checkpointing = Annotated[str, typer.Option(help="model.gradient_checkpointing: 
 Threads = Annotated[int | None, typer.Option(help="CPU threads of torch; default: as train.threads", min=1)]
 Offload = Annotated[bool, typer.Option(help="optim.offload: optimizer state in the host's memory")]
 Lora = Annotated[int, typer.Option(help="rank of LoRA adapters; 0: all weights", min=0)]
+Quantize = Annotated[str, typer.Option(help="model.lora.quantize: nf4, beside --lora")]
+Memory = Annotated[float | None, typer.Option(help="GiB of the GPU that may be used; default: all", min=1)]
 Kernels = Annotated[bool, typer.Option("--kernels", help="one more run under the profiler: what takes the time?")]
 
 WIDE = 160  # characters of a line
@@ -108,21 +110,20 @@ def update(
     checkpointing: Checkpointing = "auto",
     offload: Offload = False,
     lora: Lora = 0,
+    quantize: Quantize = "",
+    memory: Memory = None,
     kernels: Kernels = False,
     dtype: Dtype = "", device: Device = "auto", repeats: Repeats = 2, threads: Threads = None, json_path: Json = None,
 ) -> None:  # fmt: skip
     """Tokens trained on per second of one optimizer step, and its share of the matrix rate (6 operations a weight and
     computed token)."""
-    from bench.models import model_of
-    from bench.update import bench_update, update_config
-
-    from luffy.train.weights import add_adapters
+    from bench.limits import limit_memory
+    from bench.update import bench_update, trained_model, update_config
 
     device, kind = _place(device, dtype, threads)
-    cfg = update_config(tokens, response_tokens, checkpointing, offload, lora, kind, device)
-    trained = model_of(shape, model, kind, device)
-    if cfg.model.lora is not None:
-        trained = add_adapters(trained, cfg.model)
+    limit_memory(device, memory)
+    cfg = update_config(tokens, response_tokens, checkpointing, offload, lora, quantize, kind, device)
+    trained = trained_model(shape, model, cfg, device)
     machine, row = bench_update(trained, cfg, samples, group, prompt_tokens, response_tokens, repeats, kernels)
     _show("update", machine, [row], json_path, {
         "samples": "{samples}", "lengths": "{prompt_tokens}+{response_tokens}", "tokens": "{tokens:,}",
@@ -152,6 +153,8 @@ def step(
     checkpointing: Checkpointing = "auto",
     offload: Offload = False,
     lora: Lora = 0,
+    quantize: Quantize = "",
+    memory: Memory = None,
     profile: Annotated[
         bool, typer.Option(help="one more step under the profiler: how long was the GPU idle, at least and at most?")
     ] = False,
@@ -162,15 +165,17 @@ def step(
     with every response ended in its step and one with rollout.max_tokens_per_step; waiting is the share of the rollout
     with fewer than a quarter of a step's responses under way, and a busy GPU neither waits so nor is outside."""
     from bench.lengths import Lognormal, bench_lengths
+    from bench.limits import limit_memory
     from bench.step import bench_step
     from bench.update import model_knobs
 
     from luffy.errors import UserError
 
     device, kind = _place(device, dtype, threads)
+    limit_memory(device, memory)
     overrides = {
         "batch": {"tokens": tokens},
-        "model": model_knobs(checkpointing, lora),
+        "model": model_knobs(checkpointing, lora, quantize),
         "optim": {"offload": offload},
         "data": {"max_prompt_tokens": prompt_tokens},
     }

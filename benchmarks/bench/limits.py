@@ -10,6 +10,7 @@ import torch
 from bench.models import parameter_count
 from torch import nn
 
+from luffy.errors import UserError
 from luffy.models.forward import causal_lm, key_value_shape
 from luffy.models.machine import Machine
 
@@ -29,7 +30,7 @@ def roofline_seconds(model: nn.Module, responses: Sequence[Response], machine: M
     per_token = 2 * config.num_hidden_layers * kv_heads * width * size
     # Its t-th step finds prompt + t tokens in the cache; the first token comes from the prefill.
     cached = sum((r.new - 1) * r.prompt + r.new * (r.new - 1) // 2 for r in responses)
-    weights = (parameter_count(model) - _looked_up(model)) * size
+    weights = sum(p.numel() * p.itemsize for p in model.parameters()) - _looked_up(model) * size  # as they lie there
     return (_steps([r.new - 1 for r in responses], slots) * weights + cached * per_token) / machine.bandwidth
 
 
@@ -59,6 +60,15 @@ def reset_peak(device: torch.device) -> None:
     """Start a new measurement of ``peak_gib``."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def limit_memory(device: str, gib: float | None) -> None:
+    """Let this process have no more of the GPU than ``gib``."""
+    if gib is not None:
+        if device != "cuda":
+            raise UserError("--memory limits a GPU's memory, and this is a CPU")
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(min(gib * 2**30 / total, 1.0))
 
 
 def peak_gib(device: torch.device) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import Qwen2ForCausalLM
 
 from luffy.errors import UserError
 from luffy.models.forward import use_luffy_attention
+from luffy.models.four_bit import matrix_kind
 from luffy.models.load import DTYPES, DtypeName, load_model, say_slow_dtype
 from luffy.models.shapes import SHAPES, shape_config
 
@@ -37,4 +39,5 @@ def model_of(shape: str, path: Path | None, dtype: DtypeName, device: str) -> nn
 
 
 def parameter_count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    """Of the matrices that the weights stand for, also where they lie there in four bits."""
+    return sum(math.prod(matrix_kind(parameter)[0]) for parameter in model.parameters())

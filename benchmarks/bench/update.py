@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from bench.kernels import top_kernels
 from bench.limits import peak_gib, reset_peak, update_flops
+from bench.models import model_of, random_model
 from torch import nn
 
 from luffy.config import Config
@@ -17,6 +21,7 @@ from luffy.models.forward import causal_lm
 from luffy.models.load import DtypeName
 from luffy.models.machine import Machine, timed
 from luffy.schema import build
+from luffy.train.weights import add_adapters, load_policy
 from luffy.types import Author, Sample, written_by
 
 
@@ -43,22 +48,37 @@ def checkpointing_knob(text: str) -> bool | str:
     return words[text]
 
 
-def model_knobs(checkpointing: str, lora: int) -> dict[str, Any]:
-    return {"gradient_checkpointing": checkpointing_knob(checkpointing), "lora": {"rank": lora} if lora else None}
+def model_knobs(checkpointing: str, lora: int, quantize: str) -> dict[str, Any]:
+    if quantize and not lora:
+        raise UserError("--quantize freezes the weights: give --lora too")
+    adapters = {"rank": lora, "quantize": quantize or None} if lora else None
+    return {"gradient_checkpointing": checkpointing_knob(checkpointing), "lora": adapters}
 
 
 def update_config(
-    tokens: int, response_tokens: int, checkpointing: str, offload: bool, lora: int, dtype: DtypeName, device: str
-) -> Config:
+    tokens: int, response_tokens: int, checkpointing: str, offload: bool, lora: int, quantize: str,
+    dtype: DtypeName, device: str,
+) -> Config:  # fmt: skip
     model = {"path": "bench", "dtype": dtype, "device": device}
     return build(Config, {
-        "model": {**model, **model_knobs(checkpointing, lora)},
+        "model": {**model, **model_knobs(checkpointing, lora, quantize)},
         "data": {"train": "bench", "max_prompt_tokens": 1},
         "rollout": {"max_tokens": response_tokens},
         "batch": {"tokens": tokens},
         "algorithm": {"entropy_coef": 0.0},
         "optim": {"offload": offload},
     })  # fmt: skip
+
+
+def trained_model(shape: str, path: Path | None, cfg: Config, device: str) -> nn.Module:
+    """With the config's adapters. Weights are quantized as they are read, so random ones go through a folder."""
+    if cfg.model.lora is None or not cfg.model.four_bits:
+        model = model_of(shape, path, cfg.model.dtype, device)
+        return model if cfg.model.lora is None else add_adapters(model, cfg.model)
+    with tempfile.TemporaryDirectory() as folder:
+        if path is None:
+            random_model(shape, cfg.model.dtype, device).save_pretrained(folder)
+        return load_policy(replace(cfg.model, path=str(path or folder)), device)
 
 
 def bench_update(

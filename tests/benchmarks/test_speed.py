@@ -83,6 +83,28 @@ def test_a_step_reports_its_work(tmp_path, more):
         assert row["mfu"] == pytest.approx(per_second / machine.flops)
 
 
+def test_four_bits_count_as_the_weights_they_stand_for(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    flops = []
+    for quantize in ([], ["--quantize", "nf4"]):
+        out = tmp_path / "update.json"
+        bench("update", "--repeats", 1, "--device", "cpu", "--lora", 4, *quantize, "--json", out)
+        written = json.loads(out.read_text())
+        (row,) = written["rows"]
+        flops.append(row["mfu"] * row["seconds"] * written["machine"]["flops"])
+    assert flops[0] == pytest.approx(flops[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--quantize", "nf4"], "give --lora too"), (["--memory", 24, "--device", "cpu"], "and this is a CPU")],
+)
+def test_what_cannot_be_limited_or_quantized_is_refused(words, message):
+    for what in ("update", "step"):
+        result = CliRunner().invoke(app, ["bench", what, *map(str, words)])
+        assert result.exit_code != 0 and message in str(result.exception)
+
+
 @pytest.mark.slow
 def test_adapters_have_gradients_and_the_rest_does_not(tmp_path):
     flops = {}
