@@ -144,7 +144,7 @@ def read_conversation(row: RowView, column: str, chat: Sequence[Mapping[str, Any
     calls."""
     if len(chat) == 1 and chat[0].get("role") == "assistant" and not chat[0].get("tool_calls"):
         return Trace(text=assistant_text(row, f"{column}[{start}]", chat))
-    messages = read_messages(row, column, chat, start)
+    messages = read_messages(row, column, [with_thoughts(turn) for turn in chat], start)
     for place, (message, next_one) in enumerate(zip(messages, [*messages[1:], None], strict=True)):
         fault = _turn_fault(message, next_one, place)
         if fault is not None:
@@ -175,10 +175,20 @@ def read_chat_trace(row: RowView, column: str, chat: Sequence[Mapping[str, Any]]
 
 
 def assistant_text(row: RowView, column: str, chat: Sequence[Mapping[str, Any]]) -> str:
-    turns = [text_of(turn.get("content")) for turn in chat if turn.get("role") == "assistant"]
+    turns = [text_of(with_thoughts(turn).get("content")) for turn in chat if turn.get("role") == "assistant"]
     if len(turns) != 1 or turns[0] is None or not turns[0].strip():
         raise row.fault(column, f"expected an assistant message with text, found {shown(chat)}")
     return turns[0]
+
+
+def with_thoughts(turn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The turn with its thoughts in its content, as a model writes them: many servers return them apart, as
+    ``reasoning_content`` or ``reasoning``."""
+    thoughts, given = turn.get("reasoning_content") or turn.get("reasoning"), turn.get("content")
+    content = "" if given is None else text_of(given)
+    if turn.get("role") != "assistant" or not isinstance(thoughts, str) or content is None or "</think>" in content:
+        return turn
+    return {**turn, "content": f"<think>\n{thoughts.strip()}\n</think>\n\n{content.lstrip()}"}
 
 
 # ---- ShareGPT

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from luffy.data.chats import parsed_json
+from luffy.data.chats import parsed_json, with_thoughts
 from luffy.data.prompts import template_rows
 from luffy.errors import UserError
 from luffy.prepare.journal import whole_text
@@ -132,13 +132,12 @@ def _openai_row(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "tool_calls": calls} if calls else row
 
 
-def _chat_text(message: Any) -> str:
+def _chat_text(message: Any) -> Any:
     """Thoughts and answer as the model wrote them; reasoning servers send them apart."""
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content if part.get("type", "text") == "text")
-    thoughts = message.get("reasoning_content") or message.get("reasoning")
-    return f"<think>\n{thoughts.strip()}\n</think>\n\n{content.lstrip()}" if thoughts else content
+    return with_thoughts({**message, "role": "assistant", "content": content})["content"]
 
 
 def _log_probs(given: Any) -> tuple[tuple[str, ...] | None, tuple[float, ...] | None]:

@@ -153,6 +153,24 @@ def test_chats_in_a_column_of_traces():
     assert "recorded log-probs need the token ids" in fault_of({**row, "traces": [given]}, "luffy")
 
 
+def test_thoughts_that_are_apart_join_the_text():
+    ask, result = {"role": "user", "content": "q"}, {"role": "tool", "content": "5"}
+    thinks = {"role": "assistant", "reasoning_content": " two and three\n"}
+    call, say = {**thinks, "content": None, "tool_calls": [call_row()]}, {**thinks, "content": "\n5"}
+    before = "<think>\ntwo and three\n</think>\n\n"
+    (single,), (several,) = (read({"messages": [ask, *more]}).traces for more in ([say], [call, result, say]))
+    assert single == Trace(text=before + "5")
+    assert [turn.content for turn in several.messages] == [before, "5", before + "5"]
+    parts = {**say, "content": [{"type": "text", "text": "5"}]}
+    for turn in (parts, {"role": "assistant", "reasoning": "two and three", "content": "5"}):
+        assert read({"messages": [ask, turn]}).traces == (Trace(text=before + "5"),)
+    for turn in ({**say, "content": "a </think> 5"}, {**say, "reasoning_content": None, "content": "a </think> 5"}):
+        assert read({"messages": [ask, turn]}).traces == (Trace(text="a </think> 5"),)
+    assert "expected an assistant message with text" in fault_of({"messages": [ask, {**say, "content": {}}]})
+    greeting = {**say, "content": "hello"}  # in a prompt thoughts stay out, as templates leave out those of past turns
+    assert read({"messages": [greeting, ask, say]}).prompt[0].content == "hello"
+
+
 def test_the_option_of_a_dataset(write_jsonl):
     chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate("abcd")]
     path = write_jsonl([{"messages": chat}])
