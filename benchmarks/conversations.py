@@ -205,7 +205,7 @@ def play_luffy(o: argparse.Namespace) -> dict[str, Any]:
 
     def rollout(repeat: int) -> tuple[float, float, int]:
         late = [[scale * s for s in each] for each in delays(o, repeat)]
-        rules = Conversations(cfg, encoder, SlowMaker(late[::-1]), call_format, most, 0.0)
+        rules = Conversations(cfg, SlowMaker(late[::-1]), 0.0, encoder, call_format, most)
         sampling = Sampling(most)
         tasks = [Task(Problem(str(i), "", "", ()), ids) for i, ids in enumerate(prompts(o, repeat))]
         episodes = [unwritten(task, repeat * o.episodes + i, sampling) for i, task in enumerate(tasks)]

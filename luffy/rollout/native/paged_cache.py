@@ -108,11 +108,11 @@ class PagedCache:
             source, target = (to_device(torch.tensor(pages[part]), self.device) for pages in (sources, targets))
             self._block[target] = self._block[source]
 
-    def gather(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [length, KV heads, D] of one sequence, laid end to end."""
+    def gather(self, layer: int, pages: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, KV heads, D] of tokens, by the page that each lies in and its place there."""
         assert self._block is not None
-        keys, values = self._block[pages, layer].transpose(2, 3).transpose(0, 1).flatten(1, 2)[:, :length]
-        return keys, values
+        block = self._block[:, layer]
+        return block[pages, 0, :, places], block[pages, 1, :, places]
 
 
 class PagedDecodeLayout:
@@ -229,6 +229,10 @@ class ChunksLayout:
         self._rows = to_device(torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(lengths)), device)
         self._ends = [chunk.end for chunk in chunks]
         self._whole = PackedLayout(self._ends, device)
+        if self._continues:  # where each sequence lies, from its first token on
+            pages = [torch.tensor(chunk.pages).repeat_interleave(PAGE)[: chunk.end] for chunk in chunks]
+            self._pages = to_device(torch.cat(pages), device)
+            self._places = to_device(torch.cat([torch.arange(end) % PAGE for end in self._ends]), device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         cache = self._cache
@@ -236,18 +240,11 @@ class ChunksLayout:
         store(key, value, cache.address, self._tables, self._rows, self.position_ids, layer, stride)
         if not self._continues:
             return self._packed.attend(layer, query, key, value, scale, window)
-        keys, values = self._everything(layer)
+        keys, values = cache.gather(layer, self._pages, self._places)
         if varlen_serves(query):
-            return causal_varlen(query, torch.cat(keys), torch.cat(values), self._packed, self._whole, scale, window)
-        parts = query.split([len(chunk) for chunk in self._chunks])
-        return torch.cat([
-            _attend_last(q, k, v, scale, window) for q, k, v in zip(parts, keys, values, strict=True)
-        ])  # fmt: skip
-
-    def _everything(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of every sequence from its first token on."""
-        rows = [self._cache.gather(layer, table, end) for table, end in zip(self._tables, self._ends, strict=True)]
-        return [keys for keys, _ in rows], [values for _, values in rows]
+            return causal_varlen(query, keys, values, self._packed, self._whole, scale, window)
+        parts = query.split([len(chunk) for chunk in self._chunks]), keys.split(self._ends), values.split(self._ends)
+        return torch.cat([_attend_last(q, k, v, scale, window) for q, k, v in zip(*parts, strict=True)])
 
 
 def _attend_last(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
