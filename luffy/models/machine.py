@@ -19,9 +19,11 @@ MOST_WORKERS = 8
 
 
 def unused_bytes(device: torch.device) -> int:
-    """Free GPU memory: the driver's, and what torch has reserved but not allocated."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    """GPU memory that torch may still allocate: the driver's, within this process's limit, and what torch has reserved
+    but not allocated."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, limit = torch.cuda.memory_reserved(device), torch.cuda.get_per_process_memory_fraction(device) * total
+    return min(free, int(limit) - reserved) + reserved - torch.cuda.memory_allocated(device)
 
 
 def resident_bytes() -> int:

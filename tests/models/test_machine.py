@@ -1,4 +1,4 @@
-"""Torch never takes more threads than the process has cores for, unless told to."""
+"""What a process may take of its machine: threads, workers and memory."""
 
 import os
 
@@ -82,3 +82,17 @@ def test_verifiers_beside_a_gpu(monkeypatch, cores, workers, of_four):
     monkeypatch.setattr(machine_module, "available_cores", lambda: cores)
     assert machine_module.default_workers("cuda") == workers and machine_module.default_workers("cpu") == 2
     assert machine_module.default_workers("cuda", processes=4) == of_four
+
+
+@pytest.mark.parametrize(("fraction", "free", "unused"), [(1.0, 60, 70), (0.5, 60, 40), (0.5, 15, 25), (0.2, 60, 10)])
+def test_a_process_counts_the_memory_that_it_may_use(monkeypatch, fraction, free, unused):
+    """Of 100 bytes it has reserved 20 and allocated 10."""
+    answers = {
+        "mem_get_info": (free, 100),
+        "memory_reserved": 20,
+        "memory_allocated": 10,
+        "get_per_process_memory_fraction": fraction,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
+    assert machine_module.unused_bytes(torch.device("cuda")) == unused
