@@ -10,14 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import TypeVar
 
 from luffy.compare.arms import Arm, arms_of
-from luffy.compare.at_once import at_once, environment, evenly
+from luffy.compare.at_once import environment, evenly
+from luffy.compare.base_holder import Room, room_for
 from luffy.compare.held_out import split_data
 from luffy.compare.jobs import accuracies, evaluation, training, write_recipes
 from luffy.compare.outcome import Outcome, outcome_of
 from luffy.compare.pages import write_pages
-from luffy.compare.process import Ended, Job, spent_seconds, together
+from luffy.compare.process import Ended, spent_seconds, together
 from luffy.compare.state import ArmState, State, fingerprint, read_state
 from luffy.config import Config
 from luffy.errors import UserError
@@ -28,6 +30,7 @@ LEAST_S = 1.0  # of training in a rung
 FIRST_OVERHEAD_S = 15.0  # of arms side by side in a rung: imports, building, evaluation; measured from then on
 PATIENCE_S = 600.0
 Say = Callable[[str], object]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,10 @@ def compare_methods(asked: Asked, say: Say) -> Outcome:
     for arm in arms:
         state.arms.setdefault(arm.name, ArmState())
     write_recipes(asked.out, arms)
-    Halving(asked, state, arms, split.validation, split.test, say).run()
+    began, over = time.monotonic(), not any(arm.is_left for arm in state.arms.values())
+    with room_for(arms, asked.at_once, asked.out / "recipes", asked.patience, over) as room:
+        state.spent += time.monotonic() - began  # the shared weights have been loaded
+        Halving(asked, state, arms, split.validation, split.test, say, room).run()
     outcome = outcome_of(arms, state.arms)
     pages = write_pages(asked.cfg, outcome, state.arms, f"{asked.budget:g} s", asked.out)
     for name, path in pages.items():
@@ -86,11 +92,13 @@ def compare_methods(asked: Asked, say: Say) -> Outcome:
 class Halving:
     """The rungs of a comparison, from where its state says that it is."""
 
-    def __init__(self, asked: Asked, state: State, arms: Sequence[Arm], validation: Path, test: Path, say: Say) -> None:
+    def __init__(
+        self, asked: Asked, state: State, arms: Sequence[Arm], validation: Path, test: Path, say: Say, room: Room
+    ) -> None:
         self.asked, self.state, self.arms, self.say = asked, state, arms, say
         self.validation, self.test = validation, test
-        self.most, why = (asked.at_once, "--at-once") if asked.at_once else at_once(arms)
-        say(f"at most {self.most} at once ({why})")
+        self.room, self.most = room, room.trained
+        say(f"at most {self.most} at once ({room.why})")
         self.sizes = rung_sizes(len({arm.candidate for arm in arms}), asked.seeds, self.most)
         self._before, self._began = state.spent, time.monotonic()
 
@@ -188,10 +196,10 @@ class Halving:
 
     def _train(self, arms: Sequence[Arm], target: float) -> list[Ended]:
         """Train arms side by side until each has spent its seconds."""
-        return self._together([training(self.asked.out, arm, self.asked.patience, target) for arm in arms])
-
-    def _together(self, jobs: Sequence[Job]) -> list[Ended]:
-        return together(jobs, environment(len(jobs)))
+        if not arms:
+            return []
+        jobs = [training(self.asked.out, arm, self.asked.patience, target) for arm in arms]
+        return together(jobs, environment(len(jobs)) | self.room.environment())
 
     def _measured(self, arms: Sequence[Arm], data: Path, name: str) -> list[tuple[Arm, dict[str, float]]]:
         """Accuracy by problem of the arms' best checkpoints; an arm that cannot be measured fails."""
@@ -207,7 +215,8 @@ class Halving:
     def _accuracies(self, arms: Sequence[Arm], data: Path, name: str) -> list[dict[str, float] | str]:
         """Accuracy by problem of each arm's best checkpoint, or why it could not be measured."""
         jobs = [evaluation(self.asked.out, arm, data, name, self.asked.patience) for arm in arms]
-        ended = self._together(jobs)
+        parts = rounds(jobs, self.room.evaluated)
+        ended = [end for part in parts for end in together(part, environment(len(part)))]
         return [end.why or accuracies(arm, name) for arm, end in zip(arms, ended, strict=True)]
 
     def _open_test(self, arms: Sequence[Arm]) -> None:
@@ -244,9 +253,9 @@ class Halving:
         shutil.rmtree(arm.cfg.folder / "checkpoints", ignore_errors=True)
 
 
-def rounds(arms: Sequence[Arm], number: int) -> list[Sequence[Arm]]:
-    """The arms, so many at a time."""
-    return [arms[start : start + number] for start in range(0, len(arms), number)]
+def rounds(items: Sequence[Item], number: int) -> list[Sequence[Item]]:
+    """The items, so many at a time."""
+    return [items[start : start + number] for start in range(0, len(items), number)]
 
 
 def best_of_each(ranked: Sequence[tuple[str, str]]) -> list[str]:

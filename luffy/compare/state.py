@@ -30,6 +30,11 @@ class ArmState:
     at: list[float] = field(default_factory=list)
     items: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def is_left(self) -> bool:
+        """Whether it is still to be trained or tested."""
+        return self.status == "in" and not self.items
+
     def climbed(self, accuracy: float) -> None:
         """Note a rung, reached with the seconds that are on record."""
         self.rungs.append(accuracy)

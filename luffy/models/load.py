@@ -34,6 +34,7 @@ from luffy.hub import hub_fault
 from luffy.models.forward import causal_lm, max_positions, text_config
 from luffy.models.four_bit import KIND, keep_four_bits, loading_settings
 from luffy.models.plain import choose_path
+from luffy.models.shared import Base, taken
 
 logger = logging.getLogger(__name__)
 
@@ -64,22 +65,32 @@ def load_model(
     device: str = "cpu",
     trust_remote_code: bool = False,
     four_bits: bool = False,
+    frozen: bool = False,
 ) -> PreTrainedModel:
     """A causal LM, ready to train and to generate: safetensors or GGUF weights, never pickles. ``four_bits``: its
-    decoder's linear layers are frozen and quantized (`luffy.models.four_bit`)."""
+    decoder's linear layers are frozen and quantized (`luffy.models.four_bit`). ``frozen``: nobody will write to its
+    parameters, so they may be those of several processes (`luffy.models.shared`)."""
     if dtype not in DTYPES:
         raise UserError(f"dtype '{dtype}' is unknown: use {' or '.join(DTYPES)}")
     say_slow_dtype(dtype, device)
+    base = Base(str(path), dtype, device, trust_remote_code, four_bits)
+    model = (taken(base) if frozen else None) or read_model(base)
+    choose_path(model)
+    return model
+
+
+def read_model(base: Base) -> PreTrainedModel:
+    """The same, before it is known whether luffy's own attention serves it."""
+    path, device, trust_remote_code, four_bits = base.path, base.device, base.trust_remote_code, base.four_bits
     folder = model_folder(path)
     check_local(folder, "config.json")
     check_quantization(load_model_config(folder, trust_remote_code), folder, four_bits)
     read = functools.partial(_load_four_bits, device=device) if four_bits else _load_safetensors
-    model = read(folder, DTYPES[dtype], trust_remote_code)
+    model: PreTrainedModel = read(folder, DTYPES[base.dtype], trust_remote_code)
     for parameter in filter(torch.is_floating_point, model.parameters()):
         # Parameters only: rotary frequencies are buffers, and rounding them turns far positions by whole radians.
-        parameter.data = parameter.data.to(DTYPES[dtype])
+        parameter.data = parameter.data.to(DTYPES[base.dtype])
     nn.Module.to(model, device=torch.device(device))
-    choose_path(model)
     return model
 
 

@@ -31,7 +31,8 @@ def load_policy(cfg: ModelConfig, device: str) -> nn.Module:
     """The model to train, with fresh adapters when LoRA is on."""
     if not cfg.path:
         raise ConfigError("'model.path' is empty; give a Hugging Face folder or hub id")
-    model: nn.Module = load_model(cfg.path, cfg.dtype, device, cfg.trust_remote_code, cfg.four_bits)
+    frozen = cfg.lora is not None
+    model: nn.Module = load_model(cfg.path, cfg.dtype, device, cfg.trust_remote_code, cfg.four_bits, frozen)
     make_savable(model, cfg.path)
     return model if cfg.lora is None else add_adapters(model, cfg)
 

@@ -11,6 +11,7 @@ from commands import luffy
 
 from luffy.compare import halving
 from luffy.compare.arms import arms_of, named_methods
+from luffy.compare.base_holder import Room
 from luffy.compare.halving import Asked, Halving, compare_methods, rates_in, rung_sizes, seconds_in
 from luffy.compare.held_out import split_data
 from luffy.compare.process import Ended
@@ -162,7 +163,9 @@ def test_times_rates_and_rungs():
 def test_a_budget_keeps_room_for_the_test(cfg, tmp_path):
     for spent, is_spent in ((20.0, False), (41.0, True)):
         state = State("x", spent, overhead=[30.0])  # of a round, and the test of two has two of them
-        one = Halving(asked(cfg, tmp_path, budget=100.0, out=tmp_path), state, [], tmp_path, tmp_path, str)
+        one = Halving(
+            asked(cfg, tmp_path, budget=100.0, out=tmp_path), state, [], tmp_path, tmp_path, str, Room(1, "", 1)
+        )
         assert one._is_spent() == is_spent
 
 

@@ -1,0 +1,210 @@
+"""One copy of frozen weights in several processes: the same model, the same training, and memory that is there once."""
+
+import copy
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from builders import ARCHITECTURES, make_model, make_tokenizer
+from children import Child
+from trainings import final_weights, train_untimed
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from luffy.models import shared
+from luffy.models.forward import causal_lm
+from luffy.models.four_bit import BYTES, FourBitLinear, unpacked
+from luffy.models.load import load_model, read_model
+from luffy.models.shared import VARIABLE, Base, MemoryFile, share, taken
+from luffy.train.weights import Export, fingerprint, load_policy
+
+pytest.importorskip("peft")
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="shared on Linux alone")
+NF4 = {"rank": 4, "quantize": "nf4"}
+
+
+@pytest.fixture
+def shares(monkeypatch):
+    """``shares(base)``: from then on, this process finds a model of a holder, here itself."""
+    files = []
+
+    def start(base):
+        files.append(MemoryFile())
+        share(read_model(base), base, files[-1].environment)
+        assert files[-1].is_written
+        monkeypatch.setenv(VARIABLE, files[-1].environment[VARIABLE])
+        return files[-1]
+
+    yield start
+    for file in files:
+        file.close()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+    for name in ARCHITECTURES:
+        made[name] = tmp_path_factory.mktemp(name)
+        make_model(name).save_pretrained(made[name])
+        make_tokenizer().save_pretrained(made[name])
+    return made
+
+
+def everything(model):
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_model_is_the_one_that_is_loaded(folders, shares, name, dtype):
+    base = Base(str(folders[name]), dtype, "cpu")
+    shares(base)
+    states = []
+    for frozen in (False, True):
+        torch.manual_seed(3)
+        states.append((load_model(base.path, dtype, frozen=frozen), torch.get_rng_state()))
+    (loaded, drawn), (model, drawn_too) = states
+    assert torch.equal(drawn, drawn_too), "adapters would begin otherwise"
+    ours, theirs = everything(model), everything(loaded)
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert torch.equal(ours[key], value) and ours[key].dtype == value.dtype, key
+        assert ours[key].requires_grad == value.requires_grad
+        assert ours[key].data_ptr() % 64 == 0
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == model.config.tie_word_embeddings
+    assert model.config.to_dict() == loaded.config.to_dict()
+    assert model.generation_config.to_dict() == loaded.generation_config.to_dict()
+
+
+def test_nobody_else_sees_what_a_process_writes(folders, shares):
+    base = Base(str(folders["llama"]), "float32", "cpu")
+    file = shares(base)
+    before = os.pread(file.number, 1 << 30, 0)
+    one, other = taken(base), taken(base)
+    with torch.no_grad():
+        for tensor in everything(one).values():
+            tensor.add_(1)
+    assert fingerprint(other.parameters()) == fingerprint(load_model(base.path).parameters())
+    assert os.pread(file.number, 1 << 30, 0) == before
+
+
+def test_four_bits(folders, shares):
+    pytest.importorskip("bitsandbytes")
+    base = Base(str(folders["qwen2"]), "float32", "cpu", four_bits=True)
+    shares(base)
+    models = [load_model(base.path, four_bits=True, frozen=frozen) for frozen in (False, True)]
+    loaded, model = ([m for m in one.modules() if isinstance(m, FourBitLinear)] for one in models)
+    assert len(model) == len(loaded) > 0
+    copied = [m for m in copy.deepcopy(models[1]).modules() if isinstance(m, FourBitLinear)]
+    for ours, again, theirs in zip(model, copied, loaded, strict=True):
+        assert type(ours.weight) is type(theirs.weight) and not ours.weight.requires_grad
+        assert torch.equal(ours.weight, theirs.weight)
+        assert torch.equal(unpacked(ours.weight), unpacked(theirs.weight))
+        assert torch.equal(unpacked(again.weight), unpacked(theirs.weight))
+
+
+@pytest.mark.parametrize("lora", [{"rank": 4}, {"rank": 4, "target_modules": ["q_proj"]}, NF4])
+def test_a_training_and_its_resumption_are_those_of_a_loaded_base(make_config, shares, monkeypatch, lora):
+    """Without the file of the weights, which only the holder has read."""
+    if "quantize" in lora:
+        pytest.importorskip("bitsandbytes")
+    changes = {"model": {"lora": lora}, "optim": {"lr": 1e-2}}
+    loads = make_config(name="loads", **changes)
+    expected = train_untimed(loads), final_weights(loads)
+    file = shares(Base(loads.model.path, "float32", "cpu", four_bits="quantize" in lora))
+    before = os.pread(file.number, 1 << 30, 0)
+    monkeypatch.setattr("luffy.models.load.read_model", None)
+    train_untimed(make_config(name="shares", train={"steps": 2}, **changes))
+    rows = train_untimed(shared_run := make_config(name="shares", **changes))
+    assert rows == expected[0]
+    weights = final_weights(shared_run)
+    assert weights.keys() == expected[1].keys()
+    assert all(torch.equal(weights[name], value) for name, value in expected[1].items())
+    assert os.pread(file.number, 1 << 30, 0) == before
+
+
+def test_a_copied_export_is_of_its_own(make_config, shares, tmp_path):
+    cfg = make_config(model={"lora": {"rank": 4}})
+    shares(Base(cfg.model.path, "float32", "cpu"))
+    model = load_policy(cfg.model, "cpu")
+    export = Export(model, make_tokenizer(), (1,), lora=True).copied()
+    export.write(tmp_path)
+    original = dict(load_model(cfg.model.path).named_parameters())
+    written = dict(load_model(tmp_path / "model").named_parameters())
+    assert all(torch.equal(written[name], value) for name, value in original.items())
+    assert all(name in original for name, _ in causal_lm(load_model(cfg.model.path)).named_parameters())
+
+
+def test_what_is_not_there_is_loaded(folders, shares, monkeypatch, caplog):
+    base = Base(str(folders["llama"]), "float32", "cpu")
+    file = shares(base)
+    assert taken(Base(base.path, "bfloat16", "cpu")) is None and not caplog.records
+    assert taken(base) is not None
+    place, _, key = os.environ[VARIABLE].rpartition(" ")
+    for wrong in (f"{place} {'00' * len(file.key)}", f"/proc/{os.getpid()}/fd/999999 {key}", "x"):
+        monkeypatch.setenv(VARIABLE, wrong)
+        caplog.clear()
+        assert load_model(base.path, frozen=True) is not None
+        assert [record.message.count("the shared one cannot be read") for record in caplog.records] == [1]
+    unfinished = MemoryFile()
+    os.ftruncate(unfinished.number, 4096)
+    monkeypatch.setenv(VARIABLE, unfinished.environment[VARIABLE])
+    assert taken(base) is None and not unfinished.is_written
+    unfinished.close()
+    monkeypatch.delenv(VARIABLE)
+    assert taken(base) is None
+
+
+def test_a_handle_of_a_process_that_ended_is_not_opened(folders, monkeypatch, shares):
+    base = Base(str(folders["llama"]), "float32", "cpu")
+    loads = shared.pickle.loads
+    shares(base)
+
+    def of_a_gpu(data):
+        found, _, pickled, handles, sizes = loads(data)
+        return found, 2**22 + 1, pickled, [(0, b"", 1, 0, b"", 0) for _ in handles], sizes
+
+    monkeypatch.setattr(shared.pickle, "loads", of_a_gpu)
+    with pytest.raises(ValueError, match="is gone"):
+        shared._read(base)
+
+
+def anonymous_and_mapped(path, dtype, four_bits, frozen):
+    """Bytes of memory of its own that a process takes for a model, and inodes of shared memory that it maps."""
+
+    def own():
+        return 1024 * int(re.search(r"^Anonymous:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.M)[1])
+
+    before = own()
+    model = load_model(path, dtype, four_bits=four_bits, frozen=frozen)
+    assert fingerprint(model.parameters())
+    maps = Path("/proc/self/maps").read_text()
+    return own() - before, sorted(set(re.findall(r" (\d+) +/memfd:luffy-base", maps)))
+
+
+@pytest.mark.parametrize("four_bits", [False, True])
+def test_three_processes_have_the_weights_once(folders, tmp_path, shares, four_bits):
+    """In another precision than the file's, since a file is mapped by all that read it. The third loads its own."""
+    if four_bits:
+        pytest.importorskip("bitsandbytes")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8,
+        eos_token_id=1, pad_token_id=0, bos_token_id=None, max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    shares(Base(str(tmp_path), "bfloat16", "cpu", four_bits=four_bits))
+    children = [Child() for _ in range(3)]
+    try:
+        for child in children:
+            child.start(anonymous_and_mapped, str(folders["llama"]), "bfloat16", four_bits, False)  # imports
+            child.result()
+        for child, frozen in zip(children, (True, True, False), strict=True):
+            child.start(anonymous_and_mapped, str(tmp_path), "bfloat16", four_bits, frozen)
+        (one, inode), (other, inode_too), (loaded, none) = (child.result() for child in children)
+    finally:
+        for child in children:
+            child.end()
+    assert inode == inode_too and len(inode) == 1 and not none
+    weights = 8 * (4 * 512 * 512 + 3 * 512 * 2048) * (BYTES if four_bits else 2)
+    assert loaded > 0.95 * weights and max(one, other) < 0.3 * weights, (loaded, one, other)
