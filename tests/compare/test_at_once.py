@@ -6,9 +6,18 @@ import pytest
 
 from luffy.compare import at_once as rules
 from luffy.compare.arms import Arm
-from luffy.compare.at_once import at_once, environment, evenly, peak_bytes
+from luffy.compare.at_once import (
+    at_once,
+    environment,
+    evaluations_at_once,
+    evenly,
+    peak_bytes,
+    shared_base,
+    weight_bytes,
+)
 from luffy.config import load_config
 from luffy.dry_run.place import Place, Renting
+from luffy.models.shared import Base
 
 
 def arm(**changes):
@@ -28,6 +37,38 @@ def test_by_memory(monkeypatch, free, most):
     monkeypatch.setattr(rules.Place, "of", lambda *_: gpu)
     monkeypatch.setattr(rules, "peak_bytes", lambda *_: 10e9)  # of 0.9 of what is free
     assert at_once([arm()])[0] == most
+
+
+def test_shared_weights_are_counted_once(monkeypatch):
+    gib = 2**30
+    gpu = replace(Place.with_gpu("h200", "an H200"), free=33 * gib)
+    monkeypatch.setattr(rules.Place, "of", lambda *_: gpu)
+    monkeypatch.setattr(rules, "peak_bytes", lambda cfg, *_: (10 if cfg.model.four_bits else 13) * gib)
+    monkeypatch.setattr(rules, "weight_bytes", lambda *_: 8 * gib)
+    lora = {"model.lora": {"rank": 4, "quantize": "nf4"}, "model.path": "someone/model"}
+    one = arm(**lora)
+    shared = shared_base([one, one])
+    assert shared == Base("someone/model", "float32", "cpu", four_bits=True)
+    assert at_once([one, one])[0] == 2
+    assert at_once([one, one], shared) == (10, "33.0 GiB free, 2.0 GiB a training, 8.0 GiB shared")  # of 29.7 GiB
+    assert evaluations_at_once([one, one], shared) == 1  # 13 GiB each, with whole weights
+    staged = Arm("sft_rl", 1e-3, 0, load_config("tiny/sft_rl", {"model.device": "cpu", **lora}))
+    assert shared_base([one, staged]) == shared
+    assert at_once([one, staged], shared)[0] == 2, "the second stage begins with weights of its own"
+    full = arm()
+    assert shared_base([one, full]) is None and at_once([one, one, replace(full, method="x")], shared)[0] == 1
+
+
+def test_the_weights_that_are_shared_are_those_of_the_estimate():
+    place = Place.with_gpu("h200", "an H200")
+    plain, quantized = (
+        arm(**{"model.lora": {"quantize": kind}, "model.path": "x/Qwen2.5-7B", "model.dtype": "bfloat16"}).cfg
+        for kind in (None, "nf4")
+    )
+    assert weight_bytes(plain, "rl", place) == pytest.approx(2 * 7.6e9, rel=0.01)
+    assert (
+        weight_bytes(quantized, "rl", place) < 0.4 * weight_bytes(plain, "rl", place) < peak_bytes(plain, "rl", place)
+    )
 
 
 def test_the_estimate_is_that_of_the_dry_run():
